@@ -11,7 +11,7 @@ from jsparse.shapes import Lengths
 def token_mask(
     selection: Selection, lengths: Lengths, *, num_pages: int, page_size: int
 ) -> Bool[Array, "B K S"]:
-    """Marks the slots that each head attends to: what a selection means.
+    """Marks the slots that each head attends to.
 
     The rule of the newest token is included.
     """
@@ -49,7 +49,7 @@ def attended_tokens(selection: Selection, lengths: Lengths, page_size: int) -> L
 def read_tokens(selection: Selection, lengths: Lengths, page_size: int) -> Lengths:
     """Counts the slots whose K and V are read.
 
-    Pages are read whole, the newest token's too, up to what the head holds.
+    Pages are read whole, the newest token's too, up to the head's length.
     """
     return count_tokens(selection, lengths, page_size)[1]
 

@@ -1,4 +1,4 @@
-"""Defines Selection, which says what each KV head attends to.
+"""Defines Selection, the slots that each KV head attends to.
 
 The pages, tokens, clusters and head roles of every method end as one.
 """
@@ -36,7 +36,7 @@ class Selection:
         granularity: the unit of `ids`.
         logits: the query heads' scaled logits of listed tokens, without a bias, where choosing has
             found them: attention then need not read these tokens' keys again. They save reads and
-            say nothing new: None is as good, and so is a backend that does not look at them. A list
+            add no information: None is as good, and a backend may ignore them. A list
             of other tokens must drop them.
 
     A head that attends to anything also attends to its newest token, listed or not. A head with
@@ -137,7 +137,7 @@ def window(
 ) -> Selection:
     """Selects the first `sink` and the last `recent` slots of each head.
 
-    C is the most that they need at any length. Pages of more than 32 tokens carry no bits and are
+    C is the maximum number of their ids. Pages of more than 32 tokens carry no bits and are
     taken whole, so some more slots are attended.
     """
     sink, recent = min(sink, num_pages * page_size), min(recent, num_pages * page_size)

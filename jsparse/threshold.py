@@ -1,6 +1,6 @@
 """Implements top-k and top-p with static shapes.
 
-They bisect a threshold, take what lies above it and compact it to ids, without a sort: 32 passes
+They bisect a threshold, take the values above it and compact them to ids, without a sort: 32 passes
 over the order-preserving integer image of the float32 scores find the threshold exactly.
 """
 
@@ -84,7 +84,7 @@ def budget_mask(
     sizes: Integer[Array, "*#rows S"],
     tokens: Int[Array, "*#rows"] | int,
 ) -> Bool[Array, "*rows S"]:
-    """Marks the largest scores of each row, until the next one's size exceeds what is left.
+    """Marks the largest scores of each row, until the next one's size exceeds the rest.
 
     Sizes are at least 0, and `tokens` below 0 count as 0. Ties go to the lowest index. A row marks
     its largest score whatever its size, unless it is -inf or NaN, which are never marked.

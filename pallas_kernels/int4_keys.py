@@ -41,7 +41,7 @@ def init(spec: CacheSpec) -> Int4Keys:
     packed = jnp.zeros((*rows, spec.head_dim // 2), jnp.uint8)
     return Int4Keys(
         packed, jnp.ones(rows, jnp.float16), jnp.zeros(rows, jnp.float16)
-    )  # what quantise gives for zeros
+    )  # the code that quantise gives for zeros
 
 
 def quantise(

@@ -1,4 +1,4 @@
-"""Goes through points block by block, so that what exists per block stays small."""
+"""Goes through points block by block, so that arrays per block stay small."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

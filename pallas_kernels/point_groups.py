@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int8, Int32, Num
 
 MAX_BYTE = 127  # of a channel of a centroid that is held in bytes
-ROUNDING = 2.0**-18  # the part of distances, and of points, by which radii exceed what is computed
+ROUNDING = 2.0**-18  # the part of distances, and of points, by which radii exceed the computed ones
 
 
 class Groups(NamedTuple):
@@ -34,7 +34,7 @@ class Groups(NamedTuple):
 def in_bytes(
     x: Float32[Array, "*n H"], middle: Float32[Array, "*#n H"]
 ) -> tuple[Int8[Array, "*n H"], Float32[Array, "*n"]]:
-    """Returns what bytes, by a scale for each vector, add to `middle`: x to half a scale."""
+    """Returns the vectors of bytes times a scale each, without `middle`: x to half a scale."""
     x = x - middle
     scale = jnp.max(jnp.abs(x), -1) / MAX_BYTE
     codes = jnp.floor(x / jnp.where(scale > 0, scale, 1.0)[..., None] + 0.5)

@@ -23,7 +23,7 @@ def span_terms(
 ) -> Float32[Array, "B K spans cols"]:
     """Computes the terms, with the query heads of a group beside each other.
 
-    What lies in the columns past the group's size means nothing.
+    Columns past the group's size have no meaning.
     """
     from jsparse.pallas_kernels.triton_call import triton_call
 

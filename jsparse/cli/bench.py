@@ -177,7 +177,7 @@ def latency(
 
 
 def _print_steps(measured: dict[str, Any]) -> None:
-    """Prints what `measure` of jsparse.benchmark.steps returned."""
+    """Prints the result of `measure` of jsparse.benchmark.steps."""
     title = "{model}, {dtype}, {device}".format(**measured)
     right: Any = {"justify": "right", "no_wrap": True}
     table = Table(title=title, title_justify="left")

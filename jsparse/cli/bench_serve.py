@@ -150,7 +150,7 @@ def _random_requests(
 
 
 def _description(options: BenchServeOptions, model: str, num_prompts: int) -> dict[str, Any]:
-    """Returns the entries of a result that say what was run."""
+    """Returns the entries of a result that describe the run."""
     backend = "openai-chat" if options.as_text else "openai"
     no_tokenizer = options.dataset_path or options.vocab_size is not None
     rate = options.request_rate

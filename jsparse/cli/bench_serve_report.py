@@ -25,7 +25,7 @@ DELAYS = {
 
 
 def save_result(result: dict[str, Any], folder: Path, name: str | None) -> None:
-    """Writes a result to a file in a folder; the default name says what was run."""
+    """Writes a result to a file in a folder; the default name describes the run."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / (name or _file_name(result))
     file.write_text(json.dumps(result) + "\n", encoding="utf-8")

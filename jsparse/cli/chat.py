@@ -22,9 +22,9 @@ Messages = list[dict[str, str]]
 class Chat:
     """Holds a conversation with a model.
 
-    A further turn reads only the last answer and the new message, after what the session has read
-    of the conversation. Everything is read anew where that cannot be: the policy evicts tokens, the
-    template rewrites what was said before, or the cache has become too small.
+    A further turn reads only the last answer and the new message, since the session has read the
+    rest. Everything is read anew where that cannot be: the policy evicts tokens, the template
+    rewrites earlier messages, or the cache has become too small.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Prints what commands show besides their result: progress bars, errors and statistics."""
+"""Prints the progress bars, errors and statistics of commands."""
 
 import logging
 import os
@@ -87,7 +87,7 @@ class Bars:
         if not self._shown:
             return
         if done == total and phase != "decode":
-            # what comes next first waits for its programs, and reports nothing until it runs
+            # the next phase first waits for its programs, and reports nothing until it runs
             phase, done, total = "compile", 0, None
         if phase != self._phase:
             self.close()

@@ -93,7 +93,7 @@ def evaluate(
     result = carry_out(
         wanted, model, out, _environment(), dtype=dtype, revision=revision, resume=resume
     )
-    # a pipe that closes while tables are printed ends the process: what is written comes first
+    # a pipe that closes while tables are printed ends the process: files are written first
     if out is not None:
         print_wrote(out)
     if plots is not None:
@@ -115,12 +115,12 @@ def carry_out(
     revision: str | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Loads the model, measures what is still missing, and returns the report.
+    """Loads the model, takes the measurements that are missing, and returns the report.
 
     Progress goes to standard error: a bar on a terminal, else lines.
 
     Args:
-        wanted: the plan of what to measure.
+        wanted: the plan of measurements.
         model: the model, in any form that `jsparse.load` takes.
         out: the file for the report and, until then, its journal; None writes neither.
         environment: the report's environment; its "versions" are part of the settings.
@@ -165,7 +165,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def draw(report: dict[str, Any], folder: Path) -> None:
-    """Draws what was measured: quality by attended fraction, by step, needles, heads."""
+    """Draws the measurements: quality by attended fraction, by step, needles, heads."""
     from jsparse.evaluation.report import plots
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -211,7 +211,7 @@ def _environment() -> dict[str, Any]:
 
 @contextmanager
 def _shown_progress() -> "Iterator[Callable[[Progress], None]]":
-    """Yields what shows a run's progress on standard error: a bar on a terminal, else lines."""
+    """Yields a function that shows progress on standard error: a bar on a terminal, else lines."""
     if not sys.stderr.isatty():
         yield _Lines()
         return

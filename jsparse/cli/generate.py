@@ -107,7 +107,7 @@ def _result(made: "Generation | None", text: str) -> dict[str, Any]:
 
 
 def _origin(params: "Params", options: GenerationOptions) -> dict[str, Any]:
-    """Returns what is needed to generate the same text again."""
+    """Returns the options that generate the same text again."""
     import jax
 
     from jsparse import __version__

@@ -17,7 +17,7 @@ from jsparse.text.signatures import short_name
 if TYPE_CHECKING:
     from jsparse.evaluation.inspection import Inspection
 
-# of nothing, and of more and more of what a cell stands for
+# from an empty cell to a full one
 SHADES = " ░▒▓█"
 WIDTH = 100  # columns where standard output is no terminal
 
@@ -93,7 +93,7 @@ def show(shown: "Inspection", layer: int | None) -> None:
     for nth, row in enumerate(cells):
         line = Text(f"{nth:>{len(name)}} │")
         for cell in row:
-            # what is attended to at all shows
+            # tokens that are attended to at all show
             shade = int(np.ceil(cell * (len(SHADES) - 1)))
             line.append(SHADES[shade], style="cyan")
         line.append(f"│ {of_rows[nth].mean():6.1%}")
@@ -126,7 +126,7 @@ def show_overlap(shares: np.ndarray, count: int) -> None:
 
 
 def _show_text(console: Console, shown: "Inspection", layer: int) -> None:
-    """Prints the text; what more heads attend to stands out more."""
+    """Prints the text; tokens that more heads attend to stand out more."""
     shares = shown.attended[layer].mean(axis=0)
     text = Text()
     for token, share in zip(shown.tokens, shares, strict=True):

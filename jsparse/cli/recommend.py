@@ -109,7 +109,7 @@ def recommend(
 
 
 def _kept(measured: dict[str, Any]) -> str:
-    """Writes what `auto` is to use, and says so."""
+    """Writes the policy that `auto` is to use, and prints a line about it."""
     from jsparse.benchmark.recommend import choice
     from jsparse.policies import choices
     from jsparse.policies.expressions import is_own
@@ -130,7 +130,7 @@ def _kept(measured: dict[str, Any]) -> str:
 
 
 def _print(measured: dict[str, Any]) -> None:
-    """Prints the table, and the lines that say what it means."""
+    """Prints the table, and lines that explain it."""
     wanted = measured["wanted"]
     table = Table(
         title="{model}, {batch} x {context} tokens, ".format(**wanted)

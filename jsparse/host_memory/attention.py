@@ -2,7 +2,7 @@
 
 An op that can read host memory does so in place. Otherwise the rows or pages that the selection
 lists are fetched first, into pages of their own in which they follow each other, and the op attends
-to those: what it computes is the same. Dense heads always read in place.
+to those; the result is the same. Dense heads always read in place.
 """
 
 from collections.abc import Callable
@@ -27,10 +27,10 @@ from jsparse.shapes import Ids, Lengths, Queries
 
 
 class Prefetch(NamedTuple):
-    """Holds what a layer's selection needs of host memory, before its newest tokens exist.
+    """Holds the rows of host memory that a layer selects, before its newest tokens exist.
 
     Attributes:
-        selection: what was selected.
+        selection: the selection.
         k, v: its rows or pages, [B, K, C + 1, …]; zeros where the tail has them.
     """
 
@@ -58,7 +58,7 @@ def attend(
     reads: str | None = None,
     fetched: Prefetch | None = None,
 ) -> AttentionOut:
-    """Attends as `op` does; `reads` is that of `Offload`, `fetched` what `fetch` returned."""
+    """Attends as `op` does; `reads` is that of `Offload`, `fetched` the result of `fetch`."""
     options = {"stats": stats, "dtype": dtype}
     on_device = layer.page_pools is None
     if on_device or (fetched is None and _way(reads, selection) == "in_place"):
@@ -73,7 +73,7 @@ def attend(
 
 
 def _way(reads: str | None, selection: Selection) -> str:
-    """Returns how a selection is read: where nothing is asked for, tokens in place.
+    """Returns how a selection is read: by default, tokens in place.
 
     A GPU must fetch pages; the reference ops of other backends read these in place, too.
     """
@@ -89,7 +89,7 @@ def _way(reads: str | None, selection: Selection) -> str:
 def fetch_ahead(
     policy: Policy, layer: int, q: Queries, view: StepView, state: State
 ) -> Prefetch | None:
-    """Fetches what a layer will attend to while the layer above runs, if the policy says so.
+    """Fetches a layer's selected rows while the layer above runs, if the policy asks for it.
 
     On a GPU the rows are fetched by a stream of their own, which XLA lets run beside what does not
     need them. q only has the shape of the layer's queries, which the policy does not read.
@@ -117,7 +117,7 @@ def beside(*args, **kwargs) -> Array:
 
 
 def fetch(layer: LayerCache, selection: Selection, gather: GatherFn = row_gather) -> Prefetch:
-    """Fetches what a selection lists from host memory; the tail is read when attention runs."""
+    """Fetches the listed rows from host memory; the tail is read when attention runs."""
     ids, number = _with_newest(layer, _sparse(selection))
 
     def from_host(pool: HostPool) -> Array:
@@ -138,10 +138,10 @@ def _sparse(selection: Selection) -> Selection:
 def compacted(
     layer: LayerCache, selection: Selection, fetched: Prefetch | None = None
 ) -> tuple[LayerCache, Selection, Int32[Array, "B K entries"]]:
-    """Returns what a selection lists as a layer of its own, which holds nothing else.
+    """Returns the rows that a selection lists as a layer of their own.
 
-    Its pages and slots are numbered in the order of the list. The third result is what they are in
-    the whole layer.
+    Its pages and slots are numbered in the order of the list. The third result is their
+    numbers in the whole layer.
     """
     fetched = fetch(layer, selection) if fetched is None else fetched
     ids, number = _with_newest(layer, selection)
@@ -150,7 +150,7 @@ def compacted(
     nth = jnp.broadcast_to(jnp.arange(capacity - 1, dtype=jnp.int32), selection.ids.shape)
     newest = (layer.lengths[..., None] - 1) // size
     valid = (nth < selection.count[..., None]) & (selection.ids <= newest)
-    # a list that names nothing that is there still stands for the newest token
+    # a list without a valid entry still stands for the newest token
     count = jnp.maximum(jnp.sum(valid, -1, dtype=jnp.int32), jnp.minimum(selection.count, 1))
     bits = None if selection.bits is None else jnp.where(valid, selection.bits, jnp.uint32(0))
     # the newest token is the last one listed, and everything before it is whole
@@ -195,7 +195,7 @@ def _named(report: ListedLogits, ids: Ids) -> ListedLogits:
 def _with_dense_heads(
     out: AttentionOut, q: Queries, layer: LayerCache, dense: Bool[Array, "B K"], dtype
 ) -> AttentionOut:
-    """Returns what attention to everything gives in these heads, else what `out` has."""
+    """Returns attention to everything in the dense heads, and `out` in the others."""
     every = replace(everything(layer.lengths), dense=dense, granularity="token")
     whole = token_sparse_decode(q, layer, every, stats=None, dtype=dtype)
     heads = jnp.repeat(dense, q.shape[1] // dense.shape[1], axis=1)

@@ -1,7 +1,7 @@
 """Defines OnHost, the store that keeps K and V in host memory but for the newest tokens.
 
 The cache on the device has the newest tokens of every head (HostPool). Each prompt chunk is copied
-once it has been read; when a layer reads the next chunk, what it held before comes back over the
+once it has been read; when a layer reads the next chunk, its earlier tokens come back over the
 bus. While decoding, the tail is copied before the ring would overwrite it. Host memory is borrowed
 by every program and written between them, by this store alone.
 """
@@ -25,7 +25,7 @@ from jsparse.policy import Offload, Policy
 from jsparse.shapes import Rows
 
 LIMIT_VARIABLE, DEFAULT_LIMIT_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
-# room beside what the allocator hands out, for everything else that a process keeps
+# room beside the allocator's memory, for everything else in the process
 SPARE_HOST_BYTES = 2**30
 
 
@@ -46,7 +46,7 @@ class OnHost:
     def require(self) -> None:
         """Raises ValueError if this policy or device cannot have K and V in host memory.
 
-        The tail must hold what hooks of the policy look back at.
+        The tail must hold the tokens that hooks of the policy look back at.
         """
         policy, spec, tail = self._policy, self._spec, self._offload.tail
         require_offloadable("policy", policy, self._offload)
@@ -118,7 +118,7 @@ class OnHost:
         return _refilled(_tailed(cache, self._policy, self._spec, chunk), pages)
 
     def after_chunk(self, cache: KVCache, valid: Rows, size: int) -> None:
-        """Copies what the chunk brought from the device."""
+        """Copies the chunk's K and V from the device."""
         assert self.pages is not None
         self.pages = stored(self.pages, cache, valid, size)
 
@@ -135,7 +135,7 @@ class OnHost:
         """Returns arrays bound to the default device.
 
         Pages in host memory are bound to theirs, and so are results of programs that borrow them:
-        what is not bound before the first of these would make the second another program.
+        an array not bound before the first of these would make the second another program.
         """
         return jax.device_put(arrays, jax.local_devices()[0])
 

@@ -18,7 +18,7 @@ HostLayers = tuple[HostPages, ...]
 
 
 def host_sharding() -> SingleDeviceSharding:
-    """Returns where pages in host memory lie; on a CPU it is the memory of everything.
+    """Returns the sharding of pages in host memory; a CPU has one memory for everything.
 
     Raises:
         ValueError: the default device can address no pinned host memory.

@@ -1,9 +1,9 @@
 """Defines HostPool: a layer's K or V in host memory, the newest tokens on the device.
 
 A page is read from the tail, a ring of R pages per head on the device, where it is one of the
-newest R that the head holds, and from host memory otherwise. Nothing but the head's length says
-which. Whoever writes tokens must have stored a page in host memory before the ring takes its place
-(`pages.stored`), and nothing else is ever written there.
+newest R that the head holds, and from host memory otherwise. The head's length alone
+decides which. A page must be stored in host memory (`pages.stored`) before the ring overwrites it,
+and nothing else is ever written there.
 
 Pages in host memory are not part of the cache: programs borrow them (`jsparse.cache.with_host`), so
 that no donated buffer is ever one of them. The heads that attend to everything in every step can
@@ -72,7 +72,7 @@ class HostPool(PagePool):
         return logical > newest[..., None] - self.ring_pages(layer)
 
     def ring_at(self, layer: LayerCache, logical: Int32[Array, "B K n"]) -> Int32[Array, "B K n"]:
-        """Returns the places of pages in the ring, whether they are there or not."""
+        """Returns the places that pages have in the ring when they lie in it."""
         first = _pairs(layer) * self.ring_pages(layer)
         return first + logical % self.ring_pages(layer)
 
@@ -100,9 +100,9 @@ class HostPool(PagePool):
         count: Lengths | None = None,
         gather: GatherFn = row_gather,
     ) -> Array | None:
-        """Returns what host memory has of the first `count` slots, or pages if offset is None.
+        """Returns the first `count` slots from host memory, or pages if offset is None.
 
-        The others, and those in the ring, are zeros. `gather` does what `row_gather` does.
+        The others, and those in the ring, are zeros. `gather` has the interface of `row_gather`.
         """
         if self.host is None:
             return None
@@ -120,7 +120,7 @@ class HostPool(PagePool):
         offset: Int32[Array, "B K n"] | None,
         fetched: Array | None,
     ) -> Array:
-        """Returns what `fetched` returned, with the slots or pages that lie in the ring."""
+        """Returns the result of `fetched`, with the slots or pages that lie in the ring."""
         at = self.ring_at(layer, page)
         ring = self.ring[at] if offset is None else self.ring[at, offset]
         if fetched is None:

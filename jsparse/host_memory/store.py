@@ -1,7 +1,7 @@
-"""Defines KVStore, which says where a session's K and V lie, and the store on the device.
+"""Defines KVStore, the place of a session's K and V, and the store on the device.
 
-A session gets its cache from its store and tells the store what each program did; it does not ask
-where K and V are.
+A session gets its cache from its store and tells the store what each program did; it does not
+need to know where K and V lie.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ class KVStore(Protocol):
     """Keeps the K and V of one cache.
 
     Attributes:
-        pages: what each layer has in host memory, for programs to read; None if nothing.
+        pages: each layer's pages in host memory, for programs to read; None if there are none.
         single_steps: whether a program must run one decode step, since XLA takes no array in host
             memory into a loop of steps.
         every: the number of decode steps after which `after_steps` must be called; 0 is never.
@@ -78,7 +78,7 @@ class KVStore(Protocol):
         ...
 
     def committed[T](self, arrays: T) -> T:
-        """Returns arrays bound as those that come from a program are, lest it be traced again."""
+        """Returns arrays bound like a program's results, so that no program is traced again."""
         ...
 
 

@@ -60,7 +60,7 @@ def whole(
 ) -> tuple[LayerCache, Array]:
     """Returns a layer with all of K and V on the device, or as it is if it lies there, and q.
 
-    What was held before the first `valid[b]` of the new tokens comes from host memory, once the
+    The tokens before the first `valid[b]` new ones come from host memory, once the
     queries q are there, so that no two layers are on the device for long. (XLA drops the order of
     the two unless the q that is returned is used.)
     """

@@ -2,7 +2,7 @@
 
 
 def install(extra: str) -> str:
-    """Returns what an error about a missing package of an extra ends with.
+    """Returns the end of an error about a missing package of an extra.
 
     jsparse is on no package index yet, so an extra is installed from a clone.
     """

@@ -21,7 +21,7 @@ from jsparse.server.service import Service
 from jsparse.server.sse import ClientGone
 
 PAGE = Path(__file__).parent / "page"
-# the page loads what lies beside it, talks to this server alone, and is shown in no other page
+# the page loads the files beside it, talks to this server alone, and is shown in no other page
 PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -31,7 +31,7 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-# what needs no key, beside the page
+# paths that need no key, beside the page
 OPEN = ("/health", "/version")
 log = logging.getLogger("jsparse.server")
 
@@ -65,7 +65,7 @@ def make_app(service: Service, page: Path = PAGE) -> FastAPI:
 
 
 class Gate:
-    """Lets in those who have the key, while requests are taken; counts who is inside."""
+    """Admits requests with the key, and counts those being answered."""
 
     def __init__(self, app: ASGIApp, service: Service, open_paths: set[str]) -> None:
         """Stands before an application."""

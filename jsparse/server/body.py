@@ -32,7 +32,7 @@ REFUSED = {
     "tool_choice": "tools are not supported",
     "tools": "tools are not supported",
 }
-# what clients send without asking for anything; it is dropped
+# values that clients send without asking for anything; they are dropped
 NOTHING_ASKED: dict[str, Any] = {
     **{name: refused.nothing for name, refused in SAMPLING.items()},
     "continuous_usage_stats": False,
@@ -63,7 +63,7 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _what_is_asked(cls, given: Any) -> Any:
-        """Drops nulls and what asks for nothing, and all unknown fields but the first."""
+        """Drops nulls, fields that ask for nothing, and all unknown fields but the first."""
         if not isinstance(given, dict):
             return given
         asked = {name: value for name, value in given.items() if not _asks_nothing(name, value)}

@@ -21,7 +21,7 @@ from jsparse.server.protocol import (
 from jsparse.server.service import Service
 from jsparse.server.sse import DONE, ClientGone, EventStream, event, merged, unless_gone
 
-# the fields of requests, by what the engine's errors call them
+# the fields of requests, by their names in the engine's errors
 NAMES = {name: name for name in SAME} | {"max_tokens": "max_tokens"}
 COMPLETION_NAMES = NAMES | {"prompt": "prompt", "text": "prompt", "logprobs": "logprobs"}
 CHAT_NAMES = NAMES | {
@@ -37,7 +37,7 @@ class ResponseWriter:
 
     Attributes:
         service: the server.
-        request: what was asked.
+        request: the body of the request.
         asked: the prompts, in the engine.
         texts: the prompts' texts, to be echoed.
     """
@@ -55,7 +55,7 @@ class ResponseWriter:
         raise NotImplementedError
 
     def piece(self, answer: CompletionOutput, prompt: int, offset: int | None) -> dict[str, Any]:
-        """Returns what is new of an answer; its tokens begin at `offset`, None if it begins."""
+        """Returns the new part of an answer, from token `offset` on; None is the beginning."""
         raise NotImplementedError
 
     async def whole(self) -> Response:
@@ -86,7 +86,7 @@ class ResponseWriter:
                 last[nth] = output
                 new += sum(len(answer.token_ids) for answer in output.outputs)
                 make = partial(self._pieces, nth, output, offsets)
-                # see `whole`; what takes no time need not wait for another thread
+                # see `whole`; quick work need not wait for another thread
                 slow = self.request.likely is not None
                 choices = await self.service.texts.made(make) if slow else make()
                 # a chunk has one choice: many clients look at the first alone
@@ -101,7 +101,7 @@ class ResponseWriter:
     def _pieces(
         self, prompt: int, output: RequestOutput, offsets: dict[int, int]
     ) -> list[dict[str, Any]]:
-        """Returns what is new of a prompt's answers, and moves their offsets."""
+        """Returns the new parts of a prompt's answers, and moves their offsets."""
         choices = []
         for answer in output.outputs:
             index = self._index(prompt, answer)
@@ -121,7 +121,7 @@ class ResponseWriter:
             await each.close()
 
     def _tells(self, answer: CompletionOutput, *, first: bool) -> bool:
-        """Returns whether a piece is worth sending: an answer that ended before tells nothing."""
+        """Returns whether a piece is worth sending; one of an answer that ended before is empty."""
         return bool(
             answer.text
             or (answer.token_ids and (answer.token_logprobs or answer.finish_reason or first))

@@ -1,4 +1,4 @@
-"""Bounds what the peers of connections can hold, whether or not they have a key."""
+"""Bounds the memory and time of connections, whether or not their peers have a key."""
 
 import asyncio
 import socket
@@ -18,7 +18,7 @@ SECONDS = 60
 # of an answer that is to be read in that time
 MIN_READ = 2**16
 MAX_CONNECTIONS = 4096
-# closes a socket at once and drops what has not been sent
+# closes a socket at once and drops unsent data
 DROP = struct.pack("ii", 1, 0)
 
 
@@ -106,7 +106,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._unwatch()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses what is no HTTP, in OpenAI's shape."""
+        """Refuses malformed HTTP, in OpenAI's format."""
         if self._answering and not self.cycle.more_body:
             self._stop_listening()
             return
@@ -122,7 +122,7 @@ class BoundedConnection(HttpToolsProtocol):
     def hang_up(self) -> None:
         """Ends sending, and closes the connection once the peer has ended sending, too.
 
-        What it still sends is dropped. The time for the next request bounds the wait.
+        Its further data is dropped. The time for the next request bounds the wait.
         """
         told_all = self.cycle is not None and not self.cycle.more_body
         if told_all or not self.transport.can_write_eof():
@@ -147,7 +147,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._moved, self._bytes = True, 0
 
     def _watch(self) -> None:
-        """Ends the connection if what it waits for has not come in time."""
+        """Ends the connection if it has waited too long."""
         self._unwatch()
         self._since, self._unsent = self.loop.time(), self.transport.get_write_buffer_size()
         self._late = self.loop.call_later(SECONDS, self._end)
@@ -164,7 +164,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._drop()
 
     def _drop(self) -> None:
-        """Closes the connection; what the peer has not read is lost."""
+        """Closes the connection; data that the peer has not read is lost."""
         if self.transport.get_write_buffer_size():
             peer: socket.socket = self.transport.get_extra_info("socket")
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, DROP)

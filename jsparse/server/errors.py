@@ -10,7 +10,7 @@ from starlette.responses import Response
 from jsparse.engine.errors import EngineFull
 
 MAX_VALUE_CHARS = 80
-# characters of a message, which may repeat what a client has sent
+# characters of a message, which may repeat a client's input
 MAX_MESSAGE_CHARS = 300
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
 RETRY_SECONDS = 1
@@ -21,7 +21,7 @@ class ApiError(Exception):
 
     Attributes:
         status: the HTTP status.
-        message: what is wrong, with the argument's name, its value and the rule.
+        message: the error, with the argument's name, its value and the rule.
         param: the argument's name, or None.
         code: a word for programs, or None.
         headers: further headers of the answer.
@@ -67,11 +67,11 @@ def json_response(
 
 
 def as_api_error(error: Exception, names: Mapping[str, str]) -> ApiError:
-    """Returns the answer to what the engine raised.
+    """Returns the answer to an exception of the engine.
 
     Args:
         error: the error. A ValueError's message begins with the name of an argument.
-        names: the fields of the request, by what messages call them.
+        names: the fields of the request, by their names in messages.
     """
     if isinstance(error, ApiError):
         return error
@@ -82,7 +82,7 @@ def as_api_error(error: Exception, names: Mapping[str, str]) -> ApiError:
         assert word is not None
         code = "context_length_exceeded" if "max_model_len" in str(error) else None
         return ApiError(400, str(error), param=names.get(word[0]), code=code)
-    # what is unforeseen stays in the log: it may tell of files
+    # unforeseen errors stay in the log: they may name files
     return ApiError(500, "the engine has failed", code="engine_error")
 
 

@@ -1,4 +1,4 @@
-"""Makes what /live shows: who runs, how fast, and what the policy attends to."""
+"""Makes the data of /live: the running requests, their speed and the attended share."""
 
 import time
 from collections import deque

@@ -1,4 +1,4 @@
-"""Says on a log what the server does: how it starts, ends and speeds, and which requests end.
+"""Logs the server's start, end and speed, and the requests that end.
 
 Nothing of a prompt or an answer is logged.
 """
@@ -21,7 +21,7 @@ logger = logging.getLogger("jsparse.server")
 
 
 def show(level: str) -> None:
-    """Writes what jsparse logs from this level on to standard error, with the time of day."""
+    """Writes jsparse's log from this level on to standard error, with the time of day."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     own = logging.getLogger("jsparse")
@@ -47,7 +47,7 @@ def of_request(served: RequestState) -> str:
 
 
 class EngineSnapshot(NamedTuple):
-    """Holds what an engine had done at a time, in seconds."""
+    """Holds an engine's counters at a time, in seconds."""
 
     time: float
     read: int
@@ -55,12 +55,12 @@ class EngineSnapshot(NamedTuple):
 
 
 def seen(engine: Engine) -> EngineSnapshot:
-    """Returns what the engine has done by now."""
+    """Returns the engine's counters now."""
     return EngineSnapshot(time.monotonic(), engine.counters.read_tokens, engine.counters.new_tokens)
 
 
 def of_speed(engine: Engine, before: EngineSnapshot, now: EngineSnapshot) -> str:
-    """Returns the line about what the engine has done between two times, or "" for nothing."""
+    """Returns the line about the engine's work between two times, or "" for none."""
     scheduler = engine.scheduler
     running = len(scheduler.reading) + len(scheduler.decoding)
     waiting = len(scheduler.waiting)

@@ -1,4 +1,4 @@
-"""Collects what /metrics shows, under vLLM's names."""
+"""Collects the metrics of /metrics, under vLLM's names."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -14,7 +14,7 @@ SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1)
 
 
 class Metrics:
-    """Counts what requests got, and reads the engine's own counters when it is asked.
+    """Counts tokens and times of requests, and reads the engine's own counters on demand.
 
     Attributes:
         query_tokens: the prompt tokens looked for in the prefix cache.
@@ -88,7 +88,7 @@ class Metrics:
                 self._itl.observe(after - before)
 
     def collect(self) -> Iterator[Metric]:
-        """Yields what the engine counts; the registry calls this."""
+        """Yields the engine's counters; the registry calls this."""
         scheduler, counters = self._engine.scheduler, self._engine.counters
         running = len(scheduler.reading) + len(scheduler.decoding)
         for name, text, value in (

@@ -18,7 +18,7 @@ class PromptStream:
 
     Attributes:
         name: the request's name.
-        served: what the engine knows of it.
+        served: its state in the engine.
     """
 
     served: RequestState
@@ -26,18 +26,18 @@ class PromptStream:
     def __init__(
         self, service: "Service", name: str, ids: list[int], options: SamplingParams
     ) -> None:
-        """Prepares to ask the engine."""
+        """Prepares a prompt for the engine."""
         self._service, self.name = service, name
         self._news = service.ready.follow(ids, options, name)
         self._begun = False
 
     async def begin(self) -> None:
-        """Hands the prompt to the engine; returns when it has it, or raises why it refuses."""
+        """Hands the prompt to the engine; returns once it is accepted, else raises the reason."""
         self.served = await anext(self._news)
         self._service.live[self.name] = self
 
     async def deltas(self) -> AsyncGenerator[RequestOutput]:
-        """Yields what is new, whenever there is; the last output is `finished`."""
+        """Yields new output as it comes; the last one is `finished`."""
         async for served in self._followed():
             output = await self._service.texts.output(served, new=True)
             if output.finished or any(answer.token_ids for answer in output.outputs):
@@ -53,7 +53,7 @@ class PromptStream:
         return await self._service.texts.output(self.served, new=False)
 
     async def close(self) -> None:
-        """Leaves the engine, which drops what it has not finished."""
+        """Leaves the engine, which drops unfinished answers."""
         if self._service.live.pop(self.name, None) is not None:
             self._count_beginning(self.served)
             self._service.metrics.left(self.served)
@@ -75,7 +75,7 @@ class PromptStream:
 
 
 async def all_of[Result](works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Returns all results; raises the first error when nothing runs any more."""
+    """Returns all results; raises the first error once every coroutine has ended."""
     results = await asyncio.gather(*works, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -84,7 +84,7 @@ async def all_of[Result](works: Sequence[Coroutine[Any, Any, Result]]) -> list[R
 
 
 def usage(outputs: Sequence[RequestOutput], new_tokens: int) -> dict[str, Any]:
-    """Returns what requests took, by the last output of each and the number of new tokens."""
+    """Returns the usage of requests, by the last output of each and the number of new tokens."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     answers = [answer for output in outputs for answer in output.outputs]
     return {

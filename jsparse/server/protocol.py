@@ -1,6 +1,6 @@
-"""Defines what clients may send, and turns it into SamplingParams.
+"""Defines the bodies of requests, and turns them into SamplingParams.
 
-Names are OpenAI's and, for what OpenAI lacks, vLLM's.
+Names are OpenAI's and, where OpenAI has none, vLLM's.
 """
 
 from typing import Annotated, Any, Literal
@@ -17,7 +17,7 @@ from jsparse.runtime.sampling_params import MAX_BIASES, SamplingParams
 from jsparse.server.body import RequestBody
 from jsparse.server.errors import ApiError
 
-# bounds on what the engine would work through for each token or each prompt
+# bounds on the engine's work for each token or each prompt
 MAX_LOGPROBS = 20
 MAX_PROMPTS, MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_KNOBS = 128, 16, 128, 1000, 64
 MAX_MESSAGES, MAX_SALT_CHARS = 4096, 256
@@ -62,7 +62,7 @@ def _prompt(given: Any) -> Any:
 
 
 def _at_most(count: int) -> BeforeValidator:
-    """Refuses larger objects before what they hold is looked at."""
+    """Refuses larger objects before their entries are checked."""
 
     def check(given: Any) -> Any:
         if isinstance(given, dict) and len(given) > count:
@@ -147,7 +147,7 @@ class GenerationRequest(RequestBody):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Returns the most tokens of an answer; None is as many as there is room for."""
+        """Returns the maximum number of tokens of an answer; None is as many as fit."""
         raise NotImplementedError
 
     def sampling(self, max_tokens: int, temperature: float | None) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""Runs a server until it is told to end."""
+"""Runs a server until a signal ends it."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from jsparse.server.connections import SECONDS, BoundedConnection
 from jsparse.server.service import Options, Service
 
 POLL_SECONDS = 0.05
-# what connections may still take once all requests are answered
+# seconds that connections may still take once all requests are answered
 CLOSE_SECONDS = 5
 
 
@@ -80,7 +80,7 @@ def serve(
         on_ready: called when requests are answered.
 
     Raises:
-        ValueError, OSError: what `make_engine` raised.
+        ValueError, OSError: `make_engine` raised it.
     """
     service = Service(options)
     config = configured(make_app(service))

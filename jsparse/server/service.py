@@ -36,15 +36,15 @@ class Options:
     """Holds the options of a server that are not the engine's.
 
     Attributes:
-        name: what clients call the model.
+        name: the model's name for clients.
         api_key: the key that clients must send, or None.
-        max_waiting: the most requests that may wait.
+        max_waiting: the maximum number of requests that wait.
         max_logprobs: the most likely tokens that requests may ask for beside each token.
         default_max_tokens: the most tokens of answers to chats that name no number; None is as many
             as there is room for.
         hosts: the names under which browsers may reach the server, lower-case; None is any.
         special_tokens: whether special tokens that are spelled in messages count as such.
-        drain_seconds: how long requests that have begun may take once the server is to end.
+        drain_seconds: seconds that requests may still take when the server shuts down.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Options:
     drain_seconds: float = 30.0
 
     def foreign(self, headers: Headers) -> str | None:
-        """Returns why a request must not be answered: it names a host that this one is not.
+        """Returns why a request must be refused if it names a foreign host, else None.
 
         A page whose own name has been bound to this machine's address may ask, in a browser, as if
         it were the server's own page (DNS rebinding).
@@ -91,7 +91,7 @@ class Service:
         self.inside = self._arriving = self._held = 0
 
     def begin(self, engine: AsyncEngine) -> None:
-        """Takes in the engine: from now on requests are answered. Any thread may call it."""
+        """Sets the engine: requests are answered from now on. Any thread may call it."""
         self.texts = Texts(engine.engine.params.tokenizer)
         self.metrics = Metrics(engine.engine, self.options.name)
         self.engine = engine
@@ -113,7 +113,7 @@ class Service:
 
     @property
     def ready(self) -> AsyncEngine:
-        """Returns the engine, while what has been let in is finished too; or raises ApiError."""
+        """Returns the engine, also while the server drains; raises ApiError if it is not ready."""
         if self.engine is None or not self.engine.alive:
             raise ApiError(503, self.unhealthy or "", code="unavailable")
         return self.engine
@@ -126,15 +126,15 @@ class Service:
 
     @property
     def max_body_bytes(self) -> int:
-        """Returns the most bytes of a request's body."""
+        """Returns the maximum number of bytes of a request's body."""
         return max(MIN_BODY, self.ready.engine.sizes.max_model_len * BYTES_PER_TOKEN)
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """Counts a request whose body is here until the engine has it: tokens take memory, too.
+        """Counts a request from its body's arrival until the engine has it: tokens take memory.
 
         Raises:
-            ApiError: as many arrive as may wait.
+            ApiError: too many requests arrive at once.
         """
         maximum = max(self.options.max_waiting, self.ready.engine.sizes.num_slots)
         if self._arriving >= maximum:
@@ -207,7 +207,7 @@ class Service:
         return await self.texts.ids(text, add_special_tokens)
 
     def _require_short(self, size: int) -> None:
-        """Refuses to tokenise what is far too long, which takes seconds."""
+        """Refuses texts that are far too long before tokenising them, which takes seconds."""
         tokenizer, tokens = self.texts.tokenizer, self.ready.engine.sizes.max_model_len
         longest = tokenizer and tokenizer.max_characters_per_token
         if longest and size > tokens * longest:
@@ -233,14 +233,14 @@ class Service:
     async def ask(
         self, kind: str, rows: Sequence[list[int]], options: Sequence[SamplingParams]
     ) -> "list[PromptStream]":
-        """Hands prompts to the engine; returns when it has all of them.
+        """Hands prompts to the engine; returns once it has accepted all of them.
 
         Raises:
             ValueError, EngineFull, EngineError: one was refused; none is worked on then.
         """
         wanted = sum(each.n for each in options)
         slots = self.ready.engine.sizes.num_slots
-        # nobody fills the queue alone
+        # no request fills the queue alone
         maximum = max(slots, (self.options.max_waiting + slots) // 2)
         if wanted > maximum:
             asked = f"n={max(each.n for each in options)} for {len(rows)} prompts"

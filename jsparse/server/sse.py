@@ -18,7 +18,7 @@ log = logging.getLogger("jsparse.server")
 
 
 class ClientGone(Exception):
-    """Says that the client has hung up: nobody waits for an answer."""
+    """Signals that the client has hung up."""
 
 
 def event(body: Any) -> bytes:
@@ -27,7 +27,7 @@ def event(body: Any) -> bytes:
 
 
 async def unless_gone[Result](receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Returns what the work returns; cancels it when the client hangs up.
+    """Returns the work's result; cancels it when the client hangs up.
 
     Raises:
         ClientGone: the client has hung up.
@@ -63,7 +63,7 @@ class EventStream(Response):
 
         Args:
             events: makes the events; closed at the end.
-            close: frees what they are made of, whether or not any was sent.
+            close: frees their source, whether or not any was sent.
         """
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]

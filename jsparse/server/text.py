@@ -47,16 +47,16 @@ class Texts:
     async def encode[Result](
         self, function: Callable[..., Result], *given: Any, size: int
     ) -> Result:
-        """Returns what a function that tokenises `size` characters returns."""
+        """Runs a function that tokenises `size` characters, and returns its result."""
         pool = self._of_short if size <= SHORT else self._encoders
         return await asyncio.get_running_loop().run_in_executor(pool, function, *given)
 
     async def output(self, served: RequestState, *, new: bool) -> RequestOutput:
-        """Returns a request's output, or what is `new` in it."""
+        """Returns a request's output, or the `new` part of it."""
         return await self.made(partial(served.output, new=new))
 
     async def made[Result](self, make: Callable[[], Result]) -> Result:
-        """Returns what a function returns, which the thread that makes outputs runs."""
+        """Runs a function in the thread that makes outputs, and returns its result."""
         future = asyncio.get_running_loop().create_future()
         self._asked.put((future, make))
         return await future
@@ -171,7 +171,7 @@ class Texts:
 
 
 def _settled(future: asyncio.Future, make: Callable[[], Any]) -> Callable[[], None]:
-    """Returns what gives the future its result, in the event loop."""
+    """Returns a function that sets the future's result, in the event loop."""
     try:
         made = make()
     except Exception as error:

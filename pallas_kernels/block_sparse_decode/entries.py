@@ -54,7 +54,7 @@ class Entries(NamedTuple):
         held, words = head.length - page * p.page_size, []  # tokens from the page's first one on
         for w in range(0, p.page_size, WORD):
             word = jnp.where(listed, chosen & _lowest_bits(held - w, min(p.page_size, WORD)), 0)
-            # the newest token counts whatever the list's bits say of it
+            # the newest token counts, with or without its bit in the list
             at_newest = (
                 (page == newest_page) & (lax.div(newest, WORD) == w // WORD) & (listed | last)
             )

@@ -1,4 +1,4 @@
-"""Loads what the copying warpgroup needs to know of each head.
+"""Loads the data of each head for the copying warpgroup.
 
 That is the head's share of the work, and whether its list has the newest token's page.
 """
@@ -61,7 +61,7 @@ def lacks_newest(p: Problem, g: GlobalRefs, h, head: Head):
 
 
 def _not_found(p: Problem, g: GlobalRefs, h, head: Head):
-    """Searches a list that ends past what its head holds for the newest token's page."""
+    """Searches a list that ends past its head's length for the newest token's page."""
     newest = lax.div(head.length - 1, p.page_size)
 
     def halve(bounds):

@@ -158,7 +158,7 @@ def _share_out(p: Problem, g: GlobalRefs, s: SharedRefs, team) -> None:
 
 
 def _wait_for_room(p: Problem, free, team, nth) -> None:
-    """Waits until the consumer has used what the nth tile of a team overwrites."""
+    """Waits until the consumer has used the slot that the nth tile of a team overwrites."""
 
     @pl.when(nth >= p.tiles.stages)
     def _():

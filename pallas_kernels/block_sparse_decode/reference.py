@@ -36,7 +36,7 @@ def masked(
     sm_scale: float,
     stats: MeanStatsKind | None,
 ) -> AttentionOut:
-    """Reads every slot and mask what is not selected, for a selection of any granularity."""
+    """Reads every slot and masks those not selected, at any granularity."""
     mask = token_mask(
         selection, layer.lengths, num_pages=layer.num_pages, page_size=layer.page_size
     )
@@ -54,7 +54,7 @@ def gathered(
     sm_scale: float,
     stats: MeanStatsKind | None,
 ) -> AttentionOut:
-    """Reads what is listed and no more, with the newest token behind lists that lack it."""
+    """Reads the listed slots alone, with the newest token behind lists that lack it."""
     lengths = layer.lengths[..., None]
     slots, listed = _listed_slots(layer, selection)
     newest = lengths - 1

@@ -1,5 +1,5 @@
 # pyright: reportAbstractUsage=false
-"""Names the memory that the warpgroups work on: the arrays of a launch, and what a block shares."""
+"""Names the memory of the warpgroups: the arrays of a launch and a block's shared memory."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -74,7 +74,7 @@ class SharedRefs(NamedTuple):
 
 
 def shared_types(p: Problem) -> dict[str, Any]:
-    """Returns the types of what `SharedRefs` holds, by name."""
+    """Returns the types of the fields of `SharedRefs`, by name."""
     t = p.tiles
     # tiles of 8 rows by one swizzle, of 128 or 64 bytes: elements have 2 bytes
     lane = 64 if p.head_dim % 64 == 0 and t.tokens % 64 == 0 else 32

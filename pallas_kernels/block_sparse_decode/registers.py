@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false
-"""Defines what a multiplying warpgroup does with its registers, on a GPU and in the interpreter.
+"""Defines the register operations of a multiplying warpgroup, on a GPU and in the interpreter.
 
 In the layout of wgmma a thread of warp w and lane l holds, of a product's M rows, 16 w + l / 4 and
 the one 8 below; of every 8 columns two, from 2 (l mod 4) on.

@@ -48,7 +48,7 @@ class Tiles(NamedTuple):
 
 
 def tiles(head_dim: int, mixed: bool = False) -> Tiles:
-    """Returns what bench.tune found best on an H200, scaled to this device's multiprocessors.
+    """Returns the best schedule of bench.tune on an H200, scaled to this device's multiprocessors.
 
     Where some heads may list pages and others attend to all (`mixed`), a long head may be the only
     one and is cut finer, but into fewer splits than there are blocks: a team may take two splits

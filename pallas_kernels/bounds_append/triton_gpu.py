@@ -65,7 +65,7 @@ def bounds_append(
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (_, page_size, head_dim), table = layer.k.shape, layer.block_table
-    # what is touched is new, and so lies on the device
+    # touched pages are new, and so lie on the device
     k, ring = layer.k, 0
     if layer.page_pools is not None:
         pool, _ = layer.page_pools

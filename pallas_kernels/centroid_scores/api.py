@@ -45,7 +45,7 @@ def centroid_scores(
 
     Args:
         q: the queries of one step.
-        centroids: what is scored, in K's type, or int8 with `scale` and `middle`; those past a
+        centroids: the centroids, in K's type, or int8 with `scale` and `middle`; those past a
             head's number are not looked at.
         number: the number of centroids of each head. Those past it get -inf.
         radius: the radius around each centroid, if any.
@@ -53,7 +53,7 @@ def centroid_scores(
         chosen: the units whose centroids are scored; those of the others get -inf.
         scale: the scale of each centroid that is in bytes, which stands for centroid · scale +
             middle.
-        middle: what is added to all centroids of a head.
+        middle: the vector that is added to all centroids of a head.
         implementation: "triton", "reference", or None to pick.
 
     Raises:

@@ -45,7 +45,7 @@ def centroid_update(
     the caller donates the groups.
 
     Args:
-        groups: what the groups are so far.
+        groups: the groups so far.
         points: the new points of each head, finite, those that are not there included.
         radius: the points' own radii, by which those of the groups grow; None if they have none.
         group: the group that each point joins; groups may be empty.

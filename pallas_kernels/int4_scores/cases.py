@@ -16,7 +16,7 @@ from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys, quantise
 from jsparse.selection import Selection
 
-LARGE = 200.0  # what the biases of Qwen2's keys reach
+LARGE = 200.0  # the size of the biases of Qwen2's keys
 THETA = 1e6  # RoPE's base
 
 

@@ -166,7 +166,7 @@ def reduce_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Chooses among what the splits of a head have found."""
+    """Chooses the nearest of the centroids that the splits of a head have found."""
     pair = tl.program_id(0).to(tl.int64)
     point = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)

@@ -1,6 +1,6 @@
 """Builds the inputs that tests and benchmarks share: named cases, each from a seed.
 
-Whatever the op must not read is NaN.
+Values that the op must not read are NaN.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Implements `api.place_logits` with jax-triton, one program per block of entries.
 
 Entries go where their pages are; XLA has filled the rest before. Little of a long context is read,
-so programs go through what was read and not through every page.
+so programs go through the pages that were read, not through every page.
 """
 
 import jax

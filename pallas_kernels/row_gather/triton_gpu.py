@@ -1,7 +1,7 @@
 """Implements `api.row_gather` with jax-triton.
 
 The kernel reads the pool where it lies, so that a pool in host memory crosses the bus row by row.
-The bus answers late: what counts is how many loads of 16 bytes are on their way, so each program
+The bus answers late: the number of loads of 16 bytes in flight decides, so each program
 asks for a tile of several rows at once and there are many programs.
 """
 

@@ -41,7 +41,7 @@ def with_outside(
     edges: Int32[Array, "B #K edges"],
     lengths: Lengths,
 ) -> tuple[Int32[Array, "B K R+2"], Lengths, Int32[Array, "B K edges+2"]]:
-    """Chooses two runs more: what lies before the others, and what lies behind them."""
+    """Chooses two more runs: the slots before the others, and those behind them."""
     held = lengths[..., None]
     within = jnp.minimum(edges, held)
     edges = jnp.concatenate([jnp.zeros_like(held), within, held], -1)

@@ -1,4 +1,4 @@
-"""Counts how many of a row's best scores lie in each of its lists: what heads get of a budget."""
+"""Counts how many of a row's best scores lie in each of its lists: heads' shares of a budget."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float

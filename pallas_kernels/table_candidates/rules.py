@@ -12,7 +12,7 @@ class Best(NamedTuple):
 
 
 class Kurtosis(NamedTuple):
-    """Lists what stands out of either table, and its neighbours, as the paper of LFPS does.
+    """Lists the peaks of either table, and their neighbours, as the paper of LFPS does.
 
     With x a table's entries for the n ranked slots of a head, x̄ their mean and
     κ(x) = Σ(x - x̄)⁴ / (Σ(x - x̄)²)², a slot stands out where x > τ(x) = a·x̄ / κ(x) in either table.

@@ -1,4 +1,4 @@
-"""Adds what a step attended to into two tables: see `api.table_update`."""
+"""Adds the attention of a step to two tables: see `api.table_update`."""
 
 from jsparse.pallas_kernels.table_update.api import table_update
 

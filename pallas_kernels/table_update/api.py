@@ -1,4 +1,4 @@
-"""Adds what a step attended to into tables over position and over distance."""
+"""Adds the attention of a step to tables over position and over distance."""
 
 from jaxtyping import Array, BFloat16, Float32
 

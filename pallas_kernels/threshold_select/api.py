@@ -35,7 +35,7 @@ class Threshold(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """Chooses units, best first, until the next one's size exceeds what is left of `tokens`.
+    """Chooses units, best first, until the next one's size exceeds the rest of `tokens`.
 
     The best is chosen whatever its size; otherwise the sizes of what a row chooses add up to at
     most `tokens`, of which a number below 0 counts as 0. Sizes are at least 0, one per scored unit;
@@ -65,7 +65,7 @@ def threshold_select(
     names: Int32[Array, "B K m"] | None = None,
     implementation: str | None = None,
 ) -> Selection:
-    """Selects what each KV head attends to, from the scores of its query heads.
+    """Selects the units that each KV head attends to, from the scores of its query heads.
 
     At least one unit of every row that has a score (under TopP, a positive weight) is chosen. Equal
     scores are taken from the lowest index on. Sums are of float32 and vary with their order: a TopP

@@ -102,7 +102,7 @@ def pooled(rows: Float32[Array, "B K G n"], softmax: bool) -> Float32[Array, "B 
 def chosen(
     rows: Float32[Array, "B K G n"], rule: Rule, softmax: bool, normalised: bool
 ) -> Bool[Array, "B K G n"]:
-    """Marks what each row chooses; `normalised`: exp(rows) are the weights, whatever their sum."""
+    """Marks the units that each row chooses; `normalised`: exp(rows) are the weights."""
     setting = jnp.asarray(rule[0])[..., None] if jnp.ndim(rule[0]) else rule[0]
     if isinstance(rule, TopK):
         return top_k_mask(rows, jnp.maximum(setting, 1))

@@ -1,4 +1,4 @@
-"""Writes marks as bitmaps of 32-bit words, unites them, and lists what they mark.
+"""Writes marks as bitmaps of 32-bit words, unites them, and lists the marked entries.
 
 `plan` is the SearchedRow of triton_gpu up to `lowest`, and from `unite` on its Lists, except in
 `list_entries`, which serves searches too.
@@ -56,7 +56,7 @@ def trim(
     ties,
     plan: tl.constexpr,
 ):
-    """Takes from a bitmap what equals the threshold except for the first such entries.
+    """Removes all but the first entries equal to the threshold from a bitmap.
 
     `ties` says how many are kept or, where they have sizes, how much these may add up to.
     """
@@ -104,7 +104,7 @@ def size_of(
     sizes,  # that of bit 0, and on
     plan: tl.constexpr,
 ):
-    """Returns what the entries of set bits count: their sizes, or one each."""
+    """Returns the counts of the entries of set bits: their sizes, or one each."""
     if plan.sized:
         total = tl.zeros(word.shape, tl.int32)
         for bit in tl.static_range(32):

@@ -54,7 +54,7 @@ MAX_PASSES = tl.constexpr(128)
 
 
 class Bracket(NamedTuple):
-    """Holds two thresholds, between which the wanted one lies, and what each of them keeps."""
+    """Holds two thresholds, between which the right one lies, and the number that each keeps."""
 
     lo: Any  # keeps at least what is wanted
     hi: Any  # keeps less

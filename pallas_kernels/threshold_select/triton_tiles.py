@@ -67,7 +67,7 @@ def weigh(scores, top, plan: tl.constexpr):
 
 @triton.jit
 def to_entries(scores, top, plan: tl.constexpr):
-    """Returns what a row is searched by: its weights, or its scores."""
+    """Returns the values to search a row by: its weights, or its scores."""
     if plan.mass:
         return weigh(scores, top, plan)[0]
     return scores
@@ -75,7 +75,7 @@ def to_entries(scores, top, plan: tl.constexpr):
 
 @triton.jit
 def counted(x, row, start, plan: tl.constexpr):
-    """Returns what each entry of a tile adds to a sum: its weight, its size, or 1."""
+    """Returns the contribution of each entry of a tile to a sum: its weight, its size, or 1."""
     if plan.mass:
         return x
     elif plan.sized:

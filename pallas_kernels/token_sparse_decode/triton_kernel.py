@@ -25,7 +25,7 @@ from jsparse.pallas_kernels.token_sparse_decode.triton_tiers import Pools, first
 
 
 class LogitInputs(NamedTuple):
-    """Holds what logits are made of beside K; arrays that the call lacks are None."""
+    """Holds the inputs of logits beside K; arrays that the call lacks are None."""
 
     q: Any  # [B, N, H]
     bias: Any  # [pool pages, P]
@@ -41,7 +41,7 @@ class Axes(NamedTuple):
 
 
 class UnitSums(NamedTuple):
-    """Holds what a unit adds up over its blocks."""
+    """Holds the sums of a unit over its blocks."""
 
     top: Any  # [rows], the largest logit
     total: Any  # [rows], of weights relative to it

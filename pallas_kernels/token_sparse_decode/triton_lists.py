@@ -1,4 +1,4 @@
-"""Says what each head reads: the entries of its list, or all its tokens where it is dense.
+"""Finds the tokens that each head reads: those of its list, or all where it is dense.
 
 A list is followed by the newest token. What a head reads is cut into units of whole blocks. `plan`
 is the Plan of triton_gpu.
@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 class HeadArrays(NamedTuple):
-    """Holds what a launch knows of all heads; arrays that the call lacks are None."""
+    """Holds the lists and lengths of all heads; arrays that the call lacks are None."""
 
     lengths: Any  # [B, K]
     number: Any  # [B, K], of listed ids
@@ -34,7 +34,7 @@ class HeadScalars(NamedTuple):
 
 @triton.jit
 def count_entries(heads, pair, mask):
-    """Counts what heads read, and how much of that their lists name: -1 for a dense head."""
+    """Counts the tokens that heads read, and those on their lists: -1 for a dense head."""
     entries = tl.load(heads.lengths + pair, mask=mask, other=0)
     listed = tl.load(heads.number + pair, mask=mask, other=0)
     if heads.dense is not None:

@@ -1,4 +1,4 @@
-"""Stores what a call reports: the mean query's logits by slot, or every row's in list order."""
+"""Stores a call's report: the mean query's logits by slot, or every row's in list order."""
 
 from typing import Any, NamedTuple
 

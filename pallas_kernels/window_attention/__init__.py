@@ -1,4 +1,4 @@
-"""Measures what the newest queries attend to: see `api.window_attention`."""
+"""Measures the attention of the newest queries: see `api.window_attention`."""
 
 from jsparse.pallas_kernels.window_attention.api import NormaliseOver, window_attention
 

@@ -1,4 +1,4 @@
-"""Measures what share of a window's attention each slot gets, by which evicting methods rank."""
+"""Measures each slot's share of a window's attention, by which evicting methods rank."""
 
 from typing import Literal, get_args
 
