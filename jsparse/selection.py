@@ -59,10 +59,10 @@ class Selection:
     @classmethod
     def tree_unflatten(cls, granularity: Granularity, arrays: Sequence[Any]) -> "Selection":
         """Rebuilds a selection from arrays, or from shapes or placeholders that replace them."""
-        made = object.__new__(cls)
+        selection = object.__new__(cls)
         for name, value in zip((*_ARRAYS, "granularity"), (*arrays, granularity), strict=True):
-            object.__setattr__(made, name, value)
-        return made
+            object.__setattr__(selection, name, value)
+        return selection
 
 
 def everything(lengths: Lengths) -> Selection:
@@ -89,9 +89,9 @@ def from_token_mask(
         return Selection(ids, count, granularity="token")
     paged = mask.reshape(*mask.shape[:2], -1, page_size)
     ids, count = compact(paged.any(-1), capacity)
-    chosen = jnp.take_along_axis(pack_bits(paged), ids, axis=2)
+    words = jnp.take_along_axis(pack_bits(paged), ids, axis=2)
     valid = jnp.arange(capacity) < count[..., None]
-    return Selection(ids, count, bits=jnp.where(valid, chosen, jnp.uint32(0)))
+    return Selection(ids, count, bits=jnp.where(valid, words, jnp.uint32(0)))
 
 
 def from_page_mask(mask: Bool[Array, "B K M"], capacity: int) -> Selection:

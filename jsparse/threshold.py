@@ -24,10 +24,10 @@ def top_k_mask(
     """
     keys = ordered(scores)
     finite = keys > ordered(jnp.float32(-jnp.inf))
-    wanted = jnp.minimum(jnp.asarray(k, jnp.int32), jnp.sum(finite, -1, dtype=jnp.int32))
-    kth = _largest(keys, lambda above: jnp.sum(above, -1, dtype=jnp.int32) >= wanted)
+    target = jnp.minimum(jnp.asarray(k, jnp.int32), jnp.sum(finite, -1, dtype=jnp.int32))
+    kth = _largest(keys, lambda above: jnp.sum(above, -1, dtype=jnp.int32) >= target)
     above, ties = keys > kth[..., None], keys == kth[..., None]
-    missing = wanted - jnp.sum(above, -1, dtype=jnp.int32)
+    missing = target - jnp.sum(above, -1, dtype=jnp.int32)
     return finite & (above | (ties & (jnp.cumsum(ties, -1, dtype=jnp.int32) <= missing[..., None])))
 
 
@@ -43,11 +43,11 @@ def top_k_ids(
     """
     padding = [(0, 0)] * (keys.ndim - 1) + [(0, -keys.shape[-1] % _LANES)]
     keys = jnp.pad(keys, padding)
-    wanted = jnp.minimum(jnp.asarray(k, jnp.int32), _number(keys > 0))
-    kth = _largest(keys, lambda above: _number(above) >= wanted)[..., None]
+    target = jnp.minimum(jnp.asarray(k, jnp.int32), _number(keys > 0))
+    kth = _largest(keys, lambda above: _number(above) >= target)[..., None]
     above, ties = _words(keys > kth), _words(keys == kth)
     sizes = _sizes(ties)
-    missing = wanted[..., None] - jnp.sum(_sizes(above), -1, keepdims=True)
+    missing = target[..., None] - jnp.sum(_sizes(above), -1, keepdims=True)
     left = jnp.clip(missing - (jnp.cumsum(sizes, -1) - sizes), 0)
     first = ties & ((jnp.uint32(1) << _nth_bit(ties, left)) - 1)
     return _listed(above | jnp.where(left < sizes, first, ties), capacity)
@@ -63,19 +63,19 @@ def top_p_mask(
     """
     weights = weights.astype(jnp.float32)
     positive = weights > 0
-    wanted = jnp.asarray(p, jnp.float32) * jnp.sum(weights, -1)
+    target = jnp.asarray(p, jnp.float32) * jnp.sum(weights, -1)
     keys = ordered(weights)
 
     def enough(above: Array) -> Array:
         mass = jnp.sum(jnp.where(above, weights, 0.0), -1)
-        return (mass >= wanted) & (mass > 0)  # p times the sum can underflow to 0
+        return (mass >= target) & (mass > 0)  # p times the sum can underflow to 0
 
     lowest = _largest(keys, enough)
     above, ties = keys > lowest[..., None], keys == lowest[..., None]
-    missing = wanted - jnp.sum(jnp.where(above, weights, 0.0), -1)
+    missing = target - jnp.sum(jnp.where(above, weights, 0.0), -1)
     before = (jnp.cumsum(ties, -1, dtype=jnp.int32) - 1).astype(jnp.float32) * weights
     smallest = above | (ties & ((before < missing[..., None]) | (before == 0)))
-    everything = jnp.broadcast_to(jnp.asarray(p, jnp.float32) >= 1.0, wanted.shape)[..., None]
+    everything = jnp.broadcast_to(jnp.asarray(p, jnp.float32) >= 1.0, target.shape)[..., None]
     return positive & (smallest | everything)
 
 

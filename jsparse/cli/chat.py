@@ -68,20 +68,20 @@ class Chat:
             if self._conversation.reads_anew and not self._noted:
                 print_note(self._conversation.reads_anew)
                 self._noted = True
-        asked: Messages = [*self.messages, {"role": "user", "content": text}]
+        messages: Messages = [*self.messages, {"role": "user", "content": text}]
         output = TextOutput(self._bars)
-        made = None
+        generation = None
         try:
             with suppress(KeyboardInterrupt):
-                made = self._conversation.answer(
-                    asked, streamer=output, on_progress=self._bars.prefill
+                generation = self._conversation.answer(
+                    messages, streamer=output, on_progress=self._bars.prefill
                 )
         finally:
             self._bars.close()
         output.close()
-        self.messages = [*asked, {"role": "assistant", "content": output.text}]
-        if made is not None:
-            print_stats(made)
+        self.messages = [*messages, {"role": "assistant", "content": output.text}]
+        if generation is not None:
+            print_stats(generation)
 
 
 @takes_model
@@ -143,8 +143,8 @@ def run(chat: Chat) -> None:
 
 def _command(line: str) -> str | None:
     """Returns the command that a line begins with; paths such as /etc/hosts are none."""
-    found = re.match(r"/[A-Za-z]*(?=\s|$)", line)
-    return found and found[0]
+    match = re.match(r"/[A-Za-z]*(?=\s|$)", line)
+    return match and match[0]
 
 
 def _read_line(at_terminal: bool) -> str | None:

@@ -140,17 +140,17 @@ class TextOutput:
             self._prompt = ""
 
 
-def print_stats(made: "Generation") -> None:
+def print_stats(generation: "Generation") -> None:
     """Prints counts and speed, dimmed, if standard error is a terminal; no part is broken."""
     if not sys.stderr.isatty():
         return
-    stats = made.stats
+    stats = generation.stats
     parts = [
         f"{stats.new_tokens} tokens"
         + {
             "length": ", cut at --max-new-tokens",
             "overflow": ", cut since the policy left no room in the cache",
-        }.get(made.finish_reason, "")
+        }.get(generation.finish_reason, "")
     ]
     if stats.decode_tokens_per_second is not None:
         parts.append(f"{stats.decode_tokens_per_second:.1f} tok/s")

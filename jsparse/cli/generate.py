@@ -45,11 +45,11 @@ def generate(
     bars = Bars()
     try:
         params = options.load(bars.load)
-        wanted = [{"role": "user", "content": text}] if chat else text
+        request = [{"role": "user", "content": text}] if chat else text
         if as_json:
-            _generate_json(params, wanted, options, logprobs, bars)
+            _generate_json(params, request, options, logprobs, bars)
         else:
-            _generate_text(params, wanted, text, options, bars)
+            _generate_text(params, request, text, options, bars)
     finally:
         bars.close()
 
@@ -62,14 +62,14 @@ def _generate_text(
 
     output = TextOutput(bars, shown)
     try:
-        made = generate(
+        generation = generate(
             params, prompt, streamer=output, on_progress=bars.prefill, **options.arguments()
         )
     except KeyboardInterrupt:
         output.close()
         raise
     output.close()
-    print_stats(made)
+    print_stats(generation)
 
 
 def _generate_json(
@@ -79,9 +79,9 @@ def _generate_json(
     from jsparse.generation import generate
 
     pieces: list[str] = []
-    made = None
+    generation = None
     try:
-        made = generate(
+        generation = generate(
             params,
             prompt,
             streamer=pieces.append,
@@ -91,18 +91,19 @@ def _generate_json(
         )
     finally:
         bars.close()
-        if made is not None or isinstance(sys.exception(), KeyboardInterrupt):
+        if generation is not None or isinstance(sys.exception(), KeyboardInterrupt):
             print(
                 json.dumps(
-                    _result(made, "".join(pieces)) | _origin(params, options), ensure_ascii=False
+                    _result(generation, "".join(pieces)) | _origin(params, options),
+                    ensure_ascii=False,
                 )
             )
 
 
-def _result(made: "Generation | None", text: str) -> dict[str, Any]:
-    if made is None:
+def _result(generation: "Generation | None", text: str) -> dict[str, Any]:
+    if generation is None:
         return {"text": text, "finish_reason": "interrupted"}
-    fields = dataclasses.asdict(made)
+    fields = dataclasses.asdict(generation)
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -62,31 +62,32 @@ def inspect(
         if layer is not None and not 0 <= layer < layers:
             raise ValueError(f"layer={layer}: must be from 0 to {layers - 1}, the model's last")
         options: dict[str, Any] = {"step": step, "page_size": page_size}
-        shown = inspect_step(params, chosen, text, on_progress=bars.prefill, **options)
-        shares = None if overlap is None else shown.overlap(overlap)
+        inspection = inspect_step(params, chosen, text, on_progress=bars.prefill, **options)
+        shares = None if overlap is None else inspection.overlap(overlap)
     finally:
         bars.close()
     if html is not None:
-        html.write_text(page(shown), encoding="utf-8")
+        html.write_text(page(inspection), encoding="utf-8")
         print_wrote(html)
-    show(shown, layer)
+    show(inspection, layer)
     if shares is not None and overlap is not None:
         show_overlap(shares, overlap)
 
 
-def show(shown: "Inspection", layer: int | None) -> None:
+def show(inspection: "Inspection", layer: int | None) -> None:
     """Prints a heat map, a row per layer, or per head of one layer, whose text follows."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    of_rows = shown.attended.mean(axis=1) if layer is None else shown.attended[layer]
+    of_rows = inspection.attended.mean(axis=1) if layer is None else inspection.attended[layer]
     name = "layer" if layer is None else "head"
     length = of_rows.shape[1]
     columns = min(length, max(console.width - len(name) - 16, 8))
     edges = np.linspace(0, length, columns + 1).astype(int)
     cells = np.add.reduceat(of_rows.astype(float), edges[:-1], axis=1) / np.diff(edges)
     console.print(
-        f"{short_name(shown.policy)}, {length} tokens, {shown.prompt_tokens} of them the prompt's"
+        f"{short_name(inspection.policy)}, {length} tokens, {inspection.prompt_tokens} of them the "
+        "prompt's"
     )
-    console.print(f"attended to {shown.told}; next token {shown.next_token!r}")
+    console.print(f"attended to {inspection.told}; next token {inspection.next_token!r}")
     where = "" if layer is None else f" of layer {layer}"
     per_cell = "" if columns == length else f", about {length / columns:.1f} tokens per column"
     console.print(f"\n{name}s{where} by position, oldest first{per_cell}", style="bold")
@@ -97,12 +98,12 @@ def show(shown: "Inspection", layer: int | None) -> None:
             shade = int(np.ceil(cell * (len(SHADES) - 1)))
             line.append(SHADES[shade], style="cyan")
         line.append(f"│ {of_rows[nth].mean():6.1%}")
-        if layer is None and nth in shown.fell_back:
+        if layer is None and nth in inspection.fell_back:
             line.append(" dense")
         console.print(line, no_wrap=True, overflow="crop")
     console.print(f"share of tokens attended: {SHADES[0]!r} 0, ░ to 25%, ▒ 50%, ▓ 75%, █ 100%")
     if layer is not None:
-        _show_text(console, shown, layer)
+        _show_text(console, inspection, layer)
 
 
 def show_overlap(shares: np.ndarray, count: int) -> None:
@@ -125,11 +126,11 @@ def show_overlap(shares: np.ndarray, count: int) -> None:
     console.print(table)
 
 
-def _show_text(console: Console, shown: "Inspection", layer: int) -> None:
+def _show_text(console: Console, inspection: "Inspection", layer: int) -> None:
     """Prints the text; tokens that more heads attend to stand out more."""
-    shares = shown.attended[layer].mean(axis=0)
+    shares = inspection.attended[layer].mean(axis=0)
     text = Text()
-    for token, share in zip(shown.tokens, shares, strict=True):
+    for token, share in zip(inspection.tokens, shares, strict=True):
         style = "dim" if share == 0 else "reverse" if share == 1 else "underline"
         text.append("".join(c if c.isprintable() or c == "\n" else "·" for c in token), style=style)
     console.print(

@@ -88,8 +88,8 @@ def recommend(
     tokens = min(usual, longest) if context is None else context
     named = [resolve(text).name for text in policy or []]
     tried = (*named, *(() if only else candidates(tokens)))
-    wanted = Requirements(model, tokens, batch, tried, kl=kl, exact=exact, samples=samples)
-    checked(wanted, longest)
+    requirements = Requirements(model, tokens, batch, tried, kl=kl, exact=exact, samples=samples)
+    checked(requirements, longest)
     bars = Bars()
     try:
         params = load(model, dtype=dtype, revision=revision, on_progress=bars.load)
@@ -97,7 +97,7 @@ def recommend(
         bars.close()
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     with _shown() as report:
-        measured = measure(params, wanted, report=report, tell=notes.print)
+        measured = measure(params, requirements, report=report, tell=notes.print)
     if as_json:
         print(json.dumps(measured))
     else:
@@ -114,26 +114,26 @@ def _kept(measured: dict[str, Any]) -> str:
     from jsparse.policies import choices
     from jsparse.policies.expressions import is_own
 
-    best, wanted = measured["best"]["policy"], measured["wanted"]
+    best, requirements = measured["best"]["policy"], measured["wanted"]
     if is_own(best):
         return f"policy=auto stays as it was: it cannot take code of your own, {best}"
     made = choice(measured)
     choices.keep([made])
     min_context, max_context = (
-        int(part * wanted["context"]) for part in (choices.MIN_SHARE, choices.MAX_SHARE)
+        int(part * requirements["context"]) for part in (choices.MIN_SHARE, choices.MAX_SHARE)
     )
     return (
-        f"policy=auto is {short_name(best)} from now on for {wanted['model']} on "
+        f"policy=auto is {short_name(best)} from now on for {requirements['model']} on "
         f"{measured['device']}, with caches of {min_context + 1} to {max_context} tokens and "
-        f"batches of {wanted['batch']} or more ({choices.file()})."
+        f"batches of {requirements['batch']} or more ({choices.file()})."
     )
 
 
 def _print(measured: dict[str, Any]) -> None:
     """Prints the table, and lines that explain it."""
-    wanted = measured["wanted"]
+    requirements = measured["wanted"]
     table = Table(
-        title="{model}, {batch} x {context} tokens, ".format(**wanted)
+        title="{model}, {batch} x {context} tokens, ".format(**requirements)
         + "{dtype}, {device}".format(**measured),
         title_justify="left",
     )
@@ -154,9 +154,9 @@ def _print(measured: dict[str, Any]) -> None:
     dense = next(row for row in measured["rows"] if row["policy"] == "dense()")
     if measured["length"]:
         lines.append(
-            f"KL and agreement: {wanted['samples']} texts of {measured['length']} tokens, "
-            f"{wanted['steps']} steps each. Pass keys: found, of {dense['of']}, asked for by the "
-            "prompt's end and by a later turn."
+            f"KL and agreement: {requirements['samples']} texts of {measured['length']} tokens, "
+            f"{requirements['steps']} steps each. Pass keys: found, of {dense['of']}, asked for by "
+            "the prompt's end and by a later turn."
         )
         for task, words in zip(dense["found"], ("", " of a later turn"), strict=True):
             found = dense["found"][task]
@@ -186,12 +186,12 @@ def _shown() -> Iterator[Callable[[str, int, int], None]]:
         *columns, console=console, transient=True, disable=not sys.stderr.isatty()
     ) as progress:
         task = progress.add_task("", total=None)
-        told: list[str] = []
+        notes: list[str] = []
 
         def report(now: str, done: int, total: int) -> None:
             progress.update(task, description=now, completed=done, total=total)
-            if not sys.stderr.isatty() and now not in told:
-                told.append(now)
+            if not sys.stderr.isatty() and now not in notes:
+                notes.append(now)
                 console.print(now)
 
         yield report

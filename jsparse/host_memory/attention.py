@@ -121,9 +121,9 @@ def fetch(layer: LayerCache, selection: Selection, gather: GatherFn = row_gather
     ids, number = _with_newest(layer, _sparse(selection))
 
     def from_host(pool: HostPool) -> Array:
-        found = pool.fetched(layer, *_place(layer, selection, ids), number, gather)
-        assert found is not None
-        return found
+        rows = pool.fetched(layer, *_place(layer, selection, ids), number, gather)
+        assert rows is not None
+        return rows
 
     return Prefetch(selection, *map(from_host, pools(layer)))
 
@@ -161,8 +161,8 @@ def compacted(
         pad = -capacity % layer.page_size if size == 1 else 0
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, pad), *((0, 0),) * (rows.ndim - 3)))
         pages.append(rows.reshape(-1, layer.page_size, rows.shape[-1]))
-    held = layer._replace(k=pages[0], v=pages[1], lengths=lengths, block_table=None)
-    return held, replace(selection, ids=jnp.where(valid, nth, 0), count=count, bits=bits), ids
+    compact = layer._replace(k=pages[0], v=pages[1], lengths=lengths, block_table=None)
+    return compact, replace(selection, ids=jnp.where(valid, nth, 0), count=count, bits=bits), ids
 
 
 def _with_newest(layer: LayerCache, selection: Selection) -> tuple[Ids, Lengths]:

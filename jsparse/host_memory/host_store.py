@@ -72,12 +72,12 @@ class OnHost:
 
     def require_fit(self) -> None:
         """Raises ValueError if K and V do not fit in host memory; nothing is allocated."""
-        wanted, there = self.host_bytes(), available_host_bytes()
-        if wanted > there:
+        size, limit = self.host_bytes(), available_host_bytes()
+        if size > limit:
             limited = jax.default_backend() == "gpu"
             raise ValueError(
                 f"max_length={self._spec.capacity} for {self._spec.batch} prompt(s) takes "
-                f"{memory.size(wanted)} of host memory: must fit in the {memory.size(there)} that "
+                f"{memory.size(size)} of host memory: must fit in the {memory.size(limit)} that "
                 + (f"are free and {LIMIT_VARIABLE} allows" if limited else "are free")
             )
 

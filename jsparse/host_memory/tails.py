@@ -77,8 +77,8 @@ def whole(
         assert pool.host is not None
         return row_gather(pool.host, ids, count).reshape(pool.shape)
 
-    held = layer._replace(k=fetched(k), v=fetched(v))
-    return write(held, *new, positions, valid, first), q
+    earlier = layer._replace(k=fetched(k), v=fetched(v))
+    return write(earlier, *new, positions, valid, first), q
 
 
 def newest_pages(
@@ -91,7 +91,7 @@ def newest_pages(
     k, v = pools(layer)
     count = min(-(-max_new // layer.page_size) + 1, k.ring_pages(layer))
     page = first[..., None] // layer.page_size + jnp.arange(count, dtype=jnp.int32)
-    held = page * layer.page_size < layer.lengths[..., None]
-    ids = jnp.where(held, physical_pages(layer, jnp.minimum(page, layer.num_pages - 1)), -1)
+    exists = page * layer.page_size < layer.lengths[..., None]
+    ids = jnp.where(exists, physical_pages(layer, jnp.minimum(page, layer.num_pages - 1)), -1)
     at = k.ring_at(layer, page)
     return ids, (k.ring[at], v.ring[at])

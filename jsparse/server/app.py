@@ -89,8 +89,8 @@ class Gate:
         if foreign := self._service.options.foreign(headers):
             return ApiError(403, foreign, code="foreign_host")
         if key is not None and scope["path"] not in self._open:
-            given = headers.get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, b"Bearer " + key.encode()):
+            authorization = headers.get("authorization", "").encode("latin-1")
+            if not hmac.compare_digest(authorization, b"Bearer " + key.encode()):
                 return ApiError(
                     401,
                     "Authorization: must be 'Bearer ' and the server's API key",
@@ -108,9 +108,9 @@ def _add_schemas(app: FastAPI) -> None:
     plain, definitions = app.openapi, schemas()
 
     def openapi() -> dict[str, Any]:
-        made = plain()
-        made.setdefault("components", {}).setdefault("schemas", {}).update(definitions)
-        return made
+        document = plain()
+        document.setdefault("components", {}).setdefault("schemas", {}).update(definitions)
+        return document
 
     app.openapi = openapi  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -62,7 +62,7 @@ class RequestBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _what_is_asked(cls, given: Any) -> Any:
+    def _without_defaults(cls, given: Any) -> Any:
         """Drops nulls, fields that ask for nothing, and all unknown fields but the first."""
         if not isinstance(given, dict):
             return given

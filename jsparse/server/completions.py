@@ -38,13 +38,13 @@ class ResponseWriter:
     Attributes:
         service: the server.
         request: the body of the request.
-        asked: the prompts, in the engine.
+        prompts: the prompts, in the engine.
         texts: the prompts' texts, to be echoed.
     """
 
     service: Service
     request: Any
-    asked: list[PromptStream]
+    prompts: list[PromptStream]
     texts: list[str]
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -60,7 +60,7 @@ class ResponseWriter:
 
     async def whole(self) -> Response:
         """Returns all answers when they are finished."""
-        outputs = await all_of([each.whole() for each in self.asked])
+        outputs = await all_of([each.whole() for each in self.prompts])
         # not in the event loop: log-probabilities of many tokens take a while
         return await self.service.texts.made(partial(self._whole, outputs))
 
@@ -81,7 +81,7 @@ class ResponseWriter:
         offsets: dict[int, int] = {}
         new = 0
         extra = {"usage": None} if self.request.with_usage else {}
-        async with aclosing(merged([each.deltas() for each in self.asked])) as deltas:
+        async with aclosing(merged([each.deltas() for each in self.prompts])) as deltas:
             async for nth, output in deltas:
                 last[nth] = output
                 new += sum(len(answer.token_ids) for answer in output.outputs)
@@ -117,7 +117,7 @@ class ResponseWriter:
 
     async def close(self) -> None:
         """Leaves the engine."""
-        for each in self.asked:
+        for each in self.prompts:
             await each.close()
 
     def _tells(self, answer: CompletionOutput, *, first: bool) -> bool:
@@ -132,7 +132,7 @@ class ResponseWriter:
 
     def _frame(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": self.asked[0].name,
+            "id": self.prompts[0].name,
             "object": kind,
             "created": self.created,
             "model": self.service.options.name,
@@ -197,16 +197,16 @@ async def _complete(service: Service, request: CompletionRequest) -> ResponseWri
     try:
         rows = await service.encode(request.prompt)
         one = isinstance(request.prompt, str) or isinstance(request.prompt[0], int)
-        given = [request.prompt] if one else request.prompt
+        prompts = [request.prompt] if one else request.prompt
         texts = []
         if request.echo:
-            size = sum(map(len, given))
-            texts = await service.texts.encode(_echoed, service, given, size=size)
+            size = sum(map(len, prompts))
+            texts = await service.texts.encode(_echoed, service, prompts, size=size)
         options = request.sampling(request.max_new_tokens, service.temperature)
-        asked = await service.ask("cmpl", rows, [options] * len(rows))
+        streams = await service.ask("cmpl", rows, [options] * len(rows))
     except Exception as error:
         raise as_api_error(error, names) from error
-    return Completions(service, request, asked, texts)
+    return Completions(service, request, streams, texts)
 
 
 async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
@@ -216,10 +216,10 @@ async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
         rows = await service.encode(request.chat)
         max_new_tokens = request.max_new_tokens or service.room(rows[0])
         options = request.sampling(max_new_tokens, service.temperature)
-        asked = await service.ask("chatcmpl", rows, [options])
+        streams = await service.ask("chatcmpl", rows, [options])
     except Exception as error:
         raise as_api_error(error, names) from error
-    return Chats(service, request, asked, [])
+    return Chats(service, request, streams, [])
 
 
 async def _answered(answers: ResponseWriter, http: HttpRequest) -> Response:

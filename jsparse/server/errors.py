@@ -45,9 +45,9 @@ class ApiError(Exception):
         """Returns the error as clients see it."""
         other = "invalid_request_error" if self.status < 500 else "server_error"
         kind = KINDS.get(self.status, other)
-        told = {"message": _cut(self.message), "type": kind}
-        told |= {"param": self.param and _cut(self.param), "code": self.code}
-        return {"error": told}
+        error = {"message": _cut(self.message), "type": kind}
+        error |= {"param": self.param and _cut(self.param), "code": self.code}
+        return {"error": error}
 
     @property
     def response(self) -> Response:

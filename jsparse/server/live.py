@@ -57,12 +57,12 @@ class Live:
             "attended_by_layer": self._attended(),
             "requests": [
                 {
-                    "id": asked.name,
-                    "phase": _phase(asked),
-                    "prompt_tokens": len(asked.served.ids),
-                    "tokens": sum(len(growing.token_ids) for growing in asked.served.growing),
+                    "id": stream.name,
+                    "phase": _phase(stream),
+                    "prompt_tokens": len(stream.served.ids),
+                    "tokens": sum(len(growing.token_ids) for growing in stream.served.growing),
                 }
-                for asked in list(self._service.live.values())
+                for stream in list(self._service.live.values())
             ],
         }
 
@@ -89,14 +89,14 @@ class Live:
         """Returns the share that the newest steps attended to in each layer, over all answers."""
         newest = [
             growing.layers
-            for asked in list(self._service.live.values())
-            for growing in asked.served.growing
+            for stream in list(self._service.live.values())
+            for growing in stream.served.growing
         ]
         known = [layers[0] for layers in newest if layers is not None]
         return np.mean(known, axis=0).tolist() if known else None
 
 
-def _phase(asked: PromptStream) -> str:
+def _phase(stream: PromptStream) -> str:
     """Returns waiting, reading, decoding or ended: how far the last of the answers is."""
-    phases = [answer.phase for answer in asked.served.answers]
+    phases = [answer.phase for answer in stream.served.answers]
     return min(phases, key=lambda phase: phase.value).name.lower()

@@ -28,12 +28,12 @@ class PromptStream:
     ) -> None:
         """Prepares a prompt for the engine."""
         self._service, self.name = service, name
-        self._news = service.ready.follow(ids, options, name)
+        self._states = service.ready.follow(ids, options, name)
         self._begun = False
 
     async def begin(self) -> None:
         """Hands the prompt to the engine; returns once it is accepted, else raises the reason."""
-        self.served = await anext(self._news)
+        self.served = await anext(self._states)
         self._service.live[self.name] = self
 
     async def deltas(self) -> AsyncGenerator[RequestOutput]:
@@ -58,13 +58,13 @@ class PromptStream:
             self._count_beginning(self.served)
             self._service.metrics.left(self.served)
             log.logger.info(log.of_request(self.served))
-        await self._news.aclose()
+        await self._states.aclose()
 
     async def _followed(self) -> AsyncGenerator[RequestState]:
         if self.served.finished:
             yield self.served
             return
-        async for served in self._news:
+        async for served in self._states:
             self._count_beginning(served)
             yield served
 

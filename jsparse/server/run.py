@@ -46,8 +46,8 @@ def own_names(address: str, host: str, more: Sequence[str]) -> frozenset[str] | 
     """
     if "*" in more or not (more or ip_address(address).is_loopback):
         return None
-    given = ("localhost", "127.0.0.1", "::1", address, host, *more)
-    return frozenset(name.lower() for name in given)
+    names = ("localhost", "127.0.0.1", "::1", address, host, *more)
+    return frozenset(name.lower() for name in names)
 
 
 def configured(app: ASGIApp) -> uvicorn.Config:

@@ -63,10 +63,10 @@ class Options:
         it were the server's own page (DNS rebinding).
         """
         for name in ("host", "origin") if self.hosts is not None else ():
-            given = headers.get(name)
-            if given and _host_of(given) not in (self.hosts or ()):
+            address = headers.get(name)
+            if address and _host_of(address) not in (self.hosts or ()):
                 hosts = ", ".join(sorted(self.hosts or ()))
-                return f"{name}={shown(given)}: must be among {hosts} (--allowed-host)"
+                return f"{name}={shown(address)}: must be among {hosts} (--allowed-host)"
         return None
 
 
@@ -170,15 +170,15 @@ class Service:
                         if self._held > max(maximum, LARGE_BODIES_HELD):
                             raise full("too many large bodies arrive")
             if held:
-                asked = await self.texts.encode(parse, kind, bytes(data), size=held)
+                body = await self.texts.encode(parse, kind, bytes(data), size=held)
             else:
-                asked = parse(kind, bytes(data))
+                body = parse(kind, bytes(data))
         except TimeoutError:
             message = f"the body took over {BODY_SECONDS} s: must come sooner"
             raise ApiError(408, message, headers={"Connection": "close"}) from None
         finally:
             self._held -= held
-        name = getattr(asked, "model", None)
+        name = getattr(body, "model", None)
         if name not in (None, self.options.name):
             raise ApiError(
                 404,
@@ -186,7 +186,7 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
-        return asked
+        return body
 
     async def encode(self, prompt: Any) -> list[list[int]]:
         """Returns the ids of each prompt: text, messages, ids, or a list of any of these.
@@ -238,25 +238,25 @@ class Service:
         Raises:
             ValueError, EngineFull, EngineError: one was refused; none is worked on then.
         """
-        wanted = sum(each.n for each in options)
+        num_answers = sum(each.n for each in options)
         slots = self.ready.engine.sizes.num_slots
         # no request fills the queue alone
         maximum = max(slots, (self.options.max_waiting + slots) // 2)
-        if wanted > maximum:
-            asked = f"n={max(each.n for each in options)} for {len(rows)} prompts"
-            raise ValueError(f"{asked} asks for {wanted} answers: must be at most {maximum}")
+        if num_answers > maximum:
+            source = f"n={max(each.n for each in options)} for {len(rows)} prompts"
+            raise ValueError(f"{source} asks for {num_answers} answers: must be at most {maximum}")
         name = f"{kind}-{secrets.token_hex(12)}"
-        made = [
+        streams = [
             PromptStream(self, f"{name}-{nth}" if nth else name, ids, own)
             for nth, (ids, own) in enumerate(zip(rows, options, strict=True))
         ]
         try:
-            await all_of([each.begin() for each in made])
+            await all_of([each.begin() for each in streams])
         except BaseException:
-            for each in made:
+            for each in streams:
                 await each.close()
             raise
-        return made
+        return streams
 
 
 def _sizes(prompt: Any) -> list[int]:

@@ -95,8 +95,8 @@ class EventStream(Response):
                 if not isinstance(error, ApiError):
                     trace = None if isinstance(error, EngineError) else error
                     log.error("a stream has failed: %r", error, exc_info=trace)
-                told = event(as_api_error(error, {}).body)
-                await send({"type": "http.response.body", "body": told, "more_body": True})
+                data = event(as_api_error(error, {}).body)
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -173,11 +173,11 @@ class Texts:
 def _settled(future: asyncio.Future, make: Callable[[], Any]) -> Callable[[], None]:
     """Returns a function that sets the future's result, in the event loop."""
     try:
-        made = make()
+        output = make()
     except Exception as error:
         failed = error
         return lambda: None if future.done() else future.set_exception(failed)
-    return lambda: None if future.done() else future.set_result(made)
+    return lambda: None if future.done() else future.set_result(output)
 
 
 def _call_all(functions: list[Callable[[], None]]) -> None:
