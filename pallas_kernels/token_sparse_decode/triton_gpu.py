@@ -145,27 +145,8 @@ def token_sparse_decode(
     whole_row = jax.ShapeDtypeStruct((batch, heads, layer.capacity), jnp.float32)
     of_list = jax.ShapeDtypeStruct((batch, heads, group, capacity + 1), jnp.float32)
     nothing = jax.ShapeDtypeStruct((1,), jnp.int32)
-    arrays = (
-        q,
-        pools.k,
-        pools.v,
-        layer.lengths,
-        selection.count,
-        selection.dense,
-        selection.ids if capacity else None,
-        layer.block_table,
-        layer.bias,
-        jnp.full(whole_row.shape, -jnp.inf, jnp.float32) if by_slot else None,
-        pools.ring_k,
-        pools.ring_v,
-        pools.own_k,
-        pools.own_v,
-        pools.own_first,
-        with_newest(q, layer, selection, sm_scale) if plan.known else None,
-    )
     o, lse, used, scores, ids, count = triton_call(
-        # the lengths stand in for arrays that the call lacks; they are not read there
-        *(layer.lengths if array is None else array for array in arrays),
+        *_inputs(q, layer, selection, pools, plan),
         pairs,
         capacity,
         layer.num_pages,
@@ -199,6 +180,36 @@ def token_sparse_decode(
     if stats == "page_mass":
         scores = softmax_partial(scores.reshape(batch, heads, layer.num_pages, layer.page_size))[2]
     return out._replace(stats=Stats(scores, lse[:, 0].reshape(batch, heads)))
+
+
+def _inputs(
+    q: Float[Array, "B N H"],
+    layer: LayerCache,
+    selection: Selection,
+    pools: Pools,
+    plan: LaunchPlan,
+) -> tuple[Array, ...]:
+    """Returns the arrays of a launch; lengths stand in for those that the call lacks, unread."""
+    mean_logits = (*layer.lengths.shape, layer.capacity)
+    arrays = (
+        q,
+        pools.k,
+        pools.v,
+        layer.lengths,
+        selection.count,
+        selection.dense,
+        selection.ids if selection.ids.shape[2] else None,
+        layer.block_table,
+        layer.bias,
+        jnp.full(mean_logits, -jnp.inf, jnp.float32) if plan.mean else None,
+        pools.ring_k,
+        pools.ring_v,
+        pools.own_k,
+        pools.own_v,
+        pools.own_first,
+        with_newest(q, layer, selection, plan.scale) if plan.known else None,
+    )
+    return tuple(layer.lengths if array is None else array for array in arrays)
 
 
 def tiers(layer: LayerCache) -> tuple[int, Pools]:
