@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from jsparse.cli.app import app
 from jsparse.evaluation import policy_checks
-from jsparse.evaluation.policy_checks import RULES, CheckResult, Finding
+from jsparse.evaluation.contract_rules import RULES
+from jsparse.evaluation.policy_checks import CheckResult, Finding
 
 BROKEN = Path(__file__).parents[1] / "evaluation" / "broken_policies.py"
 

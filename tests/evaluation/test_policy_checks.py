@@ -9,7 +9,8 @@ from marks import slow_except
 from policy_table import METHODS, outermost
 from programs import shared
 
-from jsparse.evaluation.policy_checks import NAMES, RULES, check
+from jsparse.evaluation.contract_rules import NAMES, RULES
+from jsparse.evaluation.policy_checks import check
 from jsparse.evaluation.policy_trial import random_model
 from jsparse.policies.expressions import parse
 from jsparse.policies.own_code import with_budget
