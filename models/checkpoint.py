@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import reprlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,20 @@ import jax.numpy as jnp
 
 from jsparse.models import orbax_files
 from jsparse.models.config import ModelConfig
+from jsparse.models.config_files import (
+    FAMILIES,
+    PICKLES,
+    ROPE_FACTORS,
+    checked_path,
+    folder_config,
+    gguf_config,
+)
 from jsparse.models.constants_file import read_constants, write_constants
 from jsparse.models.families import Family
 from jsparse.models.generation_config import read_generation_config, write_generation_config
 from jsparse.models.gguf import GGUFFile
 from jsparse.models.hub import locate
-from jsparse.models.llama import LLAMA
-from jsparse.models.qwen import QWEN2, QWEN3
-from jsparse.models.rope_scaling import rope_from_saved
-from jsparse.models.safetensors_files import SafetensorsFolder, read_json
+from jsparse.models.safetensors_files import SafetensorsFolder
 from jsparse.models.tokenizer import Tokenizer, as_tokenizer, stated_ends
 from jsparse.models.transformer import Decoder, Weights
 from jsparse.models.weights import (
@@ -34,14 +38,9 @@ from jsparse.models.weights import (
 )
 from jsparse.names import LOAD, takes
 
-FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
-"""Families that can be loaded, by config.json's `model_type` and GGUF's `general.architecture`."""
-
 _DTYPES = ("float32", "bfloat16", "float16")
-_PICKLES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
 _WEIGHTS = "weights"
 _CONSTANTS = "constants.safetensors"
-_ROPE_FACTORS = "rope_freqs.weight"
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"), (0.1, ""))
 
 
@@ -111,7 +110,7 @@ def load(
         TypeError: there is no option of that name.
     """
     wanted = parse_dtype(dtype)
-    path = _loadable(locate(model, revision), model)
+    path = checked_path(locate(model, revision), model)
     load_path = _load_folder if path.is_dir() else _load_gguf
     return load_path(path, str(model), wanted, tokenizer, on_progress)
 
@@ -134,33 +133,6 @@ def require_params(params: Any) -> None:
     """Raises ValueError unless `params` is a model that was loaded."""
     if not isinstance(params, Params):
         raise ValueError(f"params={reprlib.repr(params)}: must be what jsparse.load returned")
-
-
-def read_config(model: str | os.PathLike[str], *, revision: str | None = None) -> ModelConfig:
-    """Reads a model's sizes from its files' headers, without downloading a Hub id's weights.
-
-    Arguments and errors are those of `load`.
-    """
-    path = _loadable(locate(model, revision, weights=False), model)
-    return _folder_config(path)[0] if path.is_dir() else _gguf_config(GGUFFile(path))
-
-
-def _loadable(path: Path, model: str | os.PathLike[str]) -> Path:
-    """Raises ValueError unless the path is a folder or a GGUF file."""
-    if path.is_dir() or path.suffix == ".gguf":
-        return path
-    if path.suffix in _PICKLES:
-        raise ValueError(
-            f"model={str(model)!r} is a pickle: these run code when read and are never loaded"
-        )
-    if path.suffix == ".safetensors":
-        raise ValueError(
-            f"model={str(model)!r} is a file: pass its folder {str(path.parent)!r}, which has "
-            "config.json"
-        )
-    raise ValueError(
-        f"model={str(model)!r} is a {path.suffix or 'bare'} file: must be a .gguf file or a folder"
-    )
 
 
 def save(params: Params, path: str | os.PathLike[str]) -> None:
@@ -207,7 +179,7 @@ def parse_dtype(dtype: Any) -> Any:
 def _load_folder(
     folder: Path, name: str, dtype: Any, tokenizer: Any, on_progress: OnProgress | None
 ) -> Params:
-    config, is_saved = _folder_config(folder)
+    config, is_saved = folder_config(folder)
     family = FAMILIES[config.family]
     defaults = read_generation_config(folder)
     if tokenizer is not None:
@@ -224,27 +196,11 @@ def _load_folder(
     return Params(weights, config, tokenizer, defaults, name, constants)
 
 
-def _folder_config(folder: Path) -> tuple[ModelConfig, bool]:
-    """Returns a folder's config, and whether `save` wrote it.
-
-    `save` states a family where others state a model_type.
-    """
-    file = folder / "config.json"
-    fields = read_json(file)
-    is_saved = "family" in fields
-    field = "family" if is_saved else "model_type"
-    family = family_of(fields.get(field), f"{file}: {field}")
-    config = checked_config(
-        file, lambda: _config_from_saved(fields) if is_saved else family.config_from_hf(fields)
-    )
-    return config, is_saved
-
-
 def _load_safetensors(
     folder: Path, config: ModelConfig, family: Family, dtype: Any, on_progress: OnProgress | None
 ) -> Weights:
     if not any(folder.glob("*.safetensors*")):
-        if pickles := sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES):
+        if pickles := sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES):
             raise ValueError(
                 f"{folder} holds {pickles[0]}: pickle checkpoints are never loaded, only "
                 "safetensors"
@@ -280,58 +236,15 @@ def _load_gguf(
         raise ValueError(
             f"{path} is one of {num_files} files: must be a single file, merge them with gguf-split"
         )
-    config = _gguf_config(store)
+    config = gguf_config(store)
     family = FAMILIES[config.family]
     interleaved = family.gguf_interleaved
     weights = list_weights(
         path, len(store.shapes), config, family.gguf_names, interleaved=interleaved
     )
-    check_tensors(weights, store, harmless=(_ROPE_FACTORS,))
+    check_tensors(weights, store, harmless=(ROPE_FACTORS,))
     if tokenizer is not None:
         tokenizer = as_tokenizer(tokenizer)
     elif "tokenizer.ggml.tokens" in store.metadata:
         tokenizer = Tokenizer.from_gguf(store.metadata)
     return Params(read_weights(weights, store, dtype, on_progress), config, tokenizer, {}, name)
-
-
-def _gguf_config(store: GGUFFile) -> ModelConfig:
-    family = family_of(
-        store.metadata.get("general.architecture"), f"{store.path}: general.architecture"
-    )
-    config = checked_config(
-        store.path, lambda: family.config_from_gguf(store.metadata, store.shapes)
-    )
-    if _ROPE_FACTORS not in store.shapes:
-        return config
-    factors = tuple(store.read(_ROPE_FACTORS).astype(float).ravel().tolist())
-    return checked_config(store.path, lambda: dataclasses.replace(config, rope_factors=factors))
-
-
-def family_of(name: Any, field: str) -> Family:
-    """Returns the family of that name; raises ValueError, naming the field, if there is none."""
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise ValueError(f"{field} is {name!r}: must be one of {list(FAMILIES)}")
-    return FAMILIES[name]
-
-
-def checked_config(source: Path | str, make: Callable[[], ModelConfig]) -> ModelConfig:
-    """Calls `make` and turns its errors into a ValueError that names the source.
-
-    Configs may hold values of any type.
-    """
-    try:
-        return make()
-    except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
-        message, _, _ = str(error).partition("\n")
-        raise ValueError(f"{source}: {message}") from None
-
-
-def _config_from_saved(fields: dict[str, Any]) -> ModelConfig:
-    """Returns the ModelConfig that `save` wrote."""
-    if fields.get("rope_scaling") is not None:
-        fields = fields | {"rope_scaling": rope_from_saved(fields["rope_scaling"])}
-    if fields.get("rope_factors") is not None:
-        fields = fields | {
-            "rope_factors": tuple(float(factor) for factor in fields["rope_factors"])
-        }
-    return ModelConfig(**fields)

@@ -12,8 +12,8 @@ from jsparse.cache import CacheSpec
 from jsparse.host_memory.host_store import available_host_bytes
 from jsparse.host_memory.store import store_of
 from jsparse.machine import memory
-from jsparse.models.checkpoint import FAMILIES, read_config
 from jsparse.models.config import ModelConfig
+from jsparse.models.config_files import FAMILIES, read_config
 from jsparse.models.weights import list_weights
 from jsparse.policies.auto import auto, choose
 from jsparse.policies.expressions import as_policy

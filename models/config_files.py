@@ -1,0 +1,108 @@
+"""Reads the config of a model, and thereby its family, from the headers of its files."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jsparse.models.config import ModelConfig
+from jsparse.models.families import Family
+from jsparse.models.gguf import GGUFFile
+from jsparse.models.hub import locate
+from jsparse.models.llama import LLAMA
+from jsparse.models.qwen import QWEN2, QWEN3
+from jsparse.models.rope_scaling import rope_from_saved
+from jsparse.models.safetensors_files import read_json
+
+FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+"""Families that can be loaded, by config.json's `model_type` and GGUF's `general.architecture`."""
+PICKLES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+def read_config(model: str | os.PathLike[str], *, revision: str | None = None) -> ModelConfig:
+    """Reads a model's sizes from its files' headers, without downloading a Hub id's weights.
+
+    Arguments and errors are those of `load`.
+    """
+    path = checked_path(locate(model, revision, weights=False), model)
+    return folder_config(path)[0] if path.is_dir() else gguf_config(GGUFFile(path))
+
+
+def checked_path(path: Path, model: str | os.PathLike[str]) -> Path:
+    """Raises ValueError unless the path is a folder or a GGUF file."""
+    if path.is_dir() or path.suffix == ".gguf":
+        return path
+    if path.suffix in PICKLES:
+        raise ValueError(
+            f"model={str(model)!r} is a pickle: these run code when read and are never loaded"
+        )
+    if path.suffix == ".safetensors":
+        raise ValueError(
+            f"model={str(model)!r} is a file: pass its folder {str(path.parent)!r}, which has "
+            "config.json"
+        )
+    raise ValueError(
+        f"model={str(model)!r} is a {path.suffix or 'bare'} file: must be a .gguf file or a folder"
+    )
+
+
+def folder_config(folder: Path) -> tuple[ModelConfig, bool]:
+    """Returns a folder's config, and whether `save` wrote it.
+
+    `save` states a family where others state a model_type.
+    """
+    file = folder / "config.json"
+    fields = read_json(file)
+    is_saved = "family" in fields
+    field = "family" if is_saved else "model_type"
+    family = family_of(fields.get(field), f"{file}: {field}")
+    config = checked_config(
+        file, lambda: _config_from_saved(fields) if is_saved else family.config_from_hf(fields)
+    )
+    return config, is_saved
+
+
+def gguf_config(store: GGUFFile) -> ModelConfig:
+    """Returns the config that a GGUF file states, with the RoPE factors among its tensors."""
+    family = family_of(
+        store.metadata.get("general.architecture"), f"{store.path}: general.architecture"
+    )
+    config = checked_config(
+        store.path, lambda: family.config_from_gguf(store.metadata, store.shapes)
+    )
+    if ROPE_FACTORS not in store.shapes:
+        return config
+    factors = tuple(store.read(ROPE_FACTORS).astype(float).ravel().tolist())
+    return checked_config(store.path, lambda: dataclasses.replace(config, rope_factors=factors))
+
+
+def family_of(name: Any, field: str) -> Family:
+    """Returns the family of that name; raises ValueError, naming the field, if there is none."""
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ValueError(f"{field} is {name!r}: must be one of {list(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def checked_config(source: Path | str, make: Callable[[], ModelConfig]) -> ModelConfig:
+    """Calls `make` and turns its errors into a ValueError that names the source.
+
+    Configs may hold values of any type.
+    """
+    try:
+        return make()
+    except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
+        message, _, _ = str(error).partition("\n")
+        raise ValueError(f"{source}: {message}") from None
+
+
+def _config_from_saved(fields: dict[str, Any]) -> ModelConfig:
+    """Returns the ModelConfig that `save` wrote."""
+    if fields.get("rope_scaling") is not None:
+        fields = fields | {"rope_scaling": rope_from_saved(fields["rope_scaling"])}
+    if fields.get("rope_factors") is not None:
+        fields = fields | {
+            "rope_factors": tuple(float(factor) for factor in fields["rope_factors"])
+        }
+    return ModelConfig(**fields)
