@@ -9,7 +9,6 @@ to. What a policy reads to choose them is not part of it, and neither is computi
 
 import logging
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
@@ -18,13 +17,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jsparse.benchmark.memory_floor import bytes_per_token, memory_bandwidth, read_bytes
 from jsparse.benchmark.random_cache import random_cache, state_after_prompt
 from jsparse.builder import dense
 from jsparse.cache import CacheSpec, StepView
 from jsparse.hyper_parameters import whole_number
-from jsparse.machine import memory
 from jsparse.model_facts.constants import constants
-from jsparse.models.checkpoint import Params, read_config
+from jsparse.models.checkpoint import Params
+from jsparse.models.config_files import read_config
 from jsparse.models.transformer import random_weights
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy
@@ -36,8 +36,6 @@ from jsparse.runtime.session import PrefillResult, Session, StepResult
 PAGE_SIZE = 16
 # steps per iteration: on a GPU enough that starting the first is lost in them
 STEPS_ON_GPU, STEPS_ELSEWHERE = 104, 4
-BYTES_TO_MOVE = 2**30  # of the array with which bandwidth is measured
-MOVES = 8
 
 
 def measure(
@@ -129,35 +127,6 @@ def shaped(model: str, *, dtype: Any = None, revision: str | None = None) -> Par
     return Params(weights, config, None, {}, model)
 
 
-def memory_bandwidth() -> float:
-    """Returns the bytes/s that the device's memory moves while a large array is negated in place.
-
-    Every byte is read and written once, and both count. The array has 1 GiB, or a quarter of what
-    is free. The fastest of 8 passes counts.
-    """
-    size = min(BYTES_TO_MOVE, memory.available_bytes() // 4) // 4
-    negate = jax.jit(lambda x: -x, donate_argnums=0)
-    moved = negate(jnp.ones(size, jnp.float32)).block_until_ready()
-    seconds = []
-    for _ in range(MOVES):
-        began = time.perf_counter()
-        moved = negate(moved).block_until_ready()
-        seconds.append(time.perf_counter() - began)
-    return 2 * moved.nbytes / min(seconds)
-
-
-def read_bytes(params: Params) -> int:
-    """Returns the bytes of weights that a step must read, whatever the batch.
-
-    Of an input embedding that the output does not share these are none: a step reads a row of it
-    per token.
-    """
-    every = sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
-    if params.config.tie_word_embeddings:
-        return every
-    return every - params.weights["params"]["embed"].nbytes
-
-
 class _Run(NamedTuple):
     """Holds what is measured: a policy, as asked for and as it runs, and the sizes.
 
@@ -247,7 +216,7 @@ def _measured(params: Params, run: _Run) -> dict[str, Any]:
         "tokens_per_second": 1e3 * batch / median,
         "attended": attended,
         "read": read,
-        "attended_bytes": round(attended * batch * run.context * _bytes_per_token(run.spec)),
+        "attended_bytes": round(attended * batch * run.context * bytes_per_token(run.spec)),
         "kernels": kernels,
     }
 
@@ -273,11 +242,6 @@ def _session(params: Params, run: _Run) -> Session:
     session = Session(params, policy, spec, adopts=True)
     session.adopt(PrefillResult(jnp.zeros((spec.batch, vocab_size), jnp.float32), cache, state))
     return session
-
-
-def _bytes_per_token(spec: CacheSpec) -> int:
-    """Returns the bytes of one row's K and V per token, over all layers."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from tiny import tiny_params
 from typer.testing import CliRunner
 
 import jsparse
-from jsparse.benchmark import steps
+from jsparse.benchmark import memory_floor, steps
 from jsparse.benchmark.random_cache import random_cache
 from jsparse.cache import CacheSpec
 from jsparse.cli.app import app
@@ -83,8 +83,8 @@ def test_maintenance_comes_round_before_anything_is_timed(monkeypatch):
 def with_measured_bandwidth():
     """The bandwidth that is measured here, and a report where 7 GB/s are measured."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "BYTES_TO_MOVE", 2**20)
-        here = steps.memory_bandwidth()
+        patch.setattr(memory_floor, "BYTES_TO_MOVE", 2**20)
+        here = memory_floor.memory_bandwidth()
         patch.setattr(steps, "memory_bandwidth", lambda: 7e9)
         return here, steps.measure(tiny_params(num_layers=1), [], contexts=(64,), num_iters=1)
 

@@ -1,0 +1,47 @@
+"""Measures the memory's bandwidth, and counts the bytes that a decode step must read."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+
+from jsparse.cache import CacheSpec
+from jsparse.machine import memory
+from jsparse.models.checkpoint import Params
+
+BYTES_TO_MOVE = 2**30  # of the array with which bandwidth is measured
+MOVES = 8
+
+
+def memory_bandwidth() -> float:
+    """Returns the bytes/s that the device's memory moves while a large array is negated in place.
+
+    Every byte is read and written once, and both count. The array has 1 GiB, or a quarter of what
+    is free. The fastest of 8 passes counts.
+    """
+    size = min(BYTES_TO_MOVE, memory.available_bytes() // 4) // 4
+    negate = jax.jit(lambda x: -x, donate_argnums=0)
+    moved = negate(jnp.ones(size, jnp.float32)).block_until_ready()
+    seconds = []
+    for _ in range(MOVES):
+        began = time.perf_counter()
+        moved = negate(moved).block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return 2 * moved.nbytes / min(seconds)
+
+
+def read_bytes(params: Params) -> int:
+    """Returns the bytes of weights that a step must read, whatever the batch.
+
+    Of an input embedding that the output does not share these are none: a step reads a row of it
+    per token.
+    """
+    every = sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
+    if params.config.tie_word_embeddings:
+        return every
+    return every - params.weights["params"]["embed"].nbytes
+
+
+def bytes_per_token(spec: CacheSpec) -> int:
+    """Returns the bytes of one row's K and V per token, over all layers."""
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
