@@ -10,7 +10,8 @@ from pathlib import Path
 import jsparse
 from jsparse.evaluation.texts import read
 from jsparse.train.passkey import passkeys
-from jsparse.train.trainer import Settings, Trainer
+from jsparse.train.settings import Settings
+from jsparse.train.trainer import Trainer
 
 params = jsparse.load("smollm2")
 heads = params.config.num_layers * params.config.num_kv_heads

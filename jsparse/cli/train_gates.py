@@ -168,7 +168,7 @@ def _draw(folder: Path) -> None:
     from importlib.util import find_spec
 
     from jsparse.train.plots import densities, heat_map
-    from jsparse.train.trainer import read_log
+    from jsparse.train.run_folder import read_log
 
     if find_spec("matplotlib") is None:
         print(f"no plots, which need matplotlib: {install('eval')}", file=sys.stderr)

@@ -8,7 +8,9 @@ from tiny import VOCAB, tiny_params
 from jsparse.policies.head_gates import load
 from jsparse.runtime.compilation import keep_compilations
 from jsparse.train.data import Source, TrainingSample
-from jsparse.train.trainer import Settings, Trainer, read_log
+from jsparse.train.run_folder import read_log
+from jsparse.train.settings import Settings
+from jsparse.train.trainer import Trainer
 
 STEPS, SEEDS = 6, 2
 LAYERS, HEADS = 2, 4

@@ -12,7 +12,7 @@ from marks import slow_except
 from jsparse.train import lagrangian
 from jsparse.train.families import FAMILIES
 from jsparse.train.lagrangian import Lagrangian
-from jsparse.train.trainer import Settings
+from jsparse.train.settings import Settings
 
 SHAPE = LAYERS, HEADS = 3, 4
 ALL = LAYERS * HEADS

@@ -21,7 +21,7 @@ from tiny import engine_logits, random_prompts, random_tokens
 from jsparse.policies import head_gates
 from jsparse.policies.lychee_decode import lychee_decode
 from jsparse.train.families import hardened
-from jsparse.train.trainer import Log, read_lines, read_log
+from jsparse.train.run_folder import Log, read_lines, read_log
 
 TESTS = Path(__file__).parents[1]
 ON_TWO_DEVICES = """
