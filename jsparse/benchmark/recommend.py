@@ -11,109 +11,24 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from jsparse import __version__
+from jsparse.benchmark.ranking import KL, NO_KEYS, NO_KL, REFUSED, STEPS, TURNS, ranked
+from jsparse.benchmark.requirements import DENSE, MIN_LENGTH, PAGE_SIZE, Requirements, checked
 from jsparse.benchmark.steps import time_steps
 from jsparse.evaluation.plan import Plan, Progress, plan, run
 from jsparse.evaluation.shared_prefill import bundle
 from jsparse.evaluation.store import Cell, Entry, ResultStore
-from jsparse.hyper_parameters import whole_number
 from jsparse.machine.folders import cache_folder
 from jsparse.models.checkpoint import Params
 from jsparse.policies.choices import Choice, known_as
 from jsparse.policies.expressions import parse
 from jsparse.runtime import capacity
 
-STEPS, DENSE, REFUSED = "steps", "dense()", "refused"
-KL, TURNS = "kl", ("passkey", "passkey_turn2")
-NO_KL, NO_KEYS = "not compared with dense attention", "slower than the one to take"
-# a step must be this much faster than dense attention's to be worth a difference in the text
-MIN_GAIN = 1.02
-PAGE_SIZE, MIN_LENGTH = 16, 512
 OnPart = Callable[[str, int, int], Any]
-
-
-class Requirements(NamedTuple):
-    """Says what to measure, and how close to dense attention is close enough.
-
-    Attributes:
-        model: the name by which the model was loaded.
-        context: the tokens in the cache of each sequence.
-        batch: the sequences that decode together.
-        policies: the candidates' expressions.
-        kl: the greatest mean KL divergence from dense attention, in nats.
-        exact: whether every greedy choice along the text must be dense attention's, too.
-        samples: the texts, and the pass keys of each kind.
-        steps: the decode steps per text.
-    """
-
-    model: str
-    context: int
-    batch: int
-    policies: tuple[str, ...]
-    kl: float = 0.02
-    exact: bool = False
-    samples: int = 8
-    steps: int = 32
-
-
-def candidates(context: int) -> list[str]:
-    """Returns the expressions that are tried by default, with budgets for a context.
-
-    They need neither training nor calibration, and run on every model. Those whose least budget is
-    above what the context allows are left out.
-    """
-    eighth, quarter = (_whole_pages(context // parts) for parts in (8, 4))
-    usual = [
-        "twilight(all_pages(), p=0.95)",
-        f"twilight(quest(budget={quarter}), p=0.95)",
-        f"quest(budget={eighth})",
-        f"dense_layers(quest(budget={eighth}), n=2)",
-        f"dense_layers(quest(budget={quarter}), n=2)",
-        f"double_sparsity(budget={_whole_pages(context // 16)})",
-        f"lychee_cluster(budget={eighth})",
-        "lfps(budget=0.04)",
-        f"ada_kv(budget={quarter})",
-        f"streaming(sink=4, recent={eighth - PAGE_SIZE})",
-    ]
-    return [expression for expression in usual if _builds(expression)]
-
-
-def _builds(expression: str) -> bool:
-    try:
-        parse(expression)
-    except ValueError:
-        return False
-    return True
-
-
-def _whole_pages(tokens: int) -> int:
-    return max(tokens // PAGE_SIZE, 2) * PAGE_SIZE
-
-
-def checked(wanted: Requirements, longest: int) -> Requirements:
-    """Returns what is wanted, with canonical names, once each and without dense attention.
-
-    Raises:
-        ValueError: a value is out of its range, or an expression is refused.
-    """
-    for name in ("context", "batch", "samples", "steps"):
-        whole_number(name, getattr(wanted, name), 1)
-    if not MIN_LENGTH <= wanted.context <= longest:
-        raise ValueError(
-            f"context={wanted.context}: must be from {MIN_LENGTH}, which pass keys need, to "
-            f"{longest}, the model's maximum"
-        )
-    if not wanted.kl >= 0:
-        raise ValueError(f"kl={wanted.kl}: must be a number of nats from 0 up")
-    names = dict.fromkeys(parse(policy).name for policy in wanted.policies)
-    asked = tuple(name for name in names if name != DENSE)
-    if not asked:
-        raise ValueError(f"policies={list(wanted.policies)}: must name one other than dense()")
-    return wanted._replace(policies=asked)
 
 
 def recommend(
@@ -193,81 +108,6 @@ def choice(measured: Mapping[str, Any]) -> Choice:
         kl=best["kl"],
         date=datetime.now(UTC).date().isoformat(),
     )
-
-
-def ranked(entries: Sequence[Entry], wanted: Requirements) -> list[dict[str, Any]]:
-    """Returns a dict for dense attention and each candidate, the ones to take first.
-
-    Keys: policy; ms (per step); over_dense; kl and agreement, the means over the texts; found and
-    lost, for each kind of pass key how many the policy finds and how many only dense attention; of,
-    how many there are of each; verdict, why it is not to be taken, "" where it is. What was not
-    measured is None: a policy that cannot run has no ms, one that is no faster has no kl, one that
-    was not asked for pass keys has not found any number of them.
-    """
-    values: dict[tuple[str, str], dict[int, Mapping[str, float]]] = {}
-    refused: dict[str, str] = {}
-    for entry in entries:
-        if entry["task"] == REFUSED:
-            refused[entry["policy"]] = f"{REFUSED}: {entry['meta']['reason']}"
-        else:
-            of_cell = values.setdefault((entry["policy"], entry["task"]), {})
-            of_cell[entry["index"]] = entry["values"]
-    dense_ms = values[DENSE, STEPS][0]["ms"]
-    rows = []
-    for policy in (DENSE, *wanted.policies):
-        timed = values.get((policy, STEPS), {}).get(0)
-        row: dict[str, Any] = {
-            "policy": policy,
-            "ms": timed and timed["ms"],
-            "over_dense": dense_ms / timed["ms"] if timed else 0.0,
-            **_closeness(values.get((policy, KL), {}), of_dense=policy == DENSE),
-            **_found(values, policy),
-        }
-        row["verdict"] = refused.get(policy) or _verdict(row, wanted)
-        rows.append(row)
-    return sorted(rows, key=lambda row: (bool(row["verdict"]), -row["over_dense"]))
-
-
-def _closeness(texts: Mapping[int, Mapping[str, float]], *, of_dense: bool) -> dict[str, Any]:
-    if of_dense:
-        return {"kl": 0.0, "agreement": 1.0}
-    names = ("kl", "agreement")
-    return {
-        name: sum(text[name] for text in texts.values()) / len(texts) if texts else None
-        for name in names
-    }
-
-
-def _found(values: Mapping[tuple[str, str], Mapping[int, Any]], policy: str) -> dict[str, Any]:
-    found, lost, of = {}, {}, 0
-    for task in TURNS:
-        own, dense = values.get((policy, task), {}), values.get((DENSE, task), {})
-        of = max(of, len(own))
-        found[task] = sum(sample["score"] == 1 for sample in own.values()) if own else None
-        lost[task] = sum(own[i]["score"] < dense[i]["score"] for i in own if i in dense)
-    return {"found": found, "lost": lost, "of": of}
-
-
-def _verdict(row: Mapping[str, Any], wanted: Requirements) -> str:
-    """Returns why a policy is not to be taken, or ""."""
-    if row["policy"] == DENSE:
-        return ""
-    if row["ms"] is None:
-        return "not measured yet"
-    if row["over_dense"] < MIN_GAIN:
-        return "no faster than dense attention"
-    if row["kl"] is None:
-        return NO_KL
-    if wanted.exact and row["agreement"] < 1:
-        return f"chooses another token at {1 - row['agreement']:.1%} of the places"
-    if row["kl"] > wanted.kl:
-        return f"KL above {wanted.kl:g}"
-    if None in row["found"].values():
-        return NO_KEYS
-    for task, words in zip(TURNS, ("", " that a later turn asks for"), strict=True):
-        if row["lost"][task]:
-            return f"loses {row['lost'][task]} of {row['of']} pass keys{words}"
-    return ""
 
 
 def _with(store: ResultStore, wanted: Requirements, verdict: str) -> list[str]:

@@ -78,9 +78,10 @@ def recommend(
     """
     import jax
 
-    from jsparse.benchmark.recommend import Requirements, candidates, checked
     from jsparse.benchmark.recommend import recommend as measure
-    from jsparse.models.checkpoint import load, read_config
+    from jsparse.benchmark.requirements import Requirements, candidates, checked
+    from jsparse.models.checkpoint import load
+    from jsparse.models.config_files import read_config
     from jsparse.policies.own_code import resolve
 
     longest = read_config(model, revision=revision).max_position_embeddings

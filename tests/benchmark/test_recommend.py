@@ -7,7 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from jsparse.benchmark import recommend as module
-from jsparse.benchmark.recommend import Requirements, candidates, checked, choice, ranked, recommend
+from jsparse.benchmark.ranking import ranked
+from jsparse.benchmark.recommend import choice, recommend
+from jsparse.benchmark.requirements import Requirements, candidates, checked
 from jsparse.cli.app import app
 from jsparse.evaluation.store import Entry
 from jsparse.models.checkpoint import load

@@ -1,0 +1,88 @@
+"""Ranks policies by the time of their steps and their closeness to dense attention."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jsparse.benchmark.requirements import DENSE, Requirements
+from jsparse.evaluation.store import Entry
+
+STEPS, REFUSED = "steps", "refused"
+KL, TURNS = "kl", ("passkey", "passkey_turn2")
+NO_KL, NO_KEYS = "not compared with dense attention", "slower than the one to take"
+# a step must be this much faster than dense attention's to be worth a difference in the text
+MIN_GAIN = 1.02
+
+
+def ranked(entries: Sequence[Entry], wanted: Requirements) -> list[dict[str, Any]]:
+    """Returns a dict for dense attention and each candidate, the ones to take first.
+
+    Keys: policy; ms (per step); over_dense; kl and agreement, the means over the texts; found and
+    lost, for each kind of pass key how many the policy finds and how many only dense attention; of,
+    how many there are of each; verdict, why it is not to be taken, "" where it is. What was not
+    measured is None: a policy that cannot run has no ms, one that is no faster has no kl, one that
+    was not asked for pass keys has not found any number of them.
+    """
+    values: dict[tuple[str, str], dict[int, Mapping[str, float]]] = {}
+    refused: dict[str, str] = {}
+    for entry in entries:
+        if entry["task"] == REFUSED:
+            refused[entry["policy"]] = f"{REFUSED}: {entry['meta']['reason']}"
+        else:
+            of_cell = values.setdefault((entry["policy"], entry["task"]), {})
+            of_cell[entry["index"]] = entry["values"]
+    dense_ms = values[DENSE, STEPS][0]["ms"]
+    rows = []
+    for policy in (DENSE, *wanted.policies):
+        timed = values.get((policy, STEPS), {}).get(0)
+        row: dict[str, Any] = {
+            "policy": policy,
+            "ms": timed and timed["ms"],
+            "over_dense": dense_ms / timed["ms"] if timed else 0.0,
+            **_closeness(values.get((policy, KL), {}), of_dense=policy == DENSE),
+            **_found(values, policy),
+        }
+        row["verdict"] = refused.get(policy) or _verdict(row, wanted)
+        rows.append(row)
+    return sorted(rows, key=lambda row: (bool(row["verdict"]), -row["over_dense"]))
+
+
+def _closeness(texts: Mapping[int, Mapping[str, float]], *, of_dense: bool) -> dict[str, Any]:
+    if of_dense:
+        return {"kl": 0.0, "agreement": 1.0}
+    names = ("kl", "agreement")
+    return {
+        name: sum(text[name] for text in texts.values()) / len(texts) if texts else None
+        for name in names
+    }
+
+
+def _found(values: Mapping[tuple[str, str], Mapping[int, Any]], policy: str) -> dict[str, Any]:
+    found, lost, of = {}, {}, 0
+    for task in TURNS:
+        own, dense = values.get((policy, task), {}), values.get((DENSE, task), {})
+        of = max(of, len(own))
+        found[task] = sum(sample["score"] == 1 for sample in own.values()) if own else None
+        lost[task] = sum(own[i]["score"] < dense[i]["score"] for i in own if i in dense)
+    return {"found": found, "lost": lost, "of": of}
+
+
+def _verdict(row: Mapping[str, Any], wanted: Requirements) -> str:
+    """Returns why a policy is not to be taken, or ""."""
+    if row["policy"] == DENSE:
+        return ""
+    if row["ms"] is None:
+        return "not measured yet"
+    if row["over_dense"] < MIN_GAIN:
+        return "no faster than dense attention"
+    if row["kl"] is None:
+        return NO_KL
+    if wanted.exact and row["agreement"] < 1:
+        return f"chooses another token at {1 - row['agreement']:.1%} of the places"
+    if row["kl"] > wanted.kl:
+        return f"KL above {wanted.kl:g}"
+    if None in row["found"].values():
+        return NO_KEYS
+    for task, words in zip(TURNS, ("", " that a later turn asks for"), strict=True):
+        if row["lost"][task]:
+            return f"loses {row['lost'][task]} of {row['of']} pass keys{words}"
+    return ""

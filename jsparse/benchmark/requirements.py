@@ -1,0 +1,89 @@
+"""Defines the requirements of a recommendation, and the candidates that are tried by default."""
+
+from typing import NamedTuple
+
+from jsparse.hyper_parameters import whole_number
+from jsparse.policies.expressions import parse
+
+DENSE = "dense()"
+PAGE_SIZE, MIN_LENGTH = 16, 512
+
+
+class Requirements(NamedTuple):
+    """Says what to measure, and how close to dense attention is close enough.
+
+    Attributes:
+        model: the name by which the model was loaded.
+        context: the tokens in the cache of each sequence.
+        batch: the sequences that decode together.
+        policies: the candidates' expressions.
+        kl: the greatest mean KL divergence from dense attention, in nats.
+        exact: whether every greedy choice along the text must be dense attention's, too.
+        samples: the texts, and the pass keys of each kind.
+        steps: the decode steps per text.
+    """
+
+    model: str
+    context: int
+    batch: int
+    policies: tuple[str, ...]
+    kl: float = 0.02
+    exact: bool = False
+    samples: int = 8
+    steps: int = 32
+
+
+def candidates(context: int) -> list[str]:
+    """Returns the expressions that are tried by default, with budgets for a context.
+
+    They need neither training nor calibration, and run on every model. Those whose least budget is
+    above what the context allows are left out.
+    """
+    eighth, quarter = (_whole_pages(context // parts) for parts in (8, 4))
+    usual = [
+        "twilight(all_pages(), p=0.95)",
+        f"twilight(quest(budget={quarter}), p=0.95)",
+        f"quest(budget={eighth})",
+        f"dense_layers(quest(budget={eighth}), n=2)",
+        f"dense_layers(quest(budget={quarter}), n=2)",
+        f"double_sparsity(budget={_whole_pages(context // 16)})",
+        f"lychee_cluster(budget={eighth})",
+        "lfps(budget=0.04)",
+        f"ada_kv(budget={quarter})",
+        f"streaming(sink=4, recent={eighth - PAGE_SIZE})",
+    ]
+    return [expression for expression in usual if _builds(expression)]
+
+
+def _builds(expression: str) -> bool:
+    try:
+        parse(expression)
+    except ValueError:
+        return False
+    return True
+
+
+def _whole_pages(tokens: int) -> int:
+    return max(tokens // PAGE_SIZE, 2) * PAGE_SIZE
+
+
+def checked(wanted: Requirements, longest: int) -> Requirements:
+    """Returns what is wanted, with canonical names, once each and without dense attention.
+
+    Raises:
+        ValueError: a value is out of its range, or an expression is refused.
+    """
+    for name in ("context", "batch", "samples", "steps"):
+        whole_number(name, getattr(wanted, name), 1)
+    if not MIN_LENGTH <= wanted.context <= longest:
+        raise ValueError(
+            f"context={wanted.context}: must be from {MIN_LENGTH}, which pass keys need, to "
+            f"{longest}, the model's maximum"
+        )
+    if not wanted.kl >= 0:
+        raise ValueError(f"kl={wanted.kl}: must be a number of nats from 0 up")
+    names = dict.fromkeys(parse(policy).name for policy in wanted.policies)
+    asked = tuple(name for name in names if name != DENSE)
+    if not asked:
+        raise ValueError(f"policies={list(wanted.policies)}: must name one other than dense()")
+    return wanted._replace(policies=asked)
