@@ -11,12 +11,9 @@ import numpy as np
 import pytest
 from made_up_report import DENSE, POLICIES, SHORT, TOP_K, entry, report
 
+from jsparse.evaluation.report.drawings import log_ticks
+from jsparse.evaluation.report.figures import COLUMNS, DPI, HEADING, PANEL
 from jsparse.evaluation.report.plots import (
-    COLUMNS,
-    DPI,
-    HEADING,
-    PANEL,
-    log_ticks,
     pictures,
     plot_by_step,
     plot_heads,
