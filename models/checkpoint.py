@@ -27,7 +27,8 @@ from jsparse.models.generation_config import read_generation_config, write_gener
 from jsparse.models.gguf import GGUFFile
 from jsparse.models.hub import locate
 from jsparse.models.safetensors_files import SafetensorsFolder
-from jsparse.models.tokenizer import Tokenizer, as_tokenizer, stated_ends
+from jsparse.models.tokenizer import Tokenizer, as_tokenizer
+from jsparse.models.tokenizer_files import stated_ends
 from jsparse.models.transformer import Decoder, Weights
 from jsparse.models.weights import (
     OnProgress,

@@ -1,11 +1,9 @@
 """Turns text into token ids and back, for every checkpoint format that jsparse reads.
 
 `Tokenizer` wraps the Rust `tokenizers` library, which has its own file format (tokenizer.json);
-`gguf_tokenizer` builds the same from GGUF metadata.
+`gguf_tokenizer` builds the same from GGUF metadata, and `tokenizer_files` reads it from a folder.
 """
 
-import json
-import re
 import secrets
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -16,11 +14,9 @@ import numpy as np
 import tokenizers
 
 from jsparse.models import chat_template as chat_templates
-from jsparse.models import gguf_tokenizer
+from jsparse.models import gguf_tokenizer, tokenizer_files
 from jsparse.models import token_bytes as bytes_of_tokens
-
-_NAMED_TOKENS = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Tokens that chat templates may name, besides bos_token and eos_token."""
+from jsparse.models.spelled_tokens import SpelledTokens
 
 
 class Tokenizer:
@@ -196,11 +192,9 @@ class Tokenizer:
 
         def marked(message: dict[str, Any]) -> dict[str, Any]:
             content = message.get("content")
-            if special_tokens or not isinstance(content, str) or not self._special_tokens:
+            if special_tokens or not isinstance(content, str):
                 return message
-            hidden = self._special_pattern.sub(
-                lambda found: f"{mark}{self._special_tokens[found[0]]}{mark}", content
-            )
+            hidden = self._spelled_tokens.hide(content, mark)
             return message if hidden == content else message | {"content": hidden}
 
         whole = chat_templates.with_text(messages)
@@ -209,30 +203,14 @@ class Tokenizer:
         # every other part is the id of a special token that a message spells
         for nth, part in enumerate(text.split(mark)):
             if nth % 2:
-                ids += self._as_text[int(part)]
+                ids += self._spelled_tokens.as_text[int(part)]
             elif part:
                 ids += self.encode(part, add_special_tokens=False)
         return ids
 
     @cached_property
-    def _special_tokens(self) -> dict[str, int]:
-        added = self._core.get_added_tokens_decoder()
-        return {token.content: nth for nth, token in added.items() if token.special}
-
-    @cached_property
-    def _special_pattern(self) -> re.Pattern[str]:
-        longest_first = sorted(self._special_tokens, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)))
-
-    @cached_property
-    def _as_text(self) -> dict[int, list[int]]:
-        """Returns the ids of each special token's spelling, as text."""
-        plain = tokenizers.Tokenizer.from_str(self._core.to_str())
-        plain.encode_special_tokens = True
-        return {
-            nth: plain.encode(spelled, add_special_tokens=False).ids
-            for spelled, nth in self._special_tokens.items()
-        }
+    def _spelled_tokens(self) -> SpelledTokens:
+        return SpelledTokens(self._core)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "Tokenizer":
@@ -246,33 +224,7 @@ class Tokenizer:
             FileNotFoundError: there is no tokenizer.json.
             ValueError: a file is malformed, or names a token that is not in the vocabulary.
         """
-        folder = Path(path)
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"path is {str(folder)!r}, but there is no tokenizer.json in it"
-            )
-        try:
-            core = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing more specific
-            raise ValueError(f"{str(file)!r} is not a tokenizer: {error}") from error
-        core.no_truncation()
-        core.no_padding()
-
-        config = _read_json(folder / "special_tokens_map.json") | _read_json(
-            folder / "tokenizer_config.json"
-        )
-        eos_ids = config.get("eos_token_ids")
-        if eos_ids is None:
-            eos_id = _special_id(core, config, "eos_token")
-            eos_ids = _flat([eos_id, *stated_ends(folder)])
-        return cls(
-            core,
-            bos_token_id=_special_id(core, config, "bos_token"),
-            eos_token_ids=eos_ids,
-            chat_template=_read_chat_template(folder, config),
-            named_tokens=_named_tokens(config),
-        )
+        return cls(**tokenizer_files.folder_parts(Path(path))._asdict())
 
     @classmethod
     def from_transformers(cls, tokenizer: Any, eos_token_ids: Iterable[Any] = ()) -> "Tokenizer":
@@ -286,31 +238,7 @@ class Tokenizer:
             ValueError: the tokenizer is a slow one, or splits special tokens; or an id has no
                 token.
         """
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        kind = type(tokenizer).__name__
-        if not isinstance(backend, tokenizers.Tokenizer):
-            raise ValueError(
-                f"tokenizer is of type {kind}: must be a fast transformers tokenizer (with a "
-                "backend_tokenizer), as AutoTokenizer.from_pretrained gives, or a jsparse one"
-            )
-        if getattr(tokenizer, "split_special_tokens", False):
-            raise ValueError(
-                f"tokenizer, of type {kind}, has split_special_tokens=True: must be False, since "
-                "prompts and chats write special tokens as text"
-            )
-        core = tokenizers.Tokenizer.from_str(backend.to_str())
-        core.no_truncation()
-        core.no_padding()
-        template = tokenizer.chat_template
-        if isinstance(template, dict):  # several, by name
-            template = template.get("default")
-        return cls(
-            core,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_ids=_flat([tokenizer.eos_token_id, *eos_token_ids]),
-            chat_template=template,
-            named_tokens=_named_tokens(tokenizer.special_tokens_map),
-        )
+        return cls(**tokenizer_files.transformers_parts(tokenizer, eos_token_ids)._asdict())
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
@@ -327,9 +255,6 @@ class Tokenizer:
 
     def to_files(self, path: str | Path) -> None:
         """Writes tokenizer.json and tokenizer_config.json into a folder for `from_folder`."""
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._core.save(str(folder / "tokenizer.json"))
         config = {
             "bos_token": self._bos_token,
             "eos_token": self._eos_token,
@@ -339,8 +264,7 @@ class Tokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
             **self._named_tokens,
         }
-        text = json.dumps(config, indent=2, ensure_ascii=False)
-        (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+        tokenizer_files.write(Path(path), self._core, config)
 
     def _token(self, name: str, token_id: int | None) -> str | None:
         """Returns the text of a special token, for templates; None for the id None."""
@@ -367,65 +291,3 @@ def as_tokenizer(given: Any, eos_token_ids: Iterable[Any] = ()) -> Tokenizer:
     if isinstance(given, Tokenizer):
         return given
     return Tokenizer.from_transformers(given, eos_token_ids)
-
-
-def stated_ends(folder: Path) -> list[Any]:
-    """Returns what the model's own files state as eos_token_id: ids, lists of them, or None."""
-    files = (folder / "generation_config.json", folder / "config.json")
-    return [_read_json(file).get("eos_token_id") for file in files]
-
-
-def _flat(stated: Iterable[Any]) -> list[Any]:
-    """Returns the ids of one list; None stands for no id."""
-    lists = (ids if isinstance(ids, list) else [] if ids is None else [ids] for ids in stated)
-    return [token_id for ids in lists for token_id in ids]
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Returns the object in `file`, or an empty one if the file does not exist."""
-    if not file.is_file():
-        return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{str(file)!r} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(
-            f"{str(file)!r} holds a {type(values).__name__}; it must hold a JSON object"
-        )
-    return values
-
-
-def _special_id(core: tokenizers.Tokenizer, config: Mapping[str, Any], name: str) -> int | None:
-    token = _content(config.get(name))
-    if token is None:
-        return None
-    token_id = core.token_to_id(token) if isinstance(token, str) else None
-    if token_id is None:
-        raise ValueError(f"{name} is {token!r}; it must be a token of the vocabulary")
-    return token_id
-
-
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    tokens = {name: _content(config.get(name)) for name in _NAMED_TOKENS}
-    return {name: token for name, token in tokens.items() if isinstance(token, str)}
-
-
-def _content(token: Any) -> Any:
-    """Returns a token's text, which files may store with its stripping rules."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {
-            entry.get("name"): entry.get("template")
-            for entry in template
-            if isinstance(entry, dict)
-        }
-        template = named.get("default")
-    return template

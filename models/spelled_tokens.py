@@ -1,0 +1,44 @@
+"""Finds special tokens that a text spells, and encodes their spelling as text."""
+
+import re
+from functools import cached_property
+
+import tokenizers
+
+
+class SpelledTokens:
+    """Hides the special tokens that messages spell, so that they are not taken for such.
+
+    Attributes:
+        as_text: the ids of each special token's spelling, as text, by the token's id.
+    """
+
+    def __init__(self, core: tokenizers.Tokenizer) -> None:
+        """Takes the special tokens of `core`."""
+        self._core = core
+
+    def hide(self, content: str, mark: str) -> str:
+        """Returns the text with each special token replaced by its id, between two marks."""
+        if not self._ids:
+            return content
+        return self._pattern.sub(lambda found: f"{mark}{self._ids[found[0]]}{mark}", content)
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        added = self._core.get_added_tokens_decoder()
+        return {token.content: nth for nth, token in added.items() if token.special}
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)))
+
+    @cached_property
+    def as_text(self) -> dict[int, list[int]]:
+        """Returns the ids of each special token's spelling, as text."""
+        plain = tokenizers.Tokenizer.from_str(self._core.to_str())
+        plain.encode_special_tokens = True
+        return {
+            nth: plain.encode(spelled, add_special_tokens=False).ids
+            for spelled, nth in self._ids.items()
+        }

@@ -1,0 +1,148 @@
+"""Reads the parts of a tokenizer from files or from a transformers one, and writes its files."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+
+_NAMED_TOKENS = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Tokens that chat templates may name, besides bos_token and eos_token."""
+
+
+class TokenizerParts(NamedTuple):
+    """Parts of a jsparse.models.tokenizer.Tokenizer, which says what each is."""
+
+    core: tokenizers.Tokenizer
+    bos_token_id: int | None
+    eos_token_ids: list[Any]
+    chat_template: str | None
+    named_tokens: dict[str, str]
+
+
+def folder_parts(folder: Path) -> TokenizerParts:
+    """Reads tokenizer.json and the files around it, as `Tokenizer.from_folder` says."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"path is {str(folder)!r}, but there is no tokenizer.json in it")
+    try:
+        core = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more specific
+        raise ValueError(f"{str(file)!r} is not a tokenizer: {error}") from error
+    core.no_truncation()
+    core.no_padding()
+
+    config = _read_json(folder / "special_tokens_map.json") | _read_json(
+        folder / "tokenizer_config.json"
+    )
+    eos_ids = config.get("eos_token_ids")
+    if eos_ids is None:
+        eos_id = _special_id(core, config, "eos_token")
+        eos_ids = _flat([eos_id, *stated_ends(folder)])
+    return TokenizerParts(
+        core,
+        bos_token_id=_special_id(core, config, "bos_token"),
+        eos_token_ids=eos_ids,
+        chat_template=_read_chat_template(folder, config),
+        named_tokens=_named_tokens(config),
+    )
+
+
+def transformers_parts(tokenizer: Any, eos_token_ids: Iterable[Any]) -> TokenizerParts:
+    """Copies a fast transformers tokenizer, as `Tokenizer.from_transformers` says."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    kind = type(tokenizer).__name__
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise ValueError(
+            f"tokenizer is of type {kind}: must be a fast transformers tokenizer (with a "
+            "backend_tokenizer), as AutoTokenizer.from_pretrained gives, or a jsparse one"
+        )
+    if getattr(tokenizer, "split_special_tokens", False):
+        raise ValueError(
+            f"tokenizer, of type {kind}, has split_special_tokens=True: must be False, since "
+            "prompts and chats write special tokens as text"
+        )
+    core = tokenizers.Tokenizer.from_str(backend.to_str())
+    core.no_truncation()
+    core.no_padding()
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # several, by name
+        template = template.get("default")
+    return TokenizerParts(
+        core,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_ids=_flat([tokenizer.eos_token_id, *eos_token_ids]),
+        chat_template=template,
+        named_tokens=_named_tokens(tokenizer.special_tokens_map),
+    )
+
+
+def write(folder: Path, core: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Writes tokenizer.json and tokenizer_config.json into a folder, for `folder_parts`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    core.save(str(folder / "tokenizer.json"))
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def stated_ends(folder: Path) -> list[Any]:
+    """Returns what the model's own files state as eos_token_id: ids, lists of them, or None."""
+    files = (folder / "generation_config.json", folder / "config.json")
+    return [_read_json(file).get("eos_token_id") for file in files]
+
+
+def _flat(stated: Iterable[Any]) -> list[Any]:
+    """Returns the ids of one list; None stands for no id."""
+    lists = (ids if isinstance(ids, list) else [] if ids is None else [ids] for ids in stated)
+    return [token_id for ids in lists for token_id in ids]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Returns the object in `file`, or an empty one if the file does not exist."""
+    if not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"{str(file)!r} holds a {type(values).__name__}; it must hold a JSON object"
+        )
+    return values
+
+
+def _special_id(core: tokenizers.Tokenizer, config: Mapping[str, Any], name: str) -> int | None:
+    token = _content(config.get(name))
+    if token is None:
+        return None
+    token_id = core.token_to_id(token) if isinstance(token, str) else None
+    if token_id is None:
+        raise ValueError(f"{name} is {token!r}; it must be a token of the vocabulary")
+    return token_id
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {name: _content(config.get(name)) for name in _NAMED_TOKENS}
+    return {name: token for name, token in tokens.items() if isinstance(token, str)}
+
+
+def _content(token: Any) -> Any:
+    """Returns a token's text, which files may store with its stripping rules."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict)
+        }
+        template = named.get("default")
+    return template
