@@ -21,35 +21,35 @@ pass over a text, whatever the policy, and the results' config says so.
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tqdm import tqdm
 
+from jsparse.evaluation.continuation_scores import score_continuations
+from jsparse.evaluation.harness_requests import (
+    TokenizedPair,
+    continuation_lengths,
+    cut_to_fit,
+    equal_batches,
+    generation_options,
+    positive_integer,
+    text_windows,
+)
 from jsparse.generation import generate
 from jsparse.models.checkpoint import load
 from jsparse.policies.expressions import as_policy
 from jsparse.policies.own_code import resolve
 from jsparse.policy import AnyPolicy
-from jsparse.runtime import capacity, scoring
 from jsparse.runtime.capacity import PAGE_SIZES
 from jsparse.runtime.request import end_tokens
-from jsparse.runtime.sampling_params import OFF
 from jsparse.text.prompts import tokenizer_of
 
 _log = logging.getLogger(__name__)
-
-TokenizedPair = tuple[tuple[str, str] | None, list[int], list[int]]
-"""A request's texts (None for a window of a text), and the ids of context and continuation."""
 
 
 @register_model("jsparse")
@@ -98,15 +98,17 @@ class JSparseLM(TemplateLM):
         super().__init__()
         _log.info("device=%s is ignored: jax runs on %s", device, jax.local_devices()[0])
         self.policy = resolve(policy) if isinstance(policy, str) else as_policy(policy)
-        self.batch_size = _count("batch_size", batch_size)
-        self.max_gen_toks = _count("max_gen_toks", max_gen_toks)
+        self.batch_size = positive_integer("batch_size", batch_size)
+        self.max_gen_toks = positive_integer("max_gen_toks", max_gen_toks)
         if page_size not in PAGE_SIZES:
             raise ValueError(f"page_size={page_size!r}: must be one of {PAGE_SIZES}")
         self._page_size, self._pretrained = page_size, pretrained
         self._params = load(pretrained, dtype=dtype, revision=revision)
         self.tokenizer = tokenizer_of(self._params, "the harness")
         maximum = self._params.config.max_position_embeddings
-        self.max_length = maximum if max_length is None else _count("max_length", max_length)
+        self.max_length = (
+            maximum if max_length is None else positive_integer("max_length", max_length)
+        )
         if self.max_length > maximum:
             raise ValueError(
                 f"max_length={max_length}: must be at most {maximum}, the model's maximum"
@@ -201,14 +203,14 @@ class JSparseLM(TemplateLM):
         Raises:
             ValueError: a request's generation arguments are unknown or out of their range.
         """
-        asked: list[Any] = [request.args for request in requests]
-        options = [self._arguments(arguments) for _, arguments in asked]
-        rooms = [self.max_length - given["max_new_tokens"] for given in options]
-        rows = self._cut(
-            [self.tok_encode(context) or [self.prefix_token_id] for context, _ in asked], rooms
-        )
+        contexts: list[Any] = [request.args for request in requests]
+        options = [self._options(arguments) for _, arguments in contexts]
+        rooms = [self.max_length - each["max_new_tokens"] for each in options]
+        whole = [self.tok_encode(context) or [self.prefix_token_id] for context, _ in contexts]
+        rows = cut_to_fit(whole, rooms, self.max_length)
         texts = [""] * len(rows)
-        for nth, places in enumerate(self._batches(rows, options, "Generating", disable_tqdm)):
+        batches = equal_batches(rows, self.batch_size, "Generating", disable_tqdm, options)
+        for nth, places in enumerate(batches):
             made = generate(
                 self._params,
                 [rows[place] for place in places],
@@ -223,7 +225,7 @@ class JSparseLM(TemplateLM):
                         f"policy={self.policy}: must leave room in the cache for the whole answer"
                     )
                 texts[place] = out.text
-                self.cache_hook.add_partial("generate_until", asked[place], out.text)
+                self.cache_hook.add_partial("generate_until", contexts[place], out.text)
                 if out.stats.attended_fraction is not None:
                     self._attended.append(out.stats.attended_fraction)
         return texts
@@ -235,7 +237,8 @@ class JSparseLM(TemplateLM):
 
         They are dense, whatever the policy.
         """
-        windows = [self._windows(request.args[0]) for request in requests]
+        texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
+        windows = [text_windows(ids, self.prefix_token_id, self.max_length) for ids in texts]
         found = iter(self._loglikelihood_tokens(list(itertools.chain(*windows)), disable_tqdm))
         sums = [sum(value for value, _ in itertools.islice(found, len(parts))) for parts in windows]
         for request, value in zip(requests, sums, strict=True):
@@ -257,19 +260,18 @@ class JSparseLM(TemplateLM):
             "has no part in them. Generation tasks measure it, and so does `jsparse eval`.",
             self.policy.name,
         )
-        counts = [len(continuation) for _, _, continuation in requests]
-        for (texts, _, _), count in zip(requests, counts, strict=True):
-            if not 1 <= count <= self.max_length:
-                raise ValueError(
-                    f"{texts!r}: the continuation has {count} tokens, must have 1 to "
-                    f"{self.max_length}"
-                )
+        counts = continuation_lengths(requests, self.max_length)
         rooms = [self.max_length + 1] * len(requests)
-        rows = self._cut([context + continuation for _, context, continuation in requests], rooms)
+        whole = [context + continuation for _, context, continuation in requests]
+        rows = cut_to_fit(whole, rooms, self.max_length)
         answers = [(0.0, True)] * len(rows)
-        for places in self._batches(rows, [None] * len(rows), "Scoring, densely", disable_tqdm):
-            found = self._scores(
-                [rows[place] for place in places], [counts[place] for place in places]
+        batches = equal_batches(rows, self.batch_size, "Scoring, densely", disable_tqdm)
+        for places in batches:
+            found = score_continuations(
+                self._params,
+                [rows[place] for place in places],
+                [counts[place] for place in places],
+                page_size=self._page_size,
             )
             for place, answer in dict(zip(places, found, strict=True)).items():
                 answers[place] = answer
@@ -277,105 +279,18 @@ class JSparseLM(TemplateLM):
                     self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
 
-    def _scores(self, rows: list[list[int]], counts: list[int]) -> list[tuple[float, bool]]:
-        """Scores each row's last `counts` tokens: log-likelihood, and whether all are likeliest."""
-        longest = max(map(len, rows)) - 1
-        width = min(
-            capacity.bucket(longest, self._page_size), self._params.config.max_position_embeddings
+    def _options(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Converts a request's arguments to those of `jsparse.generate`."""
+        options = generation_options(
+            arguments, max_gen_toks=self.max_gen_toks, max_length=self.max_length
         )
-        tokens = np.zeros((len(rows), width + 1), np.int32)
-        scored = np.zeros((len(rows), width), np.bool_)
-        for b, (ids, count) in enumerate(zip(rows, counts, strict=True)):
-            tokens[b, : len(ids)] = ids
-            scored[b, len(ids) - 1 - count : len(ids) - 1] = True
-        logits = scoring.logits(self._params, tokens[:, :-1])
-        values, greedy = jax.device_get(_log_likelihoods(logits, tokens[:, 1:], scored))
-        return list(zip(values.tolist(), greedy.tolist(), strict=True))
-
-    def _windows(self, text: str) -> list[TokenizedPair]:
-        """Cuts a text into disjoint windows; each token is in the continuation of one."""
-        ids = self.tok_encode(text, add_special_tokens=False)
-        windows = get_rolling_token_windows(
-            ids, self.prefix_token_id, self.max_length, context_len=1
-        )
-        return [(None, *make_disjoint_window(window)) for window in windows]
-
-    def _arguments(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Converts a request's arguments to those of `jsparse.generate`; what it omits is off."""
-        given: dict[str, Any] = {**normalize_gen_kwargs(asked, self.max_gen_toks)}
-        del given["do_sample"]  # it has set the temperature
-        stop = [text for text in given.pop("until") if text]
-        new_tokens = _count("max_gen_toks", given.pop("max_gen_toks"))
-        if unknown := given.keys() - OFF.keys():
-            known = ("until", "max_gen_toks", "do_sample", *OFF)
-            raise ValueError(
-                f"generation arguments {sorted(unknown)}: must be among {', '.join(known)}"
-            )
-        if new_tokens >= self.max_length:
-            raise ValueError(
-                f"max_gen_toks={new_tokens}: must be less than max_length={self.max_length}"
-            )
-        ends = end_tokens(self._params) | self._control_tokens(stop)
-        return (
-            OFF
-            | given
-            | {
-                "max_new_tokens": new_tokens,
-                "stop": stop,
-                "eos_token_id": sorted(ends),
-            }
-        )
+        ends = end_tokens(self._params) | self._control_tokens(options["stop"])
+        return options | {"eos_token_id": sorted(ends)}
 
     def _control_tokens(self, texts: list[str]) -> set[int]:
         """Returns the ids of texts that are one control token, which generated text never shows."""
         encoded = [self.tok_encode(text, add_special_tokens=False) for text in texts]
         return {ids[0] for ids in encoded if len(ids) == 1 and not self.tokenizer.decode(ids)}
-
-    def _cut(self, rows: list[list[int]], rooms: list[int]) -> list[list[int]]:
-        """Keeps the last tokens of each row that there is room for."""
-        lost = [len(ids) - room for ids, room in zip(rows, rooms, strict=True) if len(ids) > room]
-        if lost:
-            _log.warning(
-                "%d of %d texts do not fit in max_length=%d and are cut from the left: %d tokens "
-                "are lost, up to %d of a text",
-                *(len(lost), len(rows), self.max_length, sum(lost), max(lost)),
-            )
-        return [ids[-room:] for ids, room in zip(rows, rooms, strict=True)]
-
-    def _batches(
-        self, rows: list[list[int]], options: list[Any], what: str, disable_tqdm: bool
-    ) -> Iterator[list[int]]:
-        """Yields the indices of rows with equal options, the longest first.
-
-        All batches have the same size; the last is filled by repetition.
-        """
-        size = min(self.batch_size, len(rows))
-        names = [repr(given) for given in options]
-        order = sorted(range(len(rows)), key=lambda i: (names[i], -len(rows[i])))
-        with tqdm(total=len(rows), desc=what, disable=disable_tqdm) as bar:
-            for _, equal in itertools.groupby(order, key=lambda i: names[i]):
-                for places in itertools.batched(equal, size):
-                    yield [*places, *places[-1:] * (size - len(places))]
-                    bar.update(len(places))
-
-
-@jax.jit
-def _log_likelihoods(
-    logits: Float32[Array, "B T V"], targets: Int32[Array, "B T"], scored: Bool[Array, "B T"]
-) -> tuple[Float32[Array, "B"], Bool[Array, "B"]]:
-    """Sums the log-probabilities of each row's scored targets, and says if all are likeliest."""
-    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    log_probs = picked - jax.nn.logsumexp(logits, axis=-1)
-    greedy = jnp.argmax(logits, axis=-1) == targets
-    return jnp.sum(log_probs, axis=-1, where=scored), jnp.all(greedy, axis=-1, where=scored)
-
-
-def _count(name: str, value: int | str) -> int:
-    """Checks a positive integer, which the harness' command passes as text."""
-    number = int(value) if isinstance(value, str) and value.isdecimal() else value
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"{name}={value!r}: must be an integer of at least 1")
-    return number
 
 
 if __name__ == "__main__":
