@@ -199,8 +199,15 @@ def inspect_step(
         attended[layer], weights[layer] = True, 0
     *tokens, following = _texts(params, [*ids, made[-1]])
     return Inspection(
-        *(params.name, runs.name, tokens, len(rows[0]), following),
-        *(attended, weights, fell_back, runs.evicts),
+        model=params.name,
+        policy=runs.name,
+        tokens=tokens,
+        prompt_tokens=len(rows[0]),
+        next_token=following,
+        attended=attended,
+        weights=weights,
+        fell_back=fell_back,
+        evicts=runs.evicts,
     )
 
 

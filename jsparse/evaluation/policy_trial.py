@@ -142,7 +142,12 @@ class Trial:
             tokens = np.array([[*ids, *[0] * (CHUNK - len(ids))] for ids in parts], np.int32)
             valid = np.array([len(ids) for ids in parts], np.int32)
             carry = _read_chunk(
-                *(self.params.decoder, self.policy, self.params.weights, tokens, valid, carry),
+                self.params.decoder,
+                self.policy,
+                self.params.weights,
+                tokens,
+                valid,
+                carry,
                 self.beside,
                 last=first + piece >= longest,
             )
@@ -151,8 +156,10 @@ class Trial:
     def after_prompt(self, spec: CacheSpec, carry: PrefillCarry) -> TrialRows:
         """Lets the policy evict what it drops of the prompts."""
         limits = [STEPS + 1] * spec.batch
-        read = carry.cache, carry.state
-        return TrialRows(*room.after_prompt(self.policy, spec, *read, self.beside, limits))
+        cache, state = room.after_prompt(
+            self.policy, spec, carry.cache, carry.state, self.beside, limits
+        )
+        return TrialRows(cache, state)
 
     def step(
         self, held: TrialRows, tokens: np.ndarray, active: Sequence[bool] | None = None
@@ -160,8 +167,14 @@ class Trial:
         """Decodes one token of each row that is active."""
         some = np.array(active or [True] * len(tokens)) if self.owned else None
         logits, chosen, *after = _step(
-            *(self.params.decoder, self.policy, self.params.weights, tokens, *held),
-            *(self.beside, some),
+            self.params.decoder,
+            self.policy,
+            self.params.weights,
+            tokens,
+            held.cache,
+            held.state,
+            self.beside,
+            some,
         )
         return logits, chosen, TrialRows(*after)
 

@@ -36,7 +36,14 @@ def made_up() -> Inspection:
     attended = weights >= np.sort(weights, axis=2)[:, :, -8:-7]
     attended[2], weights[2] = True, 0
     return Inspection(
-        *("smollm2", "quest(budget=8)", words, 26, " Ships"), *(attended, weights, (2,))
+        model="smollm2",
+        policy="quest(budget=8)",
+        tokens=words,
+        prompt_tokens=26,
+        next_token=" Ships",
+        attended=attended,
+        weights=weights,
+        fell_back=(2,),
     )
 
 
