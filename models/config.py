@@ -71,7 +71,7 @@ class YarnRope:
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
-    """Returns what YaRN multiplies cos and sin by: 0.1 · mscale · ln(factor) + 1."""
+    """Returns YaRN's factor of cos and sin: 0.1 · mscale · ln(factor) + 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -29,7 +29,7 @@ def resolve_settings(fields: Mapping[str, Any], source: Path | str) -> dict[str,
     sampling settings are left out; if it is true and no temperature is given, the temperature is 1.
 
     Args:
-        fields: what a generation_config.json states.
+        fields: the fields of a generation_config.json.
         source: where they come from, for messages.
 
     Raises:

@@ -1,8 +1,8 @@
 """Builds tokenizers from GGUF metadata, with the ids that llama.cpp gives.
 
 Two families are known: byte-level BPE ("gpt2": SmolLM2, Qwen2/2.5/3, Llama 3) and the byte-fallback
-pieces of SentencePiece ("llama": Llama 2). Both become a `tokenizers` BPE model. What llama.cpp
-does not do (Qwen2's NFC normalisation, say) is not done here either.
+pieces of SentencePiece ("llama": Llama 2). Both become a `tokenizers` BPE model. Steps that
+llama.cpp omits (Qwen2's NFC normalisation, say) are omitted here, too.
 
 Two differences remain. Llama.cpp takes plain tokens for control tokens if their text looks like one
 ("</s>" is ordinary text to Qwen2, whose vocabulary happens to hold it); here token_type alone
@@ -66,7 +66,7 @@ _PRE_TOKENIZERS = {
 
 
 class GGUFTokenizer(NamedTuple):
-    """Holds what `build` reads from the metadata."""
+    """Holds the parts of a tokenizer that `build` makes from the metadata."""
 
     core: tokenizers.Tokenizer
     bos_token_id: int | None
@@ -147,7 +147,7 @@ def _finish(
     add_bos: bool,
     default_ids: Mapping[str, int],
 ) -> GGUFTokenizer:
-    """Adds what both families share: tokens recognised inside the text and tokens put around it."""
+    """Adds the special tokens of both families: those inside the text and those around it."""
     core.add_tokens(
         [
             AddedToken(token, normalized=False, special=kind != _USER_DEFINED)

@@ -100,7 +100,7 @@ def rope_from_gguf(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Reads RoPE's fields from a GGUF file's metadata, whose keys lack the architecture's prefix.
 
     A factor without a type is linear, as in llama.cpp. `yarn_attn_factor` is the config's
-    attention_factor, which is what llama.cpp's converter writes there.
+    attention_factor, which llama.cpp's converter writes there.
 
     Raises:
         ValueError: the rule is not supported or incomplete.

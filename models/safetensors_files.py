@@ -43,7 +43,8 @@ class SafetensorsFolder:
 
         Raises:
             FileNotFoundError: the file or a shard is missing.
-            ValueError: a header is malformed or lies, or the index names what is not in the shards.
+            ValueError: a header is malformed or lies, or the index names tensors that are not in
+                the shards.
         """
         self.path = folder
         single = folder / "model.safetensors"

@@ -71,8 +71,8 @@ class Tokenizer:
 
         Args:
             text: any text, including an empty one.
-            add_special_tokens: whether to put around the text what the checkpoint asks for (usually
-                a beginning-of-sequence).
+            add_special_tokens: whether to put the checkpoint's special tokens around the text
+                (usually a beginning-of-sequence).
 
         Raises:
             ValueError: `text` is not a string, or holds surrogates, which are not characters.
@@ -182,8 +182,8 @@ class Tokenizer:
             messages: as `apply_chat_template` takes them; a content may also be a list of parts
                 {"type": "text", "text": …}.
             special_tokens: whether special tokens that are spelled in messages, such as
-                "<|im_end|>", count as such. Whoever writes a message can then write other turns, of
-                the system too. Otherwise they are text, and only the template's own count.
+                "<|im_end|>", count as such. A message can then contain other turns, of the system
+                too. Otherwise they are text, and only the template's own count.
 
         Raises:
             ValueError: as `apply_chat_template` says.

@@ -12,7 +12,7 @@ _NAMED_TOKENS = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token
 
 
 class TokenizerParts(NamedTuple):
-    """Parts of a jsparse.models.tokenizer.Tokenizer, which says what each is."""
+    """Holds the arguments of jsparse.models.tokenizer.Tokenizer, which describes them."""
 
     core: tokenizers.Tokenizer
     bos_token_id: int | None
@@ -87,7 +87,7 @@ def write(folder: Path, core: tokenizers.Tokenizer, config: dict[str, Any]) -> N
 
 
 def stated_ends(folder: Path) -> list[Any]:
-    """Returns what the model's own files state as eos_token_id: ids, lists of them, or None."""
+    """Returns the eos_token_id of each of the model's own files: an id, a list of ids or None."""
     files = (folder / "generation_config.json", folder / "config.json")
     return [_read_json(file).get("eos_token_id") for file in files]
 

@@ -1,4 +1,4 @@
-"""Defines the one decoder, whose configuration alone tells the model families apart.
+"""Defines the one decoder, whose configuration alone distinguishes the model families.
 
 The families are Llama 2/3.x, SmolLM2, Qwen2/2.5 and Qwen3. Attention is a callable that is passed
 in: `attend(layer, q, k, v) -> o`. Prefill, decoding and a plain dense pass are three such

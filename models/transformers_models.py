@@ -1,7 +1,7 @@
 """Takes over a Hugging Face transformers model that is in memory, with no copy on disk.
 
-Neither transformers nor PyTorch is imported: whoever has such a model has loaded both, and a few of
-the model's own methods are all that is needed.
+Neither transformers nor PyTorch is imported: both are loaded where such a model exists, and a few
+of the model's own methods suffice.
 """
 
 import math
@@ -26,8 +26,8 @@ def from_transformers(
 ) -> Params:
     """Builds a model from a transformers model in memory, on the default device.
 
-    The result is what `load` would make of the model's files. It shares no memory with the model,
-    which may be trained on or deleted.
+    The result equals that of `load` on the model's files. It shares no memory with the model, which
+    may be trained on or deleted.
 
     Args:
         model: a LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM, on any device.
@@ -115,6 +115,6 @@ def _check_model(model: Any) -> None:
 
 
 def _generation_settings(model: Any) -> dict[str, Any]:
-    """Returns what the model's generation_config.json would state."""
+    """Returns the fields that the model's generation_config.json would have."""
     stated = getattr(model, "generation_config", None)
     return {} if stated is None else stated.to_diff_dict()

@@ -1,4 +1,4 @@
-"""Draws batches to train on: contexts, and what follows them.
+"""Draws batches to train on: contexts, and the tokens that follow them.
 
 A batch depends on the seed of its source, its step and its size alone, so that training that goes
 on sees the same ones. Rows are padded to few widths, so that few shapes are compiled.
@@ -18,12 +18,12 @@ TokenIds = Int32[np.ndarray, " n"]
 
 
 class TrainingBatch(NamedTuple):
-    """Holds what a step of training takes.
+    """Holds the samples of one step of training.
 
     Attributes:
         context: token ids, padded at the end with 0.
         length: the number of them that count, at least 1.
-        target: the tokens after the context, fed to the model whatever it would say; padded with 0.
+        target: the tokens after the context, always fed to the model as they are; padded with 0.
         scored: the tokens of the answer: the loss is taken on these alone.
     """
 
@@ -52,7 +52,7 @@ class Source:
         draw: (step, size) -> the samples of a step; a pure function.
         target_tokens: T, the width of targets: the longest there can be.
         buckets: the widths that contexts are padded to, ascending.
-        settings: plain JSON values that describe what is drawn from.
+        settings: plain JSON values that describe the source.
     """
 
     draw: Callable[[int, int], Sequence[TrainingSample]] = field(repr=False)
@@ -81,7 +81,7 @@ class Source:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Returns what was drawn from and how, as plain JSON values, for the record."""
+        """Describes the source and its settings in plain JSON values, for the record."""
         return {**self.settings, "buckets": list(self.buckets), "target_tokens": self.target_tokens}
 
 

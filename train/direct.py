@@ -21,11 +21,11 @@ def project(alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
 def sample(
     alpha: Float32[Array, "*gates"], u: Float32[Array, "*gates"]
 ) -> Float32[Array, "*gates"]:
-    """Returns α, whatever the noise."""
+    """Returns α for any noise."""
     del u
     return alpha
 
 
 def expected(alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
-    """Returns α: the gate's mean, what decides, and what the L1 penalty sums."""
+    """Returns α: the gate's mean, its score, and its term of the L1 penalty."""
     return alpha

@@ -7,9 +7,9 @@ every KV head a mixture
     z · (attention over everything) + (1 - z) · (attention over the set inherited from the layer
     above)
 
-of its two possible roles. A head picks the best `keep` of what a token sees, by the logits of its
+of its two possible roles. A head picks the best `keep` of a token's context, by the logits of its
 group's mean query, for the head of its index in the next layer. Where sets are "handed_on", a head
-whose gate is below one half passes on what it inherited instead, as a sparse head does in decoding;
+whose gate is below one half passes on its inherited set instead, as a sparse head does in decoding;
 where they are "refreshed", every head picks, as in the paper's training. Only rows of attention of
 those tokens ever exist, and the backward pass recomputes them.
 """
@@ -36,7 +36,7 @@ KV = tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]
 
 
 class TeacherCache(NamedTuple):
-    """Holds what the dense model says about a batch, whatever the gates.
+    """Holds the outputs of the dense model for a batch, which no gate changes.
 
     Attributes:
         context: K and V of everything before the first of `tokens`, per layer.
@@ -57,7 +57,7 @@ class TeacherCache(NamedTuple):
 def teacher_cache(
     decoder: Decoder, weights: Weights, batch: TrainingBatch, match: Match
 ) -> TeacherCache:
-    """Reads the context and lets the dense model predict."""
+    """Reads the context and predicts the targets with the dense model."""
     context, length, target, scored = map(jnp.asarray, batch)
     held = length - 1
     last = jnp.take_along_axis(context, held[:, None], axis=1)
@@ -130,7 +130,7 @@ def attention(
 ) -> tuple[Float[Array, "B T N H"], Bool[Array, "B K T slots"] | None]:
     """Returns a layer's mixture, and the set that it hands on.
 
-    The set has for each token the best `keep` of what it sees, and the token itself. The last T
+    The set has for each token the best `keep` of its context, and the token itself. The last T
     slots are the tokens' own; of those before, `held` count.
     """
     batch, tokens, heads, head_dim = q.shape

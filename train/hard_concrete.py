@@ -2,8 +2,8 @@
 
 The sigmoid's temperature is 2/3. "Learning Sparse Neural Networks through L0 Regularization"
 (Louizos et al., arXiv:1712.01312), section 2.3. Where we differ: a gate starts with the P(z ≠ 0) at
-which HardKuma starts, so that one target of E[L0] is as far from both, and what decides is E[s], as
-for HardKuma; it is above 0.5 where their sigmoid(log α) is, and orders gates alike.
+which HardKuma starts, so that one target of E[L0] is as far from both, and E[s] decides, as for
+HardKuma; it is above 0.5 where their sigmoid(log α) is, and orders gates alike.
 """
 
 from functools import partial

@@ -23,7 +23,7 @@ Penalty = Literal["ascent", "exponential", "fixed"]
 
 
 class LagrangianState(NamedTuple):
-    """Holds what training changes; the optimiser sees `gates` and `multiplier`.
+    """Holds the state of a training; the optimiser sees `gates` and `multiplier`.
 
     Attributes:
         gates: the family's parameters, [seeds, layers but the first, KV heads].
@@ -83,7 +83,7 @@ class Lagrangian(NamedTuple):
     damping: float = 0.0
 
     def cost(self, multiplier: Array, surplus: Array) -> Array:
-        """Returns what a surplus c costs.
+        """Returns the cost of a surplus c.
 
         It is λc, or with damping ρ (max(0, λ + ρc)² - λ²) / 2ρ, of which ρ → 0 leaves λc.
         """

@@ -19,19 +19,20 @@ PENALTIES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds what a training depends on, besides the model and its data.
+    """Holds the settings of a training.
 
     Attributes:
-        target: the number of retrieval heads wanted, layer 0's counted.
+        target: the wanted number of retrieval heads, with those of layer 0.
         family: "hard_kuma", "hard_concrete" or "direct".
         penalty: "ascent", "exponential" or "fixed"; see `lagrangian.Lagrangian`.
-        penalty_rate, penalty_start, damping: settings of the penalty; None means what suits it.
+        penalty_rate, penalty_start, damping: settings of the penalty; None means the default of the
+            penalty.
         steps, batch: the number of steps, and of samples in each.
         anneal: the share of the steps over which the wanted number falls to the target.
         rate: AdamW learning rate.
         keep: the share of the context that a sparse head inherits.
         sets: "handed_on" or "refreshed"; see `distill`.
-        match: what is compared, "logits" or "hidden".
+        match: the outputs that are compared, "logits" or "hidden".
         seeds: the number of seeds trained side by side, on the same samples with noise of their
             own.
         held_out: the number of batches, after those that are trained on, that measure the result.

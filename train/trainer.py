@@ -123,8 +123,8 @@ class Trainer:
         """Trains to the end and returns the record that it writes.
 
         Args:
-            report: a callback after each step, with its number, the number of steps, and what the
-                log says of it.
+            report: a callback after each step, with its number, the number of steps, and its line
+                of the log.
             save_every: the number of steps between checkpoints.
             kept: the number of times that all gates are logged, evenly over the training.
         """
@@ -180,7 +180,7 @@ class Trainer:
         }
 
     def _finish(self, state: LagrangianState) -> dict[str, Any]:
-        """Measures what came out, and writes the gates and the record."""
+        """Measures the trained gates, and writes them and the record."""
         gates, target = self.problem.gates, self.problem.target
         scores = np.asarray(lagrangian.with_first_layer(jax.vmap(gates.score)(state.gates)))
         soft = lagrangian.with_first_layer(jax.vmap(gates.mean)(state.gates))

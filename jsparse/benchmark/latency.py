@@ -41,10 +41,10 @@ def figures(
     """Returns the figures of a run by the names that `vllm bench serve` gives them.
 
     Only complete answers count towards rates and delays; `failed` is the number of the others. A
-    figure that nothing was measured of is None.
+    figure without measurements is None.
 
     Args:
-        answers: what `drive` returned; at least one.
+        answers: the results of `drive`; at least one.
         percentiles: those of each delay, from 0 to 100.
         goodput: the longest a delay may take, in milliseconds, by names of GOALS. `request_goodput`
             is the number of requests per second that keep all of them; None if there is none.

@@ -16,8 +16,8 @@ MOVES = 8
 def memory_bandwidth() -> float:
     """Returns the bytes/s that the device's memory moves while a large array is negated in place.
 
-    Every byte is read and written once, and both count. The array has 1 GiB, or a quarter of what
-    is free. The fastest of 8 passes counts.
+    Every byte is read and written once, and both count. The array has 1 GiB, or a quarter of the
+    free memory. The fastest of 8 passes counts.
     """
     size = min(BYTES_TO_MOVE, memory.available_bytes() // 4) // 4
     negate = jax.jit(lambda x: -x, donate_argnums=0)
@@ -31,7 +31,7 @@ def memory_bandwidth() -> float:
 
 
 def read_bytes(params: Params) -> int:
-    """Returns the bytes of weights that a step must read, whatever the batch.
+    """Returns the bytes of weights that a step must read, for batches of any size.
 
     Of an input embedding that the output does not share these are none: a step reads a row of it
     per token.

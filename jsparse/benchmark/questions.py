@@ -52,7 +52,7 @@ def words_below(vocab_size: int) -> Words:
 def drawn_with(
     tokenizer: Tokenizer, draw: Callable[[Words], list[BenchRequest]], as_text: bool
 ) -> list[BenchRequest]:
-    """Returns what `draw` makes of a tokenizer's words, as text if a chat is to take it."""
+    """Returns the requests that `draw` makes of a tokenizer's words, as text for a chat."""
     drawn = draw(words_of(tokenizer))
     if not as_text:
         return drawn

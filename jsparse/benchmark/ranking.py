@@ -18,9 +18,9 @@ def ranked(entries: Sequence[Entry], wanted: Requirements) -> list[dict[str, Any
 
     Keys: policy; ms (per step); over_dense; kl and agreement, the means over the texts; found and
     lost, for each kind of pass key how many the policy finds and how many only dense attention; of,
-    how many there are of each; verdict, why it is not to be taken, "" where it is. What was not
-    measured is None: a policy that cannot run has no ms, one that is no faster has no kl, one that
-    was not asked for pass keys has not found any number of them.
+    how many there are of each; verdict, why it is not to be taken, "" where it is. Missing
+    measurements are None: a policy that cannot run has no ms, one that is no faster has no kl, one
+    that was not asked for pass keys has not found any number of them.
     """
     values: dict[tuple[str, str], dict[int, Mapping[str, float]]] = {}
     refused: dict[str, str] = {}

@@ -42,8 +42,8 @@ def recommend(
 
     Args:
         params: the model, which needs a tokenizer.
-        wanted: what to measure.
-        report: a callback with what is measured now, and the parts of it done and wanted.
+        wanted: the requirements.
+        report: a callback with the current measurement, and how many of its parts are done, of all.
         tell: a callback that gets sentences about the run, such as how long it will take.
 
     Returns:
@@ -74,7 +74,7 @@ def recommend(
     faster = _with(store, wanted, NO_KL)
     for group in _groups(params, wanted, faster, length):
         _compare(params, wanted, _plan(wanted, group, (KL,), length), store, report)
-    # the fastest that loses none is the one to take: what is slower need not be asked
+    # the fastest that loses none is the one to take: slower ones need no pass keys
     while ranked(store.entries, wanted)[0]["policy"] == DENSE and (
         near := _with(store, wanted, NO_KEYS)
     ):
@@ -93,7 +93,7 @@ def recommend(
 
 
 def choice(measured: Mapping[str, Any]) -> Choice:
-    """Returns what `auto` is to know of a recommendation."""
+    """Returns the entry of a recommendation that `auto` reads."""
     best, wanted = measured["best"], measured["wanted"]
     (dense,) = (row for row in measured["rows"] if row["policy"] == DENSE)
     return Choice(
@@ -117,18 +117,18 @@ def _with(store: ResultStore, wanted: Requirements, verdict: str) -> list[str]:
 
 
 def _store(params: Params, wanted: Requirements) -> ResultStore:
-    """Returns the journal of this run, with what an interrupted one has measured."""
+    """Returns the journal of this run, with the measurements of an interrupted one."""
     settings = wanted._asdict() | {
         "model": known_as(wanted.model),
         "device": jax.local_devices()[0].device_kind,
         "dtype": str(params.dtype),
         "versions": {"jsparse": __version__, "jax": jax.__version__},
     }
-    del settings["kl"], settings["exact"]  # they judge what was measured
+    del settings["kl"], settings["exact"]  # they only judge measurements
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     path = cache_folder() / "recommend" / f"{digest}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # of a run that ended: what is asked for again is measured again
+    path.unlink(missing_ok=True)  # of a run that ended: a second request measures again
     return ResultStore(path, settings, resume=True)
 
 
@@ -151,7 +151,7 @@ def _time(params: Params, wanted: Requirements, policy: str, store: ResultStore)
 def _compare(
     params: Params, wanted: Requirements, group: Plan, store: ResultStore, report: OnPart
 ) -> None:
-    """Compares policies with dense attention; what one of them refuses does not touch others."""
+    """Compares policies with dense attention; an error of one does not stop the others."""
 
     def update(now: Progress) -> None:
         report(f"closeness to dense attention: {now.part.tasks[0]}", now.part_done, now.part_total)
@@ -222,10 +222,10 @@ def _groups(
 def _outlook(
     params: Params, wanted: Requirements, length: int, of_one: float, of_batch: float
 ) -> str:
-    """Says what will be measured, and about how long that takes.
+    """Describes the measurements to come, and estimates their time.
 
-    `of_one` are the seconds that dense steps took, compiling among them, `of_batch` those of one
-    batch of texts.
+    `of_one` is the time of dense steps in seconds, with compilation, `of_batch` that of one batch
+    of texts.
     """
     count = len(wanted.policies)
     groups = len(list(_groups(params, wanted, wanted.policies, length)))

@@ -10,7 +10,7 @@ PAGE_SIZE, MIN_LENGTH = 16, 512
 
 
 class Requirements(NamedTuple):
-    """Says what to measure, and how close to dense attention is close enough.
+    """Holds the sizes of a measurement, and how close to dense attention is close enough.
 
     Attributes:
         model: the name by which the model was loaded.
@@ -36,8 +36,8 @@ class Requirements(NamedTuple):
 def candidates(context: int) -> list[str]:
     """Returns the expressions that are tried by default, with budgets for a context.
 
-    They need neither training nor calibration, and run on every model. Those whose least budget is
-    above what the context allows are left out.
+    They need neither training nor calibration, and run on every model. Those whose minimum budget
+    exceeds the context are left out.
     """
     eighth, quarter = (_whole_pages(context // parts) for parts in (8, 4))
     usual = [
@@ -68,7 +68,7 @@ def _whole_pages(tokens: int) -> int:
 
 
 def checked(wanted: Requirements, longest: int) -> Requirements:
-    """Returns what is wanted, with canonical names, once each and without dense attention.
+    """Returns the requirements with canonical names, once each and without dense attention.
 
     Raises:
         ValueError: a value is out of its range, or an expression is refused.

@@ -20,7 +20,7 @@ _ERROR_LENGTH = 300
 
 
 class ServerError(OSError):
-    """Says what is wrong with a server, or with what it sent."""
+    """Reports a fault of a server or of its answer."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class BenchRequest:
 
 @dataclass
 class RequestResult:
-    """Records what came of one request; times are in seconds of one clock.
+    """Records the result of one request; times are in seconds of one clock.
 
     Attributes:
-        due: when it should have been sent.
-        sent: when it was, which is later if too many others were under way.
-        times: when each piece of the answer came.
-        ended: when the last thing that belongs to the answer came.
+        due: the time at which it should have been sent.
+        sent: the time at which it was sent: later if too many others were under way.
+        times: the time at which each piece of the answer came.
+        ended: the time at which the last part of the answer came.
         prompt_tokens: the length of the prompt as the server counts it.
         output_tokens: the length of the answer, likewise.
         text: the answer.
-        error: what went wrong, or "".
+        error: a description of the failure, or "".
     """
 
     due: float = 0.0
@@ -89,9 +89,9 @@ async def first_model(server: httpx.AsyncClient) -> str:
 
 
 async def ask(server: httpx.AsyncClient, endpoint: str, body: Mapping[str, Any]) -> RequestResult:
-    """Sends one request and reads its answer; whatever goes wrong is in the answer's `error`.
+    """Sends one request and reads its answer; any failure is described in the answer's `error`.
 
-    `body` is what `body_of` makes.
+    `body` comes from `body_of`.
     """
     clock = asyncio.get_running_loop().time
     answer = RequestResult(sent=clock())
@@ -142,7 +142,7 @@ async def drive(
     """Sends each request when it is due, and returns the answers in the order of the requests.
 
     Args:
-        server: what `client` returns.
+        server: a client that `client` returned.
         endpoint: one of ENDPOINTS.
         bodies: the bodies of the requests.
         arrivals: when each is due, in seconds from now, in ascending order.
@@ -262,7 +262,7 @@ def _refusal(response: httpx.Response) -> str:
 
 
 def _message(body: Any) -> str:
-    """Returns the message of an error in OpenAI's shape, or all of what is in another."""
+    """Returns the message of an error in OpenAI's shape, or the whole of any other."""
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error) if isinstance(error, dict) else error)
 

@@ -4,7 +4,7 @@ The cache is full of random K and V (jsparse.benchmark.random_cache), tokens are
 fed back on the device, and the steps run in the loop of `jsparse.generate`. The floor is the time
 in which the device's memory delivers what a step must read: all weights once, of an input embedding
 that the output does not share only the rows of the tokens, and the K and V that the policy attends
-to. What a policy reads to choose them is not part of it, and neither is computing.
+to. It includes neither a policy's reads in choosing them nor computation.
 """
 
 import logging
@@ -59,7 +59,7 @@ def measure(
         num_iters: iterations that are timed, each of 104 steps on a GPU and 4 elsewhere.
         num_iters_warmup: iterations before them that are not timed; as many more as a policy's
             maintenance or correction needs to come round once.
-        bandwidth: what the device's memory delivers, in bytes/s; None measures it.
+        bandwidth: the bandwidth of the device's memory in bytes/s; None measures it.
 
     Returns:
         bandwidth (bytes/s), bandwidth_measured, steps_per_iteration, num_iters, weight_bytes (those
@@ -109,7 +109,7 @@ def time_steps(
 ) -> dict[str, Any]:
     """Times decode steps of one policy; returns its dict of the results of `measure`.
 
-    It lacks what `measure` compares with: over_dense, floor_ms and over_floor. Arguments and errors
+    It lacks the comparisons of `measure`: over_dense, floor_ms and over_floor. Arguments and errors
     are those of `measure`.
     """
     steps = STEPS_ON_GPU if jax.default_backend() == "gpu" else STEPS_ELSEWHERE
@@ -128,7 +128,7 @@ def shaped(model: str, *, dtype: Any = None, revision: str | None = None) -> Par
 
 
 class _Run(NamedTuple):
-    """Holds what is measured: a policy, as asked for and as it runs, and the sizes.
+    """Holds a measurement to make: a policy, as requested and as it runs, and the sizes.
 
     `tokens` are in the cache before the first step.
     """
@@ -224,7 +224,7 @@ def _measured(params: Params, run: _Run) -> dict[str, Any]:
 def _warm_up_steps(policy: Policy, steps: int, num_iters: int, num_iters_warmup: int) -> int:
     """Returns the steps that are not timed, whole iterations of them.
 
-    What comes round within the timed steps is compiled before them.
+    Services that come round within the timed steps are compiled before them.
     """
     minimum = num_iters_warmup * steps
     periods = policy.services.every.values()
@@ -246,7 +246,7 @@ def _session(params: Params, run: _Run) -> Session:
 
 @contextmanager
 def _noted(kernels: dict[str, list[str]]) -> Iterator[None]:
-    """Notes which backends run which ops in what is traced meanwhile."""
+    """Notes which backends run which ops in programs that are traced meanwhile."""
 
     class Notes(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

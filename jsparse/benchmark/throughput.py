@@ -1,7 +1,7 @@
 """Runs a workload through an engine and reports its rates and delays.
 
 A workload is a list of prompts with lengths of answers and times of arrival. Prompts are random
-tokens and answers have the length that is asked for, whatever the model would say.
+tokens and answers have exactly the requested length.
 """
 
 import time

@@ -48,8 +48,8 @@ class HeadMetrics(NamedTuple):
             attended.
         attended: the tokens attended over the positions so far.
         pages: the pages of which anything is attended, over those that the head holds.
-        bytes_read: the bytes of K and V that are read, as whole pages; what the policy reads to
-            select is not included.
+        bytes_read: the bytes of K and V that are read, as whole pages, without the policy's own
+            reads in selecting.
     """
 
     recall: Float32[Array, "B K"]
@@ -120,7 +120,7 @@ def measured(policy: Policy | str, top_k: int = 0) -> Policy:
 def attention_metrics(forcing: Forcing) -> list[AttentionMetrics]:
     """Compares each measured policy's selections with dense attention under teacher forcing.
 
-    The queries are those of the policy's own run, so they carry what earlier layers missed.
+    The queries are those of the policy's own run, so they carry the errors of earlier layers.
 
     Args:
         forcing: the result of `force` for policies all of which are `measured`.

@@ -27,7 +27,7 @@ class Closeness(NamedTuple):
 
     Attributes:
         policies: the names of the R policies.
-        tokens: the continuation; entry i + 1 is what step i had to predict.
+        tokens: the continuation; entry i + 1 is the token that step i had to predict.
         kl: KL(dense ‖ policy) over the whole vocabulary, in nats; rounding may leave it a little
             below 0.
         agreement: whether both find the same token likeliest.

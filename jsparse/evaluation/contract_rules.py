@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 
 class ContractRule(NamedTuple):
-    """Is one rule of the contract.
+    """Describes one rule of the contract.
 
     Attributes:
-        name: what the command calls it.
-        promise: what holds where it is kept.
-        contract: what docs/contract.md asks for.
-        fix: what usually mends it.
+        name: the rule's name in the command.
+        promise: a property of every policy that keeps the rule.
+        contract: the demand of docs/contract.md behind it.
+        fix: the usual way to repair a policy that breaks it.
     """
 
     name: str

@@ -20,11 +20,11 @@ CLOSE = 1e-4  # differences over the largest logit that rounding may make
 
 
 class Violation(Exception):
-    """Says what was seen that a rule forbids."""
+    """Describes an observation that a rule forbids."""
 
 
 def check_selection(selection: Selection, lengths: np.ndarray, where: str) -> None:
-    """Raises Violation unless the selection lists what heads hold, in order.
+    """Raises Violation unless the selection lists slots that heads hold, in order.
 
     `where` names the step and the layer, for the message.
     """
@@ -106,7 +106,7 @@ def with_checked_types(policy: Policy) -> Policy:
 
 
 def _types_of(state: Any) -> dict[str, str]:
-    """Returns shape and dtype of each array, or the type of what is none, by its place."""
+    """Returns shape and dtype of each array, or the type of any other leaf, by its path."""
     return {
         f"state{jax.tree_util.keystr(path)}": f"{leaf.dtype}{list(leaf.shape)}"
         if hasattr(leaf, "dtype")
@@ -116,7 +116,7 @@ def _types_of(state: Any) -> dict[str, str]:
 
 
 def _difference(was: dict[str, str], now: dict[str, str]) -> str:
-    """Names the first array that is not what it was."""
+    """Names the first array whose type has changed."""
     for name in {**was, **now}:
         if was.get(name) != now.get(name):
             return f"{name} from {was.get(name, 'nothing')} into {now.get(name, 'nothing')}"
@@ -124,7 +124,7 @@ def _difference(was: dict[str, str], now: dict[str, str]) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Tells an error in one line, with the place in the policy's own code that it comes from."""
+    """Returns an error as one line, with the place in the policy's own code that raised it."""
     ours = str(Path(jsparse.__file__).parent), sysconfig.get_path("stdlib"), "<"
     text = " ".join(str(error).split())
     reason = f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}"

@@ -115,7 +115,7 @@ class Comparison:
 
 
 class GreedyAnswers:
-    """Scores what policies answer, greedily.
+    """Scores the greedy answers of policies.
 
     For a chat model the length includes the chat's template, unlike in RULER itself. A task that is
     open-ended has a length of its own, that of its longest sample, and is put as a chat to every

@@ -29,7 +29,7 @@ from jsparse.text import prompts
 
 
 class Inspection(NamedTuple):
-    """Holds what one decode step attended to; T tokens are in the cache, the newest included.
+    """Holds the tokens that one decode step attended to; the cache holds T, the newest included.
 
     Attributes:
         model, policy: the model's name and the policy that ran.
@@ -37,10 +37,10 @@ class Inspection(NamedTuple):
         prompt_tokens: how many of them are the prompt's; the others were generated.
         next_token: the text of the token that the step chose.
         attended: bool[L, K, T], the tokens that each KV head attends to.
-        weights: float32[L, K, T], what dense attention's softmax gives each token on the same
-            query and cache, mean over the group of query heads; 0 for tokens that a head has
-            dropped, and in layers of `fell_back`.
-        evicts: whether the policy drops tokens; `weights` are then over what is left.
+        weights: float32[L, K, T], the softmax of dense attention for each token on the same query
+            and cache, mean over the group of query heads; 0 for tokens that a head has dropped, and
+            in layers of `fell_back`.
+        evicts: whether the policy drops tokens; `weights` are then over the tokens that remain.
         fell_back: the layers in which the policy left this step to dense attention, so that
             nothing was selected.
     """
@@ -160,7 +160,7 @@ def inspect_step(
     page_size: int = 16,
     on_progress: OnChunk | None = None,
 ) -> Inspection:
-    """Reads a prompt, decodes greedily, and returns what one step attended to.
+    """Reads a prompt, decodes greedily, and returns the tokens that one step attended to.
 
     Args:
         params: the model that `jsparse.load` returned.

@@ -16,7 +16,7 @@ lm-eval; the harness' RULER also needs transformers, for a tokenizer that
 `metadata={"tokenizer": …}` names.
 
 Only generation decodes, so policies apply to `generate_until` alone: log-likelihoods are one dense
-pass over a text, whatever the policy, and the results' config says so.
+pass over a text under every policy, and the results' config says so.
 """
 
 import itertools
@@ -181,7 +181,7 @@ class JSparseLM(TemplateLM):
         return before + last
 
     def get_model_info(self) -> dict[str, Any]:
-        """Returns what the results' config says about the model.
+        """Returns the model's entries in the results' config.
 
         It includes the mean share of tokens that generation attended to.
         """

@@ -20,7 +20,7 @@ OnSample = Callable[["Progress"], Any]
 
 
 class Plan(NamedTuple):
-    """Lists what to measure.
+    """Lists the measurements of a run.
 
     Attributes:
         policies: expressions of policies; dense() is the reference and comes first.
@@ -33,7 +33,7 @@ class Plan(NamedTuple):
         chat: whether a task's prompt is put as a user's message to a chat model.
         text: the UTF-8 text that measures read; None means the one that ships.
         files: the folder of the files that some tasks need; see `tasks.parse`.
-        yardstick: whether "kl" measures what `jsparse.evaluation.yardstick` describes, too.
+        yardstick: whether "kl" is also compared with the oracle of `jsparse.evaluation.yardstick`.
         max_new_tokens: the most tokens per answer of open-ended tasks.
     """
 
@@ -77,16 +77,16 @@ def plan(
 
 
 def run(params: Params, plan: Plan, store: ResultStore, report: OnSample = lambda _: None) -> None:
-    """Measures what the store lacks, batch by batch; each finished batch is on disk.
+    """Measures the samples that the store lacks; each batch is on disk when it ends.
 
     Args:
         params: the model, which needs a tokenizer.
-        plan: what to measure.
+        plan: the measurements to make.
         store: the store that receives the entries.
-        report: a callback for how far it is, before each batch and after the last of a part.
+        report: a callback that gets the progress, before each batch and after the last of a part.
 
     Raises:
-        ValueError: a length exceeds the model's maximum, or what a task needs is missing.
+        ValueError: a length exceeds the model's maximum, or a file that a task needs is missing.
     """
     parts, done = list(_parts(params, plan)), len(store.entries)
     wanted = sum(len(plan.policies) * len(part.tasks) * part.samples for part in parts)
@@ -113,7 +113,7 @@ def run(params: Params, plan: Plan, store: ResultStore, report: OnSample = lambd
 
 
 class Part(NamedTuple):
-    """Holds what is measured together at one length.
+    """Groups the tasks that are measured together at one length.
 
     Attributes:
         tasks: the tasks; more than one where a policy's run serves several.
@@ -134,7 +134,7 @@ class Progress(NamedTuple):
     Attributes:
         done: the number of all samples that are stored.
         total: the number of all samples.
-        part: what is measured now.
+        part: the part that is being measured.
         part_done: the number of its samples that this run has measured.
         part_total: the number of its samples that were missing.
     """

@@ -1,7 +1,7 @@
 """Checks that a policy keeps the contract, on a small random model.
 
-Each rule is what some part of jsparse relies on, whatever the method. A policy that breaks one may
-give right answers alone and wrong ones in a batch, in an engine or after a longer prompt.
+Some part of jsparse relies on each rule for every method. A policy that breaks one may give right
+answers alone and wrong ones in a batch, in an engine or after a longer prompt.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,9 +43,9 @@ from jsparse.runtime.owners import owners
 
 
 class Finding(NamedTuple):
-    """Says whether a policy keeps a rule; `kept` is None where that was not asked.
+    """Says whether a policy keeps a rule; `kept` is None where the rule was not checked.
 
-    `told` is what was seen, or why it was not asked.
+    `told` describes the violation, or why the rule was not checked.
     """
 
     rule: ContractRule
@@ -54,10 +54,11 @@ class Finding(NamedTuple):
 
 
 class CheckResult(NamedTuple):
-    """Holds what was found of each rule.
+    """Holds the finding of each rule.
 
-    `leaves_out` is whether the policy left out any token: a rule that dense attention keeps says
-    little of one that did not. None is that it does not run, drops tokens or has dense rows.
+    `leaves_out` is whether the policy left out any token: rules that dense attention keeps say
+    little of a policy that left out none. None means that it does not run, drops tokens or has
+    dense rows.
     """
 
     findings: list[Finding]
@@ -84,12 +85,12 @@ def check(
 
     Args:
         policy: the policy, with so small a budget that it leaves out some of 30 tokens.
-        full: the same with a budget for all tokens; None is that it has no budget in tokens.
-        params: the model; None is a random one of 2 layers.
+        full: the same with a budget for all tokens; None means that it has no budget in tokens.
+        params: the model; None means a random one of 2 layers.
         rules: the names of the rules to check, among NAMES.
 
     Raises:
-        ValueError: the model lacks what the policy needs.
+        ValueError: the model lacks constants that the policy needs.
     """
     checks = _Checks(params or random_model(), policy, full)
     findings = [checks.finding(rule) for rule in RULES if rule.name in rules]
@@ -97,7 +98,7 @@ def check(
 
 
 class _Checks:
-    """Holds the runs that several rules are about; each is made when the first asks for it."""
+    """Checks the rules; runs that several of them need are made once, when first needed."""
 
     def __init__(self, params: Params, policy: AnyPolicy, full: AnyPolicy | None) -> None:
         self._params, self._prompts = params, random_prompts(LENGTHS, seed=1)
@@ -126,7 +127,7 @@ class _Checks:
 
     @cached_property
     def _failure(self) -> Exception | None:
-        """What keeps the policy from running, if anything does."""
+        """The error that keeps the policy from running, or None."""
         try:
             if isinstance(self._changes, Exception):
                 return self._changes
@@ -149,7 +150,7 @@ class _Checks:
 
     @cached_property
     def _changes(self) -> str | Exception | None:
-        """What a hook does to the state's types, or what else it raises when it is traced."""
+        """How a hook changes the state's types, or any other error of tracing it."""
         try:
             self._trace_watched()
         except Violation as broken:
@@ -186,13 +187,13 @@ class _Checks:
             raise Violation(self._changes)
 
     def _trace_watched(self) -> None:
-        """Traces a prompt of two chunks, a step and the services, and look at each hook's types."""
+        """Traces a prompt of two chunks, a step and the services, comparing types at each hook."""
         watched = Trial(self._params, with_checked_types(self.policy), owned=False)
 
         def run() -> Any:
             carry = watched.begin(self._spec)
             carry = watched.read(carry, [ids[:PAGE] for ids in self._prompts], PAGE // 2)
-            # what evicts after the prompt runs outside of jit: the step takes the cache as it is
+            # eviction after the prompt runs outside of jit: the step takes the cache as it is
             _, _, held = watched.step(TrialRows(carry.cache, carry.state), self._forced[:, 0])
             view = StepView(held.cache, watched.beside.constants)
             return watched.policy.services.maintain(held.state, view)
@@ -276,7 +277,7 @@ class _Checks:
 
     @property
     def leaves_out(self) -> bool | None:
-        """Whether some step left out a token that is held; None where nothing tells."""
+        """Whether some step left out a token of the cache; None where no run shows it."""
         made: TrialResult | None = self.__dict__.get("_base")
         if made is None or not made.chosen or self.policy.evicts:
             return None

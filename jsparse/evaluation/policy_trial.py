@@ -1,8 +1,8 @@
 """Runs a policy on a small random model, for jsparse.evaluation.policy_checks.
 
-A trial decodes given tokens, so that all runs of a policy see the same text. It keeps what every
-step selected, donates nothing, and compiles as few programs as it can: what a run needs beside its
-sizes is the same for all.
+A trial decodes given tokens, so that all runs of a policy see the same text. It keeps the
+selections of every step, donates nothing, and compiles as few programs as it can: runs differ only
+in their sizes.
 """
 
 from collections.abc import Sequence
@@ -36,21 +36,21 @@ LENGTHS, STEPS = (29, 9), 12  # of the prompts, of which the second ends in a pa
 
 
 class TrialRows(NamedTuple):
-    """Holds rows between two steps."""
+    """State of rows between two steps."""
 
     cache: KVCache
     state: State
 
 
 class LayerSelection(NamedTuple):
-    """Holds what one step selected in one layer, whose heads hold so many tokens."""
+    """Holds the selection of one step in one layer, and the number of tokens of each head."""
 
     selection: Selection
     lengths: Lengths
 
 
 class TrialResult(NamedTuple):
-    """Holds the logits of all steps, what each selected in each layer, and what is held then."""
+    """Holds the logits and selections of all steps, and the rows after the last of them."""
 
     logits: Float32[np.ndarray, "steps B V"]
     chosen: list[LayerSelection]
@@ -61,7 +61,7 @@ class TrialResult(NamedTuple):
 def random_model(
     num_layers: int = 2, num_heads: int = 4, num_kv_heads: int = 2, seed: int = 0
 ) -> Params:
-    """Returns a model whose weights are so large that attention is peaked, and a mistake shows."""
+    """Returns a model with weights large enough for peaked attention, so that mistakes show."""
     config = ModelConfig(
         family="llama",
         vocab_size=VOCAB,
@@ -113,13 +113,13 @@ class Trial:
         return CacheSpec(config.num_layers, batch, *sizes, dtype, pool_pages)
 
     def run(self, prompts: list[list[int]], forced: np.ndarray, piece: int = CHUNK) -> TrialResult:
-        """Reads prompts `piece` tokens at a time, and decode the tokens forced[B, steps]."""
+        """Reads prompts `piece` tokens at a time, and decodes the tokens forced[B, steps]."""
         spec = self.spec(len(prompts))
         carry = self.read(self.begin(spec), prompts, piece)
         return self.decode(self.after_prompt(spec, carry), forced)
 
     def run_in_a_used_pool(self, prompts: list[list[int]], forced: np.ndarray) -> TrialResult:
-        """Does so in a pool of pages in scrambled order, which other rows have used before."""
+        """Runs as `run` does, in a pool of scrambled pages that other rows have used before."""
         pages = sum(-(-(length + forced.shape[1]) // PAGE) for length in LENGTHS)
         spec = self.spec(len(prompts), self.params.config.num_kv_heads * pages + 1)
         decoder, policy = self.params.decoder, self.policy
@@ -129,7 +129,7 @@ class Trial:
         return self.decode(self.after_prompt(spec, self.read(carry, prompts)), forced)
 
     def begin(self, spec: CacheSpec) -> PrefillCarry:
-        """Returns what the first chunk follows: an empty cache and the policy's first state."""
+        """Returns the carry before the first chunk: an empty cache and the policy's first state."""
         return _empty(self.params.decoder, self.policy, spec)
 
     def read(
@@ -154,7 +154,7 @@ class Trial:
         return carry
 
     def after_prompt(self, spec: CacheSpec, carry: PrefillCarry) -> TrialRows:
-        """Lets the policy evict what it drops of the prompts."""
+        """Evicts the tokens of the prompts that the policy drops."""
         limits = [STEPS + 1] * spec.batch
         cache, state = room.after_prompt(
             self.policy, spec, carry.cache, carry.state, self.beside, limits
@@ -179,7 +179,7 @@ class Trial:
         return logits, chosen, TrialRows(*after)
 
     def decode(self, held: TrialRows, forced: np.ndarray) -> TrialResult:
-        """Decodes the tokens forced[B, steps], and do what the policy does between steps."""
+        """Decodes the tokens forced[B, steps], and runs the policy's services between steps."""
         services = self.policy.services
         recent = np.zeros((len(forced), services.correct_every), np.int32)
         found, chosen = [], []
@@ -227,7 +227,7 @@ def _step(
     beside: ReadOnly,
     active: Bool[Array, "B"] | None,
 ) -> tuple[Float32[Array, "B V"], list[LayerSelection], KVCache, State]:
-    """Runs `decode_step`, and return what was selected, too, where no row can be short."""
+    """Runs `decode_step`, and also returns its selections where no row can be short."""
     chosen = []
 
     def select(state: State, layer: int, q: Queries, view: StepView):
@@ -247,7 +247,7 @@ def _step(
 def _given_back(
     decoder: Decoder, policy: Policy, spec: CacheSpec, cache: KVCache, state: State
 ) -> PrefillCarry:
-    """Empties all rows, and put their pages back on the free lists."""
+    """Empties all rows, and puts their pages back on the free lists."""
     layers = tuple(truncate(layer, jnp.zeros_like(layer.lengths)) for layer in cache.layers)
     every = jnp.arange(spec.batch)
     cleared = clear_rows(policy, spec, cache._replace(layers=layers), state, every)

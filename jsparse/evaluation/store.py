@@ -1,8 +1,8 @@
 """Records a run in a journal that survives being killed, and in a JSON file at the end.
 
 While the run goes on, OUT.partial.jsonl lies beside OUT.json: one line with the settings, then one
-line per entry. A run that is started again with the same settings reads it and measures what is
-missing.
+line per entry. A run that is started again with the same settings reads it and measures the missing
+samples.
 """
 
 import json
@@ -31,9 +31,9 @@ class Entry(TypedDict):
     """Holds one sample of a cell.
 
     `values` are finite numbers: score, kl, agreement, logprob (mean over the sample's tokens),
-    attended, read, … `meta` holds what else is worth keeping. The heat maps read two of its keys:
-    depth (of the needle, 0 … 1) and attended_heads (fractions, [layers][KV heads], null where
-    nothing was selected).
+    attended, read, … `meta` holds further facts. The heat maps read two of its keys: depth (of the
+    needle, 0 … 1) and attended_heads (fractions, [layers][KV heads], null where nothing was
+    selected).
     """
 
     policy: str

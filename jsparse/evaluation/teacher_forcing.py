@@ -2,7 +2,7 @@
 
 This is teacher forcing: each decode step takes one of the tokens. With n steps a continuation has
 n + 1 tokens. Its first follows from the prefill's logits, which are dense for every policy, so it
-is only fed; each of the others is what one decode step had to predict.
+is only fed; each of the others is the target of one decode step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -102,7 +102,7 @@ def force(
     page_size: int = 16,
     on_progress: OnChunk | None = None,
 ) -> Forcing:
-    """Reads the prompts for dense() and all policies, and lets dense attention continue them.
+    """Reads the prompts for dense() and all policies, and continues them with dense attention.
 
     Dense logits of all steps stay on the device (64 steps of 4 rows of 49,152 words: 50 MB), beside
     two caches while a policy decodes.

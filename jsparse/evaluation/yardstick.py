@@ -2,8 +2,8 @@
 
 In each sample `oracle_top_k` has as many tokens as the policy read K and V of, on average over
 layers, heads and steps, and decodes the same continuation. The policy's KL over the oracle's says
-in one number how much its selection loses: 1 is perfect. What is read to choose does not count: the
-oracle reads all keys for that.
+in one number how much its selection loses: 1 is perfect. Reads that serve the choice do not count:
+the oracle reads all keys for it.
 
     forcing = force(params, ["quest(budget=256)"], prompts, max_new_tokens=64)
     found = closeness(forcing)
@@ -38,14 +38,14 @@ class Yardsticks(NamedTuple):
 
 
 def yardsticks(forcing: Forcing, found: Closeness) -> Yardsticks:
-    """Runs the oracle with what each policy of `found` read in each sample.
+    """Runs the oracle with the number of tokens that each policy of `found` read per sample.
 
     All budgets run the same compiled programs, since they are arguments of these, and equal ones
     are run once.
     """
     lengths = np.asarray(forcing.shared.held.cache.positions)[:, None] + 1
     lengths = lengths + np.arange(len(forcing.reference))
-    # a share of float32 may be a little less than what it was made of
+    # a share in float32 may be a little less than the exact fraction
     tokens = np.floor(np.mean(found.read * lengths, axis=-1) + 0.01).astype(np.int32)
     budget = np.where((found.read >= ALL).all(axis=-1), 0, np.maximum(tokens, 1))
     oracle, none = oracle_top_k(budget=2**30), np.full(found.kl.shape[1:], np.nan, np.float32)

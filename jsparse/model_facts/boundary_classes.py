@@ -30,7 +30,7 @@ _ENDS = (
 
 
 class Vocabulary(Protocol):
-    """Says what boundaries need of a tokenizer."""
+    """Describes the methods of a tokenizer that boundaries need."""
 
     def token_bytes(self) -> list[bytes]: ...
 
@@ -42,7 +42,7 @@ def boundary_classes(tokenizer: Vocabulary, vocab_size: int) -> UInt8[np.ndarray
 
     The flags are a sum: STARTS_WITH_BLANK; IS_NEWLINES, for one newline or more and blanks only;
     ENDS_IN_NEWLINE, blanks aside. A token that ends inside a character has class 0. Control tokens
-    have class 1 and no flags, whatever their text: they divide turns and documents. Ids past the
+    have class 1 and no flags for any text: they divide turns and documents. Ids past the
     tokenizer's vocabulary are 0.
     """
     table = np.zeros((vocab_size, 2), np.uint8)

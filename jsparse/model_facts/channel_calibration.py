@@ -3,7 +3,7 @@
 As in the paper (arXiv:2408.07092, and the code its authors published), a channel's weight is the
 mean of |q·k| in it, where each token's query meets the token's own key, after RoPE. Where we
 differ: k is taken in the frame of the model's key constants (jsparse.model_facts.key_constants),
-since what is constant in a channel need not be looked for; the query heads that share a KV head
+since the constant part of a channel need not be looked for; the query heads that share a KV head
 share its ranking, by the sum over them; and the text is the user's, read in one piece with full
 attention (theirs is cut into blocks of 512 tokens).
 """

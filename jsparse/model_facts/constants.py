@@ -2,7 +2,7 @@
 
 They are kept in the loaded model, and on disk under a fingerprint of its config and weights, so
 that the next process finds them. The boundary classes follow from the tokenizer in less than a
-second: they are kept for as long as the model is there, and nowhere else.
+second: they are kept in the loaded model alone.
 """
 
 import dataclasses
@@ -180,7 +180,7 @@ def _made_classes(params: Params) -> tuple[UInt8[Array, "V 2"], str]:
 def _found_or_made(
     params: Params, make: Callable[[Params, OnChunk], dict[str, Array]], report: OnChunk
 ) -> dict[str, Array]:
-    """Returns what `make` makes, from disk if it is there."""
+    """Returns the constants that `make` computes, from disk if they are there."""
     path = cache_folder() / make.__name__ / f"{fingerprint(params)}.safetensors"
     try:
         if found := read_constants(path):

@@ -36,7 +36,7 @@ def describe(
     """Returns the sizes of a model, its cache and a policy's state, and how much context fits.
 
     The cache and the policy's state must fit beside the weights in the memory that is free now;
-    what a step computes with is not counted.
+    temporary arrays of a step are not counted.
 
     Args:
         model: the model, in any form that `jsparse.load` takes.
@@ -121,8 +121,8 @@ def on_device(config: ModelConfig, policy: Policy, dtype: str) -> tuple[float, i
 def _growth(config: ModelConfig, dtype: str, kept: Callable[[CacheSpec], int]) -> tuple[float, int]:
     """Returns bytes per token of context, and bytes per prompt.
 
-    They are derived from the model's maximum and twice that, so that what is bounded within the
-    model's context does not grow.
+    They are derived from the model's maximum and twice that, so that sizes bounded within the
+    model's context do not grow.
     """
     pages = -(-config.max_position_embeddings // PAGE_SIZE)
     once, twice = (kept(_spec(config, dtype, n)) for n in (pages, 2 * pages))
@@ -162,7 +162,7 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns the lines of a table that shows what `describe` returned."""
+    """Returns the lines of a table that shows the result of `describe`."""
     c, dtype = info["config"], info["dtype"]
     extras = [
         name for name, on in (("q, k, v biases", c["qkv_bias"]), ("q, k norms", c["qk_norm"])) if on
@@ -217,7 +217,7 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _kept(info: dict[str, Any]) -> str:
-    """Returns what a policy keeps beside K and V."""
+    """Describes the memory that a policy takes beside K and V."""
     parts = []
     if info["policy_bytes_per_token"]:
         size = memory.size(info["policy_bytes_per_token"])
@@ -228,7 +228,7 @@ def _kept(info: dict[str, Any]) -> str:
 
 
 def _cache_of_a_prompt(info: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns the lines on K and V of one prompt, and of what may follow it."""
+    """Returns the lines on K and V of one prompt, and of the tokens that may follow it."""
     context, per_token = info["context"], info["cache_bytes_per_token"]
     limit = info["config"]["max_position_embeddings"]
     prompt, max_length = context * per_token, info["max_cache_bytes"]

@@ -1,10 +1,10 @@
 """Defines the constants of a model's keys, in whose frame quantised copies of K are kept.
 
 Some models have channels of K that hardly vary and are far from 0: the biases of Qwen2's keys reach
-200. A few bits per token would be spent on them. So quantised copies hold what is left when the
-mean key is taken off, divided by a scale per rotated pair, channels i and i + H/2. The scale is
-√(reach / rms q), reach being the largest of what is left: keys in the frame then reach as far as
-queries are large. Scaling queries by s and keys by 1/s, pair by pair, changes nothing in the frame.
+200. A few bits per token would be spent on them. So quantised copies hold keys less their mean,
+divided by a scale per rotated pair, channels i and i + H/2. The scale is √(reach / rms q), reach
+being the largest of these: keys in the frame then reach as far as queries are large. Scaling
+queries by s and keys by 1/s, pair by pair, changes nothing in the frame.
 
 The mean is that of keys before RoPE, rotated to the first position of each span of SPAN tokens:
 RoPE turns a constant channel, and a mean taken behind RoPE holds only near the positions it was
@@ -34,7 +34,7 @@ class KeyConstants(NamedTuple):
 
     Attributes:
         key_mid: the mean key before RoPE; 0 in pairs where taking it off gains little.
-        key_scale: what the pairs of k - R(span)·mid are divided by; above 0.
+        key_scale: the divisor of each pair of k - R(span)·mid; above 0.
         rope_frequencies: the angle per position of each pair.
     """
 
@@ -43,12 +43,12 @@ class KeyConstants(NamedTuple):
     rope_frequencies: Float32[Array, "half"]
 
 
-# what a policy needs that keeps something in the frame
+# constants of policies that keep arrays in the frame
 KEY_CONSTANTS = KeyConstants._fields
 
 
 class KeyFrame(NamedTuple):
-    """Holds what an op needs of one layer's constants.
+    """Holds the constants of one layer in the form that ops take.
 
     Attributes:
         mid, key_scale: those of the layer.
@@ -118,7 +118,7 @@ def scaled_queries(q: Float[Array, "B N H"], frame: KeyFrame) -> Float32[Array, 
 
 
 def span_terms(q: Float[Array, "B N H"], frame: KeyFrame) -> Float32[Array, "B N spans"]:
-    """Returns q·R(span)·mid for all spans: what logits lack in the frame, unscaled."""
+    """Returns q·R(span)·mid for all spans: the term that logits lack in the frame, unscaled."""
     heads = frame.mid.shape[0]
     grouped = q.astype(jnp.float32).reshape(q.shape[0], heads, -1, q.shape[-1])
     q_low, q_high = jnp.split(grouped, 2, axis=-1)

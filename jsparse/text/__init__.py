@@ -1,4 +1,4 @@
-"""Turns text into token ids and back, and reads what policies are called.
+"""Turns text into token ids and back, and reads the names of policies.
 
 `prompts` checks prompts, renders chats and encodes both. `stream` turns ids into pieces of text as
 they arrive, cut at stop strings. `signatures` reads names and arguments of policies from their

@@ -25,7 +25,7 @@ def encode(
         params: the model; its tokenizer turns text into ids.
         prompt: text, chat messages (dicts with role and content), token ids (a list or an integer
             array), or a list of any of these; a 2-D integer array is a list of rows. vLLM's dicts
-            stand for what they hold, as `plain` says.
+            stand for their content, as `plain` says.
         special_tokens: whether special tokens that are spelled in chat messages count as such; in a
             text they do.
 

@@ -1,4 +1,4 @@
-"""Reads what the registered policies are called and take from their source, without importing jax.
+"""Reads names and arguments of the registered policies from their source, without importing jax.
 
 `jsparse policies`, shell completion and the tables that show a policy need no more than that.
 """
@@ -21,7 +21,7 @@ class Signature(NamedTuple):
         parameters: the default of each argument, or REQUIRED.
         summary: the first paragraph of its docstring, as one line.
         module: the module that defines it.
-        texts: what its entry in the registry says for the docs.
+        texts: the texts of its entry in the registry, for the docs.
     """
 
     parameters: Mapping[str, Any]
@@ -80,7 +80,7 @@ def _short(node: ast.expr, source: str) -> str:
     for name, value in given:
         default = defaults.get(str(name))
         text = _short(value, source)
-        if default is REQUIRED:  # these come first, and are told by their place
+        if default is REQUIRED:  # these come first, and are known by their place
             shown.append(text)
         elif name in SHOWN or not _is(value, default):
             shown.append(f"{name}={text}")
@@ -88,7 +88,7 @@ def _short(node: ast.expr, source: str) -> str:
 
 
 def _is(node: ast.expr, default: Any) -> bool:
-    """Tells whether an argument is spelled like its default; True, 1 and 1.0 differ."""
+    """Returns whether an argument is spelled like its default; True, 1 and 1.0 differ."""
     try:
         return repr(ast.literal_eval(node)) == repr(default)
     except ValueError:

@@ -26,7 +26,7 @@ class TextStream:
         """Prepares an empty text.
 
         Args:
-            tokenizer: what decodes ids; None gives no text.
+            tokenizer: the tokenizer that decodes ids; None gives no text.
             stop: strings that end the text; of several, the one that begins first.
             include_stop: whether the stop string stays in the text.
             min_tokens: the number of ids whose text completes no stop string. One may begin there
@@ -76,7 +76,7 @@ class TextStream:
         if final or not grown.endswith(UNFINISHED):
             self._settle(len(self._ids), grown)
         elif len(self._ids) - self._settled > 2 * LONGEST:
-            # bytes of no character: what ends LONGEST ids before the end is not unfinished
+            # bytes of no character: a text that ends LONGEST ids before the end is finished
             for end in range(len(self._ids) - LONGEST, len(self._ids) - 2 * LONGEST, -1):
                 part = self._decode(self._ids[self._context : end])
                 if grown.startswith(part):  # no character spans its end
@@ -88,7 +88,7 @@ class TextStream:
         return piece
 
     def _settle(self, end: int, grown: str) -> None:
-        """Takes in the text up to `end`, of which `grown` is what follows the context's start."""
+        """Takes in the text up to `end`, of which `grown` is the part after the context's start."""
         known = self._decode(self._ids[self._context : self._settled])
         self._text += grown[len(known) :]
         if len(grown) > len(known):  # ids without text are no context: a decoder may drop a space

@@ -15,7 +15,7 @@ from jsparse.text.signatures import short_name
 RATIO = "ratio"
 LABELS = {**FORMATS, RATIO: ("KL / yardstick's KL", 1, ".3g")}
 FEW_TICKS = 7
-PAD = 1.15  # what an axis shows beyond its outermost ticks
+PAD = 1.15  # the factor by which an axis extends beyond its outermost ticks
 ROUNDING = 1e-6
 TICK_SIZE = 8
 

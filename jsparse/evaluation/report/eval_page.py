@@ -16,7 +16,7 @@ from jsparse.evaluation.report.table import (
 )
 from jsparse.text.signatures import short_name
 
-# what plots are called in the page
+# titles of plots in the page
 PLOTS = {
     "quality": "Quality over the share of tokens attended to",
     "by_step": "Quality over decode steps",
@@ -107,7 +107,7 @@ def _columns(report: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a reader can look at: numbers and texts, not what is drawn by head or step."""
+    """Returns the numbers and texts of a sample, without values that are drawn by head or step."""
     told = {
         name: value
         for name, value in sample["meta"].items()

@@ -11,7 +11,7 @@ from jsparse.machine.extras import install
 COLUMNS, DPI = 4, 120
 PANEL = (4.0, 3.6)  # inches
 HEADING = 1.0  # inches for title and legend
-# what an SVG writes in black is light on a dark page
+# black parts of an SVG are light on a dark page
 INK = (
     "<style>:root { --ink: #1c1d1f } text { fill: var(--ink) } "
     "@media (prefers-color-scheme: dark) { :root { --ink: #e6e6e3 } }</style>"
@@ -26,7 +26,7 @@ def save_figure(
     needed: str,
     columns: int = COLUMNS,
 ) -> None:
-    """Draws equally large panels by title, under a heading that says what was run where."""
+    """Draws equally large panels by title, under a heading with model, dtype and device."""
     if not panels:
         raise ValueError(f"nothing to draw for {path}: the result must hold {needed}")
     _figure_of(panels, columns, _heading(report)).savefig(path, dpi=DPI)

@@ -25,7 +25,7 @@ def family(policy: str) -> str:
 
 
 def is_dense(policy: str) -> bool:
-    """Tells whether an expression names dense attention, with or without parentheses."""
+    """Returns whether an expression names dense attention, with or without parentheses."""
     return family(policy) == "dense"
 
 

@@ -9,7 +9,7 @@ sized for that sample, to the last unit that fits, where theirs is sized once, a
 units where it does not fit; prompt and prefix are counted separately. Word lists are those of the
 installed wonderwords.
 
-The list says what is NVIDIA's in each task and, after "here", where we differ further:
+The list says which part of each task is NVIDIA's and, after "here", where we differ further:
 
 - niah_single_1: one key (adjective-noun) with a number of 7 digits among lines of noise.
 - niah_single_2, niah_single_3: the same in essays; in the latter the value is a UUID. Here
@@ -73,7 +73,7 @@ def parse(
         max_new_tokens: the most tokens per answer of open-ended tasks.
 
     Raises:
-        ValueError: a name is unknown or given twice, or what the task needs is missing.
+        ValueError: a name is unknown or given twice, or a file that the task needs is missing.
     """
     listed = [name.strip() for name in names.split(",")]
     for i, name in enumerate(listed):

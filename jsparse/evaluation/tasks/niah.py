@@ -58,7 +58,7 @@ DRAW = {"numbers": _number, "words": _word, "uuids": _uuid}
 
 
 def distinct(draw: Callable[[], str]) -> Iterator[str]:
-    """Yields what is drawn, without what was drawn before."""
+    """Yields items as they are drawn, without repetition."""
     seen: set[str] = set()
     while True:
         item = draw()

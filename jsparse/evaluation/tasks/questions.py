@@ -1,9 +1,9 @@
 r"""Asks the questions of a JSONL file, which may take long answers, as those of AIME do.
 
 questions.jsonl has one object per line: `question`, `answer` (text or a number) and, if wanted,
-`id`; other keys are left alone. A question is asked as it stands, so what it needs to say about the
-form of the answer (such as `\boxed{...}`) belongs in it. An answer counts as right only if it
-equals the one in the file: numbers as numbers, anything else as text without blanks and $.
+`id`; other keys are left alone. A question is asked as it stands, so instructions on the form of
+the answer (such as `\boxed{...}`) belong in it. An answer counts as right only if it equals the one
+in the file: numbers as numbers, anything else as text without blanks and $.
 """
 
 import json
@@ -31,7 +31,7 @@ class Question(NamedTuple):
 
 
 def final_answer(text: str) -> str | None:
-    r"""Returns what the last complete \boxed{...} holds, else the last number, else None."""
+    r"""Returns the content of the last complete \boxed{...}, else the last number, else None."""
     for box in reversed(list(BOX.finditer(text))):
         depth = 1
         for brace in re.finditer(r"[{}]", text[box.end() :]):
@@ -43,7 +43,7 @@ def final_answer(text: str) -> str | None:
 
 
 def same(said: str, answer: str) -> bool:
-    """Tells whether two answers are equal: as numbers if both are, else as text."""
+    """Returns whether two answers are equal: as numbers if both are, else as text."""
     return _normal(said) == _normal(answer)
 
 

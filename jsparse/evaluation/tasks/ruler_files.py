@@ -47,7 +47,7 @@ def find_file(task: str, name: str, files: Path | None, source: str) -> Path:
 
 @functools.cache
 def read_json(file: Path) -> Any:
-    """Returns what the JSON file holds.
+    """Returns the content of a JSON file.
 
     Raises:
         ValueError: the file is not JSON.

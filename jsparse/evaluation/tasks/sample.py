@@ -17,7 +17,7 @@ EncodeFn = Callable[[str], Sequence[int]]
 
 
 class Sample(NamedTuple):
-    """Holds what a model is asked, and what it should say.
+    """Holds a prompt for a model, and its expected answers.
 
     Attributes:
         prompt: the user's message.
@@ -25,7 +25,7 @@ class Sample(NamedTuple):
             where there is none.
         answers: the texts that are looked for in the generated text.
         max_new_tokens: the most tokens that may be generated.
-        meta: plain JSON values: context_tokens (those of prompt and prefix) and what the task adds.
+        meta: plain JSON values: context_tokens (those of prompt and prefix) and others of the task.
         question: the text of a second turn, between prompt and prefix, which reaches the model only
             after a policy that evicts has compressed the prompt; "" where the prompt asks.
     """
@@ -49,9 +49,9 @@ class Task:
             from 0 is the number of the sample. Raises ValueError where `length` is too small, or
             there is no sample of that number.
         score: (generated text, Sample) -> a score from 0 to 1.
-        num_samples: the number of samples there are; None means any number.
-        open_ended: whether samples are as long as they are, whatever `length`; then there is a
-            number of them, and the evaluation also records how long the answers become.
+        num_samples: the number of samples; None means that there is no limit.
+        open_ended: whether samples have lengths of their own and ignore `length`; then their number
+            is limited, and the evaluation also records the lengths of answers.
     """
 
     name: str
@@ -68,7 +68,7 @@ lacks context_tokens.
 
 
 def score_all(text: str, sample: Sample) -> float:
-    """Returns the share of the answers that stand in the text, whatever their case.
+    """Returns the share of the answers that stand in the text, ignoring case.
 
     This is RULER's string_match_all.
     """
@@ -76,7 +76,7 @@ def score_all(text: str, sample: Sample) -> float:
 
 
 def score_any(text: str, sample: Sample) -> float:
-    """Returns 1 where any of the answers stands in the text, whatever its case, else 0.
+    """Returns 1 where any of the answers stands in the text, ignoring case, else 0.
 
     This is RULER's string_match_part.
     """

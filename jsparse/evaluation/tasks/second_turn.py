@@ -1,8 +1,8 @@
 """Asks the question of a task in a second turn, when the context has been compressed without it.
 
-A policy that evicts keeps what the prompt's end attends to. Where that is the question, it keeps
-the answer; where the question comes later, what it dropped is gone. The samples are those of the
-task itself, cut before the question, so that both can be compared one by one.
+A policy that evicts keeps the tokens that the prompt's end attends to. Where that is the question,
+it keeps the answer; where the question comes later, dropped tokens are gone. The samples are those
+of the task itself, cut before the question, so that both can be compared one by one.
 """
 
 from collections.abc import Callable
