@@ -70,7 +70,7 @@ def with_text(messages: Any) -> Any:
     Raises:
         ValueError: a part is no text.
     """
-    made = []
+    plain = []
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, list):
@@ -78,8 +78,8 @@ def with_text(messages: Any) -> Any:
                 message = {**message, "content": joined(content)}
             except ValueError as error:
                 raise ValueError(f"messages[{index}]['content'] {error}") from None
-        made.append(message)
-    return made
+        plain.append(message)
+    return plain
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

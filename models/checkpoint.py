@@ -110,10 +110,10 @@ def load(
             supported, the tokenizer is a slow one, or an option is refused.
         TypeError: there is no option of that name.
     """
-    wanted = parse_dtype(dtype)
+    weights_dtype = parse_dtype(dtype)
     path = checked_path(locate(model, revision), model)
     load_path = _load_folder if path.is_dir() else _load_gguf
-    return load_path(path, str(model), wanted, tokenizer, on_progress)
+    return load_path(path, str(model), weights_dtype, tokenizer, on_progress)
 
 
 def given_params(model: str | os.PathLike[str] | Params, **options: Any) -> Params:

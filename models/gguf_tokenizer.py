@@ -244,8 +244,8 @@ def _read_scores(metadata: Mapping[str, Any], tokens: list[str]) -> list[float]:
 def _read_list(metadata: Mapping[str, Any], name: str, kinds: type | tuple[type, ...]) -> list[Any]:
     values = metadata.get(_KEY + name)
     if not isinstance(values, list):
-        found = "missing" if values is None else f"of type {type(values).__name__}"
-        raise ValueError(f"{_KEY}{name} is {found}; it must be a list")
+        description = "missing" if values is None else f"of type {type(values).__name__}"
+        raise ValueError(f"{_KEY}{name} is {description}; it must be a list")
     wrong = next((value for value in values if not isinstance(value, kinds)), None)
     if wrong is not None:
         raise ValueError(f"{_KEY}{name} holds {wrong!r}, of the wrong type {type(wrong).__name__}")

@@ -40,21 +40,25 @@ def load_weights(
         raise FileNotFoundError(f"{folder} does not exist: a saved model keeps its weights there")
     with StandardCheckpointer() as checkpointer:
         stored = _shapes(checkpointer, folder)
-        wanted = {
+        config_shapes = {
             weight.path: weight.shape for weight in list_weights(folder, len(stored), config, names)
         }
-        if stored.keys() != wanted.keys():
+        if stored.keys() != config_shapes.keys():
             raise ValueError(
-                f"{folder}: {min(stored.keys() ^ wanted.keys())} is missing or not in the config"
+                f"{folder}: {min(stored.keys() ^ config_shapes.keys())} is missing or not in the "
+                "config"
             )
-        for path, shape in wanted.items():
+        for path, shape in config_shapes.items():
             if stored[path] != shape:
                 raise ValueError(
                     f"{folder}: {path} has shape {stored[path]}: the config asks for {shape}"
                 )
         sharding = jnp.zeros(()).sharding  # the default device, which may be set
         target = tree(
-            {path: jax.ShapeDtypeStruct(s, dtype, sharding=sharding) for path, s in wanted.items()}
+            {
+                path: jax.ShapeDtypeStruct(s, dtype, sharding=sharding)
+                for path, s in config_shapes.items()
+            }
         )
         try:
             weights = checkpointer.restore(folder.absolute(), target)
@@ -69,10 +73,10 @@ def load_weights(
 
 def _shapes(checkpointer: Any, folder: Path) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the stored arrays by path."""
-    found = checkpointer.metadata(
+    metadata = checkpointer.metadata(
         folder.absolute()
     ).item_metadata  # None if orbax cannot read the folder
-    params = found.tree.get("params") if found is not None else None
+    params = metadata.tree.get("params") if metadata is not None else None
     if params is None:
         raise ValueError(f"{folder} is damaged, or not an orbax checkpoint of a model")
     leaves = jax.tree_util.tree_leaves_with_path(params)

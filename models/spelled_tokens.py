@@ -21,7 +21,7 @@ class SpelledTokens:
         """Returns the text with each special token replaced by its id, between two marks."""
         if not self._ids:
             return content
-        return self._pattern.sub(lambda found: f"{mark}{self._ids[found[0]]}{mark}", content)
+        return self._pattern.sub(lambda match: f"{mark}{self._ids[match[0]]}{mark}", content)
 
     @cached_property
     def _ids(self) -> dict[str, int]:

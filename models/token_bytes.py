@@ -21,15 +21,15 @@ def token_bytes(core: tokenizers.Tokenizer) -> list[bytes]:
     """
     steps = _steps(core)
     vocabulary = core.get_vocab(with_added_tokens=True)
-    found = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
     if any(step["type"] == "ByteLevel" for step in steps):
         byte_of = _byte_level_alphabet()
         for token, token_id in vocabulary.items():
             try:
-                found[token_id] = token.translate(byte_of).encode("latin-1")
+                table[token_id] = token.translate(byte_of).encode("latin-1")
             except UnicodeEncodeError:  # an added token, which is written as text
-                found[token_id] = token.encode()
-        return found
+                table[token_id] = token.encode()
+        return table
     replaced = _replaced(steps)
     has_bytes = any(step["type"] == "ByteFallback" for step in steps)
     for token, token_id in vocabulary.items():
@@ -38,16 +38,16 @@ def token_bytes(core: tokenizers.Tokenizer) -> list[bytes]:
             for old, new in replaced:
                 token = token.replace(old, new)
             byte = token.encode()
-        found[token_id] = byte
-    return found
+        table[token_id] = byte
+    return table
 
 
 def _steps(core: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     """Returns the steps of the decoder, each of which is one that `token_bytes` knows."""
     if core.decoder is None:
         return []
-    stated = json.loads(core.decoder.__getstate__())
-    steps = stated["decoders"] if stated["type"] == "Sequence" else [stated]
+    decoder = json.loads(core.decoder.__getstate__())
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     known = ("ByteLevel", "ByteFallback", "Metaspace", "Replace", *_AT_THE_ENDS)
     for step in steps:
         if step["type"] not in known or "Regex" in step.get("pattern", {}):

@@ -283,11 +283,11 @@ class Tokenizer:
         return token
 
 
-def as_tokenizer(given: Any, eos_token_ids: Iterable[Any] = ()) -> Tokenizer:
+def as_tokenizer(tokenizer: Any, eos_token_ids: Iterable[Any] = ()) -> Tokenizer:
     """Returns a tokenizer that a user gives: a jsparse one as it is, a transformers one copied.
 
     `eos_token_ids` are further ids at which a copy stops, or lists of them.
     """
-    if isinstance(given, Tokenizer):
-        return given
-    return Tokenizer.from_transformers(given, eos_token_ids)
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    return Tokenizer.from_transformers(tokenizer, eos_token_ids)

@@ -92,9 +92,9 @@ def stated_ends(folder: Path) -> list[Any]:
     return [_read_json(file).get("eos_token_id") for file in files]
 
 
-def _flat(stated: Iterable[Any]) -> list[Any]:
+def _flat(values: Iterable[Any]) -> list[Any]:
     """Returns the ids of one list; None stands for no id."""
-    lists = (ids if isinstance(ids, list) else [] if ids is None else [ids] for ids in stated)
+    lists = (ids if isinstance(ids, list) else [] if ids is None else [ids] for ids in values)
     return [token_id for ids in lists for token_id in ids]
 
 

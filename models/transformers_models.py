@@ -41,14 +41,14 @@ def from_transformers(
             memory, or the tokenizer is a slow one.
     """
     _check_model(model)
-    wanted, fields = parse_dtype(dtype), model.config.to_dict()
+    weights_dtype, fields = parse_dtype(dtype), model.config.to_dict()
     family = family_of(fields.get("model_type"), "model.config.model_type")
     config = checked_config("model.config", lambda: family.config_from_hf(fields))
     defaults = resolve_settings(_generation_settings(model), "model.generation_config")
     if tokenizer is not None:
-        stated = (defaults.get("eos_token_id"), fields.get("eos_token_id"))
-        tokenizer = as_tokenizer(tokenizer, stated)
-    weights = read_store(StateDict(model), config, family, wanted, on_progress)
+        ends = (defaults.get("eos_token_id"), fields.get("eos_token_id"))
+        tokenizer = as_tokenizer(tokenizer, ends)
+    weights = read_store(StateDict(model), config, family, weights_dtype, on_progress)
     name = getattr(model, "name_or_path", "") or type(model).__name__
     return Params(weights, config, tokenizer, defaults, name)
 
@@ -106,15 +106,16 @@ def _check_model(model: Any) -> None:
     config = getattr(model, "config", None)
     if callable(getattr(model, "state_dict", None)) and callable(getattr(config, "to_dict", None)):
         return
-    given = repr(model) if isinstance(model, str) else f"of type {type(model).__name__}"
+    description = repr(model) if isinstance(model, str) else f"of type {type(model).__name__}"
     raise ValueError(
-        f"model is {given}: must be a transformers model in memory, such as AutoModelForCausalLM "
-        "gives; jsparse.load reads files and Hub ids. transformers and PyTorch belong to an extra: "
+        f"model is {description}: must be a transformers model in memory, such as "
+        "AutoModelForCausalLM gives; jsparse.load reads files and Hub ids. transformers and "
+        "PyTorch belong to an extra: "
         f"{install('hf')}"
     )
 
 
 def _generation_settings(model: Any) -> dict[str, Any]:
     """Returns the fields that the model's generation_config.json would have."""
-    stated = getattr(model, "generation_config", None)
-    return {} if stated is None else stated.to_diff_dict()
+    settings = getattr(model, "generation_config", None)
+    return {} if settings is None else settings.to_diff_dict()

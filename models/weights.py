@@ -93,9 +93,9 @@ def list_weights(
         is_interleaved = interleaved and template.endswith("qkv/kernel")
         heads = (config.num_heads, config.num_kv_heads, 0) if is_interleaved else (0,) * len(shapes)
         for i in range(config.num_layers if "{i}" in template else 1):
-            found = (name.format(i=i) for name in names[template])
+            source_names = (name.format(i=i) for name in names[template])
             weights.append(
-                Weight(template.format(i=i), tuple(map(TensorSource, found, shapes, heads)))
+                Weight(template.format(i=i), tuple(map(TensorSource, source_names, shapes, heads)))
             )
     return weights
 
@@ -138,19 +138,19 @@ def check_tensors(weights: list[Weight], store: TensorStore, harmless: Collectio
     Raises:
         ValueError: tensors are missing, misshapen or unknown; the message names them.
     """
-    wanted = {source.name: source.shape for weight in weights for source in weight.sources}
-    if missing := wanted.keys() - store.shapes.keys():
+    shapes = {source.name: source.shape for weight in weights for source in weight.sources}
+    if missing := shapes.keys() - store.shapes.keys():
         raise ValueError(
-            f"{store.path} lacks {_some(missing)}: the config asks for {len(wanted)} tensors"
+            f"{store.path} lacks {_some(missing)}: the config asks for {len(shapes)} tensors"
         )
-    for name, shape in wanted.items():
+    for name, shape in shapes.items():
         if store.shapes[name] != shape:
             raise ValueError(
                 f"{store.path}: {name} has shape {store.shapes[name]}: the config asks for {shape}"
             )
     extra = {
         name
-        for name in store.shapes.keys() - wanted.keys()
+        for name in store.shapes.keys() - shapes.keys()
         if not name.endswith("rotary_emb.inv_freq")
     }
     if extra := extra - set(harmless):

@@ -62,10 +62,10 @@ def teacher_cache(
     held = length - 1
     last = jnp.take_along_axis(context, held[:, None], axis=1)
     tokens = jnp.concatenate([last, target[:, :-1]], axis=1)
-    given = TeacherCache(
+    lesson = TeacherCache(
         read_context(decoder, weights, context, held), held, tokens, jnp.zeros(0), scored
     )
-    return given._replace(outputs=predictions(decoder, weights, given, None, match=match))
+    return lesson._replace(outputs=predictions(decoder, weights, lesson, None, match=match))
 
 
 def read_context(decoder: Decoder, weights: Weights, context: Tokens, held: Rows) -> tuple[KV, ...]:
@@ -83,7 +83,7 @@ def read_context(decoder: Decoder, weights: Weights, context: Tokens, held: Rows
 def predictions(
     decoder: Decoder,
     weights: Weights,
-    given: TeacherCache,
+    lesson: TeacherCache,
     gates: Float[Array, "L K"] | None,
     *,
     match: Match,
@@ -94,27 +94,27 @@ def predictions(
 
     `gates=None` is the dense model.
     """
-    steps = jnp.arange(given.tokens.shape[1], dtype=jnp.int32)
+    steps = jnp.arange(lesson.tokens.shape[1], dtype=jnp.int32)
     inherited = None
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         nonlocal inherited
         own = tuple(x.swapaxes(1, 2) for x in (k, v))
         joined = tuple(
-            jnp.concatenate(pair, axis=2) for pair in zip(given.context[layer], own, strict=True)
+            jnp.concatenate(pair, axis=2) for pair in zip(lesson.context[layer], own, strict=True)
         )
         if gates is None:
-            return attention(q, *joined, given.held, None, None, None)[0]
+            return attention(q, *joined, lesson.held, None, None, None)[0]
         # the first layer inherits nothing, and no layer inherits from the last
         picks = keep if layer + 1 < gates.shape[0] else None
         z = None if inherited is None else gates[layer]
-        o, picked = attention(q, *joined, given.held, z, inherited, picks)
+        o, picked = attention(q, *joined, lesson.held, z, inherited, picks)
         if sets == "handed_on" and inherited is not None and picked is not None:
             picked = jnp.where(gates[layer][:, None, None] < 0.5, inherited, picked)
         inherited = picked
         return o
 
-    hidden = hidden_states(decoder, weights, given.tokens, given.held[:, None] + steps, attend)
+    hidden = hidden_states(decoder, weights, lesson.tokens, lesson.held[:, None] + steps, attend)
     return hidden.astype(jnp.float32) if match == "hidden" else to_logits(decoder, weights, hidden)
 
 
@@ -159,16 +159,16 @@ def attention(
     return o, top_k_mask(mean, count[:, None]) | (own == step)
 
 
-def distance(outputs: Float32[Array, "B T out"], given: TeacherCache) -> Float32[Array, ""]:
+def distance(outputs: Float32[Array, "B T out"], lesson: TeacherCache) -> Float32[Array, ""]:
     """Returns the squared difference to the teacher as a share of the teacher's variance.
 
     It is taken at scored tokens; mean over rows.
     """
-    scored = given.scored[..., None]
-    count = jnp.maximum(jnp.sum(given.scored, axis=1), 1) * outputs.shape[-1]
+    scored = lesson.scored[..., None]
+    count = jnp.maximum(jnp.sum(lesson.scored, axis=1), 1) * outputs.shape[-1]
 
     def mean(x: Array) -> Array:
         return jnp.sum(jnp.where(scored, x, 0.0), axis=(1, 2)) / count
 
-    centre = mean(given.outputs)[:, None, None]
-    return jnp.mean(mean((outputs - given.outputs) ** 2) / mean((given.outputs - centre) ** 2))
+    centre = mean(lesson.outputs)[:, None, None]
+    return jnp.mean(mean((outputs - lesson.outputs) ** 2) / mean((lesson.outputs - centre) ** 2))

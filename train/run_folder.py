@@ -16,12 +16,12 @@ def check_folder(folder: Path, description: dict[str, Any], *, resume: bool) -> 
     path = folder / "settings.json"
     shown = f"out={str(folder)!r}"
     if path.exists() != resume:
-        found = (
+        content = (
             "no training to resume"
             if resume
             else "a training already; resume it or name another folder"
         )
-        raise ValueError(f"{shown}: holds {found}")
+        raise ValueError(f"{shown}: holds {content}")
     if not resume:
         return
     there, here = _leaves(json.loads(path.read_text(encoding="utf-8"))), _leaves(description)

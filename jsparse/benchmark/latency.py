@@ -145,8 +145,8 @@ def _max_concurrency(done: Sequence[RequestResult]) -> int:
 def _summary(
     name: str, seconds: Sequence[float], percentiles: Sequence[float]
 ) -> list[tuple[str, float | None]]:
-    made = {"mean": np.mean, "median": np.median, "std": np.std}
-    values = {which: float(of(seconds)) if seconds else None for which, of in made.items()}
+    averages = {"mean": np.mean, "median": np.median, "std": np.std}
+    values = {which: float(of(seconds)) if seconds else None for which, of in averages.items()}
     for p in percentiles:
         values[f"p{p:g}"] = float(np.percentile(seconds, p)) if seconds else None
     return [

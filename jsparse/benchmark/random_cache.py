@@ -69,11 +69,11 @@ def _reader(policy: Policy, spec: CacheSpec, vocab_size: int) -> Callable[[StepV
         positions = jnp.broadcast_to(jnp.arange(spec.capacity, dtype=jnp.int32), slots)
         shape = spec.batch, policy.window, spec.num_heads, spec.head_dim
         queries = jax.random.normal(jax.random.key(0), shape, spec.dtype)
-        asked = jnp.full(spec.batch, policy.window, jnp.int32)
-        for layer, held in enumerate(step.layers):
-            k, v = map(rows_first, held.arrays)
-            chunk = tokens, positions, k, v, held.lengths[:, 0]
-            view = PrefillView(*chunk, step, queries, asked, last=True)
+        windows = jnp.full(spec.batch, policy.window, jnp.int32)
+        for layer, layer_cache in enumerate(step.layers):
+            k, v = map(rows_first, layer_cache.arrays)
+            chunk = tokens, positions, k, v, layer_cache.lengths[:, 0]
+            view = PrefillView(*chunk, step, queries, windows, last=True)
             state = policy.prefill(state, layer, view)
         return state
 

@@ -13,7 +13,7 @@ NO_KL, NO_KEYS = "not compared with dense attention", "slower than the one to ta
 MIN_GAIN = 1.02
 
 
-def ranked(entries: Sequence[Entry], wanted: Requirements) -> list[dict[str, Any]]:
+def ranked(entries: Sequence[Entry], requirements: Requirements) -> list[dict[str, Any]]:
     """Returns a dict for dense attention and each candidate, the ones to take first.
 
     Keys: policy; ms (per step); over_dense; kl and agreement, the means over the texts; found and
@@ -32,7 +32,7 @@ def ranked(entries: Sequence[Entry], wanted: Requirements) -> list[dict[str, Any
             of_cell[entry["index"]] = entry["values"]
     dense_ms = values[DENSE, STEPS][0]["ms"]
     rows = []
-    for policy in (DENSE, *wanted.policies):
+    for policy in (DENSE, *requirements.policies):
         timed = values.get((policy, STEPS), {}).get(0)
         row: dict[str, Any] = {
             "policy": policy,
@@ -41,7 +41,7 @@ def ranked(entries: Sequence[Entry], wanted: Requirements) -> list[dict[str, Any
             **_closeness(values.get((policy, KL), {}), of_dense=policy == DENSE),
             **_found(values, policy),
         }
-        row["verdict"] = refused.get(policy) or _verdict(row, wanted)
+        row["verdict"] = refused.get(policy) or _verdict(row, requirements)
         rows.append(row)
     return sorted(rows, key=lambda row: (bool(row["verdict"]), -row["over_dense"]))
 
@@ -66,7 +66,7 @@ def _found(values: Mapping[tuple[str, str], Mapping[int, Any]], policy: str) -> 
     return {"found": found, "lost": lost, "of": of}
 
 
-def _verdict(row: Mapping[str, Any], wanted: Requirements) -> str:
+def _verdict(row: Mapping[str, Any], requirements: Requirements) -> str:
     """Returns why a policy is not to be taken, or ""."""
     if row["policy"] == DENSE:
         return ""
@@ -76,10 +76,10 @@ def _verdict(row: Mapping[str, Any], wanted: Requirements) -> str:
         return "no faster than dense attention"
     if row["kl"] is None:
         return NO_KL
-    if wanted.exact and row["agreement"] < 1:
+    if requirements.exact and row["agreement"] < 1:
         return f"chooses another token at {1 - row['agreement']:.1%} of the places"
-    if row["kl"] > wanted.kl:
-        return f"KL above {wanted.kl:g}"
+    if row["kl"] > requirements.kl:
+        return f"KL above {requirements.kl:g}"
     if None in row["found"].values():
         return NO_KEYS
     for task, words in zip(TURNS, ("", " that a later turn asks for"), strict=True):

@@ -33,7 +33,7 @@ OnPart = Callable[[str, int, int], Any]
 
 def recommend(
     params: Params,
-    wanted: Requirements,
+    requirements: Requirements,
     *,
     report: OnPart = lambda *_: None,
     tell: Callable[[str], Any] = lambda _: None,
@@ -42,7 +42,7 @@ def recommend(
 
     Args:
         params: the model, which needs a tokenizer.
-        wanted: the requirements.
+        requirements: sizes, candidates and limits.
         report: a callback with the current measurement, and how many of its parts are done, of all.
         tell: a callback that gets sentences about the run, such as how long it will take.
 
@@ -53,35 +53,35 @@ def recommend(
     Raises:
         ValueError: an argument is out of its range, or dense attention itself does not fit.
     """
-    wanted = checked(wanted, params.config.max_position_embeddings)
-    store = _store(params, wanted)
+    requirements = checked(requirements, params.config.max_position_embeddings)
+    store = _store(params, requirements)
     resumed = bool(store.entries)
     if resumed:
         tell(f"An unfinished run goes on: {store.journal}")
     began = time.monotonic()
-    _time(params, wanted, DENSE, store)
+    _time(params, requirements, DENSE, store)
     of_one = time.monotonic() - began
-    length = _longest(params, wanted)
+    length = _longest(params, requirements)
     began = time.monotonic()
-    first = _plan(wanted, [DENSE], TURNS[:1], length)._replace(samples=_rows(wanted))
+    first = _plan(requirements, [DENSE], TURNS[:1], length)._replace(samples=_rows(requirements))
     run(params, first, store)
     of_batch = time.monotonic() - began
     if not resumed:  # else nothing was measured now that could tell how long the rest takes
-        tell(_outlook(params, wanted, length, of_one, of_batch))
-    for nth, policy in enumerate(wanted.policies):
-        report("decode steps", nth, len(wanted.policies))
-        _time(params, wanted, policy, store)
-    faster = _with(store, wanted, NO_KL)
-    for group in _groups(params, wanted, faster, length):
-        _compare(params, wanted, _plan(wanted, group, (KL,), length), store, report)
+        tell(_outlook(params, requirements, length, of_one, of_batch))
+    for nth, policy in enumerate(requirements.policies):
+        report("decode steps", nth, len(requirements.policies))
+        _time(params, requirements, policy, store)
+    faster = _with(store, requirements, NO_KL)
+    for group in _groups(params, requirements, faster, length):
+        _compare(params, requirements, _plan(requirements, group, (KL,), length), store, report)
     # the fastest that loses none is the one to take: slower ones need no pass keys
-    while ranked(store.entries, wanted)[0]["policy"] == DENSE and (
-        near := _with(store, wanted, NO_KEYS)
+    while ranked(store.entries, requirements)[0]["policy"] == DENSE and (
+        near := _with(store, requirements, NO_KEYS)
     ):
-        _compare(params, wanted, _plan(wanted, near[:1], TURNS, length), store, report)
-    rows = ranked(store.entries, wanted)
+        _compare(params, requirements, _plan(requirements, near[:1], TURNS, length), store, report)
+    rows = ranked(store.entries, requirements)
     measured = {
-        "wanted": wanted._asdict(),
+        "wanted": requirements._asdict(),
         "device": store.settings["device"],
         "dtype": store.settings["dtype"],
         "length": length if faster else 0,
@@ -94,14 +94,14 @@ def recommend(
 
 def choice(measured: Mapping[str, Any]) -> Choice:
     """Returns the entry of a recommendation that `auto` reads."""
-    best, wanted = measured["best"], measured["wanted"]
+    best, requirements = measured["best"], measured["wanted"]
     (dense,) = (row for row in measured["rows"] if row["policy"] == DENSE)
     return Choice(
-        model=known_as(wanted["model"]),
+        model=known_as(requirements["model"]),
         device=measured["device"],
         dtype=measured["dtype"],
-        batch=wanted["batch"],
-        context=wanted["context"],
+        batch=requirements["batch"],
+        context=requirements["context"],
         policy=best["policy"],
         ms=best["ms"],
         dense_ms=dense["ms"],
@@ -110,16 +110,16 @@ def choice(measured: Mapping[str, Any]) -> Choice:
     )
 
 
-def _with(store: ResultStore, wanted: Requirements, verdict: str) -> list[str]:
+def _with(store: ResultStore, requirements: Requirements, verdict: str) -> list[str]:
     """Returns the policies of which this is said, the fastest first."""
-    rows = ranked(store.entries, wanted)
+    rows = ranked(store.entries, requirements)
     return [row["policy"] for row in rows if row["verdict"] == verdict]
 
 
-def _store(params: Params, wanted: Requirements) -> ResultStore:
+def _store(params: Params, requirements: Requirements) -> ResultStore:
     """Returns the journal of this run, with the measurements of an interrupted one."""
-    settings = wanted._asdict() | {
-        "model": known_as(wanted.model),
+    settings = requirements._asdict() | {
+        "model": known_as(requirements.model),
         "device": jax.local_devices()[0].device_kind,
         "dtype": str(params.dtype),
         "versions": {"jsparse": __version__, "jax": jax.__version__},
@@ -132,24 +132,24 @@ def _store(params: Params, wanted: Requirements) -> ResultStore:
     return ResultStore(path, settings, resume=True)
 
 
-def _time(params: Params, wanted: Requirements, policy: str, store: ResultStore) -> None:
+def _time(params: Params, requirements: Requirements, policy: str, store: ResultStore) -> None:
     """Times a policy's steps, unless the journal has them, and notes why it cannot run."""
-    cells = [Cell(policy, task, wanted.context) for task in (STEPS, REFUSED)]
+    cells = [Cell(policy, task, requirements.context) for task in (STEPS, REFUSED)]
     if not all(store.missing(cell, 1) for cell in cells):
         return
     try:
-        made = time_steps(params, policy, batch=wanted.batch, context=wanted.context)
+        timing = time_steps(params, policy, batch=requirements.batch, context=requirements.context)
     except ValueError as error:
         if policy == DENSE:
             raise
-        store.add([_refusal(policy, wanted, error)])
+        store.add([_refusal(policy, requirements, error)])
     else:
-        of_step = {"ms": made["ms"]["median"], "attended": made["attended"]}
+        of_step = {"ms": timing["ms"]["median"], "attended": timing["attended"]}
         store.add([Entry(**cells[0]._asdict(), index=0, values=of_step, meta={})])
 
 
 def _compare(
-    params: Params, wanted: Requirements, group: Plan, store: ResultStore, report: OnPart
+    params: Params, requirements: Requirements, group: Plan, store: ResultStore, report: OnPart
 ) -> None:
     """Compares policies with dense attention; an error of one does not stop the others."""
 
@@ -161,57 +161,60 @@ def _compare(
     except ValueError as error:
         alone = [policy for policy in group.policies if policy != DENSE]
         if len(alone) == 1:
-            store.add([_refusal(alone[0], wanted, error)])
+            store.add([_refusal(alone[0], requirements, error)])
             return
         for policy in alone:
-            _compare(params, wanted, group._replace(policies=(DENSE, policy)), store, report)
+            _compare(params, requirements, group._replace(policies=(DENSE, policy)), store, report)
 
 
-def _refusal(policy: str, wanted: Requirements, error: ValueError) -> Entry:
-    cell = Cell(policy, REFUSED, wanted.context)
+def _refusal(policy: str, requirements: Requirements, error: ValueError) -> Entry:
+    cell = Cell(policy, REFUSED, requirements.context)
     return Entry(**cell._asdict(), index=0, values={}, meta={"reason": str(error)})
 
 
-def _rows(wanted: Requirements) -> int:
+def _rows(requirements: Requirements) -> int:
     """Returns the texts per batch: several where that costs little memory."""
-    return min(4 if wanted.context <= 2**13 else 1, wanted.samples)
+    return min(4 if requirements.context <= 2**13 else 1, requirements.samples)
 
 
-def _plan(wanted: Requirements, policies: Sequence[str], names: Sequence[str], length: int) -> Plan:
-    sizes = {"batch": _rows(wanted), "steps": min(wanted.steps, length - 2)}
-    return plan(policies, names, [length], wanted.samples, **sizes)
+def _plan(
+    requirements: Requirements, policies: Sequence[str], names: Sequence[str], length: int
+) -> Plan:
+    sizes = {"batch": _rows(requirements), "steps": min(requirements.steps, length - 2)}
+    return plan(policies, names, [length], requirements.samples, **sizes)
 
 
-def _longest(params: Params, wanted: Requirements) -> int:
+def _longest(params: Params, requirements: Requirements) -> int:
     """Returns the greatest length of texts up to the context of which the memory holds two batches.
 
     Raises:
         ValueError: there is not enough for the shortest texts.
     """
-    length = wanted.context
-    while not _fits(params, wanted, [DENSE], length):
+    length = requirements.context
+    while not _fits(params, requirements, [DENSE], length):
         length //= 2
         if length < MIN_LENGTH:
             raise ValueError(
-                f"context={wanted.context}: must leave memory for texts of {MIN_LENGTH} tokens"
+                f"context={requirements.context}: must leave memory for texts of {MIN_LENGTH} "
+                "tokens"
             )
     return length
 
 
-def _fits(params: Params, wanted: Requirements, policies: Sequence[str], length: int) -> bool:
+def _fits(params: Params, requirements: Requirements, policies: Sequence[str], length: int) -> bool:
     """Returns whether prompts read for all these policies fit, beside a copy for one to decode."""
-    spec = capacity.cache_spec(params, [[]] * _rows(wanted), length, None, PAGE_SIZE)
+    spec = capacity.cache_spec(params, [[]] * _rows(requirements), length, None, PAGE_SIZE)
     bundled = bundle(tuple(map(parse, policies)))
     return capacity.fits(spec._replace(batch=2 * spec.batch), bundled)
 
 
 def _groups(
-    params: Params, wanted: Requirements, policies: Sequence[str], length: int
+    params: Params, requirements: Requirements, policies: Sequence[str], length: int
 ) -> Iterator[list[str]]:
     """Yields the policies in groups that fit in memory together, to read each prompt once for."""
     group: list[str] = []
     for policy in policies:
-        if group and not _fits(params, wanted, [*group, policy], length):
+        if group and not _fits(params, requirements, [*group, policy], length):
             yield group
             group = []
         group.append(policy)
@@ -220,21 +223,21 @@ def _groups(
 
 
 def _outlook(
-    params: Params, wanted: Requirements, length: int, of_one: float, of_batch: float
+    params: Params, requirements: Requirements, length: int, of_one: float, of_batch: float
 ) -> str:
     """Describes the measurements to come, and estimates their time.
 
     `of_one` is the time of dense steps in seconds, with compilation, `of_batch` that of one batch
     of texts.
     """
-    count = len(wanted.policies)
-    groups = len(list(_groups(params, wanted, wanted.policies, length)))
-    batches = -(-wanted.samples // _rows(wanted)) * (1 + len(TURNS))
+    count = len(requirements.policies)
+    groups = len(list(_groups(params, requirements, requirements.policies, length)))
+    batches = -(-requirements.samples // _rows(requirements)) * (1 + len(TURNS))
     minutes = round((count * of_one + batches * groups * of_batch) / 60)
     return (
-        f"Timing steps of {count} policies at {wanted.batch} x {wanted.context} tokens, then "
-        f"comparing the faster ones with dense attention on {wanted.samples} texts and "
-        f"{len(TURNS) * wanted.samples} pass keys of {length} tokens: about "
-        f"{f'{minutes} minutes' if minutes > 1 else 'a minute'}. What is measured is kept if you "
-        "interrupt it."
+        f"Timing steps of {count} policies at {requirements.batch} x {requirements.context} "
+        "tokens, then comparing the faster ones with dense attention on "
+        f"{requirements.samples} texts and {len(TURNS) * requirements.samples} pass keys of "
+        f"{length} tokens: about {f'{minutes} minutes' if minutes > 1 else 'a minute'}. What is "
+        "measured is kept if you interrupt it."
     )

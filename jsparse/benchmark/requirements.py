@@ -67,23 +67,25 @@ def _whole_pages(tokens: int) -> int:
     return max(tokens // PAGE_SIZE, 2) * PAGE_SIZE
 
 
-def checked(wanted: Requirements, longest: int) -> Requirements:
+def checked(requirements: Requirements, longest: int) -> Requirements:
     """Returns the requirements with canonical names, once each and without dense attention.
 
     Raises:
         ValueError: a value is out of its range, or an expression is refused.
     """
     for name in ("context", "batch", "samples", "steps"):
-        whole_number(name, getattr(wanted, name), 1)
-    if not MIN_LENGTH <= wanted.context <= longest:
+        whole_number(name, getattr(requirements, name), 1)
+    if not MIN_LENGTH <= requirements.context <= longest:
         raise ValueError(
-            f"context={wanted.context}: must be from {MIN_LENGTH}, which pass keys need, to "
+            f"context={requirements.context}: must be from {MIN_LENGTH}, which pass keys need, to "
             f"{longest}, the model's maximum"
         )
-    if not wanted.kl >= 0:
-        raise ValueError(f"kl={wanted.kl}: must be a number of nats from 0 up")
-    names = dict.fromkeys(parse(policy).name for policy in wanted.policies)
-    asked = tuple(name for name in names if name != DENSE)
-    if not asked:
-        raise ValueError(f"policies={list(wanted.policies)}: must name one other than dense()")
-    return wanted._replace(policies=asked)
+    if not requirements.kl >= 0:
+        raise ValueError(f"kl={requirements.kl}: must be a number of nats from 0 up")
+    names = dict.fromkeys(parse(policy).name for policy in requirements.policies)
+    policies = tuple(name for name in names if name != DENSE)
+    if not policies:
+        raise ValueError(
+            f"policies={list(requirements.policies)}: must name one other than dense()"
+        )
+    return requirements._replace(policies=policies)

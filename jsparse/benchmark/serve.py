@@ -255,10 +255,10 @@ async def _read(
 
 def _refusal(response: httpx.Response) -> str:
     try:
-        said = _message(response.json())
+        message = _message(response.json())
     except ValueError:
-        said = response.text
-    return f"HTTP {response.status_code}: {said[:_ERROR_LENGTH]}".rstrip(": ")
+        message = response.text
+    return f"HTTP {response.status_code}: {message[:_ERROR_LENGTH]}".rstrip(": ")
 
 
 def _message(body: Any) -> str:

@@ -84,18 +84,18 @@ def measure(
         [_plan(params, policy, *size, steps, num_iters, num_iters_warmup) for policy in chosen]
         for size in sizes
     ]
-    found = memory_bandwidth() if bandwidth is None else bandwidth
+    bytes_per_second = memory_bandwidth() if bandwidth is None else bandwidth
     weights = read_bytes(params)
     results: list[dict[str, Any]] = []
     for of_size in runs:
         rows = [_measured(params, each) for each in of_size]
         for row in rows:
             row["over_dense"] = rows[0]["ms"]["median"] / row["ms"]["median"]
-            row["floor_ms"] = 1e3 * (weights + row["attended_bytes"]) / found
+            row["floor_ms"] = 1e3 * (weights + row["attended_bytes"]) / bytes_per_second
             row["over_floor"] = row["ms"]["median"] / row["floor_ms"]
         results += rows
     return {
-        "bandwidth": found,
+        "bandwidth": bytes_per_second,
         "bandwidth_measured": bandwidth is None,
         "steps_per_iteration": steps,
         "num_iters": num_iters,
@@ -133,7 +133,7 @@ class _Run(NamedTuple):
     `tokens` are in the cache before the first step.
     """
 
-    asked: AnyPolicy
+    original: AnyPolicy
     policy: Policy
     spec: CacheSpec
     context: int
@@ -145,7 +145,7 @@ class _Run(NamedTuple):
 
 def _plan(
     params: Params,
-    asked: AnyPolicy,
+    original: AnyPolicy,
     batch: int,
     context: int,
     steps: int,
@@ -162,7 +162,7 @@ def _plan(
     further = (num_iters + 1) * STEPS_PER_PROGRAM
     spec = capacity.cache_spec(params, [[]] * batch, context, None, PAGE_SIZE)
     spec = spec._replace(num_pages=spec.num_pages + -(-further // PAGE_SIZE))
-    policy = admit(params, asked, spec).policy
+    policy = admit(params, original, spec).policy
     warm_up = _warm_up_steps(policy, steps, num_iters, num_iters_warmup)
     new = warm_up + num_iters * steps
     if context <= new:
@@ -170,7 +170,7 @@ def _plan(
             f"context={context}: must be at least {new + 1}, for {warm_up} steps of warm-up and "
             f"{num_iters * steps} that are timed, which end there"
         )
-    return _Run(asked, policy, spec, context, context - new, warm_up, steps, num_iters)
+    return _Run(original, policy, spec, context, context - new, warm_up, steps, num_iters)
 
 
 def _measured(params: Params, run: _Run) -> dict[str, Any]:
@@ -178,9 +178,9 @@ def _measured(params: Params, run: _Run) -> dict[str, Any]:
     session, kernels = _session(params, run), {}
     limit = run.spec.capacity - run.tokens
 
-    def choose(given: Any, nth: Any, logits: Any, active: Any) -> Any:
+    def choose(arguments: Any, nth: Any, logits: Any, active: Any) -> Any:
         # a new function each time, so that the step is traced and says which kernels it runs
-        return greedy(given, nth, logits, active)
+        return greedy(arguments, nth, logits, active)
 
     results = session.steps(choose, (), limits=[limit] * run.spec.batch)
 
@@ -207,7 +207,7 @@ def _measured(params: Params, run: _Run) -> dict[str, Any]:
     attended, read = (float(share[-1].mean()) for share in stats)
     batch, median = run.spec.batch, statistics.median(ms)
     return {
-        "policy": run.asked.name,
+        "policy": run.original.name,
         "policy_that_runs": run.policy.name,
         "batch": batch,
         "context": run.context,

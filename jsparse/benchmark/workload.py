@@ -82,9 +82,9 @@ def arrivals(
 
 
 def _log_uniform(
-    rng: np.random.Generator, name: str, given: int | tuple[int, int], count: int
+    rng: np.random.Generator, name: str, lengths: int | tuple[int, int], count: int
 ) -> list[int]:
-    minimum, maximum = given if isinstance(given, tuple) else (given, given)
+    minimum, maximum = lengths if isinstance(lengths, tuple) else (lengths, lengths)
     whole_number(name, minimum, 1)
     whole_number(name, maximum, minimum)
     drawn = np.exp(rng.uniform(np.log(minimum), np.log(maximum + 1), count))

@@ -106,8 +106,8 @@ def measured(policy: Policy | str, top_k: int = 0) -> Policy:
         return tuple(layer() for _ in range(spec.num_layers))
 
     def select(state: WrappedState, layer: int, q: Queries, view: StepView):
-        made = base.select(state.base, layer, q, view)
-        chosen, summary, inner = selected(base, state.base, made)
+        choice = base.select(state.base, layer, q, view)
+        chosen, summary, inner = selected(base, state.base, choice)
         heads, steps = state.own[layer]
         attended = dense_rows(base, layer, chosen, summary, view)
         new = _head_metrics(q, view.layers[layer], view.positions, *attended, top_k)
@@ -152,15 +152,23 @@ def _metrics_of(forcing: Forcing, index: int) -> AttentionMetrics:
 
 def _head_metrics(
     q: Queries,
-    held: LayerCache,
+    layer_cache: LayerCache,
     positions: Rows,
     chosen: Selection,
     summary: Summary | None,
     top_k: int,
 ) -> HeadMetrics:
     """Computes one step's metrics in plain jnp: everything the head holds is read."""
-    logits, values = attention_logits(q, held), read_heads(held.v, held).astype(jnp.float32)
-    mask = token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size)
+    logits, values = (
+        attention_logits(q, layer_cache),
+        read_heads(layer_cache.v, layer_cache).astype(jnp.float32),
+    )
+    mask = token_mask(
+        chosen,
+        layer_cache.lengths,
+        num_pages=layer_cache.num_pages,
+        page_size=layer_cache.page_size,
+    )
     exact_o, exact_lse = _attend(logits, values)
     o, kept_lse = _attend(jnp.where(mask[:, :, None], logits, -jnp.inf), values)
     lse = kept_lse
@@ -169,18 +177,20 @@ def _head_metrics(
         parts = (summary.o, summary.lse)
         o, lse = merge(o, lse, *(part.reshape(*lse.shape, *part.shape[2:]) for part in parts))
     error = jnp.linalg.norm(exact_o - o, axis=-1) / jnp.linalg.norm(exact_o, axis=-1)
-    attended, read = count_tokens(chosen, held.lengths, held.page_size)
+    attended, read = count_tokens(chosen, layer_cache.lengths, layer_cache.page_size)
     if summary is not None:
         attended, read = attended + summary.attended, read + summary.read
     return HeadMetrics(
-        recall=_recall(pooled(logits, softmax=True), mask, held.lengths, top_k),
+        recall=_recall(pooled(logits, softmax=True), mask, layer_cache.lengths, top_k),
         mass=jnp.mean(jnp.exp(kept_lse - exact_lse), axis=-1),
         output_error=jnp.mean(error, axis=-1),
         lse_error=jnp.mean(jnp.abs(exact_lse - lse), axis=-1),
         attended=attended / (positions[:, None] + 1),
-        pages=jnp.sum(mask.reshape(*held.lengths.shape, -1, held.page_size).any(-1), -1)
-        / jnp.maximum(-(-held.lengths // held.page_size), 1),
-        bytes_read=2.0 * q.shape[-1] * held.k.dtype.itemsize * read,
+        pages=jnp.sum(
+            mask.reshape(*layer_cache.lengths.shape, -1, layer_cache.page_size).any(-1), -1
+        )
+        / jnp.maximum(-(-layer_cache.lengths // layer_cache.page_size), 1),
+        bytes_read=2.0 * q.shape[-1] * layer_cache.k.dtype.itemsize * read,
     )
 
 

@@ -86,14 +86,14 @@ def with_checked_types(policy: Policy) -> Policy:
 
     def watch(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         def watched(state: Any, *args: Any) -> Any:
-            made = hook(state, *args)
-            part = made
-            if name in ("select", "maintain") and isinstance(made, tuple):
-                part = made[2 if name == "select" else 0] if len(made) > 1 else made
+            result = hook(state, *args)
+            part = result
+            if name in ("select", "maintain") and isinstance(result, tuple):
+                part = result[2 if name == "select" else 0] if len(result) > 1 else result
             was, now = _types_of(state), _types_of(part)
             if was != now:
                 raise Violation(f"{name} turns {_difference(was, now)}")
-            return made
+            return result
 
         return watched
 

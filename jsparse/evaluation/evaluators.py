@@ -86,24 +86,24 @@ class Comparison:
         if self._name == "attention":
             return [
                 [
-                    [_of_heads(found.heads, row) for row in rows]
-                    for found in attention_metrics(forcing)
+                    [_of_heads(result.heads, row) for row in rows]
+                    for result in attention_metrics(forcing)
                 ]
             ]
-        found = closeness(forcing)
-        means = {name: np.mean(getattr(found, name), axis=-1) for name in COLUMNS[self._name]}
+        result = closeness(forcing)
+        means = {name: np.mean(getattr(result, name), axis=-1) for name in COLUMNS[self._name]}
         values = [
             [
                 (
                     {name: float(mean[at, row]) for name, mean in means.items()},
-                    blocks(found, at, row),
+                    blocks(result, at, row),
                 )
                 for row in rows
             ]
-            for at in range(len(found.policies))
+            for at in range(len(result.policies))
         ]
-        by_task = [values, _beside(forcing, found)] if YARDSTICK in self.tasks else [values]
-        places = [found.policies.index(policy) for policy in policies]
+        by_task = [values, _beside(forcing, result)] if YARDSTICK in self.tasks else [values]
+        places = [result.policies.index(policy) for policy in policies]
         return [[of_task[at][: len(indices)] for at in places] for of_task in by_task]
 
     def _excerpt(self, index: int) -> list[int]:
@@ -147,7 +147,7 @@ class GreedyAnswers:
         samples = [self._task.sample(self._encode, self._room, index) for index in indices]
         filled = _filled(samples, self._batch)
         later = [self._encode(sample.question + sample.prefix) for sample in filled]
-        made = generate(
+        completions = generate(
             self._params,
             policies,
             [self._ids(sample) for sample in filled],
@@ -158,7 +158,7 @@ class GreedyAnswers:
         return [
             [
                 [self._scored(out, sample) for out, sample in zip(row, samples, strict=False)]
-                for row in made
+                for row in completions
             ]
         ]
 
@@ -201,16 +201,16 @@ class GreedyAnswers:
         return self._encode(text + sample.prefix)
 
 
-def blocks(found: Closeness, policy: int, row: int) -> dict[str, Any]:
+def blocks(result: Closeness, policy: int, row: int) -> dict[str, Any]:
     """Returns the meta with a row's means over blocks of STEP_BLOCK steps; the last may be short.
 
     It is empty where there is only one block.
     """
-    steps = found.kl.shape[-1]
+    steps = result.kl.shape[-1]
     if steps <= STEP_BLOCK:
         return {}
     starts = range(0, steps, STEP_BLOCK)
-    measures = {name: getattr(found, name)[policy, row] for name in COLUMNS["kl"]}
+    measures = {name: getattr(result, name)[policy, row] for name in COLUMNS["kl"]}
     return {
         BY_STEP: {
             name: [float(np.mean(values[start : start + STEP_BLOCK])) for start in starts]
@@ -219,15 +219,15 @@ def blocks(found: Closeness, policy: int, row: int) -> dict[str, Any]:
     }
 
 
-def _beside(forcing: Forcing, found: Closeness) -> SampleValues:
+def _beside(forcing: Forcing, result: Closeness) -> SampleValues:
     """Returns the means of the yardsticks, without values where there is none."""
-    made = yardsticks(forcing, found)
+    oracle = yardsticks(forcing, result)
     return [
         [
             ({"kl": float(np.mean(kl))} if budget else {}, {"budget": int(budget)})
             for budget, kl in zip(budgets, of_policy, strict=True)
         ]
-        for budgets, of_policy in zip(*made, strict=True)
+        for budgets, of_policy in zip(*oracle, strict=True)
     ]
 
 

@@ -30,18 +30,18 @@ def generation_options(
     Raises:
         ValueError: an argument is unknown or out of its range.
     """
-    given: dict[str, Any] = {**normalize_gen_kwargs(arguments, max_gen_toks)}
-    del given["do_sample"]  # it has set the temperature
-    stop = [text for text in given.pop("until") if text]
-    new_tokens = positive_integer("max_gen_toks", given.pop("max_gen_toks"))
-    if unknown := given.keys() - OFF.keys():
+    options: dict[str, Any] = {**normalize_gen_kwargs(arguments, max_gen_toks)}
+    del options["do_sample"]  # it has set the temperature
+    stop = [text for text in options.pop("until") if text]
+    new_tokens = positive_integer("max_gen_toks", options.pop("max_gen_toks"))
+    if unknown := options.keys() - OFF.keys():
         known = ("until", "max_gen_toks", "do_sample", *OFF)
         raise ValueError(
             f"generation arguments {sorted(unknown)}: must be among {', '.join(known)}"
         )
     if new_tokens >= max_length:
         raise ValueError(f"max_gen_toks={new_tokens}: must be less than max_length={max_length}")
-    return OFF | given | {"max_new_tokens": new_tokens, "stop": stop}
+    return OFF | options | {"max_new_tokens": new_tokens, "stop": stop}
 
 
 def continuation_lengths(requests: Sequence[TokenizedPair], max_length: int) -> list[int]:

@@ -128,12 +128,17 @@ def recorded(base: Policy) -> Policy:
 
     def select(state: WrappedState, layer: int, q: Queries, view: StepView):
         chosen, summary, inner = base.select(state.base, layer, q, view)
-        held, old = view.layers[layer], state.own[layer]
-        mask = token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size)
-        weights = jnp.mean(jax.nn.softmax(attention_logits(q, held), axis=-1), axis=2)
-        seen = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None]
+        layer_cache, old = view.layers[layer], state.own[layer]
+        mask = token_mask(
+            chosen,
+            layer_cache.lengths,
+            num_pages=layer_cache.num_pages,
+            page_size=layer_cache.page_size,
+        )
+        weights = jnp.mean(jax.nn.softmax(attention_logits(q, layer_cache), axis=-1), axis=2)
+        seen = jnp.arange(layer_cache.capacity, dtype=jnp.int32) < layer_cache.lengths[..., None]
         # slots past a head's end go nowhere
-        at = jnp.where(seen, slot_positions(held), old.attended.shape[-1])
+        at = jnp.where(seen, slot_positions(layer_cache), old.attended.shape[-1])
         record = Record(
             _placed(mask, at, old.attended), _placed(weights, at, old.weights), view.positions
         )
@@ -187,9 +192,9 @@ def inspect_step(
     with capacity.exhaustion(spec):
         session.read(rows, on_progress or (lambda *_: None))
         results = session.steps(greedy, (), limits=[step + 1])
-        made = [int(result.tokens[0, 0]) for result in results]
+        new_ids = [int(result.tokens[0, 0]) for result in results]
     records = jax.device_get(session.held.state.own)
-    ids = rows[0] + made[:-1]
+    ids = rows[0] + new_ids[:-1]
     attended = np.stack([record.attended[0, :, : len(ids)] for record in records])
     weights = np.stack([record.weights[0, :, : len(ids)] for record in records])
     fell_back = tuple(
@@ -197,7 +202,7 @@ def inspect_step(
     )
     for layer in fell_back:
         attended[layer], weights[layer] = True, 0
-    *tokens, following = _texts(params, [*ids, made[-1]])
+    *tokens, following = _texts(params, [*ids, new_ids[-1]])
     return Inspection(
         model=params.name,
         policy=runs.name,

@@ -173,8 +173,8 @@ class JSparseLM(TemplateLM):
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].strip()
-        before, found, _ = text.rpartition(last)
-        if not found:
+        before, separator, _ = text.rpartition(last)
+        if not separator:
             raise ValueError(
                 f"message {last!r}: must stand in the chat template's text to be continued"
             )
@@ -211,7 +211,7 @@ class JSparseLM(TemplateLM):
         texts = [""] * len(rows)
         batches = equal_batches(rows, self.batch_size, "Generating", disable_tqdm, options)
         for nth, places in enumerate(batches):
-            made = generate(
+            completions = generate(
                 self._params,
                 [rows[place] for place in places],
                 policy=self.policy,
@@ -219,7 +219,7 @@ class JSparseLM(TemplateLM):
                 seed=nth,  # otherwise repeats of a prompt would draw the same in every batch
                 **options[places[0]],
             )
-            for place, out in dict(zip(places, made, strict=True)).items():
+            for place, out in dict(zip(places, completions, strict=True)).items():
                 if out.finish_reason == "overflow":
                     raise ValueError(
                         f"policy={self.policy}: must leave room in the cache for the whole answer"
@@ -239,8 +239,10 @@ class JSparseLM(TemplateLM):
         """
         texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
         windows = [text_windows(ids, self.prefix_token_id, self.max_length) for ids in texts]
-        found = iter(self._loglikelihood_tokens(list(itertools.chain(*windows)), disable_tqdm))
-        sums = [sum(value for value, _ in itertools.islice(found, len(parts))) for parts in windows]
+        scores = iter(self._loglikelihood_tokens(list(itertools.chain(*windows)), disable_tqdm))
+        sums = [
+            sum(value for value, _ in itertools.islice(scores, len(parts))) for parts in windows
+        ]
         for request, value in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
         return sums
@@ -267,13 +269,13 @@ class JSparseLM(TemplateLM):
         answers = [(0.0, True)] * len(rows)
         batches = equal_batches(rows, self.batch_size, "Scoring, densely", disable_tqdm)
         for places in batches:
-            found = score_continuations(
+            scores = score_continuations(
                 self._params,
                 [rows[place] for place in places],
                 [counts[place] for place in places],
                 page_size=self._page_size,
             )
-            for place, answer in dict(zip(places, found, strict=True)).items():
+            for place, answer in dict(zip(places, scores, strict=True)).items():
                 answers[place] = answer
                 if (texts := requests[place][0]) is not None:
                     self.cache_hook.add_partial("loglikelihood", texts, answer)

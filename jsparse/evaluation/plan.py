@@ -59,21 +59,27 @@ def plan(
         ValueError: a name is unknown or given twice, or a value is out of its range.
     """
     chosen = dict.fromkeys([dense().name, *(as_policy(policy).name for policy in policies)])
-    made = Plan(tuple(chosen), tuple(names), tuple(lengths), samples, **more)
+    result = Plan(tuple(chosen), tuple(names), tuple(lengths), samples, **more)
     for name in ("samples", "batch", "steps", "max_new_tokens"):
-        if getattr(made, name) < 1:
-            raise ValueError(f"{name}={getattr(made, name)}: must be at least 1")
-    if not made.lengths or min(made.lengths) < 1 or len(set(made.lengths)) < len(made.lengths):
+        if getattr(result, name) < 1:
+            raise ValueError(f"{name}={getattr(result, name)}: must be at least 1")
+    if (
+        not result.lengths
+        or min(result.lengths) < 1
+        or len(set(result.lengths)) < len(result.lengths)
+    ):
         raise ValueError(
-            f"lengths={list(made.lengths)}: must be positive numbers of tokens, each once"
+            f"lengths={list(result.lengths)}: must be positive numbers of tokens, each once"
         )
     known = [*MEASURES, *tasks.TASKS]
-    for i, name in enumerate(made.tasks):
-        if name not in known or name in made.tasks[:i]:
+    for i, name in enumerate(result.tasks):
+        if name not in known or name in result.tasks[:i]:
             raise ValueError(f"task {name!r}: must be one of {', '.join(known)}, given once")
-    if made.yardstick and "kl" not in made.tasks:
-        raise ValueError(f"tasks={list(made.tasks)}: must have kl among them to measure yardsticks")
-    return made
+    if result.yardstick and "kl" not in result.tasks:
+        raise ValueError(
+            f"tasks={list(result.tasks)}: must have kl among them to measure yardsticks"
+        )
+    return result
 
 
 def run(params: Params, plan: Plan, store: ResultStore, report: OnSample = lambda _: None) -> None:
@@ -89,14 +95,14 @@ def run(params: Params, plan: Plan, store: ResultStore, report: OnSample = lambd
         ValueError: a length exceeds the model's maximum, or a file that a task needs is missing.
     """
     parts, done = list(_parts(params, plan)), len(store.entries)
-    wanted = sum(len(plan.policies) * len(part.tasks) * part.samples for part in parts)
+    total = sum(len(plan.policies) * len(part.tasks) * part.samples for part in parts)
     for part in parts:
         cells = [Cell(policy, task, part.length) for task in part.tasks for policy in plan.policies]
         lacking = {cell: set(store.missing(cell, part.samples)) for cell in cells}
         indices = sorted(set().union(*lacking.values()))
         before, new = done, sum(map(len, lacking.values()))
         for start in range(0, len(indices), plan.batch):
-            report(Progress(done, wanted, part, done - before, new))
+            report(Progress(done, total, part, done - before, new))
             batch = indices[start : start + plan.batch]
             lack = {cell.policy for cell in cells if lacking[cell] & set(batch)}
             policies = [policy for policy in plan.policies if policy in lack]
@@ -109,7 +115,7 @@ def run(params: Params, plan: Plan, store: ResultStore, report: OnSample = lambd
             ]
             store.add(entries)
             done += len(entries)
-        report(Progress(done, wanted, part, done - before, new))
+        report(Progress(done, total, part, done - before, new))
 
 
 class Part(NamedTuple):

@@ -164,11 +164,11 @@ class _Checks:
         """Two rows, read at once; notes how many programs its last steps traced."""
         every = max((n for n in self.policy.services.every.values() if n < STEPS), default=0)
         trial, first = self._trial, every + 1
-        made = trial.run(self._prompts, self._forced[:, :first])
+        result = trial.run(self._prompts, self._forced[:, :first])
         before = traces()
         whole = trial.run(self._prompts, self._forced)
         self._traced = traces() - before
-        assert len(made.logits) == first
+        assert len(result.logits) == first
         return whole
 
     @cached_property
@@ -176,9 +176,9 @@ class _Checks:
         """The second row in the first's place, beside another one."""
         (other,) = random_prompts([LENGTHS[0] - 3], seed=3)
         before = traces()
-        made = self._trial.run([self._prompts[1], other], self._forced[::-1])
+        result = self._trial.run([self._prompts[1], other], self._forced[::-1])
         self._traced += traces() - before
-        return made
+        return result
 
     def _types(self) -> None:
         if isinstance(self._changes, Exception):
@@ -194,9 +194,9 @@ class _Checks:
             carry = watched.begin(self._spec)
             carry = watched.read(carry, [ids[:PAGE] for ids in self._prompts], PAGE // 2)
             # eviction after the prompt runs outside of jit: the step takes the cache as it is
-            _, _, held = watched.step(TrialRows(carry.cache, carry.state), self._forced[:, 0])
-            view = StepView(held.cache, watched.beside.constants)
-            return watched.policy.services.maintain(held.state, view)
+            _, _, rows = watched.step(TrialRows(carry.cache, carry.state), self._forced[:, 0])
+            view = StepView(rows.cache, watched.beside.constants)
+            return watched.policy.services.maintain(rows.state, view)
 
         jax.eval_shape(run)
 
@@ -230,27 +230,27 @@ class _Checks:
         check_close("beside another row", self._others.logits[:, 0], self._base.logits[:, 1])
 
     def _alone(self) -> None:
-        made = self._trial.run(self._prompts[1:], self._forced[1:])
-        check_close("alone", made.logits[:, 0], self._base.logits[:, 1])
+        result = self._trial.run(self._prompts[1:], self._forced[1:])
+        check_close("alone", result.logits[:, 0], self._base.logits[:, 1])
 
     def _pieces(self) -> None:
-        made = self._trial.run(self._prompts, self._forced, PIECE)
-        check_close(f"read {PIECE} tokens at a time", made.logits, self._base.logits)
+        result = self._trial.run(self._prompts, self._forced, PIECE)
+        check_close(f"read {PIECE} tokens at a time", result.logits, self._base.logits)
 
     def _pool(self) -> None:
         if not self._owned:
             raise _Skip("the state's arrays have no owners")
-        made = self._trial.run_in_a_used_pool(self._prompts, self._forced)
-        check_close("in a shared pool", made.logits, self._base.logits)
+        result = self._trial.run_in_a_used_pool(self._prompts, self._forced)
+        check_close("in a shared pool", result.logits, self._base.logits)
 
     def _inactive(self) -> None:
         if not self._owned:
             raise _Skip("the state's arrays have no owners")
-        held, tokens = self._base.held, self._forced[:, 0]
-        logits, _, after = self._trial.step(held, tokens, [True, False])
-        together, *_ = self._trial.step(held, tokens)
-        spec = spec_of(held.cache, self._params.config.num_heads)
-        arrays = (row_arrays(self.policy, spec, each, 1) for each in (held, after))
+        rows, tokens = self._base.rows, self._forced[:, 0]
+        logits, _, after = self._trial.step(rows, tokens, [True, False])
+        together, *_ = self._trial.step(rows, tokens)
+        spec = spec_of(rows.cache, self._params.config.num_heads)
+        arrays = (row_arrays(self.policy, spec, each, 1) for each in (rows, after))
         for (name, was), (_, now) in zip(*arrays, strict=True):
             if not np.array_equal(was, now, equal_nan=True):
                 raise Violation(f"{name} of the inactive row changed")
@@ -271,17 +271,17 @@ class _Checks:
             raise _Skip("it takes no budget in tokens")
         if self.policy.evicts:
             raise _Skip("it drops tokens, which more than a budget may decide")
-        made = Trial(self._params, self._full, owned=self._owned).run(self._prompts, self._forced)
+        result = Trial(self._params, self._full, owned=self._owned).run(self._prompts, self._forced)
         exact = Trial(self._params, dense()).run(self._prompts, self._forced)
-        check_close("with a budget for all", made.logits, exact.logits, "dense attention")
+        check_close("with a budget for all", result.logits, exact.logits, "dense attention")
 
     @property
     def leaves_out(self) -> bool | None:
         """Whether some step left out a token of the cache; None where no run shows it."""
-        made: TrialResult | None = self.__dict__.get("_base")
-        if made is None or not made.chosen or self.policy.evicts:
+        result: TrialResult | None = self.__dict__.get("_base")
+        if result is None or not result.chosen or self.policy.evicts:
             return None
-        return any(map(leaves_out, made.chosen))
+        return any(map(leaves_out, result.chosen))
 
 
 def _on_device(policy: Policy) -> Policy:

@@ -54,7 +54,7 @@ class TrialResult(NamedTuple):
 
     logits: Float32[np.ndarray, "steps B V"]
     chosen: list[LayerSelection]
-    held: TrialRows
+    rows: TrialRows
 
 
 @cache
@@ -162,7 +162,7 @@ class Trial:
         return TrialRows(cache, state)
 
     def step(
-        self, held: TrialRows, tokens: np.ndarray, active: Sequence[bool] | None = None
+        self, current: TrialRows, tokens: np.ndarray, active: Sequence[bool] | None = None
     ) -> tuple[Float32[Array, "B V"], list[LayerSelection], TrialRows]:
         """Decodes one token of each row that is active."""
         some = np.array(active or [True] * len(tokens)) if self.owned else None
@@ -171,32 +171,32 @@ class Trial:
             self.policy,
             self.params.weights,
             tokens,
-            held.cache,
-            held.state,
+            current.cache,
+            current.state,
             self.beside,
             some,
         )
         return logits, chosen, TrialRows(*after)
 
-    def decode(self, held: TrialRows, forced: np.ndarray) -> TrialResult:
+    def decode(self, current: TrialRows, forced: np.ndarray) -> TrialResult:
         """Decodes the tokens forced[B, steps], and runs the policy's services between steps."""
         services = self.policy.services
         recent = np.zeros((len(forced), services.correct_every), np.int32)
-        found, chosen = [], []
+        logits_of_steps, chosen = [], []
         for nth, tokens in enumerate(forced.T, 1):
-            logits, new, held = self.step(held, tokens)
-            found.append(np.asarray(logits))
+            logits, new, current = self.step(current, tokens)
+            logits_of_steps.append(np.asarray(logits))
             chosen += new
             recent = np.concatenate([recent, tokens[:, None]], axis=1)[:, 1:]
             for name in due(services.every, nth):
-                held = self._serviced(name, held, recent)
-        return TrialResult(np.stack(found), chosen, held)
+                current = self._serviced(name, current, recent)
+        return TrialResult(np.stack(logits_of_steps), chosen, current)
 
-    def _serviced(self, name: str, held: TrialRows, recent: np.ndarray) -> TrialRows:
+    def _serviced(self, name: str, current: TrialRows, recent: np.ndarray) -> TrialRows:
         if name == "correct":
             model = self.params.decoder, self.policy, self.params.weights
-            return TrialRows(*_correct(*model, recent, *held, self.beside))
-        return TrialRows(*_maintain(self.policy, *held, self.beside))
+            return TrialRows(*_correct(*model, recent, *current, self.beside))
+        return TrialRows(*_maintain(self.policy, *current, self.beside))
 
 
 def traces() -> int:
@@ -231,10 +231,10 @@ def _step(
     chosen = []
 
     def select(state: State, layer: int, q: Queries, view: StepView):
-        made = policy.select(state, layer, q, view)
-        if policy.dense_below is never_dense and isinstance(made, tuple):
-            chosen.append(LayerSelection(made[0], view.layers[layer].lengths))
-        return made
+        choice = policy.select(state, layer, q, view)
+        if policy.dense_below is never_dense and isinstance(choice, tuple):
+            chosen.append(LayerSelection(choice[0], view.layers[layer].lengths))
+        return choice
 
     watched = policy._replace(select=select)
     logits, cache, state, _ = decode_step(

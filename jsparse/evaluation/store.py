@@ -88,8 +88,8 @@ class ResultStore:
 
         `samples` is the settings' number unless given.
         """
-        wanted = range(self.settings["samples"] if samples is None else samples)
-        return [index for index in wanted if (cell, index) not in self._entries]
+        indices = range(self.settings["samples"] if samples is None else samples)
+        return [index for index in indices if (cell, index) not in self._entries]
 
     def add(self, entries: Iterable[Entry]) -> None:
         """Writes a batch of entries; when it returns, they are on disk.

@@ -85,9 +85,9 @@ def key_constants(params: Params, report: OnChunk = lambda *_: None) -> dict[str
     count = min(TOKENS, config.max_position_embeddings)
     report("key constants", 0, count)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, count), np.int32)
-    made = jax.block_until_ready(_of_keys(params.decoder, params.weights, jnp.asarray(tokens)))
+    result = jax.block_until_ready(_of_keys(params.decoder, params.weights, jnp.asarray(tokens)))
     report("key constants", count, count)
-    return made._asdict()
+    return result._asdict()
 
 
 MAKERS: dict[str, Callable[[Params, OnChunk], dict[str, Array]]] = dict.fromkeys(
@@ -99,15 +99,15 @@ MAKERS: dict[str, Callable[[Params, OnChunk], dict[str, Array]]] = dict.fromkeys
 def _of_keys(decoder: Decoder, weights: Weights, tokens: Tokens) -> KeyConstants:
     frequencies = jnp.asarray(rope_frequencies(decoder.config))
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    found = []
+    parts = []
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         queries, keys = (x[0].swapaxes(0, 1) for x in (q, k))
-        found.append(mid_and_scale(keys, queries, positions, frequencies))
+        parts.append(mid_and_scale(keys, queries, positions, frequencies))
         return flash(q, k, v, causal=True)[0].astype(q.dtype)
 
     hidden_states(decoder, weights, tokens, positions[None], attend)
-    mid, scale = (jnp.stack(part) for part in zip(*found, strict=True))
+    mid, scale = (jnp.stack(part) for part in zip(*parts, strict=True))
     return KeyConstants(mid, scale, frequencies)
 
 
@@ -148,13 +148,13 @@ def _boundary_classes(params: Params, policy: Policy) -> UInt8[Array, "V 2"]:
     """
     size = params.config.vocab_size
     if BOUNDARY_CLASSES in params.constants:
-        given = jnp.asarray(params.constants[BOUNDARY_CLASSES])
-        if given.dtype != jnp.uint8 or given.shape != (size, 2):
+        classes = jnp.asarray(params.constants[BOUNDARY_CLASSES])
+        if classes.dtype != jnp.uint8 or classes.shape != (size, 2):
             raise ValueError(
-                f"constants[{BOUNDARY_CLASSES!r}]={given.dtype}{[*given.shape]}: must be "
+                f"constants[{BOUNDARY_CLASSES!r}]={classes.dtype}{[*classes.shape]}: must be "
                 f"uint8[{size}, 2], the vocabulary's"
             )
-        return given
+        return classes
     table, missing = _tables.get(params) or _made_classes(params)
     if missing and BOUNDARY_CLASSES in policy.constants:
         raise ValueError(f"policy={policy} needs {BOUNDARY_CLASSES!r}: {missing}")
@@ -183,20 +183,20 @@ def _found_or_made(
     """Returns the constants that `make` computes, from disk if they are there."""
     path = cache_folder() / make.__name__ / f"{fingerprint(params)}.safetensors"
     try:
-        if found := read_constants(path):
+        if arrays := read_constants(path):
             logger.debug("%s: read from %s", make.__name__, path)
-            return found
+            return arrays
     except ValueError as error:
         logger.warning("%s; made again", error)
-    made = make(params, report)
-    _keep(made, path)
-    return made
+    arrays = make(params, report)
+    _keep(arrays, path)
+    return arrays
 
 
-def _keep(made: dict[str, Array], path: Path) -> None:
+def _keep(arrays: dict[str, Array], path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_constants(made, path)
+        write_constants(arrays, path)
     except OSError as error:
         logger.warning("%s cannot be written and will be made again: %s", path, error)
 

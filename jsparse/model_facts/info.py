@@ -53,14 +53,14 @@ def describe(
         ValueError: the model's kind is not supported, `context` is out of its range, or the policy
             is refused.
     """
-    asked = as_policy(policy)
+    original = as_policy(policy)
     config = read_config(model, revision=revision)
     limit = config.max_position_embeddings
     context = limit if context is None else context
     if not 1 <= context <= limit:
         raise ValueError(f"context={context}: must be from 1 to {limit}, the model's maximum")
     sizes = _spec(config, dtype, -(-context // PAGE_SIZE))._replace(model=model)
-    policy = resolved(asked, sizes)
+    policy = resolved(original, sizes)
     parameters = num_parameters(config)
     per_token = config.cache_bytes_per_token(ITEM_BYTES[dtype])
     free, host_free = memory.available_bytes(), available_host_bytes()
@@ -84,9 +84,9 @@ def describe(
         "device_cache_bytes_per_prompt": of_prompt,
         "offloaded": on_host,
         "free_host_bytes": host_free,
-        "policy": asked.name,
+        "policy": original.name,
         "policy_that_runs": policy.name,
-        "policy_reason": choose(sizes).reason if asked is auto() else "",
+        "policy_reason": choose(sizes).reason if original is auto() else "",
         "policy_bytes_per_token": growth,
         "policy_bytes_per_prompt": fixed,
         "policy_fraction": growth / per_token,
@@ -245,11 +245,11 @@ def _cache_of_a_prompt(info: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _chosen(info: dict[str, Any]) -> str:
-    asked, runs = (short_name(info[name]) for name in ("policy", "policy_that_runs"))
-    if asked == runs:
-        return asked
+    original, runs = (short_name(info[name]) for name in ("policy", "policy_that_runs"))
+    if original == runs:
+        return original
     reason = info["policy_reason"]
-    return f"{asked} is {runs} here" + (f": {reason}" if reason else "")
+    return f"{original} is {runs} here" + (f": {reason}" if reason else "")
 
 
 def _rope(config: dict[str, Any]) -> str:

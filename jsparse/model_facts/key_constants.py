@@ -69,20 +69,20 @@ def frame_at(view: StepView, layer: int) -> KeyFrame:
     Raises:
         ValueError: the view lacks them.
     """
-    there, held = view.constants or {}, view.layers[layer]
+    there, layer_cache = view.constants or {}, view.layers[layer]
     if missing := [name for name in KEY_CONSTANTS if name not in there]:
         raise ValueError(
             f"view.constants has {sorted(there)}: must have {missing}, as the policy needs"
         )
     constants = KeyConstants(*(there[name] for name in KEY_CONSTANTS))
-    first = jnp.arange(num_spans(held), dtype=jnp.int32) * SPAN
+    first = jnp.arange(num_spans(layer_cache), dtype=jnp.int32) * SPAN
     angles = angles_at(first, constants.rope_frequencies)
     return KeyFrame(constants.key_mid[layer], constants.key_scale[layer], angles)
 
 
-def num_spans(held: LayerCache) -> int:
+def num_spans(layer_cache: LayerCache) -> int:
     """Returns the number of spans of a head's slots; the last may be cut short."""
-    return -(-held.capacity // SPAN)
+    return -(-layer_cache.capacity // SPAN)
 
 
 def angles_at(

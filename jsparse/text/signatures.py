@@ -75,9 +75,12 @@ def _short(node: ast.expr, source: str) -> str:
     ):
         return str(ast.get_source_segment(source, node))
     defaults = registered()[node.func.id].parameters
-    given = [*zip(defaults, node.args, strict=False), *((k.arg, k.value) for k in node.keywords)]
+    arguments = [
+        *zip(defaults, node.args, strict=False),
+        *((k.arg, k.value) for k in node.keywords),
+    ]
     shown = []
-    for name, value in given:
+    for name, value in arguments:
         default = defaults.get(str(name))
         text = _short(value, source)
         if default is REQUIRED:  # these come first, and are known by their place
@@ -139,7 +142,7 @@ def _value(node: ast.expr, constants: Mapping[str, Any], where: str) -> Any:
 
 def _constants(tree: ast.Module) -> dict[str, Any]:
     """Returns the literals that a module gives names to."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for node in tree.body:
         if not isinstance(node, ast.Assign):
             continue
@@ -149,7 +152,7 @@ def _constants(tree: ast.Module) -> dict[str, Any]:
             continue
         for target in node.targets:
             if isinstance(target, ast.Tuple):
-                found |= zip(map(ast.unparse, target.elts), value, strict=True)
+                values |= zip(map(ast.unparse, target.elts), value, strict=True)
             else:
-                found[ast.unparse(target)] = value
-    return found
+                values[ast.unparse(target)] = value
+    return values

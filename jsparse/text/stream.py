@@ -98,9 +98,9 @@ class TextStream:
     def _cut(self) -> None:
         if len(self._ids) > self._min_tokens:
             starts = [(self._found(stop), len(stop)) for stop in self._stop]
-            found = [(at, at + size) for at, size in starts if at >= 0]
-            if found:
-                start, end = min(found)
+            matches = [(at, at + size) for at, size in starts if at >= 0]
+            if matches:
+                start, end = min(matches)
                 self._text = self._text[: end if self._include_stop else start]
                 self.stopped = True
         self._searched = len(self._text)

@@ -86,13 +86,13 @@ def _log(
 
     set_scale = axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale
     set_scale("log", nonpositive="mask")
-    found = log_ticks([value for value in values if value > 0])
-    if not found:
+    ticks = log_ticks([value for value in values if value > 0])
+    if not ticks:
         return
-    axis.set_ticks(found, labels=[form(tick) for tick in found])
+    axis.set_ticks(ticks, labels=[form(tick) for tick in ticks])
     axis.set_minor_locator(NullLocator())
     axis.set_tick_params(labelsize=TICK_SIZE)
-    low, high = found[0] / PAD, found[-1] * PAD
+    low, high = ticks[0] / PAD, ticks[-1] * PAD
     axis.set_view_interval(low, high, ignore=True)
 
 
@@ -124,8 +124,8 @@ def needle_map(scores: Mapping[tuple[float, int], list[float]]) -> DrawFn:
     """Returns the drawing of mean scores by depth and length."""
     depths, lengths = (sorted(set(axis)) for axis in zip(*scores, strict=True))
     grid = np.full((len(depths), len(lengths)), np.nan)
-    for (depth, length), found in scores.items():
-        grid[depths.index(depth), lengths.index(length)] = np.mean(found)
+    for (depth, length), values in scores.items():
+        grid[depths.index(depth), lengths.index(length)] = np.mean(values)
 
     def draw(axis: Any) -> None:
         _image(axis, grid, "RdYlGn", 1.0)

@@ -108,10 +108,10 @@ def _columns(report: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the numbers and texts of a sample, without values that are drawn by head or step."""
-    told = {
+    facts = {
         name: value
         for name, value in sample["meta"].items()
         if isinstance(value, str | int | float | bool)
         or (isinstance(value, list) and all(isinstance(each, str) for each in value))
     }
-    return {"index": sample["index"], "values": sample["values"], "meta": told}
+    return {"index": sample["index"], "values": sample["values"], "meta": facts}

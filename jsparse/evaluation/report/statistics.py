@@ -186,13 +186,13 @@ def _columns(samples: Iterable[Mapping[str, Any]]) -> dict[str, ScoresBySample]:
 def _metrics(
     columns: dict[str, ScoresBySample], dense: dict[str, ScoresBySample]
 ) -> dict[str, Any]:
-    wanted = {metric: (metric, mean) for metric in columns} | {
-        name: made for name, made in DERIVED.items() if made[0] in columns
+    sources = {metric: (metric, mean) for metric in columns} | {
+        name: source for name, source in DERIVED.items() if source[0] in columns
     }
     return {
         name: {"samples": len(columns[metric])}
         | _compared([columns[metric]], [dense.get(metric, {})], transform)
-        for name, (metric, transform) in wanted.items()
+        for name, (metric, transform) in sources.items()
     }
 
 

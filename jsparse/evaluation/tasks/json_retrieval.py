@@ -55,9 +55,9 @@ def json_retrieval(name: str, files: Path | None) -> Task:
         depth = round(rng.random(), 3)
         labels = list(itertools.islice(_labels(rng, adjectives, nouns), size))
         records = [_record(rng, " ".join(label)) for label in labels]
-        asked = round(depth * (size - 1))
-        _, rest = labels[asked]
-        before, _, _ = _pretty([records[asked]]).partition(f" {rest}")
+        target = round(depth * (size - 1))
+        _, rest = labels[target]
+        before, _, _ = _pretty([records[target]]).partition(f" {rest}")
         return Sample(
             PROMPT.format(records=_pretty(records)),
             before.removeprefix("["),
@@ -75,9 +75,9 @@ def score_rest(text: str, sample: Sample) -> float:
     The text's answer ends at a quote, a comma, a bracket or the line's end; a full stop behind it
     does not count.
     """
-    found = REST.match(text)
-    assert found is not None
-    return float(found[1].strip().removesuffix(".") == sample.answers[0])
+    match = REST.match(text)
+    assert match is not None
+    return float(match[1].strip().removesuffix(".") == sample.answers[0])
 
 
 def _pretty(records: list[dict[str, Any]]) -> str:

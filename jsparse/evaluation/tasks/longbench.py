@@ -275,9 +275,9 @@ def _task(name: str, dataset: Dataset, rows: list[dict[str, Any]]) -> Task:
         return Sample(cut(kept), "", tuple(row["answers"]), dataset.max_new_tokens, meta)
 
     def score(text: str, sample: Sample) -> float:
-        said = text.lstrip("\n").partition("\n")[0] if dataset.first_line else text
+        prediction = text.lstrip("\n").partition("\n")[0] if dataset.first_line else text
         return max(
-            dataset.metric(said, answer, sample.meta["classes"]) for answer in sample.answers
+            dataset.metric(prediction, answer, sample.meta["classes"]) for answer in sample.answers
         )
 
     return Task(name, sample, score, len(rows))

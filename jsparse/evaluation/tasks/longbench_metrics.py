@@ -20,9 +20,9 @@ def _words(text: str) -> list[str]:
 
 def qa_f1(text: str, answer: str, classes: Sequence[str]) -> float:
     """Returns the F1 of the words that both have."""
-    said, right = Counter(_words(text)), Counter(_words(answer))
-    shared = (said & right).total()
-    return 2 * shared / (said.total() + right.total()) if shared else 0.0
+    prediction, right = Counter(_words(text)), Counter(_words(answer))
+    shared = (prediction & right).total()
+    return 2 * shared / (prediction.total() + right.total()) if shared else 0.0
 
 
 def _lcs(x: list[str], y: list[str]) -> set[str]:
@@ -52,16 +52,16 @@ def rouge_l(text: str, answer: str, classes: Sequence[str]) -> float:
 
     It takes unions of common words over pairs of sentences, and counts each word once.
     """
-    said, right = (
+    prediction, right = (
         [" ".join(part.split()).split(" ") for part in whole.split(".") if part]
         for whole in (text, answer)
     )
-    if not said or not right:
+    if not prediction or not right:
         return 0.0
-    shared = len(set[str]().union(*(_lcs(x, y) for x, y in itertools.product(right, said))))
+    shared = len(set[str]().union(*(_lcs(x, y) for x, y in itertools.product(right, prediction))))
     recall, precision = (
         shared / len({*itertools.chain(*right)}),
-        shared / len({*itertools.chain(*said)}),
+        shared / len({*itertools.chain(*prediction)}),
     )
     return 2 * precision * recall / (precision + recall + 1e-8)
 
@@ -104,7 +104,7 @@ def choice(text: str, answer: str, classes: Sequence[str]) -> float:
     The brackets may be missing.
     """
     plain = text.replace("*", "")
-    said = re.search(r"The correct answer is \(([A-D])\)", plain) or re.search(
+    match = re.search(r"The correct answer is \(([A-D])\)", plain) or re.search(
         r"The correct answer is ([A-D])", plain
     )
-    return float(said is not None and said[1] == answer)
+    return float(match is not None and match[1] == answer)

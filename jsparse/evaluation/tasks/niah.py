@@ -76,17 +76,17 @@ def among_lines(rng: random.Random, lines: list[str], items: list[str]) -> str:
     return "\n".join(placed)
 
 
-def ask(kind: str, values: dict[str, list[str]], asked: list[str], context: str) -> Sample:
-    """Asks for the values of the keys `asked`.
+def ask(kind: str, values: dict[str, list[str]], keys: list[str], context: str) -> Sample:
+    """Asks for the values of some of the keys.
 
     Its meta's depth is where the first answer stands, from 0 to 1.
     """
-    answers = tuple(value for key in asked for value in values[key])
+    answers = tuple(value for key in keys for value in values[key])
     template, prefix = TEMPLATE, PREFIX
     if len(answers) == 1:
         template = template.replace("Some", "A").replace("are all", "is").replace("are", "is")
         prefix, kind = prefix.replace("are", "is"), kind.removesuffix("s")
-    query = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
+    query = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
     return Sample(
         prompt=template.format(type_needle_v=kind, context=context, query=query),
         prefix=prefix.format(type_needle_v=kind, query=query),
@@ -128,7 +128,7 @@ class Niah:
             keys = list(itertools.islice(new_key, max(self.num_keys, self.num_queries)))
             values = {key: list(itertools.islice(new_value, self.num_values)) for key in keys}
             needles = [self.needle(key, value) for key in keys for value in values[key]]
-            asked = rng.sample(keys, self.num_queries)
+            queries = rng.sample(keys, self.num_queries)
             rng.shuffle(needles)
             match self.haystack:
                 case "noise":
@@ -140,7 +140,7 @@ class Niah:
                     context = among_sentences(
                         rng, itertools.islice(itertools.cycle(essay), size), needles
                     )
-            return ask(self.value, values, asked, context)
+            return ask(self.value, values, queries, context)
 
         return filled(name, make, min_size=1)
 

@@ -42,9 +42,9 @@ def final_answer(text: str) -> str | None:
     return numbers[-1] if numbers else None
 
 
-def same(said: str, answer: str) -> bool:
+def same(prediction: str, answer: str) -> bool:
     """Returns whether two answers are equal: as numbers if both are, else as text."""
-    return _normal(said) == _normal(answer)
+    return _normal(prediction) == _normal(answer)
 
 
 def read(file: Path) -> list[Question]:
@@ -71,19 +71,19 @@ def questions(name: str, files: Path | None, max_new_tokens: int = MAX_NEW_TOKEN
     Raises:
         ValueError: the file is missing, or a line of it is malformed.
     """
-    asked = read(find_file(name, FILE, files, "a question and its answer per line"))
+    entries = read(find_file(name, FILE, files, "a question and its answer per line"))
 
     def sample(encode: EncodeFn, length: int, index: int) -> Sample:
-        check_index(name, index, len(asked))
-        question, answer, identity = asked[index]
+        check_index(name, index, len(entries))
+        question, answer, identity = entries[index]
         meta = {"id": identity, "context_tokens": len(encode(question))}
         return Sample(question, "", (answer,), max_new_tokens, meta)
 
     def score(text: str, sample: Sample) -> float:
-        said = final_answer(text)
-        return float(said is not None and same(said, sample.answers[0]))
+        prediction = final_answer(text)
+        return float(prediction is not None and same(prediction, sample.answers[0]))
 
-    return Task(name, sample, score, len(asked), open_ended=True)
+    return Task(name, sample, score, len(entries), open_ended=True)
 
 
 def _question(where: str, number: int, line: str) -> Question:

@@ -118,10 +118,14 @@ def cwe(name: str, files: Path | None) -> Task:
 
     def make(encode: EncodeFn, rng: random.Random, length: int, index: int, size: int) -> Sample:
         example, counts = ((20, 3, 1), (6, 1)) if length < 4096 else ((40, 10, 3), (30, 3))
-        shown, found = _common(rng, *example)
+        shown, common = _common(rng, *example)
         prompt, answers = _common(rng, size, *counts)
         return Sample(
-            f"{shown}{CWE_PREFIX} {_numbered(found)}\n{prompt}", CWE_PREFIX, tuple(answers), 120, {}
+            f"{shown}{CWE_PREFIX} {_numbered(common)}\n{prompt}",
+            CWE_PREFIX,
+            tuple(answers),
+            120,
+            {},
         )
 
     return filled(name, make, min_size=NUM_COMMON + 1, max_size=len(all_words()))

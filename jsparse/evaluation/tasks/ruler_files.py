@@ -104,14 +104,14 @@ def squad(data: Any) -> tuple[list[str], list[DocumentQuestion]]:
     numbers = {document: i for i, document in enumerate(documents)}
     questions = []
     for paragraphs in articles:
-        held = dict.fromkeys(numbers[paragraph["context"]] for paragraph in paragraphs)
+        candidates = dict.fromkeys(numbers[paragraph["context"]] for paragraph in paragraphs)
         for paragraph in paragraphs:
             gold = numbers[paragraph["context"]]
-            near = tuple(i for i in held if i != gold)
-            for asked in paragraph["qas"]:
-                if not asked["is_impossible"]:
-                    answers = tuple(dict.fromkeys(answer["text"] for answer in asked["answers"]))
-                    questions.append(DocumentQuestion(asked["question"], answers, (gold,), near))
+            near = tuple(i for i in candidates if i != gold)
+            for entry in paragraph["qas"]:
+                if not entry["is_impossible"]:
+                    answers = tuple(dict.fromkeys(answer["text"] for answer in entry["answers"]))
+                    questions.append(DocumentQuestion(entry["question"], answers, (gold,), near))
     return documents, questions
 
 
@@ -121,18 +121,18 @@ def hotpotqa(data: Any) -> tuple[list[str], list[DocumentQuestion]]:
     All the paragraphs of a question are gold.
     """
     texts = [
-        tuple(f"{title}\n{''.join(lines)}" for title, lines in asked["context"]) for asked in data
+        tuple(f"{title}\n{''.join(lines)}" for title, lines in entry["context"]) for entry in data
     ]
     documents = sorted(set(itertools.chain.from_iterable(texts)))
     numbers = {document: i for i, document in enumerate(documents)}
     questions = [
         DocumentQuestion(
-            asked["question"],
-            (asked["answer"],),
-            tuple(numbers[text] for text in dict.fromkeys(held)),
+            entry["question"],
+            (entry["answer"],),
+            tuple(numbers[text] for text in dict.fromkeys(own)),
             (),
         )
-        for asked, held in zip(data, texts, strict=True)
+        for entry, own in zip(data, texts, strict=True)
     ]
     return documents, questions
 
@@ -153,16 +153,19 @@ def qa(name: str, files: Path | None) -> Task:
     documents, questions = read(read_json(find_file(name, file, files, source)))
 
     def make(encode: EncodeFn, rng: random.Random, length: int, index: int, size: int) -> Sample:
-        asked = questions[index]
-        shown = {*asked.gold, *asked.near}
-        near = rng.sample(asked.near, len(asked.near))
+        question = questions[index]
+        shown = {*question.gold, *question.near}
+        near = rng.sample(question.near, len(question.near))
         far = (i for i in rng.sample(range(len(documents)), len(documents)) if i not in shown)
-        chosen = [*asked.gold, *itertools.islice(itertools.cycle([*near, *far, *asked.gold]), size)]
+        chosen = [
+            *question.gold,
+            *itertools.islice(itertools.cycle([*near, *far, *question.gold]), size),
+        ]
         rng.shuffle(chosen)
         context = "\n\n".join(
             f"Document {i}:\n{documents[number]}" for i, number in enumerate(chosen, 1)
         )
-        prompt = QA.format(context=context, query=asked.text)
-        return Sample(prompt, QA_PREFIX, asked.answers, 32, {"documents": len(chosen)})
+        prompt = QA.format(context=context, query=question.text)
+        return Sample(prompt, QA_PREFIX, question.answers, 32, {"documents": len(chosen)})
 
     return filled(name, make, min_size=0, score=score_any, num_samples=len(questions))

@@ -136,8 +136,8 @@ def filled(
 def check_index(name: str, index: int, num_samples: int | None) -> None:
     """Raises ValueError where there is no sample of that number."""
     if index < 0 or (num_samples is not None and index >= num_samples):
-        held = "any number of" if num_samples is None else num_samples
-        raise ValueError(f"index={index}: must be from 0, {name} has {held} samples")
+        number = "any number of" if num_samples is None else num_samples
+        raise ValueError(f"index={index}: must be from 0, {name} has {number} samples")
 
 
 def count_tokens(encode: EncodeFn, sample: Sample) -> int:
