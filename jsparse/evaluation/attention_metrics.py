@@ -1,4 +1,4 @@
-"""Measures what a policy's selections miss, by layer and head, on the queries of real text.
+"""Measures the errors of a policy's selections by layer and head, on queries of real text.
 
 `measured` wraps a policy: it decodes as before, and its state also sums up how each selection
 compares with dense attention on the same query and cache. The decode step does not know of it.

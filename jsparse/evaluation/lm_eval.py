@@ -235,7 +235,7 @@ class JSparseLM(TemplateLM):
     ) -> list[float]:
         """Computes log-likelihoods of whole texts, in windows of max_length tokens.
 
-        They are dense, whatever the policy.
+        They are dense under every policy.
         """
         texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
         windows = [text_windows(ids, self.prefix_token_id, self.max_length) for ids in texts]
@@ -252,7 +252,7 @@ class JSparseLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Computes log-likelihoods of continuations, and whether dense greedy decoding gives them.
 
-        They are dense, whatever the policy.
+        They are dense under every policy.
 
         Raises:
             ValueError: a continuation is empty, or alone exceeds max_length.

@@ -121,7 +121,7 @@ class _Checks:
             return Finding(rule, False, str(broken))
         except _Skip as reason:
             return Finding(rule, None, str(reason))
-        except Exception as error:  # whatever the policy's code raises
+        except Exception as error:  # the policy's code may raise any error
             return Finding(rule, False, one_line(error))
         return Finding(rule, True)
 
@@ -132,7 +132,7 @@ class _Checks:
             if isinstance(self._changes, Exception):
                 return self._changes
             assert self._base
-        except Exception as error:  # whatever the policy's code raises
+        except Exception as error:  # the policy's code may raise any error
             return error
         return None
 
@@ -140,7 +140,7 @@ class _Checks:
     def _owned(self) -> bool:
         try:
             owners(self.policy, self._spec)
-        except Exception:  # whatever `init` raises
+        except Exception:  # `init` may raise any error
             return False
         return True
 
@@ -155,7 +155,7 @@ class _Checks:
             self._trace_watched()
         except Violation as broken:
             return str(broken)
-        except Exception as error:  # whatever the policy's code raises
+        except Exception as error:  # the policy's code may raise any error
             return error
         return None
 
