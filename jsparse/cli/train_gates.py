@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jsparse.models.config import ModelConfig
     from jsparse.models.tokenizer import Tokenizer
     from jsparse.train.data import Source
-    from jsparse.train.trainer import Settings
+    from jsparse.train.settings import Settings
 
 
 @takes_model
@@ -74,7 +74,7 @@ def train_gates(options: TrainGatesOptions) -> None:
 def _settings(options: TrainGatesOptions, config: "ModelConfig") -> "Settings":
     """Returns the settings; two of the defaults depend on the model and the family."""
     from jsparse.train.families import one_in_eight
-    from jsparse.train.trainer import Settings
+    from jsparse.train.settings import Settings
 
     given: Any = {
         "target": one_in_eight(config.num_layers, config.num_kv_heads)

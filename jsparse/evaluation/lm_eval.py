@@ -239,10 +239,8 @@ class JSparseLM(TemplateLM):
         """
         texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
         windows = [text_windows(ids, self.prefix_token_id, self.max_length) for ids in texts]
-        scores = iter(self._loglikelihood_tokens(list(itertools.chain(*windows)), disable_tqdm))
-        sums = [
-            sum(value for value, _ in itertools.islice(scores, len(parts))) for parts in windows
-        ]
+        pairs = iter(self._loglikelihood_tokens(list(itertools.chain(*windows)), disable_tqdm))
+        sums = [sum(value for value, _ in itertools.islice(pairs, len(parts))) for parts in windows]
         for request, value in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
         return sums
