@@ -7,7 +7,7 @@ import pytest
 from tiny import read_only
 
 from jsparse.cache import StepView
-from jsparse.runtime import prefill
+from jsparse.runtime import chunk_attention, prefill
 from jsparse.runtime import rows as driver
 from jsparse.runtime.decoding import with_logits
 from jsparse.runtime.owners import clear_rows
@@ -52,7 +52,7 @@ class Crowd:
         new = np.array([prompt], np.int32)
         tokens = np.pad(new, ((0, 0), (0, -new.size % self.chunk)))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: self.chunk)
+            patch.setattr(chunk_attention, "chunk_tokens", lambda decoder, batch: self.chunk)
             carry = prefill.read_prompts(
                 *(p.decoder, policy, p.weights, tokens, np.array([new.size]), carry),
                 beside=self.beside,

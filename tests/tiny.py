@@ -19,7 +19,7 @@ from jsparse.model_facts.key_constants import KeyConstants
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy
-from jsparse.runtime import capacity, prefill, sampling
+from jsparse.runtime import capacity, chunk_attention, prefill, sampling
 from jsparse.runtime.owners import clear_rows
 from jsparse.runtime.reading import PrefillResult, first_logits
 from jsparse.runtime.session import Session
@@ -65,7 +65,7 @@ def engine_logits(
     spec = capacity.cache_spec(params, prompts, steps, max_length, page_size)
     session = Session(params, as_policy(policy), spec, steps_per_program=steps_per_program)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: chunk)
+        patch.setattr(chunk_attention, "chunk_tokens", lambda decoder, batch: chunk)
         session.read(prompts)
     return forced_logits(session, forced, knobs)
 
@@ -115,7 +115,7 @@ def pooled_logits(
         for b, ids in enumerate(rows):
             tokens[b, : len(ids)] = ids
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: chunk)
+            patch.setattr(chunk_attention, "chunk_tokens", lambda decoder, batch: chunk)
             carry = prefill.read_prompts(
                 *(params.decoder, policy, params.weights, tokens, lengths, carry),
                 beside=read_only(params, policy),

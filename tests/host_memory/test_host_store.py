@@ -28,7 +28,7 @@ from jsparse.host_memory.host_store import OnHost
 from jsparse.host_memory.pool import HostPool
 from jsparse.host_memory.store import store_of
 from jsparse.policies.expressions import parse
-from jsparse.runtime import capacity, prefill
+from jsparse.runtime import capacity, chunk_attention
 from jsparse.runtime import rows as driver
 from jsparse.runtime.session import Session
 
@@ -106,7 +106,7 @@ def further_turn(expression, second=((5, 8, 13), (21, 34))):
     spec = spec_of(params(), 2, page_size=PAGE, num_pages=12)
     held = Session(params(), parse(expression), spec, resumable=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: CHUNK)
+        patch.setattr(chunk_attention, "chunk_tokens", lambda decoder, batch: CHUNK)
         held.read(PROMPTS)
         first = forced_logits(held, FORCED[:, :20])
         held.read(second)

@@ -32,7 +32,7 @@ from jsparse.model_facts.key_constants import KEY_CONSTANTS, frame_at, into_fram
 from jsparse.pallas_kernels.int4_keys import dequantise, quantise
 from jsparse.policies import channel_ranking
 from jsparse.policies.double_sparsity import double_sparsity, key_magnitudes
-from jsparse.runtime import chunk_attention, prefill
+from jsparse.runtime import chunk_attention
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import decode_step
 from jsparse.runtime.session import Session
@@ -64,7 +64,7 @@ def primed(policy, prompts=PROMPTS, *, chunk=512, num_pages=8):
     params = tiny_params(LAYERS)
     spec = spec_of(params, len(prompts), page_size=PAGE, num_pages=num_pages)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: chunk)
+        patch.setattr(chunk_attention, "chunk_tokens", lambda decoder, batch: chunk)
         session = Session(params, policy, spec)
         session.read(prompts)
     return session.held.cache, session.held.state

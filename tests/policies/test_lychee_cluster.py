@@ -22,7 +22,7 @@ from jsparse.policies.clusters.chunking import Chunks, cut_on
 from jsparse.policies.clusters.engine import outside
 from jsparse.policies.clusters.joining import join
 from jsparse.policies.expressions import parse
-from jsparse.runtime import prefill
+from jsparse.runtime import chunk_attention
 from jsparse.runtime.session import Session
 
 PAGE, ROWS, HEADS, GROUP, DIM, VOCAB = 8, 2, 2, 2, 16, 50
@@ -572,7 +572,9 @@ def test_chunks_do_not_depend_on_how_the_prompt_was_read():
     for chunk in (512, 16):
         session = Session(params, parse(policy), spec_of(params, 2))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prefill, "chunk_tokens", lambda decoder, batch, chunk=chunk: chunk)
+            patch.setattr(
+                chunk_attention, "chunk_tokens", lambda decoder, batch, chunk=chunk: chunk
+            )
             session.read(prompts)
         states.append(jax.device_get(session.held.state))
     for whole, pieces in zip(states[0][:2], states[1][:2], strict=True):

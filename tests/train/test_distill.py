@@ -14,7 +14,7 @@ from slow_model import SlowModel, SlowRow, attend, logits_of, softmax
 from tiny import VOCAB, assert_close, tiny_params
 
 from jsparse.models.transformer import to_logits
-from jsparse.runtime import prefill
+from jsparse.runtime import chunk_attention
 from jsparse.runtime.scoring import dense_pass
 from jsparse.train import distill
 from jsparse.train.data import Source, TrainingSample
@@ -47,7 +47,7 @@ def taught(batch):
 def given():
     """Reads contexts in three pieces, the last two without tokens of the shorter rows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "chunk_tokens", lambda decoder, rows: 16)
+        patch.setattr(chunk_attention, "chunk_tokens", lambda decoder, rows: 16)
         return taught(batch_of(40))
 
 
