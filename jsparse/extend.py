@@ -32,7 +32,7 @@ from jsparse.hooks import (
     StatsFn,
     UpdateFn,
 )
-from jsparse.hyper_parameters import below_one, fraction, one_of, whole_number
+from jsparse.hyper_parameters import below_one, flag, fraction, number_in, one_of, whole_number
 from jsparse.pallas_kernels.compact_pages import compact_pages
 from jsparse.pallas_kernels.threshold_select import Budget, Threshold, TopK, TopP, threshold_select
 from jsparse.partials import ListedLogits, Stats, StatsKind, Summary, merge
@@ -92,12 +92,14 @@ __all__ = [
     "builder",
     "compact_pages",
     "everything",
+    "flag",
     "fraction",
     "from_page_mask",
     "from_token_mask",
     "knob",
     "merge",
     "nothing",
+    "number_in",
     "one_of",
     "page_policy",
     "paged",

@@ -72,7 +72,9 @@ def checkout(tmp_path, monkeypatch):
 def test_a_method_and_its_entry_are_all_that_the_lists_need(checkout):
     (checkout / "jsparse" / "policies" / "newest.py").write_text(MODULE)
     text = (checkout / REGISTRY).read_text("utf-8")
-    text = text.replace("\n\n\nclass", "\nfrom jsparse.policies.newest import newest\n\n\nclass", 1)
+    text = text.replace(
+        "\n\nREGISTRY", "\nfrom jsparse.policies.newest import newest\n\nREGISTRY", 1
+    )
     text = text.replace("    Method(\n        quest,", f"{ENTRY}    Method(\n        quest,")
     (checkout / REGISTRY).write_text(text, "utf-8")
 

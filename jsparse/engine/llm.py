@@ -100,8 +100,7 @@ class LLM:
             trust_remote_code: false; no code that comes with a checkpoint is ever run.
 
         Raises:
-            ValueError: an option is out of its range or is refused, the policy cannot be served, or
-                memory does not suffice.
+            ValueError: an option is refused, the policy cannot be served, or memory is too small.
             TypeError: there is no option of that name.
         """
         self.engine = Engine(

@@ -5,7 +5,6 @@ written from these entries by .ci/policy_tables.py, which reads them without imp
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
 
 from jsparse.builder import dense
 from jsparse.policies.ada_kv import ada_kv
@@ -21,6 +20,7 @@ from jsparse.policies.hard_kv import hard_kv
 from jsparse.policies.lfps import lfps
 from jsparse.policies.lychee_cluster import lychee_cluster
 from jsparse.policies.lychee_decode import lychee_decode
+from jsparse.policies.method import Method
 from jsparse.policies.offloaded import offloaded
 from jsparse.policies.oracle import oracle_top_k, oracle_top_p
 from jsparse.policies.quest import quest
@@ -31,33 +31,6 @@ from jsparse.policies.streaming import streaming
 from jsparse.policies.tidal import tidal
 from jsparse.policies.twilight import twilight
 from jsparse.policy import AnyPolicy
-
-
-class Method(NamedTuple):
-    """Registers a method, with what the docs say of it.
-
-    All texts are literals, given by name. The arguments in docs/policies.md are those of the
-    builder, and the link to a paper comes from the arXiv id in the docstring of its module.
-
-    Attributes:
-        build: the builder.
-        attends: what it attends to, for docs/policies.md.
-        kind: the part of docs/api.md that it belongs to.
-        paper: the method's name in its paper; empty if there is none.
-        calls: calls in the README's row, with the arguments that matter most; empty for a call
-            without arguments. Methods that are alike share the row of the first.
-        gist: what it attends to, for the README; empty if that is `attends`.
-        when: when to use it, for the README; empty if another method's row names it.
-    """
-
-    build: Callable[..., AnyPolicy]
-    attends: str
-    kind: Literal["selects", "evicts", "wraps"] = "selects"
-    paper: str = ""
-    calls: str = ""
-    gist: str = ""
-    when: str = ""
-
 
 REGISTRY: tuple[Method, ...] = (
     Method(

@@ -7,10 +7,8 @@ Where we differ: a head's share has a ceiling, `cap`, so that the memory that a 
 beforehand; and as in snapkv the query heads of a group choose together.
 """
 
-from math import inf
-
 from jsparse.builder import builder
-from jsparse.hyper_parameters import fraction, whole_number
+from jsparse.hyper_parameters import fraction, number_in, whole_number
 from jsparse.policies.eviction.budgets import MAX_SLOTS, CountBounds, competing_room, joint
 from jsparse.policies.eviction.engine import evicting
 from jsparse.policies.eviction.settings import Settings
@@ -40,8 +38,7 @@ def ada_kv(
     whole_number("window", window, 1)
     room = competing_room(budget, window)
     fraction("floor", floor)
-    if isinstance(cap, bool) or not isinstance(cap, int | float) or not 1 <= cap < inf:
-        raise ValueError(f"cap={cap!r}: must be a finite number of at least 1")
+    number_in("cap", cap, "[1, inf)")
     largest = min(int(cap * budget), MAX_SLOTS)
     bounds = CountBounds(int(floor * room), largest - window, room)
     settings = Settings(

@@ -20,7 +20,7 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 
 from jsparse.builder import builder
-from jsparse.hyper_parameters import fraction, one_of, whole_number
+from jsparse.hyper_parameters import flag, fraction, one_of, whole_number
 from jsparse.policies.eviction import budgets as rules
 from jsparse.policies.eviction.engine import evicting
 from jsparse.policies.eviction.settings import ScoreFn, Settings
@@ -85,8 +85,7 @@ def hard_kv(
     fraction("p", p)
     one_of("metric", metric, get_args(Metric))
     one_of("budgets", budgets, get_args(Budgets))
-    if not isinstance(merge, bool):
-        raise ValueError(f"merge={merge!r}: must be True or False")
+    flag("merge", merge)
     whole_number("window", window, 1)
     newest = window if recent is None else recent
     whole_number("recent", newest, 1)

@@ -32,7 +32,7 @@ from jaxtyping import Array, BFloat16, Float, Float32
 from jsparse.builder import builder
 from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView, physical_pages
 from jsparse.hooks import PrefillView
-from jsparse.hyper_parameters import below_one, fraction, one_of, whole_number
+from jsparse.hyper_parameters import below_one, flag, fraction, number_in, one_of, whole_number
 from jsparse.pallas_kernels.table_candidates import Best, table_candidates
 from jsparse.pallas_kernels.table_update import table_update
 from jsparse.partials import ListedLogits, Stats, group_weights, softmax_partial
@@ -75,7 +75,7 @@ class Settings(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Holds one layer's Φ and Ψ, both times decay^-(steps since `Past.born`).
+    """Holds one layer's Φ and Ψ, both times decay^-(steps since `History.born`).
 
     What decays is left as it is, and what is new is added on a larger scale. bfloat16 has float32's
     range, and 8 bits are enough for numbers that are compared: an entry that is attended to at each
@@ -143,15 +143,13 @@ def lfps(
     """
     fraction("budget", budget)
     one_of("candidates", candidates, get_args(Candidates))
-    if isinstance(a, bool) or not isinstance(a, int | float) or not 0 < a < math.inf:
-        raise ValueError(f"a={a!r}: must be a finite number above 0")
-    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
-        raise ValueError(f"decay={decay!r}: must be a number above 0 and below 1")
+    number_in("a", a, "(0, inf)")
+    number_in("decay", decay, "(0, 1)")
     below_one("penalty", penalty)
-    one_of("exact", exact, (True, False))
+    flag("exact", exact)
     one_of("bypass", bypass, (True, False, "mean"))
-    one_of("floor", floor, (True, False))
-    one_of("aligned", aligned, (True, False))
+    flag("floor", floor)
+    flag("aligned", aligned)
     whole_number("wider", wider, minimum=1)
     if candidates == "threshold" and not exact:
         raise ValueError("candidates='threshold': must be 'top' where exact=False")

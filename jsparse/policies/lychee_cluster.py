@@ -26,7 +26,7 @@ scale stays.
 from typing import Literal, get_args
 
 from jsparse.builder import builder
-from jsparse.hyper_parameters import one_of, whole_number
+from jsparse.hyper_parameters import flag, one_of, whole_number
 from jsparse.policies.clusters.engine import Classes, Settings, cluster_policy, require_budget
 from jsparse.policies.clusters.index import CentroidPooling, Form
 from jsparse.policy import Policy
@@ -87,11 +87,9 @@ def lychee_cluster(
     one_of("rank", rank, get_args(Rank))
     one_of("pooling", pooling, get_args(CentroidPooling))
     one_of("centroid_dtype", centroid_dtype, (None, *get_args(CentroidDtype)))
-    if type(levels) is not int or levels not in (1, 2):
-        raise ValueError(f"levels={levels!r}: must be 1 or 2")
-    for name, flag in (("normalise", normalise), ("exact", exact)):
-        if not isinstance(flag, bool):
-            raise ValueError(f"{name}={flag!r}: must be True or False")
+    one_of("levels", levels, (1, 2))
+    flag("normalise", normalise)
+    flag("exact", exact)
     if exact and (rank, levels) != ("bound", 2):
         raise ValueError("exact=True: needs rank='bound' and levels=2")
     whole_number("budget", budget, 1)
@@ -107,7 +105,10 @@ def lychee_cluster(
         shortest = longest
     whole_number("recent", recent, longest - shortest + 1)  # what decides where a chunk ends
     form = Form(
-        *(longest, cluster_size, pooling, normalise),
+        longest=longest,
+        cluster_size=cluster_size,
+        pooling=pooling,
+        normalise=normalise,
         radii=rank == "bound",
         units=levels == 2,
         in_bytes=centroid_dtype == "int8",

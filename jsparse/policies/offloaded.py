@@ -9,7 +9,7 @@ host memory itself, and any policy whose index is small beside K and V works.
 from typing import Literal, get_args
 
 from jsparse.builder import builder, require_offloadable, require_policy
-from jsparse.hyper_parameters import whole_number
+from jsparse.hyper_parameters import flag, one_of, whole_number
 from jsparse.policy import Offload, Policy
 
 Reads = Literal["in_place", "gather"]
@@ -35,10 +35,8 @@ def offloaded(
     """
     require_policy("policy", policy)
     whole_number("tail", tail, 1)
-    if reads not in (None, *get_args(Reads)):
-        raise ValueError(f"reads={reads!r}: must be None or one of {list(get_args(Reads))}")
-    if not isinstance(prefetch, bool):
-        raise ValueError(f"prefetch={prefetch!r}: must be True or False")
+    one_of("reads", reads, (None, *get_args(Reads)))
+    flag("prefetch", prefetch)
     if prefetch and reads == "in_place":
         raise ValueError("reads='in_place': must be None or 'gather' where prefetch=True")
     if policy.offload is not None:

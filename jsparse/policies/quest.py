@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from jsparse.builder import builder
 from jsparse.cache import LayerCache, StepView
 from jsparse.hooks import State
-from jsparse.hyper_parameters import one_of, whole_number
+from jsparse.hyper_parameters import number_in, one_of, whole_number
 from jsparse.model_facts.key_constants import KEY_CONSTANTS, KeyFrame, frame_at
 from jsparse.pallas_kernels import key_bounds
 from jsparse.pallas_kernels.bounds_append import bounds_append
@@ -76,8 +76,7 @@ def quest(
     """
     whole_number("budget", budget, 1)
     one_of("bounds_dtype", bounds_dtype, FORMS)
-    if isinstance(slack, bool) or not isinstance(slack, int | float) or not 0 <= slack <= 1:
-        raise ValueError(f"slack={slack!r}: must be a number from 0 to 1")
+    number_in("slack", slack, "[0, 1]")
     one_of("group", group, get_args(GroupQueries))
     settings = Settings(budget, bounds_dtype, slack, group)
     build = framed_sidecar if settings.framed else sidecar

@@ -181,7 +181,7 @@ def test_host_memory_that_is_too_small_is_refused_before_anything_moves(monkeypa
         ("offloaded(offloaded(quest()))", "must not be offloaded already"),
         ("offloaded(3)", "policy=3: must be a policy"),
         ("offloaded(quest(), tail=0)", "tail=0: must be an integer of at least 1"),
-        ("offloaded(quest(), reads='slowly')", "reads='slowly': must be None or one of"),
+        ("offloaded(quest(), reads='slowly')", "reads='slowly': must be one of"),
         ("offloaded(lfps(), prefetch=2)", "prefetch=2: must be True or False"),
         ("offloaded(quest(), prefetch=True)", r"prefetch=True: quest\(.* must know what it"),
         ("offloaded(lfps(exact=True), prefetch=True)", "prefetch=True: .* without a query"),
