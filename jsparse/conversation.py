@@ -102,7 +102,7 @@ class Conversation:
     def _session_for(self, prompt: list[int], options: SamplingParams) -> tuple[Session, list[int]]:
         """Returns the session that answers next, and the tokens that it has to read."""
         minimum = capacity.cache_spec(
-            *(self._params, [prompt], options.max_tokens, self._max_length, self._page_size)
+            self._params, [prompt], options.max_tokens, self._max_length, self._page_size
         )
         needed = len(prompt) + options.max_tokens
         held, read = self._session, self._read

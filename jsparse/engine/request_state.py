@@ -51,7 +51,10 @@ class RequestState:
         # what another thread adds in the meantime is in all of it or in none
         made = [growing.output(new=new) for growing in self.growing]
         return RequestOutput(
-            *(self.request_id, self.prompt, self.ids, made),
+            self.request_id,
+            self.prompt,
+            self.ids,
+            made,
             max(answer.cached for answer in self.answers),
             self.metrics,
             all(answer.finish_reason is not None for answer in made),

@@ -89,8 +89,11 @@ class Runner:
         """Has all programs compiled that an answer which is alone will run."""
         request = self._request_of(chunk.answer)
         self._programs.expect_answer(
-            *(chunk.start, len(request.ids), request.sampling.max_tokens),
-            *(chunk.slot, choice_of(request)),
+            chunk.start,
+            end=len(request.ids),
+            new_tokens=request.sampling.max_tokens,
+            slot=chunk.slot,
+            choice=choice_of(request),
         )
 
     def _read(self, chunk: Chunk) -> list[PendingResults]:
@@ -103,8 +106,13 @@ class Runner:
         groups[: len(chunk.groups)] = chunk.groups
         name, static = ("replay", {}) if chunk.replay else ("read", {"last": chunk.last})
         self._batch, prompt, done = self._programs.run(
-            *(name, self._batch, self._prompts.pop(chunk.answer), tokens, groups),
-            *(np.int32(chunk.start), np.int32(chunk.valid)),
+            name,
+            self._batch,
+            self._prompts.pop(chunk.answer),
+            tokens,
+            groups,
+            np.int32(chunk.start),
+            np.int32(chunk.valid),
             size=chunk.size,
             **static,
         )
@@ -113,7 +121,11 @@ class Runner:
             return [PendingResults(done, [])]
         choice = choice_of(request)
         self._batch, packed = self._programs.run(
-            *("join", self._batch, prompt, np.int32(chunk.slot), groups),
+            "join",
+            self._batch,
+            prompt,
+            np.int32(chunk.slot),
+            groups,
             np.int32(chunk.start + chunk.valid),
             self._neutral if choice == "greedy" else self._sampling(request),
             knob_row(request, self._spec.knobs),
@@ -127,7 +139,9 @@ class Runner:
             counts[row.slot] = row.steps
         wanted = {choice_of(self._request_of(row.answer)) for row in rows}
         self._batch, packed = self._programs.run(
-            *("decode", self._batch, counts),
+            "decode",
+            self._batch,
+            counts,
             size=len(counts),
             count=steps,
             choice=max(wanted, key=[*CHOICES].index),

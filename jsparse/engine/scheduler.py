@@ -149,8 +149,15 @@ class Scheduler:
             self.decoding.append(answer)
             answer.phase, answer.sent = Phase.DECODING, 1
         return Chunk(
-            *(answer.number, answer.slot, fresh, replay, start, valid, size, last),
-            list(answer.groups),
+            answer=answer.number,
+            slot=answer.slot,
+            fresh=fresh,
+            replay=replay,
+            start=start,
+            valid=valid,
+            size=size,
+            last=last,
+            groups=list(answer.groups),
         )
 
     def _shareable(self, answer: Answer) -> int:

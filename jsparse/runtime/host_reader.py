@@ -41,7 +41,10 @@ Streamer = Callable[[str], Any] | TokenStreamer
 def text_stream(tokenizer: Tokenizer | None, own: SamplingParams) -> TextStream:
     """Returns what makes the text of an answer with these options."""
     return TextStream(
-        *(tokenizer, tuple(own.stop or ()), own.include_stop_str_in_output, own.min_tokens),
+        tokenizer,
+        tuple(own.stop or ()),
+        include_stop=own.include_stop_str_in_output,
+        min_tokens=own.min_tokens,
         skip_special=own.skip_special_tokens,
     )
 

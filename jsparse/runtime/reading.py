@@ -97,7 +97,12 @@ class Reading:
         decoder, weights = params.decoder, params.weights
         carry = store.committed(self._begin() if before is None else self._resume(*before))
         carry = prefill.read_prompts(
-            *(decoder, policy, weights, prompts.tokens, prompts.lengths, carry),
+            decoder,
+            policy,
+            weights,
+            prompts.tokens,
+            prompts.lengths,
+            carry,
             beside=ReadOnly(constants(params, policy, report)),
             store=store,
             report=report,
