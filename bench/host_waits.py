@@ -77,7 +77,7 @@ def served(
             engine.step()
         seconds.append(time.perf_counter() - began)
         dispatch.append(engine.counters.dispatch_seconds - before)
-        tokens = [each.growing[0].token_ids for each in answers]
+        tokens = [each.builders[0].token_ids for each in answers]
     return {"seconds": spread(seconds), "dispatch": spread(dispatch), "tokens": digest(tokens)}
 
 

@@ -63,7 +63,7 @@ def draw(shown: "Inspection", expression: str, file: Path) -> None:
     )
     axis.set_xlabel("position")
     axis.set_ylabel(f"layer, {heads} KV heads each")
-    axis.set_title(f"{expression}: {shown.told}", fontsize=9, loc="left")
+    axis.set_title(f"{expression}: {shown.description}", fontsize=9, loc="left")
     figure.tight_layout()
     figure.savefig(file)
     plt.close(figure)

@@ -61,14 +61,14 @@ def check_policy(
 
 
 def _plain(finding: "Finding") -> dict[str, str | bool | None]:
-    return {"name": finding.rule.name, "kept": finding.kept, "told": finding.told}
+    return {"name": finding.rule.name, "kept": finding.kept, "detail": finding.detail}
 
 
 def _show(finding: "Finding") -> None:
     rule = finding.rule
     print(f"{MARKS[finding.kept]:6}  {rule.name:10}  {rule.promise}")
     if finding.kept is None:
-        print(f"{'':20}not checked: {finding.told}")
+        print(f"{'':20}not checked: {finding.detail}")
     elif not finding.kept:
-        for name, text in (("seen", finding.told), ("rule", rule.contract), ("fix", rule.fix)):
+        for name, text in (("seen", finding.detail), ("rule", rule.contract), ("fix", rule.fix)):
             print(f"{'':20}{name}: {text}")

@@ -87,7 +87,7 @@ def show(inspection: "Inspection", layer: int | None) -> None:
         f"{short_name(inspection.policy)}, {length} tokens, {inspection.prompt_tokens} of them the "
         "prompt's"
     )
-    console.print(f"attended to {inspection.told}; next token {inspection.next_token!r}")
+    console.print(f"attended to {inspection.description}; next token {inspection.next_token!r}")
     where = "" if layer is None else f" of layer {layer}"
     per_cell = "" if columns == length else f", about {length / columns:.1f} tokens per column"
     console.print(f"\n{name}s{where} by position, oldest first{per_cell}", style="bold")

@@ -38,8 +38,8 @@ class _Listener:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.news = asyncio.Event()
-        self.served: RequestState | None = None
+        self.ready = asyncio.Event()
+        self.state: RequestState | None = None
         self.error: BaseException | None = None
         self.aborted = False
 
@@ -115,10 +115,10 @@ class AsyncEngine:
             EngineFull: too many requests wait.
             EngineError: the engine has failed.
         """
-        async with aclosing(self.follow(prompt, sampling_params, request_id)) as news:
-            async for served in news:
-                output = served.output()
-                if served.metrics.token_times or output.finished:
+        async with aclosing(self.follow(prompt, sampling_params, request_id)) as updates:
+            async for state in updates:
+                output = state.output()
+                if state.metrics.token_times or output.finished:
                     yield output
                 if output.finished:
                     return
@@ -152,13 +152,13 @@ class AsyncEngine:
             self._tell(lambda: self._add(request, name, text, listener))
             finished = False
             while not finished:
-                await listener.news.wait()
-                listener.news.clear()
+                await listener.ready.wait()
+                listener.ready.clear()
                 if listener.error is not None:
                     raise listener.error
-                assert listener.served is not None
-                finished = listener.served.finished
-                yield listener.served
+                assert listener.state is not None
+                finished = listener.state.finished
+                yield listener.state
         finally:
             with suppress(EngineError):
                 self._tell(lambda: self._leave(name, listener))
@@ -213,11 +213,11 @@ class AsyncEngine:
         with self._awake:
             while not (self._inbox or self._closing or self._busy):
                 self._awake.wait()
-            told = list(self._inbox)
+            calls = list(self._inbox)
             self._inbox.clear()
             if self._closing:
                 return False
-        for what in told:
+        for what in calls:
             what()
         if self._busy:
             try:
@@ -232,7 +232,7 @@ class AsyncEngine:
 
     def _add(self, request: Request, name: str, text: str | None, listener: _Listener) -> None:
         try:
-            listener.served = self.engine.add(request, request_id=name, prompt=text)
+            listener.state = self.engine.add(request, request_id=name, prompt=text)
         except Exception as error:
             listener.error = error
         self._wake([listener])
@@ -244,9 +244,9 @@ class AsyncEngine:
         if listener is None:
             return
         listener.aborted = True
-        served = self.engine.abort(name)
-        if served is not None:
-            listener.served = served
+        state = self.engine.abort(name)
+        if state is not None:
+            listener.state = state
             self._wake([listener])
 
     def _leave(self, name: str, listener: _Listener) -> None:
@@ -255,15 +255,15 @@ class AsyncEngine:
             self.engine.abort(name)
             del self._listeners[name]
 
-    def _spread(self, news: list[RequestState]) -> None:
+    def _spread(self, updates: list[RequestState]) -> None:
         """Wakes the coroutines whose requests have new tokens."""
-        heard = []
-        for served in news:
-            listener = self._listeners.get(served.request_id)
+        group = []
+        for state in updates:
+            listener = self._listeners.get(state.request_id)
             if listener is not None:
-                listener.served = served
-                heard.append(listener)
-        self._wake(heard)
+                listener.state = state
+                group.append(listener)
+        self._wake(group)
 
     def _fail(self, error: BaseException) -> None:
         listeners = list(self._listeners.values())
@@ -276,6 +276,6 @@ class AsyncEngine:
         by_loop: dict[asyncio.AbstractEventLoop, list[_Listener]] = {}
         for listener in listeners:
             by_loop.setdefault(listener.loop, []).append(listener)
-        for loop, heard in by_loop.items():
+        for loop, group in by_loop.items():
             with suppress(RuntimeError):  # the loop has been closed, and with it who waited
-                loop.call_soon_threadsafe(lambda heard=heard: [each.news.set() for each in heard])
+                loop.call_soon_threadsafe(lambda group=group: [each.ready.set() for each in group])

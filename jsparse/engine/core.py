@@ -112,7 +112,7 @@ class Engine:
         self._live: dict[int, tuple[RequestState, Answer, AnswerBuilder]] = {}
         self._requests: dict[str, RequestState] = {}
         self._numbers, self._names = itertools.count(), itertools.count()
-        self._flying: deque[PendingResults] = deque()
+        self._in_flight: deque[PendingResults] = deque()
         self._max_waiting, self.counters = max_waiting, Counters()
         self.error: BaseException | None = None
         self._runner = Runner(spec, self.programs, lambda number: self._live[number][2].request)
@@ -120,7 +120,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Returns whether nothing is left to do."""
-        return self.scheduler.idle and not self._flying
+        return self.scheduler.idle and not self._in_flight
 
     def check(self, request: Request) -> None:
         """Raises what `add` would raise.
@@ -176,7 +176,7 @@ class Engine:
             raise ValueError(f"request_id={request_id!r}: must not be that of a live request")
         now = self._clock() if arrived is None else arrived
         ran = policy_of(self.policy, request.sampling.policy)
-        served = RequestState(request_id, prompt, request.ids, [], [], RequestMetrics(now), ran)
+        state = RequestState(request_id, prompt, request.ids, [], [], RequestMetrics(now), ran)
         for index in range(request.sampling.n):
             # each answer draws from a stream of its own
             own = replace(request, stream=request.stream + (index << 20))
@@ -189,27 +189,27 @@ class Engine:
             )
             if self._log is not None:
                 self._log.asked(answer.number, own)
-            served.answers.append(answer)
+            state.answers.append(answer)
             keep = self._layer_stats is True
-            served.growing.append(
+            state.builders.append(
                 AnswerBuilder(own, index, self.params.tokenizer, keep_layers=keep)
             )
-        self._requests[request_id] = served
-        for answer, growing in zip(served.answers, served.growing, strict=True):
-            self._live[answer.number] = served, answer, growing
+        self._requests[request_id] = state
+        for answer, builder in zip(state.answers, state.builders, strict=True):
+            self._live[answer.number] = state, answer, builder
             self.scheduler.add(answer)
-        return served
+        return state
 
     def abort(self, request_id: str) -> RequestState | None:
         """Ends a request in whatever phase; returns it, or None if it has ended already."""
-        served = self._requests.get(request_id)
-        if served is None:
+        state = self._requests.get(request_id)
+        if state is None:
             return None
-        for answer, growing in zip(served.answers, served.growing, strict=True):
-            growing.end("abort")
+        for answer, builder in zip(state.answers, state.builders, strict=True):
+            builder.end("abort")
             self.scheduler.stop(answer)
-        self._forget(served)
-        return served
+        self._forget(state)
+        return state
 
     def step(self) -> list[RequestState]:
         """Dispatches the next plan and reads results that have had time to arrive.
@@ -248,44 +248,45 @@ class Engine:
                     self.counters.read_tokens += plan.chunk.valid
             self.counters.decode_steps += plan.steps
             self.counters.row_steps += sum(row.steps for row in plan.rows)
-            self._flying += self._runner.run(plan)
+            self._in_flight += self._runner.run(plan)
         dispatched = self._clock()
-        heard: dict[int, RequestState] = {}
-        lag = 0 if plan.empty or not self._flying else max(LAG, self._flying[-1].steps)
-        while self._flying and (
-            sum(flight.steps for flight in self._flying) > lag or self._flying[0].packed.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+        updates: dict[int, RequestState] = {}
+        lag = 0 if plan.empty or not self._in_flight else max(LAG, self._in_flight[-1].steps)
+        while self._in_flight and (
+            sum(pending.steps for pending in self._in_flight) > lag
+            or self._in_flight[0].packed.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
         ):
-            for served in self._take(self._flying.popleft()):
-                heard[id(served)] = served
+            for state in self._take(self._in_flight.popleft()):
+                updates[id(state)] = state
         self.counters.plan_seconds += planned - begun
         self.counters.dispatch_seconds += dispatched - planned
         self.counters.results_seconds += self._clock() - dispatched
-        return list(heard.values())
+        return list(updates.values())
 
-    def _take(self, flight: PendingResults) -> list[RequestState]:
+    def _take(self, pending: PendingResults) -> list[RequestState]:
         """Reads one program's results; returns the requests that they are for."""
-        results, now, heard = self._runner.results(flight), self._clock(), []
+        results, now, updates = self._runner.results(pending), self._clock(), []
         for number, tokens in results:
-            served, answer, growing = self._live.get(number, (None, None, None))
-            if served is None or answer is None or growing is None or growing.finish is not None:
+            state, answer, builder = self._live.get(number, (None, None, None))
+            if state is None or answer is None or builder is None or builder.finish is not None:
                 continue  # it ended while this was on its way
             for token in tokens:
-                if growing.finish is None:
-                    growing.take(token)
-                    served.metrics.token_times.append(now)
+                if builder.finish is None:
+                    builder.take(token)
+                    state.metrics.token_times.append(now)
                     self.counters.new_tokens += 1
-            heard.append(served)
-            if growing.finish is not None:
+            updates.append(state)
+            if builder.finish is not None:
                 self.scheduler.stop(answer)
                 if self._log is not None:
-                    self._log.answered(number, growing)
-                if served.finished:
-                    self._forget(served)
-        return heard
+                    self._log.answered(number, builder)
+                if state.finished:
+                    self._forget(state)
+        return updates
 
-    def _forget(self, served: RequestState) -> None:
-        self._requests.pop(served.request_id, None)
-        for answer in served.answers:
+    def _forget(self, state: RequestState) -> None:
+        self._requests.pop(state.request_id, None)
+        for answer in state.answers:
             self._live.pop(answer.number, None)
 
     @property
@@ -297,4 +298,4 @@ class Engine:
         self.error = error
         self._live.clear()
         self._requests.clear()
-        self._flying.clear()
+        self._in_flight.clear()

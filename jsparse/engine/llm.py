@@ -228,10 +228,10 @@ class LLM:
             while len(done) < len(names):
                 # an interrupt within a step would part a plan from what it dispatches
                 with interrupts_wait():
-                    news = engine.step()
-                for served in news:
-                    if served.finished and served.request_id in names:
-                        done[served.request_id] = output = served.output()
+                    updates = engine.step()
+                for state in updates:
+                    if state.finished and state.request_id in names:
+                        done[state.request_id] = output = state.output()
                         bar(sum(len(answer.token_ids) for answer in output.outputs))
                         if on_output is not None:
                             on_output(output)

@@ -169,7 +169,7 @@ class AnswerBuilder:
         self._attended = self._read = self._logprob = 0.0
         self._tokenizer, self._stream = tokenizer, text_stream(tokenizer, options)
         self._unread: list[int] = []
-        self._told = 0, 0  # tokens and characters that outputs have had
+        self._emitted = 0, 0  # tokens and characters that outputs have had
         self._lock = threading.Lock()
 
     def take(self, result: TokenResult) -> None:
@@ -222,9 +222,9 @@ class AnswerBuilder:
         """
         with self._lock:
             self._advance()
-            asked, (token, char) = self.request.sampling.logprobs, self._told if new else (0, 0)
+            asked, (token, char) = self.request.sampling.logprobs, self._emitted if new else (0, 0)
             text, (attended, read) = self._stream.shown(char), self.shares
-            self._told = len(self.token_ids), char + len(text)
+            self._emitted = len(self.token_ids), char + len(text)
             layers = self._layers[max(0, token - 1) :]
             return CompletionOutput(
                 index=self.index,

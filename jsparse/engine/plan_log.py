@@ -49,9 +49,9 @@ class PlanLog:
         """Writes a plan."""
         self._write(ended=plan.ended, chunk=plan.chunk, steps=plan.steps, rows=plan.rows)
 
-    def answered(self, number: int, growing: AnswerBuilder) -> None:
+    def answered(self, number: int, builder: AnswerBuilder) -> None:
         """Writes an answer that has ended."""
-        self._write(got=number, tokens=growing.token_ids, logprobs=growing.logprobs)
+        self._write(got=number, tokens=builder.token_ids, logprobs=builder.logprobs)
 
     def _write(self, **line: Any) -> None:
         with self._path.open("a", encoding="utf-8") as file:

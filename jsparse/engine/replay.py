@@ -51,13 +51,13 @@ def replay(
     cache = setup.pooled(rows, sizes)
     spec = setup.EngineSpec(params, policy, cache, sizes, knobs, engine["layer_stats"])
     runner = Runner(spec, Programs(spec), recorded.requests.__getitem__)
-    growing = {
+    builders = {
         nth: AnswerBuilder(request, 0, params.tokenizer)
         for nth, request in recorded.requests.items()
     }
     for plan in recorded.plans:
-        for flight in runner.run(plan):
-            for nth, tokens in runner.results(flight):
+        for pending in runner.run(plan):
+            for nth, tokens in runner.results(pending):
                 for token in tokens:
-                    growing[nth].take(token)
-    return {nth: (own.token_ids, own.logprobs) for nth, own in growing.items()}
+                    builders[nth].take(token)
+    return {nth: (own.token_ids, own.logprobs) for nth, own in builders.items()}

@@ -37,19 +37,19 @@ class RequestState:
     prompt: str | None
     ids: list[int]
     answers: list[Answer]
-    growing: list[AnswerBuilder]
+    builders: list[AnswerBuilder]
     metrics: RequestMetrics
     policy: str
 
     @property
     def finished(self) -> bool:
         """Returns whether all answers are complete."""
-        return None not in (growing.finish for growing in self.growing)
+        return None not in (builder.finish for builder in self.builders)
 
     def output(self, *, new: bool = False) -> RequestOutput:
         """Returns the request's answers as they are now, or what is `new` since the last output."""
         # what another thread adds in the meantime is in all of it or in none
-        made = [growing.output(new=new) for growing in self.growing]
+        made = [builder.output(new=new) for builder in self.builders]
         return RequestOutput(
             self.request_id,
             self.prompt,

@@ -55,27 +55,27 @@ class Runner:
 
     def run(self, plan: StepPlan) -> list[PendingResults]:
         """Dispatches a plan; returns what will come of it."""
-        flights = []
+        pending = []
         for number in plan.ended:
             self._prompts.pop(number, None)
         if plan.chunk is not None:
             alone = all(row.answer == plan.chunk.answer for row in plan.rows)
             if alone and plan.chunk.fresh and not plan.chunk.replay:
                 self._expect(plan.chunk)
-            flights += self._read(plan.chunk)
+            pending += self._read(plan.chunk)
         if plan.rows:
-            flights.append(self._decode(plan.steps, plan.rows))
+            pending.append(self._decode(plan.steps, plan.rows))
             self._service(plan.rows)
-        for flight in flights:
-            flight.packed.copy_to_host_async()
-        return flights
+        for results in pending:
+            results.packed.copy_to_host_async()
+        return pending
 
-    def results(self, flight: PendingResults) -> list[tuple[int, list[TokenResult]]]:
+    def results(self, pending: PendingResults) -> list[tuple[int, list[TokenResult]]]:
         """Returns each answer that a program decoded for, with its tokens, once they are there."""
-        packed = np.asarray(flight.packed)
+        packed = np.asarray(pending.packed)
         return [
             (answer, [self._unpacked(packed[nth, row]) for nth in range(steps)])
-            for answer, row, steps in flight.rows
+            for answer, row, steps in pending.rows
         ]
 
     def _unpacked(self, row: np.ndarray) -> TokenResult:

@@ -95,7 +95,7 @@ class Inspection(NamedTuple):
         return shares
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Returns the step's shares in words."""
         whose = "what is left" if self.evicts else "dense attention's weight"
         return f"{self.attended_fraction:.1%} of the tokens, with {self.covered:.1%} of {whose}"

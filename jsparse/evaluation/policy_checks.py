@@ -45,12 +45,12 @@ from jsparse.runtime.owners import owners
 class Finding(NamedTuple):
     """Says whether a policy keeps a rule; `kept` is None where the rule was not checked.
 
-    `told` describes the violation, or why the rule was not checked.
+    `detail` describes the violation, or why the rule was not checked.
     """
 
     rule: ContractRule
     kept: bool | None
-    told: str = ""
+    detail: str = ""
 
 
 class CheckResult(NamedTuple):

@@ -59,8 +59,8 @@ class Live:
                 {
                     "id": stream.name,
                     "phase": _phase(stream),
-                    "prompt_tokens": len(stream.served.ids),
-                    "tokens": sum(len(growing.token_ids) for growing in stream.served.growing),
+                    "prompt_tokens": len(stream.state.ids),
+                    "tokens": sum(len(builder.token_ids) for builder in stream.state.builders),
                 }
                 for stream in list(self._service.live.values())
             ],
@@ -88,9 +88,9 @@ class Live:
     def _attended(self) -> list[float] | None:
         """Returns the share that the newest steps attended to in each layer, over all answers."""
         newest = [
-            growing.layers
+            builder.layers
             for stream in list(self._service.live.values())
-            for growing in stream.served.growing
+            for builder in stream.state.builders
         ]
         known = [layers[0] for layers in newest if layers is not None]
         return np.mean(known, axis=0).tolist() if known else None
@@ -98,5 +98,5 @@ class Live:
 
 def _phase(stream: PromptStream) -> str:
     """Returns waiting, reading, decoding or ended: how far the last of the answers is."""
-    phases = [answer.phase for answer in stream.served.answers]
+    phases = [answer.phase for answer in stream.state.answers]
     return min(phases, key=lambda phase: phase.value).name.lower()

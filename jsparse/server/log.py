@@ -30,20 +30,20 @@ def show(level: str) -> None:
     own.propagate = False
 
 
-def of_request(served: RequestState) -> str:
+def of_request(state: RequestState) -> str:
     """Returns the line about a request that has ended, or that its client has left."""
-    metrics = served.metrics
+    metrics = state.metrics
     times = list(metrics.token_times)
-    parts = [f"{len(served.ids)} prompt tokens"]
-    if cached := max(answer.cached for answer in served.answers):
+    parts = [f"{len(state.ids)} prompt tokens"]
+    if cached := max(answer.cached for answer in state.answers):
         parts[0] += f" ({cached} cached)"
     parts.append(f"{len(times)} new")
     if times:
         parts.append(f"first after {times[0] - metrics.arrived:.2f} s")
         if len(times) > 1 and times[-1] > times[0]:
             parts.append(f"{(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s")
-    ends = sorted({growing.finish or "abort" for growing in served.growing})
-    return f"{served.request_id}: {', '.join(parts)}, {'/'.join(ends)}"
+    ends = sorted({builder.finish or "abort" for builder in state.builders})
+    return f"{state.request_id}: {', '.join(parts)}, {'/'.join(ends)}"
 
 
 class EngineSnapshot(NamedTuple):

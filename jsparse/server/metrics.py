@@ -61,28 +61,28 @@ class Metrics:
         """Returns everything in Prometheus' format."""
         return generate_latest(self._registry)
 
-    def begun(self, served: RequestState) -> None:
+    def begun(self, state: RequestState) -> None:
         """Counts a request that has its first token."""
-        metrics = served.metrics
-        self._prompt.inc(len(served.ids))
-        self.query_tokens += len(served.ids) * len(served.answers)
-        self.hit_tokens += sum(answer.cached for answer in served.answers)
+        metrics = state.metrics
+        self._prompt.inc(len(state.ids))
+        self.query_tokens += len(state.ids) * len(state.answers)
+        self.hit_tokens += sum(answer.cached for answer in state.answers)
         self._ttft.observe(metrics.time_to_first_token or 0.0)
         if metrics.scheduled is not None:
             self._queue.observe(metrics.scheduled - metrics.arrived)
 
-    def left(self, served: RequestState) -> None:
+    def left(self, state: RequestState) -> None:
         """Counts a request that has ended, or whose client has left."""
-        times = list(served.metrics.token_times)
-        for growing in served.growing:
-            self._success.labels(self._model, growing.finish or "abort").inc()
-            attended, read = growing.shares
+        times = list(state.metrics.token_times)
+        for builder in state.builders:
+            self._success.labels(self._model, builder.finish or "abort").inc()
+            attended, read = builder.shares
             if attended is not None and read is not None:
                 self._attended.observe(attended)
                 self._read.observe(read)
-        if served.finished and times:
-            self._e2e.observe(times[-1] - served.metrics.arrived)
-        if len(served.growing) == 1:
+        if state.finished and times:
+            self._e2e.observe(times[-1] - state.metrics.arrived)
+        if len(state.builders) == 1:
             # the tokens of one program come at one time
             for before, after in pairwise(dict.fromkeys(times)):
                 self._itl.observe(after - before)

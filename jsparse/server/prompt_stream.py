@@ -18,10 +18,10 @@ class PromptStream:
 
     Attributes:
         name: the request's name.
-        served: its state in the engine.
+        state: its state in the engine.
     """
 
-    served: RequestState
+    state: RequestState
 
     def __init__(
         self, service: "Service", name: str, ids: list[int], options: SamplingParams
@@ -33,13 +33,13 @@ class PromptStream:
 
     async def begin(self) -> None:
         """Hands the prompt to the engine; returns once it is accepted, else raises the reason."""
-        self.served = await anext(self._states)
+        self.state = await anext(self._states)
         self._service.live[self.name] = self
 
     async def deltas(self) -> AsyncGenerator[RequestOutput]:
         """Yields new output as it comes; the last one is `finished`."""
-        async for served in self._followed():
-            output = await self._service.texts.output(served, new=True)
+        async for state in self._followed():
+            output = await self._service.texts.output(state, new=True)
             if output.finished or any(answer.token_ids for answer in output.outputs):
                 yield output
             if output.finished:
@@ -47,31 +47,31 @@ class PromptStream:
 
     async def whole(self) -> RequestOutput:
         """Returns the output when it is finished."""
-        async for served in self._followed():
-            if served.finished:
+        async for state in self._followed():
+            if state.finished:
                 break
-        return await self._service.texts.output(self.served, new=False)
+        return await self._service.texts.output(self.state, new=False)
 
     async def close(self) -> None:
         """Leaves the engine, which drops unfinished answers."""
         if self._service.live.pop(self.name, None) is not None:
-            self._count_beginning(self.served)
-            self._service.metrics.left(self.served)
-            log.logger.info(log.of_request(self.served))
+            self._count_beginning(self.state)
+            self._service.metrics.left(self.state)
+            log.logger.info(log.of_request(self.state))
         await self._states.aclose()
 
     async def _followed(self) -> AsyncGenerator[RequestState]:
-        if self.served.finished:
-            yield self.served
+        if self.state.finished:
+            yield self.state
             return
-        async for served in self._states:
-            self._count_beginning(served)
-            yield served
+        async for state in self._states:
+            self._count_beginning(state)
+            yield state
 
-    def _count_beginning(self, served: RequestState) -> None:
-        if served.metrics.token_times and not self._begun:
+    def _count_beginning(self, state: RequestState) -> None:
+        if state.metrics.token_times and not self._begun:
             self._begun = True
-            self._service.metrics.begun(served)
+            self._service.metrics.begun(state)
 
 
 async def all_of[Result](works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:

@@ -51,9 +51,9 @@ class Texts:
         pool = self._of_short if size <= SHORT else self._encoders
         return await asyncio.get_running_loop().run_in_executor(pool, function, *given)
 
-    async def output(self, served: RequestState, *, new: bool) -> RequestOutput:
+    async def output(self, state: RequestState, *, new: bool) -> RequestOutput:
         """Returns a request's output, or the `new` part of it."""
-        return await self.made(partial(served.output, new=new))
+        return await self.made(partial(state.output, new=new))
 
     async def made[Result](self, make: Callable[[], Result]) -> Result:
         """Runs a function in the thread that makes outputs, and returns its result."""

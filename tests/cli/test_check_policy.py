@@ -39,8 +39,8 @@ def test_an_error_of_the_policy_s_is_a_finding_and_no_traceback():
     found = {rule["name"]: rule for rule in json.loads(ran.stdout)["rules"]}
     assert list(found) == [rule.name for rule in RULES]
     assert found["runs"]["kept"] is False
-    assert f"({BROKEN}:" in found["runs"]["told"]
-    assert found["rows"] == {"name": "rows", "kept": None, "told": "the policy does not run"}
+    assert f"({BROKEN}:" in found["runs"]["detail"]
+    assert found["rows"] == {"name": "rows", "kept": None, "detail": "the policy does not run"}
 
 
 @pytest.mark.parametrize(

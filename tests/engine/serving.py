@@ -71,7 +71,7 @@ def hold(engine: jsparse.AsyncEngine, patch: pytest.MonkeyPatch) -> threading.Ev
 
     def wake_and_wait(listeners):
         wake(listeners)
-        if any(each.served and each.served.metrics.token_times for each in listeners):
+        if any(each.state and each.state.metrics.token_times for each in listeners):
             go_on.wait(60)
 
     patch.setattr(engine, "_wake", wake_and_wait)
@@ -87,10 +87,10 @@ def hand_over(engine: jsparse.AsyncEngine, patch: pytest.MonkeyPatch) -> None:
     wake = engine._wake
 
     def wants_more(listener):
-        return listener.served.finished or bool(listener.news._waiters)
+        return listener.state.finished or bool(listener.ready._waiters)
 
     async def turns(listeners):
-        while any(each.news.is_set() or not wants_more(each) for each in listeners):
+        while any(each.ready.is_set() or not wants_more(each) for each in listeners):
             await asyncio.sleep(0.001)
 
     def wake_and_wait(listeners):

@@ -103,16 +103,16 @@ def test_what_is_new_adds_up(engine):
 
     async def run():
         texts, ids, logprobs, tops = ["", ""], [[], []], [[], []], [[], []]
-        news = engine.follow("w3 w14", asked)
-        first = await anext(news)
+        updates = engine.follow("w3 w14", asked)
+        first = await anext(updates)
         assert not first.metrics.token_times  # it is told that it has been taken in
-        async for served in news:
-            for nth, answer in enumerate(served.output(new=True).outputs):
+        async for state in updates:
+            for nth, answer in enumerate(state.output(new=True).outputs):
                 texts[nth] += answer.text
                 ids[nth] += answer.token_ids
                 logprobs[nth] += answer.token_logprobs
                 tops[nth] += answer.top_logprobs
-        whole = served.output()
+        whole = state.output()
         return list(zip(texts, ids, logprobs, tops, strict=True)), whole
 
     parts, whole = asyncio.run(run())
@@ -368,7 +368,7 @@ def test_what_nobody_foresaw_reaches_everyone(monkeypatch):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_dies_takes_nobody_along(monkeypatch):
     engine = an_engine()
-    monkeypatch.setattr(engine, "_spread", lambda news: 1 / 0)
+    monkeypatch.setattr(engine, "_spread", lambda updates: 1 / 0)
     with pytest.raises(jsparse.EngineError, match="thread has failed: ZeroDivisionError"):
         asyncio.run(last(engine, PROMPTS[1], options(70)))
     engine.close()

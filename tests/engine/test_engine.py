@@ -178,11 +178,11 @@ def asked(llm, prompt, options):
 
 def until(llm, reached, maximum=200):
     """Steps until something is so; the requests that were heard of."""
-    heard = []
+    updates = []
     for _ in range(maximum):
         if reached():
-            return heard
-        heard += llm.engine.step()
+            return updates
+        updates += llm.engine.step()
     raise AssertionError("never came about")
 
 
@@ -196,23 +196,23 @@ def test_abort_in_every_phase(dense, phase):
     engine.add(asked(dense, unread, greedy(20)), request_id="gone")
     number = max(engine._live)
     held = engine._live[number][1]
-    heard = []
+    updates = []
     if phase == "reading":
-        heard = until(dense, lambda: held in scheduler.reading and held.read > 0)
+        updates = until(dense, lambda: held in scheduler.reading and held.read > 0)
     elif phase == "decoding":
-        heard = until(dense, lambda: len(engine._live[number][2].token_ids) > 3)
+        updates = until(dense, lambda: len(engine._live[number][2].token_ids) > 3)
     elif phase == "in flight":
-        heard = until(dense, lambda: held.sent > 3 and bool(engine._flying))
+        updates = until(dense, lambda: held.sent > 3 and bool(engine._in_flight))
     elif phase == "ended":
-        heard = until(dense, lambda: "gone" not in engine._requests)
+        updates = until(dense, lambda: "gone" not in engine._requests)
     gone = engine.abort("gone")
     if phase == "ended":
         assert gone is None
     else:
         assert gone.output().outputs[0].finish_reason == "abort"
         assert gone.finished
-    heard += until(dense, lambda: engine.idle)
-    (other,) = {id(s): s for s in heard if s.finished and s.request_id == "other"}.values()
+    updates += until(dense, lambda: engine.idle)
+    (other,) = {id(s): s for s in updates if s.finished and s.request_id == "other"}.values()
     assert bits(other.output()) == bits(alone)
     assert engine.abort("gone") is None
     assert_at_rest(dense)
@@ -333,7 +333,7 @@ def test_answers_arrive_while_a_long_prompt_is_read():
     until(llm, lambda: "short" not in engine._requests)
     assert held in engine.scheduler.reading
     while held in engine.scheduler.reading:
-        assert sum(flight.steps for flight in engine._flying) <= 3
+        assert sum(pending.steps for pending in engine._in_flight) <= 3
         engine.step()
     until(llm, lambda: engine.idle)
     assert_at_rest(llm)
@@ -377,8 +377,8 @@ def test_too_many_waiting_are_refused_and_the_rest_goes_on():
         llm.engine.add(asked(llm, prompt, options))
     with pytest.raises(jsparse.EngineFull, match="3 requests wait: must be at most max_waiting=2"):
         llm.engine.add(asked(llm, PROMPTS[3], options))
-    heard = until(llm, lambda: llm.engine.idle)
-    assert len({one.request_id for one in heard if one.finished}) == 3
+    updates = until(llm, lambda: llm.engine.idle)
+    assert len({one.request_id for one in updates if one.finished}) == 3
     assert_at_rest(llm)
 
 

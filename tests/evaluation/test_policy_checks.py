@@ -33,8 +33,8 @@ def test_what_is_broken_is_found_by_its_name(name):
     [finding] = checked(name, [name]).findings
     assert finding.rule.name == name
     assert finding.kept is False, finding
-    assert finding.told
-    assert "\n" not in finding.told
+    assert finding.detail
+    assert "\n" not in finding.detail
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_methods_keep_all_rules(expression):
 def test_what_cannot_be_asked_says_why(types):
     name = "types" if types else "runs"
     found = checked(name, ["types", "runs", "rows", "budget"])
-    why = {finding.rule.name: finding.told for finding in found.findings if finding.kept is None}
+    why = {finding.rule.name: finding.detail for finding in found.findings if finding.kept is None}
     other = {"runs": "the state changes its types"} if types else {}
     other |= {} if types else {"types": "the policy does not run"}
     assert why == other | dict.fromkeys(["rows", "budget"], "the policy does not run")
@@ -75,8 +75,8 @@ def test_an_error_names_the_line_of_the_policy():
     [finding] = checked("runs", ["runs"]).findings
     lines, first = inspect.getsourcelines(broken_policies.runs)
     at = first + next(i for i, line in enumerate(lines) if ".max() > 8" in line)
-    assert finding.told.startswith("TracerBoolConversionError: ")
-    assert finding.told.endswith(f"({Path(broken_policies.__file__)}:{at})")
+    assert finding.detail.startswith("TracerBoolConversionError: ")
+    assert finding.detail.endswith(f"({Path(broken_policies.__file__)}:{at})")
 
 
 def test_every_rule_says_what_is_asked_and_how_it_is_mended():

@@ -96,7 +96,7 @@ def test_tokens_of_one_program_come_at_one_time(service, url):
 def test_requests_that_nobody_followed_count(service, url):
     async def main():
         (asked,) = await service.ask("cmpl", [[1, 2, 3]], [SamplingParams(max_tokens=2)])
-        while not asked.served.finished:
+        while not asked.state.finished:
             await asyncio.sleep(0.01)
         before = service.metrics.query_tokens
         await asked.close()

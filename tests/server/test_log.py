@@ -14,7 +14,7 @@ def request(times=(1.5, 2.0, 3.5), finishes=("stop",), cached=0):
         request_id="cmpl-1",
         ids=[1] * 7,
         answers=[SimpleNamespace(cached=cached)],
-        growing=[SimpleNamespace(finish=finish) for finish in finishes],
+        builders=[SimpleNamespace(finish=finish) for finish in finishes],
         metrics=SimpleNamespace(arrived=1.0, token_times=list(times)),
     )
 

@@ -31,7 +31,7 @@ def page(shown: Inspection) -> str:
             "layers": layers,
             "heads": heads,
             "fell_back": shown.fell_back,
-            "told": shown.told,
+            "told": shown.description,
             "cells": base64.b64encode(cells.tobytes()).decode("ascii"),
         },
     )
