@@ -124,7 +124,7 @@ def require_knob(policy: Policy, name: str, value: Any) -> None:
 
 
 def require_stays(name: str, policy: Policy, reason: str) -> None:
-    """Raises ValueError if a policy evicts; `reason` says what for its tokens must stay."""
+    """Raises ValueError if a policy evicts; `reason` says why its tokens must stay."""
     if policy.evicts:
         raise ValueError(f"{name}={policy}: must leave tokens in their slots, {reason}")
 

@@ -76,7 +76,7 @@ class SelectFn(Protocol):
 
 
 class UpdateFn(Protocol):
-    """Takes in what attention reported, if `stats` asked for a report in this layer."""
+    """Takes in the report of attention, if `stats` asked for one in this layer."""
 
     def __call__(
         self, state: State, layer: int, stats: Stats | ListedLogits | None, view: StepView, /

@@ -202,7 +202,7 @@ def unknown(title: str, name: str, names: Iterable[str], others: Iterable[str] =
     """Returns the message that there is no such name, with one like it and all that there are.
 
     Args:
-        title: what has names.
+        title: the kind of thing that has names.
         name: the name that it lacks.
         names: the names that it has.
         others: further names that may be meant.

@@ -25,7 +25,7 @@ class Stats(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Holds what stands for tokens that a selection leaves out: a partial merged into attention.
+    """Stands for tokens that a selection leaves out: a partial that is merged into attention.
 
     Attributes:
         o, lse: the partial; lse = -inf where there is nothing to merge.

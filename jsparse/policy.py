@@ -63,7 +63,7 @@ def _no_maintenance(state: State, view: StepView) -> tuple[State, KVCache]:
 
 
 class Services(NamedTuple):
-    """Says what is done for a row between steps, each time that it has so many new tokens.
+    """Lists the services of a row between steps, and after how many new tokens each is due.
 
     Attributes:
         maintain: reworks state and cache; by default it changes nothing.
@@ -259,7 +259,7 @@ def without_knob(view: StepView, name: str) -> StepView:
 
 
 def selected(policy: Policy, before: State, made: Any) -> tuple[Selection, Summary | None, State]:
-    """Returns what `select` returned, given the state `before`.
+    """Checks and returns the result of `select`, given the state `before`.
 
     Raises:
         ValueError: it is not what the contract asks for.
@@ -274,7 +274,7 @@ def selected(policy: Policy, before: State, made: Any) -> tuple[Selection, Summa
 
 
 def maintained(policy: Policy, made: Any) -> tuple[State, KVCache]:
-    """Returns what `maintain` returned.
+    """Checks and returns the result of `maintain`.
 
     Raises:
         ValueError: it is not what the contract asks for.
@@ -299,7 +299,7 @@ def kept(policy: Policy, hook: str, before: State, made: Any) -> State:
 
 
 def _sketch(tree: Any) -> str:
-    """Tells what a hook returned: arrays by dtype and shape, the rest by type."""
+    """Describes the result of a hook: arrays by dtype and shape, the rest by type."""
     if hasattr(tree, "shape") and hasattr(tree, "dtype"):
         return f"an array {tree.dtype}{list(tree.shape)}"
     if isinstance(tree, tuple | list):

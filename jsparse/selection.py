@@ -168,7 +168,7 @@ def window(
 
 
 def union(a: Selection, b: Selection, num_units: int) -> Selection:
-    """Selects what `a` or `b` selects.
+    """Returns the union of two selections.
 
     `num_units` is M (pages) or S (tokens), the most that a head can list.
     """

@@ -136,7 +136,7 @@ class LayerCache(NamedTuple):
 
 
 class KVCache(NamedTuple):
-    """Holds all layers, and what is known of each row.
+    """Holds all layers, and each row's position and overflow.
 
     Attributes:
         layers: K and V, per layer.
@@ -202,7 +202,7 @@ class KVCache(NamedTuple):
         )
 
     def _map_rows(self, function: Callable[..., Array], *others: "KVCache") -> "KVCache":
-        """Maps over what rows own: lengths, tables, positions and overflow."""
+        """Maps over the arrays of rows: lengths, tables, positions and overflow."""
         caches = (self, *others)
         layers = [
             layers[0]._replace(

@@ -26,7 +26,7 @@ class CacheSpec(NamedTuple):
 
     @property
     def pages(self) -> int:
-        """Returns the number of physical pages per layer: the first axis of whatever is paged."""
+        """Returns the number of physical pages per layer: the first axis of paged arrays."""
         if self.pool_pages is not None:
             return self.pool_pages
         return self.batch * self.num_kv_heads * self.num_pages

@@ -11,12 +11,12 @@ from jsparse.shapes import Rows
 
 
 class ReadOnly(NamedTuple):
-    """Holds what programs read beside the weights; none of it is donated or returned.
+    """Holds the inputs of programs beside the weights; none of them is donated or returned.
 
     Attributes:
         constants: arrays that belong to the model, by name, among those that the policy `needs`.
         knobs: hyper-parameters that differ by row, by name: one number per row.
-        host: what layers have in host memory; None if K and V lie on the device.
+        host: the layers' pages in host memory; None if K and V lie on the device.
     """
 
     constants: Mapping[str, Array] | None = None
@@ -53,7 +53,7 @@ class StepView(NamedTuple):
 
 
 def step_view(cache: KVCache, beside: ReadOnly) -> StepView:
-    """Returns what hooks see of a cache; `without_host` of its cache is what a program returns."""
+    """Returns the view of a cache for hooks; programs return `without_host` of its cache."""
     return StepView(with_host(cache, beside.host), beside.constants, beside.knobs)
 
 
@@ -65,7 +65,7 @@ def with_host(cache: KVCache, host: tuple[HostPages, ...] | None) -> KVCache:
 
 
 def without_host(cache: KVCache) -> KVCache:
-    """Returns the cache without what its layers have in host memory, which must not be donated."""
+    """Returns the cache without its layers' pages in host memory, which must not be donated."""
     return cache._replace(layers=tuple(_with_host(layer, None) for layer in cache.layers))
 
 

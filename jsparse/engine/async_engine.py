@@ -71,7 +71,7 @@ class AsyncEngine:
         tokenizer: Any = None,
         **options: Any,
     ) -> None:
-        """Loads the model, prepares the engine and starts its thread; takes what LLM takes.
+        """Loads the model, prepares the engine and starts its thread; arguments are those of LLM.
 
         Without a `seed`, requests that name none draw differently in every process.
 
@@ -164,7 +164,7 @@ class AsyncEngine:
                 self._tell(lambda: self._leave(name, listener))
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request in whatever phase; its generator yields what there is and ends."""
+        """Ends a request in any phase; its generator yields the answer so far and ends."""
         self._tell(lambda: self._abort(request_id))
 
     @property
@@ -173,7 +173,7 @@ class AsyncEngine:
         return self.engine.error is None and not self._closing
 
     def close(self) -> None:
-        """Ends all requests and the thread; whatever comes later gets an EngineError."""
+        """Ends all requests and the thread; later calls get an EngineError."""
         with self._awake:
             self._closing = True
             self._awake.notify()
@@ -209,7 +209,7 @@ class AsyncEngine:
                 self.engine.settle()
 
     def _turn(self) -> bool:
-        """Does what it was told and a step of the engine; returns whether there is more to come."""
+        """Handles queued calls, then runs one engine step; returns whether work is left."""
         with self._awake:
             while not (self._inbox or self._closing or self._busy):
                 self._awake.wait()

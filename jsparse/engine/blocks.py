@@ -1,5 +1,5 @@
 """Owns the memory of K and V: groups of pages, blocks of them that requests share, and the order
-in which what nobody uses is given up.
+in which unused blocks are given up.
 
 A *group* is one page for every layer and KV head. A *block* is a run of groups whose tokens were
 read by a whole prompt chunk, so that another request that begins with the same tokens may use it.
@@ -31,7 +31,7 @@ class CacheBlock:
 
 
 class BlockPool:
-    """Hands out groups, and keeps blocks for those who come later until memory is needed.
+    """Hands out groups, and keeps blocks for later requests until memory is needed.
 
     Every group but the last, which is scratch, is free, held by one request alone, or part of a
     block: `free` + those held + those in blocks = `size`.

@@ -33,16 +33,16 @@ LAG = 2
 class Engine:
     """Decodes many requests side by side; each joins when there is room and leaves when it is done.
 
-    A request gives the same bits whatever runs beside it, in whatever slot, and whether or not
+    A request gives the same bits in any company and any slot, and whether or not
     others have read the beginning of its prompt, where programs have one number of rows and of
     steps (`decode_rows`, `steps_per_program`). One thread may use it; see AsyncEngine and LLM.
 
     Attributes:
         policy: the policy that decodes.
         sizes: the static sizes.
-        scheduler: what waits, is being read and decodes.
+        scheduler: the answers that wait, are being read or decode.
         programs: the compiled programs.
-        counters: what has been done so far.
+        counters: counts and times of the work so far.
         error: the error that made the engine fail, or None.
     """
 
@@ -70,7 +70,7 @@ class Engine:
     ) -> None:
         """Allocates the memory and compiles the programs.
 
-        `params` is a model that `jsparse.load` returned; LLM documents what else there is.
+        `params` is a model that `jsparse.load` returned; LLM documents the other arguments.
 
         Raises:
             ValueError: an argument is out of its range, the policy cannot be served, or memory does
@@ -123,7 +123,7 @@ class Engine:
         return self.scheduler.idle and not self._in_flight
 
     def check(self, request: Request) -> None:
-        """Raises what `add` would raise.
+        """Raises the errors that `add` would raise.
 
         Raises:
             EngineError: the engine has failed.
@@ -201,7 +201,7 @@ class Engine:
         return state
 
     def abort(self, request_id: str) -> RequestState | None:
-        """Ends a request in whatever phase; returns it, or None if it has ended already."""
+        """Ends a request in any phase; returns it, or None if it has ended already."""
         state = self._requests.get(request_id)
         if state is None:
             return None

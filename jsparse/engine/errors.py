@@ -1,8 +1,8 @@
-"""Defines what an engine raises: EngineError and EngineFull."""
+"""Defines the errors of an engine: EngineError and EngineFull."""
 
 
 class EngineError(RuntimeError):
-    """Says that the engine has failed, and that whatever it was working on is lost."""
+    """Says that the engine has failed and its unfinished work is lost."""
 
 
 class EngineFull(RuntimeError):

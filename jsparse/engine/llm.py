@@ -65,7 +65,7 @@ class LLM:
         """Loads the model and prepares the engine.
 
         Args:
-            model: what `jsparse.load` takes, or what it returned.
+            model: an argument of `jsparse.load`, or its result.
             policy: the policy or its expression; not one that evicts tokens or is offloaded.
             seed: the seed of requests whose SamplingParams names none.
             dtype: "float32", "bfloat16" or "float16"; None is bfloat16 on a GPU and float32
@@ -86,7 +86,7 @@ class LLM:
             per_request: the names of the hyper-parameters that requests may set, among those that
                 the policy lists in `per_row`, and "dense". Each makes the step a little slower.
             layer_stats: whether outputs hold the shares attended and read of each layer and step;
-                "newest" keeps those of the newest step alone, for those who watch.
+                "newest" keeps those of the newest step alone, for live views.
             steps_per_program: the most decode steps per program; None is 8 on a GPU and 1 on a CPU.
             decode_rows: the numbers of rows of decode programs, ascending to `max_num_seqs`; a step
                 runs the smallest that fits. None is 8 and all on a GPU, 1 and all on a CPU.

@@ -122,7 +122,7 @@ class RequestOutput:
             another of these answers, had read them; the most of any answer.
         metrics: when things happened.
         finished: whether all answers are complete.
-        policy: the policy that decoded them, with what this request set of it.
+        policy: the policy that decoded them, with the hyper-parameters that this request set.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""Packs what steps chose into one array per program, since each transfer to the host costs time."""
+"""Packs the results of steps into one array per program, as each transfer to the host costs time."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ Packed = Int32[Array, "n B w"]
 
 
 class TokenResult(NamedTuple):
-    """Holds one token and what is known of its step.
+    """Holds one token and the numbers of its step.
 
     Attributes:
         token, logprob: the token and its log-probability under the model's own softmax.

@@ -1,4 +1,4 @@
-"""Writes down what an engine was asked and what it planned, and runs it again, bit for bit.
+"""Logs an engine's requests and plans, and replays them bit for bit.
 
 A log is a file of JSON lines: one on the engine, then one per answer asked for, per plan, and per
 answer that ended. Plans hold no results, so a replay repeats what the device did, without the
@@ -36,7 +36,7 @@ class PlanLog:
         self._write(engine=engine)
 
     def asked(self, number: int, request: Request) -> None:
-        """Writes what an answer is asked for."""
+        """Writes the request of an answer."""
         self._write(
             answer=number,
             ids=request.ids,
@@ -59,7 +59,7 @@ class PlanLog:
 
 
 class Recording(NamedTuple):
-    """Holds a log that has been read: requests, and what they got, by the answers' numbers."""
+    """Holds a log that has been read: requests and their results, by the answers' numbers."""
 
     engine: dict[str, Any]
     requests: dict[int, Request]

@@ -73,7 +73,7 @@ class Programs(ProgramSet):
     def expect_answer(
         self, start: int, end: int, new_tokens: int, slot: int, choice: SamplingMode
     ) -> None:
-        """Begins to compile what a request runs that is alone.
+        """Begins to compile the programs of a request that is alone.
 
         Its prompt is read from the token `start` on up to `end`, and it decodes in `slot`.
         """
@@ -198,7 +198,7 @@ class Programs(ProgramSet):
         )
 
     def _parted(self, batch: Slots, carry: PrefillCarry) -> tuple[Slots, OpenPrompt]:
-        """Returns the batch with the pages of a carry, and what is the prompt's own."""
+        """Returns the batch with the pages of a carry, and the prompt's own state."""
         policy, spec = self._policy, self._spec
         own = row_arrays(policy, spec, batch.state)
         state = with_row_arrays(policy, spec, carry.state, own)

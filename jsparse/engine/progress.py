@@ -22,7 +22,7 @@ OnAnswer = Callable[[int], None]
 
 
 class _Speed(ProgressColumn):
-    """Shows what is being done where that is not answering, and the speed otherwise."""
+    """Shows the speed of answering, or the work before it."""
 
     def __init__(self, doing: Callable[[], str]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def progress(
     console: Console | None = None,
     doing: Callable[[], str] = lambda: "",
 ) -> Iterator[OnAnswer]:
-    """Shows a bar while the body runs, and yields what moves it.
+    """Shows a bar while the body runs, and yields the function that moves it.
 
     Args:
         wanted: whether there is one, if `console` is a terminal or a notebook; or a callable that

@@ -47,7 +47,7 @@ class RequestState:
         return None not in (builder.finish for builder in self.builders)
 
     def output(self, *, new: bool = False) -> RequestOutput:
-        """Returns the request's answers as they are now, or what is `new` since the last output."""
+        """Returns the answers so far, or only the part that is `new` since the last output."""
         # what another thread adds in the meantime is in all of it or in none
         made = [builder.output(new=new) for builder in self.builders]
         return RequestOutput(

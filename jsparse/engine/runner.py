@@ -34,19 +34,19 @@ class PendingResults(NamedTuple):
 
 
 def choice_of(request: Request) -> SamplingMode:
-    """Returns the cheapest way of choosing that gives a request what it asks for."""
+    """Returns the cheapest way of choosing tokens that a request allows."""
     if request.sampling.logprobs:
         return "top"
     return "greedy" if request.sampling.greedy else "sampled"
 
 
 class Runner:
-    """Holds what lives on the device, and carries out plans in their order."""
+    """Holds the device's arrays, and carries out plans in their order."""
 
     def __init__(
         self, spec: EngineSpec, programs: Programs, request_of: Callable[[int], Request]
     ) -> None:
-        """Allocates the slots; `request_of` tells what the answers of plans' numbers ask for."""
+        """Allocates the slots; `request_of` returns the request of an answer's number."""
         self._spec, self._programs, self._request_of = spec, programs, request_of
         self._scratch = spec.cache.pages // spec.cache.num_kv_heads - 1
         self._neutral = jax.device_put(row_sampling([neutral()], spec.vocab_size))
@@ -54,7 +54,7 @@ class Runner:
         self._prompts: dict[int, OpenPrompt] = {}
 
     def run(self, plan: StepPlan) -> list[PendingResults]:
-        """Dispatches a plan; returns what will come of it."""
+        """Dispatches a plan; returns its pending results."""
         pending = []
         for number in plan.ended:
             self._prompts.pop(number, None)

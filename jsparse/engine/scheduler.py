@@ -66,7 +66,7 @@ class Scheduler:
         answer.stopped = self._some_stopped = True
 
     def plan(self) -> StepPlan:
-        """Returns what to do next, as if it were done at once: plans run in their order."""
+        """Returns the next work, as if it were done at once: plans run in their order."""
         ended = self._let_go()
         self._admit()
         chunk = self._chunk()
@@ -80,7 +80,7 @@ class Scheduler:
         return StepPlan(ended, chunk, steps if rows else 0, rows)
 
     def _let_go(self) -> list[int]:
-        """Frees what answers held that have been stopped or have all their tokens planned.
+        """Frees the memory of answers that were stopped or have all their tokens planned.
 
         Returns the numbers of those that were being read.
         """
@@ -106,7 +106,7 @@ class Scheduler:
         answer.blocks, answer.own, answer.phase = [], [], Phase.ENDED
 
     def _admit(self) -> None:
-        """Gives slots and memory to those who wait, the shortest first, while there are any.
+        """Gives free slots and memory to waiting answers, the shortest first.
 
         All that an answer may need is taken at once, so that none is ever thrown out.
         """
@@ -168,7 +168,7 @@ class Scheduler:
         return sizes.chunk_start(max(0, min(maximum, known))) // sizes.block_tokens
 
     def _take_over(self, answer: Answer) -> bool:
-        """Uses what others have read of the prompt since.
+        """Uses the part of the prompt that others have read since.
 
         Returns whether the state must begin anew: it has not seen what lies between, unless that
         is replayed.
@@ -190,7 +190,7 @@ class Scheduler:
         return True
 
     def _share(self, answer: Answer) -> None:
-        """Lets others use the whole blocks of what has been read, unless they have their own."""
+        """Shares the whole blocks that have been read, unless others have them already."""
         for key in answer.keys[len(answer.blocks) : answer.read // self.sizes.block_tokens]:
             if self.pool.known([key]):
                 return

@@ -26,7 +26,7 @@ FEW_ROWS_GPU, FEW_ROWS_CPU = 8, 1
 
 
 class EngineSpec(NamedTuple):
-    """Says what an engine's programs are made for.
+    """Describes the engine that programs are made for.
 
     Attributes:
         params, policy: the model and the policy that decodes.
@@ -64,7 +64,7 @@ def engine_spec(
     decode_rows: Sequence[int] | None,
     ladder: Sequence[tuple[int, int]] | None,
 ) -> EngineSpec:
-    """Returns the spec of an engine; `LLM` says what the arguments are and what None means.
+    """Returns the spec of an engine; `LLM` documents the arguments and the meaning of None.
 
     Raises:
         ValueError: an argument is out of its range, the policy cannot be served, or memory does not

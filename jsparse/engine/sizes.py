@@ -64,10 +64,10 @@ class EngineSizes(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """Holds what the scheduler must know of a policy.
+    """Holds the traits of a policy that the scheduler needs.
 
     Attributes:
-        root: what K and V depend on beside the tokens; None if nothing may be shared.
+        root: the policy, on which K and V depend beside the tokens; None if nothing may be shared.
         window: the last tokens of a prompt that must be read by the request itself.
         replays: whether a row's state must be built anew from K and V that are shared.
         periods: numbers of decoded tokens after which a row is serviced, by a program of its own.

@@ -19,7 +19,7 @@ class Answer:
     """Holds one answer to one prompt, as the scheduler sees it.
 
     Attributes:
-        number: what plans call it.
+        number: its name in plans.
         ids: the prompt.
         max_tokens: the number of tokens after which it ends.
         born: when it came, in seconds.
@@ -31,7 +31,7 @@ class Answer:
         cached: the number of tokens that were taken over from other requests.
         sent: the number of its tokens that have been planned.
         stopped: whether it wants no more tokens.
-        salt: what those who share its blocks have in common beside the tokens.
+        salt: the secret that answers must have in common to share its blocks.
         blocks: the blocks that it holds, from the prompt's beginning on.
         own: the groups behind them.
     """
@@ -59,7 +59,7 @@ class Answer:
 
     @property
     def rank(self) -> float:
-        """Returns what the order of reading goes by, the smallest first.
+        """Returns the rank in the order of reading, the smallest first.
 
         All waiting requests age alike, so that the time it is now does not matter.
         """
@@ -100,7 +100,7 @@ class Decode(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """Says what the device does next: a chunk, then one program of `steps` decode steps.
+    """Plans the device's next work: a chunk, then one program of `steps` decode steps.
 
     `ended` are the answers whose prompts were partly read and will not be read on.
     """

@@ -150,7 +150,7 @@ def retrieval_heads(policy: Policy, gates) -> Policy:
     heads is not used.
 
     Args:
-        policy: what the other heads do.
+        policy: the policy of the other heads.
         gates: the retrieval heads, as a name that ships with jsparse, a file that
             `jsparse train-gates` wrote, which is not read again in the same process, or the mask
             [L, K] itself.

@@ -63,7 +63,7 @@ class Settings(NamedTuple):
 
     Attributes:
         budget, channels, granularity, calibration: those of `double_sparsity`.
-        ranking: what the file says; None without one.
+        ranking: the content of the file; None without one.
     """
 
     budget: int

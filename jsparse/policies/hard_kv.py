@@ -129,7 +129,7 @@ def hard_kv(
 
 @functools.cache
 def _tell(window: int) -> None:
-    """Says, once, what the default loses."""
+    """Warns, once, of the default's loss."""
     logger.warning(
         "hard_kv with metric='attention' and window=%d drops single facts in the middle of a "
         "prompt, such as pass keys; metric='snapkv' with window=%d keeps most of them",
@@ -141,7 +141,7 @@ def _tell(window: int) -> None:
 def _rooms(
     budget: int, floor: int, cap: int, newest: int, sink: int, merge: bool, budgets: Budgets
 ) -> rules.CountBounds:
-    """Returns what floor, cap and budget leave for the slots that compete.
+    """Returns the room that floor, cap and budget leave for the slots that compete.
 
     Raises:
         ValueError: one of them leaves less than nothing, or they are not in order.

@@ -61,7 +61,7 @@ class Settings(NamedTuple):
 
     Attributes:
         budget, decay, penalty: those of `lfps`.
-        late: what is added to a distance where it is put down in Ψ: 0, or 1 if not aligned.
+        late: the offset of distances in Ψ: 0, or 1 if not aligned.
         exact: which candidates exact weights choose among; None is that all are attended to.
         bypass: that of `lfps`.
     """

@@ -38,7 +38,7 @@ class ExactSettings(NamedTuple):
 
 
 class PromptSummary(NamedTuple):
-    """Holds what a layer's bypass knows of the prompt, the sinks left out.
+    """Summarises the prompt for a layer's bypass, the sinks left out.
 
     Attributes:
         number: n, the number of tokens.
@@ -100,7 +100,7 @@ def heaviest(
 
 
 def no_prompt(spec: CacheSpec) -> PromptSummary:
-    """Returns what a layer's bypass knows before there is a prompt."""
+    """Returns the summary of a prompt that has not been read."""
     heads = spec.batch, spec.num_kv_heads
     return PromptSummary(
         jnp.zeros(heads, jnp.int32),
@@ -111,7 +111,7 @@ def no_prompt(spec: CacheSpec) -> PromptSummary:
 
 
 def described(held: LayerCache, last: Queries) -> PromptSummary:
-    """Returns what the bypass keeps of a prompt whose last query is `last`."""
+    """Returns the summary of a prompt whose last query is `last`."""
     slots = jnp.arange(held.capacity, dtype=jnp.int32)
     counted = (slots >= SINKS) & (slots < held.lengths[..., None])
     number = jnp.sum(counted, -1, dtype=jnp.int32)
@@ -174,7 +174,7 @@ def sink_attention(q: Queries, held: LayerCache, prompt: PromptSummary) -> SinkA
 def bypassed(
     q: Queries, held: LayerCache, prompt: PromptSummary, *, alone: bool
 ) -> tuple[HeadFlags, Summary]:
-    """Returns the KV heads that bypass, and what they return.
+    """Returns the KV heads that bypass, and their output.
 
     It is the mean of the prompt's values if `alone`, else the sinks merged with it.
     """

@@ -94,7 +94,7 @@ def _unit(granularity: Granularity, held: LayerCache) -> int:
 
 
 def _what(granularity: Granularity, held: LayerCache) -> dict[str, Any]:
-    """Returns the arguments of `threshold_select` that say what it lists."""
+    """Returns the arguments of `threshold_select` for a granularity."""
     return (
         {"granularity": "page_mass", "page_size": held.page_size}
         if granularity == "page"

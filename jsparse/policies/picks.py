@@ -42,7 +42,7 @@ def pick(
         capacity: C; under other rules than TopK the number of units.
         granularity: the unit of scores and ids.
         unit: the number of slots of a unit.
-        weights: what the scores are.
+        weights: the kind of the scores.
     """
     if isinstance(rule, TopK) and sink + recent:
         scores = _lifted(scores, _always(lengths, sink, recent, scores.shape[-1], unit))

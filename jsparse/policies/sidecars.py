@@ -1,4 +1,4 @@
-"""Builds sidecars: what policies keep beside K, with one entry per layer.
+"""Builds sidecars: a policy's arrays beside K, with one entry per layer.
 
 An entry takes in whatever the cache does, at prefill and at every step.
 """

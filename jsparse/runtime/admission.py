@@ -24,7 +24,7 @@ STEPS_PER_PROGRAM = 8
 
 
 class Admission(NamedTuple):
-    """Says what may run.
+    """Holds a policy that may run, and its sizes.
 
     Attributes:
         policy: the policy that runs; never a StandIn.
@@ -48,7 +48,7 @@ def admit(
     steps_per_program: int | None = None,
     allocates: bool = True,
 ) -> Admission:
-    """Returns what runs, if a policy can run with these sizes; nothing is allocated.
+    """Admits a policy if it can run with these sizes; nothing is allocated.
 
     Args:
         params: the model.

@@ -36,7 +36,7 @@ _cached = local()
 
 
 class _Call(NamedTuple):
-    """Holds what a program is called with.
+    """Holds the arguments of a program.
 
     Attributes:
         given: all arguments.
@@ -98,7 +98,7 @@ class Program:
         return {name: value for name, value in arguments.items() if name in taken}
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Does what `lower` of a jitted function does."""
+        """Lowers the program, as `lower` of a jitted function does."""
         return self._jitted.lower(*args, **kwargs)
 
     def _cache_size(self) -> int:

@@ -75,7 +75,7 @@ def decode_step(
         tokens: the newest token of each row, whose K and V the cache does not hold yet.
         cache: K and V of everything before.
         state: the method's state.
-        beside: what is read beside the weights.
+        beside: the inputs beside the weights.
         active: the rows that take part; None is all. The others change nothing, in the cache, in
             the state or in pages, and their results are finite and mean nothing. Neither do those
             of rows that overflow.
@@ -150,7 +150,7 @@ def attend_layer(
 def _select(
     policy: Policy, layer: int, q: Queries, view: StepView, state: State
 ) -> tuple[Selection, Summary | None, State]:
-    """Returns what the policy selects; nothing, where all rows are so short that they are dense.
+    """Returns the policy's selection; an empty one where all rows are so short that they are dense.
 
     Attention is the same either way, so that a row's bits do not depend on the others.
     """

@@ -45,7 +45,7 @@ def chosen_sampling(
     seed: int,
     **options: Any,
 ) -> SamplingParams | Sequence[SamplingParams]:
-    """Returns `sampling`, or else what `sampling_params` makes of the options.
+    """Returns `sampling`, or else the SamplingParams of the options.
 
     Raises:
         ValueError: a value is outside its range, only an engine can give it, or both are given.

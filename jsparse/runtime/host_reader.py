@@ -39,7 +39,7 @@ Streamer = Callable[[str], Any] | TokenStreamer
 
 
 def text_stream(tokenizer: Tokenizer | None, own: SamplingParams) -> TextStream:
-    """Returns what makes the text of an answer with these options."""
+    """Returns the text stream of an answer with these options."""
     return TextStream(
         tokenizer,
         tuple(own.stop or ()),
@@ -82,7 +82,7 @@ class GenerationStats:
 
 @dataclass(frozen=True)
 class Generation:
-    """Holds what was generated for one prompt.
+    """Holds the answer to one prompt.
 
     Attributes:
         text: the new text, without special tokens, and without the stop string unless that was
@@ -132,7 +132,7 @@ class AnswerRow:
             self.close("length")
 
     def close(self, reason: str) -> None:
-        """Ends the row and emits what was held back, unless it completes a stop string."""
+        """Ends the row and emits the text that was held back, unless it completes a stop string."""
         if self.finish is None:
             self._emit(self.stream.finish())
             self.finish = "stop" if self.stream.stopped else reason
@@ -205,7 +205,7 @@ class Reader:
             self._report("decode", len(self._times), self._maximum)
 
     def generations(self, began: float, policy: str) -> list[Generation]:
-        """Returns what was generated.
+        """Returns the answer.
 
         Args:
             began: when, by the clock, the prompts were given.

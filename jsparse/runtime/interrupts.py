@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Holds Ctrl-C back until the end of what must be done as a whole."""
+    """Holds Ctrl-C back until an operation is complete."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Finds who owns each array of a policy's state, a row or a page, and moves what rows own.
+"""Finds the owner of each array of a policy's state, a row or a page, and moves rows' arrays.
 
 A request that joins a running batch brings its rows' arrays; pages stay where they are, in a pool
 that all requests share. So every array must have an axis of rows or an axis of pages. Which one is
@@ -26,7 +26,7 @@ _BATCHES, _POOLS = (2, 3), (53, 59)
 
 
 class Owner(NamedTuple):
-    """Says who owns an array: rows or pages, along which of its axes."""
+    """Names the owner of an array, rows or pages, and their axis."""
 
     kind: str
     axis: int

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 
 def due[Name: str](periods: Mapping[Name, int], age: int) -> list[Name]:
-    """Returns the names of what is due for a row that has decoded `age` tokens."""
+    """Returns the names of the services due for a row that has decoded `age` tokens."""
     return [name for name, period in periods.items() if age % period == 0]
 
 

@@ -37,7 +37,7 @@ OnChunk = Callable[[str, int, int], Any]
 
 
 class PrefillCarry(NamedTuple):
-    """Holds what one chunk passes to the next.
+    """State that one chunk passes to the next.
 
     Attributes:
         cache, state: the cache and the policy's state so far.

@@ -80,7 +80,7 @@ class ProgramSet:
                 self._made[each] = self._programs[each.name].ahead(*arrays, **fixed)
 
     def compile(self, wanted: Iterable[ProgramKey], logger: logging.Logger) -> None:
-        """Compiles programs, and waits for them; who interrupts does not wait for the rest."""
+        """Compiles programs, and waits for them; an interrupt does not wait for the rest."""
         new = [each for each in wanted if each not in self._made]
         self.expect(new)
         try:

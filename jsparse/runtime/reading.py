@@ -1,4 +1,4 @@
-"""Reads the prompts of a session's rows, and what follows them in further turns."""
+"""Reads the prompts of a session's rows, in the first turn and in further ones."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -35,7 +35,7 @@ class PrefillResult(NamedTuple):
 
 
 class PromptEnd(NamedTuple):
-    """Holds what a further turn starts from, besides K, V and page arrays."""
+    """State that a further turn starts from, besides K, V and page arrays."""
 
     positions: np.ndarray
     last_hidden: Array
@@ -54,7 +54,7 @@ class Reading:
     """Reads all rows of one cache side by side, densely.
 
     Attributes:
-        resumable: whether it keeps what a further turn starts from.
+        resumable: whether it keeps the state that a further turn starts from.
     """
 
     def __init__(

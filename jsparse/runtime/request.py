@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """Holds one prompt and what it asks for, checked.
+    """Holds one prompt and its options, checked.
 
     Attributes:
         ids: the prompt.
@@ -85,7 +85,7 @@ def per_prompt(
 
 
 def require_alone(sampling: SamplingParams | Sequence[SamplingParams]) -> None:
-    """Refuses what only an engine gives: several answers, log-probabilities of likeliest tokens.
+    """Refuses options of engines alone: several answers, log-probabilities of likeliest tokens.
 
     Raises:
         ValueError: it is asked for, or `sampling` is neither SamplingParams nor a list of them.

@@ -1,4 +1,4 @@
-"""Makes room for what heads come to hold while they decode, and asks whether there is enough.
+"""Makes room for the tokens that heads will hold while they decode, and checks that it suffices.
 
 Policies that evict say how many tokens a head can come to hold (`Eviction.most`), and rework the
 cache after the prompt, so that it need not hold more.
@@ -39,7 +39,7 @@ def after_prompt(
     beside: ReadOnly,
     limits: Sequence[int],
 ) -> tuple[KVCache, State]:
-    """Lets the policy evict what it drops of the prompts, once, before the first step.
+    """Lets the policy evict tokens of the prompts, once, before the first step.
 
     Raises:
         ValueError: it leaves heads less room than it says they may need.

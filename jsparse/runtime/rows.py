@@ -32,7 +32,7 @@ class Batch[Memory: (KVCache, SharedPages)](NamedTuple):
         cache: K and V: a session's KVCache, or the SharedPages of an engine's rows. A step reads
             the KVCache that `of_rows(active)` gives, and `after` takes back what it left.
         state: the policy's state.
-        given: what the way to choose carries.
+        given: the carry of the way to choose.
         made: the number of tokens chosen so far: one for all rows, or one per row.
         recent: the newest tokens that the cache holds, as many as a correction recomputes.
         knobs: the hyper-parameters that rows have set, by name: one number per row.
@@ -48,7 +48,7 @@ class Batch[Memory: (KVCache, SharedPages)](NamedTuple):
 
 
 class Step(NamedTuple):
-    """Holds what a decode step gave of each row.
+    """Holds the results of a decode step, by row.
 
     Attributes:
         tokens, logprobs: the chosen tokens and their log-probabilities under the model's softmax.

@@ -48,7 +48,7 @@ class ChooseFn(Protocol):
 
 
 class RowSampling(NamedTuple):
-    """Holds the options of SamplingParams per row, and what was generated.
+    """Holds the options of SamplingParams per row, and the tokens generated so far.
 
     Lists of token ids are padded with the size of the vocabulary, which no logit has.
 
@@ -93,14 +93,14 @@ class TopLogprobs(NamedTuple):
 
 
 def chooser(requests: Sequence[Request], vocab_size: int) -> tuple[ChooseFn, Any]:
-    """Returns the way to choose for a batch, and what it carries at first."""
+    """Returns the way to choose for a batch, and its first carry."""
     if all(request.sampling.greedy for request in requests):
         return greedy, ()
     return sampled, jax.tree.map(jnp.asarray, row_sampling(requests, vocab_size))
 
 
 def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
-    """Returns what `sampled` carries for these requests at first, as numpy arrays."""
+    """Returns the first carry of `sampled` for these requests, as numpy arrays."""
     options = [request.sampling for request in requests]
     rows = len(requests)
     seen = np.zeros((rows, vocab_size), np.bool_)

@@ -91,7 +91,7 @@ class SamplingParams:
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
-        """Checks what does not depend on the model."""
+        """Checks the options that do not depend on the model."""
         for name in OFF:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _option(name, value))

@@ -191,7 +191,7 @@ class Session:
 
         Args:
             choose: the way to choose tokens.
-            given: what it carries at first, which is donated.
+            given: its first carry, which is donated.
             limits: the number of tokens of each row, from the first on; rows that have reached
                 theirs decode on, for nothing, while others have not.
             knobs: hyper-parameters that differ by row.
@@ -225,7 +225,7 @@ class Session:
                 )
 
     def _ready(self, limits: Sequence[int]) -> Ready:
-        """Returns what has been read.
+        """Returns the state after the prompts.
 
         Raises:
             ValueError: nothing has, or `limits` is not one number of at least 1 per row.

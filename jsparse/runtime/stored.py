@@ -50,7 +50,7 @@ class ProgramStore:
         """Returns the name under which a program is stored, or None if it cannot be.
 
         Args:
-            function: what is compiled.
+            function: the function that is compiled.
             static: its static arguments, and how it is compiled.
             shapes: the structure and the shapes of its other arguments.
         """

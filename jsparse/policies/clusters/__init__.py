@@ -1,1 +1,1 @@
-"""Holds what methods share that cluster the keys of chunks of text."""
+"""Holds the common parts of methods that cluster the keys of chunks of text."""

@@ -38,7 +38,7 @@ class Chunks(NamedTuple):
 
 
 def marks(table: UInt8[Array, "V 2"], tokens: Int32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """Looks up what boundaries need of each token: its class in 3 bits, its flags above them."""
+    """Looks up the marks of tokens for boundaries: a class in 3 bits, flags above them."""
     packed = table[:, 0] | table[:, 1] << _CLASS_BITS
     return packed[tokens]
 

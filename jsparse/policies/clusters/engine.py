@@ -218,7 +218,7 @@ def maintain(settings: Settings, state: Index, view: StepView) -> tuple[Index, K
 def marked(
     settings: Settings, state: Index, tokens: Tokens, first: Rows, valid: Rows, view: StepView
 ) -> Index:
-    """Notes what new tokens say of the boundaries around them."""
+    """Notes the marks of new tokens for the boundaries around them."""
     if state.marks is None or settings.classes is None:
         return state
     assert view.constants is not None

@@ -38,7 +38,7 @@ MAX_UNITS = 64
 
 
 class Form(NamedTuple):
-    """Holds what an index is made by; all of it is static.
+    """Holds the static parameters of an index.
 
     Attributes:
         longest: the most tokens of a chunk.
@@ -85,7 +85,7 @@ def num_units(clusters: Rows) -> Rows:
 
 
 def max_units(clusters: int) -> int:
-    """Returns what `num_units` is of a number that is known while tracing."""
+    """Returns `num_units` of a number that is known while tracing."""
     return min(MAX_UNITS, math.isqrt(clusters - 1) + 1)
 
 
@@ -167,7 +167,7 @@ def representatives(
     count: Rows,
     form: Form,
 ) -> Float32[Array, "B K C H"]:
-    """Returns what stands for each of the first `count` chunks of a row: its keys, pooled."""
+    """Returns the pooled keys of each of the first `count` chunks of a row."""
     (rows, heads), number = held.lengths.shape, first.shape[1]
     width = held.k.shape[-1]
     blocks = Blocks.of(number, rows * heads * form.longest * width)
@@ -196,7 +196,7 @@ def keys_of_chunks(
 def pooled(
     keys: Float[Array, "*layers B K n m H"], lengths: Int32[Array, "B n"], form: Form
 ) -> Float32[Array, "*layers B K n H"]:
-    """Returns what stands for chunks of `lengths` tokens; those without tokens give 0."""
+    """Returns the pooled keys of chunks of `lengths` tokens; those without tokens give 0."""
     inside = (jnp.arange(form.longest, dtype=jnp.int32) < lengths[..., None])[:, None, :, :, None]
     keys = keys.astype(jnp.float32)
     if form.pooling == "mean":

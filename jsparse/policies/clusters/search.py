@@ -25,7 +25,7 @@ def cluster_scores(
     tokens: int,
     worst: Callable[[Float32[Array, "B K L"]], Float32[Array, "B K"]] | None = None,
 ) -> Float32[Array, "B K L"]:
-    """Returns what clusters are worth for a query, -inf for those that are not looked at.
+    """Returns the scores of clusters for a query, -inf for those that are not looked at.
 
     Args:
         index: one layer's; without units all clusters are scored.
@@ -58,7 +58,7 @@ def scores_of(
     unit: Int32[Array, "B K L"] | None = None,
     chosen: Bool[Array, "B K U"] | None = None,
 ) -> Float32[Array, "B K L"]:
-    """Returns what groups are worth for a query, as `centroid_scores` does."""
+    """Returns the scores of groups for a query, as `centroid_scores` does."""
     scale, middle = groups.scale, groups.middle
     return centroid_scores(q, groups.centroid, number, groups.radius, unit, chosen, scale, middle)
 

@@ -1,1 +1,1 @@
-"""Holds what methods that evict tokens share: `engine` compresses, the others measure and merge."""
+"""Holds the common parts of methods that evict tokens; `engine` has the hooks."""

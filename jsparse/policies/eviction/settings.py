@@ -27,7 +27,7 @@ class EvictionState(NamedTuple):
 
 
 class LayerView(NamedTuple):
-    """Holds what a method scores the slots of a layer by.
+    """Holds the inputs by which a method scores the slots of a layer.
 
     Attributes:
         held: the layer's cache.
