@@ -1,4 +1,4 @@
-"""Packs the results of steps into one array per program, as each transfer to the host costs time."""
+"""Packs the results of steps into one array per program: each transfer to the host costs time."""
 
 from typing import NamedTuple
 
