@@ -1,7 +1,7 @@
 """Makes room for the tokens that heads will hold while they decode, and checks that it suffices.
 
-Policies that evict say how many tokens a head can come to hold (`Eviction.most`), and rework the
-cache after the prompt, so that it need not hold more.
+Policies that evict say how many tokens a head can come to hold (`Eviction.max_length`), and rework
+the cache after the prompt, so that it need not hold more.
 """
 
 import operator
