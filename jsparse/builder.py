@@ -64,8 +64,8 @@ def builder[**P, R: (Policy, StandIn)](build: Callable[P, R]) -> Callable[P, R]:
 def _refuse_ratio(signature: inspect.Signature, given: Mapping[str, Any]) -> None:
     """Raises ValueError for a ratio by which other libraries ask for a budget.
 
-    What a ratio of the prompt leaves is known when the prompt is; a budget fixes beforehand the
-    memory that rows take and the programs that they share.
+    A ratio gives a number of tokens only once the prompt is known; a budget fixes the memory of
+    rows and the programs that they share beforehand.
     """
     ratio = given.get("compression_ratio")
     if "budget" in signature.parameters and isinstance(ratio, int | float) and 0 <= ratio < 1:
@@ -82,7 +82,7 @@ def _refuse_share(signature: inspect.Signature, given: Mapping[str, Any]) -> Non
 
 
 def _budget(signature: inspect.Signature, share: float) -> str:
-    """Says what a policy's budget is, for one that stands for this share of the tokens."""
+    """Describes a policy's budget, for one that stands for this share of the tokens."""
     if type(_default(signature)) is float:
         return f"the share of the tokens: budget={share:g}"
     tokens = round(SOME_TOKENS * share)

@@ -27,9 +27,9 @@ OF_A_TURN = ("streamer", "on_progress", "logprobs")
 class Conversation:
     """Answers the turns of a chat; a further turn reads only the last answer and the new message.
 
-    What was read before stays in the cache, up to the end of the last prompt. Everything is read
-    anew where that cannot be: the policy changes the cache after the prompt, the chat template
-    rewrites what was said before, or the cache has become too small.
+    Earlier turns stay in the cache, up to the end of the last prompt. Everything is read anew where
+    that is impossible: the policy changes the cache after the prompt, the chat template rewrites
+    earlier turns, or the cache has become too small.
 
         chat = Conversation(params, policy="quest(budget=1024)")
         chat.answer([{"role": "user", "content": "Who was Turing?"}]).text
@@ -65,7 +65,7 @@ class Conversation:
         self._session: Session | None = None
         self._read: list[int] = []
         self.reads_anew: str | None = None
-        # sizes of any cache: only who owns the policy's state is looked at
+        # sizes of any cache: only the owners of the policy's state matter
         spec = capacity.cache_spec(params, [[0]], 1, None, self._page_size)
         running = resolved(self._policy, spec)
         try:

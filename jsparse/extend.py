@@ -1,4 +1,4 @@
-"""Exports what a new policy needs: the contract, the cache, selections and `threshold_select`.
+"""Exports the parts of a new policy: the contract, the cache, selections and `threshold_select`.
 
 docs/own_policy.md shows how to write one; `jsparse generate --policy my_policy.py:my_policy` runs
 it.

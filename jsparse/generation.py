@@ -100,10 +100,10 @@ def generate(
         logprobs: whether to return each token's log-probability.
         streamer: a callable that gets each piece of text as it is made, an object that takes ids as
             Hugging Face's streamers do (`put` and `end`), or a list with one per prompt.
-        policy: the policy, or its expression, that chooses what decoding attends to; "auto" takes
-            what was measured to be fastest for these sizes. The prompt is always read densely.
+        policy: the policy, or its expression, that selects the tokens for decoding; "auto" takes
+            the one measured to be fastest for these sizes. The prompt is always read densely.
         sampling: one SamplingParams for all prompts or one per prompt, instead of the options from
-            max_new_tokens to logprobs; `seed` is then for those that name none.
+            max_new_tokens to logprobs; `seed` is then for those without one.
         max_length: the cache's capacity in tokens; None fits prompt and new tokens, rounded up.
         page_size: the number of tokens per page: 8, 16, 32 or 64.
         on_progress: a callable that gets ("prefill" | "decode", done, total), in tokens.

@@ -13,15 +13,15 @@ State = Any
 
 
 class PrefillView(NamedTuple):
-    """What a policy sees of one prompt chunk in one layer.
+    """A policy's view of one prompt chunk in one layer.
 
     Attributes:
         tokens, positions, k, v: the chunk, padded to T; the first `valid[b]` of row b count.
         step: the cache with the chunk appended; `step.layers[layer].lengths` is right for every
             row.
         q_window: the last W queries of each row so far, aligned to the row's own end (the newest
-            last), whatever the chunking or the rest of the batch; the first W - window_valid of a
-            short row are 0.
+            last), independent of chunking and the rest of the batch; the first W - window_valid of
+            a short row are 0.
         last: static; no chunk follows this one for any row.
     """
 
@@ -86,8 +86,8 @@ class UpdateFn(Protocol):
 class MaintainFn(Protocol):
     """Reworks state and cache between steps, in a jitted call of its own.
 
-    Both hold only the rows that are due. Rows are treated apart: what becomes of one must not
-    depend on the others.
+    Both hold only the rows that are due. Rows are independent: the result of one must not depend on
+    the others.
     """
 
     def __call__(self, state: State, view: StepView, /) -> tuple[State, KVCache]: ...
@@ -96,7 +96,7 @@ class MaintainFn(Protocol):
 class AfterPromptFn(Protocol):
     """Reworks state and cache once, after the prompt and before the first step.
 
-    It runs outside jit: what it returns may have other capacities, or lie in another memory. A head
+    It runs outside jit: its results may have other capacities, or lie in another memory. A head
     can come to hold `slots` slots from then on, as `max_length` says: room for these must be left.
     """
 

@@ -1,8 +1,8 @@
-"""The names of options that people type: those taken, those refused and what to use instead.
+"""The names of options: accepted names, and refused ones with their alternatives.
 
 Functions that take options by name are marked with `takes`. A name that another library has and
-jsparse lacks stands in a table below with what to use instead; the value at which such an option
-asks for nothing is taken, since nothing is lost then. This module knows nothing of jsparse.
+jsparse lacks stands in a table below with the alternative; a value at which such an option does
+nothing is accepted, since nothing is lost then. This module knows nothing of jsparse.
 """
 
 import functools
@@ -17,8 +17,8 @@ class Refusal(NamedTuple):
     """Says why an option is not taken.
 
     Attributes:
-        rule: what to do instead, as a sentence goes on after the option's name and value.
-        nothing: the value at which the option asks for nothing, beside None.
+        rule: the alternative, as a sentence goes on after the option's name and value.
+        nothing: the value at which the option does nothing, beside None.
     """
 
     rule: str
@@ -162,15 +162,15 @@ CHAT: Mapping[str, Refusal] = {
 def takes[**P, R](
     refused: Mapping[str, Refusal], /, *, more: Callable[..., Any] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Lets a function refuse options that it lacks, by name and with what to use instead.
+    """Lets a function refuse options that it lacks, by name and with an alternative.
 
     Args:
         refused: options that the function refuses. It may have some of them as parameters, so that
             they are listed; their values are checked all the same.
         more: a function whose options are taken, too, as `**options`.
 
-    The function raises ValueError for a refused option and TypeError for an unknown one, which
-    lists those that there are.
+    The function raises ValueError for a refused option, and for an unknown one a TypeError that
+    lists the known ones.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -5,12 +5,12 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-MeanStatsKind = Literal["page_mass", "token_logits"]  # those that Stats holds
+MeanStatsKind = Literal["page_mass", "token_logits"]  # the kinds that Stats holds
 StatsKind = Literal[MeanStatsKind, "listed_logits"]
 
 
 class Stats(NamedTuple):
-    """Holds how each group's mean query, rounded to the queries' type, weighed what was read.
+    """Holds the weights that each group's mean query, rounded to the queries' type, gave to slots.
 
     Attributes:
         scores: with "page_mass" float32[B, K, M], the un-normalised logsumexp of each logical

@@ -18,8 +18,8 @@ lengths count it from `append` on; those of later layers may do so already. Ever
 its own a row goes through `maintain`, and every `correct_every` tokens the newest are computed
 again as one dense chunk, their K and V are overwritten, and `append` is called for them once more:
 writing a position again replaces it. A further turn of a conversation cuts rows back to the end of
-the last prompt and calls `prefill` for what follows: what `prefill` builds at the last chunk must
-be built from nothing.
+the last prompt and calls `prefill` for the new tokens, so anything that `prefill` builds at the
+last chunk must be built from scratch.
 
 In a decode step some rows may be inactive (`view.active`). The engine puts their row arrays back
 as they were; a method that writes page arrays of its own skips such rows itself, as sidecars do.
@@ -122,9 +122,9 @@ class Offload(NamedTuple):
     """Says how K and V lie in host memory while a policy decodes.
 
     Attributes:
-        tail: the newest tokens of a row that stay on the device, at the least.
-        reads: "in_place" lets attention read host memory, "gather" fetches what is selected to the
-            device first; None is what the op can do best.
+        tail: the least number of newest tokens of a row that stay on the device.
+        reads: "in_place" lets attention read host memory, "gather" fetches the selection to the
+            device first; None is the better one that the op supports.
         prefetch: whether a layer's rows are fetched before the layer above attends.
     """
 
@@ -192,12 +192,12 @@ class Policy(NamedTuple):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The optional fields of the cache among what the method needs."""
+        """The optional fields of the cache among the method's needs."""
         return tuple(name for name in self.needs if name in OPTIONAL_FIELDS)
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """The constants of the model among what the method needs."""
+        """The constants of the model among the method's needs."""
         return tuple(name for name in self.needs if name not in OPTIONAL_FIELDS)
 
     @property

@@ -88,7 +88,7 @@ class LayerCache(NamedTuple):
     Attributes:
         k, v: the page pool, flattened over rows and heads: an array, or a PagePool that stands in
             for one where K and V lie in host memory. Every slot is finite, held or not,
-            because attention may multiply by 0 what it does not attend to.
+            because attention may multiply unattended slots by 0.
         lengths: the number of tokens held, per row and head.
         block_table: the physical page of each logical page; None is the identity.
         free: the unused pages, if there is a table whose pages the device hands out; None with a
@@ -141,7 +141,7 @@ class KVCache(NamedTuple):
     Attributes:
         layers: K and V, per layer.
         positions: the next text position of each row.
-        overflow: rows that found no room for a token. Such a row keeps what it held and takes in
+        overflow: rows that found no room for a token. Such a row keeps its tokens and takes in
             nothing more.
     """
 

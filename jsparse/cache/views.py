@@ -28,7 +28,7 @@ NOTHING = ReadOnly()
 
 
 class StepView(NamedTuple):
-    """What the hooks of a policy see of a step.
+    """The view that a policy's hooks have of a step.
 
     Attributes:
         cache: K and V, in whichever memories they lie.

@@ -96,7 +96,7 @@ def grow(
     one launch for all of them.
 
     A row that finds no room in some layer, or found none earlier, is marked in `cache.overflow` and
-    grows nowhere: it keeps what it held. `taken` says how many tokens `fill` may write. Rows are
+    grows nowhere: it keeps its tokens. `taken` says how many tokens `fill` may write. Rows are
     served in their order, and one that gets nothing takes nothing from those behind it.
     """
     chosen = range(len(cache.layers)) if layers is None else layers
@@ -195,7 +195,7 @@ def truncate(layer: LayerCache, lengths: Lengths) -> LayerCache:
 
 
 def cut_pages(layer: LayerCache, pages: int) -> LayerCache:
-    """Leaves every head room for `pages` pages, in smaller pools; what lies behind them is gone.
+    """Leaves every head room for `pages` pages, in smaller pools; later pages are lost.
 
     With a block table nothing changes: heads share their pool's pages already.
     """

@@ -102,8 +102,8 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput]:
         """Yields the request's output whenever there is more of it; the last is `finished`.
 
-        Each output holds everything so far. Whoever stops iterating early should close the
-        generator (`aclose`), which aborts the request.
+        Each output holds everything so far. If you stop iterating early, close the
+        generator (`aclose`): that aborts the request.
 
         Args:
             prompt: text, chat messages or token ids.
@@ -129,7 +129,7 @@ class AsyncEngine:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[RequestState]:
-        """Does what `generate` does, and leaves it to the caller when to ask for an output.
+        """Like `generate`, but yields the request's state, and the caller makes outputs from it.
 
         The request is yielded as soon as it has been taken in, and whenever there is more of it.
         """
@@ -277,5 +277,5 @@ class AsyncEngine:
         for listener in listeners:
             by_loop.setdefault(listener.loop, []).append(listener)
         for loop, group in by_loop.items():
-            with suppress(RuntimeError):  # the loop has been closed, and with it who waited
+            with suppress(RuntimeError):  # the loop has been closed, and with it its coroutines
                 loop.call_soon_threadsafe(lambda group=group: [each.ready.set() for each in group])

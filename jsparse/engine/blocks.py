@@ -129,7 +129,7 @@ def block_keys(ids: Sequence[int], block_tokens: int, root: str) -> list[bytes]:
     """Returns the key of each whole block of a prompt.
 
     A key is a chain: it depends on all tokens up to the block's end and on `root`, which names
-    whatever else K and V depend on.
+    everything else that K and V depend on.
     """
     key = hashlib.blake2b(root.encode(), digest_size=16).digest()
     data = np.asarray(ids, np.int32)

@@ -215,10 +215,10 @@ class Engine:
         """Dispatches the next plan and reads results that have had time to arrive.
 
         Returns:
-            The requests that got tokens; those that are `finished` are no longer the engine's.
+            The requests that got tokens; `finished` ones have left the engine.
 
         Raises:
-            EngineError: the device or a program failed; all requests are lost, and the engine is.
+            EngineError: the device or a program failed; all requests and the engine are lost.
         """
         if self.error is not None:
             raise EngineError(f"the engine has failed: {self.error}") from self.error
@@ -228,7 +228,7 @@ class Engine:
             self._fail(error)
             raise EngineError(f"the engine has failed: {error}") from error
         except BaseException as error:
-            # what has been planned may not have been dispatched
+            # the plan may not have been dispatched
             self._fail(error)
             raise
 

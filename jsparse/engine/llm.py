@@ -92,8 +92,9 @@ class LLM:
                 runs the smallest that fits. None is 8 and all on a GPU, 1 and all on a CPU.
             ladder: the sizes of prompt chunks, as (position, size) pairs, from position 0 on.
             record: a file for a log of all plans (jsparse.engine.plan_log).
-            prepare: whether all programs but those that return likely tokens are compiled now,
-                several at a time, or those of a request when it comes; None is now on a GPU.
+            prepare: whether all programs are compiled now, several at a time, except those that
+                return likely tokens. Otherwise each is compiled on first use. None is true on a
+                GPU.
             clock: returns the time in seconds.
             tensor_parallel_size: 1; an engine runs on one device.
             enforce_eager: false; programs are always compiled.
@@ -137,12 +138,12 @@ class LLM:
 
         Args:
             prompts: text, chat messages, token ids, or a list of any of these; vLLM's
-                {"prompt": text} and {"prompt_token_ids": ids} count as what they hold.
+                {"prompt": text} and {"prompt_token_ids": ids} count as text and ids.
             sampling_params: the options of all prompts, or one entry per prompt; None is the
                 model's defaults.
             use_tqdm: whether a bar on standard error, if that is a terminal, shows the prompts done
                 and the tokens per second. A callable such as `tqdm.tqdm` makes the bar: it gets
-                total, desc and unit, and what it returns is told by update(1) and close().
+                total, desc and unit, and returns an object with update(1) and close().
             on_output: a callable that gets each request's output when it is finished, in the order
                 in which they finish.
 
@@ -226,7 +227,7 @@ class LLM:
             for request, text in zip(asked, texts, strict=True):
                 names.append(engine.add(request, prompt=text).request_id)
             while len(done) < len(names):
-                # an interrupt within a step would part a plan from what it dispatches
+                # an interrupt within a step could come between a plan and its dispatch
                 with interrupts_wait():
                     updates = engine.step()
                 for state in updates:
@@ -236,7 +237,7 @@ class LLM:
                         if on_output is not None:
                             on_output(output)
         finally:
-            # whoever interrupts finds the engine ready for the next prompts
+            # after an interrupt the engine is ready for the next prompts
             for name in names:
                 engine.abort(name)
             if engine.error is None:

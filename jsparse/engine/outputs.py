@@ -33,15 +33,15 @@ class CompletionOutput:
     """Holds one answer to a prompt.
 
     Attributes:
-        index: the number of the answer, of those that the request asked for.
-        text: the text, without special tokens and, unless it was to stay, the stop string.
+        index: the number of the answer among the request's answers.
+        text: the text, without special tokens and, unless the request keeps it, the stop string.
         token_ids: the ids, including the end token if one came.
         cumulative_logprob: the sum of the log-probabilities of all tokens so far; None unless
-            log-probabilities were asked for.
+            log-probabilities were requested.
         token_logprobs: the ids' natural log-probabilities under the model's own softmax; None
-            unless asked for.
-        top_logprobs: per token, the likeliest tokens and their log-probabilities; None unless asked
-            for.
+            unless requested.
+        top_logprobs: per token, the likeliest tokens and their log-probabilities; None unless
+            requested.
         finish_reason: "stop" (end token or stop string), "length", "abort", or None while it grows.
         attended_fraction: tokens attended over positions so far, averaged over decode steps, layers
             and KV heads; None before the first decode step.
@@ -66,7 +66,7 @@ class CompletionOutput:
     def logprobs(self) -> list[dict[int, Logprob]] | None:
         """Per token, as in vLLM: {token id: Logprob} of the likeliest tokens and of this one.
 
-        None unless asked for. It is made when it is first read.
+        None unless requested. It is made when it is first read.
         """
         if self.token_logprobs is None:
             return None
@@ -117,7 +117,7 @@ class RequestOutput:
         request_id: the request's name.
         prompt: the prompt as it was given, if it was text.
         prompt_token_ids: the prompt's ids.
-        outputs: the answers, as many as `n` asked for.
+        outputs: the `n` answers.
         num_cached_tokens: the prompt tokens that were not computed, since another request, or
             another of these answers, had read them; the most of any answer.
         metrics: when things happened.
@@ -138,8 +138,8 @@ class RequestOutput:
 class AnswerBuilder:
     """Collects one answer, which ends at end tokens, stop strings and its number of tokens.
 
-    Text is made when it is asked for, and for stop strings after every token. One thread may `take`
-    while another asks for the `output`.
+    Text is made when it is needed: for an output, and for stop strings after every token. One
+    thread may `take` while another calls `output`.
 
     Attributes:
         request, index: the request, and the number of the answer among its answers.
@@ -218,7 +218,7 @@ class AnswerBuilder:
     def output(self, *, new: bool = False) -> CompletionOutput:
         """Returns the answer as it is now; while it grows, the text that is certain.
 
-        With `new`, its tokens and text are those that no output has had.
+        With `new`, its tokens and text are the part since the last output.
         """
         with self._lock:
             self._advance()

@@ -11,9 +11,9 @@ from jsparse.runtime.host_reader import shares
 from jsparse.runtime.rows import Step
 from jsparse.runtime.sampling import top_logprobs
 
-# What n steps chose for each row: the token; the bits of its log-probability and of the shares
-# attended and read; and where asked for the shares of each layer, and the likeliest tokens and
-# their log-probabilities.
+# The results of n steps for each row: the token; the bits of its log-probability and of the shares
+# attended and read; and on request the shares of each layer, and the likeliest tokens and their
+# log-probabilities.
 Packed = Int32[Array, "n B w"]
 
 
@@ -24,7 +24,7 @@ class TokenResult(NamedTuple):
         token, logprob: the token and its log-probability under the model's own softmax.
         attended, read: the shares of the positions so far that were attended and read.
         layers: these two shares for each layer, [2, L]; None unless the engine keeps them.
-        top: the likeliest tokens and their log-probabilities; None unless asked for.
+        top: the likeliest tokens and their log-probabilities; None unless requested.
     """
 
     token: int

@@ -1,8 +1,8 @@
 """Logs an engine's requests and plans, and replays them bit for bit.
 
-A log is a file of JSON lines: one on the engine, then one per answer asked for, per plan, and per
-answer that ended. Plans hold no results, so a replay repeats what the device did, without the
-scheduler and without the time that it was.
+A log is a file of JSON lines: one on the engine, then one per requested answer, per plan, and per
+finished answer. Plans hold no results, so a replay repeats the device's work, without the scheduler
+and its clock.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ def read(file: str | os.PathLike[str]) -> Recording:
         ValueError: it is not one.
     """
     recorded = Recording({}, {}, [], {})
-    # what follows the last line break was being written when the process ended
+    # a last line without a line break was being written when the process ended
     for nth, text in enumerate(Path(file).read_text(encoding="utf-8").split("\n")[:-1]):
         try:
             _take(recorded, json.loads(text))

@@ -32,7 +32,7 @@ def answer_keys(
 def engine_keys(
     sizes: EngineSizes, policy: Policy, choices: Iterable[SamplingMode]
 ) -> list[ProgramKey]:
-    """Returns all programs of answers whose tokens are chosen in these ways."""
+    """Returns the keys of all programs for answers with these ways of choosing tokens."""
     keys = [ProgramKey.of("start"), ProgramKey.of("begin")]
     full = {size for _, size in sizes.ladder}
     for size in full | set(sizes.tails):

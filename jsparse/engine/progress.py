@@ -46,8 +46,8 @@ def progress(
             makes one, as `tqdm.tqdm` does.
         total: the number of prompts.
         console: where it is shown; None is standard error.
-        doing: says what takes the time now, where it is not answering; the bar asks it again and
-            again, and shows that in place of the speed.
+        doing: returns the name of the work before answering, if that is going on; the bar polls it
+            and shows the name in place of the speed.
 
     Raises:
         ValueError: `wanted` is neither a bool nor callable.

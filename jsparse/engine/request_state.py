@@ -48,7 +48,7 @@ class RequestState:
 
     def output(self, *, new: bool = False) -> RequestOutput:
         """Returns the answers so far, or only the part that is `new` since the last output."""
-        # what another thread adds in the meantime is in all of it or in none
+        # tokens that another thread adds in the meantime are in all of it or in none
         made = [builder.output(new=new) for builder in self.builders]
         return RequestOutput(
             self.request_id,

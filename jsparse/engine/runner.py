@@ -24,7 +24,7 @@ class PendingResults(NamedTuple):
 
     Attributes:
         packed: as in `packing.Packed`; of a chunk that is not the last, any number.
-        rows: the answers whose results they are, with their rows in `packed` and their steps.
+        rows: the answers, with their rows in `packed` and their steps.
         steps: the number of steps of the program.
     """
 

@@ -16,7 +16,7 @@ MAX_READING = 4
 
 
 class Scheduler:
-    """Holds all answers that have not ended, by phase (those that wait as a heap), and plans."""
+    """Holds all unfinished answers by phase, the waiting ones in a heap, and plans their work."""
 
     def __init__(self, sizes: EngineSizes, rules: Rules) -> None:
         """Prepares a scheduler without requests."""
@@ -82,7 +82,7 @@ class Scheduler:
     def _let_go(self) -> list[int]:
         """Frees the memory of answers that were stopped or have all their tokens planned.
 
-        Returns the numbers of those that were being read.
+        Returns the numbers of the answers whose prompts were being read.
         """
         if self._some_stopped:
             self._some_stopped = False
@@ -170,8 +170,8 @@ class Scheduler:
     def _take_over(self, answer: Answer) -> bool:
         """Uses the part of the prompt that others have read since.
 
-        Returns whether the state must begin anew: it has not seen what lies between, unless that
-        is replayed.
+        Returns whether the state must begin anew, because it has not seen the tokens in between
+        and they are not replayed.
         """
         blocks = self._shareable(answer)
         tokens = blocks * self.sizes.block_tokens
@@ -205,8 +205,9 @@ class Scheduler:
     def _steps(self) -> int:
         """Returns the number of steps of the next program.
 
-        It is the most where nobody waits for its end: no prompt that is being read, no row that is
-        due for service before, and nobody who gets the slot or the memory of a row that ends.
+        It is the maximum unless something waits for the program's end: a prompt that is being read,
+        a row that is due for service before, or an answer that gets the slot or the memory of a row
+        that ends.
         """
         maximum = self.sizes.steps
         left = [answer.max_tokens - answer.sent for answer in self.decoding]

@@ -13,8 +13,9 @@ from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime import capacity, chunk_attention
 from jsparse.runtime.admission import admit
 
-# Chunks are small enough that those who decode beside them do not wait for long: 0.1 s of an 8B
-# model on an H200, at any position. Without flash attention scores are stored: chunks are smaller.
+# Chunks are small enough that the rows that decode beside them do not wait for long: 0.1 s with an
+# 8B model on an H200, at any position. Without flash attention scores are stored, and chunks are
+# smaller.
 LADDER = ((0, 2048), (16384, 1024), (65536, 512))
 PLAIN_LADDER = ((0, 512),)
 TAILS = (64, 256)
@@ -120,7 +121,7 @@ def pooled(rows: CacheSpec, sizes: EngineSizes) -> CacheSpec:
 def cache_spec(
     params: Params, *, max_num_seqs: int | None, max_model_len: int | None, page_size: int
 ) -> CacheSpec:
-    """Returns the sizes of an engine's rows; `Engine` says what None means.
+    """Returns the sizes of an engine's rows; `Engine` documents the meaning of None.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -150,7 +151,7 @@ def sizes_of(
     ladder: Sequence[tuple[int, int]] | None,
     max_model_len: int | None,
 ) -> EngineSizes:
-    """Returns an engine's sizes; `Engine` says what None means.
+    """Returns an engine's sizes; `Engine` documents the meaning of None.
 
     Raises:
         ValueError: an argument is out of its range, or memory does not suffice.

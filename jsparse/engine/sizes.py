@@ -12,8 +12,8 @@ class EngineSizes(NamedTuple):
         page_size: the number of tokens per page.
         num_groups: the number of groups of pages, of which the last is scratch.
         ladder: the sizes of prompt chunks, as (position, size) pairs: the size counts from that
-            position on. Chunks begin where position alone says, so that what another request has
-            read of the same prompt is, bit for bit, what would be read again.
+            position on. The starts of chunks depend on position alone, so that another request
+            with the same prompt would compute the same K and V, bit for bit.
         tails: the sizes that a prompt's last chunk may be padded to, beside those of the ladder.
         block_tokens: the number of tokens per block that requests share.
         steps: the most decode steps per program.

@@ -26,8 +26,8 @@ class Answer:
         keys: the keys of the prompt's blocks.
         phase, slot: where it is.
         read: the number of the prompt's tokens that its state has seen, or will have by plan.
-        known: the number of those whose K and V are there; more than `read` while what was taken
-            over is replayed.
+        known: the number of those whose K and V are there; more than `read` while tokens from other
+            requests are replayed.
         cached: the number of tokens that were taken over from other requests.
         sent: the number of its tokens that have been planned.
         stopped: whether it wants no more tokens.
@@ -67,12 +67,12 @@ class Answer:
 
 
 class Chunk(NamedTuple):
-    """Says which tokens of which prompt to read.
+    """Plans the reading of one chunk of a prompt.
 
     Attributes:
         answer: the number of the answer.
         slot: the slot that it will decode in.
-        fresh: whether it begins here, with a state of rows that have seen nothing.
+        fresh: whether the prompt begins here, with an empty policy state.
         replay: whether K and V are there, and only the policy's state is to be built from them.
         start, valid, size: the tokens: from `start` on, `valid` of them, padded to `size`.
         last: whether the prompt ends here: the first token is chosen and the answer decodes.
@@ -102,7 +102,7 @@ class Decode(NamedTuple):
 class StepPlan(NamedTuple):
     """Plans the device's next work: a chunk, then one program of `steps` decode steps.
 
-    `ended` are the answers whose prompts were partly read and will not be read on.
+    `ended` are the answers that stopped while their prompts were being read.
     """
 
     ended: list[int]

@@ -1,8 +1,8 @@
-"""Chooses a method by what was measured on this device: dense attention where that is as fast.
+"""Chooses a method by measurements on this device: dense attention where that is as fast.
 
-`jsparse recommend` measures a model on the device at hand, and what it found comes first. Else, on
-a device for which we measured from how many bytes of K and V on it is faster, Twilight; on all
-others, CPUs among them, dense attention.
+`jsparse recommend` measures a model on the device at hand, and its result comes first. Else it is
+Twilight on a device for which we measured the bytes of K and V above which it is faster, and dense
+attention on all others, CPUs among them.
 """
 
 import functools
@@ -30,7 +30,7 @@ logger = logging.getLogger("jsparse.auto")
 
 
 class AutoChoice(NamedTuple):
-    """Holds the policy that `auto` stands for, why, and whether anybody has measured that."""
+    """Holds the policy that `auto` stands for, the reason, and whether it was measured."""
 
     policy: Policy
     reason: str
@@ -41,10 +41,10 @@ class AutoChoice(NamedTuple):
 def auto() -> StandIn:
     """Uses the fastest policy measured for this device and size that stays close to dense.
 
-    This is what `jsparse recommend` measured for the model on this device, else Twilight from the
+    This is the choice of `jsparse recommend` for the model on this device, else Twilight from the
     sizes on at which it was faster on devices that we measured, else `dense`. That is decided when
     the cache's sizes are known, before anything is read; `Generation.stats.policy` and `jsparse
-    info --policy auto` say what was chosen. It cannot stand inside another policy.
+    info --policy auto` show the choice. It cannot stand inside another policy.
     """
 
     def for_spec(spec: CacheSpec) -> Policy:

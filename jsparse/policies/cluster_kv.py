@@ -32,8 +32,9 @@ def cluster_kv(
         budget: the most tokens that a KV head attends to.
         cluster_size: tokens per cluster, on average.
         sink: the number of first tokens that are always attended to.
-        recent: the newest tokens that are always attended to, at the least; they are in no cluster.
-        period: new tokens of a row between two times that they join clusters.
+        recent: the least number of newest tokens that are in no cluster; these are always attended
+            to.
+        period: the new tokens of a row after which they join clusters.
     """
     whole_number("budget", budget, 1)
     whole_number("cluster_size", cluster_size, 1)

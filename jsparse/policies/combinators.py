@@ -1,7 +1,7 @@
-"""Wraps policies in what methods share: tokens always kept, layers and heads that stay dense.
+"""Wraps policies in common options: tokens always kept, layers and heads that stay dense.
 
-These are wrappers rather than flags of every method. `with_state` is what a wrapper is made with
-that keeps a state of its own.
+These are wrappers rather than flags of every method. `with_state` makes wrappers that keep a state
+of their own.
 """
 
 from collections.abc import Callable
@@ -46,8 +46,8 @@ def with_state(
 
     The state becomes WrappedState(base, own). `prefill` and `append` get and return the own state,
     after the base's hooks have run. `select` gets and returns both, and calls `base.select` itself.
-    `shares` says what of the own state other requests may use; the policy shares the lesser of that
-    and what the base shares. `needs` is what the wrapper needs beside the base.
+    `shares` names the part of the own state that other requests may use; the policy shares the
+    lesser of that and the base's. `needs` are the wrapper's needs beside those of the base.
     """
     minimum = min(shares, base.shares, key=(None, "keys", "pages").index)
 
@@ -146,8 +146,8 @@ def dense_layers(policy: Policy, n: int = 2) -> Policy:
 def retrieval_heads(policy: Policy, gates) -> Policy:
     """Attends to everything in retrieval heads and, in the others, to what `policy` selects.
 
-    `policy` keeps its state for all heads and selects for all; only what it selects for retrieval
-    heads is not used.
+    `policy` keeps its state for all heads and selects for all; its selection for retrieval heads is
+    not used.
 
     Args:
         policy: the policy of the other heads.
@@ -179,7 +179,7 @@ def retrieval_heads(policy: Policy, gates) -> Policy:
 
 
 def _of_others(summary: Summary, heads: HeadFlags) -> Summary:
-    """Drops the summaries of some KV heads, whose own attention leaves nothing out."""
+    """Drops the summaries of KV heads that attend to everything themselves."""
     queries = jnp.repeat(heads, summary.lse.shape[1] // heads.shape[1], axis=1)
     return Summary(
         summary.o,

@@ -9,7 +9,7 @@ Paper: "Post-Training Sparse Attention with Double Sparsity" (Yang et al.), arXi
 Where we differ: the query heads of a group share the channels and the tokens of their KV head, and
 tokens are ranked by their largest weight in any of these heads (the paper has as many KV heads as
 query heads). Labels are a copy of K like Twilight's, in the frame of the model's key constants; a
-channel is heavy for what varies in it, since what is constant is added exactly, in all channels.
+channel is heavy by its varying part, since the constant one is added exactly, in all channels.
 Without a calibration file the channels are found in the row's own prompt: by the mean |q| of its
 last queries times the mean |k| in the frame. Whole pages can be chosen, too, by their tokens' mass.
 """
@@ -200,7 +200,7 @@ def key_magnitudes(held: LayerCache, frame: KeyFrame) -> Float32[Array, "B K H"]
     k = into_frame(read_heads(held.k, held), frame, all_slots)
     sums = jnp.where((slots < held.lengths[..., None])[..., None], jnp.abs(k), 0.0)
     while sums.shape[2] > 1:
-        # else XLA may compute what is summed anew for each of the run's members
+        # else XLA may compute the sums' inputs anew for each of the run's members
         sums = jax.lax.optimization_barrier(sums)
         sums = jnp.pad(sums, ((0, 0), (0, 0), (0, -sums.shape[2] % FAN), (0, 0)))
         batch, heads, slots, head_dim = sums.shape

@@ -3,8 +3,8 @@
 Paper: "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads" (Xiao
 et al.), arXiv:2410.10819.
 
-Where we differ: all heads read the prompt densely, and what a streaming head does not attend to
-stays in the cache, unread. Gates come from the same files as LycheeDecode's, and
+Where we differ: all heads read the prompt densely, and tokens that a streaming head does not attend
+to stay in the cache, unread. Gates come from the same files as LycheeDecode's, and
 `jsparse train-gates` trains them for sparse heads that inherit a set, not for heads that see a
 window.
 """

@@ -11,7 +11,7 @@ from jsparse.policies import POLICIES
 from jsparse.policy import AnyPolicy, Policy, StandIn
 
 EXAMPLE = "streaming(sink=4, recent=512)"
-# what other projects call methods that are here
+# other projects' names of our methods
 ALIASES = {
     "adasnapkv": "ada_kv",
     "doublesparse": "double_sparsity",
@@ -49,7 +49,7 @@ def parse(expression: str) -> Policy:
 
 def remember(expression: str, policy: AnyPolicy) -> AnyPolicy:
     """Lets `parse` know a policy by a text that it could not parse; return the policy so named."""
-    # whatever else has been read or built anew since, its first function is another
+    # another policy has another first function, even if it was built from the same text
     if expression not in _FOUND or _FOUND[expression][0] is not policy[0]:
         _FOUND[expression] = policy._replace(name=expression)
     return _FOUND[expression]

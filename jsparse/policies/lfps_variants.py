@@ -1,9 +1,9 @@
-"""What the paper of LFPS does and `lfps` by default does not: exact weights, and the bypass.
+"""Variants of LFPS that the paper has and `lfps` has as options: exact weights, and the bypass.
 
 With exact weights the tables list more candidates than a head attends to, the best of max(Φ, Ψ) or
 those above the paper's threshold, and the step's own weights choose among them. A head that
 bypasses looks at little but the sinks, so that a mean stands for the rest of the prompt. Both read
-keys, which the default does not; `jsparse.policies.lfps` says what they lose by.
+keys, which the default does not; `jsparse.policies.lfps` describes the cost.
 """
 
 import math
@@ -194,7 +194,7 @@ def bypassed(
 def bypassing(
     chosen: Selection, q: Queries, held: LayerCache, prompt: PromptSummary, *, alone: bool
 ) -> tuple[Selection, Summary]:
-    """Takes from heads that bypass what was chosen for them; `alone` as in `bypassed`."""
+    """Empties the selections of heads that bypass; `alone` is as in `bypassed`."""
     passed, summary = bypassed(q, held, prompt, alone=alone)
     count = jnp.where(passed, 0, chosen.count)
     ids = jnp.where(passed[..., None], 0, chosen.ids)

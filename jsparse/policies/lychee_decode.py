@@ -1,8 +1,8 @@
 """LycheeDecode lets a few KV heads attend to everything and pick tokens for the other heads.
 
-A retrieval head attends to all it holds and hands what it weighs most to the head of the same index
-in the next layer. A sparse head attends to the set that it was handed, and hands that on. Which
-head is which is learned (`jsparse.train`).
+A retrieval head attends to all its tokens and hands the heaviest to the head of the same index in
+the next layer. A sparse head attends to the set that it was handed, and hands that on. The type of
+each head is learned (`jsparse.train`).
 
 Paper: "LycheeDecode: Accelerating Long-Context LLM Inference via Hybrid-Head Sparse Decoding" (Lin
 et al.), arXiv:2602.04541. As in its appendix F, the weights of a group's mean query stand for its
@@ -93,8 +93,8 @@ def lychee_decode(
             weights, "token" for single tokens.
         correct_every: the number of new tokens after which K and V of the newest tokens are
             recomputed densely; 0 is never. The paper uses 32.
-        sink: the number of first tokens that are picked, or whose pages are, whatever they weigh.
-        recent: the same of the last tokens. "top_k" and "ratio" count both among what they pick, so
+        sink: the number of first tokens that are picked, or whose pages are, whatever their weight.
+        recent: the same of the last tokens. "top_k" and "ratio" count both among their picks, so
             a head attends to no more than without them; where they are more than that, it picks
             the heaviest of them. "top_p" and "threshold" pick by their rule, and both are added.
             0 and 0 are the paper's.
@@ -158,7 +158,7 @@ def stats(settings: Settings, layer: int) -> StatsKind | None:
 
 
 def update(settings: Settings, state: State, layer: int, stats, view: StepView) -> State:
-    """Sets S(l+1, h) to what a retrieval head weighs most, to S(l, h) in the others."""
+    """Sets S(l+1, h) to a retrieval head's heaviest tokens, and to S(l, h) in the others."""
     if stats is None:
         return state
     (ids, count), held = state, view.layers[layer]

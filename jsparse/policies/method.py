@@ -7,19 +7,19 @@ from jsparse.policy import AnyPolicy
 
 
 class Method(NamedTuple):
-    """Registers a method, with what the docs say of it.
+    """Registers a method, with its texts for the docs.
 
     All texts are literals, given by name. The arguments in docs/policies.md are those of the
     builder, and the link to a paper comes from the arXiv id in the docstring of its module.
 
     Attributes:
         build: the builder.
-        attends: what it attends to, for docs/policies.md.
+        attends: the tokens that it attends to, for docs/policies.md.
         kind: the part of docs/api.md that it belongs to.
         paper: the method's name in its paper; empty if there is none.
         calls: calls in the README's row, with the arguments that matter most; empty for a call
             without arguments. Methods that are alike share the row of the first.
-        gist: what it attends to, for the README; empty if that is `attends`.
+        gist: the same for the README; empty if that is `attends`.
         when: when to use it, for the README; empty if another method's row names it.
     """
 

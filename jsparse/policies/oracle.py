@@ -1,7 +1,7 @@
 """Oracles select by the exact attention weights.
 
-They read all of K to save reading V, so they are yardsticks of quality (what a perfect selector
-would keep), not methods of speed.
+They read all of K to save reading V, so they are yardsticks of quality (the choice of a perfect
+selector), not methods of speed.
 
 The top-p variant is the oracle of Twilight (Lin et al., arXiv:2502.02770), the top-k variant that
 of Quest (Tang et al., arXiv:2406.10774). A KV head serves a group of query heads: top-k ranks by

@@ -1,6 +1,6 @@
 """Finds policies in code of your own, named `path.py:function` or `module:function`.
 
-Only what a user types on a command line goes through here: it imports that code. Policy
+Only the command line uses this module, which imports the code that a user names there. Policy
 expressions are parsed and never import anything.
 """
 
@@ -33,7 +33,7 @@ def resolve(text: str) -> AnyPolicy:
     """Builds the policy that an expression names, or one of your own, whose module is imported.
 
     A policy of your own is an object or a function marked `@builder`, which takes literals and
-    policies as arguments. What has been found is known to `expressions` by the same text.
+    policies as arguments. From then on `expressions` knows it by the same text.
 
     Raises:
         ValueError: the expression is refused, or the reference leads to no policy.

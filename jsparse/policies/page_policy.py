@@ -1,4 +1,4 @@
-"""Makes a method of what is kept of a page of keys, and how much that tells a query.
+"""Makes a method of two functions: a page's summary, and its score for a query.
 
 Quest, ArkVale and their like differ in these two functions alone. `page_policy` keeps the summaries
 of all pages up to date and attends to the pages that matter most.
@@ -40,15 +40,15 @@ def page_policy(summarise: Summarise, score: Score, budget: int = 1024) -> Polic
     These are budget // P pages, always including the newest, which is still being filled. Call it
     in a function marked `@builder`, so that equal arguments give one policy, with a name.
 
-    Both functions see one page of one KV head, whatever the batch, heads, layers and pages, and
-    whoever shares them; they are traced.
+    Both functions see one page of one KV head, and need know nothing of the batch, other heads,
+    layers and pages, or of sharing. They are traced.
 
     Args:
-        summarise: returns what is kept of a page, a tree of arrays of any shapes and dtypes. It
+        summarise: returns the summary of a page, a tree of arrays of any shapes and dtypes. It
             gets keys[P, H], as the cache holds them, and held[P], which is true of the slots that
             hold a token: the first ones, at least one. The others repeat the newest key, so that
-            the least, the greatest and whatever else does not count are exact without `held`;
-            sums and means need it. The page is summarised anew whenever it takes in tokens.
+            the least and the greatest are exact without `held`; sums and means need it. The page is
+            summarised anew whenever it takes in tokens.
         score: returns a number, how much a page matters to the queries q[G, H], in float32, of the
             heads that share its KV head, given its summary. NaN and -inf leave a page out, unless
             it is the newest.

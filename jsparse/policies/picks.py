@@ -1,7 +1,7 @@
 """Picks tokens by weight for later layers, with sinks and recent text among them.
 
-Their weight in the layer that picks says little about what later layers need of them, so they are
-picked whatever they weigh.
+The weight of sinks and recent text in the layer that picks says little about the needs of later
+layers, so they are picked regardless of it.
 """
 
 from dataclasses import replace
@@ -34,7 +34,7 @@ def pick(
     units are added. With sink=0 and recent=0 the rule alone decides.
 
     Args:
-        scores: what `threshold_select` compares, of pages or tokens; -inf past what a head holds.
+        scores: the scores of pages or tokens for `threshold_select`; -inf past a head's tokens.
         rule: TopK, TopP or Threshold.
         lengths: the number of slots that each head holds.
         sink: the number of first slots that are always picked; of pages, all that hold one.

@@ -1,4 +1,4 @@
-"""R-KV drops, while a model reasons, what is attended to little and what repeats other keys.
+"""R-KV drops, while a model reasons, tokens with little attention and keys that repeat others.
 
 Paper: "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models" (Cai et al.),
 arXiv:2505.24133.
@@ -35,7 +35,7 @@ def r_kv(
 
     Args:
         budget: the slots that a KV head keeps at each compression, the window's included.
-        window: the number of newest tokens that are kept, and whose queries tell importance.
+        window: the number of newest tokens that are kept, and whose queries measure importance.
         period: new tokens between compressions.
         importance: the weight of importance; that of redundancy is 1 - importance.
     """

@@ -28,7 +28,7 @@ def raas(budget: int = 1024, threshold: float = 1e-4, window: int = 1, period: i
     Args:
         budget: the new tokens that a KV head keeps at each compression.
         threshold: the share of the attention from which on a token counts as used in a step.
-        window: the number of newest tokens that are kept whatever their use.
+        window: the number of newest tokens that are kept regardless of use.
         period: new tokens between compressions.
     """
     whole_number("window", window, 1)

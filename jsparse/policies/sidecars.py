@@ -1,6 +1,6 @@
 """Builds sidecars: a policy's arrays beside K, with one entry per layer.
 
-An entry takes in whatever the cache does, at prefill and at every step.
+An entry takes in the same tokens as the cache, at prefill and at every step.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""SnapKV drops, right after the prompt, what the prompt's last queries attended to least.
+"""SnapKV drops, right after the prompt, the tokens to which its last queries attended least.
 
 Paper: "SnapKV: LLM Knows What You are Looking for Before Generation" (Li et al.), arXiv:2404.14469.
 
@@ -29,7 +29,7 @@ POOL, POOLING = 5, "mean"
 def snapkv(
     budget: int = 1024, window: int = 8, pool: int = POOL, pooling: Pooling = POOLING
 ) -> Policy:
-    """Keeps the prompt's last `window` tokens and those that they attend to most, and all new ones.
+    """Keeps the prompt's last `window` tokens, the ones they attend to most, and all new tokens.
 
     Args:
         budget: the slots of a KV head that the prompt keeps, the window's included.

@@ -55,7 +55,7 @@ def tidal(
         again: the layer that is dense and picks anew, for all layers behind it; a model without it
             picks once. The paper chooses it for each model, and 13 for one of 32 layers
             (`bench.layer_overlap` shows how, by weight instead of by needles).
-        sink: the number of first tokens that are among the `budget`, whatever they weigh.
+        sink: the number of first tokens that are among the `budget`, whatever their weight.
         recent: the same of the last tokens; where both are more than the budget, the heaviest of
             them take all of it. 0 and 0 are the paper's.
         correct_every: the number of new tokens after which K and V of the newest tokens are
@@ -83,7 +83,7 @@ def init(settings: Settings, spec: CacheSpec) -> State:
 
 
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
-    """Attends to what was picked, or to everything in the first layers and in those that pick."""
+    """Attends to the picks, or to everything in the first layers and in layers that pick."""
     lengths = view.layers[layer].lengths
     if layer < settings.picking[0] or layer in settings.picking:
         return everything(lengths), None, state

@@ -1,16 +1,16 @@
-"""Twilight prunes what a base selector chose, by top-p over estimated attention weights.
+"""Twilight prunes a base selector's choice, by top-p over estimated attention weights.
 
-The base picks generously, a 4-bit copy of K estimates the weights of what it picked, and top-p
-keeps the fewest whose estimated mass is p of it: what a head needs at this step. The query heads of
-a group each keep their own set; their KV head reads the union.
+The base picks generously, a 4-bit copy of K estimates the weights of its picks, and top-p keeps the
+fewest whose estimated mass is p of theirs, so that a head's number of tokens follows its need at
+each step. The query heads of a group each keep their own set; their KV head reads the union.
 
 Paper: "Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning" (Lin et al.),
 arXiv:2502.02770. It leaves the first two layers dense: dense_layers(twilight(…), n=2).
 
 Where we differ: the copy of K is kept in the frame of the model's key constants, without which
 constant channels, such as those of Qwen2, use up its 4 bits. Whole pages are one of three forms in
-which survivors are listed (`prune`), since attention reads whole pages. The mass is that of what
-the base listed: its newest token, attended in any case, counts if it was listed.
+which survivors are listed (`prune`), since attention reads whole pages. The mass is that of the
+base's list: the newest token, attended in any case, counts if it was listed.
 """
 
 from dataclasses import replace
@@ -66,7 +66,7 @@ def twilight(
     Args:
         base: the base selector.
         p: the share of the estimated mass that every query head keeps.
-        prune: the form of what is kept. "page_mass" keeps the fewest whole pages that weigh p;
+        prune: the form of the result. "page_mass" keeps the fewest whole pages that weigh p;
             "bits" the fewest tokens that do, as bits of their pages, which are read whole; "token"
             the same tokens, read one by one.
         dense_below: the number of tokens below which a row is dense; where all rows are, nothing is
@@ -108,7 +108,7 @@ def empty_copy(settings: Settings, spec: CacheSpec) -> Int4Keys:
 
 
 def select(settings: Settings, state: WrappedState, layer: int, q: Queries, view: StepView):
-    """Prunes what the base selects."""
+    """Prunes the base's selection."""
     chosen, summary, of_base = settings.base.select(state.base, layer, q, without_knob(view, "p"))
     if summary is not None:
         raise ValueError(f"base={settings.base}: must not summarise tokens that it does not select")
@@ -120,7 +120,7 @@ def select(settings: Settings, state: WrappedState, layer: int, q: Queries, view
 def pruned(
     settings: Settings, chosen: Selection, copy: Int4Keys, layer: int, q: Queries, view: StepView
 ) -> Selection:
-    """Keeps the least of what is chosen that carries p of its estimated mass in each query head."""
+    """Keeps the smallest part of a selection with p of its estimated mass in each query head."""
     held, frame, prune = view.layers[layer], frame_at(view, layer), settings.prune
     mass = knob(view, "p", settings.p)
     pages = paged(chosen, num_pages=held.num_pages, page_size=held.page_size)

@@ -1,8 +1,8 @@
-"""Asks whether a model, a policy and sizes go together, once, before anything is allocated.
+"""Checks that a model, a policy and sizes go together, once, before anything is allocated.
 
-Sessions and engines admit what they run, and so all that runs a policy is asked the same questions
-in one order: which policy runs, does the model have what it needs, can it do what is asked of it,
-can K and V lie where it wants them, does all of that fit in memory.
+Sessions and engines use the same checks in the same order: which policy runs, whether the model has
+the constants that it needs, whether it supports the use that is planned, whether K and V can lie in
+its memory, and whether everything fits.
 """
 
 from collections.abc import Sequence
@@ -61,8 +61,8 @@ def admit(
         allocates: whether a cache of these sizes will be allocated, and must fit in memory.
 
     Raises:
-        ValueError: the model lacks a constant that the policy needs, the policy cannot do what is
-            asked of it, or memory does not suffice.
+        ValueError: the model lacks a constant that the policy needs, the policy does not
+            support this use, or memory does not suffice.
     """
     policy = resolved(asked, spec)
     require_constants(params, policy)

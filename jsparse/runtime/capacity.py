@@ -31,9 +31,8 @@ def bucket(tokens: int, page_size: int) -> int:
 def slots_left(tokens: int, spec: CacheSpec) -> int:
     """Returns the slots per head to leave after the prompt where `tokens` may be needed.
 
-    A policy that bounds its memory asks for the same number after every long prompt, so finer steps
-    than those of `bucket` compile no more sizes. Where there is nothing to gain, it is what there
-    is.
+    A policy that bounds its memory needs the same number after every long prompt, so finer steps
+    than those of `bucket` compile no more sizes. If they would save nothing, all slots are left.
     """
     if bucket(tokens, spec.page_size) >= spec.capacity:
         return spec.capacity
@@ -52,7 +51,7 @@ def cache_spec(
 
     Raises:
         ValueError: an argument is out of its range, or prompt and new tokens do not fit the model
-            or the capacity asked for.
+            or the given capacity.
     """
     for name, value in (("max_new_tokens", max_new_tokens), ("max_length", max_length)):
         if isinstance(value, Sequence) or (name == "max_length" and value is None):
@@ -188,7 +187,7 @@ def pool_groups(
     there = memory.available_bytes(gpu_memory_utilization) - rows
     maximum = max(0, int(there // per_group))
     if tokens is None:
-        # no more than all rows can use: what is shared counts once
+        # no more than all rows can use: shared pages count once
         wanted = min(maximum, spec.batch * spec.num_pages + 1)
     else:
         whole_number("kv_cache_tokens", tokens, 1)

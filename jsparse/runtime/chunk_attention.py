@@ -37,8 +37,8 @@ def attend_chunk(
     block = pages * held.page_size
 
     def step(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
-        # the last block may extend past the last page: what it reads again there lies beyond every
-        # length
+        # the last block may extend past the last page: the slots that it reads again there lie
+        # beyond every length
         logical = jnp.minimum(i * pages + jnp.arange(pages, dtype=jnp.int32), held.num_pages - 1)
         logical = jnp.broadcast_to(logical, (*held.lengths.shape, pages))
         keys, values = (_by_token(read_pages(pool, held, logical)) for pool in (held.k, held.v))

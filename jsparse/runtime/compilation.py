@@ -13,10 +13,10 @@ from jax.sharding import SingleDeviceSharding
 from jsparse.machine.folders import cache_folder
 from jsparse.runtime.stored import ProgramStore, settings
 
-# What a GPU runs as a graph: XLA's default and, after it, loops and branches. Where a trip count or
-# a condition is computed on the device, the host would otherwise wait for it in the middle of a
-# program, and could dispatch nothing behind it. These options cannot add to a default, which is
-# what XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE --xla_dump_to=… writes beside it.
+# The commands that a GPU runs as a graph: XLA's default and, after it, loops and branches. Where a
+# trip count or a condition is computed on the device, the host would otherwise wait for it in the
+# middle of a program, and could dispatch nothing behind it. These options cannot add to the
+# default; XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE --xla_dump_to=… writes it down.
 COMPILER_OPTIONS = {
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
@@ -42,7 +42,7 @@ class _Call(NamedTuple):
         given: all arguments.
         static: the static ones, by name.
         args, kwargs: the others.
-        key: what tells the program that they need from others.
+        key: the key of the program for these arguments.
         plain: whether jax's settings are the same in other threads, which may compile it then.
         storable: whether, besides, the arguments lie where a stored program expects them, on the
             default device.
@@ -60,8 +60,8 @@ class _Call(NamedTuple):
 class Program:
     """Is a function compiled as jax.jit does, so that a GPU runs it without the host.
 
-    Another program cannot call it, but what it was made of: `inlined(it)`. Where programs are
-    stored (`keep_compilations`), one that an earlier process has stored is neither traced nor
+    Another program cannot call it, but can call its function: `inlined(it)`. With
+    `keep_compilations`, a program that an earlier process has stored is neither traced nor
     compiled.
     """
 
@@ -88,7 +88,7 @@ class Program:
 
         The result takes the arguments that are not static. Called with such, the program itself
         does not compile again. Several compile side by side, but one is traced at a time, in the
-        order in which they were asked for: that is Python, of which threads do not make more.
+        order of the calls: tracing is Python, which threads do not speed up.
         """
         return self._begin(self._call(args, kwargs))
 
@@ -146,7 +146,7 @@ class Program:
             lowered = self.lower(*call.given.args, **call.given.kwargs)
         _cached.hit = False
         made = lowered.compile()
-        # what a CPU has from jax's cache cannot be stored: it no longer has its functions' code
+        # on a CPU a program from jax's cache cannot be stored: it has lost its functions' code
         lost = _cached.hit and jax.default_backend() == "cpu"
         if _store is not None and name is not None and not lost:
             _compilers.submit(_store.put, name, made)
@@ -159,7 +159,7 @@ def program(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def _shape(x: Any) -> tuple[Any, ...]:
-    """Returns what a program is compiled for of an argument; last, where it lies if elsewhere."""
+    """Returns the key of an argument: shape and type, and its device unless that is the default."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.shape, x.dtype, False, x.sharding
     known = jax.typeof(x)
@@ -217,8 +217,8 @@ def traces() -> int:
 def keep_compilations() -> None:
     """Keeps programs for later processes, unless the user has set up jax's own cache already.
 
-    Programs are stored in `cache_folder`, under programs; jax's compilation cache, for what is not
-    a program of ours, lies beside them, under jax.
+    Programs are stored in `cache_folder`, under programs; jax's compilation cache, for
+    everything else, lies beside them, under jax.
     """
     global _store
     if jax.config.jax_compilation_cache_dir is not None or jax.config.jax_disable_jit:

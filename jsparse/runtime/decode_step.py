@@ -126,7 +126,7 @@ def attend_layer(
     """Selects and attends in one layer.
 
     The last two arrays are the number of tokens that each head attended to and read. `fetched` is
-    what has been selected and fetched already.
+    a selection that was made and fetched earlier.
     """
     held = view.layers[layer]
     if fetched is None:

@@ -26,9 +26,9 @@ class StepResult(NamedTuple):
 
     Attributes:
         tokens, logprobs: the chosen tokens and their log-probabilities under the model's softmax.
-        stats: how much was attended and read; None for the token that follows the prompt.
-        overflow: the rows that had run out of room, whose tokens mean nothing from then on.
-        logits: the logits that the tokens were chosen from; None unless asked for.
+        stats: how much was attended and read; None for the first token.
+        overflow: the rows that had run out of room; their tokens mean nothing from then on.
+        logits: the logits that the tokens were chosen from; None unless requested.
     """
 
     tokens: Int32[Array, "n B"]
@@ -69,7 +69,7 @@ class Decoding:
         constants: Mapping[str, Array] | None,
         limits: Sequence[int],
     ) -> None:
-        """Prepares to decode `limits[b]` tokens of row b; `keep` says what of each step."""
+        """Prepares to decode `limits[b]` tokens of row b; `keep` picks the results of a step."""
         self._policy, self._store = admitted.policy, admitted.store
         self._max_steps = admitted.max_steps
         self._params, self._constants, self._limits = params, constants, limits

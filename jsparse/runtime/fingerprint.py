@@ -1,10 +1,10 @@
-"""Tells in a few bytes what a program is made from, so that a stored one can be recognised.
+"""Computes fingerprints of a program's ingredients, so that a stored one can be recognised.
 
 A value's fingerprint is that of its type and content. A function's is that of its code, its
-defaults and what it closes over; what it finds in its module, such as other functions and
-constants, is covered by the fingerprints of modules, which are those of the code as it is loaded: a
-function that was replaced at run time shows. Nothing is known of code that is neither jsparse's nor
-that of a library whose version is known: what holds such a function has no fingerprint.
+defaults and its closure; the globals of its module, such as other functions and constants, are
+covered by the fingerprints of modules, which are taken of the code as it is loaded, so that a
+function replaced at run time changes them. Code that is neither jsparse's nor that of a library
+with a known version has no fingerprint, and neither has a value that holds such a function.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 PACKAGE = __name__.partition(".")[0]
-# whose versions an environment names, so that their functions need no more than a name
+# packages whose versions an environment names, so that a name identifies their functions
 KNOWN = frozenset({PACKAGE, "jax", "jaxlib", "numpy", "flax", "optax"}) | sys.stdlib_module_names
 SCALARS = (type(None), bool, int, float, complex, str, bytes)
 
@@ -52,7 +52,7 @@ def of_modules() -> dict[str, tuple[str, str]]:
 
 
 def still_hold(modules: Mapping[str, tuple[str, str]]) -> bool:
-    """Returns whether modules are, as loaded or else as files, what they were for `of_modules`."""
+    """Returns whether modules, as loaded or else as files, are the same as for `of_modules`."""
     folder = Path(sys.modules[PACKAGE].__path__[0])
     for name, (code, text) in modules.items():
         if code and name in sys.modules:
@@ -67,9 +67,9 @@ def still_hold(modules: Mapping[str, tuple[str, str]]) -> bool:
 
 
 def _parts(value: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes]:
-    """Yields what tells a value from others; what comes again is told by its number.
+    """Yields the parts that identify a value; one that comes again is identified by its number.
 
-    `seen` keeps what it has seen, or another value could come to lie in its place.
+    `seen` keeps the values alive, or another could come to lie at the same address.
     """
     kind = type(value)
     if isinstance(value, SCALARS):
@@ -143,7 +143,7 @@ def _of_code(code: types.CodeType) -> bytes:
 def _of_constant(value: Any) -> Any:
     if isinstance(value, types.CodeType):
         return _of_code(value)
-    # whose order is another in each process
+    # the order of a frozenset differs between processes
     return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
 
 
@@ -156,7 +156,7 @@ def _loaded() -> list[tuple[str, Path]]:
     return sorted(modules)
 
 
-# of each module, what it held when it was looked at last, and the fingerprint
+# by module: the ids of its globals at the last look, and the fingerprint
 _looked: dict[str, tuple[tuple[int, ...], str]] = {}
 
 
@@ -168,7 +168,7 @@ def _of_loaded(name: str) -> str:
     ids = tuple(map(id, held.values()))
     before = _looked.get(name)
     if before is None or before[0] != ids:
-        # where names are imported when they are first asked for, those that have been tell nothing
+        # with lazy imports, the names imported so far are a matter of chance
         lazy = "__getattr__" in held
         own = {
             key: value
@@ -182,7 +182,7 @@ def _of_loaded(name: str) -> str:
 
 
 def _of_global(name: str, value: Any) -> Any:
-    """Returns what tells a module's global from another, or None where that does not matter."""
+    """Returns the parts that identify a module's global, or None if it does not matter."""
     if name.isupper() and isinstance(value, SCALARS):
         return repr(value)
     if isinstance(value, type):

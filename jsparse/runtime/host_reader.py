@@ -50,7 +50,7 @@ def text_stream(tokenizer: Tokenizer | None, own: SamplingParams) -> TextStream:
 
 
 def shares(values: np.ndarray) -> np.ndarray:
-    """Returns shares of the positions so far as they are told: none is above 1."""
+    """Returns shares of the positions so far as reported: none is above 1."""
     # the device averages over heads and layers in float32, where ones can give 1.0000001
     return np.minimum(values, 1.0)
 
@@ -85,11 +85,11 @@ class Generation:
     """Holds the answer to one prompt.
 
     Attributes:
-        text: the new text, without special tokens, and without the stop string unless that was
-            asked for; "" if the model has no tokenizer.
+        text: the new text, without special tokens, and without the stop string unless the
+            options keep it; "" if the model has no tokenizer.
         token_ids: the new ids, including the end token if one came.
         logprobs: the ids' natural log-probabilities under the model's own softmax, before sampling
-            options; None unless asked for.
+            options; None unless requested.
         finish_reason: "stop" (an end token or a stop string), "length", or "overflow" where the
             row found no more room in the cache: the policy left too little.
         stats: counts, times and attended fractions.

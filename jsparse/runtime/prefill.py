@@ -78,9 +78,9 @@ def read_prompts(
 ) -> PrefillCarry:
     """Reads the first `lengths[b]` tokens of each row, chunk by chunk, all rows side by side.
 
-    A store, if K and V have one, hears of each chunk. Chunks follow what `carry`, which is donated,
-    has read already. `report` gets ("prefill", tokens done, tokens) after each
-    chunk. `within` says that another program reads them, of which this becomes a part.
+    A store, if K and V have one, is notified of each chunk. Chunks follow the tokens already in
+    `carry`, which is donated. `report` gets ("prefill", tokens done, tokens) after each chunk. With
+    `within`, this becomes part of the program that calls it.
     """
     read_chunk = inlined(prefill_chunk) if within else prefill_chunk
     batch, longest = tokens.shape
@@ -154,7 +154,7 @@ def prefill_chunk(
         part = PrefillView(tokens, positions, k, v, valid, now, window, asked, last)
         state = kept(policy, "prefill", state, policy.prefill(state, layer, part))
         if held is not cache.layers[layer]:
-            # or XLA may put off what hooks make of a layer until all layers have come
+            # or XLA may defer the hooks' work on a layer until after all layers
             o, state = jax.lax.optimization_barrier((o, state))
         return o
 
@@ -178,8 +178,8 @@ def replay_chunk(
 ) -> PrefillCarry:
     """Shows the policy a chunk whose K and V the cache holds already, as its newest tokens.
 
-    `valid` is as in `prefill_chunk`, of whose program this is otherwise a part left out: queries
-    are not known, so that those of the window must come with the chunks behind.
+    `valid` is as in `prefill_chunk`. This is that program without the model: queries are not known,
+    so those of the window must come with later chunks.
     """
     config, after = decoder.config, carry.cache.positions
     first = after - valid

@@ -10,7 +10,7 @@ from jsparse.runtime.compilation import Program
 
 
 class ProgramKey(NamedTuple):
-    """Names a program: what it does, the size that tells its shapes apart, its static arguments."""
+    """Names a program: its function, the size that determines its shapes, its static arguments."""
 
     name: str
     size: int = 0
@@ -60,7 +60,7 @@ class ProgramSet:
         return self.compiled < len(self._made)
 
     def run(self, name: str, *arrays: Any, size: int = 0, **static: Any) -> Any:
-        """Runs a program, which is compiled if it has not been; `size` tells shapes apart."""
+        """Runs a program, which is compiled if it has not been; `size` determines its shapes."""
         wanted = ProgramKey.of(name, size, **static)
         job = self._made.get(wanted)
         if job is None or not job.done():

@@ -91,7 +91,7 @@ class Reading:
     ) -> tuple[PrefillResult, PromptEnd | None]:
         """Reads prompts into an empty cache, or after the end of those `before`, which is donated.
 
-        Returns what is held then, and what a further turn starts from.
+        Returns the state after the prompts, and the one that a further turn starts from.
         """
         params, policy, spec, store = self._params, self._policy, self._spec, self._store
         decoder, weights = params.decoder, params.weights

@@ -24,7 +24,7 @@ class Request:
         ids: the prompt.
         sampling: the options, with the model's defaults in place of None.
         ends: the tokens that end the text.
-        stream: the stream of random numbers to draw from, of those that the seed has.
+        stream: the number of the seed's random stream to draw from.
     """
 
     ids: list[int]
@@ -53,7 +53,7 @@ def requests(
         rows: the prompts, as `prompts.encode` returns them.
         sampling: the options of all prompts, or one entry per prompt.
         policy: the policy that decodes.
-        seed: the seed of prompts whose options name none.
+        seed: the seed of prompts whose options have none.
 
     Raises:
         ValueError: an option is not among those of the model or the policy, or there is not one
@@ -88,7 +88,7 @@ def require_alone(sampling: SamplingParams | Sequence[SamplingParams]) -> None:
     """Refuses options of engines alone: several answers, log-probabilities of likeliest tokens.
 
     Raises:
-        ValueError: it is asked for, or `sampling` is neither SamplingParams nor a list of them.
+        ValueError: one is set, or `sampling` is neither SamplingParams nor a list of them.
     """
     for own in _listed(sampling):
         if own.n != 1:

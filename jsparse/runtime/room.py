@@ -16,7 +16,7 @@ from jsparse.runtime import capacity
 
 
 def require_pages(policy: Policy, spec: CacheSpec, cache: KVCache, limits: Sequence[int]) -> None:
-    """Raises ValueError if a shared pool cannot hold what the policy says that heads may need.
+    """Raises ValueError if a shared pool cannot hold the tokens that the policy lets heads hold.
 
     `limits` are the new tokens of each row; rows take pages for as long as any decodes.
     """

@@ -53,7 +53,7 @@ class Step(NamedTuple):
     Attributes:
         tokens, logprobs: the chosen tokens and their log-probabilities under the model's softmax.
         stats: how much was attended and read in each layer; None for the first token.
-        overflow: the rows that had run out of room, whose tokens mean nothing from then on.
+        overflow: the rows that had run out of room; their tokens mean nothing from then on.
         logits: the logits that the tokens were chosen from.
     """
 
@@ -74,7 +74,7 @@ def _step[Memory: (KVCache, SharedPages)](
     batch: Batch[Memory],
     active: Bool[Array, "B"] | None,
 ) -> tuple[Batch[Memory], Any]:
-    """Runs one decode step, which chooses the token of the next; returns what `keep` makes of it.
+    """Runs one decode step, which chooses the next tokens; also returns the result of `keep`.
 
     Rows that are not active change nothing; None is all.
     """
@@ -108,7 +108,7 @@ def decode_steps[Memory: (KVCache, SharedPages)](
     batch: Batch[Memory],
     counts: Int32[Array, "B"] | None = None,
 ) -> tuple[Batch[Memory], Any]:
-    """Runs `count` decode steps; returns what `keep` makes of each, stacked.
+    """Runs `count` decode steps; also returns the results of `keep`, stacked.
 
     Row b takes part in the first `counts[b]`; None is that all rows take part in all.
     """
@@ -134,7 +134,7 @@ def first_tokens(
     logits: Float32[Array, "B V"],
     overflow: Bool[Array, "B"],
 ) -> tuple[Rows, Any, Any]:
-    """Chooses the tokens that follow the prompts; also returns what is carried and kept."""
+    """Chooses the tokens that follow the prompts; also returns the carry and `keep`'s result."""
     tokens, logprobs, given = choose(given, jnp.int32(0), logits, None)
     result = keep(Step(tokens, logprobs, None, overflow, logits))
     return tokens, given, jax.tree.map(lambda x: x[None], result)

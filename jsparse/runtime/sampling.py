@@ -1,10 +1,10 @@
 """Chooses the next token of each row: greedily, by sampling, or as it is given.
 
-A way of choosing is a static function of what it carries from token to token, the token's number
-and the logits. Two serve generation: `greedy`, where all rows take the likeliest token, and
-`sampled`, in which every option is a number per row, so that no value of an option compiles
-anything anew. Options that Hugging Face's logits processors have mean what they mean there, the
-others what they mean in vLLM; SamplingParams has their order.
+A way of choosing is a static function of a carry, the token's number and the logits. Two serve
+generation: `greedy`, where all rows take the likeliest token, and `sampled`, in which every option
+is a number per row, so that no value of an option compiles anything anew. Options that Hugging
+Face's logits processors have mean the same as there, the others the same as in vLLM; SamplingParams
+has their order.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,8 +33,8 @@ MAX_COUNTED = np.iinfo(np.uint16).max
 class ChooseFn(Protocol):
     """Chooses token number `nth` of each row; returns it, its log-probability and the carry.
 
-    The log-probability is under the model's own softmax, before any options. What is chosen for
-    rows that are not `active` means nothing; None is that all are.
+    The log-probability is under the model's own softmax, before any options. The tokens of
+    rows that are not `active` mean nothing; None means that all are active.
     """
 
     def __call__(
@@ -58,7 +58,7 @@ class RowSampling(NamedTuple):
         bias_ids, bias_values: logit_bias.
         ends: the tokens that cannot be chosen before min_tokens; none if that is 0.
         seed: the lower and the upper half of the seed.
-        stream: the stream of random numbers, of those that the seed has.
+        stream: the number of the seed's random stream.
         seen: the tokens in the text so far, the prompt included.
         counts: how often each token was generated, up to 65,535 times.
     """
@@ -142,7 +142,7 @@ def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
 def greedy(
     given: Any, nth: Nth, logits: Float32[Array, "B V"], active: Active = None
 ) -> NextTokens:
-    """Takes the likeliest token of each row; what it carries does not change."""
+    """Takes the likeliest token of each row; its carry does not change."""
     tokens = jnp.argmax(logits, -1).astype(jnp.int32)
     return tokens, _logprobs(logits, tokens), given
 
@@ -150,7 +150,7 @@ def greedy(
 def forced(
     given: Int32[Array, "n B"], nth: Nth, logits: Float32[Array, "B V"], active: Active = None
 ) -> NextTokens:
-    """Takes the tokens of a table, whatever the logits; it carries the table."""
+    """Takes the tokens of a table, regardless of the logits; its carry is the table."""
     tokens = given[nth]
     return tokens, _logprobs(logits, tokens), given
 
@@ -197,7 +197,7 @@ def sampled(
 
 
 def _of_active(given: RowSampling, active: Bool[Array, "B"]) -> RowSampling:
-    """Returns the options without those of inactive rows, for whom nothing need be computed."""
+    """Turns off the options of inactive rows, for which nothing need be computed."""
     off = {
         "top_k": 0,
         "top_p": 1,
@@ -220,7 +220,7 @@ def adjusted(
 ) -> Float32[Array, "B V"]:
     """Adds the biases, sets end tokens that come too early to -inf and applies the penalties.
 
-    What no row asks for is skipped.
+    Steps that no row needs are skipped.
     """
     rows, vocab = jnp.arange(logits.shape[0])[:, None], logits.shape[-1]
     early = nth < given.min_tokens
@@ -249,7 +249,7 @@ def adjusted(
 
 
 def truncated(given: RowSampling, logits: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
-    """Scales the logits by the temperature and sets those that the options rule out to -inf.
+    """Scales the logits by the temperature and sets tokens that the options rule out to -inf.
 
     top_k and top_p keep exactly the set they name; equal logits at the edge go to the lowest token
     id. A cut that no row asks for is skipped.

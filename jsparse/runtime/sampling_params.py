@@ -41,7 +41,7 @@ class SamplingParams:
         logit_bias: numbers from -100 to 100 that are added to logits, by token id; at most 300.
             Ids may be strings of digits, as in JSON.
         n: the number of answers, from 1 to 16; `generate` gives one.
-        seed: the random seed; the same seed gives the same text, whatever runs beside it. None
+        seed: the random seed; the same seed gives the same text in any company. None
             draws from the seed of the call, differently for each prompt.
         stop: strings that end the text and are cut off.
         include_stop_str_in_output: whether the stop string stays in the text.
@@ -57,12 +57,12 @@ class SamplingParams:
             returns none. `generate` takes None and 0.
         policy: hyper-parameters of the policy for this prompt: any that the policy lists in
             `per_row`, such as {"p": 0.9}, and {"dense": True} to attend to everything.
-        cache_salt: a secret of those who may share what has been read of their prompts: an engine's
-            prefix cache serves nobody who names another one. How many tokens were cached then tells
-            them nothing of the prompts of others.
+        cache_salt: a secret of users who may share the prefixes of their prompts: an engine's
+            prefix cache serves only requests with the same salt, so that the number of cached
+            tokens reveals nothing about the prompts of others.
 
-    None for logit_bias, stop and stop_token_ids is none of them. What vLLM has beyond these options
-    is refused by name (jsparse.names).
+    None for logit_bias, stop and stop_token_ids is none of them. Other options of vLLM's are
+    refused by name (jsparse.names).
 
     Raises:
         ValueError: a value is outside its range, or an option is refused.

@@ -1,8 +1,8 @@
 """Runs a batch of requests over one cache: reads prompts, then decodes step by step.
 
 There is one loop of decode steps, `Session.steps`. Generation, evaluation on given tokens and
-benchmarks differ in how the next token is chosen (jsparse.runtime.sampling) and in what they do
-with the results.
+benchmarks differ in how the next token is chosen (jsparse.runtime.sampling) and in their use of
+the results.
 
 The host runs ahead: it never waits for a step before it dispatches the next (see
 jsparse.runtime.host_reader). On a GPU several steps are one program, since the host takes longer to
@@ -91,8 +91,8 @@ class Session:
             steps_per_program: the most decode steps per program; None is 8 on a GPU, 1 elsewhere.
 
         Raises:
-            ValueError: the policy needs a constant that the model lacks, asks for what cannot be
-                had together, or memory does not suffice.
+            ValueError: the policy needs a constant that the model lacks, its demands exclude one
+                another, or memory does not suffice.
         """
         admitted = admit(
             params,
@@ -186,8 +186,8 @@ class Session:
         """Decodes, and yields the results of each program once it is dispatched.
 
         The first result is the token that follows the prompt. A program runs several steps, or one
-        where fewer remain to a row's limit or to a due maintenance or correction. Whoever has seen
-        enough stops iterating.
+        where fewer remain to a row's limit or to a due maintenance or correction. Stop iterating
+        to end early.
 
         Args:
             choose: the way to choose tokens.
@@ -218,7 +218,7 @@ class Session:
         finally:
             batch = decoding.batch
             settle(batch, self.store.pages)
-            # a program that failed may have taken what it was given
+            # a program that failed may have consumed its donated arguments
             if not any(array.is_deleted() for array in jax.tree.leaves(batch)):
                 self._stage = Decoded(
                     PrefillResult(held.logits, batch.cache, batch.state), stage.end

@@ -75,7 +75,7 @@ class SharedPages:
 
 
 def empty_pages(spec: CacheSpec) -> SharedPages:
-    """Returns empty rows, all of whose groups are the last one, which nobody owns."""
+    """Returns empty rows, all of whose groups are the last one, which has no owner."""
     scratch = spec.pages // spec.num_kv_heads - 1
     return SharedPages(
         tuple(Pool(*layer.arrays) for layer in kv_cache.init(spec).layers),

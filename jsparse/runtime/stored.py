@@ -1,8 +1,8 @@
 """Keeps compiled programs on disk, so that the next process neither traces nor compiles them.
 
 jax's own cache is looked up by a program's text. To have it, a process must trace and lower the
-program, which takes most of the time in which a server starts. Here a program is looked up by what
-the text is made from: the versions and options of everything that takes part, the device, the
+program, which takes most of a server's start. Here a program is looked up by the ingredients of
+that text: the versions and options of everything that takes part, the device, the
 function and its static arguments, and the shapes of the others. A file also lists the modules of
 jsparse that were loaded when it was written: where the code of one is no longer the same, in memory
 or on disk, the program is made anew.
@@ -30,12 +30,12 @@ from jsparse.runtime import fingerprint
 
 logger = logging.getLogger("jsparse.programs")
 
-# Bytes that the files may take; those that were used longest ago make room.
+# Bytes that the files may take; the least recently used make room.
 MAX_BYTES = 4 * 2**30
 # modules that load a library which programs of theirs call
 RUNTIMES = ("jax.experimental.mosaic.gpu", "jax_triton")
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "triton", "jax-triton")
-# what a process sets for itself, and what programs do not depend on
+# settings that a process makes for itself or on which programs do not depend
 UNRELATED = ("cache", "_log_", "logging", "traceback", "tracer", "mock", "timeout")
 
 

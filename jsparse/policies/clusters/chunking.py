@@ -81,8 +81,8 @@ def cut(
     is, to its end.
 
     Args:
-        classes: of the boundary behind each slot; None cuts every chunk at `max_length`, whatever
-            `min_length` is.
+        classes: the class of the boundary behind each slot; None cuts every chunk at `max_length`,
+            regardless of `min_length`.
         first: at most S; the slots before it belong to no chunk.
         ends: the number of each row's slots that may belong to chunks, at most S.
         capacity: the largest number of chunks of a row; max_length · capacity must be at
@@ -125,7 +125,7 @@ def cut_on(
     min_length: int = 8,
     max_length: int = 16,
 ) -> Chunks:
-    """Adds up to `max_new` chunks to each row, those that `cut` would make next.
+    """Adds up to `max_new` chunks to each row, the next ones that `cut` would make.
 
     Only the slots that these chunks could reach are read. Arguments are those of `cut`; max_new is
     static and small.

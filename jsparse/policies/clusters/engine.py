@@ -1,9 +1,9 @@
 """Runs every method that finds tokens by clusters of chunks: one engine, a few settings per method.
 
-A row's tokens lie in its sinks, in chunks, and in what is open: the newest, which are in no chunk
-yet. Sinks and what is open are always attended to. What they leave of the budget goes to chunks:
-each is worth what the centroid of its cluster is for the query, and the best are taken, cluster by
-cluster, until the next no longer fits. So a head never attends to more than the budget.
+A row's tokens are its sinks, its chunks and its open tokens: the newest, which are in no chunk yet.
+Sinks and open tokens are always attended to. The rest of the budget goes to chunks: each has the
+score of its cluster's centroid for the query, and the best are taken, cluster by cluster, until the
+next no longer fits. So a head never attends to more than the budget.
 
 Chunks are cut and clustered when the prompt ends; every `period` tokens the oldest open ones are
 cut into chunks, which join the clusters. Chunks are the same for all layers and heads.
@@ -34,19 +34,19 @@ WIDER = 4  # units are chosen that hold this times the budget
 
 
 class Settings(NamedTuple):
-    """Holds what the methods differ in.
+    """Holds the settings in which the methods differ.
 
     Attributes:
         budget: the most tokens that a head attends to; rows that are no longer are dense.
         shortest: the fewest tokens of a chunk.
-        classes: the constant of the model from which boundaries are known; None cuts every chunk
-            at its greatest length.
+        classes: the model's constant that marks boundaries; None cuts every chunk at its greatest
+            length.
         form: how chunks are clustered.
         sink: the number of first tokens that are always attended to.
         recent: the number of newest tokens that are in no chunk.
-        period: new tokens of a row between two times that it cuts chunks.
-        exact: whether units that were not chosen are looked into where their bounds ask for it, so
-            that the chunks are those that are chosen without units.
+        period: the new tokens of a row after which it cuts chunks.
+        exact: whether units that were not chosen are looked into where their bounds require it, so
+            that the chunks are the same as without units.
     """
 
     budget: int
@@ -90,7 +90,7 @@ class Settings(NamedTuple):
 
 
 def require_budget(settings: Settings) -> None:
-    """Raises ValueError if a budget does not hold what is always attended to, and one chunk."""
+    """Raises ValueError if a budget does not hold the tokens always attended to and one chunk."""
     minimum = settings.sink + settings.max_open + settings.longest
     if settings.budget < minimum:
         raise ValueError(
@@ -104,7 +104,7 @@ class Index(NamedTuple):
     """Holds the state; rows own all of it.
 
     Attributes:
-        marks: what each token says of the boundaries around it; None where chunks are of one
+        marks: each token's marks for the boundaries around it; None where chunks are of one
             length.
         chunks: the chunks of each row, whose last ends where the open tokens begin.
         layers: the clusters of each layer.
@@ -170,8 +170,8 @@ def append(
 
 
 def select(settings: Settings, state: Index, layer: int, q: Queries, view: StepView):
-    """Lists sinks, what is open and, as far as the budget reaches, chunks of the best clusters."""
-    # all layers hold the same tokens: what follows from the first's is computed once per step
+    """Lists sinks, open tokens and, as far as the budget reaches, chunks of the best clusters."""
+    # all layers hold the same tokens: values that depend on these alone are computed once per step
     held, chunks, index = view.layers[0].lengths, state.chunks, state.layers[layer]
     budget, fine = min(settings.budget, view.layers[0].capacity), index.fine
     count = jnp.broadcast_to(chunks.count[:, None], held.shape)
@@ -235,6 +235,6 @@ def classes(state: Index) -> UInt8[Array, "B S"] | None:
 
 
 def outside(chunks: Chunks, lengths: Lengths) -> Lengths:
-    """Returns how many of a head's tokens lie in no chunk: its sinks and what is open."""
+    """Returns how many of a head's tokens lie in no chunk: its sinks and its open tokens."""
     first, last = chunks.starts[:, :1], chunks.starts[:, -1:]
     return jnp.minimum(first, lengths) + jnp.maximum(lengths - last, 0)

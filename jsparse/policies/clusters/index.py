@@ -3,8 +3,8 @@
 A chunk is represented by the mean of its keys. Spherical k-means gathers `cluster_size` chunks to a
 cluster on average: every `cluster_size`-th chunk is the start of one. Chunks that come later
 continue this: every `cluster_size`-th founds a cluster of its own, the others join the nearest one,
-whose centroid moves by running mean. Nothing is drawn at random and nothing summed in an order of
-chance, so that two runs give the same bits.
+whose centroid moves by running mean. Nothing is drawn at random and the order of sums is fixed, so
+that two runs give the same bits.
 
 Radii, where they are kept, bound the distance between a centroid and the chunks of its cluster.
 Units gather clusters as clusters gather chunks; there are ⌈√clusters⌉ of them, at most 64.
@@ -117,7 +117,7 @@ def _no_groups(
 def build(held: LayerCache, chunks: Chunks, form: Form) -> Clusters:
     """Clusters all chunks of every row anew.
 
-    Rows are taken one after the other, so that what exists meanwhile does not grow with the batch.
+    Rows are taken one after the other, so that temporary memory does not grow with the batch.
     """
     pages = jnp.arange(held.num_pages, dtype=jnp.int32)
     table = physical_pages(held, jnp.broadcast_to(pages, (*held.lengths.shape, pages.size)))
@@ -224,7 +224,7 @@ def k_means(
     Where every point starts a group it stays alone in it.
 
     Args:
-        points: what is grouped, by direction.
+        points: the points to group, by direction.
         number: the number of points of a row.
         starts: the points that are the first centroids.
         groups: the number of groups of a row.

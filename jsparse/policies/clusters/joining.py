@@ -60,8 +60,8 @@ def join(
 ) -> tuple[Clusters, ...]:
     """Adds to the indices the chunks behind the first `before` of each row, at most `max_new`.
 
-    All chunks of one call choose their clusters before any centroid moves. What stands for them is
-    computed for all layers at once, since so few chunks cost launches alone.
+    All chunks of one call choose their clusters before any centroid moves. Their pooled keys are
+    computed for all layers at once, since with so few chunks only launches cost time.
     """
     nth = before[:, None] + jnp.arange(max_new, dtype=jnp.int32)
     there = nth < chunks.count[:, None]
@@ -71,7 +71,7 @@ def join(
     cluster, had = nth // form.cluster_size, num_clusters(before, form)
     fine = NewPoints(nth, there, nth % form.cluster_size == 0, cluster, had)
 
-    # clusters that are new join a unit or found one; those that moved stay in theirs
+    # new clusters join a unit or found one; clusters that moved stay in theirs
     had, now = num_units(had), num_units(cluster + 1)
     opens = now > jnp.maximum(had[:, None], jnp.pad(now, [(0, 0), (1, 0)])[:, :-1])
     coarse = NewPoints(cluster, there & fine.opens, opens, now - 1, had)

@@ -1,7 +1,8 @@
 """Scores clusters for a query: all of them, or top-down, by units (Algorithm 1, lines 8 to 13).
 
 Top-down, the best units are chosen first, and of the others no centroid is read. With radii the
-score of a unit bounds those of its clusters (equation 2), which tells what may have been missed.
+score of a unit bounds those of its clusters (equation 2), which shows whether the others could hold
+a better one.
 """
 
 from collections.abc import Callable
@@ -14,8 +15,8 @@ from jsparse.pallas_kernels.point_groups import Groups
 from jsparse.policies.clusters.index import Clusters
 from jsparse.shapes import Lengths, Queries
 
-MIN_UNITS = 8  # that are chosen
-PRODUCT_ERROR = 2.0**-14  # of a product of vectors of length 1, at the most
+MIN_UNITS = 8  # the least number that are chosen
+PRODUCT_ERROR = 2.0**-14  # bounds the error of a product of vectors of length 1
 
 
 def cluster_scores(
@@ -25,7 +26,7 @@ def cluster_scores(
     tokens: int,
     worst: Callable[[Float32[Array, "B K L"]], Float32[Array, "B K"]] | None = None,
 ) -> Float32[Array, "B K L"]:
-    """Returns the scores of clusters for a query, -inf for those that are not looked at.
+    """Returns the scores of clusters for a query, -inf for clusters that are not looked at.
 
     Args:
         index: one layer's; without units all clusters are scored.

@@ -93,7 +93,7 @@ def joint(bounds: CountBounds) -> CountFn:
 def n_star(bounds: CountBounds, p: float) -> CountFn:
     """Gives a head n* slots: the fewest that carry the share p of the window's attention.
 
-    The scores choose among slots, they do not count them: p means the same whatever they are.
+    The scores only rank slots and do not count them: p means the same with any scores.
     """
 
     def count(scores, competing, temperatures, attention):
@@ -120,7 +120,7 @@ def calibrated(
     Args:
         bounds: the least and the most slots of a head.
         p: the share.
-        logits: the logarithm where scores are shares of attention, whose T is then 1.
+        logits: the logarithm where scores are shares of attention; T is then 1.
     """
 
     def count(scores, competing, temperatures, attention):

@@ -80,10 +80,10 @@ def _merging(
     query: Float32[Array, "B K H"],
     slot: int,
 ) -> LayerCache:
-    """Merges what is dropped into one slot, and moves the kept ones."""
+    """Merges the dropped slots into one, and moves the kept ones."""
     slots = jnp.arange(held.capacity, dtype=jnp.int32)
     merged = merged_slot(held, dropped | (slots == slot), query)
-    # all that is dropped is read before anything moves, or XLA would move a copy
+    # the dropped slots are read before anything moves, or XLA would move a copy
     held, keep, merged = jax.lax.optimization_barrier((held, keep, merged))
     return put_slot(compact_pages(held, keep), slot, merged, keep.count < held.lengths)
 
@@ -108,7 +108,7 @@ def _marked(chosen: Selection, held: LayerCache) -> Bool[Array, "B K S"]:
 
 
 def _moved(numbers: Array, keep: Selection) -> Array:
-    """Moves numbers per slot as compact_pages moves rows; behind what is kept they are 0."""
+    """Moves numbers per slot as compact_pages moves rows; behind the kept slots they are 0."""
     nth = jnp.arange(keep.ids.shape[-1], dtype=jnp.int32)
     moved = jnp.take_along_axis(numbers, keep.ids, axis=-1)
     moved = jnp.where(nth < keep.count[..., None], moved, 0)

@@ -1,12 +1,12 @@
 """Compresses a cache: scores the slots of each KV head, drops the worst and moves the rest up.
 
 A head's slots are, in their order: the first few, which are protected (sinks, and behind them the
-merged slot where there is one), those that compete, and the newest, which are protected too. A
-compression keeps the best of those that compete. It runs once after the prompt and then every
-`period` tokens of a row's own. In between everything that is left is attended to.
+merged slot, if any), the competing slots, and the newest, which are protected too. A compression
+keeps the best of the competing slots. It runs once after the prompt and then every `period` tokens
+of a row's own. In between all remaining slots are attended to.
 
 The merged slot stands for all that a head ever dropped (`merging`). The token that lies there at
-first is the first to be merged: of itself alone, that changes nothing.
+first is the first to be merged, which changes nothing while it is alone.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ from jsparse.shapes import Queries
 
 
 def evicting(settings: Settings) -> Policy:
-    """Builds a policy that drops what scores least and attends to all that is left."""
+    """Builds a policy that drops the slots of lowest score and attends to all others."""
     return Policy(
         partial(select, settings),
         init=partial(init, settings),

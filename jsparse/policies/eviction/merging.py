@@ -2,8 +2,8 @@
 
 Rows (k_j, v_j, b_j) become one for a query q̂ that stands for those to come: with
 s_j = q̂·k_j/√H + b_j and α = softmax(s) it is K' = Σ α_j k_j, V' = Σ α_j v_j and
-b' = logsumexp(s) - q̂·K'/√H. At q̂ its logit is what the rows' logits come to together; for every
-other query it is at most that (Gibbs' inequality). Source: HARD-KV (LSE-preserving merge).
+b' = logsumexp(s) - q̂·K'/√H. At q̂ its logit is the logsumexp of the rows' logits; for every other
+query it is at most that (Gibbs' inequality). Source: HARD-KV (LSE-preserving merge).
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Defines what methods of eviction differ in, and the state that they share."""
+"""Defines the settings in which methods of eviction differ, and the state that they share."""
 
 from typing import NamedTuple, Protocol
 
@@ -44,7 +44,7 @@ class LayerView(NamedTuple):
 
 
 class ScoreFn(Protocol):
-    """Returns a score for every slot; those that do not compete are ignored."""
+    """Returns a score for every slot; scores of slots that do not compete are ignored."""
 
     def __call__(self, view: LayerView, /) -> Float32[Array, "B K S"]: ...
 
@@ -74,19 +74,19 @@ class Tracking(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Holds what the methods differ in.
+    """Holds the settings in which the methods differ.
 
     Attributes:
         score: scores slots.
-        rule: says how many competing slots each head keeps.
+        rule: returns how many competing slots each head keeps.
         max_length: the slots that a head can come to hold, as in Policy.
         window: W, the number of newest queries that are kept for `score`.
-        attention: what `rule` may look at as the window's attention; None if scores are that.
+        attention: returns the window's attention, for `rule`; None if scores are that.
         kept: the most that `rule` returns.
         sink: the number of protected slots at the front, the merged one not counted.
         recent: the number of protected newest slots; None is W.
         period: the new tokens of a row between compressions; 0 compresses after the prompt alone.
-        merge: whether what is dropped is merged into a slot behind the sinks.
+        merge: whether dropped slots are merged into one behind the sinks.
         patience: the compressions for which the `period` best losers of a head wait: they are not
             read, but can be taken in again.
         tracking: how numbers per slot are kept up to date; None if there are none.

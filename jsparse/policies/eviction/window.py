@@ -1,4 +1,4 @@
-"""Keeps the newest queries in a ring, and smooths what they make of the slots of a cache."""
+"""Keeps the newest queries in a ring, and smooths their scores of a cache's slots."""
 
 from typing import Literal
 
