@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class Refusal(NamedTuple):
-    """Says why an option is not taken.
+    """Holds the reason why an option is refused.
 
     Attributes:
         rule: the alternative, as a sentence goes on after the option's name and value.

@@ -91,7 +91,7 @@ def softmax_partial(
 ) -> tuple[Float32[Array, "*rows S"], Float32[Array, "*rows"], Float32[Array, "*rows"]]:
     """Returns exp(logits - max), its sum and the logsumexp.
 
-    -inf marks what is not attended, and a row may be all -inf.
+    -inf marks slots that are not attended to, and a row may be all -inf.
     """
     top = jnp.max(logits, -1, keepdims=True, initial=-jnp.inf)
     top = jnp.where(jnp.isneginf(top), 0.0, top)

@@ -1,4 +1,4 @@
-"""The Policy contract says what each KV head attends to; one engine runs every method through it.
+"""The Policy contract: a policy selects tokens for each KV head; one engine runs all policies.
 
 A policy is a NamedTuple of pure functions and static fields, built by a function of
 hyper-parameters (`@builder` of jsparse.builder). Only `select` must be written; `dense` there has
@@ -7,9 +7,10 @@ shapes, hyper-parameters) and never on values.
 
 The state is any pytree of arrays that `init` returns, of fixed shapes and dtypes; by convention a
 tuple with one entry per layer, so that updating a layer touches its own arrays alone. It never
-holds the cache's arrays (both are donated). It is threaded through the layers in order, so what one
-layer decides reaches the next. Every array belongs either to the rows of the batch, and has an axis
-of `spec.batch`, or to the pages of the cache, and has one of `spec.pages` (jsparse.runtime.owners).
+holds the cache's arrays (both are donated). It is threaded through the layers in order, so the
+decisions of one layer reach the next. Every array belongs either to the rows of the batch, and has
+an axis of `spec.batch`, or to the pages of the cache, and has one of `spec.pages`
+(jsparse.runtime.owners).
 
 The engine calls, for every prompt chunk and layer, `prefill`; after the prompt `after_prompt`; for
 every decode step and layer, `append`, `select` and, after attention, `update`. While a token is
@@ -85,7 +86,7 @@ class Services(NamedTuple):
 
 
 class Eviction(NamedTuple):
-    """Says that a method's heads lose tokens, so that slots no longer tell positions.
+    """Marks a method whose heads lose tokens, so that slots no longer give positions.
 
     Attributes:
         after_prompt: reworks state and cache once, before the first step; None changes nothing.
@@ -119,7 +120,7 @@ def _no_heads(layer: int, num_kv_heads: int) -> tuple[int, ...]:
 
 
 class Offload(NamedTuple):
-    """Says how K and V lie in host memory while a policy decodes.
+    """Describes how K and V lie in host memory while a policy decodes.
 
     Attributes:
         tail: the least number of newest tokens of a row that stay on the device.
@@ -262,7 +263,7 @@ def selected(policy: Policy, before: State, made: Any) -> tuple[Selection, Summa
     """Checks and returns the result of `select`, given the state `before`.
 
     Raises:
-        ValueError: it is not what the contract asks for.
+        ValueError: it violates the contract.
     """
     match made:
         case (Selection() as choice, None | (_, _, *_) as summary, state):
@@ -277,7 +278,7 @@ def maintained(policy: Policy, made: Any) -> tuple[State, KVCache]:
     """Checks and returns the result of `maintain`.
 
     Raises:
-        ValueError: it is not what the contract asks for.
+        ValueError: it violates the contract.
     """
     if type(made) is not tuple or len(made) != 2 or not isinstance(made[1], KVCache):
         raise ValueError(f"maintain of {policy} must return (state, cache), not {_sketch(made)}")

@@ -13,7 +13,7 @@ class PagePool(ABC):
     """Stands in for an array of pages, [pages, P, H], whose pages lie in several memories.
 
     It has an array's `shape` and `dtype`, and is read and written by the functions of this module.
-    jsparse.host_memory.pool.HostPool is the only one, and says what the arrays are.
+    jsparse.host_memory.pool.HostPool is the only one, and describes the arrays.
     """
 
     ring: Array

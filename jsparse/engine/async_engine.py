@@ -29,7 +29,7 @@ STREAMS = 2**20
 
 
 def drawn_seed() -> int:
-    """Returns a seed that nobody foresees."""
+    """Returns an unpredictable seed."""
     return secrets.randbits(63)
 
 
@@ -144,7 +144,7 @@ class AsyncEngine:
             if not alone:
                 raise ValueError(f"prompt holds {len(rows)} prompts: must be one")
             nth = next(self._streams) if options.seed is None else 0
-            # a stream of random numbers of its own, of which a seed has as many
+            # a random stream of its own; a seed has this many
             seed = (self._seed + nth // STREAMS) % 2**63
             (request,) = requests(params, rows, options, self.engine.policy, seed=seed)
             request = replace(request, stream=request.stream + nth % STREAMS)

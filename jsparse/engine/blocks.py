@@ -45,7 +45,7 @@ class BlockPool:
         self.size = num_groups - 1
         self._free = list(range(self.size - 1, -1, -1))
         self._blocks: dict[bytes, CacheBlock] = {}
-        # blocks that nobody holds; the first goes first
+        # unused blocks; the first goes first
         self._idle: OrderedDict[bytes, CacheBlock] = OrderedDict()
         self._idle_groups = 0
 
@@ -56,7 +56,7 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """Returns the number of groups in blocks that nobody holds."""
+        """Returns the number of groups in unused blocks."""
         return self._idle_groups
 
     def take(self, count: int) -> list[int]:
@@ -89,7 +89,7 @@ class BlockPool:
         return len(keys)
 
     def idle(self, keys: Sequence[bytes]) -> int:
-        """Returns the groups in those of these blocks that nobody holds."""
+        """Returns the groups in the unused ones of these blocks."""
         return sum(len(self._idle[key].groups) for key in keys if key in self._idle)
 
     def hold(self, keys: Sequence[bytes]) -> list[CacheBlock]:
@@ -114,7 +114,7 @@ class BlockPool:
         return block
 
     def drop(self, blocks: Sequence[CacheBlock]) -> None:
-        """Lets go of blocks in the order of their tokens; the last of them will be given up first.
+        """Releases blocks in the order of their tokens; the last of them will be given up first.
 
         A block is of no use without those before it.
         """

@@ -171,7 +171,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers a conversation (a list of dicts with role and content), or a list of them.
 
-        Takes and returns otherwise what `generate` does. A conversation is always answered:
+        Other arguments and the result are as for `generate`. A conversation is always answered:
         `add_generation_prompt` may only be True.
         """
         first = messages[0] if isinstance(messages, Sequence) and messages else None

@@ -14,7 +14,7 @@ from jsparse.runtime.request import Request
 
 @dataclass(frozen=True)
 class Logprob:
-    """Says how likely a token was at its place.
+    """Holds the log-probability of a token at its place.
 
     Attributes:
         logprob: its natural log-probability under the model's own softmax, before any options.

@@ -46,7 +46,7 @@ logger = logging.getLogger("jsparse.engine")
 
 
 class Programs(ProgramSet):
-    """Holds the programs of one engine, all of which take and return its batch of slots."""
+    """Holds the programs of one engine; all of them take and return its batch of slots."""
 
     def __init__(self, spec: EngineSpec) -> None:
         """Prepares programs; none is compiled."""
@@ -189,7 +189,7 @@ class Programs(ProgramSet):
         groups: Int32[Array, "M"],
         length: Int32[Array, ""],
     ) -> PrefillCarry:
-        """Returns a prompt of which so many tokens have been read, as a batch of its own."""
+        """Returns a prompt as a batch of its own, after its first tokens have been read."""
         return PrefillCarry(
             batch.cache.rows(groups[None], length[None]).of_rows(),
             with_row_arrays(self._policy, self._spec, batch.state, prompt.rows),

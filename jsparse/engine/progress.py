@@ -45,7 +45,7 @@ def progress(
         wanted: whether there is one, if `console` is a terminal or a notebook; or a callable that
             makes one, as `tqdm.tqdm` does.
         total: the number of prompts.
-        console: where it is shown; None is standard error.
+        console: the console that shows it; None is standard error.
         doing: returns the name of the work before answering, if that is going on; the bar polls it
             and shows the name in place of the speed.
 

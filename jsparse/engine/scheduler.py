@@ -62,7 +62,7 @@ class Scheduler:
             )
 
     def stop(self, answer: Answer) -> None:
-        """Stops an answer in any phase; the next plan lets go of it."""
+        """Stops an answer in any phase; the next plan drops it."""
         answer.stopped = self._some_stopped = True
 
     def plan(self) -> StepPlan:
@@ -126,7 +126,7 @@ class Scheduler:
             self.reading.append(answer)
 
     def _chunk(self) -> Chunk | None:
-        """Plans the next chunk: of the prompt of which least is left, the oldest a bit earlier."""
+        """Plans the next chunk, of the prompt with the least left to read; waiting counts, too."""
         full = len(self._partly) >= MAX_READING
         allowed = [answer for answer in self.reading if not full or answer in self._partly]
         if not allowed:

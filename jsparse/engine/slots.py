@@ -42,6 +42,6 @@ def no_recent(policy: Policy, rows: int) -> Int32[Array, "B n"]:
 
 
 def no_knobs(names: Sequence[str], rows: int) -> dict[str, Array]:
-    """Returns the hyper-parameters of rows that set none of those that they may set."""
+    """Returns the hyper-parameters of rows that set none of them."""
     unset = jnp.full(rows, jnp.nan, jnp.float32)
     return {name: jnp.zeros(rows, jnp.bool_) if name == "dense" else unset for name in names}

@@ -24,7 +24,7 @@ class Answer:
         max_tokens: the number of tokens after which it ends.
         born: when it came, in seconds.
         keys: the keys of the prompt's blocks.
-        phase, slot: where it is.
+        phase, slot: its phase and slot.
         read: the number of the prompt's tokens that its state has seen, or will have by plan.
         known: the number of those whose K and V are there; more than `read` while tokens from other
             requests are replayed.
@@ -91,7 +91,7 @@ class Chunk(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """Says that a row decodes `steps` steps of the program; it has decoded `age` steps then."""
+    """Plans `steps` steps of the program for a row, which will have decoded `age` steps then."""
 
     answer: int
     slot: int

@@ -85,7 +85,7 @@ def layer_bytes(spec: CacheSpec) -> int:
 
 @functools.cache
 def _tell(reason: str, model: str) -> None:
-    """Says, once, that dense attention is all that is known to be good here."""
+    """Warns, once, that only dense attention is known to be good here."""
     logger.warning(
         "policy=auto is dense() here: %s; `jsparse recommend %s` does", reason, model or "MODEL"
     )

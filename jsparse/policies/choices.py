@@ -18,7 +18,7 @@ MIN_SHARE, MAX_SHARE = 1 / 2, 5 / 4
 
 
 class Choice(NamedTuple):
-    """Says which policy is the best for a model on a device, and how that was found out.
+    """Names the best policy for a model on a device, and the measurement behind it.
 
     Attributes:
         model: the model, as `known_as` names it.
@@ -102,7 +102,7 @@ def stored() -> list[Choice]:
 
 
 def keep(choices: Iterable[Choice]) -> None:
-    """Writes choices into the file, each in place of that of the same sizes, if there is one."""
+    """Writes choices into the file; each replaces the one of the same sizes, if any."""
     kept = {choice[:5]: choice for choice in [*stored(), *choices]}
     path = file()
     path.parent.mkdir(parents=True, exist_ok=True)

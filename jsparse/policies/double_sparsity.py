@@ -212,7 +212,7 @@ def key_magnitudes(held: LayerCache, frame: KeyFrame) -> Float32[Array, "B K H"]
 def label_logits(
     q: Queries, held: LayerCache, labels: Labels, frame: KeyFrame
 ) -> Float32[Array, "B K G S"]:
-    """Estimates every slot's logit from the heavy channels; -inf past what a head holds."""
+    """Estimates every slot's logit from the heavy channels; -inf past a head's tokens."""
     logits = int4_scores(q, held, labels.keys, None, frame=frame, channels=labels.channels)
     return logits.reshape(*held.lengths.shape, -1, held.capacity)
 

@@ -75,7 +75,7 @@ def lychee_decode(
     sink: int = 4,
     recent: int = 64,
 ) -> Policy:
-    """Attends to everything in retrieval heads and, in the others, to what these picked.
+    """Attends to everything in retrieval heads and, in the others, to the picks of these.
 
     A sparse head takes what the last retrieval head of the same index picked.
 

@@ -75,7 +75,7 @@ def oracle_top_p(p: float = 0.95, granularity: Granularity = "token") -> Policy:
 def attention_logits(q: Array, held: LayerCache) -> Float32[Array, "B K G S"]:
     """Computes the exact logits of all slots, per KV head and member of its group.
 
-    Slots past what a head holds get -inf.
+    Slots past a head's tokens get -inf.
     """
     keys = read_heads(held.k, held)
     grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[-1])

@@ -115,7 +115,7 @@ def _module(expression: str, source: str) -> ModuleType:
             with _searched(os.getcwd()):
                 return importlib.import_module(source)
         return _import_file(Path(source).expanduser().resolve())
-    except Exception as error:  # whatever the code raises
+    except Exception as error:  # the code may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if "importlib" in last.filename else f", {last.filename}:{last.lineno}"

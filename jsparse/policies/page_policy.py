@@ -154,7 +154,7 @@ def page_scores(
 
 
 def _over(axes: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Maps a function of one page over so many leading axes."""
+    """Maps a function of one page over a number of leading axes."""
     for _ in range(axes):
         function = jax.vmap(function)
     return function

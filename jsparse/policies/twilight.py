@@ -59,7 +59,7 @@ def twilight(
     prune: Prune = "page_mass",
     dense_below: int | Literal["auto"] = 0,
 ) -> Policy:
-    """Attends to the least of what `base` selects that carries `p` of its estimated attention mass.
+    """Attends to the smallest part of `base`'s selection with `p` of its estimated attention mass.
 
     Heads that `base` makes dense stay dense.
 

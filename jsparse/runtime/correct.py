@@ -26,7 +26,7 @@ def correct(
 
     The policy's state appends them once more. Sparse decoding lets errors build up in K and V; this
     removes them (LycheeDecode's cache correction). `tokens` are the T newest whose K and V the
-    cache holds. Rows that ran out of room keep what they hold.
+    cache holds. Rows that ran out of room stay as they are.
     """
     note_trace()
     count = tokens.shape[1]

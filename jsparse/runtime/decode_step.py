@@ -45,7 +45,7 @@ class StepStats(NamedTuple):
 
     Attributes:
         attended: the share of tokens that attention used.
-        read: the share of tokens whose K and V it read; pages are read whole, whatever their bits.
+        read: the share of tokens whose K and V it read; pages with bits are read whole, too.
     """
 
     attended: Float32[Array, "*L B"]

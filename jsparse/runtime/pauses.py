@@ -1,4 +1,4 @@
-"""Says when rows pause between decode steps, and how many steps a program runs until then.
+"""Plans the pauses of rows between decode steps, and the steps of programs until then.
 
 Every period of a service, or of a store, is a number of tokens that a row decodes.
 """

@@ -41,7 +41,7 @@ class ProgramSet:
 
         Args:
             programs: the programs, by name.
-            fixed: arguments that are always the same, by name; a program gets those that it takes.
+            fixed: arguments that are always the same, by name; a program gets the ones it takes.
             arguments: returns the shapes of a program's other arguments, by its name and size.
         """
         self._programs, self._arguments = programs, arguments

@@ -163,7 +163,7 @@ def knobs(asked: Sequence[Request]) -> "dict[str, Array] | None":
     import jax.numpy as jnp
 
     set_by = [request.sampling.policy for request in asked]
-    # a flag that nobody raises needs no program of its own
+    # a flag that is never raised needs no program of its own
     names = sorted({name for own in set_by for name, value in own.items() if value is not False})
     rows = {name: [own.get(name, float("nan")) for own in set_by] for name in names}
     return {

@@ -59,7 +59,7 @@ def after_prompt(
 
 
 def _wanted(policy: Policy, cache: KVCache, limits: Sequence[int]) -> list[int]:
-    """Returns the slots that a head of each row may come to need."""
+    """Returns the slots that a head of each row may need."""
     max_length = (policy.eviction and policy.eviction.max_length) or operator.add
     prompts = np.asarray(cache.positions).tolist()
     return [max_length(prompt, new) for prompt, new in zip(prompts, limits, strict=True)]

@@ -30,7 +30,7 @@ class Batch[Memory: (KVCache, SharedPages)](NamedTuple):
     Attributes:
         tokens: the newest token of each row, whose K and V the cache does not hold yet.
         cache: K and V: a session's KVCache, or the SharedPages of an engine's rows. A step reads
-            the KVCache that `of_rows(active)` gives, and `after` takes back what it left.
+            the KVCache that `of_rows(active)` gives, and `after` takes the result back.
         state: the policy's state.
         given: the carry of the way to choose.
         made: the number of tokens chosen so far: one for all rows, or one per row.
@@ -162,7 +162,7 @@ def serviced[Memory: (KVCache, SharedPages)](
 ) -> Batch[Memory]:
     """Returns the batch after one of the policy's services, for which all of its rows are due.
 
-    `within` says that another program runs it, of which it becomes a part.
+    With `within`, it becomes part of the program that calls it.
     """
     cache, state = batch.cache.of_rows(None), batch.state
     beside = beside._replace(knobs=batch.knobs or None)

@@ -20,7 +20,7 @@ OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_p
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Says how to continue one prompt, with the names that vLLM uses.
+    """Holds the options of one prompt's answer, with the names that vLLM uses.
 
     Options change the logits in this order: logit_bias, min_tokens, repetition_penalty,
     presence_penalty and frequency_penalty, temperature, top_k, top_p, min_p. At temperature 0 the

@@ -133,7 +133,7 @@ class Session:
         """Reads the prompts, densely.
 
         Called again, it reads a further turn: rows are cut back to the end of the last prompt, and
-        `rows` are the tokens that follow there, those that were generated included. They are read
+        `rows` are the tokens that follow there, generated ones included. They are read
         densely, as a prompt is: K and V of generated tokens came from sparse attention.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Says how many of its competing slots each KV head keeps.
+"""Counts the competing slots that each KV head keeps.
 
 Which slots these are, the scores say; `n_star` and `calibrated` ask attention itself how many.
 """

@@ -67,7 +67,7 @@ class TrackFn(Protocol):
 
 
 class Tracking(NamedTuple):
-    """Says how the tracked numbers begin at the prompt's end, and how every step moves them."""
+    """Defines the tracked numbers: their start at the prompt's end, and their update per step."""
 
     begin: ScoreFn
     step: TrackFn
