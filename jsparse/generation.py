@@ -13,11 +13,7 @@ from jsparse.policy import AnyPolicy
 from jsparse.runtime import capacity
 from jsparse.runtime.answers import run
 from jsparse.runtime.generate_options import GenerateOptions, chosen_sampling, streamers_of
-from jsparse.runtime.host_reader import (
-    Generation,
-    OnChunk,
-    Streamer,
-)
+from jsparse.runtime.host_reader import Generation, OnChunk, Streamer
 from jsparse.runtime.request import per_prompt, requests
 from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.runtime.session import Session

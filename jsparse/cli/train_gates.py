@@ -1,5 +1,6 @@
 """Defines the command `jsparse train-gates`."""
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,28 +77,12 @@ def _settings(options: TrainGatesOptions, config: "ModelConfig") -> "Settings":
     from jsparse.train.families import one_in_eight
     from jsparse.train.settings import Settings
 
-    given: Any = {
-        "target": one_in_eight(config.num_layers, config.num_kv_heads)
-        if options.target is None
-        else options.target,
-        "family": options.family,
-        "penalty": options.penalty or ("fixed" if options.family == "direct" else "ascent"),
-        "match": options.match,
-        "sets": options.sets,
-    }
-    return Settings(
-        **given,
-        penalty_rate=options.penalty_rate,
-        penalty_start=options.penalty_start,
-        damping=options.damping,
-        anneal=options.anneal,
-        steps=options.steps,
-        batch=options.batch,
-        rate=options.rate,
-        keep=options.keep,
-        seeds=options.seeds,
-        held_out=options.held_out,
-    )
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)}
+    if options.target is None:
+        given["target"] = one_in_eight(config.num_layers, config.num_kv_heads)
+    if options.penalty is None:
+        given["penalty"] = "fixed" if options.family == "direct" else "ascent"
+    return Settings(**given)
 
 
 def _source(tokenizer: "Tokenizer", options: TrainGatesOptions) -> "Source":

@@ -92,9 +92,8 @@ class LLM:
                 runs the smallest that fits. None is 8 and all on a GPU, 1 and all on a CPU.
             ladder: the sizes of prompt chunks, as (position, size) pairs, from position 0 on.
             record: a file for a log of all plans (jsparse.engine.plan_log).
-            prepare: whether all programs are compiled now, several at a time, except those that
-                return likely tokens. Otherwise each is compiled on first use. None is true on a
-                GPU.
+            prepare: whether all programs, but those that return likely tokens, are compiled now
+                and not on first use; None is true on a GPU.
             clock: returns the time in seconds.
             tensor_parallel_size: 1; an engine runs on one device.
             enforce_eager: false; programs are always compiled.

@@ -28,14 +28,7 @@ from jsparse.runtime.compilation import inlined, note_trace, program
 from jsparse.runtime.owners import row_arrays, with_row_arrays
 from jsparse.runtime.prefill import PrefillCarry, prefill_chunk, replay_chunk
 from jsparse.runtime.program_set import ProgramSet
-from jsparse.runtime.rows import (
-    Batch,
-    decode_steps,
-    first_tokens,
-    put,
-    serviced_rows,
-    take,
-)
+from jsparse.runtime.rows import Batch, decode_steps, first_tokens, put, serviced_rows, take
 from jsparse.runtime.sampling import ChooseFn, RowSampling, greedy, row_sampling, sampled
 from jsparse.runtime.shared_pages import empty_pages
 

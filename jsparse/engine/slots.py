@@ -8,9 +8,7 @@ from jaxtyping import Array, Float, Int32
 
 from jsparse.policy import Policy
 from jsparse.runtime.request import Request
-from jsparse.runtime.rows import (
-    Batch,
-)
+from jsparse.runtime.rows import Batch
 from jsparse.runtime.sampling_params import OFF, SamplingParams
 from jsparse.runtime.shared_pages import SharedPages
 

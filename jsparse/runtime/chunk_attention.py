@@ -7,10 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from jsparse.cache import (
-    LayerCache,
-    read_pages,
-)
+from jsparse.cache import LayerCache, read_pages
 from jsparse.models.transformer import Decoder
 from jsparse.partials import merge
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows

@@ -34,7 +34,7 @@ def of(*values: Any) -> str:
     """Returns the fingerprint of values, in hexadecimal.
 
     Raises:
-        Unknown: one holds something unknown.
+        NoFingerprint: one holds something unknown.
     """
     digest = hashlib.sha256()
     for part in _parts(values, {}):

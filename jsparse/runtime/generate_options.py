@@ -6,11 +6,7 @@ from typing import Any, TypedDict
 from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params
 from jsparse.policy import AnyPolicy
-from jsparse.runtime.host_reader import (
-    OnChunk,
-    Streamer,
-    TokenStreamer,
-)
+from jsparse.runtime.host_reader import OnChunk, Streamer, TokenStreamer
 from jsparse.runtime.request import require_alone
 from jsparse.runtime.sampling_params import SamplingParams
 

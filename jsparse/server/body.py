@@ -5,12 +5,7 @@ Unknown fields are refused by name.
 
 from typing import Any
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from jsparse.names import SAMPLING
 from jsparse.server.errors import ApiError, shown

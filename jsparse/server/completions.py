@@ -13,11 +13,7 @@ from starlette.responses import Response
 from jsparse.engine.outputs import CompletionOutput, RequestOutput
 from jsparse.server.errors import as_api_error, json_response
 from jsparse.server.prompt_stream import PromptStream, all_of, usage
-from jsparse.server.protocol import (
-    SAME,
-    ChatRequest,
-    CompletionRequest,
-)
+from jsparse.server.protocol import SAME, ChatRequest, CompletionRequest
 from jsparse.server.service import Service
 from jsparse.server.sse import DONE, ClientGone, EventStream, event, merged, unless_gone
 

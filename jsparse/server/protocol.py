@@ -5,12 +5,7 @@ Names are OpenAI's and, where OpenAI has none, vLLM's.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from jsparse.models.chat_template import joined
 from jsparse.runtime.sampling_params import MAX_BIASES, SamplingParams

@@ -12,14 +12,7 @@ import numpy as np
 import pytest
 
 from jsparse.models.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
-from jsparse.models.layers import (
-    MLP,
-    RMSNorm,
-    apply_rope,
-    rope_frequencies,
-    rope_scale,
-    rope_table,
-)
+from jsparse.models.layers import MLP, RMSNorm, apply_rope, rope_frequencies, rope_scale, rope_table
 from jsparse.models.rope_scaling import rope_from_hf
 
 rotate = jax.jit(apply_rope)

@@ -14,13 +14,7 @@ import numpy as np
 import pytest
 from marks import slow_except
 from policy_table import METHODS
-from tiny import (
-    assert_close,
-    engine_logits,
-    random_prompts,
-    random_tokens,
-    tiny_params,
-)
+from tiny import assert_close, engine_logits, random_prompts, random_tokens, tiny_params
 
 import jsparse
 from jsparse import cache as kv_cache

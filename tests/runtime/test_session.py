@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 from marks import slow_except
 from policy_table import METHODS, TABLE, outermost
-from tiny import (
-    assert_close,
-    forced_logits,
-    random_prompts,
-    random_tokens,
-    spec_of,
-    tiny_params,
-)
+from tiny import assert_close, forced_logits, random_prompts, random_tokens, spec_of, tiny_params
 from toy_policies import bypass, echo, even_ids, inherit, page_bound, prompt_ends, shrink
 
 import jsparse
