@@ -5,6 +5,7 @@ Llama 3.1 8B's shape, random bf16 weights, random prompts. Workloads:
     start       seconds until all programs are there, and from the compilation cache
     queued      64 prompts of 30,720 tokens at once, 256 new each; the same again, from the prefix
                 cache; beside it static batches of generate's session, as many rows as fit
+    eight       the same of 8 prompts
     document    64 questions of 128 tokens on one document of 30,720, 256 new; beside it fewer
                 questions, each on a document of its own
     ragged      256 prompts of 2,048, new tokens log-uniform in 32 to 2,048; beside it static
@@ -12,7 +13,8 @@ Llama 3.1 8B's shape, random bf16 weights, random prompts. Workloads:
     arrivals    Poisson, at 60 % of what prefill can do, prompts log-uniform in 1K to 32K, 256 new
     beside      prompts of 128K that arrive beside prompts of 1K
     chunks      one prompt of 32,768 read in chunks of each size: tokens per second
-    small       SmolLM2's shape: 64 prompts of 1,024, 512 new each
+    small       SmolLM2's shape: 64 prompts of 1,024, 512 new each, the likeliest tokens and drawn
+                ones (temperature 1, top_p 0.95)
 
 Counts are divided by --shorten, so that a run of all fits in minutes; the report says by how much.
 
@@ -40,6 +42,8 @@ TWILIGHT = "twilight(quest(budget=7680, bounds_dtype='uint8'), p=0.95)"
 POLICIES = ("dense", TWILIGHT)
 DOCUMENT, QUESTION, PROMPT, NEW = 30_720, 128, 2048, 256
 LONG = 131_072 - NEW  # the model takes 128K with what is generated
+# what servers let reading keep rows from decoding, in milliseconds
+MAX_STALL_MS = 200.0
 # the engine's max_model_len in most parts
 SERVED = 32_768 + 256
 CHUNKS = (512, 1024, 2048, 8192)
@@ -51,11 +55,15 @@ class Bench:
     Attributes:
         shorten: what the counts of requests are divided by.
         slots: how many rows decode together.
+        max_stall_ms: for how long reading keeps rows from decoding where requests arrive.
     """
 
-    def __init__(self, params: Any, shorten: int, slots: int) -> None:
+    def __init__(
+        self, params: Any, shorten: int, slots: int, max_stall_ms: float = MAX_STALL_MS
+    ) -> None:
         """Prepares to measure a model with engines of `slots` slots."""
         self.params, self.shorten, self.slots = params, shorten, slots
+        self.max_stall_ms = max_stall_ms
         self._held: tuple[Any, Any] = None, None
 
     def engine(self, policy: str, max_model_len: int | None = None, **options: Any) -> Any:
@@ -73,6 +81,10 @@ class Bench:
         """Lets the engine's memory go."""
         self._held = None, None
         gc.collect()
+
+    def served(self, policy: str, max_model_len: int | None = None) -> Any:
+        """Returns an engine in which prompts that are read do not stall rows for long."""
+        return self.engine(policy, max_model_len, max_stall_ms=self.max_stall_ms)
 
     def count(self, requests: int) -> int:
         """Returns the number of requests that this run makes instead of `requests`."""
@@ -138,9 +150,19 @@ def queued(bench: Bench, policy: str) -> Measurement:
 
     They come a second time, when the cache has their prompts: then all rows decode together.
     """
+    return _queued(bench, policy, queued_workload(bench))
+
+
+def eight(bench: Bench, policy: str) -> Measurement:
+    """Measures eight such requests, whatever counts are divided by."""
+    few = bench.workload(num_prompts=8, input_len=DOCUMENT, output_len=NEW)
+    return _queued(bench, policy, few)
+
+
+def _queued(bench: Bench, policy: str, workload: "list[WorkloadRequest]") -> Measurement:
     from jsparse.benchmark.throughput import measure
 
-    workload, engine = queued_workload(bench), bench.engine(policy)
+    engine = bench.engine(policy)
     rows = engine.scheduler.pool.size // engine.sizes.groups_for(DOCUMENT + NEW)
     measured = measure(engine, workload) | {"again": measure(engine, workload)}
     return measured, (workload, min(rows, len(workload)))
@@ -184,7 +206,7 @@ def arrivals(bench: Bench, policy: str) -> Measurement:
     """Measures delays where requests come at random times."""
     from jsparse.benchmark.throughput import measure
 
-    engine = bench.engine(policy)
+    engine = bench.served(policy)
     workload, rates = arriving_workload(bench, engine)
     return measure(engine, workload) | rates, None
 
@@ -218,7 +240,7 @@ def beside(bench: Bench, policy: str) -> Measurement:
     from jsparse.benchmark.throughput import run
 
     workload = beside_workload(bench)
-    outs = run(bench.engine(policy, LONG + NEW), workload)
+    outs = run(bench.served(policy, LONG + NEW), workload)
     return first_tokens([out.metrics.time_to_first_token or 0.0 for out in outs]), None
 
 
@@ -265,18 +287,29 @@ def chunks(bench: Bench, policy: str) -> Measurement:
 
 
 def small(bench: Bench, policy: str) -> Measurement:
-    """Measures many rows of a small model, which the host bounds; once to warm up, then twice."""
+    """Measures many rows of a small model, which the host bounds.
+
+    Tokens are the likeliest, then drawn; once to warm up, then twice, of which the slower counts.
+    """
     from bench.lib.smollm2 import SMOLLM2
     from jsparse.benchmark.throughput import measure
 
     bench.release()
     own = Bench(random_model(SMOLLM2), 1, 64)
     engine = own.engine(policy, 2048)
-    runs = [
-        measure(engine, own.workload(num_prompts=64, input_len=1024, output_len=512, seed=seed))
-        for seed in range(3)
-    ]
-    return max(runs[1:], key=lambda each: each["seconds"]), None
+
+    def slower(**sampling: Any) -> dict[str, Any]:
+        runs = [
+            measure(
+                engine,
+                own.workload(num_prompts=64, input_len=1024, output_len=512, seed=seed),
+                **sampling,
+            )
+            for seed in range(3)
+        ]
+        return max(runs[1:], key=lambda each: each["seconds"])
+
+    return slower() | {"drawn": slower(temperature=1.0, top_p=0.95)}, None
 
 
 def start(bench: Bench, policy: str) -> Measurement:
@@ -297,6 +330,7 @@ def start(bench: Bench, policy: str) -> Measurement:
 MEASURES: dict[str, Callable[[Bench, str], Measurement]] = {
     "start": start,
     "queued": queued,
+    "eight": eight,
     "document": document,
     "ragged": ragged,
     "arrivals": arrivals,
@@ -314,13 +348,20 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="POLICY")
     parser.add_argument("--shorten", type=int, default=4, help="divide counts of requests by this")
     parser.add_argument("--slots", type=int, default=64, help="rows that decode together")
+    parser.add_argument(
+        "--max-stall-ms",
+        type=float,
+        default=MAX_STALL_MS,
+        help="for how long reading keeps rows from decoding where requests arrive",
+    )
     args = parser.parse_args()
     unknown = sorted(set(args.parts) - set(PARTS))
     if unknown:
         raise SystemExit(f"error: parts {unknown}: must be among {list(PARTS)}")
     report: dict[str, Any] = {"environment": describe(allow_modified=args.allow_modified)}
-    report |= {"shorten": args.shorten, "slots": args.slots, "rows": []}
-    bench = Bench(random_model(), args.shorten, args.slots)
+    names = ("shorten", "slots", "max_stall_ms")
+    report |= {name: getattr(args, name) for name in names} | {"rows": []}
+    bench = Bench(random_model(), args.shorten, args.slots, args.max_stall_ms)
     for policy in args.policies:
         static = []
         for part in args.parts:
@@ -344,7 +385,7 @@ def show(row: dict[str, Any]) -> None:
     """Prints the numbers of a row."""
     numbers = {name: round(value, 3) for name, value in row.items() if isinstance(value, float)}
     print(row["part"], row["policy"], numbers, flush=True)
-    for name in ("again", "apart", "engine", "server"):
+    for name in ("again", "apart", "drawn", "engine", "server"):
         if name in row:
             show({"part": f"{row['part']}, {name}", "policy": row["policy"]} | row[name])
 

@@ -20,14 +20,16 @@ from jsparse.runtime.sampling_params import SamplingParams
 PERCENTILES = (50, 90, 99)
 
 
-def run(engine: Engine, workload: Sequence[WorkloadRequest]) -> list[RequestOutput]:
+def run(
+    engine: Engine, workload: Sequence[WorkloadRequest], **sampling: Any
+) -> list[RequestOutput]:
     """Serves a workload, each request when its time has come; outputs in the order of requests.
 
-    The engine's clock must be `time.perf_counter`.
+    Tokens are the likeliest unless options of SamplingParams say otherwise. The engine's clock must
+    be `time.perf_counter`.
     """
-    options = [
-        SamplingParams(temperature=0, max_tokens=each.tokens, ignore_eos=True) for each in workload
-    ]
+    sampling = {"temperature": 0, "ignore_eos": True} | sampling
+    options = [SamplingParams(max_tokens=each.tokens, **sampling) for each in workload]
     rows = [each.ids for each in workload]
     waiting = [
         (each.arrival, nth, request)
@@ -53,8 +55,8 @@ def run(engine: Engine, workload: Sequence[WorkloadRequest]) -> list[RequestOutp
     return [done[f"{nth}"] for nth in range(len(workload))]
 
 
-def measure(engine: Engine, workload: Sequence[WorkloadRequest]) -> dict[str, Any]:
-    """Serves a workload and returns its rates and delays, with the units in their names.
+def measure(engine: Engine, workload: Sequence[WorkloadRequest], **sampling: Any) -> dict[str, Any]:
+    """Serves a workload as `run` does and returns its rates and delays, with units in their names.
 
     TTFT is the time from a request's arrival to its first token, ITL that between its tokens as the
     host sees them, TPOT the mean time per token behind the first. `host_ms_per_step` is the time
@@ -63,7 +65,7 @@ def measure(engine: Engine, workload: Sequence[WorkloadRequest]) -> dict[str, An
     """
     before = vars(engine.counters).copy()
     cpu, began = time.thread_time(), time.perf_counter()
-    outs = run(engine, workload)
+    outs = run(engine, workload, **sampling)
     seconds, cpu = time.perf_counter() - began, time.thread_time() - cpu
     done = {name: count - before[name] for name, count in vars(engine.counters).items()}
     times = [out.metrics.token_times for out in outs]

@@ -40,6 +40,13 @@ ServedModelNameOption = Annotated[
     str | None, Option(help="Name of the model for clients; the default is the model as given.")
 ]
 MaxWaitingOption = Annotated[int, Option(help="Most requests that wait; further ones get 429.")]
+MaxStallMsOption = Annotated[
+    float,
+    Option(help="Milliseconds for which reading prompts may keep answers from growing."),
+]
+BatchInvariantOption = Annotated[
+    bool, Option(help="Whether a request gets the same bits in any company; slower.")
+]
 MaxLogprobsOption = Annotated[
     int,
     Option(help="Most likely tokens that requests may ask for; without any it starts sooner."),
@@ -100,6 +107,8 @@ def serve(
     api_key: ApiKeyOption = None,
     served_model_name: ServedModelNameOption = None,
     max_waiting: MaxWaitingOption = 1024,
+    max_stall_ms: MaxStallMsOption = 200.0,
+    batch_invariant: BatchInvariantOption = False,
     max_logprobs: MaxLogprobsOption = 20,
     default_max_tokens: DefaultMaxTokensOption = None,
     per_request: PerRequestOption = None,
@@ -149,6 +158,8 @@ def serve(
             gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
             max_waiting=max_waiting,
+            max_stall_ms=max_stall_ms,
+            batch_invariant=batch_invariant,
             per_request=tuple(per_request or ()),
             layer_stats="newest",
             prepare=True,

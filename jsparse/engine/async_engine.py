@@ -25,6 +25,7 @@ from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.text import prompts
 
 MAX_WAITING = 1024
+MAX_STALL_MS = 200.0
 STREAMS = 2**20
 
 
@@ -65,6 +66,7 @@ class AsyncEngine:
         policy: AnyPolicy | str = "dense",
         *,
         max_waiting: int = MAX_WAITING,
+        max_stall_ms: float | None = MAX_STALL_MS,
         seed: int | None = None,
         dtype: Any = None,
         revision: str | None = None,
@@ -81,7 +83,9 @@ class AsyncEngine:
             TypeError: there is no option of that name.
         """
         params = given_params(model, dtype=dtype, revision=revision, tokenizer=tokenizer)
-        self.engine = Engine(params, policy, max_waiting=max_waiting, **options)
+        self.engine = Engine(
+            params, policy, max_waiting=max_waiting, max_stall_ms=max_stall_ms, **options
+        )
         self._seed = drawn_seed() if seed is None else seed
         self._streams, self._names = itertools.count(), itertools.count()
         self._inbox: deque[Callable[[], None]] = deque()

@@ -1,6 +1,7 @@
 """Defines Engine: requests are added and aborted at any time, and `step` works on all of them."""
 
 import itertools
+import math
 import os
 import time
 from collections import deque
@@ -13,11 +14,12 @@ import jax
 from jsparse.engine import plan_log, setup
 from jsparse.engine.errors import EngineError, EngineFull
 from jsparse.engine.outputs import AnswerBuilder, RequestMetrics
+from jsparse.engine.pace import Pace
 from jsparse.engine.programs import Programs
 from jsparse.engine.request_state import Counters, RequestState, policy_of
 from jsparse.engine.runner import PendingResults, Runner
 from jsparse.engine.scheduler import Scheduler
-from jsparse.engine.step_plan import Answer
+from jsparse.engine.step_plan import Answer, Reading, StepPlan
 from jsparse.hyper_parameters import flag, whole_number
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import ENGINE, takes
@@ -33,9 +35,9 @@ LAG = 2
 class Engine:
     """Decodes many requests side by side; each joins when there is room and leaves when it is done.
 
-    A request gives the same bits in any company and any slot, and whether or not
-    others have read the beginning of its prompt, where programs have one number of rows and of
-    steps (`decode_rows`, `steps_per_program`). One thread may use it; see AsyncEngine and LLM.
+    With `batch_invariant`, a request gives the same bits in any company and any slot, and whether
+    or not others have read the beginning of its prompt. One thread may use it; see AsyncEngine and
+    LLM.
 
     Attributes:
         policy: the policy that decodes.
@@ -63,7 +65,10 @@ class Engine:
         layer_stats: bool | Literal["newest"] = False,
         steps_per_program: int | None = None,
         decode_rows: Sequence[int] | None = None,
+        prefill_rows: Sequence[int] | None = None,
         ladder: Sequence[tuple[int, int]] | None = None,
+        max_stall_ms: float | None = None,
+        batch_invariant: bool = False,
         record: str | os.PathLike[str] | None = None,
         prepare: bool | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -93,7 +98,10 @@ class Engine:
             layer_stats=bool(layer_stats),
             steps_per_program=steps_per_program,
             decode_rows=decode_rows,
+            prefill_rows=prefill_rows,
             ladder=ladder,
+            max_stall_ms=max_stall_ms,
+            batch_invariant=batch_invariant,
         )
         self.params, self.policy, self.spec, self.sizes = (
             params,
@@ -101,9 +109,9 @@ class Engine:
             spec.cache,
             spec.sizes,
         )
-        self.scheduler = Scheduler(
-            self.sizes, setup.rules(spec.policy, share=enable_prefix_caching)
-        )
+        self._pace = Pace(params.config)
+        rules = setup.rules(spec.policy, share=enable_prefix_caching)
+        self.scheduler = Scheduler(self.sizes, rules, self._pace.estimate)
         self._per_request, self._layer_stats, self._clock = spec.knobs, layer_stats, clock
         self._log = None if record is None else plan_log.PlanLog(record, spec)
         self.programs = Programs(spec)
@@ -113,6 +121,7 @@ class Engine:
         self._requests: dict[str, RequestState] = {}
         self._numbers, self._names = itertools.count(), itertools.count()
         self._in_flight: deque[PendingResults] = deque()
+        self._taken = -math.inf  # when the last results were taken
         self._max_waiting, self.counters = max_waiting, Counters()
         self.error: BaseException | None = None
         self._runner = Runner(spec, self.programs, lambda number: self._live[number][2].request)
@@ -237,18 +246,16 @@ class Engine:
         self._runner.settle()
 
     def _step(self) -> list[RequestState]:
+        self.scheduler.rows = self.programs.usable_rows
         begun, plan, planned = self._clock(), self.scheduler.plan(), self._clock()
         if not plan.empty:
             if self._log is not None:
                 self._log.planned(plan)
-            if plan.chunk is not None:
-                metrics = self._live[plan.chunk.answer][0].metrics
-                metrics.scheduled = metrics.scheduled or self._clock()
-                if not plan.chunk.replay:
-                    self.counters.read_tokens += plan.chunk.valid
-            self.counters.decode_steps += plan.steps
-            self.counters.row_steps += sum(row.steps for row in plan.rows)
-            self._in_flight += self._runner.run(plan)
+            self._count(plan)
+            if plan.reading is not None and not self._in_flight:
+                self._runner.expect(plan.reading, len(self._live))
+            pending = self._runner.run(plan)
+            self._in_flight += (each._replace(dispatched=self._clock()) for each in pending)
         dispatched = self._clock()
         updates: dict[int, RequestState] = {}
         lag = 0 if plan.empty or not self._in_flight else max(LAG, self._in_flight[-1].steps)
@@ -263,9 +270,23 @@ class Engine:
         self.counters.results_seconds += self._clock() - dispatched
         return list(updates.values())
 
+    def _count(self, plan: StepPlan) -> None:
+        """Counts the work of a plan."""
+        if plan.reading is not None:
+            for chunk in plan.reading.chunks:
+                metrics = self._live[chunk.answer][0].metrics
+                metrics.scheduled = metrics.scheduled or self._clock()
+                self.counters.read_tokens += 0 if plan.reading.replay else chunk.valid
+        if plan.decoding is not None:
+            self.counters.decode_steps += plan.decoding.steps
+            self.counters.row_steps += sum(row.steps for row in plan.decoding.rows)
+
     def _take(self, pending: PendingResults) -> list[RequestState]:
         """Reads one program's results; returns the requests that they are for."""
         results, now, updates = self._runner.results(pending), self._clock(), []
+        if pending.reading is not None:
+            self._time(pending.reading, now - max(self._taken, pending.dispatched))
+        self._taken = now
         for number, tokens in results:
             state, answer, builder = self._live.get(number, (None, None, None))
             if state is None or answer is None or builder is None or builder.finish is not None:
@@ -283,6 +304,12 @@ class Engine:
                 if state.finished:
                     self._forget(state)
         return updates
+
+    def _time(self, reading: Reading, seconds: float) -> None:
+        """Takes in how long a program that read prompts took: what was before it had ended."""
+        if not reading.replay:
+            start = max(chunk.start for chunk in reading.chunks)
+            self._pace.observe(reading.num_rows, reading.size, start, 1e3 * seconds)
 
     def _forget(self, state: RequestState) -> None:
         self._requests.pop(state.request_id, None)

@@ -54,7 +54,10 @@ class LLM:
         page_size: int = 16,
         steps_per_program: int | None = None,
         decode_rows: Sequence[int] | None = None,
+        prefill_rows: Sequence[int] | None = None,
         ladder: Sequence[tuple[int, int]] | None = None,
+        max_stall_ms: float | None = None,
+        batch_invariant: bool = False,
         record: str | os.PathLike[str] | None = None,
         prepare: bool | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -89,8 +92,17 @@ class LLM:
                 "newest" keeps those of the newest step alone, for live views.
             steps_per_program: the most decode steps per program; None is 8 on a GPU and 1 on a CPU.
             decode_rows: the numbers of rows of decode programs, ascending to `max_num_seqs`; a step
-                runs the smallest that fits. None is 8 and all on a GPU, 1 and all on a CPU.
+                runs the smallest that fits. None is 8, 16, … and all on a GPU, 1 and all on a CPU.
+            prefill_rows: the numbers of prompts that programs read short chunks of, ascending from
+                1; None is 1 and 8 on a GPU, 1 on a CPU.
             ladder: the sizes of prompt chunks, as (position, size) pairs, from position 0 on.
+            max_stall_ms: the milliseconds for which reading prompts may keep answers from growing,
+                as far as chunks of the ladder's sizes allow; 0 is a decode step after each chunk.
+                None, the fastest where nobody waits for single tokens, reads all prompts first for
+                which there is room. AsyncEngine and servers have 200.
+            batch_invariant: whether a request gets the same bits in any company, and whether or not
+                others have read the beginning of its prompt. Programs then have one step, read one
+                prompt and decode all rows, and chunks begin where position alone says.
             record: a file for a log of all plans (jsparse.engine.plan_log).
             prepare: whether all programs, but those that return likely tokens, are compiled now
                 and not on first use; None is true on a GPU.
@@ -117,7 +129,10 @@ class LLM:
             layer_stats=layer_stats,
             steps_per_program=steps_per_program,
             decode_rows=decode_rows,
+            prefill_rows=prefill_rows,
             ladder=ladder,
+            max_stall_ms=max_stall_ms,
+            batch_invariant=batch_invariant,
             record=record,
             prepare=prepare,
             clock=clock,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jsparse.engine.outputs import AnswerBuilder
 from jsparse.engine.setup import EngineSpec
-from jsparse.engine.step_plan import Chunk, Decode, StepPlan
+from jsparse.engine.step_plan import Chunk, Decode, Decoding, Reading, StepPlan
 from jsparse.runtime.request import Request
 from jsparse.runtime.sampling_params import SamplingParams
 
@@ -47,7 +47,7 @@ class PlanLog:
 
     def planned(self, plan: StepPlan) -> None:
         """Writes a plan."""
-        self._write(ended=plan.ended, chunk=plan.chunk, steps=plan.steps, rows=plan.rows)
+        self._write(reading=plan.reading, decoding=plan.decoding)
 
     def answered(self, number: int, builder: AnswerBuilder) -> None:
         """Writes an answer that has ended."""
@@ -96,6 +96,11 @@ def _take(recorded: Recording, line: dict[str, Any]) -> None:
     elif "got" in line:
         recorded.got[line["got"]] = line["tokens"], line["logprobs"]
     else:
-        chunk = None if line["chunk"] is None else Chunk(*line["chunk"])
-        rows = [Decode(*row) for row in line["rows"]]
-        recorded.plans.append(StepPlan(line["ended"], chunk, line["steps"], rows))
+        reading, decoding = line["reading"], line["decoding"]
+        if reading is not None:
+            reading = Reading(*reading)
+            reading = reading._replace(chunks=[Chunk(*chunk) for chunk in reading.chunks])
+        if decoding is not None:
+            decoding = Decoding(*decoding)
+            decoding = decoding._replace(rows=[Decode(*row) for row in decoding.rows])
+        recorded.plans.append(StepPlan(reading, decoding))

@@ -1,10 +1,9 @@
 """Names the programs that an answer needs, or any answer of an engine."""
 
 from collections.abc import Iterable
-from itertools import product
 from typing import Literal
 
-from jsparse.engine.sizes import EngineSizes
+from jsparse.engine.sizes import MAX_PACKED, EngineSizes
 from jsparse.policy import Policy
 from jsparse.runtime.program_set import ProgramKey
 
@@ -14,18 +13,18 @@ SamplingMode = Literal["greedy", "sampled", "top"]
 
 
 def answer_keys(
-    sizes: EngineSizes, start: int, end: int, new_tokens: int, slot: int, choice: SamplingMode
+    sizes: EngineSizes, start: int, end: int, new_tokens: int, rows: int, choice: SamplingMode
 ) -> list[ProgramKey]:
-    """Returns the programs of an answer that is alone in the engine.
+    """Returns the programs of an answer whose prompt is read alone.
 
-    Its prompt is read from the token `start` on up to `end`, and it decodes in `slot`.
+    The prompt is read from the token `start` on up to `end`, and the answer decodes in a program
+    that has `rows` rows at least.
     """
-    keys = [ProgramKey.of("read", size, last=last) for size, last in sizes.chunks(start, end)]
-    keys.append(ProgramKey.of("join", choice=choice))
+    keys = [ProgramKey.of("read", 1, size, last=last) for size, last in sizes.chunks(start, end)]
+    keys.append(ProgramKey.of("join", 1, choice=choice))
     if new_tokens > 1:
-        rows = sizes.rows_for(slot)
         count = sizes.steps if new_tokens > sizes.steps else 1
-        keys.append(ProgramKey.of("decode", rows, count=count, choice=choice))
+        keys.append(ProgramKey.of("decode", sizes.rows_for(rows), count=count, choice=choice))
     return keys
 
 
@@ -33,15 +32,27 @@ def engine_keys(
     sizes: EngineSizes, policy: Policy, choices: Iterable[SamplingMode]
 ) -> list[ProgramKey]:
     """Returns the keys of all programs for answers with these ways of choosing tokens."""
-    keys = [ProgramKey.of("start"), ProgramKey.of("begin")]
-    full = {size for _, size in sizes.ladder}
-    for size in full | set(sizes.tails):
-        for last in (True, False) if size in full else (True,):
-            keys.append(ProgramKey.of("read", size, last=last))
-        if policy.shares == "keys" and size in full:
-            keys.append(ProgramKey.of("replay", size))
+    keys = [ProgramKey.of("start")]
+    keys += [
+        ProgramKey.of("service", sizes.service_rows, service=name) for name in policy.services.every
+    ]
+    full = sizes.full_sizes
+    for rows in sizes.prefill_rows:
+        for size in {*full, *sizes.tails}:
+            if rows > 1 and size > MAX_PACKED:
+                continue
+            for last in (True, False) if size in full else (True,):
+                keys.append(ProgramKey.of("read", rows, size, last=last))
+    if policy.shares == "keys":
+        keys += [ProgramKey.of("replay", 1, size) for size in full]
     for choice in choices:
-        keys.append(ProgramKey.of("join", choice=choice))
-        for rows, count in product(sizes.rows, sorted({1, sizes.steps})):
-            keys.append(ProgramKey.of("decode", rows, count=count, choice=choice))
-    return keys + [ProgramKey.of("service", service=name) for name in policy.services.every]
+        keys += [ProgramKey.of("join", rows, choice=choice) for rows in sizes.prefill_rows]
+        for rows in sizes.rows:
+            keys += decode_keys(sizes, rows, choice)
+    return keys
+
+
+def decode_keys(sizes: EngineSizes, rows: int, choice: SamplingMode) -> list[ProgramKey]:
+    """Returns the keys of the decode programs that have this number of rows."""
+    counts = sorted({1, sizes.steps})
+    return [ProgramKey.of("decode", rows, count=count, choice=choice) for count in counts]

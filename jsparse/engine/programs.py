@@ -15,19 +15,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from jsparse.cache import KVCache, ReadOnly
+from jsparse.cache import ReadOnly
 from jsparse.engine.packing import Packed, pack
-from jsparse.engine.program_keys import SamplingMode, answer_keys, engine_keys
+from jsparse.engine.program_keys import SamplingMode, answer_keys, decode_keys, engine_keys
 from jsparse.engine.setup import EngineSpec
-from jsparse.engine.slots import OpenPrompt, Slots, neutral, no_knobs, no_recent
+from jsparse.engine.sizes import MAX_READING
+from jsparse.engine.slots import ReadRows, Slots, neutral, no_knobs, no_recent
 from jsparse.model_facts.constants import constants
 from jsparse.models.transformer import Weights, to_logits
 from jsparse.policy import ServiceKind
-from jsparse.runtime import prefill
 from jsparse.runtime.compilation import inlined, note_trace, program
-from jsparse.runtime.owners import row_arrays, with_row_arrays
+from jsparse.runtime.owners import (
+    keep_inactive,
+    put_rows,
+    row_arrays,
+    take_rows,
+    with_row_arrays,
+)
 from jsparse.runtime.prefill import PrefillCarry, prefill_chunk, replay_chunk
-from jsparse.runtime.program_set import ProgramSet
+from jsparse.runtime.program_set import ProgramKey, ProgramSet
 from jsparse.runtime.rows import Batch, decode_steps, first_tokens, put, serviced_rows, take
 from jsparse.runtime.sampling import ChooseFn, RowSampling, greedy, row_sampling, sampled
 from jsparse.runtime.shared_pages import empty_pages
@@ -46,35 +52,50 @@ class Programs(ProgramSet):
         self._made_for = spec
         self._decoder, self._policy = spec.params.decoder, spec.policy
         self._spec, self._sizes = spec.cache, spec.sizes
-        # the shapes of the options of one row
-        self._sampling = row_sampling([neutral()], spec.vocab_size)
-        read = {"donate_argnames": ("batch", "prompt")}
-        own: dict[str, Any] = {"donate_argnames": "batch"}
+        own: dict[str, Any] = {"donate_argnames": "slots"}
         programs = {
             "start": program(self._start),
-            "begin": program(self._begin),
-            "read": program(self._read, static_argnames="last", **read),
-            "replay": program(self._replay, **read),
+            "read": program(self._read, static_argnames="last", **own),
+            "replay": program(self._replay, **own),
             "join": program(self._join, static_argnames="choice", **own),
             "decode": program(self._decode, static_argnames=("count", "choice"), **own),
             "service": program(self._service, static_argnames="service", **own),
         }
         beside = ReadOnly(constants(spec.params, spec.policy))
         fixed = {"weights": spec.params.weights, "beside": beside}
+        # decode programs that are compiled while the engine serves, by their rows
+        self._later: dict[int, list[ProgramKey]] = {}
         super().__init__(programs, fixed, self._shapes_of)
 
     def expect_answer(
-        self, start: int, end: int, new_tokens: int, slot: int, choice: SamplingMode
+        self, start: int, end: int, new_tokens: int, rows: int, choice: SamplingMode
     ) -> None:
-        """Begins to compile the programs of a request that is alone.
+        """Begins to compile the programs of a request.
 
-        Its prompt is read from the token `start` on up to `end`, and it decodes in `slot`.
+        Its prompt is read from the token `start` on up to `end`, and it decodes in a program that
+        has `rows` rows at least.
         """
-        self.expect(answer_keys(self._sizes, start, end, new_tokens, slot, choice))
+        self.expect(answer_keys(self._sizes, start, end, new_tokens, rows, choice))
 
     def prepare(self, choices: Iterable[SamplingMode] = ("greedy", "sampled")) -> None:
-        """Compiles all programs that requests of these kinds need, several at a time."""
-        self.compile(engine_keys(self._sizes, self._policy, choices), logger)
+        """Compiles the programs that requests of these kinds need, several at a time.
+
+        Of decode programs it waits for those of the fewest rows and of all; the others are
+        compiled meanwhile and afterwards.
+        """
+        sizes = self._sizes
+        for rows in sizes.rows[1:-1]:
+            keys = [key for choice in choices for key in decode_keys(sizes, rows, choice)]
+            self._later[rows] = self._later.get(rows, []) + keys
+        first = sizes._replace(rows=(sizes.rows[0], sizes.rows[-1]))
+        self.compile(engine_keys(first, self._policy, choices), logger)
+        for keys in self._later.values():
+            self.expect(keys)
+
+    @property
+    def usable_rows(self) -> tuple[int, ...]:
+        """The numbers of rows of the decode programs that need not be waited for."""
+        return tuple(n for n in self._sizes.rows if self.ready(self._later.get(n, ())))
 
     def made_from(self) -> tuple[Any, ...]:
         """Returns everything that programs depend on beside their arguments."""
@@ -82,157 +103,146 @@ class Programs(ProgramSet):
         return params.decoder, *others
 
     @cached_property
-    def _shapes(self) -> tuple[Slots, OpenPrompt]:
-        return jax.eval_shape(self._start), jax.eval_shape(self._begin)
+    def _slots(self) -> Slots:
+        return jax.eval_shape(self._start)
 
-    def _shapes_of(self, name: str, size: int) -> tuple[Any, ...]:
+    def _shapes_of(self, name: str, size: tuple[int, ...]) -> tuple[Any, ...]:
         """Returns the shapes of the arguments with which a program of this size is run."""
-        if name in ("start", "begin"):
+        if name == "start":
             return ()
-        batch, prompt = self._shapes
-        number, groups = jnp.int32(0), jnp.zeros(self._spec.num_pages, jnp.int32)
+        rows = jnp.zeros(size[0], jnp.int32)
         if name in ("read", "replay"):
-            tokens = jax.ShapeDtypeStruct((1, size), jnp.int32)
-            return batch, prompt, tokens, groups, number, number
+            groups = jnp.zeros((size[0], self._spec.num_pages), jnp.int32)
+            asked = ReadRows(rows, rows, rows != 0, rows, rows, groups)
+            return self._slots, jax.ShapeDtypeStruct(size, jnp.int32), asked
         if name == "join":
-            return (
-                batch,
-                prompt,
-                number,
-                groups,
-                number,
-                self._sampling,
-                no_knobs(self._made_for.knobs, 1),
-            )
-        return batch, (jnp.zeros(size, jnp.int32) if name == "decode" else number)
+            sampling = row_sampling([neutral()] * size[0], self._made_for.vocab_size)
+            return self._slots, rows, sampling, no_knobs(self._made_for.knobs, size[0])
+        return (self._slots, rows) if name == "service" else (self._slots, rows, rows)
 
     def _start(self) -> Slots:
         """Returns empty slots."""
-        rows = self._spec.batch
+        policy, spec, decoder = self._policy, self._spec, self._decoder
+        rows, config = spec.batch, decoder.config
         zeros = jnp.zeros(rows, jnp.int32)
-        return Batch(
+        options = row_sampling([neutral()], self._made_for.vocab_size)
+        batch = Batch(
             tokens=zeros,
-            cache=empty_pages(self._spec),
-            state=self._policy.init(self._spec),
-            given=jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), self._sampling),
+            cache=empty_pages(spec),
+            state=policy.init(spec),
+            given=jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), options),
             made=zeros,
-            recent=no_recent(self._policy, rows),
+            recent=no_recent(policy, rows),
             knobs=no_knobs(self._made_for.knobs, rows),
         )
-
-    def _begin(self) -> OpenPrompt:
-        """Returns the state of a prompt before its first chunk."""
-        policy, spec = self._policy, self._spec
-        no_pages = spec._replace(batch=1, pool_pages=spec.num_kv_heads)
-        nothing = KVCache((), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.bool_))
-        carry = prefill.start(self._decoder, policy, nothing, policy.init(no_pages))
-        return OpenPrompt(row_arrays(policy, spec, carry.state), carry.last_hidden, carry.windows)
+        window = jnp.zeros(
+            (MAX_READING, policy.window, config.num_heads, config.head_dim), decoder.dtype
+        )
+        return Slots(
+            batch,
+            jnp.zeros((rows, config.hidden_size), decoder.dtype),
+            tuple(window for _ in range(config.num_layers if policy.window else 0)),
+        )
 
     def _read(
         self,
-        batch: Slots,
-        prompt: OpenPrompt,
-        tokens: Int32[Array, "1 T"],
-        groups: Int32[Array, "M"],
-        start: Int32[Array, ""],
-        valid: Int32[Array, ""],
+        slots: Slots,
+        tokens: Int32[Array, "R T"],
+        asked: ReadRows,
         *,
         last: bool,
         weights: Weights,
         beside: ReadOnly,
-    ) -> tuple[Slots, OpenPrompt, Int32[Array, ""]]:
-        """Reads a chunk of a prompt, from the position `start` on, into its groups.
-
-        The last result is the position where the next chunk begins.
-        """
+    ) -> tuple[Slots, Int32[Array, "R"]]:
+        """Reads a chunk of each of some prompts; also returns where their next chunks begin."""
         note_trace()
         carry = inlined(prefill_chunk)(
             self._decoder,
             self._policy,
             weights,
             tokens,
-            valid=valid[None],
-            carry=self._carry(batch, prompt, groups, start),
+            valid=asked.valid,
+            carry=self._carry(slots, asked, asked.start),
             beside=beside,
             last=last,
         )
-        return *self._parted(batch, carry), start + valid
+        return self._after(slots, asked, carry)
 
     def _replay(
-        self,
-        batch: Slots,
-        prompt: OpenPrompt,
-        tokens: Int32[Array, "1 T"],
-        groups: Int32[Array, "M"],
-        start: Int32[Array, ""],
-        valid: Int32[Array, ""],
-        *,
-        beside: ReadOnly,
-    ) -> tuple[Slots, OpenPrompt, Int32[Array, ""]]:
-        """Shows the policy a chunk whose K and V other requests have computed; as `_read`."""
+        self, slots: Slots, tokens: Int32[Array, "R T"], asked: ReadRows, *, beside: ReadOnly
+    ) -> tuple[Slots, Int32[Array, "R"]]:
+        """Shows the policy chunks whose K and V other requests have computed; as `_read`."""
         note_trace()
-        carry = self._carry(batch, prompt, groups, start + valid)
-        carry = replay_chunk(self._decoder, self._policy, tokens, valid[None], carry, beside)
-        return *self._parted(batch, carry), start + valid
+        carry = self._carry(slots, asked, asked.start + asked.valid)
+        carry = replay_chunk(self._decoder, self._policy, tokens, asked.valid, carry, beside)
+        return self._after(slots, asked, carry)
 
-    def _carry(
-        self,
-        batch: Slots,
-        prompt: OpenPrompt,
-        groups: Int32[Array, "M"],
-        length: Int32[Array, ""],
-    ) -> PrefillCarry:
-        """Returns a prompt as a batch of its own, after its first tokens have been read."""
+    def _carry(self, slots: Slots, asked: ReadRows, lengths: Int32[Array, "R"]) -> PrefillCarry:
+        """Returns prompts that hold `lengths` tokens as a batch of their own."""
+        policy, spec, rows = self._policy, self._spec, slots.rows
+        _, state = take_rows(policy, spec, rows.cache, rows.state, asked.slots)
+        no_pages = spec._replace(batch=asked.slots.size, pool_pages=spec.num_kv_heads)
+        empty = row_arrays(policy, spec, policy.init(no_pages))
+        empty = with_row_arrays(policy, spec, state, empty)
+        fresh = asked.fresh[:, None, None, None]
         return PrefillCarry(
-            batch.cache.rows(groups[None], length[None]).of_rows(),
-            with_row_arrays(self._policy, self._spec, batch.state, prompt.rows),
-            prompt.last_hidden,
-            prompt.windows,
+            rows.cache.rows(asked.groups, lengths).of_rows(),
+            keep_inactive(policy, spec, ~asked.fresh, state, empty),
+            slots.hidden.at[asked.slots].get(mode="clip"),
+            tuple(
+                jnp.where(fresh, 0, each.at[asked.places].get(mode="clip"))
+                for each in slots.windows
+            ),
         )
 
-    def _parted(self, batch: Slots, carry: PrefillCarry) -> tuple[Slots, OpenPrompt]:
-        """Returns the batch with the pages of a carry, and the prompt's own state."""
-        policy, spec = self._policy, self._spec
-        own = row_arrays(policy, spec, batch.state)
-        state = with_row_arrays(policy, spec, carry.state, own)
-        rows = row_arrays(policy, spec, carry.state)
-        batch = batch._replace(cache=batch.cache.after(carry.cache), state=state)
-        return batch, OpenPrompt(rows, carry.last_hidden, carry.windows)
+    def _after(
+        self, slots: Slots, asked: ReadRows, carry: PrefillCarry
+    ) -> tuple[Slots, Int32[Array, "R"]]:
+        """Returns the slots after a chunk of these prompts, and the prompts' positions."""
+        rows, end = slots.rows, asked.start + asked.valid
+        part = rows.cache.rows(asked.groups, end).after(carry.cache), carry.state
+        cache, state = put_rows(self._policy, self._spec, rows.cache, rows.state, part, asked.slots)
+        windows = (
+            each.at[asked.places].set(new)
+            for each, new in zip(slots.windows, carry.windows, strict=True)
+        )
+        hidden = slots.hidden.at[asked.slots].set(carry.last_hidden)
+        return Slots(rows._replace(cache=cache, state=state), hidden, tuple(windows)), end
 
     def _join(
         self,
-        batch: Slots,
-        prompt: OpenPrompt,
-        slot: Int32[Array, ""],
-        groups: Int32[Array, "M"],
-        length: Int32[Array, ""],
+        slots: Slots,
+        which: Int32[Array, "R"],
         sampling: RowSampling,
         knobs: dict[str, Array],
         *,
         choice: SamplingMode,
         weights: Weights,
     ) -> tuple[Slots, Packed]:
-        """Puts a prompt that has been read into a slot, and chooses its first token."""
+        """Chooses the first tokens of rows whose prompts have been read: they decode from now."""
         note_trace()
-        policy, spec = self._policy, self._spec
-        logits = to_logits(self._decoder, weights, prompt.last_hidden)
-        token, sampling, packed = inlined(first_tokens)(
-            CHOICES[choice], self._kept(choice), sampling, logits, jnp.zeros(1, jnp.bool_)
+        logits = to_logits(self._decoder, weights, slots.hidden.at[which].get(mode="clip"))
+        tokens, sampling, packed = inlined(first_tokens)(
+            CHOICES[choice], self._kept(choice), sampling, logits, jnp.zeros(which.size, jnp.bool_)
         )
-        row = Batch(
-            tokens=token,
-            cache=batch.cache.rows(groups[None], length[None]),
-            state=with_row_arrays(policy, spec, batch.state, prompt.rows),
+        rows = slots.rows
+        new = rows._replace(
+            tokens=tokens,
             given=sampling,
-            made=jnp.ones(1, jnp.int32),
-            recent=no_recent(self._policy, 1),
+            made=jnp.ones(which.size, jnp.int32),
+            recent=no_recent(self._policy, which.size),
             knobs=knobs,
+            cache=(),
+            state=(),
         )
-        return put(policy, spec, batch, row, slot[None]), packed
+        old = rows._replace(cache=(), state=())
+        joined = jax.tree.map(lambda x, new: x.at[which].set(new), old, new)
+        return slots._replace(rows=joined._replace(cache=rows.cache, state=rows.state)), packed
 
     def _decode(
         self,
-        batch: Slots,
+        slots: Slots,
+        which: Int32[Array, "n"],
         counts: Int32[Array, "n"],
         *,
         count: int,
@@ -240,10 +250,14 @@ class Programs(ProgramSet):
         weights: Weights,
         beside: ReadOnly,
     ) -> tuple[Slots, Packed]:
-        """Runs `count` steps of the first n rows; row b takes part in the first `counts[b]`."""
-        policy, spec, rows = self._policy, self._spec, counts.size
-        few = batch if rows == spec.batch else take(policy, spec, batch, rows)
-        few, packed = inlined(decode_steps)(
+        """Runs `count` steps of some rows, of which row i takes part in the first `counts[i]`.
+
+        Where the program has all rows, they are in their order.
+        """
+        policy, spec = self._policy, self._spec
+        of_all = which.size == spec.batch
+        part = slots.rows if of_all else take(policy, spec, slots.rows, which)
+        part, packed = inlined(decode_steps)(
             self._decoder,
             policy,
             CHOICES[choice],
@@ -251,31 +265,33 @@ class Programs(ProgramSet):
             self._kept(choice),
             weights=weights,
             beside=beside,
-            batch=few,
+            batch=part,
             counts=counts,
         )
-        return (few if rows == spec.batch else put(policy, spec, batch, few, rows)), packed
+        rows = part if of_all else put(policy, spec, slots.rows, part, which)
+        return slots._replace(rows=rows), packed
 
     def _service(
         self,
-        batch: Slots,
-        slot: Int32[Array, ""],
+        slots: Slots,
+        which: Int32[Array, "n"],
         *,
         service: ServiceKind,
         weights: Weights,
         beside: ReadOnly,
     ) -> Slots:
-        """Runs one of the policy's services on one row."""
-        return serviced_rows(
+        """Runs one of the policy's services on some rows, one of which may be named repeatedly."""
+        rows = serviced_rows(
             service,
             self._decoder,
             self._policy,
             self._spec,
             weights=weights,
             beside=beside,
-            batch=batch,
-            rows=slot[None],
+            batch=slots.rows,
+            rows=which,
         )
+        return slots._replace(rows=rows)
 
     def _kept(self, choice: SamplingMode) -> Any:
         """Returns the function that packs the results of a step for the host."""

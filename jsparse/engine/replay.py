@@ -31,7 +31,7 @@ def replay(
             f"{engine['dtype']}, of which the log is"
         )
     ladder = tuple(map(tuple, engine["sizes"]["ladder"]))
-    lists = {name: tuple(engine["sizes"][name]) for name in ("tails", "rows")}
+    lists = {name: tuple(engine["sizes"][name]) for name in ("tails", "rows", "prefill_rows")}
     sizes = EngineSizes(**engine["sizes"] | {"ladder": ladder} | lists)
     rows = setup.cache_spec(
         params,

@@ -1,7 +1,8 @@
 """Carries plans out on the device: dispatches programs, and never waits for their results."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,12 +12,12 @@ from jsparse.engine.packing import TokenResult, unpack
 from jsparse.engine.program_keys import SamplingMode
 from jsparse.engine.programs import CHOICES, Programs
 from jsparse.engine.setup import EngineSpec
-from jsparse.engine.slots import OpenPrompt, Slots, neutral
-from jsparse.engine.step_plan import Chunk, Decode, StepPlan
-from jsparse.runtime.pauses import due
+from jsparse.engine.sizes import MAX_READING
+from jsparse.engine.slots import ReadRows, Slots, neutral
+from jsparse.engine.step_plan import Decode, Decoding, Reading, StepPlan
 from jsparse.runtime.prefill import settle
-from jsparse.runtime.request import Request, knob_row
-from jsparse.runtime.sampling import RowSampling, row_sampling
+from jsparse.runtime.request import Request, knob_rows
+from jsparse.runtime.sampling import row_sampling
 
 
 class PendingResults(NamedTuple):
@@ -26,11 +27,15 @@ class PendingResults(NamedTuple):
         packed: as in `packing.Packed`; of a chunk that is not the last, any number.
         rows: the answers, with their rows in `packed` and their steps.
         steps: the number of steps of the program.
+        reading: what it has read, if anything.
+        dispatched: when it was dispatched, in seconds.
     """
 
     packed: Array
     rows: list[tuple[int, int, int]]
     steps: int = 1
+    reading: Reading | None = None
+    dispatched: float = 0
 
 
 def choice_of(request: Request) -> SamplingMode:
@@ -38,6 +43,12 @@ def choice_of(request: Request) -> SamplingMode:
     if request.sampling.logprobs:
         return "top"
     return "greedy" if request.sampling.greedy else "sampled"
+
+
+def most_general(requests: Sequence[Request]) -> SamplingMode:
+    """Returns the cheapest way of choosing tokens that all of these requests allow."""
+    wanted = {choice_of(request) for request in requests}
+    return next(mode for mode in reversed(CHOICES) if mode in wanted)
 
 
 class Runner:
@@ -49,23 +60,20 @@ class Runner:
         """Allocates the slots; `request_of` returns the request of an answer's number."""
         self._spec, self._programs, self._request_of = spec, programs, request_of
         self._scratch = spec.cache.pages // spec.cache.num_kv_heads - 1
-        self._neutral = jax.device_put(row_sampling([neutral()], spec.vocab_size))
-        self._batch: Slots = programs.run("start")
-        self._prompts: dict[int, OpenPrompt] = {}
+        self._neutral = {
+            rows: jax.device_put(row_sampling([neutral()] * rows, spec.vocab_size))
+            for rows in spec.sizes.prefill_rows
+        }
+        self._slots: Slots = programs.run("start")
 
     def run(self, plan: StepPlan) -> list[PendingResults]:
         """Dispatches a plan; returns its pending results."""
         pending = []
-        for number in plan.ended:
-            self._prompts.pop(number, None)
-        if plan.chunk is not None:
-            alone = all(row.answer == plan.chunk.answer for row in plan.rows)
-            if alone and plan.chunk.fresh and not plan.chunk.replay:
-                self._expect(plan.chunk)
-            pending += self._read(plan.chunk)
-        if plan.rows:
-            pending.append(self._decode(plan.steps, plan.rows))
-            self._service(plan.rows)
+        if plan.reading is not None:
+            pending.append(self._read(plan.reading))
+        if plan.decoding is not None:
+            pending.append(self._decode(plan.decoding))
+            self._service(plan.decoding.rows)
         for results in pending:
             results.packed.copy_to_host_async()
         return pending
@@ -83,78 +91,91 @@ class Runner:
 
     def settle(self) -> None:
         """Waits for running programs: a process that exits during one is aborted."""
-        settle(self._batch, list(self._prompts.values()))
+        settle(self._slots)
 
-    def _expect(self, chunk: Chunk) -> None:
-        """Has all programs compiled that an answer which is alone will run."""
+    def expect(self, reading: Reading, live: int) -> None:
+        """Has all programs compiled that the first answer will run, beside `live` - 1 others."""
+        chunk = reading.chunks[0]
         request = self._request_of(chunk.answer)
         self._programs.expect_answer(
             chunk.start,
             end=len(request.ids),
             new_tokens=request.sampling.max_tokens,
-            slot=chunk.slot,
+            rows=min(live, self._spec.sizes.num_slots),
             choice=choice_of(request),
         )
 
-    def _read(self, chunk: Chunk) -> list[PendingResults]:
-        request = self._request_of(chunk.answer)
-        if chunk.fresh:
-            self._prompts[chunk.answer] = self._programs.run("begin")
-        tokens = np.zeros((1, chunk.size), np.int32)
-        tokens[0, : chunk.valid] = request.ids[chunk.start : chunk.start + chunk.valid]
-        groups = np.full(self._spec.cache.num_pages, self._scratch, np.int32)
-        groups[: len(chunk.groups)] = chunk.groups
-        name, static = ("replay", {}) if chunk.replay else ("read", {"last": chunk.last})
-        self._batch, prompt, done = self._programs.run(
-            name,
-            self._batch,
-            self._prompts.pop(chunk.answer),
-            tokens,
-            groups,
-            np.int32(chunk.start),
-            np.int32(chunk.valid),
-            size=chunk.size,
-            **static,
+    def _read(self, reading: Reading) -> PendingResults:
+        spec, chunks = self._spec, reading.chunks
+        of_chunks = [self._request_of(chunk.answer) for chunk in chunks]
+        tokens = np.zeros((reading.num_rows, reading.size), np.int32)
+        # rows beyond the chunks lie behind the last slot and the last place
+        columns: dict[str, Any] = {
+            "slots": np.full(reading.num_rows, spec.sizes.num_slots, np.int32),
+            "places": np.full(reading.num_rows, MAX_READING, np.int32),
+            "fresh": np.zeros(reading.num_rows, np.bool_),
+            "start": np.zeros(reading.num_rows, np.int32),
+            "valid": np.zeros(reading.num_rows, np.int32),
+        }
+        groups = np.full((reading.num_rows, spec.cache.num_pages), self._scratch, np.int32)
+        for row, (chunk, request) in enumerate(zip(chunks, of_chunks, strict=True)):
+            tokens[row, : chunk.valid] = request.ids[chunk.start : chunk.start + chunk.valid]
+            groups[row, : len(chunk.groups)] = chunk.groups
+            of_row = (chunk.slot, chunk.place, chunk.fresh, chunk.start, chunk.valid)
+            for column, value in zip(columns.values(), of_row, strict=True):
+                column[row] = value
+        name, static = ("replay", {}) if reading.replay else ("read", {"last": reading.last})
+        asked = ReadRows(**columns, groups=groups)  # pyright: ignore[reportArgumentType]
+        self._slots, done = self._programs.run(
+            name, self._slots, tokens, asked, size=tokens.shape, **static
         )
-        if not chunk.last:
-            self._prompts[chunk.answer] = prompt
-            return [PendingResults(done, [])]
-        choice = choice_of(request)
-        self._batch, packed = self._programs.run(
+        if not reading.last:
+            return PendingResults(done, [], reading=reading)
+        neutral_rows = [neutral()] * (reading.num_rows - len(chunks))
+        choice = most_general(of_chunks)
+        sampling = self._neutral[reading.num_rows]
+        if choice != "greedy":
+            sampling = row_sampling([*of_chunks, *neutral_rows], spec.vocab_size)
+        self._slots, packed = self._programs.run(
             "join",
-            self._batch,
-            prompt,
-            np.int32(chunk.slot),
-            groups,
-            np.int32(chunk.start + chunk.valid),
-            self._neutral if choice == "greedy" else self._sampling(request),
-            knob_row(request, self._spec.knobs),
+            self._slots,
+            asked.slots,
+            sampling,
+            knob_rows([*of_chunks, *neutral_rows], spec.knobs),
+            size=(reading.num_rows,),
             choice=choice,
         )
-        return [PendingResults(packed, [(chunk.answer, 0, 1)])]
+        firsts = [(chunk.answer, row, 1) for row, chunk in enumerate(chunks)]
+        return PendingResults(packed, firsts, reading=reading)
 
-    def _decode(self, steps: int, rows: list[Decode]) -> PendingResults:
-        counts = np.zeros(self._spec.sizes.rows_for(max(row.slot for row in rows)), np.int32)
-        for row in rows:
-            counts[row.slot] = row.steps
-        wanted = {choice_of(self._request_of(row.answer)) for row in rows}
-        self._batch, packed = self._programs.run(
+    def _decode(self, decoding: Decoding) -> PendingResults:
+        slots, num_rows = self._spec.sizes.num_slots, decoding.num_rows
+        rows = [row.slot for row in decoding.rows]
+        # a program of all rows has them in their order; others have unused ones behind the last
+        at = rows if num_rows == slots else [*range(len(rows))]
+        which = np.arange(slots) if num_rows == slots else np.full(num_rows, slots)
+        counts = np.zeros(num_rows, np.int32)
+        which[at], counts[at] = rows, [row.steps for row in decoding.rows]
+        self._slots, packed = self._programs.run(
             "decode",
-            self._batch,
+            self._slots,
+            which.astype(np.int32),
             counts,
-            size=len(counts),
-            count=steps,
-            choice=max(wanted, key=[*CHOICES].index),
+            size=(num_rows,),
+            count=decoding.steps,
+            choice=most_general([self._request_of(row.answer) for row in decoding.rows]),
         )
-        return PendingResults(packed, [(row.answer, row.slot, row.steps) for row in rows], steps)
+        results = [(row.answer, nth, row.steps) for nth, row in zip(at, decoding.rows, strict=True)]
+        return PendingResults(packed, results, decoding.steps)
 
     def _service(self, rows: list[Decode]) -> None:
-        """Corrects and maintains the rows that are due, one by one."""
-        for row in rows:
-            for name in due(self._spec.policy.services.every, row.age):
-                self._batch = self._programs.run(
-                    "service", self._batch, np.int32(row.slot), service=name
+        """Corrects and maintains the rows that are due, some at a time."""
+        size = self._spec.sizes.service_rows
+        for name, every in self._spec.policy.services.every.items():
+            due = [row.slot for row in rows if row.age % every == 0]
+            for part in itertools.batched(due, size):
+                # a row may be served twice by one program, which changes nothing
+                which = np.array([*part, *part[:1] * (size - len(part))], np.int32)
+                self._slots = self._programs.run(
+                    "service", self._slots, which, size=(size,), service=name
                 )
-
-    def _sampling(self, request: Request) -> RowSampling:
-        return row_sampling([request], self._spec.vocab_size)

@@ -1,34 +1,74 @@
-"""Plans the next prompt chunk and decode batch, and allocates their memory.
+"""Plans the next prompt chunks and decode batch, and allocates their memory.
 
 It uses neither jax nor a clock, so that it can be tested by many simulated events.
 A plan is plain numbers: a log of plans replays a session (jsparse.engine.plan_log).
 """
 
 import heapq
+import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 from jsparse.engine.blocks import BlockPool, block_keys
-from jsparse.engine.sizes import EngineSizes, Rules
-from jsparse.engine.step_plan import Answer, Chunk, Decode, Phase, StepPlan
+from jsparse.engine.sizes import MAX_PACKED, MAX_READING, EngineSizes, Rules
+from jsparse.engine.step_plan import (
+    Answer,
+    Chunk,
+    Decode,
+    Decoding,
+    Phase,
+    Reading,
+    StepPlan,
+)
 from jsparse.runtime.pauses import next_steps, until_due
 
-# prompts that may be partly read at a time; each has state of its own on the device
-MAX_READING = 4
+# Returns the milliseconds in which a program reads `rows` chunks of `size` tokens, padded, from the
+# position `start` on: estimate(rows, size, start). None where nothing is known.
+Estimate = Callable[[int, int, int], float | None]
+
+
+class _NextChunk(NamedTuple):
+    """Describes the chunk of a prompt that would be read next.
+
+    Attributes:
+        valid, size: its tokens, and the number that they are padded to.
+        last: whether the prompt ends with it.
+        replay: whether its K and V are there.
+        key: the key of the first block that it completes; None if it completes none.
+    """
+
+    valid: int
+    size: int
+    last: bool
+    replay: bool
+    key: bytes | None
 
 
 class Scheduler:
-    """Holds all unfinished answers by phase, the waiting ones in a heap, and plans their work."""
+    """Holds all unfinished answers by phase, the waiting ones in a heap, and plans their work.
 
-    def __init__(self, sizes: EngineSizes, rules: Rules) -> None:
+    Attributes:
+        rows: the numbers of rows of the decode programs that may be planned now.
+    """
+
+    def __init__(
+        self,
+        sizes: EngineSizes,
+        rules: Rules,
+        estimate: Estimate = lambda rows, size, start: None,
+    ) -> None:
         """Prepares a scheduler without requests."""
-        self.sizes, self.rules = sizes, rules
+        self.sizes, self.rules, self._estimate = sizes, rules, estimate
+        self.rows = sizes.rows
         self.pool = BlockPool(sizes.num_groups)
         self.waiting: list[tuple[float, int, Answer]] = []
         self.reading: list[Answer] = []
         self.decoding: list[Answer] = []
-        # the lowest are taken first, so that few rows run in programs of few rows
         self._slots = list(range(sizes.num_slots))
-        self._partly: set[Answer] = set()
+        self._places = list(range(MAX_READING))
         self._some_stopped = False
+        # the milliseconds for which rows have not decoded since prompts were read
+        self._stalled: float = 0
 
     @property
     def idle(self) -> bool:
@@ -67,23 +107,12 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Returns the next work, as if it were done at once: plans run in their order."""
-        ended = self._let_go()
+        self._let_go()
         self._admit()
-        chunk = self._chunk()
-        steps = self._steps()
-        rows = []
-        for answer in self.decoding:
-            count = min(steps, answer.max_tokens - answer.sent)
-            if count > 0:
-                answer.sent += count
-                rows.append(Decode(answer.number, answer.slot, count, answer.sent - 1))
-        return StepPlan(ended, chunk, steps if rows else 0, rows)
+        return StepPlan(self._reading(), self._decoding())
 
-    def _let_go(self) -> list[int]:
-        """Frees the memory of answers that were stopped or have all their tokens planned.
-
-        Returns the numbers of the answers whose prompts were being read.
-        """
+    def _let_go(self) -> None:
+        """Frees the memory of answers that were stopped or have all their tokens planned."""
         if self._some_stopped:
             self._some_stopped = False
             for _, _, answer in self.waiting:
@@ -91,15 +120,13 @@ class Scheduler:
                     answer.phase = Phase.ENDED
             self.waiting = [entry for entry in self.waiting if not entry[2].stopped]
             heapq.heapify(self.waiting)
-        unread = [answer.number for answer in self._partly if answer.stopped]
         for answer in [*self.reading, *self.decoding]:
             if answer.stopped or answer.sent == answer.max_tokens:
                 self._end(answer)
-        return sorted(unread)
 
     def _end(self, answer: Answer) -> None:
         (self.reading if answer.phase is Phase.READING else self.decoding).remove(answer)
-        self._partly.discard(answer)
+        self._leave_place(answer)
         heapq.heappush(self._slots, answer.slot)
         self.pool.drop(answer.blocks)
         self.pool.give_back(answer.own)
@@ -125,58 +152,127 @@ class Scheduler:
             answer.slot, answer.phase = heapq.heappop(self._slots), Phase.READING
             self.reading.append(answer)
 
-    def _chunk(self) -> Chunk | None:
-        """Plans the next chunk, of the prompt with the least left to read; waiting counts, too."""
-        full = len(self._partly) >= MAX_READING
-        allowed = [answer for answer in self.reading if not full or answer in self._partly]
-        if not allowed:
+    def _reading(self) -> Reading | None:
+        """Plans to read a chunk of the prompt with the least left to read; waiting counts, too."""
+        candidates = self._candidates()
+        if not candidates:
             return None
-        answer = min(allowed, key=lambda answer: (answer.rank, answer.number))
-        fresh = self._take_over(answer) or answer not in self._partly
-        replay = answer.read < answer.known
-        start, maximum = answer.read, self.sizes.chunk_size(answer.read)
-        valid = min(maximum, len(answer.ids) - start)
-        size, last = self.sizes.padded(valid, start), start + valid == len(answer.ids)
-        answer.read += valid
-        self._partly.add(answer)
-        if not replay:
-            answer.known = answer.read
-            if valid == maximum:
-                self._share(answer)
-        if last:
-            self._partly.discard(answer)
-            self.reading.remove(answer)
-            self.decoding.append(answer)
-            answer.phase, answer.sent = Phase.DECODING, 1
-        return Chunk(
+        for answer in candidates[: max(self.sizes.prefill_rows)]:
+            self._take_over(answer)
+        first = self._next_chunk(candidates[0])
+        together = self._together(candidates, first)
+        chunks = [self._read(answer, first) for answer in together]
+        if first.last:
+            for answer in together:
+                self._begin_decoding(answer)
+        num_rows = next(rows for rows in self.sizes.prefill_rows if rows >= len(chunks))
+        self._stalled += self._milliseconds(num_rows, first.size, max(c.start for c in chunks))
+        return Reading(num_rows, first.size, first.last, first.replay, chunks)
+
+    def _candidates(self) -> list[Answer]:
+        """Returns the answers whose prompts may be read on now, in that order."""
+        order = sorted(self.reading, key=lambda answer: (answer.rank, answer.number))
+        others = [answer for answer in order if answer.place < 0]
+        allowed = set(others[: len(self._places)])
+        return [answer for answer in order if answer.place >= 0 or answer in allowed]
+
+    def _together(self, candidates: list[Answer], first: _NextChunk) -> list[Answer]:
+        """Returns the answers, with the first candidate, whose chunks one program reads.
+
+        A program for several is worth while where they fill at least half of it.
+        """
+        chosen, keys = [], set()
+        for answer in candidates[: max(self.sizes.prefill_rows)]:
+            chunk = self._next_chunk(answer)
+            # what one of them reads, the others will take over
+            if chunk[1:4] == first[1:4] and (chunk.key is None or chunk.key not in keys):
+                chosen.append(answer)
+                keys.add(chunk.key)
+        if first.size <= MAX_PACKED and not first.replay:
+            for rows in reversed(self.sizes.prefill_rows):
+                part = chosen[:rows]
+                tokens = sum(self._next_chunk(answer).valid for answer in part)
+                half_full = 2 * tokens >= rows * first.size
+                start = max(answer.read for answer in part)
+                if half_full and not self._too_slow(rows, first.size, start):
+                    return part
+        return candidates[:1]
+
+    def _next_chunk(self, answer: Answer) -> _NextChunk:
+        """Describes the chunk that would be read next of a prompt."""
+        sizes, start, end = self.sizes, answer.read, len(answer.ids)
+        maximum = sizes.chunk_size(start)
+        if start < answer.known:
+            return _NextChunk(min(maximum, answer.known - start), maximum, False, True, None)
+        if not sizes.batch_invariant:
+            allowed = [size for size in sizes.full_sizes if size <= maximum]
+            fast = (size for size in allowed if not self._too_slow(1, size, start))
+            maximum = next(fast, allowed[-1])
+        valid = min(maximum, end - start)
+        size, block = sizes.padded(valid, start), start // sizes.block_tokens
+        completes = (block + 1) * sizes.block_tokens <= start + valid and block < len(answer.keys)
+        key = answer.keys[block] if completes else None
+        return _NextChunk(valid, size, start + valid == end, False, key)
+
+    def _read(self, answer: Answer, like: _NextChunk) -> Chunk:
+        """Plans to read the next chunk of a prompt, in a program for chunks `like` it."""
+        if answer.place < 0:
+            answer.place = heapq.heappop(self._places)
+        start, valid = answer.read, self._next_chunk(answer).valid
+        chunk = Chunk(
             answer=answer.number,
             slot=answer.slot,
-            fresh=fresh,
-            replay=replay,
+            place=answer.place,
+            fresh=answer.fresh,
             start=start,
             valid=valid,
-            size=size,
-            last=last,
             groups=list(answer.groups),
         )
+        answer.read, answer.fresh = start + valid, False
+        if not like.replay:
+            answer.known = answer.read
+            if valid == self.sizes.chunk_size(start) or not self.sizes.batch_invariant:
+                self._share(answer)
+        return chunk
+
+    def _begin_decoding(self, answer: Answer) -> None:
+        self._leave_place(answer)
+        self.reading.remove(answer)
+        self.decoding.append(answer)
+        answer.phase, answer.sent = Phase.DECODING, 1
+
+    def _leave_place(self, answer: Answer) -> None:
+        if answer.place >= 0:
+            heapq.heappush(self._places, answer.place)
+            answer.place = -1
+
+    def _too_slow(self, rows: int, size: int, start: int) -> bool:
+        """Returns whether rows that decode would have to wait too long for these chunks."""
+        maximum = self.sizes.max_stall_ms
+        return maximum is not None and self._milliseconds(rows, size, start) > maximum
+
+    def _milliseconds(self, rows: int, size: int, start: int) -> float:
+        """Returns the time that a program takes to read these chunks; infinity if unknown."""
+        took = self._estimate(rows, size, start)
+        return math.inf if took is None else took
 
     def _shareable(self, answer: Answer) -> int:
         """Returns the number of leading blocks of a prompt that the pool has and it may use."""
         sizes = self.sizes
         maximum = len(answer.ids) - max(1, self.rules.window)
         known = self.pool.known(answer.keys) * sizes.block_tokens
-        return sizes.chunk_start(max(0, min(maximum, known))) // sizes.block_tokens
+        return sizes.hit_end(max(0, min(maximum, known))) // sizes.block_tokens
 
-    def _take_over(self, answer: Answer) -> bool:
+    def _take_over(self, answer: Answer) -> None:
         """Uses the part of the prompt that others have read since.
 
-        Returns whether the state must begin anew, because it has not seen the tokens in between
-        and they are not replayed.
+        The state must begin anew where it has not seen the tokens in between and they are not
+        replayed.
         """
         blocks = self._shareable(answer)
         tokens = blocks * self.sizes.block_tokens
         if tokens <= answer.known:
-            return False
+            return
         held = len(answer.blocks)
         groups = (blocks - held) * self._block_groups
         answer.blocks += self.pool.hold(answer.keys[held:blocks])
@@ -184,10 +280,8 @@ class Scheduler:
         answer.own = answer.own[groups:]
         answer.cached += tokens - answer.known
         answer.known = tokens
-        if self.rules.replays:
-            return False
-        answer.read = tokens
-        return True
+        if not self.rules.replays:
+            answer.read, answer.fresh = tokens, True
 
     def _share(self, answer: Answer) -> None:
         """Shares the whole blocks that have been read, unless others have them already."""
@@ -201,6 +295,26 @@ class Scheduler:
     @property
     def _block_groups(self) -> int:
         return self.sizes.block_tokens // self.sizes.page_size
+
+    def _decoding(self) -> Decoding | None:
+        """Plans the next decode steps, unless prompts are read first."""
+        following, maximum = self._candidates(), self.sizes.max_stall_ms
+        if following and maximum is None:
+            return None
+        if following and maximum is not None:
+            size = self._next_chunk(following[0]).size
+            if self._stalled + self._milliseconds(1, size, following[0].read) <= maximum:
+                return None
+        self._stalled = 0
+        steps, rows = self._steps(), []
+        for answer in self.decoding:
+            count = min(steps, answer.max_tokens - answer.sent)
+            if count > 0:
+                answer.sent += count
+                rows.append(Decode(answer.number, answer.slot, count, answer.sent - 1))
+        if not rows:
+            return None
+        return Decoding(next(n for n in self.rows if n >= len(rows)), steps, rows)
 
     def _steps(self) -> int:
         """Returns the number of steps of the next program.

@@ -1,29 +1,33 @@
 """Checks an engine's options and chooses its sizes."""
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 
 from jsparse.cache import CacheSpec
-from jsparse.engine.sizes import EngineSizes, Rules
-from jsparse.hyper_parameters import whole_number
+from jsparse.engine.sizes import MAX_READING, EngineSizes, Rules
+from jsparse.hyper_parameters import flag, number_in, whole_number
 from jsparse.models.checkpoint import Params
 from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime import capacity, chunk_attention
 from jsparse.runtime.admission import admit
 
-# Chunks are small enough that the rows that decode beside them do not wait for long: 0.1 s with an
-# 8B model on an H200, at any position. Without flash attention scores are stored, and chunks are
-# smaller.
-LADDER = ((0, 2048), (16384, 1024), (65536, 512))
+# With an 8B model on an H100, chunks of 512 tokens at a prompt's beginning keep the device as busy
+# as longer ones, and prompts are shared from 512 tokens on. Further on, attention gains by longer
+# ones.
+# Without flash attention scores are stored, and chunks are smaller.
+LADDER = ((0, 512), (4096, 2048))
 PLAIN_LADDER = ((0, 512),)
-TAILS = (64, 256)
+TAILS = (64, 256, 1024)
 BLOCK_TOKENS = 512
 # A step computes all rows of its program, whether or not they hold requests. Programs of few rows
 # and of all are enough: on a GPU the smaller is hardly faster for fewer rows than this; on a CPU a
 # step of one row takes a quarter of the time that eight take.
 FEW_ROWS_GPU, FEW_ROWS_CPU = 8, 1
+# A GPU has room for several short chunks at a time.
+PACKED_GPU = 8
 
 
 class EngineSpec(NamedTuple):
@@ -63,7 +67,10 @@ def engine_spec(
     layer_stats: bool,
     steps_per_program: int | None,
     decode_rows: Sequence[int] | None,
+    prefill_rows: Sequence[int] | None,
     ladder: Sequence[tuple[int, int]] | None,
+    max_stall_ms: float | None,
+    batch_invariant: bool,
 ) -> EngineSpec:
     """Returns the spec of an engine; `LLM` documents the arguments and the meaning of None.
 
@@ -74,6 +81,11 @@ def engine_spec(
     rows = cache_spec(
         params, max_num_seqs=max_num_seqs, max_model_len=max_model_len, page_size=page_size
     )
+    flag("batch_invariant", batch_invariant)
+    if batch_invariant:
+        steps_per_program = _only("steps_per_program", steps_per_program, 1)
+        decode_rows = _only("decode_rows", decode_rows, [rows.batch])
+        prefill_rows = _only("prefill_rows", prefill_rows, [1])
     admitted = admit(
         params,
         policy,
@@ -90,9 +102,13 @@ def engine_spec(
         gpu_memory_utilization=gpu_memory_utilization,
         steps=admitted.max_steps,
         decode_rows=decode_rows,
+        prefill_rows=prefill_rows,
         ladder=ladder,
         max_model_len=max_model_len,
     )
+    if max_stall_ms is not None:
+        number_in("max_stall_ms", max_stall_ms, "[0, inf)")
+    sizes = sizes._replace(max_stall_ms=max_stall_ms, batch_invariant=batch_invariant)
     return EngineSpec(
         params,
         admitted.policy,
@@ -148,6 +164,7 @@ def sizes_of(
     gpu_memory_utilization: float,
     steps: int,
     decode_rows: Sequence[int] | None,
+    prefill_rows: Sequence[int] | None,
     ladder: Sequence[tuple[int, int]] | None,
     max_model_len: int | None,
 ) -> EngineSizes:
@@ -170,23 +187,49 @@ def sizes_of(
         page_size=spec.page_size,
         num_groups=capacity.pool_groups(spec, policy, kv_cache_tokens, gpu_memory_utilization),
         ladder=rungs,
-        tails=tuple(size for size in TAILS if size < rungs[0][1]),
+        tails=tuple(size for size in TAILS if size < max(size for _, size in rungs)),
         block_tokens=block,
         steps=steps,
-        rows=_rows(decode_rows, spec.batch, on_gpu=on_gpu),
+        rows=_decode_rows(decode_rows, spec.batch, on_gpu=on_gpu),
+        prefill_rows=_prefill_rows(prefill_rows, spec.batch, on_gpu=on_gpu),
     )
 
 
-def _rows(asked: Sequence[int] | None, slots: int, *, on_gpu: bool) -> tuple[int, ...]:
+def _only[Value](name: str, asked: Value | None, only: Value) -> Value:
+    if asked is not None and asked != only:
+        raise ValueError(f"{name}={asked!r}: must be {only!r} where batch_invariant is true")
+    return only
+
+
+def _decode_rows(asked: Sequence[int] | None, slots: int, *, on_gpu: bool) -> tuple[int, ...]:
     """Returns the numbers of rows of decode programs."""
     if asked is None:
         few = FEW_ROWS_GPU if on_gpu else FEW_ROWS_CPU
-        return tuple(sorted({min(few, slots), slots}))
+        doubled = itertools.takewhile(lambda n: n < slots, (few << i for i in itertools.count()))
+        return (*(doubled if on_gpu else [few] * (few < slots)), slots)
+    rows = _rising("decode_rows", asked)
+    if rows[-1] != slots:
+        raise ValueError(f"decode_rows={asked!r}: must rise up to max_num_seqs={slots}")
+    return rows
+
+
+def _prefill_rows(asked: Sequence[int] | None, slots: int, *, on_gpu: bool) -> tuple[int, ...]:
+    """Returns the numbers of prompts of programs that read them."""
+    if asked is None:
+        return tuple(sorted({1, min(PACKED_GPU, slots) if on_gpu else 1}))
+    rows = _rising("prefill_rows", asked)
+    maximum = min(MAX_READING, slots)
+    if rows[0] != 1 or rows[-1] > maximum:
+        raise ValueError(f"prefill_rows={asked!r}: must rise from 1 to at most {maximum}")
+    return rows
+
+
+def _rising(name: str, asked: Sequence[int]) -> tuple[int, ...]:
     rows = tuple(asked) if isinstance(asked, Sequence) else ()
     for number in rows:
-        whole_number("decode_rows", number, 1)
-    if not rows or list(rows) != sorted(set(rows)) or rows[-1] != slots:
-        raise ValueError(f"decode_rows={asked!r}: must rise up to max_num_seqs={slots}")
+        whole_number(name, number, 1)
+    if not rows or list(rows) != sorted(set(rows)):
+        raise ValueError(f"{name}={asked!r}: must be numbers that rise")
     return rows
 
 

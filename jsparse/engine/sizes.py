@@ -2,6 +2,11 @@
 
 from typing import NamedTuple
 
+# prompts that may be partly read at a time; each has a place for its newest queries on the device
+MAX_READING = 8
+# the largest chunks of which a program reads several: larger ones keep a device busy alone
+MAX_PACKED = 512
+
 
 class EngineSizes(NamedTuple):
     """Holds the static sizes of an engine.
@@ -12,12 +17,16 @@ class EngineSizes(NamedTuple):
         page_size: the number of tokens per page.
         num_groups: the number of groups of pages, of which the last is scratch.
         ladder: the sizes of prompt chunks, as (position, size) pairs: the size counts from that
-            position on. The starts of chunks depend on position alone, so that another request
-            with the same prompt would compute the same K and V, bit for bit.
+            position on.
         tails: the sizes that a prompt's last chunk may be padded to, beside those of the ladder.
         block_tokens: the number of tokens per block that requests share.
         steps: the most decode steps per program.
         rows: the numbers of rows for which decode programs are made, rising up to num_slots.
+        prefill_rows: the numbers of prompts that a program may read a chunk of, rising from 1.
+        max_stall_ms: the time for which reading may keep rows from decoding, as far as chunks are
+            small enough; None is any time.
+        batch_invariant: whether the starts of chunks depend on position alone, so that another
+            request with the same prompt would compute the same K and V, bit for bit.
     """
 
     num_slots: int
@@ -29,6 +38,19 @@ class EngineSizes(NamedTuple):
     block_tokens: int
     steps: int
     rows: tuple[int, ...]
+    prefill_rows: tuple[int, ...] = (1,)
+    max_stall_ms: float | None = None
+    batch_invariant: bool = False
+
+    @property
+    def full_sizes(self) -> list[int]:
+        """The sizes of chunks that may be followed by others, the largest first."""
+        return sorted({size for _, size in self.ladder}, reverse=True)
+
+    @property
+    def service_rows(self) -> int:
+        """The number of rows of the programs that serve rows between their steps."""
+        return self.rows[0]
 
     def chunk_size(self, position: int) -> int:
         """Returns the size of the chunk that begins at a position."""
@@ -54,9 +76,15 @@ class EngineSizes(NamedTuple):
             start += valid
         return chunks
 
-    def rows_for(self, slot: int) -> int:
-        """Returns the rows of the smallest decode program that has a slot and those below it."""
-        return next(rows for rows in self.rows if rows > slot)
+    def rows_for(self, count: int) -> int:
+        """Returns the rows of the smallest decode program that has this many."""
+        return next(rows for rows in self.rows if rows >= count)
+
+    def hit_end(self, tokens: int) -> int:
+        """Returns where the tokens end that a request may take over of as many that are known."""
+        if self.batch_invariant:
+            return self.chunk_start(tokens)
+        return tokens // self.block_tokens * self.block_tokens
 
     def groups_for(self, tokens: int) -> int:
         """Returns the number of groups that hold this many tokens."""

@@ -1,10 +1,10 @@
-"""Defines the arrays of an engine's requests: rows that decode, and prompts that are being read."""
+"""Defines the arrays of an engine's slots, in which rows are read and decode."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from jsparse.policy import Policy
 from jsparse.runtime.request import Request
@@ -12,21 +12,42 @@ from jsparse.runtime.rows import Batch
 from jsparse.runtime.sampling_params import OFF, SamplingParams
 from jsparse.runtime.shared_pages import SharedPages
 
-# All rows of an engine, whether or not they hold requests.
-Slots = Batch[SharedPages]
 
-
-class OpenPrompt(NamedTuple):
-    """State of a prompt that is being read, beside its pages.
+class Slots(NamedTuple):
+    """Holds all rows of an engine, whether or not they hold requests.
 
     Attributes:
-        rows: the arrays of the policy's state that rows own, for one row.
-        last_hidden, windows: as in PrefillCarry.
+        rows: the rows. Those whose prompts are being read have pages and a policy state, and take
+            part in no decode step.
+        hidden: the hidden state of each row's newest token, while its prompt is being read.
+        windows: the newest queries of prompts that are being read, per layer, by their places; as
+            in PrefillCarry.
     """
 
-    rows: list[Array]
-    last_hidden: Float[Array, "1 D"]
-    windows: tuple[Float[Array, "1 W N H"], ...]
+    rows: Batch[SharedPages]
+    hidden: Float[Array, "B D"]
+    windows: tuple[Float[Array, "places W N H"], ...]
+
+
+class ReadRows(NamedTuple):
+    """Names the prompts of which a program reads a chunk each.
+
+    A program may be made for more prompts than there are: those beyond have no valid tokens, and a
+    slot and a place behind the last.
+
+    Attributes:
+        slots, places: their slots, and the places of their windows.
+        fresh: whether a prompt begins here, with an empty policy state.
+        start, valid: the position of the first of its tokens, and their number.
+        groups: the groups of its row.
+    """
+
+    slots: Int32[Array, "R"]
+    places: Int32[Array, "R"]
+    fresh: Bool[Array, "R"]
+    start: Int32[Array, "R"]
+    valid: Int32[Array, "R"]
+    groups: Int32[Array, "R M"]
 
 
 def neutral() -> Request:

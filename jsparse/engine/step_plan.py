@@ -25,6 +25,8 @@ class Answer:
         born: when it came, in seconds.
         keys: the keys of the prompt's blocks.
         phase, slot: its phase and slot.
+        place: the place of its newest queries while its prompt is partly read, else -1.
+        fresh: whether the policy's state of it is to begin anew with the next chunk.
         read: the number of the prompt's tokens that its state has seen, or will have by plan.
         known: the number of those whose K and V are there; more than `read` while tokens from other
             requests are replayed.
@@ -44,6 +46,8 @@ class Answer:
     salt: str = ""
     phase: Phase = Phase.WAITING
     slot: int = -1
+    place: int = -1
+    fresh: bool = True
     read: int = 0
     known: int = 0
     cached: int = 0
@@ -72,22 +76,37 @@ class Chunk(NamedTuple):
     Attributes:
         answer: the number of the answer.
         slot: the slot that it will decode in.
+        place: the place of the prompt's newest queries while it is being read.
         fresh: whether the prompt begins here, with an empty policy state.
-        replay: whether K and V are there, and only the policy's state is to be built from them.
-        start, valid, size: the tokens: from `start` on, `valid` of them, padded to `size`.
-        last: whether the prompt ends here: the first token is chosen and the answer decodes.
+        start, valid: the tokens: from `start` on, `valid` of them.
         groups: the answer's groups.
     """
 
     answer: int
     slot: int
+    place: int
     fresh: bool
-    replay: bool
     start: int
     valid: int
+    groups: list[int]
+
+
+class Reading(NamedTuple):
+    """Plans a program that reads a chunk each of some prompts.
+
+    Attributes:
+        num_rows: the number of prompts that the program reads, these among them.
+        size: the number of tokens that each chunk is padded to.
+        last: whether these prompts end here: first tokens are chosen, and the answers decode.
+        replay: whether K and V are there, and only the policy's state is to be built from them.
+        chunks: the chunks.
+    """
+
+    num_rows: int
     size: int
     last: bool
-    groups: list[int]
+    replay: bool
+    chunks: list[Chunk]
 
 
 class Decode(NamedTuple):
@@ -99,18 +118,27 @@ class Decode(NamedTuple):
     age: int
 
 
-class StepPlan(NamedTuple):
-    """Plans the device's next work: a chunk, then one program of `steps` decode steps.
+class Decoding(NamedTuple):
+    """Plans a program of `steps` decode steps.
 
-    `ended` are the answers that stopped while their prompts were being read.
+    Attributes:
+        num_rows: the number of rows that the program computes, these among them.
+        steps: the number of steps.
+        rows: the rows that take part.
     """
 
-    ended: list[int]
-    chunk: Chunk | None
+    num_rows: int
     steps: int
     rows: list[Decode]
+
+
+class StepPlan(NamedTuple):
+    """Plans the device's next work: reading, then decoding."""
+
+    reading: Reading | None
+    decoding: Decoding | None
 
     @property
     def empty(self) -> bool:
         """Returns whether there is nothing to do."""
-        return not (self.ended or self.chunk or self.rows)
+        return self.reading is None and self.decoding is None

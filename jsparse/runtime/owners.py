@@ -92,7 +92,11 @@ def take_rows[Memory: (KVCache, SharedPages)](
         ValueError: the cache has no block table, so that its pages cannot be parted from its rows.
     """
     state = _map_rows_of(
-        policy, spec, lambda axis, leaf: jnp.take(leaf, rows, axis=axis), lambda leaf: leaf, state
+        policy,
+        spec,
+        lambda axis, leaf: jnp.take(leaf, rows, axis=axis, mode="clip"),
+        lambda leaf: leaf,
+        state,
     )
     return cache.take(rows), state
 

@@ -10,14 +10,14 @@ from jsparse.runtime.compilation import Program
 
 
 class ProgramKey(NamedTuple):
-    """Names a program: its function, the size that determines its shapes, its static arguments."""
+    """Names a program: its function, the sizes that determine its shapes, its static arguments."""
 
     name: str
-    size: int = 0
+    size: tuple[int, ...] = ()
     static: frozenset[tuple[str, Any]] = frozenset()
 
     @classmethod
-    def of(cls, name: str, size: int = 0, **static: Any) -> "ProgramKey":
+    def of(cls, name: str, *size: int, **static: Any) -> "ProgramKey":
         """Names the program that `ProgramSet.run` runs when it is given these."""
         return cls(name, size, frozenset(static.items()))
 
@@ -35,7 +35,7 @@ class ProgramSet:
         self,
         programs: Mapping[str, Program],
         fixed: Mapping[str, Any],
-        arguments: Callable[[str, int], tuple[Any, ...]],
+        arguments: Callable[[str, tuple[int, ...]], tuple[Any, ...]],
     ) -> None:
         """Prepares programs.
 
@@ -59,9 +59,13 @@ class ProgramSet:
         """Whether any is being compiled, or read from disk."""
         return self.compiled < len(self._made)
 
-    def run(self, name: str, *arrays: Any, size: int = 0, **static: Any) -> Any:
+    def ready(self, wanted: Iterable[ProgramKey]) -> bool:
+        """Returns whether these programs have been compiled."""
+        return all((job := self._made.get(each)) is not None and job.done() for each in wanted)
+
+    def run(self, name: str, *arrays: Any, size: tuple[int, ...] = (), **static: Any) -> Any:
         """Runs a program, which is compiled if it has not been; `size` determines its shapes."""
-        wanted = ProgramKey.of(name, size, **static)
+        wanted = ProgramKey.of(name, *size, **static)
         job = self._made.get(wanted)
         if job is None or not job.done():
             began = time.perf_counter()

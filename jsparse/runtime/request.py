@@ -174,13 +174,13 @@ def knobs(asked: Sequence[Request]) -> "dict[str, Array] | None":
     } or None
 
 
-def knob_row(request: Request, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Returns the hyper-parameters of `names` that a request sets, one row each; others are NaN."""
-    own = request.sampling.policy
+def knob_rows(requests: Sequence[Request], names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns the hyper-parameters of `names` that requests set, a row each; others are NaN."""
+    own = [request.sampling.policy for request in requests]
     return {
-        name: np.array([own.get(name, False)])
+        name: np.array([each.get(name, False) for each in own])
         if name == "dense"
-        else np.array([own.get(name, np.nan)], np.float32)
+        else np.array([each.get(name, np.nan) for each in own], np.float32)
         for name in names
     }
 

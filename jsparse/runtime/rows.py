@@ -194,18 +194,18 @@ def serviced_rows[Memory: (KVCache, SharedPages)](
 
 
 def take[Memory: (KVCache, SharedPages)](
-    policy: Policy, spec: CacheSpec, batch: Batch[Memory], rows: Int32[Array, "n"] | int
+    policy: Policy, spec: CacheSpec, batch: Batch[Memory], rows: Int32[Array, "n"]
 ) -> Batch[Memory]:
-    """Returns some rows as a batch of their own, over the same pages; an int is the first so many.
+    """Returns some rows as a batch of their own, over the same pages.
 
-    `made` and all arrays of `given` must have an axis of rows, the first.
+    A number behind the last row stands for a copy of that row, which `put` ignores. `made` and all
+    arrays of `given` must have an axis of rows, the first.
 
     Raises:
         ValueError: the cache has no block table.
     """
-    cache, state = take_rows(policy, spec, batch.cache, batch.state, _numbers(rows))
-    part = slice(rows) if isinstance(rows, int) else rows
-    of_rows = jax.tree.map(lambda x: x[part], batch._replace(cache=(), state=()))
+    cache, state = take_rows(policy, spec, batch.cache, batch.state, rows)
+    of_rows = jax.tree.map(lambda x: x[rows], batch._replace(cache=(), state=()))
     return of_rows._replace(cache=cache, state=state)
 
 
@@ -214,7 +214,7 @@ def put[Memory: (KVCache, SharedPages)](
     spec: CacheSpec,
     batch: Batch[Memory],
     part: Batch[Memory],
-    rows: Int32[Array, "n"] | int,
+    rows: Int32[Array, "n"],
 ) -> Batch[Memory]:
     """Returns the batch with the rows of `part` in these places, and the pages of `part`.
 
@@ -224,16 +224,7 @@ def put[Memory: (KVCache, SharedPages)](
         ValueError: the cache has no block table.
     """
     both = part.cache, part.state
-    cache, state = put_rows(policy, spec, batch.cache, batch.state, both, _numbers(rows))
-
-    def placed(x: Array, new: Array) -> Array:
-        if isinstance(rows, int):
-            return jax.lax.dynamic_update_slice_in_dim(x, new, 0, 0)
-        return x.at[rows].set(new)
-
+    cache, state = put_rows(policy, spec, batch.cache, batch.state, both, rows)
     others = (each._replace(cache=(), state=()) for each in (batch, part))
-    return jax.tree.map(placed, *others)._replace(cache=cache, state=state)
-
-
-def _numbers(rows: Int32[Array, "n"] | int) -> Int32[Array, "n"]:
-    return jnp.arange(rows) if isinstance(rows, int) else rows
+    placed = jax.tree.map(lambda x, new: x.at[rows].set(new), *others)
+    return placed._replace(cache=cache, state=state)

@@ -52,7 +52,8 @@ def test_workloads_out_of_range(options, message):
 
 
 def test_counts_add_up():
-    engine = tiny_llm(params=tiny_params(num_layers=1), steps_per_program=2).engine
+    params = tiny_params(num_layers=1)
+    engine = tiny_llm(params=params, steps_per_program=2, ladder=((0, 16),)).engine
     workload = random_workload(
         300, num_prompts=6, input_len=(3, 9), output_len=(2, 12), shared_prefix=16
     )

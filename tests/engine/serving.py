@@ -10,11 +10,13 @@ from tiny import tiny_params
 
 import jsparse
 from jsparse.engine.llm import LLM
+from jsparse.engine.sizes import MAX_READING
 
 # chunks of two sizes, so that a prompt's chunks begin where position says
 LADDER = ((0, 16), (32, 8))
 PAGE = 8
-# four slots; programs are compiled when they are needed, of all slots unless a test asks for more
+# four slots; programs are compiled when they are needed, of all slots unless a test asks for more;
+# a row that decodes waits for no more than a chunk
 SMALL: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_model_len": 96,
@@ -22,6 +24,7 @@ SMALL: dict[str, Any] = {
     "page_size": PAGE,
     "ladder": LADDER,
     "prepare": False,
+    "max_stall_ms": 0,
 }
 
 
@@ -33,7 +36,9 @@ def tiny_llm(policy: Any = "dense", *, params: Any = None, **options: Any) -> LL
 def small(**options: Any) -> dict[str, Any]:
     """Options of a small engine."""
     options = SMALL | options
-    return {"decode_rows": [options["max_num_seqs"]]} | options
+    bits = {"steps_per_program", "decode_rows", "prefill_rows"} & options.keys()
+    own = {"decode_rows": [options["max_num_seqs"]], "batch_invariant": not bits}
+    return own | options
 
 
 def greedy(tokens: int = 12, **options: Any) -> jsparse.SamplingParams:
@@ -59,7 +64,7 @@ def assert_at_rest(llm: LLM) -> None:
     assert engine._free_slots == engine.sizes.num_slots
     assert not engine._live
     assert not engine._requests
-    assert not engine._runner._prompts
+    assert len(scheduler._places) == MAX_READING
 
 
 def hold(engine: jsparse.AsyncEngine, patch: pytest.MonkeyPatch) -> threading.Event:

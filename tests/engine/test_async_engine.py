@@ -71,7 +71,7 @@ def at_rest(engine):
     return (
         pool.available == pool.size
         and inner._free_slots == inner.sizes.num_slots
-        and not (inner._live or inner._requests or inner._runner._prompts or engine._listeners)
+        and not (inner._live or inner._requests or engine._listeners)
     )
 
 

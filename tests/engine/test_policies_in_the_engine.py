@@ -122,7 +122,8 @@ def of_few_rows(expression, rows):
     llm = tiny_llm(expression, decode_rows=rows)
     outs = llm.generate(PROMPTS[:4], [greedy(tokens) for tokens in (20, 16, 5, 6)])
     assert_at_rest(llm)
-    assert {key[1] for key in llm.engine.programs._made if key[0] == "decode"} == set(rows)
+    made = {key.size for key in llm.engine.programs._made if key.name == "decode"}
+    assert made == {(n,) for n in rows}
     return outs
 
 

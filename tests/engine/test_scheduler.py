@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from jsparse.engine.scheduler import MAX_READING, Scheduler
-from jsparse.engine.sizes import EngineSizes, Rules
+from jsparse.engine.scheduler import Scheduler
+from jsparse.engine.sizes import MAX_READING, EngineSizes, Rules
 from jsparse.engine.step_plan import Answer, Phase
 
 pytestmark = pytest.mark.pure
@@ -22,9 +22,22 @@ SIZES = EngineSizes(
     tails=(4,),
     block_tokens=8,
     steps=8,
-    rows=(6,),
+    rows=(2, 6),
+    prefill_rows=(1, 2, 3),
+    max_stall_ms=0,
+    batch_invariant=True,
 )
+# as an engine has them whose programs depend on the company, and where nobody waits for a token
+VARIANT = SIZES._replace(batch_invariant=False)
+UNHURRIED = VARIANT._replace(max_stall_ms=None)
+PACKED = SIZES._replace(max_stall_ms=60)
+ALONE = SIZES._replace(prefill_rows=(1,))
 RULES = Rules(root="root", window=2, replays=False, periods=(3,))
+
+
+def took(rows, size, start):
+    """How long programs take to read, in milliseconds."""
+    return rows * size * (1 + start / 32)
 
 
 def answer(number, prompt, tokens, born=0.0):
@@ -34,14 +47,14 @@ def answer(number, prompt, tokens, born=0.0):
 class Serving(RuleBasedStateMachine):
     """Adds, stops and plans at random; a model of the device follows each plan."""
 
-    replays = False
+    replays, sizes = False, PACKED
 
     def __init__(self):
         super().__init__()
-        self.scheduler = Scheduler(SIZES, RULES._replace(replays=self.replays))
+        self.scheduler = Scheduler(self.sizes, RULES._replace(replays=self.replays), took)
         self.asked, self.clock = [], 0.0
         # what a device would hold: per answer, the prompt's tokens in its groups, and its steps
-        self.read, self.steps, self.slots = {}, Counter(), {}
+        self.read, self.steps, self.slots, self.places = {}, Counter(), {}, {}
         # the tokens that groups hold, and whether a whole chunk wrote them
         self.written = {}
 
@@ -69,14 +82,17 @@ class Serving(RuleBasedStateMachine):
             self.follow(self.scheduler.plan())
 
     def follow(self, plan):
-        if plan.chunk is not None:
-            self.follow_chunk(plan.chunk)
-        slots = [row.slot for row in plan.rows]
-        assert len(slots) == len(set(slots))
-        for row in plan.rows:
+        if plan.reading is not None:
+            self.follow_reading(plan.reading)
+        if plan.decoding is None:
+            return
+        slots = [row.slot for row in plan.decoding.rows]
+        assert 1 <= len(slots) == len(set(slots)) <= plan.decoding.num_rows
+        assert plan.decoding.num_rows in self.sizes.rows
+        for row in plan.decoding.rows:
             asked = self.asked[row.answer]
             assert self.slots[row.slot] == row.answer
-            assert 1 <= row.steps <= plan.steps
+            assert 1 <= row.steps <= plan.decoding.steps
             before = self.steps[row.answer] - 1
             self.steps[row.answer] += row.steps
             assert row.age == self.steps[row.answer] - 1
@@ -84,11 +100,27 @@ class Serving(RuleBasedStateMachine):
             # no program runs past a row's service
             assert all(before // every == (row.age - 1) // every for every in RULES.periods)
 
-    def follow_chunk(self, chunk):
+    def follow_reading(self, reading):
+        assert 1 <= len(reading.chunks) <= reading.num_rows
+        assert reading.num_rows in self.sizes.prefill_rows
+        if reading.num_rows > 1:
+            assert 2 * sum(c.valid for c in reading.chunks) >= reading.num_rows * reading.size
+        for column in ("answer", "slot", "place"):
+            assert len({getattr(chunk, column) for chunk in reading.chunks}) == len(reading.chunks)
+        for chunk in reading.chunks:
+            # a place is nobody else's while its prompt is partly read
+            assert 0 <= chunk.place < MAX_READING
+            assert chunk.fresh or self.places[chunk.answer] == chunk.place
+            self.places[chunk.answer] = chunk.place
+            self.follow_chunk(chunk, reading)
+
+    def follow_chunk(self, chunk, reading):
         asked = self.asked[chunk.answer]
         assert not asked.stopped
-        assert chunk.start == SIZES.chunk_start(chunk.start)
-        assert 1 <= chunk.valid <= chunk.size <= SIZES.chunk_size(chunk.start)
+        if self.sizes.batch_invariant:
+            assert chunk.start == SIZES.chunk_start(chunk.start)
+        assert chunk.start % SIZES.page_size == 0
+        assert 1 <= chunk.valid <= reading.size <= SIZES.chunk_size(chunk.start)
         tokens = len(asked.ids) + asked.max_tokens
         assert len(chunk.groups) == len(set(chunk.groups)) == SIZES.groups_for(tokens)
         if not chunk.fresh:
@@ -100,22 +132,23 @@ class Serving(RuleBasedStateMachine):
             assert tokens == asked.ids[: at + SIZES.page_size]
             assert whole
         end = chunk.start + chunk.valid
-        assert not chunk.replay or (self.replays and not chunk.last)
+        assert not reading.replay or (self.replays and not reading.last)
         if self.replays:
             assert chunk.fresh == (chunk.start == 0)
         for at in range(chunk.start, end, SIZES.page_size):
             group = chunk.groups[at // SIZES.page_size]
-            if chunk.replay:
+            if reading.replay:
                 assert self.written[group] == (asked.ids[: at + SIZES.page_size], True)
                 continue
-            whole = chunk.valid == SIZES.chunk_size(chunk.start)
+            size = SIZES.chunk_size(chunk.start)
+            whole = not self.sizes.batch_invariant or chunk.valid == size
             self.written[group] = asked.ids[: min(end, at + SIZES.page_size)], whole
-        if not chunk.replay:
+        if not reading.replay:
             for group in chunk.groups[-(-end // SIZES.page_size) :]:
                 self.written.pop(group, None)
         self.read[chunk.answer] = end
-        assert chunk.last == (end == len(asked.ids))
-        if chunk.last:
+        assert reading.last == (end == len(asked.ids))
+        if reading.last:
             self.slots[chunk.slot] = chunk.answer
             self.steps[chunk.answer] = 1
 
@@ -132,7 +165,8 @@ class Serving(RuleBasedStateMachine):
         assert all(block.holders == count for block, count in blocks.items())
         slots = [held.slot for held in live]
         assert len(slots) == len(set(slots))
-        assert len(scheduler._partly) <= MAX_READING
+        places = [held.place for held in scheduler.reading if held.place >= 0]
+        assert sorted([*places, *scheduler._places]) == list(range(MAX_READING))
         for held in live:
             assert len(held.groups) == SIZES.groups_for(len(held.ids) + held.max_tokens)
 
@@ -156,12 +190,27 @@ class Replaying(Serving):
     replays = True
 
 
+class Variant(Serving):
+    """The same, where chunks begin anywhere and are as short as rows that decode need them."""
+
+    sizes = VARIANT._replace(max_stall_ms=20)
+
+
+class VariantReplaying(Variant):
+    """Both."""
+
+    replays = True
+
+
+MACHINES = [Serving, Replaying, Variant, VariantReplaying]
+
+
 def run_events(machine, examples, steps):
     machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=steps)
     machine.TestCase("runTest").runTest()
 
 
-@pytest.mark.parametrize("machine", [Serving, Replaying])
+@pytest.mark.parametrize("machine", MACHINES)
 def test_random_events(machine):
     run_events(machine, 30, 60)
 
@@ -172,11 +221,16 @@ def served(scheduler, plans=1000):
     for _ in range(plans):
         plan = scheduler.plan()
         made.append(plan)
-        if plan.chunk is not None and plan.chunk.last:
-            order.append(plan.chunk.answer)
+        if plan.reading is not None and plan.reading.last:
+            order += [chunk.answer for chunk in plan.reading.chunks]
         if scheduler.idle:
             break
     return order, made
+
+
+def chunks_of(*plans):
+    """The chunks that plans read."""
+    return [chunk for plan in plans if plan.reading is not None for chunk in plan.reading.chunks]
 
 
 def test_the_shortest_is_read_first_but_none_waits_forever():
@@ -194,10 +248,10 @@ def test_the_shortest_is_read_first_but_none_waits_forever():
 def test_a_short_prompt_overtakes_a_long_one_that_is_being_read():
     scheduler = Scheduler(SIZES, RULES)
     scheduler.add(answer(0, range(55), 1))
-    chunks = [scheduler.plan().chunk]
+    chunks = chunks_of(scheduler.plan())
     scheduler.add(answer(1, range(100, 103), 1))
-    chunks += [scheduler.plan().chunk for _ in range(2)]
-    assert [chunk and (chunk.answer, chunk.start) for chunk in chunks] == [(0, 0), (1, 0), (0, 16)]
+    chunks += chunks_of(*(scheduler.plan() for _ in range(2)))
+    assert [(chunk.answer, chunk.start) for chunk in chunks] == [(0, 0), (1, 0), (0, 16)]
 
 
 def test_programs_are_long_only_where_nobody_waits_for_their_end():
@@ -205,9 +259,10 @@ def test_programs_are_long_only_where_nobody_waits_for_their_end():
     scheduler.add(answer(0, range(4), 30))
     scheduler.add(answer(1, range(100, 134), 30))
     plans = served(scheduler)[1]
-    reading = [plan.steps for plan in plans if plan.chunk is not None and not plan.chunk.last]
-    assert set(reading) == {1}
-    after = [plan.steps for plan in plans if plan.rows][-8:]
+    steps = [plan.decoding.steps for plan in plans if plan.decoding is not None]
+    reading = [plan for plan in plans if plan.reading is not None and not plan.reading.last]
+    assert {plan.decoding.steps for plan in reading if plan.decoding is not None} == {1}
+    after = steps[-8:]
     # the last of the longest row's 29 steps run one by one
     assert after == [8, 8, 8, 1, 1, 1, 1, 1]
 
@@ -215,7 +270,8 @@ def test_programs_are_long_only_where_nobody_waits_for_their_end():
 def test_rows_meet_their_service():
     scheduler = Scheduler(SIZES, RULES._replace(periods=(10,)))
     scheduler.add(answer(0, range(4), 40))
-    ages = [row.age for plan in served(scheduler)[1] for row in plan.rows]
+    plans = [plan.decoding for plan in served(scheduler)[1] if plan.decoding is not None]
+    ages = [row.age for plan in plans for row in plan.rows]
     assert {10, 20, 30} <= set(ages)
     assert ages[:4] == [8, 9, 10, 18]
 
@@ -225,7 +281,7 @@ def test_what_others_have_read_is_not_read_again():
     prompt = list(range(40))
     for number in range(3):
         scheduler.add(answer(number, [*prompt, 100 + number], 2))
-    chunks = [plan.chunk for plan in served(scheduler)[1] if plan.chunk is not None]
+    chunks = chunks_of(*served(scheduler)[1])
     read = Counter()
     for chunk in chunks:
         read[chunk.answer] += chunk.valid
@@ -240,7 +296,7 @@ def test_who_is_overtaken_goes_on_behind_what_others_have_read_since():
     scheduler.add(answer(0, prompt, 1))
     scheduler.plan()
     scheduler.add(answer(1, [*prompt[:40], 100, 101], 1))
-    chunks = [plan.chunk for plan in served(scheduler)[1] if plan.chunk is not None]
+    chunks = chunks_of(*served(scheduler)[1])
     assert [(chunk.answer, chunk.start, chunk.fresh) for chunk in chunks] == [
         (1, 16, True),
         (1, 32, False),
@@ -251,13 +307,13 @@ def test_who_is_overtaken_goes_on_behind_what_others_have_read_since():
 
 
 def test_no_more_than_a_few_prompts_are_partly_read():
-    scheduler = Scheduler(SIZES._replace(num_groups=97), RULES)
+    sizes = SIZES._replace(num_groups=197, num_slots=10, rows=(10,))
+    scheduler = Scheduler(sizes, RULES)
     for number in range(MAX_READING + 1):
         # each has waited for longer than those before
         ids = range(100 * number, 100 * number + 50)
         scheduler.add(answer(number, ids, 1, born=-0.01 * number))
-        chunk = scheduler.plan().chunk
-        assert chunk is not None
+        (chunk,) = chunks_of(scheduler.plan())
         assert chunk.answer == min(number, MAX_READING - 1)
 
 
@@ -280,9 +336,8 @@ def test_the_window_of_a_prompt_is_always_read():
     for number in range(2):
         scheduler.add(answer(number, range(48), 2))
     starts = {}
-    for plan in served(scheduler)[1]:
-        if plan.chunk is not None:
-            starts.setdefault(plan.chunk.answer, plan.chunk.start)
+    for chunk in chunks_of(*served(scheduler)[1]):
+        starts.setdefault(chunk.answer, chunk.start)
     # 28 tokens may be shared, and a chunk begins at 16
     assert sorted(starts.values()) == [0, 16]
 
@@ -316,11 +371,106 @@ def test_chunks_of_a_prompt_are_foretold_as_they_are_planned(tokens):
     scheduler = Scheduler(SIZES, RULES)
     scheduler.add(answer(0, range(tokens), 1))
     planned = []
-    while (chunk := scheduler.plan().chunk) is not None:
-        planned.append((chunk.size, chunk.last))
+    while (reading := scheduler.plan().reading) is not None:
+        planned.append((reading.size, reading.last))
     assert SIZES.chunks(0, tokens) == planned
 
 
 def test_few_rows_decode_in_the_smallest_program_that_has_them():
     sizes = SIZES._replace(rows=(1, 2, 6))
-    assert [sizes.rows_for(slot) for slot in range(6)] == [1, 2, 6, 6, 6, 6]
+    assert [sizes.rows_for(count) for count in range(1, 7)] == [1, 2, 6, 6, 6, 6]
+
+
+def test_rows_are_computed_for_those_that_decode_in_whatever_slots_they_are():
+    scheduler = Scheduler(PACKED, RULES, took)
+    for number, tokens in enumerate((2, 2, 30)):
+        scheduler.add(answer(number, range(100 * number, 100 * number + 3), tokens))
+    plans = [plan.decoding for plan in served(scheduler)[1] if plan.decoding is not None]
+    assert [(plan.num_rows, len(plan.rows)) for plan in plans][:3] == [(6, 3), (2, 1), (2, 1)]
+    assert plans[-1].rows[0].slot == 2
+    # while the program of few rows is not there
+    scheduler.rows = (6,)
+    scheduler.add(answer(3, range(3), 3))
+    last = [plan.decoding for plan in served(scheduler)[1] if plan.decoding is not None]
+    assert {plan.num_rows for plan in last} == {6}
+
+
+def test_short_prompts_are_read_together_where_they_fill_half_of_a_program():
+    def read(*lengths):
+        scheduler = Scheduler(PACKED, RULES, took)
+        for number, length in enumerate(lengths):
+            scheduler.add(answer(number, range(100 * number, 100 * number + length), 1))
+        plans = [plan.reading for plan in served(scheduler)[1] if plan.reading is not None]
+        return [(plan.num_rows, plan.size, [c.answer for c in plan.chunks]) for plan in plans]
+
+    assert read(4, 4, 4, 4) == [(3, 4, [0, 1, 2]), (1, 4, [3])]
+    # 16 of 48 would be too few, 16 of 32 are not; another size is no company
+    assert read(8, 8) == [(2, 8, [0, 1])]
+    assert read(3, 10) == [(1, 4, [0]), (1, 16, [1])]
+    # their first chunks alike, and their second
+    assert read(18, 18) == [(2, 16, [0, 1]), (2, 4, [0, 1])]
+
+
+def test_what_two_prompts_have_in_common_is_read_once_also_when_they_come_together():
+    scheduler = Scheduler(PACKED, RULES, took)
+    for number in range(2):
+        scheduler.add(answer(number, [*range(16), 100 + number, 1, 2], 1))
+    plans = [plan.reading for plan in served(scheduler)[1] if plan.reading is not None]
+    assert [len(plan.chunks) for plan in plans] == [1, 2]
+    assert {chunk.start for chunk in plans[1].chunks} == {16}
+
+
+def steps_between(sizes, estimate=took):
+    """The milliseconds of reading before each decode step, and the sizes of chunks."""
+    scheduler = Scheduler(sizes, RULES._replace(periods=()), estimate)
+    scheduler.add(answer(0, range(4), 30))
+    scheduler.plan()
+    scheduler.add(answer(1, range(100, 155), 5))
+    stalls, stall, chunks = [], 0, []
+    while (plan := scheduler.plan()).reading is not None:
+        reading = plan.reading
+        chunks.append(reading.size)
+        stall += took(reading.num_rows, reading.size, reading.chunks[0].start)
+        if plan.decoding is not None:
+            stalls.append(stall)
+            stall = 0
+    return stalls, chunks
+
+
+def test_rows_wait_no_longer_for_reading_than_they_may():
+    # chunks of 16 take 16 and 24 ms, those of 8 from position 32 on 16, 18 and 20
+    assert steps_between(SIZES) == ([16, 24, 16, 18, 20], [16, 16, 8, 8, 8])
+    assert steps_between(SIZES._replace(max_stall_ms=40)) == ([40, 34, 20], [16, 16, 8, 8, 8])
+    stalls, chunks = steps_between(SIZES._replace(max_stall_ms=None))
+    assert (stalls, chunks) == ([94], [16, 16, 8, 8, 8])
+
+
+def test_chunks_are_as_short_as_rows_that_decode_need_them():
+    # 8 from position 16 on take 12 and 14 ms, where 16 would take 24
+    stalls, chunks = steps_between(VARIANT._replace(max_stall_ms=20))
+    assert chunks == [16, 8, 8, 8, 8, 8]
+    assert stalls == [16, 12, 14, 16, 18, 20]
+    # where nothing is known, one by one
+    assert steps_between(VARIANT._replace(max_stall_ms=20), lambda *_: None)[1] == [8] * 7
+
+
+def test_without_a_limit_all_prompts_are_read_first():
+    scheduler = Scheduler(UNHURRIED, RULES._replace(periods=()))
+    for number in range(3):
+        scheduler.add(answer(number, range(100 * number, 100 * number + 20), 5))
+    plans = served(scheduler)[1]
+    first = next(nth for nth, plan in enumerate(plans) if plan.decoding is not None)
+    assert len(plans[first].decoding.rows) == 3
+    assert not any(plan.reading for plan in plans[first + 1 :])
+
+
+def test_a_prompt_goes_on_behind_any_block_where_chunks_may_begin_anywhere():
+    def read(sizes):
+        scheduler = Scheduler(sizes, RULES)
+        scheduler.add(answer(0, range(30), 1))
+        served(scheduler)
+        scheduler.add(answer(1, [*range(29), 100, 101], 1))
+        return [chunk.start for chunk in chunks_of(*served(scheduler)[1])]
+
+    assert read(ALONE) == [16]
+    assert read(VARIANT) == [24]
