@@ -111,10 +111,12 @@ class Engine:
         )
         self._pace = Pace(params.config)
         rules = setup.rules(spec.policy, share=enable_prefix_caching)
-        self.scheduler = Scheduler(self.sizes, rules, self._pace.estimate)
+        self.programs = Programs(spec)
+        self.scheduler = Scheduler(
+            self.sizes, rules, self._pace.estimate, self.programs.usable_rows
+        )
         self._per_request, self._layer_stats, self._clock = spec.knobs, layer_stats, clock
         self._log = None if record is None else plan_log.PlanLog(record, spec)
-        self.programs = Programs(spec)
         if prepare or (prepare is None and jax.default_backend() == "gpu"):
             self.programs.prepare()
         self._live: dict[int, tuple[RequestState, Answer, AnswerBuilder]] = {}
@@ -246,7 +248,6 @@ class Engine:
         self._runner.settle()
 
     def _step(self) -> list[RequestState]:
-        self.scheduler.rows = self.programs.usable_rows
         begun, plan, planned = self._clock(), self.scheduler.plan(), self._clock()
         if not plan.empty:
             if self._log is not None:

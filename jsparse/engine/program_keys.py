@@ -1,6 +1,6 @@
 """Names the programs that an answer needs, or any answer of an engine."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from jsparse.engine.sizes import MAX_PACKED, EngineSizes
@@ -13,18 +13,22 @@ SamplingMode = Literal["greedy", "sampled", "top"]
 
 
 def answer_keys(
-    sizes: EngineSizes, start: int, end: int, new_tokens: int, rows: int, choice: SamplingMode
+    sizes: EngineSizes,
+    start: int,
+    end: int,
+    new_tokens: int,
+    rows: int,
+    choice: Callable[[str, int], SamplingMode],
 ) -> list[ProgramKey]:
     """Returns the programs of an answer whose prompt is read alone.
 
     The prompt is read from the token `start` on up to `end`, and the answer decodes in a program
-    that has `rows` rows at least.
+    that has `rows` rows at least. `choice` returns how a program of a name and a number of rows
+    chooses tokens.
     """
     keys = [ProgramKey.of("read", 1, size, last=last) for size, last in sizes.chunks(start, end)]
-    keys.append(ProgramKey.of("join", 1, choice=choice))
-    if new_tokens > 1:
-        count = sizes.steps if new_tokens > sizes.steps else 1
-        keys.append(ProgramKey.of("decode", sizes.rows_for(rows), count=count, choice=choice))
+    programs = [("join", 1)] + [("decode", sizes.rows_for(rows))] * (new_tokens > 1)
+    keys += [ProgramKey.of(name, n, choice=choice(name, n)) for name, n in programs]
     return keys
 
 
@@ -47,12 +51,5 @@ def engine_keys(
         keys += [ProgramKey.of("replay", 1, size) for size in full]
     for choice in choices:
         keys += [ProgramKey.of("join", rows, choice=choice) for rows in sizes.prefill_rows]
-        for rows in sizes.rows:
-            keys += decode_keys(sizes, rows, choice)
+        keys += [ProgramKey.of("decode", rows, choice=choice) for rows in sizes.rows]
     return keys
-
-
-def decode_keys(sizes: EngineSizes, rows: int, choice: SamplingMode) -> list[ProgramKey]:
-    """Returns the keys of the decode programs that have this number of rows."""
-    counts = sorted({1, sizes.steps})
-    return [ProgramKey.of("decode", rows, count=count, choice=choice) for count in counts]

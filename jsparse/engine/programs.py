@@ -17,7 +17,7 @@ from jaxtyping import Array, Int32
 
 from jsparse.cache import ReadOnly
 from jsparse.engine.packing import Packed, pack
-from jsparse.engine.program_keys import SamplingMode, answer_keys, decode_keys, engine_keys
+from jsparse.engine.program_keys import SamplingMode, answer_keys, engine_keys
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.sizes import MAX_READING
 from jsparse.engine.slots import ReadRows, Slots, neutral, no_knobs, no_recent
@@ -58,44 +58,63 @@ class Programs(ProgramSet):
             "read": program(self._read, static_argnames="last", **own),
             "replay": program(self._replay, **own),
             "join": program(self._join, static_argnames="choice", **own),
-            "decode": program(self._decode, static_argnames=("count", "choice"), **own),
+            "decode": program(self._decode, static_argnames="choice", **own),
             "service": program(self._service, static_argnames="service", **own),
         }
         beside = ReadOnly(constants(spec.params, spec.policy))
         fixed = {"weights": spec.params.weights, "beside": beside}
-        # decode programs that are compiled while the engine serves, by their rows
-        self._later: dict[int, list[ProgramKey]] = {}
+        self._prepared = False
         super().__init__(programs, fixed, self._shapes_of)
 
     def expect_answer(
         self, start: int, end: int, new_tokens: int, rows: int, choice: SamplingMode
     ) -> None:
-        """Begins to compile the programs of a request.
+        """Begins to compile the programs of a request, unless all have been prepared.
 
         Its prompt is read from the token `start` on up to `end`, and it decodes in a program that
         has `rows` rows at least.
         """
-        self.expect(answer_keys(self._sizes, start, end, new_tokens, rows, choice))
+        if not self._prepared:
+            usable = partial(self.usable_choice, wanted=choice)
+            self.expect(answer_keys(self._sizes, start, end, new_tokens, rows, usable))
 
-    def prepare(self, choices: Iterable[SamplingMode] = ("greedy", "sampled")) -> None:
+    def prepare(
+        self, choices: Iterable[SamplingMode] = ("sampled",), *, all_rows: bool = False
+    ) -> None:
         """Compiles the programs that requests of these kinds need, several at a time.
 
-        Of decode programs it waits for those of the fewest rows and of all; the others are
-        compiled meanwhile and afterwards.
+        Of decode programs these are those of the fewest rows and of all, unless `all_rows`; the
+        others are compiled when there is use for them, while the engine does without.
         """
         sizes = self._sizes
-        for rows in sizes.rows[1:-1]:
-            keys = [key for choice in choices for key in decode_keys(sizes, rows, choice)]
-            self._later[rows] = self._later.get(rows, []) + keys
-        first = sizes._replace(rows=(sizes.rows[0], sizes.rows[-1]))
-        self.compile(engine_keys(first, self._policy, choices), logger)
-        for keys in self._later.values():
-            self.expect(keys)
+        if not all_rows:
+            sizes = sizes._replace(rows=(sizes.rows[0], sizes.rows[-1]))
+        self.compile(engine_keys(sizes, self._policy, choices), logger)
+        self._prepared = True
 
-    @property
-    def usable_rows(self) -> tuple[int, ...]:
-        """The numbers of rows of the decode programs that need not be waited for."""
-        return tuple(n for n in self._sizes.rows if self.ready(self._later.get(n, ())))
+    def usable_rows(self, count: int) -> int:
+        """Returns the rows of the smallest decode program that has as many and is there.
+
+        If a smaller one would do that is not there yet, it begins to be compiled. If programs have
+        not been prepared, each is waited for, and this is the rows of the smallest.
+        """
+        fitting = [rows for rows in self._sizes.rows if rows >= count]
+        if not self._prepared:
+            return fitting[0]
+        keys = [ProgramKey.of("decode", rows, choice="sampled") for rows in fitting]
+        self.expect(keys[:1])
+        return next(rows for rows, key in zip(fitting, keys, strict=True) if self.ready(key))
+
+    def usable_choice(self, name: str, rows: int, wanted: SamplingMode) -> SamplingMode:
+        """Returns how a program chooses tokens, as wanted or in a more general way.
+
+        Rows that take the likeliest tokens gain little by a program of their own: they run in one
+        that draws, if that is there.
+        """
+        greedy, drawing = (ProgramKey.of(name, rows, choice=x) for x in ("greedy", "sampled"))
+        if wanted == "greedy" and self.ready(drawing) and not self.ready(greedy):
+            return "sampled"
+        return wanted
 
     def made_from(self) -> tuple[Any, ...]:
         """Returns everything that programs depend on beside their arguments."""
@@ -245,12 +264,11 @@ class Programs(ProgramSet):
         which: Int32[Array, "n"],
         counts: Int32[Array, "n"],
         *,
-        count: int,
         choice: SamplingMode,
         weights: Weights,
         beside: ReadOnly,
     ) -> tuple[Slots, Packed]:
-        """Runs `count` steps of some rows, of which row i takes part in the first `counts[i]`.
+        """Runs steps of some rows, of which row i takes part in the first `counts[i]`.
 
         Where the program has all rows, they are in their order.
         """
@@ -261,7 +279,7 @@ class Programs(ProgramSet):
             self._decoder,
             policy,
             CHOICES[choice],
-            count,
+            self._sizes.steps,
             self._kept(choice),
             weights=weights,
             beside=beside,

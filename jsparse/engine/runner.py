@@ -1,7 +1,7 @@
 """Carries plans out on the device: dispatches programs, and never waits for their results."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -43,12 +43,6 @@ def choice_of(request: Request) -> SamplingMode:
     if request.sampling.logprobs:
         return "top"
     return "greedy" if request.sampling.greedy else "sampled"
-
-
-def most_general(requests: Sequence[Request]) -> SamplingMode:
-    """Returns the cheapest way of choosing tokens that all of these requests allow."""
-    wanted = {choice_of(request) for request in requests}
-    return next(mode for mode in reversed(CHOICES) if mode in wanted)
 
 
 class Runner:
@@ -132,7 +126,7 @@ class Runner:
         if not reading.last:
             return PendingResults(done, [], reading=reading)
         neutral_rows = [neutral()] * (reading.num_rows - len(chunks))
-        choice = most_general(of_chunks)
+        choice = self._choice("join", reading.num_rows, [chunk.answer for chunk in chunks])
         sampling = self._neutral[reading.num_rows]
         if choice != "greedy":
             sampling = row_sampling([*of_chunks, *neutral_rows], spec.vocab_size)
@@ -162,11 +156,16 @@ class Runner:
             which.astype(np.int32),
             counts,
             size=(num_rows,),
-            count=decoding.steps,
-            choice=most_general([self._request_of(row.answer) for row in decoding.rows]),
+            choice=self._choice("decode", num_rows, [row.answer for row in decoding.rows]),
         )
         results = [(row.answer, nth, row.steps) for nth, row in zip(at, decoding.rows, strict=True)]
         return PendingResults(packed, results, decoding.steps)
+
+    def _choice(self, name: str, rows: int, answers: Iterable[int]) -> SamplingMode:
+        """Returns the cheapest way of choosing tokens that all of these answers allow."""
+        wanted = {choice_of(self._request_of(answer)) for answer in answers}
+        modes: list[SamplingMode] = [mode for mode in CHOICES if mode in wanted]
+        return self._programs.usable_choice(name, rows, modes[-1])
 
     def _service(self, rows: list[Decode]) -> None:
         """Corrects and maintains the rows that are due, some at a time."""

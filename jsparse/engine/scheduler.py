@@ -20,7 +20,7 @@ from jsparse.engine.step_plan import (
     Reading,
     StepPlan,
 )
-from jsparse.runtime.pauses import next_steps, until_due
+from jsparse.runtime.pauses import until_due
 
 # Returns the milliseconds in which a program reads `rows` chunks of `size` tokens, padded, from the
 # position `start` on: estimate(rows, size, start). None where nothing is known.
@@ -45,21 +45,22 @@ class _NextChunk(NamedTuple):
 
 
 class Scheduler:
-    """Holds all unfinished answers by phase, the waiting ones in a heap, and plans their work.
-
-    Attributes:
-        rows: the numbers of rows of the decode programs that may be planned now.
-    """
+    """Holds all unfinished answers by phase, the waiting ones in a heap, and plans their work."""
 
     def __init__(
         self,
         sizes: EngineSizes,
         rules: Rules,
         estimate: Estimate = lambda rows, size, start: None,
+        rows_for: Callable[[int], int] | None = None,
     ) -> None:
-        """Prepares a scheduler without requests."""
+        """Prepares a scheduler without requests.
+
+        `rows_for` returns the rows of the smallest decode program that has as many and that may be
+        planned now; None is of the smallest.
+        """
         self.sizes, self.rules, self._estimate = sizes, rules, estimate
-        self.rows = sizes.rows
+        self._rows_for = rows_for or sizes.rows_for
         self.pool = BlockPool(sizes.num_groups)
         self.waiting: list[tuple[float, int, Answer]] = []
         self.reading: list[Answer] = []
@@ -314,7 +315,7 @@ class Scheduler:
                 rows.append(Decode(answer.number, answer.slot, count, answer.sent - 1))
         if not rows:
             return None
-        return Decoding(next(n for n in self.rows if n >= len(rows)), steps, rows)
+        return Decoding(self._rows_for(len(rows)), steps, rows)
 
     def _steps(self) -> int:
         """Returns the number of steps of the next program.
@@ -323,13 +324,12 @@ class Scheduler:
         a row that is due for service before, or an answer that gets the slot or the memory of a row
         that ends.
         """
-        maximum = self.sizes.steps
-        left = [answer.max_tokens - answer.sent for answer in self.decoding]
-        if self.reading or (self.waiting and min(left, default=0) < maximum):
+        if self.reading:
             return 1
-        pauses = [
-            steps
-            for answer in self.decoding
-            for steps in until_due(self.rules.periods, answer.sent - 1)
-        ]
-        return next_steps(maximum, [max(left, default=0), *pauses])
+        left = [answer.max_tokens - answer.sent for answer in self.decoding]
+        ends = [max(left, default=0)]
+        if self.waiting:
+            ends += [steps for steps in left if steps > 0]
+        for answer in self.decoding:
+            ends += until_due(self.rules.periods, answer.sent - 1)
+        return min(self.sizes.steps, *ends)

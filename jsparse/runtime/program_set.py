@@ -59,21 +59,20 @@ class ProgramSet:
         """Whether any is being compiled, or read from disk."""
         return self.compiled < len(self._made)
 
-    def ready(self, wanted: Iterable[ProgramKey]) -> bool:
-        """Returns whether these programs have been compiled."""
-        return all((job := self._made.get(each)) is not None and job.done() for each in wanted)
+    def ready(self, wanted: ProgramKey) -> bool:
+        """Returns whether a program has been compiled."""
+        job = self._made.get(wanted)
+        return job is not None and job.done()
 
     def run(self, name: str, *arrays: Any, size: tuple[int, ...] = (), **static: Any) -> Any:
         """Runs a program, which is compiled if it has not been; `size` determines its shapes."""
         wanted = ProgramKey.of(name, *size, **static)
-        job = self._made.get(wanted)
-        if job is None or not job.done():
+        if not self.ready(wanted):
             began = time.perf_counter()
             self.expect([wanted])
-            job = self._made[wanted]
-            job.result()
+            self._made[wanted].result()
             self.seconds += time.perf_counter() - began
-        return job.result()(*arrays, **self._fixed[name])
+        return self._made[wanted].result()(*arrays, **self._fixed[name])
 
     def expect(self, wanted: Iterable[ProgramKey]) -> None:
         """Begins to compile programs that have not been, several at a time, and returns at once."""

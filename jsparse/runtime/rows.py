@@ -110,20 +110,28 @@ def decode_steps[Memory: (KVCache, SharedPages)](
 ) -> tuple[Batch[Memory], Any]:
     """Runs `count` decode steps; also returns the results of `keep`, stacked.
 
-    Row b takes part in the first `counts[b]`; None is that all rows take part in all.
+    Row b takes part in the first `counts[b]` of them, and steps in which none does are not run;
+    None is that all rows take part in all.
     """
     note_trace()
 
     def step(batch: Batch[Memory], active: Bool[Array, "B"] | None) -> tuple[Batch[Memory], Any]:
         return _step(decoder, policy, choose, keep, weights, beside, batch, active)
 
-    if counts is not None:
-        nth = jnp.arange(count, dtype=jnp.int32)
-        return jax.lax.scan(step, batch, nth[:, None] < counts)
-    if count > 1:
+    if count == 1:
+        batch, result = step(batch, None if counts is None else counts > 0)
+        return batch, jax.tree.map(lambda x: x[None], result)
+    if counts is None:
         return jax.lax.scan(step, batch, length=count)
-    batch, result = step(batch, None)
-    return batch, jax.tree.map(lambda x: x[None], result)
+
+    def nth_step(nth: Array, so_far: tuple[Batch[Memory], Any]) -> tuple[Batch[Memory], Any]:
+        batch, result = step(so_far[0], nth < counts)
+        stacked = jax.tree.map(lambda all, one: all.at[nth].set(one), so_far[1], result)
+        return batch, stacked
+
+    shapes = jax.eval_shape(step, batch, counts > 0)[1]
+    empty = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes)
+    return jax.lax.fori_loop(0, jnp.minimum(jnp.max(counts), count), nth_step, (batch, empty))
 
 
 @program(static_argnames=("choose", "keep"), donate_argnames=("given",))

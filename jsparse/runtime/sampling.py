@@ -181,8 +181,12 @@ def sampled(
         key = jax.random.fold_in(jax.random.key(seed[0]), seed[1])
         return jax.random.categorical(jax.random.fold_in(jax.random.fold_in(key, nth), stream), row)
 
-    drawn = jax.vmap(draw)(given.seed, given.stream, nth, truncated(asked, wanted))
-    tokens = jnp.where(given.temperature == 0, jnp.argmax(wanted, -1), drawn).astype(jnp.int32)
+    def drawn(likeliest: Array) -> Array:
+        tokens = jax.vmap(draw)(given.seed, given.stream, nth, truncated(asked, wanted))
+        return jnp.where(hot, tokens, likeliest).astype(jnp.int32)
+
+    hot = asked.temperature != 0
+    tokens = _if_any(hot, drawn, jnp.argmax(wanted, -1).astype(jnp.int32))
     count = given.counts[rows, tokens]
     return (
         tokens,
@@ -199,6 +203,7 @@ def sampled(
 def _of_active(given: RowSampling, active: Bool[Array, "B"]) -> RowSampling:
     """Turns off the options of inactive rows, for which nothing need be computed."""
     off = {
+        "temperature": 0,
         "top_k": 0,
         "top_p": 1,
         "min_p": 0,
