@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, Integer, UInt, UInt32
 
+_BITS_PER_PASS = 4
 _LANES = 128  # a multiple of a word's 32 bits whose marks a byte can count
 
 
@@ -28,7 +29,12 @@ def top_k_mask(
     kth = _largest(keys, lambda above: jnp.sum(above, -1, dtype=jnp.int32) >= target)
     above, ties = keys > kth[..., None], keys == kth[..., None]
     missing = target - jnp.sum(above, -1, dtype=jnp.int32)
-    return finite & (above | (ties & (jnp.cumsum(ties, -1, dtype=jnp.int32) <= missing[..., None])))
+
+    def first(ties: Array) -> Array:
+        return ties & (jnp.cumsum(ties, -1, dtype=jnp.int32) <= missing[..., None])
+
+    too_many = jnp.any(jnp.sum(ties, -1, dtype=jnp.int32) > missing)
+    return finite & (above | jax.lax.cond(too_many, first, lambda ties: ties, ties))
 
 
 def top_k_ids(
@@ -73,8 +79,14 @@ def top_p_mask(
     lowest = _largest(keys, enough)
     above, ties = keys > lowest[..., None], keys == lowest[..., None]
     missing = target - jnp.sum(jnp.where(above, weights, 0.0), -1)
-    before = (jnp.cumsum(ties, -1, dtype=jnp.int32) - 1).astype(jnp.float32) * weights
-    smallest = above | (ties & ((before < missing[..., None]) | (before == 0)))
+
+    def first(ties: Array) -> Array:
+        before = (jnp.cumsum(ties, -1, dtype=jnp.int32) - 1).astype(jnp.float32) * weights
+        return ties & ((before < missing[..., None]) | (before == 0))
+
+    # a row keeps one at least
+    several = jnp.any(jnp.sum(ties, -1, dtype=jnp.int32) > 1)
+    smallest = above | jax.lax.cond(several, first, lambda ties: ties, ties)
     everything = jnp.broadcast_to(jnp.asarray(p, jnp.float32) >= 1.0, target.shape)[..., None]
     return positive & (smallest | everything)
 
@@ -136,15 +148,19 @@ def _largest(
 ) -> UInt[Array, "*rows"]:
     """Finds bit by bit the largest threshold t of each row for which enough(keys ≥ t) holds.
 
-    `enough` is monotone.
+    `enough` is monotone. A GPU, on which a pass over the keys takes longer to start than to run,
+    finds several bits per pass.
     """
     bits, one = jnp.iinfo(keys.dtype).bits, jnp.ones((), keys.dtype)
+    width = _BITS_PER_PASS if jax.default_backend() == "gpu" else 1
 
     def step(i: Array, t: Array) -> Array:
-        trial = t | (one << (bits - 1 - i).astype(keys.dtype))
-        return jnp.where(enough(keys >= trial[..., None]), trial, t)
+        shift = (bits - width * (i + 1)).astype(keys.dtype)
+        trials = (t | (one * digit << shift) for digit in range(1, 2**width))
+        held = [enough(keys >= trial[..., None]).astype(keys.dtype) for trial in trials]
+        return t | (sum(held[1:], held[0]) << shift)
 
-    return jax.lax.fori_loop(0, bits, step, jnp.zeros(keys.shape[:-1], keys.dtype))
+    return jax.lax.fori_loop(0, bits // width, step, jnp.zeros(keys.shape[:-1], keys.dtype))
 
 
 def _number(mask: Bool[Array, "*rows S"]) -> Int32[Array, "*rows"]:

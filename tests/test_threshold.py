@@ -206,3 +206,21 @@ def test_compact_lists_the_marked(rows, which):
     ids, count = listed(mask, capacity)
     for row, got, n in zip(mask, np.asarray(ids), np.asarray(count), strict=True):
         assert (got.tolist(), n) == slow_compact(row, capacity)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_several_bits_per_pass_find_what_one_does(dtype, monkeypatch):
+    """As on a GPU."""
+    rng = np.random.default_rng(3)
+    scores = jnp.asarray(rng.normal(size=(5, 40)).round(1), jnp.float32)
+    keys = jnp.asarray(rng.integers(0, 50, (5, 40)), dtype)
+    k, p = jnp.arange(5) * 9, jnp.linspace(0, 1, 5)
+    weights = jax.nn.softmax(scores)
+
+    def found():
+        masks = jax.jit(lambda: (top_k_mask(scores, k), top_p_mask(weights, p)))()
+        return jax.device_get((masks, jax.jit(lambda: top_k_ids(keys, k, 40))()))
+
+    bit_by_bit = found()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.tree.map(np.testing.assert_array_equal, found(), bit_by_bit)

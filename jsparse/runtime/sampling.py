@@ -225,7 +225,7 @@ def adjusted(
 ) -> Float32[Array, "B V"]:
     """Adds the biases, sets end tokens that come too early to -inf and applies the penalties.
 
-    Steps that no row needs are skipped.
+    Steps that no row needs are skipped, together where no row needs any.
     """
     rows, vocab = jnp.arange(logits.shape[0])[:, None], logits.shape[-1]
     early = nth < given.min_tokens
@@ -246,11 +246,17 @@ def adjusted(
         frequency = given.frequency_penalty[:, None] * counts
         return x - (frequency + given.presence_penalty[:, None] * (counts > 0))
 
-    logits = _if_any(given.bias_values != 0, biased, logits)
-    logits = _if_any(early, without_ends, logits)
-    logits = _if_any(given.repetition_penalty != 1, repetition, logits)
+    has_bias = jnp.any(given.bias_values != 0, axis=1)
+    repeats = given.repetition_penalty != 1
     counted = (given.presence_penalty != 0) | (given.frequency_penalty != 0)
-    return _if_any(counted, presence_and_frequency, logits)
+
+    def changed(x: Array) -> Array:
+        x = _if_any(has_bias, biased, x)
+        x = _if_any(early, without_ends, x)
+        x = _if_any(repeats, repetition, x)
+        return _if_any(counted, presence_and_frequency, x)
+
+    return _if_any(has_bias | early | repeats | counted, changed, logits)
 
 
 def truncated(given: RowSampling, logits: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
@@ -267,16 +273,19 @@ def truncated(given: RowSampling, logits: Float32[Array, "B V"]) -> Float32[Arra
     def cut(wanted: Array, kept: Callable[[Array], Array], x: Array) -> Array:
         return _if_any(wanted, lambda x: jnp.where(kept(x) | ~wanted[:, None], x, -jnp.inf), x)
 
-    some_k = (given.top_k > 0) & (given.top_k < vocab)
-    logits = cut(some_k, lambda x: top_k_mask(x, given.top_k), logits)
-    some_p = given.top_p < 1
-    logits = cut(some_p, lambda x: top_p_mask(jax.nn.softmax(x), given.top_p), logits)
-
     def likely(x: Array) -> Array:
         probs = jax.nn.softmax(x)
         return probs >= given.min_p[:, None] * probs.max(-1, keepdims=True)
 
-    return cut(given.min_p > 0, likely, logits)
+    some_k, some_p = (given.top_k > 0) & (given.top_k < vocab), given.top_p < 1
+    some_min_p = given.min_p > 0
+
+    def changed(x: Array) -> Array:
+        x = cut(some_k, lambda x: top_k_mask(x, given.top_k), x)
+        x = cut(some_p, lambda x: top_p_mask(jax.nn.softmax(x), given.top_p), x)
+        return cut(some_min_p, likely, x)
+
+    return _if_any(some_k | some_p | some_min_p, changed, logits)
 
 
 def top_logprobs(logits: Float32[Array, "B V"]) -> TopLogprobs:
