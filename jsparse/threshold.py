@@ -6,12 +6,13 @@ over the order-preserving integer image of the float32 scores find the threshold
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, Integer, UInt, UInt32
 
-_BITS_PER_PASS = 4
+_PARTS = 8  # into which a GPU cuts rows
 _LANES = 128  # a multiple of a word's 32 bits whose marks a byte can count
 
 
@@ -26,7 +27,7 @@ def top_k_mask(
     keys = ordered(scores)
     finite = keys > ordered(jnp.float32(-jnp.inf))
     target = jnp.minimum(jnp.asarray(k, jnp.int32), jnp.sum(finite, -1, dtype=jnp.int32))
-    kth = _largest(keys, lambda above: jnp.sum(above, -1, dtype=jnp.int32) >= target)
+    kth = _largest(keys, lambda count: count >= target)
     above, ties = keys > kth[..., None], keys == kth[..., None]
     missing = target - jnp.sum(above, -1, dtype=jnp.int32)
 
@@ -50,7 +51,7 @@ def top_k_ids(
     padding = [(0, 0)] * (keys.ndim - 1) + [(0, -keys.shape[-1] % _LANES)]
     keys = jnp.pad(keys, padding)
     target = jnp.minimum(jnp.asarray(k, jnp.int32), _number(keys > 0))
-    kth = _largest(keys, lambda above: _number(above) >= target)[..., None]
+    kth = _largest(keys, lambda count: count >= target, count=_number)[..., None]
     above, ties = _words(keys > kth), _words(keys == kth)
     sizes = _sizes(ties)
     missing = target[..., None] - jnp.sum(_sizes(above), -1, keepdims=True)
@@ -72,11 +73,8 @@ def top_p_mask(
     target = jnp.asarray(p, jnp.float32) * jnp.sum(weights, -1)
     keys = ordered(weights)
 
-    def enough(above: Array) -> Array:
-        mass = jnp.sum(jnp.where(above, weights, 0.0), -1)
-        return (mass >= target) & (mass > 0)  # p times the sum can underflow to 0
-
-    lowest = _largest(keys, enough)
+    # p times the sum can underflow to 0
+    lowest = _largest(keys, lambda mass: (mass >= target) & (mass > 0), weights)
     above, ties = keys > lowest[..., None], keys == lowest[..., None]
     missing = target - jnp.sum(jnp.where(above, weights, 0.0), -1)
 
@@ -108,7 +106,7 @@ def budget_mask(
     def size(marks: Array) -> Array:
         return jnp.sum(jnp.where(marks, sizes, 0), -1, dtype=jnp.int32)
 
-    first_left_out = _largest(keys, lambda above: size(above) > tokens)[..., None]
+    first_left_out = _largest(keys, lambda total: total > tokens, sizes)[..., None]
     above, ties = keys > first_left_out, keys == first_left_out
     taken = jnp.cumsum(jnp.where(ties, sizes, 0), -1, dtype=jnp.int32)
     fits = above | (ties & (taken <= (tokens - size(above))[..., None]))
@@ -143,24 +141,69 @@ def ordered(x: Array) -> UInt32[Array, "..."]:
     return jnp.where(jnp.isnan(x), jnp.uint32(0), key)
 
 
-def _largest(
-    keys: UInt[Array, "*rows S"], enough: Callable[[Array], Array]
-) -> UInt[Array, "*rows"]:
-    """Finds bit by bit the largest threshold t of each row for which enough(keys ≥ t) holds.
+def _count(marks: Bool[Array, "*rows S"]) -> Int32[Array, "*rows"]:
+    return jnp.sum(marks, -1, dtype=jnp.int32)
 
-    `enough` is monotone. A GPU, on which a pass over the keys takes longer to start than to run,
-    finds several bits per pass.
+
+def _largest(
+    keys: UInt[Array, "*rows S"],
+    enough: Callable[[Array], Array],
+    values: Array | None = None,
+    *,
+    count: Callable[[Array], Array] = _count,
+) -> UInt[Array, "*rows"]:
+    """Finds bit by bit the largest threshold t of each row for which enough(a sum) holds.
+
+    The sum is that of the values whose keys are at least t; without values it is the number of
+    these keys, which `count` returns of their marks. `enough` is monotone.
     """
+    if jax.default_backend() == "gpu":
+        return _largest_on_gpu(keys, enough, values)
     bits, one = jnp.iinfo(keys.dtype).bits, jnp.ones((), keys.dtype)
-    width = _BITS_PER_PASS if jax.default_backend() == "gpu" else 1
 
     def step(i: Array, t: Array) -> Array:
-        shift = (bits - width * (i + 1)).astype(keys.dtype)
-        trials = (t | (one * digit << shift) for digit in range(1, 2**width))
-        held = [enough(keys >= trial[..., None]).astype(keys.dtype) for trial in trials]
-        return t | (sum(held[1:], held[0]) << shift)
+        trial = t | (one << (bits - 1 - i).astype(keys.dtype))
+        marks = keys >= trial[..., None]
+        if values is None:
+            found = count(marks)
+        else:
+            found = jnp.sum(jnp.where(marks, values, 0), -1, dtype=_sum_dtype(values))
+        return jnp.where(enough(found), trial, t)
 
-    return jax.lax.fori_loop(0, bits // width, step, jnp.zeros(keys.shape[:-1], keys.dtype))
+    return jax.lax.fori_loop(0, bits, step, jnp.zeros(keys.shape[:-1], keys.dtype))
+
+
+def _largest_on_gpu(
+    keys: UInt[Array, "*rows S"], enough: Callable[[Array], Array], values: Array | None
+) -> UInt[Array, "*rows"]:
+    """Is `_largest` where a pass over the keys takes longer to start than to run.
+
+    Each pass finds two bits, and parts of rows are summed apart, since there are few rows.
+    """
+    if values is None:
+        values = jnp.ones(keys.shape, jnp.int32)
+    pad = [(0, 0)] * (keys.ndim - 1) + [(0, -keys.shape[-1] % _PARTS)]
+    parts = (*keys.shape[:-1], _PARTS, -1)
+    # no threshold that is tried is 0, the key of what is padded
+    keys, values = (
+        jnp.pad(x, pad).reshape(parts) for x in (keys, jnp.broadcast_to(values, keys.shape))
+    )
+    zero, one = jnp.zeros((), _sum_dtype(values)), jnp.ones((), keys.dtype)
+    t = jnp.zeros(parts[:-2], keys.dtype)
+    for shift in range(jnp.iinfo(keys.dtype).bits - 2, -1, -2):
+        trials = [t | one * digit << shift for digit in (1, 2, 3)]
+        terms = [
+            jnp.where(keys >= trial[..., None, None], values.astype(zero.dtype), zero)
+            for trial in trials
+        ]
+        sums = jax.lax.reduce(terms, [zero] * 3, partial(jax.tree.map, jnp.add), (keys.ndim - 1,))
+        held = [enough(jnp.sum(each, -1, dtype=zero.dtype)).astype(keys.dtype) for each in sums]
+        t |= (held[0] + held[1] + held[2]) << shift
+    return t
+
+
+def _sum_dtype(values: Array) -> Any:
+    return values.dtype if jnp.issubdtype(values.dtype, jnp.floating) else jnp.int32
 
 
 def _number(mask: Bool[Array, "*rows S"]) -> Int32[Array, "*rows"]:

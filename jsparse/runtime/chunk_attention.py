@@ -28,7 +28,7 @@ def attend_chunk(
     must hold the same number of tokens, as they do unless a policy has compacted them.
     """
     lengths = held.lengths[:, 0] - valid
-    tokens = max(q.shape[1], _block_tokens(*q.shape[::3], q.dtype))
+    tokens = max(q.shape[1], _block_tokens(q.shape[0], q.shape[-1], q.dtype))
     pages = max(min(tokens // held.page_size, held.num_pages), 1)
     block = pages * held.page_size
 

@@ -1,6 +1,7 @@
 """Compiles programs, keeps them on disk, so that the next process starts fast, and counts them."""
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
@@ -23,7 +24,7 @@ COMPILER_OPTIONS = {
     )
 }
 # programs that compile at a time
-COMPILERS = 4
+COMPILERS = min(8, max(4, (os.cpu_count() or 1) // 2))
 
 _traced = 0
 _store: ProgramStore | None = None

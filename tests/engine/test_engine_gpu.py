@@ -1,6 +1,6 @@
 """On a GPU, too, what a request gets does not depend on what runs beside it.
 
-Programs of one step and of several are compiled apart, and round differently.
+Programs of several numbers of rows are compiled apart, and round differently.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ def model() -> Params:
 
 @pytest.fixture(params=[1, 8])
 def steps(request) -> int:
-    """How many steps a program has."""
+    """How many steps a program has; one where requests get the same bits in any company."""
     return request.param
 
 
@@ -47,7 +47,7 @@ def steps(request) -> int:
 def test_a_request_gets_in_a_crowd_what_it_gets_alone(policy, steps):
     """Greedy rows beside sampled ones, and prompts that others have read.
 
-    Bit for bit where all programs have one step and all rows.
+    Bit for bit with `batch_invariant`.
     """
     llm = jsparse.LLM(
         *(model(), policy),
@@ -56,6 +56,7 @@ def test_a_request_gets_in_a_crowd_what_it_gets_alone(policy, steps):
         kv_cache_tokens=8192,
         steps_per_program=steps,
         decode_rows=[4] if steps == 1 else [2, 4],
+        batch_invariant=steps == 1,
         prepare=False,
     )
     prompts = random_prompts(LENGTHS, seed=5)
