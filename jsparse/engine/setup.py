@@ -16,9 +16,10 @@ from jsparse.runtime.admission import admit
 
 # With an 8B model on an H100, chunks of 512 tokens at a prompt's beginning keep the device as busy
 # as longer ones, and prompts are shared from 512 tokens on. Further on, attention gains by longer
-# ones.
+# ones, the longest of which take too long where rows decode beside them.
 # Without flash attention scores are stored, and chunks are smaller.
 LADDER = ((0, 512), (4096, 2048))
+UNHURRIED_LADDER = (*LADDER, (8192, 8192))
 PLAIN_LADDER = ((0, 512),)
 TAILS = (64, 256, 1024)
 BLOCK_TOKENS = 512
@@ -104,11 +105,10 @@ def engine_spec(
         decode_rows=decode_rows,
         prefill_rows=prefill_rows,
         ladder=ladder,
+        max_stall_ms=max_stall_ms,
         max_model_len=max_model_len,
     )
-    if max_stall_ms is not None:
-        number_in("max_stall_ms", max_stall_ms, "[0, inf)")
-    sizes = sizes._replace(max_stall_ms=max_stall_ms, batch_invariant=batch_invariant)
+    sizes = sizes._replace(batch_invariant=batch_invariant)
     return EngineSpec(
         params,
         admitted.policy,
@@ -166,6 +166,7 @@ def sizes_of(
     decode_rows: Sequence[int] | None,
     prefill_rows: Sequence[int] | None,
     ladder: Sequence[tuple[int, int]] | None,
+    max_stall_ms: float | None,
     max_model_len: int | None,
 ) -> EngineSizes:
     """Returns an engine's sizes; `Engine` documents the meaning of None.
@@ -174,9 +175,13 @@ def sizes_of(
         ValueError: an argument is out of its range, or memory does not suffice.
     """
     on_gpu = jax.default_backend() == "gpu"
-    flash = chunk_attention.has_flash(spec.head_dim, spec.dtype)
+    if max_stall_ms is not None:
+        number_in("max_stall_ms", max_stall_ms, "[0, inf)")
+    default = UNHURRIED_LADDER if max_stall_ms is None else LADDER
+    if not chunk_attention.has_flash(spec.head_dim, spec.dtype):
+        default = PLAIN_LADDER
     try:
-        rungs = tuple((at, size) for at, size in ladder or (LADDER if flash else PLAIN_LADDER))
+        rungs = tuple((at, size) for at, size in ladder or default)
     except (TypeError, ValueError):
         raise ValueError(f"ladder={ladder!r}: must be (position, size) pairs") from None
     block = min(BLOCK_TOKENS, min(size for _, size in rungs))
@@ -192,6 +197,7 @@ def sizes_of(
         steps=steps,
         rows=_decode_rows(decode_rows, spec.batch, on_gpu=on_gpu),
         prefill_rows=_prefill_rows(prefill_rows, spec.batch, on_gpu=on_gpu),
+        max_stall_ms=max_stall_ms,
     )
 
 

@@ -267,22 +267,21 @@ def truncated(given: RowSampling, logits: Float32[Array, "B V"]) -> Float32[Arra
     """
     vocab = logits.shape[-1]
     temperature = jnp.where(given.temperature == 0, 1.0, given.temperature)[:, None]
-    # no overflow, however cold
+    # no overflow, however cold; the likeliest token has 0, so that exp(logits) are weights up to 1
     logits = (logits - logits.max(-1, keepdims=True)) / temperature
 
     def cut(wanted: Array, kept: Callable[[Array], Array], x: Array) -> Array:
         return _if_any(wanted, lambda x: jnp.where(kept(x) | ~wanted[:, None], x, -jnp.inf), x)
 
     def likely(x: Array) -> Array:
-        probs = jax.nn.softmax(x)
-        return probs >= given.min_p[:, None] * probs.max(-1, keepdims=True)
+        return jnp.exp(x) >= given.min_p[:, None]
 
     some_k, some_p = (given.top_k > 0) & (given.top_k < vocab), given.top_p < 1
     some_min_p = given.min_p > 0
 
     def changed(x: Array) -> Array:
         x = cut(some_k, lambda x: top_k_mask(x, given.top_k), x)
-        x = cut(some_p, lambda x: top_p_mask(jax.nn.softmax(x), given.top_p), x)
+        x = cut(some_p, lambda x: top_p_mask(jnp.exp(x), given.top_p), x)
         return cut(some_min_p, likely, x)
 
     return _if_any(some_k | some_p | some_min_p, changed, logits)
