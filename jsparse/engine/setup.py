@@ -180,6 +180,8 @@ def sizes_of(
     default = UNHURRIED_LADDER if max_stall_ms is None else LADDER
     if not chunk_attention.has_flash(spec.head_dim, spec.dtype):
         default = PLAIN_LADDER
+    longest = max_model_len or spec.capacity
+    default = tuple(rung for rung in default if rung[0] < longest)
     try:
         rungs = tuple((at, size) for at, size in ladder or default)
     except (TypeError, ValueError):
@@ -188,7 +190,7 @@ def sizes_of(
     _require_ladder(rungs, block, spec.page_size)
     return EngineSizes(
         num_slots=spec.batch,
-        max_model_len=max_model_len or spec.capacity,
+        max_model_len=longest,
         page_size=spec.page_size,
         num_groups=capacity.pool_groups(spec, policy, kv_cache_tokens, gpu_memory_utilization),
         ladder=rungs,
