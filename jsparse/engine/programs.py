@@ -137,7 +137,10 @@ class Programs(ProgramSet):
         if name == "join":
             sampling = row_sampling([neutral()] * size[0], self._made_for.vocab_size)
             return self._slots, rows, sampling, no_knobs(self._made_for.knobs, size[0])
-        return (self._slots, rows) if name == "service" else (self._slots, rows, rows)
+        if name == "service":
+            return self._slots, rows
+        groups = jnp.zeros((size[0], self._sizes.growth), jnp.int32)
+        return self._slots, rows, rows, rows, groups
 
     def _start(self) -> Slots:
         """Returns empty slots."""
@@ -263,6 +266,8 @@ class Programs(ProgramSet):
         slots: Slots,
         which: Int32[Array, "n"],
         counts: Int32[Array, "n"],
+        first: Int32[Array, "n"],
+        groups: Int32[Array, "n growth"],
         *,
         choice: SamplingMode,
         weights: Weights,
@@ -270,11 +275,14 @@ class Programs(ProgramSet):
     ) -> tuple[Slots, Packed]:
         """Runs steps of some rows, of which row i takes part in the first `counts[i]`.
 
-        Where the program has all rows, they are in their order.
+        Where the program has all rows, they are in their order. Before, rows get `groups` behind
+        their first `first[i]`; what lies behind the last group of a row is ignored.
         """
-        policy, spec = self._policy, self._spec
+        policy, spec, rows = self._policy, self._spec, slots.rows
         of_all = which.size == spec.batch
-        part = slots.rows if of_all else take(policy, spec, slots.rows, which)
+        places = which[:, None], first[:, None] + jnp.arange(groups.shape[1])
+        rows = rows._replace(cache=rows.cache.with_groups(*places, groups))
+        part = rows if of_all else take(policy, spec, rows, which)
         part, packed = inlined(decode_steps)(
             self._decoder,
             policy,
@@ -286,7 +294,7 @@ class Programs(ProgramSet):
             batch=part,
             counts=counts,
         )
-        rows = part if of_all else put(policy, spec, slots.rows, part, which)
+        rows = part if of_all else put(policy, spec, rows, part, which)
         return slots._replace(rows=rows), packed
 
     def _service(

@@ -150,11 +150,19 @@ class Runner:
         which = np.arange(slots) if num_rows == slots else np.full(num_rows, slots)
         counts = np.zeros(num_rows, np.int32)
         which[at], counts[at] = rows, [row.steps for row in decoding.rows]
+        # behind the last group of a row, where nothing is written
+        first = np.full(num_rows, self._spec.cache.num_pages, np.int32)
+        groups = np.full((num_rows, self._spec.sizes.growth), self._scratch, np.int32)
+        for nth, row in zip(at, decoding.rows, strict=True):
+            if row.groups:
+                first[nth], groups[nth, : len(row.groups)] = row.first, row.groups
         self._slots, packed = self._programs.run(
             "decode",
             self._slots,
             which.astype(np.int32),
             counts,
+            first,
+            groups,
             size=(num_rows,),
             choice=self._choice("decode", num_rows, [row.answer for row in decoding.rows]),
         )

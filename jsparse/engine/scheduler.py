@@ -136,14 +136,17 @@ class Scheduler:
     def _admit(self) -> None:
         """Gives free slots and memory to waiting answers, the shortest first.
 
-        All that an answer may need is taken at once, so that none is ever thrown out.
+        An answer gets the memory of its prompt and of its first tokens, as long as all that have
+        begun can come to their ends.
         """
         while self.waiting and self._slots:
             answer = self.waiting[0][2]
             shared = answer.keys[: self._shareable(answer)]
-            wanted = self.sizes.groups_for(len(answer.ids) + answer.max_tokens)
-            wanted -= len(shared) * self._block_groups
-            if wanted > self.pool.available - self.pool.idle(shared):
+            tokens = len(answer.ids) + min(answer.max_tokens, self.sizes.growth_tokens)
+            wanted = self.sizes.groups_for(tokens) - len(shared) * self._block_groups
+            left = self.pool.available - self.pool.idle(shared) - wanted
+            later = self._missing(answer) - self.sizes.groups_for(tokens)
+            if left < 0 or not self._all_can_end(left, later, wanted):
                 return
             heapq.heappop(self.waiting)
             answer.blocks = self.pool.hold(shared)
@@ -310,12 +313,66 @@ class Scheduler:
         steps, rows = self._steps(), []
         for answer in self.decoding:
             count = min(steps, answer.max_tokens - answer.sent)
+            first, groups = self._num_groups(answer), self._grow(answer, count)
+            count = min(count, self._room(answer))
             if count > 0:
                 answer.sent += count
-                rows.append(Decode(answer.number, answer.slot, count, answer.sent - 1))
+                row = (answer.number, answer.slot, count, answer.sent - 1)
+                rows.append(Decode(*row, groups=groups, first=first))
         if not rows:
             return None
         return Decoding(self._rows_for(len(rows)), steps, rows)
+
+    def _room(self, answer: Answer) -> int:
+        """Returns the number of steps for which an answer that decodes has memory."""
+        held = len(answer.ids) + answer.sent - 1
+        return self._num_groups(answer) * self.sizes.page_size - held
+
+    def _grow(self, answer: Answer, steps: int) -> list[int]:
+        """Gives an answer that decodes the memory for so many steps; returns the new groups.
+
+        There are none if it has enough, or if another might not come to its end then: an answer
+        waits until others have ended, and then goes on.
+        """
+        if self._room(answer) >= steps:
+            return []
+        count = min(self.sizes.growth, self._missing(answer))
+        left = self.pool.available - count
+        answer.own += [-1] * count
+        granted = left >= 0 and self._all_can_end(left)
+        del answer.own[len(answer.own) - count :]
+        groups = self.pool.take(count) if granted else []
+        answer.own += groups
+        return groups
+
+    def _num_groups(self, answer: Answer) -> int:
+        return len(answer.blocks) * self._block_groups + len(answer.own)
+
+    def _missing(self, answer: Answer) -> int:
+        """Returns the groups that an answer has yet to get if it gets all its tokens."""
+        tokens = len(answer.ids) + answer.max_tokens
+        return self.sizes.groups_for(tokens) - self._num_groups(answer)
+
+    def _all_can_end(self, available: int, needs: int = 0, has: int = 0) -> bool:
+        """Returns whether all answers that have begun can come to their ends, one by one.
+
+        That is the banker's algorithm (Dijkstra, EWD 108): whoever needs least gets it, ends and
+        leaves what it has to the others. `available` groups are there; a further answer `needs`
+        groups and `has` some.
+        """
+        begun = [*self.reading, *self.decoding]
+        missing = [self._missing(answer) for answer in begun]
+        if needs + sum(missing) <= available:
+            return True
+        has_alone = [
+            len(answer.own) + sum(len(b.groups) for b in answer.blocks if b.holders == 1)
+            for answer in begun
+        ]
+        for need, held in sorted([(needs, has), *zip(missing, has_alone, strict=True)]):
+            if need > available:
+                return False
+            available += held
+        return True
 
     def _steps(self) -> int:
         """Returns the number of steps of the next program.

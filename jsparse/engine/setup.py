@@ -27,6 +27,8 @@ BLOCK_TOKENS = 512
 # and of all are enough: on a GPU the smaller is hardly faster for fewer rows than this; on a CPU a
 # step of one row takes a quarter of the time that eight take.
 FEW_ROWS_GPU, FEW_ROWS_CPU = 8, 1
+# Tokens of an answer for which it gets memory at a time.
+GROWTH_TOKENS = 256
 # A GPU has room for several short chunks at a time.
 PACKED_GPU = 8
 
@@ -200,6 +202,7 @@ def sizes_of(
         rows=_decode_rows(decode_rows, spec.batch, on_gpu=on_gpu),
         prefill_rows=_prefill_rows(prefill_rows, spec.batch, on_gpu=on_gpu),
         max_stall_ms=max_stall_ms,
+        growth_tokens=GROWTH_TOKENS,
     )
 
 

@@ -27,6 +27,7 @@ class EngineSizes(NamedTuple):
             small enough; None is any time.
         batch_invariant: whether the starts of chunks depend on position alone, so that another
             request with the same prompt would compute the same K and V, bit for bit.
+        growth_tokens: the tokens of an answer for which it gets memory at a time.
     """
 
     num_slots: int
@@ -41,6 +42,7 @@ class EngineSizes(NamedTuple):
     prefill_rows: tuple[int, ...] = (1,)
     max_stall_ms: float | None = None
     batch_invariant: bool = False
+    growth_tokens: int = 256
 
     @property
     def full_sizes(self) -> list[int]:
@@ -85,6 +87,11 @@ class EngineSizes(NamedTuple):
         if self.batch_invariant:
             return self.chunk_start(tokens)
         return tokens // self.block_tokens * self.block_tokens
+
+    @property
+    def growth(self) -> int:
+        """The number of groups that an answer gets at a time."""
+        return self.groups_for(self.growth_tokens)
 
     def groups_for(self, tokens: int) -> int:
         """Returns the number of groups that hold this many tokens."""

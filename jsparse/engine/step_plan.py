@@ -110,12 +110,22 @@ class Reading(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """Plans `steps` steps of the program for a row, which will have decoded `age` steps then."""
+    """Plans steps of the program for a row.
+
+    Attributes:
+        answer, slot: the number of the answer, and its slot.
+        steps: the number of steps in which it takes part.
+        age: the number of steps that it will have decoded then.
+        groups: the groups that it gets for them.
+        first: the number of groups that it has had before.
+    """
 
     answer: int
     slot: int
     steps: int
     age: int
+    groups: list[int]
+    first: int
 
 
 class Decoding(NamedTuple):

@@ -64,6 +64,12 @@ class SharedPages:
         """Returns rows with these groups over the same pages."""
         return replace(self, groups=groups, lengths=lengths)
 
+    def with_groups(
+        self, rows: Int32[Array, "n 1"], places: Int32[Array, "n m"], groups: Int32[Array, "n m"]
+    ) -> "SharedPages":
+        """Returns the pages with groups in these places of rows; those out of range are ignored."""
+        return replace(self, groups=self.groups.at[rows, places].set(groups))
+
     def take(self, rows: Int32[Array, "n"]) -> "SharedPages":
         """Returns some rows as a batch of their own, over the same pages."""
         return self.rows(self.groups[rows], self.lengths[rows])

@@ -12,7 +12,7 @@ from tiny import random_prompts, tiny_params
 
 import jsparse
 from jsparse import SamplingParams
-from jsparse.engine import plan_log
+from jsparse.engine import plan_log, setup
 from jsparse.engine.replay import replay
 from jsparse.engine.request_state import policy_of
 from jsparse.runtime.compilation import traces
@@ -225,6 +225,19 @@ def test_abort_in_every_phase(dense, phase):
     assert bits(other.output()) == bits(alone)
     assert engine.abort("gone") is None
     assert_at_rest(dense)
+
+
+def test_answers_grow_into_memory_that_does_not_suffice_for_all(dense, monkeypatch):
+    """More run than could if each had the memory of all its tokens; some wait for others' ends."""
+    monkeypatch.setattr(setup, "GROWTH_TOKENS", 8)
+    llm = tiny_llm(steps_per_program=2, ladder=LADDER, kv_cache_tokens=128)
+    prompts = [PROMPTS[nth] for nth in (0, 2, 4, 5)]
+    outs = llm.generate(prompts, greedy(40))
+    expected = dense.generate(prompts, greedy(40))
+    assert [bits(out) for out in outs] == [bits(out) for out in expected]
+    counters = llm.engine.counters
+    assert 2 < counters.row_steps / counters.decode_steps < 4
+    assert_at_rest(llm)
 
 
 def test_a_prompt_that_is_not_text_after_all_leaves_nothing_behind(dense):

@@ -55,18 +55,20 @@ class Serving(RuleBasedStateMachine):
         self.asked, self.clock = [], 0.0
         # what a device would hold: per answer, the prompt's tokens in its groups, and its steps
         self.read, self.steps, self.slots, self.places = {}, Counter(), {}, {}
+        self.tables = {}
         # the tokens that groups hold, and whether a whole chunk wrote them
         self.written = {}
 
     @rule(
         size=st.integers(1, 55),
-        tokens=st.integers(1, 9),
+        tokens=st.integers(1, 40),
         alphabet=st.integers(1, 2),
         seconds=st.floats(0, 0.002),
     )
     def add(self, size, tokens, alphabet, seconds):
         self.clock += seconds
         prompt = [(nth // 16) % alphabet for nth in range(size)]
+        tokens = min(tokens, self.sizes.max_model_len - size)
         made = answer(len(self.asked), prompt, tokens, self.clock)
         self.scheduler.add(made)
         self.asked.append(made)
@@ -97,6 +99,14 @@ class Serving(RuleBasedStateMachine):
             self.steps[row.answer] += row.steps
             assert row.age == self.steps[row.answer] - 1
             assert self.steps[row.answer] <= asked.max_tokens
+            # it has groups for all its tokens, and the device knows of them
+            table = self.tables[row.answer]
+            if row.groups:
+                assert len(row.groups) <= self.sizes.growth
+                assert row.first == len(table)
+                table += row.groups
+            assert table == asked.groups
+            assert len(asked.ids) + row.age <= len(table) * SIZES.page_size
             # no program runs past a row's service
             assert all(before // every == (row.age - 1) // every for every in RULES.periods)
 
@@ -121,7 +131,7 @@ class Serving(RuleBasedStateMachine):
             assert chunk.start == SIZES.chunk_start(chunk.start)
         assert chunk.start % SIZES.page_size == 0
         assert 1 <= chunk.valid <= reading.size <= SIZES.chunk_size(chunk.start)
-        tokens = len(asked.ids) + asked.max_tokens
+        tokens = len(asked.ids) + min(asked.max_tokens, self.sizes.growth_tokens)
         assert len(chunk.groups) == len(set(chunk.groups)) == SIZES.groups_for(tokens)
         if not chunk.fresh:
             assert self.read[chunk.answer] == chunk.start
@@ -148,6 +158,7 @@ class Serving(RuleBasedStateMachine):
                 self.written.pop(group, None)
         self.read[chunk.answer] = end
         assert reading.last == (end == len(asked.ids))
+        self.tables[chunk.answer] = list(chunk.groups)
         if reading.last:
             self.slots[chunk.slot] = chunk.answer
             self.steps[chunk.answer] = 1
@@ -168,11 +179,14 @@ class Serving(RuleBasedStateMachine):
         places = [held.place for held in scheduler.reading if held.place >= 0]
         assert sorted([*places, *scheduler._places]) == list(range(MAX_READING))
         for held in live:
-            assert len(held.groups) == SIZES.groups_for(len(held.ids) + held.max_tokens)
+            tokens = len(held.ids) + max(0, held.sent - 1)
+            groups = len(held.groups)
+            assert SIZES.groups_for(tokens) <= groups
+            assert groups <= SIZES.groups_for(len(held.ids) + held.max_tokens)
 
     def teardown(self):
         """Everything comes to an end, and all memory comes back."""
-        for _ in range(60 * (len(self.asked) + 1)):
+        for _ in range(100 * (len(self.asked) + 1)):
             if self.scheduler.idle:
                 break
             self.follow(self.scheduler.plan())
@@ -193,7 +207,7 @@ class Replaying(Serving):
 class Variant(Serving):
     """The same, where chunks begin anywhere and are as short as rows that decode need them."""
 
-    sizes = VARIANT._replace(max_stall_ms=20)
+    sizes = VARIANT._replace(max_stall_ms=20, growth_tokens=8, num_groups=30)
 
 
 class VariantReplaying(Variant):
@@ -202,7 +216,13 @@ class VariantReplaying(Variant):
     replays = True
 
 
-MACHINES = [Serving, Replaying, Variant, VariantReplaying]
+class Scarce(Serving):
+    """The same, where memory is taken page by page, and there is but enough for one request."""
+
+    sizes = PACKED._replace(growth_tokens=4, num_groups=17)
+
+
+MACHINES = [Scarce, Serving, Replaying, Variant, VariantReplaying]
 
 
 def run_events(machine, examples, steps):
@@ -474,3 +494,36 @@ def test_a_prompt_goes_on_behind_any_block_where_chunks_may_begin_anywhere():
 
     assert read(ALONE) == [16]
     assert read(VARIANT) == [24]
+
+
+def test_answers_grow_into_memory_that_others_have_not_used():
+    """Where each took the memory of all its tokens at once, four could not run together."""
+    sizes = PACKED._replace(num_groups=21, growth_tokens=8, steps=4)
+    scheduler = Scheduler(sizes, RULES._replace(periods=()), took)
+    for number in range(4):
+        scheduler.add(answer(number, range(100 * number, 100 * number + 4), 40))
+    running, sent = [], []
+    for _ in range(200):
+        plan = scheduler.plan()
+        running.append(len(scheduler.decoding))
+        if plan.decoding is not None:
+            sent.append([row.answer for row in plan.decoding.rows])
+        if scheduler.idle:
+            break
+    assert scheduler.idle
+    assert max(running) == 4
+    # three groups each, then five of twenty are left: one may grow to its end, the others wait
+    assert [0, 1, 2, 3] in sent
+    assert any(len(rows) < 4 for rows in sent[: len(sent) // 2])
+
+
+def test_none_begins_whose_company_could_keep_all_from_ending():
+    sizes = PACKED._replace(num_groups=13, growth_tokens=4)
+    scheduler = Scheduler(sizes, RULES._replace(periods=()), took)
+    # 12 groups: each has 5 and needs 9, so that two would wait for each other for ever
+    for number in range(2):
+        scheduler.add(answer(number, range(100 * number, 100 * number + 16), 20))
+    scheduler.plan()
+    assert len(scheduler.waiting) == 1
+    assert served(scheduler)[0] == [1]
+    assert scheduler.idle
