@@ -55,7 +55,7 @@ DefaultMaxTokensOption = Annotated[
     int | None,
     Option(
         help="Most tokens of answers to chats that name no number; the default is as many as "
-        "there is room for, and a request waits until that much is free."
+        "there is room for."
     ),
 ]
 PerRequestOption = Annotated[

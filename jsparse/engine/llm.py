@@ -81,7 +81,7 @@ class LLM:
                 maximum on a GPU and at most 2048 on a CPU, where attention walks through all of it.
             max_waiting: the most requests that may wait for a slot; None is any number.
             kv_cache_tokens: the tokens whose K and V the engine holds; None is as many as
-                `gpu_memory_utilization` allows, but no more than all slots can use.
+                `gpu_memory_utilization` allows, on a CPU no more than all slots can use.
             gpu_memory_utilization: the share of the device's memory, on a CPU of its free memory,
                 that model, K and V and the policy's state may take; programs need the rest.
             page_size: the number of tokens per page.

@@ -162,7 +162,8 @@ def pool_groups(
         spec: the sizes of rows.
         policy: the policy, whose state takes memory by page and by row.
         tokens: the tokens that the pool must hold; None is as many as memory allows, but no more
-            than all rows can use.
+            than all rows can use where the rest of the memory is not the engine's, on a CPU, or
+            prompts that have been read cannot be kept for others.
         gpu_memory_utilization: the share of the memory that may be in use then.
 
     Raises:
@@ -187,8 +188,9 @@ def pool_groups(
     there = memory.available_bytes(gpu_memory_utilization) - rows
     maximum = max(0, int(there // per_group))
     if tokens is None:
-        # no more than all rows can use: shared pages count once
-        wanted = min(maximum, spec.batch * spec.num_pages + 1)
+        keeps_prompts = jax.default_backend() == "gpu" and policy.shares is not None
+        # shared pages count once
+        wanted = maximum if keeps_prompts else min(maximum, spec.batch * spec.num_pages + 1)
     else:
         whole_number("kv_cache_tokens", tokens, 1)
         wanted = -(-tokens // spec.page_size) + 1

@@ -5,6 +5,7 @@ import itertools
 import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from serving import assert_at_rest, bits, greedy, tiny_llm
@@ -15,7 +16,9 @@ from jsparse import SamplingParams
 from jsparse.engine import plan_log, setup
 from jsparse.engine.replay import replay
 from jsparse.engine.request_state import policy_of
+from jsparse.engine.slots import ReadRows
 from jsparse.runtime.compilation import traces
+from jsparse.runtime.owners import owners, row_arrays
 from jsparse.runtime.request import requests
 
 PROMPTS = random_prompts((9, 21, 3, 41, 16, 5), seed=5)
@@ -449,3 +452,24 @@ def test_all_programs_can_be_compiled_ahead():
     llm.generate(PROMPTS, greedy(5))
     assert llm.engine.programs.compiled == before
     assert llm.engine.programs.seconds == 0
+
+
+def test_a_prompt_begins_with_a_state_that_has_seen_nothing():
+    """Whatever its slot's last one left there, and a chunk that follows finds what was before."""
+    engine = tiny_llm("lfps(budget=0.5)", params=tiny_params(num_layers=1)).engine
+    policy, spec, slots = engine.policy, engine.spec, engine._runner._slots
+    used = jax.tree.map(lambda x: x + x.dtype.type(7), slots.rows.state)
+    slots = slots._replace(rows=slots.rows._replace(state=used))
+    rows = jnp.array([2, 0, 4])  # the last is behind the last slot
+    asked = ReadRows(
+        rows, rows, rows == 2, 0 * rows, 0 * rows, jnp.zeros((3, spec.num_pages), jnp.int32)
+    )
+    carry = engine.programs._carry(slots, asked, asked.start)
+    empty = row_arrays(policy, spec, policy.init(spec._replace(batch=1)))
+    axes = [owner.axis for owner in owners(policy, spec) if owner.kind == "row"]
+    found = row_arrays(policy, spec, carry.state)
+    assert len(found) > 0
+    for axis, own, new, old in zip(axes, found, empty, row_arrays(policy, spec, used), strict=True):
+        assert own.shape[axis] == 3
+        np.testing.assert_array_equal(jnp.take(own, 0, axis), jnp.take(new, 0, axis))
+        np.testing.assert_array_equal(jnp.take(own, 1, axis), jnp.take(old, 0, axis))
