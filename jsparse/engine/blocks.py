@@ -92,9 +92,13 @@ class BlockPool:
         """Returns the groups in the unused ones of these blocks."""
         return sum(len(self._idle[key].groups) for key in keys if key in self._idle)
 
+    def find(self, keys: Sequence[bytes]) -> list[CacheBlock]:
+        """Returns the blocks of these keys."""
+        return [self._blocks[key] for key in keys]
+
     def hold(self, keys: Sequence[bytes]) -> list[CacheBlock]:
         """Returns the blocks of these keys, each held once more."""
-        blocks = [self._blocks[key] for key in keys]
+        blocks = self.find(keys)
         for block in blocks:
             if block.holders == 0:
                 del self._idle[block.key]

@@ -149,7 +149,7 @@ class Engine:
                     f"policy={{{name!r}: …}}: must be among per_request={self._per_request} of the "
                     "engine"
                 )
-        self.scheduler.require_room(len(request.ids), request.sampling.max_tokens)
+        self.scheduler.memory.require_room(len(request.ids), request.sampling.max_tokens)
         n, limit = request.sampling.n, self._max_waiting
         if limit is not None and n > limit + self.sizes.num_slots:
             raise ValueError(

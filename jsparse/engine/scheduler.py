@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jsparse.engine.blocks import BlockPool, block_keys
+from jsparse.engine.blocks import block_keys
+from jsparse.engine.memory import Memory
 from jsparse.engine.sizes import MAX_PACKED, MAX_READING, EngineSizes, Rules
 from jsparse.engine.step_plan import (
     Answer,
@@ -61,7 +62,8 @@ class Scheduler:
         """
         self.sizes, self.rules, self._estimate = sizes, rules, estimate
         self._rows_for = rows_for or sizes.rows_for
-        self.pool = BlockPool(sizes.num_groups)
+        self.memory = Memory(sizes, rules)
+        self.pool = self.memory.pool
         self.waiting: list[tuple[float, int, Answer]] = []
         self.reading: list[Answer] = []
         self.decoding: list[Answer] = []
@@ -82,25 +84,11 @@ class Scheduler:
         Raises:
             ValueError: it could never fit.
         """
-        self.require_room(len(answer.ids), answer.max_tokens)
+        self.memory.require_room(len(answer.ids), answer.max_tokens)
         if self.rules.root is not None:
             root = f"{self.rules.root}\n{answer.salt}"
             answer.keys = block_keys(answer.ids, self.sizes.block_tokens, root)
         heapq.heappush(self.waiting, (answer.rank, answer.number, answer))
-
-    def require_room(self, prompt: int, max_tokens: int) -> None:
-        """Raises ValueError unless a prompt and an answer of these sizes can be served at all."""
-        sizes, tokens = self.sizes, prompt + max_tokens
-        if tokens > sizes.max_model_len:
-            raise ValueError(
-                f"prompt of {prompt} tokens + max_tokens={max_tokens} is {tokens}: must be at most "
-                f"max_model_len={sizes.max_model_len}"
-            )
-        if sizes.groups_for(tokens) > self.pool.size:
-            raise ValueError(
-                f"prompt of {prompt} tokens + max_tokens={max_tokens} is {tokens}: must fit in the "
-                f"{self.pool.size * sizes.page_size} tokens of K and V that the engine holds"
-            )
 
     def stop(self, answer: Answer) -> None:
         """Stops an answer in any phase; the next plan drops it."""
@@ -129,30 +117,16 @@ class Scheduler:
         (self.reading if answer.phase is Phase.READING else self.decoding).remove(answer)
         self._leave_place(answer)
         heapq.heappush(self._slots, answer.slot)
-        self.pool.drop(answer.blocks)
-        self.pool.give_back(answer.own)
-        answer.blocks, answer.own, answer.phase = [], [], Phase.ENDED
+        self.memory.release(answer)
+        answer.phase = Phase.ENDED
 
     def _admit(self) -> None:
-        """Gives free slots and memory to waiting answers, the shortest first.
-
-        An answer gets the memory of its prompt and of its first tokens, as long as all that have
-        begun can come to their ends.
-        """
+        """Gives free slots and memory to waiting answers, the shortest first."""
         while self.waiting and self._slots:
             answer = self.waiting[0][2]
-            shared = answer.keys[: self._shareable(answer)]
-            tokens = len(answer.ids) + min(answer.max_tokens, self.sizes.growth_tokens)
-            wanted = self.sizes.groups_for(tokens) - len(shared) * self._block_groups
-            left = self.pool.available - self.pool.idle(shared) - wanted
-            later = self._missing(answer) - self.sizes.groups_for(tokens)
-            if left < 0 or not self._all_can_end(left, later, wanted):
+            if not self.memory.admit(answer, [*self.reading, *self.decoding]):
                 return
             heapq.heappop(self.waiting)
-            answer.blocks = self.pool.hold(shared)
-            answer.own = self.pool.take(wanted)
-            answer.known = answer.cached = len(shared) * self.sizes.block_tokens
-            answer.read = 0 if self.rules.replays else answer.known
             answer.slot, answer.phase = heapq.heappop(self._slots), Phase.READING
             self.reading.append(answer)
 
@@ -162,7 +136,7 @@ class Scheduler:
         if not candidates:
             return None
         for answer in candidates[: max(self.sizes.prefill_rows)]:
-            self._take_over(answer)
+            self.memory.take_over(answer)
         first = self._next_chunk(candidates[0])
         together = self._together(candidates, first)
         chunks = [self._read(answer, first) for answer in together]
@@ -236,7 +210,7 @@ class Scheduler:
         if not like.replay:
             answer.known = answer.read
             if valid == self.sizes.chunk_size(start) or not self.sizes.batch_invariant:
-                self._share(answer)
+                self.memory.share(answer)
         return chunk
 
     def _begin_decoding(self, answer: Answer) -> None:
@@ -260,46 +234,6 @@ class Scheduler:
         took = self._estimate(rows, size, start)
         return math.inf if took is None else took
 
-    def _shareable(self, answer: Answer) -> int:
-        """Returns the number of leading blocks of a prompt that the pool has and it may use."""
-        sizes = self.sizes
-        maximum = len(answer.ids) - max(1, self.rules.window)
-        known = self.pool.known(answer.keys) * sizes.block_tokens
-        return sizes.hit_end(max(0, min(maximum, known))) // sizes.block_tokens
-
-    def _take_over(self, answer: Answer) -> None:
-        """Uses the part of the prompt that others have read since.
-
-        The state must begin anew where it has not seen the tokens in between and they are not
-        replayed.
-        """
-        blocks = self._shareable(answer)
-        tokens = blocks * self.sizes.block_tokens
-        if tokens <= answer.known:
-            return
-        held = len(answer.blocks)
-        groups = (blocks - held) * self._block_groups
-        answer.blocks += self.pool.hold(answer.keys[held:blocks])
-        self.pool.give_back(answer.own[:groups])
-        answer.own = answer.own[groups:]
-        answer.cached += tokens - answer.known
-        answer.known = tokens
-        if not self.rules.replays:
-            answer.read, answer.fresh = tokens, True
-
-    def _share(self, answer: Answer) -> None:
-        """Shares the whole blocks that have been read, unless others have them already."""
-        for key in answer.keys[len(answer.blocks) : answer.read // self.sizes.block_tokens]:
-            if self.pool.known([key]):
-                return
-            groups = answer.own[: self._block_groups]
-            answer.own = answer.own[self._block_groups :]
-            answer.blocks.append(self.pool.share(key, groups))
-
-    @property
-    def _block_groups(self) -> int:
-        return self.sizes.block_tokens // self.sizes.page_size
-
     def _decoding(self) -> Decoding | None:
         """Plans the next decode steps, unless prompts are read first."""
         following, maximum = self._candidates(), self.sizes.max_stall_ms
@@ -313,8 +247,9 @@ class Scheduler:
         steps, rows = self._steps(), []
         for answer in self.decoding:
             count = min(steps, answer.max_tokens - answer.sent)
-            first, groups = self._num_groups(answer), self._grow(answer, count)
-            count = min(count, self._room(answer))
+            first = self.memory.num_groups(answer)
+            groups = self.memory.grow(answer, count, [*self.reading, *self.decoding])
+            count = min(count, self.memory.steps_left(answer))
             if count > 0:
                 answer.sent += count
                 row = (answer.number, answer.slot, count, answer.sent - 1)
@@ -322,57 +257,6 @@ class Scheduler:
         if not rows:
             return None
         return Decoding(self._rows_for(len(rows)), steps, rows)
-
-    def _room(self, answer: Answer) -> int:
-        """Returns the number of steps for which an answer that decodes has memory."""
-        held = len(answer.ids) + answer.sent - 1
-        return self._num_groups(answer) * self.sizes.page_size - held
-
-    def _grow(self, answer: Answer, steps: int) -> list[int]:
-        """Gives an answer that decodes the memory for so many steps; returns the new groups.
-
-        There are none if it has enough, or if another might not come to its end then: an answer
-        waits until others have ended, and then goes on.
-        """
-        if self._room(answer) >= steps:
-            return []
-        count = min(self.sizes.growth, self._missing(answer))
-        left = self.pool.available - count
-        answer.own += [-1] * count
-        granted = left >= 0 and self._all_can_end(left)
-        del answer.own[len(answer.own) - count :]
-        groups = self.pool.take(count) if granted else []
-        answer.own += groups
-        return groups
-
-    def _num_groups(self, answer: Answer) -> int:
-        return len(answer.blocks) * self._block_groups + len(answer.own)
-
-    def _missing(self, answer: Answer) -> int:
-        """Returns the groups that an answer has yet to get if it gets all its tokens."""
-        tokens = len(answer.ids) + answer.max_tokens
-        return self.sizes.groups_for(tokens) - self._num_groups(answer)
-
-    def _all_can_end(self, available: int, needs: int = 0, has: int = 0) -> bool:
-        """Returns whether all answers that have begun can come to their ends, one by one.
-
-        That is the banker's algorithm (Dijkstra, EWD 108): whoever needs least gets it, ends and
-        leaves what it has to the others. `available` groups are there; a further answer `needs`
-        groups and `has` some.
-        """
-        begun = [*self.reading, *self.decoding]
-        missing = [self._missing(answer) for answer in begun]
-        if needs + sum(missing) <= available:
-            return True
-        has_alone = [
-            len(answer.own) + sum(len(b.groups) for b in answer.blocks if b.holders == 1)
-            for answer in begun
-        ]
-        for need, held in sorted([(needs, has), *zip(missing, has_alone, strict=True)]):
-            if need > available:
-                return False
-            available += held
-        return True
 
     def _steps(self) -> int:
         """Returns the number of steps of the next program.

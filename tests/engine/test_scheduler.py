@@ -517,6 +517,21 @@ def test_answers_grow_into_memory_that_others_have_not_used():
     assert any(len(rows) < 4 for rows in sent[: len(sent) // 2])
 
 
+def test_what_several_share_is_free_once_all_of_them_have_ended():
+    sizes = PACKED._replace(num_groups=21, growth_tokens=4, steps=1)
+    scheduler = Scheduler(sizes, RULES._replace(periods=(), window=0), took)
+    prefix = list(range(32))
+    # few groups of 14; 10 of 12; 2 of 4 beside 8 that it shares with the second
+    for number, (prompt, tokens) in enumerate(
+        ((range(100, 104), 52), ([*prefix, 200], 12), ([*prefix, 300], 12))
+    ):
+        scheduler.add(answer(number, prompt, tokens))
+        while len(scheduler.decoding) <= number:
+            assert scheduler.plan().reading is not None
+    served(scheduler)
+    assert scheduler.idle
+
+
 def test_none_begins_whose_company_could_keep_all_from_ending():
     sizes = PACKED._replace(num_groups=13, growth_tokens=4)
     scheduler = Scheduler(sizes, RULES._replace(periods=()), took)

@@ -1,0 +1,155 @@
+"""Says which groups of pages answers hold: what they share, what they get, and when they wait."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from jsparse.engine.blocks import BlockPool, CacheBlock
+from jsparse.engine.sizes import EngineSizes, Rules
+from jsparse.engine.step_plan import Answer
+
+
+class Memory:
+    """Gives answers the memory of their prompts when they begin, and that of their tokens later.
+
+    Answers begin and grow only as long as all that have begun can come to their ends, so that none
+    is ever thrown out.
+
+    Attributes:
+        pool: the groups and the blocks that are shared.
+    """
+
+    def __init__(self, sizes: EngineSizes, rules: Rules) -> None:
+        """Prepares memory that nobody holds."""
+        self.sizes, self.rules, self.pool = sizes, rules, BlockPool(sizes.num_groups)
+
+    def require_room(self, prompt: int, max_tokens: int) -> None:
+        """Raises ValueError unless a prompt and an answer of these sizes can be served at all."""
+        sizes, tokens = self.sizes, prompt + max_tokens
+        if tokens > sizes.max_model_len:
+            raise ValueError(
+                f"prompt of {prompt} tokens + max_tokens={max_tokens} is {tokens}: must be at most "
+                f"max_model_len={sizes.max_model_len}"
+            )
+        if sizes.groups_for(tokens) > self.pool.size:
+            raise ValueError(
+                f"prompt of {prompt} tokens + max_tokens={max_tokens} is {tokens}: must fit in the "
+                f"{self.pool.size * sizes.page_size} tokens of K and V that the engine holds"
+            )
+
+    def admit(self, answer: Answer, begun: Sequence[Answer]) -> bool:
+        """Gives an answer the memory of its prompt and of its first tokens, if it may begin."""
+        shared = answer.keys[: self._shareable(answer)]
+        tokens = len(answer.ids) + min(answer.max_tokens, self.sizes.growth_tokens)
+        wanted = self.sizes.groups_for(tokens) - len(shared) * self._block_groups
+        left = self.pool.available - self.pool.idle(shared) - wanted
+        later = self._missing(answer) - self.sizes.groups_for(tokens)
+        blocks = self.pool.find(shared)
+        if left < 0 or not self._all_can_end(begun, left, (later, wanted, blocks)):
+            return False
+        answer.blocks = self.pool.hold(shared)
+        answer.own = self.pool.take(wanted)
+        answer.known = answer.cached = len(shared) * self.sizes.block_tokens
+        answer.read = 0 if self.rules.replays else answer.known
+        return True
+
+    def release(self, answer: Answer) -> None:
+        """Takes back what an answer holds."""
+        self.pool.drop(answer.blocks)
+        self.pool.give_back(answer.own)
+        answer.blocks, answer.own = [], []
+
+    def _shareable(self, answer: Answer) -> int:
+        """Returns the number of leading blocks of a prompt that the pool has and it may use."""
+        sizes = self.sizes
+        maximum = len(answer.ids) - max(1, self.rules.window)
+        known = self.pool.known(answer.keys) * sizes.block_tokens
+        return sizes.hit_end(max(0, min(maximum, known))) // sizes.block_tokens
+
+    def take_over(self, answer: Answer) -> None:
+        """Uses the part of the prompt that others have read since.
+
+        The state must begin anew where it has not seen the tokens in between and they are not
+        replayed.
+        """
+        blocks = self._shareable(answer)
+        tokens = blocks * self.sizes.block_tokens
+        if tokens <= answer.known:
+            return
+        held = len(answer.blocks)
+        groups = (blocks - held) * self._block_groups
+        answer.blocks += self.pool.hold(answer.keys[held:blocks])
+        self.pool.give_back(answer.own[:groups])
+        answer.own = answer.own[groups:]
+        answer.cached += tokens - answer.known
+        answer.known = tokens
+        if not self.rules.replays:
+            answer.read, answer.fresh = tokens, True
+
+    def share(self, answer: Answer) -> None:
+        """Shares the whole blocks that have been read, unless others have them already."""
+        for key in answer.keys[len(answer.blocks) : answer.read // self.sizes.block_tokens]:
+            if self.pool.known([key]):
+                return
+            groups = answer.own[: self._block_groups]
+            answer.own = answer.own[self._block_groups :]
+            answer.blocks.append(self.pool.share(key, groups))
+
+    @property
+    def _block_groups(self) -> int:
+        return self.sizes.block_tokens // self.sizes.page_size
+
+    def steps_left(self, answer: Answer) -> int:
+        """Returns the number of steps for which an answer that decodes has memory."""
+        held = len(answer.ids) + answer.sent - 1
+        return self.num_groups(answer) * self.sizes.page_size - held
+
+    def grow(self, answer: Answer, steps: int, begun: Sequence[Answer]) -> list[int]:
+        """Gives an answer that decodes the memory for so many steps; returns the new groups.
+
+        There are none if it has enough, or if another might not come to its end then: an answer
+        waits until others have ended, and then goes on.
+        """
+        if self.steps_left(answer) >= steps:
+            return []
+        count = min(self.sizes.growth, self._missing(answer))
+        left = self.pool.available - count
+        answer.own += [-1] * count
+        granted = left >= 0 and self._all_can_end(begun, left)
+        del answer.own[len(answer.own) - count :]
+        groups = self.pool.take(count) if granted else []
+        answer.own += groups
+        return groups
+
+    def num_groups(self, answer: Answer) -> int:
+        """Returns the number of groups that an answer holds."""
+        return len(answer.blocks) * self._block_groups + len(answer.own)
+
+    def _missing(self, answer: Answer) -> int:
+        """Returns the groups that an answer has yet to get if it gets all its tokens."""
+        tokens = len(answer.ids) + answer.max_tokens
+        return self.sizes.groups_for(tokens) - self.num_groups(answer)
+
+    def _all_can_end(
+        self,
+        begun: Sequence[Answer],
+        available: int,
+        further: tuple[int, int, list[CacheBlock]] = (0, 0, []),
+    ) -> bool:
+        """Returns whether all answers that have begun can come to their ends, one by one.
+
+        That is the banker's algorithm (Dijkstra, EWD 108): whoever needs least gets it, ends and
+        leaves what it has to the others. `available` groups are there; a further answer needs,
+        has, and shares these groups and blocks.
+        """
+        claims = [(self._missing(answer), len(answer.own), answer.blocks) for answer in begun]
+        claims.append(further)
+        if sum(missing for missing, _, _ in claims) <= available:
+            return True
+        holders = Counter(block for _, _, blocks in claims for block in blocks)
+        for missing, own, blocks in sorted(claims, key=lambda claim: claim[0]):
+            if missing > available:
+                return False
+            holders.subtract(blocks)
+            free = sum(len(block.groups) for block in blocks if not holders[block])
+            available += own + free
+        return True
