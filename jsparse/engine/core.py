@@ -292,11 +292,9 @@ class Engine:
             state, answer, builder = self._live.get(number, (None, None, None))
             if state is None or answer is None or builder is None or builder.finish is not None:
                 continue  # it ended while this was on its way
-            for token in tokens:
-                if builder.finish is None:
-                    builder.take(token)
-                    state.metrics.token_times.append(now)
-                    self.counters.new_tokens += 1
+            count = builder.take(tokens)
+            state.metrics.token_times += [now] * count
+            self.counters.new_tokens += count
             updates.append(state)
             if builder.finish is not None:
                 self.scheduler.stop(answer)

@@ -1,12 +1,13 @@
 """Collects the tokens of requests as they arrive, and decodes their text on demand."""
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from jsparse.engine.packing import TokenResult
+from jsparse.engine.packing import NewTokens
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.host_reader import text_stream
 from jsparse.runtime.request import Request
@@ -163,46 +164,63 @@ class AnswerBuilder:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self._top: list[dict[int, float]] = []
+        self._shares = np.zeros(2)  # summed
         self.layers: np.ndarray | None = None
         self._layers: list[np.ndarray] = []
         self._keep_layers = keep_layers
-        self._attended = self._read = self._logprob = 0.0
+        self._logprob = 0.0
         self._tokenizer, self._stream = tokenizer, text_stream(tokenizer, options)
         self._unread: list[int] = []
         self._emitted = 0, 0  # tokens and characters that outputs have had
         self._lock = threading.Lock()
 
-    def take(self, result: TokenResult) -> None:
-        """Takes in the next token, unless the answer has ended."""
+    def take(self, new: NewTokens) -> int:
+        """Takes in the next tokens, up to the answer's end; returns how many these are."""
         with self._lock:
-            if self.finish is None:
-                self._take(result)
+            count = 0 if self.finish else self._end_within(new.ids)
+            if count:
+                self._keep(new, count)
+        return count
 
-    def _take(self, result: TokenResult) -> None:
-        options = self.request.sampling
-        self.token_ids.append(result.token)
-        self.logprobs.append(result.logprob)
-        self._logprob += result.logprob
-        if len(self.token_ids) > 1:  # the first comes from the prompt, not from a decode step
-            self._attended += result.attended
-            self._read += result.read
-            self.layers = result.layers
-            if result.layers is not None and self._keep_layers:
-                self._layers.append(result.layers)
-        if options.logprobs:
-            assert result.top is not None
-            ids, logprobs = (each[: options.logprobs].tolist() for each in result.top)
-            self._top.append(dict(zip(ids, logprobs, strict=True)))
-        if result.token in self.request.ends:
-            self.finish = "stop"
-            return
-        self._unread.append(result.token)
-        if options.stop:
+    def _end_within(self, ids: Sequence[int]) -> int:
+        """Returns how many of these ids belong to the answer, and ends it if they end it."""
+        sampling, ends = self.request.sampling, self.request.ends
+        left = sampling.max_tokens - len(self.token_ids)
+        ids = ids[:left]
+        end = next((nth for nth, token in enumerate(ids) if token in ends), None)
+        text = ids[:end]
+        if not sampling.stop:
+            self._unread += text
+        for count, token in enumerate(text if sampling.stop else (), 1):
+            self._unread.append(token)
             self._advance()
-        if self._stream.stopped:
+            if self._stream.stopped:
+                self.finish = "stop"
+                return count
+        if end is not None:
             self.finish = "stop"
-        elif len(self.token_ids) == options.max_tokens:
+            return end + 1
+        if len(ids) == left:
             self.finish = "length"
+        return len(ids)
+
+    def _keep(self, new: NewTokens, count: int) -> None:
+        """Keeps the first `count` tokens and their numbers."""
+        # the first of all comes from the prompt, not from a decode step
+        decoded = slice(0 if self.token_ids else 1, count)
+        self.token_ids += new.ids[:count]
+        self.logprobs += new.logprobs[:count]
+        self._logprob += sum(new.logprobs[:count])
+        self._shares += new.shares[decoded].sum(0, np.float64)
+        if new.layers is not None and len(new.layers[decoded]):
+            self.layers = new.layers[count - 1]
+            if self._keep_layers:
+                self._layers += [*new.layers[decoded]]
+        asked = self.request.sampling.logprobs
+        if asked:
+            assert new.top is not None
+            ids, logprobs = (each[:count, :asked].tolist() for each in new.top)
+            self._top += [dict(zip(*each, strict=True)) for each in zip(ids, logprobs, strict=True)]
 
     def end(self, reason: str) -> None:
         """Ends the answer, unless it has ended."""
@@ -213,7 +231,8 @@ class AnswerBuilder:
     def shares(self) -> tuple[float | None, float | None]:
         """Returns the means of the shares attended and read; None before the first decode step."""
         steps = len(self.token_ids) - 1
-        return (self._attended / steps, self._read / steps) if steps > 0 else (None, None)
+        attended, read = (self._shares / max(steps, 1)).tolist()
+        return (attended, read) if steps > 0 else (None, None)
 
     def output(self, *, new: bool = False) -> CompletionOutput:
         """Returns the answer as it is now; while it grows, the text that is certain.

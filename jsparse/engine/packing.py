@@ -17,20 +17,19 @@ from jsparse.runtime.sampling import top_logprobs
 Packed = Int32[Array, "n B w"]
 
 
-class TokenResult(NamedTuple):
-    """Holds one token and the numbers of its step.
+class NewTokens(NamedTuple):
+    """Holds the tokens that an answer got from one program, and the numbers of their n steps.
 
     Attributes:
-        token, logprob: the token and its log-probability under the model's own softmax.
-        attended, read: the shares of the positions so far that were attended and read.
-        layers: these two shares for each layer, [2, L]; None unless the engine keeps them.
-        top: the likeliest tokens and their log-probabilities; None unless requested.
+        ids, logprobs: the tokens and their log-probabilities under the model's own softmax.
+        shares: the shares of the positions so far that were attended and read, [n, 2].
+        layers: these two shares for each layer, [n, 2, L]; None unless the engine keeps them.
+        top: the likeliest tokens and their log-probabilities, [n, top]; None unless requested.
     """
 
-    token: int
-    logprob: float
-    attended: float
-    read: float
+    ids: list[int]
+    logprobs: list[float]
+    shares: np.ndarray
     layers: np.ndarray | None = None
     top: tuple[np.ndarray, np.ndarray] | None = None
 
@@ -51,18 +50,20 @@ def pack(step: Step, num_layers: int, *, layer_stats: bool, top: bool) -> Int32[
     return jnp.concatenate(columns, axis=1)
 
 
-def unpack(row: np.ndarray, num_layers: int, layer_stats: bool) -> TokenResult:
-    """Returns one step's results of one row of `Packed`."""
-    floats = row.view(np.float32)
+def unpack(steps: np.ndarray, num_layers: int, layer_stats: bool) -> NewTokens:
+    """Returns the results of one row of `Packed`, [n, w]."""
+    # copied: a view would keep all rows' results as long as this answer
+    steps = np.ascontiguousarray(steps)
+    floats = steps.view(np.float32)
     at = 4 + (2 * num_layers if layer_stats else 0)
-    half = (len(row) - at) // 2
-    return TokenResult(
-        int(row[0]),
-        float(floats[1]),
-        *shares(floats[2:4]).tolist(),
-        # copied: a view would keep all rows' results as long as this answer
-        layers=shares(floats[4:at]).reshape(2, num_layers) if layer_stats else None,
-        top=(row[at : at + half], floats[at + half :]) if half else None,
+    half = (steps.shape[1] - at) // 2
+    of_layers = (len(steps), 2, num_layers)
+    return NewTokens(
+        steps[:, 0].tolist(),
+        floats[:, 1].tolist(),
+        shares(floats[:, 2:4]),
+        layers=shares(floats[:, 4:at]).reshape(of_layers) if layer_stats else None,
+        top=(steps[:, at : at + half], floats[:, at + half :]) if half else None,
     )
 
 

@@ -58,6 +58,5 @@ def replay(
     for plan in recorded.plans:
         for pending in runner.run(plan):
             for nth, tokens in runner.results(pending):
-                for token in tokens:
-                    builders[nth].take(token)
+                builders[nth].take(tokens)
     return {nth: (own.token_ids, own.logprobs) for nth, own in builders.items()}

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from jsparse.engine.packing import TokenResult, unpack
+from jsparse.engine.packing import NewTokens, unpack
 from jsparse.engine.program_keys import SamplingMode
 from jsparse.engine.programs import CHOICES, Programs
 from jsparse.engine.setup import EngineSpec
@@ -72,16 +72,14 @@ class Runner:
             results.packed.copy_to_host_async()
         return pending
 
-    def results(self, pending: PendingResults) -> list[tuple[int, list[TokenResult]]]:
+    def results(self, pending: PendingResults) -> list[tuple[int, NewTokens]]:
         """Returns each answer that a program decoded for, with its tokens, once they are there."""
         packed = np.asarray(pending.packed)
+        layers, layer_stats = self._spec.cache.num_layers, self._spec.layer_stats
         return [
-            (answer, [self._unpacked(packed[nth, row]) for nth in range(steps)])
+            (answer, unpack(packed[:steps, row], layers, layer_stats))
             for answer, row, steps in pending.rows
         ]
-
-    def _unpacked(self, row: np.ndarray) -> TokenResult:
-        return unpack(row, self._spec.cache.num_layers, self._spec.layer_stats)
 
     def settle(self) -> None:
         """Waits for running programs: a process that exits during one is aborted."""
