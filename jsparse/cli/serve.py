@@ -42,7 +42,7 @@ ServedModelNameOption = Annotated[
 MaxWaitingOption = Annotated[int, Option(help="Most requests that wait; further ones get 429.")]
 MaxStallMsOption = Annotated[
     float,
-    Option(help="Milliseconds for which reading prompts may keep answers from growing."),
+    Option(help="Milliseconds for which an answer may wait for its next tokens."),
 ]
 BatchInvariantOption = Annotated[
     bool, Option(help="Whether a request gets the same bits in any company; slower.")

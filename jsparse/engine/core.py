@@ -19,7 +19,7 @@ from jsparse.engine.programs import Programs
 from jsparse.engine.request_state import Counters, RequestState, policy_of
 from jsparse.engine.runner import PendingResults, Runner
 from jsparse.engine.scheduler import Scheduler
-from jsparse.engine.step_plan import Answer, Reading, StepPlan
+from jsparse.engine.step_plan import Answer, StepPlan
 from jsparse.hyper_parameters import flag, whole_number
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import ENGINE, takes
@@ -112,9 +112,7 @@ class Engine:
         self._pace = Pace(params.config)
         rules = setup.rules(spec.policy, share=enable_prefix_caching)
         self.programs = Programs(spec)
-        self.scheduler = Scheduler(
-            self.sizes, rules, self._pace.estimate, self.programs.usable_rows
-        )
+        self.scheduler = Scheduler(self.sizes, rules, self._pace, self.programs.usable_rows)
         self._per_request, self._layer_stats, self._clock = spec.knobs, layer_stats, clock
         self._log = None if record is None else plan_log.PlanLog(record, spec)
         if prepare or (prepare is None and jax.default_backend() == "gpu"):
@@ -285,8 +283,7 @@ class Engine:
     def _take(self, pending: PendingResults) -> list[RequestState]:
         """Reads one program's results; returns the requests that they are for."""
         results, now, updates = self._runner.results(pending), self._clock(), []
-        if pending.reading is not None:
-            self._time(pending.reading, now - max(self._taken, pending.dispatched))
+        self._time(pending, 1e3 * (now - max(self._taken, pending.dispatched)))
         self._taken = now
         for number, tokens in results:
             state, answer, builder = self._live.get(number, (None, None, None))
@@ -304,11 +301,14 @@ class Engine:
                     self._forget(state)
         return updates
 
-    def _time(self, reading: Reading, seconds: float) -> None:
-        """Takes in how long a program that read prompts took: what was before it had ended."""
-        if not reading.replay:
+    def _time(self, pending: PendingResults, milliseconds: float) -> None:
+        """Takes in how long a program took: what was before it had ended."""
+        reading, decoding = pending.reading, pending.decoding
+        if reading is not None and not reading.replay:
             start = max(chunk.start for chunk in reading.chunks)
-            self._pace.observe(reading.num_rows, reading.size, start, 1e3 * seconds)
+            self._pace.observe_reading(reading.num_rows, reading.size, start, milliseconds)
+        if decoding is not None:
+            self._pace.observe_steps(decoding.num_rows, decoding.steps, milliseconds)
 
     def _forget(self, state: RequestState) -> None:
         self._requests.pop(state.request_id, None)

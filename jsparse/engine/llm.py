@@ -96,10 +96,11 @@ class LLM:
             prefill_rows: the numbers of prompts that programs read short chunks of, ascending from
                 1; None is 1 and 8 on a GPU, 1 on a CPU.
             ladder: the sizes of prompt chunks, as (position, size) pairs, from position 0 on.
-            max_stall_ms: the milliseconds for which reading prompts may keep answers from growing,
-                as far as chunks of the ladder's sizes allow; 0 is a decode step after each chunk.
-                None, the fastest where nobody waits for single tokens, reads all prompts first for
-                which there is room. AsyncEngine and servers have 200.
+            max_stall_ms: the milliseconds for which an answer may wait for its next tokens while
+                prompts are read, as far as chunks of the ladder's sizes allow, and twice those that
+                a decode program takes; 0 is one step at a time, after each chunk. None, the fastest
+                where nobody waits for single tokens, reads all prompts first for which there is
+                room. AsyncEngine and servers have 200.
             batch_invariant: whether a request gets the same bits in any company, and whether or not
                 others have read the beginning of its prompt. Programs then have one step, read one
                 prompt and decode all rows, and chunks begin where position alone says.

@@ -1,13 +1,17 @@
-"""Estimates how long programs take to read prompts, from how long they have taken."""
+"""Estimates how long programs take, from how long they have taken."""
+
+import statistics
+from collections import defaultdict, deque
+from functools import partial
 
 from jsparse.models.config import ModelConfig
 
-# of an estimate, the share that the newest program has
-NEWEST = 0.3
+# the programs of a size that its estimate is the median of: the first may take much longer
+NEWEST = 5
 
 
 class Pace:
-    """Learns how fast prompts are read.
+    """Learns how fast prompts are read and rows decode.
 
     The work of a chunk is its tokens, each of which counts more the further it is from the prompt's
     beginning, by the arithmetic of the model's matrices and of its attention.
@@ -20,25 +24,35 @@ class Pace:
         matrices = projections + 3 * width * config.intermediate_size
         # the position where a token's attention takes as much arithmetic as its matrices
         self._even = matrices / (2 * config.num_heads * head)
-        self._per_work: dict[tuple[int, int], float] = {}
+        newest = partial(deque[float], maxlen=NEWEST)
+        self._per_work: dict[tuple[int, int], deque[float]] = defaultdict(newest)
+        self._per_step: dict[int, deque[float]] = defaultdict(newest)
 
-    def observe(self, rows: int, size: int, start: int, milliseconds: float) -> None:
+    def observe_reading(self, rows: int, size: int, start: int, milliseconds: float) -> None:
         """Takes in that a program read `rows` chunks of `size` tokens from `start` on."""
-        found = milliseconds / self._work(rows, size, start)
-        before = self._per_work.get((rows, size), found)
-        self._per_work[rows, size] = before + NEWEST * (found - before)
+        self._per_work[rows, size].append(milliseconds / self._work(rows, size, start))
 
-    def estimate(self, rows: int, size: int, start: int) -> float | None:
+    def observe_steps(self, rows: int, steps: int, milliseconds: float) -> None:
+        """Takes in that a program of `rows` rows ran so many steps."""
+        self._per_step[rows].append(milliseconds / steps)
+
+    def reading(self, rows: int, size: int, start: int) -> float | None:
         """Returns the milliseconds that such a program takes; None before any has been observed.
 
         Where only programs of other sizes have been, it is as fast as the slowest of these.
         """
-        if not self._per_work:
-            return None
-        per_work = self._per_work.get((rows, size))
-        if per_work is None:
-            per_work = max(self._per_work.values())
-        return per_work * self._work(rows, size, start)
+        per_work = _known(self._per_work, (rows, size))
+        return None if per_work is None else per_work * self._work(rows, size, start)
+
+    def step(self, rows: int) -> float | None:
+        """Returns the milliseconds of a decode step of so many rows; None as of `reading`."""
+        return _known(self._per_step, rows)
 
     def _work(self, rows: int, size: int, start: int) -> float:
         return rows * size * (1 + (start + size / 2) / self._even)
+
+
+def _known[Key](observed: dict[Key, deque[float]], key: Key) -> float | None:
+    """Returns the median of what was observed of a key, or the largest of others' medians."""
+    of_key = [observed[key]] if key in observed else observed.values()
+    return max((statistics.median(each) for each in of_key), default=None)

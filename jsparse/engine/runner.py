@@ -26,16 +26,20 @@ class PendingResults(NamedTuple):
     Attributes:
         packed: as in `packing.Packed`; of a chunk that is not the last, any number.
         rows: the answers, with their rows in `packed` and their steps.
-        steps: the number of steps of the program.
-        reading: what it has read, if anything.
+        reading, decoding: what the program has read, or the steps that it has run.
         dispatched: when it was dispatched, in seconds.
     """
 
     packed: Array
     rows: list[tuple[int, int, int]]
-    steps: int = 1
     reading: Reading | None = None
+    decoding: Decoding | None = None
     dispatched: float = 0
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that the program has run; reading counts as one."""
+        return self.decoding.steps if self.decoding else 1
 
 
 def choice_of(request: Request) -> SamplingMode:
@@ -165,7 +169,7 @@ class Runner:
             choice=self._choice("decode", num_rows, [row.answer for row in decoding.rows]),
         )
         results = [(row.answer, nth, row.steps) for nth, row in zip(at, decoding.rows, strict=True)]
-        return PendingResults(packed, results, decoding.steps)
+        return PendingResults(packed, results, decoding=decoding)
 
     def _choice(self, name: str, rows: int, answers: Iterable[int]) -> SamplingMode:
         """Returns the cheapest way of choosing tokens that all of these answers allow."""

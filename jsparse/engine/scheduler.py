@@ -7,7 +7,7 @@ A plan is plain numbers: a log of plans replays a session (jsparse.engine.plan_l
 import heapq
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from jsparse.engine.blocks import block_keys
 from jsparse.engine.memory import Memory
@@ -23,9 +23,15 @@ from jsparse.engine.step_plan import (
 )
 from jsparse.runtime.pauses import until_due
 
-# Returns the milliseconds in which a program reads `rows` chunks of `size` tokens, padded, from the
-# position `start` on: estimate(rows, size, start). None where nothing is known.
-Estimate = Callable[[int, int, int], float | None]
+
+class Estimates(Protocol):
+    """Estimates how many milliseconds programs take; None where nothing is known."""
+
+    def reading(self, rows: int, size: int, start: int) -> float | None:
+        """Returns the time to read `rows` chunks of `size` tokens, from the position `start` on."""
+
+    def step(self, rows: int) -> float | None:
+        """Returns the time of a decode step in a program of `rows` rows."""
 
 
 class _NextChunk(NamedTuple):
@@ -52,7 +58,7 @@ class Scheduler:
         self,
         sizes: EngineSizes,
         rules: Rules,
-        estimate: Estimate = lambda rows, size, start: None,
+        pace: Estimates,
         rows_for: Callable[[int], int] | None = None,
     ) -> None:
         """Prepares a scheduler without requests.
@@ -60,7 +66,7 @@ class Scheduler:
         `rows_for` returns the rows of the smallest decode program that has as many and that may be
         planned now; None is of the smallest.
         """
-        self.sizes, self.rules, self._estimate = sizes, rules, estimate
+        self.sizes, self.rules, self._pace = sizes, rules, pace
         self._rows_for = rows_for or sizes.rows_for
         self.memory = Memory(sizes, rules)
         self.pool = self.memory.pool
@@ -226,12 +232,24 @@ class Scheduler:
 
     def _too_slow(self, rows: int, size: int, start: int) -> bool:
         """Returns whether rows that decode would have to wait too long for these chunks."""
+        return self._milliseconds(rows, size, start) > self._patience
+
+    @property
+    def _patience(self) -> float:
+        """The milliseconds for which reading may go on, if the next program decodes."""
         maximum = self.sizes.max_stall_ms
-        return maximum is not None and self._milliseconds(rows, size, start) > maximum
+        if maximum is None:
+            return math.inf
+        return maximum - (self._step_milliseconds() if self.decoding else 0)
 
     def _milliseconds(self, rows: int, size: int, start: int) -> float:
         """Returns the time that a program takes to read these chunks; infinity if unknown."""
-        took = self._estimate(rows, size, start)
+        took = self._pace.reading(rows, size, start)
+        return math.inf if took is None else took
+
+    def _step_milliseconds(self) -> float:
+        """Returns the time that a step of the rows that decode takes; infinity if unknown."""
+        took = self._pace.step(self._rows_for(len(self.decoding)))
         return math.inf if took is None else took
 
     def _decoding(self) -> Decoding | None:
@@ -239,9 +257,10 @@ class Scheduler:
         following, maximum = self._candidates(), self.sizes.max_stall_ms
         if following and maximum is None:
             return None
-        if following and maximum is not None:
+        if following:
             size = self._next_chunk(following[0]).size
-            if self._stalled + self._milliseconds(1, size, following[0].read) <= maximum:
+            later = self._milliseconds(1, size, following[0].read)
+            if self._stalled + later <= self._patience:
                 return None
         self._stalled = 0
         steps, rows = self._steps(), []
@@ -262,10 +281,10 @@ class Scheduler:
         """Returns the number of steps of the next program.
 
         It is the maximum unless something waits for the program's end: a prompt that is being read,
-        a row that is due for service before, or an answer that gets the slot or the memory of a row
-        that ends.
+        a row that is due for service before, an answer that gets the slot or the memory of a row
+        that ends, or whoever waits for tokens. What comes in the meantime waits for two programs.
         """
-        if self.reading:
+        if self.reading or not self.decoding:
             return 1
         left = [answer.max_tokens - answer.sent for answer in self.decoding]
         ends = [max(left, default=0)]
@@ -273,4 +292,7 @@ class Scheduler:
             ends += [steps for steps in left if steps > 0]
         for answer in self.decoding:
             ends += until_due(self.rules.periods, answer.sent - 1)
+        maximum, of_one = self.sizes.max_stall_ms, self._step_milliseconds()
+        if maximum is not None and 2 * self.sizes.steps * of_one > maximum:
+            ends.append(max(1, int(maximum / of_one / 2)))
         return min(self.sizes.steps, *ends)

@@ -23,8 +23,8 @@ class EngineSizes(NamedTuple):
         steps: the most decode steps per program.
         rows: the numbers of rows for which decode programs are made, rising up to num_slots.
         prefill_rows: the numbers of prompts that a program may read a chunk of, rising from 1.
-        max_stall_ms: the time for which reading may keep rows from decoding, as far as chunks are
-            small enough; None is any time.
+        max_stall_ms: the time between two tokens of a row while prompts are read, as far as chunks
+            are small enough, and that of two decode programs; None is any time.
         batch_invariant: whether the starts of chunks depend on position alone, so that another
             request with the same prompt would compute the same K and V, bit for bit.
         growth_tokens: the tokens of an answer for which it gets memory at a time.

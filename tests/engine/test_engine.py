@@ -169,6 +169,17 @@ def test_the_first_request_has_all_its_programs_compiled_side_by_side():
     assert set(llm.engine.programs._made) == made
 
 
+def test_the_engine_learns_how_long_its_programs_take():
+    clock = itertools.count()
+    llm = tiny_llm(clock=lambda: float(next(clock)))
+    pace = llm.engine._pace
+    assert (pace.reading(1, 16, 0), pace.step(4)) == (None, None)
+    llm.generate(PROMPTS[:2], greedy(9))
+    # by a clock that ticks at every look
+    assert pace.reading(1, 16, 0) >= 1000
+    assert pace.step(4) >= 1000
+
+
 def test_end_tokens_and_lengths_end_answers(dense):
     (out,) = dense.generate([PROMPTS[0]], greedy(12))
     ids = out.outputs[0].token_ids

@@ -40,6 +40,16 @@ def took(rows, size, start):
     return rows * size * (1 + start / 32)
 
 
+class Pace:
+    """Knows how long programs take, or only how long steps do."""
+
+    def __init__(self, reading=took, step=1):
+        self.reading, self.step = reading, lambda rows: step
+
+
+PACE = Pace()
+
+
 def answer(number, prompt, tokens, born=0.0):
     return Answer(number, list(prompt), tokens, born)
 
@@ -51,7 +61,7 @@ class Serving(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.scheduler = Scheduler(self.sizes, RULES._replace(replays=self.replays), took)
+        self.scheduler = Scheduler(self.sizes, RULES._replace(replays=self.replays), PACE)
         self.asked, self.clock = [], 0.0
         # what a device would hold: per answer, the prompt's tokens in its groups, and its steps
         self.read, self.steps, self.slots, self.places = {}, Counter(), {}, {}
@@ -254,11 +264,11 @@ def chunks_of(*plans):
 
 
 def test_the_shortest_is_read_first_but_none_waits_forever():
-    scheduler = Scheduler(SIZES, RULES)
+    scheduler = Scheduler(SIZES, RULES, PACE)
     scheduler.add(answer(0, range(50), 1))
     scheduler.add(answer(1, range(100, 103), 1))
     assert served(scheduler)[0] == [1, 0]
-    scheduler = Scheduler(SIZES, RULES)
+    scheduler = Scheduler(SIZES, RULES, PACE)
     scheduler.add(answer(0, range(50), 1, born=0.0))
     # it came later by more than what the long one is longer
     scheduler.add(answer(1, range(100, 103), 1, born=0.01))
@@ -266,7 +276,7 @@ def test_the_shortest_is_read_first_but_none_waits_forever():
 
 
 def test_a_short_prompt_overtakes_a_long_one_that_is_being_read():
-    scheduler = Scheduler(SIZES, RULES)
+    scheduler = Scheduler(SIZES, RULES, PACE)
     scheduler.add(answer(0, range(55), 1))
     chunks = chunks_of(scheduler.plan())
     scheduler.add(answer(1, range(100, 103), 1))
@@ -275,7 +285,7 @@ def test_a_short_prompt_overtakes_a_long_one_that_is_being_read():
 
 
 def test_programs_are_long_only_where_nobody_waits_for_their_end():
-    scheduler = Scheduler(SIZES, RULES._replace(periods=()))
+    scheduler = Scheduler(SIZES._replace(max_stall_ms=16), RULES._replace(periods=()), PACE)
     scheduler.add(answer(0, range(4), 30))
     scheduler.add(answer(1, range(100, 134), 30))
     plans = served(scheduler)[1]
@@ -287,8 +297,19 @@ def test_programs_are_long_only_where_nobody_waits_for_their_end():
     assert after[-4:] == [8, 8, 8, 5]
 
 
+@pytest.mark.parametrize(
+    ("maximum", "step", "longest"), [(16, 1, 8), (16, 3, 2), (16, None, 1), (16, 0, 8), (0, 1, 1)]
+)
+def test_two_programs_take_no_longer_than_rows_may_wait(maximum, step, longest):
+    sizes, rules = SIZES._replace(max_stall_ms=maximum), RULES._replace(periods=())
+    scheduler = Scheduler(sizes, rules, Pace(step=step))
+    scheduler.add(answer(0, range(4), 30))
+    plans = [plan.decoding for plan in served(scheduler)[1] if plan.decoding is not None]
+    assert max(plan.steps for plan in plans) == longest
+
+
 def test_rows_meet_their_service():
-    scheduler = Scheduler(SIZES, RULES._replace(periods=(10,)))
+    scheduler = Scheduler(UNHURRIED, RULES._replace(periods=(10,)), PACE)
     scheduler.add(answer(0, range(4), 40))
     plans = [plan.decoding for plan in served(scheduler)[1] if plan.decoding is not None]
     ages = [row.age for plan in plans for row in plan.rows]
@@ -297,7 +318,7 @@ def test_rows_meet_their_service():
 
 
 def test_what_others_have_read_is_not_read_again():
-    scheduler = Scheduler(SIZES, RULES)
+    scheduler = Scheduler(SIZES, RULES, PACE)
     prompt = list(range(40))
     for number in range(3):
         scheduler.add(answer(number, [*prompt, 100 + number], 2))
@@ -311,7 +332,7 @@ def test_what_others_have_read_is_not_read_again():
 
 def test_who_is_overtaken_goes_on_behind_what_others_have_read_since():
     """With a state that has seen nothing: it has not seen what lies between."""
-    scheduler = Scheduler(SIZES, RULES)
+    scheduler = Scheduler(SIZES, RULES, PACE)
     prompt = list(range(55))
     scheduler.add(answer(0, prompt, 1))
     scheduler.plan()
@@ -328,7 +349,7 @@ def test_who_is_overtaken_goes_on_behind_what_others_have_read_since():
 
 def test_no_more_than_a_few_prompts_are_partly_read():
     sizes = SIZES._replace(num_groups=197, num_slots=10, rows=(10,))
-    scheduler = Scheduler(sizes, RULES)
+    scheduler = Scheduler(sizes, RULES, PACE)
     for number in range(MAX_READING + 1):
         # each has waited for longer than those before
         ids = range(100 * number, 100 * number + 50)
@@ -338,7 +359,7 @@ def test_no_more_than_a_few_prompts_are_partly_read():
 
 
 def test_blocks_that_a_request_takes_over_are_not_counted_as_room_for_the_rest():
-    scheduler = Scheduler(SIZES._replace(num_groups=13), RULES)
+    scheduler = Scheduler(SIZES._replace(num_groups=13), RULES, PACE)
     prompt = list(range(17))
     scheduler.add(answer(0, prompt, 1))
     served(scheduler)
@@ -352,7 +373,7 @@ def test_blocks_that_a_request_takes_over_are_not_counted_as_room_for_the_rest()
 
 
 def test_the_window_of_a_prompt_is_always_read():
-    scheduler = Scheduler(SIZES, RULES._replace(window=20))
+    scheduler = Scheduler(SIZES, RULES._replace(window=20), PACE)
     for number in range(2):
         scheduler.add(answer(number, range(48), 2))
     starts = {}
@@ -363,7 +384,7 @@ def test_the_window_of_a_prompt_is_always_read():
 
 
 def test_who_does_not_fit_waits_and_keeps_those_behind_from_its_memory():
-    scheduler = Scheduler(SIZES._replace(num_groups=17), RULES)
+    scheduler = Scheduler(SIZES._replace(num_groups=17), RULES, PACE)
     scheduler.add(answer(0, range(40), 8))
     scheduler.plan()
     scheduler.add(answer(1, range(100, 130), 2))
@@ -380,7 +401,7 @@ def test_who_does_not_fit_waits_and_keeps_those_behind_from_its_memory():
     ],
 )
 def test_what_can_never_fit_is_refused(prompt, tokens, groups, message):
-    scheduler = Scheduler(SIZES._replace(num_groups=groups), RULES)
+    scheduler = Scheduler(SIZES._replace(num_groups=groups), RULES, PACE)
     with pytest.raises(ValueError, match=message):
         scheduler.add(answer(0, range(prompt), tokens))
     assert scheduler.idle
@@ -388,7 +409,7 @@ def test_what_can_never_fit_is_refused(prompt, tokens, groups, message):
 
 @pytest.mark.parametrize("tokens", range(1, 60))
 def test_chunks_of_a_prompt_are_foretold_as_they_are_planned(tokens):
-    scheduler = Scheduler(SIZES, RULES)
+    scheduler = Scheduler(SIZES, RULES, PACE)
     scheduler.add(answer(0, range(tokens), 1))
     planned = []
     while (reading := scheduler.plan().reading) is not None:
@@ -402,14 +423,14 @@ def test_few_rows_decode_in_the_smallest_program_that_has_them():
 
 
 def test_rows_are_computed_for_those_that_decode_in_whatever_slots_they_are():
-    scheduler = Scheduler(PACKED, RULES, took)
+    scheduler = Scheduler(PACKED, RULES, PACE)
     for number, tokens in enumerate((2, 2, 30)):
         scheduler.add(answer(number, range(100 * number, 100 * number + 3), tokens))
     plans = [plan.decoding for plan in served(scheduler)[1] if plan.decoding is not None]
     assert [(plan.num_rows, len(plan.rows)) for plan in plans][:3] == [(6, 3), (2, 1), (2, 1)]
     assert plans[-1].rows[0].slot == 2
     # while the program of few rows is not there
-    scheduler = Scheduler(PACKED, RULES, rows_for=lambda count: 6)
+    scheduler = Scheduler(PACKED, RULES, PACE, rows_for=lambda count: 6)
     scheduler.add(answer(0, range(3), 3))
     last = [plan.decoding for plan in served(scheduler)[1] if plan.decoding is not None]
     assert {plan.num_rows for plan in last} == {6}
@@ -417,7 +438,7 @@ def test_rows_are_computed_for_those_that_decode_in_whatever_slots_they_are():
 
 def test_short_prompts_are_read_together_where_they_fill_half_of_a_program():
     def read(*lengths):
-        scheduler = Scheduler(PACKED, RULES, took)
+        scheduler = Scheduler(PACKED, RULES, PACE)
         for number, length in enumerate(lengths):
             scheduler.add(answer(number, range(100 * number, 100 * number + length), 1))
         plans = [plan.reading for plan in served(scheduler)[1] if plan.reading is not None]
@@ -432,7 +453,7 @@ def test_short_prompts_are_read_together_where_they_fill_half_of_a_program():
 
 
 def test_what_two_prompts_have_in_common_is_read_once_also_when_they_come_together():
-    scheduler = Scheduler(PACKED, RULES, took)
+    scheduler = Scheduler(PACKED, RULES, PACE)
     for number in range(2):
         scheduler.add(answer(number, [*range(16), 100 + number, 1, 2], 1))
     plans = [plan.reading for plan in served(scheduler)[1] if plan.reading is not None]
@@ -440,9 +461,9 @@ def test_what_two_prompts_have_in_common_is_read_once_also_when_they_come_togeth
     assert {chunk.start for chunk in plans[1].chunks} == {16}
 
 
-def steps_between(sizes, estimate=took):
+def steps_between(sizes, pace=PACE):
     """The milliseconds of reading before each decode step, and the sizes of chunks."""
-    scheduler = Scheduler(sizes, RULES._replace(periods=()), estimate)
+    scheduler = Scheduler(sizes, RULES._replace(periods=()), pace)
     scheduler.add(answer(0, range(4), 30))
     scheduler.plan()
     scheduler.add(answer(1, range(100, 155), 5))
@@ -458,24 +479,25 @@ def steps_between(sizes, estimate=took):
 
 
 def test_rows_wait_no_longer_for_reading_than_they_may():
-    # chunks of 16 take 16 and 24 ms, those of 8 from position 32 on 16, 18 and 20
+    # chunks of 16 take 16 and 24 ms, those of 8 from position 32 on 16, 18 and 20, a step 1
     assert steps_between(SIZES) == ([16, 24, 16, 18, 20], [16, 16, 8, 8, 8])
-    assert steps_between(SIZES._replace(max_stall_ms=40)) == ([40, 34, 20], [16, 16, 8, 8, 8])
+    assert steps_between(SIZES._replace(max_stall_ms=40))[0] == [16, 24, 34, 20]
+    assert steps_between(SIZES._replace(max_stall_ms=41)) == ([40, 34, 20], [16, 16, 8, 8, 8])
     stalls, chunks = steps_between(SIZES._replace(max_stall_ms=None))
     assert (stalls, chunks) == ([94], [16, 16, 8, 8, 8])
 
 
 def test_chunks_are_as_short_as_rows_that_decode_need_them():
     # 8 from position 16 on take 12 and 14 ms, where 16 would take 24
-    stalls, chunks = steps_between(VARIANT._replace(max_stall_ms=20))
+    stalls, chunks = steps_between(VARIANT._replace(max_stall_ms=21))
     assert chunks == [16, 8, 8, 8, 8, 8]
     assert stalls == [16, 12, 14, 16, 18, 20]
     # where nothing is known, one by one
-    assert steps_between(VARIANT._replace(max_stall_ms=20), lambda *_: None)[1] == [8] * 7
+    assert steps_between(VARIANT._replace(max_stall_ms=20), Pace(lambda *_: None))[1] == [8] * 7
 
 
 def test_without_a_limit_all_prompts_are_read_first():
-    scheduler = Scheduler(UNHURRIED, RULES._replace(periods=()))
+    scheduler = Scheduler(UNHURRIED, RULES._replace(periods=()), PACE)
     for number in range(3):
         scheduler.add(answer(number, range(100 * number, 100 * number + 20), 5))
     plans = served(scheduler)[1]
@@ -486,7 +508,7 @@ def test_without_a_limit_all_prompts_are_read_first():
 
 def test_a_prompt_goes_on_behind_any_block_where_chunks_may_begin_anywhere():
     def read(sizes):
-        scheduler = Scheduler(sizes, RULES)
+        scheduler = Scheduler(sizes, RULES, PACE)
         scheduler.add(answer(0, range(30), 1))
         served(scheduler)
         scheduler.add(answer(1, [*range(29), 100, 101], 1))
@@ -499,7 +521,7 @@ def test_a_prompt_goes_on_behind_any_block_where_chunks_may_begin_anywhere():
 def test_answers_grow_into_memory_that_others_have_not_used():
     """Where each took the memory of all its tokens at once, four could not run together."""
     sizes = PACKED._replace(num_groups=21, growth_tokens=8, steps=4)
-    scheduler = Scheduler(sizes, RULES._replace(periods=()), took)
+    scheduler = Scheduler(sizes, RULES._replace(periods=()), PACE)
     for number in range(4):
         scheduler.add(answer(number, range(100 * number, 100 * number + 4), 40))
     running, sent = [], []
@@ -519,7 +541,7 @@ def test_answers_grow_into_memory_that_others_have_not_used():
 
 def test_what_several_share_is_free_once_all_of_them_have_ended():
     sizes = PACKED._replace(num_groups=21, growth_tokens=4, steps=1)
-    scheduler = Scheduler(sizes, RULES._replace(periods=(), window=0), took)
+    scheduler = Scheduler(sizes, RULES._replace(periods=(), window=0), PACE)
     prefix = list(range(32))
     # few groups of 14; 10 of 12; 2 of 4 beside 8 that it shares with the second
     for number, (prompt, tokens) in enumerate(
@@ -534,7 +556,7 @@ def test_what_several_share_is_free_once_all_of_them_have_ended():
 
 def test_none_begins_whose_company_could_keep_all_from_ending():
     sizes = PACKED._replace(num_groups=13, growth_tokens=4)
-    scheduler = Scheduler(sizes, RULES._replace(periods=()), took)
+    scheduler = Scheduler(sizes, RULES._replace(periods=()), PACE)
     # 12 groups: each has 5 and needs 9, so that two would wait for each other for ever
     for number in range(2):
         scheduler.add(answer(number, range(100 * number, 100 * number + 16), 20))
