@@ -465,12 +465,13 @@ def test_the_package_shows_what_is_public():
 
 def test_a_share_is_never_above_one(params, monkeypatch):
     over = np.float32(1) + np.finfo(np.float32).eps
-    row = np.array([7, 0, 0, 0, 0, 0, 0, 0], np.int32)
-    row.view(np.float32)[1:] = [-2, over, 0.5, over, 0.25, over, 1]
-    told = unpack(row, 2, layer_stats=True)
-    assert (told.token, told.logprob, told.attended, told.read) == (7, -2.0, 1.0, 0.5)
+    steps = np.full((2, 8), 7, np.int32)
+    steps.view(np.float32)[:, 1:] = [-2, over, 0.5, over, 0.25, over, 1]
+    told = unpack(steps, 2, layer_stats=True)
+    assert (told.ids, told.logprobs) == ([7, 7], [-2.0, -2.0])
+    assert told.shares.tolist() == [[1.0, 0.5]] * 2
     assert told.layers is not None
-    assert told.layers.tolist() == [[1.0, 0.25], [1.0, 1.0]]
+    assert told.layers.tolist() == [[[1.0, 0.25], [1.0, 1.0]]] * 2
     means = StepStats.over_layers
     monkeypatch.setattr(
         StepStats, "over_layers", lambda step: StepStats(*(over + 0 * x for x in means(step)))

@@ -153,6 +153,7 @@ class AsyncEngine:
             (request,) = requests(params, rows, options, self.engine.policy, seed=seed)
             request = replace(request, stream=request.stream + nth % STREAMS)
             text = prompt if isinstance(prompt, str) else None
+            del prompt, rows  # the request has them as an array
             self._tell(lambda: self._add(request, name, text, listener))
             finished = False
             while not finished:

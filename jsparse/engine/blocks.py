@@ -129,17 +129,16 @@ class BlockPool:
                 self._idle_groups += len(block.groups)
 
 
-def block_keys(ids: Sequence[int], block_tokens: int, root: str) -> list[bytes]:
+def block_keys(ids: np.ndarray, block_tokens: int, root: str) -> list[bytes]:
     """Returns the key of each whole block of a prompt.
 
     A key is a chain: it depends on all tokens up to the block's end and on `root`, which names
     everything else that K and V depend on.
     """
     key = hashlib.blake2b(root.encode(), digest_size=16).digest()
-    data = np.asarray(ids, np.int32)
     keys = []
     for end in range(block_tokens, len(ids) + 1, block_tokens):
-        tokens = data[end - block_tokens : end].tobytes()
+        tokens = ids[end - block_tokens : end].tobytes()
         key = hashlib.blake2b(key + tokens, digest_size=16).digest()
         keys.append(key)
     return keys

@@ -117,7 +117,7 @@ class RequestOutput:
     Attributes:
         request_id: the request's name.
         prompt: the prompt as it was given, if it was text.
-        prompt_token_ids: the prompt's ids.
+        prompt_ids: the prompt's ids, int32 [T].
         outputs: the `n` answers.
         num_cached_tokens: the prompt tokens that were not computed, since another request, or
             another of these answers, had read them; the most of any answer.
@@ -128,12 +128,17 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: list[int]
+    prompt_ids: np.ndarray
     outputs: list[CompletionOutput]
     num_cached_tokens: int
     metrics: RequestMetrics
     finished: bool
     policy: str
+
+    @cached_property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt's ids, as in vLLM. The list is made when it is first read."""
+        return self.prompt_ids.tolist()
 
 
 class AnswerBuilder:

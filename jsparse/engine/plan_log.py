@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jsparse.engine.outputs import AnswerBuilder
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.step_plan import Chunk, Decode, Decoding, Reading, StepPlan
@@ -39,7 +41,7 @@ class PlanLog:
         """Writes the request of an answer."""
         self._write(
             answer=number,
-            ids=request.ids,
+            ids=request.ids.tolist(),
             sampling=dataclasses.asdict(request.sampling),
             ends=sorted(request.ends),
             stream=request.stream,
@@ -91,7 +93,7 @@ def _take(recorded: Recording, line: dict[str, Any]) -> None:
     elif "answer" in line:
         sampling = SamplingParams(**line["sampling"])
         recorded.requests[line["answer"]] = Request(
-            line["ids"], sampling, frozenset(line["ends"]), line["stream"]
+            np.asarray(line["ids"], np.int32), sampling, frozenset(line["ends"]), line["stream"]
         )
     elif "got" in line:
         recorded.got[line["got"]] = line["tokens"], line["logprobs"]

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from jsparse.engine.outputs import AnswerBuilder, RequestMetrics, RequestOutput
 from jsparse.engine.step_plan import Answer
 from jsparse.policy import Policy
@@ -35,7 +37,7 @@ class RequestState:
 
     request_id: str
     prompt: str | None
-    ids: list[int]
+    ids: np.ndarray
     answers: list[Answer]
     builders: list[AnswerBuilder]
     metrics: RequestMetrics

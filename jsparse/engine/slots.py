@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from jsparse.policy import Policy
@@ -52,7 +53,7 @@ class ReadRows(NamedTuple):
 
 def neutral() -> Request:
     """Returns the request of an empty slot, which takes the likeliest token."""
-    return Request([], SamplingParams(**OFF), frozenset(), 0)
+    return Request(np.zeros(0, np.int32), SamplingParams(**OFF), frozenset(), 0)
 
 
 def no_recent(policy: Policy, rows: int) -> Int32[Array, "B n"]:

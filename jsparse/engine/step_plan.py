@@ -1,9 +1,10 @@
 """Defines StepPlan, the next work of the device, and Answer, the planned state of an answer."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
+
+import numpy as np
 
 from jsparse.engine.blocks import CacheBlock
 
@@ -20,7 +21,7 @@ class Answer:
 
     Attributes:
         number: its name in plans.
-        ids: the prompt.
+        ids: the prompt, int32 [T].
         max_tokens: the number of tokens after which it ends.
         born: when it came, in seconds.
         keys: the keys of the prompt's blocks.
@@ -39,7 +40,7 @@ class Answer:
     """
 
     number: int
-    ids: Sequence[int]
+    ids: np.ndarray
     max_tokens: int
     born: float
     keys: list[bytes] = field(default_factory=list)

@@ -18,6 +18,7 @@ from jsparse.runtime.host_reader import (
     TokenStreamer,
     text_stream,
 )
+from jsparse.runtime.reading import TokenRows
 from jsparse.runtime.request import Request, knobs
 from jsparse.runtime.sampling import chooser, forced_then_greedy
 from jsparse.runtime.session import Session
@@ -28,7 +29,7 @@ def run(
     asked: Sequence[Request],
     streamers: Sequence[Streamer],
     report: OnChunk,
-    read: Sequence[Sequence[int]] | None = None,
+    read: TokenRows | None = None,
 ) -> list[Generation]:
     """Reads the prompts of a session's next turn and decodes the answers.
 

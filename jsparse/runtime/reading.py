@@ -23,6 +23,9 @@ from jsparse.runtime.owners import row_arrays, with_row_arrays
 from jsparse.runtime.prefill import OnChunk, PrefillCarry
 from jsparse.shapes import Rows
 
+# the tokens of each row; rows may have different numbers of them
+TokenRows = Sequence[Sequence[int] | np.ndarray]
+
 first_logits = program(to_logits, static_argnames=("decoder",))
 
 
@@ -64,7 +67,7 @@ class Reading:
         self._params, self._policy, self._spec, self._store = params, policy, spec, store
         self.resumable = resumable
 
-    def checked(self, rows: Sequence[Sequence[int]], end: PromptEnd | None) -> Prompts:
+    def checked(self, rows: TokenRows, end: PromptEnd | None) -> Prompts:
         """Returns prompts that follow `end`, or begin.
 
         Raises:
@@ -74,7 +77,7 @@ class Reading:
         if len(rows) != self._spec.batch:
             raise ValueError(f"rows has {len(rows)} entries: must be {self._spec.batch}")
         if not lengths.any():
-            raise ValueError(f"rows={list(rows)}: must not all be empty")
+            raise ValueError(f"rows={[*map(list, rows)]}: must not all be empty")
         total = lengths if end is None else end.positions + lengths
         if total.max() > self._spec.capacity:
             raise ValueError(

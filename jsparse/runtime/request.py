@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from jsparse.policy import Policy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
     """Holds one prompt and its options, checked.
 
     Attributes:
-        ids: the prompt.
+        ids: the prompt, int32 [T].
         sampling: the options, with the model's defaults in place of None.
         ends: the tokens that end the text.
         stream: the number of the seed's random stream to draw from.
     """
 
-    ids: list[int]
+    ids: np.ndarray
     sampling: SamplingParams
     ends: frozenset[int]
     stream: int
@@ -147,7 +147,7 @@ def _request(
             f"min_tokens={sampling.min_tokens}: must be 0 where more than {MAX_END_IDS} tokens end "
             f"the text; here {len(ends)} do"
         )
-    return Request(ids, resolved, ends, 0 if own_seed else row)
+    return Request(np.asarray(ids, np.int32), resolved, ends, 0 if own_seed else row)
 
 
 def _ends(params: "Params", sampling: SamplingParams) -> frozenset[int]:

@@ -27,7 +27,7 @@ from jsparse.runtime.admission import admit
 from jsparse.runtime.compilation import traces
 from jsparse.runtime.decoding import Decoding, StepResult, with_logits, without_logits
 from jsparse.runtime.prefill import OnChunk, settle
-from jsparse.runtime.reading import PrefillResult, PromptEnd, Reading
+from jsparse.runtime.reading import PrefillResult, PromptEnd, Reading, TokenRows
 from jsparse.runtime.sampling import ChooseFn
 
 
@@ -129,7 +129,7 @@ class Session:
         """Returns a time in seconds that stands still while steps are compiled."""
         return time.perf_counter() - self.compiling
 
-    def read(self, rows: Sequence[Sequence[int]], report: OnChunk = lambda *_: None) -> None:
+    def read(self, rows: TokenRows, report: OnChunk = lambda *_: None) -> None:
         """Reads the prompts, densely.
 
         Called again, it reads a further turn: rows are cut back to the end of the last prompt, and

@@ -85,7 +85,7 @@ async def all_of[Result](works: Sequence[Coroutine[Any, Any, Result]]) -> list[R
 
 def usage(outputs: Sequence[RequestOutput], new_tokens: int) -> dict[str, Any]:
     """Returns the usage of requests, by the last output of each and the number of new tokens."""
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    prompt = sum(len(output.prompt_ids) for output in outputs)
     answers = [answer for output in outputs for answer in output.outputs]
     return {
         "prompt_tokens": prompt,

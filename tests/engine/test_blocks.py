@@ -1,5 +1,6 @@
 """Tests who owns which memory."""
 
+import numpy as np
 import pytest
 
 from jsparse.engine.blocks import BlockPool, block_keys
@@ -61,10 +62,10 @@ def test_two_blocks_of_one_key_are_an_error():
 
 
 def test_a_key_depends_on_everything_before_and_on_the_root():
-    ids = list(range(24))
+    ids = np.arange(24, dtype=np.int32)
     keys = block_keys(ids, 8, "root")
     assert len(keys) == len(set(keys)) == 3
     assert block_keys(ids[:23], 8, "root") == keys[:2]
-    assert block_keys([1, *ids[1:]], 8, "root")[2] != keys[2]
+    assert block_keys(np.array([1, *ids[1:]], np.int32), 8, "root")[2] != keys[2]
     assert block_keys(ids, 8, "other") != keys
     assert block_keys(ids[:7], 8, "root") == []

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -51,7 +52,7 @@ PACE = Pace()
 
 
 def answer(number, prompt, tokens, born=0.0):
-    return Answer(number, list(prompt), tokens, born)
+    return Answer(number, np.array(prompt, np.int32), tokens, born)
 
 
 class Serving(RuleBasedStateMachine):
@@ -149,7 +150,7 @@ class Serving(RuleBasedStateMachine):
         for at in range(0, chunk.start, SIZES.page_size):
             group = chunk.groups[at // SIZES.page_size]
             tokens, whole = self.written[group]
-            assert tokens == asked.ids[: at + SIZES.page_size]
+            assert tokens == asked.ids[: at + SIZES.page_size].tolist()
             assert whole
         end = chunk.start + chunk.valid
         assert not reading.replay or (self.replays and not reading.last)
@@ -158,11 +159,11 @@ class Serving(RuleBasedStateMachine):
         for at in range(chunk.start, end, SIZES.page_size):
             group = chunk.groups[at // SIZES.page_size]
             if reading.replay:
-                assert self.written[group] == (asked.ids[: at + SIZES.page_size], True)
+                assert self.written[group] == (asked.ids[: at + SIZES.page_size].tolist(), True)
                 continue
             size = SIZES.chunk_size(chunk.start)
             whole = not self.sizes.batch_invariant or chunk.valid == size
-            self.written[group] = asked.ids[: min(end, at + SIZES.page_size)], whole
+            self.written[group] = asked.ids[: min(end, at + SIZES.page_size)].tolist(), whole
         if not reading.replay:
             for group in chunk.groups[-(-end // SIZES.page_size) :]:
                 self.written.pop(group, None)
