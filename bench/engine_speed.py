@@ -15,14 +15,18 @@ Llama 3.1 8B's shape, random bf16 weights, random prompts. Workloads:
     chunks      one prompt of 32,768 read in chunks of each size: tokens per second
     small       SmolLM2's shape: 64 prompts of 1,024, 512 new each, the likeliest tokens and drawn
                 ones (temperature 1, top_p 0.95)
+    many        SmolLM2's shape: 2,000 requests of 64 to 1,024 tokens, 1 to 64 new; how much memory
+                device and host hold after each quarter
 
 Counts are divided by --shorten, so that a run of all fits in minutes; the report says by how much.
+Each row says how much memory device and host have held at most since the process began.
 
     python -m bench.engine_speed queued document --policies dense --json build/engine.json
 """
 
 import gc
 import math
+import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -44,8 +48,9 @@ DOCUMENT, QUESTION, PROMPT, NEW = 30_720, 128, 2048, 256
 LONG = 131_072 - NEW  # the model takes 128K with what is generated
 # what servers let reading keep rows from decoding, in milliseconds
 MAX_STALL_MS = 200.0
-# the engine's max_model_len in most parts
-SERVED = 32_768 + 256
+# the engine's max_model_len in most parts, and with the small model
+SERVED, SMALL = 32_768 + 256, 2048
+MANY = 2000
 CHUNKS = (512, 1024, 2048, 8192)
 
 
@@ -300,25 +305,69 @@ def small(bench: Bench, policy: str) -> Measurement:
 
     Tokens are the likeliest, then drawn; once to warm up, then twice, of which the slower counts.
     """
-    from bench.lib.smollm2 import SMOLLM2
     from jsparse.benchmark.throughput import measure
 
     bench.release()
-    own = Bench(random_model(SMOLLM2), 1, 64)
-    engine = own.engine(policy, 2048)
+    own = small_bench()
+    engine = own.engine(policy, SMALL)
 
     def slower(**sampling: Any) -> dict[str, Any]:
-        runs = [
-            measure(
-                engine,
-                own.workload(num_prompts=64, input_len=1024, output_len=512, seed=seed),
-                **sampling,
-            )
-            for seed in range(3)
-        ]
+        runs = [measure(engine, small_workload(own, seed), **sampling) for seed in range(3)]
         return max(runs[1:], key=lambda each: each["seconds"])
 
     return slower() | {"drawn": slower(temperature=1.0, top_p=0.95)}, None
+
+
+def small_bench() -> Bench:
+    """Returns a bench for SmolLM2's shape, whose counts are not divided."""
+    from bench.lib.smollm2 import SMOLLM2
+
+    return Bench(random_model(SMOLLM2), 1, 64)
+
+
+def small_workload(bench: Bench, seed: int = 0) -> "list[WorkloadRequest]":
+    """Returns as many requests as there are slots."""
+    return bench.workload(num_prompts=64, input_len=SMALL // 2, output_len=SMALL // 4, seed=seed)
+
+
+def many(bench: Bench, policy: str) -> Measurement:
+    """Measures what an engine holds after each quarter of many requests."""
+    from jsparse.benchmark.throughput import measure
+
+    bench.release()
+    own = small_bench()
+    engine = own.engine(policy, SMALL)
+    held = []
+    for seed in range(4):
+        workload = own.workload(
+            num_prompts=MANY // 4, input_len=(64, SMALL // 2), output_len=(1, 64), seed=seed
+        )
+        seconds = measure(engine, workload)["seconds"]
+        gc.collect()
+        held.append({"seconds": seconds, **memory_now()})
+    return {"held": held}, None
+
+
+def memory_now() -> dict[str, float]:
+    """Returns the gigabytes that device and host hold now."""
+    import jax
+    import psutil
+
+    stats = jax.local_devices()[0].memory_stats() or {}
+    held = {"device": stats.get("bytes_in_use", 0), "host": psutil.Process().memory_info().rss}
+    return {f"{name}_gb": nbytes / 1e9 for name, nbytes in held.items()}
+
+
+def memory_peaks() -> dict[str, float]:
+    """Returns the most gigabytes that device and host have held since the process began."""
+    import jax
+
+    stats = jax.local_devices()[0].memory_stats() or {}
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "device_peak_gb": stats.get("peak_bytes_in_use", 0) / 1e9,
+        "host_peak_gb": host / 1e9,
+    }
 
 
 def start(bench: Bench, policy: str) -> Measurement:
@@ -346,6 +395,7 @@ MEASURES: dict[str, Callable[[Bench, str], Measurement]] = {
     "beside": beside,
     "chunks": chunks,
     "small": small,
+    "many": many,
 }
 PARTS = tuple(MEASURES)
 
@@ -377,7 +427,7 @@ def main() -> None:
             row: dict[str, Any] = {"part": part, "policy": policy}
             began = time.perf_counter()
             measured, batches = MEASURES[part](bench, policy)
-            row |= measured | {"wall_seconds": time.perf_counter() - began}
+            row |= measured | {"wall_seconds": time.perf_counter() - began} | memory_peaks()
             static += [(row, *batches)] if batches else []
             report["rows"].append(row)
             show(row)

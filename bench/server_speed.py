@@ -8,6 +8,7 @@ lengths:
     ragged      256 prompts of 2,048, new tokens log-uniform in 32 to 2,048
     arrivals    Poisson, at 60 % of what prefill can do, prompts log-uniform in 1K to 32K, 256 new
     beside      prompts of 128K that arrive beside prompts of 1K
+    small       SmolLM2's shape: 64 prompts of 1,024, 512 new each
 
 Counts are divided by --shorten; the report says by how much.
 
@@ -31,6 +32,7 @@ from bench.engine_speed import (
     NEW,
     POLICIES,
     SERVED,
+    SMALL,
     Bench,
     arriving_workload,
     beside_workload,
@@ -39,6 +41,8 @@ from bench.engine_speed import (
     ragged_workload,
     random_model,
     show,
+    small_bench,
+    small_workload,
 )
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
@@ -49,7 +53,9 @@ if TYPE_CHECKING:
     from jsparse.benchmark.workload import WorkloadRequest
     from jsparse.models.checkpoint import Params
 
-PARTS = ("queued", "ragged", "arrivals", "beside")
+PARTS = ("queued", "ragged", "arrivals", "beside", "small")
+# the longest prompt and answer of parts that have engines of their own
+LONGEST = {"beside": LONG + NEW, "small": SMALL}
 
 
 def measured(bench: Bench, engine: "jsparse.AsyncEngine", address: str, part: str) -> dict:
@@ -60,7 +66,12 @@ def measured(bench: Bench, engine: "jsparse.AsyncEngine", address: str, part: st
     if part == "arrivals":
         workload, noted = arriving_workload(bench, inner)
     else:
-        make = {"queued": queued_workload, "ragged": ragged_workload, "beside": beside_workload}
+        make = {
+            "queued": queued_workload,
+            "ragged": ragged_workload,
+            "beside": beside_workload,
+            "small": small_workload,
+        }
         workload = make[part](bench)
     # the engine's own thread sleeps until something is asked of it
     if part == "beside":
@@ -75,7 +86,7 @@ def measured(bench: Bench, engine: "jsparse.AsyncEngine", address: str, part: st
         made |= first_tokens(made["ttfts"])
     served = {name: value for name, value in made.items() if not isinstance(value, list)}
     row = noted | {"engine": alone, "server": served}
-    if part in ("queued", "ragged"):
+    if part in ("queued", "ragged", "small"):
         row["share_of_engine"] = alone["seconds"] / made["duration"]
     return row
 
@@ -180,9 +191,13 @@ def main() -> None:
     report |= {"shorten": args.shorten, "slots": args.slots, "rows": []}
     bench = Bench(with_words(random_model()), args.shorten, args.slots)
     for policy in args.policies:
-        for longest in (SERVED, LONG + NEW):
-            parts = [part for part in args.parts if (part == "beside") == (longest > SERVED)]
-            if parts:
+        for longest in (SMALL, SERVED, LONG + NEW):
+            parts = [part for part in args.parts if LONGEST.get(part, SERVED) == longest]
+            if parts and longest == SMALL:
+                own = small_bench()
+                own.params = with_words(own.params)
+                run_parts(own, policy, longest, parts, report, args.json)
+            elif parts:
                 run_parts(bench, policy, longest, parts, report, args.json)
 
 

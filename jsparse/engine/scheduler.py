@@ -23,6 +23,13 @@ from jsparse.engine.step_plan import (
 )
 from jsparse.runtime.pauses import until_due
 
+# The most milliseconds of a program of several steps where rows may wait for any time: the next one
+# is dispatched before its results are there.
+PROGRAM_MS = 100
+# The most steps of a program while others wait: an answer that ends of itself keeps its slot until
+# its program and the next have ended.
+BUSY_STEPS = 8
+
 
 class Estimates(Protocol):
     """Estimates how many milliseconds programs take; None where nothing is known."""
@@ -286,6 +293,7 @@ class Scheduler:
         """
         if self.reading or not self.decoding:
             return 1
+        steps = min(self.sizes.steps, BUSY_STEPS) if self.waiting else self.sizes.steps
         left = [answer.max_tokens - answer.sent for answer in self.decoding]
         ends = [max(left, default=0)]
         if self.waiting:
@@ -293,6 +301,7 @@ class Scheduler:
         for answer in self.decoding:
             ends += until_due(self.rules.periods, answer.sent - 1)
         maximum, of_one = self.sizes.max_stall_ms, self._step_milliseconds()
-        if maximum is not None and 2 * self.sizes.steps * of_one > maximum:
-            ends.append(max(1, int(maximum / of_one / 2)))
-        return min(self.sizes.steps, *ends)
+        maximum = PROGRAM_MS if maximum is None else maximum / 2
+        if steps * of_one > maximum:
+            steps = max(1, int(maximum / of_one))
+        return min(steps, *ends)

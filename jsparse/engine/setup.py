@@ -27,6 +27,8 @@ BLOCK_TOKENS = 512
 # and of all are enough: on a GPU the smaller is hardly faster for fewer rows than this; on a CPU a
 # step of one row takes a quarter of the time that eight take.
 FEW_ROWS_GPU, FEW_ROWS_CPU = 8, 1
+# Steps per program on a GPU, if they are short.
+STEPS_GPU = 32
 # Tokens of an answer for which it gets memory at a time.
 GROWTH_TOKENS = 256
 # A GPU has room for several short chunks at a time.
@@ -89,13 +91,14 @@ def engine_spec(
         steps_per_program = _only("steps_per_program", steps_per_program, 1)
         decode_rows = _only("decode_rows", decode_rows, [rows.batch])
         prefill_rows = _only("prefill_rows", prefill_rows, [1])
+    unset = steps_per_program is None
     admitted = admit(
         params,
         policy,
         rows,
         rows_join=True,
         per_request=per_request,
-        steps_per_program=steps_per_program,
+        steps_per_program=STEPS_GPU if unset and _on_gpu() else steps_per_program,
         allocates=False,
     )
     sizes = sizes_of(
@@ -144,7 +147,7 @@ def cache_spec(
     Raises:
         ValueError: an argument is out of its range.
     """
-    on_gpu = jax.default_backend() == "gpu"
+    on_gpu = _on_gpu()
     longest = params.config.max_position_embeddings
     for name, value in (("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len)):
         if value is not None:
@@ -176,7 +179,7 @@ def sizes_of(
     Raises:
         ValueError: an argument is out of its range, or memory does not suffice.
     """
-    on_gpu = jax.default_backend() == "gpu"
+    on_gpu = _on_gpu()
     if max_stall_ms is not None:
         number_in("max_stall_ms", max_stall_ms, "[0, inf)")
     default = UNHURRIED_LADDER if max_stall_ms is None else LADDER
@@ -204,6 +207,10 @@ def sizes_of(
         max_stall_ms=max_stall_ms,
         growth_tokens=GROWTH_TOKENS,
     )
+
+
+def _on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
 
 
 def _only[Value](name: str, asked: Value | None, only: Value) -> Value:

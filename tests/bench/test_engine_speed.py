@@ -37,10 +37,23 @@ def test_parts_on_a_tiny_model(tiny):
 
 
 @pytest.mark.slow
-def test_the_same_workloads_over_http(tiny):
+def test_what_is_held_after_many_requests(tiny, monkeypatch):
+    monkeypatch.setattr(engine_speed, "small_bench", lambda: tiny)
+    for name, size in (("MANY", 16), ("SMALL", 160)):
+        monkeypatch.setattr(engine_speed, name, size)
+    made, _ = engine_speed.many(tiny, "dense")
+    assert [held["host_gb"] > 0 for held in made["held"]] == [True] * 4
+    assert engine_speed.memory_peaks()["host_peak_gb"] > 0
+    small, _ = engine_speed.small(tiny, "dense")
+    assert small["output_tokens"] == small["drawn"]["output_tokens"] == 64 * 40
+
+
+@pytest.mark.slow
+def test_the_same_workloads_over_http(tiny, monkeypatch):
     report = {"rows": []}
     bench = engine_speed.Bench(server_speed.with_words(tiny.params), 16, 2)
-    parts = ["queued", "ragged", "arrivals"]
+    parts = ["queued", "ragged", "arrivals", "small"]
+    monkeypatch.setattr(engine_speed, "SMALL", 64)
     server_speed.run_parts(bench, "streaming(sink=1, recent=8)", 96, parts, report, None)
     rows = {row["part"]: row for row in report["rows"]}
     for part, row in rows.items():

@@ -299,7 +299,8 @@ def test_programs_are_long_only_where_nobody_waits_for_their_end():
 
 
 @pytest.mark.parametrize(
-    ("maximum", "step", "longest"), [(16, 1, 8), (16, 3, 2), (16, None, 1), (16, 0, 8), (0, 1, 1)]
+    ("maximum", "step", "longest"),
+    [(16, 1, 8), (16, 3, 2), (16, None, 1), (16, 0, 8), (0, 1, 1), (None, 1, 8), (None, 30, 3)],
 )
 def test_two_programs_take_no_longer_than_rows_may_wait(maximum, step, longest):
     sizes, rules = SIZES._replace(max_stall_ms=maximum), RULES._replace(periods=())
@@ -307,6 +308,15 @@ def test_two_programs_take_no_longer_than_rows_may_wait(maximum, step, longest):
     scheduler.add(answer(0, range(4), 30))
     plans = [plan.decoding for plan in served(scheduler)[1] if plan.decoding is not None]
     assert max(plan.steps for plan in plans) == longest
+
+
+def test_programs_are_shorter_while_requests_wait_for_slots():
+    sizes = UNHURRIED._replace(num_slots=1, rows=(1,), prefill_rows=(1,), steps=20)
+    scheduler = Scheduler(sizes, RULES._replace(periods=()), PACE)
+    for number in range(2):
+        scheduler.add(answer(number, range(100 * number, 100 * number + 4), 31))
+    plans = [plan.decoding.steps for plan in served(scheduler)[1] if plan.decoding is not None]
+    assert plans == [8, 8, 8, 6, 20, 10]
 
 
 def test_rows_meet_their_service():
