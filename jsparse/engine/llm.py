@@ -90,7 +90,7 @@ class LLM:
                 the policy lists in `per_row`, and "dense". Each makes the step a little slower.
             layer_stats: whether outputs hold the shares attended and read of each layer and step;
                 "newest" keeps those of the newest step alone, for live views.
-            steps_per_program: the most decode steps per program; None is 32 on a GPU and 1 on a CPU.
+            steps_per_program: the most decode steps per program; None is 32 on a GPU, 1 on a CPU.
                 A program has fewer where they take more than 100 ms, or half of `max_stall_ms`, and
                 8 at most while requests wait.
             decode_rows: the numbers of rows of decode programs, ascending to `max_num_seqs`; a step

@@ -1,5 +1,6 @@
 """Compiles programs, keeps them on disk, so that the next process starts fast, and counts them."""
 
+import hashlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -32,6 +33,9 @@ _store: ProgramStore | None = None
 _elsewhere: tuple[Any, ...] = ()
 _compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="jsparse-compile")
 _tracing = Lock()
+# what is being compiled, by what determines the result
+_compiling: "dict[Any, Future[_Compiled]]" = {}
+_changing = Lock()
 # whether the thread's last program came from jax's cache
 _cached = local()
 
@@ -55,6 +59,13 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
     key: Any
     plain: bool
+    storable: bool
+
+
+class _Compiled(NamedTuple):
+    """Holds a compiled program, and whether it may be stored."""
+
+    program: Callable[..., Any]
     storable: bool
 
 
@@ -88,8 +99,9 @@ class Program:
         """Begins to compile for these arguments, or shapes, and returns at once.
 
         The result takes the arguments that are not static. Called with such, the program itself
-        does not compile again. Several compile side by side, but one is traced at a time, in the
-        order of the calls: tracing is Python, which threads do not speed up.
+        does not compile again. Several compile side by side, those of one form once, but one is
+        traced at a time, in the order of the calls: tracing is Python, which threads do not speed
+        up.
         """
         return self._begin(self._call(args, kwargs))
 
@@ -124,34 +136,78 @@ class Program:
         made = self._made.get(call.key) if call.plain else None
         if made is not None and not made.cancelled():
             return made
+        made = Future()
         if not call.plain:
-            made = Future()
-            made.set_result(self._compile(call))
+            self._make(call, made)
             return made
-        made = _compilers.submit(self._compile, call)
+        _compilers.submit(self._make, call, made)
         if _store is not None:
             self._made[call.key] = made
         return made
 
-    def _compile(self, call: _Call) -> Callable[..., Any]:
-        name = None
-        if _store is not None and call.storable:
-            form = (sorted(self._options.items()), COMPILER_OPTIONS)
-            name = _store.key(self.__wrapped__, (call.static, form), call.key[1:3])
-        if _store is not None and name is not None:
-            stored = _store.get(name, (call.args, call.kwargs))
+    def _make(self, call: _Call, made: Future[Callable[..., Any]]) -> None:
+        """Reads a program from disk or compiles it, unless nobody waits for it any more."""
+        if not made.set_running_or_notify_cancel():
+            return
+        try:
+            name, stored = self._stored(call)
             if stored is not None:
                 note_trace()
-                return stored
-        with _tracing:
-            lowered = self.lower(*call.given.args, **call.given.kwargs)
-        _cached.hit = False
-        made = lowered.compile()
+                made.set_result(stored)
+                return
+            with _tracing:
+                lowered = self.lower(*call.given.args, **call.given.kwargs)
+        except BaseException as error:
+            made.set_exception(error)
+            return
+        _compiled(lowered).add_done_callback(partial(_finish, made, name))
+
+    def _stored(self, call: _Call) -> tuple[str | None, Callable[..., Any] | None]:
+        """Returns the name of a program on disk, if it may be stored, and what is stored there."""
+        if _store is None or not call.storable:
+            return None, None
+        form = (sorted(self._options.items()), COMPILER_OPTIONS)
+        name = _store.key(self.__wrapped__, (call.static, form), call.key[1:3])
+        return name, None if name is None else _store.get(name, (call.args, call.kwargs))
+
+
+def _compiled(lowered: Any) -> "Future[_Compiled]":
+    """Compiles a program, or returns the future of one of the same form that is being compiled.
+
+    Static arguments often make no difference, as one for policies which this policy ignores.
+    """
+    text = lowered.as_text().encode()
+    form = hashlib.sha256(text).digest(), lowered.in_tree, lowered.out_tree
+    with _changing:
+        job = _compiling.get(form)
+        if job is not None:
+            return job
+        job = _compiling[form] = Future()
+    _cached.hit = False
+    try:
+        compiled = lowered.compile()
+    except BaseException as error:
+        job.set_exception(error)
+    else:
         # on a CPU a program from jax's cache cannot be stored: it has lost its functions' code
         lost = _cached.hit and jax.default_backend() == "cpu"
-        if _store is not None and name is not None and not lost:
-            _compilers.submit(_store.put, name, made)
-        return made
+        job.set_result(_Compiled(compiled, storable=not lost))
+    finally:
+        with _changing:
+            del _compiling[form]
+    return job
+
+
+def _finish(made: Future[Callable[..., Any]], name: str | None, job: "Future[_Compiled]") -> None:
+    """Passes on what has been compiled, and stores it."""
+    error = job.exception()
+    if error is not None:
+        made.set_exception(error)
+        return
+    compiled, storable = job.result()
+    made.set_result(compiled)
+    if _store is not None and name is not None and storable:
+        _compilers.submit(_store.put, name, compiled)
 
 
 def program(function: Callable[..., Any] | None = None, **options: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import pytest
+from jax.stages import Lowered
 from serving import greedy, tiny_llm
 
 from jsparse.runtime import compilation
@@ -28,6 +29,41 @@ def test_programs_are_compiled_with_the_options():
     with pytest.raises(Exception, match="no_such_option"):
         add(jnp.float32(1), more=2)
     assert inlined(add)(1, 2) == 3
+
+
+def test_programs_of_one_form_that_are_wanted_at_once_are_compiled_once(monkeypatch):
+    @program(static_argnames=("named", "more"))
+    def add(x, named, more=1):
+        return x + more
+
+    x = jnp.float32(1)
+    first, second = (add.lower(x, named=name) for name in "ab")
+    compiled, jobs = [], []
+    compile_ = Lowered.compile
+
+    def compiling(lowered, *args):
+        compiled.append(lowered)
+        if lowered is first:
+            jobs.append(compilation._compiled(second))
+        return compile_(lowered, *args)
+
+    monkeypatch.setattr(Lowered, "compile", compiling)
+    job = compilation._compiled(first)
+    assert (compiled, jobs) == ([first], [job])
+    assert job.result().program(x) == 2
+    other = compilation._compiled(add.lower(x, named="a", more=2))
+    assert other.result().program(x) == 3
+
+
+@pytest.mark.usefixtures("unknown_option")
+def test_who_waits_for_a_program_of_one_form_gets_its_error():
+    @program(static_argnames="named")
+    def add(x, named):
+        return x + 1
+
+    for job in [add.ahead(jnp.float32(1), named=name) for name in "ab"]:
+        with pytest.raises(Exception, match="no_such_option"):
+            job.result(60)
 
 
 @pytest.mark.usefixtures("unknown_option")
