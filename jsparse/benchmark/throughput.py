@@ -61,7 +61,8 @@ def measure(engine: Engine, workload: Sequence[WorkloadRequest], **sampling: Any
     TTFT is the time from a request's arrival to its first token, ITL that between its tokens as the
     host sees them, TPOT the mean time per token behind the first. `host_ms_per_step` is the time
     that the engine's thread computes, without waiting, per decode step; `decode_ms_per_step` is the
-    time per step once the last prompt has been read.
+    time per step once the last prompt has been read. Dispatching is a call of a program; `results`
+    includes the wait for them.
     """
     before = vars(engine.counters).copy()
     cpu, began = time.thread_time(), time.perf_counter()
@@ -87,6 +88,7 @@ def measure(engine: Engine, workload: Sequence[WorkloadRequest], **sampling: Any
         "decode_steps": done["decode_steps"],
         "rows_per_step": done["row_steps"] / steps,
         "host_ms_per_step": 1e3 * cpu / steps,
+        **{name: done[name] for name in ("plan_seconds", "dispatch_seconds", "results_seconds")},
         "decode_ms_per_step": _undisturbed_ms(max(times, key=lambda each: each[0])),
         "attended_fraction": _mean([out.outputs[0].attended_fraction for out in outs]),
         **_percentiles("ttft", ttft),

@@ -19,7 +19,7 @@ from jsparse.engine.programs import Programs
 from jsparse.engine.request_state import Counters, RequestState, policy_of
 from jsparse.engine.runner import PendingResults, Runner
 from jsparse.engine.scheduler import Scheduler
-from jsparse.engine.step_plan import Answer, StepPlan
+from jsparse.engine.step_plan import Answer
 from jsparse.hyper_parameters import flag, whole_number
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import ENGINE, takes
@@ -30,6 +30,8 @@ from jsparse.runtime.request import Request
 
 # steps and chunks that may have been dispatched without their results having been read
 LAG = 2
+# milliseconds of work in flight that are not worth waiting for: the device would be idle meanwhile
+AHEAD_MS = 50
 
 
 class Engine:
@@ -250,16 +252,24 @@ class Engine:
         if not plan.empty:
             if self._log is not None:
                 self._log.planned(plan)
-            self._count(plan)
+            self.counters.count(plan)
+            for chunk in plan.reading.chunks if plan.reading else ():
+                metrics = self._live[chunk.answer][0].metrics
+                metrics.scheduled = metrics.scheduled or self._clock()
             if plan.reading is not None and not self._in_flight:
                 self._runner.expect(plan.reading, len(self._live))
             pending = self._runner.run(plan)
-            self._in_flight += (each._replace(dispatched=self._clock()) for each in pending)
+            now = self._clock()
+            self._in_flight += (
+                each._replace(dispatched=now, milliseconds=self._pace.expected(each.work))
+                for each in pending
+            )
         dispatched = self._clock()
         updates: dict[int, RequestState] = {}
         lag = 0 if plan.empty or not self._in_flight else max(LAG, self._in_flight[-1].steps)
         while self._in_flight and (
             sum(pending.steps for pending in self._in_flight) > lag
+            or self._far_ahead
             or self._in_flight[0].packed.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
         ):
             for state in self._take(self._in_flight.popleft()):
@@ -269,21 +279,11 @@ class Engine:
         self.counters.results_seconds += self._clock() - dispatched
         return list(updates.values())
 
-    def _count(self, plan: StepPlan) -> None:
-        """Counts the work of a plan."""
-        if plan.reading is not None:
-            for chunk in plan.reading.chunks:
-                metrics = self._live[chunk.answer][0].metrics
-                metrics.scheduled = metrics.scheduled or self._clock()
-                self.counters.read_tokens += 0 if plan.reading.replay else chunk.valid
-        if plan.decoding is not None:
-            self.counters.decode_steps += plan.decoding.steps
-            self.counters.row_steps += sum(row.steps for row in plan.decoding.rows)
-
     def _take(self, pending: PendingResults) -> list[RequestState]:
         """Reads one program's results; returns the requests that they are for."""
         results, now, updates = self._runner.results(pending), self._clock(), []
-        self._time(pending, 1e3 * (now - max(self._taken, pending.dispatched)))
+        # what was before it had ended
+        self._pace.observe(pending.work, 1e3 * (now - max(self._taken, pending.dispatched)))
         self._taken = now
         for number, tokens in results:
             state, answer, builder = self._live.get(number, (None, None, None))
@@ -301,14 +301,14 @@ class Engine:
                     self._forget(state)
         return updates
 
-    def _time(self, pending: PendingResults, milliseconds: float) -> None:
-        """Takes in how long a program took: what was before it had ended."""
-        reading, decoding = pending.reading, pending.decoding
-        if reading is not None and not reading.replay:
-            start = max(chunk.start for chunk in reading.chunks)
-            self._pace.observe_reading(reading.num_rows, reading.size, start, milliseconds)
-        if decoding is not None:
-            self._pace.observe_steps(decoding.num_rows, decoding.steps, milliseconds)
+    @property
+    def _far_ahead(self) -> bool:
+        """Whether what is in flight takes so long that the next plan should wait for its end.
+
+        Whoever comes waits for what is in flight, and for the program of the next plan.
+        """
+        maximum, ahead = self.sizes.max_stall_ms, sum(x.milliseconds for x in self._in_flight)
+        return maximum is not None and ahead > max(AHEAD_MS, maximum / 2)
 
     def _forget(self, state: RequestState) -> None:
         self._requests.pop(state.request_id, None)

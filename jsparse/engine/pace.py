@@ -4,6 +4,7 @@ import statistics
 from collections import defaultdict, deque
 from functools import partial
 
+from jsparse.engine.step_plan import Decoding, Reading
 from jsparse.models.config import ModelConfig
 
 # the programs of a size that its estimate is the median of: the first may take much longer
@@ -28,13 +29,19 @@ class Pace:
         self._per_work: dict[tuple[int, int], deque[float]] = defaultdict(newest)
         self._per_step: dict[int, deque[float]] = defaultdict(newest)
 
-    def observe_reading(self, rows: int, size: int, start: int, milliseconds: float) -> None:
-        """Takes in that a program read `rows` chunks of `size` tokens from `start` on."""
-        self._per_work[rows, size].append(milliseconds / self._work(rows, size, start))
+    def observe(self, work: Reading | Decoding, milliseconds: float) -> None:
+        """Takes in how long a program took."""
+        if isinstance(work, Decoding):
+            self._per_step[work.num_rows].append(milliseconds / work.steps)
+        elif not work.replay:
+            per_work = milliseconds / self._work(*_shape(work))
+            self._per_work[work.num_rows, work.size].append(per_work)
 
-    def observe_steps(self, rows: int, steps: int, milliseconds: float) -> None:
-        """Takes in that a program of `rows` rows ran so many steps."""
-        self._per_step[rows].append(milliseconds / steps)
+    def expected(self, work: Reading | Decoding) -> float:
+        """Returns how many milliseconds a program will take; 0 before anything is known."""
+        if isinstance(work, Decoding):
+            return work.steps * (self.step(work.num_rows) or 0)
+        return self.reading(*_shape(work)) or 0
 
     def reading(self, rows: int, size: int, start: int) -> float | None:
         """Returns the milliseconds that such a program takes; None before any has been observed.
@@ -50,6 +57,11 @@ class Pace:
 
     def _work(self, rows: int, size: int, start: int) -> float:
         return rows * size * (1 + (start + size / 2) / self._even)
+
+
+def _shape(work: Reading) -> tuple[int, int, int]:
+    """Returns the number and the size of chunks, and the position where the last of them begins."""
+    return work.num_rows, work.size, max(chunk.start for chunk in work.chunks)
 
 
 def _known[Key](observed: dict[Key, deque[float]], key: Key) -> float | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jsparse.engine.outputs import AnswerBuilder, RequestMetrics, RequestOutput
-from jsparse.engine.step_plan import Answer
+from jsparse.engine.step_plan import Answer, StepPlan
 from jsparse.policy import Policy
 
 
@@ -21,6 +21,14 @@ class Counters:
     plan_seconds: float = 0.0
     dispatch_seconds: float = 0.0
     results_seconds: float = 0.0
+
+    def count(self, plan: StepPlan) -> None:
+        """Counts the work of a plan."""
+        if plan.reading is not None and not plan.reading.replay:
+            self.read_tokens += sum(chunk.valid for chunk in plan.reading.chunks)
+        if plan.decoding is not None:
+            self.decode_steps += plan.decoding.steps
+            self.row_steps += sum(row.steps for row in plan.decoding.rows)
 
 
 def policy_of(policy: Policy, own: Mapping[str, float | bool]) -> str:

@@ -26,20 +26,21 @@ class PendingResults(NamedTuple):
     Attributes:
         packed: as in `packing.Packed`; of a chunk that is not the last, any number.
         rows: the answers, with their rows in `packed` and their steps.
-        reading, decoding: what the program has read, or the steps that it has run.
+        work: what the program has read, or the steps that it has run.
         dispatched: when it was dispatched, in seconds.
+        milliseconds: how long it is expected to take.
     """
 
     packed: Array
     rows: list[tuple[int, int, int]]
-    reading: Reading | None = None
-    decoding: Decoding | None = None
+    work: Reading | Decoding
     dispatched: float = 0
+    milliseconds: float = 0
 
     @property
     def steps(self) -> int:
         """The number of steps that the program has run; reading counts as one."""
-        return self.decoding.steps if self.decoding else 1
+        return self.work.steps if isinstance(self.work, Decoding) else 1
 
 
 def choice_of(request: Request) -> SamplingMode:
@@ -126,7 +127,7 @@ class Runner:
             name, self._slots, tokens, asked, size=tokens.shape, **static
         )
         if not reading.last:
-            return PendingResults(done, [], reading=reading)
+            return PendingResults(done, [], reading)
         neutral_rows = [neutral()] * (reading.num_rows - len(chunks))
         choice = self._choice("join", reading.num_rows, [chunk.answer for chunk in chunks])
         sampling = self._neutral[reading.num_rows]
@@ -142,7 +143,7 @@ class Runner:
             choice=choice,
         )
         firsts = [(chunk.answer, row, 1) for row, chunk in enumerate(chunks)]
-        return PendingResults(packed, firsts, reading=reading)
+        return PendingResults(packed, firsts, reading)
 
     def _decode(self, decoding: Decoding) -> PendingResults:
         slots, num_rows = self._spec.sizes.num_slots, decoding.num_rows
@@ -169,7 +170,7 @@ class Runner:
             choice=self._choice("decode", num_rows, [row.answer for row in decoding.rows]),
         )
         results = [(row.answer, nth, row.steps) for nth, row in zip(at, decoding.rows, strict=True)]
-        return PendingResults(packed, results, decoding=decoding)
+        return PendingResults(packed, results, decoding)
 
     def _choice(self, name: str, rows: int, answers: Iterable[int]) -> SamplingMode:
         """Returns the cheapest way of choosing tokens that all of these answers allow."""

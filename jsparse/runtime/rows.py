@@ -5,6 +5,7 @@ leave while others decode, over pages that they share. Both are a `Batch`, and o
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -115,8 +116,9 @@ def decode_steps[Memory: (KVCache, SharedPages)](
     """
     note_trace()
 
-    def step(batch: Batch[Memory], active: Bool[Array, "B"] | None) -> tuple[Batch[Memory], Any]:
-        return _step(decoder, policy, choose, keep, weights, beside, batch, active)
+    # traced once, though its results' shapes are asked for before
+    traced = jax.jit(partial(_step, decoder, policy, choose, keep), inline=True)
+    step = partial(traced, weights, beside)
 
     if count == 1:
         batch, result = step(batch, None if counts is None else counts > 0)

@@ -180,6 +180,19 @@ def test_the_engine_learns_how_long_its_programs_take():
     assert pace.step(4) >= 1000
 
 
+@pytest.mark.parametrize(("maximum", "ahead"), [(None, 2), (120, 1), (119, 0), (0, 0)])
+def test_the_host_waits_for_long_programs_before_it_plans_the_next(maximum, ahead, monkeypatch):
+    """Who comes in the meantime waits for what is in flight."""
+    llm = tiny_llm(max_stall_ms=maximum)
+    monkeypatch.setattr(llm.engine._pace, "expected", lambda work: 60.0)
+    llm.engine.add(asked(llm, PROMPTS[0], greedy(30)))
+    in_flight = []
+    while not llm.engine.idle:
+        llm.engine.step()
+        in_flight.append(len(llm.engine._in_flight))
+    assert max(in_flight) <= ahead
+
+
 def test_end_tokens_and_lengths_end_answers(dense):
     (out,) = dense.generate([PROMPTS[0]], greedy(12))
     ids = out.outputs[0].token_ids
