@@ -189,16 +189,13 @@ def main() -> None:
         raise SystemExit(f"error: parts {unknown}: must be among {list(PARTS)}")
     report: dict[str, Any] = {"environment": describe(allow_modified=args.allow_modified)}
     report |= {"shorten": args.shorten, "slots": args.slots, "rows": []}
-    bench = Bench(with_words(random_model()), args.shorten, args.slots)
+    bench = Bench(random_model(), args.shorten, args.slots)
     for policy in args.policies:
         for longest in (SMALL, SERVED, LONG + NEW):
             parts = [part for part in args.parts if LONGEST.get(part, SERVED) == longest]
-            if parts and longest == SMALL:
-                own = small_bench()
-                own.params = with_words(own.params)
+            if parts:
+                own = small_bench() if longest == SMALL else bench
                 run_parts(own, policy, longest, parts, report, args.json)
-            elif parts:
-                run_parts(bench, policy, longest, parts, report, args.json)
 
 
 def run_parts(
@@ -213,7 +210,7 @@ def run_parts(
     import jsparse
 
     options = {"max_num_seqs": bench.slots, "max_model_len": longest, "layer_stats": True}
-    engine = jsparse.AsyncEngine(bench.params, policy, prepare=True, **options)
+    engine = jsparse.AsyncEngine(with_words(bench.params), policy, prepare=True, **options)
     with serving(engine) as address:
         for part in parts:
             began = time.perf_counter()

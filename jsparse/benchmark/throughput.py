@@ -61,8 +61,8 @@ def measure(engine: Engine, workload: Sequence[WorkloadRequest], **sampling: Any
     TTFT is the time from a request's arrival to its first token, ITL that between its tokens as the
     host sees them, TPOT the mean time per token behind the first. `host_ms_per_step` is the time
     that the engine's thread computes, without waiting, per decode step; `decode_ms_per_step` is the
-    time per step once the last prompt has been read. Dispatching is a call of a program; `results`
-    includes the wait for them.
+    time per step once the last prompt has been read. Of the thread's time, `plan_seconds` went into
+    plans, `dispatch_seconds` into calls of programs, `results_seconds` into results and waiting.
     """
     before = vars(engine.counters).copy()
     cpu, began = time.thread_time(), time.perf_counter()

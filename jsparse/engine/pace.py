@@ -46,14 +46,21 @@ class Pace:
     def reading(self, rows: int, size: int, start: int) -> float | None:
         """Returns the milliseconds that such a program takes; None before any has been observed.
 
-        Where only programs of other sizes have been, it is as fast as the slowest of these.
+        A program is at least as fast per token as smaller ones: one that is not run because it once
+        was slow gets faster with these. If no smaller one is known, it is as slow as the slowest.
         """
-        per_work = _known(self._per_work, (rows, size))
+        known = {shape: statistics.median(each) for shape, each in self._per_work.items()}
+        smaller = [each for (n, tokens), each in known.items() if n * tokens <= rows * size]
+        per_work = min(smaller) if smaller else max(known.values(), default=None)
         return None if per_work is None else per_work * self._work(rows, size, start)
 
     def step(self, rows: int) -> float | None:
-        """Returns the milliseconds of a decode step of so many rows; None as of `reading`."""
-        return _known(self._per_step, rows)
+        """Returns the milliseconds of a decode step of so many rows.
+
+        It is the slowest known where programs of so many have not been observed, None before any.
+        """
+        known = [self._per_step[rows]] if rows in self._per_step else self._per_step.values()
+        return max(map(statistics.median, known), default=None)
 
     def _work(self, rows: int, size: int, start: int) -> float:
         return rows * size * (1 + (start + size / 2) / self._even)
@@ -62,9 +69,3 @@ class Pace:
 def _shape(work: Reading) -> tuple[int, int, int]:
     """Returns the number and the size of chunks, and the position where the last of them begins."""
     return work.num_rows, work.size, max(chunk.start for chunk in work.chunks)
-
-
-def _known[Key](observed: dict[Key, deque[float]], key: Key) -> float | None:
-    """Returns the median of what was observed of a key, or the largest of others' medians."""
-    of_key = [observed[key]] if key in observed else observed.values()
-    return max((statistics.median(each) for each in of_key), default=None)

@@ -5,6 +5,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, partial
 from threading import Lock, Thread, local
 from typing import Any, NamedTuple
@@ -207,7 +208,8 @@ def _finish(made: Future[Callable[..., Any]], name: str | None, job: "Future[_Co
     compiled, storable = job.result()
     made.set_result(compiled)
     if _store is not None and name is not None and storable:
-        _compilers.submit(_store.put, name, compiled)
+        with suppress(RuntimeError):  # the process ends
+            _compilers.submit(_store.put, name, compiled)
 
 
 def program(function: Callable[..., Any] | None = None, **options: Any) -> Any:

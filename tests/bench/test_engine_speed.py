@@ -51,10 +51,9 @@ def test_what_is_held_after_many_requests(tiny, monkeypatch):
 @pytest.mark.slow
 def test_the_same_workloads_over_http(tiny, monkeypatch):
     report = {"rows": []}
-    bench = engine_speed.Bench(server_speed.with_words(tiny.params), 16, 2)
     parts = ["queued", "ragged", "arrivals", "small"]
     monkeypatch.setattr(engine_speed, "SMALL", 64)
-    server_speed.run_parts(bench, "streaming(sink=1, recent=8)", 96, parts, report, None)
+    server_speed.run_parts(tiny, "streaming(sink=1, recent=8)", 96, parts, report, None)
     rows = {row["part"]: row for row in report["rows"]}
     for part, row in rows.items():
         alone, served = row["engine"], row["server"]

@@ -47,6 +47,18 @@ def test_what_is_only_replayed_says_nothing_of_reading():
     assert pace.reading(1, 512, 0) is None
 
 
+def test_a_program_is_no_slower_per_token_than_smaller_ones():
+    """Else one that was slow once might never be run again."""
+    pace = Pace(SMOLLM2)
+    pace.observe(reading(1, 2048), 4000)
+    alone = pace.reading(1, 64, 0)
+    pace.observe(reading(1, 512), 10)
+    four = 10 * (2048 + 2048**2 / 2 / pace._even) / (512 + 512**2 / 2 / pace._even)
+    assert pace.reading(1, 2048, 0) == pytest.approx(four)
+    # none is smaller than this one
+    assert pace.reading(1, 64, 0) == alone
+
+
 def test_programs_of_other_sizes_are_as_slow_as_the_slowest_known():
     pace = Pace(SMOLLM2)
     pace.observe(decoding(8, 1), 2)
