@@ -1,7 +1,7 @@
 """Tests the scheduler with a hundred thousand random events, too many for the pure tests."""
 
 import pytest
-from test_scheduler import MACHINES, run_events
+from random_events import MACHINES, run_events
 
 
 @pytest.mark.slow

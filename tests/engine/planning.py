@@ -1,0 +1,64 @@
+"""Builds schedulers with small sizes, and answers for them; follows their plans."""
+
+import numpy as np
+
+from jsparse.engine.sizes import EngineSizes, Rules
+from jsparse.engine.step_plan import Answer
+
+SIZES = EngineSizes(
+    num_slots=6,
+    max_model_len=64,
+    page_size=4,
+    num_groups=49,
+    ladder=((0, 16), (32, 8)),
+    tails=(4,),
+    block_tokens=8,
+    steps=8,
+    rows=(2, 6),
+    prefill_rows=(1, 2, 3),
+    max_stall_ms=0,
+    batch_invariant=True,
+)
+# as an engine has them whose programs depend on the company, and where nobody waits for a token
+VARIANT = SIZES._replace(batch_invariant=False)
+UNHURRIED = VARIANT._replace(max_stall_ms=None)
+PACKED = SIZES._replace(max_stall_ms=60)
+ALONE = SIZES._replace(prefill_rows=(1,))
+RULES = Rules(root="root", window=2, replays=False, periods=(3,))
+
+
+def took(rows, size, start):
+    """How long programs take to read, in milliseconds."""
+    return rows * size * (1 + start / 32)
+
+
+class Pace:
+    """Knows how long programs take, or only how long steps do."""
+
+    def __init__(self, reading=took, step=1):
+        self.reading, self.step = reading, lambda rows: step
+
+
+PACE = Pace()
+
+
+def answer(number, prompt, tokens, born=0.0):
+    return Answer(number, np.array(prompt, np.int32), tokens, born)
+
+
+def served(scheduler, plans=1000):
+    """The numbers of answers in the order in which their prompts were read, and all plans."""
+    order, made = [], []
+    for _ in range(plans):
+        plan = scheduler.plan()
+        made.append(plan)
+        if plan.reading is not None and plan.reading.last:
+            order += [chunk.answer for chunk in plan.reading.chunks]
+        if scheduler.idle:
+            break
+    return order, made
+
+
+def chunks_of(*plans):
+    """The chunks that plans read."""
+    return [chunk for plan in plans if plan.reading is not None for chunk in plan.reading.chunks]

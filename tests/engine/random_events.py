@@ -1,0 +1,198 @@
+"""Adds, stops and plans at random, and checks each plan as a device would see it."""
+
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from planning import PACE, PACKED, RULES, SIZES, VARIANT, answer
+
+from jsparse.engine.scheduler import Scheduler
+from jsparse.engine.sizes import MAX_READING
+from jsparse.engine.step_plan import Phase
+
+
+class Serving(RuleBasedStateMachine):
+    """Adds, stops and plans at random; a model of the device follows each plan."""
+
+    replays, sizes = False, PACKED
+
+    def __init__(self):
+        super().__init__()
+        self.scheduler = Scheduler(self.sizes, RULES._replace(replays=self.replays), PACE)
+        self.asked, self.clock = [], 0.0
+        # what a device would hold: per answer, the prompt's tokens in its groups, and its steps
+        self.read, self.steps, self.slots, self.places = {}, Counter(), {}, {}
+        self.tables = {}
+        # the tokens that groups hold, and whether a whole chunk wrote them
+        self.written = {}
+
+    @rule(
+        size=st.integers(1, 55),
+        tokens=st.integers(1, 40),
+        alphabet=st.integers(1, 2),
+        seconds=st.floats(0, 0.002),
+    )
+    def add(self, size, tokens, alphabet, seconds):
+        self.clock += seconds
+        prompt = [(nth // 16) % alphabet for nth in range(size)]
+        tokens = min(tokens, self.sizes.max_model_len - size)
+        made = answer(len(self.asked), prompt, tokens, self.clock)
+        self.scheduler.add(made)
+        self.asked.append(made)
+
+    @rule(nth=st.integers(0, 400))
+    def stop(self, nth):
+        if self.asked:
+            self.scheduler.stop(self.asked[nth % len(self.asked)])
+
+    @rule(times=st.integers(1, 6))
+    def plan(self, times):
+        for _ in range(times):
+            self.follow(self.scheduler.plan())
+
+    def follow(self, plan):
+        if plan.reading is not None:
+            self.follow_reading(plan.reading)
+        if plan.decoding is None:
+            return
+        slots = [row.slot for row in plan.decoding.rows]
+        assert 1 <= len(slots) == len(set(slots)) <= plan.decoding.num_rows
+        assert plan.decoding.num_rows in self.sizes.rows
+        for row in plan.decoding.rows:
+            asked = self.asked[row.answer]
+            assert self.slots[row.slot] == row.answer
+            assert 1 <= row.steps <= plan.decoding.steps
+            before = self.steps[row.answer] - 1
+            self.steps[row.answer] += row.steps
+            assert row.age == self.steps[row.answer] - 1
+            assert self.steps[row.answer] <= asked.max_tokens
+            # it has groups for all its tokens, and the device knows of them
+            table = self.tables[row.answer]
+            if row.groups:
+                assert len(row.groups) <= self.sizes.growth
+                assert row.first == len(table)
+                table += row.groups
+            assert table == asked.groups
+            assert len(asked.ids) + row.age <= len(table) * SIZES.page_size
+            # no program runs past a row's service
+            assert all(before // every == (row.age - 1) // every for every in RULES.periods)
+
+    def follow_reading(self, reading):
+        assert 1 <= len(reading.chunks) <= reading.num_rows
+        assert reading.num_rows in self.sizes.prefill_rows
+        if reading.num_rows > 1:
+            assert 2 * sum(c.valid for c in reading.chunks) >= reading.num_rows * reading.size
+        for column in ("answer", "slot", "place"):
+            assert len({getattr(chunk, column) for chunk in reading.chunks}) == len(reading.chunks)
+        for chunk in reading.chunks:
+            # a place is nobody else's while its prompt is partly read
+            assert 0 <= chunk.place < MAX_READING
+            assert chunk.fresh or self.places[chunk.answer] == chunk.place
+            self.places[chunk.answer] = chunk.place
+            self.follow_chunk(chunk, reading)
+
+    def follow_chunk(self, chunk, reading):
+        asked = self.asked[chunk.answer]
+        assert not asked.stopped
+        if self.sizes.batch_invariant:
+            assert chunk.start == SIZES.chunk_start(chunk.start)
+        assert chunk.start % SIZES.page_size == 0
+        assert 1 <= chunk.valid <= reading.size <= SIZES.chunk_size(chunk.start)
+        tokens = len(asked.ids) + min(asked.max_tokens, self.sizes.growth_tokens)
+        assert len(chunk.groups) == len(set(chunk.groups)) == SIZES.groups_for(tokens)
+        if not chunk.fresh:
+            assert self.read[chunk.answer] == chunk.start
+        # what it did not read itself is there: another has written these very tokens
+        for at in range(0, chunk.start, SIZES.page_size):
+            group = chunk.groups[at // SIZES.page_size]
+            tokens, whole = self.written[group]
+            assert tokens == asked.ids[: at + SIZES.page_size].tolist()
+            assert whole
+        end = chunk.start + chunk.valid
+        assert not reading.replay or (self.replays and not reading.last)
+        if self.replays:
+            assert chunk.fresh == (chunk.start == 0)
+        for at in range(chunk.start, end, SIZES.page_size):
+            group = chunk.groups[at // SIZES.page_size]
+            if reading.replay:
+                assert self.written[group] == (asked.ids[: at + SIZES.page_size].tolist(), True)
+                continue
+            size = SIZES.chunk_size(chunk.start)
+            whole = not self.sizes.batch_invariant or chunk.valid == size
+            self.written[group] = asked.ids[: min(end, at + SIZES.page_size)].tolist(), whole
+        if not reading.replay:
+            for group in chunk.groups[-(-end // SIZES.page_size) :]:
+                self.written.pop(group, None)
+        self.read[chunk.answer] = end
+        assert reading.last == (end == len(asked.ids))
+        self.tables[chunk.answer] = list(chunk.groups)
+        if reading.last:
+            self.slots[chunk.slot] = chunk.answer
+            self.steps[chunk.answer] = 1
+
+    @invariant()
+    def memory_is_accounted_for(self):
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        live = [*scheduler.reading, *scheduler.decoding]
+        blocks = Counter(block for held in live for block in held.blocks)
+        own = [group for held in live for group in held.own]
+        shared = [group for block in blocks for group in block.groups]
+        assert len(own) == len(set(own))
+        assert not set(own) & set(shared)
+        assert len(own) + len(set(shared)) + pool.available == pool.size
+        assert all(block.holders == count for block, count in blocks.items())
+        slots = [held.slot for held in live]
+        assert len(slots) == len(set(slots))
+        places = [held.place for held in scheduler.reading if held.place >= 0]
+        assert sorted([*places, *scheduler._places]) == list(range(MAX_READING))
+        for held in live:
+            tokens = len(held.ids) + max(0, held.sent - 1)
+            groups = len(held.groups)
+            assert SIZES.groups_for(tokens) <= groups
+            assert groups <= SIZES.groups_for(len(held.ids) + held.max_tokens)
+
+    def teardown(self):
+        """Everything comes to an end, and all memory comes back."""
+        for _ in range(100 * (len(self.asked) + 1)):
+            if self.scheduler.idle:
+                break
+            self.follow(self.scheduler.plan())
+        assert self.scheduler.idle
+        assert self.scheduler.pool.available == self.scheduler.pool.size
+        for asked in self.asked:
+            assert asked.phase is Phase.ENDED
+            if not asked.stopped:
+                assert self.steps[asked.number] == asked.max_tokens
+
+
+class Replaying(Serving):
+    """The same, where states are built anew from what is shared."""
+
+    replays = True
+
+
+class Variant(Serving):
+    """The same, where chunks begin anywhere and are as short as rows that decode need them."""
+
+    sizes = VARIANT._replace(max_stall_ms=20, growth_tokens=8, num_groups=30)
+
+
+class VariantReplaying(Variant):
+    """Both."""
+
+    replays = True
+
+
+class Scarce(Serving):
+    """The same, where memory is taken page by page, and there is but enough for one request."""
+
+    sizes = PACKED._replace(growth_tokens=4, num_groups=17)
+
+
+MACHINES = [Scarce, Serving, Replaying, Variant, VariantReplaying]
+
+
+def run_events(machine, examples, steps):
+    machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=steps)
+    machine.TestCase("runTest").runTest()

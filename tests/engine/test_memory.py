@@ -1,0 +1,149 @@
+"""Tests what answers hold of memory: what they share, how they grow, and who waits."""
+
+from collections import Counter
+
+import pytest
+from planning import ALONE, PACE, PACKED, RULES, SIZES, VARIANT, answer, chunks_of, served
+
+from jsparse.engine.scheduler import Scheduler
+
+pytestmark = pytest.mark.pure
+
+
+def test_what_others_have_read_is_not_read_again():
+    scheduler = Scheduler(SIZES, RULES, PACE)
+    prompt = list(range(40))
+    for number in range(3):
+        scheduler.add(answer(number, [*prompt, 100 + number], 2))
+    chunks = chunks_of(*served(scheduler)[1])
+    read = Counter()
+    for chunk in chunks:
+        read[chunk.answer] += chunk.valid
+    # 39 may be taken over, so that two are left for the window, and a chunk begins at 32
+    assert sorted(read.values()) == [9, 9, 41]
+
+
+def test_who_is_overtaken_goes_on_behind_what_others_have_read_since():
+    """With a state that has seen nothing: it has not seen what lies between."""
+    scheduler = Scheduler(SIZES, RULES, PACE)
+    prompt = list(range(55))
+    scheduler.add(answer(0, prompt, 1))
+    scheduler.plan()
+    scheduler.add(answer(1, [*prompt[:40], 100, 101], 1))
+    chunks = chunks_of(*served(scheduler)[1])
+    assert [(chunk.answer, chunk.start, chunk.fresh) for chunk in chunks] == [
+        (1, 16, True),
+        (1, 32, False),
+        (1, 40, False),
+        (0, 40, True),
+        (0, 48, False),
+    ]
+
+
+def test_blocks_that_a_request_takes_over_are_not_counted_as_room_for_the_rest():
+    scheduler = Scheduler(SIZES._replace(num_groups=13), RULES, PACE)
+    prompt = list(range(17))
+    scheduler.add(answer(0, prompt, 1))
+    served(scheduler)
+    assert scheduler.pool.cached == 4
+    scheduler.add(answer(1, range(100, 110), 6))
+    scheduler.plan()
+    scheduler.add(answer(2, [*prompt, *range(200, 220)], 3))
+    scheduler.plan()
+    assert [held.number for held in scheduler.reading] == []
+    assert served(scheduler)[0] == [2]
+
+
+def test_the_window_of_a_prompt_is_always_read():
+    scheduler = Scheduler(SIZES, RULES._replace(window=20), PACE)
+    for number in range(2):
+        scheduler.add(answer(number, range(48), 2))
+    starts = {}
+    for chunk in chunks_of(*served(scheduler)[1]):
+        starts.setdefault(chunk.answer, chunk.start)
+    # 28 tokens may be shared, and a chunk begins at 16
+    assert sorted(starts.values()) == [0, 16]
+
+
+def test_who_does_not_fit_waits_and_keeps_those_behind_from_its_memory():
+    scheduler = Scheduler(SIZES._replace(num_groups=17), RULES, PACE)
+    scheduler.add(answer(0, range(40), 8))
+    scheduler.plan()
+    scheduler.add(answer(1, range(100, 130), 2))
+    scheduler.add(answer(2, range(200, 231), 2))
+    order, _ = served(scheduler)
+    assert order == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "groups", "message"),
+    [
+        (60, 5, 33, r"is 65: must be at most max_model_len=64"),
+        (30, 5, 8, r"is 35: must fit in the 28 tokens of K and V"),
+    ],
+)
+def test_what_can_never_fit_is_refused(prompt, tokens, groups, message):
+    scheduler = Scheduler(SIZES._replace(num_groups=groups), RULES, PACE)
+    with pytest.raises(ValueError, match=message):
+        scheduler.add(answer(0, range(prompt), tokens))
+    assert scheduler.idle
+
+
+def test_a_prompt_goes_on_behind_any_block_where_chunks_may_begin_anywhere():
+    def read(sizes):
+        scheduler = Scheduler(sizes, RULES, PACE)
+        scheduler.add(answer(0, range(30), 1))
+        served(scheduler)
+        scheduler.add(answer(1, [*range(29), 100, 101], 1))
+        return [chunk.start for chunk in chunks_of(*served(scheduler)[1])]
+
+    assert read(ALONE) == [16]
+    assert read(VARIANT) == [24]
+
+
+def test_answers_grow_into_memory_that_others_have_not_used():
+    """Where each took the memory of all its tokens at once, four could not run together."""
+    sizes = PACKED._replace(num_groups=21, growth_tokens=8, steps=4)
+    scheduler = Scheduler(sizes, RULES._replace(periods=()), PACE)
+    for number in range(4):
+        scheduler.add(answer(number, range(100 * number, 100 * number + 4), 40))
+    running, sent = [], []
+    for _ in range(200):
+        plan = scheduler.plan()
+        running.append(len(scheduler.decoding))
+        if plan.decoding is not None:
+            sent.append([row.answer for row in plan.decoding.rows])
+        if scheduler.idle:
+            break
+    assert scheduler.idle
+    assert max(running) == 4
+    # three groups each, then five of twenty are left: one may grow to its end, the others wait
+    assert [0, 1, 2, 3] in sent
+    assert any(len(rows) < 4 for rows in sent[: len(sent) // 2])
+
+
+def test_what_several_share_is_free_once_all_of_them_have_ended():
+    sizes = PACKED._replace(num_groups=21, growth_tokens=4, steps=1)
+    scheduler = Scheduler(sizes, RULES._replace(periods=(), window=0), PACE)
+    prefix = list(range(32))
+    # few groups of 14; 10 of 12; 2 of 4 beside 8 that it shares with the second
+    for number, (prompt, tokens) in enumerate(
+        ((range(100, 104), 52), ([*prefix, 200], 12), ([*prefix, 300], 12))
+    ):
+        scheduler.add(answer(number, prompt, tokens))
+        while len(scheduler.decoding) <= number:
+            assert scheduler.plan().reading is not None
+    served(scheduler)
+    assert scheduler.idle
+
+
+def test_none_begins_whose_company_could_keep_all_from_ending():
+    sizes = PACKED._replace(num_groups=13, growth_tokens=4)
+    scheduler = Scheduler(sizes, RULES._replace(periods=()), PACE)
+    # 12 groups: each has 5 and needs 9, so that two would wait for each other for ever
+    for number in range(2):
+        scheduler.add(answer(number, range(100 * number, 100 * number + 16), 20))
+    scheduler.plan()
+    assert len(scheduler.waiting) == 1
+    assert served(scheduler)[0] == [1]
+    assert scheduler.idle
