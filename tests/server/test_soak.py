@@ -72,7 +72,9 @@ async def hostile(url, kind, rng):
 async def soak(url, count, rng, ends):
     """Sends requests of at most 16 tokens, a fifth of which is left, and as many hostile ones."""
     places = asyncio.Semaphore(16)
-    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+    # no connection is used again, which the server might close at that moment, since it was idle
+    alone = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=alone) as client:
 
         async def one(nth):
             async with places:
