@@ -163,4 +163,7 @@ def dense() -> Policy:
     def select(state: State, layer: int, q: Array, view: StepView):
         return everything(view.layers[layer].lengths), None, state
 
-    return Policy(select, shares="pages")
+    def heads(layer: int, num_kv_heads: int) -> tuple[int, ...]:
+        return tuple(range(num_kv_heads))
+
+    return Policy(select, shares="pages", dense_heads=heads)

@@ -5,7 +5,14 @@ of ONE row. A block table maps page m of head (b, k) to its physical page. Witho
 mapping is the identity: it is page (b·K + k)·M + m, and reading a whole head is a reshape.
 """
 
-from jsparse.cache.layers import FreeList, HostPages, KVCache, LayerCache, PagePool
+from jsparse.cache.layers import (
+    FreeList,
+    HostPages,
+    KVCache,
+    LayerCache,
+    PagePool,
+    SharedPrefixes,
+)
 from jsparse.cache.reading import physical_pages, read_heads, read_pages, read_slots, slot_positions
 from jsparse.cache.spec import CacheSpec
 from jsparse.cache.views import (
@@ -41,6 +48,7 @@ __all__ = [
     "LayerCache",
     "PagePool",
     "ReadOnly",
+    "SharedPrefixes",
     "StepView",
     "append",
     "cut_pages",

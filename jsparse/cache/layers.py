@@ -82,6 +82,20 @@ class FreeList(NamedTuple):
     count: Int32[Array, ""]  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
+class SharedPrefixes(NamedTuple):
+    """Names rows whose first tokens lie in the same pages, so that these can be read once for all.
+
+    Attributes:
+        rows: the rows of each family, in any order; numbers of B or more are nobody. No row is in
+            two families.
+        tokens: for each family, the first tokens that lie in the same pages, which they fill; 0
+            where there is no family. A row of a family holds at least as many, or none at all.
+    """
+
+    rows: Int32[Array, "families n"]
+    tokens: Int32[Array, "families"]
+
+
 class LayerCache(NamedTuple):
     """Holds one layer's K and V.
 
@@ -95,6 +109,7 @@ class LayerCache(NamedTuple):
             table means that the host writes the table. The identity frees nothing.
         bias: a term added to the logit of each slot; None unless a policy asks for it.
         slot_positions: the text position of each slot; None unless a policy asks for it.
+        prefixes: rows that have their first pages in common; None says nothing of any.
     """
 
     k: Pages | PagePool
@@ -104,6 +119,7 @@ class LayerCache(NamedTuple):
     free: FreeList | None = None
     bias: Float32[Array, "pages P"] | None = None
     slot_positions: Int32[Array, "pages P"] | None = None
+    prefixes: SharedPrefixes | None = None
 
     @property
     def page_pools(self) -> tuple[PagePool, PagePool] | None:

@@ -71,6 +71,7 @@ class Engine:
         ladder: Sequence[tuple[int, int]] | None = None,
         max_stall_ms: float | None = None,
         batch_invariant: bool = False,
+        cascade_attention: bool | None = None,
         record: str | os.PathLike[str] | None = None,
         prepare: bool | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -104,6 +105,7 @@ class Engine:
             ladder=ladder,
             max_stall_ms=max_stall_ms,
             batch_invariant=batch_invariant,
+            cascade_attention=cascade_attention,
         )
         self.params, self.policy, self.spec, self.sizes = (
             params,
@@ -114,7 +116,8 @@ class Engine:
         self._pace = Pace(params.config)
         rules = setup.rules(spec.policy, share=enable_prefix_caching)
         self.programs = Programs(spec)
-        self.scheduler = Scheduler(self.sizes, rules, self._pace, self.programs.usable_rows)
+        usable = self.programs.usable_rows, self.programs.can_share
+        self.scheduler = Scheduler(self.sizes, rules, self._pace, *usable)
         self._per_request, self._layer_stats, self._clock = spec.knobs, layer_stats, clock
         self._log = None if record is None else plan_log.PlanLog(record, spec)
         if prepare or (prepare is None and jax.default_backend() == "gpu"):

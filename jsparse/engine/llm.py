@@ -58,6 +58,7 @@ class LLM:
         ladder: Sequence[tuple[int, int]] | None = None,
         max_stall_ms: float | None = None,
         batch_invariant: bool = False,
+        cascade_attention: bool | None = None,
         record: str | os.PathLike[str] | None = None,
         prepare: bool | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -106,6 +107,9 @@ class LLM:
             batch_invariant: whether a request gets the same bits in any company, and whether or not
                 others have read the beginning of its prompt. Programs then have one step, read one
                 prompt and decode all rows, and chunks begin where position alone says.
+            cascade_attention: whether dense layers read what prompts have in common once for all
+                rows that share it, where that is much. Such programs are compiled when there is use
+                for them. None is true on a GPU if half of the policy's layers are dense.
             record: a file for a log of all plans (jsparse.engine.plan_log).
             prepare: whether all programs, but those that return likely tokens, are compiled now
                 and not on first use; None is true on a GPU.
@@ -136,6 +140,7 @@ class LLM:
             ladder=ladder,
             max_stall_ms=max_stall_ms,
             batch_invariant=batch_invariant,
+            cascade_attention=cascade_attention,
             record=record,
             prepare=prepare,
             clock=clock,

@@ -15,7 +15,7 @@ import numpy as np
 
 from jsparse.engine.outputs import AnswerBuilder
 from jsparse.engine.setup import EngineSpec
-from jsparse.engine.step_plan import Chunk, Decode, Decoding, Reading, StepPlan
+from jsparse.engine.step_plan import Chunk, Decode, Decoding, Family, Reading, StepPlan
 from jsparse.runtime.request import Request
 from jsparse.runtime.sampling_params import SamplingParams
 
@@ -104,5 +104,8 @@ def _take(recorded: Recording, line: dict[str, Any]) -> None:
             reading = reading._replace(chunks=[Chunk(*chunk) for chunk in reading.chunks])
         if decoding is not None:
             decoding = Decoding(*decoding)
-            decoding = decoding._replace(rows=[Decode(*row) for row in decoding.rows])
+            decoding = decoding._replace(
+                rows=[Decode(*row) for row in decoding.rows],
+                families=[Family(*family) for family in decoding.families],
+            )
         recorded.plans.append(StepPlan(reading, decoding))

@@ -1,6 +1,6 @@
 """Names the programs that an answer needs, or any answer of an engine."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from jsparse.engine.sizes import MAX_PACKED, EngineSizes
@@ -33,9 +33,12 @@ def answer_keys(
 
 
 def engine_keys(
-    sizes: EngineSizes, policy: Policy, choices: Iterable[SamplingMode]
+    sizes: EngineSizes, policy: Policy, choices: Sequence[SamplingMode]
 ) -> list[ProgramKey]:
-    """Returns the keys of all programs for answers with these ways of choosing tokens."""
+    """Returns the keys of all programs for answers with these ways of choosing tokens.
+
+    Rows then read what they have in common each for itself.
+    """
     keys = [ProgramKey.of("start")]
     keys += [
         ProgramKey.of("service", sizes.service_rows, service=name) for name in policy.services.every
@@ -51,5 +54,15 @@ def engine_keys(
         keys += [ProgramKey.of("replay", 1, size) for size in full]
     for choice in choices:
         keys += [ProgramKey.of("join", rows, choice=choice) for rows in sizes.prefill_rows]
-        keys += [ProgramKey.of("decode", rows, choice=choice) for rows in sizes.rows]
+    for rows in sizes.rows:
+        keys += decode_keys(choices, rows)
     return keys
+
+
+def decode_keys(choices: Iterable[SamplingMode], *size: int) -> list[ProgramKey]:
+    """Returns the keys of decode programs of one size, for these ways of choosing tokens.
+
+    The size is the number of rows; for rows that read together what they have in common, it is
+    followed by the most families and the most rows of each.
+    """
+    return [ProgramKey.of("decode", *size, choice=choice) for choice in choices]

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from jsparse.cache import ReadOnly
+from jsparse.cache import ReadOnly, SharedPrefixes
 from jsparse.engine.packing import Packed, pack
-from jsparse.engine.program_keys import SamplingMode, answer_keys, engine_keys
+from jsparse.engine.program_keys import SamplingMode, answer_keys, decode_keys, engine_keys
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.sizes import MAX_READING
 from jsparse.engine.slots import ReadRows, Slots, neutral, no_knobs, no_recent
@@ -63,7 +63,8 @@ class Programs(ProgramSet):
         }
         beside = ReadOnly(constants(spec.params, spec.policy))
         fixed = {"weights": spec.params.weights, "beside": beside}
-        self._prepared = False
+        # the ways of choosing tokens whose programs have been prepared
+        self._prepared: tuple[SamplingMode, ...] = ()
         super().__init__(programs, fixed, self._shapes_of)
 
     def expect_answer(
@@ -84,13 +85,18 @@ class Programs(ProgramSet):
         """Compiles the programs that requests of these kinds need, several at a time.
 
         Of decode programs these are those of the fewest rows and of all, unless `all_rows`; the
-        others are compiled when there is use for them, while the engine does without.
+        others, and those for rows that read together what they have in common, are compiled when
+        there is use for them, while the engine does without.
         """
-        sizes = self._sizes
+        sizes, choices = self._sizes, tuple(choices)
         if not all_rows:
             sizes = sizes._replace(rows=(sizes.rows[0], sizes.rows[-1]))
-        self.compile(engine_keys(sizes, self._policy, choices), logger)
-        self._prepared = True
+        keys = engine_keys(sizes, self._policy, choices)
+        if all_rows and sizes.family_rows:
+            for rows in sizes.rows:
+                keys += decode_keys(choices, rows, *sizes.families(rows))
+        self.compile(keys, logger)
+        self._prepared = choices
 
     def usable_rows(self, count: int) -> int:
         """Returns the rows of the smallest decode program that has as many and is there.
@@ -99,11 +105,22 @@ class Programs(ProgramSet):
         not been prepared, each is waited for, and this is the rows of the smallest.
         """
         fitting = [rows for rows in self._sizes.rows if rows >= count]
-        if not self._prepared:
-            return fitting[0]
-        keys = [ProgramKey.of("decode", rows, choice="sampled") for rows in fitting]
-        self.expect(keys[:1])
-        return next(rows for rows, key in zip(fitting, keys, strict=True) if self.ready(key))
+        self.expect(decode_keys(self._prepared, fitting[0]))
+        return next(rows for rows in fitting if self._all_ready(rows))
+
+    def can_share(self, rows: int) -> bool:
+        """Returns whether a decode program is there that reads once what rows have in common.
+
+        If it is not, it begins to be compiled; if programs have not been prepared, it is waited
+        for.
+        """
+        size = rows, *self._sizes.families(rows)
+        self.expect(decode_keys(self._prepared, *size))
+        return self._all_ready(*size)
+
+    def _all_ready(self, *size: int) -> bool:
+        """Returns whether the decode programs of a size are there, as far as any are prepared."""
+        return all(map(self.ready, decode_keys(self._prepared, *size)))
 
     def usable_choice(self, name: str, rows: int, wanted: SamplingMode) -> SamplingMode:
         """Returns how a program chooses tokens, as wanted or in a more general way.
@@ -140,7 +157,10 @@ class Programs(ProgramSet):
         if name == "service":
             return self._slots, rows
         groups = jnp.zeros((size[0], self._sizes.growth), jnp.int32)
-        return self._slots, rows, rows, rows, groups
+        prefixes = None
+        if size[1:]:
+            prefixes = SharedPrefixes(jnp.zeros(size[1:], jnp.int32), jnp.zeros(size[1], jnp.int32))
+        return self._slots, rows, rows, rows, groups, prefixes
 
     def _start(self) -> Slots:
         """Returns empty slots."""
@@ -268,6 +288,7 @@ class Programs(ProgramSet):
         counts: Int32[Array, "n"],
         first: Int32[Array, "n"],
         groups: Int32[Array, "n growth"],
+        prefixes: SharedPrefixes | None,
         *,
         choice: SamplingMode,
         weights: Weights,
@@ -276,13 +297,15 @@ class Programs(ProgramSet):
         """Runs steps of some rows, of which row i takes part in the first `counts[i]`.
 
         Where the program has all rows, they are in their order. Before, rows get `groups` behind
-        their first `first[i]`; what lies behind the last group of a row is ignored.
+        their first `first[i]`; what lies behind the last group of a row is ignored. `prefixes` says
+        what these rows have in common.
         """
         policy, spec, rows = self._policy, self._spec, slots.rows
         of_all = which.size == spec.batch
         places = which[:, None], first[:, None] + jnp.arange(groups.shape[1])
         rows = rows._replace(cache=rows.cache.with_groups(*places, groups))
         part = rows if of_all else take(policy, spec, rows, which)
+        part = part._replace(cache=part.cache.with_prefixes(prefixes))
         part, packed = inlined(decode_steps)(
             self._decoder,
             policy,
@@ -294,6 +317,7 @@ class Programs(ProgramSet):
             batch=part,
             counts=counts,
         )
+        part = part._replace(cache=part.cache.with_prefixes(None))
         rows = part if of_all else put(policy, spec, rows, part, which)
         return slots._replace(rows=rows), packed
 

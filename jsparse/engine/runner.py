@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from jsparse.cache import SharedPrefixes
 from jsparse.engine.packing import NewTokens, unpack
 from jsparse.engine.program_keys import SamplingMode
 from jsparse.engine.programs import CHOICES, Programs
@@ -159,6 +160,7 @@ class Runner:
         for nth, row in zip(at, decoding.rows, strict=True):
             if row.groups:
                 first[nth], groups[nth, : len(row.groups)] = row.first, row.groups
+        prefixes = self._prefixes(decoding, dict(zip(rows, at, strict=True)))
         self._slots, packed = self._programs.run(
             "decode",
             self._slots,
@@ -166,11 +168,23 @@ class Runner:
             counts,
             first,
             groups,
-            size=(num_rows,),
+            prefixes,
+            size=(num_rows, *(prefixes.rows.shape if prefixes else ())),
             choice=self._choice("decode", num_rows, [row.answer for row in decoding.rows]),
         )
         results = [(row.answer, nth, row.steps) for nth, row in zip(at, decoding.rows, strict=True)]
         return PendingResults(packed, results, decoding)
+
+    def _prefixes(self, decoding: Decoding, row_of: dict[int, int]) -> SharedPrefixes | None:
+        """Returns what rows have in common, in the numbers that a program has for slots."""
+        if not decoding.families:
+            return None
+        num_rows, shape = decoding.num_rows, self._spec.sizes.families(decoding.num_rows)
+        rows, tokens = np.full(shape, num_rows, np.int32), np.zeros(shape[0], np.int32)
+        for nth, family in enumerate(decoding.families):
+            rows[nth, : len(family.slots)] = [row_of[slot] for slot in family.slots]
+            tokens[nth] = family.tokens
+        return SharedPrefixes(rows, tokens)  # pyright: ignore[reportArgumentType]
 
     def _choice(self, name: str, rows: int, answers: Iterable[int]) -> SamplingMode:
         """Returns the cheapest way of choosing tokens that all of these answers allow."""

@@ -6,10 +6,11 @@ A plan is plain numbers: a log of plans replays a session (jsparse.engine.plan_l
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from jsparse.engine.blocks import block_keys
+from jsparse.engine.families import families
 from jsparse.engine.memory import Memory
 from jsparse.engine.sizes import MAX_PACKED, MAX_READING, EngineSizes, Rules
 from jsparse.engine.step_plan import (
@@ -17,6 +18,7 @@ from jsparse.engine.step_plan import (
     Chunk,
     Decode,
     Decoding,
+    Family,
     Phase,
     Reading,
     StepPlan,
@@ -67,14 +69,21 @@ class Scheduler:
         rules: Rules,
         pace: Estimates,
         rows_for: Callable[[int], int] | None = None,
+        can_share: Callable[[int], bool] = lambda rows: True,
     ) -> None:
         """Prepares a scheduler without requests.
 
-        `rows_for` returns the rows of the smallest decode program that has as many and that may be
-        planned now; None is of the smallest.
+        Args:
+            sizes: the static sizes.
+            rules: the policy's traits.
+            pace: how long programs take.
+            rows_for: returns the rows of the smallest decode program that has as many and that may
+                be planned now; None is of the smallest.
+            can_share: returns whether a program of so many rows may be planned now that reads once
+                what rows have in common.
         """
         self.sizes, self.rules, self._pace = sizes, rules, pace
-        self._rows_for = rows_for or sizes.rows_for
+        self._rows_for, self._can_share = rows_for or sizes.rows_for, can_share
         self.memory = Memory(sizes, rules)
         self.pool = self.memory.pool
         self.waiting: list[tuple[float, int, Answer]] = []
@@ -270,7 +279,7 @@ class Scheduler:
             if self._stalled + later <= self._patience:
                 return None
         self._stalled = 0
-        steps, rows = self._steps(), []
+        steps, rows, answers = self._steps(), [], []
         for answer in self.decoding:
             count = min(steps, answer.max_tokens - answer.sent)
             first = self.memory.num_groups(answer)
@@ -280,9 +289,18 @@ class Scheduler:
                 answer.sent += count
                 row = (answer.number, answer.slot, count, answer.sent - 1)
                 rows.append(Decode(*row, groups=groups, first=first))
+                answers.append(answer)
         if not rows:
             return None
-        return Decoding(self._rows_for(len(rows)), steps, rows)
+        num_rows = self._rows_for(len(rows))
+        return Decoding(num_rows, steps, rows, self._families(answers, num_rows))
+
+    def _families(self, answers: list[Answer], num_rows: int) -> Sequence[Family]:
+        """Returns the rows that read together what they have in common."""
+        if not self.sizes.family_rows:
+            return ()
+        found = families(answers, *self.sizes.families(num_rows), self.sizes.block_tokens)
+        return found if found and self._can_share(num_rows) else ()
 
     def _steps(self) -> int:
         """Returns the number of steps of the next program.

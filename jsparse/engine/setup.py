@@ -10,6 +10,7 @@ from jsparse.cache import CacheSpec
 from jsparse.engine.sizes import MAX_READING, EngineSizes, Rules
 from jsparse.hyper_parameters import flag, number_in, whole_number
 from jsparse.models.checkpoint import Params
+from jsparse.pallas_kernels.block_sparse_decode.api import MAX_QUERIES
 from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime import capacity, chunk_attention
 from jsparse.runtime.admission import admit
@@ -76,6 +77,7 @@ def engine_spec(
     ladder: Sequence[tuple[int, int]] | None,
     max_stall_ms: float | None,
     batch_invariant: bool,
+    cascade_attention: bool | None,
 ) -> EngineSpec:
     """Returns the spec of an engine; `LLM` documents the arguments and the meaning of None.
 
@@ -91,6 +93,7 @@ def engine_spec(
         steps_per_program = _only("steps_per_program", steps_per_program, 1)
         decode_rows = _only("decode_rows", decode_rows, [rows.batch])
         prefill_rows = _only("prefill_rows", prefill_rows, [1])
+        cascade_attention = _only("cascade_attention", cascade_attention, False)
     unset = steps_per_program is None
     admitted = admit(
         params,
@@ -113,7 +116,10 @@ def engine_spec(
         max_stall_ms=max_stall_ms,
         max_model_len=max_model_len,
     )
-    sizes = sizes._replace(batch_invariant=batch_invariant)
+    sizes = sizes._replace(
+        batch_invariant=batch_invariant,
+        family_rows=_family_rows(cascade_attention, admitted.policy, rows),
+    )
     return EngineSpec(
         params,
         admitted.policy,
@@ -240,6 +246,18 @@ def _prefill_rows(asked: Sequence[int] | None, slots: int, *, on_gpu: bool) -> t
     if rows[0] != 1 or rows[-1] > maximum:
         raise ValueError(f"prefill_rows={asked!r}: must rise from 1 to at most {maximum}")
     return rows
+
+
+def _family_rows(asked: bool | None, policy: Policy, spec: CacheSpec) -> int:
+    """Returns the most rows that read together what they have in common; 0 is that none do."""
+    if asked is None:
+        heads, layers = spec.num_kv_heads, range(spec.num_layers)
+        dense = sum(len(policy.dense_heads(layer, heads)) == heads for layer in layers)
+        asked = _on_gpu() and 2 * dense >= spec.num_layers
+    else:
+        flag("cascade_attention", asked)
+    rows = MAX_QUERIES * spec.num_kv_heads // spec.num_heads
+    return min(rows, spec.batch) if asked and rows > 1 else 0
 
 
 def _rising(name: str, asked: Sequence[int]) -> tuple[int, ...]:

@@ -28,6 +28,8 @@ class EngineSizes(NamedTuple):
         batch_invariant: whether the starts of chunks depend on position alone, so that another
             request with the same prompt would compute the same K and V, bit for bit.
         growth_tokens: the tokens of an answer for which it gets memory at a time.
+        family_rows: the most rows that read the pages that they have in common together; 0 is that
+            each row reads its own.
     """
 
     num_slots: int
@@ -43,6 +45,7 @@ class EngineSizes(NamedTuple):
     max_stall_ms: float | None = None
     batch_invariant: bool = False
     growth_tokens: int = 256
+    family_rows: int = 0
 
     @property
     def full_sizes(self) -> list[int]:
@@ -81,6 +84,10 @@ class EngineSizes(NamedTuple):
     def rows_for(self, count: int) -> int:
         """Returns the rows of the smallest decode program that has this many."""
         return next(rows for rows in self.rows if rows >= count)
+
+    def families(self, rows: int) -> tuple[int, int]:
+        """Returns the most families of a program of so many rows, and the most rows of each."""
+        return max(1, rows // 4), min(rows, self.family_rows)
 
     def hit_end(self, tokens: int) -> int:
         """Returns where the tokens end that a request may take over of as many that are known."""

@@ -1,5 +1,6 @@
 """Defines StepPlan, the next work of the device, and Answer, the planned state of an answer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -129,6 +130,18 @@ class Decode(NamedTuple):
     first: int
 
 
+class Family(NamedTuple):
+    """Names rows whose first tokens lie in the same pages.
+
+    Attributes:
+        tokens: the number of these tokens.
+        slots: the slots of the rows.
+    """
+
+    tokens: int
+    slots: list[int]
+
+
 class Decoding(NamedTuple):
     """Plans a program of `steps` decode steps.
 
@@ -136,11 +149,14 @@ class Decoding(NamedTuple):
         num_rows: the number of rows that the program computes, these among them.
         steps: the number of steps.
         rows: the rows that take part.
+        families: those of them that read pages together; if there are none, the program is one in
+            which each row reads its own.
     """
 
     num_rows: int
     steps: int
     rows: list[Decode]
+    families: Sequence[Family] = ()
 
 
 class StepPlan(NamedTuple):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jsparse import cache as kv_cache
-from jsparse.cache import CacheSpec, KVCache, LayerCache
+from jsparse.cache import CacheSpec, KVCache, LayerCache, SharedPrefixes
 from jsparse.shapes import Pages, Rows
 
 
@@ -26,7 +26,7 @@ class Pool(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("pools", "groups", "lengths"),
+    data_fields=("pools", "groups", "lengths", "prefixes"),
     meta_fields=("num_kv_heads",),
 )
 @dataclass(frozen=True)
@@ -38,12 +38,14 @@ class SharedPages:
         groups: the groups of each row, in the order of its tokens.
         lengths: the number of tokens that each row holds.
         num_kv_heads: K.
+        prefixes: which rows have their first pages in common, if a program is to know.
     """
 
     pools: tuple[Pool, ...]
     groups: Int32[Array, "B M"]
     lengths: Rows
     num_kv_heads: int
+    prefixes: SharedPrefixes | None = None
 
     def of_rows(self, active: Bool[Array, "B"] | None = None) -> KVCache:
         """Returns the cache that policies know; rows that are not active are empty there."""
@@ -51,7 +53,10 @@ class SharedPages:
         head = jnp.arange(self.num_kv_heads, dtype=jnp.int32)[:, None]
         table = self.groups[:, None] * self.num_kv_heads + head
         by_head = jnp.broadcast_to(lengths[:, None], table.shape[:2])
-        layers = tuple(LayerCache(pool.k, pool.v, by_head, table) for pool in self.pools)
+        layers = tuple(
+            LayerCache(pool.k, pool.v, by_head, table, prefixes=self.prefixes)
+            for pool in self.pools
+        )
         return KVCache(layers, lengths, jnp.zeros(lengths.shape, jnp.bool_))
 
     def after(self, cache: KVCache, longer: Bool[Array, "B"] | None = None) -> "SharedPages":
@@ -62,7 +67,11 @@ class SharedPages:
 
     def rows(self, groups: Int32[Array, "n M"], lengths: Rows) -> "SharedPages":
         """Returns rows with these groups over the same pages."""
-        return replace(self, groups=groups, lengths=lengths)
+        return replace(self, groups=groups, lengths=lengths, prefixes=None)
+
+    def with_prefixes(self, prefixes: SharedPrefixes | None) -> "SharedPages":
+        """Returns the same rows, of which `prefixes` says what they have in common."""
+        return replace(self, prefixes=prefixes)
 
     def with_groups(
         self, rows: Int32[Array, "n 1"], places: Int32[Array, "n m"], groups: Int32[Array, "n m"]

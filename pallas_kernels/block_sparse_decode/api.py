@@ -1,5 +1,6 @@
 """Attends from one new query per head to the pages that a Selection names."""
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,9 +9,12 @@ from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode import reference
+from jsparse.pallas_kernels.block_sparse_decode.cascade import cascade, lists_nothing
 from jsparse.pallas_kernels.dispatch import Backend, check_shapes, check_stats, no_mosaic, run
 from jsparse.partials import AttentionOut, ListedLogits, StatsKind
 from jsparse.selection import Selection
+
+MAX_QUERIES = 64  # of a KV head in the Mosaic kernel: rows of a wgmma
 
 
 def _mosaic():
@@ -20,10 +24,17 @@ def _mosaic():
 
 
 def _not_mosaic(
-    q: Float[Array, "B N H"], layer: LayerCache, selection: Selection, **_: Any
+    q: Float[Array, "B N H"],
+    layer: LayerCache,
+    selection: Selection,
+    *,
+    stats: StatsKind | None,
+    **_: Any,
 ) -> str | None:
     reason = "takes K and V on the device" if layer.page_pools else no_mosaic()
     head_dim, size = layer.k.shape[-1], layer.page_size
+    # a report takes one more, the mean
+    queries = q.shape[1] // layer.lengths.shape[1] + (stats is not None)
     if reason is None and not (
         q.dtype == layer.k.dtype == layer.v.dtype and q.dtype in (jnp.bfloat16, jnp.float16)
     ):
@@ -32,10 +43,8 @@ def _not_mosaic(
         reason = f"takes head dimensions of 64 to 256 that 32 divides, not {head_dim}"
     elif reason is None and size not in ((8, 16, 32, 64) if head_dim <= 128 else (8, 16, 32)):
         reason = f"does not take pages of {size} tokens at head dimension {head_dim}"
-    elif reason is None and q.shape[1] // layer.lengths.shape[1] > 16:
-        reason = (
-            f"takes at most 16 query heads per KV head, not {q.shape[1] // layer.lengths.shape[1]}"
-        )
+    elif reason is None and queries > MAX_QUERIES:
+        reason = f"takes at most {MAX_QUERIES} queries per KV head, not {queries}"
     return reason
 
 
@@ -59,7 +68,9 @@ def block_sparse_decode(
 
     Args:
         q: the queries, after RoPE.
-        layer: the K and V pages, lengths, block table and bias.
+        layer: the K and V pages, lengths, block table and bias. Where it names `prefixes`, heads
+            are dense or empty, and no report is asked for, pages that rows have in common are read
+            once for all of these (`cascade`).
         selection: the pages, at granularity "page"; `Selection` documents its fields.
         sm_scale: the factor of q·k; None is 1/√H.
         stats: the report: "page_mass" or "token_logits" on the mean query of each group,
@@ -78,6 +89,9 @@ def block_sparse_decode(
     check_shapes("block_sparse_decode", "page", q, layer, selection)
     check_stats(stats)
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+    if layer.prefixes is not None and stats is None and lists_nothing(selection):
+        attend = partial(block_sparse_decode, sm_scale=sm_scale, implementation=implementation)
+        return cascade(attend, q, layer, layer.prefixes, selection, dtype)
     of_mean = None if stats == "listed_logits" else stats
     options = {"sm_scale": sm_scale, "stats": of_mean, "dtype": dtype}
     out = run("block_sparse_decode", implementation, BACKENDS, q, layer, selection, **options)

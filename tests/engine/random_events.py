@@ -1,12 +1,14 @@
 """Adds, stops and plans at random, and checks each plan as a device would see it."""
 
 from collections import Counter
+from unittest.mock import patch
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from planning import PACE, PACKED, RULES, SIZES, VARIANT, answer
 
+from jsparse.engine import families
 from jsparse.engine.scheduler import Scheduler
 from jsparse.engine.sizes import MAX_READING
 from jsparse.engine.step_plan import Phase
@@ -56,6 +58,7 @@ class Serving(RuleBasedStateMachine):
             self.follow_reading(plan.reading)
         if plan.decoding is None:
             return
+        self.follow_families(plan.decoding)
         slots = [row.slot for row in plan.decoding.rows]
         assert 1 <= len(slots) == len(set(slots)) <= plan.decoding.num_rows
         assert plan.decoding.num_rows in self.sizes.rows
@@ -77,6 +80,23 @@ class Serving(RuleBasedStateMachine):
             assert len(asked.ids) + row.age <= len(table) * SIZES.page_size
             # no program runs past a row's service
             assert all(before // every == (row.age - 1) // every for every in RULES.periods)
+
+    def follow_families(self, decoding):
+        """What rows are told to read together is the same, and is there."""
+        count, most = self.sizes.families(decoding.num_rows)
+        assert len(decoding.families) <= count
+        together = [slot for family in decoding.families for slot in family.slots]
+        assert len(together) == len(set(together))
+        assert {*together} <= {row.slot for row in decoding.rows}
+        for family in decoding.families:
+            assert 2 <= len(family.slots) <= most
+            assert family.tokens % self.sizes.page_size == 0
+            groups = family.tokens // self.sizes.page_size
+            tables = [self.tables[self.slots[slot]][:groups] for slot in family.slots]
+            assert len(tables[0]) == groups > 0
+            assert all(table == tables[0] for table in tables)
+            for slot in family.slots:
+                assert len(self.asked[self.slots[slot]].ids) >= family.tokens
 
     def follow_reading(self, reading):
         assert 1 <= len(reading.chunks) <= reading.num_rows
@@ -175,7 +195,7 @@ class Replaying(Serving):
 class Variant(Serving):
     """The same, where chunks begin anywhere and are as short as rows that decode need them."""
 
-    sizes = VARIANT._replace(max_stall_ms=20, growth_tokens=8, num_groups=30)
+    sizes = VARIANT._replace(max_stall_ms=20, growth_tokens=8, num_groups=30, family_rows=3)
 
 
 class VariantReplaying(Variant):
@@ -195,4 +215,5 @@ MACHINES = [Scarce, Serving, Replaying, Variant, VariantReplaying]
 
 def run_events(machine, examples, steps):
     machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=steps)
-    machine.TestCase("runTest").runTest()
+    with patch.multiple(families, MIN_TOKENS=0, MIN_SHARE=0):
+        machine.TestCase("runTest").runTest()

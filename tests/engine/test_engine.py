@@ -434,6 +434,11 @@ def test_too_many_waiting_are_refused_and_the_rest_goes_on():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"cascade_attention": 1}, "cascade_attention=1: must be"),
+        (
+            {"cascade_attention": True, "batch_invariant": True, "decode_rows": None},
+            "cascade_attention=True: must be False where batch_invariant is true",
+        ),
         ({"max_num_seqs": 0}, "max_num_seqs=0: must be an integer of at least 1"),
         ({"max_model_len": 513}, "max_model_len=513: must be at most 512"),
         ({"max_waiting": -1}, "max_waiting=-1: must be an integer of at least 0"),

@@ -6,10 +6,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jsparse.pallas_kernels.block_sparse_decode.cases import Case
+from jsparse.cache import SharedPrefixes
+from jsparse.pallas_kernels.block_sparse_decode.cases import Case, Inputs
 from jsparse.partials import StatsKind
 from jsparse.selection import Granularity, Selection
 from tests.kernels.dense_attention import expected
+
+
+def in_families(inputs: Inputs, families: list[list[int]], tokens: list[int]) -> Inputs:
+    """Returns dense rows of which some have as many first tokens in the same pages, and say so.
+
+    Of each four heads one is empty, and so is the last row. `inputs` has a block table of pages
+    that lie apart, and full rows.
+    """
+    layer, rng = inputs.layer, np.random.default_rng(7)
+    table, lengths = (np.array(each) for each in (layer.block_table, layer.lengths))
+    rows = np.full((len(families), max(map(len, families))), len(lengths), np.int32)
+    for nth, (members, held) in enumerate(zip(families, tokens, strict=True)):
+        rows[nth, : len(members)] = members
+        for row in members:
+            pages = held // layer.page_size
+            table[row, :, :pages] = table[members[0], :, :pages]
+            lengths[row] = rng.integers(held, layer.capacity + 1, lengths.shape[1])
+    lengths[-1] = 0
+    nowhere = np.zeros((*lengths.shape, 0), np.int32)
+    dense = np.arange(lengths.size).reshape(lengths.shape) % 4 != 2
+    selection = Selection(nowhere, np.zeros_like(lengths), dense=dense)
+    prefixes = SharedPrefixes(rows, np.array(tokens, np.int32))
+    layer = layer._replace(block_table=table, lengths=lengths, prefixes=prefixes)
+    return Inputs(inputs.q, layer, jax.device_put(selection))
 
 
 def tolerance(case: Case) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 from marks import slow_except_named
 
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
+from jsparse.pallas_kernels.block_sparse_decode.cascade import cascade
 from jsparse.pallas_kernels.block_sparse_decode.cases import CASES, JUNK, Case
 from jsparse.pallas_kernels.block_sparse_decode.reference import gathered, masked
 from jsparse.partials import merge
@@ -16,8 +17,10 @@ from tests.kernels.decode_checks import (
     assert_matches_dense,
     assert_reports_rounded_mean,
     assert_rounds_o,
+    in_families,
     tolerance,
 )
+from tests.kernels.dense_attention import expected
 
 by_name = {case.name: case for case in CASES}
 SPARSE = [case for case in CASES if case.dense == "none"]
@@ -89,6 +92,41 @@ def test_pages_that_two_heads_share_are_read_by_both():
 
     o = np.asarray(run(q, layer._replace(block_table=table)))
     np.testing.assert_array_equal(o[0, 0], o[0, 1])
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_pages_that_rows_have_in_common_are_read_once_for_all(bias):
+    case = Case(
+        "", batch=8, lengths="full", listed="none", dense="all", table="scrambled", bias=bias
+    )
+    # a family of one row, families that nobody is in, and rows without a family
+    families, tokens = [[1, 4, 6, 7], [5], [0, 2], []], [48, 32, 96, 0]
+    inputs = in_families(case.build(), families, tokens)
+    want = expected(inputs, None)
+    read = []
+
+    def attend(q, layer, selection, **options):
+        read.append(layer.lengths)
+        return block_sparse_decode(q, layer, selection, **options)
+
+    @jax.jit
+    def run(inputs):
+        q, layer, selection = inputs
+        out = block_sparse_decode(q, layer, selection)
+        cascade(attend, q, layer, layer.prefixes, selection, np.float32)
+        return out, block_sparse_decode(q, layer, selection, stats="page_mass"), read
+
+    out, with_report, (common, rest) = run(inputs)
+    for each in (out, with_report):
+        np.testing.assert_allclose(each.o, want.o, **tolerance(case))
+        np.testing.assert_allclose(each.lse, want.lse, **tolerance(case))
+        np.testing.assert_array_equal(np.asarray(each.o)[np.isneginf(want.lse)], 0)
+    # every common page is read for its family, and for none of its rows
+    np.testing.assert_array_equal(common[:, 0], tokens)
+    before = np.array([96, 48, 96, 0, 48, 32, 48, 48])
+    np.testing.assert_array_equal(
+        rest, np.maximum(np.asarray(inputs.layer.lengths) - before[:, None], 0)
+    )
 
 
 def test_partials_of_two_halves_merge_to_the_whole():

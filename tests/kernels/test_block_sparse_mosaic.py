@@ -35,6 +35,7 @@ CASES = [
     replace(BASE, name="newest_missing", listed="first", page_size=64, num_pages=3, group=16),
     replace(BASE, name="nothing", listed="none"),
     replace(BASE, name="bias", bias=True, page_size=32, num_pages=5),
+    replace(BASE, name="many_queries", group=63, dense="all", batch=1),
     replace(BASE, name="wide_dense", head_dim=256, dense="all", page_size=32, num_pages=5),
 ]
 
@@ -83,7 +84,7 @@ SIZES = [  # of heads and pages: each at least once, the extremes together
 def test_lowers_for_cuda(sizes, full):
     """The lowering checks layouts, alignment and shared memory, and needs no GPU."""
     head_dim, page_size = sizes
-    batch, heads, group, pages, capacity = 3, 2, 16 if full else 3, 40, 7
+    batch, heads, group, pages, capacity = 3, 2, 63 if full else 3, 40, 7
     spec = jax.ShapeDtypeStruct
     pool = spec((batch * heads * pages, page_size, head_dim), jnp.float16 if full else jnp.bfloat16)
     table = spec((batch, heads, pages), jnp.int32) if full else None

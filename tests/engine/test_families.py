@@ -1,0 +1,138 @@
+"""Tests which rows are told to read together what they have in common."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning import answer
+from serving import assert_at_rest, greedy, tiny_llm
+from tiny import random_prompts, tiny_params
+
+from jsparse.engine import families
+from jsparse.engine.blocks import CacheBlock
+from jsparse.engine.families import families as families_of
+from jsparse.engine.step_plan import Family
+
+BLOCK = 512
+
+
+def rows_of(*paths):
+    """Answers in slots from 10 on, whose blocks have these names: equal beginnings are shared."""
+    blocks, made = {}, []
+    for nth, path in enumerate(paths):
+        row = answer(nth, [0] * (BLOCK * len(path) + 3), 5)
+        for end in range(1, len(path) + 1):
+            block = CacheBlock(path[:end].encode(), (len(blocks),))
+            row.blocks.append(blocks.setdefault(path[:end], block))
+            row.blocks[-1].holders += 1
+        row.slot = 10 + nth
+        made.append(row)
+    return made
+
+
+def found(*paths, count=16, max_rows=16):
+    made = families_of(rows_of(*paths), count, max_rows, BLOCK)
+    return {frozenset(each.slots): each.tokens // BLOCK for each in made}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _any_savings():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(families, "MIN_TOKENS", 0)
+        patch.setattr(families, "MIN_SHARE", 0)
+        yield
+
+
+def test_rows_of_one_document_read_it_together():
+    assert found("aaaa", "bb", "aaaa", "aaaab", "", "c") == {frozenset({10, 12, 13}): 4}
+
+
+def test_documents_behind_one_beginning_are_read_apart():
+    """Seven blocks of a document count more than one that all have in common."""
+    documents = ["s" + 7 * name for name in "abab"]
+    assert found(*documents, "s", "s") == {
+        frozenset({10, 12}): 8,
+        frozenset({11, 13}): 8,
+        frozenset({14, 15}): 1,
+    }
+
+
+def test_a_beginning_that_counts_more_than_what_follows_is_read_by_all():
+    paths = ["ssssss" + name for name in "aabbc"]
+    assert found(*paths) == {frozenset(range(10, 15)): 6}
+
+
+def test_no_family_has_more_rows_than_fit_and_the_best_come_first():
+    paths = [*["aa"] * 5, *["bbb"] * 2, *["c"] * 2]
+    made = found(*paths, max_rows=4, count=2)
+    assert sorted((len(rows), tokens) for rows, tokens in made.items()) == [(2, 3), (4, 2)]
+
+
+def test_few_savings_are_not_worth_while(monkeypatch):
+    monkeypatch.setattr(families, "MIN_TOKENS", 2 * BLOCK)
+    assert not found("a", "a")
+    assert found("aa", "aa")
+    monkeypatch.setattr(families, "MIN_SHARE", 1 / 4)
+    assert not found("aa", "aa", "b" * 8)
+
+
+def saved(parts):
+    """The blocks that need not be read again, where rows of each part read theirs together."""
+    return sum((len(part) - 1) * len(prefix(part)) for part in parts)
+
+
+def prefix(paths):
+    columns = itertools.takewhile(lambda letters: len({*letters}) == 1, zip(*paths, strict=False))
+    return "".join(letters[0] for letters in columns)
+
+
+def partitions(items):
+    """All ways to part a list."""
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for parts in partitions(rest):
+        yield [[first], *parts]
+        for nth, part in enumerate(parts):
+            yield [*parts[:nth], [first, *part], *parts[nth + 1 :]]
+
+
+@given(st.lists(st.text("ab", max_size=4), min_size=2, max_size=6))
+def test_no_other_families_save_much_more(paths):
+    """They save all that can be saved, but for a few trees (one in 1,000 random ones)."""
+    made = families_of(rows_of(*paths), 6, 6, BLOCK)
+    assert len({slot for each in made for slot in each.slots}) == sum(len(x.slots) for x in made)
+    for each in made:
+        assert isinstance(each, Family)
+        assert each.tokens == BLOCK * len(prefix([paths[slot - 10] for slot in each.slots]))
+    best = max(saved(parts) for parts in partitions(paths))
+    assert sum((len(x.slots) - 1) * x.tokens for x in made) >= 0.8 * BLOCK * best
+
+
+def test_rows_read_together_what_their_prompts_have_in_common(monkeypatch):
+    """They get what they get apart: others join and leave, and one has nothing in common."""
+    options = {"steps_per_program": 3, "ladder": ((0, 16),), "kv_cache_tokens": 512}
+    (beginning, *ends), lengths = random_prompts((48, 9, 3, 16, 5, 12), seed=3), (9, 14, 5, 11, 8)
+    prompts = [[*beginning, *end] for end in ends[:4]] + ends[4:]
+    asked_for = [greedy(length) for length in lengths]
+    with_families, plain = (
+        tiny_llm(cascade_attention=each, params=tiny_params(num_layers=2), **options)
+        for each in (True, False)
+    )
+    planned = []
+    made = with_families.engine.scheduler._decoding
+    monkeypatch.setattr(
+        with_families.engine.scheduler, "_decoding", lambda: planned.append(made()) or planned[-1]
+    )
+    for out, want in zip(
+        with_families.generate(prompts, asked_for), plain.generate(prompts, asked_for), strict=True
+    ):
+        (answer,), (expected,) = out.outputs, want.outputs
+        assert answer.token_ids == expected.token_ids
+        assert answer.token_logprobs == pytest.approx(expected.token_logprobs, abs=1e-5)
+        assert answer.read_fraction == expected.read_fraction
+    sizes = {len(x.slots) for plan in planned if plan for x in plan.families}
+    assert {2, 3} <= sizes
+    assert_at_rest(with_families)
