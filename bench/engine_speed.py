@@ -81,7 +81,7 @@ class Bench:
             self.release()
             self._held = asked, self.new_engine(policy, asked[1], **options)
             if options.get("prepare", True):
-                self._held[1].programs.prepare(all_rows=True)
+                self._held[1].prepare(("sampled",), all_rows=True)
         return self._held[1]
 
     def new_engine(self, policy: str, max_model_len: int = SERVED, **options: Any) -> Any:

@@ -120,6 +120,12 @@ class ModelConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
 
+    @property
+    def layer_weights(self) -> int:
+        """The number of weights in the matrices of a layer."""
+        heads = 2 * (self.num_heads + self.num_kv_heads)
+        return self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
+
     def __post_init__(self) -> None:
         for name in _SIZES:
             value = getattr(self, name)

@@ -150,7 +150,7 @@ def serve(
         from jsparse.models.checkpoint import load
 
         log.logger.info("loading %s", model)
-        engine = AsyncEngine(
+        return AsyncEngine(
             load(model, dtype=dtype, revision=revision),
             chosen,
             max_model_len=max_model_len,
@@ -162,13 +162,10 @@ def serve(
             batch_invariant=batch_invariant,
             per_request=tuple(per_request or ()),
             layer_stats="newest",
-            prepare=True,
+            # else the first request for likely tokens would wait for them, and all others with it
+            prepare="logprobs" if max_logprobs else True,
             seed=seed,
         )
-        if max_logprobs:
-            # else the first request for likely tokens would wait for them, and all others with it
-            engine.engine.programs.prepare(("top",))
-        return engine
 
     def on_ready(engine: "AsyncEngine") -> None:
         where = f"[{address}]" if ":" in address else address

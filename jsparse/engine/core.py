@@ -15,6 +15,7 @@ from jsparse.engine import plan_log, setup
 from jsparse.engine.errors import EngineError, EngineFull
 from jsparse.engine.outputs import AnswerBuilder, RequestMetrics
 from jsparse.engine.pace import Pace
+from jsparse.engine.program_keys import SamplingMode
 from jsparse.engine.programs import Programs
 from jsparse.engine.request_state import Counters, RequestState, policy_of
 from jsparse.engine.runner import PendingResults, Runner
@@ -26,6 +27,7 @@ from jsparse.names import ENGINE, takes
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy
 from jsparse.runtime.compilation import keep_compilations
+from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.request import Request
 
 # steps and chunks that may have been dispatched without their results having been read
@@ -73,7 +75,7 @@ class Engine:
         batch_invariant: bool = False,
         cascade_attention: bool | None = None,
         record: str | os.PathLike[str] | None = None,
-        prepare: bool | None = None,
+        prepare: bool | Literal["logprobs"] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Allocates the memory and compiles the programs.
@@ -89,6 +91,8 @@ class Engine:
         if max_waiting is not None:
             whole_number("max_waiting", max_waiting, 0)
         flag("enable_prefix_caching", enable_prefix_caching)
+        if prepare not in (None, "logprobs"):
+            flag("prepare", prepare)
         spec = setup.engine_spec(
             params,
             as_policy(policy),
@@ -120,8 +124,10 @@ class Engine:
         self.scheduler = Scheduler(self.sizes, rules, self._pace, *usable)
         self._per_request, self._layer_stats, self._clock = spec.knobs, layer_stats, clock
         self._log = None if record is None else plan_log.PlanLog(record, spec)
+        new = []
         if prepare or (prepare is None and jax.default_backend() == "gpu"):
-            self.programs.prepare()
+            choices: Sequence[SamplingMode] = ("sampled", "top")[: 1 + (prepare == "logprobs")]
+            new = self.programs.prepare(choices)
         self._live: dict[int, tuple[RequestState, Answer, AnswerBuilder]] = {}
         self._requests: dict[str, RequestState] = {}
         self._numbers, self._names = itertools.count(), itertools.count()
@@ -130,6 +136,15 @@ class Engine:
         self._max_waiting, self.counters = max_waiting, Counters()
         self.error: BaseException | None = None
         self._runner = Runner(spec, self.programs, lambda number: self._live[number][2].request)
+        self._run_first(new)
+
+    def prepare(self, choices: Sequence[SamplingMode], *, all_rows: bool = False) -> None:
+        """Compiles programs as `Programs.prepare` does, and runs each of them once on a GPU."""
+        self._run_first(self.programs.prepare(choices, all_rows=all_rows))
+
+    def _run_first(self, programs: Sequence[ProgramKey]) -> None:
+        if jax.default_backend() == "gpu":
+            self._runner.run_for_nobody(programs)
 
     @property
     def idle(self) -> bool:

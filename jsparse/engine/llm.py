@@ -60,7 +60,7 @@ class LLM:
         batch_invariant: bool = False,
         cascade_attention: bool | None = None,
         record: str | os.PathLike[str] | None = None,
-        prepare: bool | None = None,
+        prepare: bool | Literal["logprobs"] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         tensor_parallel_size: int = 1,
         enforce_eager: bool = False,
@@ -112,7 +112,8 @@ class LLM:
                 for them. None is true on a GPU if half of the policy's layers are dense.
             record: a file for a log of all plans (jsparse.engine.plan_log).
             prepare: whether all programs, but those that return likely tokens, are compiled now
-                and not on first use; None is true on a GPU.
+                and not on first use; "logprobs" is that these are, too. None is true on a GPU,
+                which then also runs each once, since a first run takes longer.
             clock: returns the time in seconds.
             tensor_parallel_size: 1; an engine runs on one device.
             enforce_eager: false; programs are always compiled.

@@ -20,11 +20,8 @@ class Pace:
 
     def __init__(self, config: ModelConfig) -> None:
         """Prepares estimates for a model; nothing is known."""
-        width, head = config.hidden_size, config.head_dim
-        projections = width * head * 2 * (config.num_heads + config.num_kv_heads)
-        matrices = projections + 3 * width * config.intermediate_size
         # the position where a token's attention takes as much arithmetic as its matrices
-        self._even = matrices / (2 * config.num_heads * head)
+        self._even = config.layer_weights / (2 * config.num_heads * config.head_dim)
         newest = partial(deque[float], maxlen=NEWEST)
         self._per_work: dict[tuple[int, int], deque[float]] = defaultdict(newest)
         self._per_step: dict[int, deque[float]] = defaultdict(newest)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from jsparse.engine.sizes import MAX_PACKED, EngineSizes
+from jsparse.engine.sizes import EngineSizes
 from jsparse.policy import Policy
 from jsparse.runtime.program_set import ProgramKey
 
@@ -46,7 +46,7 @@ def engine_keys(
     full = sizes.full_sizes
     for rows in sizes.prefill_rows:
         for size in {*full, *sizes.tails}:
-            if rows > 1 and size > MAX_PACKED:
+            if rows > 1 and size > sizes.packed_tokens:
                 continue
             for last in (True, False) if size in full else (True,):
                 keys.append(ProgramKey.of("read", rows, size, last=last))

@@ -7,20 +7,30 @@ at a time.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int32
 
-from jsparse.cache import ReadOnly, SharedPrefixes
+from jsparse.cache import ReadOnly
 from jsparse.engine.packing import Packed, pack
 from jsparse.engine.program_keys import SamplingMode, answer_keys, decode_keys, engine_keys
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.sizes import MAX_READING
-from jsparse.engine.slots import ReadRows, Slots, neutral, no_knobs, no_recent
+from jsparse.engine.slots import (
+    DecodeRows,
+    ReadRows,
+    Slots,
+    neutral,
+    no_decoding,
+    no_knobs,
+    no_reading,
+    no_recent,
+)
 from jsparse.model_facts.constants import constants
 from jsparse.models.transformer import Weights, to_logits
 from jsparse.policy import ServiceKind
@@ -80,23 +90,23 @@ class Programs(ProgramSet):
             self.expect(answer_keys(self._sizes, start, end, new_tokens, rows, usable))
 
     def prepare(
-        self, choices: Iterable[SamplingMode] = ("sampled",), *, all_rows: bool = False
-    ) -> None:
-        """Compiles the programs that requests of these kinds need, several at a time.
+        self, choices: Sequence[SamplingMode], *, all_rows: bool = False
+    ) -> list[ProgramKey]:
+        """Compiles the programs that requests of these kinds need; returns those that are new.
 
         Of decode programs these are those of the fewest rows and of all, unless `all_rows`; the
         others, and those for rows that read together what they have in common, are compiled when
         there is use for them, while the engine does without.
         """
-        sizes, choices = self._sizes, tuple(choices)
+        sizes = self._sizes
         if not all_rows:
             sizes = sizes._replace(rows=(sizes.rows[0], sizes.rows[-1]))
         keys = engine_keys(sizes, self._policy, choices)
         if all_rows and sizes.family_rows:
             for rows in sizes.rows:
                 keys += decode_keys(choices, rows, *sizes.families(rows))
-        self.compile(keys, logger)
-        self._prepared = choices
+        self._prepared = tuple({*self._prepared, *choices})
+        return self.compile(keys, logger)
 
     def usable_rows(self, count: int) -> int:
         """Returns the rows of the smallest decode program that has as many and is there.
@@ -144,23 +154,20 @@ class Programs(ProgramSet):
 
     def _shapes_of(self, name: str, size: tuple[int, ...]) -> tuple[Any, ...]:
         """Returns the shapes of the arguments with which a program of this size is run."""
-        if name == "start":
-            return ()
-        rows = jnp.zeros(size[0], jnp.int32)
+        return () if name == "start" else (self._slots, *self.of_nobody(name, size))
+
+    def of_nobody(self, name: str, size: tuple[int, ...]) -> tuple[Any, ...]:
+        """Returns what follows the slots where a program of this size is run for no row."""
+        spec, sizes, rows = self._spec, self._sizes, size[0]
         if name in ("read", "replay"):
-            groups = jnp.zeros((size[0], self._spec.num_pages), jnp.int32)
-            asked = ReadRows(rows, rows, rows != 0, rows, rows, groups)
-            return self._slots, jax.ShapeDtypeStruct(size, jnp.int32), asked
-        if name == "join":
-            sampling = row_sampling([neutral()] * size[0], self._made_for.vocab_size)
-            return self._slots, rows, sampling, no_knobs(self._made_for.knobs, size[0])
+            return np.zeros(size, np.int32), no_reading(spec, sizes, rows)
+        if name == "decode":
+            return (no_decoding(spec, sizes, *size),)
+        nobody = np.full(rows, sizes.num_slots, np.int32)
         if name == "service":
-            return self._slots, rows
-        groups = jnp.zeros((size[0], self._sizes.growth), jnp.int32)
-        prefixes = None
-        if size[1:]:
-            prefixes = SharedPrefixes(jnp.zeros(size[1:], jnp.int32), jnp.zeros(size[1], jnp.int32))
-        return self._slots, rows, rows, rows, groups, prefixes
+            return (nobody,)
+        sampling = row_sampling([neutral()] * rows, self._made_for.vocab_size)
+        return nobody, sampling, no_knobs(self._made_for.knobs, rows)
 
     def _start(self) -> Slots:
         """Returns empty slots."""
@@ -284,28 +291,18 @@ class Programs(ProgramSet):
     def _decode(
         self,
         slots: Slots,
-        which: Int32[Array, "n"],
-        counts: Int32[Array, "n"],
-        first: Int32[Array, "n"],
-        groups: Int32[Array, "n growth"],
-        prefixes: SharedPrefixes | None,
+        asked: DecodeRows,
         *,
         choice: SamplingMode,
         weights: Weights,
         beside: ReadOnly,
     ) -> tuple[Slots, Packed]:
-        """Runs steps of some rows, of which row i takes part in the first `counts[i]`.
-
-        Where the program has all rows, they are in their order. Before, rows get `groups` behind
-        their first `first[i]`; what lies behind the last group of a row is ignored. `prefixes` says
-        what these rows have in common.
-        """
+        """Runs steps of some rows; one for all has them in their order."""
         policy, spec, rows = self._policy, self._spec, slots.rows
-        of_all = which.size == spec.batch
-        places = which[:, None], first[:, None] + jnp.arange(groups.shape[1])
-        rows = rows._replace(cache=rows.cache.with_groups(*places, groups))
+        which, of_all = asked.slots, asked.slots.size == spec.batch
+        places = which[:, None], asked.first[:, None] + jnp.arange(asked.groups.shape[1])
+        rows = rows._replace(cache=rows.cache.with_groups(*places, asked.groups))
         part = rows if of_all else take(policy, spec, rows, which)
-        part = part._replace(cache=part.cache.with_prefixes(prefixes))
         part, packed = inlined(decode_steps)(
             self._decoder,
             policy,
@@ -314,8 +311,8 @@ class Programs(ProgramSet):
             self._kept(choice),
             weights=weights,
             beside=beside,
-            batch=part,
-            counts=counts,
+            batch=part._replace(cache=part.cache.with_prefixes(asked.prefixes)),
+            counts=asked.counts,
         )
         part = part._replace(cache=part.cache.with_prefixes(None))
         rows = part if of_all else put(policy, spec, rows, part, which)

@@ -2,21 +2,20 @@
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array
 
-from jsparse.cache import SharedPrefixes
 from jsparse.engine.packing import NewTokens, unpack
 from jsparse.engine.program_keys import SamplingMode
 from jsparse.engine.programs import CHOICES, Programs
 from jsparse.engine.setup import EngineSpec
-from jsparse.engine.sizes import MAX_READING
-from jsparse.engine.slots import ReadRows, Slots, neutral
+from jsparse.engine.slots import Slots, neutral
 from jsparse.engine.step_plan import Decode, Decoding, Reading, StepPlan
 from jsparse.runtime.prefill import settle
+from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.request import Request, knob_rows
 from jsparse.runtime.sampling import row_sampling
 
@@ -59,12 +58,20 @@ class Runner:
     ) -> None:
         """Allocates the slots; `request_of` returns the request of an answer's number."""
         self._spec, self._programs, self._request_of = spec, programs, request_of
-        self._scratch = spec.cache.pages // spec.cache.num_kv_heads - 1
         self._neutral = {
             rows: jax.device_put(row_sampling([neutral()] * rows, spec.vocab_size))
             for rows in spec.sizes.prefill_rows
         }
         self._slots: Slots = programs.run("start")
+
+    def run_for_nobody(self, programs: Iterable[ProgramKey]) -> None:
+        """Runs programs so that they change no row: on a GPU, first runs take longer."""
+        for name, size, static in programs:
+            if name != "start":
+                arguments = self._slots, *self._programs.of_nobody(name, size)
+                out = self._programs.run(name, *arguments, size=size, **dict(static))
+                self._slots = out if isinstance(out, Slots) else out[0]
+        self.settle()
 
     def run(self, plan: StepPlan) -> list[PendingResults]:
         """Dispatches a plan; returns its pending results."""
@@ -104,28 +111,18 @@ class Runner:
         )
 
     def _read(self, reading: Reading) -> PendingResults:
-        spec, chunks = self._spec, reading.chunks
+        spec, chunks, size = self._spec, reading.chunks, (reading.num_rows, reading.size)
         of_chunks = [self._request_of(chunk.answer) for chunk in chunks]
-        tokens = np.zeros((reading.num_rows, reading.size), np.int32)
-        # rows beyond the chunks lie behind the last slot and the last place
-        columns: dict[str, Any] = {
-            "slots": np.full(reading.num_rows, spec.sizes.num_slots, np.int32),
-            "places": np.full(reading.num_rows, MAX_READING, np.int32),
-            "fresh": np.zeros(reading.num_rows, np.bool_),
-            "start": np.zeros(reading.num_rows, np.int32),
-            "valid": np.zeros(reading.num_rows, np.int32),
-        }
-        groups = np.full((reading.num_rows, spec.cache.num_pages), self._scratch, np.int32)
+        tokens, asked = self._programs.of_nobody("read", size)
         for row, (chunk, request) in enumerate(zip(chunks, of_chunks, strict=True)):
             tokens[row, : chunk.valid] = request.ids[chunk.start : chunk.start + chunk.valid]
-            groups[row, : len(chunk.groups)] = chunk.groups
+            asked.groups[row, : len(chunk.groups)] = chunk.groups
             of_row = (chunk.slot, chunk.place, chunk.fresh, chunk.start, chunk.valid)
-            for column, value in zip(columns.values(), of_row, strict=True):
+            for column, value in zip(asked[:-1], of_row, strict=True):
                 column[row] = value
         name, static = ("replay", {}) if reading.replay else ("read", {"last": reading.last})
-        asked = ReadRows(**columns, groups=groups)  # pyright: ignore[reportArgumentType]
         self._slots, done = self._programs.run(
-            name, self._slots, tokens, asked, size=tokens.shape, **static
+            name, self._slots, tokens, asked, size=size, **static
         )
         if not reading.last:
             return PendingResults(done, [], reading)
@@ -147,44 +144,27 @@ class Runner:
         return PendingResults(packed, firsts, reading)
 
     def _decode(self, decoding: Decoding) -> PendingResults:
-        slots, num_rows = self._spec.sizes.num_slots, decoding.num_rows
-        rows = [row.slot for row in decoding.rows]
-        # a program of all rows has them in their order; others have unused ones behind the last
-        at = rows if num_rows == slots else [*range(len(rows))]
-        which = np.arange(slots) if num_rows == slots else np.full(num_rows, slots)
-        counts = np.zeros(num_rows, np.int32)
-        which[at], counts[at] = rows, [row.steps for row in decoding.rows]
-        # behind the last group of a row, where nothing is written
-        first = np.full(num_rows, self._spec.cache.num_pages, np.int32)
-        groups = np.full((num_rows, self._spec.sizes.growth), self._scratch, np.int32)
-        for nth, row in zip(at, decoding.rows, strict=True):
+        num_rows, rows, sizes = decoding.num_rows, decoding.rows, self._spec.sizes
+        size = num_rows, *(sizes.families(num_rows) if decoding.families else ())
+        (asked,) = self._programs.of_nobody("decode", size)
+        # a program of all rows has them in their order; in others the unused ones are the last
+        in_order = num_rows == sizes.num_slots
+        at = {row.slot: row.slot if in_order else nth for nth, row in enumerate(rows)}
+        for row in rows:
+            nth = at[row.slot]
+            asked.slots[nth], asked.counts[nth] = row.slot, row.steps
             if row.groups:
-                first[nth], groups[nth, : len(row.groups)] = row.first, row.groups
-        prefixes = self._prefixes(decoding, dict(zip(rows, at, strict=True)))
-        self._slots, packed = self._programs.run(
-            "decode",
-            self._slots,
-            which.astype(np.int32),
-            counts,
-            first,
-            groups,
-            prefixes,
-            size=(num_rows, *(prefixes.rows.shape if prefixes else ())),
-            choice=self._choice("decode", num_rows, [row.answer for row in decoding.rows]),
-        )
-        results = [(row.answer, nth, row.steps) for nth, row in zip(at, decoding.rows, strict=True)]
-        return PendingResults(packed, results, decoding)
-
-    def _prefixes(self, decoding: Decoding, row_of: dict[int, int]) -> SharedPrefixes | None:
-        """Returns what rows have in common, in the numbers that a program has for slots."""
-        if not decoding.families:
-            return None
-        num_rows, shape = decoding.num_rows, self._spec.sizes.families(decoding.num_rows)
-        rows, tokens = np.full(shape, num_rows, np.int32), np.zeros(shape[0], np.int32)
+                asked.first[nth], asked.groups[nth, : len(row.groups)] = row.first, row.groups
         for nth, family in enumerate(decoding.families):
-            rows[nth, : len(family.slots)] = [row_of[slot] for slot in family.slots]
-            tokens[nth] = family.tokens
-        return SharedPrefixes(rows, tokens)  # pyright: ignore[reportArgumentType]
+            members = [at[slot] for slot in family.slots]
+            asked.prefixes.rows[nth, : len(members)] = members
+            asked.prefixes.tokens[nth] = family.tokens
+        choice = self._choice("decode", num_rows, [row.answer for row in rows])
+        self._slots, packed = self._programs.run(
+            "decode", self._slots, asked, size=size, choice=choice
+        )
+        results = [(row.answer, at[row.slot], row.steps) for row in rows]
+        return PendingResults(packed, results, decoding)
 
     def _choice(self, name: str, rows: int, answers: Iterable[int]) -> SamplingMode:
         """Returns the cheapest way of choosing tokens that all of these answers allow."""

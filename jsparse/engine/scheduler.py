@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from jsparse.engine.blocks import block_keys
 from jsparse.engine.families import families
 from jsparse.engine.memory import Memory
-from jsparse.engine.sizes import MAX_PACKED, MAX_READING, EngineSizes, Rules
+from jsparse.engine.sizes import MAX_READING, EngineSizes, Rules
 from jsparse.engine.step_plan import (
     Answer,
     Chunk,
@@ -188,7 +188,7 @@ class Scheduler:
             if chunk[1:4] == first[1:4] and (chunk.key is None or chunk.key not in keys):
                 chosen.append(answer)
                 keys.add(chunk.key)
-        if first.size <= MAX_PACKED and not first.replay:
+        if first.size <= self.sizes.packed_tokens and not first.replay:
             for rows in reversed(self.sizes.prefill_rows):
                 part = chosen[:rows]
                 tokens = sum(self._next_chunk(answer).valid for answer in part)
@@ -208,8 +208,8 @@ class Scheduler:
             allowed = [size for size in sizes.full_sizes if size <= maximum]
             fast = (size for size in allowed if not self._too_slow(1, size, start))
             maximum = next(fast, allowed[-1])
-        valid = min(maximum, end - start)
-        size, block = sizes.padded(valid, start), start // sizes.block_tokens
+        valid, size = sizes.next_chunk(start, end, maximum)
+        block = start // sizes.block_tokens
         completes = (block + 1) * sizes.block_tokens <= start + valid and block < len(answer.keys)
         key = answer.keys[block] if completes else None
         return _NextChunk(valid, size, start + valid == end, False, key)

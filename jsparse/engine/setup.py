@@ -10,19 +10,23 @@ from jsparse.cache import CacheSpec
 from jsparse.engine.sizes import MAX_READING, EngineSizes, Rules
 from jsparse.hyper_parameters import flag, number_in, whole_number
 from jsparse.models.checkpoint import Params
+from jsparse.models.config import ModelConfig
 from jsparse.pallas_kernels.block_sparse_decode.api import MAX_QUERIES
 from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime import capacity, chunk_attention
 from jsparse.runtime.admission import admit
 
 # With an 8B model on an H100, chunks of 512 tokens at a prompt's beginning keep the device as busy
-# as longer ones, and prompts are shared from 512 tokens on. Further on, attention gains by longer
-# ones, the longest of which take too long where rows decode beside them.
+# as longer ones. Further on, attention gains by longer ones, the longest of which take too long
+# where rows decode beside them. Of a model whose matrices take less than BUSY operations for 512
+# tokens, chunks are longer: a program keeps the host busy for several milliseconds.
 # Without flash attention scores are stored, and chunks are smaller.
 LADDER = ((0, 512), (4096, 2048))
 UNHURRIED_LADDER = (*LADDER, (8192, 8192))
+SMALL_LADDER = ((0, 2048), (8192, 8192))
 PLAIN_LADDER = ((0, 512),)
-TAILS = (64, 256, 1024)
+TAILS = (64, 256, 512, 1024)
+BUSY = 2e12
 BLOCK_TOKENS = 512
 # A step computes all rows of its program, whether or not they hold requests. Programs of few rows
 # and of all are enough: on a GPU the smaller is hardly faster for fewer rows than this; on a CPU a
@@ -106,6 +110,7 @@ def engine_spec(
     )
     sizes = sizes_of(
         admitted.policy,
+        params.config,
         rows,
         kv_cache_tokens=kv_cache_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
@@ -169,6 +174,7 @@ def cache_spec(
 
 def sizes_of(
     policy: Policy,
+    config: ModelConfig,
     spec: CacheSpec,
     *,
     kv_cache_tokens: int | None,
@@ -188,9 +194,13 @@ def sizes_of(
     on_gpu = _on_gpu()
     if max_stall_ms is not None:
         number_in("max_stall_ms", max_stall_ms, "[0, inf)")
-    default = UNHURRIED_LADDER if max_stall_ms is None else LADDER
-    if not chunk_attention.has_flash(spec.head_dim, spec.dtype):
+    flash = chunk_attention.has_flash(spec.head_dim, spec.dtype)
+    if not flash:
         default = PLAIN_LADDER
+    elif 2 * config.num_layers * config.layer_weights * LADDER[0][1] < BUSY:
+        default = SMALL_LADDER
+    else:
+        default = UNHURRIED_LADDER if max_stall_ms is None else LADDER
     longest = max_model_len or spec.capacity
     default = tuple(rung for rung in default if rung[0] < longest)
     try:
@@ -212,6 +222,7 @@ def sizes_of(
         prefill_rows=_prefill_rows(prefill_rows, spec.batch, on_gpu=on_gpu),
         max_stall_ms=max_stall_ms,
         growth_tokens=GROWTH_TOKENS,
+        packed_tokens=default[0][1],
     )
 
 

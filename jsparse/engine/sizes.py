@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 # prompts that may be partly read at a time; each has a place for its newest queries on the device
 MAX_READING = 8
-# the largest chunks of which a program reads several: larger ones keep a device busy alone
-MAX_PACKED = 512
+# chunks of more tokens are padded by no more than an eighth
+PADDED_FREELY = 2048
 
 
 class EngineSizes(NamedTuple):
@@ -28,6 +28,8 @@ class EngineSizes(NamedTuple):
         batch_invariant: whether the starts of chunks depend on position alone, so that another
             request with the same prompt would compute the same K and V, bit for bit.
         growth_tokens: the tokens of an answer for which it gets memory at a time.
+        packed_tokens: the largest chunks of which a program reads several; larger ones keep a
+            device busy alone.
         family_rows: the most rows that read the pages that they have in common together; 0 is that
             each row reads its own.
     """
@@ -45,6 +47,7 @@ class EngineSizes(NamedTuple):
     max_stall_ms: float | None = None
     batch_invariant: bool = False
     growth_tokens: int = 256
+    packed_tokens: int = 512
     family_rows: int = 0
 
     @property
@@ -72,13 +75,25 @@ class EngineSizes(NamedTuple):
         sizes = {size for _, size in self.ladder} | set(self.tails)
         return min(size for size in sizes if tokens <= size <= maximum)
 
+    def next_chunk(self, start: int, end: int, maximum: int) -> tuple[int, int]:
+        """Returns how many of the tokens from `start` to `end` a chunk reads, and its size.
+
+        `maximum` is the largest size that it may have.
+        """
+        valid = min(maximum, end - start)
+        size = self.padded(valid, start)
+        wasteful = size > PADDED_FREELY and size - valid > size // 8
+        if wasteful and not self.batch_invariant:
+            valid = size = next(each for each in self.full_sizes if each < size)
+        return valid, size
+
     def chunks(self, start: int, end: int) -> list[tuple[int, bool]]:
         """Returns the chunks that tokens from `start` to `end` are read in, as (size, last)."""
         chunks = []
         while start < end:
-            valid = min(self.chunk_size(start), end - start)
-            chunks.append((self.padded(valid, start), start + valid == end))
+            valid, size = self.next_chunk(start, end, self.chunk_size(start))
             start += valid
+            chunks.append((size, start == end))
         return chunks
 
     def rows_for(self, count: int) -> int:

@@ -1,12 +1,14 @@
 """Defines the arrays of an engine's slots, in which rows are read and decode."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
+from jsparse.cache import CacheSpec, SharedPrefixes
+from jsparse.engine.sizes import MAX_READING, EngineSizes
 from jsparse.policy import Policy
 from jsparse.runtime.request import Request
 from jsparse.runtime.rows import Batch
@@ -49,6 +51,65 @@ class ReadRows(NamedTuple):
     start: Int32[Array, "R"]
     valid: Int32[Array, "R"]
     groups: Int32[Array, "R M"]
+
+
+class DecodeRows(NamedTuple):
+    """Names the rows of which a program runs steps.
+
+    A program may be made for more rows than take part: those beyond have no steps, and a slot
+    behind the last where a program has not all rows.
+
+    Attributes:
+        slots: their slots.
+        counts: the number of first steps in which each takes part.
+        first, groups: each row gets `groups` behind its first `first` ones; what lies behind the
+            last group of a row is ignored.
+        prefixes: what rows have in common, by their numbers in the program; None is that each reads
+            its own.
+    """
+
+    slots: Int32[Array, "n"]
+    counts: Int32[Array, "n"]
+    first: Int32[Array, "n"]
+    groups: Int32[Array, "n growth"]
+    prefixes: SharedPrefixes | None
+
+
+def no_reading(spec: CacheSpec, sizes: EngineSizes, rows: int) -> ReadRows:
+    """Returns arrays on the host of a program that reads so many prompts, for none."""
+    columns: dict[str, Any] = {
+        "slots": np.full(rows, sizes.num_slots, np.int32),
+        "places": np.full(rows, MAX_READING, np.int32),
+        "fresh": np.zeros(rows, np.bool_),
+        "start": np.zeros(rows, np.int32),
+        "valid": np.zeros(rows, np.int32),
+        "groups": np.full((rows, spec.num_pages), scratch(spec), np.int32),
+    }
+    return ReadRows(**columns)
+
+
+def no_decoding(
+    spec: CacheSpec, sizes: EngineSizes, rows: int, families: int = 0, members: int = 0
+) -> DecodeRows:
+    """Returns arrays on the host of a program that decodes so many rows, for none."""
+    in_order, prefixes = rows == sizes.num_slots, None
+    if families:
+        shared: Any = np.full((families, members), rows, np.int32), np.zeros(families, np.int32)
+        prefixes = SharedPrefixes(*shared)
+    columns: dict[str, Any] = {
+        "slots": np.arange(rows, dtype=np.int32)
+        if in_order
+        else np.full(rows, sizes.num_slots, np.int32),
+        "counts": np.zeros(rows, np.int32),
+        "first": np.full(rows, spec.num_pages, np.int32),
+        "groups": np.full((rows, sizes.growth), scratch(spec), np.int32),
+    }
+    return DecodeRows(**columns, prefixes=prefixes)
+
+
+def scratch(spec: CacheSpec) -> int:
+    """Returns the group that has no owner, the last."""
+    return spec.pages // spec.num_kv_heads - 1
 
 
 def neutral() -> Request:

@@ -3,11 +3,12 @@
 import hashlib
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
-from threading import Lock, Thread, local
+from threading import Lock, Thread, get_native_id, local
 from typing import Any, NamedTuple
 
 import jax
@@ -27,13 +28,26 @@ COMPILER_OPTIONS = {
 }
 # programs that compile at a time
 COMPILERS = min(8, max(4, (os.cpu_count() or 1) // 2))
+# how much less than others they claim the processor (nice): all wait for the one that traces
+YIELDING = 10
 
 _traced = 0
 _store: ProgramStore | None = None
 # jax's settings in other threads, as they were when someone looked last
 _elsewhere: tuple[Any, ...] = ()
-_compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="jsparse-compile")
-_tracing = Lock()
+
+
+def _yield_to_others() -> None:
+    """Lowers the priority of this thread, and of those that it will start."""
+    if sys.platform == "linux":  # elsewhere priorities are those of processes
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), YIELDING)
+
+
+_compilers = ThreadPoolExecutor(
+    COMPILERS, thread_name_prefix="jsparse-compile", initializer=_yield_to_others
+)
+# one alone: tracing is Python
+_tracer = ThreadPoolExecutor(1, thread_name_prefix="jsparse-trace")
 # what is being compiled, by what determines the result
 _compiling: "dict[Any, Future[_Compiled]]" = {}
 _changing = Lock()
@@ -101,8 +115,7 @@ class Program:
 
         The result takes the arguments that are not static. Called with such, the program itself
         does not compile again. Several compile side by side, those of one form once, but one is
-        traced at a time, in the order of the calls: tracing is Python, which threads do not speed
-        up.
+        traced at a time: tracing is Python, which threads do not speed up.
         """
         return self._begin(self._call(args, kwargs))
 
@@ -155,13 +168,23 @@ class Program:
             if stored is not None:
                 note_trace()
                 made.set_result(stored)
-                return
-            with _tracing:
-                lowered = self.lower(*call.given.args, **call.given.kwargs)
+            elif call.plain:
+                _tracer.submit(self._trace, call, made, name)
+            else:
+                self._trace(call, made, name)
         except BaseException as error:
             made.set_exception(error)
-            return
-        _compiled(lowered).add_done_callback(partial(_finish, made, name))
+
+    def _trace(self, call: _Call, made: Future[Callable[..., Any]], name: str | None) -> None:
+        """Traces a program, and passes it on to be compiled."""
+        try:
+            lowered = self.lower(*call.given.args, **call.given.kwargs)
+            if call.plain:
+                _compilers.submit(_make, lowered, made, name)
+            else:
+                _make(lowered, made, name)
+        except BaseException as error:
+            made.set_exception(error)
 
     def _stored(self, call: _Call) -> tuple[str | None, Callable[..., Any] | None]:
         """Returns the name of a program on disk, if it may be stored, and what is stored there."""
@@ -170,6 +193,11 @@ class Program:
         form = (sorted(self._options.items()), COMPILER_OPTIONS)
         name = _store.key(self.__wrapped__, (call.static, form), call.key[1:3])
         return name, None if name is None else _store.get(name, (call.args, call.kwargs))
+
+
+def _make(lowered: Any, made: Future[Callable[..., Any]], name: str | None) -> None:
+    """Compiles a program, or waits for one of the same form, and passes it on."""
+    _compiled(lowered).add_done_callback(partial(_finish, made, name))
 
 
 def _compiled(lowered: Any) -> "Future[_Compiled]":

@@ -82,8 +82,11 @@ class ProgramSet:
                 fixed = self._fixed[each.name] | dict(each.static)
                 self._made[each] = self._programs[each.name].ahead(*arrays, **fixed)
 
-    def compile(self, wanted: Iterable[ProgramKey], logger: logging.Logger) -> None:
-        """Compiles programs, and waits for them; an interrupt does not wait for the rest."""
+    def compile(self, wanted: Iterable[ProgramKey], logger: logging.Logger) -> list[ProgramKey]:
+        """Compiles programs, and waits for them; an interrupt does not wait for the rest.
+
+        Returns those that were not there.
+        """
         new = [each for each in wanted if each not in self._made]
         self.expect(new)
         try:
@@ -95,3 +98,4 @@ class ProgramSet:
                 if self._made[each].cancel():
                     del self._made[each]
             raise
+        return new

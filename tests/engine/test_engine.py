@@ -19,6 +19,7 @@ from jsparse.engine.request_state import policy_of
 from jsparse.engine.slots import ReadRows
 from jsparse.runtime.compilation import traces
 from jsparse.runtime.owners import owners, row_arrays
+from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.request import requests
 
 PROMPTS = random_prompts((9, 21, 3, 41, 16, 5), seed=5)
@@ -434,6 +435,7 @@ def test_too_many_waiting_are_refused_and_the_rest_goes_on():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"prepare": "top"}, "prepare='top': must be True or False"),
         ({"cascade_attention": 1}, "cascade_attention=1: must be"),
         (
             {"cascade_attention": True, "batch_invariant": True, "decode_rows": None},
@@ -481,6 +483,28 @@ def test_all_programs_can_be_compiled_ahead():
     llm.generate(PROMPTS, greedy(5))
     assert llm.engine.programs.compiled == before
     assert llm.engine.programs.seconds == 0
+
+
+@pytest.mark.parametrize("policy", ["dense", HANDS_ON, "lfps(budget=0.5)"])
+def test_programs_run_for_nobody_change_nothing(policy):
+    """While requests are being read and decode; as a GPU does with each once."""
+    options = {"steps_per_program": 2, "cascade_attention": True, "kv_cache_tokens": 384}
+    llm = tiny_llm(policy, ladder=((0, 16),), **options)
+    engine, outs = llm.engine, []
+    for disturbed in (False, True):
+        states = [engine.add(asked(llm, prompt, greedy(6))) for prompt in PROMPTS]
+        until(llm, lambda: engine.scheduler.decoding and engine.scheduler.reading)
+        if disturbed:
+            engine._runner.run_for_nobody(
+                [
+                    *list(engine.programs._made),
+                    ProgramKey.of("decode", 4, 1, 4, choice="sampled"),
+                    *([ProgramKey.of("replay", 1, 16)] if engine.policy.shares == "keys" else []),
+                ]
+            )
+        until(llm, lambda: engine.idle)
+        outs.append([bits(state.output()) for state in states])
+    assert outs[0] == outs[1]
 
 
 def test_a_prompt_begins_with_a_state_that_has_seen_nothing():

@@ -112,6 +112,19 @@ def test_chunks_of_a_prompt_are_foretold_as_they_are_planned(tokens):
     assert SIZES.chunks(0, tokens) == planned
 
 
+def test_large_chunks_are_hardly_padded():
+    """The rest of a prompt is read in smaller chunks, unless these are small, too."""
+    sizes = VARIANT._replace(
+        ladder=((0, 512), (4096, 2048), (8192, 8192)), tails=(64, 256, 1024), block_tokens=512
+    )
+    assert [size for size, _ in sizes.chunks(24_576, 30_720)] == [2048] * 3
+    assert sizes.chunks(24_576, 24_576 + 7168) == [(8192, True)]
+    assert sizes.chunks(24_576, 24_576 + 7167) == [(2048, False)] * 3 + [(1024, True)]
+    assert sizes.chunks(8192, 8192 + 1025) == [(2048, True)]
+    promised = sizes._replace(batch_invariant=True)
+    assert promised.chunks(24_576, 30_720) == [(8192, True)]
+
+
 def test_few_rows_decode_in_the_smallest_program_that_has_them():
     sizes = SIZES._replace(rows=(1, 2, 6))
     assert [sizes.rows_for(count) for count in range(1, 7)] == [1, 2, 6, 6, 6, 6]
