@@ -116,6 +116,7 @@ ENGINE: Mapping[str, Refusal] = {
         "an engine keeps all K and V on the device; jsparse.generate takes the policy offloaded(…)",
         0,
     ),
+    "disable_cascade_attn": Refusal("use cascade_attention=False", False),
     "enable_chunked_prefill": Refusal("must be True; prompts are always read in chunks", True),
     "enable_lora": Refusal(_LORA, False),
     "enforce_eager": Refusal(

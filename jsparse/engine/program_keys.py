@@ -40,6 +40,9 @@ def engine_keys(
     Rows then read what they have in common each for itself.
     """
     keys = [ProgramKey.of("start")]
+    # these take longest
+    for rows in sizes.rows:
+        keys += decode_keys(choices, rows)
     keys += [
         ProgramKey.of("service", sizes.service_rows, service=name) for name in policy.services.every
     ]
@@ -54,8 +57,6 @@ def engine_keys(
         keys += [ProgramKey.of("replay", 1, size) for size in full]
     for choice in choices:
         keys += [ProgramKey.of("join", rows, choice=choice) for rows in sizes.prefill_rows]
-    for rows in sizes.rows:
-        keys += decode_keys(choices, rows)
     return keys
 
 

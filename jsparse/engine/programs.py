@@ -157,7 +157,10 @@ class Programs(ProgramSet):
         return () if name == "start" else (self._slots, *self.of_nobody(name, size))
 
     def of_nobody(self, name: str, size: tuple[int, ...]) -> tuple[Any, ...]:
-        """Returns what follows the slots where a program of this size is run for no row."""
+        """Returns what follows the slots where a program of this size is run for no row.
+
+        A service needs rows: these are behind the last, which stands for a copy of it.
+        """
         spec, sizes, rows = self._spec, self._sizes, size[0]
         if name in ("read", "replay"):
             return np.zeros(size, np.int32), no_reading(spec, sizes, rows)

@@ -113,26 +113,28 @@ def test_no_other_families_save_much_more(paths):
 
 def test_rows_read_together_what_their_prompts_have_in_common(monkeypatch):
     """They get what they get apart: others join and leave, and one has nothing in common."""
-    options = {"steps_per_program": 3, "ladder": ((0, 16),), "kv_cache_tokens": 512}
-    (beginning, *ends), lengths = random_prompts((48, 9, 3, 16, 5, 12), seed=3), (9, 14, 5, 11, 8)
+    options = {"steps_per_program": 3, "decode_rows": [3, 4], "ladder": ((0, 16),)}
+    (beginning, *ends), lengths = random_prompts((32, 9, 3, 16, 5, 60), seed=3), (14, 2, 6, 13, 12)
     prompts = [[*beginning, *end] for end in ends[:4]] + ends[4:]
-    asked_for = [greedy(length) for length in lengths]
-    with_families, plain = (
-        tiny_llm(cascade_attention=each, params=tiny_params(num_layers=2), **options)
-        for each in (True, False)
-    )
-    planned = []
-    made = with_families.engine.scheduler._decoding
-    monkeypatch.setattr(
-        with_families.engine.scheduler, "_decoding", lambda: planned.append(made()) or planned[-1]
-    )
-    for out, want in zip(
-        with_families.generate(prompts, asked_for), plain.generate(prompts, asked_for), strict=True
-    ):
+    params = tiny_params(num_layers=2)
+    llm = tiny_llm(cascade_attention=True, params=params, kv_cache_tokens=512, **options)
+    scheduler = llm.engine.scheduler
+    planned, plan = [], scheduler._decoding
+    monkeypatch.setattr(scheduler, "_decoding", lambda: planned.append(plan()) or planned[-1])
+
+    def made():
+        planned.clear()
+        outs = llm.generate(prompts, [greedy(length) for length in lengths])
+        return outs, {len(x.slots) for each in planned if each for x in each.families}
+
+    outs, together = made()
+    scheduler.sizes = scheduler.sizes._replace(family_rows=0)
+    plain, apart = made()
+    assert {2, 3} <= together
+    assert not apart
+    for out, want in zip(outs, plain, strict=True):
         (answer,), (expected,) = out.outputs, want.outputs
         assert answer.token_ids == expected.token_ids
         assert answer.token_logprobs == pytest.approx(expected.token_logprobs, abs=1e-5)
         assert answer.read_fraction == expected.read_fraction
-    sizes = {len(x.slots) for plan in planned if plan for x in plan.families}
-    assert {2, 3} <= sizes
-    assert_at_rest(with_families)
+    assert_at_rest(llm)
