@@ -8,9 +8,10 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from jsparse.engine.bodies import CHOICES
 from jsparse.engine.packing import NewTokens, unpack
 from jsparse.engine.program_keys import SamplingMode
-from jsparse.engine.programs import CHOICES, Programs
+from jsparse.engine.programs import Programs
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.slots import Slots, neutral
 from jsparse.engine.step_plan import Decode, Decoding, Reading, StepPlan

@@ -517,7 +517,7 @@ def test_a_prompt_begins_with_a_state_that_has_seen_nothing():
     asked = ReadRows(
         rows, rows, rows == 2, 0 * rows, 0 * rows, jnp.zeros((3, spec.num_pages), jnp.int32)
     )
-    carry = engine.programs._carry(slots, asked, asked.start)
+    carry = engine.programs.bodies._carry(slots, asked, asked.start)
     empty = row_arrays(policy, spec, policy.init(spec._replace(batch=1)))
     axes = [owner.axis for owner in owners(policy, spec) if owner.kind == "row"]
     found = row_arrays(policy, spec, carry.state)

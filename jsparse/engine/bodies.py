@@ -1,0 +1,222 @@
+"""Defines what the engine's programs compute: all of them take and return its batch of slots."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from jsparse.cache import ReadOnly
+from jsparse.engine.packing import Packed, pack
+from jsparse.engine.program_keys import SamplingMode
+from jsparse.engine.setup import EngineSpec
+from jsparse.engine.sizes import MAX_READING
+from jsparse.engine.slots import DecodeRows, ReadRows, Slots, neutral, no_knobs, no_recent
+from jsparse.models.transformer import Weights, to_logits
+from jsparse.policy import ServiceKind
+from jsparse.runtime.compilation import inlined, note_trace
+from jsparse.runtime.owners import (
+    keep_inactive,
+    put_rows,
+    row_arrays,
+    take_rows,
+    with_row_arrays,
+)
+from jsparse.runtime.prefill import PrefillCarry, prefill_chunk, replay_chunk
+from jsparse.runtime.rows import Batch, decode_steps, first_tokens, put, serviced_rows, take
+from jsparse.runtime.sampling import ChooseFn, RowSampling, greedy, row_sampling, sampled
+from jsparse.runtime.shared_pages import empty_pages
+
+CHOICES: dict[SamplingMode, ChooseFn] = {"greedy": greedy, "sampled": sampled, "top": sampled}
+
+
+class Bodies:
+    """Computes what an engine's programs do, one method each."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Prepares for the model, the policy and the sizes of an engine."""
+        self._made_for = spec
+        self._decoder, self._policy = spec.params.decoder, spec.policy
+        self._spec, self._sizes = spec.cache, spec.sizes
+
+    def made_from(self) -> tuple[Any, ...]:
+        """Returns everything that programs depend on beside their arguments."""
+        params, *others = self._made_for
+        return params.decoder, *others
+
+    def start(self) -> Slots:
+        """Returns empty slots."""
+        policy, spec, decoder = self._policy, self._spec, self._decoder
+        rows, config = spec.batch, decoder.config
+        zeros = jnp.zeros(rows, jnp.int32)
+        options = row_sampling([neutral()], self._made_for.vocab_size)
+        batch = Batch(
+            tokens=zeros,
+            cache=empty_pages(spec),
+            state=policy.init(spec),
+            given=jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), options),
+            made=zeros,
+            recent=no_recent(policy, rows),
+            knobs=no_knobs(self._made_for.knobs, rows),
+        )
+        window = jnp.zeros(
+            (MAX_READING, policy.window, config.num_heads, config.head_dim), decoder.dtype
+        )
+        return Slots(
+            batch,
+            jnp.zeros((rows, config.hidden_size), decoder.dtype),
+            tuple(window for _ in range(config.num_layers if policy.window else 0)),
+        )
+
+    def read(
+        self,
+        slots: Slots,
+        tokens: Int32[Array, "R T"],
+        asked: ReadRows,
+        *,
+        last: bool,
+        weights: Weights,
+        beside: ReadOnly,
+    ) -> tuple[Slots, Int32[Array, "R"]]:
+        """Reads a chunk of each of some prompts; also returns where their next chunks begin."""
+        note_trace()
+        carry = inlined(prefill_chunk)(
+            self._decoder,
+            self._policy,
+            weights,
+            tokens,
+            valid=asked.valid,
+            carry=self._carry(slots, asked, asked.start),
+            beside=beside,
+            last=last,
+        )
+        return self._after(slots, asked, carry)
+
+    def replay(
+        self, slots: Slots, tokens: Int32[Array, "R T"], asked: ReadRows, *, beside: ReadOnly
+    ) -> tuple[Slots, Int32[Array, "R"]]:
+        """Shows the policy chunks whose K and V other requests have computed; as `read`."""
+        note_trace()
+        carry = self._carry(slots, asked, asked.start + asked.valid)
+        carry = replay_chunk(self._decoder, self._policy, tokens, asked.valid, carry, beside)
+        return self._after(slots, asked, carry)
+
+    def _carry(self, slots: Slots, asked: ReadRows, lengths: Int32[Array, "R"]) -> PrefillCarry:
+        """Returns prompts that hold `lengths` tokens as a batch of their own."""
+        policy, spec, rows = self._policy, self._spec, slots.rows
+        _, state = take_rows(policy, spec, rows.cache, rows.state, asked.slots)
+        no_pages = spec._replace(batch=asked.slots.size, pool_pages=spec.num_kv_heads)
+        empty = row_arrays(policy, spec, policy.init(no_pages))
+        empty = with_row_arrays(policy, spec, state, empty)
+        fresh = asked.fresh[:, None, None, None]
+        return PrefillCarry(
+            rows.cache.rows(asked.groups, lengths).of_rows(),
+            keep_inactive(policy, spec, ~asked.fresh, state, empty),
+            slots.hidden.at[asked.slots].get(mode="clip"),
+            tuple(
+                jnp.where(fresh, 0, each.at[asked.places].get(mode="clip"))
+                for each in slots.windows
+            ),
+        )
+
+    def _after(
+        self, slots: Slots, asked: ReadRows, carry: PrefillCarry
+    ) -> tuple[Slots, Int32[Array, "R"]]:
+        """Returns the slots after a chunk of these prompts, and the prompts' positions."""
+        rows, end = slots.rows, asked.start + asked.valid
+        part = rows.cache.rows(asked.groups, end).after(carry.cache), carry.state
+        cache, state = put_rows(self._policy, self._spec, rows.cache, rows.state, part, asked.slots)
+        windows = (
+            each.at[asked.places].set(new)
+            for each, new in zip(slots.windows, carry.windows, strict=True)
+        )
+        hidden = slots.hidden.at[asked.slots].set(carry.last_hidden)
+        return Slots(rows._replace(cache=cache, state=state), hidden, tuple(windows)), end
+
+    def join(
+        self,
+        slots: Slots,
+        which: Int32[Array, "R"],
+        sampling: RowSampling,
+        knobs: dict[str, Array],
+        *,
+        choice: SamplingMode,
+        weights: Weights,
+    ) -> tuple[Slots, Packed]:
+        """Chooses the first tokens of rows whose prompts have been read: they decode from now."""
+        note_trace()
+        logits = to_logits(self._decoder, weights, slots.hidden.at[which].get(mode="clip"))
+        tokens, sampling, packed = inlined(first_tokens)(
+            CHOICES[choice], self._kept(choice), sampling, logits, jnp.zeros(which.size, jnp.bool_)
+        )
+        rows = slots.rows
+        new = rows._replace(
+            tokens=tokens,
+            given=sampling,
+            made=jnp.ones(which.size, jnp.int32),
+            recent=no_recent(self._policy, which.size),
+            knobs=knobs,
+            cache=(),
+            state=(),
+        )
+        old = rows._replace(cache=(), state=())
+        joined = jax.tree.map(lambda x, new: x.at[which].set(new), old, new)
+        return slots._replace(rows=joined._replace(cache=rows.cache, state=rows.state)), packed
+
+    def decode(
+        self,
+        slots: Slots,
+        asked: DecodeRows,
+        *,
+        choice: SamplingMode,
+        weights: Weights,
+        beside: ReadOnly,
+    ) -> tuple[Slots, Packed]:
+        """Runs steps of some rows; one for all has them in their order."""
+        policy, spec, rows = self._policy, self._spec, slots.rows
+        which, of_all = asked.slots, asked.slots.size == spec.batch
+        places = which[:, None], asked.first[:, None] + jnp.arange(asked.groups.shape[1])
+        rows = rows._replace(cache=rows.cache.with_groups(*places, asked.groups))
+        part = rows if of_all else take(policy, spec, rows, which)
+        part, packed = inlined(decode_steps)(
+            self._decoder,
+            policy,
+            CHOICES[choice],
+            self._sizes.steps,
+            self._kept(choice),
+            weights=weights,
+            beside=beside,
+            batch=part._replace(cache=part.cache.with_prefixes(asked.prefixes)),
+            counts=asked.counts,
+        )
+        part = part._replace(cache=part.cache.with_prefixes(None))
+        rows = part if of_all else put(policy, spec, rows, part, which)
+        return slots._replace(rows=rows), packed
+
+    def service(
+        self,
+        slots: Slots,
+        which: Int32[Array, "n"],
+        *,
+        service: ServiceKind,
+        weights: Weights,
+        beside: ReadOnly,
+    ) -> Slots:
+        """Runs one of the policy's services on some rows, one of which may be named repeatedly."""
+        rows = serviced_rows(
+            service,
+            self._decoder,
+            self._policy,
+            self._spec,
+            weights=weights,
+            beside=beside,
+            batch=slots.rows,
+            rows=which,
+        )
+        return slots._replace(rows=rows)
+
+    def _kept(self, choice: SamplingMode) -> Any:
+        """Returns the function that packs the results of a step for the host."""
+        wanted = {"layer_stats": self._made_for.layer_stats, "top": choice == "top"}
+        return partial(pack, num_layers=self._spec.num_layers, **wanted)
