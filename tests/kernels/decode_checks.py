@@ -29,12 +29,13 @@ def in_families(inputs: Inputs, families: list[list[int]], tokens: list[int]) ->
             table[row, :, :pages] = table[members[0], :, :pages]
             lengths[row] = rng.integers(held, layer.capacity + 1, lengths.shape[1])
     lengths[-1] = 0
-    nowhere = np.zeros((*lengths.shape, 0), np.int32)
+    put = jax.device_put
+    nowhere = put(np.zeros((*lengths.shape, 0), np.int32))
     dense = np.arange(lengths.size).reshape(lengths.shape) % 4 != 2
-    selection = Selection(nowhere, np.zeros_like(lengths), dense=dense)
-    prefixes = SharedPrefixes(rows, np.array(tokens, np.int32))
-    layer = layer._replace(block_table=table, lengths=lengths, prefixes=prefixes)
-    return Inputs(inputs.q, layer, jax.device_put(selection))
+    selection = Selection(nowhere, put(np.zeros_like(lengths)), dense=put(dense))
+    prefixes = SharedPrefixes(put(rows), put(np.array(tokens, np.int32)))
+    layer = layer._replace(block_table=put(table), lengths=put(lengths), prefixes=prefixes)
+    return Inputs(inputs.q, layer, selection)
 
 
 def tolerance(case: Case) -> dict[str, Any]:

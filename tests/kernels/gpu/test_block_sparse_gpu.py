@@ -13,7 +13,11 @@ from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.cases import CASES, Case, Inputs
 from jsparse.pallas_kernels.merge_splits import merge_splits
 from jsparse.selection import Selection
-from tests.kernels.decode_checks import assert_reports_rounded_mean, assert_rounds_o
+from tests.kernels.decode_checks import (
+    assert_reports_rounded_mean,
+    assert_rounds_o,
+    in_families,
+)
 
 pytestmark = pytest.mark.gpu
 BASE = Case("base", head_dim=128, num_pages=40, dtype="bfloat16")
@@ -85,6 +89,25 @@ def test_matches_the_reference(case):
     stats = attend(inputs, "mosaic", case.sm_scale, "token_logits")
     assert_near(stats, want, case.spread)
     assert_near((plain.o, plain.lse), (want.o, want.lse), case.spread)
+
+
+def test_pages_that_rows_have_in_common_are_read_once_for_all():
+    case = replace(
+        BASE,
+        name="families",
+        batch=20,
+        kv_heads=8,
+        num_pages=60,
+        lengths="full",
+        listed="none",
+        dense="all",
+        table="scrambled",
+    )
+    families, tokens = [[*range(16)], [17, 18], []], [480, 960, 0]
+    inputs = in_families(build(case), families, tokens)
+    plain = Inputs(inputs.q, inputs.layer._replace(prefixes=None), inputs.selection)
+    want = attend(cast(plain, jnp.float32), "reference")
+    assert_near(attend(inputs), want)
 
 
 def test_o_comes_in_the_type_that_is_asked_for():
