@@ -123,7 +123,6 @@ def start(policy: str) -> dict[str, Any]:
         sys.exit(f"error: one prompt was answered in two ways: {answers}")
     # what is being stored must be on disk before the next process looks
     compilation._compilers.shutdown(wait=True)
-    compilation._tracer.shutdown(wait=True)
     seconds = [later - earlier for earlier, later in pairwise(times)]
     return {
         "device": jax.devices()[0].device_kind,

@@ -46,7 +46,7 @@ def _yield_to_others() -> None:
 _compilers = ThreadPoolExecutor(
     COMPILERS, thread_name_prefix="jsparse-compile", initializer=_yield_to_others
 )
-# one alone: tracing is Python; what has been compiled is stored when nothing is left to trace
+# one alone: tracing is Python
 _tracer = ThreadPoolExecutor(1, thread_name_prefix="jsparse-trace")
 # what is being compiled, by what determines the result
 _compiling: "dict[Any, Future[_Compiled]]" = {}
@@ -237,8 +237,7 @@ def _finish(made: Future[Callable[..., Any]], name: str | None, job: "Future[_Co
     made.set_result(compiled)
     if _store is not None and name is not None and storable:
         with suppress(RuntimeError):  # the process ends
-            # storing holds Python's lock, for which tracing would wait
-            _tracer.submit(_store.put, name, compiled)
+            _compilers.submit(_store.put, name, compiled)
 
 
 def program(function: Callable[..., Any] | None = None, **options: Any) -> Any:
