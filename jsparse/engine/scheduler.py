@@ -28,6 +28,9 @@ from jsparse.runtime.pauses import until_due
 # The most milliseconds of a program of several steps where rows may wait for any time: the next one
 # is dispatched before its results are there.
 PROGRAM_MS = 100
+# The part of the time for which rows may wait that reading is planned for: programs may take longer
+# than most have, and results are read when the host gets to it.
+MARGIN = 0.85
 # The most steps of a program while others wait: an answer that ends of itself keeps its slot until
 # its program and the next have ended.
 BUSY_STEPS = 8
@@ -256,7 +259,7 @@ class Scheduler:
         maximum = self.sizes.max_stall_ms
         if maximum is None:
             return math.inf
-        return maximum - (self._step_milliseconds() if self.decoding else 0)
+        return MARGIN * maximum - (self._step_milliseconds() if self.decoding else 0)
 
     def _milliseconds(self, rows: int, size: int, start: int) -> float:
         """Returns the time that a program takes to read these chunks; infinity if unknown."""
