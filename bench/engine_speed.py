@@ -7,8 +7,9 @@ Llama 3.1 8B's shape, random bf16 weights, random prompts. Workloads:
                 the prefix cache; beside it static batches of generate's session, as many rows as
                 fit
     eight       the same of 8 prompts
-    document    64 questions of 128 tokens on one document of 30,720, 256 new; beside it fewer
-                questions, each on a document of its own
+    document    64 questions of 128 tokens on one document of 30,720, 256 new; others on the same,
+                then such for which each row reads it for itself; beside it fewer questions, each on
+                a document of its own
     ragged      256 prompts of 2,048, new tokens log-uniform in 32 to 2,048; beside it static
                 batches of 64 in their order
     arrivals    Poisson, at 60 % of what prefill can do, prompts log-uniform in 1K to 32K, 256 new
@@ -192,12 +193,21 @@ def queued_workload(bench: Bench) -> "list[WorkloadRequest]":
 
 
 def document(bench: Bench, policy: str) -> Measurement:
-    """Measures many questions on one document, and fewer on a document each."""
+    """Measures many questions on one document, and fewer on a document each.
+
+    Other questions on the same document follow, and then such with which each row reads it for
+    itself.
+    """
     from jsparse.benchmark.throughput import measure
 
     options = {"input_len": QUESTION, "output_len": NEW, "shared_prefix": DOCUMENT}
     engine = bench.engine(policy)
-    measured = measure(engine, bench.workload(num_prompts=64, seed=5, **options))
+    asked = bench.workload(num_prompts=3 * 64, seed=5, **options)
+    measured = measure(engine, asked[:64]) | {"again": measure(engine, asked[64:128])}
+    scheduler = engine.scheduler
+    sizes, scheduler.sizes = scheduler.sizes, scheduler.sizes._replace(family_rows=0)
+    measured["each_itself"] = measure(engine, asked[128:])
+    scheduler.sizes = sizes
     few = bench.count(32)
     apart = [
         bench.workload(num_prompts=1, seed=seed, **options)[0] for seed in range(100, 100 + few)
@@ -448,7 +458,7 @@ def show(row: dict[str, Any]) -> None:
     """Prints the numbers of a row."""
     numbers = {name: round(value, 3) for name, value in row.items() if isinstance(value, float)}
     print(row["part"], row["policy"], numbers, flush=True)
-    for name in ("again", "apart", "drawn", "engine", "server"):
+    for name in ("again", "each_itself", "apart", "drawn", "engine", "server"):
         if name in row:
             show({"part": f"{row['part']}, {name}", "policy": row["policy"]} | row[name])
 

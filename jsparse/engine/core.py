@@ -120,7 +120,7 @@ class Engine:
         self._pace = Pace(params.config)
         rules = setup.rules(spec.policy, share=enable_prefix_caching)
         self.programs = Programs(spec)
-        usable = self.programs.usable_rows, self.programs.can_share
+        usable = self.programs.usable_rows, self._can_share
         self.scheduler = Scheduler(self.sizes, rules, self._pace, *usable)
         self._per_request, self._layer_stats, self._clock = spec.knobs, layer_stats, clock
         self._log = None if record is None else plan_log.PlanLog(record, spec)
@@ -141,6 +141,9 @@ class Engine:
     def prepare(self, choices: Sequence[SamplingMode], *, all_rows: bool = False) -> None:
         """Compiles programs as `Programs.prepare` does, and runs each of them once on a GPU."""
         self._run_first(self.programs.prepare(choices, all_rows=all_rows))
+
+    def _can_share(self, rows: int, answers: list[int]) -> bool:
+        return self.programs.can_share(rows, self._runner.wanted(answers))
 
     def _run_first(self, programs: Sequence[ProgramKey]) -> None:
         if jax.default_backend() == "gpu":

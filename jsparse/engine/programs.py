@@ -76,8 +76,9 @@ class Programs(ProgramSet):
         if all_rows and sizes.family_rows:
             for rows in sizes.rows:
                 keys += decode_keys(choices, rows, *sizes.families(rows))
+        new = self.compile(keys, logger)
         self._prepared = tuple({*self._prepared, *choices})
-        return self.compile(keys, logger)
+        return new
 
     def usable_rows(self, count: int) -> int:
         """Returns the rows of the smallest decode program that has as many and is there.
@@ -89,12 +90,14 @@ class Programs(ProgramSet):
         self.expect(decode_keys(self._prepared, fitting[0]))
         return next(rows for rows in fitting if self._all_ready(rows))
 
-    def can_share(self, rows: int) -> bool:
+    def can_share(self, rows: int, wanted: SamplingMode) -> bool:
         """Returns whether a decode program is there that reads once what rows have in common.
 
-        If it is not, it begins to be compiled; if programs have not been prepared, it is waited
-        for.
+        If it is not, it begins to be compiled, unless it chooses tokens in a way that has not been
+        prepared. If none has, it is waited for.
         """
+        if self._prepared and wanted == "top" and wanted not in self._prepared:
+            return False
         size = rows, *self._sizes.families(rows)
         self.expect(decode_keys(self._prepared, *size))
         return self._all_ready(*size)

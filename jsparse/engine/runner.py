@@ -171,10 +171,13 @@ class Runner:
         return PendingResults(packed, results, decoding)
 
     def _choice(self, name: str, rows: int, answers: Iterable[int]) -> SamplingMode:
+        return self._programs.usable_choice(name, rows, self.wanted(answers))
+
+    def wanted(self, answers: Iterable[int]) -> SamplingMode:
         """Returns the cheapest way of choosing tokens that all of these answers allow."""
         wanted = {choice_of(self._request_of(answer)) for answer in answers}
         modes: list[SamplingMode] = [mode for mode in CHOICES if mode in wanted]
-        return self._programs.usable_choice(name, rows, modes[-1])
+        return modes[-1]
 
     def _service(self, rows: list[Decode]) -> None:
         """Corrects and maintains the rows that are due, some at a time."""

@@ -6,7 +6,7 @@ A plan is plain numbers: a log of plans replays a session (jsparse.engine.plan_l
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from jsparse.engine.blocks import block_keys
@@ -72,7 +72,7 @@ class Scheduler:
         rules: Rules,
         pace: Estimates,
         rows_for: Callable[[int], int] | None = None,
-        can_share: Callable[[int], bool] = lambda rows: True,
+        can_share: Callable[[int, list[int]], bool] = lambda rows, answers: True,
     ) -> None:
         """Prepares a scheduler without requests.
 
@@ -82,8 +82,8 @@ class Scheduler:
             pace: how long programs take.
             rows_for: returns the rows of the smallest decode program that has as many and that may
                 be planned now; None is of the smallest.
-            can_share: returns whether a program of so many rows may be planned now that reads once
-                what rows have in common.
+            can_share: returns whether a program of so many rows, for the answers of these numbers,
+                may be planned now that reads once what rows have in common.
         """
         self.sizes, self.rules, self._pace = sizes, rules, pace
         self._rows_for, self._can_share = rows_for or sizes.rows_for, can_share
@@ -298,12 +298,13 @@ class Scheduler:
         num_rows = self._rows_for(len(rows))
         return Decoding(num_rows, steps, rows, self._families(answers, num_rows))
 
-    def _families(self, answers: list[Answer], num_rows: int) -> Sequence[Family]:
+    def _families(self, answers: list[Answer], num_rows: int) -> list[Family]:
         """Returns the rows that read together what they have in common."""
         if not self.sizes.family_rows:
-            return ()
+            return []
         found = families(answers, *self.sizes.families(num_rows), self.sizes.block_tokens)
-        return found if found and self._can_share(num_rows) else ()
+        numbers = [answer.number for answer in answers]
+        return found if found and self._can_share(num_rows, numbers) else []
 
     def _steps(self) -> int:
         """Returns the number of steps of the next program.

@@ -84,7 +84,9 @@ class EngineSizes(NamedTuple):
         size = self.padded(valid, start)
         wasteful = size > PADDED_FREELY and size - valid > size // 8
         if wasteful and not self.batch_invariant:
-            valid = size = next(each for each in self.full_sizes if each < size)
+            smaller = (each for each in self.full_sizes if each < size)
+            size = next(smaller, size)
+            valid = min(valid, size)
         return valid, size
 
     def chunks(self, start: int, end: int) -> list[tuple[int, bool]]:

@@ -40,7 +40,10 @@ _elsewhere: tuple[Any, ...] = ()
 def _yield_to_others() -> None:
     """Lowers the priority of this thread, and of those that it will start."""
     if sys.platform == "linux":  # elsewhere priorities are those of processes
-        os.setpriority(os.PRIO_PROCESS, get_native_id(), YIELDING)
+        thread = get_native_id()
+        with suppress(OSError):
+            lower = max(YIELDING, os.getpriority(os.PRIO_PROCESS, thread))
+            os.setpriority(os.PRIO_PROCESS, thread, lower)
 
 
 _compilers = ThreadPoolExecutor(
@@ -160,14 +163,15 @@ class Program:
         return made
 
     def _make(self, call: _Call, made: Future[Callable[..., Any]]) -> None:
-        """Reads a program from disk or compiles it, unless nobody waits for it any more."""
-        if not made.set_running_or_notify_cancel():
+        """Reads a program from disk, or passes it on to be traced."""
+        if made.cancelled():
             return
         try:
             name, stored = self._stored(call)
             if stored is not None:
                 note_trace()
-                made.set_result(stored)
+                if made.set_running_or_notify_cancel():
+                    made.set_result(stored)
             elif call.plain:
                 _tracer.submit(self._trace, call, made, name)
             else:
@@ -176,7 +180,9 @@ class Program:
             made.set_exception(error)
 
     def _trace(self, call: _Call, made: Future[Callable[..., Any]], name: str | None) -> None:
-        """Traces a program, and passes it on to be compiled."""
+        """Traces a program and passes it on to be compiled, unless nobody waits for it any more."""
+        if not made.set_running_or_notify_cancel():
+            return
         try:
             lowered = self.lower(*call.given.args, **call.given.kwargs)
             if call.plain:

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 from jsparse.runtime.compilation import Program
@@ -20,6 +21,9 @@ class ProgramKey(NamedTuple):
     def of(cls, name: str, *size: int, **static: Any) -> "ProgramKey":
         """Names the program that `ProgramSet.run` runs when it is given these."""
         return cls(name, size, frozenset(static.items()))
+
+
+logger = logging.getLogger("jsparse.runtime")
 
 
 class ProgramSet:
@@ -60,9 +64,9 @@ class ProgramSet:
         return self.compiled < len(self._made)
 
     def ready(self, wanted: ProgramKey) -> bool:
-        """Returns whether a program has been compiled."""
+        """Returns whether a program has been compiled, without an error."""
         job = self._made.get(wanted)
-        return job is not None and job.done()
+        return job is not None and job.done() and not job.cancelled() and job.exception() is None
 
     def run(self, name: str, *arrays: Any, size: tuple[int, ...] = (), **static: Any) -> Any:
         """Runs a program, which is compiled if it has not been; `size` determines its shapes."""
@@ -80,7 +84,8 @@ class ProgramSet:
             if each not in self._made:
                 arrays = self._arguments(each.name, each.size)
                 fixed = self._fixed[each.name] | dict(each.static)
-                self._made[each] = self._programs[each.name].ahead(*arrays, **fixed)
+                job = self._made[each] = self._programs[each.name].ahead(*arrays, **fixed)
+                job.add_done_callback(partial(_log_error, each))
 
     def compile(self, wanted: Iterable[ProgramKey], logger: logging.Logger) -> list[ProgramKey]:
         """Compiles programs, and waits for them; an interrupt does not wait for the rest.
@@ -99,3 +104,9 @@ class ProgramSet:
                     del self._made[each]
             raise
         return new
+
+
+def _log_error(key: ProgramKey, job: Future[Callable[..., Any]]) -> None:
+    """Logs that a program cannot be compiled: callers that need it get the error, too."""
+    if not job.cancelled() and job.exception() is not None:
+        logger.warning("%s cannot be compiled: %r", key, job.exception())

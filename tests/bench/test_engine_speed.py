@@ -25,12 +25,15 @@ def test_parts_on_a_tiny_model(tiny):
     made, _ = engine_speed.document(tiny, policy)
     assert made["requests"] == 64
     assert made["apart"]["requests"] == 2
+    for name in ("again", "each_itself"):
+        assert made[name]["requests"] == 64
     assert made["apart"]["computed_prompt_tokens"] == 2 * 72
     queued, static_batches = engine_speed.queued(tiny, policy)
     assert static_batches is not None
     workload, rows = static_batches
     assert (len(workload), rows) == (4, 2)
-    assert queued["again"]["output_tokens"] == 4 * 8
+    assert queued["output_tokens"] == 4 * 8
+    assert "again" not in queued
     static = tiny.static(policy, workload, 2)
     assert static["static_rows"] == 2
     assert static["static_seconds"] > 0

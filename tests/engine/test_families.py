@@ -9,10 +9,15 @@ from planning import answer
 from serving import assert_at_rest, greedy, tiny_llm
 from tiny import random_prompts, tiny_params
 
-from jsparse.engine import families
+from bench.lib.llama_8b import LLAMA_8B
+from bench.lib.smollm2 import SMOLLM2
+from jsparse.cache import CacheSpec
+from jsparse.engine import families, plan_log, setup
 from jsparse.engine.blocks import CacheBlock
 from jsparse.engine.families import families as families_of
 from jsparse.engine.step_plan import Family
+from jsparse.policies.expressions import parse
+from jsparse.runtime.program_set import ProgramKey
 
 BLOCK = 512
 
@@ -111,13 +116,14 @@ def test_no_other_families_save_much_more(paths):
     assert sum((len(x.slots) - 1) * x.tokens for x in made) >= 0.8 * BLOCK * best
 
 
-def test_rows_read_together_what_their_prompts_have_in_common(monkeypatch):
+def test_rows_read_together_what_their_prompts_have_in_common(monkeypatch, tmp_path):
     """They get what they get apart: others join and leave, and one has nothing in common."""
     options = {"steps_per_program": 3, "decode_rows": [3, 4], "ladder": ((0, 16),)}
     (beginning, *ends), lengths = random_prompts((32, 9, 3, 16, 5, 60), seed=3), (14, 2, 6, 13, 12)
     prompts = [[*beginning, *end] for end in ends[:4]] + ends[4:]
     params = tiny_params(num_layers=2)
-    llm = tiny_llm(cascade_attention=True, params=params, kv_cache_tokens=512, **options)
+    options |= {"kv_cache_tokens": 512, "record": tmp_path / "log"}
+    llm = tiny_llm(cascade_attention=True, params=params, **options)
     scheduler = llm.engine.scheduler
     planned, plan = [], scheduler._decoding
     monkeypatch.setattr(scheduler, "_decoding", lambda: planned.append(plan()) or planned[-1])
@@ -128,6 +134,8 @@ def test_rows_read_together_what_their_prompts_have_in_common(monkeypatch):
         return outs, {len(x.slots) for each in planned if each for x in each.families}
 
     outs, together = made()
+    logged = [each.decoding for each in plan_log.read(tmp_path / "log").plans]
+    assert [each for each in logged if each] == [each for each in planned if each]
     scheduler.sizes = scheduler.sizes._replace(family_rows=0)
     plain, apart = made()
     assert {2, 3} <= together
@@ -138,3 +146,59 @@ def test_rows_read_together_what_their_prompts_have_in_common(monkeypatch):
         assert answer.token_logprobs == pytest.approx(expected.token_logprobs, abs=1e-5)
         assert answer.read_fraction == expected.read_fraction
     assert_at_rest(llm)
+
+
+def test_a_program_that_is_not_there_is_done_without(monkeypatch):
+    """It is compiled meanwhile, for the ways of choosing tokens that have been prepared."""
+    programs = tiny_llm(cascade_attention=True, steps_per_program=2).engine.programs
+    expected, there = [], set()
+    monkeypatch.setattr(programs, "expect", expected.extend)
+    monkeypatch.setattr(programs, "ready", there.__contains__)
+    assert programs.can_share(4, "top")
+    programs._prepared = ("sampled",)
+    assert not programs.can_share(4, "top")
+    assert not expected
+    assert not programs.can_share(4, "greedy")
+    assert expected == [ProgramKey.of("decode", 4, 1, 4, choice="sampled")]
+    there.update(expected)
+    assert programs.can_share(4, "greedy")
+    programs._prepared = ("sampled", "top")
+    assert not programs.can_share(4, "greedy")
+
+
+@pytest.mark.parametrize(
+    ("asked", "policy", "on_gpu", "rows"),
+    [
+        (None, "dense", True, 16),
+        (None, "dense", False, 0),
+        (None, "quest(budget=16)", True, 0),
+        (None, "dense_layers(quest(budget=16), n=3)", True, 0),
+        (None, "dense_layers(quest(budget=16), n=4)", True, 16),
+        (True, "quest(budget=16)", False, 16),
+        (False, "dense", True, 0),
+    ],
+)
+def test_where_half_of_the_layers_are_dense_rows_read_together(
+    asked, policy, on_gpu, rows, monkeypatch
+):
+    monkeypatch.setattr(setup, "_on_gpu", lambda: on_gpu)
+    spec = CacheSpec(8, 64, 32, 8, head_dim=128, page_size=16, num_pages=9, dtype="bfloat16")
+    assert setup._family_rows(asked, parse(policy), spec) == rows
+    assert setup._family_rows(asked, parse(policy), spec._replace(num_heads=512)) == 0
+
+
+def test_small_models_are_read_in_larger_chunks(monkeypatch):
+    monkeypatch.setattr(setup.chunk_attention, "has_flash", lambda *_: True)
+    options = {"kv_cache_tokens": 65536, "gpu_memory_utilization": 0.9, "steps": 1}
+    none = dict.fromkeys(("decode_rows", "prefill_rows", "ladder", "max_model_len"))
+
+    def sizes(config, stall):
+        params = tiny_params(num_layers=2)
+        spec = setup.cache_spec(params, max_num_seqs=2, max_model_len=512, page_size=16)
+        spec = spec._replace(num_pages=2048)
+        made = setup.sizes_of(parse("dense"), config, spec, max_stall_ms=stall, **options, **none)
+        return made.ladder, made.packed_tokens
+
+    assert sizes(SMOLLM2, None) == sizes(SMOLLM2, 200) == (((0, 2048), (8192, 8192)), 2048)
+    assert sizes(LLAMA_8B, None) == (((0, 512), (4096, 2048), (8192, 8192)), 512)
+    assert sizes(LLAMA_8B, 200) == (((0, 512), (4096, 2048)), 512)

@@ -121,6 +121,8 @@ def test_large_chunks_are_hardly_padded():
     assert sizes.chunks(24_576, 24_576 + 7168) == [(8192, True)]
     assert sizes.chunks(24_576, 24_576 + 7167) == [(2048, False)] * 3 + [(1024, True)]
     assert sizes.chunks(8192, 8192 + 1025) == [(2048, True)]
+    alone = sizes._replace(ladder=((0, 4096),))
+    assert alone.chunks(0, 3000) == [(4096, True)]
     promised = sizes._replace(batch_invariant=True)
     assert promised.chunks(24_576, 30_720) == [(8192, True)]
 

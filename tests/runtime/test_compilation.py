@@ -1,5 +1,10 @@
 """Tests how programs are compiled: with options that say what a GPU runs by itself."""
 
+import logging
+import os
+import sys
+import threading
+
 import jax.numpy as jnp
 import pytest
 from jax.stages import Lowered
@@ -7,6 +12,7 @@ from serving import greedy, tiny_llm
 
 from jsparse.runtime import compilation
 from jsparse.runtime.compilation import inlined, program
+from jsparse.runtime.program_set import ProgramKey, ProgramSet
 
 
 @pytest.fixture
@@ -70,3 +76,71 @@ def test_who_waits_for_a_program_of_one_form_gets_its_error():
 def test_programs_of_an_engine_are_compiled_with_the_options():
     with pytest.raises(Exception, match="no_such_option"):
         tiny_llm().generate([[1, 2]], greedy(1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities are those of processes")
+@pytest.mark.parametrize("before", [0, 15])
+def test_threads_that_compile_yield_to_others_and_never_claim_more(before, monkeypatch):
+    set_to = []
+    monkeypatch.setattr(os, "getpriority", lambda which, thread: before)
+    monkeypatch.setattr(os, "setpriority", lambda which, thread, nice: set_to.append(nice))
+    compilation._yield_to_others()
+    assert set_to == [max(before, compilation.YIELDING)]
+
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    compilation._yield_to_others()
+
+
+class Adding(ProgramSet):
+    """Adds numbers; the first of them waits to be traced."""
+
+    def __init__(self):
+        self.begun, self.go_on, self.traced = threading.Event(), threading.Event(), []
+        programs = {"add": program(self.add, static_argnames="more")}
+        super().__init__(programs, {}, lambda name, size: (jnp.float32(1),))
+
+    def add(self, x, more):
+        self.traced.append(more)
+        self.begun.set()
+        assert self.go_on.wait(60)
+        if more == 7:
+            raise ValueError("seven")
+        return x + more
+
+
+def test_who_is_interrupted_leaves_nothing_to_be_compiled():
+    made = Adding()
+    keys = [ProgramKey.of("add", more=more) for more in range(5)]
+    made.expect(keys[:1])
+    assert made.begun.wait(60)
+
+    class Interrupting(logging.Handler):
+        def emit(self, record):
+            raise KeyboardInterrupt
+
+    logger = logging.Logger("interrupting", logging.INFO)
+    logger.addHandler(Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        made.compile(keys, logger)
+    made.go_on.set()
+    assert made.run("add", jnp.float32(1), more=0) == 1
+    # what follows comes behind all that was left
+    assert made.run("add", jnp.float32(1), more=9) == 10
+    assert made.traced == [0, 9]
+    assert made.run("add", jnp.float32(1), more=3) == 4
+
+
+def test_what_cannot_be_compiled_is_never_ready_and_is_told_of(caplog):
+    made = Adding()
+    key, told = ProgramKey.of("add", more=7), threading.Event()
+    made.expect([key])
+    made._made[key].add_done_callback(lambda job: told.set())
+    made.go_on.set()
+    with pytest.raises(ValueError, match="seven"):
+        made.run("add", jnp.float32(1), more=7)
+    assert not made.ready(key)
+    assert told.wait(60)
+    assert "cannot be compiled: ValueError('seven')" in caplog.text
