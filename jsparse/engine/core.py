@@ -288,23 +288,27 @@ class Engine:
         dispatched = self._clock()
         updates: dict[int, RequestState] = {}
         lag = 0 if plan.empty or not self._in_flight else max(LAG, self._in_flight[-1].steps)
+        first = True
         while self._in_flight and (
-            sum(pending.steps for pending in self._in_flight) > lag
+            (there := self._in_flight[0].there)
+            or sum(pending.steps for pending in self._in_flight) > lag
             or self._far_ahead
-            or self._in_flight[0].packed.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
         ):
-            for state in self._take(self._in_flight.popleft()):
+            # two that have ended since one looked last: when the first has, nobody knows
+            for state in self._take(self._in_flight.popleft(), timed=first or not there):
                 updates[id(state)] = state
+            first = False
         self.counters.plan_seconds += planned - begun
         self.counters.dispatch_seconds += dispatched - planned
         self.counters.results_seconds += self._clock() - dispatched
         return list(updates.values())
 
-    def _take(self, pending: PendingResults) -> list[RequestState]:
+    def _take(self, pending: PendingResults, *, timed: bool) -> list[RequestState]:
         """Reads one program's results; returns the requests that they are for."""
         results, now, updates = self._runner.results(pending), self._clock(), []
-        # what was before it had ended
-        self._pace.observe(pending.work, 1e3 * (now - max(self._taken, pending.dispatched)))
+        if timed:
+            # what was before it had ended
+            self._pace.observe(pending.work, 1e3 * (now - max(self._taken, pending.dispatched)))
         self._taken = now
         for number, tokens in results:
             state, answer, builder = self._live.get(number, (None, None, None))

@@ -39,6 +39,11 @@ class PendingResults(NamedTuple):
     milliseconds: float = 0
 
     @property
+    def there(self) -> bool:
+        """Whether the results are there."""
+        return self.packed.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
     def steps(self) -> int:
         """The number of steps that the program has run; reading counts as one."""
         return self.work.steps if isinstance(self.work, Decoding) else 1

@@ -16,7 +16,9 @@ from jsparse import SamplingParams
 from jsparse.engine import plan_log, setup
 from jsparse.engine.replay import replay
 from jsparse.engine.request_state import policy_of
+from jsparse.engine.runner import PendingResults
 from jsparse.engine.slots import ReadRows
+from jsparse.engine.step_plan import Decoding
 from jsparse.runtime.compilation import traces
 from jsparse.runtime.owners import owners, row_arrays
 from jsparse.runtime.program_set import ProgramKey
@@ -526,3 +528,25 @@ def test_a_prompt_begins_with_a_state_that_has_seen_nothing():
         assert own.shape[axis] == 3
         np.testing.assert_array_equal(jnp.take(own, 0, axis), jnp.take(new, 0, axis))
         np.testing.assert_array_equal(jnp.take(own, 1, axis), jnp.take(old, 0, axis))
+
+
+def test_only_what_ended_before_ones_eyes_is_timed(dense, monkeypatch):
+    """Of two programs that have ended since one looked last, nobody knows when the first did."""
+
+    class Packed:
+        def __init__(self, there):
+            self.is_ready = lambda: there
+
+    engine, timed = dense.engine, []
+    monkeypatch.setattr(engine._runner, "results", lambda pending: [])
+    monkeypatch.setattr(engine._pace, "observe", lambda work, milliseconds: timed.append(work))
+    for there in ([True, True, True], [True, False, True], [False, True, False]):
+        works = [Decoding(4, 1, []) for _ in there]
+        engine._in_flight += [
+            PendingResults(Packed(each), [], work) for each, work in zip(there, works, strict=True)
+        ]
+        timed.clear()
+        engine.step()
+        expected = [nth == 0 or not each for nth, each in enumerate(there)]
+        assert [any(x is work for x in timed) for work in works] == expected
+    assert engine.idle
