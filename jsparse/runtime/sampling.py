@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt16, UInt32
 from jsparse.runtime.request import Request
 from jsparse.runtime.sampling_params import MAX_BIASES, MAX_END_IDS
 from jsparse.shapes import Rows
-from jsparse.threshold import top_k_mask, top_p_mask
+from jsparse.threshold import top_k_mask
 
 NextTokens = tuple[Rows, Float32[Array, "B"], Any]
 # one number for all rows, or one per row where rows began at different times
@@ -177,13 +177,14 @@ def sampled(
     asked = given if active is None else _of_active(given, active)
     wanted = adjusted(asked, nth, logits)
 
-    def draw(seed: Array, stream: Array, nth: Array, row: Array) -> Array:
+    def noise(seed: Array, stream: Array, nth: Array) -> Array:
         key = jax.random.fold_in(jax.random.key(seed[0]), seed[1])
-        return jax.random.categorical(jax.random.fold_in(jax.random.fold_in(key, nth), stream), row)
+        key = jax.random.fold_in(jax.random.fold_in(key, nth), stream)
+        return jax.random.gumbel(key, logits.shape[1:], jnp.float32)
 
     def drawn(likeliest: Array) -> Array:
-        tokens = jax.vmap(draw)(given.seed, given.stream, nth, truncated(asked, wanted))
-        return jnp.where(hot, tokens, likeliest).astype(jnp.int32)
+        noises = jax.vmap(noise)(given.seed, given.stream, nth)
+        return jnp.where(hot, perturbed_argmax(asked, wanted, noises), likeliest)
 
     hot = asked.temperature != 0
     tokens = _if_any(hot, drawn, jnp.argmax(wanted, -1).astype(jnp.int32))
@@ -259,32 +260,50 @@ def adjusted(
     return _if_any(has_bias | early | repeats | counted, changed, logits)
 
 
-def truncated(given: RowSampling, logits: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
-    """Scales the logits by the temperature and sets tokens that the options rule out to -inf.
+def perturbed_argmax(
+    given: RowSampling, logits: Float32[Array, "B V"], noise: Float32[Array, "B V"]
+) -> Rows:
+    """Returns the token whose logit and noise are largest together, of those that options leave.
 
-    top_k and top_p keep exactly the set they name; equal logits at the edge go to the lowest token
-    id. A cut that no row asks for is skipped.
+    With Gumbel noise that is a draw from the softmax. Options scale the logits by the temperature
+    and rule tokens out: top_k and top_p keep exactly the set they name; equal logits at the edge go
+    to the lowest token id. A top_k that no row asks for is skipped.
+
+    What top_p leaves are the first tokens of an order. If the token that is looked for is not among
+    them, nothing behind it is, either: it is looked for before it, until it is one that is left.
     """
     vocab = logits.shape[-1]
     temperature = jnp.where(given.temperature == 0, 1.0, given.temperature)[:, None]
     # no overflow, however cold; the likeliest token has 0, so that exp(logits) are weights up to 1
     logits = (logits - logits.max(-1, keepdims=True)) / temperature
+    some_k = (given.top_k > 0) & (given.top_k < vocab)
 
-    def cut(wanted: Array, kept: Callable[[Array], Array], x: Array) -> Array:
-        return _if_any(wanted, lambda x: jnp.where(kept(x) | ~wanted[:, None], x, -jnp.inf), x)
+    def with_top_k(x: Array) -> Array:
+        return jnp.where(top_k_mask(x, given.top_k) | ~some_k[:, None], x, -jnp.inf)
 
-    def likely(x: Array) -> Array:
-        return jnp.exp(x) >= given.min_p[:, None]
+    logits = _if_any(some_k, with_top_k, logits)
+    weights, ids = jnp.exp(logits), jnp.arange(vocab, dtype=jnp.int32)
+    target = given.top_p * jnp.sum(weights, -1)
+    perturbed = jnp.where(weights >= given.min_p[:, None], logits + noise, -jnp.inf)
 
-    some_k, some_p = (given.top_k > 0) & (given.top_k < vocab), given.top_p < 1
-    some_min_p = given.min_p > 0
+    def before(tokens: Rows) -> Bool[Array, "B V"]:
+        own = jnp.take_along_axis(logits, tokens[:, None], -1)
+        return (logits > own) | ((logits == own) & (ids < tokens[:, None]))
 
-    def changed(x: Array) -> Array:
-        x = cut(some_k, lambda x: top_k_mask(x, given.top_k), x)
-        x = cut(some_p, lambda x: top_p_mask(jnp.exp(x), given.top_p), x)
-        return cut(some_min_p, likely, x)
+    def is_left(tokens: Rows) -> Bool[Array, "B"]:
+        ahead = before(tokens)
+        mass = jnp.sum(jnp.where(ahead, weights, 0.0), -1)
+        # a row keeps one at least: p times the sum can underflow to 0
+        return (given.top_p >= 1) | (mass < target) | ~jnp.any(ahead, -1)
 
-    return _if_any(some_k | some_p | some_min_p, changed, logits)
+    def again(carry: tuple[Rows, Bool[Array, "B"]]) -> tuple[Rows, Bool[Array, "B"]]:
+        tokens, found = carry
+        other = jnp.argmax(jnp.where(before(tokens), perturbed, -jnp.inf), -1)
+        tokens = jnp.where(found, tokens, other.astype(jnp.int32))
+        return tokens, found | is_left(tokens)
+
+    tokens = jnp.argmax(perturbed, -1).astype(jnp.int32)
+    return jax.lax.while_loop(lambda carry: ~jnp.all(carry[1]), again, (tokens, is_left(tokens)))[0]
 
 
 def top_logprobs(logits: Float32[Array, "B V"]) -> TopLogprobs:

@@ -18,16 +18,16 @@ from jsparse.runtime.sampling import (
     adjusted,
     chooser,
     greedy,
+    perturbed_argmax,
     row_sampling,
     sampled,
     top_logprobs,
-    truncated,
 )
 from jsparse.runtime.sampling_params import OFF, SamplingParams
 
 V = 12
 draw = jax.jit(sampled)
-cut = jax.jit(truncated)
+perturbed = jax.jit(perturbed_argmax)
 adjust = jax.jit(adjusted)
 
 
@@ -52,8 +52,12 @@ def drawn(own: SamplingParams, logits, nth=0, seen=None):
 
 
 def left(own: SamplingParams, logits):
-    """The logits after temperature and cuts."""
-    return np.asarray(cut(rows_of(*[own] * len(logits), vocab=logits.shape[1]), logits))
+    """Which tokens may be drawn: those that are, with enough noise."""
+    rows, vocab = logits.shape
+    given = rows_of(*[own] * (rows * vocab), vocab=vocab)
+    noise = np.tile(1e6 * np.eye(vocab, dtype=np.float32), (rows, 1))
+    tokens = perturbed(given, np.repeat(np.asarray(logits), vocab, 0), noise)
+    return np.asarray(tokens).reshape(rows, vocab) == np.arange(vocab)
 
 
 def softmax(x):
@@ -96,13 +100,12 @@ OPTIONS = [
 @pytest.mark.parametrize("sampling", OPTIONS, ids=range(len(OPTIONS)))
 def test_what_may_be_drawn(sampling):
     logits = np.random.default_rng(0).normal(size=(64, V)).astype(np.float32) * 2
-    got = left(sampling, logits)
     expected = np.stack([slow_truncated(sampling, row) for row in logits])
-    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
-    # a softmax does not see a shift
-    np.testing.assert_allclose(
-        got, expected - expected.max(-1, keepdims=True), rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_array_equal(left(sampling, logits), np.isfinite(expected))
+    # and of these the one that noise makes largest
+    noise = np.random.default_rng(1).gumbel(size=logits.shape).astype(np.float32)
+    tokens = perturbed(rows_of(*[sampling] * len(logits)), logits, noise)
+    np.testing.assert_array_equal(tokens, np.argmax(expected + noise, -1))
 
 
 def test_a_temperature_near_zero_is_greedy():
@@ -119,22 +122,22 @@ def test_equal_logits_are_cut_by_id():
         (options(temperature=1.0, top_p=0.51), 5),
         (options(temperature=1.0, min_p=1.0), 8),
     ):
-        np.testing.assert_array_equal(np.isfinite(left(sampling, logits))[0], np.arange(8) < kept)
+        np.testing.assert_array_equal(left(sampling, logits)[0], np.arange(8) < kept)
 
 
 def test_top_p_counts_what_top_k_left():
     """After top_k=2 the first of 0.5, 0.25, … has two thirds of the mass: top_p=0.6 keeps it."""
     logits = -np.log(2.0) * np.arange(V, dtype=np.float32)[None]
-    assert np.isfinite(left(options(temperature=1.0, top_p=0.6), logits)).sum() == 2
-    assert np.isfinite(left(options(temperature=1.0, top_k=2, top_p=0.6), logits)).sum() == 1
+    assert left(options(temperature=1.0, top_p=0.6), logits).sum() == 2
+    assert left(options(temperature=1.0, top_k=2, top_p=0.6), logits).sum() == 1
 
 
 def test_min_p_counts_what_top_p_left():
     logits = np.log(np.array([[0.4, 0.3, 0.2, 0.1]], np.float32))
-    assert np.isfinite(left(options(temperature=1.0, min_p=0.6), logits)).tolist() == [
+    assert left(options(temperature=1.0, min_p=0.6), logits).tolist() == [
         [True, True, False, False]
     ]
-    assert np.isfinite(left(options(temperature=1.0, top_p=0.8, min_p=0.3), logits)).tolist() == [
+    assert left(options(temperature=1.0, top_p=0.8, min_p=0.3), logits).tolist() == [
         [True, True, True, False]
     ]
 
@@ -446,7 +449,7 @@ def test_never_draws_what_is_ruled_out(row, step):
     sampling = options(temperature=0.8, top_k=5, top_p=0.7, min_p=0.1)
     logits = np.array([row], np.float32)
     token = int(drawn(sampling, logits, step)[0][0])
-    assert np.isfinite(left(sampling, logits)[0, token])
+    assert left(sampling, logits)[0, token]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -2, "1", True])
