@@ -67,6 +67,7 @@ ARRAY_MODULES = (
     "model_facts.key_constants",
     "models.layers",
     "models.transformer",
+    "pallas_kernels.block_sparse_decode.cascade",
     "pallas_kernels.block_sparse_decode.reference",
     "pallas_kernels.bounds_append.reference",
     "pallas_kernels.centroid_update.reference",

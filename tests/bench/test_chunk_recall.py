@@ -65,6 +65,7 @@ def test_recall_and_mass_are_those_of_a_window():
     assert row["attended"] == 8
 
 
+@pytest.mark.slow
 def test_bounds_reach_all_units_that_hold_what_was_taken():
     """Of 28 chunks in 14 clusters and 4 units: nearly all are taken, or the best alone."""
     policy = "lychee_cluster(budget={}, sink=1, recent=1, lengths=(2, 2), period=1, rank='bound'"

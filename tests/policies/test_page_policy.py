@@ -80,7 +80,7 @@ BUILT_IN = [
 ]
 
 
-@pytest.mark.parametrize("case", slow_except(BUILT_IN, *BUILT_IN[::2]), ids=str)
+@pytest.mark.parametrize("case", slow_except(BUILT_IN, BUILT_IN[0]), ids=str)
 def test_gives_the_bits_of_the_built_in_method(case):
     own, built_in = case
     np.testing.assert_array_equal(logits(own), logits(built_in))
