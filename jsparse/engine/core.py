@@ -126,7 +126,8 @@ class Engine:
         self._log = None if record is None else plan_log.PlanLog(record, spec)
         new = []
         if prepare or (prepare is None and jax.default_backend() == "gpu"):
-            choices: Sequence[SamplingMode] = ("sampled", "top")[: 1 + (prepare == "logprobs")]
+            choices: list[SamplingMode] = ["sampled"]
+            choices += ["top"] if prepare == "logprobs" else []
             new = self.programs.prepare(choices)
         self._live: dict[int, tuple[RequestState, Answer, AnswerBuilder]] = {}
         self._requests: dict[str, RequestState] = {}

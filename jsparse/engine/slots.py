@@ -13,7 +13,7 @@ from jsparse.policy import Policy
 from jsparse.runtime.request import Request
 from jsparse.runtime.rows import Batch
 from jsparse.runtime.sampling_params import OFF, SamplingParams
-from jsparse.runtime.shared_pages import SharedPages
+from jsparse.runtime.shared_pages import SharedPages, scratch_group
 
 
 class Slots(NamedTuple):
@@ -83,7 +83,7 @@ def no_reading(spec: CacheSpec, sizes: EngineSizes, rows: int) -> ReadRows:
         "fresh": np.zeros(rows, np.bool_),
         "start": np.zeros(rows, np.int32),
         "valid": np.zeros(rows, np.int32),
-        "groups": np.full((rows, spec.num_pages), scratch(spec), np.int32),
+        "groups": np.full((rows, spec.num_pages), scratch_group(spec), np.int32),
     }
     return ReadRows(**columns)
 
@@ -102,14 +102,9 @@ def no_decoding(
         else np.full(rows, sizes.num_slots, np.int32),
         "counts": np.zeros(rows, np.int32),
         "first": np.full(rows, spec.num_pages, np.int32),
-        "groups": np.full((rows, sizes.growth), scratch(spec), np.int32),
+        "groups": np.full((rows, sizes.growth), scratch_group(spec), np.int32),
     }
     return DecodeRows(**columns, prefixes=prefixes)
-
-
-def scratch(spec: CacheSpec) -> int:
-    """Returns the group that has no owner, the last."""
-    return spec.pages // spec.num_kv_heads - 1
 
 
 def neutral() -> Request:

@@ -186,9 +186,9 @@ class Program:
         try:
             lowered = self.lower(*call.given.args, **call.given.kwargs)
             if call.plain:
-                _compilers.submit(_make, lowered, made, name)
+                _compilers.submit(_compile, lowered, made, name)
             else:
-                _make(lowered, made, name)
+                _compile(lowered, made, name)
         except BaseException as error:
             made.set_exception(error)
 
@@ -201,7 +201,7 @@ class Program:
         return name, None if name is None else _store.get(name, (call.args, call.kwargs))
 
 
-def _make(lowered: Any, made: Future[Callable[..., Any]], name: str | None) -> None:
+def _compile(lowered: Any, made: Future[Callable[..., Any]], name: str | None) -> None:
     """Compiles a program, or waits for one of the same form, and passes it on."""
     _compiled(lowered).add_done_callback(partial(_finish, made, name))
 

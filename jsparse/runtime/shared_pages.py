@@ -89,12 +89,16 @@ class SharedPages:
         return part.rows(groups, self.lengths.at[rows].set(part.lengths))
 
 
+def scratch_group(spec: CacheSpec) -> int:
+    """Returns the group that has no owner, the last."""
+    return spec.pages // spec.num_kv_heads - 1
+
+
 def empty_pages(spec: CacheSpec) -> SharedPages:
     """Returns empty rows, all of whose groups are the last one, which has no owner."""
-    scratch = spec.pages // spec.num_kv_heads - 1
     return SharedPages(
         tuple(Pool(*layer.arrays) for layer in kv_cache.init(spec).layers),
-        jnp.full((spec.batch, spec.num_pages), scratch, jnp.int32),
+        jnp.full((spec.batch, spec.num_pages), scratch_group(spec), jnp.int32),
         jnp.zeros(spec.batch, jnp.int32),
         spec.num_kv_heads,
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any
 
@@ -10,7 +11,9 @@ from tiny import tiny_params
 
 import jsparse
 from jsparse.engine.llm import LLM
+from jsparse.engine.request_state import RequestState
 from jsparse.engine.sizes import MAX_READING
+from jsparse.runtime.request import Request, requests
 
 # chunks of two sizes, so that a prompt's chunks begin where position says
 LADDER = ((0, 16), (32, 8))
@@ -51,6 +54,22 @@ def greedy(tokens: int = 12, **options: Any) -> jsparse.SamplingParams:
 def bits(out: jsparse.RequestOutput) -> list[tuple[list[int], list[float] | None]]:
     """What must not depend on what runs beside a request."""
     return [(answer.token_ids, answer.token_logprobs) for answer in out.outputs]
+
+
+def asked(llm: LLM, prompt: Any, options: jsparse.SamplingParams) -> Request:
+    """The request of a prompt, as an engine takes it."""
+    (made,) = requests(llm.engine.params, [prompt], options, llm.engine.policy)
+    return made
+
+
+def until(llm: LLM, reached: Callable[[], Any], maximum: int = 200) -> list[RequestState]:
+    """Steps until something is so; the requests that were heard of."""
+    updates = []
+    for _ in range(maximum):
+        if reached():
+            return updates
+        updates += llm.engine.step()
+    raise AssertionError("never came about")
 
 
 def assert_at_rest(llm: LLM) -> None:

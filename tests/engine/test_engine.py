@@ -5,11 +5,9 @@ import itertools
 import signal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from serving import assert_at_rest, bits, greedy, tiny_llm
+from serving import asked, assert_at_rest, bits, greedy, tiny_llm, until
 from tiny import random_prompts, tiny_params
 
 import jsparse
@@ -17,13 +15,7 @@ from jsparse import SamplingParams
 from jsparse.engine import plan_log, setup
 from jsparse.engine.replay import replay
 from jsparse.engine.request_state import policy_of
-from jsparse.engine.runner import PendingResults
-from jsparse.engine.slots import ReadRows
-from jsparse.engine.step_plan import Decoding
 from jsparse.runtime.compilation import traces
-from jsparse.runtime.owners import owners, row_arrays
-from jsparse.runtime.program_set import ProgramKey
-from jsparse.runtime.request import requests
 
 PROMPTS = random_prompts((9, 21, 3, 41, 16, 5), seed=5)
 HANDS_ON = "lychee_decode(((1, 1), (0, 0)), value=3, granularity='token', correct_every=5)"
@@ -159,44 +151,6 @@ def test_answers_of_one_prompt_differ_and_each_is_as_it_would_be_with_others(den
     assert tuple(first.outputs[0].token_ids) == texts[0]
 
 
-def test_the_first_request_has_all_its_programs_compiled_side_by_side():
-    """What its first plan asks for is what it runs to its end: two chunks, and steps of one row."""
-    llm = tiny_llm(decode_rows=[1, 4], max_stall_ms=None)
-    llm.engine.add(asked(llm, PROMPTS[3][:20], greedy(6)))
-    llm.engine.step()
-    made = set(llm.engine.programs._made)
-    chunks = {(*each.size, *dict(each.static).values()) for each in made if each.name == "read"}
-    assert chunks == {(1, 16, False), (1, 8, True)}
-    assert [each.size for each in made if each.name == "decode"] == [(1,)]
-    while not llm.engine.idle:
-        llm.engine.step()
-    assert set(llm.engine.programs._made) == made
-
-
-def test_the_engine_learns_how_long_its_programs_take():
-    clock = itertools.count()
-    llm = tiny_llm(clock=lambda: float(next(clock)))
-    pace = llm.engine._pace
-    assert (pace.reading(1, 16, 0), pace.step(4)) == (None, None)
-    llm.generate(PROMPTS[:2], greedy(9))
-    # by a clock that ticks at every look
-    assert pace.reading(1, 16, 0) >= 1000
-    assert pace.step(4) >= 1000
-
-
-@pytest.mark.parametrize(("maximum", "ahead"), [(None, 2), (120, 1), (119, 0), (0, 0)])
-def test_the_host_waits_for_long_programs_before_it_plans_the_next(maximum, ahead, monkeypatch):
-    """Who comes in the meantime waits for what is in flight."""
-    llm = tiny_llm(max_stall_ms=maximum)
-    monkeypatch.setattr(llm.engine._pace, "expected", lambda work: 60.0)
-    llm.engine.add(asked(llm, PROMPTS[0], greedy(30)))
-    in_flight = []
-    while not llm.engine.idle:
-        llm.engine.step()
-        in_flight.append(len(llm.engine._in_flight))
-    assert max(in_flight) <= ahead
-
-
 def test_end_tokens_and_lengths_end_answers(dense):
     (out,) = dense.generate([PROMPTS[0]], greedy(12))
     ids = out.outputs[0].token_ids
@@ -209,21 +163,6 @@ def test_end_tokens_and_lengths_end_answers(dense):
     assert one.outputs[0].token_ids == ids[:1]
     assert one.outputs[0].attended_fraction is None
     assert_at_rest(dense)
-
-
-def asked(llm, prompt, options):
-    (made,) = requests(llm.engine.params, [prompt], options, llm.engine.policy)
-    return made
-
-
-def until(llm, reached, maximum=200):
-    """Steps until something is so; the requests that were heard of."""
-    updates = []
-    for _ in range(maximum):
-        if reached():
-            return updates
-        updates += llm.engine.step()
-    raise AssertionError("never came about")
 
 
 @pytest.mark.parametrize("phase", ["waiting", "reading", "decoding", "in flight", "ended"])
@@ -476,80 +415,3 @@ def test_requests_that_ask_for_what_the_engine_does_not_give(dense):
     with pytest.raises(ValueError, match="request_id='a': must not be that of a live request"):
         dense.engine.add(asked(dense, PROMPTS[0], greedy(3)), request_id="a")
     until(dense, lambda: dense.engine.idle)
-
-
-def test_all_programs_can_be_compiled_ahead():
-    """What follows compiles nothing, whatever it brings."""
-    llm = tiny_llm(prepare=True, steps_per_program=2, ladder=((0, 32),))
-    before = llm.engine.programs.compiled
-    assert before <= 21
-    llm.generate(PROMPTS, greedy(5))
-    assert llm.engine.programs.compiled == before
-    assert llm.engine.programs.seconds == 0
-
-
-@pytest.mark.parametrize(
-    "policy", slow_except(["dense", HANDS_ON, "lfps(budget=0.5)"], "lfps(budget=0.5)")
-)
-def test_programs_run_for_nobody_change_nothing(policy):
-    """While requests are being read and decode; as a GPU does with each once."""
-    options = {"steps_per_program": 2, "cascade_attention": True, "kv_cache_tokens": 384}
-    llm = tiny_llm(policy, ladder=((0, 16),), **options)
-    engine, outs = llm.engine, []
-    for disturbed in (False, True):
-        states = [engine.add(asked(llm, prompt, greedy(6))) for prompt in PROMPTS]
-        until(llm, lambda: engine.scheduler.decoding and engine.scheduler.reading)
-        if disturbed:
-            engine._runner.run_for_nobody(
-                [
-                    *list(engine.programs._made),
-                    ProgramKey.of("decode", 4, 1, 4, choice="sampled"),
-                    *([ProgramKey.of("replay", 1, 16)] if engine.policy.shares == "keys" else []),
-                ]
-            )
-        until(llm, lambda: engine.idle)
-        outs.append([bits(state.output()) for state in states])
-    assert outs[0] == outs[1]
-
-
-def test_a_prompt_begins_with_a_state_that_has_seen_nothing():
-    """Whatever its slot's last one left there, and a chunk that follows finds what was before."""
-    engine = tiny_llm("lfps(budget=0.5)", params=tiny_params(num_layers=1)).engine
-    policy, spec, slots = engine.policy, engine.spec, engine._runner._slots
-    used = jax.tree.map(lambda x: x + x.dtype.type(7), slots.rows.state)
-    slots = slots._replace(rows=slots.rows._replace(state=used))
-    rows = jnp.array([2, 0, 4])  # the last is behind the last slot
-    asked = ReadRows(
-        rows, rows, rows == 2, 0 * rows, 0 * rows, jnp.zeros((3, spec.num_pages), jnp.int32)
-    )
-    carry = engine.programs.bodies._carry(slots, asked, asked.start)
-    empty = row_arrays(policy, spec, policy.init(spec._replace(batch=1)))
-    axes = [owner.axis for owner in owners(policy, spec) if owner.kind == "row"]
-    found = row_arrays(policy, spec, carry.state)
-    assert len(found) > 0
-    for axis, own, new, old in zip(axes, found, empty, row_arrays(policy, spec, used), strict=True):
-        assert own.shape[axis] == 3
-        np.testing.assert_array_equal(jnp.take(own, 0, axis), jnp.take(new, 0, axis))
-        np.testing.assert_array_equal(jnp.take(own, 1, axis), jnp.take(old, 0, axis))
-
-
-def test_only_what_ended_before_ones_eyes_is_timed(dense, monkeypatch):
-    """Of two programs that have ended since one looked last, nobody knows when the first did."""
-
-    class Packed:
-        def __init__(self, there):
-            self.is_ready = lambda: there
-
-    engine, timed = dense.engine, []
-    monkeypatch.setattr(engine._runner, "results", lambda pending: [])
-    monkeypatch.setattr(engine._pace, "observe", lambda work, milliseconds: timed.append(work))
-    for there in ([True, True, True], [True, False, True], [False, True, False]):
-        works = [Decoding(4, 1, []) for _ in there]
-        engine._in_flight += [
-            PendingResults(Packed(each), [], work) for each, work in zip(there, works, strict=True)
-        ]
-        timed.clear()
-        engine.step()
-        expected = [nth == 0 or not each for nth, each in enumerate(there)]
-        assert [any(x is work for x in timed) for work in works] == expected
-    assert engine.idle
