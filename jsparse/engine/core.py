@@ -127,7 +127,8 @@ class Engine:
         new = []
         if prepare or (prepare is None and jax.default_backend() == "gpu"):
             choices: list[SamplingMode] = ["sampled"]
-            choices += ["top"] if prepare == "logprobs" else []
+            if prepare == "logprobs":
+                choices.append("top")
             new = self.programs.prepare(choices)
         self._live: dict[int, tuple[RequestState, Answer, AnswerBuilder]] = {}
         self._requests: dict[str, RequestState] = {}
