@@ -34,7 +34,8 @@ class ChooseFn(Protocol):
     """Chooses token number `nth` of each row; returns it, its log-probability and the carry.
 
     The log-probability is under the model's own softmax, before any options. The tokens of
-    rows that are not `active` mean nothing; None means that all are active.
+    rows that are not `active` mean nothing, and leave what the carry knows of a row as it is; None
+    means that all are active.
     """
 
     def __call__(
@@ -189,13 +190,15 @@ def sampled(
     hot = asked.temperature != 0
     tokens = _if_any(hot, drawn, jnp.argmax(wanted, -1).astype(jnp.int32))
     count = given.counts[rows, tokens]
+    # the tokens of inactive rows mean nothing, and are not counted
+    at = rows, tokens if active is None else jnp.where(active, tokens, logits.shape[1])
     return (
         tokens,
         _logprobs(logits, tokens),
         given._replace(
-            seen=given.seen.at[rows, tokens].set(True),
-            counts=given.counts.at[rows, tokens].set(
-                jnp.where(count < MAX_COUNTED, count + 1, count)
+            seen=given.seen.at[at].set(True, mode="drop"),
+            counts=given.counts.at[at].set(
+                jnp.where(count < MAX_COUNTED, count + 1, count), mode="drop"
             ),
         ),
     )

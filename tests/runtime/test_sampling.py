@@ -303,6 +303,14 @@ def test_what_was_generated_is_counted(decoded):
         assert np.flatnonzero(given.seen[row]).tolist() == sorted({*PROMPT, *generated})
 
 
+def test_tokens_of_inactive_rows_are_not_counted():
+    given = rows_of(options(repetition_penalty=1.5), options(frequency_penalty=1.0))
+    tokens, _, after = draw(given, jnp.int32(0), jnp.eye(2, V, 3), jnp.array([True, False]))
+    assert after.counts.sum(axis=1).tolist() == [1, 0]
+    assert after.counts[0, tokens[0]] == 1
+    np.testing.assert_array_equal(after.seen[1], given.seen[1])
+
+
 def test_counts_end_at_their_largest():
     given = rows_of(options(frequency_penalty=-2.0))
     given = given._replace(counts=jnp.full((1, V), 65_535, jnp.uint16))

@@ -1,0 +1,169 @@
+"""Lets a policy draft tokens that dense attention checks, so that the text is dense attention's.
+
+In a round each row drafts a few tokens under its policy. Then all of them run through the model once
+more, as one dense chunk, which overwrites their K and V. After each it chooses a token, as dense
+decoding would there. The drafts that agree with these are kept, and so is the first choice that
+does not: a round gives a token at least. This is speculative decoding (Leviathan et al.,
+arXiv:2211.17192) with the model as its own draft model.
+
+Draft and check choose a token with the same random numbers, those of the row's seed and of the
+token's place in the text. So the text is the one that dense decoding draws from that seed, not only
+one of the same distribution.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jsparse.cache import KVCache, ReadOnly, grow, spec_of, step_view, taken, truncate
+from jsparse.hooks import State
+from jsparse.models.transformer import Decoder, Weights, to_logits
+from jsparse.policy import Policy, maintained
+from jsparse.runtime.chunk_attention import attend_few
+from jsparse.runtime.compilation import note_trace, program
+from jsparse.runtime.correct import recomputed
+from jsparse.runtime.decode_step import StepStats
+from jsparse.runtime.owners import keep_inactive
+from jsparse.runtime.rows import Batch, Step, one_step
+from jsparse.runtime.sampling import ChooseFn
+from jsparse.runtime.shared_pages import SharedPages
+from jsparse.shapes import Rows
+
+
+class Round(NamedTuple):
+    """Holds the results of a round of up to n tokens, on the device.
+
+    Attributes:
+        tokens, logprobs: the chosen tokens and their log-probabilities, as dense decoding's are.
+        counts: how many of its tokens each row has chosen, the first of them.
+        drafted: how many tokens of each row were drafted; `counts - 1` of them agreed.
+        stats: how much each draft attended to and read, of those that each row made.
+        overflow: the rows that had run out of room; they choose nothing.
+    """
+
+    tokens: Int32[Array, "n B"]
+    logprobs: Float32[Array, "n B"]
+    counts: Rows
+    drafted: Rows
+    stats: StepStats
+    overflow: Bool[Array, "B"]
+
+
+@program(
+    static_argnames=("decoder", "policy", "choose", "drafts"),
+    donate_argnames=("batch",),
+)
+def speculate[Memory: (KVCache, SharedPages)](
+    decoder: Decoder,
+    policy: Policy,
+    choose: ChooseFn,
+    drafts: int,
+    weights: Weights,
+    beside: ReadOnly,
+    limits: Rows,
+    batch: Batch[Memory],
+) -> tuple[Batch[Memory], Round]:
+    """Runs a round of at most `drafts` drafts per row, and the service for which rows are due then.
+
+    Row b decodes until it has chosen `limits[b]` tokens in all; `batch.made` has a number per row.
+    A round ends where a row is due for the policy's maintenance.
+    """
+    note_trace()
+    beside = beside._replace(knobs=batch.knobs or None)
+    before, period = batch, policy.services.period
+    width = jnp.minimum(limits - batch.made, drafts + 1)
+    if period:
+        width = jnp.minimum(width, period - (batch.made - 1) % period)
+    width = jnp.where(batch.cache.of_rows(None).overflow, 0, jnp.maximum(width, 0))
+    drafted = jnp.maximum(width - 1, 0)
+
+    def draft(batch: Batch[Memory], nth: Array) -> tuple[Batch[Memory], tuple[Rows, StepStats]]:
+        active = nth < drafted
+        return one_step(decoder, policy, choose, _of_draft, weights, beside, batch, active)
+
+    batch, (guesses, stats) = lax.scan(draft, batch, jnp.arange(drafts, dtype=jnp.int32))
+
+    # the last draft is taken in as well, so that one more token follows where all agree
+    cache = batch.cache.of_rows(width > 0)
+    one = (width > 0).astype(jnp.int32)
+    cache = grow(cache, one, 1)
+    one = taken(cache, one)
+    valid, held = width * one, cache.positions
+    cache = cache._replace(positions=held + one)
+    tokens = jnp.concatenate([before.tokens[None], guesses]).T
+    hidden, cache, state = recomputed(
+        decoder, policy, weights, tokens, valid, cache, batch.state, beside, attend_few
+    )
+    spec = spec_of(cache, decoder.config.num_heads)
+    state = keep_inactive(policy, spec, valid > 0, state, batch.state)
+
+    def check(carry: _Checked, at: tuple[Array, Array, Array]) -> tuple[_Checked, tuple[Rows, Any]]:
+        logits, guess, nth = at
+        active = carry.agreed & (nth < valid)
+        chosen, logprobs, given = choose(carry.given, carry.made, logits, active)
+        newest = jnp.where(active, chosen, carry.newest)
+        checked = _Checked(active & (chosen == guess), carry.made + active, newest, given)
+        return checked, (chosen, logprobs)
+
+    logits = to_logits(decoder, weights, hidden.swapaxes(0, 1))
+    at = logits, jnp.pad(guesses, [(0, 1), (0, 0)]), jnp.arange(drafts + 1, dtype=jnp.int32)
+    first = _Checked(valid > 0, before.made, before.tokens, before.given)
+    checked, (chosen, logprobs) = lax.scan(check, first, at)
+
+    counts = checked.made - before.made
+    cache = _cut(cache, cache.positions - valid + counts)
+    memory = batch.cache.after(cache, cache.positions - held)
+    if period:
+        due = (counts > 0) & ((checked.made - 1) % period == 0)
+        state = _maintained_rows(policy, cache, state, beside, due)
+    after = Batch(
+        *(checked.newest, memory, state, checked.given, checked.made, batch.recent, batch.knobs)
+    )
+    return after, Round(chosen, logprobs, counts, drafted, stats, cache.overflow)
+
+
+class _Checked(NamedTuple):
+    """Holds what is carried from one check to the next: which rows agreed so far, and `Batch`'s."""
+
+    agreed: Bool[Array, "B"]
+    made: Rows
+    newest: Rows
+    given: Any
+
+
+def _of_draft(step: Step) -> tuple[Rows, StepStats]:
+    assert step.stats is not None
+    return step.tokens, step.stats.over_layers()
+
+
+def _cut(cache: KVCache, positions: Rows) -> KVCache:
+    """Drops the tokens of each row from these positions on."""
+    lengths = jnp.broadcast_to(positions[:, None], cache.layers[0].lengths.shape)
+    layers = tuple(truncate(layer, lengths) for layer in cache.layers)
+    return cache._replace(layers=layers, positions=positions)
+
+
+def _maintained_rows(
+    policy: Policy, cache: KVCache, state: State, beside: ReadOnly, due: Bool[Array, "B"]
+) -> State:
+    """Returns the state after the policy's maintenance of the rows that are due.
+
+    Raises:
+        ValueError: the maintenance changes the cache, which has dense attention's K and V.
+    """
+    view = step_view(cache, beside)._replace(valid=due.astype(jnp.int32))
+
+    def maintain(state: State) -> State:
+        made, after = maintained(policy, policy.services.maintain(state, view))
+        both = zip(jax.tree.leaves(after), jax.tree.leaves(view.cache), strict=True)
+        if any(new is not old for new, old in both):
+            raise ValueError(
+                f"policy={policy}: its maintain must leave the cache as it is where dense attention "
+                "checks what it drafts"
+            )
+        return keep_inactive(policy, spec_of(cache, 1), due, made, state)
+
+    return lax.cond(jnp.any(due), maintain, lambda state: state, state)
