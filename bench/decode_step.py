@@ -11,6 +11,9 @@ step, fed back on the device, by the session's own loop. Contenders, each in its
 A policy's state is that after a prompt that filled the cache. path.py:function names one of your
 own. replayed(…) around an expression replays counts of a trace; see bench.twilight_trace.
 
+With --drafts K a "step" is a round of `exact`: K drafts of the policy, and dense attention's check of
+them. With random weights few agree; what a round takes does not depend on that.
+
 A run of our step is long enough that its start on the host, which the device waits for, is less
 than a hundredth of it. The floor is (weights + the K and V that the policy attends to) / 4.4 TB/s,
 the measured read bandwidth of an H200.
@@ -41,8 +44,15 @@ WARM_UP, STEPS, RUNS = 5, 104, 5
 HF_STEPS = {"hf-eager": 4, "hf-compile": 20, "hf-cudagraphs": 20}
 
 
-def jsparse_step(batch: int, context: int, policy: str, count: int) -> dict[str, Any]:
-    """Times the package's own loop at a nearly full cache, `count` steps per program."""
+def jsparse_step(
+    batch: int, context: int, policy: str, count: int, drafts: int = 0
+) -> dict[str, Any]:
+    """Times the package's own loop at a nearly full cache, `count` steps per program.
+
+    With `drafts`, a program is a round, and what is timed is that.
+    """
+    if drafts:
+        count = drafts + 1
     import jax
     import jax.numpy as jnp
 
@@ -75,7 +85,8 @@ def jsparse_step(batch: int, context: int, policy: str, count: int) -> dict[str,
     params = Params(weights, LLAMA_8B, None, {}, "llama-3.1-8b", constants=boundary_constants())
     view = kv_cache.StepView(cache, constants(params, method))
     state = state_after_prompt(method, spec, view)
-    session = Session(params, method, spec, adopts=True, steps_per_program=count)
+    options = {"drafts": drafts} if drafts else {"steps_per_program": count}
+    session = Session(params, method, spec, adopts=True, **options)
     logits = jnp.zeros((batch, LLAMA_8B.vocab_size), jnp.float32)
     session.adopt(PrefillResult(logits, cache, state))
     del cache, view, state
@@ -94,7 +105,8 @@ def jsparse_step(batch: int, context: int, policy: str, count: int) -> dict[str,
         for _ in range(STEPS // count):
             result = next(results)
         result.tokens.block_until_ready()
-        times.append((time.perf_counter() - began) / (STEPS // count * count))
+        taken = (time.perf_counter() - began) / (STEPS // count)
+        times.append(taken if drafts else taken / count)
     shares = jax.tree.map(lambda x: x[-1], result.stats)
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
@@ -182,6 +194,9 @@ def main() -> None:
         help="steps of ours that are one program (default 1)",
     )
     parser.add_argument(
+        "--drafts", type=int, default=0, help="time rounds of as many drafts, instead of steps"
+    )
+    parser.add_argument(
         "--child",
         nargs=3,
         metavar=("NAME", "CASE", "POLICY"),
@@ -192,7 +207,7 @@ def main() -> None:
         name, case, policy = args.child
         batch, context = map(int, case.split("x"))
         run = (
-            jsparse_step(batch, context, policy, args.steps_per_program)
+            jsparse_step(batch, context, policy, args.steps_per_program, args.drafts)
             if name == "jsparse"
             else huggingface_step(batch, context, name)
         )
@@ -200,7 +215,7 @@ def main() -> None:
         return
     count = args.steps_per_program
     settings = {"warm_up": WARM_UP, "steps": STEPS, "hf_steps": HF_STEPS, "runs": RUNS}
-    settings["steps_per_program"] = count
+    settings |= {"steps_per_program": count, "drafts": args.drafts}
     report = {
         "benchmark": "decode_step",
         "environment": describe(allow_modified=args.allow_modified),
@@ -210,17 +225,18 @@ def main() -> None:
     for case in args.cases:
         for name in args.only:
             for policy in args.policy if name == "jsparse" else ["dense"]:
-                run = measure(name, case, policy, count)
+                run = measure(name, case, policy, count, args.drafts)
                 row = {"case": case, "name": name, "policy": policy, **run}
                 report["results"].append(row)
                 print(summary(row), flush=True)
                 write_report(args.json, report)
 
 
-def measure(name: str, case: str, policy: str, count: int) -> dict[str, Any]:
+def measure(name: str, case: str, policy: str, count: int, drafts: int) -> dict[str, Any]:
     """Measures one row in a child process; a contender that fails is a row with its error."""
     try:
-        asked = ["--steps-per-program", str(count), "--child", name, case, policy]
+        options = ["--steps-per-program", str(count), "--drafts", str(drafts)]
+        asked = [*options, "--child", name, case, policy]
         row = run_child("bench.decode_step", asked, timeout_s=400)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)[-600:]}

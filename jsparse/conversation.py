@@ -12,7 +12,7 @@ from jsparse.policy import resolved
 from jsparse.runtime import capacity
 from jsparse.runtime.admission import require_resumable
 from jsparse.runtime.answers import run
-from jsparse.runtime.generate_options import GenerateOptions, chosen_sampling
+from jsparse.runtime.generate_options import GenerateOptions, chosen_sampling, num_drafts
 from jsparse.runtime.host_reader import Generation, OnChunk, Streamer
 from jsparse.runtime.request import per_prompt, requests
 from jsparse.runtime.sampling_params import SamplingParams
@@ -59,6 +59,8 @@ class Conversation:
         self._params, self._policy = params, as_policy(given.pop("policy", "dense"))
         self._max_length = given.pop("max_length", None)
         self._page_size = given.pop("page_size", 16)
+        exact, number = given.pop("exact", False), given.pop("num_speculative_tokens", None)
+        self._drafts = num_drafts(exact, number)
         self._seed, sampling = given.pop("seed", 0), given.pop("sampling", None)
         given = {"max_new_tokens": 128} | given
         self._sampling = chosen_sampling(params, sampling, self._seed, **given)
@@ -113,7 +115,11 @@ class Conversation:
                 return held, new
         self._session = held = None  # frees its cache
         spec = self._with_room(minimum, needed)
-        return Session(self._params, self._policy, spec, resumable=self.reads_anew is None), prompt
+        resumable = self.reads_anew is None
+        session = Session(
+            self._params, self._policy, spec, resumable=resumable, drafts=self._drafts
+        )
+        return session, prompt
 
     def _with_room(self, spec: CacheSpec, needed: int) -> CacheSpec:
         """Returns these sizes, or those of a cache with room for turns to come if memory has it."""

@@ -12,7 +12,12 @@ from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy
 from jsparse.runtime import capacity
 from jsparse.runtime.answers import run
-from jsparse.runtime.generate_options import GenerateOptions, chosen_sampling, streamers_of
+from jsparse.runtime.generate_options import (
+    GenerateOptions,
+    chosen_sampling,
+    num_drafts,
+    streamers_of,
+)
 from jsparse.runtime.host_reader import Generation, OnChunk, Streamer
 from jsparse.runtime.request import per_prompt, requests
 from jsparse.runtime.sampling_params import SamplingParams
@@ -67,6 +72,8 @@ def generate(
     logprobs: bool = False,
     streamer: Streamer | Sequence[Streamer] | None = None,
     policy: AnyPolicy | str = "dense",
+    exact: bool = False,
+    num_speculative_tokens: int | None = None,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     max_length: int | None = None,
     page_size: int = 16,
@@ -98,6 +105,11 @@ def generate(
             Hugging Face's streamers do (`put` and `end`), or a list with one per prompt.
         policy: the policy, or its expression, that selects the tokens for decoding; "auto" takes
             the one measured to be fastest for these sizes. The prompt is always read densely.
+        exact: whether the policy only drafts, and dense attention checks what it drafts: the text
+            is then dense attention's own, drawn or not, and what the policy saves is time. A policy
+            that drops tokens or keeps K and V in host memory is refused.
+        num_speculative_tokens: with `exact`, the most tokens drafted between two checks, up to 32;
+            None is 4.
         sampling: one SamplingParams for all prompts or one per prompt, instead of the options from
             max_new_tokens to logprobs; `seed` is then for those without one.
         max_length: the cache's capacity in tokens; None fits prompt and new tokens, rounded up.
@@ -133,7 +145,8 @@ def generate(
     options = per_prompt(given, len(rows))
     lengths = [own.max_tokens for own in options]
     spec = capacity.cache_spec(params, rows, lengths, max_length, page_size)
-    session = Session(params, as_policy(policy), spec)
+    drafts = num_drafts(exact, num_speculative_tokens)
+    session = Session(params, as_policy(policy), spec, drafts=drafts)
     turn = requests(params, rows, options, session.policy, seed=seed)
     outs = run(session, turn, streamers_of(streamer, len(rows)), on_progress or (lambda *_: None))
     return outs[0] if alone else outs

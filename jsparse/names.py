@@ -58,7 +58,7 @@ SAMPLING: Mapping[str, Refusal] = {
 """vLLM's names, for SamplingParams and for the server's requests."""
 
 GENERATE: Mapping[str, Refusal] = {
-    "assistant_model": Refusal("speculative decoding is not supported"),
+    "assistant_model": Refusal("use exact=True: the model drafts for itself, under policy"),
     "attention_mask": Refusal(_PADDING),
     "bad_words_ids": Refusal("use sampling=SamplingParams(logit_bias={id: -100})"),
     "cache_implementation": Refusal("policy says what the cache keeps; max_length is its capacity"),

@@ -239,6 +239,12 @@ def resolved(policy: AnyPolicy, spec: CacheSpec) -> Policy:
     return policy.for_spec(spec) if isinstance(policy, StandIn) else policy
 
 
+def is_dense(policy: Policy, spec: CacheSpec) -> bool:
+    """Returns whether all heads always attend to everything."""
+    heads, layers = spec.num_kv_heads, range(spec.num_layers)
+    return all(len(policy.dense_heads(layer, heads)) == heads for layer in layers)
+
+
 def at_layer(state: State, layer: int, entry: Any) -> State:
     """Returns a state of one entry per layer with the entry of `layer` replaced."""
     return (*state[:layer], entry, *state[layer + 1 :])

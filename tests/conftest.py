@@ -100,6 +100,7 @@ ARRAY_MODULES = (
     "runtime.decode_step",
     "runtime.prefill",
     "runtime.scoring",
+    "runtime.speculation",
     "selection",
     "threshold",
     "train.direct",

@@ -169,7 +169,7 @@ class KVCache(NamedTuple):
         """Returns the cache itself, in which each row has pages of its own."""
         return self
 
-    def after(self, cache: "KVCache", longer: Bool[Array, "B"] | None = None) -> "KVCache":
+    def after(self, cache: "KVCache", longer: Bool[Array, "B"] | Rows | None = None) -> "KVCache":
         """Returns the cache that a program left, which says itself how long its rows are."""
         return cache
 

@@ -33,13 +33,13 @@ class StepView(NamedTuple):
     Attributes:
         cache: K and V, in whichever memories they lie.
         constants, knobs: as in ReadOnly.
-        active: the rows that take in a token; None is all.
+        valid: how many of the new tokens each row takes in, the first of them; None is all.
     """
 
     cache: KVCache
     constants: Mapping[str, Array] | None = None
     knobs: Mapping[str, Array] | None = None
-    active: Bool[Array, "B"] | None = None
+    valid: Rows | None = None
 
     @property
     def layers(self) -> tuple[LayerCache, ...]:
@@ -50,6 +50,11 @@ class StepView(NamedTuple):
     def positions(self) -> Rows:
         """The text position of the token that each row takes in; between steps, of the next."""
         return self.cache.positions
+
+    @property
+    def active(self) -> Bool[Array, "B"] | None:
+        """The rows that take in a token; None is all."""
+        return None if self.valid is None else self.valid > 0
 
 
 def step_view(cache: KVCache, beside: ReadOnly) -> StepView:
@@ -78,7 +83,7 @@ def _with_host(layer: LayerCache, pages: HostPages | None) -> LayerCache:
 
 
 def taking_part(view: StepView, tokens: int) -> Rows:
-    """Returns how many of `tokens` new tokens each row takes in: all, or none if it is inactive."""
-    if view.active is None:
+    """Returns how many of `tokens` new tokens each row takes in, the first of them."""
+    if view.valid is None:
         return jnp.full(view.positions.shape, tokens, jnp.int32)
-    return jnp.where(view.active, tokens, 0)
+    return view.valid

@@ -156,6 +156,9 @@ def print_stats(generation: "Generation") -> None:
         parts.append(f"{stats.decode_tokens_per_second:.1f} tok/s")
     if stats.attended_fraction is not None:
         parts.append(f"attended {stats.attended_fraction:.1%}")
+    if stats.drafted_tokens:
+        kept = stats.accepted_tokens / stats.drafted_tokens
+        parts.append(f"kept {kept:.1%} of {stats.drafted_tokens} drafts")
     parts.append(f"first token after {stats.prefill_seconds:.2f} s")
     parts.append(f"policy {short_name(stats.policy)}")
     console = Console(stderr=True, highlight=False)

@@ -61,6 +61,18 @@ class GenerationOptions:
 
     model: ModelOption = "smollm2"
     policy: PolicyOption = "dense"
+    exact: Annotated[
+        bool,
+        Option(
+            "--exact",
+            help="Let dense attention check what the policy drafts: the text is the one that "
+            "dense attention gives.",
+        ),
+    ] = False
+    num_speculative_tokens: Annotated[
+        int | None,
+        Option(help="With --exact, the most tokens drafted between two checks; the default is 4."),
+    ] = None
     max_new_tokens: Annotated[int, Option(help="Maximum number of tokens to generate.")] = 128
     temperature: Annotated[
         float | None,

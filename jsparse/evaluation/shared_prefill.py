@@ -48,11 +48,14 @@ class SharedPrefill(NamedTuple):
     policies: tuple[Policy, ...]
     held: PrefillResult
 
-    def session(self, index: int) -> Session:
-        """Returns a session of policy `index`, on copies, since decoding donates what it reads."""
+    def session(self, index: int, *, drafts: int = 0) -> Session:
+        """Returns a session of policy `index`, on copies, since decoding donates what it reads.
+
+        With `drafts`, the policy drafts as many tokens at most, and dense attention checks them.
+        """
         policy = self.policies[index]
         cache, state = _with_fields(self.held.cache, policy.needs), self.held.state[index]
-        session = Session(self.params, policy, self.spec, adopts=True)
+        session = Session(self.params, policy, self.spec, adopts=True, drafts=drafts)
         own = PrefillResult(self.held.logits, cache, state)
         session.adopt(jax.tree.map(jnp.copy, own))
         return session

@@ -6,6 +6,7 @@ its memory, and whether everything fits.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jsparse.host_memory.store import KVStore, store_of
 from jsparse.hyper_parameters import whole_number
 from jsparse.model_facts.constants import require_constants
 from jsparse.models.checkpoint import Params
-from jsparse.policy import AnyPolicy, Policy, resolved
+from jsparse.policy import AnyPolicy, Policy, is_dense, resolved
 from jsparse.runtime import capacity
 from jsparse.runtime.owners import owners
 
@@ -30,11 +31,14 @@ class Admission(NamedTuple):
         policy: the policy that runs; never a StandIn.
         store: where its K and V will lie.
         max_steps: the most decode steps per program.
+        drafts: the most tokens that the policy drafts between two checks; 0 where it decodes, as a
+            policy does that is dense anyway.
     """
 
     policy: Policy
     store: KVStore
     max_steps: int
+    drafts: int
 
 
 def admit(
@@ -47,6 +51,7 @@ def admit(
     per_request: Sequence[str] = (),
     steps_per_program: int | None = None,
     allocates: bool = True,
+    drafts: int = 0,
 ) -> Admission:
     """Admits a policy if it can run with these sizes; nothing is allocated.
 
@@ -59,6 +64,8 @@ def admit(
         per_request: hyper-parameters that rows which join may set.
         steps_per_program: the most decode steps per program; None is 8 on a GPU, 1 elsewhere.
         allocates: whether a cache of these sizes will be allocated, and must fit in memory.
+        drafts: the most tokens that the policy drafts before dense attention checks them; 0 is
+            that it does not draft.
 
     Raises:
         ValueError: the model lacks a constant that the policy needs, the policy does not
@@ -71,6 +78,9 @@ def admit(
             f"correct_every={policy.services.correct_every}: must be 0 where the policy evicts, "
             "since heads then hold different tokens"
         )
+    if drafts:
+        policy = _drafting(policy, spec)
+        drafts = 0 if is_dense(policy, spec) else drafts
     if further_turns:
         require_resumable(policy, spec)
     if rows_join:
@@ -89,7 +99,8 @@ def admit(
     if allocates:
         capacity.require_fit(spec, policy)
     on_gpu = jax.default_backend() == "gpu"
-    return Admission(policy, store, steps_per_program or (STEPS_PER_PROGRAM if on_gpu else 1))
+    max_steps = steps_per_program or (STEPS_PER_PROGRAM if on_gpu else 1)
+    return Admission(policy, store, max_steps, drafts)
 
 
 def require_resumable(policy: Policy, spec: CacheSpec) -> None:
@@ -100,6 +111,31 @@ def require_resumable(policy: Policy, spec: CacheSpec) -> None:
             f"policy={policy}: must leave the cache as it is after the prompt, for a further dense "
             "chunk to follow"
         )
+
+
+def _drafting(policy: Policy, spec: CacheSpec) -> Policy:
+    """Returns a policy as it drafts: what is checked is never corrected.
+
+    Raises:
+        ValueError: dense attention cannot check what it drafts.
+    """
+    reasons = {
+        "evicts tokens": policy.evicts,
+        "keeps K and V in host memory": policy.offload is not None,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(
+                f"policy={policy}: must keep all K and V on the device where dense attention "
+                f"checks what it drafts (exact=True), but {reason}"
+            )
+    owners(policy, spec)  # refuses a state whose arrays belong to neither rows nor pages
+    return _uncorrected(policy) if policy.services.correct_every else policy
+
+
+@cache  # a policy is known by its identity: another object would be another program
+def _uncorrected(policy: Policy) -> Policy:
+    return policy._replace(services=policy.services._replace(correct_every=0))
 
 
 def _require_joinable(policy: Policy, spec: CacheSpec, per_request: Sequence[str]) -> None:

@@ -9,7 +9,9 @@ from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache, read_pages
 from jsparse.models.transformer import Decoder
+from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.partials import merge
+from jsparse.selection import everything
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows
 
 # Tokens per chunk, and per block of the cache that it attends to. Flash attention stores nothing of
@@ -43,6 +45,31 @@ def attend_chunk(
 
     blocks = (jnp.max(lengths) + block - 1) // block
     o, _ = jax.lax.fori_loop(0, blocks, step, flash(q, k, v, causal=True))
+    return o.astype(q.dtype)
+
+
+def attend_few(
+    q: ChunkQueries, k: ChunkKV, v: ChunkKV, held: LayerCache, valid: Rows
+) -> ChunkQueries:
+    """Attends as `attend_chunk`, where a chunk is a few tokens of each row.
+
+    Their queries together are those of one step, for what the row held before: the decode kernel
+    reads it once for all of them.
+    """
+    batch, tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    past = held._replace(lengths=held.lengths - valid[:, None])
+    by_head = q.reshape(batch, tokens, kv_heads, -1, head_dim).transpose(0, 2, 1, 3, 4)
+    before = block_sparse_decode(
+        by_head.reshape(batch, -1, head_dim), past, everything(past.lengths)
+    )
+
+    def by_token(x: Float32[Array, "B heads *H"]) -> Float32[Array, "B T N *H"]:
+        x = x.reshape(batch, kv_heads, tokens, -1, *x.shape[2:]).swapaxes(1, 2)
+        return x.reshape(batch, tokens, heads, *x.shape[4:])
+
+    own = flash(q, k, v, causal=True)
+    o, _ = merge(by_token(before.o), by_token(before.lse), *own)
     return o.astype(q.dtype)
 
 

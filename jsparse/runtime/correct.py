@@ -1,7 +1,9 @@
-"""Corrects the cache: recomputes the newest tokens densely and overwrites their K and V."""
+"""Recomputes the newest tokens densely and overwrites their K and V."""
+
+from collections.abc import Callable
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jsparse.cache import NOTHING, KVCache, ReadOnly, replace_layer, step_view, without_host, write
 from jsparse.hooks import State
@@ -9,7 +11,7 @@ from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.policy import Policy
 from jsparse.runtime.chunk_attention import attend_chunk
 from jsparse.runtime.compilation import note_trace, program
-from jsparse.shapes import Tokens
+from jsparse.shapes import ChunkQueries, Rows, Tokens
 
 
 @program(static_argnames=("decoder", "policy"), donate_argnames=("cache", "state"))
@@ -29,10 +31,43 @@ def correct(
     cache holds. Rows that ran out of room stay as they are.
     """
     note_trace()
+    valid = jnp.where(cache.overflow, 0, tokens.shape[1])
+    _, cache, state = recomputed(
+        decoder, policy, weights, tokens, valid, cache, state, beside, attend_chunk
+    )
+    return cache, state
+
+
+def recomputed(
+    decoder: Decoder,
+    policy: Policy,
+    weights: Weights,
+    tokens: Tokens,
+    valid: Rows,
+    cache: KVCache,
+    state: State,
+    beside: ReadOnly,
+    attend_new: Callable[..., ChunkQueries],
+) -> tuple[Float[Array, "B T D"], KVCache, State]:
+    """Runs the newest tokens of each row through the model once more, as one dense chunk.
+
+    Args:
+        decoder: the model's definition.
+        policy: the method, whose state appends the tokens once more.
+        weights: the model's weights.
+        tokens: T tokens of each row, of which the first `valid[b]` are the newest that it holds.
+        valid: their numbers.
+        cache: K and V; those of these tokens may be anything, and are overwritten.
+        state: the method's state.
+        beside: the inputs beside the weights.
+        attend_new: attention of new tokens, as `attend_chunk`.
+
+    Returns:
+        The hidden states of the tokens, the cache and the state.
+    """
     count = tokens.shape[1]
-    valid = jnp.where(cache.overflow, 0, count)
-    first = cache.positions - valid
-    view = step_view(cache, beside)._replace(active=valid > 0)
+    after, first = cache.positions, cache.positions - valid
+    view = step_view(cache, beside)._replace(valid=valid)
     # as positions stood before the first of these tokens
     cache = view.cache._replace(positions=first)
     positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)
@@ -42,10 +77,10 @@ def correct(
         held = cache.layers[layer]
         held = write(held, k, v, positions, valid, held.lengths - valid[:, None])
         cache = replace_layer(cache, layer, held)
-        o = attend_chunk(q, k, v, held, valid)
+        o = attend_new(q, k, v, held, valid)
         now = view._replace(cache=cache)
         state = policy.append(state, layer, k, v, tokens, positions, now)
         return o
 
-    hidden_states(decoder, weights, tokens, positions, attend)
-    return without_host(cache)._replace(positions=first + valid), state
+    hidden = hidden_states(decoder, weights, tokens, positions, attend)
+    return hidden, without_host(cache)._replace(positions=after), state

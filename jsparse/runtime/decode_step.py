@@ -89,7 +89,7 @@ def decode_step(
     one = jnp.ones_like(cache.positions) if active is None else active.astype(jnp.int32)
     cache = grow(cache, one, 1)
     one = taken(cache, one)
-    view = view._replace(active=one > 0)
+    view = view._replace(valid=one)
     counts, ahead = [], None
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:

@@ -18,7 +18,20 @@ from jsparse.runtime.pauses import due, next_steps, until_due
 from jsparse.runtime.reading import PrefillResult
 from jsparse.runtime.rows import Batch, Step, decode_steps, first_tokens, serviced
 from jsparse.runtime.sampling import ChooseFn
+from jsparse.runtime.speculation import speculate
 from jsparse.shapes import Rows
+
+
+class Drafts(NamedTuple):
+    """Tells how a round of speculation went, by row.
+
+    Attributes:
+        counts: how many of the results' tokens each row has, the first of them.
+        drafted: how many tokens were drafted, of which `counts - 1` agreed.
+    """
+
+    counts: Rows
+    drafted: Rows
 
 
 class StepResult(NamedTuple):
@@ -29,6 +42,8 @@ class StepResult(NamedTuple):
         stats: how much was attended and read; None for the first token.
         overflow: the rows that had run out of room; their tokens mean nothing from then on.
         logits: the logits that the tokens were chosen from; None unless requested.
+        drafts: for a round of speculation, how many of the n tokens each row has; its `stats` are
+            those of the n - 1 drafts. None is that each row has all n.
     """
 
     tokens: Int32[Array, "n B"]
@@ -36,6 +51,7 @@ class StepResult(NamedTuple):
     stats: StepStats | None
     overflow: Bool[Array, "n B"]
     logits: Float32[Array, "n B V"] | None
+    drafts: Drafts | None = None
 
 
 def without_logits(step: Step) -> StepResult:
@@ -71,7 +87,7 @@ class Decoding:
     ) -> None:
         """Prepares to decode `limits[b]` tokens of row b; `keep` picks the results of a step."""
         self._policy, self._store = admitted.policy, admitted.store
-        self._max_steps = admitted.max_steps
+        self._max_steps, self._num_drafts = admitted.max_steps, admitted.drafts
         self._params, self._constants, self._limits = params, constants, limits
         self._choose, self._keep, self.done = choose, keep, 1
 
@@ -106,7 +122,7 @@ class Decoding:
         cache, state = empty_rows.eval_shape(spec, self._policy)
         batch = self._batch(jnp.zeros(spec.batch, jnp.int32), cache, state, given, knobs)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-        return decode_steps.ahead(*self._arguments(), shapes)
+        return self._program.ahead(*self._arguments(), shapes)
 
     def advance(self) -> StepResult:
         """Dispatches a program, and the services for which rows are due then.
@@ -145,6 +161,8 @@ class Decoding:
         recent = jnp.zeros((*tokens.shape, self._policy.services.correct_every), jnp.int32)
         return Batch(tokens, cache, state, given, jnp.int32(1), recent, knobs)
 
+    _program = decode_steps
+
     def _arguments(self) -> tuple[Any, ...]:
         """Returns the arguments of the next program, before the batch."""
         return (
@@ -155,3 +173,34 @@ class Decoding:
     @property
     def _beside(self) -> ReadOnly:
         return ReadOnly(self._constants, host=self._store.pages)
+
+
+class Speculating(Decoding):
+    """Decodes such rows in rounds: the policy drafts, dense attention checks.
+
+    Rows come forward by different numbers of tokens, which the device alone knows; `done` is the
+    fewest that they can have.
+    """
+
+    _program = speculate
+
+    def advance(self) -> StepResult:
+        """Dispatches a round, with the services for which rows are due then."""
+        self.batch, made = speculate(*self._arguments(), self.batch)
+        self.done += 1
+        overflow = jnp.broadcast_to(made.overflow, made.tokens.shape)
+        drafts = Drafts(made.counts, made.drafted)
+        return StepResult(made.tokens, made.logprobs, made.stats, overflow, None, drafts)
+
+    def _batch(
+        self, tokens: Rows, cache: KVCache, state: State, given: Any, knobs: Any
+    ) -> Batch[KVCache]:
+        batch = super()._batch(tokens, cache, state, given, knobs)
+        return batch._replace(made=jnp.ones_like(tokens))
+
+    def _arguments(self) -> tuple[Any, ...]:
+        """Returns the arguments of a round, before the batch."""
+        return (
+            *(self._params.decoder, self._policy, self._choose, self._num_drafts),
+            *(self._params.weights, self._beside, jnp.asarray(self._limits, jnp.int32)),
+        )

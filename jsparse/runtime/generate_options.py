@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
-from jsparse.hyper_parameters import whole_number
+from jsparse.hyper_parameters import flag, whole_number
 from jsparse.models.checkpoint import Params
 from jsparse.policy import AnyPolicy
 from jsparse.runtime.host_reader import OnChunk, Streamer, TokenStreamer
 from jsparse.runtime.request import require_alone
 from jsparse.runtime.sampling_params import SamplingParams
+
+# tokens drafted between two checks: by default, and at most
+NUM_SPECULATIVE_TOKENS, MAX_SPECULATIVE_TOKENS = 4, 32
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -29,6 +32,8 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: bool
     streamer: Streamer | Sequence[Streamer] | None
     policy: AnyPolicy | str
+    exact: bool
+    num_speculative_tokens: int | None
     sampling: SamplingParams | Sequence[SamplingParams] | None
     max_length: int | None
     page_size: int
@@ -57,6 +62,28 @@ def chosen_sampling(
         return made
     require_alone(sampling)
     return sampling
+
+
+def num_drafts(exact: bool, num_speculative_tokens: int | None) -> int:
+    """Returns the most tokens that a policy drafts between two checks; 0 is that nothing checks.
+
+    Raises:
+        ValueError: one of both is not allowed, or the number is given without `exact`.
+    """
+    flag("exact", exact)
+    if num_speculative_tokens is None:
+        return NUM_SPECULATIVE_TOKENS if exact else 0
+    whole_number("num_speculative_tokens", num_speculative_tokens, 1)
+    if num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
+        raise ValueError(
+            f"num_speculative_tokens={num_speculative_tokens}: must be at most "
+            f"{MAX_SPECULATIVE_TOKENS}"
+        )
+    if not exact:
+        raise ValueError(
+            f"num_speculative_tokens={num_speculative_tokens}: must not be given without exact=True"
+        )
+    return num_speculative_tokens
 
 
 def sampling_params(

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jsparse.models.tokenizer import Tokenizer
+from jsparse.runtime.decode_step import StepStats
 from jsparse.runtime.decoding import StepResult
 from jsparse.runtime.prefill import OnChunk
 from jsparse.runtime.request import Request
@@ -49,7 +50,7 @@ def text_stream(tokenizer: Tokenizer | None, own: SamplingParams) -> TextStream:
     )
 
 
-def shares(values: np.ndarray) -> np.ndarray:
+def shares(values: Any) -> np.ndarray:
     """Returns shares of the positions so far as reported: none is above 1."""
     # the device averages over heads and layers in float32, where ones can give 1.0000001
     return np.minimum(values, 1.0)
@@ -69,6 +70,8 @@ class GenerationStats:
             heads; None if no decode step was run.
         read_fraction: the same fraction for tokens whose K and V were read.
         policy: the name of the policy that decoded; for "auto" that of the one it chose.
+        drafted_tokens, accepted_tokens: with `exact`, how many tokens the policy drafted, and how
+            many of them dense attention accepted; both fractions above are the drafts'. 0 without.
     """
 
     prompt_tokens: int
@@ -78,6 +81,8 @@ class GenerationStats:
     attended_fraction: float | None
     read_fraction: float | None
     policy: str
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,8 @@ class AnswerRow:
     logprobs: list[float] = field(default_factory=list)
     attended: list[float] = field(default_factory=list)
     read: list[float] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
     finish: str | None = None
 
     def take(self, token: int, logprob: float) -> None:
@@ -130,6 +137,11 @@ class AnswerRow:
             self.close("stop")
         elif len(self.ids) == self.request.sampling.max_tokens:
             self.close("length")
+
+    def note(self, stats: StepStats, nth: int, row: int) -> None:
+        """Notes how much the row with this number attended to and read in a step."""
+        self.attended.append(float(shares(stats.attended[nth, row])))
+        self.read.append(float(shares(stats.read[nth, row])))
 
     def close(self, reason: str) -> None:
         """Ends the row and emits the text that was held back, unless it completes a stop string."""
@@ -186,6 +198,8 @@ class Reader:
     def _read(self) -> None:
         results = jax.device_get(self._pending.popleft())
         now = self._clock()
+        if results.drafts is not None:
+            self._note_drafts(results)
         for nth, (tokens, logprobs, overflow) in enumerate(
             zip(results.tokens, results.logprobs, results.overflow, strict=True)
         ):
@@ -198,11 +212,30 @@ class Reader:
                 if overflow[b]:
                     row.close("overflow")
                     continue
-                if results.stats is not None:
-                    row.attended.append(float(shares(results.stats.attended[nth, b])))
-                    row.read.append(float(shares(results.stats.read[nth, b])))
+                if results.drafts is not None:
+                    if nth >= results.drafts.counts[b]:
+                        continue
+                elif results.stats is not None:
+                    row.note(results.stats, nth, b)
                 row.take(int(tokens[b]), float(logprobs[b]))
-            self._report("decode", len(self._times), self._maximum)
+            self._report("decode", self._done, self._maximum)
+
+    def _note_drafts(self, results: StepResult) -> None:
+        """Notes of each row that is not done what its drafts attended to, and how many agreed."""
+        assert results.drafts is not None
+        assert results.stats is not None
+        for b, row in enumerate(self.rows):
+            if row.finish is None:
+                drafted = int(results.drafts.drafted[b])
+                row.drafted += drafted
+                row.accepted += max(int(results.drafts.counts[b]) - 1, 0)
+                for nth in range(drafted):
+                    row.note(results.stats, nth, b)
+
+    @property
+    def _done(self) -> int:
+        """The tokens of the row that has come furthest."""
+        return max(row.given + len(row.ids) for row in self.rows)
 
     def generations(self, began: float, policy: str) -> list[Generation]:
         """Returns the answer.
@@ -224,6 +257,8 @@ class Reader:
             attended_fraction=float(np.mean(row.attended)) if row.attended else None,
             read_fraction=float(np.mean(row.read)) if row.read else None,
             policy=policy,
+            drafted_tokens=row.drafted,
+            accepted_tokens=row.accepted,
         )
         return Generation(
             row.stream.text,

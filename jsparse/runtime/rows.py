@@ -65,7 +65,7 @@ class Step(NamedTuple):
     logits: Float32[Array, "B V"]
 
 
-def _step[Memory: (KVCache, SharedPages)](
+def one_step[Memory: (KVCache, SharedPages)](
     decoder: Decoder,
     policy: Policy,
     choose: ChooseFn,
@@ -117,7 +117,7 @@ def decode_steps[Memory: (KVCache, SharedPages)](
     note_trace()
 
     # traced once, though its results' shapes are asked for before
-    traced = jax.jit(partial(_step, decoder, policy, choose, keep), inline=True)
+    traced = jax.jit(partial(one_step, decoder, policy, choose, keep), inline=True)
     step = partial(traced, weights, beside)
 
     if count == 1:

@@ -25,7 +25,13 @@ from jsparse.policy import AnyPolicy
 from jsparse.runtime import chunk_attention, room
 from jsparse.runtime.admission import admit
 from jsparse.runtime.compilation import traces
-from jsparse.runtime.decoding import Decoding, StepResult, with_logits, without_logits
+from jsparse.runtime.decoding import (
+    Decoding,
+    Speculating,
+    StepResult,
+    with_logits,
+    without_logits,
+)
 from jsparse.runtime.prefill import OnChunk, settle
 from jsparse.runtime.reading import PrefillResult, PromptEnd, Reading, TokenRows
 from jsparse.runtime.sampling import ChooseFn
@@ -77,6 +83,7 @@ class Session:
         resumable: bool = False,
         adopts: bool = False,
         steps_per_program: int | None = None,
+        drafts: int = 0,
     ) -> None:
         """Prepares an empty session; nothing is allocated before the prompts are read.
 
@@ -89,10 +96,12 @@ class Session:
             adopts: whether it will take over prompts that were read elsewhere, so that their memory
                 need not be free now.
             steps_per_program: the most decode steps per program; None is 8 on a GPU, 1 elsewhere.
+            drafts: how many tokens the policy drafts at most before dense attention checks them
+                all, so that what is decoded is dense attention's; 0 is that the policy decodes.
 
         Raises:
             ValueError: the policy needs a constant that the model lacks, its demands exclude one
-                another, or memory does not suffice.
+                another, it cannot draft, or memory does not suffice.
         """
         admitted = admit(
             params,
@@ -101,6 +110,7 @@ class Session:
             further_turns=resumable,
             steps_per_program=steps_per_program,
             allocates=not adopts,
+            drafts=drafts,
         )
         self.params, self.policy, self.spec = params, admitted.policy, spec
         self.store, self._admitted = admitted.store, admitted
@@ -250,7 +260,8 @@ class Session:
         keep_logits: bool = False,
     ) -> Decoding:
         keep = with_logits if keep_logits else without_logits
-        return Decoding(self.params, self._admitted, choose, keep, known, limits)
+        arguments = self.params, self._admitted, choose, keep, known, limits
+        return (Speculating if self._admitted.drafts else Decoding)(*arguments)
 
     def _advanced(self, decoding: Decoding) -> StepResult:
         """Dispatches the next program; returns its results, and counts the time of compiling it."""

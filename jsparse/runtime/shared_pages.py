@@ -59,8 +59,8 @@ class SharedPages:
         )
         return KVCache(layers, lengths, jnp.zeros(lengths.shape, jnp.bool_))
 
-    def after(self, cache: KVCache, longer: Bool[Array, "B"] | None = None) -> "SharedPages":
-        """Returns the pages after a program that took `of_rows`, with these rows a token longer."""
+    def after(self, cache: KVCache, longer: Bool[Array, "B"] | Rows | None = None) -> "SharedPages":
+        """Returns the pages after a program that took `of_rows`; rows are so many tokens longer."""
         pools = tuple(Pool(*layer.arrays) for layer in cache.layers)
         lengths = self.lengths if longer is None else self.lengths + longer
         return replace(self, pools=pools, lengths=lengths)

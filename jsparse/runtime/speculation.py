@@ -1,14 +1,14 @@
 """Lets a policy draft tokens that dense attention checks, so that the text is dense attention's.
 
-In a round each row drafts a few tokens under its policy. Then all of them run through the model once
-more, as one dense chunk, which overwrites their K and V. After each it chooses a token, as dense
-decoding would there. The drafts that agree with these are kept, and so is the first choice that
-does not: a round gives a token at least. This is speculative decoding (Leviathan et al.,
-arXiv:2211.17192) with the model as its own draft model.
+In a round each row drafts a few tokens under its policy. Then all of them run through the model
+once more, as one dense chunk, which overwrites their K and V. After each of them a token is chosen,
+as dense decoding would choose it there. The drafts that agree with these choices are kept, and the
+first choice behind them: a round gives at least one token. This is speculative decoding (Leviathan
+et al., arXiv:2211.17192) with the model as its own draft model.
 
-Draft and check choose a token with the same random numbers, those of the row's seed and of the
-token's place in the text. So the text is the one that dense decoding draws from that seed, not only
-one of the same distribution.
+Draft and check draw a token with the same random numbers, those of the row's seed and the token's
+number. So the text is the very one that dense decoding draws from that seed, not only one of the
+same distribution.
 """
 
 from typing import Any, NamedTuple
@@ -161,8 +161,8 @@ def _maintained_rows(
         both = zip(jax.tree.leaves(after), jax.tree.leaves(view.cache), strict=True)
         if any(new is not old for new, old in both):
             raise ValueError(
-                f"policy={policy}: its maintain must leave the cache as it is where dense attention "
-                "checks what it drafts"
+                f"policy={policy}: its maintain must leave the cache as it is where dense "
+                "attention checks what it drafts"
             )
         return keep_inactive(policy, spec_of(cache, 1), due, made, state)
 

@@ -1,0 +1,251 @@
+"""Tests that what a policy drafts and dense attention checks is what dense attention decodes."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import slow_except
+from policy_table import METHODS
+from tiny import assert_close, random_prompts, spec_of, tiny_params
+
+import jsparse
+from jsparse import SamplingParams
+from jsparse.cache import fill, grow, init, read_heads
+from jsparse.policies.expressions import as_policy, parse
+from jsparse.policy import Services
+from jsparse.runtime import compilation
+from jsparse.runtime.answers import answers
+from jsparse.runtime.chunk_attention import attend_chunk, attend_few
+from jsparse.runtime.generate_options import num_drafts
+from jsparse.runtime.request import requests
+from jsparse.runtime.sampling import chooser
+from jsparse.runtime.session import Session
+
+PROMPTS = random_prompts((30, 9, 17))
+LIMITS = (40, 23, 31)
+DRAFTS = 3
+SILENT = [lambda piece: None] * len(PROMPTS)
+QUEST = "quest(budget=16)"
+CLUSTERS = "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)"
+# what drafts: tokens are neither lost nor elsewhere
+DRAFTING = [x for x in METHODS if not (parse(x).evicts or parse(x).offload)]
+GREEDY, DRAWN = "greedy", "drawn"
+OPTIONS = {
+    GREEDY: {"temperature": 0.0},
+    DRAWN: {
+        "temperature": 1.0,
+        "top_p": 0.95,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.2,
+        "logit_bias": {5: 2.0},
+    },
+}
+
+
+def session_of(policy, drafts):
+    params = tiny_params(num_layers=2)
+    session = Session(params, as_policy(policy), spec_of(params, 3, num_pages=9), drafts=drafts)
+    session.read(PROMPTS)
+    return session
+
+
+def asked_of(session, sampling, **more):
+    own = [
+        SamplingParams(max_tokens=limit, ignore_eos=True, logprobs=0, **OPTIONS[sampling], **more)
+        for limit in LIMITS
+    ]
+    return requests(session.params, PROMPTS, own, session.policy, seed=3)
+
+
+@cache
+def decoded(policy, drafts, sampling):
+    """What was decoded, and the session."""
+    session = session_of(policy, drafts)
+    outs = answers(session, asked_of(session, sampling), SILENT, lambda *_: None, 0.0)
+    return outs, session
+
+
+@pytest.mark.parametrize("sampling", OPTIONS)
+@pytest.mark.parametrize("policy", slow_except(DRAFTING, QUEST, CLUSTERS))
+def test_the_text_is_dense_attentions(policy, sampling):
+    (expected, _), (outs, _) = decoded("dense", 0, sampling), decoded(policy, DRAFTS, sampling)
+    for out, its in zip(outs, expected, strict=True):
+        assert out.token_ids == its.token_ids
+        assert out.finish_reason == its.finish_reason == "length"
+        np.testing.assert_allclose(out.logprobs, its.logprobs, rtol=1e-3, atol=1e-4)
+
+
+def test_drafts_are_the_policys_and_some_are_rejected():
+    outs, _ = decoded(QUEST, DRAFTS, GREEDY)
+    for out in outs:
+        assert 0 < out.stats.accepted_tokens < out.stats.drafted_tokens
+        assert out.stats.attended_fraction < 0.8
+
+
+def test_a_round_keeps_what_agrees_and_one_more():
+    """Drafts and dense choices of each round, worked out from dense logits of the whole text."""
+    session = session_of(QUEST, DRAFTS)
+    choose, given = chooser(asked_of(session, GREEDY), session.params.config.vocab_size)
+    made = [[] for _ in PROMPTS]
+    for result in session.steps(choose, given, limits=LIMITS):
+        tokens = np.asarray(result.tokens)
+        for b, limit in enumerate(LIMITS):
+            if result.drafts is None:
+                made[b] += tokens[:, b].tolist()
+                continue
+            counts, drafted = (int(x[b]) for x in result.drafts)
+            left = limit - len(made[b])
+            assert drafted == max(min(left, DRAFTS + 1) - 1, 0)
+            assert (1 if left else 0) <= counts <= drafted + 1
+            made[b] += tokens[:counts, b].tolist()
+    assert [len(own) for own in made] == [*LIMITS]
+    for prompt, own in zip(PROMPTS, made, strict=True):
+        text = [*prompt, *own]
+        logits = np.asarray(jsparse.logits(session.params, text + [0] * (-len(text) % 64))[0])
+        assert own == logits[len(prompt) - 1 : len(text) - 1].argmax(-1).tolist()
+
+
+def test_all_drafts_of_dense_attention_agree():
+    """`all_pages` attends to everything, though it lists pages."""
+    outs, _ = decoded("all_pages()", DRAFTS, DRAWN)
+    for out, limit in zip(outs, LIMITS, strict=True):
+        # the first token is the prompt's; a round of 3 drafts gives 4
+        rounds = -(-(limit - 1) // (DRAFTS + 1))
+        assert out.stats.drafted_tokens == out.stats.accepted_tokens == limit - 1 - rounds
+
+
+@pytest.mark.parametrize("policy", [QUEST, CLUSTERS])
+def test_k_and_v_are_dense_attentions(policy):
+    """Those of generated tokens, too, which a further turn may use."""
+    (_, session), (_, its) = decoded(policy, DRAFTS, DRAWN), decoded("dense", 0, DRAWN)
+    held = session.held.cache.positions.tolist()
+    # a row's newest token has been chosen and not been read
+    assert held == [len(p) + limit - 1 for p, limit in zip(PROMPTS, LIMITS, strict=True)]
+    for layer, other in zip(session.held.cache.layers, its.held.cache.layers, strict=True):
+        for b, length in enumerate(held):
+            assert layer.lengths[b].tolist() == [length] * layer.lengths.shape[1]
+            for pool, its_pool in ((layer.k, other.k), (layer.v, other.v)):
+                rows = (
+                    read_heads(x, y)[b, :, :length] for x, y in ((pool, layer), (its_pool, other))
+                )
+                assert_close(*rows, rtol=1e-4, row=b)
+
+
+def test_maintenance_comes_when_it_is_due():
+    """Which tokens are in chunks follows from the text alone, and from when they are cut."""
+    _, session = decoded(CLUSTERS, DRAFTS, DRAWN)
+    chunks = session.held.state.chunks
+    for b, (prompt, limit) in enumerate(zip(PROMPTS, LIMITS, strict=True)):
+        age = limit - 1
+        cut_at = len(prompt) + age - age % 2
+        # all but the 3 newest then, and those that are too few for the longest chunk
+        assert cut_at - 3 - 2 <= int(chunks.starts[b, -1]) <= cut_at - 3
+
+
+def test_no_round_is_traced_again():
+    decoded(QUEST, DRAFTS, DRAWN)
+    session = session_of(QUEST, DRAFTS)
+    before = compilation.traces()
+    answers(session, asked_of(session, DRAWN), SILENT, lambda *_: None, 0.0)
+    assert compilation.traces() == before
+
+
+@pytest.mark.parametrize("place", [8, 9, 10, 11])
+def test_an_end_within_a_round_ends_the_text(place):
+    expected = decoded("dense", 0, GREEDY)[0][0].token_ids
+    session = session_of(QUEST, DRAFTS)
+    asked = asked_of(session, GREEDY, stop_token_ids=(expected[place],))
+    out = answers(session, asked, SILENT, lambda *_: None, 0.0)[0]
+    assert out.token_ids == expected[: expected.index(expected[place]) + 1]
+    assert out.finish_reason == "stop"
+
+
+def test_dense_drafts_nothing():
+    outs, _ = decoded("keep(dense(), sink=4, recent=4)", DRAFTS, GREEDY)
+    assert {out.stats.drafted_tokens for out in outs} == {0}
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        ("snapkv(budget=8, window=4, pool=3)", "evicts tokens"),
+        ("offloaded(quest(budget=16), tail=8)", "keeps K and V in host memory"),
+    ],
+)
+def test_policies_that_cannot_draft_are_refused(policy, reason):
+    with pytest.raises(ValueError, match=rf"policy=.*exact=True.*{reason}"):
+        jsparse.generate(tiny_params(num_layers=2), PROMPTS[0], policy=policy, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("exact", "number", "message"),
+    [
+        (1, None, "exact=1: must be"),
+        (False, 4, "num_speculative_tokens=4: must not be given without exact=True"),
+        (True, 0, "num_speculative_tokens=0: must be"),
+        (True, 33, "num_speculative_tokens=33: must be at most 32"),
+        (True, 2.0, "num_speculative_tokens=2.0: must be"),
+    ],
+)
+def test_bad_numbers_are_refused(exact, number, message):
+    with pytest.raises(ValueError, match=message):
+        num_drafts(exact, number)
+
+
+def test_maintenance_must_leave_the_cache_alone():
+    def faded(state, view):
+        layers = tuple(layer._replace(v=0.8 * layer.v) for layer in view.layers)
+        return state, view.cache._replace(layers=layers)
+
+    fading = as_policy(QUEST)._replace(services=Services(faded, period=5), name="fading")
+    session = session_of(fading, DRAFTS)
+    choose, given = chooser(asked_of(session, GREEDY), session.params.config.vocab_size)
+    with pytest.raises(ValueError, match="policy=fading: its maintain must leave the cache"):
+        list(session.steps(choose, given, limits=LIMITS))
+
+
+# Attention of a few new tokens
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_attention_of_a_few_tokens(pooled):
+    """Beside a plain softmax over what each query may see, and `attend_chunk`."""
+    batch, tokens, heads, kv_heads, dim = 3, 5, 6, 2, 16
+    params = tiny_params(num_heads=heads, num_kv_heads=kv_heads)
+    spec = spec_of(params, batch, num_pages=6)._replace(head_dim=dim, num_layers=1)
+    if pooled:
+        spec = spec._replace(pool_pages=40)
+    rng = np.random.default_rng(0)
+    lengths, valid = np.array([33, 8, 0]), np.array([5, 3, 0])
+
+    @jax.jit
+    def filled(cache, k, v, valid):
+        cache = grow(cache, valid, k.shape[1])
+        positions = cache.positions[:, None] + jnp.arange(k.shape[1])
+        return fill(cache, 0, k, v, positions, valid)
+
+    def kv(count):
+        return (rng.standard_normal((batch, count, kv_heads, dim), np.float32) for _ in range(2))
+
+    cache = filled(init(spec), *kv(33), lengths)
+    k, v = kv(tokens)
+    cache = filled(cache, k, v, valid)
+    q = rng.standard_normal((batch, tokens, heads, dim), np.float32)
+    got = jax.jit(attend_few)(q, k, v, cache.layers[0], valid)
+    same = jax.jit(attend_chunk)(q, k, v, cache.layers[0], valid)
+    keys, values = (np.asarray(read_heads(x, cache.layers[0])) for x in cache.layers[0].arrays)
+    for b in range(batch):
+        for t in range(valid[b]):
+            for head in range(heads):
+                own = head // (heads // kv_heads)
+                seen = slice(0, lengths[b] + t + 1)
+                logits = keys[b, own, seen] @ q[b, t, head] / np.sqrt(dim)
+                weights = np.exp(logits - logits.max())
+                expected = weights @ values[b, own, seen] / weights.sum()
+                np.testing.assert_allclose(got[b, t, head], expected, rtol=1e-4, atol=1e-5)
+                np.testing.assert_allclose(same[b, t, head], expected, rtol=1e-4, atol=1e-5)
