@@ -11,8 +11,8 @@ step, fed back on the device, by the session's own loop. Contenders, each in its
 A policy's state is that after a prompt that filled the cache. path.py:function names one of your
 own. replayed(…) around an expression replays counts of a trace; see bench.twilight_trace.
 
-With --drafts K a "step" is a round of `exact`: K drafts of the policy, and dense attention's check of
-them. With random weights few agree; what a round takes does not depend on that.
+With --drafts K a "step" is a round of `exact`: K drafts of the policy, and a check of them by dense
+attention. With random weights few agree; what a round takes does not depend on that.
 
 A run of our step is long enough that its start on the host, which the device waits for, is less
 than a hundredth of it. The floor is (weights + the K and V that the policy attends to) / 4.4 TB/s,
@@ -85,8 +85,8 @@ def jsparse_step(
     params = Params(weights, LLAMA_8B, None, {}, "llama-3.1-8b", constants=boundary_constants())
     view = kv_cache.StepView(cache, constants(params, method))
     state = state_after_prompt(method, spec, view)
-    options = {"drafts": drafts} if drafts else {"steps_per_program": count}
-    session = Session(params, method, spec, adopts=True, **options)
+    steps = None if drafts else count
+    session = Session(params, method, spec, adopts=True, steps_per_program=steps, drafts=drafts)
     logits = jnp.zeros((batch, LLAMA_8B.vocab_size), jnp.float32)
     session.adopt(PrefillResult(logits, cache, state))
     del cache, view, state

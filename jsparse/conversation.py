@@ -1,5 +1,6 @@
 """Defines Conversation, which answers the turns of a chat and reads each of them once."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -27,7 +28,9 @@ OF_A_TURN = ("streamer", "on_progress", "logprobs")
 class Conversation:
     """Answers the turns of a chat; a further turn reads only the last answer and the new message.
 
-    Earlier turns stay in the cache, up to the end of the last prompt. Everything is read anew where
+    Earlier turns stay in the cache, up to the end of the last prompt; with `exact`, and under dense
+    attention, so does the last answer, as far as the chat template leaves its tokens as they are.
+    Everything is read anew where
     that is impossible: the policy changes the cache after the prompt, the chat template rewrites
     earlier turns, or the cache has become too small.
 
@@ -66,6 +69,7 @@ class Conversation:
         self._sampling = chosen_sampling(params, sampling, self._seed, **given)
         self._session: Session | None = None
         self._read: list[int] = []
+        self._answered: list[int] = []
         self.reads_anew: str | None = None
         # sizes of any cache: only the owners of the policy's state matter
         spec = capacity.cache_spec(params, [[0]], 1, None, self._page_size)
@@ -96,30 +100,46 @@ class Conversation:
         """
         rows, _ = prompts.encode(self._params, messages)
         (options,) = per_prompt(self._sampling, len(rows))
-        session, new = self._session_for(rows[0], options)
+        session, start = self._session_for(rows[0], options)
         asked = requests(self._params, rows, options, session.policy, seed=self._seed)
-        self._session, self._read = session, rows[0]
-        return run(session, asked, [streamer], on_progress, [new])[0]
+        self._session, self._read, self._answered = session, rows[0], []
+        (out,) = run(session, asked, [streamer], on_progress, None if start is None else [start])
+        self._answered = out.token_ids
+        return out
 
-    def _session_for(self, prompt: list[int], options: SamplingParams) -> tuple[Session, list[int]]:
-        """Returns the session that answers next, and the tokens that it has to read."""
+    def _session_for(
+        self, prompt: list[int], options: SamplingParams
+    ) -> tuple[Session, int | None]:
+        """Returns the session that answers next, and how much of the prompt it holds.
+
+        None is that it is new.
+        """
         minimum = capacity.cache_spec(
             self._params, [prompt], options.max_tokens, self._max_length, self._page_size
         )
         needed = len(prompt) + options.max_tokens
         held, read = self._session, self._read
         if held is not None and held.can_read_on:
-            new = prompt[len(read) :]
             fits = needed <= held.spec.capacity
-            if new and fits and prompt[: len(read)] == read:
-                return held, new
+            if len(prompt) > len(read) and fits and prompt[: len(read)] == read:
+                return held, self._start(held, prompt)
         self._session = held = None  # frees its cache
         spec = self._with_room(minimum, needed)
         resumable = self.reads_anew is None
         session = Session(
             self._params, self._policy, spec, resumable=resumable, drafts=self._drafts
         )
-        return session, prompt
+        return session, None
+
+    def _start(self, held: Session, prompt: list[int]) -> int:
+        """Returns how much of a prompt that goes on a session need not read again."""
+        end = len(self._read)
+        if not held.keeps_answers:
+            return end
+        # the newest token of an answer has not been read
+        known = zip(prompt[end:-1], self._answered[:-1], strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], known))
+        return max(end, min(end + same, len(prompt) - held.policy.window))
 
     def _with_room(self, spec: CacheSpec, needed: int) -> CacheSpec:
         """Returns these sizes, or those of a cache with room for turns to come if memory has it."""

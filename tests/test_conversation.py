@@ -127,6 +127,29 @@ def test_a_turn_reads_only_what_is_new(params, options):
     assert all(new < whole for new, whole in zip(chat.read[1:], chat.whole[1:], strict=True))
 
 
+@pytest.mark.parametrize(("exact", "kept"), [(True, 8), (False, 0)])
+def test_an_answer_stays_in_the_cache_if_it_is_dense_attentions(params, exact, kept):
+    """All of its tokens but the newest, if the template gives the tokens that were generated."""
+    tokenizer = params.tokenizer
+    again = next(
+        token
+        for token in range(params.config.vocab_size)
+        if tokenizer.encode(tokenizer.decode([token] * 9), add_special_tokens=False) == [token] * 9
+    )
+    always = SamplingParams(max_tokens=9, ignore_eos=True, logit_bias={again: 100.0})
+    chat = Conversation(
+        params, sampling=always, policy="quest(budget=16)", exact=exact, max_length=120
+    )
+    messages, read, whole = [], [], []
+    for text in SAID[:2]:
+        messages.append({"role": "user", "content": text})
+        out = chat.answer(messages, on_progress=lambda *call: read.append(call))
+        messages.append({"role": "assistant", "content": out.text})
+        whole.append(out.stats.prompt_tokens)
+    totals = [total for what, _, total in read if what == "prefill"]
+    assert totals == [whole[0], whole[1] - whole[0] - kept]
+
+
 def test_a_template_that_rewrites_is_read_anew():
     chat = Chat(loaded("{{ messages|length }}<|eot_id|>" + TEMPLATE))
     for text in SAID[:2]:

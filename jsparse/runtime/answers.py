@@ -18,7 +18,6 @@ from jsparse.runtime.host_reader import (
     TokenStreamer,
     text_stream,
 )
-from jsparse.runtime.reading import TokenRows
 from jsparse.runtime.request import Request, knobs
 from jsparse.runtime.sampling import chooser, forced_then_greedy
 from jsparse.runtime.session import Session
@@ -29,11 +28,11 @@ def run(
     asked: Sequence[Request],
     streamers: Sequence[Streamer],
     report: OnChunk,
-    read: TokenRows | None = None,
+    start: Sequence[int] | None = None,
 ) -> list[Generation]:
     """Reads the prompts of a session's next turn and decodes the answers.
 
-    `read` are the tokens to read of each prompt, where a further turn has read some before.
+    In a further turn, `start` are the tokens of each prompt that the session holds already.
 
     Raises:
         ValueError: the device's memory does not suffice.
@@ -50,7 +49,9 @@ def run(
             knobs=knobs(asked),
             report=report,
         )
-        session.read([request.ids for request in asked] if read is None else read, report)
+        begins = [0] * len(asked) if start is None else start
+        read = [request.ids[at:] for request, at in zip(asked, begins, strict=True)]
+        session.read(read, report, start=start)
         return answers(session, asked, streamers, report, began)
 
 

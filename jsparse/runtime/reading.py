@@ -67,8 +67,8 @@ class Reading:
         self._params, self._policy, self._spec, self._store = params, policy, spec, store
         self.resumable = resumable
 
-    def checked(self, rows: TokenRows, end: PromptEnd | None) -> Prompts:
-        """Returns prompts that follow `end`, or begin.
+    def checked(self, rows: TokenRows, start: np.ndarray) -> Prompts:
+        """Returns prompts that follow the first `start[b]` tokens of each row.
 
         Raises:
             ValueError: there is not one list of tokens per row, or they do not fit in the cache.
@@ -78,7 +78,7 @@ class Reading:
             raise ValueError(f"rows has {len(rows)} entries: must be {self._spec.batch}")
         if not lengths.any():
             raise ValueError(f"rows={[*map(list, rows)]}: must not all be empty")
-        total = lengths if end is None else end.positions + lengths
+        total = start + lengths
         if total.max() > self._spec.capacity:
             raise ValueError(
                 f"rows of {total.tolist()} tokens: must fit in the {self._spec.capacity} of the "
@@ -90,15 +90,20 @@ class Reading:
         return Prompts(tokens, lengths)
 
     def read(
-        self, prompts: Prompts, before: tuple[PrefillResult, PromptEnd] | None, report: OnChunk
+        self,
+        prompts: Prompts,
+        before: tuple[PrefillResult, PromptEnd] | None,
+        start: np.ndarray,
+        report: OnChunk,
     ) -> tuple[PrefillResult, PromptEnd | None]:
-        """Reads prompts into an empty cache, or after the end of those `before`, which is donated.
+        """Reads prompts into an empty cache, or after the first tokens of `before`.
 
-        Returns the state after the prompts, and the one that a further turn starts from.
+        `before` is donated, and `start[b]` are the tokens of it that row b keeps. Returns the state
+        after the prompts, and the one that a further turn starts from.
         """
         params, policy, spec, store = self._params, self._policy, self._spec, self._store
         decoder, weights = params.decoder, params.weights
-        carry = store.committed(self._begin() if before is None else self._resume(*before))
+        carry = store.committed(self._begin() if before is None else self._resume(*before, start))
         carry = prefill.read_prompts(
             decoder,
             policy,
@@ -113,7 +118,6 @@ class Reading:
         end = None
         if self.resumable:
             own = [jnp.copy(x) for x in row_arrays(policy, spec, carry.state)]
-            start = 0 if before is None else before[1].positions
             end = PromptEnd(start + prompts.lengths, carry.last_hidden, carry.windows, own)
         logits = first_logits(decoder, weights, carry.last_hidden)
         return PrefillResult(logits, carry.cache, carry.state), end
@@ -124,10 +128,12 @@ class Reading:
         empty = self._store.begin(chunk_attention.chunk_tokens(decoder, self._spec.batch))
         return prefill.start(decoder, self._policy, *empty)
 
-    def _resume(self, held: PrefillResult, end: PromptEnd) -> PrefillCarry:
-        """Returns the carry of a further turn: rows are cut back to the end of the last prompt."""
-        cache = self._store.after_cut(cut_back(held.cache, jnp.asarray(end.positions)))
-        state = with_row_arrays(self._policy, self._spec, held.state, end.rows)
+    def _resume(self, held: PrefillResult, end: PromptEnd, start: np.ndarray) -> PrefillCarry:
+        """Returns the carry of a further turn: rows are cut back to their first `start` tokens."""
+        cache = self._store.after_cut(cut_back(held.cache, jnp.asarray(start)))
+        state = held.state
+        if (start == end.positions).all():
+            state = with_row_arrays(self._policy, self._spec, state, end.rows)
         return PrefillCarry(cache, state, end.last_hidden, end.windows)
 
 

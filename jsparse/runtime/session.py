@@ -15,13 +15,14 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jaxtyping import Array
 
 from jsparse.cache import CacheSpec, ReadOnly
 from jsparse.host_memory.pages import HostLayers
 from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params
-from jsparse.policy import AnyPolicy
+from jsparse.policy import AnyPolicy, is_dense
 from jsparse.runtime import chunk_attention, room
 from jsparse.runtime.admission import admit
 from jsparse.runtime.compilation import traces
@@ -139,22 +140,57 @@ class Session:
         """Returns a time in seconds that stands still while steps are compiled."""
         return time.perf_counter() - self.compiling
 
-    def read(self, rows: TokenRows, report: OnChunk = lambda *_: None) -> None:
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether K and V of generated tokens are dense attention's, as those of prompts are."""
+        return self._admitted.drafts > 0 or is_dense(self.policy, self.spec)
+
+    def read(
+        self,
+        rows: TokenRows,
+        report: OnChunk = lambda *_: None,
+        *,
+        start: Sequence[int] | None = None,
+    ) -> None:
         """Reads the prompts, densely.
 
         Called again, it reads a further turn: rows are cut back to the end of the last prompt, and
         `rows` are the tokens that follow there, generated ones included. They are read
         densely, as a prompt is: K and V of generated tokens came from sparse attention.
 
+        Where they did not (`keeps_answers`), rows may keep more, their first `start[b]` tokens.
+        Of a policy that wants the last W queries of a prompt, W tokens must then be read.
+
         Raises:
             ValueError: there is not one list of tokens per row, they do not fit in the cache, the
-                session cannot take a further turn, or is decoding. It is left as it was.
+                session cannot take a further turn or keep as many tokens, or is decoding. It is
+                left as it was.
         """
         end = self._last_end()
-        prompts = self._reading.checked(rows, end)
+        kept = self._kept(start, end)
+        prompts = self._reading.checked(rows, kept)
         before = None if end is None else (self.held, end)  # `held` refuses one that is busy
         self._stage = Busy()  # donated
-        self._stage = Ready(*self._reading.read(prompts, before, report))
+        self._stage = Ready(*self._reading.read(prompts, before, kept, report))
+
+    def _kept(self, start: Sequence[int] | None, end: PromptEnd | None) -> np.ndarray:
+        """Returns the tokens that rows keep when they read on.
+
+        Raises:
+            ValueError: they cannot keep as many.
+        """
+        least = np.zeros(self.spec.batch, np.int32) if end is None else end.positions
+        if start is None:
+            return least
+        kept = np.asarray(start, np.int32)
+        most = least
+        if end is not None and self.keeps_answers:
+            most = np.asarray(self.held.cache.positions)
+        if kept.shape != least.shape or (kept < least).any() or (kept > most).any():
+            raise ValueError(
+                f"start={list(start)}: must be numbers from {least.tolist()} to {most.tolist()}"
+            )
+        return kept
 
     def expect(
         self,

@@ -44,10 +44,11 @@ OPTIONS = {
 }
 
 
-def session_of(policy, drafts):
+def session_of(policy, drafts, rows=PROMPTS, **options):
     params = tiny_params(num_layers=2)
-    session = Session(params, as_policy(policy), spec_of(params, 3, num_pages=9), drafts=drafts)
-    session.read(PROMPTS)
+    spec = spec_of(params, len(rows))
+    session = Session(params, as_policy(policy), spec, drafts=drafts, **options)
+    session.read(rows)
     return session
 
 
@@ -131,6 +132,46 @@ def test_k_and_v_are_dense_attentions(policy):
                     read_heads(x, y)[b, :, :length] for x, y in ((pool, layer), (its_pool, other))
                 )
                 assert_close(*rows, rtol=1e-4, row=b)
+
+
+@pytest.mark.parametrize("policy", [QUEST, *slow_except([CLUSTERS, "lfps(budget=0.3)"])])
+@pytest.mark.parametrize("less", [0, 3])
+def test_a_further_turn_reads_only_what_is_new(policy, less):
+    """Rows keep all of an answer that the cache holds, or all but some tokens."""
+    session = session_of(policy, DRAFTS, resumable=True)
+    outs = answers(session, asked_of(session, DRAWN), SILENT, lambda *_: None, 0.0)
+    more = random_prompts((35, 33, 34), seed=7)
+    rows = zip(PROMPTS, outs, more, strict=True)
+    whole = [[*prompt, *out.token_ids, *new] for prompt, out, new in rows]
+    start = [len(p) + limit - 1 - less for p, limit in zip(PROMPTS, LIMITS, strict=True)]
+    session.read([text[at:] for text, at in zip(whole, start, strict=True)], start=start)
+    fresh = session_of(policy, 0, whole)
+    assert_close(session.held.logits, fresh.held.logits)
+    # and what follows, for which the policy's state must be right
+    choose, given = chooser(asked_of(session, GREEDY), session.params.config.vocab_size)
+    alone = session_of("dense", 0, whole)
+    made, expected = ([], [])
+    for each, tokens in ((session, made), (alone, expected)):
+        for result in each.steps(choose, given, limits=[4] * 3):
+            counts = [len(result.tokens)] * 3 if result.drafts is None else result.drafts.counts
+            tokens += [(b, result.tokens[:n, b].tolist()) for b, n in enumerate(counts)]
+    for row in range(3):
+        texts = ([t for b, part in each if b == row for t in part] for each in (made, expected))
+        assert len({tuple(text) for text in texts}) == 1
+
+
+def test_rows_keep_no_more_than_they_may():
+    session = session_of(QUEST, DRAFTS, resumable=True)
+    lengths = [len(prompt) for prompt in PROMPTS]
+    for start in (lengths[:2], [at - 1 for at in lengths], [at + 1 for at in lengths]):
+        with pytest.raises(
+            ValueError, match=r"start=\[.*\]: must be numbers from \[30, 9, 17\] to"
+        ):
+            session.read(PROMPTS, start=start)
+    sparse = session_of(QUEST, 0, resumable=True)
+    answers(sparse, asked_of(sparse, GREEDY), SILENT, lambda *_: None, 0.0)
+    with pytest.raises(ValueError, match=r"to \[30, 9, 17\]"):
+        sparse.read(PROMPTS, start=[at + 1 for at in lengths])
 
 
 def test_maintenance_comes_when_it_is_due():
