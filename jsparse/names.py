@@ -126,7 +126,9 @@ ENGINE: Mapping[str, Refusal] = {
     "load_format": Refusal("the format is that of the model's files", "auto"),
     "max_num_batched_tokens": Refusal("use ladder, the sizes of prompt chunks"),
     "pipeline_parallel_size": Refusal("must be 1; an engine runs on one device", 1),
-    "speculative_config": Refusal("speculative decoding is not supported"),
+    "speculative_config": Refusal(
+        "use exact=True and num_speculative_tokens: the model drafts for itself, under policy"
+    ),
     "swap_space": Refusal("nothing is ever swapped; a request that was admitted stays", 0),
     "tensor_parallel_size": Refusal(
         "must be 1; an engine runs on one device: start one server per GPU, with "

@@ -44,6 +44,18 @@ MaxStallMsOption = Annotated[
     float,
     Option(help="Milliseconds for which an answer may wait for its next tokens."),
 ]
+ExactOption = Annotated[
+    bool,
+    Option(
+        "--exact",
+        help="Let dense attention check what the policy drafts: answers are the ones that dense "
+        "attention gives.",
+    ),
+]
+NumSpeculativeTokensOption = Annotated[
+    int | None,
+    Option(help="With --exact, the most tokens drafted between two checks; the default is 4."),
+]
 BatchInvariantOption = Annotated[
     bool, Option(help="Whether a request gets the same bits in any company; slower.")
 ]
@@ -109,6 +121,8 @@ def serve(
     max_waiting: MaxWaitingOption = 1024,
     max_stall_ms: MaxStallMsOption = 200.0,
     batch_invariant: BatchInvariantOption = False,
+    exact: ExactOption = False,
+    num_speculative_tokens: NumSpeculativeTokensOption = None,
     max_logprobs: MaxLogprobsOption = 20,
     default_max_tokens: DefaultMaxTokensOption = None,
     per_request: PerRequestOption = None,
@@ -160,6 +174,8 @@ def serve(
             max_waiting=max_waiting,
             max_stall_ms=max_stall_ms,
             batch_invariant=batch_invariant,
+            exact=exact,
+            num_speculative_tokens=num_speculative_tokens,
             per_request=tuple(per_request or ()),
             layer_stats="newest",
             # else the first request for likely tokens would wait for them, and all others with it
@@ -171,7 +187,8 @@ def serve(
         where = f"[{address}]" if ":" in address else address
         name, run_by = options.name, engine.engine.policy
         print(f"jsparse serves {name} with {short_name(run_by)} at http://{where}:{at}", flush=True)
-        print(_what_is_sparse(run_by, per_request or ()), flush=True)
+        drafts = engine.engine.sizes.drafts
+        print(_what_is_sparse(run_by, drafts, per_request or ()), flush=True)
         print(f"A page to chat and to see what is read: http://{where}:{at}/", flush=True)
 
     options = Options(
@@ -187,11 +204,13 @@ def serve(
     run.serve(options, make_engine, listening, on_ready=on_ready)
 
 
-def _what_is_sparse(policy: "Policy", per_request: Sequence[str]) -> str:
+def _what_is_sparse(policy: "Policy", drafts: int, per_request: Sequence[str]) -> str:
     """Returns the line that says so at the start."""
     settable = f"; requests may set {', '.join(per_request)}" if per_request else ""
     if policy.name.startswith("dense("):
         return f"Nothing is sparse: every step attends to all tokens{settable}."
+    if drafts:
+        return f"The policy drafts up to {drafts} tokens, dense attention checks them{settable}."
     return f"Answers attend to what the policy selects, prompts to all tokens{settable}."
 
 

@@ -1,5 +1,6 @@
 """Defines what the engine's programs compute: all of them take and return its batch of slots."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jsparse.cache import ReadOnly
-from jsparse.engine.packing import Packed, pack
+from jsparse.engine.packing import Packed, pack, pack_round
 from jsparse.engine.program_keys import SamplingMode
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.sizes import MAX_READING
@@ -27,6 +28,7 @@ from jsparse.runtime.prefill import PrefillCarry, prefill_chunk, replay_chunk
 from jsparse.runtime.rows import Batch, decode_steps, first_tokens, put, serviced_rows, take
 from jsparse.runtime.sampling import ChooseFn, RowSampling, greedy, row_sampling, sampled
 from jsparse.runtime.shared_pages import empty_pages
+from jsparse.runtime.speculation import speculate
 
 CHOICES: dict[SamplingMode, ChooseFn] = {"greedy": greedy, "sampled": sampled, "top": sampled}
 
@@ -173,23 +175,24 @@ class Bodies:
         weights: Weights,
         beside: ReadOnly,
     ) -> tuple[Slots, Packed]:
-        """Runs steps of some rows; one for all has them in their order."""
+        """Runs steps, or a round, of some rows; a program for all has them in their order."""
         policy, spec, rows = self._policy, self._spec, slots.rows
         which, of_all = asked.slots, asked.slots.size == spec.batch
         places = which[:, None], asked.first[:, None] + jnp.arange(asked.groups.shape[1])
         rows = rows._replace(cache=rows.cache.with_groups(*places, asked.groups))
         part = rows if of_all else take(policy, spec, rows, which)
-        part, packed = inlined(decode_steps)(
-            self._decoder,
-            policy,
-            CHOICES[choice],
-            self._sizes.steps,
-            self._kept(choice),
-            weights=weights,
-            beside=beside,
-            batch=part._replace(cache=part.cache.with_prefixes(asked.prefixes)),
-            counts=asked.counts,
-        )
+        part = part._replace(cache=part.cache.with_prefixes(asked.prefixes))
+        static = self._decoder, policy, CHOICES[choice]
+        drafts, steps = self._sizes.drafts, self._sizes.steps
+        if drafts:
+            limits = part.made + asked.counts
+            part, packed = inlined(speculate)(
+                *(*static, drafts, self._kept(choice, pack_round)), weights, beside, limits, part
+            )
+        else:
+            part, packed = inlined(decode_steps)(
+                *(*static, steps, self._kept(choice)), weights, beside, part, asked.counts
+            )
         part = part._replace(cache=part.cache.with_prefixes(None))
         rows = part if of_all else put(policy, spec, rows, part, which)
         return slots._replace(rows=rows), packed
@@ -216,7 +219,7 @@ class Bodies:
         )
         return slots._replace(rows=rows)
 
-    def _kept(self, choice: SamplingMode) -> Any:
-        """Returns the function that packs the results of a step for the host."""
+    def _kept(self, choice: SamplingMode, packs: Callable[..., Packed] = pack) -> Any:
+        """Returns the function that packs the results of a step, or of a round, for the host."""
         wanted = {"layer_stats": self._made_for.layer_stats, "top": choice == "top"}
-        return partial(pack, num_layers=self._spec.num_layers, **wanted)
+        return partial(packs, num_layers=self._spec.num_layers, **wanted)

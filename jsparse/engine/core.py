@@ -74,6 +74,8 @@ class Engine:
         max_stall_ms: float | None = None,
         batch_invariant: bool = False,
         cascade_attention: bool | None = None,
+        exact: bool = False,
+        num_speculative_tokens: int | None = None,
         record: str | os.PathLike[str] | None = None,
         prepare: bool | Literal["logprobs"] | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -110,6 +112,8 @@ class Engine:
             max_stall_ms=max_stall_ms,
             batch_invariant=batch_invariant,
             cascade_attention=cascade_attention,
+            exact=exact,
+            num_speculative_tokens=num_speculative_tokens,
         )
         self.params, self.policy, self.spec, self.sizes = (
             params,
@@ -118,7 +122,7 @@ class Engine:
             spec.sizes,
         )
         self._pace = Pace(params.config)
-        rules = setup.rules(spec.policy, share=enable_prefix_caching)
+        rules = setup.rules(spec.policy, spec.sizes, share=enable_prefix_caching)
         self.programs = Programs(spec)
         usable = self.programs.usable_rows, self._can_share
         self.scheduler = Scheduler(self.sizes, rules, self._pace, *usable)
@@ -312,11 +316,14 @@ class Engine:
             # what was before it had ended
             self._pace.observe(pending.work, 1e3 * (now - max(self._taken, pending.dispatched)))
         self._taken = now
-        for number, tokens in results:
+        for number, tokens, planned in results:
             state, answer, builder = self._live.get(number, (None, None, None))
             if state is None or answer is None or builder is None or builder.finish is not None:
                 continue  # it ended while this was on its way
+            self.scheduler.gave(answer, planned, len(tokens.ids))
             count = builder.take(tokens)
+            if self.sizes.drafts:
+                self.counters.count_drafts(tokens.drafted, len(tokens.ids))
             state.metrics.token_times += [now] * count
             self.counters.new_tokens += count
             updates.append(state)

@@ -59,6 +59,8 @@ class LLM:
         max_stall_ms: float | None = None,
         batch_invariant: bool = False,
         cascade_attention: bool | None = None,
+        exact: bool = False,
+        num_speculative_tokens: int | None = None,
         record: str | os.PathLike[str] | None = None,
         prepare: bool | Literal["logprobs"] | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -110,6 +112,11 @@ class LLM:
             cascade_attention: whether dense layers read what prompts have in common once for all
                 rows that share it, where that is much. Such programs are compiled when there is use
                 for them. None is true on a GPU if half of the policy's layers are dense.
+            exact: whether the policy only drafts, and dense attention checks what it drafts, so
+                that answers are dense attention's own; not with `batch_invariant`. Shares attended
+                and read are the drafts' then.
+            num_speculative_tokens: with `exact`, the most tokens drafted between two checks, up to
+                32; None is 4.
             record: a file for a log of all plans (jsparse.engine.plan_log).
             prepare: whether all programs, but those that return likely tokens, are compiled now
                 and not on first use; "logprobs" is that these are, too. None is true on a GPU,
@@ -142,6 +149,8 @@ class LLM:
             max_stall_ms=max_stall_ms,
             batch_invariant=batch_invariant,
             cascade_attention=cascade_attention,
+            exact=exact,
+            num_speculative_tokens=num_speculative_tokens,
             record=record,
             prepare=prepare,
             clock=clock,

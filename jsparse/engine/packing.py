@@ -7,14 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
+from jsparse.runtime.decode_step import StepStats
 from jsparse.runtime.host_reader import shares
 from jsparse.runtime.rows import Step
 from jsparse.runtime.sampling import top_logprobs
+from jsparse.runtime.speculation import Round
+from jsparse.shapes import Rows
 
 # The results of n steps for each row: the token; the bits of its log-probability and of the shares
 # attended and read; and on request the shares of each layer, and the likeliest tokens and their
 # log-probabilities.
 Packed = Int32[Array, "n B w"]
+
+
+# What stands in place of a token behind the last that a round gave: a draft that did not agree, or
+# was drafted behind such a one; and no draft.
+REJECTED, NOT_DRAFTED = -1, -2
 
 
 class NewTokens(NamedTuple):
@@ -25,6 +33,7 @@ class NewTokens(NamedTuple):
         shares: the shares of the positions so far that were attended and read, [n, 2].
         layers: these two shares for each layer, [n, 2, L]; None unless the engine keeps them.
         top: the likeliest tokens and their log-probabilities, [n, top]; None unless requested.
+        drafted: after a round of speculation, how many tokens were drafted.
     """
 
     ids: list[int]
@@ -32,6 +41,7 @@ class NewTokens(NamedTuple):
     shares: np.ndarray
     layers: np.ndarray | None = None
     top: tuple[np.ndarray, np.ndarray] | None = None
+    drafted: int = 0
 
 
 def pack(step: Step, num_layers: int, *, layer_stats: bool, top: bool) -> Int32[Array, "B w"]:
@@ -50,10 +60,35 @@ def pack(step: Step, num_layers: int, *, layer_stats: bool, top: bool) -> Int32[
     return jnp.concatenate(columns, axis=1)
 
 
+def pack_round(made: Round, num_layers: int, *, layer_stats: bool, top: bool) -> Packed:
+    """Returns the results of a round of speculation.
+
+    Each token of a row has the mean shares of the drafts that the row made in it; all are 1 where
+    it made none. Places without a token hold REJECTED, or NOT_DRAFTED.
+    """
+    nth = jnp.arange(len(made.tokens), dtype=jnp.int32)[:, None]
+    token = jnp.where(nth <= made.drafted, REJECTED, NOT_DRAFTED)
+    token = jnp.where(nth < made.counts, made.tokens, token)
+
+    def over_drafts(shares: Float32[Array, "drafts L B"]) -> Float32[Array, "L B"]:
+        total = jnp.sum(jnp.where(nth[:-1, None] < made.drafted, shares, 0.0), axis=0)
+        return jnp.where(made.drafted > 0, total / jnp.maximum(made.drafted, 1), 1.0)
+
+    stats = StepStats(*map(over_drafts, made.stats))
+
+    def of_token(token: Rows, logprobs: Array, logits: Array) -> Int32[Array, "B w"]:
+        step = Step(token, logprobs, stats, made.overflow, logits)
+        return pack(step, num_layers, layer_stats=layer_stats, top=top)
+
+    return jax.vmap(of_token)(token, made.logprobs, made.logits)
+
+
 def unpack(steps: np.ndarray, num_layers: int, layer_stats: bool) -> NewTokens:
-    """Returns the results of one row of `Packed`, [n, w]."""
+    """Returns the results of one row of `Packed`, [n, w], as far as there are tokens."""
+    places = steps[:, 0]
+    drafted = int(np.sum(places != NOT_DRAFTED)) - 1
     # copied: a view would keep all rows' results as long as this answer
-    steps = np.ascontiguousarray(steps)
+    steps = np.ascontiguousarray(steps[places >= 0])
     floats = steps.view(np.float32)
     at = 4 + (2 * num_layers if layer_stats else 0)
     half = (steps.shape[1] - at) // 2
@@ -64,6 +99,7 @@ def unpack(steps: np.ndarray, num_layers: int, layer_stats: bool) -> NewTokens:
         shares(floats[:, 2:4]),
         layers=shares(floats[:, 4:at]).reshape(of_layers) if layer_stats else None,
         top=(steps[:, at : at + half], floats[:, at + half :]) if half else None,
+        drafted=drafted,
     )
 
 

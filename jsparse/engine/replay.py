@@ -47,6 +47,7 @@ def replay(
         rows_join=True,
         per_request=knobs,
         allocates=False,
+        drafts=sizes.drafts,
     ).policy
     cache = setup.pooled(rows, sizes)
     spec = setup.EngineSpec(params, policy, cache, sizes, knobs, engine["layer_stats"])
@@ -57,6 +58,6 @@ def replay(
     }
     for plan in recorded.plans:
         for pending in runner.run(plan):
-            for nth, tokens in runner.results(pending):
+            for nth, tokens, _ in runner.results(pending):
                 builders[nth].take(tokens)
     return {nth: (own.token_ids, own.logprobs) for nth, own in builders.items()}

@@ -1,7 +1,8 @@
 """Defines RequestState, a request of an engine with its answers, and the counters of an engine."""
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,12 +13,26 @@ from jsparse.policy import Policy
 
 @dataclass
 class Counters:
-    """Counts prompt tokens computed, decode steps, the rows in these, tokens, and host seconds."""
+    """Counts the work of an engine so far.
+
+    Attributes:
+        read_tokens: prompt tokens that were computed.
+        decode_steps, row_steps: decode steps, or rounds of speculation, and the rows in them.
+        new_tokens: tokens of answers.
+        drafts: the rounds in which rows drafted, each counted for every row.
+        draft_tokens, accepted_tokens: tokens that were drafted, and those that were accepted.
+        accepted_at: accepted tokens, by their position in a round.
+        plan_seconds, dispatch_seconds, results_seconds: the host's time.
+    """
 
     read_tokens: int = 0
     decode_steps: int = 0
     row_steps: int = 0
     new_tokens: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_at: Counter[int] = field(default_factory=Counter)
     plan_seconds: float = 0.0
     dispatch_seconds: float = 0.0
     results_seconds: float = 0.0
@@ -28,7 +43,16 @@ class Counters:
             self.read_tokens += sum(chunk.valid for chunk in plan.reading.chunks)
         if plan.decoding is not None:
             self.decode_steps += plan.decoding.steps
-            self.row_steps += sum(row.steps for row in plan.decoding.rows)
+            # of a round, `steps` of a row are tokens
+            self.row_steps += sum(min(row.steps, plan.decoding.steps) for row in plan.decoding.rows)
+
+    def count_drafts(self, drafted: int, tokens: int) -> None:
+        """Counts a row's round, in which some were drafted and that gave so many tokens."""
+        if drafted > 0:
+            self.drafts += 1
+            self.draft_tokens += drafted
+            self.accepted_tokens += tokens - 1
+            self.accepted_at.update(range(tokens - 1))
 
 
 def policy_of(policy: Policy, own: Mapping[str, float | bool]) -> str:

@@ -89,17 +89,21 @@ class Runner:
             pending.append(self._read(plan.reading))
         if plan.decoding is not None:
             pending.append(self._decode(plan.decoding))
-            self._service(plan.decoding.rows)
+            if not self._spec.sizes.drafts:  # a round has them within
+                self._service(plan.decoding.rows)
         for results in pending:
             results.packed.copy_to_host_async()
         return pending
 
-    def results(self, pending: PendingResults) -> list[tuple[int, NewTokens]]:
-        """Returns each answer that a program decoded for, with its tokens, once they are there."""
+    def results(self, pending: PendingResults) -> list[tuple[int, NewTokens, int]]:
+        """Returns each answer that a program decoded for, once its results are there.
+
+        It is followed by its tokens, and by how many were planned.
+        """
         packed = np.asarray(pending.packed)
         layers, layer_stats = self._spec.cache.num_layers, self._spec.layer_stats
         return [
-            (answer, unpack(packed[:steps, row], layers, layer_stats))
+            (answer, unpack(packed[:steps, row], layers, layer_stats), steps)
             for answer, row, steps in pending.rows
         ]
 

@@ -115,6 +115,10 @@ class Scheduler:
             answer.keys = block_keys(answer.ids, self.sizes.block_tokens, root)
         heapq.heappush(self.waiting, (answer.rank, answer.number, answer))
 
+    def gave(self, answer: Answer, planned: int, tokens: int) -> None:
+        """Takes in how many tokens a program gave an answer, of as many as were planned."""
+        answer.sent -= planned - tokens
+
     def stop(self, answer: Answer) -> None:
         """Stops an answer in any phase; the next plan drops it."""
         answer.stopped = self._some_stopped = True
@@ -135,7 +139,8 @@ class Scheduler:
             self.waiting = [entry for entry in self.waiting if not entry[2].stopped]
             heapq.heapify(self.waiting)
         for answer in [*self.reading, *self.decoding]:
-            if answer.stopped or answer.sent == answer.max_tokens:
+            # what a round gives is known later, and stops an answer then
+            if answer.stopped or (answer.sent == answer.max_tokens and not self.sizes.drafts):
                 self._end(answer)
 
     def _end(self, answer: Answer) -> None:
@@ -284,7 +289,7 @@ class Scheduler:
         self._stalled = 0
         steps, rows, answers = self._steps(), [], []
         for answer in self.decoding:
-            count = min(steps, answer.max_tokens - answer.sent)
+            count = min(steps + self.sizes.drafts, answer.max_tokens - answer.sent)
             first = self.memory.num_groups(answer)
             groups = self.memory.grow(answer, count, [*self.reading, *self.decoding])
             count = min(count, self.memory.steps_left(answer))

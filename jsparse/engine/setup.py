@@ -15,6 +15,7 @@ from jsparse.pallas_kernels.block_sparse_decode.api import MAX_QUERIES
 from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime import capacity, chunk_attention
 from jsparse.runtime.admission import admit
+from jsparse.runtime.generate_options import num_drafts
 
 # With an 8B model on an H100, chunks of 512 tokens at a prompt's beginning keep the device as busy
 # as longer ones. Further on, attention gains by longer ones, the longest of which take too long
@@ -82,6 +83,8 @@ def engine_spec(
     max_stall_ms: float | None,
     batch_invariant: bool,
     cascade_attention: bool | None,
+    exact: bool,
+    num_speculative_tokens: int | None,
 ) -> EngineSpec:
     """Returns the spec of an engine; `LLM` documents the arguments and the meaning of None.
 
@@ -93,6 +96,12 @@ def engine_spec(
         params, max_num_seqs=max_num_seqs, max_model_len=max_model_len, page_size=page_size
     )
     flag("batch_invariant", batch_invariant)
+    drafts = num_drafts(exact, num_speculative_tokens)
+    if batch_invariant and drafts:
+        raise ValueError(
+            "exact=True: must be False where batch_invariant is true: how many tokens are checked "
+            "together depends on when results arrive, and rounding on that"
+        )
     if batch_invariant:
         steps_per_program = _only("steps_per_program", steps_per_program, 1)
         decode_rows = _only("decode_rows", decode_rows, [rows.batch])
@@ -107,14 +116,18 @@ def engine_spec(
         per_request=per_request,
         steps_per_program=STEPS_GPU if unset and _on_gpu() else steps_per_program,
         allocates=False,
+        drafts=drafts,
     )
+    drafts = admitted.drafts
+    if drafts:
+        cascade_attention = False
     sizes = sizes_of(
         admitted.policy,
         params.config,
         rows,
         kv_cache_tokens=kv_cache_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
-        steps=admitted.max_steps,
+        steps=1 if drafts else admitted.max_steps,
         decode_rows=decode_rows,
         prefill_rows=prefill_rows,
         ladder=ladder,
@@ -124,6 +137,7 @@ def engine_spec(
     sizes = sizes._replace(
         batch_invariant=batch_invariant,
         family_rows=_family_rows(cascade_attention, admitted.policy, rows),
+        drafts=drafts,
     )
     return EngineSpec(
         params,
@@ -135,13 +149,14 @@ def engine_spec(
     )
 
 
-def rules(policy: Policy, *, share: bool) -> Rules:
+def rules(policy: Policy, sizes: EngineSizes, *, share: bool) -> Rules:
     """Returns the rules by which requests are planned; if `share`, they share prompts."""
     return Rules(
         root=policy.name if share and policy.shares is not None else None,
         window=policy.window,
         replays=policy.shares == "keys",
-        periods=tuple(policy.services.every.values()),
+        # a round has its services within
+        periods=() if sizes.drafts else tuple(policy.services.every.values()),
     )
 
 

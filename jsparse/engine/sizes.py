@@ -32,6 +32,8 @@ class EngineSizes(NamedTuple):
             device busy alone.
         family_rows: the most rows that read the pages that they have in common together; 0 is that
             each row reads its own.
+        drafts: the most tokens that the policy drafts before dense attention checks them: a decode
+            program then is a round of speculation; 0 is that it runs decode steps.
     """
 
     num_slots: int
@@ -49,6 +51,7 @@ class EngineSizes(NamedTuple):
     growth_tokens: int = 256
     packed_tokens: int = 512
     family_rows: int = 0
+    drafts: int = 0
 
     @property
     def full_sizes(self) -> list[int]:

@@ -33,7 +33,8 @@ class Answer:
         known: the number of those whose K and V are there; more than `read` while tokens from other
             requests are replayed.
         cached: the number of tokens that were taken over from other requests.
-        sent: the number of its tokens that have been planned.
+        sent: the number of its tokens that have been planned; of a round whose results are not
+            there, the most that it can give.
         stopped: whether it wants no more tokens.
         salt: the secret that answers must have in common to share its blocks.
         blocks: the blocks that it holds, from the prompt's beginning on.
@@ -116,7 +117,8 @@ class Decode(NamedTuple):
 
     Attributes:
         answer, slot: the number of the answer, and its slot.
-        steps: the number of steps in which it takes part.
+        steps: the number of steps in which it takes part; of a round, the most tokens that it may
+            give.
         age: the number of steps that it will have decoded then.
         groups: the groups that it gets for them.
         first: the number of groups that it has had before.
@@ -143,7 +145,7 @@ class Family(NamedTuple):
 
 
 class Decoding(NamedTuple):
-    """Plans a program of `steps` decode steps.
+    """Plans a program of `steps` decode steps, or a round of speculation, which counts as one.
 
     Attributes:
         num_rows: the number of rows that the program computes, these among them.

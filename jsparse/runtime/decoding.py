@@ -18,7 +18,7 @@ from jsparse.runtime.pauses import due, next_steps, until_due
 from jsparse.runtime.reading import PrefillResult
 from jsparse.runtime.rows import Batch, Step, decode_steps, first_tokens, serviced
 from jsparse.runtime.sampling import ChooseFn
-from jsparse.runtime.speculation import speculate
+from jsparse.runtime.speculation import Round, speculate
 from jsparse.shapes import Rows
 
 
@@ -63,6 +63,14 @@ def with_logits(step: Step) -> StepResult:
     """Keeps all of a step."""
     stats = step.stats and step.stats.over_layers()
     return StepResult(step.tokens, step.logprobs, stats, step.overflow, step.logits)
+
+
+def of_round(made: Round) -> StepResult:
+    """Keeps all of a round but its logits."""
+    stats = StepStats(*(jnp.mean(shares, axis=1) for shares in made.stats))
+    overflow = jnp.broadcast_to(made.overflow, made.tokens.shape)
+    drafts = Drafts(made.counts, made.drafted)
+    return StepResult(made.tokens, made.logprobs, stats, overflow, None, drafts)
 
 
 class Decoding:
@@ -186,11 +194,9 @@ class Speculating(Decoding):
 
     def advance(self) -> StepResult:
         """Dispatches a round, with the services for which rows are due then."""
-        self.batch, made = speculate(*self._arguments(), self.batch)
+        self.batch, result = speculate(*self._arguments(), self.batch)
         self.done += 1
-        overflow = jnp.broadcast_to(made.overflow, made.tokens.shape)
-        drafts = Drafts(made.counts, made.drafted)
-        return StepResult(made.tokens, made.logprobs, made.stats, overflow, None, drafts)
+        return result
 
     def _batch(
         self, tokens: Rows, cache: KVCache, state: State, given: Any, knobs: Any
@@ -201,6 +207,6 @@ class Speculating(Decoding):
     def _arguments(self) -> tuple[Any, ...]:
         """Returns the arguments of a round, before the batch."""
         return (
-            *(self._params.decoder, self._policy, self._choose, self._num_drafts),
+            *(self._params.decoder, self._policy, self._choose, self._num_drafts, of_round),
             *(self._params.weights, self._beside, jnp.asarray(self._limits, jnp.int32)),
         )

@@ -11,6 +11,7 @@ number. So the text is the very one that dense decoding draws from that seed, no
 same distribution.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -40,8 +41,10 @@ class Round(NamedTuple):
         tokens, logprobs: the chosen tokens and their log-probabilities, as dense decoding's are.
         counts: how many of its tokens each row has chosen, the first of them.
         drafted: how many tokens of each row were drafted; `counts - 1` of them agreed.
-        stats: how much each draft attended to and read, of those that each row made.
+        stats: how much each draft attended to and read in each layer, [n - 1, L, B], of those that
+            each row made.
         overflow: the rows that had run out of room; they choose nothing.
+        logits: the logits that the tokens were chosen from.
     """
 
     tokens: Int32[Array, "n B"]
@@ -50,10 +53,11 @@ class Round(NamedTuple):
     drafted: Rows
     stats: StepStats
     overflow: Bool[Array, "B"]
+    logits: Float32[Array, "n B V"]
 
 
 @program(
-    static_argnames=("decoder", "policy", "choose", "drafts"),
+    static_argnames=("decoder", "policy", "choose", "drafts", "keep"),
     donate_argnames=("batch",),
 )
 def speculate[Memory: (KVCache, SharedPages)](
@@ -61,15 +65,16 @@ def speculate[Memory: (KVCache, SharedPages)](
     policy: Policy,
     choose: ChooseFn,
     drafts: int,
+    keep: Callable[[Round], Any],
     weights: Weights,
     beside: ReadOnly,
     limits: Rows,
     batch: Batch[Memory],
-) -> tuple[Batch[Memory], Round]:
+) -> tuple[Batch[Memory], Any]:
     """Runs a round of at most `drafts` drafts per row, and the service for which rows are due then.
 
-    Row b decodes until it has chosen `limits[b]` tokens in all; `batch.made` has a number per row.
-    A round ends where a row is due for the policy's maintenance.
+    Also returns the result of `keep`. Row b decodes until it has chosen `limits[b]` tokens in all;
+    `batch.made` has a number per row. A round ends where a row is due for the policy's maintenance.
     """
     note_trace()
     beside = beside._replace(knobs=batch.knobs or None)
@@ -122,7 +127,8 @@ def speculate[Memory: (KVCache, SharedPages)](
     after = Batch(
         *(checked.newest, memory, state, checked.given, checked.made, batch.recent, batch.knobs)
     )
-    return after, Round(chosen, logprobs, counts, drafted, stats, cache.overflow)
+    made = Round(chosen, logprobs, counts, drafted, stats, cache.overflow, logits)
+    return after, keep(made)
 
 
 class _Checked(NamedTuple):
@@ -136,7 +142,7 @@ class _Checked(NamedTuple):
 
 def _of_draft(step: Step) -> tuple[Rows, StepStats]:
     assert step.stats is not None
-    return step.tokens, step.stats.over_layers()
+    return step.tokens, step.stats
 
 
 def _cut(cache: KVCache, positions: Rows) -> KVCache:

@@ -110,11 +110,22 @@ class Metrics:
             ("generation_tokens", "Tokens of answers.", counters.new_tokens),
             ("computed_prompt_tokens", "Prompt tokens that were computed.", counters.read_tokens),
             ("decode_steps", "Decode steps.", counters.decode_steps),
+            ("spec_decode_num_drafts", "Rounds in which answers drafted.", counters.drafts),
+            ("spec_decode_num_draft_tokens", "Tokens drafted.", counters.draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafts accepted.", counters.accepted_tokens),
             ("programs_compiled", "Programs compiled so far.", self._engine.programs.compiled),
         ):
             count = CounterMetricFamily(f"jsparse:{name}", text, labels=["model_name"])
             count.add_metric([self._model], value)
             yield count
+        accepted = CounterMetricFamily(
+            "jsparse:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts accepted, by position.",
+            labels=["model_name", "position"],
+        )
+        for position in range(self._engine.sizes.drafts):
+            accepted.add_metric([self._model, f"{position}"], counters.accepted_at[position])
+        yield accepted
         host = CounterMetricFamily(
             "jsparse:host_seconds", "Time of the engine's thread.", labels=["model_name", "part"]
         )

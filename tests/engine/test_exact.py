@@ -1,0 +1,121 @@
+"""Tests that an engine's rows draft under a policy and get dense attention's own text."""
+
+import numpy as np
+import pytest
+from marks import slow_except
+from policy_table import TABLE
+from programs import shared
+from serving import asked, assert_at_rest, greedy, tiny_llm, until
+from test_policies_in_the_engine import servable
+from tiny import random_prompts
+
+import jsparse
+from jsparse.engine import plan_log, replay
+from jsparse.engine.packing import NOT_DRAFTED, REJECTED, unpack
+from jsparse.policies.expressions import parse
+
+*PROMPTS, BEGINNING = random_prompts((9, 21, 3, 41, 16, 5, 32), seed=5)
+ASKED = [*PROMPTS, BEGINNING + PROMPTS[0], BEGINNING + PROMPTS[5]]
+DRAWN = {
+    "temperature": 1.0,
+    "top_p": 0.9,
+    "repetition_penalty": 1.3,
+    "frequency_penalty": 0.5,
+    "logit_bias": {7: 3.0},
+    "min_tokens": 4,
+}
+# greedy and drawn ones beside one another, of different lengths
+OPTIONS = [
+    greedy(tokens, ignore_eos=True, **({"seed": tokens} | DRAWN if tokens % 2 else {}))
+    for tokens in (10, 5, 14, 9, 6, 11, 7, 8)
+]
+DRAFTING = [expression for expression in TABLE if servable(parse(expression))]
+QUEST = "quest(budget=16)"
+CLUSTERS = "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)"
+CAN = {"max_num_seqs": 3, "ladder": ((0, 16),), "batch_invariant": False}
+
+
+@shared
+def engine(expression, exact=True, **options):
+    more = {"exact": True, "num_speculative_tokens": 3} if exact else {}
+    return tiny_llm(expression, **CAN, **more, **options)
+
+
+@shared
+def expected():
+    return engine("dense", exact=False).generate(ASKED, OPTIONS)
+
+
+@pytest.mark.parametrize("expression", slow_except(DRAFTING, QUEST, CLUSTERS))
+def test_answers_are_dense_attentions(expression):
+    llm = engine(expression)
+    for out, its in zip(llm.generate(ASKED, OPTIONS), expected(), strict=True):
+        (made,), (dense,) = out.outputs, its.outputs
+        assert made.token_ids == dense.token_ids
+        assert made.finish_reason == dense.finish_reason == "length"
+        np.testing.assert_allclose(made.token_logprobs, dense.token_logprobs, rtol=1e-3, atol=1e-4)
+    assert_at_rest(llm)
+
+
+def test_drafts_are_counted():
+    llm = engine(QUEST)
+    llm.generate(ASKED, OPTIONS)
+    counters = llm.engine.counters
+    by_position = [counters.accepted_at[nth] for nth in range(3)]
+    assert 0 < sum(by_position) == counters.accepted_tokens < counters.draft_tokens
+    assert counters.draft_tokens <= 3 * counters.drafts
+    # a draft is accepted only if all before it are
+    assert by_position == sorted(by_position, reverse=True)
+    assert counters.row_steps <= 3 * counters.decode_steps
+
+
+def test_answers_end_within_a_round():
+    """By an end token, and aborted; what was on its way to them is lost."""
+    llm, dense = engine(QUEST), expected()[2].outputs[0].token_ids
+    options = [greedy(14, stop_token_ids=(dense[at],)) for at in (5, 6, 7)]
+    outs = llm.generate([ASKED[2]] * 3, options)
+    for out, at in zip(outs, (5, 6, 7), strict=True):
+        assert out.outputs[0].token_ids == dense[: dense.index(dense[at]) + 1]
+        assert out.outputs[0].finish_reason == "stop"
+    gone = llm.engine.add(asked(llm, ASKED[2], greedy(14)), request_id="gone")
+    until(llm, lambda: len(gone.builders[0].token_ids) > 3)
+    llm.engine.abort("gone")
+    until(llm, lambda: llm.engine.idle)
+    (again,) = llm.generate([ASKED[2]], greedy(14))
+    assert again.outputs[0].token_ids == dense
+    assert_at_rest(llm)
+
+
+def test_several_answers_and_likely_tokens():
+    options = jsparse.SamplingParams(
+        n=2, logprobs=3, max_tokens=9, temperature=1.0, seed=4, ignore_eos=True
+    )
+    (out,) = engine(QUEST).generate([PROMPTS[1]], options)
+    (its,) = engine("dense", exact=False).generate([PROMPTS[1]], options)
+    for made, dense in zip(out.outputs, its.outputs, strict=True):
+        assert made.token_ids == dense.token_ids
+        for top, other in zip(made.top_logprobs, dense.top_logprobs, strict=True):
+            assert list(top) == list(other)
+
+
+@pytest.mark.slow
+def test_a_log_is_replayed(tmp_path):
+    llm = engine(QUEST, record=tmp_path / "log.jsonl")
+    llm.generate(ASKED[:5], OPTIONS[:5])
+    recorded = plan_log.read(tmp_path / "log.jsonl")
+    assert len(recorded.got) == 5
+    again = replay.replay(llm.engine.params, tmp_path / "log.jsonl")
+    assert {nth: again[nth] for nth in recorded.got} == recorded.got
+
+
+def test_exact_excludes_batch_invariant():
+    with pytest.raises(ValueError, match=r"exact=True: must be False where batch_invariant"):
+        tiny_llm(QUEST, exact=True)
+
+
+def test_places_without_a_token_are_none():
+    """A row of two tokens: of three drafts the second did not agree; a fourth was not made."""
+    packed = np.zeros((5, 4), np.int32)
+    packed[:, 0] = 7, 8, REJECTED, REJECTED, NOT_DRAFTED
+    made = unpack(packed, num_layers=2, layer_stats=False)
+    assert (made.ids, made.drafted, made.shares.shape) == ([7, 8], 3, (2, 2))
