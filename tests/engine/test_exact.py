@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from marks import slow_except
-from policy_table import TABLE
+from policy_table import METHODS
 from programs import shared
 from serving import asked, assert_at_rest, greedy, tiny_llm, until
 from test_policies_in_the_engine import servable
@@ -29,7 +29,7 @@ OPTIONS = [
     greedy(tokens, ignore_eos=True, **({"seed": tokens} | DRAWN if tokens % 2 else {}))
     for tokens in (10, 5, 14, 9, 6, 11, 7, 8)
 ]
-DRAFTING = [expression for expression in TABLE if servable(parse(expression))]
+DRAFTING = [expression for expression in METHODS if servable(parse(expression))]
 QUEST = "quest(budget=16)"
 CLUSTERS = "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)"
 CAN = {"max_num_seqs": 3, "ladder": ((0, 16),), "batch_invariant": False}
