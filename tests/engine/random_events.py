@@ -1,6 +1,7 @@
 """Adds, stops and plans at random, and checks each plan as a device would see it."""
 
 from collections import Counter
+from random import Random
 from unittest.mock import patch
 
 from hypothesis import settings
@@ -59,27 +60,33 @@ class Serving(RuleBasedStateMachine):
         if plan.decoding is None:
             return
         self.follow_families(plan.decoding)
-        slots = [row.slot for row in plan.decoding.rows]
-        assert 1 <= len(slots) == len(set(slots)) <= plan.decoding.num_rows
-        assert plan.decoding.num_rows in self.sizes.rows
-        for row in plan.decoding.rows:
+        self.follow_decoding(plan.decoding)
+
+    def follow_decoding(self, decoding):
+        slots = [row.slot for row in decoding.rows]
+        assert 1 <= len(slots) == len(set(slots)) <= decoding.num_rows
+        assert decoding.num_rows in self.sizes.rows
+        for row in decoding.rows:
             asked = self.asked[row.answer]
             assert self.slots[row.slot] == row.answer
-            assert 1 <= row.steps <= plan.decoding.steps
+            assert 1 <= row.steps <= decoding.steps
             before = self.steps[row.answer] - 1
             self.steps[row.answer] += row.steps
             assert row.age == self.steps[row.answer] - 1
             assert self.steps[row.answer] <= asked.max_tokens
-            # it has groups for all its tokens, and the device knows of them
-            table = self.tables[row.answer]
-            if row.groups:
-                assert len(row.groups) <= self.sizes.growth
-                assert row.first == len(table)
-                table += row.groups
-            assert table == asked.groups
-            assert len(asked.ids) + row.age <= len(table) * SIZES.page_size
+            self.follow_groups(row, asked, row.age)
             # no program runs past a row's service
             assert all(before // every == (row.age - 1) // every for every in RULES.periods)
+
+    def follow_groups(self, row, asked, tokens):
+        """It has groups for its prompt and so many tokens, and the device knows of them."""
+        table = self.tables[row.answer]
+        if row.groups:
+            assert len(row.groups) <= self.sizes.growth
+            assert row.first == len(table)
+            table += row.groups
+        assert table == asked.groups
+        assert len(asked.ids) + tokens <= len(table) * SIZES.page_size
 
     def follow_families(self, decoding):
         """What rows are told to read together is the same, and is there."""
@@ -210,7 +217,70 @@ class Scarce(Serving):
     sizes = PACKED._replace(growth_tokens=4, num_groups=17)
 
 
-MACHINES = [Scarce, Serving, Replaying, Variant, VariantReplaying]
+class Drafting(Variant):
+    """The same, where programs are rounds: the device knows at once what they give, the host later.
+
+    What a round gives is anything from a token to all that were planned.
+    """
+
+    sizes = Variant.sizes._replace(drafts=3, steps=1, family_rows=0)
+
+    def __init__(self):
+        super().__init__()
+        self.scheduler = Scheduler(self.sizes, RULES._replace(periods=()), PACE)
+        self.on_their_way, self.random = [], Random(0)
+
+    def follow_reading(self, reading):
+        super().follow_reading(reading)
+        if reading.last:
+            # the first tokens
+            read = [self.asked[chunk.answer] for chunk in reading.chunks]
+            self.on_their_way.append([(asked, 1, 1, 1) for asked in read])
+
+    def follow_decoding(self, decoding):
+        assert decoding.steps == 1
+        given = []
+        for row in decoding.rows:
+            asked = self.asked[row.answer]
+            assert self.slots[row.slot] == row.answer
+            assert 1 <= row.steps <= 1 + self.sizes.drafts
+            # whatever rounds before it give, there is room, and it is not too much
+            assert self.steps[row.answer] + row.steps <= asked.max_tokens
+            self.follow_groups(row, asked, self.steps[row.answer] + row.steps - 1)
+            tokens = self.random.randint(1, row.steps)
+            self.steps[row.answer] += tokens
+            given.append((asked, row.steps, tokens, self.steps[row.answer]))
+        self.on_their_way.append(given)
+
+    def follow(self, plan):
+        super().follow(plan)
+        if plan.decoding is None or len(self.on_their_way) > 2:
+            self.arrive()
+
+    @rule()
+    def arrive(self):
+        for asked, planned, tokens, made in self.on_their_way.pop(0) if self.on_their_way else ():
+            if not asked.stopped:
+                self.scheduler.gave(asked, planned, tokens)
+                if made == asked.max_tokens:
+                    self.scheduler.stop(asked)
+
+    def teardown(self):
+        for asked in self.asked:
+            asked.stopped_before = asked.stopped
+        for _ in range(100 * (len(self.asked) + 1)):
+            if self.scheduler.idle:
+                break
+            self.follow(self.scheduler.plan())
+        assert self.scheduler.idle
+        assert self.scheduler.pool.available == self.scheduler.pool.size
+        assert all(asked.phase is Phase.ENDED for asked in self.asked)
+        for asked in self.asked:
+            if not asked.stopped_before:
+                assert self.steps[asked.number] == asked.max_tokens
+
+
+MACHINES = [Scarce, Serving, Replaying, Variant, VariantReplaying, Drafting]
 
 
 def run_events(machine, examples, steps):
