@@ -47,7 +47,7 @@ def steps(request) -> int:
 def test_a_request_gets_in_a_crowd_what_it_gets_alone(policy, steps):
     """Greedy rows beside sampled ones, and prompts that others have read.
 
-    Bit for bit with `batch_invariant`.
+    Bit for bit with `batch_invariant`; without it, until two tokens are as good as equal.
     """
     llm = jsparse.LLM(
         *(model(), policy),
@@ -72,7 +72,16 @@ def test_a_request_gets_in_a_crowd_what_it_gets_alone(policy, steps):
         if steps == 1:
             assert bits(alone) == bits(crowd[nth]), nth
         else:
-            ((tokens, ours),), ((wanted, theirs),) = bits(alone), bits(crowd[nth])
-            assert tokens == wanted, nth
-            # programs of other rows add up in another order, in bfloat16
-            np.testing.assert_allclose(ours or [], theirs or [], atol=5e-2)
+            assert_same_up_to_rounding(alone, crowd[nth], drawn=options[nth].temperature > 0)
+
+
+def assert_same_up_to_rounding(out, other, *, drawn):
+    """Programs of other rows add up in another order, in bfloat16.
+
+    Where the likeliest tokens differ, each is as likely as the other. Drawn tokens may differ
+    earlier.
+    """
+    ((tokens, ours),), ((wanted, theirs),) = bits(out), bits(other)
+    same = [a == b for a, b in zip(tokens, wanted, strict=True)]
+    first = len(same) if all(same) else same.index(False) + (not drawn)
+    np.testing.assert_allclose(ours[:first], theirs[:first], atol=5e-2)

@@ -20,7 +20,7 @@ from jsparse.runtime.answers import answers
 from jsparse.runtime.chunk_attention import attend_chunk, attend_few
 from jsparse.runtime.generate_options import num_drafts
 from jsparse.runtime.request import requests
-from jsparse.runtime.sampling import chooser
+from jsparse.runtime.sampling import chooser, forced
 from jsparse.runtime.session import Session
 
 PROMPTS = random_prompts((30, 9, 17))
@@ -175,14 +175,35 @@ def test_rows_keep_no_more_than_they_may():
 
 
 def test_maintenance_comes_when_it_is_due():
-    """Which tokens are in chunks follows from the text alone, and from when they are cut."""
-    _, session = decoded(CLUSTERS, DRAFTS, DRAWN)
-    chunks = session.held.state.chunks
-    for b, (prompt, limit) in enumerate(zip(PROMPTS, LIMITS, strict=True)):
-        age = limit - 1
-        cut_at = len(prompt) + age - age % 2
-        # all but the 3 newest then, and those that are too few for the longest chunk
-        assert cut_at - 3 - 2 <= int(chunks.starts[b, -1]) <= cut_at - 3
+    """Chunks are those of the policy alone, which is forced along the same text."""
+    outs, session = decoded(CLUSTERS, DRAFTS, DRAWN)
+    alone, row = session_of(CLUSTERS, 0), LIMITS.index(max(LIMITS))
+    table = np.zeros((max(LIMITS), len(PROMPTS)), np.int32)
+    table[:, row] = outs[row].token_ids
+    for _ in alone.steps(forced, jnp.asarray(table), limits=LIMITS):
+        pass
+    # the other rows went on beyond their texts
+    ours, expected = (each.held.state.chunks for each in (session, alone))
+    assert int(ours.count[row]) == int(expected.count[row]) > 0
+    np.testing.assert_array_equal(ours.starts[row], expected.starts[row])
+
+
+def test_no_row_drafts_beyond_its_maintenance():
+    """Where all drafts agree, rounds would otherwise pass the tokens after which it is due."""
+
+    def count(state, view):
+        return state + 1, view.cache
+
+    counting = as_policy("all_pages()")._replace(
+        init=lambda spec: jnp.zeros(spec.batch, jnp.int32),
+        services=Services(count, period=5),
+        name="counting",
+    )
+    session = session_of(counting, DRAFTS)
+    choose, given = chooser(asked_of(session, GREEDY), session.params.config.vocab_size)
+    for _ in session.steps(choose, given, limits=LIMITS):
+        pass
+    assert session.held.state.tolist() == [(limit - 1) // 5 for limit in LIMITS]
 
 
 def test_no_round_is_traced_again():
