@@ -122,7 +122,7 @@ class Engine:
             spec.sizes,
         )
         self._pace = Pace(params.config)
-        rules = setup.rules(spec.policy, spec.sizes, share=enable_prefix_caching)
+        rules = setup.rules(spec.policy, spec.cache, spec.sizes, share=enable_prefix_caching)
         self.programs = Programs(spec)
         usable = self.programs.usable_rows, self._can_share
         self.scheduler = Scheduler(self.sizes, rules, self._pace, *usable)
@@ -328,7 +328,7 @@ class Engine:
             self.counters.new_tokens += count
             updates.append(state)
             if builder.finish is not None:
-                self.scheduler.stop(answer)
+                self.scheduler.stop(answer, builder.token_ids)
                 if self._log is not None:
                     self._log.answered(number, builder)
                 if state.finished:

@@ -6,8 +6,10 @@ A plan is plain numbers: a log of plans replays a session (jsparse.engine.plan_l
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from jsparse.engine.blocks import block_keys
 from jsparse.engine.families import families
@@ -110,18 +112,26 @@ class Scheduler:
             ValueError: it could never fit.
         """
         self.memory.require_room(len(answer.ids), answer.max_tokens)
-        if self.rules.root is not None:
-            root = f"{self.rules.root}\n{answer.salt}"
-            answer.keys = block_keys(answer.ids, self.sizes.block_tokens, root)
+        answer.keys = self._keys(answer, answer.ids)
         heapq.heappush(self.waiting, (answer.rank, answer.number, answer))
 
     def gave(self, answer: Answer, planned: int, tokens: int) -> None:
         """Takes in how many tokens a program gave an answer, of as many as were planned."""
         answer.sent -= planned - tokens
 
-    def stop(self, answer: Answer) -> None:
-        """Stops an answer in any phase; the next plan drops it."""
+    def _keys(self, answer: Answer, ids: np.ndarray) -> list[bytes]:
+        """Returns the keys of the blocks of a text that an answer may share."""
+        if self.rules.root is None:
+            return []
+        return block_keys(ids, self.sizes.block_tokens, f"{self.rules.root}\n{answer.salt}")
+
+    def stop(self, answer: Answer, made: Sequence[int] = ()) -> None:
+        """Stops an answer in any phase; the next plan drops it.
+
+        Its tokens, if they are given, may be shared as those of its prompt are.
+        """
         answer.stopped = self._some_stopped = True
+        answer.made = made
 
     def plan(self) -> StepPlan:
         """Returns the next work, as if it were done at once: plans run in their order."""
@@ -147,6 +157,11 @@ class Scheduler:
         (self.reading if answer.phase is Phase.READING else self.decoding).remove(answer)
         self._leave_place(answer)
         heapq.heappush(self._slots, answer.slot)
+        if self.rules.answers and len(answer.made) > 1:
+            # K and V of the newest have not been computed
+            text = np.concatenate([answer.ids, np.asarray(answer.made[:-1], np.int32)])
+            answer.keys, answer.read = self._keys(answer, text), len(text)
+            self.memory.share(answer)
         self.memory.release(answer)
         answer.phase = Phase.ENDED
 

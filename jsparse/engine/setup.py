@@ -12,7 +12,7 @@ from jsparse.hyper_parameters import flag, number_in, whole_number
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
 from jsparse.pallas_kernels.block_sparse_decode.api import MAX_QUERIES
-from jsparse.policy import AnyPolicy, Policy
+from jsparse.policy import AnyPolicy, Policy, is_dense
 from jsparse.runtime import capacity, chunk_attention
 from jsparse.runtime.admission import admit
 from jsparse.runtime.generate_options import num_drafts
@@ -149,14 +149,17 @@ def engine_spec(
     )
 
 
-def rules(policy: Policy, sizes: EngineSizes, *, share: bool) -> Rules:
+def rules(policy: Policy, spec: CacheSpec, sizes: EngineSizes, *, share: bool) -> Rules:
     """Returns the rules by which requests are planned; if `share`, they share prompts."""
+    exact = sizes.drafts > 0 or is_dense(policy, spec)
     return Rules(
         root=policy.name if share and policy.shares is not None else None,
         window=policy.window,
         replays=policy.shares == "keys",
         # a round has its services within
         periods=() if sizes.drafts else tuple(policy.services.every.values()),
+        # a decode program adds up in another order than one that reads
+        answers=share and exact and not sizes.batch_invariant,
     )
 
 

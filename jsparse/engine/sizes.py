@@ -133,9 +133,12 @@ class Rules(NamedTuple):
         window: the last tokens of a prompt that must be read by the request itself.
         replays: whether a row's state must be built anew from K and V that are shared.
         periods: numbers of decoded tokens after which a row is serviced, by a program of its own.
+        answers: whether K and V of generated tokens, and what the policy knows of them, are those
+            of a prompt with these tokens, so that answers are shared as prompts are.
     """
 
     root: str | None
     window: int
     replays: bool
     periods: tuple[int, ...]
+    answers: bool = False

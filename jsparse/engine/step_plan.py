@@ -37,6 +37,7 @@ class Answer:
             there, the most that it can give.
         stopped: whether it wants no more tokens.
         salt: the secret that answers must have in common to share its blocks.
+        made: its tokens, where it has stopped and others may share them.
         blocks: the blocks that it holds, from the prompt's beginning on.
         own: the groups behind them.
     """
@@ -56,6 +57,7 @@ class Answer:
     cached: int = 0
     sent: int = 0
     stopped: bool = False
+    made: Sequence[int] = ()
     blocks: list[CacheBlock] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
 

@@ -227,7 +227,7 @@ class Drafting(Variant):
 
     def __init__(self):
         super().__init__()
-        self.scheduler = Scheduler(self.sizes, RULES._replace(periods=()), PACE)
+        self.scheduler = Scheduler(self.sizes, RULES._replace(periods=(), answers=True), PACE)
         self.on_their_way, self.random = [], Random(0)
 
     def follow_reading(self, reading):
@@ -263,7 +263,15 @@ class Drafting(Variant):
             if not asked.stopped:
                 self.scheduler.gave(asked, planned, tokens)
                 if made == asked.max_tokens:
-                    self.scheduler.stop(asked)
+                    self.end(asked)
+
+    def end(self, asked):
+        """The answer, which has no token but 0, is there for those whose prompts begin with it."""
+        self.scheduler.stop(asked, [0] * asked.max_tokens)
+        text = [*asked.ids.tolist(), *[0] * (asked.max_tokens - 1)]
+        for at in range(0, len(text) - SIZES.page_size + 1, SIZES.page_size):
+            group = self.tables[asked.number][at // SIZES.page_size]
+            self.written[group] = text[: at + SIZES.page_size], True
 
     def teardown(self):
         for asked in self.asked:

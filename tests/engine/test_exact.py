@@ -98,6 +98,26 @@ def test_several_answers_and_likely_tokens():
             assert list(top) == list(other)
 
 
+@pytest.mark.parametrize(
+    ("policy", "exact", "cached"), [(QUEST, True, 48), ("dense", False, 48), (QUEST, False, 32)]
+)
+def test_answers_stay_in_the_prefix_cache(policy, exact, cached):
+    """Those whose K and V are dense attention's: a further turn reads only what is new."""
+    llm, (prompt,) = engine(policy, exact), random_prompts([39], seed=21)
+    drawn = {"ignore_eos": True, "seed": 1, "temperature": 1.0}
+    (first,) = engine("dense", exact=False).generate([prompt], greedy(20, **drawn))
+    end = first.outputs[0].token_ids[12]
+    # an end token: the device goes on until the host knows
+    (turn,) = llm.generate([prompt], greedy(20, stop_token_ids=(end,), **drawn))
+    text = [*prompt, *turn.outputs[0].token_ids, 5, 6, 7]
+    (further,) = llm.generate([text], greedy(8, ignore_eos=True))
+    assert further.num_cached_tokens == cached
+    if exact or policy == "dense":
+        assert len(text) == 39 + 13 + 3
+        (fresh,) = tiny_llm("dense", **CAN).generate([text], greedy(8, ignore_eos=True))
+        assert further.outputs[0].token_ids == fresh.outputs[0].token_ids
+
+
 @pytest.mark.slow
 def test_a_log_is_replayed(tmp_path):
     llm = engine(QUEST, record=tmp_path / "log.jsonl")
