@@ -1,7 +1,7 @@
 """How many of a policy's drafts does dense attention accept, and what does a round take?
 
-A prompt is read once; then dense attention decodes it greedily, and each policy drafts under
-`exact`. Three kinds of text, each cut to --context tokens:
+A prompt is read once; then dense attention decodes it, greedily or at --temperature, and each policy
+drafts under `exact`. Three kinds of text, each cut to --context tokens:
 
     verse       the text of `jsparse eval`
     code        the package's own modules
@@ -59,19 +59,22 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def decoded(shared: "SharedPrefill", index: int, drafts: int, new: int) -> dict[str, Any]:
+def decoded(
+    shared: "SharedPrefill", index: int, drafts: int, new: int, temperature: float
+) -> dict[str, Any]:
     """Decodes `new` tokens; returns the tokens, and what the rounds gave."""
-    import jax
+    import jsparse
+    from jsparse.runtime.request import requests
+    from jsparse.runtime.sampling import chooser
 
-    from jsparse.runtime.sampling import greedy
-
-    runs = []
+    wanted = jsparse.SamplingParams(temperature=temperature, max_tokens=new, ignore_eos=True)
+    vocab, runs = shared.params.config.vocab_size, []
     for _ in range(2):  # the first compiles
         session = shared.session(index, drafts=drafts)
-        results = session.steps(greedy, (), limits=[new])
-        jax.block_until_ready(next(results).tokens)
-        first = [int(np.argmax(shared.held.logits[0]))]
-        began, made, rounds = time.perf_counter(), first, []
+        asked = requests(shared.params, [[0]], wanted, session.policy, seed=0)
+        results = session.steps(*chooser(asked, vocab), limits=[new])
+        made = np.asarray(next(results).tokens)[:, 0].tolist()
+        began, rounds = time.perf_counter(), []
         for result in results:
             tokens = np.asarray(result.tokens)[:, 0].tolist()
             if result.drafts is None:
@@ -113,6 +116,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--context", type=int, default=6144, help="tokens of the prompt")
     parser.add_argument("--new", type=int, default=129, help="tokens to decode")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="POLICY")
     parser.add_argument("--drafts", nargs="+", type=int, default=list(DRAFTS), metavar="K")
     args = parser.parse_args()
@@ -122,7 +126,8 @@ def main() -> None:
     from jsparse.text.prompts import tokenizer_of
 
     report: dict[str, Any] = {"environment": describe(allow_modified=args.allow_modified)}
-    report |= {"model": args.model, "context": args.context, "new": args.new, "rows": []}
+    names = ("model", "context", "new", "temperature")
+    report |= {name: getattr(args, name) for name in names} | {"rows": []}
     params = jsparse.load(args.model)
     for name, text in texts(args.context).items():
         ids = tokenizer_of(params, "the benchmark").encode(text)[: args.context]
@@ -130,10 +135,10 @@ def main() -> None:
             raise SystemExit(f"error: {name} has {len(ids)} tokens, fewer than {args.context}")
         spec = capacity.cache_spec(params, [ids], args.new, None, 16)
         shared = prime(params, as_policies(["dense", *args.policies]), [ids], spec, lambda *_: None)
-        dense = decoded(shared, 0, 0, args.new)
+        dense = decoded(shared, 0, 0, args.new, args.temperature)
         for nth, policy in enumerate(args.policies, start=1):
             for drafts in args.drafts:
-                run = decoded(shared, nth, drafts, args.new)
+                run = decoded(shared, nth, drafts, args.new, args.temperature)
                 row = {"text": name, "policy": policy, "drafts": drafts}
                 row |= figures(run, dense, drafts)
                 row |= {"dense_tokens_per_second": (args.new - 1) / dense["seconds"]}
