@@ -1,7 +1,7 @@
 """How many of a policy's drafts does dense attention accept, and what does a round take?
 
-A prompt is read once; then dense attention decodes it, greedily or at --temperature, and each policy
-drafts under `exact`. Three kinds of text, each cut to --context tokens:
+A prompt is read once; then dense attention decodes it, greedily or at --temperature, and each
+policy drafts under `exact`. Three kinds of text, each cut to --context tokens:
 
     verse       the text of `jsparse eval`
     code        the package's own modules

@@ -69,6 +69,14 @@ def test_drafts_are_counted():
     assert counters.row_steps <= 3 * counters.decode_steps
 
 
+def test_only_drafts_that_were_made_are_counted():
+    """Every second token a row is due for maintenance: one draft and the check come before it."""
+    llm = engine(CLUSTERS)
+    llm.generate(ASKED, OPTIONS)
+    counters = llm.engine.counters
+    assert 0 < counters.draft_tokens == counters.drafts
+
+
 def test_answers_end_within_a_round():
     """By an end token, and aborted; what was on its way to them is lost."""
     llm, dense = engine(QUEST), expected()[2].outputs[0].token_ids
