@@ -63,14 +63,20 @@ class Bench:
         shorten: what the counts of requests are divided by.
         slots: how many rows decode together.
         max_stall_ms: for how long reading keeps rows from decoding where requests arrive.
+        decode_rows: the numbers of rows of decode programs; None is the engine's own.
     """
 
     def __init__(
-        self, params: Any, shorten: int, slots: int, max_stall_ms: float = MAX_STALL_MS
+        self,
+        params: Any,
+        shorten: int,
+        slots: int,
+        max_stall_ms: float = MAX_STALL_MS,
+        decode_rows: Sequence[int] | None = None,
     ) -> None:
         """Prepares to measure a model with engines of `slots` slots."""
         self.params, self.shorten, self.slots = params, shorten, slots
-        self.max_stall_ms = max_stall_ms
+        self.max_stall_ms, self.decode_rows = max_stall_ms, decode_rows
         self._held: tuple[Any, Any] = None, None
 
     def engine(self, policy: str, max_model_len: int | None = None, **options: Any) -> Any:
@@ -90,7 +96,8 @@ class Bench:
         """Returns an engine."""
         from jsparse.engine.core import Engine
 
-        options = {"prepare": True, "max_num_seqs": self.slots} | options
+        own = {"max_num_seqs": self.slots, "decode_rows": self.decode_rows}
+        options = {"prepare": True} | own | options
         return Engine(self.params, policy, max_model_len=max_model_len, **options)
 
     def release(self) -> None:
@@ -304,6 +311,7 @@ def chunks(bench: Bench, policy: str) -> Measurement:
             max_num_seqs=2,
             prepare=False,
             enable_prefix_caching=False,
+            decode_rows=None,
         )
         seconds = [
             measure(engine, bench.workload(num_prompts=1, input_len=32768, output_len=1, seed=seed))
@@ -427,14 +435,20 @@ def main() -> None:
         default=MAX_STALL_MS,
         help="for how long reading keeps rows from decoding where requests arrive",
     )
+    parser.add_argument(
+        "--decode-rows",
+        type=int,
+        nargs="+",
+        help="numbers of rows of decode programs, up to --slots: the fewer, the sooner it begins",
+    )
     args = parser.parse_args()
     unknown = sorted(set(args.parts) - set(PARTS))
     if unknown:
         raise SystemExit(f"error: parts {unknown}: must be among {list(PARTS)}")
     report: dict[str, Any] = {"environment": describe(allow_modified=args.allow_modified)}
-    names = ("shorten", "slots", "max_stall_ms")
+    names = ("shorten", "slots", "max_stall_ms", "decode_rows")
     report |= {name: getattr(args, name) for name in names} | {"rows": []}
-    bench = Bench(random_model(), args.shorten, args.slots, args.max_stall_ms)
+    bench = Bench(random_model(), args.shorten, args.slots, args.max_stall_ms, args.decode_rows)
     for policy in args.policies:
         static = []
         for part in args.parts:
