@@ -11,7 +11,7 @@ from jsparse.names import GENERATE, takes
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import resolved
 from jsparse.runtime import capacity
-from jsparse.runtime.admission import require_resumable
+from jsparse.runtime.admission import require_drafting, require_resumable
 from jsparse.runtime.answers import run
 from jsparse.runtime.generate_options import GenerateOptions, chosen_sampling, num_drafts
 from jsparse.runtime.host_reader import Generation, OnChunk, Streamer
@@ -26,7 +26,7 @@ OF_A_TURN = ("streamer", "on_progress", "logprobs")
 
 
 class Conversation:
-    """Answers the turns of a chat; a further turn reads only the last answer and the new message.
+    """Answers the turns of a chat; a further turn reads at most the last answer and what is new.
 
     Earlier turns stay in the cache, up to the end of the last prompt; with `exact`, and under dense
     attention, so does the last answer, as far as the chat template leaves its tokens as they are.
@@ -74,6 +74,8 @@ class Conversation:
         # sizes of any cache: only the owners of the policy's state matter
         spec = capacity.cache_spec(params, [[0]], 1, None, self._page_size)
         running = resolved(self._policy, spec)
+        if self._drafts:
+            require_drafting(running, spec)
         try:
             require_resumable(running, spec)
         except ValueError as error:
@@ -102,8 +104,13 @@ class Conversation:
         (options,) = per_prompt(self._sampling, len(rows))
         session, start = self._session_for(rows[0], options)
         asked = requests(self._params, rows, options, session.policy, seed=self._seed)
-        self._session, self._read, self._answered = session, rows[0], []
-        (out,) = run(session, asked, [streamer], on_progress, None if start is None else [start])
+        try:
+            begins = None if start is None else [start]
+            (out,) = run(session, asked, [streamer], on_progress, begins)
+        finally:
+            # of an answer that was interrupted, the prompt has been read, or not
+            if session.prompt_lengths == [len(rows[0])]:
+                self._session, self._read, self._answered = session, rows[0], []
         self._answered = out.token_ids
         return out
 

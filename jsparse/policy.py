@@ -19,7 +19,8 @@ lengths count it from `append` on; those of later layers may do so already. Ever
 its own a row goes through `maintain`, and every `correct_every` tokens the newest are computed
 again as one dense chunk, their K and V are overwritten, and `append` is called for them once more:
 writing a position again replaces it. A further turn of a conversation cuts rows back to the end of
-the last prompt and calls `prefill` for the new tokens, so anything that `prefill` builds at the
+the last prompt, or of an answer that dense attention checked, and calls `prefill` for the new
+tokens, so anything that `prefill` builds at the
 last chunk must be built from scratch.
 
 In a decode step some rows may be inactive (`view.active`). The engine puts their row arrays back

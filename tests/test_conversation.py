@@ -127,8 +127,11 @@ def test_a_turn_reads_only_what_is_new(params, options):
     assert all(new < whole for new, whole in zip(chat.read[1:], chat.whole[1:], strict=True))
 
 
-@pytest.mark.parametrize(("exact", "kept"), [(True, 8), (False, 0)])
-def test_an_answer_stays_in_the_cache_if_it_is_dense_attentions(params, exact, kept):
+@pytest.mark.parametrize(
+    ("policy", "exact", "kept"),
+    [("quest(budget=16)", True, 8), ("quest(budget=16)", False, 0), ("dense", False, 8)],
+)
+def test_an_answer_stays_in_the_cache_if_it_is_dense_attentions(params, policy, exact, kept):
     """All of its tokens but the newest, if the template gives the tokens that were generated."""
     tokenizer = params.tokenizer
     again = next(
@@ -137,9 +140,7 @@ def test_an_answer_stays_in_the_cache_if_it_is_dense_attentions(params, exact, k
         if tokenizer.encode(tokenizer.decode([token] * 9), add_special_tokens=False) == [token] * 9
     )
     always = SamplingParams(max_tokens=9, ignore_eos=True, logit_bias={again: 100.0})
-    chat = Conversation(
-        params, sampling=always, policy="quest(budget=16)", exact=exact, max_length=120
-    )
+    chat = Conversation(params, sampling=always, policy=policy, exact=exact, max_length=120)
     messages, read, whole = [], [], []
     for text in SAID[:2]:
         messages.append({"role": "user", "content": text})
@@ -148,6 +149,30 @@ def test_an_answer_stays_in_the_cache_if_it_is_dense_attentions(params, exact, k
         whole.append(out.stats.prompt_tokens)
     totals = [total for what, _, total in read if what == "prefill"]
     assert totals == [whole[0], whole[1] - whole[0] - kept]
+
+
+def test_a_turn_that_failed_before_it_read_leaves_the_last_one(params):
+    """The session ends where the turn before did, and so does what the conversation knows of it."""
+
+    class Broken:
+        def put(self, value):
+            raise OSError("gone")
+
+        def end(self):
+            pass
+
+    chat = Chat(params, policy="quest(budget=16)", exact=True)
+    chat.say(SAID[0])
+    asked = [*chat.messages, {"role": "user", "content": SAID[1]}]
+    with pytest.raises(OSError, match="gone"):
+        chat.conversation.answer(asked, streamer=Broken())
+    chat.say(SAID[2])
+    assert chat.read == chat.new
+
+
+def test_policies_that_cannot_draft_are_refused_at_once(params):
+    with pytest.raises(ValueError, match=r"exact=True.*but evicts tokens"):
+        Conversation(params, policy="snapkv(budget=64)", exact=True)
 
 
 def test_a_template_that_rewrites_is_read_anew():

@@ -719,7 +719,7 @@ def test_a_capacity_beyond_memory_is_refused_before_anything_is_allocated(params
 
 
 def test_memory_counts_the_policy_s_state(params, monkeypatch):
-    def stop(*_):
+    def stop(*_, **__):
         raise Stopped
 
     monkeypatch.setattr(memory, "available_bytes", lambda: 3 * 2**20)

@@ -63,7 +63,7 @@ def measure(engine: Engine, workload: Sequence[WorkloadRequest], **sampling: Any
     that the engine's thread computes, without waiting, per decode step; `decode_ms_per_step` is the
     time per step once the last prompt has been read. Of the thread's time, `plan_seconds` went into
     plans, `dispatch_seconds` into calls of programs, `results_seconds` into results and waiting.
-    `accepted_share` is the share of drafts that were accepted; None where none was.
+    `accepted_share` is the share of drafts that were accepted; None where nothing was drafted.
     """
     before = vars(engine.counters).copy()
     cpu, began = time.thread_time(), time.perf_counter()
@@ -76,7 +76,7 @@ def measure(engine: Engine, workload: Sequence[WorkloadRequest], **sampling: Any
     ttft = [out.metrics.time_to_first_token or 0.0 for out in outs]
     itl = [b - a for each in times for a, b in pairwise(each)]
     tpot = [(each[-1] - each[0]) / (len(each) - 1) for each in times if len(each) > 1]
-    steps = max(done["decode_steps"], 1)
+    steps, drafted = max(done["decode_steps"], 1), done["draft_tokens"]
     return {
         "requests": len(workload),
         "seconds": seconds,
@@ -91,7 +91,7 @@ def measure(engine: Engine, workload: Sequence[WorkloadRequest], **sampling: Any
         "host_ms_per_step": 1e3 * cpu / steps,
         **{name: done[name] for name in ("plan_seconds", "dispatch_seconds", "results_seconds")},
         "decode_ms_per_step": _undisturbed_ms(max(times, key=lambda each: each[0])),
-        "accepted_share": done["accepted_tokens"] / (done["draft_tokens"] or 1) or None,
+        "accepted_share": done["accepted_tokens"] / drafted if drafted else None,
         "attended_fraction": _mean([out.outputs[0].attended_fraction for out in outs]),
         **_percentiles("ttft", ttft),
         **_percentiles("itl", itl),

@@ -22,7 +22,7 @@ Messages = list[dict[str, str]]
 class Chat:
     """Holds a conversation with a model.
 
-    A further turn reads only the last answer and the new message, since the session has read the
+    A further turn reads at most the last answer and the new message, since the session has read the
     rest. Everything is read anew where that cannot be: the policy evicts tokens, the template
     rewrites earlier messages, or the cache has become too small.
     """

@@ -88,7 +88,8 @@ class LLM:
             gpu_memory_utilization: the share of the device's memory, on a CPU of its free memory,
                 that model, K and V and the policy's state may take; programs need the rest.
             page_size: the number of tokens per page.
-            enable_prefix_caching: whether prompts that begin alike are read once, if `policy` can.
+            enable_prefix_caching: whether prompts that begin alike, or as a prompt and its answer,
+                are read once, if `policy` can.
             per_request: the names of the hyper-parameters that requests may set, among those that
                 the policy lists in `per_row`, and "dense". Each makes the step a little slower.
             layer_stats: whether outputs hold the shares attended and read of each layer and step;
@@ -113,8 +114,9 @@ class LLM:
                 rows that share it, where that is much. Such programs are compiled when there is use
                 for them. None is true on a GPU if half of the policy's layers are dense.
             exact: whether the policy only drafts, and dense attention checks what it drafts, so
-                that answers are dense attention's own; not with `batch_invariant`. Shares attended
-                and read are the drafts' then.
+                that answers are dense attention's own; not with `batch_invariant`, programs of
+                several steps or `cascade_attention`. A token's shares are the means of the drafts
+                that were made with it, 1 where none was.
             num_speculative_tokens: with `exact`, the most tokens drafted between two checks, up to
                 32; None is 4.
             record: a file for a log of all plans (jsparse.engine.plan_log).

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from jsparse.runtime.decode_step import StepStats
 from jsparse.runtime.host_reader import shares
 from jsparse.runtime.rows import Step
 from jsparse.runtime.sampling import top_logprobs
@@ -63,18 +62,12 @@ def pack(step: Step, num_layers: int, *, layer_stats: bool, top: bool) -> Int32[
 def pack_round(made: Round, num_layers: int, *, layer_stats: bool, top: bool) -> Packed:
     """Returns the results of a round of speculation.
 
-    Each token of a row has the mean shares of the drafts that the row made in it; all are 1 where
-    it made none. Places without a token hold REJECTED, or NOT_DRAFTED.
+    Places without a token hold REJECTED, or NOT_DRAFTED.
     """
     nth = jnp.arange(len(made.tokens), dtype=jnp.int32)[:, None]
     token = jnp.where(nth <= made.drafted, REJECTED, NOT_DRAFTED)
     token = jnp.where(nth < made.counts, made.tokens, token)
-
-    def over_drafts(shares: Float32[Array, "drafts L B"]) -> Float32[Array, "L B"]:
-        total = jnp.sum(jnp.where(nth[:-1, None] < made.drafted, shares, 0.0), axis=0)
-        return jnp.where(made.drafted > 0, total / jnp.maximum(made.drafted, 1), 1.0)
-
-    stats = StepStats(*map(over_drafts, made.stats))
+    stats = made.shares
 
     def of_token(token: Rows, logprobs: Array, logits: Array) -> Int32[Array, "B w"]:
         step = Step(token, logprobs, stats, made.overflow, logits)

@@ -43,9 +43,9 @@ def engine_keys(
     # these take longest
     for rows in sizes.rows:
         keys += decode_keys(choices, rows)
-    keys += [
-        ProgramKey.of("service", sizes.service_rows, service=name) for name in policy.services.every
-    ]
+    # a round has its services within
+    services = () if sizes.drafts else policy.services.every
+    keys += [ProgramKey.of("service", sizes.service_rows, service=name) for name in services]
     full = sizes.full_sizes
     for rows in sizes.prefill_rows:
         for size in {*full, *sizes.tails}:

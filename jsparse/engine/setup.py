@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -103,10 +104,11 @@ def engine_spec(
             "together depends on when results arrive, and rounding on that"
         )
     if batch_invariant:
-        steps_per_program = _only("steps_per_program", steps_per_program, 1)
-        decode_rows = _only("decode_rows", decode_rows, [rows.batch])
-        prefill_rows = _only("prefill_rows", prefill_rows, [1])
-        cascade_attention = _only("cascade_attention", cascade_attention, False)
+        only = partial(_only, "batch_invariant")
+        steps_per_program = only("steps_per_program", steps_per_program, 1)
+        decode_rows = only("decode_rows", decode_rows, [rows.batch])
+        prefill_rows = only("prefill_rows", prefill_rows, [1])
+        cascade_attention = only("cascade_attention", cascade_attention, False)
     unset = steps_per_program is None
     admitted = admit(
         params,
@@ -118,16 +120,17 @@ def engine_spec(
         allocates=False,
         drafts=drafts,
     )
-    drafts = admitted.drafts
+    drafts, steps = admitted.drafts, admitted.max_steps
     if drafts:
-        cascade_attention = False
+        steps = _only("exact", "steps_per_program", steps_per_program, 1)
+        cascade_attention = _only("exact", "cascade_attention", cascade_attention, False)
     sizes = sizes_of(
         admitted.policy,
         params.config,
         rows,
         kv_cache_tokens=kv_cache_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
-        steps=1 if drafts else admitted.max_steps,
+        steps=steps,
         decode_rows=decode_rows,
         prefill_rows=prefill_rows,
         ladder=ladder,
@@ -248,9 +251,9 @@ def _on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def _only[Value](name: str, asked: Value | None, only: Value) -> Value:
+def _only[Value](where: str, name: str, asked: Value | None, only: Value) -> Value:
     if asked is not None and asked != only:
-        raise ValueError(f"{name}={asked!r}: must be {only!r} where batch_invariant is true")
+        raise ValueError(f"{name}={asked!r}: must be {only!r} where {where} is true")
     return only
 
 

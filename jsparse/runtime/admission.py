@@ -79,7 +79,8 @@ def admit(
             "since heads then hold different tokens"
         )
     if drafts:
-        policy = _drafting(policy, spec)
+        require_drafting(policy, spec)
+        policy = _uncorrected(policy) if policy.services.correct_every else policy
         drafts = 0 if is_dense(policy, spec) else drafts
     if further_turns:
         require_resumable(policy, spec)
@@ -113,12 +114,8 @@ def require_resumable(policy: Policy, spec: CacheSpec) -> None:
         )
 
 
-def _drafting(policy: Policy, spec: CacheSpec) -> Policy:
-    """Returns a policy as it drafts: what is checked is never corrected.
-
-    Raises:
-        ValueError: dense attention cannot check what it drafts.
-    """
+def require_drafting(policy: Policy, spec: CacheSpec) -> None:
+    """Raises ValueError if dense attention cannot check what a policy drafts."""
     reasons = {
         "evicts tokens": policy.evicts,
         "keeps K and V in host memory": policy.offload is not None,
@@ -130,11 +127,11 @@ def _drafting(policy: Policy, spec: CacheSpec) -> Policy:
                 f"checks what it drafts (exact=True), but {reason}"
             )
     owners(policy, spec)  # refuses a state whose arrays belong to neither rows nor pages
-    return _uncorrected(policy) if policy.services.correct_every else policy
 
 
 @cache  # a policy is known by its identity: another object would be another program
 def _uncorrected(policy: Policy) -> Policy:
+    """Returns a policy as it drafts: what is checked is never corrected."""
     return policy._replace(services=policy.services._replace(correct_every=0))
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Float32
 from jsparse.cache import LayerCache, read_pages
 from jsparse.models.transformer import Decoder
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
+from jsparse.pallas_kernels.block_sparse_decode.api import MAX_QUERIES
 from jsparse.partials import merge
 from jsparse.selection import everything
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows
@@ -54,23 +55,30 @@ def attend_few(
     """Attends as `attend_chunk`, where a chunk is a few tokens of each row.
 
     Their queries together are those of one step, for what the row held before: the decode kernel
-    reads it once for all of them.
+    reads it once for as many of them as it takes.
     """
-    batch, tokens, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
     past = held._replace(lengths=held.lengths - valid[:, None])
-    by_head = q.reshape(batch, tokens, kv_heads, -1, head_dim).transpose(0, 2, 1, 3, 4)
-    before = block_sparse_decode(
-        by_head.reshape(batch, -1, head_dim), past, everything(past.lengths)
-    )
+    size = max(MAX_QUERIES // (q.shape[2] // k.shape[2]), 1)
+    parts = [_attend_past(q[:, at : at + size], past) for at in range(0, q.shape[1], size)]
+    before_o, before_lse = (jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
+    o, _ = merge(before_o, before_lse, *flash(q, k, v, causal=True))
+    return o.astype(q.dtype)
+
+
+def _attend_past(
+    q: ChunkQueries, past: LayerCache
+) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"]]:
+    """Attends from all queries to everything that a layer holds; returns (o, lse)."""
+    batch, tokens, heads, head_dim = q.shape
+    kv_heads = past.lengths.shape[1]
+    by_head = q.reshape(batch, tokens, kv_heads, -1, head_dim).swapaxes(1, 2)
+    out = block_sparse_decode(by_head.reshape(batch, -1, head_dim), past, everything(past.lengths))
 
     def by_token(x: Float32[Array, "B heads *H"]) -> Float32[Array, "B T N *H"]:
         x = x.reshape(batch, kv_heads, tokens, -1, *x.shape[2:]).swapaxes(1, 2)
         return x.reshape(batch, tokens, heads, *x.shape[4:])
 
-    own = flash(q, k, v, causal=True)
-    o, _ = merge(by_token(before.o), by_token(before.lse), *own)
-    return o.astype(q.dtype)
+    return by_token(out.o), by_token(out.lse)
 
 
 def flash(

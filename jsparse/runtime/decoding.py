@@ -42,8 +42,8 @@ class StepResult(NamedTuple):
         stats: how much was attended and read; None for the first token.
         overflow: the rows that had run out of room; their tokens mean nothing from then on.
         logits: the logits that the tokens were chosen from; None unless requested.
-        drafts: for a round of speculation, how many of the n tokens each row has; its `stats` are
-            those of the n - 1 drafts. None is that each row has all n.
+        drafts: for a round of speculation, how many of the n tokens each row has; None is that each
+            row has all n.
     """
 
     tokens: Int32[Array, "n B"]
@@ -67,7 +67,8 @@ def with_logits(step: Step) -> StepResult:
 
 def of_round(made: Round) -> StepResult:
     """Keeps all of a round but its logits."""
-    stats = StepStats(*(jnp.mean(shares, axis=1) for shares in made.stats))
+    own = made.shares.over_layers()
+    stats = StepStats(*(jnp.broadcast_to(share, made.tokens.shape) for share in own))
     overflow = jnp.broadcast_to(made.overflow, made.tokens.shape)
     drafts = Drafts(made.counts, made.drafted)
     return StepResult(made.tokens, made.logprobs, stats, overflow, None, drafts)

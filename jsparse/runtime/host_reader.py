@@ -14,8 +14,7 @@ import jax
 import numpy as np
 
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.runtime.decode_step import StepStats
-from jsparse.runtime.decoding import StepResult
+from jsparse.runtime.decoding import Drafts, StepResult
 from jsparse.runtime.prefill import OnChunk
 from jsparse.runtime.request import Request
 from jsparse.runtime.sampling_params import SamplingParams
@@ -71,7 +70,8 @@ class GenerationStats:
         read_fraction: the same fraction for tokens whose K and V were read.
         policy: the name of the policy that decoded; for "auto" that of the one it chose.
         drafted_tokens, accepted_tokens: with `exact`, how many tokens the policy drafted, and how
-            many of them dense attention accepted; both fractions above are the drafts'. 0 without.
+            many of them dense attention accepted; 0 without. A token's fractions are the means of
+            the drafts that were made with it, 1 where none was.
     """
 
     prompt_tokens: int
@@ -138,11 +138,6 @@ class AnswerRow:
         elif len(self.ids) == self.request.sampling.max_tokens:
             self.close("length")
 
-    def note(self, stats: StepStats, nth: int, row: int) -> None:
-        """Notes how much the row with this number attended to and read in a step."""
-        self.attended.append(float(shares(stats.attended[nth, row])))
-        self.read.append(float(shares(stats.read[nth, row])))
-
     def close(self, reason: str) -> None:
         """Ends the row and emits the text that was held back, unless it completes a stop string."""
         if self.finish is None:
@@ -199,7 +194,7 @@ class Reader:
         results = jax.device_get(self._pending.popleft())
         now = self._clock()
         if results.drafts is not None:
-            self._note_drafts(results)
+            self._count_drafts(results.drafts)
         for nth, (tokens, logprobs, overflow) in enumerate(
             zip(results.tokens, results.logprobs, results.overflow, strict=True)
         ):
@@ -212,25 +207,20 @@ class Reader:
                 if overflow[b]:
                     row.close("overflow")
                     continue
-                if results.drafts is not None:
-                    if nth >= results.drafts.counts[b]:
-                        continue
-                elif results.stats is not None:
-                    row.note(results.stats, nth, b)
+                if results.drafts is not None and nth >= results.drafts.counts[b]:
+                    continue
+                if results.stats is not None:
+                    row.attended.append(float(shares(results.stats.attended[nth, b])))
+                    row.read.append(float(shares(results.stats.read[nth, b])))
                 row.take(int(tokens[b]), float(logprobs[b]))
             self._report("decode", self._done, self._maximum)
 
-    def _note_drafts(self, results: StepResult) -> None:
-        """Notes of each row that is not done what its drafts attended to, and how many agreed."""
-        assert results.drafts is not None
-        assert results.stats is not None
+    def _count_drafts(self, drafts: Drafts) -> None:
+        """Counts the drafts of each row that is not done, and those that were accepted."""
         for b, row in enumerate(self.rows):
             if row.finish is None:
-                drafted = int(results.drafts.drafted[b])
-                row.drafted += drafted
-                row.accepted += max(int(results.drafts.counts[b]) - 1, 0)
-                for nth in range(drafted):
-                    row.note(results.stats, nth, b)
+                row.drafted += int(drafts.drafted[b])
+                row.accepted += max(int(drafts.counts[b]) - 1, 0)
 
     @property
     def _done(self) -> int:

@@ -35,7 +35,7 @@ from jsparse.runtime.decoding import (
 )
 from jsparse.runtime.prefill import OnChunk, settle
 from jsparse.runtime.reading import PrefillResult, PromptEnd, Reading, TokenRows
-from jsparse.runtime.sampling import ChooseFn
+from jsparse.runtime.sampling import ChooseFn, forced, forced_then_greedy
 
 
 class Fresh(NamedTuple):
@@ -136,6 +136,12 @@ class Session:
         """Whether `read` can take a further turn."""
         return isinstance(self._stage, Ready | Decoded) and self._stage.end is not None
 
+    @property
+    def prompt_lengths(self) -> list[int] | None:
+        """The tokens of each row up to the end of its last prompt; None if it reads no more."""
+        end = None if isinstance(self._stage, Fresh) else self._stage.end
+        return None if end is None else end.positions.tolist()
+
     def clock(self) -> float:
         """Returns a time in seconds that stands still while steps are compiled."""
         return time.perf_counter() - self.compiling
@@ -169,6 +175,12 @@ class Session:
         end = self._last_end()
         kept = self._kept(start, end)
         prompts = self._reading.checked(rows, kept)
+        window, goes_on = self.policy.window, end is not None and (kept > end.positions)
+        if np.any(goes_on & (prompts.lengths < window)):
+            raise ValueError(
+                f"rows of {prompts.lengths.tolist()} tokens: must have at least {window} behind an "
+                f"answer, the last queries that {self.policy} looks at"
+            )
         before = None if end is None else (self.held, end)  # `held` refuses one that is busy
         self._stage = Busy()  # donated
         self._stage = Ready(*self._reading.read(prompts, before, kept, report))
@@ -182,15 +194,19 @@ class Session:
         least = np.zeros(self.spec.batch, np.int32) if end is None else end.positions
         if start is None:
             return least
-        kept = np.asarray(start, np.int32)
         most = least
         if end is not None and self.keeps_answers:
             most = np.asarray(self.held.cache.positions)
-        if kept.shape != least.shape or (kept < least).any() or (kept > most).any():
+        if (
+            len(start) != len(least)
+            or not all(isinstance(at, int | np.integer) for at in start)
+            or not all(a <= at <= b for a, at, b in zip(least, start, most, strict=True))
+        ):
             raise ValueError(
-                f"start={list(start)}: must be numbers from {least.tolist()} to {most.tolist()}"
+                f"start={list(start)}: must be one integer per row, from {least.tolist()} to "
+                f"{most.tolist()}"
             )
-        return kept
+        return np.asarray(start, np.int32)
 
     def expect(
         self,
@@ -239,7 +255,7 @@ class Session:
             choose: the way to choose tokens.
             given: its first carry, which is donated.
             limits: the number of tokens of each row, from the first on; rows that have reached
-                theirs decode on, for nothing, while others have not.
+                theirs decode on, for nothing, while others have not, unless they draft.
             knobs: hyper-parameters that differ by row.
             keep_logits: whether results hold the logits.
 
@@ -296,6 +312,10 @@ class Session:
         keep_logits: bool = False,
     ) -> Decoding:
         keep = with_logits if keep_logits else without_logits
+        if self._admitted.drafts and (keep_logits or choose in (forced, forced_then_greedy)):
+            raise ValueError(
+                "drafts: must be 0 to keep logits, or where tokens are given and not chosen"
+            )
         arguments = self.params, self._admitted, choose, keep, known, limits
         return (Speculating if self._admitted.drafts else Decoding)(*arguments)
 

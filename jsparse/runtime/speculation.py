@@ -55,6 +55,21 @@ class Round(NamedTuple):
     overflow: Bool[Array, "B"]
     logits: Float32[Array, "n B V"]
 
+    @property
+    def shares(self) -> StepStats:
+        """The shares of each token of a row, by layer, [L, B].
+
+        They are the means over the drafts that the row made; 1 where it made none, since the check
+        attends to everything.
+        """
+        nth = jnp.arange(len(self.tokens) - 1, dtype=jnp.int32)[:, None, None]
+
+        def over_drafts(shares: Float32[Array, "drafts L B"]) -> Float32[Array, "L B"]:
+            total = jnp.sum(jnp.where(nth < self.drafted, shares, 0.0), axis=0)
+            return jnp.where(self.drafted > 0, total / jnp.maximum(self.drafted, 1), 1.0)
+
+        return StepStats(*map(over_drafts, self.stats))
+
 
 @program(
     static_argnames=("decoder", "policy", "choose", "drafts", "keep"),
@@ -79,11 +94,15 @@ def speculate[Memory: (KVCache, SharedPages)](
     note_trace()
     beside = beside._replace(knobs=batch.knobs or None)
     before, period = batch, policy.services.period
-    width = jnp.minimum(limits - batch.made, drafts + 1)
+    held = batch.cache.of_rows(None)
+    # a row without any room takes part with one token, and is found to overflow
+    room = jnp.maximum(held.layers[0].capacity - held.positions, 1)
+    width = jnp.minimum(jnp.minimum(limits - batch.made, drafts + 1), room)
     if period:
         width = jnp.minimum(width, period - (batch.made - 1) % period)
-    width = jnp.where(batch.cache.of_rows(None).overflow, 0, jnp.maximum(width, 0))
+    width = jnp.where(held.overflow, 0, jnp.maximum(width, 0))
     drafted = jnp.maximum(width - 1, 0)
+    first = batch.cache.of_rows(width > 0).positions
 
     def draft(batch: Batch[Memory], nth: Array) -> tuple[Batch[Memory], tuple[Rows, StepStats]]:
         active = nth < drafted
@@ -96,8 +115,8 @@ def speculate[Memory: (KVCache, SharedPages)](
     one = (width > 0).astype(jnp.int32)
     cache = grow(cache, one, 1)
     one = taken(cache, one)
-    valid, held = width * one, cache.positions
-    cache = cache._replace(positions=held + one)
+    valid, drafts_end = width * one, cache.positions
+    cache = cache._replace(positions=drafts_end + one)
     tokens = jnp.concatenate([before.tokens[None], guesses]).T
     hidden, cache, state = recomputed(
         decoder, policy, weights, tokens, valid, cache, batch.state, beside, attend_few
@@ -115,12 +134,12 @@ def speculate[Memory: (KVCache, SharedPages)](
 
     logits = to_logits(decoder, weights, hidden.swapaxes(0, 1))
     at = logits, jnp.pad(guesses, [(0, 1), (0, 0)]), jnp.arange(drafts + 1, dtype=jnp.int32)
-    first = _Checked(valid > 0, before.made, before.tokens, before.given)
-    checked, (chosen, logprobs) = lax.scan(check, first, at)
+    nothing = _Checked(valid > 0, before.made, before.tokens, before.given)
+    checked, (chosen, logprobs) = lax.scan(check, nothing, at)
 
     counts = checked.made - before.made
-    cache = _cut(cache, cache.positions - valid + counts)
-    memory = batch.cache.after(cache, cache.positions - held)
+    cache = _cut(cache, first + counts)
+    memory = batch.cache.after(cache, cache.positions - drafts_end)
     if period:
         due = (counts > 0) & ((checked.made - 1) % period == 0)
         state = _maintained_rows(policy, cache, state, beside, due)

@@ -107,7 +107,14 @@ def test_several_answers_and_likely_tokens():
 
 
 @pytest.mark.parametrize(
-    ("policy", "exact", "cached"), [(QUEST, True, 48), ("dense", False, 48), (QUEST, False, 32)]
+    ("policy", "exact", "cached"),
+    [
+        (QUEST, True, 48),
+        ("dense", False, 48),
+        (QUEST, False, 32),
+        # whose state is built again from K and V
+        pytest.param(CLUSTERS, True, 48, marks=pytest.mark.slow),
+    ],
 )
 def test_answers_stay_in_the_prefix_cache(policy, exact, cached):
     """Those whose K and V are dense attention's: a further turn reads only what is new."""
@@ -136,9 +143,24 @@ def test_a_log_is_replayed(tmp_path):
     assert {nth: again[nth] for nth in recorded.got} == recorded.got
 
 
-def test_exact_excludes_batch_invariant():
+def test_exact_excludes_what_it_cannot_keep():
     with pytest.raises(ValueError, match=r"exact=True: must be False where batch_invariant"):
         tiny_llm(QUEST, exact=True)
+    for name, value in (("steps_per_program", 8), ("cascade_attention", True)):
+        with pytest.raises(ValueError, match=f"{name}={value}: must be .* where exact is true"):
+            tiny_llm(QUEST, **CAN, exact=True, **{name: value})
+
+
+@pytest.mark.slow
+def test_requests_may_be_dense():
+    """They draft what dense attention then accepts."""
+    llm = engine(QUEST, per_request=("dense",))
+    options = greedy(13, policy={"dense": True}, ignore_eos=True)
+    (out,) = llm.generate([PROMPTS[1]], options)
+    (its,) = engine("dense", exact=False).generate([PROMPTS[1]], greedy(13, ignore_eos=True))
+    assert out.outputs[0].token_ids == its.outputs[0].token_ids
+    counters = llm.engine.counters
+    assert 0 < counters.accepted_tokens == counters.draft_tokens
 
 
 def test_places_without_a_token_are_none():

@@ -20,7 +20,7 @@ from jsparse.runtime.answers import answers
 from jsparse.runtime.chunk_attention import attend_chunk, attend_few
 from jsparse.runtime.generate_options import num_drafts
 from jsparse.runtime.request import requests
-from jsparse.runtime.sampling import chooser, forced
+from jsparse.runtime.sampling import chooser, forced, greedy
 from jsparse.runtime.session import Session
 
 PROMPTS = random_prompts((30, 9, 17))
@@ -163,15 +163,37 @@ def test_a_further_turn_reads_only_what_is_new(policy, less):
 def test_rows_keep_no_more_than_they_may():
     session = session_of(QUEST, DRAFTS, resumable=True)
     lengths = [len(prompt) for prompt in PROMPTS]
-    for start in (lengths[:2], [at - 1 for at in lengths], [at + 1 for at in lengths]):
-        with pytest.raises(
-            ValueError, match=r"start=\[.*\]: must be numbers from \[30, 9, 17\] to"
-        ):
+    bad = ([at - 1 for at in lengths], [at + 1 for at in lengths], [30.0, 9, 17], "abc")
+    for start in (lengths[:2], *bad):
+        message = r"start=\[.*\]: must be one integer per row, from \[30, 9, 17\] to"
+        with pytest.raises(ValueError, match=message):
             session.read(PROMPTS, start=start)
     sparse = session_of(QUEST, 0, resumable=True)
     answers(sparse, asked_of(sparse, GREEDY), SILENT, lambda *_: None, 0.0)
     with pytest.raises(ValueError, match=r"to \[30, 9, 17\]"):
         sparse.read(PROMPTS, start=[at + 1 for at in lengths])
+
+
+def test_the_last_queries_must_be_read_again():
+    """LFPS looks at 32 of them."""
+    session = session_of("lfps(budget=0.3)", DRAFTS, resumable=True)
+    answers(session, asked_of(session, GREEDY), SILENT, lambda *_: None, 0.0)
+    start = [len(prompt) + 1 for prompt in PROMPTS]
+    with pytest.raises(ValueError, match=r"rows of \[3, 40, 40\] tokens: must have at least 32"):
+        session.read(random_prompts((3, 40, 40)), start=start)
+
+
+def test_a_row_decodes_until_its_capacity():
+    """What is drafted never takes the place of a token that dense attention has room for."""
+    made = []
+    for policy, drafts in (("dense", 0), (QUEST, DRAFTS)):
+        session = session_of(policy, drafts, random_prompts((125, 90, 120), seed=9))
+        asked = asked_of(session, GREEDY)
+        made.append(answers(session, asked, SILENT, lambda *_: None, 0.0))
+    for dense, out in zip(*made, strict=True):
+        assert out.token_ids == dense.token_ids
+        assert out.finish_reason == dense.finish_reason
+    assert [out.finish_reason for out in made[1]] == ["overflow", "length", "overflow"]
 
 
 def test_maintenance_comes_when_it_is_due():
@@ -257,6 +279,14 @@ def test_policies_that_cannot_draft_are_refused(policy, reason):
 def test_bad_numbers_are_refused(exact, number, message):
     with pytest.raises(ValueError, match=message):
         num_drafts(exact, number)
+
+
+@pytest.mark.parametrize("what", ["logits", "tokens"])
+def test_what_needs_every_step_is_refused(what):
+    session, table = session_of(QUEST, DRAFTS), jnp.zeros((40, 3), jnp.int32)
+    choose, given = (greedy, ()) if what == "logits" else (forced, table)
+    with pytest.raises(ValueError, match="drafts: must be 0 to keep logits, or where tokens are"):
+        next(session.steps(choose, given, limits=LIMITS, keep_logits=what == "logits"))
 
 
 def test_maintenance_must_leave_the_cache_alone():
