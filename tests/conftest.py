@@ -100,7 +100,6 @@ ARRAY_MODULES = (
     "runtime.decode_step",
     "runtime.prefill",
     "runtime.scoring",
-    "runtime.speculation",
     "selection",
     "threshold",
     "train.direct",
