@@ -1,5 +1,6 @@
 """Tests that an engine's rows draft under a policy and get dense attention's own text."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import slow_except
@@ -11,8 +12,10 @@ from tiny import random_prompts
 
 import jsparse
 from jsparse.engine import plan_log, replay
-from jsparse.engine.packing import NOT_DRAFTED, REJECTED, unpack
+from jsparse.engine.packing import pack_round, unpack
 from jsparse.policies.expressions import parse
+from jsparse.runtime.decode_step import StepStats
+from jsparse.runtime.speculation import Round
 
 *PROMPTS, BEGINNING = random_prompts((9, 21, 3, 41, 16, 5, 32), seed=5)
 ASKED = [*PROMPTS, BEGINNING + PROMPTS[0], BEGINNING + PROMPTS[5]]
@@ -46,7 +49,7 @@ def expected():
     return engine("dense", exact=False).generate(ASKED, OPTIONS)
 
 
-@pytest.mark.parametrize("expression", slow_except(DRAFTING, QUEST, CLUSTERS))
+@pytest.mark.parametrize("expression", slow_except(DRAFTING, QUEST))
 def test_answers_are_dense_attentions(expression):
     llm = engine(expression)
     for out, its in zip(llm.generate(ASKED, OPTIONS), expected(), strict=True):
@@ -69,6 +72,7 @@ def test_drafts_are_counted():
     assert counters.row_steps <= 3 * counters.decode_steps
 
 
+@pytest.mark.slow
 def test_only_drafts_that_were_made_are_counted():
     """Every second token a row is due for maintenance: one draft and the check come before it."""
     llm = engine(CLUSTERS)
@@ -94,6 +98,7 @@ def test_answers_end_within_a_round():
     assert_at_rest(llm)
 
 
+@pytest.mark.slow
 def test_several_answers_and_likely_tokens():
     options = jsparse.SamplingParams(
         n=2, logprobs=3, max_tokens=9, temperature=1.0, seed=4, ignore_eos=True
@@ -111,7 +116,7 @@ def test_several_answers_and_likely_tokens():
     [
         (QUEST, True, 48),
         ("dense", False, 48),
-        (QUEST, False, 32),
+        pytest.param(QUEST, False, 32, marks=pytest.mark.slow),
         # whose state is built again from K and V
         pytest.param(CLUSTERS, True, 48, marks=pytest.mark.slow),
     ],
@@ -163,9 +168,22 @@ def test_requests_may_be_dense():
     assert 0 < counters.accepted_tokens == counters.draft_tokens
 
 
-def test_places_without_a_token_are_none():
-    """A row of two tokens: of three drafts the second did not agree; a fourth was not made."""
-    packed = np.zeros((5, 4), np.int32)
-    packed[:, 0] = 7, 8, REJECTED, REJECTED, NOT_DRAFTED
-    made = unpack(packed, num_layers=2, layer_stats=False)
-    assert (made.ids, made.drafted, made.shares.shape) == ([7, 8], 3, (2, 2))
+def test_rounds_are_packed():
+    """One row drafted two tokens, of which one agreed; the other drafted none."""
+    shares = StepStats(jnp.array([[[0.2, 0.0]], [[0.4, 0.0]]]), jnp.array([[[0.5, 0.0]]] * 2))
+    made = Round(
+        tokens=jnp.array([[7, 5], [8, 0], [9, 0]], jnp.int32),
+        logprobs=jnp.array([[-1.0, -3.0], [-2.0, 0.0], [0.0, 0.0]]),
+        counts=jnp.array([2, 1], jnp.int32),
+        drafted=jnp.array([2, 0], jnp.int32),
+        stats=shares,
+        overflow=jnp.zeros(2, jnp.bool_),
+        logits=jnp.zeros((3, 2, 4)),
+    )
+    packed = np.asarray(pack_round(made, 1, layer_stats=True, top=False))
+    first, second = (unpack(packed[:, row], 1, layer_stats=True) for row in range(2))
+    assert (first.ids, first.logprobs, first.drafted) == ([7, 8], [-1.0, -2.0], 2)
+    np.testing.assert_allclose(first.shares, [[0.3, 0.5]] * 2, rtol=1e-6)
+    # only the check chose its token, which attends to everything
+    assert (second.ids, second.logprobs, second.drafted) == ([5], [-3.0], 0)
+    assert second.shares.tolist() == [[1.0, 1.0]] and second.layers.tolist() == [[[1.0], [1.0]]]

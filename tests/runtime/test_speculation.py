@@ -68,9 +68,16 @@ def decoded(policy, drafts, sampling):
     return outs, session
 
 
-@pytest.mark.parametrize("sampling", OPTIONS)
-@pytest.mark.parametrize("policy", slow_except(DRAFTING, QUEST, CLUSTERS))
-def test_the_text_is_dense_attentions(policy, sampling):
+@pytest.mark.parametrize(
+    "drafting",
+    slow_except(
+        [(policy, sampling) for policy in DRAFTING for sampling in OPTIONS],
+        *((QUEST, GREEDY), (QUEST, DRAWN), (CLUSTERS, DRAWN)),
+    ),
+    ids=str,
+)
+def test_the_text_is_dense_attentions(drafting):
+    policy, sampling = drafting
     (expected, _), (outs, _) = decoded("dense", 0, sampling), decoded(policy, DRAFTS, sampling)
     for out, its in zip(outs, expected, strict=True):
         assert out.token_ids == its.token_ids
@@ -108,6 +115,7 @@ def test_a_round_keeps_what_agrees_and_one_more():
         assert own == logits[len(prompt) - 1 : len(text) - 1].argmax(-1).tolist()
 
 
+@pytest.mark.slow
 def test_all_drafts_of_dense_attention_agree():
     """`all_pages` attends to everything, though it lists pages."""
     outs, _ = decoded("all_pages()", DRAFTS, DRAWN)
@@ -174,6 +182,7 @@ def test_rows_keep_no_more_than_they_may():
         sparse.read(PROMPTS, start=[at + 1 for at in lengths])
 
 
+@pytest.mark.slow
 def test_the_last_queries_must_be_read_again():
     """LFPS looks at 32 of them."""
     session = session_of("lfps(budget=0.3)", DRAFTS, resumable=True)
