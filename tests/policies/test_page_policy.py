@@ -131,6 +131,7 @@ def test_wrapped_and_with_k_in_host_memory_it_gives_the_same():
     assert_close(logits(offloaded), logits(my_quest(16)), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_requests_share_prefixes_and_set_budgets():
     """The second finds the first's pages, and gets what generate gives it alone."""
     params, prompt = tiny_params(num_layers=2), PROMPTS[0]

@@ -145,6 +145,7 @@ def test_a_request_gives_in_a_crowd_what_it_gives_alone(policy):
         np.testing.assert_array_equal(crowd[nth], alone)
 
 
+@pytest.mark.slow
 @every_policy
 def test_a_request_gives_in_a_crowd_the_tokens_of_generate(policy):
     policy = as_policy(policy)
