@@ -1,4 +1,4 @@
-"""How many of a policy's drafts does dense attention accept, and what does a round take?
+"""How many of a policy's drafts does dense attention accept, and what does that make of it?
 
 A prompt is read once; then dense attention decodes it, greedily or at --temperature, and each
 policy drafts under `exact`. Three kinds of text, each cut to --context tokens:

@@ -30,9 +30,8 @@ class Conversation:
 
     Earlier turns stay in the cache, up to the end of the last prompt; with `exact`, and under dense
     attention, so does the last answer, as far as the chat template leaves its tokens as they are.
-    Everything is read anew where
-    that is impossible: the policy changes the cache after the prompt, the chat template rewrites
-    earlier turns, or the cache has become too small.
+    Everything is read anew where that is impossible: the policy changes the cache after the prompt,
+    the chat template rewrites earlier turns, or the cache has become too small.
 
         chat = Conversation(params, policy="quest(budget=1024)")
         chat.answer([{"role": "user", "content": "Who was Turing?"}]).text

@@ -218,3 +218,18 @@ def test_without_a_limit_all_prompts_are_read_first():
     first = next(nth for nth, plan in enumerate(plans) if plan.decoding is not None)
     assert len(plans[first].decoding.rows) == 3
     assert not any(plan.reading for plan in plans[first + 1 :])
+
+
+@pytest.mark.parametrize(("answers", "shared"), [(True, 8), (False, 0)])
+def test_an_answer_is_shared_but_for_its_newest_token(answers, shared):
+    """Of 7 and 9 tokens 15 are in the cache, which fill one block of 8."""
+    scheduler = Scheduler(VARIANT, RULES._replace(periods=(), window=0, answers=answers), PACE)
+    first = answer(0, range(7), 20)
+    scheduler.add(first)
+    while first.sent < 9:
+        scheduler.plan()
+    scheduler.stop(first, range(7, 16))
+    further = answer(1, range(20), 1)
+    scheduler.add(further)
+    scheduler.plan()
+    assert further.cached == shared
