@@ -186,4 +186,5 @@ def test_rounds_are_packed():
     np.testing.assert_allclose(first.shares, [[0.3, 0.5]] * 2, rtol=1e-6)
     # only the check chose its token, which attends to everything
     assert (second.ids, second.logprobs, second.drafted) == ([5], [-3.0], 0)
+    assert second.layers is not None
     assert second.shares.tolist() == [[1.0, 1.0]] and second.layers.tolist() == [[[1.0], [1.0]]]
