@@ -1,22 +1,25 @@
 """How many of a policy's drafts does dense attention accept, and what does that make of it?
 
-A prompt is read once; then dense attention decodes it, greedily or at --temperature, and each
-policy drafts under `exact`. Three kinds of text, each cut to --context tokens:
+Prompts are read once; then dense attention decodes them, greedily or at --temperature, and each
+policy drafts under `exact`. The --rows of a batch are windows of --context tokens, by turns of:
 
     verse       the text of `jsparse eval`
     code        the package's own modules
     prose       the package's own documentation
 
-For each policy and number of drafts K the report has: whether the text was dense attention's, the
-share of drafts that were accepted, that by position in a round (of those that were drafted there),
-the tokens per round, and the tokens per second beside dense attention's in the same process.
+For each policy and number of drafts K the report has: the time beside dense attention's in the same
+process; where rows first differed from its text, and how far apart the two best logits were there;
+and by kind of text the share of drafts that were accepted, that by position in a round (of those
+that were drafted there), and the tokens per round. With --fewer-rows dense attention is compared
+with itself, which rounds differently in a batch of another size.
 
     python -m bench.acceptance --json build/acceptance.json
 """
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +29,7 @@ from bench.lib.subprocesses import write_report
 
 if TYPE_CHECKING:
     from jsparse.evaluation.shared_prefill import SharedPrefill
+    from jsparse.runtime.decoding import StepResult
 
 POLICIES = (
     "quest(budget=512)",
@@ -41,7 +45,7 @@ DRAFTS = (2, 4, 8)
 
 
 def texts(wanted: int) -> dict[str, str]:
-    """Returns the texts, each of which has at least as many tokens."""
+    """Returns the texts, each of which has at least as many tokens, if it is long enough."""
     folders = {
         "verse": REPOSITORY / "jsparse/evaluation/texts",
         "code": REPOSITORY / "jsparse/runtime",
@@ -59,54 +63,127 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def decoded(
-    shared: "SharedPrefill", index: int, drafts: int, new: int, temperature: float
-) -> dict[str, Any]:
-    """Decodes `new` tokens; returns the tokens, and what the rounds gave."""
+def windows(ids: list[int], length: int, count: int) -> list[list[int]]:
+    """Returns `count` windows of `length` tokens, evenly spread."""
+    starts = np.linspace(0, len(ids) - length, count).astype(int)
+    return [ids[start : start + length] for start in starts]
+
+
+class Run(NamedTuple):
+    """Holds what rows decoded.
+
+    Attributes:
+        tokens: the tokens of each row.
+        rounds: for each row, of each of its rounds, how many drafts were made and accepted.
+        seconds: how long all rows took after their first tokens, without compiling.
+    """
+
+    tokens: list[list[int]]
+    rounds: list[list[tuple[int, int]]]
+    seconds: float
+
+
+def decoded(shared: "SharedPrefill", index: int, drafts: int, new: int, temperature: float) -> Run:
+    """Decodes `new` tokens of each row, twice, since the first compiles."""
+    runs = []
+    for _ in range(2):
+        session, asked = shared.session(index, drafts=drafts), choice(shared, index, temperature)
+        results = session.steps(*asked, limits=[new] * shared.spec.batch)
+        kept = [next(results)]
+        kept[0].tokens.block_until_ready()
+        began = time.perf_counter()
+        for result in results:
+            kept.append(result)
+            # the host is two programs ahead at most, as where answers are read
+            kept[max(len(kept) - 3, 0)].tokens.block_until_ready()
+        kept[-1].tokens.block_until_ready()
+        runs.append(read(kept, new, time.perf_counter() - began))
+    return runs[-1]
+
+
+def choice(shared: "SharedPrefill", index: int, temperature: float) -> Any:
+    """Returns the way to choose tokens, and its first carry."""
     import jsparse
     from jsparse.runtime.request import requests
     from jsparse.runtime.sampling import chooser
 
-    wanted = jsparse.SamplingParams(temperature=temperature, max_tokens=new, ignore_eos=True)
-    vocab, runs = shared.params.config.vocab_size, []
-    for _ in range(2):  # the first compiles
-        session = shared.session(index, drafts=drafts)
-        asked = requests(shared.params, [[0]], wanted, session.policy, seed=0)
-        results = session.steps(*chooser(asked, vocab), limits=[new])
-        made = np.asarray(next(results).tokens)[:, 0].tolist()
-        began, rounds = time.perf_counter(), []
-        for result in results:
-            tokens = np.asarray(result.tokens)[:, 0].tolist()
-            if result.drafts is None:
-                made += tokens
-            else:
-                count, drafted = (int(x[0]) for x in result.drafts)
-                made += tokens[:count]
-                rounds.append((drafted, count - 1))
-            if len(made) >= new:
-                break
-        runs.append({"tokens": made, "rounds": rounds, "seconds": time.perf_counter() - began})
-        results.close()
-    return runs[-1]
+    wanted = jsparse.SamplingParams(temperature=temperature, ignore_eos=True)
+    rows = [[0]] * shared.spec.batch
+    asked = requests(shared.params, rows, wanted, shared.policies[index], seed=0)
+    return chooser(asked, shared.params.config.vocab_size)
 
 
-def figures(run: dict[str, Any], dense: dict[str, Any], drafts: int) -> dict[str, Any]:
-    """Returns what a row of the report says."""
-    drafted, accepted = (sum(column) for column in zip(*run["rounds"], strict=True))
+def read(results: "Sequence[StepResult]", new: int, seconds: float) -> Run:
+    """Returns the tokens and rounds of each row."""
+    rows = range(results[0].tokens.shape[1])
+    run = Run([[] for _ in rows], [[] for _ in rows], seconds)
+    for result in results:
+        tokens = np.asarray(result.tokens)
+        counts = np.full(len(rows), len(tokens))
+        drafted = np.zeros(len(rows), int)
+        if result.drafts is not None:
+            counts, drafted = map(np.asarray, result.drafts)
+        for row in rows:
+            if len(run.tokens[row]) < new:
+                run.tokens[row].extend(tokens[: counts[row], row].tolist())
+                if result.drafts is not None:
+                    run.rounds[row].append((int(drafted[row]), int(counts[row]) - 1))
+    for row in rows:
+        del run.tokens[row][new:]
+    return run
+
+
+def gaps(shared: "SharedPrefill", new: int) -> np.ndarray:
+    """Returns by how much the likeliest logit of dense attention is above the next, [new, rows]."""
+    import jax
+
+    def gap(logits: Any) -> Any:
+        best = jax.lax.top_k(logits, 2)[0]
+        return best[..., 0] - best[..., 1]
+
+    session = shared.session(0)
+    limits = [new] * shared.spec.batch
+    results = session.steps(*choice(shared, 0, 0.0), limits=limits, keep_logits=True)
+    kept = []
+    for result in results:
+        kept.append(np.asarray(jax.jit(gap)(result.logits)))
+    return np.concatenate(kept)[:new]
+
+
+def differences(run: Run, dense: Run, gaps: np.ndarray | None) -> list[dict[str, Any]]:
+    """Returns where rows first differ from dense attention's, with the gap of the two best logits.
+
+    What follows a difference is another text, and is not compared.
+    """
+    found = []
+    for row, (own, others) in enumerate(zip(run.tokens, dense.tokens, strict=False)):
+        same = [a == b for a, b in zip(own, others, strict=True)]
+        if not all(same):
+            at = same.index(False)
+            gap = None if gaps is None else float(gaps[at, row])
+            found.append({"row": row, "token": at, "gap": gap})
+    return found
+
+
+def compared(differ: list[dict[str, Any]], rows: int, new: int) -> int:
+    """Returns how many tokens stood where the text before them was the same."""
+    return rows * new - sum(new - 1 - each["token"] for each in differ)
+
+
+def accepted(rounds: Sequence[Sequence[tuple[int, int]]], new: int, drafts: int) -> dict[str, Any]:
+    """Returns what a report says of the rounds of some rows of `new` tokens each."""
+    of_all = [each for row in rounds for each in row]
+    drafted, kept = (sum(column) for column in zip(*of_all, strict=True))
     by_position = [
-        sum(kept > at for _, kept in run["rounds"])
-        / max(sum(number > at and kept >= at for number, kept in run["rounds"]), 1)
+        sum(kept > at for _, kept in of_all)
+        / max(sum(number > at and kept >= at for number, kept in of_all), 1)
         for at in range(drafts)
     ]
-    same = [a == b for a, b in zip(run["tokens"], dense["tokens"], strict=True)]
     return {
-        "text_is_dense": all(same),
-        "first_difference": None if all(same) else same.index(False),
         "drafted": drafted,
-        "accepted_share": accepted / drafted,
+        "accepted_share": kept / max(drafted, 1),
         "accepted_by_position": by_position,
-        "tokens_per_round": (len(run["tokens"]) - 1) / len(run["rounds"]),
-        "over_dense": dense["seconds"] / run["seconds"],
+        "tokens_per_round": len(rounds) * (new - 1) / len(of_all),
     }
 
 
@@ -114,11 +191,15 @@ def main() -> None:
     """Runs every policy on every text and writes the report after each."""
     parser = report_parser("acceptance", (__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--context", type=int, default=6144, help="tokens of the prompt")
-    parser.add_argument("--new", type=int, default=129, help="tokens to decode")
+    parser.add_argument("--context", type=int, default=6144, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=129, help="tokens to decode of each")
+    parser.add_argument("--rows", type=int, default=3, help="prompts, which decode in one batch")
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="POLICY")
     parser.add_argument("--drafts", nargs="+", type=int, default=list(DRAFTS), metavar="K")
+    parser.add_argument(
+        "--fewer-rows", type=int, help="also compare dense attention with itself, in fewer rows"
+    )
     args = parser.parse_args()
     import jsparse
     from jsparse.evaluation.shared_prefill import as_policies, prime
@@ -126,27 +207,53 @@ def main() -> None:
     from jsparse.text.prompts import tokenizer_of
 
     report: dict[str, Any] = {"environment": describe(allow_modified=args.allow_modified)}
-    names = ("model", "context", "new", "temperature")
-    report |= {name: getattr(args, name) for name in names} | {"rows": []}
-    params = jsparse.load(args.model)
-    for name, text in texts(args.context).items():
-        ids = tokenizer_of(params, "the benchmark").encode(text)[: args.context]
+    names = ("model", "context", "new", "rows", "temperature")
+    report |= {f"num_{name}" if name == "rows" else name: getattr(args, name) for name in names}
+    params, prompts = jsparse.load(args.model), []
+    found = texts(args.context + 256 * args.rows)
+    for at, text in enumerate(found.values()):
+        ids = tokenizer_of(params, "the benchmark").encode(text)
         if len(ids) < args.context:
-            raise SystemExit(f"error: {name} has {len(ids)} tokens, fewer than {args.context}")
-        spec = capacity.cache_spec(params, [ids], args.new, None, 16)
-        shared = prime(params, as_policies(["dense", *args.policies]), [ids], spec, lambda *_: None)
-        dense = decoded(shared, 0, 0, args.new, args.temperature)
-        for nth, policy in enumerate(args.policies, start=1):
-            for drafts in args.drafts:
-                run = decoded(shared, nth, drafts, args.new, args.temperature)
-                row = {"text": name, "policy": policy, "drafts": drafts}
-                row |= figures(run, dense, drafts)
-                row |= {"dense_tokens_per_second": (args.new - 1) / dense["seconds"]}
-                report["rows"].append(row)
-                print(*(row[key] for key in ("text", "policy", "drafts", "text_is_dense")), end=" ")
-                print(round(row["accepted_share"], 3), round(row["tokens_per_round"], 2), end=" ")
-                print(f"{row['over_dense']:.2f}", flush=True)
-                write_report(args.json, report)
+            raise SystemExit(f"error: --context {args.context}: a text has {len(ids)} tokens")
+        prompts.append(windows(ids, args.context, len(range(at, args.rows, len(found)))))
+    rows = [prompts[row % len(found)][row // len(found)] for row in range(args.rows)]
+    spec = capacity.cache_spec(params, rows, args.new, None, 16)
+    began = time.perf_counter()
+    shared = prime(params, as_policies(["dense", *args.policies]), rows, spec, lambda *_: None)
+    shared.held.logits.block_until_ready()
+    report["read_seconds"] = time.perf_counter() - began
+    dense = decoded(shared, 0, 0, args.new, args.temperature)
+    own_gaps = None if args.temperature else gaps(shared, args.new)
+    report |= {"dense_seconds": dense.seconds, "results": []}
+
+    def tell(row: dict[str, Any], run: Run) -> None:
+        differ = differences(run, dense, own_gaps)
+        row |= {"seconds": run.seconds, "over_dense": dense.seconds / run.seconds}
+        row |= {"compared": compared(differ, len(run.tokens), args.new), "differences": differ}
+        report["results"].append(row)
+        print(*(row.get(key) for key in ("policy", "drafts")), end=" ")
+        print(f"{row['over_dense']:.2f}, {len(differ)} of {row['compared']} differ", end=" ")
+        for name in found if "texts" in row else ():
+            of = row["texts"][name]
+            print(f"{of['accepted_share']:.3f} {of['tokens_per_round']:.2f}", end=" ")
+        print(flush=True)
+        write_report(args.json, report)
+
+    for nth, policy in enumerate(args.policies, start=1):
+        for drafts in args.drafts:
+            run = decoded(shared, nth, drafts, args.new, args.temperature)
+            by_text = {
+                name: accepted(run.rounds[at :: len(found)], args.new, drafts)
+                for at, name in enumerate(found)
+            }
+            tell({"policy": policy, "drafts": drafts, "texts": by_text}, run)
+    if args.fewer_rows:
+        fewer = rows[: args.fewer_rows]
+        spec = capacity.cache_spec(params, fewer, args.new, None, 16)
+        del shared
+        shared = prime(params, as_policies(["dense"]), fewer, spec, lambda *_: None)
+        run = decoded(shared, 0, 0, args.new, args.temperature)
+        tell({"policy": "dense", "rows": args.fewer_rows}, run)
 
 
 if __name__ == "__main__":

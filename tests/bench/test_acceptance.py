@@ -1,21 +1,46 @@
 """Tests what bench.acceptance makes of rounds."""
 
+import numpy as np
 import pytest
 
 from bench import acceptance
+from jsparse.runtime.decoding import Drafts, StepResult
 
 pytestmark = pytest.mark.pure
 
 
-def test_figures():
-    """Two rounds of three drafts, of which three and one were accepted."""
-    run = {"tokens": list(range(8)), "rounds": [(3, 3), (3, 1)], "seconds": 2.0}
-    row = acceptance.figures(run, {"tokens": [*range(5), 9, 9, 9], "seconds": 3.0}, 3)
-    assert row["text_is_dense"] is False and row["first_difference"] == 5
-    assert row["drafted"] == 6 and row["accepted_share"] == pytest.approx(4 / 6)
+def test_rounds_of_rows():
+    """A row with two rounds of three drafts, of which three and one were accepted, and another."""
+    of = acceptance.accepted([[(3, 3), (3, 1)], [(3, 0), (2, 2)]], 7, 3)
+    assert of["drafted"] == 11 and of["accepted_share"] == pytest.approx(6 / 11)
     # of those behind a draft that was accepted, or behind none
-    assert row["accepted_by_position"] == [1.0, 0.5, 1.0]
-    assert row["tokens_per_round"] == 3.5 and row["over_dense"] == 1.5
+    assert of["accepted_by_position"] == [3 / 4, 2 / 3, 1.0]
+    assert of["tokens_per_round"] == 2 * 6 / 4
+
+
+def test_differences():
+    """What follows a row's first difference is not compared."""
+    dense = acceptance.Run([[1, 2, 3, 4], [5, 6, 7, 8]], [[], []], 1.0)
+    run = acceptance.Run([[1, 2, 3, 4], [5, 9, 7, 1]], [[], []], 1.0)
+    gaps = np.arange(8.0).reshape(4, 2)
+    found = acceptance.differences(run, dense, gaps)
+    assert found == [{"row": 1, "token": 1, "gap": 3.0}]
+    assert acceptance.compared(found, 2, 4) == 6
+
+
+def test_results_become_rows():
+    """The first token, a round of two and three tokens, and one that goes beyond what is wanted."""
+    one = StepResult(np.array([[1, 2]]), *[None] * 4)  # pyright: ignore[reportArgumentType]
+    tokens = np.array([[3, 4], [5, 6], [7, 8]])
+    drafts = Drafts(np.array([2, 3]), np.array([2, 2]))  # pyright: ignore[reportArgumentType]
+    more = one._replace(tokens=tokens, drafts=drafts)  # pyright: ignore[reportArgumentType]
+    run = acceptance.read([one, more, more], 4, 1.0)
+    assert run.tokens == [[1, 3, 5, 3], [2, 4, 6, 8]]
+    assert run.rounds == [[(2, 1), (2, 1)], [(2, 2)]]
+
+
+def test_windows_are_spread():
+    assert acceptance.windows([*range(10)], 4, 3) == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
 
 
 def test_texts_are_long_enough():
