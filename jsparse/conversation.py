@@ -73,7 +73,7 @@ class Conversation:
         # sizes of any cache: only the owners of the policy's state matter
         spec = capacity.cache_spec(params, [[0]], 1, None, self._page_size)
         running = resolved(self._policy, spec)
-        if self._drafts:
+        if self._drafts != 0:
             require_drafting(running, spec)
         try:
             require_resumable(running, spec)

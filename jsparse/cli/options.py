@@ -71,7 +71,10 @@ class GenerationOptions:
     ] = False
     num_speculative_tokens: Annotated[
         int | None,
-        Option(help="With --exact, the most tokens drafted between two checks; the default is 4."),
+        Option(
+            help="With --exact, the tokens drafted between two checks; the default is as many as "
+            "the drafts accepted so far make worth while."
+        ),
     ] = None
     max_new_tokens: Annotated[int, Option(help="Maximum number of tokens to generate.")] = 128
     temperature: Annotated[

@@ -187,7 +187,7 @@ def serve(
         where = f"[{address}]" if ":" in address else address
         name, run_by = options.name, engine.engine.policy
         print(f"jsparse serves {name} with {short_name(run_by)} at http://{where}:{at}", flush=True)
-        drafts = engine.engine.sizes.drafts
+        drafts = max(engine.engine.sizes.drafts, default=0)
         print(_what_is_sparse(run_by, drafts, per_request or ()), flush=True)
         print(f"A page to chat and to see what is read: http://{where}:{at}/", flush=True)
 

@@ -183,15 +183,20 @@ class Bodies:
         part = rows if of_all else take(policy, spec, rows, which)
         part = part._replace(cache=part.cache.with_prefixes(asked.prefixes))
         static = self._decoder, policy, CHOICES[choice]
-        drafts, steps = self._sizes.drafts, self._sizes.steps
+        drafts = self._sizes.drafts_for(which.size)
         if drafts:
-            limits = part.made + asked.counts
+            limits, most = part.made + asked.counts, jnp.int32(drafts)
+            kept = self._kept(choice, pack_round)
             part, packed = inlined(speculate)(
-                *(*static, drafts, self._kept(choice, pack_round)), weights, beside, limits, part
+                *(*static, drafts, kept), weights, beside, limits, most, part
             )
         else:
             part, packed = inlined(decode_steps)(
-                *(*static, steps, self._kept(choice)), weights, beside, part, asked.counts
+                *(*static, self._sizes.steps, self._kept(choice)),
+                weights,
+                beside,
+                part,
+                asked.counts,
             )
         part = part._replace(cache=part.cache.with_prefixes(None))
         rows = part if of_all else put(policy, spec, rows, part, which)

@@ -20,7 +20,7 @@ from jsparse.engine.programs import Programs
 from jsparse.engine.request_state import Counters, RequestState, policy_of
 from jsparse.engine.runner import PendingResults, Runner
 from jsparse.engine.scheduler import Scheduler
-from jsparse.engine.step_plan import Answer
+from jsparse.engine.step_plan import Answer, Decoding
 from jsparse.hyper_parameters import flag, whole_number
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import ENGINE, takes
@@ -121,7 +121,7 @@ class Engine:
             spec.cache,
             spec.sizes,
         )
-        self._pace = Pace(params.config)
+        self._pace = Pace(params.config, spec.sizes)
         rules = setup.rules(spec.policy, spec.cache, spec.sizes, share=enable_prefix_caching)
         self.programs = Programs(spec)
         usable = self.programs.usable_rows, self._can_share
@@ -312,9 +312,14 @@ class Engine:
     def _take(self, pending: PendingResults, *, timed: bool) -> list[RequestState]:
         """Reads one program's results; returns the requests that they are for."""
         results, now, updates = self._runner.results(pending), self._clock(), []
-        if timed:
-            # what was before it had ended
-            self._pace.observe(pending.work, 1e3 * (now - max(self._taken, pending.dispatched)))
+        # what was before it had ended
+        took = 1e3 * (now - max(self._taken, pending.dispatched)) if timed else None
+        if took is not None:
+            self._pace.observe(pending.work, took)
+        if self.sizes.drafts and isinstance(pending.work, Decoding):
+            rounds = [(tokens.drafted, len(tokens.ids) - 1) for _, tokens, _ in results]
+            drafted, accepted = zip(*rounds, strict=True)
+            self._pace.observe_round(pending.work.num_rows, drafted, accepted, took)
         self._taken = now
         for number, tokens, planned in results:
             state, answer, builder = self._live.get(number, (None, None, None))

@@ -2,24 +2,28 @@
 
 import statistics
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from functools import partial
 
+from jsparse.engine.sizes import EngineSizes
 from jsparse.engine.step_plan import Decoding, Reading
 from jsparse.models.config import ModelConfig
+from jsparse.runtime.draft_length import DraftLength
 
 # the programs of a size that its estimate is the median of: the first may take much longer
 NEWEST = 5
 
 
 class Pace:
-    """Learns how fast prompts are read and rows decode.
+    """Learns how fast prompts are read and rows decode, and so how many tokens they should draft.
 
     The work of a chunk is its tokens, each of which counts more the further it is from the prompt's
     beginning, by the arithmetic of the model's matrices and of its attention.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
-        """Prepares estimates for a model; nothing is known."""
+    def __init__(self, config: ModelConfig, sizes: EngineSizes) -> None:
+        """Prepares estimates for a model and an engine's sizes; nothing is known."""
+        self._sizes, self._length = sizes, DraftLength(adapts=sizes.adapts)
         # the position where a token's attention takes as much arithmetic as its matrices
         self._even = config.layer_weights / (2 * config.num_heads * config.head_dim)
         newest = partial(deque[float], maxlen=NEWEST)
@@ -33,6 +37,18 @@ class Pace:
         elif not work.replay:
             per_work = milliseconds / self._work(*_shape(work))
             self._per_work[work.num_rows, work.size].append(per_work)
+
+    def observe_round(
+        self, rows: int, drafted: Sequence[int], accepted: Sequence[int], milliseconds: float | None
+    ) -> None:
+        """Takes in what the rows of a round drafted, and how long it took, if that is known."""
+        self._length.observe(drafted, accepted)
+        if milliseconds is not None:
+            self._length.took(rows, max(drafted, default=0), milliseconds / 1e3)
+
+    def drafts(self, rows: int) -> int:
+        """Returns how many tokens the rows of a program of so many draft next."""
+        return self._length.choose(self._sizes.drafts_for(rows), rows)
 
     def expected(self, work: Reading | Decoding) -> float:
         """Returns how many milliseconds a program will take; 0 before anything is known."""

@@ -31,7 +31,9 @@ def replay(
             f"{engine['dtype']}, of which the log is"
         )
     ladder = tuple(map(tuple, engine["sizes"]["ladder"]))
-    lists = {name: tuple(engine["sizes"][name]) for name in ("tails", "rows", "prefill_rows")}
+    lists = {
+        name: tuple(engine["sizes"][name]) for name in ("tails", "rows", "prefill_rows", "drafts")
+    }
     sizes = EngineSizes(**engine["sizes"] | {"ladder": ladder} | lists)
     rows = setup.cache_spec(
         params,
@@ -47,7 +49,7 @@ def replay(
         rows_join=True,
         per_request=knobs,
         allocates=False,
-        drafts=sizes.drafts,
+        drafts=max(sizes.drafts, default=0),
     ).policy
     cache = setup.pooled(rows, sizes)
     spec = setup.EngineSpec(params, policy, cache, sizes, knobs, engine["layer_stats"])

@@ -47,6 +47,10 @@ class Estimates(Protocol):
     def step(self, rows: int) -> float | None:
         """Returns the time of a decode step in a program of `rows` rows."""
 
+    def drafts(self, rows: int) -> int:
+        """Returns how many tokens the rows of such a program draft next."""
+        ...
+
 
 class _NextChunk(NamedTuple):
     """Describes the chunk of a prompt that would be read next.
@@ -303,8 +307,9 @@ class Scheduler:
                 return None
         self._stalled = 0
         steps, rows, answers = self._steps(), [], []
+        drafts = self._pace.drafts(self._rows_for(len(self.decoding))) if self.sizes.drafts else 0
         for answer in self.decoding:
-            count = min(steps + self.sizes.drafts, answer.max_tokens - answer.sent)
+            count = min(steps + drafts, answer.max_tokens - answer.sent)
             first = self.memory.num_groups(answer)
             groups = self.memory.grow(answer, count, [*self.reading, *self.decoding])
             count = min(count, self.memory.steps_left(answer))

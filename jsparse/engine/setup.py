@@ -16,6 +16,7 @@ from jsparse.pallas_kernels.block_sparse_decode.api import MAX_QUERIES
 from jsparse.policy import AnyPolicy, Policy, is_dense
 from jsparse.runtime import capacity, chunk_attention
 from jsparse.runtime.admission import admit
+from jsparse.runtime.draft_length import most_drafts
 from jsparse.runtime.generate_options import num_drafts
 
 # With an 8B model on an H100, chunks of 512 tokens at a prompt's beginning keep the device as busy
@@ -98,7 +99,7 @@ def engine_spec(
     )
     flag("batch_invariant", batch_invariant)
     drafts = num_drafts(exact, num_speculative_tokens)
-    if batch_invariant and drafts:
+    if batch_invariant and drafts != 0:
         raise ValueError(
             "exact=True: must be False where batch_invariant is true: how many tokens are checked "
             "together depends on when results arrive, and rounding on that"
@@ -120,8 +121,8 @@ def engine_spec(
         allocates=False,
         drafts=drafts,
     )
-    drafts, steps = admitted.drafts, admitted.max_steps
-    if drafts:
+    steps = admitted.max_steps
+    if admitted.drafts:
         steps = _only("exact", "steps_per_program", steps_per_program, 1)
         cascade_attention = _only("exact", "cascade_attention", cascade_attention, False)
     sizes = sizes_of(
@@ -140,8 +141,10 @@ def engine_spec(
     sizes = sizes._replace(
         batch_invariant=batch_invariant,
         family_rows=_family_rows(cascade_attention, admitted.policy, rows),
-        drafts=drafts,
+        adapts=admitted.adapts,
     )
+    if admitted.drafts:
+        sizes = sizes._replace(drafts=tuple(_drafts(drafts, rows) for rows in sizes.rows))
     return EngineSpec(
         params,
         admitted.policy,
@@ -152,9 +155,14 @@ def engine_spec(
     )
 
 
+def _drafts(asked: int | None, rows: int) -> int:
+    """Returns the most drafts of a program of so many rows."""
+    return most_drafts(rows, on_gpu=_on_gpu()) if asked is None else asked
+
+
 def rules(policy: Policy, spec: CacheSpec, sizes: EngineSizes, *, share: bool) -> Rules:
     """Returns the rules by which requests are planned; if `share`, they share prompts."""
-    exact = sizes.drafts > 0 or is_dense(policy, spec)
+    exact = bool(sizes.drafts) or is_dense(policy, spec)
     return Rules(
         root=policy.name if share and policy.shares is not None else None,
         window=policy.window,

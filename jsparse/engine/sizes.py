@@ -32,8 +32,10 @@ class EngineSizes(NamedTuple):
             device busy alone.
         family_rows: the most rows that read the pages that they have in common together; 0 is that
             each row reads its own.
-        drafts: the most tokens that the policy drafts before dense attention checks them: a decode
-            program then is a round of speculation; 0 is that it runs decode steps.
+        drafts: the most tokens that the policy drafts before dense attention checks them, for
+            programs of each number of rows: each is a round of speculation; empty if they run
+            decode steps.
+        adapts: whether fewer are drafted where that is faster.
     """
 
     num_slots: int
@@ -51,7 +53,8 @@ class EngineSizes(NamedTuple):
     growth_tokens: int = 256
     packed_tokens: int = 512
     family_rows: int = 0
-    drafts: int = 0
+    drafts: tuple[int, ...] = ()
+    adapts: bool = False
 
     @property
     def full_sizes(self) -> list[int]:
@@ -104,6 +107,10 @@ class EngineSizes(NamedTuple):
     def rows_for(self, count: int) -> int:
         """Returns the rows of the smallest decode program that has this many."""
         return next(rows for rows in self.rows if rows >= count)
+
+    def drafts_for(self, rows: int) -> int:
+        """Returns the most drafts of each row in a program of so many; 0 if it runs steps."""
+        return dict(zip(self.rows, self.drafts, strict=False)).get(rows, 0)
 
     def families(self, rows: int) -> tuple[int, int]:
         """Returns the most families of a program of so many rows, and the most rows of each."""

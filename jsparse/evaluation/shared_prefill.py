@@ -48,10 +48,11 @@ class SharedPrefill(NamedTuple):
     policies: tuple[Policy, ...]
     held: PrefillResult
 
-    def session(self, index: int, *, drafts: int = 0) -> Session:
+    def session(self, index: int, *, drafts: int | None = 0) -> Session:
         """Returns a session of policy `index`, on copies, since decoding donates what it reads.
 
-        With `drafts`, the policy drafts as many tokens at most, and dense attention checks them.
+        With `drafts`, the policy drafts as many tokens, and dense attention checks them; None is as
+        many as is fastest.
         """
         policy = self.policies[index]
         cache, state = _with_fields(self.held.cache, policy.needs), self.held.state[index]

@@ -18,6 +18,7 @@ from jsparse.model_facts.constants import require_constants
 from jsparse.models.checkpoint import Params
 from jsparse.policy import AnyPolicy, Policy, is_dense, resolved
 from jsparse.runtime import capacity
+from jsparse.runtime.draft_length import most_drafts
 from jsparse.runtime.owners import owners
 
 # steps per program on a GPU
@@ -33,12 +34,14 @@ class Admission(NamedTuple):
         max_steps: the most decode steps per program.
         drafts: the most tokens that the policy drafts between two checks; 0 where it decodes, as a
             policy does that is dense anyway.
+        adapts: whether fewer are drafted where that is faster.
     """
 
     policy: Policy
     store: KVStore
     max_steps: int
     drafts: int
+    adapts: bool
 
 
 def admit(
@@ -51,7 +54,7 @@ def admit(
     per_request: Sequence[str] = (),
     steps_per_program: int | None = None,
     allocates: bool = True,
-    drafts: int = 0,
+    drafts: int | None = 0,
 ) -> Admission:
     """Admits a policy if it can run with these sizes; nothing is allocated.
 
@@ -64,8 +67,8 @@ def admit(
         per_request: hyper-parameters that rows which join may set.
         steps_per_program: the most decode steps per program; None is 8 on a GPU, 1 elsewhere.
         allocates: whether a cache of these sizes will be allocated, and must fit in memory.
-        drafts: the most tokens that the policy drafts before dense attention checks them; 0 is
-            that it does not draft.
+        drafts: the tokens that the policy drafts before dense attention checks them; 0 is that it
+            does not draft, None that as many are drafted as is fastest.
 
     Raises:
         ValueError: the model lacks a constant that the policy needs, the policy does not
@@ -78,6 +81,9 @@ def admit(
             f"correct_every={policy.services.correct_every}: must be 0 where the policy evicts, "
             "since heads then hold different tokens"
         )
+    adapts, on_gpu = drafts is None, jax.default_backend() == "gpu"
+    if drafts is None:
+        drafts = most_drafts(spec.batch, on_gpu=on_gpu)
     if drafts:
         require_drafting(policy, spec)
         policy = _uncorrected(policy) if policy.services.correct_every else policy
@@ -99,9 +105,8 @@ def admit(
         steps_per_program = 1
     if allocates:
         capacity.require_fit(spec, policy)
-    on_gpu = jax.default_backend() == "gpu"
     max_steps = steps_per_program or (STEPS_PER_PROGRAM if on_gpu else 1)
-    return Admission(policy, store, max_steps, drafts)
+    return Admission(policy, store, max_steps, drafts, adapts)
 
 
 def require_resumable(policy: Policy, spec: CacheSpec) -> None:

@@ -1,11 +1,15 @@
 """Decodes the rows of a session, which begin together, program by program."""
 
+import math
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse.cache import CacheSpec, KVCache, ReadOnly
@@ -14,12 +18,16 @@ from jsparse.host_memory.store import empty_rows
 from jsparse.models.checkpoint import Params
 from jsparse.runtime.admission import Admission
 from jsparse.runtime.decode_step import StepStats
+from jsparse.runtime.draft_length import DraftLength
 from jsparse.runtime.pauses import due, next_steps, until_due
 from jsparse.runtime.reading import PrefillResult
 from jsparse.runtime.rows import Batch, Step, decode_steps, first_tokens, serviced
 from jsparse.runtime.sampling import ChooseFn
 from jsparse.runtime.speculation import Round, speculate
 from jsparse.shapes import Rows
+
+# the rounds on their way when the oldest of them helps to choose how many the next drafts
+LAG = 2
 
 
 class Drafts(NamedTuple):
@@ -193,11 +201,36 @@ class Speculating(Decoding):
 
     _program = speculate
 
+    def __init__(self, params: Params, admitted: Admission, *others: Any) -> None:
+        """Prepares to decode, as `Decoding` does; nothing has been accepted so far."""
+        super().__init__(params, admitted, *others)
+        self._length = DraftLength(adapts=admitted.adapts)
+        self._in_flight: deque[Drafts] = deque()
+        self._looked = math.inf
+
     def advance(self) -> StepResult:
         """Dispatches a round, with the services for which rows are due then."""
+        self._look_back()
         self.batch, result = speculate(*self._arguments(), self.batch)
+        self._in_flight.append(result.drafts)
         self.done += 1
         return result
+
+    def _look_back(self) -> None:
+        """Learns from the round before the last, while the last keeps the device busy.
+
+        Its time is the time since the end of the one before it.
+        """
+        if len(self._in_flight) < LAG:
+            return
+        counts, drafted = map(np.asarray, self._in_flight.popleft())
+        before, self._looked = self._looked, time.perf_counter()
+        took_part = counts > 0
+        if not took_part.any():
+            return
+        self._length.observe(drafted[took_part].tolist(), (counts[took_part] - 1).tolist())
+        if self._looked > before:
+            self._length.took(1, int(drafted.max()), self._looked - before)
 
     def _batch(
         self, tokens: Rows, cache: KVCache, state: State, given: Any, knobs: Any
@@ -210,4 +243,5 @@ class Speculating(Decoding):
         return (
             *(self._params.decoder, self._policy, self._choose, self._num_drafts, of_round),
             *(self._params.weights, self._beside, jnp.asarray(self._limits, jnp.int32)),
+            jnp.asarray(self._length.choose(self._num_drafts), jnp.int32),
         )

@@ -11,7 +11,7 @@ from jsparse.runtime.request import require_alone
 from jsparse.runtime.sampling_params import SamplingParams
 
 # tokens drafted between two checks: by default, and at most
-NUM_SPECULATIVE_TOKENS, MAX_SPECULATIVE_TOKENS = 4, 32
+MAX_SPECULATIVE_TOKENS = 32
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -64,15 +64,17 @@ def chosen_sampling(
     return sampling
 
 
-def num_drafts(exact: bool, num_speculative_tokens: int | None) -> int:
-    """Returns the most tokens that a policy drafts between two checks; 0 is that nothing checks.
+def num_drafts(exact: bool, num_speculative_tokens: int | None) -> int | None:
+    """Returns the tokens that a policy drafts between two checks; 0 is that nothing checks.
+
+    None is that they are to be chosen.
 
     Raises:
         ValueError: one of both is not allowed, or the number is given without `exact`.
     """
     flag("exact", exact)
     if num_speculative_tokens is None:
-        return NUM_SPECULATIVE_TOKENS if exact else 0
+        return None if exact else 0
     whole_number("num_speculative_tokens", num_speculative_tokens, 1)
     if num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
         raise ValueError(

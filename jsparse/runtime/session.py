@@ -84,7 +84,7 @@ class Session:
         resumable: bool = False,
         adopts: bool = False,
         steps_per_program: int | None = None,
-        drafts: int = 0,
+        drafts: int | None = 0,
     ) -> None:
         """Prepares an empty session; nothing is allocated before the prompts are read.
 
@@ -97,8 +97,9 @@ class Session:
             adopts: whether it will take over prompts that were read elsewhere, so that their memory
                 need not be free now.
             steps_per_program: the most decode steps per program; None is 8 on a GPU, 1 elsewhere.
-            drafts: how many tokens the policy drafts at most before dense attention checks them
-                all, so that what is decoded is dense attention's; 0 is that the policy decodes.
+            drafts: how many tokens the policy drafts before dense attention checks them all, so
+                that what is decoded is dense attention's; 0 is that the policy decodes, None that
+                as many are drafted as is fastest.
 
         Raises:
             ValueError: the policy needs a constant that the model lacks, its demands exclude one

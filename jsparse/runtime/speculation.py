@@ -12,6 +12,7 @@ same distribution.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -84,12 +85,14 @@ def speculate[Memory: (KVCache, SharedPages)](
     weights: Weights,
     beside: ReadOnly,
     limits: Rows,
+    most: Int32[Array, ""],
     batch: Batch[Memory],
 ) -> tuple[Batch[Memory], Any]:
-    """Runs a round of at most `drafts` drafts per row, and the service for which rows are due then.
+    """Runs a round of at most `most` drafts per row, and the service for which rows are due then.
 
-    Also returns the result of `keep`. Row b decodes until it has chosen `limits[b]` tokens in all;
-    `batch.made` has a number per row. A round ends where a row is due for the policy's maintenance.
+    Also returns the result of `keep`. `most` is at most `drafts`, the number that programs have
+    room for. Row b decodes until it has chosen `limits[b]` tokens in all; `batch.made` has a number
+    per row. A round ends where a row is due for the policy's maintenance.
     """
     note_trace()
     beside = beside._replace(knobs=batch.knobs or None)
@@ -97,18 +100,25 @@ def speculate[Memory: (KVCache, SharedPages)](
     held = batch.cache.of_rows(None)
     # a row without any room takes part with one token, and is found to overflow
     room = jnp.maximum(held.layers[0].capacity - held.positions, 1)
-    width = jnp.minimum(jnp.minimum(limits - batch.made, drafts + 1), room)
+    width = jnp.minimum(jnp.minimum(limits - batch.made, jnp.minimum(most, drafts) + 1), room)
     if period:
         width = jnp.minimum(width, period - (batch.made - 1) % period)
     width = jnp.where(held.overflow, 0, jnp.maximum(width, 0))
     drafted = jnp.maximum(width - 1, 0)
     first = batch.cache.of_rows(width > 0).positions
 
-    def draft(batch: Batch[Memory], nth: Array) -> tuple[Batch[Memory], tuple[Rows, StepStats]]:
-        active = nth < drafted
-        return one_step(decoder, policy, choose, _of_draft, weights, beside, batch, active)
+    one_draft = partial(one_step, decoder, policy, choose, _of_draft, weights, beside)
+    # traced once, though its results' shapes are asked for before
+    traced = jax.jit(one_draft, inline=True)
 
-    batch, (guesses, stats) = lax.scan(draft, batch, jnp.arange(drafts, dtype=jnp.int32))
+    def draft(nth: Array, so_far: Any) -> Any:
+        batch, made = traced(so_far[0], nth < drafted)
+        return batch, jax.tree.map(lambda all, one: all.at[nth].set(one), so_far[1], made)
+
+    shapes = jax.eval_shape(traced, batch, drafted > 0)[1]
+    empty = jax.tree.map(lambda x: jnp.zeros((drafts, *x.shape), x.dtype), shapes)
+    looped: Any = lax.fori_loop(0, jnp.max(drafted), draft, (batch, empty))
+    batch, (guesses, stats) = looped
 
     # the last draft is taken in as well, so that one more token follows where all agree
     cache = batch.cache.of_rows(width > 0)
@@ -143,11 +153,9 @@ def speculate[Memory: (KVCache, SharedPages)](
     if period:
         due = (counts > 0) & ((checked.made - 1) % period == 0)
         state = _maintained_rows(policy, cache, state, beside, due)
-    after = Batch(
-        *(checked.newest, memory, state, checked.given, checked.made, batch.recent, batch.knobs)
-    )
     made = Round(chosen, logprobs, counts, drafted, stats, cache.overflow, logits)
-    return after, keep(made)
+    after = batch._replace(tokens=checked.newest, cache=memory, state=state)
+    return after._replace(given=checked.given, made=checked.made), keep(made)
 
 
 class _Checked(NamedTuple):

@@ -123,7 +123,7 @@ class Metrics:
             "Drafts accepted, by position.",
             labels=["model_name", "position"],
         )
-        for position in range(self._engine.sizes.drafts):
+        for position in range(max(self._engine.sizes.drafts, default=0)):
             accepted.add_metric([self._model, f"{position}"], counters.accepted_at[position])
         yield accepted
         host = CounterMetricFamily(

@@ -226,7 +226,7 @@ class Drafting(Variant):
     What a round gives is anything from a token to all that were planned.
     """
 
-    sizes = Variant.sizes._replace(drafts=3, steps=1, family_rows=0)
+    sizes = Variant.sizes._replace(drafts=(3,) * len(Variant.sizes.rows), steps=1, family_rows=0)
 
     def __init__(self):
         super().__init__()
@@ -246,7 +246,7 @@ class Drafting(Variant):
         for row in decoding.rows:
             asked = self.asked[row.answer]
             assert self.slots[row.slot] == row.answer
-            assert 1 <= row.steps <= 1 + self.sizes.drafts
+            assert 1 <= row.steps <= 1 + max(self.sizes.drafts)
             # whatever rounds before it give, there is room, and it is not too much
             assert self.steps[row.answer] + row.steps <= asked.max_tokens
             self.follow_groups(row, asked, self.steps[row.answer] + row.steps - 1)

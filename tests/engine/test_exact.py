@@ -1,5 +1,7 @@
 """Tests that an engine's rows draft under a policy and get dense attention's own text."""
 
+from itertools import cycle
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tiny import random_prompts
 
 import jsparse
 from jsparse.engine import plan_log, replay
+from jsparse.engine.pace import Pace
 from jsparse.engine.packing import pack_round, unpack
 from jsparse.policies.expressions import parse
 from jsparse.runtime.decode_step import StepStats
@@ -79,6 +82,25 @@ def test_only_drafts_that_were_made_are_counted():
     llm.generate(ASKED, OPTIONS)
     counters = llm.engine.counters
     assert 0 < counters.draft_tokens == counters.drafts
+
+
+def test_rounds_may_draft_any_number(monkeypatch):
+    """What was chosen is what rows draft at most, and what agreed is told."""
+    chosen, seen = cycle((3, 0, 1, 2)), []
+    monkeypatch.setattr(Pace, "drafts", lambda self, rows: next(chosen))
+    monkeypatch.setattr(Pace, "observe_round", lambda self, *of_round: seen.append(of_round))
+    outs = engine(QUEST).generate(ASKED[:3], OPTIONS[:3])
+    for out, its in zip(outs, expected()[:3], strict=True):
+        assert out.outputs[0].token_ids == its.outputs[0].token_ids
+    assert [max(drafted) for _, drafted, *_ in seen[:5]] == [3, 0, 1, 2, 3]
+    assert all(
+        0 <= kept <= number
+        for _, drafted, accepted, _ in seen
+        for number, kept in zip(drafted, accepted, strict=True)
+    )
+    # all but the first token of each
+    made = sum(1 + kept for _, _, accepted, _ in seen for kept in accepted)
+    assert made == sum(len(out.outputs[0].token_ids) - 1 for out in outs)
 
 
 def test_answers_end_within_a_round():

@@ -7,6 +7,7 @@ import pytest
 from bench.lib.smollm2 import SMOLLM2
 from jsparse.engine.pace import NEWEST, Pace
 from jsparse.engine.step_plan import Chunk, Decoding, Reading
+from tests.engine.planning import SIZES
 
 pytestmark = pytest.mark.pure
 
@@ -21,14 +22,14 @@ def decoding(rows, steps):
 
 
 def test_nothing_is_known_at_first():
-    pace = Pace(SMOLLM2)
+    pace = Pace(SMOLLM2, SIZES)
     assert pace.reading(1, 512, 0) is None
     assert pace.step(8) is None
     assert pace.expected(reading(1, 512)) == pace.expected(decoding(8, 4)) == 0
 
 
 def test_estimates_are_medians_so_that_one_slow_program_does_not_count():
-    pace = Pace(SMOLLM2)
+    pace = Pace(SMOLLM2, SIZES)
     for milliseconds in (300, 16, 24, 16):
         pace.observe(decoding(8, 8), milliseconds)
         pace.observe(reading(1, 512, 0), milliseconds)
@@ -42,14 +43,14 @@ def test_estimates_are_medians_so_that_one_slow_program_does_not_count():
 
 
 def test_what_is_only_replayed_says_nothing_of_reading():
-    pace = Pace(SMOLLM2)
+    pace = Pace(SMOLLM2, SIZES)
     pace.observe(reading(1, 512, replay=True), 1)
     assert pace.reading(1, 512, 0) is None
 
 
 def test_a_program_is_no_slower_per_token_than_smaller_ones():
     """Else one that was slow once might never be run again."""
-    pace = Pace(SMOLLM2)
+    pace = Pace(SMOLLM2, SIZES)
     pace.observe(reading(1, 2048), 4000)
     alone = pace.reading(1, 64, 0)
     pace.observe(reading(1, 512), 10)
@@ -60,7 +61,7 @@ def test_a_program_is_no_slower_per_token_than_smaller_ones():
 
 
 def test_programs_of_other_sizes_are_as_slow_as_the_slowest_known():
-    pace = Pace(SMOLLM2)
+    pace = Pace(SMOLLM2, SIZES)
     pace.observe(decoding(8, 1), 2)
     pace.observe(decoding(64, 1), 5)
     assert (pace.step(8), pace.step(16), pace.step(64)) == (2, 5, 5)
@@ -72,6 +73,6 @@ def test_tokens_take_longer_the_further_they_are_from_the_beginning():
     """By attention's arithmetic beside that of the matrices, here alike at position 96."""
     config = replace(SMOLLM2, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8)
     # 16·8·2·(2 + 1) + 3·16·n = 2·2·8·96 for n = 48
-    pace = Pace(replace(config, intermediate_size=48))
+    pace = Pace(replace(config, intermediate_size=48), SIZES)
     pace.observe(reading(1, 64, 0), 1 + 32 / 96)
     assert pace.reading(1, 64, 96) == pytest.approx(2 + 32 / 96)

@@ -1,6 +1,7 @@
 """Tests that what a policy drafts and dense attention checks is what dense attention decodes."""
 
 from functools import cache
+from itertools import cycle
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jsparse.policy import Services
 from jsparse.runtime import compilation
 from jsparse.runtime.answers import answers
 from jsparse.runtime.chunk_attention import attend_chunk, attend_few
+from jsparse.runtime.draft_length import DraftLength
 from jsparse.runtime.generate_options import num_drafts
 from jsparse.runtime.request import requests
 from jsparse.runtime.sampling import chooser, forced, greedy
@@ -253,6 +255,30 @@ def test_an_end_within_a_round_ends_the_text(place):
     out = answers(session, asked, SILENT, lambda *_: None, 0.0)[0]
     assert out.token_ids == expected[: expected.index(expected[place]) + 1]
     assert out.finish_reason == "stop"
+
+
+def test_rounds_may_draft_any_number(monkeypatch):
+    """As many as were chosen, of which later rounds learn; one that drafts nothing is a step."""
+    chosen, seen = cycle((3, 0, 1, 2)), []
+    monkeypatch.setattr(DraftLength, "choose", lambda self, most: next(chosen))
+    monkeypatch.setattr(DraftLength, "observe", lambda self, *counts: seen.append(counts))
+    (expected, _), session = decoded("dense", 0, DRAWN), session_of(QUEST, DRAFTS)
+    choose, given = chooser(asked_of(session, DRAWN), session.params.config.vocab_size)
+    made, rounds = [[] for _ in PROMPTS], []
+    for result in session.steps(choose, given, limits=LIMITS):
+        counts, tokens = np.ones(3, int), np.asarray(result.tokens)
+        if result.drafts is not None:
+            counts, drafted = map(np.asarray, result.drafts)
+            took_part = [b for b, own in enumerate(made) if len(own) < LIMITS[b]]
+            if took_part:
+                rounds.append((drafted[took_part].tolist(), (counts[took_part] - 1).tolist()))
+        for b, count in enumerate(counts):
+            made[b] += tokens[:count, b].tolist()
+    assert made == [out.token_ids for out in expected]
+    most = [max(drafted) for drafted, _ in rounds]
+    assert most[:6] == [3, 0, 1, 2, 3, 0]
+    # all but what may be on its way at the end
+    assert seen == rounds[: len(seen)] and len(seen) >= len(rounds) - 2
 
 
 def test_dense_drafts_nothing():

@@ -1,0 +1,100 @@
+"""Chooses how many tokens a policy drafts, by the drafts accepted so far and the time rounds took.
+
+A round of d drafts takes about `base` + d x `each`, and gives 1 + p + … + p^d tokens per row where
+a draft that is reached agrees with probability p (Leviathan et al., arXiv:2211.17192, eq. 1). The
+number is the one with the most tokens per second. It uses neither jax nor a clock.
+"""
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from functools import partial
+
+# The rounds of a number of drafts whose median is its time, and how many of them make one: the
+# first may take much longer.
+NEWEST, ENOUGH = 5, 3
+# What a round counts less with each one after it: the last twenty make the estimate.
+FADING = 0.95
+# Before any draft is checked, so many are taken to have been, and this part to have been accepted.
+PRIOR_DRAFTS, PRIOR_SHARE = 8.0, 0.8
+# Every so many rounds another number is tried, which keeps estimates true. If nothing is drafted
+# otherwise, a draft is worth trying more seldom, since it costs more than it can tell.
+TRY_EVERY, TRY_ONE_EVERY = 32, 128
+
+
+# The tokens that products take without getting slower, since they read the weights: more are bound
+# by arithmetic. On a CPU all are.
+CHECKED_GPU, MOST_GPU, MOST_CPU = 256, 7, 2
+
+
+def most_drafts(rows: int, *, on_gpu: bool) -> int:
+    """Returns the most drafts that are worth checking at once, in a program of so many rows.
+
+    On a GPU it is a power of two less one: so many tokens with the one before them fill a tile of
+    the decode kernel.
+    """
+    if not on_gpu:
+        return MOST_CPU
+    tokens = max(CHECKED_GPU // rows, 4)
+    return min((1 << tokens.bit_length() - 1) - 1, MOST_GPU)
+
+
+class DraftLength:
+    """Says how many tokens the rows of a round draft."""
+
+    def __init__(self, *, adapts: bool) -> None:
+        """Prepares to choose; one that does not adapt always says the most there may be."""
+        self._adapts = adapts
+        self._reached, self._kept = PRIOR_DRAFTS, PRIOR_DRAFTS * PRIOR_SHARE
+        newest = partial(deque[float], maxlen=NEWEST)
+        self._times: dict[int, dict[int, deque[float]]] = defaultdict(lambda: defaultdict(newest))
+        self._rounds = 0
+
+    @property
+    def agreement(self) -> float:
+        """The probability that a draft agrees behind drafts that do."""
+        return self._kept / self._reached
+
+    def choose(self, most: int, rows: int = 1) -> int:
+        """Returns the number of drafts of the next round, in a program of so many rows.
+
+        It is at most `most`, and 0 where drafting does not pay.
+        """
+        if not self._adapts:
+            return most
+        self._rounds += 1
+        if sum(len(times) >= ENOUGH for times in self._times[rows].values()) < 2:
+            # two numbers tell what a draft takes; results come late
+            return most if self._rounds % 2 else most // 2
+        best = max(range(most + 1), key=partial(self._tokens_per_second, rows))
+        if best == 0:
+            return int(self._rounds % TRY_ONE_EVERY == 0)
+        if self._rounds % TRY_EVERY == 0:
+            step = 1 if self._rounds // TRY_EVERY % 2 else -1
+            return best + step if 0 <= best + step <= most else best - step
+        return best
+
+    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Takes in how many tokens the rows of a round drafted, and how many were accepted."""
+        self._reached = FADING * self._reached + sum(
+            min(kept + 1, number) for number, kept in zip(drafted, accepted, strict=True)
+        )
+        self._kept = FADING * self._kept + sum(accepted)
+
+    def took(self, rows: int, drafts: int, seconds: float) -> None:
+        """Takes in how long a round took, whose rows drafted at most `drafts` tokens each."""
+        self._times[rows][drafts].append(seconds)
+
+    def _tokens_per_second(self, rows: int, drafts: int) -> float:
+        base, each = self._fit(rows)
+        tokens = sum(self.agreement**nth for nth in range(drafts + 1))
+        return tokens / (base + drafts * each)
+
+    def _fit(self, rows: int) -> tuple[float, float]:
+        """Returns the time of a round without drafts, and that of a draft, by least squares."""
+        known = {number: each for number, each in self._times[rows].items() if len(each) >= ENOUGH}
+        times = {number: statistics.median(each) for number, each in known.items()}
+        each = max(statistics.linear_regression([*times], [*times.values()]).slope, 0.0)
+        base = statistics.mean(time - each * number for number, time in times.items())
+        # whatever was measured, a round takes some time
+        return max(base, 1e-3 * max(times.values())), each

@@ -1,0 +1,114 @@
+"""Tests that the number of drafts is the fastest, whatever agrees and however long rounds take."""
+
+from collections import deque
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jsparse.runtime.draft_length import DraftLength, most_drafts
+
+pytestmark = pytest.mark.pure
+
+# a round without drafts takes a second; results come two rounds late
+LAG = 2
+
+
+def tokens_of(agreement, drafts):
+    """The mean tokens of a round (arXiv:2211.17192, eq. 1): 1 + p + … + p^d."""
+    return sum(agreement**nth for nth in range(drafts + 1))
+
+
+def best_seconds(agreement, each, most):
+    """The seconds per token of the best number of drafts."""
+    return min((1 + each * number) / tokens_of(agreement, number) for number in range(most + 1))
+
+
+def decode(agreement, each, *, most=4, tokens=2000, rows=1, seed=0, slow=5.0):
+    """Returns the seconds per token of a simulated run, the first round of which is slow to see."""
+    random, length, late = Random(seed), DraftLength(adapts=True), deque()
+    made = took = 0
+    while made < tokens * rows:
+        number = length.choose(most)
+        assert 0 <= number <= most
+        accepted = [
+            next((nth for nth in range(number) if random.random() >= agreement), number)
+            for _ in range(rows)
+        ]
+        seconds = (1 + each * number) * random.gauss(1, 0.02)
+        made, took = made + sum(accepted) + rows, took + seconds
+        late.append(([number] * rows, accepted, seconds * slow))
+        slow = 1.0
+        if len(late) > LAG:
+            drafted, kept, seconds = late.popleft()
+            length.observe(drafted, kept)
+            length.took(1, max(drafted), seconds)
+    return took * rows / made
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("each", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("agreement", [0.0, 0.5, 0.8, 0.98])
+def test_it_finds_the_fastest_number(agreement, each, rows):
+    seconds = decode(agreement, each, rows=rows)
+    assert seconds < 1.05 * best_seconds(agreement, each, 4)
+
+
+@settings(max_examples=25)
+@given(st.floats(0, 1), st.floats(0.05, 1.5), st.integers(1, 7), st.integers(0, 99))
+def test_it_never_loses_much_against_no_drafts(agreement, each, most, seed):
+    """A draft may take longer than a step does: then hardly any is made."""
+    assert decode(agreement, each, most=most, seed=seed) < 1.08
+
+
+def test_what_agreed_long_ago_counts_no_more():
+    length = DraftLength(adapts=True)
+    for _ in range(200):
+        length.observe([4], [4])
+    assert length.agreement > 0.99
+    for _ in range(100):
+        length.observe([4], [0])
+    assert length.agreement < 0.03
+
+
+def test_drafts_behind_one_that_was_rejected_were_not_reached():
+    """Two rounds of four drafts, of which none and two were kept, tell of four drafts."""
+    length = DraftLength(adapts=True)
+    for _ in range(500):
+        length.observe([4, 4], [0, 2])
+    assert length.agreement == pytest.approx(2 / 4)
+
+
+def test_a_number_that_was_asked_for_is_always_said():
+    length = DraftLength(adapts=False)
+    for _ in range(50):
+        length.observe([5], [0])
+        length.took(1, 5, 1.0)
+        assert length.choose(5) == 5
+
+
+def test_programs_of_other_rows_are_timed_apart():
+    """Where a program of eight rows drafts for nothing, that of one still can."""
+    length = DraftLength(adapts=True)
+    for rows, each in ((1, 0.1), (8, 3.0)):
+        for drafts in (4, 2) * 3:
+            length.took(rows, drafts, 1 + each * drafts)
+    for _ in range(50):
+        length.observe([4], [3])
+    said = [(length.choose(4, 1), length.choose(4, 8)) for _ in range(20)]
+    assert min(of_one for of_one, _ in said) > 0
+    assert max(of_eight for _, of_eight in said) == 0
+
+
+def test_most_drafts():
+    """What is checked at once fills a tile of the kernel, and a product that reads its weights."""
+    assert [most_drafts(rows, on_gpu=True) for rows in (1, 8, 32, 33, 64, 500)] == [
+        7,
+        7,
+        7,
+        3,
+        3,
+        3,
+    ]
+    assert most_drafts(1, on_gpu=False) == 2
