@@ -8,8 +8,8 @@ from typer import Option
 TasksOption = Annotated[
     str,
     Option(
-        help="Comma-separated tasks: kl, ppl, attention, passkey, niah_grid, json_retrieval, "
-        "RULER's (vt, cwe, …), longbench_…, questions."
+        help="Comma-separated tasks: kl, ppl, attention, drafts, passkey, niah_grid, "
+        "json_retrieval, RULER's (vt, cwe, …), longbench_…, questions."
     ),
 ]
 LengthsOption = Annotated[
@@ -24,7 +24,9 @@ MaxNewTokensOption = Annotated[
 ]
 SamplesOption = Annotated[int, Option(help="Number of samples per task and length.")]
 BatchOption = Annotated[int, Option(help="Number of prompts per batch.")]
-StepsOption = Annotated[int, Option(help="Decode steps per sample of kl, ppl and attention.")]
+StepsOption = Annotated[
+    int, Option(help="Decode steps per sample of kl, ppl, attention and drafts.")
+]
 ChatOption = Annotated[
     bool, Option("--chat", help="Send each prompt as a user message, for a chat model.")
 ]
@@ -38,7 +40,7 @@ YardstickOption = Annotated[
 ]
 TextOption = Annotated[
     Path | None,
-    Option(help="UTF-8 text file for kl, ppl and attention, instead of the built-in text."),
+    Option(help="UTF-8 text file for kl, ppl, attention and drafts, instead of the built-in text."),
 ]
 FilesOption = Annotated[
     Path | None,

@@ -15,13 +15,16 @@ from jsparse.evaluation.teacher_forcing import Forcing, force
 from jsparse.evaluation.yardstick import yardsticks
 from jsparse.models.checkpoint import Params
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.runtime.host_reader import Generation
+from jsparse.runtime.host_reader import Generation, GenerationStats
 
 COLUMNS = {
     "kl": ("kl", "agreement", "logprob", "attended", "read"),
     "ppl": ("logprob", "attended", "read"),
 }
-MEASURES = (*COLUMNS, "attention")
+DRAFTS = "drafts"
+MEASURES = (*COLUMNS, "attention", DRAFTS)
+# what is drafted in a round of "drafts"
+DRAFTED = 4
 PAGE_SIZE = 16
 Values = tuple[dict[str, float], dict[str, Any]]
 SampleValues = list[list[Values]]
@@ -54,13 +57,7 @@ class Comparison:
         self._params, self._name, self.length, self._text = params, name, length, text
         self._steps, self._batch = steps, batch
         self.tasks = (name, YARDSTICK) if yardstick and name == "kl" else (name,)
-        if length < steps + 2:
-            raise ValueError(f"length={length}: must be at least steps + 2 = {steps + 2}")
-        if len(text) < length:
-            raise ValueError(
-                f"length={length}: must be at most {len(text)}, the tokens of the text: give a "
-                "longer one"
-            )
+        _require_room(length, text, steps)
         self._windows = windows(text, length, steps) if name == "ppl" else None
         self.samples = None if self._windows is None else len(self._windows[0])
 
@@ -71,7 +68,7 @@ class Comparison:
         """
         filled, continuation = _filled(indices, self._batch), None
         if self._windows is None:
-            prompts = [self._excerpt(index) for index in filled]
+            prompts = [excerpt(self._text, self.length, self._steps, index) for index in filled]
         else:
             prompts, continuation = ([part[index] for index in filled] for part in self._windows)
         forcing = force(
@@ -106,12 +103,73 @@ class Comparison:
         places = [result.policies.index(policy) for policy in policies]
         return [[of_task[at][: len(indices)] for at in places] for of_task in by_task]
 
-    def _excerpt(self, index: int) -> list[int]:
-        """Returns an excerpt of the text that begins at the sample's own place."""
-        start = random.Random(f"{SEED} {self.length} {index}").randint(
-            0, len(self._text) - self.length
+
+class Drafting:
+    """Counts how many of a policy's drafts dense attention accepts, as it continues excerpts.
+
+    Every round is of DRAFTED drafts. Dense attention drafts nothing, and has no values.
+
+    Attributes:
+        length: the number of tokens, of prompt and new tokens together.
+        samples: None: there is any number.
+        tasks: the task that is measured.
+    """
+
+    tasks, samples = (DRAFTS,), None
+
+    def __init__(
+        self, params: Params, length: int, text: Sequence[int], steps: int, batch: int
+    ) -> None:
+        _require_room(length, text, steps)
+        self._params, self.length, self._text = params, length, text
+        self._steps, self._batch = steps, batch
+
+    def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> list[SampleValues]:
+        """Returns the share of drafts that were accepted, and the tokens of a round."""
+        answers = generate(
+            self._params,
+            policies,
+            [
+                excerpt(self._text, self.length, self._steps, index)
+                for index in _filled(indices, self._batch)
+            ],
+            max_new_tokens=self._steps + 1,
+            eos_token_id=[],
+            max_length=_capacity(self.length),
+            drafts=DRAFTED,
         )
-        return list(self._text[start : start + self.length - self._steps - 1])
+        rows = range(len(indices))
+        return [[[(_of_drafts(row[nth].stats), {}) for nth in rows] for row in answers]]
+
+
+def _of_drafts(stats: GenerationStats) -> dict[str, float]:
+    """Returns what there is to say of the drafts of an answer."""
+    if not stats.drafted_tokens:
+        return {}
+    made = stats.new_tokens - 1  # the first follows from the prompt
+    return {
+        "accepted": stats.accepted_tokens / stats.drafted_tokens,
+        "tokens_per_round": made / (made - stats.accepted_tokens),
+        "attended": stats.attended_fraction or 0.0,
+        "read": stats.read_fraction or 0.0,
+    }
+
+
+def excerpt(text: Sequence[int], length: int, steps: int, index: int) -> list[int]:
+    """Returns the excerpt of a text that sample `index` continues by `steps` + 1 tokens."""
+    start = random.Random(f"{SEED} {length} {index}").randint(0, len(text) - length)
+    return list(text[start : start + length - steps - 1])
+
+
+def _require_room(length: int, text: Sequence[int], steps: int) -> None:
+    """Raises ValueError if a text or a length is too short for its excerpts."""
+    if length < steps + 2:
+        raise ValueError(f"length={length}: must be at least steps + 2 = {steps + 2}")
+    if len(text) < length:
+        raise ValueError(
+            f"length={length}: must be at most {len(text)}, the tokens of the text: give a "
+            "longer one"
+        )
 
 
 class GreedyAnswers:

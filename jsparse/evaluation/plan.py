@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 from jsparse.builder import dense
 from jsparse.evaluation import tasks, texts
-from jsparse.evaluation.evaluators import MEASURES, Comparison, GreedyAnswers, SampleValues
+from jsparse.evaluation.evaluators import (
+    DRAFTS,
+    MEASURES,
+    Comparison,
+    Drafting,
+    GreedyAnswers,
+    SampleValues,
+)
 from jsparse.evaluation.store import Cell, Entry, ResultStore
 from jsparse.evaluation.tasks.questions import MAX_NEW_TOKENS
 from jsparse.models.checkpoint import Params
@@ -159,7 +166,7 @@ def _parts(params: Params, plan: Plan) -> Iterator[Part]:
         yield Part(measure.tasks, measure.length, samples, measure)
 
 
-def _measures(params: Params, plan: Plan) -> Iterator[Comparison | GreedyAnswers]:
+def _measures(params: Params, plan: Plan) -> Iterator[Comparison | Drafting | GreedyAnswers]:
     tokenizer = tokenizer_of(params, "the evaluation")
     built = {
         name: tasks.parse(name, plan.files, plan.max_new_tokens)[0]
@@ -173,7 +180,10 @@ def _measures(params: Params, plan: Plan) -> Iterator[Comparison | GreedyAnswers
                 raise ValueError(f"length={length}: must be at most {maximum}, the model's maximum")
     text = tokenizer.encode(texts.read(plan.text)) if set(plan.tasks) & set(MEASURES) else []
     for name in plan.tasks:
-        if name in MEASURES:
+        if name == DRAFTS:
+            for length in plan.lengths:
+                yield Drafting(params, length, text, plan.steps, plan.batch)
+        elif name in MEASURES:
             for length in plan.lengths:
                 yield Comparison(params, name, length, text, plan.steps, plan.batch, plan.yardstick)
         else:

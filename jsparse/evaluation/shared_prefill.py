@@ -145,6 +145,7 @@ def generate(
     page_size: int = 16,
     on_progress: OnChunk | None = None,
     questions: Sequence[Sequence[int]] | None = None,
+    drafts: int = 0,
 ) -> list[list[Generation]]:
     """Runs `jsparse.generate` greedily for several policies, and reads the prompts once.
 
@@ -152,7 +153,8 @@ def generate(
     of "decode" starts again for each policy.
 
     `questions` are ids that follow each prompt in a second turn. They are fed through decode steps,
-    after a policy that evicts has compressed the prompt without knowing them.
+    after a policy that evicts has compressed the prompt without knowing them. With `drafts`,
+    policies draft as many tokens at a time, and dense attention checks them.
 
     Returns:
         [policy][prompt]; `prefill_seconds` is the time until the first token, as if each policy had
@@ -186,7 +188,7 @@ def generate(
         silent = [lambda piece: None] * len(rows)
         began = time.perf_counter() - read
         with capacity.exhaustion(spec):
-            session = shared.session(index)
+            session = shared.session(index, drafts=drafts)
             made = answers.answers(session, asked, silent, report, began, questions)
         if any(out.finish_reason == "overflow" for out in made):
             raise ValueError(

@@ -22,6 +22,8 @@ FORMATS = {
     "recall": ("recall %", 100, ".1f"),
     "mass": ("mass %", 100, ".1f"),
     "output_error": ("output error", 1, ".2g"),
+    "accepted": ("accepted %", 100, ".1f"),
+    "tokens_per_round": ("tokens a round", 1, ".2f"),
 }
 METRICS = tuple(FORMATS)
 AVERAGE = "average"

@@ -1,0 +1,58 @@
+"""Tests the task `drafts` of `jsparse eval`: how many drafts dense attention accepts."""
+
+import pytest
+from tiny import random_tokens, tiny_params
+
+import jsparse
+from jsparse.evaluation.evaluators import DRAFTED, Drafting, excerpt
+from jsparse.evaluation.report.table import number
+
+TEXT = random_tokens(1, 200)[0].tolist()
+LENGTH, STEPS = 60, 20
+QUEST = "quest(budget=32)"
+
+
+def drafting():
+    return Drafting(tiny_params(num_layers=2), LENGTH, TEXT, STEPS, batch=2)
+
+
+def test_it_counts_what_exact_decoding_does():
+    """Beside each sample decoded alone, with rounds counted from what they gave."""
+    params, indices = tiny_params(num_layers=2), [0, 1]
+    ((dense, quest),) = drafting()(["dense()", QUEST], indices)
+    assert [values for values, _ in dense] == [{}, {}]
+    for index, (values, _) in zip(indices, quest, strict=True):
+        out = jsparse.generate(
+            params,
+            excerpt(TEXT, LENGTH, STEPS, index),
+            policy=QUEST,
+            exact=True,
+            num_speculative_tokens=DRAFTED,
+            max_new_tokens=STEPS + 1,
+            eos_token_id=[],
+        )
+        stats = out.stats
+        assert values["accepted"] == stats.accepted_tokens / stats.drafted_tokens
+        assert 0 < values["accepted"] < 1
+        rounds = STEPS - stats.accepted_tokens
+        assert values["tokens_per_round"] == pytest.approx(STEPS / rounds)
+        # all rounds but those at the end are of DRAFTED drafts
+        assert DRAFTED * rounds - 10 <= stats.drafted_tokens <= DRAFTED * rounds
+        assert values["attended"] == stats.attended_fraction < 1
+
+
+def test_what_cannot_draft_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"policy=snapkv.*exact=True.*evicts tokens"):
+        drafting()(["dense()", "snapkv(budget=8, window=4, pool=3)"], [0])
+
+
+@pytest.mark.parametrize(("length", "message"), [(21, "steps \\+ 2 = 22"), (201, "at most 200")])
+def test_lengths_without_room_are_refused(length, message):
+    with pytest.raises(ValueError, match=f"length={length}: must be .*{message}"):
+        Drafting(tiny_params(num_layers=2), length, TEXT, STEPS, batch=2)
+
+
+def test_numbers_of_the_table():
+    value = {"mean": 0.876, "difference": None, "interval": None}
+    assert number(value, "accepted") == "87.6"
+    assert number(value | {"mean": 3.456}, "tokens_per_round") == "3.46"
