@@ -23,20 +23,13 @@ TRY_EVERY, TRY_ONE_EVERY = 32, 128
 
 
 # The tokens that products take without getting slower, since they read the weights: more are bound
-# by arithmetic. On a CPU all are.
-CHECKED_GPU, MOST_GPU, MOST_CPU = 256, 7, 2
+# by arithmetic. On a CPU all are. The kernel takes 64 queries of a KV head at a time.
+CHECKED_GPU, LEAST_GPU, MOST_GPU, MOST_CPU = 256, 3, 7, 2
 
 
 def most_drafts(rows: int, *, on_gpu: bool) -> int:
-    """Returns the most drafts that are worth checking at once, in a program of so many rows.
-
-    On a GPU it is a power of two less one: so many tokens with the one before them fill a tile of
-    the decode kernel.
-    """
-    if not on_gpu:
-        return MOST_CPU
-    tokens = max(CHECKED_GPU // rows, 4)
-    return min((1 << tokens.bit_length() - 1) - 1, MOST_GPU)
+    """Returns the most drafts that are worth checking at once, in a program of so many rows."""
+    return min(max(CHECKED_GPU // rows - 1, LEAST_GPU), MOST_GPU) if on_gpu else MOST_CPU
 
 
 class DraftLength:
