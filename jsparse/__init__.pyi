@@ -50,6 +50,7 @@ from jsparse.policies.snapkv import snapkv as snapkv
 from jsparse.policies.streaming import streaming as streaming
 from jsparse.policies.tidal import tidal as tidal
 from jsparse.policies.twilight import twilight as twilight
+from jsparse.policies.verified import verified as verified
 
 # end of policies
 

@@ -73,11 +73,15 @@ class Services(NamedTuple):
         correct_every: new tokens of a row between its corrections, which compute K and V of as many
             newest tokens again, densely; 0 is never. Not for methods that evict: a correction
             requires all heads of a row to hold the same tokens.
+        checked: brings a layer's state up to date with what the check of a method's drafts saw, by
+            dense attention (`exact=True`): the "page_mass" of the mean of the checked tokens'
+            queries, over all that lies before these tokens. None is that it wants no report.
     """
 
     maintain: MaintainFn = _no_maintenance
     period: int = 0
     correct_every: int = 0
+    checked: UpdateFn | None = None
 
     @property
     def every(self) -> dict[ServiceKind, int]:

@@ -87,6 +87,9 @@ TABLE = (
     "twilight(keep(quest(budget=8), sink=2, recent=6), p=0.9)",
     "keep(twilight(all_pages(), p=0.5), sink=1, recent=4)",
     "dense_layers(twilight(all_pages(), p=0.7, prune='bits'), n=1)",
+    "verified(budget=16, recent=3)",
+    "verified(budget=24, recent=9)",
+    "twilight(verified(budget=24), p=0.8)",
     "snapkv(budget=8, window=4, pool=3)",
     "snapkv(budget=3, window=2, pool=5, pooling='max')",
     "ada_kv(budget=8, window=4, pool=3)",
@@ -153,7 +156,7 @@ DENSE_AT: dict[str, dict[str, Any]] = {
         name: {"budget": EVERYTHING}
         for name in (
             *("quest", "double_sparsity", "tidal", "arkvale", "lychee_cluster", "cluster_kv"),
-            *("oracle_top_k", "snapkv", "ada_kv", "h2o", "r_kv", "raas"),
+            *("oracle_top_k", "verified", "snapkv", "ada_kv", "h2o", "r_kv", "raas"),
         )
     },
     "dense": {},

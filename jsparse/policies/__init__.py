@@ -30,6 +30,7 @@ from jsparse.policies.snapkv import snapkv
 from jsparse.policies.streaming import streaming
 from jsparse.policies.tidal import tidal
 from jsparse.policies.twilight import twilight
+from jsparse.policies.verified import verified
 from jsparse.policy import AnyPolicy
 
 REGISTRY: tuple[Method, ...] = (
@@ -244,6 +245,16 @@ REGISTRY: tuple[Method, ...] = (
             "around a generous base (`all_pages()` when quality comes first), so that each head "
             "and step takes what it needs; pays in large batches"
         ),
+    ),
+    Method(
+        verified,
+        attends=(
+            "the newest pages, and those that dense attention weighed most when it last checked "
+            "what was drafted"
+        ),
+        calls="verified(budget)",
+        gist="the newest pages, and those that dense attention weighed most at its last check",
+        when="to draft with `exact=True`, which chooses for it; alone it forgets",
     ),
     Method(
         keep,

@@ -51,6 +51,9 @@ def with_state(
     """
     minimum = min(shares, base.shares, key=(None, "keys", "pages").index)
 
+    services = base.services._replace(maintain=partial(_reworked, base.services.maintain))
+    if services.checked:
+        services = services._replace(checked=partial(_taken_in, services.checked, None))
     eviction = base.eviction
     if eviction and eviction.after_prompt:
         eviction = eviction._replace(after_prompt=partial(_reworked, eviction.after_prompt))
@@ -60,7 +63,7 @@ def with_state(
         append=partial(_taken_in, base.append, append),
         select=select or partial(_selected, base.select),
         update=partial(_taken_in, base.update, None),
-        services=base.services._replace(maintain=partial(_reworked, base.services.maintain)),
+        services=services,
         foresees=base.foresees and select is None,
         eviction=eviction,
         shares=minimum,

@@ -1,7 +1,7 @@
 """Attention of a chunk of the prompt, and the sizes of chunks."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jsparse.cache import LayerCache, read_pages
 from jsparse.models.transformer import Decoder
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.api import MAX_QUERIES
-from jsparse.partials import merge
+from jsparse.partials import ListedLogits, Stats, StatsKind, merge
 from jsparse.selection import everything
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows
 
@@ -50,35 +50,59 @@ def attend_chunk(
 
 
 def attend_few(
-    q: ChunkQueries, k: ChunkKV, v: ChunkKV, held: LayerCache, valid: Rows
-) -> ChunkQueries:
+    q: ChunkQueries,
+    k: ChunkKV,
+    v: ChunkKV,
+    held: LayerCache,
+    valid: Rows,
+    *,
+    stats: StatsKind | None = None,
+) -> tuple[ChunkQueries, Stats | ListedLogits | None]:
     """Attends as `attend_chunk`, where a chunk is a few tokens of each row.
 
     Their queries together are those of one step, for what the row held before: the decode kernel
-    reads it once for as many of them as it takes.
+    reads it once for as many of them as it takes. The first of these calls makes the report that
+    `stats` asks for, on the mean of its queries.
     """
     past = held._replace(lengths=held.lengths - valid[:, None])
-    size = max(MAX_QUERIES // (q.shape[2] // k.shape[2]), 1)
-    parts = [_attend_past(q[:, at : at + size], past) for at in range(0, q.shape[1], size)]
-    before_o, before_lse = (jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
+    # a report takes one more query, the mean
+    size = max((MAX_QUERIES - (stats is not None)) // (q.shape[2] // k.shape[2]), 1)
+    if stats is not None:
+        # those behind the last valid token are not of the text
+        nth = jnp.arange(q.shape[1], dtype=jnp.int32)[:, None, None]
+        q = jnp.where(nth < valid[:, None, None, None], q, q[:, :1])
+    parts = [
+        _attend_past(q[:, at : at + size], past, stats if at == 0 else None)
+        for at in range(0, q.shape[1], size)
+    ]
+    before_o, before_lse = (
+        jnp.concatenate([getattr(part, name) for part in parts], axis=1) for name in ("o", "lse")
+    )
     o, _ = merge(before_o, before_lse, *flash(q, k, v, causal=True))
-    return o.astype(q.dtype)
+    return o.astype(q.dtype), parts[0].stats
 
 
-def _attend_past(
-    q: ChunkQueries, past: LayerCache
-) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"]]:
-    """Attends from all queries to everything that a layer holds; returns (o, lse)."""
+class _Past(NamedTuple):
+    """Holds the attention of some tokens to what was before them, and the report of it."""
+
+    o: Float32[Array, "B T N H"]
+    lse: Float32[Array, "B T N"]
+    stats: Stats | ListedLogits | None
+
+
+def _attend_past(q: ChunkQueries, past: LayerCache, stats: StatsKind | None) -> _Past:
+    """Attends from all queries to everything that a layer holds."""
     batch, tokens, heads, head_dim = q.shape
     kv_heads = past.lengths.shape[1]
     by_head = q.reshape(batch, tokens, kv_heads, -1, head_dim).swapaxes(1, 2)
-    out = block_sparse_decode(by_head.reshape(batch, -1, head_dim), past, everything(past.lengths))
+    flat = by_head.reshape(batch, -1, head_dim)
+    out = block_sparse_decode(flat, past, everything(past.lengths), stats=stats)
 
     def by_token(x: Float32[Array, "B heads *H"]) -> Float32[Array, "B T N *H"]:
         x = x.reshape(batch, kv_heads, tokens, -1, *x.shape[2:]).swapaxes(1, 2)
         return x.reshape(batch, tokens, heads, *x.shape[4:])
 
-    return by_token(out.o), by_token(out.lse)
+    return _Past(by_token(out.o), by_token(out.lse), out.stats)
 
 
 def flash(

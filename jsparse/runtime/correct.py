@@ -1,6 +1,7 @@
 """Recomputes the newest tokens densely and overwrites their K and V."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -8,7 +9,8 @@ from jaxtyping import Array, Float
 from jsparse.cache import NOTHING, KVCache, ReadOnly, replace_layer, step_view, without_host, write
 from jsparse.hooks import State
 from jsparse.models.transformer import Decoder, Weights, hidden_states
-from jsparse.policy import Policy
+from jsparse.partials import ListedLogits, Stats
+from jsparse.policy import Policy, kept
 from jsparse.runtime.chunk_attention import attend_chunk
 from jsparse.runtime.compilation import note_trace, program
 from jsparse.shapes import ChunkQueries, Rows, Tokens
@@ -32,8 +34,12 @@ def correct(
     """
     note_trace()
     valid = jnp.where(cache.overflow, 0, tokens.shape[1])
+
+    def attend(*chunk: Any) -> tuple[ChunkQueries, None]:
+        return attend_chunk(*chunk), None
+
     _, cache, state = recomputed(
-        decoder, policy, weights, tokens, valid, cache, state, beside, attend_chunk
+        decoder, policy, weights, tokens, valid, cache, state, beside, attend
     )
     return cache, state
 
@@ -47,7 +53,7 @@ def recomputed(
     cache: KVCache,
     state: State,
     beside: ReadOnly,
-    attend_new: Callable[..., ChunkQueries],
+    attend_new: Callable[..., tuple[ChunkQueries, Stats | ListedLogits | None]],
 ) -> tuple[Float[Array, "B T D"], KVCache, State]:
     """Runs the newest tokens of each row through the model once more, as one dense chunk.
 
@@ -60,12 +66,13 @@ def recomputed(
         cache: K and V; those of these tokens may be anything, and are overwritten.
         state: the method's state.
         beside: the inputs beside the weights.
-        attend_new: attention of new tokens, as `attend_chunk`.
+        attend_new: attention of new tokens, as `attend_chunk`, and its report for the method's
+            `checked`, if any.
 
     Returns:
         The hidden states of the tokens, the cache and the state.
     """
-    count = tokens.shape[1]
+    count, checked = tokens.shape[1], policy.services.checked
     after, first = cache.positions, cache.positions - valid
     view = step_view(cache, beside)._replace(valid=valid)
     # as positions stood before the first of these tokens
@@ -77,9 +84,11 @@ def recomputed(
         held = cache.layers[layer]
         held = write(held, k, v, positions, valid, held.lengths - valid[:, None])
         cache = replace_layer(cache, layer, held)
-        o = attend_new(q, k, v, held, valid)
+        o, stats = attend_new(q, k, v, held, valid)
         now = view._replace(cache=cache)
         state = policy.append(state, layer, k, v, tokens, positions, now)
+        if stats is not None and checked is not None:
+            state = kept(policy, "checked", state, checked(state, layer, stats, now))
         return o
 
     hidden = hidden_states(decoder, weights, tokens, positions, attend)

@@ -128,8 +128,9 @@ def speculate[Memory: (KVCache, SharedPages)](
     valid, drafts_end = width * one, cache.positions
     cache = cache._replace(positions=drafts_end + one)
     tokens = jnp.concatenate([before.tokens[None], guesses]).T
+    attend = partial(attend_few, stats="page_mass" if policy.services.checked else None)
     hidden, cache, state = recomputed(
-        decoder, policy, weights, tokens, valid, cache, batch.state, beside, attend_few
+        decoder, policy, weights, tokens, valid, cache, batch.state, beside, attend
     )
     spec = spec_of(cache, decoder.config.num_heads)
     state = keep_inactive(policy, spec, valid > 0, state, batch.state)

@@ -1,6 +1,6 @@
 """Tests that what a policy drafts and dense attention checks is what dense attention decodes."""
 
-from functools import cache
+from functools import cache, partial
 from itertools import cycle
 
 import jax
@@ -14,6 +14,7 @@ from tiny import assert_close, random_prompts, spec_of, tiny_params
 import jsparse
 from jsparse import SamplingParams
 from jsparse.cache import fill, grow, init, read_heads
+from jsparse.policies.combinators import WrappedState
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.policy import Services
 from jsparse.runtime import compilation
@@ -336,6 +337,38 @@ def test_maintenance_must_leave_the_cache_alone():
         list(session.steps(choose, given, limits=LIMITS))
 
 
+def test_a_method_sees_what_checks_saw():
+    """Once per round that a row takes part in, in every layer."""
+
+    def counted(state, layer, stats, view):
+        assert stats.scores.shape == (
+            3,
+            *view.layers[layer].lengths.shape[1:],
+            view.layers[0].num_pages,
+        )
+        return (*state[:layer], state[layer] + 1, *state[layer + 1 :])
+
+    quest = as_policy(QUEST)
+    counting = quest._replace(
+        init=lambda spec: WrappedState(quest.init(spec), (jnp.zeros(spec.batch, jnp.int32),) * 2),
+        prefill=lambda state, *of_chunk: state._replace(base=quest.prefill(state.base, *of_chunk)),
+        append=lambda state, *of_step: state._replace(base=quest.append(state.base, *of_step)),
+        select=lambda state, *of_step: (*quest.select(state.base, *of_step)[:2], state),
+        services=Services(
+            checked=lambda state, *seen: state._replace(own=counted(state.own, *seen))
+        ),
+        name="counting",
+    )
+    session = session_of(counting, DRAFTS)
+    choose, given = chooser(asked_of(session, GREEDY), session.params.config.vocab_size)
+    rounds = np.zeros(3, int)
+    for result in session.steps(choose, given, limits=LIMITS):
+        if result.drafts is not None:
+            rounds += np.asarray(result.drafts.counts) > 0
+    for layer in session.held.state.own:
+        assert layer.tolist() == rounds.tolist()
+
+
 # Attention of a few new tokens
 
 
@@ -363,7 +396,11 @@ def test_attention_of_a_few_tokens(pooled):
     k, v = kv(tokens)
     cache = filled(cache, k, v, valid)
     q = rng.standard_normal((batch, tokens, heads, dim), np.float32)
-    got = jax.jit(attend_few)(q, k, v, cache.layers[0], valid)
+    reporting = jax.jit(partial(attend_few, stats="page_mass"))
+    (got, none), (reported, stats) = (
+        run(q, k, v, cache.layers[0], valid) for run in (jax.jit(attend_few), reporting)
+    )
+    assert none is None
     same = jax.jit(attend_chunk)(q, k, v, cache.layers[0], valid)
     keys, values = (np.asarray(read_heads(x, cache.layers[0])) for x in cache.layers[0].arrays)
     for b in range(batch):
@@ -375,4 +412,15 @@ def test_attention_of_a_few_tokens(pooled):
                 weights = np.exp(logits - logits.max())
                 expected = weights @ values[b, own, seen] / weights.sum()
                 np.testing.assert_allclose(got[b, t, head], expected, rtol=1e-4, atol=1e-5)
+                np.testing.assert_allclose(reported[b, t, head], expected, rtol=1e-4, atol=1e-5)
                 np.testing.assert_allclose(same[b, t, head], expected, rtol=1e-4, atol=1e-5)
+    # the report: the pages' weights under the mean of the row's own queries
+    mass = np.exp(np.asarray(stats.scores)[:2] - np.asarray(stats.lse)[:2, :, None])
+    for b in range(2):
+        nth = np.where(np.arange(tokens) < valid[b], np.arange(tokens), 0)
+        for own in range(kv_heads):
+            mean = q[b, nth].reshape(tokens, kv_heads, -1, dim)[:, own].mean((0, 1))
+            weights = np.exp(keys[b, own, : lengths[b]] @ mean / np.sqrt(dim))
+            weights = np.pad(weights / weights.sum(), (0, spec.capacity - lengths[b]))
+            by_page = weights.reshape(spec.num_pages, -1).sum(1)
+            np.testing.assert_allclose(mass[b, own], by_page, rtol=1e-4, atol=1e-6)

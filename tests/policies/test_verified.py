@@ -1,0 +1,111 @@
+"""Tests `verified`: reports of dense attention choose pages, and the newest stand behind them."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import random_prompts, spec_of, tiny_params
+
+import jsparse
+from jsparse.cache import StepView, init
+from jsparse.partials import Stats
+from jsparse.policies.verified import verified
+from jsparse.selection import Selection
+
+PAGE = 8
+
+
+def view_of(spec, lengths):
+    cache = init(spec)
+    lengths = jnp.broadcast_to(lengths[:, None], cache.layers[0].lengths.shape)
+    return StepView(cache._replace(layers=(cache.layers[0]._replace(lengths=lengths),)))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def selected(policy, spec, state, lengths):
+    return policy.select(state, 0, None, view_of(spec, lengths))[:2]
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def checked(policy, spec, scores, lengths):
+    stats = Stats(scores, jnp.zeros(scores.shape[:2]))
+    return policy.services.checked(policy.init(spec), 0, stats, view_of(spec, lengths))
+
+
+def listed(policy, state, spec, lengths):
+    """The pages that each head of each row lists."""
+    chosen, summary = selected(policy, spec, state, np.array(lengths, np.int32))
+    assert isinstance(chosen, Selection) and summary is None
+    ids, count = np.asarray(chosen.ids), np.asarray(chosen.count)
+    return [
+        [ids[b, head, : count[b, head]].tolist() for head in range(ids.shape[1])]
+        for b in range(len(ids))
+    ]
+
+
+def chosen(policy, spec, lengths, masses):
+    """The state after a report of these masses of the pages of each row, for all heads."""
+    scores = np.full((len(masses), spec.num_kv_heads, spec.num_pages), -np.inf, np.float32)
+    for row, own in enumerate(masses):
+        scores[row, :, : len(own)] = np.log(own)
+    return checked(policy, spec, scores, np.array(lengths, np.int32))
+
+
+def one_layer(batch=2, pages=8):
+    return spec_of(tiny_params(), batch, num_pages=pages)._replace(num_layers=1)
+
+
+def test_the_heaviest_pages_are_listed_and_the_newest():
+    """Two of six older pages, and of another row's three; the newest two, however light."""
+    policy, spec = verified(budget=4 * PAGE, recent=2 * PAGE), one_layer()
+    masses = [[0.1, 0.3, 0.05, 0.2, 0.2, 0.1, 0.01, 0.04], [0.2, 0.1, 0.3, 0.3, 0.1]]
+    state = chosen(policy, spec, [60, 38], masses)
+    both = [[1, 3, 6, 7]] * spec.num_kv_heads, [[0, 2, 3, 4]] * spec.num_kv_heads
+    assert listed(policy, state, spec, [61, 40]) == [*both]
+
+
+def test_pages_begun_since_are_listed_while_there_is_room():
+    """The newest first: what dense attention chose stays."""
+    policy, spec = verified(budget=4 * PAGE, recent=2 * PAGE), one_layer(batch=1)
+    state = chosen(policy, spec, [40], [[0.4, 0.1, 0.3, 0.1, 0.1]])
+    assert listed(policy, state, spec, [40])[0][0] == [0, 2, 3, 4]
+    assert listed(policy, state, spec, [41])[0][0] == [0, 2, 4, 5]
+    assert listed(policy, state, spec, [64])[0][0] == [0, 2, 6, 7]
+
+
+def test_a_budget_of_all_lists_all():
+    policy, spec = verified(budget=8 * PAGE, recent=PAGE), one_layer(batch=1)
+    state = chosen(policy, spec, [20], [[0.4, 0.5, 0.1]])
+    for length in (20, 24, 25, 64):
+        assert listed(policy, state, spec, [length])[0][0] == [*range(-(-length // PAGE))]
+
+
+def test_before_any_report_the_newest_are_listed():
+    policy, spec = verified(budget=4 * PAGE, recent=2 * PAGE), one_layer(batch=1)
+    state = policy.init(spec)
+    assert listed(policy, state, spec, [0])[0][0] == []
+    assert listed(policy, state, spec, [12])[0][0] == [0, 1]
+    assert listed(policy, state, spec, [50])[0][0] == [3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_checks_choose_better_than_the_prompt_did():
+    """In a long answer more drafts agree than where nothing is chosen after the prompt."""
+    params, prompts = tiny_params(num_layers=2), random_prompts((60, 45, 50), seed=3)
+    policy = verified(budget=3 * PAGE, recent=PAGE)
+    frozen = policy._replace(services=policy.services._replace(checked=None), name="frozen")
+
+    def accepted(policy):
+        options = {"max_new_tokens": 120, "eos_token_id": [], "num_speculative_tokens": 3}
+        outs = jsparse.generate(params, prompts, policy=policy, exact=True, **options)
+        return sum(out.stats.accepted_tokens for out in outs)
+
+    assert accepted(policy) > 1.1 * accepted(frozen)
+
+
+@pytest.mark.parametrize(("name", "value"), [("budget", 0), ("recent", 0), ("budget", 2.5)])
+def test_bad_numbers_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}: must be"):
+        verified(**{name: value})
