@@ -83,7 +83,9 @@ class Run(NamedTuple):
     seconds: float
 
 
-def decoded(shared: "SharedPrefill", index: int, drafts: int, new: int, temperature: float) -> Run:
+def decoded(
+    shared: "SharedPrefill", index: int, drafts: int | None, new: int, temperature: float
+) -> Run:
     """Decodes `new` tokens of each row, twice, since the first compiles."""
     runs = []
     for _ in range(2):
@@ -92,13 +94,24 @@ def decoded(shared: "SharedPrefill", index: int, drafts: int, new: int, temperat
         kept = [next(results)]
         kept[0].tokens.block_until_ready()
         began = time.perf_counter()
+        made = np.ones(shared.spec.batch, int)
         for result in results:
             kept.append(result)
-            # the host is two programs ahead at most, as where answers are read
-            kept[max(len(kept) - 3, 0)].tokens.block_until_ready()
+            # the host reads one program late, while the next runs, as where answers are read
+            made += counts(kept[-2]) if len(kept) > 2 else 0
+            if made.min() >= new:
+                break
         kept[-1].tokens.block_until_ready()
         runs.append(read(kept, new, time.perf_counter() - began))
+        results.close()
     return runs[-1]
+
+
+def counts(result: "StepResult") -> np.ndarray:
+    """Returns the number of tokens that each row got from a program."""
+    if result.drafts is None:
+        return np.full(result.tokens.shape[1], len(result.tokens))
+    return np.asarray(result.drafts.counts)
 
 
 def choice(shared: "SharedPrefill", index: int, temperature: float) -> Any:
@@ -118,16 +131,13 @@ def read(results: "Sequence[StepResult]", new: int, seconds: float) -> Run:
     rows = range(results[0].tokens.shape[1])
     run = Run([[] for _ in rows], [[] for _ in rows], seconds)
     for result in results:
-        tokens = np.asarray(result.tokens)
-        counts = np.full(len(rows), len(tokens))
-        drafted = np.zeros(len(rows), int)
-        if result.drafts is not None:
-            counts, drafted = map(np.asarray, result.drafts)
+        tokens, number = np.asarray(result.tokens), counts(result)
         for row in rows:
             if len(run.tokens[row]) < new:
-                run.tokens[row].extend(tokens[: counts[row], row].tolist())
+                run.tokens[row].extend(tokens[: number[row], row].tolist())
                 if result.drafts is not None:
-                    run.rounds[row].append((int(drafted[row]), int(counts[row]) - 1))
+                    drafted = int(result.drafts.drafted[row])
+                    run.rounds[row].append((drafted, int(number[row]) - 1))
     for row in rows:
         del run.tokens[row][new:]
     return run
@@ -170,14 +180,14 @@ def compared(differ: list[dict[str, Any]], rows: int, new: int) -> int:
     return rows * new - sum(new - 1 - each["token"] for each in differ)
 
 
-def accepted(rounds: Sequence[Sequence[tuple[int, int]]], new: int, drafts: int) -> dict[str, Any]:
+def accepted(rounds: Sequence[Sequence[tuple[int, int]]], new: int) -> dict[str, Any]:
     """Returns what a report says of the rounds of some rows of `new` tokens each."""
     of_all = [each for row in rounds for each in row]
     drafted, kept = (sum(column) for column in zip(*of_all, strict=True))
     by_position = [
         sum(kept > at for _, kept in of_all)
         / max(sum(number > at and kept >= at for number, kept in of_all), 1)
-        for at in range(drafts)
+        for at in range(max(number for number, _ in of_all))
     ]
     return {
         "drafted": drafted,
@@ -196,7 +206,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=3, help="prompts, which decode in one batch")
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="POLICY")
-    parser.add_argument("--drafts", nargs="+", type=int, default=list(DRAFTS), metavar="K")
+    parser.add_argument(
+        "--drafts", nargs="+", type=int, default=list(DRAFTS), metavar="K", help="0 is to choose"
+    )
     parser.add_argument(
         "--fewer-rows", type=int, help="also compare dense attention with itself, in fewer rows"
     )
@@ -241,9 +253,9 @@ def main() -> None:
 
     for nth, policy in enumerate(args.policies, start=1):
         for drafts in args.drafts:
-            run = decoded(shared, nth, drafts, args.new, args.temperature)
+            run = decoded(shared, nth, drafts or None, args.new, args.temperature)
             by_text = {
-                name: accepted(run.rounds[at :: len(found)], args.new, drafts)
+                name: accepted(run.rounds[at :: len(found)], args.new)
                 for at, name in enumerate(found)
             }
             tell({"policy": policy, "drafts": drafts, "texts": by_text}, run)

@@ -11,7 +11,7 @@ from jsparse.cache import LayerCache, read_pages
 from jsparse.models.transformer import Decoder
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.api import MAX_QUERIES
-from jsparse.partials import ListedLogits, Stats, StatsKind, merge
+from jsparse.partials import ListedLogits, Stats, StatsKind, merge, softmax_partial
 from jsparse.selection import everything
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows
 
@@ -64,7 +64,8 @@ def attend_few(
     reads it once for as many of them as it takes. The first of these calls makes the report that
     `stats` asks for, on the mean of its queries.
     """
-    past = held._replace(lengths=held.lengths - valid[:, None])
+    # rows that take no part read nothing
+    past = held._replace(lengths=jnp.where(valid[:, None] > 0, held.lengths - valid[:, None], 0))
     # a report takes one more query, the mean
     size = max((MAX_QUERIES - (stats is not None)) // (q.shape[2] // k.shape[2]), 1)
     if stats is not None:
@@ -78,8 +79,22 @@ def attend_few(
     before_o, before_lse = (
         jnp.concatenate([getattr(part, name) for part in parts], axis=1) for name in ("o", "lse")
     )
-    o, _ = merge(before_o, before_lse, *flash(q, k, v, causal=True))
+    o, _ = merge(before_o, before_lse, *_attend_new(q, k, v))
     return o.astype(q.dtype), parts[0].stats
+
+
+def _attend_new(
+    q: ChunkQueries, k: ChunkKV, v: ChunkKV
+) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"]]:
+    """Attends causally from a few tokens to themselves, as `flash` does, which is made for more."""
+    batch, tokens, _, head_dim = q.shape
+    by_group = q.reshape(batch, tokens, k.shape[2], -1, head_dim)
+    logits = jnp.einsum("btkgh,bskh->btkgs", by_group, k, preferred_element_type=jnp.float32)
+    causal = jnp.tri(tokens, dtype=jnp.bool_)[:, None, None]
+    logits = jnp.where(causal, head_dim**-0.5 * logits, -jnp.inf)
+    weights, total, lse = softmax_partial(logits)
+    o = jnp.einsum("btkgs,bskh->btkgh", weights / total[..., None], v.astype(jnp.float32))
+    return o.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
 class _Past(NamedTuple):

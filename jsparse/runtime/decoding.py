@@ -205,6 +205,7 @@ class Speculating(Decoding):
         """Prepares to decode, as `Decoding` does; nothing has been accepted so far."""
         super().__init__(params, admitted, *others)
         self._length = DraftLength(adapts=admitted.adapts)
+        self._on_device = jnp.asarray(self._limits, jnp.int32)
         self._in_flight: deque[Drafts] = deque()
         self._looked = math.inf
 
@@ -242,6 +243,6 @@ class Speculating(Decoding):
         """Returns the arguments of a round, before the batch."""
         return (
             *(self._params.decoder, self._policy, self._choose, self._num_drafts, of_round),
-            *(self._params.weights, self._beside, jnp.asarray(self._limits, jnp.int32)),
+            *(self._params.weights, self._beside, self._on_device),
             jnp.asarray(self._length.choose(self._num_drafts), jnp.int32),
         )

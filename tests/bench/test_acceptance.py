@@ -11,7 +11,7 @@ pytestmark = pytest.mark.pure
 
 def test_rounds_of_rows():
     """A row with two rounds of three drafts, of which three and one were accepted, and another."""
-    of = acceptance.accepted([[(3, 3), (3, 1)], [(3, 0), (2, 2)]], 7, 3)
+    of = acceptance.accepted([[(3, 3), (3, 1)], [(3, 0), (2, 2)]], 7)
     assert of["drafted"] == 11 and of["accepted_share"] == pytest.approx(6 / 11)
     # of those behind a draft that was accepted, or behind none
     assert of["accepted_by_position"] == [3 / 4, 2 / 3, 1.0]
