@@ -28,6 +28,9 @@ from jsparse.shapes import Rows
 
 # the rounds on their way when the oldest of them helps to choose how many the next drafts
 LAG = 2
+# the rounds without drafts after which a program for them is compiled, and the tokens that must be
+# left then
+IDLE, WORTH_A_PROGRAM = 16, 256
 
 
 class Drafts(NamedTuple):
@@ -206,16 +209,33 @@ class Speculating(Decoding):
         super().__init__(params, admitted, *others)
         self._length = DraftLength(adapts=admitted.adapts)
         self._on_device = jnp.asarray(self._limits, jnp.int32)
+        self._idle, self._narrow = 0, None
         self._in_flight: deque[Drafts] = deque()
         self._looked = math.inf
 
     def advance(self) -> StepResult:
         """Dispatches a round, with the services for which rows are due then."""
         self._look_back()
-        self.batch, result = speculate(*self._arguments(), self.batch)
+        most = self._length.choose(self._num_drafts)
+        narrow = self._without_drafts() if most == 0 else None
+        if narrow is None:
+            self.batch, result = speculate(*self._static(), *self._given(most), self.batch)
+        else:
+            self.batch, result = narrow(*self._given(most), self.batch)
         self._in_flight.append(result.drafts)
         self.done += 1
         return result
+
+    def _without_drafts(self) -> Callable[..., Any] | None:
+        """Returns a program that checks the newest token alone, which takes a dense step's time.
+
+        It is compiled beside others where it is worth it; until then there is none.
+        """
+        self._idle += 1
+        left = max(self._limits) - self.done
+        if self._narrow is None and self._idle >= IDLE and left >= WORTH_A_PROGRAM:
+            self._narrow = speculate.ahead(*self._static(0), *self._given(0), self.batch)
+        return self._narrow.result() if self._narrow and self._narrow.done() else None
 
     def _look_back(self) -> None:
         """Learns from the round before the last, while the last keeps the device busy.
@@ -240,9 +260,14 @@ class Speculating(Decoding):
         return batch._replace(made=jnp.ones_like(tokens))
 
     def _arguments(self) -> tuple[Any, ...]:
-        """Returns the arguments of a round, before the batch."""
-        return (
-            *(self._params.decoder, self._policy, self._choose, self._num_drafts, of_round),
-            *(self._params.weights, self._beside, self._on_device),
-            jnp.asarray(self._length.choose(self._num_drafts), jnp.int32),
-        )
+        return *self._static(), *self._given(0)
+
+    def _static(self, drafts: int | None = None) -> tuple[Any, ...]:
+        """Returns the arguments that make the program of a round with room for so many drafts."""
+        drafts = self._num_drafts if drafts is None else drafts
+        return self._params.decoder, self._policy, self._choose, drafts, of_round
+
+    def _given(self, most: int) -> tuple[Any, ...]:
+        """Returns the other arguments of a round of at most so many drafts, before the batch."""
+        of_round = self._on_device, jnp.asarray(most, jnp.int32)
+        return self._params.weights, self._beside, *of_round

@@ -17,9 +17,10 @@ NEWEST, ENOUGH = 5, 3
 FADING = 0.95
 # Before any draft is checked, so many are taken to have been, and this part to have been accepted.
 PRIOR_DRAFTS, PRIOR_SHARE = 8.0, 0.8
-# Every so many rounds another number is tried, which keeps estimates true. If nothing is drafted
-# otherwise, a draft is worth trying more seldom, since it costs more than it can tell.
-TRY_EVERY, TRY_ONE_EVERY = 32, 128
+# Every so many rounds another number is tried, which keeps estimates true: none at all where
+# drafting gains less than this factor. If nothing is drafted otherwise, a draft is tried more seldom,
+# since it costs more than it can tell.
+TRY_EVERY, DOUBTFUL, TRY_ONE_EVERY = 32, 1.2, 128
 
 
 # The tokens that products take without getting slower, since they read the weights: more are bound
@@ -57,12 +58,16 @@ class DraftLength:
             return most
         self._rounds += 1
         if sum(len(times) >= ENOUGH for times in self._times[rows].values()) < 2:
-            # two numbers tell what a draft takes; results come late
-            return most if self._rounds % 2 else most // 2
-        best = max(range(most + 1), key=partial(self._tokens_per_second, rows))
+            # two numbers tell what a draft takes; small ones waste little if none agrees
+            several = (most + 1) // 2
+            return several if self._rounds % 2 else several // 2
+        rate = partial(self._tokens_per_second, rows)
+        best = max(range(most + 1), key=rate)
         if best == 0:
             return int(self._rounds % TRY_ONE_EVERY == 0)
         if self._rounds % TRY_EVERY == 0:
+            if rate(best) < DOUBTFUL * rate(0):
+                return 0
             step = 1 if self._rounds // TRY_EVERY % 2 else -1
             return best + step if 0 <= best + step <= most else best - step
         return best
@@ -79,15 +84,18 @@ class DraftLength:
         self._times[rows][drafts].append(seconds)
 
     def _tokens_per_second(self, rows: int, drafts: int) -> float:
-        base, each = self._fit(rows)
         tokens = sum(self.agreement**nth for nth in range(drafts + 1))
-        return tokens / (base + drafts * each)
+        return tokens / self._seconds(rows, drafts)
 
-    def _fit(self, rows: int) -> tuple[float, float]:
-        """Returns the time of a round without drafts, and that of a draft, by least squares."""
+    def _seconds(self, rows: int, drafts: int) -> float:
+        """Returns the time of a round: of one without drafts its own, else by least squares."""
         known = {number: each for number, each in self._times[rows].items() if len(each) >= ENOUGH}
         times = {number: statistics.median(each) for number, each in known.items()}
+        if drafts == 0 and 0 in times:
+            return times[0]
+        if len(times) > 2:  # a round without drafts may be a program of its own
+            times.pop(0, None)
         each = max(statistics.linear_regression([*times], [*times.values()]).slope, 0.0)
         base = statistics.mean(time - each * number for number, time in times.items())
         # whatever was measured, a round takes some time
-        return max(base, 1e-3 * max(times.values())), each
+        return max(base + drafts * each, 1e-3 * max(times.values()))

@@ -117,7 +117,9 @@ def speculate[Memory: (KVCache, SharedPages)](
 
     shapes = jax.eval_shape(traced, batch, drafted > 0)[1]
     empty = jax.tree.map(lambda x: jnp.zeros((drafts, *x.shape), x.dtype), shapes)
-    looped: Any = lax.fori_loop(0, jnp.max(drafted), draft, (batch, empty))
+    looped: Any = batch, empty
+    if drafts:
+        looped = lax.fori_loop(0, jnp.max(drafted), draft, looped)
     batch, (guesses, stats) = looped
 
     # the last draft is taken in as well, so that one more token follows where all agree

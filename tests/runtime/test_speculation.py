@@ -17,7 +17,7 @@ from jsparse.cache import fill, grow, init, read_heads
 from jsparse.policies.combinators import WrappedState
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.policy import Services
-from jsparse.runtime import compilation
+from jsparse.runtime import compilation, decoding
 from jsparse.runtime.answers import answers
 from jsparse.runtime.chunk_attention import attend_chunk, attend_few
 from jsparse.runtime.draft_length import DraftLength
@@ -25,6 +25,7 @@ from jsparse.runtime.generate_options import num_drafts
 from jsparse.runtime.request import requests
 from jsparse.runtime.sampling import chooser, forced, greedy
 from jsparse.runtime.session import Session
+from jsparse.runtime.speculation import speculate
 
 PROMPTS = random_prompts((30, 9, 17))
 LIMITS = (40, 23, 31)
@@ -282,6 +283,33 @@ def test_rounds_may_draft_any_number(monkeypatch):
     assert most[:6] == [3, 0, 1, 2, 3, 0]
     # all but what may be on its way at the end
     assert seen == rounds[: len(seen)] and len(seen) >= len(rounds) - 2
+
+
+def waited(future):
+    future.result()
+    return future
+
+
+@pytest.mark.slow
+def test_rounds_without_drafts_get_a_program_of_their_own(monkeypatch):
+    """One that checks a token alone, between others that draft; the text stays."""
+    monkeypatch.setattr(decoding, "IDLE", 2)
+    monkeypatch.setattr(decoding, "WORTH_A_PROGRAM", 8)
+    ahead = speculate.ahead
+    monkeypatch.setattr(speculate, "ahead", lambda *given: waited(ahead(*given)))
+    numbers = iter([1, 0, 0] + [0, 0, 3] * 40)
+    monkeypatch.setattr(DraftLength, "choose", lambda self, most: next(numbers))
+    (expected, _), session = decoded("dense", 0, DRAWN), session_of(CLUSTERS, DRAFTS)
+    widths, made = [], [[] for _ in PROMPTS]
+    choose, given = chooser(asked_of(session, DRAWN), session.params.config.vocab_size)
+    for result in session.steps(choose, given, limits=LIMITS):
+        widths.append(len(result.tokens))
+        counts = [1] * 3 if result.drafts is None else result.drafts.counts
+        for b, count in enumerate(counts):
+            made[b] += np.asarray(result.tokens)[:count, b].tolist()
+    assert made == [out.token_ids for out in expected]
+    # the prompt's, one draft, none, and now there is a program for none
+    assert widths[:10] == [1, 4, 4, 1, 1, 1, 4, 1, 1, 4]
 
 
 def test_dense_drafts_nothing():
