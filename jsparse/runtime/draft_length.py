@@ -18,8 +18,8 @@ FADING = 0.95
 # Before any draft is checked, so many are taken to have been, and this part to have been accepted.
 PRIOR_DRAFTS, PRIOR_SHARE = 8.0, 0.8
 # Every so many rounds another number is tried, which keeps estimates true: none at all where
-# drafting gains less than this factor. If nothing is drafted otherwise, a draft is tried more seldom,
-# since it costs more than it can tell.
+# drafting gains less than this factor. Where nothing is drafted otherwise, a draft is tried more
+# seldom, since it costs more than it can tell.
 TRY_EVERY, DOUBTFUL, TRY_ONE_EVERY = 32, 1.2, 128
 
 
