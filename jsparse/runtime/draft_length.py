@@ -25,7 +25,7 @@ TRY_EVERY, DOUBTFUL, TRY_ONE_EVERY = 32, 1.2, 128
 
 # The tokens that products take without getting slower, since they read the weights: more are bound
 # by arithmetic. On a CPU all are. The kernel takes 64 queries of a KV head at a time.
-CHECKED_GPU, LEAST_GPU, MOST_GPU, MOST_CPU = 256, 3, 7, 2
+CHECKED_GPU, LEAST_GPU, MOST_GPU, MOST_CPU = 256, 4, 7, 2
 
 
 def most_drafts(rows: int, *, on_gpu: bool) -> int:
