@@ -72,7 +72,7 @@ class Conversation:
         self.reads_anew: str | None = None
         # sizes of any cache: only the owners of the policy's state matter
         spec = capacity.cache_spec(params, [[0]], 1, None, self._page_size)
-        running = resolved(self._policy, spec)
+        running = resolved(self._policy, spec, drafts=self._drafts != 0)
         if self._drafts != 0:
             require_drafting(running, spec)
         try:
@@ -154,6 +154,6 @@ class Conversation:
         if self._max_length is None and self.reads_anew is None:
             larger = capacity.bucket(room, self._page_size) // self._page_size
             roomy = spec._replace(num_pages=larger)
-            if capacity.fits(roomy, resolved(self._policy, roomy)):
+            if capacity.fits(roomy, resolved(self._policy, roomy, drafts=self._drafts != 0)):
                 return roomy
         return spec

@@ -226,10 +226,12 @@ class StandIn(NamedTuple):
 
     Attributes:
         for_spec: returns the policy that runs with a cache of these sizes on the default device.
+        to_draft: the same where dense attention checks what the policy drafts; None is `for_spec`.
         name: the expression that builds it.
     """
 
     for_spec: Callable[[CacheSpec], Policy]
+    to_draft: Callable[[CacheSpec], Policy] | None = None
     name: str = ""
 
     def __repr__(self) -> str:
@@ -239,9 +241,14 @@ class StandIn(NamedTuple):
 AnyPolicy = Policy | StandIn
 
 
-def resolved(policy: AnyPolicy, spec: CacheSpec) -> Policy:
-    """Returns the policy that runs with a cache of these sizes on the default device."""
-    return policy.for_spec(spec) if isinstance(policy, StandIn) else policy
+def resolved(policy: AnyPolicy, spec: CacheSpec, *, drafts: bool = False) -> Policy:
+    """Returns the policy that runs with a cache of these sizes on the default device.
+
+    `drafts` is whether dense attention checks what it drafts.
+    """
+    if not isinstance(policy, StandIn):
+        return policy
+    return policy.to_draft(spec) if drafts and policy.to_draft else policy.for_spec(spec)
 
 
 def is_dense(policy: Policy, spec: CacheSpec) -> bool:

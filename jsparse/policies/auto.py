@@ -2,7 +2,8 @@
 
 `jsparse recommend` measures a model on the device at hand, and its result comes first. Else it is
 Twilight on a device for which we measured the bytes of K and V above which it is faster, and dense
-attention on all others, CPUs among them.
+attention on all others, CPUs among them. Where dense attention checks what is drafted, nothing need
+be close to it: the cheapest method of those that agree most drafts, from other sizes on.
 """
 
 import functools
@@ -17,6 +18,7 @@ from jsparse.cache import CacheSpec
 from jsparse.policies import choices
 from jsparse.policies.all_pages import all_pages
 from jsparse.policies.twilight import twilight
+from jsparse.policies.verified import verified
 from jsparse.policy import Policy, StandIn
 
 # The fastest method measured whose KL divergence from dense attention is at most 0.005 on SmolLM2,
@@ -25,6 +27,11 @@ CHOICE = twilight(all_pages(), p=0.95)
 # By device: the bytes of a layer's K and V, all rows together, from which it was faster than dense
 # attention in batches of 1 to 64 (bench.twilight_speed).
 BREAK_EVENS = {"NVIDIA H100 80GB HBM3": 165e6, "NVIDIA H200": 400e6}
+
+# What drafts where dense attention checks it: the fastest of those measured, and none agreed more
+# often (docs/exact.md); and the bytes, as above, of the smallest case in which it was faster.
+DRAFTING = verified(budget=1024)
+DRAFTS_FROM = {"NVIDIA H100 80GB HBM3": 375e6}
 
 logger = logging.getLogger("jsparse.auto")
 
@@ -44,7 +51,8 @@ def auto() -> StandIn:
     This is the choice of `jsparse recommend` for the model on this device, else Twilight from the
     sizes on at which it was faster on devices that we measured, else `dense`. That is decided when
     the cache's sizes are known, before anything is read; `Generation.stats.policy` and `jsparse
-    info --policy auto` show the choice. It cannot stand inside another policy.
+    info --policy auto` show the choice. It cannot stand inside another policy. With `exact=True` it
+    is the policy that was measured to draft fastest, `verified`, or `dense`.
     """
 
     def for_spec(spec: CacheSpec) -> Policy:
@@ -53,7 +61,13 @@ def auto() -> StandIn:
             _tell(chosen.reason, spec.model)
         return chosen.policy
 
-    return StandIn(for_spec)
+    def to_draft(spec: CacheSpec) -> Policy:
+        chosen = choose_draft(spec)
+        if not chosen.measured:
+            _tell(chosen.reason, spec.model, drafts=True)
+        return chosen.policy
+
+    return StandIn(for_spec, to_draft)
 
 
 def choose(spec: CacheSpec) -> AutoChoice:
@@ -77,6 +91,19 @@ def choose(spec: CacheSpec) -> AutoChoice:
     return AutoChoice(CHOICE, f"faster than dense attention at this size on this device ({device})")
 
 
+def choose_draft(spec: CacheSpec) -> AutoChoice:
+    """Returns the policy that drafts for `auto` where dense attention checks it, and why."""
+    device = jax.local_devices()[0].device_kind
+    minimum = DRAFTS_FROM.get(device)
+    if minimum is None:
+        reason = f"nobody has measured drafts on this device ({device})"
+        return AutoChoice(dense(), reason, measured=False)
+    if layer_bytes(spec) < minimum:
+        reason = f"drafts were measured to pay from larger sizes on, on this device ({device})"
+        return AutoChoice(dense(), reason)
+    return AutoChoice(DRAFTING, f"its drafts pay at this size on this device ({device})")
+
+
 def layer_bytes(spec: CacheSpec) -> int:
     """Returns the bytes of K and V of one layer, all rows full."""
     tokens = spec.batch * spec.num_kv_heads * spec.capacity
@@ -84,8 +111,7 @@ def layer_bytes(spec: CacheSpec) -> int:
 
 
 @functools.cache
-def _tell(reason: str, model: str) -> None:
+def _tell(reason: str, model: str, *, drafts: bool = False) -> None:
     """Warns, once, that only dense attention is known to be good here."""
-    logger.warning(
-        "policy=auto is dense() here: %s; `jsparse recommend %s` does", reason, model or "MODEL"
-    )
+    hint = f"; `jsparse recommend {model or 'MODEL'}` does" if not drafts else ""
+    logger.warning("policy=auto is dense() here: %s%s", reason, hint)

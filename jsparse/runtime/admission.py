@@ -74,7 +74,7 @@ def admit(
         ValueError: the model lacks a constant that the policy needs, the policy does not
             support this use, or memory does not suffice.
     """
-    policy = resolved(asked, spec)
+    policy = resolved(asked, spec, drafts=drafts != 0)
     require_constants(params, policy)
     if policy.evicts and policy.services.correct_every:
         raise ValueError(

@@ -69,6 +69,37 @@ def test_prompts_set_hyper_parameters_of_what_it_chose(measured):
         jsparse.generate(tiny_params(num_layers=1), PROMPT, policy="auto", **options)
 
 
+@pytest.mark.parametrize(("num_pages", "drafts"), [(31, False), (32, True)])
+def test_what_drafts_is_chosen_apart(num_pages, drafts, monkeypatch):
+    """By sizes of its own, whatever `auto` is where nothing is checked."""
+    here = jax.local_devices()[0].device_kind
+    monkeypatch.setattr(MODULE, "DRAFTS_FROM", {here: layer_bytes(spec(1, 32))})
+    chosen = resolved(auto(), spec(1, num_pages), drafts=True)
+    assert chosen is (MODULE.DRAFTING if drafts else dense())
+    assert resolved(auto(), spec(1, num_pages)) is dense()
+
+
+def test_drafts_that_nobody_measured_are_dense(caplog):
+    MODULE._tell.cache_clear()
+    options = {"max_new_tokens": 4, "page_size": 8, "max_length": 512, "exact": True}
+    with caplog.at_level("WARNING", "jsparse.auto"):
+        out = jsparse.generate(tiny_params(num_layers=1), PROMPT, policy="auto", **options)
+    assert out.stats.policy == "dense()" and out.stats.drafted_tokens == 0
+    assert "nobody has measured drafts on this device" in caplog.text
+
+
+def test_it_drafts_as_what_it_chose(monkeypatch):
+    here = jax.local_devices()[0].device_kind
+    monkeypatch.setattr(MODULE, "DRAFTS_FROM", {here: 1})
+    options = {"max_new_tokens": 4, "page_size": 8, "max_length": 512, "exact": True}
+    out = jsparse.generate(
+        tiny_params(num_layers=1), PROMPT, policy="auto", num_speculative_tokens=2, **options
+    )
+    assert out.stats.policy.startswith("verified(budget=1024")
+    # a budget of everything agrees with dense attention
+    assert out.stats.drafted_tokens == out.stats.accepted_tokens > 0
+
+
 def test_only_a_policy_is_parsed_as_one():
     with pytest.raises(ValueError, match=r"policy=auto\(\): must be a policy itself"):
         parse("auto")
