@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jsparse.runtime.decoding import StepResult
 
 POLICIES = (
+    "verified(budget=512)",
     "quest(budget=512)",
     "quest(budget=1024)",
     "double_sparsity(budget=512)",
