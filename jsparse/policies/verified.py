@@ -75,6 +75,7 @@ def verified(budget: int = 1024, recent: int = 64) -> Policy:
         prefill=partial(prefill, settings),
         services=Services(checked=partial(choose, settings)),
         window=WINDOW,
+        shares="pages",
         reads=0,
         foresees=True,
     )

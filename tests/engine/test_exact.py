@@ -141,6 +141,8 @@ def test_several_answers_and_likely_tokens():
         pytest.param(QUEST, False, 32, marks=pytest.mark.slow),
         # whose state is built again from K and V
         pytest.param(CLUSTERS, True, 48, marks=pytest.mark.slow),
+        # which looks at the last queries anew; the rest of the prompt has as many
+        pytest.param("verified(budget=16, recent=3)", True, 32, marks=pytest.mark.slow),
     ],
 )
 def test_answers_stay_in_the_prefix_cache(policy, exact, cached):
