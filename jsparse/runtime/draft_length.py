@@ -74,10 +74,10 @@ class DraftLength:
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Takes in how many tokens the rows of a round drafted, and how many were accepted."""
-        self._reached = FADING * self._reached + sum(
-            min(kept + 1, number) for number, kept in zip(drafted, accepted, strict=True)
-        )
-        self._kept = FADING * self._kept + sum(accepted)
+        reached = [min(kept + 1, number) for number, kept in zip(drafted, accepted, strict=True)]
+        if any(reached):  # else it tells nothing
+            self._reached = FADING * self._reached + sum(reached)
+            self._kept = FADING * self._kept + sum(accepted)
 
     def took(self, rows: int, drafts: int, seconds: float) -> None:
         """Takes in how long a round took, whose rows drafted at most `drafts` tokens each."""

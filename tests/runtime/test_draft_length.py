@@ -80,6 +80,15 @@ def test_drafts_behind_one_that_was_rejected_were_not_reached():
     assert length.agreement == pytest.approx(2 / 4)
 
 
+def test_rounds_without_drafts_tell_nothing():
+    length = DraftLength(adapts=True)
+    length.observe([4, 4], [1, 3])
+    before = length.agreement
+    for _ in range(50_000):
+        length.observe([0, 0], [0, 0])
+    assert length.agreement == before
+
+
 def test_a_number_that_was_asked_for_is_always_said():
     length = DraftLength(adapts=False)
     for _ in range(50):
