@@ -246,8 +246,7 @@ def main() -> None:
         report["results"].append(row)
         print(*(row.get(key) for key in ("policy", "drafts")), end=" ")
         print(f"{row['over_dense']:.2f}, {len(differ)} of {row['compared']} differ", end=" ")
-        for name in found if "texts" in row else ():
-            of = row["texts"][name]
+        for of in row.get("texts", {}).values():
             print(f"{of['accepted_share']:.3f} {of['tokens_per_round']:.2f}", end=" ")
         print(flush=True)
         write_report(args.json, report)
@@ -258,6 +257,7 @@ def main() -> None:
             by_text = {
                 name: accepted(run.rounds[at :: len(found)], args.new)
                 for at, name in enumerate(found)
+                if at < args.rows
             }
             tell({"policy": policy, "drafts": drafts, "texts": by_text}, run)
     if args.fewer_rows:

@@ -1,10 +1,10 @@
 """How many tokens does a round give, by method and number of drafts? Draws bench.acceptance.
 
-The first report is greedy, the second drawn. On the left a line per method goes through the mean
-tokens of a round, over all texts, against the number of drafts; on the right stands the share of
-drafts that were accepted where tokens are drawn, with a mark per text.
+On the left a line per method goes through the mean tokens of a round, over all texts, against the
+number of drafts; on the right stands the share of drafts that were accepted where tokens are drawn,
+with a mark per text.
 
-    python -m bench.plot_acceptance greedy.json drawn.json --out docs/images/acceptance.png
+    python -m bench.plot_acceptance --greedy cpu.json --drawn drawn.json --out acceptance.png
 
 Needs matplotlib.
 """
@@ -12,6 +12,7 @@ Needs matplotlib.
 import argparse
 import json
 import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,34 +25,52 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.plot_acceptance", description="Draw how many drafts are accepted."
     )
-    parser.add_argument("greedy", type=Path, help="a report of bench.acceptance")
-    parser.add_argument("drawn", type=Path, help="another, with a temperature above 0")
+    for name in ("--greedy", "--drawn"):
+        parser.add_argument(
+            name, nargs="+", type=Path, required=True, help="reports of bench.acceptance"
+        )
     parser.add_argument("--out", type=Path, required=True, help="the figure")
     args = parser.parse_args()
-    reports = (json.loads(file.read_text("utf-8")) for file in (args.greedy, args.drawn))
-    draw(*reports, args.out)
+    greedy, drawn = (
+        [json.loads(file.read_text("utf-8")) for file in files]
+        for files in (args.greedy, args.drawn)
+    )
+    draw(greedy, drawn, args.out)
 
 
-def lines(report: Report) -> dict[str, list[tuple[int, float]]]:
+def entries(reports: Iterable[Report]) -> Iterator[tuple[str, int, str, dict[str, float]]]:
+    """Yields method, number of drafts, text and what was found, for each of all reports.
+
+    Older reports have a row for each text, which was decoded alone.
+    """
+    for report in reports:
+        for row in report.get("results", []):
+            for text, of in row.get("texts", {}).items():
+                yield row["policy"], row["drafts"], text, of
+        for row in report.get("rows", []):
+            yield row["policy"], row["drafts"], row["text"], row
+
+
+def lines(reports: Iterable[Report]) -> dict[str, list[tuple[int, float]]]:
     """Returns for each method the mean tokens of a round, by number of drafts."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for row in report["results"]:
-        if "texts" in row:
-            mean = statistics.mean(of["tokens_per_round"] for of in row["texts"].values())
-            found.setdefault(row["policy"], []).append((row["drafts"], mean))
-    return {policy: sorted(points) for policy, points in found.items()}
-
-
-def shares(report: Report) -> dict[str, dict[str, float]]:
-    """Returns for each method the share of drafts that were accepted, by text, in percent."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for policy, drafts, _, of in entries(reports):
+        found.setdefault(policy, {}).setdefault(drafts, []).append(of["tokens_per_round"])
     return {
-        row["policy"]: {name: 100 * of["accepted_share"] for name, of in row["texts"].items()}
-        for row in report["results"]
-        if "texts" in row
+        policy: sorted((number, statistics.mean(each)) for number, each in by_number.items())
+        for policy, by_number in found.items()
     }
 
 
-def draw(greedy: Report, drawn: Report, file: Path) -> None:
+def shares(reports: Iterable[Report]) -> dict[str, dict[str, float]]:
+    """Returns for each method the share of drafts that were accepted, by text, in percent."""
+    found: dict[str, dict[str, float]] = {}
+    for policy, _, text, of in entries(reports):
+        found.setdefault(policy, {})[text] = 100 * of["accepted_share"]
+    return found
+
+
+def draw(greedy: Sequence[Report], drawn: Sequence[Report], file: Path) -> None:
     """Draws both reports."""
     import matplotlib.pyplot as plt
 
@@ -73,7 +92,7 @@ def draw(greedy: Report, drawn: Report, file: Path) -> None:
     right.set_yticks(list(places), list(of_texts), fontsize=7)
     right.invert_yaxis()
     right.set_xlim(0, 100)
-    right.set_xlabel(f"accepted drafts, %, drawn at temperature {drawn['temperature']:g}")
+    right.set_xlabel(f"accepted drafts, %, drawn at temperature {drawn[0]['temperature']:g}")
     right.legend(fontsize=7)
     figure.tight_layout()
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -21,13 +21,31 @@ def report(temperature, drafts):
     return {"temperature": temperature, "results": rows}
 
 
+OLDER = {
+    "temperature": 0.0,
+    "rows": [
+        {
+            "policy": "lfps()",
+            "drafts": 2,
+            "text": text,
+            **report(0.0, (2,))["results"][0]["texts"][of],
+        }
+        for text, of in (("prose", "verse"), ("code", "code"))
+    ],
+}
+
+
 def test_lines_and_shares():
-    assert plot_acceptance.lines(report(0.0, (4, 2)))["dense()"] == [(2, 2.0), (4, 3.0)]
-    assert plot_acceptance.shares(report(1.0, (4,)))["dense()"] == {"verse": 20.0, "code": 40.0}
+    both = [report(0.0, (4, 2)), OLDER]
+    assert plot_acceptance.lines(both)["dense()"] == [(2, 2.0), (4, 3.0)]
+    assert plot_acceptance.lines(both)["lfps()"] == [(2, 2.0)]
+    shares = plot_acceptance.shares([report(1.0, (4,)), OLDER])
+    assert shares["dense()"] == {"verse": 20.0, "code": 40.0}
+    assert shares["lfps()"] == {"prose": 20.0, "code": 20.0}
 
 
 def test_it_draws(tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "figures" / "acceptance.png"
-    plot_acceptance.draw(report(0.0, (2, 4)), report(1.0, (4,)), file)
+    plot_acceptance.draw([report(0.0, (2, 4))], [report(1.0, (4,))], file)
     assert file.stat().st_size > 5000
