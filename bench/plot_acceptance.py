@@ -83,7 +83,7 @@ def draw(greedy: Sequence[Report], drawn: Sequence[Report], file: Path) -> None:
     left.set_xticks(numbers)
     left.set_xlabel("drafts in a round")
     left.set_ylabel("tokens of a round, greedy")
-    left.legend(fontsize=7)
+    left.legend(fontsize=7, loc="lower right")
     of_texts = shares(drawn)
     places = range(len(of_texts))
     for mark, name in zip(MARKS, next(iter(of_texts.values())), strict=False):
