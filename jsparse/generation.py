@@ -109,7 +109,7 @@ def generate(
             is then dense attention's own, drawn or not, and what the policy saves is time. A policy
             that drops tokens or keeps K and V in host memory is refused.
         num_speculative_tokens: with `exact`, the tokens drafted between two checks, up to 32;
-            None is that as many are drafted as the drafts accepted so far make worth while.
+            None lets that be chosen, from the drafts accepted and the time that rounds took.
         sampling: one SamplingParams for all prompts or one per prompt, instead of the options from
             max_new_tokens to logprobs; `seed` is then for those without one.
         max_length: the cache's capacity in tokens; None fits prompt and new tokens, rounded up.

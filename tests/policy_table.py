@@ -89,7 +89,7 @@ TABLE = (
     "dense_layers(twilight(all_pages(), p=0.7, prune='bits'), n=1)",
     "verified(budget=16, recent=3)",
     "verified(budget=24, recent=9)",
-    "twilight(verified(budget=24), p=0.8)",
+    "twilight(verified(budget=24, recent=3), p=0.8)",
     "snapkv(budget=8, window=4, pool=3)",
     "snapkv(budget=3, window=2, pool=5, pooling='max')",
     "ada_kv(budget=8, window=4, pool=3)",

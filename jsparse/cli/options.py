@@ -72,8 +72,8 @@ class GenerationOptions:
     num_speculative_tokens: Annotated[
         int | None,
         Option(
-            help="With --exact, the tokens drafted between two checks; the default is as many as "
-            "the drafts accepted so far make worth while."
+            help="With --exact, the tokens drafted between two checks. By default that is chosen "
+            "as it goes, from the drafts accepted and the time that rounds took."
         ),
     ] = None
     max_new_tokens: Annotated[int, Option(help="Maximum number of tokens to generate.")] = 128

@@ -54,7 +54,10 @@ ExactOption = Annotated[
 ]
 NumSpeculativeTokensOption = Annotated[
     int | None,
-    Option(help="With --exact, the most tokens drafted between two checks; the default is 4."),
+    Option(
+        help="With --exact, the tokens drafted between two checks. By default that is chosen as it "
+        "goes, from the drafts accepted and the time that rounds took."
+    ),
 ]
 BatchInvariantOption = Annotated[
     bool, Option(help="Whether a request gets the same bits in any company; slower.")

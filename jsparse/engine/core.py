@@ -316,11 +316,7 @@ class Engine:
         took = 1e3 * (now - max(self._taken, pending.dispatched)) if timed else None
         if took is not None:
             self._pace.observe(pending.work, took)
-        if self.sizes.drafts and isinstance(pending.work, Decoding):
-            rounds = [(tokens.drafted, len(tokens.ids) - 1) for _, tokens, _ in results]
-            drafted, accepted = zip(*rounds, strict=True)
-            self._pace.observe_round(pending.work.num_rows, drafted, accepted, took)
-        self._taken = now
+        self._taken, drafted, accepted = now, [], []
         for number, tokens, planned in results:
             state, answer, builder = self._live.get(number, (None, None, None))
             if state is None or answer is None or builder is None or builder.finish is not None:
@@ -329,6 +325,8 @@ class Engine:
             count = builder.take(tokens)
             if self.sizes.drafts:
                 self.counters.count_drafts(tokens.drafted, len(tokens.ids))
+                drafted.append(tokens.drafted)
+                accepted.append(len(tokens.ids) - 1)
             state.metrics.token_times += [now] * count
             self.counters.new_tokens += count
             updates.append(state)
@@ -338,6 +336,8 @@ class Engine:
                     self._log.answered(number, builder)
                 if state.finished:
                     self._forget(state)
+        if drafted and isinstance(pending.work, Decoding):
+            self._pace.observe_round(pending.work.num_rows, drafted, accepted, took)
         return updates
 
     @property

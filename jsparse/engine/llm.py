@@ -118,7 +118,7 @@ class LLM:
                 several steps or `cascade_attention`. A token's shares are the means of the drafts
                 that were made with it, 1 where none was.
             num_speculative_tokens: with `exact`, the tokens drafted between two checks, up to
-                32; None is that as many are drafted as those accepted so far make worth while.
+                32; None lets that be chosen, from the drafts accepted and the time rounds took.
             record: a file for a log of all plans (jsparse.engine.plan_log).
             prepare: whether all programs, but those that return likely tokens, are compiled now
                 and not on first use; "logprobs" is that these are, too. None is true on a GPU,

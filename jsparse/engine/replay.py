@@ -32,7 +32,8 @@ def replay(
         )
     ladder = tuple(map(tuple, engine["sizes"]["ladder"]))
     lists = {
-        name: tuple(engine["sizes"][name]) for name in ("tails", "rows", "prefill_rows", "drafts")
+        name: tuple(engine["sizes"].get(name, ()))
+        for name in ("tails", "rows", "prefill_rows", "drafts")
     }
     sizes = EngineSizes(**engine["sizes"] | {"ladder": ladder} | lists)
     rows = setup.cache_spec(

@@ -306,9 +306,11 @@ class Scheduler:
             if self._stalled + later <= self._patience:
                 return None
         self._stalled = 0
-        steps, rows, answers = self._steps(), [], []
-        drafts = self._pace.drafts(self._rows_for(len(self.decoding))) if self.sizes.drafts else 0
-        for answer in self.decoding:
+        steps, rows, answers, drafts = self._steps(), [], [], 0
+        wanting = [answer for answer in self.decoding if answer.sent < answer.max_tokens]
+        if self.sizes.drafts and wanting:
+            drafts = self._pace.drafts(self._rows_for(len(wanting)))
+        for answer in wanting:
             count = min(steps + drafts, answer.max_tokens - answer.sent)
             first = self.memory.num_groups(answer)
             groups = self.memory.grow(answer, count, [*self.reading, *self.decoding])

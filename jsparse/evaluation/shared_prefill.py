@@ -92,15 +92,21 @@ def prime(
     rows: list[list[int]],
     spec: CacheSpec,
     report: OnChunk,
+    *,
+    drafts: int = 0,
 ) -> SharedPrefill:
     """Reads the prompts once for all policies, with all rows in one batch.
+
+    `drafts` is how many tokens the policies will draft for dense attention to check.
 
     Raises:
         ValueError: the cache and all states do not fit in memory.
     """
     keep_compilations()
     # one by one, or errors would name the bundle; memory must hold them all
-    running = tuple(admit(params, policy, spec, allocates=False).policy for policy in policies)
+    running = tuple(
+        admit(params, policy, spec, allocates=False, drafts=drafts).policy for policy in policies
+    )
     session = Session(params, bundle(running), spec)
     with capacity.exhaustion(spec):
         session.read(rows, report)
@@ -180,7 +186,7 @@ def generate(
     # no option is a policy's own: the requests are those of any policy
     asked = requests(params, rows, options, dense())
     began = time.perf_counter()
-    shared = prime(params, chosen, rows, spec, report)
+    shared = prime(params, chosen, rows, spec, report, drafts=drafts)
     jax.block_until_ready(shared.held)
     read = time.perf_counter() - began
 

@@ -36,9 +36,13 @@ class Settings(NamedTuple):
     recent: int
 
     def pages(self, size: int) -> tuple[int, int]:
-        """Returns the numbers of pages that dense attention chooses, and of the newest."""
-        newest = max(-(-self.recent // size), 1)
-        return max(self.budget // size - newest, 1), newest
+        """Returns the numbers of pages that dense attention chooses, and of the newest.
+
+        The newest page may have but one token.
+        """
+        total = max(self.budget // size, 2)
+        newest = min(-(-(self.recent - 1) // size) + 1, total - 1)
+        return total - newest, newest
 
 
 class Chosen(NamedTuple):
@@ -63,11 +67,14 @@ def verified(budget: int = 1024, recent: int = 64) -> Policy:
     anew. Without, it goes on with what the prompt's last queries attended to.
 
     Args:
-        budget: the number of tokens that a KV head attends to, in whole pages.
-        recent: how many of them are the newest, at least.
+        budget: the number of tokens that a KV head attends to, in whole pages: two at least.
+        recent: how many of them are the newest, at least, unless all but one page of the budget
+            hold fewer.
     """
     whole_number("budget", budget, 1)
     whole_number("recent", recent, 1)
+    if budget <= recent:
+        raise ValueError(f"budget={budget}: must be more than recent={recent}")
     settings = Settings(budget, recent)
     return Policy(
         partial(select, settings),

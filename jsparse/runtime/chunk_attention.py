@@ -69,9 +69,12 @@ def attend_few(
     # a report takes one more query, the mean
     size = max((MAX_QUERIES - (stats is not None)) // (q.shape[2] // k.shape[2]), 1)
     if stats is not None:
-        # those behind the last valid token are not of the text
+        # those behind the last valid token are not of the text, and must not move the mean
         nth = jnp.arange(q.shape[1], dtype=jnp.int32)[:, None, None]
-        q = jnp.where(nth < valid[:, None, None, None], q, q[:, :1])
+        own = nth < valid[:, None, None, None]
+        total = jnp.sum(jnp.where(own, q, 0), axis=1, keepdims=True, dtype=jnp.float32)
+        mean = total / jnp.maximum(valid, 1)[:, None, None, None]
+        q = jnp.where(own, q, mean.astype(q.dtype))
     parts = [
         _attend_past(q[:, at : at + size], past, stats if at == 0 else None)
         for at in range(0, q.shape[1], size)

@@ -235,12 +235,15 @@ class Speculating(Decoding):
         left = max(self._limits) - self.done
         if self._narrow is None and self._idle >= IDLE and left >= WORTH_A_PROGRAM:
             self._narrow = speculate.ahead(*self._static(0), *self._given(0), self.batch)
-        return self._narrow.result() if self._narrow and self._narrow.done() else None
+        if self._narrow is None or not self._narrow.done() or self._narrow.exception():
+            return None
+        return self._narrow.result()
 
     def _look_back(self) -> None:
         """Learns from the round before the last, while the last keeps the device busy.
 
-        Its time is the time since the end of the one before it.
+        Its time is the time since the end of the one before it. Rows that have come to an end of
+        their own count, too: they draft on until the last row ends.
         """
         if len(self._in_flight) < LAG:
             return

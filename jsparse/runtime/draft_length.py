@@ -17,15 +17,18 @@ NEWEST, ENOUGH = 5, 3
 FADING = 0.95
 # Before any draft is checked, so many are taken to have been, and this part to have been accepted.
 PRIOR_DRAFTS, PRIOR_SHARE = 8.0, 0.8
-# Every so many rounds another number is tried, which keeps estimates true: none at all where
-# drafting gains less than this factor. Where nothing is drafted otherwise, a draft is tried more
-# seldom, since it costs more than it can tell.
-TRY_EVERY, DOUBTFUL, TRY_ONE_EVERY = 32, 1.2, 128
-
-
+# Every so many rounds another number is tried, which keeps estimates true.
+TRY_EVERY = 32
+# Where drafting gains less than this factor, it is no draft that is tried.
+DOUBTFUL = 1.2
+# Where nothing is drafted, a draft is tried more seldom: it costs more than it can tell.
+TRY_ONE_EVERY = 128
 # The tokens that products take without getting slower, since they read the weights: more are bound
-# by arithmetic. On a CPU all are. The kernel takes 64 queries of a KV head at a time.
-CHECKED_GPU, LEAST_GPU, MOST_GPU, MOST_CPU = 256, 4, 7, 2
+# by arithmetic, and on a CPU all are.
+CHECKED_GPU = 256
+# With the token before them and a report on all, so many drafts of 8 query heads per KV head are one
+# call of the decode kernel, which takes 64 queries of a KV head.
+LEAST_GPU, MOST_GPU, MOST_CPU = 4, 6, 2
 
 
 def most_drafts(rows: int, *, on_gpu: bool) -> int:
@@ -59,8 +62,8 @@ class DraftLength:
         self._rounds += 1
         if sum(len(times) >= ENOUGH for times in self._times[rows].values()) < 2:
             # two numbers tell what a draft takes; small ones waste little if none agrees
-            several = (most + 1) // 2
-            return several if self._rounds % 2 else several // 2
+            several, times = (most + 1) // 2, self._times[rows]
+            return min((several, several // 2), key=lambda number: len(times[number]))
         rate = partial(self._tokens_per_second, rows)
         best = max(range(most + 1), key=rate)
         if best == 0:
@@ -92,10 +95,10 @@ class DraftLength:
         known = {number: each for number, each in self._times[rows].items() if len(each) >= ENOUGH}
         times = {number: statistics.median(each) for number, each in known.items()}
         if drafts == 0 and 0 in times:
-            return times[0]
+            return max(times[0], 1e-9)
         if len(times) > 2:  # a round without drafts may be a program of its own
             times.pop(0, None)
         each = max(statistics.linear_regression([*times], [*times.values()]).slope, 0.0)
         base = statistics.mean(time - each * number for number, time in times.items())
         # whatever was measured, a round takes some time
-        return max(base + drafts * each, 1e-3 * max(times.values()))
+        return max(base + drafts * each, 1e-3 * max(times.values()), 1e-9)

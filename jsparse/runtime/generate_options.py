@@ -10,7 +10,7 @@ from jsparse.runtime.host_reader import OnChunk, Streamer, TokenStreamer
 from jsparse.runtime.request import require_alone
 from jsparse.runtime.sampling_params import SamplingParams
 
-# tokens drafted between two checks: by default, and at most
+# the most tokens drafted between two checks
 MAX_SPECULATIVE_TOKENS = 32
 
 

@@ -17,6 +17,7 @@ from jsparse.engine import plan_log, replay
 from jsparse.engine.pace import Pace
 from jsparse.engine.packing import pack_round, unpack
 from jsparse.policies.expressions import parse
+from jsparse.runtime import draft_length
 from jsparse.runtime.decode_step import StepStats
 from jsparse.runtime.speculation import Round
 
@@ -101,6 +102,19 @@ def test_rounds_may_draft_any_number(monkeypatch):
     # all but the first token of each
     made = sum(1 + kept for _, _, accepted, _ in seen for kept in accepted)
     assert made == sum(len(out.outputs[0].token_ids) - 1 for out in outs)
+
+
+@pytest.mark.parametrize(("number", "first"), [(None, 2), (3, 3)])
+def test_the_number_is_chosen_where_none_is_given(number, first, monkeypatch):
+    """At first it is two, of the three that a program has room for."""
+    monkeypatch.setattr(draft_length, "MOST_CPU", 3)
+    seen = []
+    monkeypatch.setattr(Pace, "observe_round", lambda self, *of_round: seen.append(of_round))
+    llm = tiny_llm(QUEST, **CAN, exact=True, num_speculative_tokens=number)
+    assert llm.engine.sizes.drafts == (3,) * len(llm.engine.sizes.rows)
+    (out,) = llm.generate([ASKED[2]], OPTIONS[2])
+    assert out.outputs[0].token_ids == expected()[2].outputs[0].token_ids
+    assert max(seen[0][1]) == first
 
 
 def test_answers_end_within_a_round():

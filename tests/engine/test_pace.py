@@ -21,6 +21,19 @@ def decoding(rows, steps):
     return Decoding(rows, steps, [])
 
 
+def test_rounds_tell_how_many_to_draft():
+    """By rows of the program: eight rows draft slowly, one fast, whatever agrees."""
+    sizes = SIZES._replace(rows=(1, 8), drafts=(4, 2), adapts=True)
+    pace = Pace(SMOLLM2, sizes)
+    for _ in range(40):
+        for rows, each in ((1, 1), (8, 200)):
+            number = pace.drafts(rows)
+            pace.observe_round(rows, [number] * rows, [number] * rows, 10 + each * number)
+    assert (pace.drafts(1), pace.drafts(8)) == (4, 0)
+    fixed = Pace(SMOLLM2, sizes._replace(adapts=False))
+    assert (fixed.drafts(1), fixed.drafts(8)) == (4, 2)
+
+
 def test_nothing_is_known_at_first():
     pace = Pace(SMOLLM2, SIZES)
     assert pace.reading(1, 512, 0) is None

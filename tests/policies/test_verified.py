@@ -11,7 +11,7 @@ from tiny import random_prompts, spec_of, tiny_params
 import jsparse
 from jsparse.cache import StepView, init
 from jsparse.partials import Stats
-from jsparse.policies.verified import verified
+from jsparse.policies.verified import Settings, verified
 from jsparse.selection import Selection
 
 PAGE = 8
@@ -59,7 +59,7 @@ def one_layer(batch=2, pages=8):
 
 def test_the_heaviest_pages_are_listed_and_the_newest():
     """Two of six older pages, and of another row's three; the newest two, however light."""
-    policy, spec = verified(budget=4 * PAGE, recent=2 * PAGE), one_layer()
+    policy, spec = verified(budget=4 * PAGE, recent=PAGE + 1), one_layer()
     masses = [[0.1, 0.3, 0.05, 0.2, 0.2, 0.1, 0.01, 0.04], [0.2, 0.1, 0.3, 0.3, 0.1]]
     state = chosen(policy, spec, [60, 38], masses)
     both = [[1, 3, 6, 7]] * spec.num_kv_heads, [[0, 2, 3, 4]] * spec.num_kv_heads
@@ -68,7 +68,7 @@ def test_the_heaviest_pages_are_listed_and_the_newest():
 
 def test_pages_begun_since_are_listed_while_there_is_room():
     """The newest first: what dense attention chose stays."""
-    policy, spec = verified(budget=4 * PAGE, recent=2 * PAGE), one_layer(batch=1)
+    policy, spec = verified(budget=4 * PAGE, recent=PAGE + 1), one_layer(batch=1)
     state = chosen(policy, spec, [40], [[0.4, 0.1, 0.3, 0.1, 0.1]])
     assert listed(policy, state, spec, [40])[0][0] == [0, 2, 3, 4]
     assert listed(policy, state, spec, [41])[0][0] == [0, 2, 4, 5]
@@ -103,6 +103,19 @@ def test_checks_choose_better_than_the_prompt_did():
         return sum(out.stats.accepted_tokens for out in outs)
 
     assert accepted(policy) > 1.1 * accepted(frozen)
+
+
+@pytest.mark.parametrize(
+    ("recent", "pages"), [(1, (7, 1)), (2, (6, 2)), (9, (6, 2)), (10, (5, 3)), (60, (1, 7))]
+)
+def test_as_many_newest_pages_as_recent_tokens_may_take(recent, pages):
+    """Where the newest page has one token; one page is left to choose."""
+    assert Settings(8 * PAGE, recent).pages(PAGE) == pages
+
+
+def test_a_budget_has_more_than_the_newest():
+    with pytest.raises(ValueError, match="budget=16: must be more than recent=64"):
+        verified(budget=16)
 
 
 @pytest.mark.parametrize(("name", "value"), [("budget", 0), ("recent", 0), ("budget", 2.5)])

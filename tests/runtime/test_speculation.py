@@ -17,7 +17,7 @@ from jsparse.cache import fill, grow, init, read_heads
 from jsparse.policies.combinators import WrappedState
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.policy import Services
-from jsparse.runtime import compilation, decoding
+from jsparse.runtime import compilation, decoding, draft_length
 from jsparse.runtime.answers import answers
 from jsparse.runtime.chunk_attention import attend_chunk, attend_few
 from jsparse.runtime.draft_length import DraftLength
@@ -285,6 +285,26 @@ def test_rounds_may_draft_any_number(monkeypatch):
     assert seen == rounds[: len(seen)] and len(seen) >= len(rounds) - 2
 
 
+def test_the_number_is_chosen_where_none_is_given(monkeypatch):
+    """Two and one are tried first, results being two rounds late; a number that is given stays."""
+    monkeypatch.setattr(draft_length, "MOST_CPU", DRAFTS)
+    (expected, _), most = decoded("dense", 0, DRAWN), []
+    for drafts in (None, DRAFTS):
+        session = session_of(QUEST, drafts)
+        choose, given = chooser(asked_of(session, DRAWN), session.params.config.vocab_size)
+        made, asked_for = [[] for _ in PROMPTS], []
+        for result in session.steps(choose, given, limits=LIMITS):
+            counts = [1] * 3 if result.drafts is None else np.asarray(result.drafts.counts)
+            if result.drafts is not None:
+                asked_for.append(int(np.max(result.drafts.drafted)))
+            for b, count in enumerate(counts):
+                made[b] += np.asarray(result.tokens)[:count, b].tolist()
+        assert made == [out.token_ids for out in expected]
+        most.append(asked_for)
+    assert most[0][:5] == [2, 2, 2, 1, 1]
+    assert most[1][:5] == [DRAFTS] * 5
+
+
 def waited(future):
     future.result()
     return future
@@ -447,9 +467,8 @@ def test_attention_of_a_few_tokens(pooled):
     # the report: the pages' weights under the mean of the row's own queries
     mass = np.exp(np.asarray(stats.scores)[:2] - np.asarray(stats.lse)[:2, :, None])
     for b in range(2):
-        nth = np.where(np.arange(tokens) < valid[b], np.arange(tokens), 0)
         for own in range(kv_heads):
-            mean = q[b, nth].reshape(tokens, kv_heads, -1, dim)[:, own].mean((0, 1))
+            mean = q[b, : valid[b]].reshape(valid[b], kv_heads, -1, dim)[:, own].mean((0, 1))
             weights = np.exp(keys[b, own, : lengths[b]] @ mean / np.sqrt(dim))
             weights = np.pad(weights / weights.sum(), (0, spec.capacity - lengths[b]))
             by_page = weights.reshape(spec.num_pages, -1).sum(1)
