@@ -26,8 +26,8 @@ TRY_ONE_EVERY = 128
 # The tokens that products take without getting slower, since they read the weights: more are bound
 # by arithmetic, and on a CPU all are.
 CHECKED_GPU = 256
-# With the token before them and a report on all, so many drafts of 8 query heads per KV head are one
-# call of the decode kernel, which takes 64 queries of a KV head.
+# With the token before them and a report on all, so many drafts of 8 query heads per KV head are
+# one call of the decode kernel, which takes 64 queries of a KV head.
 LEAST_GPU, MOST_GPU, MOST_CPU = 4, 6, 2
 
 
