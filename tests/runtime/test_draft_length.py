@@ -93,6 +93,18 @@ def test_both_first_numbers_are_tried(unused):
     assert length.choose(4, 8) == 4
 
 
+def test_one_slow_round_decides_nothing():
+    """The first of two drafts was slow: two and one are tried until three of each are known."""
+    length = DraftLength(adapts=True)
+    length.took(1, 2, 10.0)
+    for _ in range(2):
+        length.took(1, 1, 1.1)
+        assert length.choose(4) in (1, 2)
+        length.took(1, 2, 1.2)
+    length.took(1, 1, 1.1)
+    assert length.choose(4) == 4
+
+
 def test_a_clock_that_stands_still_is_no_error():
     length = DraftLength(adapts=True)
     for _ in range(10):
