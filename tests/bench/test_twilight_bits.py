@@ -43,6 +43,7 @@ def test_masses_are_those_of_a_slow_model(framed):
                     assert tokens * seen == pytest.approx(count, abs=3)
 
 
+@pytest.mark.slow
 def test_a_run_writes_a_report(monkeypatch, tmp_path):
     params, path = tiny_params(num_layers=1), tmp_path / "x.json"
     monkeypatch.setattr(twilight_bits, "load", lambda name: params)

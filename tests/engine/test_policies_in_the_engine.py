@@ -90,7 +90,8 @@ def by_the_text():
     return params, expression, prompt, expected
 
 
-@pytest.mark.parametrize("steps", slow_except([0, 1], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [0, 1])
 def test_a_state_that_depends_on_the_text_is_built_from_what_others_have_read(by_the_text, steps):
     """From a prompt's beginning, and from the middle of one that another has overtaken."""
     params, expression, prompt, expected = by_the_text

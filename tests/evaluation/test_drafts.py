@@ -4,8 +4,9 @@ import pytest
 from tiny import random_tokens, tiny_params
 
 import jsparse
-from jsparse.evaluation.evaluators import DRAFTED, Drafting, excerpt
+from jsparse.evaluation.evaluators import DRAFTED, Drafting, _of_drafts, excerpt
 from jsparse.evaluation.report.table import number
+from jsparse.runtime.host_reader import GenerationStats
 
 TEXT = random_tokens(1, 200)[0].tolist()
 LENGTH, STEPS = 60, 20
@@ -16,6 +17,7 @@ def drafting():
     return Drafting(tiny_params(num_layers=2), LENGTH, TEXT, STEPS, batch=2)
 
 
+@pytest.mark.slow
 def test_it_counts_what_exact_decoding_does():
     """Beside each sample decoded alone, with rounds counted from what they gave."""
     params, indices = tiny_params(num_layers=2), [0, 1]
@@ -39,6 +41,23 @@ def test_it_counts_what_exact_decoding_does():
         # all rounds but those at the end are of DRAFTED drafts
         assert DRAFTED * rounds - 10 <= stats.drafted_tokens <= DRAFTED * rounds
         assert values["attended"] == stats.attended_fraction < 1
+
+
+@pytest.mark.parametrize(("drafted", "accepted", "rounds"), [(40, 30, 10), (8, 0, 40), (39, 39, 1)])
+def test_rounds_are_counted_by_what_they_gave(drafted, accepted, rounds):
+    """41 tokens, the first of them the prompt's."""
+    stats = GenerationStats(9, 41, 1.0, None, 0.5, 0.6, "quest", drafted, accepted)
+    values = _of_drafts(stats)
+    assert values == {
+        "accepted": accepted / drafted,
+        "tokens_per_round": 40 / rounds,
+        "attended": 0.5,
+        "read": 0.6,
+    }
+
+
+def test_dense_attention_has_no_values():
+    assert _of_drafts(GenerationStats(9, 41, 1.0, None, 1.0, 1.0, "dense")) == {}
 
 
 def test_what_cannot_draft_is_refused_by_name():

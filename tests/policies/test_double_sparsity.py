@@ -275,7 +275,8 @@ def test_magnitudes_have_the_same_bits_in_any_batch_and_capacity(length):
         np.testing.assert_array_equal(among[rows.index(7)], alone[0])
 
 
-@pytest.mark.parametrize("calibrated", slow_except([False, True], False))
+@pytest.mark.slow
+@pytest.mark.parametrize("calibrated", [False, True])
 def test_labels_follow_decoding_and_corrections(calibrated, file):
     """Steps append one token each; a correction writes the last three positions again, with other
     keys.

@@ -236,7 +236,8 @@ def check(kind, steps, decay):
     return layer
 
 
-@pytest.mark.parametrize("candidates", slow_except(["top", "threshold"], "threshold"))
+@pytest.mark.slow
+@pytest.mark.parametrize("candidates", ["top", "threshold"])
 def test_a_bound_beyond_all_slots_is_none(candidates):
     q, k, v = drawn(46)
     listed = []

@@ -126,6 +126,7 @@ def test_a_shared_pool_of_used_pages_gives_the_same():
     assert_close(pooled, logits(my_quest(16)), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_wrapped_and_with_k_in_host_memory_it_gives_the_same():
     offloaded = jsparse.offloaded(my_quest(16), tail=8)
     assert_close(logits(offloaded), logits(my_quest(16)), rtol=1e-6)

@@ -132,7 +132,8 @@ def test_full_hyper_parameters_equal_dense(expression):
 SHORT = tuple(x for x in METHODS if not parse(x).evicts and parse(x).offload is None)
 
 
-@pytest.mark.parametrize("expression", slow_except(SHORT, MECHANISMS[0]))
+@pytest.mark.slow
+@pytest.mark.parametrize("expression", SHORT)
 def test_rows_below_dense_below_have_the_bits_of_dense(expression):
     """Beside a long row, which attends to what the policy selects, and where all are short."""
     policy = parse(expression)

@@ -76,7 +76,7 @@ def decoded(policy, drafts, sampling):
     "drafting",
     slow_except(
         [(policy, sampling) for policy in DRAFTING for sampling in OPTIONS],
-        *((QUEST, GREEDY), (QUEST, DRAWN), (CLUSTERS, DRAWN)),
+        *((QUEST, GREEDY), (QUEST, DRAWN)),
     ),
     ids=str,
 )
