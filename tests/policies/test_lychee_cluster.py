@@ -282,7 +282,7 @@ def chunks_of(state, row):
     return list(zip(starts[:count].tolist(), starts[1 : count + 1].tolist(), strict=True))
 
 
-@pytest.mark.parametrize("expression", slow_except(FORMS, FORMS[-1]))
+@pytest.mark.parametrize("expression", slow_except(FORMS, FORMS[1], FORMS[-1]))
 def test_the_index_and_what_is_selected_are_the_definition_s(expression):
     layer = Layer(expression, (45, 33), 72)
     form, ranked = options(expression)
@@ -384,7 +384,6 @@ def test_radii_bound_every_chunk_after_many_updates(levels, dtype):
 FAR = "budget=33, sink=2, recent=3, period=4, lengths=(2, 4)"  # in rows of 160 tokens
 
 
-@pytest.mark.slow
 def test_chunks_come_from_the_units_that_were_chosen_alone(monkeypatch):
     """Of eight units one or two are looked into, which the slow model does unit by unit."""
     monkeypatch.setattr(search, "MIN_UNITS", 1)
@@ -414,7 +413,6 @@ def test_chunks_come_from_the_units_that_were_chosen_alone(monkeypatch):
     assert elsewhere > 50
 
 
-@pytest.mark.slow
 def test_an_exact_search_by_units_takes_the_chunks_of_a_flat_one(monkeypatch):
     """Also where nearly all keys agree, and where all do."""
     monkeypatch.setattr(search, "MIN_UNITS", 1)
