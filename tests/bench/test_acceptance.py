@@ -1,10 +1,11 @@
 """Tests what bench.acceptance makes of rounds."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from bench import acceptance
-from jsparse.runtime.decoding import Drafts, StepResult
 
 pytestmark = pytest.mark.pure
 
@@ -30,11 +31,10 @@ def test_differences():
 
 def test_results_become_rows():
     """The first token, a round of two and three tokens, and one that goes beyond what is wanted."""
-    one = StepResult(np.array([[1, 2]]), *[None] * 4)  # pyright: ignore[reportArgumentType]
-    tokens = np.array([[3, 4], [5, 6], [7, 8]])
-    drafts = Drafts(np.array([2, 3]), np.array([2, 2]))  # pyright: ignore[reportArgumentType]
-    more = one._replace(tokens=tokens, drafts=drafts)  # pyright: ignore[reportArgumentType]
-    run = acceptance.read([one, more, more], 4, 1.0)
+    one = SimpleNamespace(tokens=np.array([[1, 2]]), drafts=None)
+    drafts = SimpleNamespace(counts=np.array([2, 3]), drafted=np.array([2, 2]))
+    more = SimpleNamespace(tokens=np.array([[3, 4], [5, 6], [7, 8]]), drafts=drafts)
+    run = acceptance.read([one, more, more], 4, 1.0)  # pyright: ignore[reportArgumentType]
     assert run.tokens == [[1, 3, 5, 3], [2, 4, 6, 8]]
     assert run.rounds == [[(2, 1), (2, 1)], [(2, 2)]]
 
