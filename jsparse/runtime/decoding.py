@@ -1,5 +1,6 @@
 """Decodes the rows of a session, which begin together, program by program."""
 
+import logging
 import math
 import time
 from collections import deque
@@ -31,6 +32,9 @@ LAG = 2
 # the rounds without drafts after which a program for them is compiled, and the tokens that must be
 # left then
 IDLE, WORTH_A_PROGRAM = 16, 256
+
+
+logger = logging.getLogger("jsparse.exact")
 
 
 class Drafts(NamedTuple):
@@ -235,6 +239,7 @@ class Speculating(Decoding):
         left = max(self._limits) - self.done
         if self._narrow is None and self._idle >= IDLE and left >= WORTH_A_PROGRAM:
             self._narrow = speculate.ahead(*self._static(0), *self._given(0), self.batch)
+            self._narrow.add_done_callback(_tell_failure)
         if self._narrow is None or not self._narrow.done() or self._narrow.exception():
             return None
         return self._narrow.result()
@@ -274,3 +279,9 @@ class Speculating(Decoding):
         """Returns the other arguments of a round of at most so many drafts, before the batch."""
         of_round = self._on_device, jnp.asarray(most, jnp.int32)
         return self._params.weights, self._beside, *of_round
+
+
+def _tell_failure(job: Future[Any]) -> None:
+    """Logs why there is no program for rounds without drafts: others go on in its place."""
+    if not job.cancelled() and job.exception() is not None:
+        logger.warning("rounds without drafts cannot be compiled alone: %r", job.exception())

@@ -1,5 +1,6 @@
 """Tests that what a policy drafts and dense attention checks is what dense attention decodes."""
 
+from concurrent.futures import Future
 from functools import cache, partial
 from itertools import cycle
 
@@ -473,3 +474,11 @@ def test_attention_of_a_few_tokens(pooled):
             weights = np.pad(weights / weights.sum(), (0, spec.capacity - lengths[b]))
             by_page = weights.reshape(spec.num_pages, -1).sum(1)
             np.testing.assert_allclose(mass[b, own], by_page, rtol=1e-4, atol=1e-6)
+
+
+def test_a_program_that_cannot_be_compiled_is_told(caplog):
+    job = Future()
+    job.set_exception(RuntimeError("out of registers"))
+    with caplog.at_level("WARNING", "jsparse.exact"):
+        decoding._tell_failure(job)
+    assert "cannot be compiled alone: RuntimeError('out of registers')" in caplog.text
