@@ -27,7 +27,7 @@ from jsparse.runtime.owners import (
 from jsparse.runtime.prefill import PrefillCarry, prefill_chunk, replay_chunk
 from jsparse.runtime.rows import Batch, decode_steps, first_tokens, put, serviced_rows, take
 from jsparse.runtime.sampling import ChooseFn, RowSampling, greedy, row_sampling, sampled
-from jsparse.runtime.shared_pages import empty_pages
+from jsparse.runtime.shared_pages import SharedPages, empty_pages
 from jsparse.runtime.speculation import speculate
 
 CHOICES: dict[SamplingMode, ChooseFn] = {"greedy": greedy, "sampled": sampled, "top": sampled}
@@ -175,29 +175,44 @@ class Bodies:
         weights: Weights,
         beside: ReadOnly,
     ) -> tuple[Slots, Packed]:
-        """Runs steps, or a round, of some rows; a program for all has them in their order."""
+        """Runs decode steps of some rows; a program for all has them in their order."""
+        static = self._decoder, self._policy, CHOICES[choice], self._sizes.steps, self._kept(choice)
+        run = partial(inlined(decode_steps), *static, weights, beside)
+        return self._decoded(slots, asked, lambda part: run(part, asked.counts))
+
+    def round(
+        self,
+        slots: Slots,
+        asked: DecodeRows,
+        *,
+        choice: SamplingMode,
+        drafts: int,
+        weights: Weights,
+        beside: ReadOnly,
+    ) -> tuple[Slots, Packed]:
+        """Runs a round of speculation of some rows, as `decode` runs steps."""
+        kept = self._kept(choice, pack_round)
+        static = self._decoder, self._policy, CHOICES[choice], drafts, kept
+
+        def run(part: Batch[SharedPages]) -> tuple[Batch[SharedPages], Packed]:
+            limits, most = part.made + asked.counts, jnp.int32(drafts)
+            return inlined(speculate)(*static, weights, beside, limits, most, part)
+
+        return self._decoded(slots, asked, run)
+
+    def _decoded(
+        self,
+        slots: Slots,
+        asked: DecodeRows,
+        run: Callable[[Batch[SharedPages]], tuple[Batch[SharedPages], Packed]],
+    ) -> tuple[Slots, Packed]:
+        """Returns the slots after `run` has decoded these rows as a batch, and its results."""
         policy, spec, rows = self._policy, self._spec, slots.rows
         which, of_all = asked.slots, asked.slots.size == spec.batch
         places = which[:, None], asked.first[:, None] + jnp.arange(asked.groups.shape[1])
         rows = rows._replace(cache=rows.cache.with_groups(*places, asked.groups))
         part = rows if of_all else take(policy, spec, rows, which)
-        part = part._replace(cache=part.cache.with_prefixes(asked.prefixes))
-        static = self._decoder, policy, CHOICES[choice]
-        drafts = self._sizes.drafts_for(which.size)
-        if drafts:
-            limits, most = part.made + asked.counts, jnp.int32(drafts)
-            kept = self._kept(choice, pack_round)
-            part, packed = inlined(speculate)(
-                *(*static, drafts, kept), weights, beside, limits, most, part
-            )
-        else:
-            part, packed = inlined(decode_steps)(
-                *(*static, self._sizes.steps, self._kept(choice)),
-                weights,
-                beside,
-                part,
-                asked.counts,
-            )
+        part, packed = run(part._replace(cache=part.cache.with_prefixes(asked.prefixes)))
         part = part._replace(cache=part.cache.with_prefixes(None))
         rows = part if of_all else put(policy, spec, rows, part, which)
         return slots._replace(rows=rows), packed

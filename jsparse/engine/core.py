@@ -124,7 +124,7 @@ class Engine:
         self._pace = Pace(params.config, spec.sizes)
         rules = setup.rules(spec.policy, spec.cache, spec.sizes, share=enable_prefix_caching)
         self.programs = Programs(spec)
-        usable = self.programs.usable_rows, self._can_share
+        usable = self.programs.usable_rows, self._can_run
         self.scheduler = Scheduler(self.sizes, rules, self._pace, *usable)
         self._per_request, self._layer_stats, self._clock = spec.knobs, layer_stats, clock
         self._log = None if record is None else plan_log.PlanLog(record, spec)
@@ -148,8 +148,8 @@ class Engine:
         """Compiles programs as `Programs.prepare` does, and runs each of them once on a GPU."""
         self._run_first(self.programs.prepare(choices, all_rows=all_rows))
 
-    def _can_share(self, rows: int, answers: list[int]) -> bool:
-        return self.programs.can_share(rows, self._runner.wanted(answers))
+    def _can_run(self, rows: int, answers: list[int], drafts: int | None = None) -> bool:
+        return self.programs.can_run(rows, self._runner.wanted(answers), drafts=drafts)
 
     def _run_first(self, programs: Sequence[ProgramKey]) -> None:
         if jax.default_backend() == "gpu":
@@ -176,6 +176,7 @@ class Engine:
                     f"policy={{{name!r}: …}}: must be among per_request={self._per_request} of the "
                     "engine"
                 )
+        setup.require_exact(self.policy, self.spec, self.sizes, request.sampling.exact)
         self.scheduler.memory.require_room(len(request.ids), request.sampling.max_tokens)
         n, limit = request.sampling.n, self._max_waiting
         if limit is not None and n > limit + self.sizes.num_slots:
@@ -224,6 +225,7 @@ class Engine:
                 max_tokens=own.sampling.max_tokens,
                 born=now,
                 salt=own.sampling.cache_salt,
+                exact=self.sizes.in_rounds(own.sampling.exact),
             )
             if self._log is not None:
                 self._log.asked(answer.number, own)
@@ -323,7 +325,7 @@ class Engine:
                 continue  # it ended while this was on its way
             self.scheduler.gave(answer, planned, len(tokens.ids))
             count = builder.take(tokens)
-            if self.sizes.drafts:
+            if isinstance(pending.work, Decoding) and pending.work.exact:
                 self.counters.count_drafts(tokens.drafted, len(tokens.ids))
                 drafted.append(tokens.drafted)
                 accepted.append(len(tokens.ids) - 1)

@@ -1,6 +1,7 @@
 """Names the programs that an answer needs, or any answer of an engine."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Literal
 
 from jsparse.engine.sizes import EngineSizes
@@ -18,17 +19,21 @@ def answer_keys(
     end: int,
     new_tokens: int,
     rows: int,
-    choice: Callable[[str, int], SamplingMode],
+    choice: SamplingMode,
+    *,
+    exact: bool,
 ) -> list[ProgramKey]:
     """Returns the programs of an answer whose prompt is read alone.
 
     The prompt is read from the token `start` on up to `end`, and the answer decodes in a program
-    that has `rows` rows at least. `choice` returns how a program of a name and a number of rows
-    chooses tokens.
+    that has `rows` rows at least; if it is exact, in rounds.
     """
     keys = [ProgramKey.of("read", 1, size, last=last) for size, last in sizes.chunks(start, end)]
-    programs = [("join", 1)] + [("decode", sizes.rows_for(rows))] * (new_tokens > 1)
-    keys += [ProgramKey.of(name, n, choice=choice(name, n)) for name, n in programs]
+    keys.append(ProgramKey.of("join", 1, choice=choice))
+    if new_tokens > 1:
+        rows = sizes.rows_for(rows)
+        drafts = sizes.drafts_for(rows) if exact else None
+        keys.append(decode_key(choice, rows, drafts=drafts))
     return keys
 
 
@@ -41,8 +46,9 @@ def engine_keys(
     """
     keys = [ProgramKey.of("start")]
     # these take longest
-    for rows in sizes.rows:
-        keys += decode_keys(choices, rows)
+    for rows, choice in product(sizes.rows, choices):
+        drafts = sizes.drafts_for(rows) if sizes.drafts else None
+        keys.append(decode_key(choice, rows, drafts=drafts))
     # a round has its services within
     services = () if sizes.drafts else policy.services.every
     keys += [ProgramKey.of("service", sizes.service_rows, service=name) for name in services]
@@ -60,10 +66,20 @@ def engine_keys(
     return keys
 
 
-def decode_keys(choices: Iterable[SamplingMode], *size: int) -> list[ProgramKey]:
-    """Returns the keys of decode programs of one size, for these ways of choosing tokens.
+def decode_key(choice: SamplingMode, *size: int, drafts: int | None = None) -> ProgramKey:
+    """Returns the key of a program that decodes.
 
     The size is the number of rows; for rows that read together what they have in common, it is
-    followed by the most families and the most rows of each.
+    followed by the most families and the most rows of each. With `drafts`, it is of a round of
+    speculation that has room for as many; else of decode steps.
     """
-    return [ProgramKey.of("decode", *size, choice=choice) for choice in choices]
+    if drafts is None:
+        return ProgramKey.of("decode", *size, choice=choice)
+    return ProgramKey.of("round", *size, choice=choice, drafts=drafts)
+
+
+def decode_keys(
+    choices: Iterable[SamplingMode], *size: int, drafts: int | None = None
+) -> list[ProgramKey]:
+    """Returns such keys, for these ways of choosing tokens."""
+    return [decode_key(choice, *size, drafts=drafts) for choice in choices]

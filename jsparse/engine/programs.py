@@ -8,7 +8,7 @@ at a time.
 
 import logging
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -40,6 +40,7 @@ class Programs(ProgramSet):
             "replay": program(self.bodies.replay, **own),
             "join": program(self.bodies.join, static_argnames="choice", **own),
             "decode": program(self.bodies.decode, static_argnames="choice", **own),
+            "round": program(self.bodies.round, static_argnames=("choice", "drafts"), **own),
             "service": program(self.bodies.service, static_argnames="service", **own),
         }
         beside = ReadOnly(constants(spec.params, spec.policy))
@@ -49,16 +50,16 @@ class Programs(ProgramSet):
         super().__init__(programs, fixed, self._shapes_of)
 
     def expect_answer(
-        self, start: int, end: int, new_tokens: int, rows: int, choice: SamplingMode
+        self, start: int, end: int, new_tokens: int, rows: int, choice: SamplingMode, *, exact: bool
     ) -> None:
         """Begins to compile the programs of a request, unless all have been prepared.
 
         Its prompt is read from the token `start` on up to `end`, and it decodes in a program that
-        has `rows` rows at least.
+        has `rows` rows at least; if it is exact, in rounds.
         """
         if not self._prepared:
-            usable = partial(self.usable_choice, wanted=choice)
-            self.expect(answer_keys(self._sizes, start, end, new_tokens, rows, usable))
+            keys = answer_keys(self._sizes, start, end, new_tokens, rows, choice, exact=exact)
+            self.expect(map(self.usable, keys))
 
     def prepare(
         self, choices: Sequence[SamplingMode], *, all_rows: bool = False
@@ -80,42 +81,47 @@ class Programs(ProgramSet):
         self._prepared = tuple({*self._prepared, *choices})
         return new
 
-    def usable_rows(self, count: int) -> int:
-        """Returns the rows of the smallest decode program that has as many and is there.
+    def usable_rows(self, count: int, *, exact: bool = False) -> int:
+        """Returns the rows of the smallest program that decodes as many and is there.
 
-        If a smaller one would do that is not there yet, it begins to be compiled. If programs have
-        not been prepared, each is waited for, and this is the rows of the smallest.
+        That is a round if it is exact. If a smaller one would do that is not there yet, it begins
+        to be compiled. If there is none, or programs have not been prepared, the smallest is waited
+        for.
         """
         fitting = [rows for rows in self._sizes.rows if rows >= count]
-        self.expect(decode_keys(self._prepared, fitting[0]))
-        return next(rows for rows in fitting if self._all_ready(rows))
 
-    def can_share(self, rows: int, wanted: SamplingMode) -> bool:
-        """Returns whether a decode program is there that reads once what rows have in common.
+        def keys(rows: int) -> list[ProgramKey]:
+            drafts = self._sizes.drafts_for(rows) if exact else None
+            return decode_keys(self._prepared, rows, drafts=drafts)
 
-        If it is not, it begins to be compiled, unless it chooses tokens in a way that has not been
-        prepared. If none has, it is waited for.
+        self.expect(keys(fitting[0]))
+        return next((rows for rows in fitting if all(map(self.ready, keys(rows)))), fitting[0])
+
+    def can_run(self, rows: int, wanted: SamplingMode, *, drafts: int | None = None) -> bool:
+        """Returns whether a program is there that others can do the work of, if slower.
+
+        That is one which reads once what rows have in common, or a round with room for so many
+        drafts. If it is not there, it begins to be compiled, unless it chooses tokens in a way that
+        has not been prepared. If none has, it is waited for.
         """
         if self._prepared and wanted == "top" and wanted not in self._prepared:
             return False
-        size = rows, *self._sizes.families(rows)
-        self.expect(decode_keys(self._prepared, *size))
-        return self._all_ready(*size)
+        families = self._sizes.families(rows) if drafts is None else ()
+        keys = decode_keys(self._prepared, rows, *families, drafts=drafts)
+        self.expect(keys)
+        return all(map(self.ready, keys))
 
-    def _all_ready(self, *size: int) -> bool:
-        """Returns whether the decode programs of a size are there, as far as any are prepared."""
-        return all(map(self.ready, decode_keys(self._prepared, *size)))
-
-    def usable_choice(self, name: str, rows: int, wanted: SamplingMode) -> SamplingMode:
-        """Returns how a program chooses tokens, as wanted or in a more general way.
+    def usable(self, wanted: ProgramKey) -> ProgramKey:
+        """Returns the program to run, which may choose tokens in a more general way than wanted.
 
         Rows that take the likeliest tokens gain little by a program of their own: they run in one
         that draws, if that is there.
         """
-        greedy, drawing = (ProgramKey.of(name, rows, choice=x) for x in ("greedy", "sampled"))
-        if wanted == "greedy" and self.ready(drawing) and not self.ready(greedy):
-            return "sampled"
-        return wanted
+        static = dict(wanted.static)
+        if static.get("choice") != "greedy" or self.ready(wanted):
+            return wanted
+        drawing = wanted._replace(static=frozenset((static | {"choice": "sampled"}).items()))
+        return drawing if self.ready(drawing) else wanted
 
     @cached_property
     def _slots(self) -> Slots:
@@ -133,7 +139,7 @@ class Programs(ProgramSet):
         spec, sizes, rows = self._made_for.cache, self._sizes, size[0]
         if name in ("read", "replay"):
             return np.zeros(size, np.int32), no_reading(spec, sizes, rows)
-        if name == "decode":
+        if name in ("decode", "round"):
             return (no_decoding(spec, sizes, *size),)
         nobody = np.full(rows, sizes.num_slots, np.int32)
         if name == "service":

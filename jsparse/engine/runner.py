@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from jsparse.engine.bodies import CHOICES
 from jsparse.engine.packing import NewTokens, unpack
-from jsparse.engine.program_keys import SamplingMode
+from jsparse.engine.program_keys import SamplingMode, decode_key
 from jsparse.engine.programs import Programs
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.slots import Slots, neutral
@@ -68,17 +68,17 @@ class Runner:
             rows: jax.device_put(row_sampling([neutral()] * rows, spec.vocab_size))
             for rows in spec.sizes.prefill_rows
         }
-        self._slots: Slots = programs.run("start")
+        self._slots: Slots = programs.run(ProgramKey.of("start"))
 
     def run_for_nobody(self, programs: Iterable[ProgramKey]) -> None:
         """Runs programs so that they change no row: on a GPU, first runs take longer.
 
         Services are left out, since they take a row that is due, whatever it is.
         """
-        for name, size, static in programs:
-            if name not in ("start", "service"):
-                arguments = self._slots, *self._programs.of_nobody(name, size)
-                out = self._programs.run(name, *arguments, size=size, **dict(static))
+        for key in programs:
+            if key.name not in ("start", "service"):
+                arguments = self._slots, *self._programs.of_nobody(key.name, key.size)
+                out = self._programs.run(key, *arguments)
                 self._slots = out if isinstance(out, Slots) else out[0]
         self.settle()
 
@@ -89,7 +89,7 @@ class Runner:
             pending.append(self._read(plan.reading))
         if plan.decoding is not None:
             pending.append(self._decode(plan.decoding))
-            if not self._spec.sizes.drafts:  # a round has them within
+            if not plan.decoding.exact:  # a round has them within
                 self._service(plan.decoding.rows)
         for results in pending:
             results.packed.copy_to_host_async()
@@ -121,6 +121,7 @@ class Runner:
             new_tokens=request.sampling.max_tokens,
             rows=min(live, self._spec.sizes.num_slots),
             choice=choice_of(request),
+            exact=self._spec.sizes.in_rounds(request.sampling.exact),
         )
 
     def _read(self, reading: Reading) -> PendingResults:
@@ -134,25 +135,18 @@ class Runner:
             for column, value in zip(asked[:-1], of_row, strict=True):
                 column[row] = value
         name, static = ("replay", {}) if reading.replay else ("read", {"last": reading.last})
-        self._slots, done = self._programs.run(
-            name, self._slots, tokens, asked, size=size, **static
-        )
+        read = ProgramKey.of(name, *size, **static)
+        self._slots, done = self._programs.run(read, self._slots, tokens, asked)
         if not reading.last:
             return PendingResults(done, [], reading)
         neutral_rows = [neutral()] * (reading.num_rows - len(chunks))
-        choice = self._choice("join", reading.num_rows, [chunk.answer for chunk in chunks])
+        choice = self.wanted([chunk.answer for chunk in chunks])
+        join = self._programs.usable(ProgramKey.of("join", reading.num_rows, choice=choice))
         sampling = self._neutral[reading.num_rows]
-        if choice != "greedy":
+        if dict(join.static)["choice"] != "greedy":
             sampling = row_sampling([*of_chunks, *neutral_rows], spec.vocab_size)
-        self._slots, packed = self._programs.run(
-            "join",
-            self._slots,
-            asked.slots,
-            sampling,
-            knob_rows([*of_chunks, *neutral_rows], spec.knobs),
-            size=(reading.num_rows,),
-            choice=choice,
-        )
+        knobs = knob_rows([*of_chunks, *neutral_rows], spec.knobs)
+        self._slots, packed = self._programs.run(join, self._slots, asked.slots, sampling, knobs)
         firsts = [(chunk.answer, row, 1) for row, chunk in enumerate(chunks)]
         return PendingResults(packed, firsts, reading)
 
@@ -172,15 +166,11 @@ class Runner:
             members = [at[slot] for slot in family.slots]
             asked.prefixes.rows[nth, : len(members)] = members
             asked.prefixes.tokens[nth] = family.tokens
-        choice = self._choice("decode", num_rows, [row.answer for row in rows])
-        self._slots, packed = self._programs.run(
-            "decode", self._slots, asked, size=size, choice=choice
-        )
+        choice = self.wanted(row.answer for row in rows)
+        key = self._programs.usable(decode_key(choice, *size, drafts=decoding.drafts))
+        self._slots, packed = self._programs.run(key, self._slots, asked)
         results = [(row.answer, at[row.slot], row.steps) for row in rows]
         return PendingResults(packed, results, decoding)
-
-    def _choice(self, name: str, rows: int, answers: Iterable[int]) -> SamplingMode:
-        return self._programs.usable_choice(name, rows, self.wanted(answers))
 
     def wanted(self, answers: Iterable[int]) -> SamplingMode:
         """Returns the cheapest way of choosing tokens that all of these answers allow."""
@@ -196,6 +186,5 @@ class Runner:
             for part in itertools.batched(due, size):
                 # a row may be served twice by one program, which changes nothing
                 which = np.array([*part, *part[:1] * (size - len(part))], np.int32)
-                self._slots = self._programs.run(
-                    "service", self._slots, which, size=(size,), service=name
-                )
+                service = ProgramKey.of("service", size, service=name)
+                self._slots = self._programs.run(service, self._slots, which)

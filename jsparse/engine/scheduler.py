@@ -44,8 +44,13 @@ class Estimates(Protocol):
     def reading(self, rows: int, size: int, start: int) -> float | None:
         """Returns the time to read `rows` chunks of `size` tokens, from the position `start` on."""
 
-    def step(self, rows: int) -> float | None:
-        """Returns the time of a decode step in a program of `rows` rows."""
+    def step(self, rows: int, *, exact: bool) -> float | None:
+        """Returns the time of a decode step in a program of `rows` rows; if exact, of a round."""
+
+    @property
+    def idles(self) -> bool:
+        """Whether rows often draft nothing."""
+        ...
 
     def drafts(self, rows: int) -> int:
         """Returns how many tokens the rows of such a program draft next."""
@@ -77,8 +82,8 @@ class Scheduler:
         sizes: EngineSizes,
         rules: Rules,
         pace: Estimates,
-        rows_for: Callable[[int], int] | None = None,
-        can_share: Callable[[int, list[int]], bool] = lambda rows, answers: True,
+        rows_for: Callable[..., int] | None = None,
+        can_run: Callable[..., bool] = lambda rows, answers, drafts=None: True,
     ) -> None:
         """Prepares a scheduler without requests.
 
@@ -86,13 +91,15 @@ class Scheduler:
             sizes: the static sizes.
             rules: the policy's traits.
             pace: how long programs take.
-            rows_for: returns the rows of the smallest decode program that has as many and that may
-                be planned now; None is of the smallest.
-            can_share: returns whether a program of so many rows, for the answers of these numbers,
-                may be planned now that reads once what rows have in common.
+            rows_for: returns the rows of the smallest program that decodes as many, in a round if
+                `exact`, and that may be planned now; None is of the smallest.
+            can_run: returns whether a special program of so many rows, for the answers of these
+                numbers, may be planned now: one that reads once what rows have in common, or a
+                round with room for so many `drafts`.
         """
         self.sizes, self.rules, self._pace = sizes, rules, pace
-        self._rows_for, self._can_share = rows_for or sizes.rows_for, can_share
+        self._rows_for = rows_for or (lambda count, *, exact: sizes.rows_for(count))
+        self._can_run = can_run
         self.memory = Memory(sizes, rules)
         self.pool = self.memory.pool
         self.waiting: list[tuple[float, int, Answer]] = []
@@ -101,6 +108,8 @@ class Scheduler:
         self._slots = list(range(sizes.num_slots))
         self._places = list(range(MAX_READING))
         self._some_stopped = False
+        # whether the next program is to be a round, where there are rows of both kinds
+        self._exact_next = True
         # the milliseconds for which rows have not decoded since prompts were read
         self._stalled: float = 0
 
@@ -154,14 +163,14 @@ class Scheduler:
             heapq.heapify(self.waiting)
         for answer in [*self.reading, *self.decoding]:
             # what a round gives is known later, and stops an answer then
-            if answer.stopped or (answer.sent == answer.max_tokens and not self.sizes.drafts):
+            if answer.stopped or (answer.sent == answer.max_tokens and not answer.exact):
                 self._end(answer)
 
     def _end(self, answer: Answer) -> None:
         (self.reading if answer.phase is Phase.READING else self.decoding).remove(answer)
         self._leave_place(answer)
         heapq.heappush(self._slots, answer.slot)
-        if self.rules.answers and len(answer.made) > 1:
+        if (self.rules.answers or answer.exact) and len(answer.made) > 1:
             # K and V of the newest have not been computed
             text = np.concatenate([answer.ids, np.asarray(answer.made[:-1], np.int32)])
             answer.keys, answer.read = self._keys(answer, text), len(text)
@@ -291,9 +300,13 @@ class Scheduler:
         return math.inf if took is None else took
 
     def _step_milliseconds(self) -> float:
-        """Returns the time that a step of the rows that decode takes; infinity if unknown."""
-        took = self._pace.step(self._rows_for(len(self.decoding)))
-        return math.inf if took is None else took
+        """Returns the time that the next step, or round, takes; infinity if unknown."""
+        longest = 0.0
+        for exact in {answer.exact for answer in self.decoding}:
+            count = sum(answer.exact == exact for answer in self.decoding)
+            took = self._pace.step(self._rows_for(count, exact=exact), exact=exact)
+            longest = max(longest, math.inf if took is None else took)
+        return longest
 
     def _decoding(self) -> Decoding | None:
         """Plans the next decode steps, unless prompts are read first."""
@@ -306,12 +319,28 @@ class Scheduler:
             if self._stalled + later <= self._patience:
                 return None
         self._stalled = 0
-        steps, rows, answers, drafts = self._steps(), [], [], 0
-        wanting = [answer for answer in self.decoding if answer.sent < answer.max_tokens]
-        if self.sizes.drafts and wanting:
-            drafts = self._pace.drafts(self._rows_for(len(wanting)))
+        # rounds and programs of steps take turns
+        for exact in (self._exact_next, not self._exact_next):
+            if (planned := self._steps_or_round(exact)) is not None:
+                self._exact_next = not exact
+                return planned
+        return None
+
+    def _steps_or_round(self, exact: bool) -> Decoding | None:
+        """Plans a round of the rows that are exact, or steps of the others, if there are any."""
+        wanting = [
+            answer
+            for answer in self.decoding
+            if answer.exact == exact and answer.sent < answer.max_tokens
+        ]
+        if not wanting:
+            return None
+        rows, answers = [], []
+        most = steps = 1 if exact else self._steps()
+        if exact:
+            most += self._pace.drafts(self._rows_for(len(wanting), exact=True))
         for answer in wanting:
-            count = min(steps + drafts, answer.max_tokens - answer.sent)
+            count = min(most, answer.max_tokens - answer.sent)
             first = self.memory.num_groups(answer)
             groups = self.memory.grow(answer, count, [*self.reading, *self.decoding])
             count = min(count, self.memory.steps_left(answer))
@@ -322,7 +351,12 @@ class Scheduler:
                 answers.append(answer)
         if not rows:
             return None
-        num_rows = self._rows_for(len(rows))
+        num_rows = self._rows_for(len(rows), exact=exact)
+        if exact:
+            drafts, numbers = self.sizes.drafts_for(num_rows), [row.answer for row in rows]
+            if most == 1 and self._pace.idles and self._can_run(num_rows, numbers, 0):
+                drafts = 0
+            return Decoding(num_rows, steps, rows, drafts=drafts)
         return Decoding(num_rows, steps, rows, self._families(answers, num_rows))
 
     def _families(self, answers: list[Answer], num_rows: int) -> list[Family]:
@@ -331,7 +365,7 @@ class Scheduler:
             return []
         found = families(answers, *self.sizes.families(num_rows), self.sizes.block_tokens)
         numbers = [answer.number for answer in answers]
-        return found if found and self._can_share(num_rows, numbers) else []
+        return found if found and self._can_run(num_rows, numbers) else []
 
     def _steps(self) -> int:
         """Returns the number of steps of the next program.
@@ -339,15 +373,19 @@ class Scheduler:
         It is the maximum unless something waits for the program's end: a prompt that is being read,
         a row that is due for service before, an answer that gets the slot or the memory of a row
         that ends, or whoever waits for tokens. What comes in the meantime waits for two programs.
+        Rows that decode in rounds get about as many tokens in between.
         """
         if self.reading or not self.decoding:
             return 1
         steps = min(self.sizes.steps, BUSY_STEPS) if self.waiting else self.sizes.steps
-        left = [answer.max_tokens - answer.sent for answer in self.decoding]
+        rows = [answer for answer in self.decoding if not answer.exact]
+        if len(rows) < len(self.decoding):
+            steps = min(steps, 1 + max(self.sizes.drafts))
+        left = [answer.max_tokens - answer.sent for answer in rows]
         ends = [max(left, default=0)]
         if self.waiting:
             ends += [steps for steps in left if steps > 0]
-        for answer in self.decoding:
+        for answer in rows:
             ends += until_due(self.rules.periods, answer.sent - 1)
         maximum, of_one = self.sizes.max_stall_ms, self._step_milliseconds()
         maximum = PROGRAM_MS if maximum is None else maximum / 2

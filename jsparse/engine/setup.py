@@ -121,9 +121,7 @@ def engine_spec(
         allocates=False,
         drafts=drafts,
     )
-    steps = admitted.max_steps
     if admitted.drafts:
-        steps = _only("exact", "steps_per_program", steps_per_program, 1)
         cascade_attention = _only("exact", "cascade_attention", cascade_attention, False)
     sizes = sizes_of(
         admitted.policy,
@@ -131,7 +129,7 @@ def engine_spec(
         rows,
         kv_cache_tokens=kv_cache_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
-        steps=steps,
+        steps=admitted.max_steps,
         decode_rows=decode_rows,
         prefill_rows=prefill_rows,
         ladder=ladder,
@@ -162,16 +160,22 @@ def _drafts(asked: int | None, rows: int) -> int:
 
 def rules(policy: Policy, spec: CacheSpec, sizes: EngineSizes, *, share: bool) -> Rules:
     """Returns the rules by which requests are planned; if `share`, they share prompts."""
-    exact = bool(sizes.drafts) or is_dense(policy, spec)
     return Rules(
         root=policy.name if share and policy.shares is not None else None,
         window=policy.window,
         replays=policy.shares == "keys",
-        # a round has its services within
-        periods=() if sizes.drafts else tuple(policy.services.every.values()),
+        periods=tuple(policy.services.every.values()),
         # a decode program adds up in another order than one that reads
-        answers=share and exact and not sizes.batch_invariant,
+        answers=share and is_dense(policy, spec) and not sizes.batch_invariant,
     )
+
+
+def require_exact(policy: Policy, spec: CacheSpec, sizes: EngineSizes, exact: bool | None) -> None:
+    """Raises ValueError unless an engine can give an answer that asks for `exact`."""
+    if exact and not sizes.drafts and not is_dense(policy, spec):
+        raise ValueError(
+            f"exact={exact}: must be False or None unless the engine was started with exact=True"
+        )
 
 
 def pooled(rows: CacheSpec, sizes: EngineSizes) -> CacheSpec:

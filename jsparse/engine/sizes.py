@@ -32,9 +32,8 @@ class EngineSizes(NamedTuple):
             device busy alone.
         family_rows: the most rows that read the pages that they have in common together; 0 is that
             each row reads its own.
-        drafts: the most tokens that the policy drafts before dense attention checks them, for
-            programs of each number of rows: each is a round of speculation; empty if they run
-            decode steps.
+        drafts: the most tokens that the policy drafts before dense attention checks them, in rounds
+            of each number of rows; empty if there are none.
         adapts: whether fewer are drafted where that is faster.
     """
 
@@ -108,8 +107,12 @@ class EngineSizes(NamedTuple):
         """Returns the rows of the smallest decode program that has this many."""
         return next(rows for rows in self.rows if rows >= count)
 
+    def in_rounds(self, exact: bool | None) -> bool:
+        """Returns whether an answer comes from rounds; None is that it does if there are any."""
+        return bool(self.drafts) and exact is not False
+
     def drafts_for(self, rows: int) -> int:
-        """Returns the most drafts of each row in a program of so many; 0 if it runs steps."""
+        """Returns the most drafts of each row in a round of so many."""
         return dict(zip(self.rows, self.drafts, strict=False)).get(rows, 0)
 
     def families(self, rows: int) -> tuple[int, int]:
@@ -140,8 +143,9 @@ class Rules(NamedTuple):
         window: the last tokens of a prompt that must be read by the request itself.
         replays: whether a row's state must be built anew from K and V that are shared.
         periods: numbers of decoded tokens after which a row is serviced, by a program of its own.
-        answers: whether K and V of generated tokens, and what the policy knows of them, are those
-            of a prompt with these tokens, so that answers are shared as prompts are.
+        answers: whether K and V of the tokens that steps generate, and what the policy knows of
+            them, are those of a prompt with these tokens, so that answers are shared as prompts
+            are. Those of rounds always are.
     """
 
     root: str | None

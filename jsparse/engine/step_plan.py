@@ -37,6 +37,7 @@ class Answer:
             there, the most that it can give.
         stopped: whether it wants no more tokens.
         salt: the secret that answers must have in common to share its blocks.
+        exact: whether its tokens come from rounds of speculation, and not from steps of the policy.
         made: its tokens, where it has stopped and others may share them.
         blocks: the blocks that it holds, from the prompt's beginning on.
         own: the groups behind them.
@@ -48,6 +49,7 @@ class Answer:
     born: float
     keys: list[bytes] = field(default_factory=list)
     salt: str = ""
+    exact: bool = False
     phase: Phase = Phase.WAITING
     slot: int = -1
     place: int = -1
@@ -155,12 +157,19 @@ class Decoding(NamedTuple):
         rows: the rows that take part.
         families: those of them that read pages together; if there are none, the program is one in
             which each row reads its own.
+        drafts: of a round, the tokens that its program has room to draft; None is of steps.
     """
 
     num_rows: int
     steps: int
     rows: list[Decode]
     families: Sequence[Family] = ()
+    drafts: int | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Returns whether it is a round of speculation."""
+        return self.drafts is not None
 
 
 class StepPlan(NamedTuple):

@@ -6,7 +6,6 @@ its memory, and whether everything fits.
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -86,7 +85,6 @@ def admit(
         drafts = most_drafts(spec.batch, on_gpu=on_gpu)
     if drafts:
         require_drafting(policy, spec)
-        policy = _uncorrected(policy) if policy.services.correct_every else policy
         drafts = 0 if is_dense(policy, spec) else drafts
     if further_turns:
         require_resumable(policy, spec)
@@ -132,12 +130,6 @@ def require_drafting(policy: Policy, spec: CacheSpec) -> None:
                 f"checks what it drafts (exact=True), but {reason}"
             )
     owners(policy, spec)  # refuses a state whose arrays belong to neither rows nor pages
-
-
-@cache  # a policy is known by its identity: another object would be another program
-def _uncorrected(policy: Policy) -> Policy:
-    """Returns a policy as it drafts: what is checked is never corrected."""
-    return policy._replace(services=policy.services._replace(correct_every=0))
 
 
 def _require_joinable(policy: Policy, spec: CacheSpec, per_request: Sequence[str]) -> None:

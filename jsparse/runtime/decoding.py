@@ -29,9 +29,8 @@ from jsparse.shapes import Rows
 
 # the rounds on their way when the oldest of them helps to choose how many the next drafts
 LAG = 2
-# the rounds without drafts after which a program for them is compiled, and the tokens that must be
-# left then
-IDLE, WORTH_A_PROGRAM = 16, 256
+# the tokens that must be left for a program without drafts to be compiled
+WORTH_A_PROGRAM = 256
 
 
 logger = logging.getLogger("jsparse.exact")
@@ -213,7 +212,7 @@ class Speculating(Decoding):
         super().__init__(params, admitted, *others)
         self._length = DraftLength(adapts=admitted.adapts)
         self._on_device = jnp.asarray(self._limits, jnp.int32)
-        self._idle, self._narrow = 0, None
+        self._narrow = None
         self._in_flight: deque[Drafts] = deque()
         self._looked = math.inf
 
@@ -235,9 +234,8 @@ class Speculating(Decoding):
 
         It is compiled beside others where it is worth it; until then there is none.
         """
-        self._idle += 1
         left = max(self._limits) - self.done
-        if self._narrow is None and self._idle >= IDLE and left >= WORTH_A_PROGRAM:
+        if self._narrow is None and self._length.idles and left >= WORTH_A_PROGRAM:
             self._narrow = speculate.ahead(*self._static(0), *self._given(0), self.batch)
             self._narrow.add_done_callback(_tell_failure)
         if self._narrow is None or not self._narrow.done() or self._narrow.exception():

@@ -23,6 +23,8 @@ TRY_EVERY = 32
 DOUBTFUL = 1.2
 # Where nothing is drafted, a draft is tried more seldom: it costs more than it can tell.
 TRY_ONE_EVERY = 128
+# After so many rounds in which nothing was drafted, a program for such rounds is worth compiling.
+OFTEN = 16
 # The tokens that products take without getting slower, since they read the weights: more are bound
 # by arithmetic, and on a CPU all are.
 CHECKED_GPU = 256
@@ -45,7 +47,12 @@ class DraftLength:
         self._reached, self._kept = PRIOR_DRAFTS, PRIOR_DRAFTS * PRIOR_SHARE
         newest = partial(deque[float], maxlen=NEWEST)
         self._times: dict[int, dict[int, deque[float]]] = defaultdict(lambda: defaultdict(newest))
-        self._rounds = 0
+        self._rounds = self._without = 0
+
+    @property
+    def idles(self) -> bool:
+        """Whether rounds have often been chosen in which nothing is drafted."""
+        return self._without >= OFTEN
 
     @property
     def agreement(self) -> float:
@@ -59,6 +66,11 @@ class DraftLength:
         """
         if not self._adapts:
             return most
+        chosen = self._chosen(most, rows)
+        self._without += chosen == 0
+        return chosen
+
+    def _chosen(self, most: int, rows: int) -> int:
         self._rounds += 1
         if sum(len(times) >= ENOUGH for times in self._times[rows].values()) < 2:
             # two numbers tell what a draft takes; small ones waste little if none agrees

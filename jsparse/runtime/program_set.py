@@ -19,7 +19,7 @@ class ProgramKey(NamedTuple):
 
     @classmethod
     def of(cls, name: str, *size: int, **static: Any) -> "ProgramKey":
-        """Names the program that `ProgramSet.run` runs when it is given these."""
+        """Names the program of a function, with these sizes and static arguments."""
         return cls(name, size, frozenset(static.items()))
 
 
@@ -68,15 +68,14 @@ class ProgramSet:
         job = self._made.get(wanted)
         return job is not None and job.done() and not job.cancelled() and job.exception() is None
 
-    def run(self, name: str, *arrays: Any, size: tuple[int, ...] = (), **static: Any) -> Any:
-        """Runs a program, which is compiled if it has not been; `size` determines its shapes."""
-        wanted = ProgramKey.of(name, *size, **static)
+    def run(self, wanted: ProgramKey, *arrays: Any) -> Any:
+        """Runs a program, which is compiled if it has not been."""
         if not self.ready(wanted):
             began = time.perf_counter()
             self.expect([wanted])
             self._made[wanted].result()
             self.seconds += time.perf_counter() - began
-        return self._made[wanted].result()(*arrays, **self._fixed[name])
+        return self._made[wanted].result()(*arrays, **self._fixed[wanted.name])
 
     def expect(self, wanted: Iterable[ProgramKey]) -> None:
         """Begins to compile programs that have not been, several at a time, and returns at once."""

@@ -85,7 +85,7 @@ def per_prompt(
 
 
 def require_alone(sampling: SamplingParams | Sequence[SamplingParams]) -> None:
-    """Refuses options of engines alone: several answers, log-probabilities of likeliest tokens.
+    """Refuses options of engines alone, such as several answers.
 
     Raises:
         ValueError: one is set, or `sampling` is neither SamplingParams nor a list of them.
@@ -93,6 +93,11 @@ def require_alone(sampling: SamplingParams | Sequence[SamplingParams]) -> None:
     for own in _listed(sampling):
         if own.n != 1:
             raise ValueError(f"n={own.n}: must be 1 for generate; jsparse.LLM takes more")
+        if own.exact is not None:
+            raise ValueError(
+                f"exact={own.exact}: must be None in SamplingParams for generate, which takes it "
+                "as an argument of its own"
+            )
         if own.logprobs:
             raise ValueError(
                 f"logprobs={own.logprobs}: must be None or 0 for generate; jsparse.LLM takes more"

@@ -57,6 +57,9 @@ class SamplingParams:
             returns none. `generate` takes None and 0.
         policy: hyper-parameters of the policy for this prompt: any that the policy lists in
             `per_row`, such as {"p": 0.9}, and {"dense": True} to attend to everything.
+        exact: whether the policy only drafts, and dense attention checks what it drafts, so that
+            the text is dense attention's own; None is as the engine does with `exact`. True takes
+            an engine that was started with exact=True. `generate` has an argument for it.
         cache_salt: a secret of users who may share the prefixes of their prompts: an engine's
             prefix cache serves only requests with the same salt, so that the number of cached
             tokens reveals nothing about the prompts of others.
@@ -88,6 +91,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     policy: Mapping[str, float | bool] = field(default_factory=dict, hash=False)
+    exact: bool | None = None
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
@@ -100,6 +104,8 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name}={value!r}: must be true or false")
+        if self.exact is not None and not isinstance(self.exact, bool):
+            raise ValueError(f"exact={self.exact!r}: must be true, false or None")
         maximum = self.max_tokens
         _require_int("n", self.n, 1, 16, "an integer from 1 to 16")
         _require_int("max_tokens", maximum, 1, math.inf, "an integer of at least 1")

@@ -35,6 +35,7 @@ SAME = (
     "ignore_eos",
     "min_tokens",
     "policy",
+    "exact",
     "cache_salt",
 )
 
@@ -120,6 +121,7 @@ class GenerationRequest(RequestBody):
     ignore_eos: bool = False
     min_tokens: int = 0
     policy: Annotated[dict[str, bool | float], _at_most(MAX_KNOBS)] = Field(default_factory=dict)
+    exact: bool | None = None
     cache_salt: str = Field("", max_length=MAX_SALT_CHARS)
     stream: bool = False
     stream_options: StreamOptions | None = None

@@ -1,5 +1,6 @@
 """Tests that an engine's rows draft under a policy and get dense attention's own text."""
 
+from dataclasses import replace
 from itertools import cycle
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import jsparse
 from jsparse.engine import plan_log, replay
 from jsparse.engine.pace import Pace
 from jsparse.engine.packing import pack_round, unpack
+from jsparse.engine.program_keys import decode_key
 from jsparse.policies.expressions import parse
 from jsparse.runtime import draft_length
 from jsparse.runtime.decode_step import StepStats
@@ -39,6 +41,7 @@ OPTIONS = [
 DRAFTING = [expression for expression in METHODS if servable(parse(expression))]
 QUEST = "quest(budget=16)"
 CLUSTERS = "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)"
+CORRECTED = "tidal(budget=3, first=0, again=5, correct_every=4)"
 CAN = {"max_num_seqs": 3, "ladder": ((0, 16),), "batch_invariant": False}
 
 
@@ -86,11 +89,18 @@ def test_only_drafts_that_were_made_are_counted():
 
 
 def test_rounds_may_draft_any_number(monkeypatch):
-    """What was chosen is what rows draft at most, and what agreed is told."""
+    """What was chosen is what rows draft at most, and what agreed is told.
+
+    Where nothing is to be drafted often, that is a program of its own.
+    """
     chosen, seen = cycle((3, 0, 1, 2)), []
+    monkeypatch.setattr(Pace, "idles", True)
     monkeypatch.setattr(Pace, "drafts", lambda self, rows: next(chosen))
     monkeypatch.setattr(Pace, "observe_round", lambda self, *of_round: seen.append(of_round))
-    outs = engine(QUEST).generate(ASKED[:3], OPTIONS[:3])
+    llm = engine(QUEST)
+    outs = llm.generate(ASKED[:3], OPTIONS[:3])
+    ready = llm.engine.programs.ready
+    assert any(ready(decode_key(choice, 3, drafts=0)) for choice in ("greedy", "sampled"))
     for out, its in zip(outs, expected()[:3], strict=True):
         assert out.outputs[0].token_ids == its.outputs[0].token_ids
     assert [max(drafted) for _, drafted, *_ in seen[:5]] == [3, 0, 1, 2, 3]
@@ -151,6 +161,7 @@ def test_several_answers_and_likely_tokens():
     ("policy", "exact", "cached"),
     [
         (QUEST, True, 48),
+        pytest.param(QUEST, "not this one", 32, marks=pytest.mark.slow),
         ("dense", False, 48),
         pytest.param(QUEST, False, 32, marks=pytest.mark.slow),
         # whose state is built again from K and V
@@ -161,25 +172,41 @@ def test_several_answers_and_likely_tokens():
 )
 def test_answers_stay_in_the_prefix_cache(policy, exact, cached):
     """Those whose K and V are dense attention's: a further turn reads only what is new."""
-    llm, (prompt,) = engine(policy, exact), random_prompts([39], seed=21)
+    llm, (prompt,) = engine(policy, bool(exact)), random_prompts([39], seed=21)
     drawn = {"ignore_eos": True, "seed": 1, "temperature": 1.0}
     (first,) = engine("dense", exact=False).generate([prompt], greedy(20, **drawn))
     end = first.outputs[0].token_ids[12]
     # an end token: the device goes on until the host knows
-    (turn,) = llm.generate([prompt], greedy(20, stop_token_ids=(end,), **drawn))
+    asked = greedy(20, stop_token_ids=(end,), **drawn)
+    (turn,) = llm.generate(
+        [prompt], replace(asked, exact=None if exact in (True, False) else False)
+    )
     text = [*prompt, *turn.outputs[0].token_ids, 5, 6, 7]
     (further,) = llm.generate([text], greedy(8, ignore_eos=True))
     assert further.num_cached_tokens == cached
-    if exact or policy == "dense":
+    if exact is True or policy == "dense":
         assert len(text) == 39 + 13 + 3
         (fresh,) = tiny_llm("dense", **CAN).generate([text], greedy(8, ignore_eos=True))
         assert further.outputs[0].token_ids == fresh.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("expression", slow_except([QUEST, CLUSTERS, CORRECTED], QUEST))
+def test_some_requests_are_not_exact(expression):
+    """Beside others they get the text that the policy gives where nothing is ever checked."""
+    llm, alone = engine(expression, steps_per_program=4), engine(expression, exact=False)
+    wanted = [replace(each, exact=nth % 3 > 0) for nth, each in enumerate(OPTIONS)]
+    for nth, (out, own, its) in enumerate(
+        zip(llm.generate(ASKED, wanted), alone.generate(ASKED, OPTIONS), expected(), strict=True)
+    ):
+        assert out.outputs[0].token_ids == (its if nth % 3 else own).outputs[0].token_ids
+    assert_at_rest(llm)
+
+
 @pytest.mark.slow
 def test_a_log_is_replayed(tmp_path):
     llm = engine(QUEST, record=tmp_path / "log.jsonl")
-    llm.generate(ASKED[:5], OPTIONS[:5])
+    wanted = [replace(each, exact=nth != 2) for nth, each in enumerate(OPTIONS[:5])]
+    llm.generate(ASKED[:5], wanted)
     recorded = plan_log.read(tmp_path / "log.jsonl")
     assert len(recorded.got) == 5
     again = replay.replay(llm.engine.params, tmp_path / "log.jsonl")
@@ -189,9 +216,12 @@ def test_a_log_is_replayed(tmp_path):
 def test_exact_excludes_what_it_cannot_keep():
     with pytest.raises(ValueError, match=r"exact=True: must be False where batch_invariant"):
         tiny_llm(QUEST, exact=True)
-    for name, value in (("steps_per_program", 8), ("cascade_attention", True)):
-        with pytest.raises(ValueError, match=f"{name}={value}: must be .* where exact is true"):
-            tiny_llm(QUEST, **CAN, exact=True, **{name: value})
+    with pytest.raises(ValueError, match=r"cascade_attention=True: must be .* where exact is true"):
+        tiny_llm(QUEST, **CAN, exact=True, cascade_attention=True)
+    with pytest.raises(ValueError, match=r"exact=True: must be .* started with exact=True"):
+        engine(QUEST, exact=False).generate([PROMPTS[0]], greedy(3, exact=True))
+    # which is dense attention anyway
+    engine("dense", exact=False).generate([PROMPTS[0]], greedy(3, exact=True))
 
 
 @pytest.mark.slow

@@ -154,16 +154,16 @@ def test_a_program_that_is_not_there_is_done_without(monkeypatch):
     expected, there = [], set()
     monkeypatch.setattr(programs, "expect", expected.extend)
     monkeypatch.setattr(programs, "ready", there.__contains__)
-    assert programs.can_share(4, "top")
+    assert programs.can_run(4, "top")
     programs._prepared = ("sampled",)
-    assert not programs.can_share(4, "top")
+    assert not programs.can_run(4, "top")
     assert not expected
-    assert not programs.can_share(4, "greedy")
+    assert not programs.can_run(4, "greedy")
     assert expected == [ProgramKey.of("decode", 4, 1, 4, choice="sampled")]
     there.update(expected)
-    assert programs.can_share(4, "greedy")
+    assert programs.can_run(4, "greedy")
     programs._prepared = ("sampled", "top")
-    assert not programs.can_share(4, "greedy")
+    assert not programs.can_run(4, "greedy")
 
 
 @pytest.mark.parametrize(

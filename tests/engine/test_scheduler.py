@@ -140,7 +140,7 @@ def test_rows_are_computed_for_those_that_decode_in_whatever_slots_they_are():
     assert [(plan.num_rows, len(plan.rows)) for plan in plans][:3] == [(6, 3), (2, 1), (2, 1)]
     assert plans[-1].rows[0].slot == 2
     # while the program of few rows is not there
-    scheduler = Scheduler(PACKED, RULES, PACE, rows_for=lambda count: 6)
+    scheduler = Scheduler(PACKED, RULES, PACE, rows_for=lambda count, exact: 6)
     scheduler.add(answer(0, range(3), 3))
     last = [plan.decoding for plan in served(scheduler)[1] if plan.decoding is not None]
     assert {plan.num_rows for plan in last} == {6}

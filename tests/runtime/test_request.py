@@ -52,6 +52,7 @@ def test_what_changes_the_likeliest_token_is_not_greedy(params, given):
     [
         ({"n": 2}, "n=2: must be 1 for generate; jsparse.LLM takes more"),
         ({"logprobs": 3}, "logprobs=3: must be None or 0 for generate; jsparse.LLM takes more"),
+        ({"exact": True}, "exact=True: must be None in SamplingParams for generate, .*"),
     ],
 )
 def test_an_engine_alone_takes_more(params, given, said):

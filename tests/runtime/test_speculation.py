@@ -314,7 +314,7 @@ def waited(future):
 @pytest.mark.slow
 def test_rounds_without_drafts_get_a_program_of_their_own(monkeypatch):
     """One that checks a token alone, between others that draft; the text stays."""
-    monkeypatch.setattr(decoding, "IDLE", 2)
+    monkeypatch.setattr(DraftLength, "idles", True)
     monkeypatch.setattr(decoding, "WORTH_A_PROGRAM", 8)
     ahead = speculate.ahead
     monkeypatch.setattr(speculate, "ahead", lambda *given: waited(ahead(*given)))
@@ -329,8 +329,8 @@ def test_rounds_without_drafts_get_a_program_of_their_own(monkeypatch):
         for b, count in enumerate(counts):
             made[b] += np.asarray(result.tokens)[:count, b].tolist()
     assert made == [out.token_ids for out in expected]
-    # the prompt's, one draft, none, and now there is a program for none
-    assert widths[:10] == [1, 4, 4, 1, 1, 1, 4, 1, 1, 4]
+    # the prompt's, one draft, then none, in a program for that
+    assert widths[:10] == [1, 4, 1, 1, 1, 1, 4, 1, 1, 4]
 
 
 def test_dense_drafts_nothing():
