@@ -190,15 +190,16 @@ def test_answers_stay_in_the_prefix_cache(policy, exact, cached):
         assert further.outputs[0].token_ids == fresh.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("expression", slow_except([QUEST, CLUSTERS, CORRECTED], QUEST))
+@pytest.mark.parametrize("expression", slow_except([QUEST, CLUSTERS, CORRECTED], CLUSTERS))
 def test_some_requests_are_not_exact(expression):
     """Beside others they get the text that the policy gives where nothing is ever checked."""
     llm, alone = engine(expression, steps_per_program=4), engine(expression, exact=False)
-    wanted = [replace(each, exact=nth % 3 > 0) for nth, each in enumerate(OPTIONS)]
-    for nth, (out, own, its) in enumerate(
-        zip(llm.generate(ASKED, wanted), alone.generate(ASKED, OPTIONS), expected(), strict=True)
-    ):
-        assert out.outputs[0].token_ids == (its if nth % 3 else own).outputs[0].token_ids
+    # the greedy ones
+    prompts, options, dense = ASKED[:6:2], OPTIONS[:6:2], expected()[:6:2]
+    wanted = [replace(each, exact=nth == 1) for nth, each in enumerate(options)]
+    outs, own = llm.generate(prompts, wanted), alone.generate(prompts, options)
+    for out, its in zip(outs, (own[0], dense[1], own[2]), strict=True):
+        assert out.outputs[0].token_ids == its.outputs[0].token_ids
     assert_at_rest(llm)
 
 

@@ -220,11 +220,15 @@ def test_without_a_limit_all_prompts_are_read_first():
     assert not any(plan.reading for plan in plans[first + 1 :])
 
 
-@pytest.mark.parametrize(("answers", "shared"), [(True, 8), (False, 0)])
-def test_an_answer_is_shared_but_for_its_newest_token(answers, shared):
+@pytest.mark.parametrize(
+    ("answers", "exact", "shared"), [(True, False, 8), (False, False, 0), (False, True, 8)]
+)
+def test_an_answer_is_shared_but_for_its_newest_token(answers, exact, shared):
     """Of 7 and 9 tokens 15 are in the cache, which fill one block of 8."""
-    scheduler = Scheduler(VARIANT, RULES._replace(periods=(), window=0, answers=answers), PACE)
+    rules = RULES._replace(periods=(), window=0, answers=answers)
+    scheduler = Scheduler(VARIANT._replace(drafts=(3, 3)), rules, PACE)
     first = answer(0, range(7), 20)
+    first.exact = exact
     scheduler.add(first)
     while first.sent < 9:
         scheduler.plan()
