@@ -17,6 +17,9 @@ Llama 3.1 8B's shape, random bf16 weights, random prompts. Workloads:
     chunks      one prompt of 32,768 read in chunks of each size: tokens per second
     small       SmolLM2's shape: 64 prompts of 1,024, 512 new each, the likeliest tokens and drawn
                 ones (temperature 1, top_p 0.95)
+    answers     64 prompts of 2,048 tokens, 8,192 new each, where K and V have 20 GB; half as many
+                where the policy keeps all of them, since the metric is tokens per second
+    sixteen     16 prompts of 2,048 tokens, 1,024 new; beside it one static batch
     many        SmolLM2's shape: 2,000 requests of 64 to 1,024 tokens, 1 to 64 new; how much memory
                 device and host hold after each quarter
 
@@ -53,6 +56,8 @@ MAX_STALL_MS = 200.0
 # the engine's max_model_len in most parts, and with the small model
 SERVED, SMALL = 32_768 + 256, 2048
 MANY = 2000
+# tokens whose K and V take 20 GB, and those of long answers
+SCARCE, LONG_ANSWER = 152_576, 8192
 CHUNKS = (512, 1024, 2048, 8192)
 
 
@@ -353,6 +358,27 @@ def small_workload(bench: Bench, seed: int = 0) -> "list[WorkloadRequest]":
     return bench.workload(num_prompts=64, input_len=SMALL // 2, output_len=SMALL // 4, seed=seed)
 
 
+def answers(bench: Bench, policy: str) -> Measurement:
+    """Measures long answers where memory is scarce, and how many rows decode side by side."""
+    from jsparse.benchmark.throughput import measure
+
+    engine = bench.engine(policy, PROMPT + LONG_ANSWER, kv_cache_tokens=SCARCE)
+    few = 64 if engine.policy.evicts else 32
+    new = LONG_ANSWER // bench.shorten
+    return measure(engine, bench.workload(num_prompts=few, input_len=PROMPT, output_len=new)), None
+
+
+def sixteen(bench: Bench, policy: str) -> Measurement:
+    """Measures a step of sixteen rows, of an engine that has programs for as many."""
+    from jsparse.benchmark.throughput import measure
+
+    own = Bench(bench.params, 1, 16, decode_rows=[16])
+    workload = own.workload(num_prompts=16, input_len=PROMPT, output_len=PROMPT // 2)
+    bench.release()
+    measured = measure(own.engine(policy, 2 * PROMPT), workload)
+    return measured, (workload, 16)
+
+
 def many(bench: Bench, policy: str) -> Measurement:
     """Measures what an engine holds after each quarter of many requests."""
     from jsparse.benchmark.throughput import measure
@@ -418,6 +444,8 @@ MEASURES: dict[str, Callable[[Bench, str], Measurement]] = {
     "beside": beside,
     "chunks": chunks,
     "small": small,
+    "answers": answers,
+    "sixteen": sixteen,
     "many": many,
 }
 PARTS = tuple(MEASURES)

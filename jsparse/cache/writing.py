@@ -197,10 +197,13 @@ def truncate(layer: LayerCache, lengths: Lengths) -> LayerCache:
 def cut_pages(layer: LayerCache, pages: int) -> LayerCache:
     """Leaves every head room for `pages` pages, in smaller pools; later pages are lost.
 
-    With a block table nothing changes: heads share their pool's pages already.
+    With a block table, pools stay as they are: one that the host writes is cut, and with one whose
+    pages the device hands out nothing changes.
     """
-    if layer.block_table is not None or pages >= layer.num_pages:
+    if pages >= layer.num_pages or _hands_out(layer):
         return layer
+    if layer.block_table is not None:
+        return layer._replace(block_table=layer.block_table[:, :, :pages])
 
     def cut(pool: Array | None) -> Array | None:
         if pool is None:

@@ -13,21 +13,23 @@ from jsparse.engine.packing import Packed, pack, pack_round
 from jsparse.engine.program_keys import SamplingMode
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.sizes import MAX_READING
-from jsparse.engine.slots import DecodeRows, ReadRows, Slots, neutral, no_knobs, no_recent
+from jsparse.engine.slots import DecodeRows, EvictRow, ReadRows, Slots, neutral, no_knobs, no_recent
 from jsparse.models.transformer import Weights, to_logits
 from jsparse.policy import ServiceKind
 from jsparse.runtime.compilation import inlined, note_trace
 from jsparse.runtime.owners import (
     keep_inactive,
     put_rows,
+    put_state,
     row_arrays,
-    take_rows,
+    take_state,
     with_row_arrays,
 )
 from jsparse.runtime.prefill import PrefillCarry, prefill_chunk, replay_chunk
+from jsparse.runtime.room import evict
 from jsparse.runtime.rows import Batch, decode_steps, first_tokens, put, serviced_rows, take
 from jsparse.runtime.sampling import ChooseFn, RowSampling, greedy, row_sampling, sampled
-from jsparse.runtime.shared_pages import SharedPages, empty_pages
+from jsparse.runtime.shared_pages import SharedPages, empty_pages, scratch_group
 from jsparse.runtime.speculation import speculate
 
 CHOICES: dict[SamplingMode, ChooseFn] = {"greedy": greedy, "sampled": sampled, "top": sampled}
@@ -40,7 +42,8 @@ class Bodies:
         """Prepares for the model, the policy and the sizes of an engine."""
         self._made_for = spec
         self._decoder, self._policy = spec.params.decoder, spec.policy
-        self._spec, self._sizes = spec.cache, spec.sizes
+        self._spec, self._sizes, self._decoding = spec.cache, spec.sizes, spec.decoding
+        self._reading = spec.cache._replace(batch=MAX_READING)
 
     def made_from(self) -> tuple[Any, ...]:
         """Returns everything that programs depend on beside their arguments."""
@@ -49,13 +52,13 @@ class Bodies:
 
     def start(self) -> Slots:
         """Returns empty slots."""
-        policy, spec, decoder = self._policy, self._spec, self._decoder
+        policy, spec, decoder = self._policy, self._decoding, self._decoder
         rows, config = spec.batch, decoder.config
         zeros = jnp.zeros(rows, jnp.int32)
         options = row_sampling([neutral()], self._made_for.vocab_size)
         batch = Batch(
             tokens=zeros,
-            cache=empty_pages(spec),
+            cache=empty_pages(spec, fields=policy.fields, by_head=policy.evicts),
             state=policy.init(spec),
             given=jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), options),
             made=zeros,
@@ -69,6 +72,7 @@ class Bodies:
             batch,
             jnp.zeros((rows, config.hidden_size), decoder.dtype),
             tuple(window for _ in range(config.num_layers if policy.window else 0)),
+            policy.init(self._reading) if policy.evicts else (),
         )
 
     def read(
@@ -107,7 +111,10 @@ class Bodies:
     def _carry(self, slots: Slots, asked: ReadRows, lengths: Int32[Array, "R"]) -> PrefillCarry:
         """Returns prompts that hold `lengths` tokens as a batch of their own."""
         policy, spec, rows = self._policy, self._spec, slots.rows
-        _, state = take_rows(policy, spec, rows.cache, rows.state, asked.slots)
+        if policy.evicts:
+            state = take_state(policy, self._reading, slots.reading, asked.places)
+        else:
+            state = take_state(policy, spec, rows.state, asked.slots)
         no_pages = spec._replace(batch=asked.slots.size, pool_pages=spec.num_kv_heads)
         empty = row_arrays(policy, spec, policy.init(no_pages))
         empty = with_row_arrays(policy, spec, state, empty)
@@ -127,14 +134,58 @@ class Bodies:
     ) -> tuple[Slots, Int32[Array, "R"]]:
         """Returns the slots after a chunk of these prompts, and the prompts' positions."""
         rows, end = slots.rows, asked.start + asked.valid
-        part = rows.cache.rows(asked.groups, end).after(carry.cache), carry.state
-        cache, state = put_rows(self._policy, self._spec, rows.cache, rows.state, part, asked.slots)
+        part, reading = rows.cache.rows(asked.groups, end).after(carry.cache), slots.reading
+        if self._policy.evicts:
+            rows = rows._replace(cache=rows.cache.with_pages_of(part))
+            reading = put_state(self._policy, self._reading, reading, carry.state, asked.places)
+        else:
+            both = part, carry.state
+            cache, state = put_rows(
+                self._policy, self._spec, rows.cache, rows.state, both, asked.slots
+            )
+            rows = rows._replace(cache=cache, state=state)
         windows = (
             each.at[asked.places].set(new)
             for each, new in zip(slots.windows, carry.windows, strict=True)
         )
         hidden = slots.hidden.at[asked.slots].set(carry.last_hidden)
-        return Slots(rows._replace(cache=cache, state=state), hidden, tuple(windows)), end
+        return Slots(rows, hidden, tuple(windows), reading), end
+
+    def evict(self, slots: Slots, asked: EvictRow, *, beside: ReadOnly) -> Slots:
+        """Compresses a prompt that has been read, into groups of its own.
+
+        Its first pages are copied there before the policy reworks them: others may have the groups
+        that it was read into, too.
+
+        Raises:
+            ValueError: the policy leaves a state of other sizes than it has for rows that decode.
+        """
+        note_trace()
+        policy, spec, decoding, rows = self._policy, self._spec, self._decoding, slots.rows
+        pages = decoding.num_pages
+        memory = rows.cache.copied(asked.groups[:, :pages], asked.kept)
+        # heads come to lie in the groups that the row keeps; what is behind these is only read
+        first = jnp.where(asked.kept == scratch_group(spec), asked.groups[:, :pages], asked.kept)
+        groups = jnp.concatenate([first, asked.groups[:, pages:]], axis=1)
+        state = take_state(policy, self._reading, slots.reading, asked.places)
+        cache, state = evict(
+            policy,
+            memory.rows(groups, asked.lengths).of_rows(),
+            state,
+            beside,
+            decoding.capacity,
+        )
+        expected = jax.eval_shape(lambda: policy.init(decoding._replace(batch=1)))
+        if jax.tree.map(jnp.shape, state) != jax.tree.map(jnp.shape, expected):
+            raise ValueError(
+                f"policy={policy}: after_prompt must leave a state for {decoding.capacity} slots "
+                "per head where rows join, as `max_length` says"
+            )
+        part = memory.rows(asked.kept, asked.lengths).by_head(cache)
+        memory, state = put_rows(
+            policy, decoding, rows.cache, rows.state, (part, state), asked.slots
+        )
+        return slots._replace(rows=rows._replace(cache=memory, state=state))
 
     def join(
         self,
@@ -207,7 +258,7 @@ class Bodies:
         run: Callable[[Batch[SharedPages]], tuple[Batch[SharedPages], Packed]],
     ) -> tuple[Slots, Packed]:
         """Returns the slots after `run` has decoded these rows as a batch, and its results."""
-        policy, spec, rows = self._policy, self._spec, slots.rows
+        policy, spec, rows = self._policy, self._decoding, slots.rows
         which, of_all = asked.slots, asked.slots.size == spec.batch
         places = which[:, None], asked.first[:, None] + jnp.arange(asked.groups.shape[1])
         rows = rows._replace(cache=rows.cache.with_groups(*places, asked.groups))
@@ -226,12 +277,16 @@ class Bodies:
         weights: Weights,
         beside: ReadOnly,
     ) -> Slots:
-        """Runs one of the policy's services on some rows, one of which may be named repeatedly."""
+        """Runs one of the policy's services on some rows.
+
+        One of them may be named repeatedly, unless the policy evicts: it would move the same tokens
+        twice. Then numbers behind the last row are of nobody.
+        """
         rows = serviced_rows(
             service,
             self._decoder,
             self._policy,
-            self._spec,
+            self._decoding,
             weights=weights,
             beside=beside,
             batch=slots.rows,

@@ -1,5 +1,6 @@
 """Says which groups of pages answers hold: what they share, what they get, and when they wait."""
 
+from bisect import bisect
 from collections import Counter
 from collections.abc import Sequence
 
@@ -30,24 +31,41 @@ class Memory:
                 f"prompt of {prompt} tokens + max_tokens={max_tokens} is {tokens}: must be at most "
                 f"max_model_len={sizes.max_model_len}"
             )
-        if sizes.groups_for(tokens) > self.pool.size:
+        if max(self._first(prompt, max_tokens), self._needed(prompt, max_tokens)) > self.pool.size:
             raise ValueError(
                 f"prompt of {prompt} tokens + max_tokens={max_tokens} is {tokens}: must fit in the "
                 f"{self.pool.size * sizes.page_size} tokens of K and V that the engine holds"
             )
 
+    def _needed(self, prompt: int, new: int) -> int:
+        """Returns the groups that an answer needs behind so many tokens of its own."""
+        return self.sizes.groups_for(self.rules.slots(prompt, new))
+
+    def _first(self, prompt: int, max_tokens: int) -> int:
+        """Returns the groups that an answer needs until it decodes.
+
+        They are those of its prompt and of its first tokens; where the policy evicts, the prompt is
+        there while it is compressed into others.
+        """
+        kept = self._needed(prompt, min(max_tokens, self.sizes.growth_tokens))
+        return kept + self.sizes.groups_for(prompt) if self.sizes.evicted_pages else kept
+
     def admit(self, answer: Answer, begun: Sequence[Answer]) -> bool:
         """Gives an answer the memory of its prompt and of its first tokens, if it may begin."""
         shared = answer.keys[: self._shareable(answer)]
-        tokens = len(answer.ids) + min(answer.max_tokens, self.sizes.growth_tokens)
-        wanted = self.sizes.groups_for(tokens) - len(shared) * self._block_groups
+        first = self._first(len(answer.ids), answer.max_tokens)
+        wanted = first - len(shared) * self._block_groups
         left = self.pool.available - self.pool.idle(shared) - wanted
-        later = self._missing(answer) - self.sizes.groups_for(tokens)
-        blocks = self.pool.find(shared)
-        if left < 0 or not self._all_can_end(begun, left, (later, wanted, blocks)):
+        later = max(0, self._missing(answer) - (wanted if self.sizes.evicted_pages else first))
+        claim = later, wanted, self.pool.find(shared)
+        # one that is alone has room, but its prompt may be held by blocks alone
+        if left < 0 or (begun and not self._all_can_end(begun, left, claim)):
             return False
         answer.blocks = self.pool.hold(shared)
         answer.own = self.pool.take(wanted)
+        if self.sizes.evicted_pages:
+            cut = len(answer.own) - first + self.sizes.groups_for(len(answer.ids))
+            answer.own, answer.kept = answer.own[:cut], answer.own[cut:]
         answer.known = answer.cached = len(shared) * self.sizes.block_tokens
         answer.read = 0 if self.rules.replays else answer.known
         return True
@@ -55,8 +73,20 @@ class Memory:
     def release(self, answer: Answer) -> None:
         """Takes back what an answer holds."""
         self.pool.drop(answer.blocks)
-        self.pool.give_back(answer.own)
-        answer.blocks, answer.own = [], []
+        self.pool.give_back([*answer.own, *answer.kept])
+        answer.blocks, answer.own, answer.kept = [], [], []
+
+    def compress(self, answer: Answer) -> list[int]:
+        """Lets an answer go on in the groups that its prompt is compressed into, and returns them.
+
+        Those that it was read into are free for whoever comes later. Where the policy does not
+        evict, it goes on in these, and there are none.
+        """
+        kept, answer.kept = answer.kept, []
+        if kept:
+            self.release(answer)
+            answer.own = kept
+        return list(kept)
 
     def _shareable(self, answer: Answer) -> int:
         """Returns the number of leading blocks of a prompt that the pool has and it may use."""
@@ -98,10 +128,16 @@ class Memory:
     def _block_groups(self) -> int:
         return self.sizes.block_tokens // self.sizes.page_size
 
-    def steps_left(self, answer: Answer) -> int:
-        """Returns the number of steps for which an answer that decodes has memory."""
-        held = len(answer.ids) + answer.sent - 1
-        return self.num_groups(answer) * self.sizes.page_size - held
+    def steps_left(self, answer: Answer, steps: int) -> int:
+        """Returns the number of steps, up to `steps`, for which an answer that decodes has memory.
+
+        A head holds one token less than the prompt and the answer have.
+        """
+        prompt, made, groups = len(answer.ids), answer.sent - 1, self.num_groups(answer)
+        if self._needed(prompt, made + steps) <= groups:
+            return steps
+        too_many = range(1, steps + 1)
+        return bisect(too_many, False, key=lambda n: self._needed(prompt, made + n) > groups)
 
     def grow(self, answer: Answer, steps: int, begun: Sequence[Answer]) -> list[int]:
         """Gives an answer that decodes the memory for so many steps; returns the new groups.
@@ -109,7 +145,7 @@ class Memory:
         There are none if it has enough, or if another might not come to its end then: an answer
         waits until others have ended, and then goes on.
         """
-        if self.steps_left(answer) >= steps:
+        if self.steps_left(answer, steps) >= steps:
             return []
         count = min(self.sizes.growth, self._missing(answer))
         left = self.pool.available - count
@@ -122,12 +158,18 @@ class Memory:
 
     def num_groups(self, answer: Answer) -> int:
         """Returns the number of groups that an answer holds."""
-        return len(answer.blocks) * self._block_groups + len(answer.own)
+        return len(answer.blocks) * self._block_groups + len(answer.own) + len(answer.kept)
 
     def _missing(self, answer: Answer) -> int:
-        """Returns the groups that an answer has yet to get if it gets all its tokens."""
-        tokens = len(answer.ids) + answer.max_tokens
-        return self.sizes.groups_for(tokens) - self.num_groups(answer)
+        """Returns the groups that an answer has yet to get if it gets all its tokens.
+
+        Where the policy evicts, blocks are of no use to it: it leaves them before it decodes.
+        """
+        needed = self._needed(len(answer.ids), answer.max_tokens)
+        held = self.num_groups(answer)
+        if self.sizes.evicted_pages:
+            held -= len(answer.blocks) * self._block_groups
+        return max(0, needed - held)
 
     def _all_can_end(
         self,
@@ -141,7 +183,10 @@ class Memory:
         leaves what it has to the others. `available` groups are there; a further answer needs,
         has, and shares these groups and blocks.
         """
-        claims = [(self._missing(answer), len(answer.own), answer.blocks) for answer in begun]
+        claims = [
+            (self._missing(answer), len(answer.own) + len(answer.kept), answer.blocks)
+            for answer in begun
+        ]
         claims.append(further)
         if sum(missing for missing, _, _ in claims) <= available:
             return True

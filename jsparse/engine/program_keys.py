@@ -13,6 +13,9 @@ from jsparse.runtime.program_set import ProgramKey
 SamplingMode = Literal["greedy", "sampled", "top"]
 
 
+EVICT = ProgramKey.of("evict", 1)
+
+
 def answer_keys(
     sizes: EngineSizes,
     start: int,
@@ -29,6 +32,8 @@ def answer_keys(
     that has `rows` rows at least; if it is exact, in rounds.
     """
     keys = [ProgramKey.of("read", 1, size, last=last) for size, last in sizes.chunks(start, end)]
+    if sizes.evicted_pages:
+        keys.append(EVICT)
     keys.append(ProgramKey.of("join", 1, choice=choice))
     if new_tokens > 1:
         rows = sizes.rows_for(rows)
@@ -59,6 +64,8 @@ def engine_keys(
                 continue
             for last in (True, False) if size in full else (True,):
                 keys.append(ProgramKey.of("read", rows, size, last=last))
+    if sizes.evicted_pages:
+        keys.append(EVICT)
     if policy.shares == "keys":
         keys += [ProgramKey.of("replay", 1, size) for size in full]
     for choice in choices:

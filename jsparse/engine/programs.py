@@ -18,7 +18,7 @@ from jsparse.cache import ReadOnly
 from jsparse.engine.bodies import Bodies
 from jsparse.engine.program_keys import SamplingMode, answer_keys, decode_keys, engine_keys
 from jsparse.engine.setup import EngineSpec
-from jsparse.engine.slots import Slots, neutral, no_decoding, no_knobs, no_reading
+from jsparse.engine.slots import Slots, neutral, no_decoding, no_evicting, no_knobs, no_reading
 from jsparse.model_facts.constants import constants
 from jsparse.runtime.compilation import program
 from jsparse.runtime.program_set import ProgramKey, ProgramSet
@@ -38,6 +38,7 @@ class Programs(ProgramSet):
             "start": program(self.bodies.start),
             "read": program(self.bodies.read, static_argnames="last", **own),
             "replay": program(self.bodies.replay, **own),
+            "evict": program(self.bodies.evict, **own),
             "join": program(self.bodies.join, static_argnames="choice", **own),
             "decode": program(self.bodies.decode, static_argnames="choice", **own),
             "round": program(self.bodies.round, static_argnames=("choice", "drafts"), **own),
@@ -140,7 +141,9 @@ class Programs(ProgramSet):
         if name in ("read", "replay"):
             return np.zeros(size, np.int32), no_reading(spec, sizes, rows)
         if name in ("decode", "round"):
-            return (no_decoding(spec, sizes, *size),)
+            return (no_decoding(self._made_for.decoding, sizes, *size),)
+        if name == "evict":
+            return (no_evicting(spec, self._made_for.decoding.num_pages, sizes),)
         nobody = np.full(rows, sizes.num_slots, np.int32)
         if name == "service":
             return (nobody,)

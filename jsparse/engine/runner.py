@@ -10,11 +10,11 @@ from jaxtyping import Array
 
 from jsparse.engine.bodies import CHOICES
 from jsparse.engine.packing import NewTokens, unpack
-from jsparse.engine.program_keys import SamplingMode, decode_key
+from jsparse.engine.program_keys import EVICT, SamplingMode, decode_key
 from jsparse.engine.programs import Programs
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.slots import Slots, neutral
-from jsparse.engine.step_plan import Decode, Decoding, Reading, StepPlan
+from jsparse.engine.step_plan import Chunk, Decode, Decoding, Reading, StepPlan
 from jsparse.runtime.prefill import settle
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.request import Request, knob_rows
@@ -139,6 +139,9 @@ class Runner:
         self._slots, done = self._programs.run(read, self._slots, tokens, asked)
         if not reading.last:
             return PendingResults(done, [], reading)
+        for chunk in chunks:
+            if chunk.kept:
+                self._evict(chunk)
         neutral_rows = [neutral()] * (reading.num_rows - len(chunks))
         choice = self.wanted([chunk.answer for chunk in chunks])
         join = self._programs.usable(ProgramKey.of("join", reading.num_rows, choice=choice))
@@ -149,6 +152,15 @@ class Runner:
         self._slots, packed = self._programs.run(join, self._slots, asked.slots, sampling, knobs)
         firsts = [(chunk.answer, row, 1) for row, chunk in enumerate(chunks)]
         return PendingResults(packed, firsts, reading)
+
+    def _evict(self, chunk: Chunk) -> None:
+        """Lets the policy compress a prompt that ends with this chunk."""
+        (asked,) = self._programs.of_nobody(EVICT.name, EVICT.size)
+        asked.slots[0], asked.places[0] = chunk.slot, chunk.place
+        asked.lengths[0] = chunk.start + chunk.valid
+        asked.groups[0, : len(chunk.groups)] = chunk.groups
+        asked.kept[0, : len(chunk.kept)] = chunk.kept
+        self._slots = self._programs.run(EVICT, self._slots, asked)
 
     def _decode(self, decoding: Decoding) -> PendingResults:
         num_rows, rows, sizes = decoding.num_rows, decoding.rows, self._spec.sizes
@@ -184,7 +196,8 @@ class Runner:
         for name, every in self._spec.policy.services.every.items():
             due = [row.slot for row in rows if row.age % every == 0]
             for part in itertools.batched(due, size):
-                # a row may be served twice by one program, which changes nothing
-                which = np.array([*part, *part[:1] * (size - len(part))], np.int32)
+                # served twice by one program, a row stays as it is, if its tokens do not move
+                filler = self._spec.sizes.num_slots if self._spec.policy.evicts else part[0]
+                which = np.array([*part, *[filler] * (size - len(part))], np.int32)
                 service = ProgramKey.of("service", size, service=name)
                 self._slots = self._programs.run(service, self._slots, which)

@@ -199,8 +199,8 @@ class Scheduler:
         together = self._together(candidates, first)
         chunks = [self._read(answer, first) for answer in together]
         if first.last:
-            for answer in together:
-                self._begin_decoding(answer)
+            ended = zip(chunks, together, strict=True)
+            chunks = [chunk._replace(kept=self._begin_decoding(answer)) for chunk, answer in ended]
         num_rows = next(rows for rows in self.sizes.prefill_rows if rows >= len(chunks))
         self._stalled += self._milliseconds(num_rows, first.size, max(c.start for c in chunks))
         return Reading(num_rows, first.size, first.last, first.replay, chunks)
@@ -271,11 +271,13 @@ class Scheduler:
                 self.memory.share(answer)
         return chunk
 
-    def _begin_decoding(self, answer: Answer) -> None:
+    def _begin_decoding(self, answer: Answer) -> list[int]:
+        """Lets an answer decode; returns the groups that its prompt is compressed into."""
         self._leave_place(answer)
         self.reading.remove(answer)
         self.decoding.append(answer)
         answer.phase, answer.sent = Phase.DECODING, 1
+        return self.memory.compress(answer)
 
     def _leave_place(self, answer: Answer) -> None:
         if answer.place >= 0:
@@ -343,7 +345,7 @@ class Scheduler:
             count = min(most, answer.max_tokens - answer.sent)
             first = self.memory.num_groups(answer)
             groups = self.memory.grow(answer, count, [*self.reading, *self.decoding])
-            count = min(count, self.memory.steps_left(answer))
+            count = self.memory.steps_left(answer, count)
             if count > 0:
                 answer.sent += count
                 row = (answer.number, answer.slot, count, answer.sent - 1)

@@ -18,6 +18,7 @@ from jsparse.runtime import capacity, chunk_attention
 from jsparse.runtime.admission import admit
 from jsparse.runtime.draft_length import most_drafts
 from jsparse.runtime.generate_options import num_drafts
+from jsparse.runtime.room import max_length
 
 # With an 8B model on an H100, chunks of 512 tokens at a prompt's beginning keep the device as busy
 # as longer ones. Further on, attention gains by longer ones, the longest of which take too long
@@ -60,6 +61,12 @@ class EngineSpec(NamedTuple):
     sizes: EngineSizes
     knobs: tuple[str, ...]
     layer_stats: bool
+
+    @property
+    def decoding(self) -> CacheSpec:
+        """The sizes of rows that decode: if the policy evicts, not those of rows that are read."""
+        pages = self.sizes.evicted_pages or self.cache.num_pages
+        return self.cache._replace(num_pages=pages)
 
     @property
     def vocab_size(self) -> int:
@@ -167,7 +174,19 @@ def rules(policy: Policy, spec: CacheSpec, sizes: EngineSizes, *, share: bool) -
         periods=tuple(policy.services.every.values()),
         # a decode program adds up in another order than one that reads
         answers=share and is_dense(policy, spec) and not sizes.batch_invariant,
+        slots=max_length(policy),
     )
+
+
+def evicted_pages(policy: Policy, rows: CacheSpec, max_model_len: int) -> int:
+    """Returns the most pages per head of rows that decode, where a policy evicts; 0 if none do."""
+    if policy.eviction is None:
+        return 0
+    if policy.eviction.after_prompt is None:  # which would cut the state
+        return rows.num_pages
+    prompts, slots = range(1, max_model_len), max_length(policy)
+    most = max((slots(prompt, max_model_len - prompt) for prompt in prompts), default=1)
+    return -(-min(most, max_model_len) // rows.page_size)
 
 
 def require_exact(policy: Policy, spec: CacheSpec, sizes: EngineSizes, exact: bool | None) -> None:
@@ -240,13 +259,19 @@ def sizes_of(
         rungs = tuple((at, size) for at, size in ladder or default)
     except (TypeError, ValueError):
         raise ValueError(f"ladder={ladder!r}: must be (position, size) pairs") from None
+    kept, reading = evicted_pages(policy, spec, longest), None
+    decoding = spec
+    if kept:
+        decoding, reading = spec._replace(num_pages=kept), spec._replace(batch=MAX_READING)
     block = min(BLOCK_TOKENS, min(size for _, size in rungs))
     _require_ladder(rungs, block, spec.page_size)
     return EngineSizes(
         num_slots=spec.batch,
         max_model_len=longest,
         page_size=spec.page_size,
-        num_groups=capacity.pool_groups(spec, policy, kv_cache_tokens, gpu_memory_utilization),
+        num_groups=capacity.pool_groups(
+            decoding, policy, kv_cache_tokens, gpu_memory_utilization, reading=reading
+        ),
         ladder=rungs,
         tails=tuple(size for size in TAILS if size < max(size for _, size in rungs)),
         block_tokens=block,
@@ -256,6 +281,7 @@ def sizes_of(
         max_stall_ms=max_stall_ms,
         growth_tokens=GROWTH_TOKENS,
         packed_tokens=default[0][1],
+        evicted_pages=kept,
     )
 
 

@@ -1,5 +1,7 @@
 """Defines EngineSizes, the static sizes of an engine, and the rules of its scheduler."""
 
+import operator
+from collections.abc import Callable
 from typing import NamedTuple
 
 # prompts that may be partly read at a time; each has a place for its newest queries on the device
@@ -35,6 +37,9 @@ class EngineSizes(NamedTuple):
         drafts: the most tokens that the policy drafts before dense attention checks them, in rounds
             of each number of rows; empty if there are none.
         adapts: whether fewer are drafted where that is faster.
+        evicted_pages: the pages per head of rows that decode, where a policy evicts: prompts are
+            compressed into groups of their own before their first token is chosen; 0 is that they
+            decode in the groups that they were read into.
     """
 
     num_slots: int
@@ -54,6 +59,7 @@ class EngineSizes(NamedTuple):
     family_rows: int = 0
     drafts: tuple[int, ...] = ()
     adapts: bool = False
+    evicted_pages: int = 0
 
     @property
     def full_sizes(self) -> list[int]:
@@ -146,6 +152,8 @@ class Rules(NamedTuple):
         answers: whether K and V of the tokens that steps generate, and what the policy knows of
             them, are those of a prompt with these tokens, so that answers are shared as prompts
             are. Those of rounds always are.
+        slots: returns the most slots of a head, in tokens, behind a prompt of so many tokens and so
+            many new ones.
     """
 
     root: str | None
@@ -153,3 +161,4 @@ class Rules(NamedTuple):
     replays: bool
     periods: tuple[int, ...]
     answers: bool = False
+    slots: Callable[[int, int], int] = operator.add

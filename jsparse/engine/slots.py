@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jsparse.cache import CacheSpec, SharedPrefixes
 from jsparse.engine.sizes import MAX_READING, EngineSizes
+from jsparse.hooks import State
 from jsparse.policy import Policy
 from jsparse.runtime.request import Request
 from jsparse.runtime.rows import Batch
@@ -25,11 +26,14 @@ class Slots(NamedTuple):
         hidden: the hidden state of each row's newest token, while its prompt is being read.
         windows: the newest queries of prompts that are being read, per layer, by their places; as
             in PrefillCarry.
+        reading: where the policy evicts, its state of prompts that are being read, by their places;
+            else that is in `rows`.
     """
 
     rows: Batch[SharedPages]
     hidden: Float[Array, "B D"]
     windows: tuple[Float[Array, "places W N H"], ...]
+    reading: State
 
 
 class ReadRows(NamedTuple):
@@ -51,6 +55,23 @@ class ReadRows(NamedTuple):
     start: Int32[Array, "R"]
     valid: Int32[Array, "R"]
     groups: Int32[Array, "R M"]
+
+
+class EvictRow(NamedTuple):
+    """Names a prompt that has been read, and is compressed into groups of its own.
+
+    Attributes:
+        slots, places: its slot, and the place of its state.
+        lengths: the number of its tokens.
+        groups: the groups that it was read into.
+        kept: the groups that it goes on in.
+    """
+
+    slots: Int32[Array, "1"]
+    places: Int32[Array, "1"]
+    lengths: Int32[Array, "1"]
+    groups: Int32[Array, "1 M"]
+    kept: Int32[Array, "1 m"]
 
 
 class DecodeRows(NamedTuple):
@@ -86,6 +107,18 @@ def no_reading(spec: CacheSpec, sizes: EngineSizes, rows: int) -> ReadRows:
         "groups": np.full((rows, spec.num_pages), scratch_group(spec), np.int32),
     }
     return ReadRows(**columns)
+
+
+def no_evicting(spec: CacheSpec, kept: int, sizes: EngineSizes) -> EvictRow:
+    """Returns arrays on the host of a program that compresses a prompt, for none."""
+    columns: dict[str, Any] = {
+        "slots": np.full(1, sizes.num_slots, np.int32),
+        "places": np.full(1, MAX_READING, np.int32),
+        "lengths": np.zeros(1, np.int32),
+        "groups": np.full((1, spec.num_pages), scratch_group(spec), np.int32),
+        "kept": np.full((1, kept), scratch_group(spec), np.int32),
+    }
+    return EvictRow(**columns)
 
 
 def no_decoding(

@@ -41,6 +41,7 @@ class Answer:
         made: its tokens, where it has stopped and others may share them.
         blocks: the blocks that it holds, from the prompt's beginning on.
         own: the groups behind them.
+        kept: the groups into which its prompt will be compressed, where the policy evicts.
     """
 
     number: int
@@ -62,6 +63,7 @@ class Answer:
     made: Sequence[int] = ()
     blocks: list[CacheBlock] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
 
     @property
     def groups(self) -> list[int]:
@@ -87,6 +89,8 @@ class Chunk(NamedTuple):
         fresh: whether the prompt begins here, with an empty policy state.
         start, valid: the tokens: from `start` on, `valid` of them.
         groups: the answer's groups.
+        kept: the groups that the policy compresses the prompt into when it ends here; the answer
+            has no others from then on. None are that it decodes in those it was read into.
     """
 
     answer: int
@@ -96,6 +100,7 @@ class Chunk(NamedTuple):
     start: int
     valid: int
     groups: list[int]
+    kept: Sequence[int] = ()
 
 
 class Reading(NamedTuple):

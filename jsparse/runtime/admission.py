@@ -134,17 +134,16 @@ def require_drafting(policy: Policy, spec: CacheSpec) -> None:
 
 def _require_joinable(policy: Policy, spec: CacheSpec, per_request: Sequence[str]) -> None:
     """Raises ValueError if rows cannot share a pool of pages, or may not set one of these names."""
-    reasons = {
-        "evicts tokens, so that heads need different memory": policy.evicts,
-        "keeps K and V in host memory": policy.offload is not None,
-        "needs other fields of the cache": bool(policy.fields),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(
-                f"policy={policy}: must keep all K and V in the engine's pages, but {reason}; "
-                "jsparse.generate takes it"
-            )
+    if policy.offload is not None:
+        raise ValueError(
+            f"policy={policy}: must keep K and V on the device where rows join, but keeps them in "
+            "host memory; jsparse.generate takes it"
+        )
+    if policy.evicts and any(owner.kind == "page" for owner in owners(policy, spec)):
+        raise ValueError(
+            f"policy={policy}: must have no state of pages where rows join, since it evicts: a row "
+            "leaves its prompt's pages; jsparse.generate takes it"
+        )
     if isinstance(per_request, str) or not isinstance(per_request, Sequence):
         raise ValueError(f"per_request={per_request!r}: must be a list of names")
     allowed = {"dense", *policy.per_row}

@@ -94,10 +94,13 @@ def policy_bytes(spec: CacheSpec, policy: Policy) -> int:
 
     They are its state and the cache's optional fields.
     """
-    state = sum(
-        _nbytes(leaf) for leaf in jax.tree.leaves(jax.eval_shape(lambda: policy.init(spec)))
-    )
-    return state + len(policy.fields) * 4 * spec.num_slots
+    return state_bytes(spec, policy) + len(policy.fields) * 4 * spec.num_slots
+
+
+def state_bytes(spec: CacheSpec, policy: Policy) -> int:
+    """Returns the bytes of a policy's state, without allocating it."""
+    state = jax.eval_shape(lambda: policy.init(spec))
+    return sum(map(_nbytes, jax.tree.leaves(state)))
 
 
 def device_bytes(spec: CacheSpec, policy: Policy) -> int:
@@ -154,7 +157,12 @@ def _nbytes(leaf: Any) -> int:
 
 
 def pool_groups(
-    spec: CacheSpec, policy: Policy, tokens: int | None, gpu_memory_utilization: float
+    spec: CacheSpec,
+    policy: Policy,
+    tokens: int | None,
+    gpu_memory_utilization: float,
+    *,
+    reading: CacheSpec | None = None,
 ) -> int:
     """Returns the pages per layer and head of a pool that rows share, a scratch page included.
 
@@ -165,6 +173,7 @@ def pool_groups(
             than all rows can use where the rest of the memory is not the engine's, on a CPU, or
             prompts that have been read cannot be kept for others.
         gpu_memory_utilization: the share of the memory that may be in use then.
+        reading: the sizes of prompts that are being read, where they have a state of their own.
 
     Raises:
         ValueError: an argument is out of its range, or memory does not suffice.
@@ -180,7 +189,8 @@ def pool_groups(
         )
 
     def needs(groups: int) -> int:
-        return device_bytes(spec._replace(pool_pages=groups * spec.num_kv_heads), policy)
+        own = device_bytes(spec._replace(pool_pages=groups * spec.num_kv_heads), policy)
+        return own + (state_bytes(reading, policy) if reading else 0)
 
     few, more = 64, 128
     per_group = (needs(more) - needs(few)) / (more - few)
@@ -190,7 +200,8 @@ def pool_groups(
     if tokens is None:
         keeps_prompts = jax.default_backend() == "gpu" and policy.shares is not None
         # shared pages count once
-        wanted = maximum if keeps_prompts else min(maximum, spec.batch * spec.num_pages + 1)
+        all_rows = spec.batch * spec.num_pages + (reading.num_pages if reading else 0)
+        wanted = maximum if keeps_prompts else min(maximum, all_rows + 1)
     else:
         whole_number("kv_cache_tokens", tokens, 1)
         wanted = -(-tokens // spec.page_size) + 1

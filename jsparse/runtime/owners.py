@@ -91,14 +91,18 @@ def take_rows[Memory: (KVCache, SharedPages)](
     Raises:
         ValueError: the cache has no block table, so that its pages cannot be parted from its rows.
     """
-    state = _map_rows_of(
+    return cache.take(rows), take_state(policy, spec, state, rows)
+
+
+def take_state(policy: Policy, spec: CacheSpec, state: State, rows: Int32[Array, "n"]) -> State:
+    """Returns the state of some rows as that of a batch of their own."""
+    return _map_rows_of(
         policy,
         spec,
         lambda axis, leaf: jnp.take(leaf, rows, axis=axis, mode="clip"),
         lambda leaf: leaf,
         state,
     )
-    return cache.take(rows), state
 
 
 def put_rows[Memory: (KVCache, SharedPages)](
@@ -116,15 +120,21 @@ def put_rows[Memory: (KVCache, SharedPages)](
     Raises:
         ValueError: the cache has no block table.
     """
-    state = _map_rows_of(
+    return cache.put(part[0], rows), put_state(policy, spec, state, part[1], rows)
+
+
+def put_state(
+    policy: Policy, spec: CacheSpec, state: State, part: State, rows: Int32[Array, "n"]
+) -> State:
+    """Returns the state with that of a part in these rows; arrays of pages are those of `part`."""
+    return _map_rows_of(
         policy,
         spec,
         lambda axis, leaf, new: _put(leaf, new, rows, axis),
         lambda leaf, new: new,
         state,
-        part[1],
+        part,
     )
-    return cache.put(part[0], rows), state
 
 
 def clear_rows(

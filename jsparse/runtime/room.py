@@ -5,7 +5,7 @@ the cache after the prompt, so that it need not hold more.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -44,10 +44,23 @@ def after_prompt(
     Raises:
         ValueError: it leaves heads less room than it says they may need.
     """
+    if policy.eviction is None or policy.eviction.after_prompt is None:
+        return cache, state
+    slots = capacity.slots_left(max(_wanted(policy, cache, limits)), spec)
+    return evict(policy, cache, state, beside, slots)
+
+
+def evict(
+    policy: Policy, cache: KVCache, state: State, beside: ReadOnly, slots: int
+) -> tuple[KVCache, State]:
+    """Lets the policy evict tokens of the prompts, and leave heads room for `slots` of them.
+
+    Raises:
+        ValueError: it leaves less room.
+    """
     rework = (policy.eviction or Eviction()).after_prompt
     if rework is None:
         return cache, state
-    slots = capacity.slots_left(max(_wanted(policy, cache, limits)), spec)
     state, cache = rework(state, step_view(cache, beside), slots)
     left = min(layer.capacity for layer in cache.layers)
     if left < slots:
@@ -60,6 +73,10 @@ def after_prompt(
 
 def _wanted(policy: Policy, cache: KVCache, limits: Sequence[int]) -> list[int]:
     """Returns the slots that a head of each row may need."""
-    max_length = (policy.eviction and policy.eviction.max_length) or operator.add
     prompts = np.asarray(cache.positions).tolist()
-    return [max_length(prompt, new) for prompt, new in zip(prompts, limits, strict=True)]
+    return [max_length(policy)(prompt, new) for prompt, new in zip(prompts, limits, strict=True)]
+
+
+def max_length(policy: Policy) -> Callable[[int, int], int]:
+    """Returns the function of a prompt's and of new tokens that says how many a head may hold."""
+    return (policy.eviction and policy.eviction.max_length) or operator.add

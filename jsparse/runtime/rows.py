@@ -196,8 +196,13 @@ def serviced_rows[Memory: (KVCache, SharedPages)](
     batch: Batch[Memory],
     rows: Int32[Array, "n"],
 ) -> Batch[Memory]:
-    """Returns the batch after a service for which these of its rows are due; within a program."""
+    """Returns the batch after a service for which these of its rows are due; within a program.
+
+    Where the policy evicts, numbers behind the last row are of nobody.
+    """
     part = take(policy, spec, batch, rows)
+    if policy.evicts and isinstance(part.cache, SharedPages):
+        part = part._replace(cache=part.cache.emptied(rows >= spec.batch))
     part = serviced(service, decoder, policy, weights, beside, part, within=True)
     cache, state = put_rows(policy, spec, batch.cache, batch.state, (part.cache, part.state), rows)
     return batch._replace(cache=cache, state=state)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, KVCache, LayerCache, SharedPrefixes
@@ -18,15 +18,22 @@ from jsparse.shapes import Pages, Rows
 
 
 class Pool(NamedTuple):
-    """Holds one layer's pages, [G·K, P, H] each."""
+    """Holds one layer's pages, [G·K, P, H] of K and V, and the optional fields of their slots."""
 
     k: Pages
     v: Pages
+    bias: Float32[Array, "pages P"] | None = None
+    slot_positions: Int32[Array, "pages P"] | None = None
+
+    @classmethod
+    def of(cls, layer: LayerCache) -> "Pool":
+        """Returns the pages of a layer."""
+        return cls(*layer.arrays, layer.bias, layer.slot_positions)
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("pools", "groups", "lengths", "prefixes"),
+    data_fields=("pools", "groups", "lengths", "held", "prefixes"),
     meta_fields=("num_kv_heads",),
 )
 @dataclass(frozen=True)
@@ -36,8 +43,9 @@ class SharedPages:
     Attributes:
         pools: K and V, per layer.
         groups: the groups of each row, in the order of its tokens.
-        lengths: the number of tokens that each row holds.
+        lengths: the number of tokens of each row; its heads hold them unless `held` says otherwise.
         num_kv_heads: K.
+        held: the number of tokens that each head holds, where a policy evicts.
         prefixes: which rows have their first pages in common, if a program is to know.
     """
 
@@ -45,29 +53,60 @@ class SharedPages:
     groups: Int32[Array, "B M"]
     lengths: Rows
     num_kv_heads: int
+    held: Int32[Array, "L B K"] | None = None
     prefixes: SharedPrefixes | None = None
 
     def of_rows(self, active: Bool[Array, "B"] | None = None) -> KVCache:
         """Returns the cache that policies know; rows that are not active are empty there."""
         lengths = self.lengths if active is None else jnp.where(active, self.lengths, 0)
-        head = jnp.arange(self.num_kv_heads, dtype=jnp.int32)[:, None]
-        table = self.groups[:, None] * self.num_kv_heads + head
-        by_head = jnp.broadcast_to(lengths[:, None], table.shape[:2])
+        table = self._pages_of(self.groups)
+        heads = len(self.pools), *table.shape[:2]
+        by_head = jnp.broadcast_to(lengths[:, None] if self.held is None else self.held, heads)
+        if active is not None:
+            by_head = jnp.where(active[:, None], by_head, 0)
         layers = tuple(
-            LayerCache(pool.k, pool.v, by_head, table, prefixes=self.prefixes)
-            for pool in self.pools
+            LayerCache(
+                *(pool.k, pool.v, own, table),
+                bias=pool.bias,
+                slot_positions=pool.slot_positions,
+                prefixes=self.prefixes,
+            )
+            for pool, own in zip(self.pools, by_head, strict=True)
         )
         return KVCache(layers, lengths, jnp.zeros(lengths.shape, jnp.bool_))
 
     def after(self, cache: KVCache, longer: Bool[Array, "B"] | Rows | None = None) -> "SharedPages":
         """Returns the pages after a program that took `of_rows`; rows are so many tokens longer."""
-        pools = tuple(Pool(*layer.arrays) for layer in cache.layers)
+        pools = tuple(map(Pool.of, cache.layers))
         lengths = self.lengths if longer is None else self.lengths + longer
-        return replace(self, pools=pools, lengths=lengths)
+        if self.held is None:
+            return replace(self, pools=pools, lengths=lengths)
+        held = _held(cache)
+        if longer is not None:
+            held = jnp.where(longer[:, None] > 0, held, self.held)
+        return replace(self, pools=pools, lengths=lengths, held=held)
+
+    def _pages_of(self, groups: Int32[Array, "n m"]) -> Int32[Array, "n K m"]:
+        """Returns the pages of groups, by head."""
+        head = jnp.arange(self.num_kv_heads, dtype=jnp.int32)[:, None]
+        return groups[:, None] * self.num_kv_heads + head
+
+    def emptied(self, rows: Bool[Array, "B"]) -> "SharedPages":
+        """Returns the rows, of which these hold nothing."""
+        held = None if self.held is None else jnp.where(rows[:, None], 0, self.held)
+        return replace(self, lengths=jnp.where(rows, 0, self.lengths), held=held)
+
+    def with_pages_of(self, part: "SharedPages") -> "SharedPages":
+        """Returns the same rows over the pages that a part has left."""
+        return replace(self, pools=part.pools)
+
+    def by_head(self, cache: KVCache) -> "SharedPages":
+        """Returns the rows, whose heads hold as many tokens as those of `cache`, and its pages."""
+        return replace(self, pools=tuple(map(Pool.of, cache.layers)), held=_held(cache))
 
     def rows(self, groups: Int32[Array, "n M"], lengths: Rows) -> "SharedPages":
-        """Returns rows with these groups over the same pages."""
-        return replace(self, groups=groups, lengths=lengths, prefixes=None)
+        """Returns rows with these groups over the same pages, of which all heads hold the same."""
+        return replace(self, groups=groups, lengths=lengths, held=None, prefixes=None)
 
     def with_prefixes(self, prefixes: SharedPrefixes | None) -> "SharedPages":
         """Returns the same rows, of which `prefixes` says what they have in common."""
@@ -81,12 +120,26 @@ class SharedPages:
 
     def take(self, rows: Int32[Array, "n"]) -> "SharedPages":
         """Returns some rows as a batch of their own, over the same pages."""
-        return self.rows(self.groups[rows], self.lengths[rows])
+        held = None if self.held is None else self.held[:, rows]
+        return replace(self.rows(self.groups[rows], self.lengths[rows]), held=held)
 
     def put(self, part: "SharedPages", rows: Int32[Array, "n"]) -> "SharedPages":
         """Returns all rows, with those of `part` in these places, and the pages of `part`."""
         groups = self.groups.at[rows].set(part.groups)
-        return part.rows(groups, self.lengths.at[rows].set(part.lengths))
+        held = self.held
+        if held is not None and part.held is not None:
+            held = held.at[:, rows].set(part.held)
+        return replace(part.rows(groups, self.lengths.at[rows].set(part.lengths)), held=held)
+
+    def copied(self, old: Int32[Array, "n m"], new: Int32[Array, "n m"]) -> "SharedPages":
+        """Returns the pages after those of the groups `old` were copied to the groups `new`."""
+        old, new = (self._pages_of(groups).reshape(-1) for groups in (old, new))
+        pools = jax.tree.map(lambda pool: pool.at[new].set(pool[old]), self.pools)
+        return replace(self, pools=pools)
+
+
+def _held(cache: KVCache) -> Int32[Array, "L B K"]:
+    return jnp.stack([layer.lengths for layer in cache.layers])
 
 
 def scratch_group(spec: CacheSpec) -> int:
@@ -94,11 +147,21 @@ def scratch_group(spec: CacheSpec) -> int:
     return spec.pages // spec.num_kv_heads - 1
 
 
-def empty_pages(spec: CacheSpec) -> SharedPages:
-    """Returns empty rows, all of whose groups are the last one, which has no owner."""
+def empty_pages(
+    spec: CacheSpec, *, fields: tuple[str, ...] = (), by_head: bool = False
+) -> SharedPages:
+    """Returns empty rows, all of whose groups are the last one, which has no owner.
+
+    Args:
+        spec: the sizes.
+        fields: the optional fields of the cache to allocate.
+        by_head: whether heads will hold different tokens.
+    """
+    heads = spec.num_layers, spec.batch, spec.num_kv_heads
     return SharedPages(
-        tuple(Pool(*layer.arrays) for layer in kv_cache.init(spec).layers),
+        tuple(map(Pool.of, kv_cache.init(spec, fields=fields).layers)),
         jnp.full((spec.batch, spec.num_pages), scratch_group(spec), jnp.int32),
         jnp.zeros(spec.batch, jnp.int32),
         spec.num_kv_heads,
+        held=jnp.zeros(heads, jnp.int32) if by_head else None,
     )

@@ -1,5 +1,6 @@
 """Adds, stops and plans at random, and checks each plan as a device would see it."""
 
+import operator
 from collections import Counter
 from random import Random
 from unittest.mock import patch
@@ -18,11 +19,12 @@ from jsparse.engine.step_plan import Phase
 class Serving(RuleBasedStateMachine):
     """Adds, stops and plans at random; a model of the device follows each plan."""
 
-    replays, sizes = False, PACKED
+    replays, sizes, most = False, PACKED, staticmethod(operator.add)
 
     def __init__(self):
         super().__init__()
-        self.scheduler = Scheduler(self.sizes, RULES._replace(replays=self.replays), PACE)
+        rules = RULES._replace(replays=self.replays, slots=self.most)
+        self.scheduler = Scheduler(self.sizes, rules, PACE)
         self.asked, self.cut_short, self.clock = [], set(), 0.0
         # what a device would hold: per answer, the prompt's tokens in its groups, and its steps
         self.read, self.steps, self.slots, self.places = {}, Counter(), {}, {}
@@ -91,7 +93,7 @@ class Serving(RuleBasedStateMachine):
             assert row.first == len(table)
             table += row.groups
         assert table == asked.groups
-        assert len(asked.ids) + tokens <= len(table) * SIZES.page_size
+        assert self.most(len(asked.ids), tokens) <= len(table) * SIZES.page_size
 
     def follow_families(self, decoding):
         """What rows are told to read together is the same, and is there."""
@@ -131,7 +133,9 @@ class Serving(RuleBasedStateMachine):
             assert chunk.start == SIZES.chunk_start(chunk.start)
         assert chunk.start % SIZES.page_size == 0
         assert 1 <= chunk.valid <= reading.size <= SIZES.chunk_size(chunk.start)
-        tokens = len(asked.ids) + min(asked.max_tokens, self.sizes.growth_tokens)
+        tokens = len(asked.ids)
+        if not self.sizes.evicted_pages:
+            tokens += min(asked.max_tokens, self.sizes.growth_tokens)
         assert len(chunk.groups) == len(set(chunk.groups)) == SIZES.groups_for(tokens)
         if not chunk.fresh:
             assert self.read[chunk.answer] == chunk.start
@@ -159,16 +163,28 @@ class Serving(RuleBasedStateMachine):
         self.read[chunk.answer] = end
         assert reading.last == (end == len(asked.ids))
         self.tables[chunk.answer] = list(chunk.groups)
+        if reading.last and self.sizes.evicted_pages:
+            self.follow_eviction(chunk, asked)
         if reading.last:
             self.slots[chunk.slot] = chunk.answer
             self.steps[chunk.answer] = 1
+
+    def follow_eviction(self, chunk, asked):
+        """It goes on in groups that are nobody else's, and its own are as they were."""
+        first = min(asked.max_tokens, self.sizes.growth_tokens)
+        slots = self.most(len(asked.ids), first)
+        assert len(chunk.kept) == len(set(chunk.kept)) == SIZES.groups_for(slots)
+        assert not set(chunk.kept) & set(chunk.groups)
+        for group in chunk.kept:
+            self.written.pop(group, None)
+        self.tables[chunk.answer] = list(chunk.kept)
 
     @invariant()
     def memory_is_accounted_for(self):
         scheduler, pool = self.scheduler, self.scheduler.pool
         live = [*scheduler.reading, *scheduler.decoding]
         blocks = Counter(block for held in live for block in held.blocks)
-        own = [group for held in live for group in held.own]
+        own = [group for held in live for group in [*held.own, *held.kept]]
         shared = [group for block in blocks for group in block.groups]
         assert len(own) == len(set(own))
         assert not set(own) & set(shared)
@@ -179,10 +195,12 @@ class Serving(RuleBasedStateMachine):
         places = [held.place for held in scheduler.reading if held.place >= 0]
         assert sorted([*places, *scheduler._places]) == list(range(MAX_READING))
         for held in live:
-            tokens = len(held.ids) + max(0, held.sent - 1)
-            groups = len(held.groups)
-            assert SIZES.groups_for(tokens) <= groups
-            assert groups <= SIZES.groups_for(len(held.ids) + held.max_tokens)
+            if held.phase is Phase.READING and self.sizes.evicted_pages:
+                assert len(held.groups) == SIZES.groups_for(len(held.ids))
+                continue
+            slots, groups = self.most(len(held.ids), max(0, held.sent - 1)), len(held.groups)
+            assert SIZES.groups_for(slots) <= groups
+            assert groups <= SIZES.groups_for(self.most(len(held.ids), held.max_tokens))
 
     def teardown(self):
         """Everything comes to an end, and all memory comes back."""
@@ -220,6 +238,20 @@ class Scarce(Serving):
     """The same, where memory is taken page by page, and there is but enough for one request."""
 
     sizes = PACKED._replace(growth_tokens=4, num_groups=17)
+
+
+class Evicting(Serving):
+    """The same, where heads come to hold a few tokens, in groups of their own."""
+
+    sizes = PACKED._replace(evicted_pages=6, growth_tokens=4, num_groups=26)
+    most = staticmethod(lambda prompt, new: min(prompt + new, 24))
+
+
+class Keeping(Variant):
+    """The same, where they hold few tokens of the prompt, and all others."""
+
+    sizes = Variant.sizes._replace(evicted_pages=16, family_rows=0, num_groups=25)
+    most = staticmethod(lambda prompt, new: min(prompt, 10) + new)
 
 
 class Drafting(Variant):
@@ -286,7 +318,7 @@ class Drafting(Variant):
             self.written[group] = text[: at + SIZES.page_size], True
 
 
-MACHINES = [Scarce, Serving, Replaying, Variant, VariantReplaying, Drafting]
+MACHINES = [Scarce, Serving, Replaying, Variant, VariantReplaying, Drafting, Evicting, Keeping]
 
 
 def run_events(machine, examples, steps):

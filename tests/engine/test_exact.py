@@ -10,7 +10,6 @@ from marks import slow_except
 from policy_table import METHODS
 from programs import shared
 from serving import asked, assert_at_rest, greedy, tiny_llm, until
-from test_policies_in_the_engine import servable
 from tiny import random_prompts
 
 import jsparse
@@ -38,7 +37,11 @@ OPTIONS = [
     greedy(tokens, ignore_eos=True, **({"seed": tokens} | DRAWN if tokens % 2 else {}))
     for tokens in (10, 5, 14, 9, 6, 11, 7, 8)
 ]
-DRAFTING = [expression for expression in METHODS if servable(parse(expression))]
+DRAFTING = [
+    expression
+    for expression in METHODS
+    if not (policy := parse(expression)).evicts and policy.offload is None
+]
 QUEST = "quest(budget=16)"
 CLUSTERS = "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)"
 CORRECTED = "tidal(budget=3, first=0, again=5, correct_every=4)"

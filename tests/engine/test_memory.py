@@ -54,6 +54,26 @@ def test_blocks_that_a_request_takes_over_are_not_counted_as_room_for_the_rest()
     assert served(scheduler)[0] == [2]
 
 
+def test_a_prompt_that_is_compressed_leaves_its_groups_to_others():
+    """Of 8 groups 6 hold the prompt and 2 what is kept; once that is all, another begins."""
+    sizes = SIZES._replace(num_groups=9, evicted_pages=2, growth_tokens=4)
+    rules = RULES._replace(slots=lambda prompt, new: min(prompt + new, 8))
+    scheduler = Scheduler(sizes, rules, PACE)
+    for number in range(2):
+        scheduler.add(answer(number, range(100 * number, 100 * number + 24), 30))
+    with pytest.raises(ValueError, match=r"must fit in the 32 tokens"):
+        scheduler.add(answer(2, range(28), 30))
+    plans = [scheduler.plan() for _ in range(3)]
+    first, last = chunks_of(plans[0])[0], chunks_of(plans[1])[0]
+    assert len(first.groups) == 6 and not first.kept
+    assert len(last.kept) == 2 and not {*last.kept} & {*last.groups}
+    assert [held.number for held in scheduler.decoding] == [0]
+    assert scheduler.decoding[0].groups == last.kept
+    # six groups are left, of which the other wants eight until it decodes
+    assert not scheduler.reading and len(scheduler.waiting) == 1
+    assert scheduler.pool.available == 6
+
+
 def test_the_window_of_a_prompt_is_always_read():
     scheduler = Scheduler(SIZES, RULES._replace(window=20), PACE)
     for number in range(2):

@@ -34,6 +34,7 @@ def evicting(settings: Settings) -> Policy:
         eviction=Eviction(partial(after_prompt, settings), settings.max_length),
         stats=lambda layer: "token_logits" if settings.tracking else None,
         window=settings.window,
+        shares="pages",
         needs=("bias",) if settings.merge else (),
     )
 
