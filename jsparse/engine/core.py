@@ -281,7 +281,7 @@ class Engine:
         if not plan.empty:
             if self._log is not None:
                 self._log.planned(plan)
-            self.counters.count(plan)
+            self.counters.count(plan, self.policy)
             for chunk in plan.reading.chunks if plan.reading else ():
                 metrics = self._live[chunk.answer][0].metrics
                 metrics.scheduled = metrics.scheduled or self._clock()

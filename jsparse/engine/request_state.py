@@ -22,6 +22,8 @@ class Counters:
         drafts: the rounds in which rows drafted, each counted for every row.
         draft_tokens, accepted_tokens: tokens that were drafted, and those that were accepted.
         accepted_at: accepted tokens, by their position in a round.
+        compressed_rows: how often the tokens of a row were compressed, as policies that evict do
+            after its prompt and while it decodes.
         plan_seconds, dispatch_seconds, results_seconds: the host's time.
     """
 
@@ -33,18 +35,27 @@ class Counters:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_at: Counter[int] = field(default_factory=Counter)
+    compressed_rows: int = 0
     plan_seconds: float = 0.0
     dispatch_seconds: float = 0.0
     results_seconds: float = 0.0
 
-    def count(self, plan: StepPlan) -> None:
-        """Counts the work of a plan."""
+    def count(self, plan: StepPlan, policy: Policy) -> None:
+        """Counts the work of a plan under a policy."""
         if plan.reading is not None and not plan.reading.replay:
             self.read_tokens += sum(chunk.valid for chunk in plan.reading.chunks)
         if plan.decoding is not None:
             self.decode_steps += plan.decoding.steps
             # of a round, `steps` of a row are tokens
             self.row_steps += sum(min(row.steps, plan.decoding.steps) for row in plan.decoding.rows)
+        if policy.evicts:
+            chunks, rows = (
+                plan.reading and plan.reading.chunks,
+                plan.decoding and plan.decoding.rows,
+            )
+            self.compressed_rows += sum(len(chunk.kept) > 0 for chunk in chunks or ())
+            if period := policy.services.period:
+                self.compressed_rows += sum(row.age % period == 0 for row in rows or ())
 
     def count_drafts(self, drafted: int, tokens: int) -> None:
         """Counts a row's round, in which some were drafted and that gave so many tokens."""

@@ -113,6 +113,7 @@ class Metrics:
             ("spec_decode_num_drafts", "Rounds in which answers drafted.", counters.drafts),
             ("spec_decode_num_draft_tokens", "Tokens drafted.", counters.draft_tokens),
             ("spec_decode_num_accepted_tokens", "Drafts accepted.", counters.accepted_tokens),
+            ("compressed_rows", "Compressions of an answer's tokens.", counters.compressed_rows),
             ("programs_compiled", "Programs compiled so far.", self._engine.programs.compiled),
         ):
             count = CounterMetricFamily(f"jsparse:{name}", text, labels=["model_name"])

@@ -12,6 +12,8 @@ from serving import PAGE, assert_at_rest, bits, greedy, tiny_llm
 from tiny import VOCAB, random_prompts, tiny_params
 
 import jsparse
+from jsparse.engine import plan_log, replay
+from jsparse.engine.errors import EngineError
 from jsparse.policies.expressions import parse
 from jsparse.runtime.request import requests
 
@@ -20,11 +22,12 @@ REFUSED = [expression for expression in TABLE if expression not in SERVED]
 # by default: state in pages, state of two policies, state that is replayed from K and V, and heads
 # that hold different tokens; dense
 # attention and lychee_decode, with its sets and corrections, are served in test_engine.py
+HARD_KV = "hard_kv(budget=8, floor=7, cap=12, period=6, window=4, sink=2)"
 DEFAULT = (
     "quest(budget=16)",
     "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)",
     "twilight(all_pages(), p=0.6)",
-    "hard_kv(budget=8, floor=7, cap=12, period=6, window=4, sink=2)",
+    HARD_KV,
 )
 *PROMPTS, BEGINNING = random_prompts((9, 21, 3, 41, 16, 5, 32), seed=5)
 
@@ -106,6 +109,34 @@ def test_a_state_that_depends_on_the_text_is_built_from_what_others_have_read(by
         llm.engine.step()
     assert served.output().num_cached_tokens >= 16
     assert bits(served.output()) == bits(expected)
+
+
+def test_rows_are_compressed_by_their_own_age():
+    """After their prompts, and then every six steps of their own."""
+    llm, _ = served(HARD_KV)
+    before = llm.engine.counters.compressed_rows
+    llm.generate(PROMPTS[:3], [greedy(tokens) for tokens in (6, 13, 14)])
+    assert llm.engine.counters.compressed_rows - before == 3 + 0 + 2 + 2
+
+
+@pytest.mark.slow
+def test_a_log_of_rows_that_are_compressed_is_replayed(tmp_path):
+    llm = tiny_llm(HARD_KV, record=tmp_path / "log.jsonl")
+    llm.generate(ASKED[:5], OPTIONS[:5])
+    recorded = plan_log.read(tmp_path / "log.jsonl")
+    again = replay.replay(llm.engine.params, tmp_path / "log.jsonl")
+    assert len(recorded.got) == 5 and again == recorded.got
+
+
+@pytest.mark.slow
+def test_a_state_of_another_size_is_refused():
+    """As one that a policy leaves as it was, with a number per slot of the prompt."""
+    policy = parse("h2o(budget=8, window=4, period=6)")
+    assert policy.eviction is not None
+    eviction = policy.eviction._replace(after_prompt=lambda state, view, slots: (state, view.cache))
+    llm = tiny_llm(policy._replace(eviction=eviction))
+    with pytest.raises(EngineError, match=r"after_prompt must leave a state for 16 slots"):
+        llm.generate([PROMPTS[0]], greedy(2))
 
 
 @pytest.mark.parametrize("expression", REFUSED)
