@@ -1,6 +1,7 @@
 """Tests the gate: one order of questions, nothing allocated, and memory for who allocates alone."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 from tiny import spec_of, tiny_params
 from toy_policies import page_bound
@@ -61,8 +62,7 @@ def test_memory_is_asked_for_last_and_only_by_who_allocates(no_memory):
     ("policy", "options", "message"),
     [
         ("snapkv(budget=64)", {"further_turns": True}, "must leave the cache as it is after the"),
-        ("snapkv(budget=64)", {"rows_join": True}, "but evicts tokens"),
-        ("offloaded(quest(), tail=64)", {"rows_join": True}, "but keeps K and V in host memory"),
+        ("offloaded(quest(), tail=64)", {"rows_join": True}, "but keeps them in host memory"),
         ("dense", {"rows_join": True, "per_request": "p"}, "per_request='p': must be a list"),
         ("dense", {"rows_join": True, "per_request": ["p"]}, r"must be among \['dense'\]"),
     ],
@@ -70,6 +70,15 @@ def test_memory_is_asked_for_last_and_only_by_who_allocates(no_memory):
 def test_what_a_policy_cannot_do_is_refused(policy, options, message):
     with pytest.raises(ValueError, match=message):
         asked(policy, **options)
+
+
+def test_rows_that_join_own_all_state_where_a_policy_evicts():
+    """The pages that a prompt was read into are left, and their arrays with them."""
+    policy = parse("snapkv(budget=64)")
+    asked(policy, rows_join=True)
+    paged = policy._replace(init=lambda spec: (jnp.zeros(spec.pages),))
+    with pytest.raises(ValueError, match="must have no state of pages where rows join"):
+        asked(paged, rows_join=True)
 
 
 def test_corrections_go_with_no_policy_that_evicts():

@@ -126,11 +126,11 @@ def test_who_is_interrupted_leaves_nothing_to_be_compiled():
     with pytest.raises(KeyboardInterrupt):
         made.compile(keys, logger)
     made.go_on.set()
-    assert made.run("add", jnp.float32(1), more=0) == 1
+    assert made.run(ProgramKey.of("add", more=0), jnp.float32(1)) == 1
     # what follows comes behind all that was left
-    assert made.run("add", jnp.float32(1), more=9) == 10
+    assert made.run(ProgramKey.of("add", more=9), jnp.float32(1)) == 10
     assert made.traced == [0, 9]
-    assert made.run("add", jnp.float32(1), more=3) == 4
+    assert made.run(ProgramKey.of("add", more=3), jnp.float32(1)) == 4
 
 
 def test_what_cannot_be_compiled_is_never_ready_and_is_told_of(caplog):
@@ -140,7 +140,7 @@ def test_what_cannot_be_compiled_is_never_ready_and_is_told_of(caplog):
     made._made[key].add_done_callback(lambda job: told.set())
     made.go_on.set()
     with pytest.raises(ValueError, match="seven"):
-        made.run("add", jnp.float32(1), more=7)
+        made.run(ProgramKey.of("add", more=7), jnp.float32(1))
     assert not made.ready(key)
     assert told.wait(60)
     assert "cannot be compiled: ValueError('seven')" in caplog.text
