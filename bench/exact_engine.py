@@ -51,7 +51,7 @@ def served(params: Any, prompts: Any, new: int, policy: str, **options: Any) -> 
     return {
         "first_seconds": seconds[0],
         "seconds": max(seconds[1:]),
-        "programs": counters.decode_steps,
+        "steps_and_rounds": counters.decode_steps,
         "drafted": counters.draft_tokens,
         "accepted_share": counters.accepted_tokens / max(counters.draft_tokens, 1),
         "run": Run([out.outputs[0].token_ids for out in outs], [], max(seconds[1:])),

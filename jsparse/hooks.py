@@ -96,8 +96,9 @@ class MaintainFn(Protocol):
 class AfterPromptFn(Protocol):
     """Reworks state and cache once, after the prompt and before the first step.
 
-    It runs outside jit: its results may have other capacities, or lie in another memory. A head
-    can come to hold `slots` slots from then on, as `max_length` says: room for these must be left.
+    It runs outside jit, but in an engine: its results may have other capacities, or lie in another
+    memory. A head can come to hold `slots` slots from then on, as `max_length` says: room for these
+    must be left. In an engine the state must be what `init` makes for as many slots.
     """
 
     def __call__(self, state: State, view: StepView, slots: int, /) -> tuple[State, KVCache]: ...

@@ -197,8 +197,8 @@ def truncate(layer: LayerCache, lengths: Lengths) -> LayerCache:
 def cut_pages(layer: LayerCache, pages: int) -> LayerCache:
     """Leaves every head room for `pages` pages, in smaller pools; later pages are lost.
 
-    With a block table, pools stay as they are: one that the host writes is cut, and with one whose
-    pages the device hands out nothing changes.
+    With a block table, pools stay as they are. A table that the host writes is cut; where the
+    device hands out pages, nothing changes.
     """
     if pages >= layer.num_pages or _hands_out(layer):
         return layer

@@ -151,7 +151,9 @@ class Bodies:
         hidden = slots.hidden.at[asked.slots].set(carry.last_hidden)
         return Slots(rows, hidden, tuple(windows), reading), end
 
-    def evict(self, slots: Slots, asked: EvictRow, *, beside: ReadOnly) -> Slots:
+    def evict(
+        self, slots: Slots, asked: EvictRow, knobs: dict[str, Array], *, beside: ReadOnly
+    ) -> Slots:
         """Compresses a prompt that has been read, into groups of its own.
 
         Its first pages are copied there before the policy reworks them: others may have the groups
@@ -172,11 +174,11 @@ class Bodies:
             policy,
             memory.rows(groups, asked.lengths).of_rows(),
             state,
-            beside,
+            beside._replace(knobs=knobs or None),
             decoding.capacity,
         )
         expected = jax.eval_shape(lambda: policy.init(decoding._replace(batch=1)))
-        if jax.tree.map(jnp.shape, state) != jax.tree.map(jnp.shape, expected):
+        if jax.tree.map(jax.typeof, state) != jax.tree.map(jax.typeof, expected):
             raise ValueError(
                 f"policy={policy}: after_prompt must leave a state for {decoding.capacity} slots "
                 "per head where rows join, as `max_length` says"
@@ -280,7 +282,7 @@ class Bodies:
         """Runs one of the policy's services on some rows.
 
         One of them may be named repeatedly, unless the policy evicts: it would move the same tokens
-        twice. Then numbers behind the last row are of nobody.
+        twice. Then numbers behind the last row stand for no row.
         """
         rows = serviced_rows(
             service,

@@ -134,6 +134,8 @@ class Engine:
             if prepare == "logprobs":
                 choices.append("top")
             new = self.programs.prepare(choices)
+        else:
+            self.programs.require_evictable()
         self._live: dict[int, tuple[RequestState, Answer, AnswerBuilder]] = {}
         self._requests: dict[str, RequestState] = {}
         self._numbers, self._names = itertools.count(), itertools.count()

@@ -72,7 +72,7 @@ class LLM:
 
         Args:
             model: an argument of `jsparse.load`, or its result.
-            policy: the policy or its expression; not one that evicts tokens or is offloaded.
+            policy: the policy or its expression; not one that is offloaded.
             seed: the seed of requests whose SamplingParams names none.
             dtype: "float32", "bfloat16" or "float16"; None is bfloat16 on a GPU and float32
                 elsewhere. It and the next two are for `jsparse.load`.
@@ -84,7 +84,8 @@ class LLM:
                 maximum on a GPU and at most 2048 on a CPU, where attention walks through all of it.
             max_waiting: the most requests that may wait for a slot; None is any number.
             kv_cache_tokens: the tokens whose K and V the engine holds; None is as many as
-                `gpu_memory_utilization` allows, on a CPU no more than all slots can use.
+                `gpu_memory_utilization` allows, on a CPU no more than all slots and a prompt can
+                use.
             gpu_memory_utilization: the share of the device's memory, on a CPU of its free memory,
                 that model, K and V and the policy's state may take; programs need the rest.
             page_size: the number of tokens per page.
@@ -114,9 +115,9 @@ class LLM:
                 rows that share it, where that is much. Such programs are compiled when there is use
                 for them. None is true on a GPU if half of the policy's layers are dense.
             exact: whether the policy only drafts, and dense attention checks what it drafts, so
-                that answers are dense attention's own; not with `batch_invariant`, programs of
-                several steps or `cascade_attention`. A token's shares are the means of the drafts
-                that were made with it, 1 where none was.
+                that answers are dense attention's own; not with `batch_invariant` or
+                `cascade_attention`. SamplingParams may say otherwise for a request. A token's
+                shares are the means of the drafts that were made with it, 1 where none was.
             num_speculative_tokens: with `exact`, the tokens drafted between two checks, up to
                 32; None lets that be chosen, from the drafts accepted and the time rounds took.
             record: a file for a log of all plans (jsparse.engine.plan_log).

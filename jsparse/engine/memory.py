@@ -31,14 +31,18 @@ class Memory:
                 f"prompt of {prompt} tokens + max_tokens={max_tokens} is {tokens}: must be at most "
                 f"max_model_len={sizes.max_model_len}"
             )
-        if max(self._first(prompt, max_tokens), self._needed(prompt, max_tokens)) > self.pool.size:
+        groups = max(self._first(prompt, max_tokens), self._needed(prompt, max_tokens))
+        if groups > self.pool.size:
+            takes = f"is {tokens}"
+            if sizes.evicted_pages:
+                takes = f"takes {groups * sizes.page_size} while the prompt is compressed"
             raise ValueError(
-                f"prompt of {prompt} tokens + max_tokens={max_tokens} is {tokens}: must fit in the "
+                f"prompt of {prompt} tokens + max_tokens={max_tokens} {takes}: must fit in the "
                 f"{self.pool.size * sizes.page_size} tokens of K and V that the engine holds"
             )
 
     def _needed(self, prompt: int, new: int) -> int:
-        """Returns the groups that an answer needs behind so many tokens of its own."""
+        """Returns the groups that an answer needs once it has so many tokens of its own."""
         return self.sizes.groups_for(self.rules.slots(prompt, new))
 
     def _first(self, prompt: int, max_tokens: int) -> int:

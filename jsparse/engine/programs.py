@@ -1,7 +1,8 @@
 """Defines the engine's few programs, and says which of them requests will run.
 
 A program is compiled for the shapes of its arguments and for nothing that a request brings: no
-request ever waits for a compilation but the first that samples, or that asks for likely tokens.
+request ever waits for a compilation but the first that samples, that asks for likely tokens, or
+that is not exact where others are.
 Where they are not compiled ahead, the first request begins to compile all that it will run, several
 at a time.
 """
@@ -16,7 +17,14 @@ import numpy as np
 
 from jsparse.cache import ReadOnly
 from jsparse.engine.bodies import Bodies
-from jsparse.engine.program_keys import SamplingMode, answer_keys, decode_keys, engine_keys
+from jsparse.engine.program_keys import (
+    EVICT,
+    SamplingMode,
+    answer_keys,
+    decode_keys,
+    engine_keys,
+    service_keys,
+)
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.slots import Slots, neutral, no_decoding, no_evicting, no_knobs, no_reading
 from jsparse.model_facts.constants import constants
@@ -50,6 +58,12 @@ class Programs(ProgramSet):
         self._prepared: tuple[SamplingMode, ...] = ()
         super().__init__(programs, fixed, self._shapes_of)
 
+    def require_evictable(self) -> None:
+        """Raises ValueError if the policy evicts and leaves what rows that decode cannot take."""
+        if self._sizes.evicted_pages:
+            shapes = self._shapes_of(EVICT.name, EVICT.size)
+            jax.eval_shape(self.bodies.evict, *shapes, **self._fixed[EVICT.name])
+
     def expect_answer(
         self, start: int, end: int, new_tokens: int, rows: int, choice: SamplingMode, *, exact: bool
     ) -> None:
@@ -73,7 +87,7 @@ class Programs(ProgramSet):
         """
         sizes = self._sizes
         if not all_rows:
-            sizes = sizes._replace(rows=(sizes.rows[0], sizes.rows[-1]))
+            sizes = sizes.of_rows(0, -1)
         keys = engine_keys(sizes, self._made_for.policy, choices)
         if all_rows and sizes.family_rows:
             for rows in sizes.rows:
@@ -86,8 +100,8 @@ class Programs(ProgramSet):
         """Returns the rows of the smallest program that decodes as many and is there.
 
         That is a round if it is exact. If a smaller one would do that is not there yet, it begins
-        to be compiled. If there is none, or programs have not been prepared, the smallest is waited
-        for.
+        to be compiled. If none of the kind is there, that of all rows is waited for, and where
+        programs have not been prepared, the smallest.
         """
         fitting = [rows for rows in self._sizes.rows if rows >= count]
 
@@ -96,19 +110,26 @@ class Programs(ProgramSet):
             return decode_keys(self._prepared, rows, drafts=drafts)
 
         self.expect(keys(fitting[0]))
-        return next((rows for rows in fitting if all(map(self.ready, keys(rows)))), fitting[0])
+        there = (rows for rows in fitting if all(map(self.ready, keys(rows))))
+        if (rows := next(there, None)) is not None:
+            return rows
+        # an engine that checks answers has prepared nothing for those that nothing checks
+        self.expect(keys(fitting[-1]) + service_keys(self._sizes, self._made_for.policy))
+        return fitting[-1]
 
     def can_run(self, rows: int, wanted: SamplingMode, *, drafts: int | None = None) -> bool:
         """Returns whether a program is there that others can do the work of, if slower.
 
         That is one which reads once what rows have in common, or a round with room for so many
         drafts. If it is not there, it begins to be compiled, unless it chooses tokens in a way that
-        has not been prepared. If none has, it is waited for.
+        has not been prepared. If none has, one that reads once is waited for.
         """
         if self._prepared and wanted == "top" and wanted not in self._prepared:
             return False
-        families = self._sizes.families(rows) if drafts is None else ()
-        keys = decode_keys(self._prepared, rows, *families, drafts=drafts)
+        if drafts is None:
+            keys = decode_keys(self._prepared, rows, *self._sizes.families(rows))
+        else:
+            keys = decode_keys(self._prepared or (wanted,), rows, drafts=drafts)
         self.expect(keys)
         return all(map(self.ready, keys))
 
@@ -143,7 +164,8 @@ class Programs(ProgramSet):
         if name in ("decode", "round"):
             return (no_decoding(self._made_for.decoding, sizes, *size),)
         if name == "evict":
-            return (no_evicting(spec, self._made_for.decoding.num_pages, sizes),)
+            kept = self._made_for.decoding.num_pages
+            return no_evicting(spec, kept, sizes), no_knobs(self._made_for.knobs, 1)
         nobody = np.full(rows, sizes.num_slots, np.int32)
         if name == "service":
             return (nobody,)

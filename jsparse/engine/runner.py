@@ -155,12 +155,13 @@ class Runner:
 
     def _evict(self, chunk: Chunk) -> None:
         """Lets the policy compress a prompt that ends with this chunk."""
-        (asked,) = self._programs.of_nobody(EVICT.name, EVICT.size)
+        asked, _ = self._programs.of_nobody(EVICT.name, EVICT.size)
         asked.slots[0], asked.places[0] = chunk.slot, chunk.place
         asked.lengths[0] = chunk.start + chunk.valid
         asked.groups[0, : len(chunk.groups)] = chunk.groups
         asked.kept[0, : len(chunk.kept)] = chunk.kept
-        self._slots = self._programs.run(EVICT, self._slots, asked)
+        knobs = knob_rows([self._request_of(chunk.answer)], self._spec.knobs)
+        self._slots = self._programs.run(EVICT, self._slots, asked, knobs)
 
     def _decode(self, decoding: Decoding) -> PendingResults:
         num_rows, rows, sizes = decoding.num_rows, decoding.rows, self._spec.sizes

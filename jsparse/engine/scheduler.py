@@ -108,8 +108,9 @@ class Scheduler:
         self._slots = list(range(sizes.num_slots))
         self._places = list(range(MAX_READING))
         self._some_stopped = False
-        # whether the next program is to be a round, where there are rows of both kinds
-        self._exact_next = True
+        # whether the next program is to be a round, where there are rows of both kinds, and whether
+        # those of that kind have waited while the others decoded
+        self._exact_next, self._owed = True, False
         # the milliseconds for which rows have not decoded since prompts were read
         self._stalled: float = 0
 
@@ -150,7 +151,7 @@ class Scheduler:
         """Returns the next work, as if it were done at once: plans run in their order."""
         self._let_go()
         self._admit()
-        return StepPlan(self._reading(), self._decoding())
+        return StepPlan(None if self._owed else self._reading(), self._decoding())
 
     def _let_go(self) -> None:
         """Frees the memory of answers that were stopped or have all their tokens planned."""
@@ -294,25 +295,28 @@ class Scheduler:
         maximum = self.sizes.max_stall_ms
         if maximum is None:
             return math.inf
-        return MARGIN * maximum - (self._step_milliseconds() if self.decoding else 0)
+        return MARGIN * maximum - sum(map(self._step_milliseconds, (False, True)))
 
     def _milliseconds(self, rows: int, size: int, start: int) -> float:
         """Returns the time that a program takes to read these chunks; infinity if unknown."""
         took = self._pace.reading(rows, size, start)
         return math.inf if took is None else took
 
-    def _step_milliseconds(self) -> float:
-        """Returns the time that the next step, or round, takes; infinity if unknown."""
-        longest = 0.0
-        for exact in {answer.exact for answer in self.decoding}:
-            count = sum(answer.exact == exact for answer in self.decoding)
-            took = self._pace.step(self._rows_for(count, exact=exact), exact=exact)
-            longest = max(longest, math.inf if took is None else took)
-        return longest
+    def _step_milliseconds(self, exact: bool) -> float:
+        """Returns the time of a round if exact, else of a step; 0 if no row decodes so.
+
+        It is infinity if unknown.
+        """
+        count = sum(answer.exact == exact for answer in self.decoding)
+        if not count:
+            return 0
+        took = self._pace.step(self._rows_for(count, exact=exact), exact=exact)
+        return math.inf if took is None else took
 
     def _decoding(self) -> Decoding | None:
         """Plans the next decode steps, unless prompts are read first."""
-        following, maximum = self._candidates(), self.sizes.max_stall_ms
+        maximum = self.sizes.max_stall_ms
+        following = [] if self._owed else self._candidates()
         if following and maximum is None:
             return None
         if following:
@@ -321,10 +325,12 @@ class Scheduler:
             if self._stalled + later <= self._patience:
                 return None
         self._stalled = 0
-        # rounds and programs of steps take turns
+        # rounds and programs of steps take turns, and both have had theirs before one reads on
+        owed, self._owed = self._owed, False
         for exact in (self._exact_next, not self._exact_next):
             if (planned := self._steps_or_round(exact)) is not None:
                 self._exact_next = not exact
+                self._owed = not owed and any(answer.exact != exact for answer in self.decoding)
                 return planned
         return None
 
@@ -389,7 +395,7 @@ class Scheduler:
             ends += [steps for steps in left if steps > 0]
         for answer in rows:
             ends += until_due(self.rules.periods, answer.sent - 1)
-        maximum, of_one = self.sizes.max_stall_ms, self._step_milliseconds()
+        maximum, of_one = self.sizes.max_stall_ms, self._step_milliseconds(exact=False)
         maximum = PROGRAM_MS if maximum is None else maximum / 2
         if steps * of_one > maximum:
             steps = max(1, int(maximum / of_one))

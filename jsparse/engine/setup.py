@@ -1,7 +1,8 @@
 """Checks an engine's options and chooses its sizes."""
 
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -174,7 +175,7 @@ def rules(policy: Policy, spec: CacheSpec, sizes: EngineSizes, *, share: bool) -
         periods=tuple(policy.services.every.values()),
         # a decode program adds up in another order than one that reads
         answers=share and is_dense(policy, spec) and not sizes.batch_invariant,
-        slots=max_length(policy),
+        slots=bound(policy),
     )
 
 
@@ -184,9 +185,17 @@ def evicted_pages(policy: Policy, rows: CacheSpec, max_model_len: int) -> int:
         return 0
     if policy.eviction.after_prompt is None:  # which would cut the state
         return rows.num_pages
-    prompts, slots = range(1, max_model_len), max_length(policy)
+    prompts, slots = range(1, max_model_len), bound(policy)
     most = max((slots(prompt, max_model_len - prompt) for prompt in prompts), default=1)
-    return -(-min(most, max_model_len) // rows.page_size)
+    return -(-most // rows.page_size)
+
+
+def bound(policy: Policy) -> Callable[[int, int], int]:
+    """Returns the most slots of a head, behind a prompt of so many tokens and so many new ones."""
+    if policy.eviction is None or policy.eviction.after_prompt is None:
+        return operator.add
+    slots = max_length(policy)
+    return lambda prompt, new: min(slots(prompt, new), prompt + new)
 
 
 def require_exact(policy: Policy, spec: CacheSpec, sizes: EngineSizes, exact: bool | None) -> None:

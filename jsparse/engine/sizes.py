@@ -109,6 +109,11 @@ class EngineSizes(NamedTuple):
             chunks.append((size, start == end))
         return chunks
 
+    def of_rows(self, *places: int) -> "EngineSizes":
+        """Returns the sizes with the numbers of rows at these places alone, and their drafts."""
+        drafts = tuple(self.drafts[at] for at in places) if self.drafts else ()
+        return self._replace(rows=tuple(self.rows[at] for at in places), drafts=drafts)
+
     def rows_for(self, count: int) -> int:
         """Returns the rows of the smallest decode program that has this many."""
         return next(rows for rows in self.rows if rows >= count)
@@ -119,7 +124,7 @@ class EngineSizes(NamedTuple):
 
     def drafts_for(self, rows: int) -> int:
         """Returns the most drafts of each row in a round of so many."""
-        return dict(zip(self.rows, self.drafts, strict=False)).get(rows, 0)
+        return dict(zip(self.rows, self.drafts, strict=True))[rows]
 
     def families(self, rows: int) -> tuple[int, int]:
         """Returns the most families of a program of so many rows, and the most rows of each."""

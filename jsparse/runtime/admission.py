@@ -146,7 +146,8 @@ def _require_joinable(policy: Policy, spec: CacheSpec, per_request: Sequence[str
         )
     if isinstance(per_request, str) or not isinstance(per_request, Sequence):
         raise ValueError(f"per_request={per_request!r}: must be a list of names")
-    allowed = {"dense", *policy.per_row}
+    # what was dropped cannot be attended to
+    allowed = {*policy.per_row} if policy.evicts else {"dense", *policy.per_row}
     for name in per_request:
         if name not in allowed:
             raise ValueError(

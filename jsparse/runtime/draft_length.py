@@ -51,7 +51,7 @@ class DraftLength:
 
     @property
     def idles(self) -> bool:
-        """Whether rounds have often been chosen in which nothing is drafted."""
+        """Whether most rounds lately were such in which nothing is drafted."""
         return self._without >= OFTEN
 
     @property
@@ -67,7 +67,7 @@ class DraftLength:
         if not self._adapts:
             return most
         chosen = self._chosen(most, rows)
-        self._without += chosen == 0
+        self._without = max(0, self._without + (1 if chosen == 0 else -1))
         return chosen
 
     def _chosen(self, most: int, rows: int) -> int:

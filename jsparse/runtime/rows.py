@@ -198,7 +198,7 @@ def serviced_rows[Memory: (KVCache, SharedPages)](
 ) -> Batch[Memory]:
     """Returns the batch after a service for which these of its rows are due; within a program.
 
-    Where the policy evicts, numbers behind the last row are of nobody.
+    Where the policy evicts, numbers behind the last row stand for no row.
     """
     part = take(policy, spec, batch, rows)
     if policy.evicts and isinstance(part.cache, SharedPages):

@@ -92,9 +92,14 @@ class SharedPages:
         return groups[:, None] * self.num_kv_heads + head
 
     def emptied(self, rows: Bool[Array, "B"]) -> "SharedPages":
-        """Returns the rows, of which these hold nothing."""
-        held = None if self.held is None else jnp.where(rows[:, None], 0, self.held)
-        return replace(self, lengths=jnp.where(rows, 0, self.lengths), held=held)
+        """Returns the rows, of which these hold nothing and have no groups."""
+        scratch = self.pools[0].k.shape[0] // self.num_kv_heads - 1
+        return replace(
+            self,
+            groups=jnp.where(rows[:, None], scratch, self.groups),
+            lengths=jnp.where(rows, 0, self.lengths),
+            held=None if self.held is None else jnp.where(rows[:, None], 0, self.held),
+        )
 
     def with_pages_of(self, part: "SharedPages") -> "SharedPages":
         """Returns the same rows over the pages that a part has left."""

@@ -1,5 +1,6 @@
 """Tests that an engine's rows draft under a policy and get dense attention's own text."""
 
+import logging
 from dataclasses import replace
 from itertools import cycle
 
@@ -16,7 +17,7 @@ import jsparse
 from jsparse.engine import plan_log, replay
 from jsparse.engine.pace import Pace
 from jsparse.engine.packing import pack_round, unpack
-from jsparse.engine.program_keys import decode_key
+from jsparse.engine.program_keys import decode_key, engine_keys
 from jsparse.policies.expressions import parse
 from jsparse.runtime import draft_length
 from jsparse.runtime.decode_step import StepStats
@@ -101,9 +102,12 @@ def test_rounds_may_draft_any_number(monkeypatch):
     monkeypatch.setattr(Pace, "drafts", lambda self, rows: next(chosen))
     monkeypatch.setattr(Pace, "observe_round", lambda self, *of_round: seen.append(of_round))
     llm = engine(QUEST)
+    none = [decode_key(choice, 3, drafts=0) for choice in ("greedy", "sampled")]
+    llm.engine.programs.compile(none, logging.getLogger())
+    ran, run = [], llm.engine.programs.run
+    monkeypatch.setattr(llm.engine.programs, "run", lambda *of: ran.append(of[0]) or run(*of))
     outs = llm.generate(ASKED[:3], OPTIONS[:3])
-    ready = llm.engine.programs.ready
-    assert any(ready(decode_key(choice, 3, drafts=0)) for choice in ("greedy", "sampled"))
+    assert {*none} & {*ran}
     for out, its in zip(outs, expected()[:3], strict=True):
         assert out.outputs[0].token_ids == its.outputs[0].token_ids
     assert [max(drafted) for _, drafted, *_ in seen[:5]] == [3, 0, 1, 2, 3]
@@ -215,6 +219,15 @@ def test_a_log_is_replayed(tmp_path):
     assert len(recorded.got) == 5
     again = replay.replay(llm.engine.params, tmp_path / "log.jsonl")
     assert {nth: again[nth] for nth in recorded.got} == recorded.got
+
+
+def test_programs_that_are_prepared_are_those_that_are_looked_for():
+    """The fewest rows and all, each with as many drafts as they have."""
+    sizes = tiny_llm(QUEST, **CAN).engine.sizes._replace(rows=(1, 2, 3), drafts=(6, 5, 4))
+    keys = engine_keys(sizes.of_rows(0, -1), parse(QUEST), ["sampled"])
+    made = [key for key in keys if key.name == "round"]
+    assert made == [decode_key("sampled", rows, drafts=d) for rows, d in ((1, 6), (3, 4))]
+    assert made[-1] == decode_key("sampled", 3, drafts=sizes.drafts_for(3))
 
 
 def test_exact_excludes_what_it_cannot_keep():

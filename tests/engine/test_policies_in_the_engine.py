@@ -13,8 +13,9 @@ from tiny import VOCAB, random_prompts, tiny_params
 
 import jsparse
 from jsparse.engine import plan_log, replay
-from jsparse.engine.errors import EngineError
+from jsparse.engine.setup import bound, cache_spec, evicted_pages
 from jsparse.policies.expressions import parse
+from jsparse.policy import Eviction
 from jsparse.runtime.request import requests
 
 SERVED = [expression for expression in TABLE if parse(expression).offload is None]
@@ -62,7 +63,7 @@ def test_a_request_gets_in_a_crowd_what_it_gets_alone(expression):
     assert_at_rest(llm)
 
 
-@pytest.mark.parametrize("expression", slow_except(SERVED, DEFAULT[0]))
+@pytest.mark.parametrize("expression", slow_except(SERVED, DEFAULT[0], HARD_KV))
 def test_a_request_gets_in_a_crowd_the_tokens_of_generate(expression):
     llm, crowd = served(expression)
     made = jsparse.generate(
@@ -119,6 +120,18 @@ def test_rows_are_compressed_by_their_own_age():
     assert llm.engine.counters.compressed_rows - before == 3 + 0 + 2 + 2
 
 
+def test_heads_hold_no_more_than_their_rows_have():
+    """Whatever a policy says; what it does not drop keeps the groups that it was read into."""
+    policy = parse(HARD_KV)
+    assert policy.eviction is not None
+    rows = cache_spec(tiny_params(), max_num_seqs=1, max_model_len=96, page_size=PAGE)
+    wide = policy._replace(eviction=policy.eviction._replace(max_length=lambda prompt, new: 128))
+    assert (bound(wide)(41, 7), evicted_pages(wide, rows, 96)) == (48, 12)
+    late = policy._replace(eviction=Eviction(None, lambda prompt, new: 24))
+    assert (bound(late)(41, 7), evicted_pages(late, rows, 96)) == (48, rows.num_pages)
+    assert (bound(policy)(41, 7), evicted_pages(policy, rows, 96)) == (18, 3)
+
+
 @pytest.mark.slow
 def test_a_log_of_rows_that_are_compressed_is_replayed(tmp_path):
     llm = tiny_llm(HARD_KV, record=tmp_path / "log.jsonl")
@@ -134,9 +147,8 @@ def test_a_state_of_another_size_is_refused():
     policy = parse("h2o(budget=8, window=4, period=6)")
     assert policy.eviction is not None
     eviction = policy.eviction._replace(after_prompt=lambda state, view, slots: (state, view.cache))
-    llm = tiny_llm(policy._replace(eviction=eviction))
-    with pytest.raises(EngineError, match=r"after_prompt must leave a state for 16 slots"):
-        llm.generate([PROMPTS[0]], greedy(2))
+    with pytest.raises(ValueError, match=r"after_prompt must leave a state for 16 slots"):
+        tiny_llm(policy._replace(eviction=eviction))
 
 
 @pytest.mark.parametrize("expression", REFUSED)

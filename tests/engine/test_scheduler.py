@@ -73,6 +73,32 @@ def test_two_programs_take_no_longer_than_rows_may_wait(maximum, step, longest):
     assert max(plan.steps for plan in plans) == longest
 
 
+@pytest.mark.parametrize("kinds", [(True, True), (False, False), (True, False)])
+def test_rows_of_both_kinds_wait_no_longer_than_they_may(kinds):
+    """Rounds and steps take turns, and both have had theirs before a prompt is read on."""
+    sizes = VARIANT._replace(max_stall_ms=100, drafts=(3, 3), max_model_len=512, num_groups=300)
+    pace = Pace(lambda rows, size, start: 20, step=10)
+    scheduler = Scheduler(sizes, RULES._replace(periods=()), pace)
+    rows = [answer(number, range(4), 200) for number in range(2)]
+    for row, row.exact in zip(rows, kinds, strict=True):
+        scheduler.add(row)
+    while scheduler.reading or scheduler.waiting:
+        scheduler.plan()
+    scheduler.add(answer(2, range(1000, 1400), 1))
+    now, decoded, longest = 0.0, dict.fromkeys({*kinds}, 0.0), 0.0
+    while scheduler.reading or scheduler.waiting:
+        plan = scheduler.plan()
+        now += 20 * (plan.reading is not None)
+        if plan.decoding is not None:
+            now += 10
+            longest = max(longest, now - decoded[plan.decoding.exact])
+            decoded[plan.decoding.exact] = now
+            for row in plan.decoding.rows:
+                if rows[row.answer].exact:
+                    scheduler.gave(rows[row.answer], row.steps, 1)
+    assert 50 <= longest <= 100
+
+
 def test_programs_are_shorter_while_requests_wait_for_slots():
     sizes = UNHURRIED._replace(num_slots=1, rows=(1,), prefill_rows=(1,), steps=20)
     scheduler = Scheduler(sizes, RULES._replace(periods=()), PACE)

@@ -76,6 +76,8 @@ def test_rows_that_join_own_all_state_where_a_policy_evicts():
     """The pages that a prompt was read into are left, and their arrays with them."""
     policy = parse("snapkv(budget=64)")
     asked(policy, rows_join=True)
+    with pytest.raises(ValueError, match=r"per_request=\('dense',\): must be among \[\]"):
+        asked(policy, rows_join=True, per_request=["dense"])
     paged = policy._replace(init=lambda spec: (jnp.zeros(spec.pages),))
     with pytest.raises(ValueError, match="must have no state of pages where rows join"):
         asked(paged, rows_join=True)
