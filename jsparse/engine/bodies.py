@@ -164,10 +164,11 @@ class Bodies:
         """
         note_trace()
         policy, spec, decoding, rows = self._policy, self._spec, self._decoding, slots.rows
-        pages = decoding.num_pages
-        memory = rows.cache.copied(asked.groups[:, :pages], asked.kept)
+        pages = min(decoding.num_pages, asked.groups.shape[1])
+        kept, read = asked.kept[:, :pages], asked.groups[:, :pages]
+        memory = rows.cache.copied(read, kept)
         # heads come to lie in the groups that the row keeps; what is behind these is only read
-        first = jnp.where(asked.kept == scratch_group(spec), asked.groups[:, :pages], asked.kept)
+        first = jnp.where(kept == scratch_group(spec), read, kept)
         groups = jnp.concatenate([first, asked.groups[:, pages:]], axis=1)
         state = take_state(policy, self._reading, slots.reading, asked.places)
         cache, state = evict(
@@ -175,7 +176,7 @@ class Bodies:
             memory.rows(groups, asked.lengths).of_rows(),
             state,
             beside._replace(knobs=knobs or None),
-            decoding.capacity,
+            pages * spec.page_size,
         )
         expected = jax.eval_shape(lambda: policy.init(decoding._replace(batch=1)))
         if jax.tree.map(jax.typeof, state) != jax.tree.map(jax.typeof, expected):

@@ -13,7 +13,9 @@ from jsparse.runtime.program_set import ProgramKey
 SamplingMode = Literal["greedy", "sampled", "top"]
 
 
-EVICT = ProgramKey.of("evict", 1)
+def evict_key(pages: int) -> ProgramKey:
+    """Returns the key of the program that compresses a prompt of up to so many pages per head."""
+    return ProgramKey.of("evict", 1, pages)
 
 
 def answer_keys(
@@ -33,7 +35,7 @@ def answer_keys(
     """
     keys = [ProgramKey.of("read", 1, size, last=last) for size, last in sizes.chunks(start, end)]
     if sizes.evicted_pages:
-        keys.append(EVICT)
+        keys.append(evict_key(sizes.pages_for(end)))
     keys.append(ProgramKey.of("join", 1, choice=choice))
     if new_tokens > 1:
         rows = sizes.rows_for(rows)
@@ -63,8 +65,7 @@ def engine_keys(
                 continue
             for last in (True, False) if size in full else (True,):
                 keys.append(ProgramKey.of("read", rows, size, last=last))
-    if sizes.evicted_pages:
-        keys.append(EVICT)
+    keys += map(evict_key, sizes.prompt_pages)
     if policy.shares == "keys":
         keys += [ProgramKey.of("replay", 1, size) for size in full]
     for choice in choices:

@@ -18,11 +18,11 @@ import numpy as np
 from jsparse.cache import ReadOnly
 from jsparse.engine.bodies import Bodies
 from jsparse.engine.program_keys import (
-    EVICT,
     SamplingMode,
     answer_keys,
     decode_keys,
     engine_keys,
+    evict_key,
     service_keys,
 )
 from jsparse.engine.setup import EngineSpec
@@ -61,8 +61,9 @@ class Programs(ProgramSet):
     def require_evictable(self) -> None:
         """Raises ValueError if the policy evicts and leaves what rows that decode cannot take."""
         if self._sizes.evicted_pages:
-            shapes = self._shapes_of(EVICT.name, EVICT.size)
-            jax.eval_shape(self.bodies.evict, *shapes, **self._fixed[EVICT.name])
+            key = evict_key(self._sizes.prompt_pages[-1])
+            shapes = self._shapes_of(key.name, key.size)
+            jax.eval_shape(self.bodies.evict, *shapes, **self._fixed[key.name])
 
     def expect_answer(
         self, start: int, end: int, new_tokens: int, rows: int, choice: SamplingMode, *, exact: bool
@@ -164,8 +165,7 @@ class Programs(ProgramSet):
         if name in ("decode", "round"):
             return (no_decoding(self._made_for.decoding, sizes, *size),)
         if name == "evict":
-            kept = self._made_for.decoding.num_pages
-            return no_evicting(spec, kept, sizes), no_knobs(self._made_for.knobs, 1)
+            return no_evicting(spec, sizes, size[1]), no_knobs(self._made_for.knobs, 1)
         nobody = np.full(rows, sizes.num_slots, np.int32)
         if name == "service":
             return (nobody,)

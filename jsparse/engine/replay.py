@@ -33,7 +33,7 @@ def replay(
     ladder = tuple(map(tuple, engine["sizes"]["ladder"]))
     lists = {
         name: tuple(engine["sizes"].get(name, ()))
-        for name in ("tails", "rows", "prefill_rows", "drafts")
+        for name in ("tails", "rows", "prefill_rows", "drafts", "prompt_pages")
     }
     sizes = EngineSizes(**engine["sizes"] | {"ladder": ladder} | lists)
     rows = setup.cache_spec(

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from jsparse.engine.bodies import CHOICES
 from jsparse.engine.packing import NewTokens, unpack
-from jsparse.engine.program_keys import EVICT, SamplingMode, decode_key
+from jsparse.engine.program_keys import SamplingMode, decode_key, evict_key
 from jsparse.engine.programs import Programs
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.slots import Slots, neutral
@@ -155,13 +155,14 @@ class Runner:
 
     def _evict(self, chunk: Chunk) -> None:
         """Lets the policy compress a prompt that ends with this chunk."""
-        asked, _ = self._programs.of_nobody(EVICT.name, EVICT.size)
-        asked.slots[0], asked.places[0] = chunk.slot, chunk.place
-        asked.lengths[0] = chunk.start + chunk.valid
+        prompt = chunk.start + chunk.valid
+        key = evict_key(self._spec.sizes.pages_for(prompt))
+        asked, _ = self._programs.of_nobody(key.name, key.size)
+        asked.slots[0], asked.places[0], asked.lengths[0] = chunk.slot, chunk.place, prompt
         asked.groups[0, : len(chunk.groups)] = chunk.groups
         asked.kept[0, : len(chunk.kept)] = chunk.kept
         knobs = knob_rows([self._request_of(chunk.answer)], self._spec.knobs)
-        self._slots = self._programs.run(EVICT, self._slots, asked, knobs)
+        self._slots = self._programs.run(key, self._slots, asked, knobs)
 
     def _decode(self, decoding: Decoding) -> PendingResults:
         num_rows, rows, sizes = decoding.num_rows, decoding.rows, self._spec.sizes

@@ -41,6 +41,9 @@ FEW_ROWS_GPU, FEW_ROWS_CPU = 8, 1
 STEPS_GPU = 32
 # Tokens of an answer for which it gets memory at a time.
 GROWTH_TOKENS = 256
+# The pages per head of the smallest program that compresses prompts; each larger one has four times
+# as many.
+PROMPT_PAGES = 128
 # A GPU has room for several short chunks at a time.
 PACKED_GPU = 8
 
@@ -291,7 +294,25 @@ def sizes_of(
         growth_tokens=GROWTH_TOKENS,
         packed_tokens=default[0][1],
         evicted_pages=kept,
+        prompt_pages=_prompt_pages(policy, spec) if kept else (),
     )
+
+
+def _prompt_pages(policy: Policy, spec: CacheSpec) -> tuple[int, ...]:
+    """Returns the pages per head for which there are programs that compress prompts.
+
+    Where the policy has a number per slot, they are all of those that rows may have.
+    """
+
+    def state(pages: int) -> list[tuple[int, ...]]:
+        made = jax.eval_shape(lambda: policy.init(spec._replace(num_pages=pages)))
+        return [leaf.shape for leaf in jax.tree.leaves(made)]
+
+    few = itertools.takewhile(
+        lambda pages: pages < spec.num_pages, (PROMPT_PAGES << 2 * i for i in itertools.count())
+    )
+    full = state(spec.num_pages)
+    return (*(pages for pages in few if state(pages) == full), spec.num_pages)
 
 
 def _on_gpu() -> bool:

@@ -40,6 +40,8 @@ class EngineSizes(NamedTuple):
         evicted_pages: the pages per head of rows that decode, where a policy evicts: prompts are
             compressed into groups of their own before their first token is chosen; 0 is that they
             decode in the groups that they were read into.
+        prompt_pages: the numbers of pages per head, rising, for which there are programs that
+            compress prompts of as many.
     """
 
     num_slots: int
@@ -60,6 +62,7 @@ class EngineSizes(NamedTuple):
     drafts: tuple[int, ...] = ()
     adapts: bool = False
     evicted_pages: int = 0
+    prompt_pages: tuple[int, ...] = ()
 
     @property
     def full_sizes(self) -> list[int]:
@@ -117,6 +120,10 @@ class EngineSizes(NamedTuple):
     def rows_for(self, count: int) -> int:
         """Returns the rows of the smallest decode program that has this many."""
         return next(rows for rows in self.rows if rows >= count)
+
+    def pages_for(self, prompt: int) -> int:
+        """Returns the pages per head of the program that compresses a prompt of so many tokens."""
+        return next(pages for pages in self.prompt_pages if pages >= self.groups_for(prompt))
 
     def in_rounds(self, exact: bool | None) -> bool:
         """Returns whether an answer comes from rounds; None is that it does if there are any."""

@@ -109,14 +109,17 @@ def no_reading(spec: CacheSpec, sizes: EngineSizes, rows: int) -> ReadRows:
     return ReadRows(**columns)
 
 
-def no_evicting(spec: CacheSpec, kept: int, sizes: EngineSizes) -> EvictRow:
-    """Returns arrays on the host of a program that compresses a prompt, for none."""
+def no_evicting(spec: CacheSpec, sizes: EngineSizes, pages: int) -> EvictRow:
+    """Returns arrays on the host of a program that compresses a prompt of so many pages per head.
+
+    It is for no prompt.
+    """
     columns: dict[str, Any] = {
         "slots": np.full(1, sizes.num_slots, np.int32),
         "places": np.full(1, MAX_READING, np.int32),
         "lengths": np.zeros(1, np.int32),
-        "groups": np.full((1, spec.num_pages), scratch_group(spec), np.int32),
-        "kept": np.full((1, kept), scratch_group(spec), np.int32),
+        "groups": np.full((1, pages), scratch_group(spec), np.int32),
+        "kept": np.full((1, sizes.evicted_pages), scratch_group(spec), np.int32),
     }
     return EvictRow(**columns)
 

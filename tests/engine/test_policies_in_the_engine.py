@@ -12,7 +12,7 @@ from serving import PAGE, assert_at_rest, bits, greedy, tiny_llm
 from tiny import VOCAB, random_prompts, tiny_params
 
 import jsparse
-from jsparse.engine import plan_log, replay
+from jsparse.engine import plan_log, replay, setup
 from jsparse.engine.setup import bound, cache_spec, evicted_pages
 from jsparse.policies.expressions import parse
 from jsparse.policy import Eviction
@@ -118,6 +118,21 @@ def test_rows_are_compressed_by_their_own_age():
     before = llm.engine.counters.compressed_rows
     llm.generate(PROMPTS[:3], [greedy(tokens) for tokens in (6, 13, 14)])
     assert llm.engine.counters.compressed_rows - before == 3 + 0 + 2 + 2
+
+
+def test_prompts_are_compressed_by_programs_of_their_size(monkeypatch):
+    """Of two pages per head, where three are kept, of eight, and of all twelve."""
+    monkeypatch.setattr(setup, "PROMPT_PAGES", 2)
+    llm, (_, crowd) = tiny_llm(HARD_KV, ladder=((0, 16),), kv_cache_tokens=384), served(HARD_KV)
+    assert (llm.engine.sizes.prompt_pages, llm.engine.sizes.evicted_pages) == ((2, 8, 12), 3)
+    for nth in (0, 3):
+        (out,) = llm.generate([ASKED[nth]], OPTIONS[nth])
+        assert out.outputs[0].token_ids == crowd[nth].outputs[0].token_ids
+    sizes = {key.size for key in llm.engine.programs._made if key.name == "evict"}
+    assert sizes == {(1, 2), (1, 8)}
+    # which has a number per slot
+    tracked = tiny_llm("h2o(budget=8, window=4, period=6)").engine.sizes
+    assert tracked.prompt_pages == (12,)
 
 
 def test_heads_hold_no_more_than_their_rows_have():
