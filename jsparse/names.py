@@ -129,7 +129,6 @@ ENGINE: Mapping[str, Refusal] = {
     "speculative_config": Refusal(
         "use exact=True and num_speculative_tokens: the model drafts for itself, under policy"
     ),
-    "swap_space": Refusal("nothing is ever swapped; a request that was admitted stays", 0),
     "tensor_parallel_size": Refusal(
         "must be 1; an engine runs on one device: start one server per GPU, with "
         "CUDA_VISIBLE_DEVICES",

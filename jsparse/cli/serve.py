@@ -29,6 +29,13 @@ GpuMemoryUtilizationOption = Annotated[
     float,
     Option(help="Share of the memory that model, K and V and the policy's state may take."),
 ]
+SwapSpaceOption = Annotated[
+    float | None,
+    Option(
+        help="GiB of host memory for K and V of answers that make room for others; by default half "
+        "of what is free on a GPU."
+    ),
+]
 EnablePrefixCachingOption = Annotated[
     bool, Option(help="Whether requests share what others have read of the same prompt.")
 ]
@@ -118,6 +125,7 @@ def serve(
     max_model_len: MaxModelLenOption = None,
     max_num_seqs: MaxNumSeqsOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = 0.9,
+    swap_space: SwapSpaceOption = None,
     enable_prefix_caching: EnablePrefixCachingOption = True,
     api_key: ApiKeyOption = None,
     served_model_name: ServedModelNameOption = None,
@@ -173,6 +181,7 @@ def serve(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             gpu_memory_utilization=gpu_memory_utilization,
+            swap_space=swap_space,
             enable_prefix_caching=enable_prefix_caching,
             max_waiting=max_waiting,
             max_stall_ms=max_stall_ms,

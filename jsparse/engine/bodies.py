@@ -13,15 +13,27 @@ from jsparse.engine.packing import Packed, pack, pack_round
 from jsparse.engine.program_keys import SamplingMode
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.sizes import MAX_READING
-from jsparse.engine.slots import DecodeRows, EvictRow, ReadRows, Slots, neutral, no_knobs, no_recent
+from jsparse.engine.slots import (
+    DecodeRows,
+    EvictRow,
+    MovedGroups,
+    Parked,
+    ReadRows,
+    Slots,
+    neutral,
+    no_knobs,
+    no_recent,
+)
 from jsparse.models.transformer import Weights, to_logits
 from jsparse.policy import ServiceKind
 from jsparse.runtime.compilation import inlined, note_trace
 from jsparse.runtime.owners import (
     keep_inactive,
+    put_pages,
     put_rows,
     put_state,
     row_arrays,
+    take_pages,
     take_state,
     with_row_arrays,
 )
@@ -189,6 +201,23 @@ class Bodies:
             policy, decoding, rows.cache, rows.state, (part, state), asked.slots
         )
         return slots._replace(rows=rows._replace(cache=memory, state=state))
+
+    def park(self, slots: Slots, moved: MovedGroups) -> Parked:
+        """Returns the pages of some groups, which are given to others then."""
+        note_trace()
+        rows, pages = slots.rows, slots.rows.cache.pages_of(moved.groups)
+        state = take_pages(self._policy, self._decoding, rows.state, pages)
+        return Parked(rows.cache.take_groups(moved.groups), state)
+
+    def resume(self, slots: Slots, moved: MovedGroups, parked: Parked) -> Slots:
+        """Puts pages that `park` returned into other groups of their row."""
+        note_trace()
+        rows, pages = slots.rows, slots.rows.cache.pages_of(moved.groups)
+        places = moved.first[:, None] + jnp.arange(moved.groups.shape[1])
+        cache = rows.cache.put_groups(moved.groups, parked.pools)
+        cache = cache.with_groups(moved.slots[:, None], places, moved.groups)
+        state = put_pages(self._policy, self._decoding, rows.state, pages, parked.state)
+        return slots._replace(rows=rows._replace(cache=cache, state=state))
 
     def join(
         self,

@@ -63,6 +63,7 @@ class Engine:
         max_waiting: int | None = None,
         kv_cache_tokens: int | None = None,
         gpu_memory_utilization: float = 0.9,
+        swap_space: float | None = None,
         page_size: int = 16,
         enable_prefix_caching: bool = True,
         per_request: Sequence[str] = (),
@@ -102,6 +103,7 @@ class Engine:
             max_model_len=max_model_len,
             kv_cache_tokens=kv_cache_tokens,
             gpu_memory_utilization=gpu_memory_utilization,
+            swap_space=swap_space,
             page_size=page_size,
             per_request=per_request,
             layer_stats=bool(layer_stats),
@@ -360,8 +362,7 @@ class Engine:
 
     @property
     def _free_slots(self) -> int:
-        busy = len(self.scheduler.reading) + len(self.scheduler.decoding)
-        return self.sizes.num_slots - busy
+        return self.sizes.num_slots - len(self.scheduler.begun)
 
     def _fail(self, error: BaseException) -> None:
         self.error = error

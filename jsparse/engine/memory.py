@@ -13,15 +13,18 @@ class Memory:
     """Gives answers the memory of their prompts when they begin, and that of their tokens later.
 
     Answers begin and grow only as long as all that have begun can come to their ends, so that none
-    is ever thrown out.
+    is ever thrown out. Those that have to wait for groups can leave theirs to others: their pages
+    go to host memory, as far as that has room, and come back.
 
     Attributes:
         pool: the groups and the blocks that are shared.
+        parked: the groups whose pages host memory holds.
     """
 
     def __init__(self, sizes: EngineSizes, rules: Rules) -> None:
         """Prepares memory that nobody holds."""
         self.sizes, self.rules, self.pool = sizes, rules, BlockPool(sizes.num_groups)
+        self.parked = 0
 
     def require_room(self, prompt: int, max_tokens: int) -> None:
         """Raises ValueError unless a prompt and an answer of these sizes can be served at all."""
@@ -152,13 +155,56 @@ class Memory:
         if self.steps_left(answer, steps) >= steps:
             return []
         count = min(self.sizes.growth, self._missing(answer))
-        left = self.pool.available - count
-        answer.own += [-1] * count
-        granted = left >= 0 and self._all_can_end(begun, left)
-        del answer.own[len(answer.own) - count :]
-        groups = self.pool.take(count) if granted else []
+        if self.pool.available < count or not self._may_grow(answer, count, begun):
+            return []
+        groups = self.pool.take(count)
         answer.own += groups
         return groups
+
+    def lacks_pages(self, answer: Answer, begun: Sequence[Answer]) -> bool:
+        """Returns whether an answer waits for others to leave the device, and not for their ends.
+
+        It has no memory for a step, but might grow.
+        """
+        count = min(self.sizes.growth, self._missing(answer))
+        short = self.steps_left(answer, 1) == 0 and self.pool.available < count
+        return short and self._may_grow(answer, count, begun)
+
+    def _may_grow(self, answer: Answer, count: int, begun: Sequence[Answer]) -> bool:
+        """Returns whether all could come to their ends if an answer had so many groups more."""
+        answer.own += [-1] * count
+        may = self._all_can_end(begun, self.pool.available - count)
+        del answer.own[len(answer.own) - count :]
+        return may
+
+    def can_park(self, answer: Answer) -> bool:
+        """Returns whether host memory has room for an answer's pages."""
+        return self.parked + self.num_groups(answer) <= self.sizes.host_groups
+
+    def park(self, answer: Answer) -> list[int]:
+        """Takes back the groups of an answer, and returns them: their pages go to host memory."""
+        groups = answer.groups
+        self.release(answer)
+        answer.parked = len(groups)
+        self.parked += answer.parked
+        return groups
+
+    def resume(self, answer: Answer, spare: int) -> list[int]:
+        """Gives a parked answer groups for its pages, and returns them.
+
+        There are none if it would leave fewer than `spare`, or no page for its next token.
+        """
+        needed = max(answer.parked, self._needed(len(answer.ids), answer.sent))
+        if self.pool.available < needed + spare:
+            return []
+        answer.own = self.pool.take(answer.parked)
+        self.forget(answer)
+        return answer.own
+
+    def forget(self, answer: Answer) -> None:
+        """Frees the host memory of an answer."""
+        self.parked -= answer.parked
+        answer.parked = 0
 
     def num_groups(self, answer: Answer) -> int:
         """Returns the number of groups that an answer holds."""
@@ -188,10 +234,17 @@ class Memory:
         has, and shares these groups and blocks.
         """
         claims = [
-            (self._missing(answer), len(answer.own) + len(answer.kept), answer.blocks)
+            (
+                self._missing(answer),
+                len(answer.own) + len(answer.kept) + answer.parked,
+                answer.blocks,
+            )
             for answer in begun
         ]
         claims.append(further)
+        # who waits can leave the device, one whole answer after the other
+        room = self.sizes.host_groups - self.parked - self.sizes.row_groups
+        available += max(0, room)
         if sum(missing for missing, _, _ in claims) <= available:
             return True
         holders = Counter(block for _, _, blocks in claims for block in blocks)

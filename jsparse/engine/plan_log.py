@@ -15,7 +15,7 @@ import numpy as np
 
 from jsparse.engine.outputs import AnswerBuilder
 from jsparse.engine.setup import EngineSpec
-from jsparse.engine.step_plan import Chunk, Decode, Decoding, Family, Reading, StepPlan
+from jsparse.engine.step_plan import Chunk, Decode, Decoding, Family, Move, Reading, StepPlan
 from jsparse.runtime.request import Request
 from jsparse.runtime.sampling_params import SamplingParams
 
@@ -49,7 +49,7 @@ class PlanLog:
 
     def planned(self, plan: StepPlan) -> None:
         """Writes a plan."""
-        self._write(reading=plan.reading, decoding=plan.decoding)
+        self._write(**plan._asdict())
 
     def answered(self, number: int, builder: AnswerBuilder) -> None:
         """Writes an answer that has ended."""
@@ -108,4 +108,8 @@ def _take(recorded: Recording, line: dict[str, Any]) -> None:
                 rows=[Decode(*row) for row in decoding.rows],
                 families=[Family(*family) for family in decoding.families],
             )
-        recorded.plans.append(StepPlan(reading, decoding))
+        moves = {
+            name: [Move(*move) for move in line.get(name, ())] for name in ("resumed", "parked")
+        }
+        forgotten = line.get("forgotten", ())
+        recorded.plans.append(StepPlan(reading, decoding, **moves, forgotten=forgotten))

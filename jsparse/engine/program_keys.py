@@ -18,6 +18,9 @@ def evict_key(pages: int) -> ProgramKey:
     return ProgramKey.of("evict", 1, pages)
 
 
+PARK, RESUME = ProgramKey.of("park", 1), ProgramKey.of("resume", 1)
+
+
 def answer_keys(
     sizes: EngineSizes,
     start: int,
@@ -66,6 +69,7 @@ def engine_keys(
             for last in (True, False) if size in full else (True,):
                 keys.append(ProgramKey.of("read", rows, size, last=last))
     keys += map(evict_key, sizes.prompt_pages)
+    keys += [PARK, RESUME] if sizes.host_groups else []
     if policy.shares == "keys":
         keys += [ProgramKey.of("replay", 1, size) for size in full]
     for choice in choices:

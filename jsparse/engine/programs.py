@@ -26,7 +26,15 @@ from jsparse.engine.program_keys import (
     service_keys,
 )
 from jsparse.engine.setup import EngineSpec
-from jsparse.engine.slots import Slots, neutral, no_decoding, no_evicting, no_knobs, no_reading
+from jsparse.engine.slots import (
+    Slots,
+    neutral,
+    no_decoding,
+    no_evicting,
+    no_knobs,
+    no_moving,
+    no_reading,
+)
 from jsparse.model_facts.constants import constants
 from jsparse.runtime.compilation import program
 from jsparse.runtime.program_set import ProgramKey, ProgramSet
@@ -47,6 +55,8 @@ class Programs(ProgramSet):
             "read": program(self.bodies.read, static_argnames="last", **own),
             "replay": program(self.bodies.replay, **own),
             "evict": program(self.bodies.evict, **own),
+            "park": program(self.bodies.park),
+            "resume": program(self.bodies.resume, **own),
             "join": program(self.bodies.join, static_argnames="choice", **own),
             "decode": program(self.bodies.decode, static_argnames="choice", **own),
             "round": program(self.bodies.round, static_argnames=("choice", "drafts"), **own),
@@ -152,7 +162,10 @@ class Programs(ProgramSet):
 
     def _shapes_of(self, name: str, size: tuple[int, ...]) -> tuple[Any, ...]:
         """Returns the shapes of the arguments with which a program of this size is run."""
-        return () if name == "start" else (self._slots, *self.of_nobody(name, size))
+        if name == "start":
+            return ()
+        shapes = self._slots, *self.of_nobody(name, size)
+        return (*shapes, jax.eval_shape(self.bodies.park, *shapes)) if name == "resume" else shapes
 
     def of_nobody(self, name: str, size: tuple[int, ...]) -> tuple[Any, ...]:
         """Returns what follows the slots where a program of this size is run for no row.
@@ -164,6 +177,8 @@ class Programs(ProgramSet):
             return np.zeros(size, np.int32), no_reading(spec, sizes, rows)
         if name in ("decode", "round"):
             return (no_decoding(self._made_for.decoding, sizes, *size),)
+        if name in ("park", "resume"):
+            return (no_moving(self._made_for.decoding, sizes),)
         if name == "evict":
             return no_evicting(spec, sizes, size[1]), no_knobs(self._made_for.knobs, 1)
         nobody = np.full(rows, sizes.num_slots, np.int32)

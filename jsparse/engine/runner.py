@@ -1,7 +1,7 @@
 """Carries plans out on the device: dispatches programs, and never waits for their results."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -10,15 +10,19 @@ from jaxtyping import Array
 
 from jsparse.engine.bodies import CHOICES
 from jsparse.engine.packing import NewTokens, unpack
-from jsparse.engine.program_keys import SamplingMode, decode_key, evict_key
+from jsparse.engine.program_keys import PARK, RESUME, SamplingMode, decode_key, evict_key
 from jsparse.engine.programs import Programs
 from jsparse.engine.setup import EngineSpec
-from jsparse.engine.slots import Slots, neutral
-from jsparse.engine.step_plan import Chunk, Decode, Decoding, Reading, StepPlan
+from jsparse.engine.slots import MOVED_GROUPS, MovedGroups, Parked, Slots, neutral
+from jsparse.engine.step_plan import Chunk, Decode, Decoding, Move, Reading, StepPlan
+from jsparse.host_memory.pages import host_sharding
 from jsparse.runtime.prefill import settle
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.request import Request, knob_rows
 from jsparse.runtime.sampling import row_sampling
+
+# copies of parts of a row that are on their way between device and host memory
+AT_A_TIME = 8
 
 
 class PendingResults(NamedTuple):
@@ -69,6 +73,8 @@ class Runner:
             for rows in spec.sizes.prefill_rows
         }
         self._slots: Slots = programs.run(ProgramKey.of("start"))
+        # the pages of answers that are parked, in host memory
+        self._parked: dict[int, list[Parked]] = {}
 
     def run_for_nobody(self, programs: Iterable[ProgramKey]) -> None:
         """Runs programs so that they change no row: on a GPU, first runs take longer.
@@ -76,7 +82,7 @@ class Runner:
         Services are left out, since they take a row that is due, whatever it is.
         """
         for key in programs:
-            if key.name not in ("start", "service"):
+            if key.name not in ("start", "service", "park", "resume"):
                 arguments = self._slots, *self._programs.of_nobody(key.name, key.size)
                 out = self._programs.run(key, *arguments)
                 self._slots = out if isinstance(out, Slots) else out[0]
@@ -85,8 +91,14 @@ class Runner:
     def run(self, plan: StepPlan) -> list[PendingResults]:
         """Dispatches a plan; returns its pending results."""
         pending = []
+        for number in plan.forgotten:
+            del self._parked[number]
+        for move in plan.resumed:
+            self._resume(move)
         if plan.reading is not None:
             pending.append(self._read(plan.reading))
+        for move in plan.parked:
+            self._park(move)
         if plan.decoding is not None:
             pending.append(self._decode(plan.decoding))
             if not plan.decoding.exact:  # a round has them within
@@ -152,6 +164,33 @@ class Runner:
         self._slots, packed = self._programs.run(join, self._slots, asked.slots, sampling, knobs)
         firsts = [(chunk.answer, row, 1) for row, chunk in enumerate(chunks)]
         return PendingResults(packed, firsts, reading)
+
+    def _park(self, move: Move) -> None:
+        """Copies the pages of a row to host memory."""
+        parts: list[Parked] = []
+        for nth, moved in enumerate(self._moved(move)):
+            if nth >= AT_A_TIME:  # the device has a copy of each that is on its way
+                jax.block_until_ready(parts[nth - AT_A_TIME])
+            part = self._programs.run(PARK, self._slots, moved)
+            parts.append(jax.device_put(part, host_sharding()))
+        self._parked[move.answer] = parts
+
+    def _resume(self, move: Move) -> None:
+        """Copies the pages of a row back, into other groups."""
+        parts, device = self._parked.pop(move.answer), jax.local_devices()[0]
+        for nth, (moved, part) in enumerate(zip(self._moved(move), parts, strict=False)):
+            if nth and nth % AT_A_TIME == 0:
+                self.settle()
+            part = jax.device_put(part, device)
+            self._slots = self._programs.run(RESUME, self._slots, moved, part)
+
+    def _moved(self, move: Move) -> Iterator[MovedGroups]:
+        """Returns the groups of a row, as many at a time as a program takes."""
+        for nth, groups in enumerate(itertools.batched(move.groups, MOVED_GROUPS)):
+            (moved,) = self._programs.of_nobody(PARK.name, PARK.size)
+            moved.slots[0], moved.first[0] = move.slot, nth * MOVED_GROUPS
+            moved.groups[0, : len(groups)] = groups
+            yield moved
 
     def _evict(self, chunk: Chunk) -> None:
         """Lets the policy compress a prompt that ends with this chunk."""

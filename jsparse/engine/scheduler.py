@@ -5,7 +5,9 @@ A plan is plain numbers: a log of plans replays a session (jsparse.engine.plan_l
 """
 
 import heapq
+import itertools
 import math
+from bisect import insort
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -21,6 +23,7 @@ from jsparse.engine.step_plan import (
     Decode,
     Decoding,
     Family,
+    Move,
     Phase,
     Reading,
     StepPlan,
@@ -105,6 +108,9 @@ class Scheduler:
         self.waiting: list[tuple[float, int, Answer]] = []
         self.reading: list[Answer] = []
         self.decoding: list[Answer] = []
+        self.parked: list[Answer] = []
+        self._moves: tuple[list[Move], list[Move], list[int]] = [], [], []
+        self._joins = itertools.count()
         self._slots = list(range(sizes.num_slots))
         self._places = list(range(MAX_READING))
         self._some_stopped = False
@@ -117,7 +123,12 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Returns whether there is no answer to work on."""
-        return not (self.waiting or self.reading or self.decoding)
+        return not (self.waiting or self.begun)
+
+    @property
+    def begun(self) -> list[Answer]:
+        """Returns the answers that have begun and have a slot."""
+        return [*self.reading, *self.decoding, *self.parked]
 
     def add(self, answer: Answer) -> None:
         """Takes in an answer.
@@ -149,9 +160,12 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Returns the next work, as if it were done at once: plans run in their order."""
+        self._moves = resumed, parked, forgotten = [], [], []
         self._let_go()
+        self._resume()
         self._admit()
-        return StepPlan(None if self._owed else self._reading(), self._decoding())
+        reading = None if self._owed else self._reading()
+        return StepPlan(reading, self._decoding(), resumed, parked, forgotten)
 
     def _let_go(self) -> None:
         """Frees the memory of answers that were stopped or have all their tokens planned."""
@@ -162,16 +176,21 @@ class Scheduler:
                     answer.phase = Phase.ENDED
             self.waiting = [entry for entry in self.waiting if not entry[2].stopped]
             heapq.heapify(self.waiting)
-        for answer in [*self.reading, *self.decoding]:
+        for answer in self.begun:
             # what a round gives is known later, and stops an answer then
             if answer.stopped or (answer.sent == answer.max_tokens and not answer.exact):
                 self._end(answer)
 
     def _end(self, answer: Answer) -> None:
-        (self.reading if answer.phase is Phase.READING else self.decoding).remove(answer)
+        if answer.phase is Phase.PARKED:
+            self.memory.forget(answer)
+            self._moves[2].append(answer.number)
+        lists = {Phase.READING: self.reading, Phase.PARKED: self.parked}
+        lists.get(answer.phase, self.decoding).remove(answer)
         self._leave_place(answer)
         heapq.heappush(self._slots, answer.slot)
-        if (self.rules.answers or answer.exact) and len(answer.made) > 1:
+        in_place = answer.phase is not Phase.PARKED
+        if in_place and (self.rules.answers or answer.exact) and len(answer.made) > 1:
             # K and V of the newest have not been computed
             text = np.concatenate([answer.ids, np.asarray(answer.made[:-1], np.int32)])
             answer.keys, answer.read = self._keys(answer, text), len(text)
@@ -180,14 +199,47 @@ class Scheduler:
         answer.phase = Phase.ENDED
 
     def _admit(self) -> None:
-        """Gives free slots and memory to waiting answers, the shortest first."""
-        while self.waiting and self._slots:
+        """Gives free slots and memory to waiting answers, the shortest first.
+
+        None begins while one that has begun is parked.
+        """
+        while self.waiting and self._slots and not self.parked:
             answer = self.waiting[0][2]
-            if not self.memory.admit(answer, [*self.reading, *self.decoding]):
+            if not self.memory.admit(answer, self.begun):
                 return
             heapq.heappop(self.waiting)
             answer.slot, answer.phase = heapq.heappop(self._slots), Phase.READING
             self.reading.append(answer)
+
+    def _resume(self) -> None:
+        """Brings parked answers back, the first to have joined first, where there is room.
+
+        Those that decode keep room to grow.
+        """
+        for answer in sorted(self.parked, key=lambda answer: answer.joined):
+            groups = self.memory.resume(answer, self.sizes.growth * len(self.decoding))
+            if not groups:
+                return
+            self._moves[0].append(Move(answer.number, answer.slot, list(groups)))
+            self.parked.remove(answer)
+            answer.phase = Phase.DECODING
+            insort(self.decoding, answer, key=lambda answer: answer.joined)
+
+    def _park_for(self, answer: Answer, planned: list[Answer]) -> bool:
+        """Parks the last to have joined, so that an answer can grow; returns whether it did.
+
+        Those that are `planned` stay. The answer itself is parked if it is the last, unless it is
+        alone: prompts that are being read will join.
+        """
+        others = [other for other in self.decoding if other not in planned]
+        last = next((other for other in reversed(others) if self.memory.can_park(other)), None)
+        if last is None or len(self.decoding) == 1:
+            return False
+        self._moves[1].append(Move(last.number, last.slot, self.memory.park(last)))
+        self.decoding.remove(last)
+        self.parked.append(last)
+        last.phase = Phase.PARKED
+        return True
 
     def _reading(self) -> Reading | None:
         """Plans to read a chunk of the prompt with the least left to read; waiting counts, too."""
@@ -277,7 +329,7 @@ class Scheduler:
         self._leave_place(answer)
         self.reading.remove(answer)
         self.decoding.append(answer)
-        answer.phase, answer.sent = Phase.DECODING, 1
+        answer.phase, answer.sent, answer.joined = Phase.DECODING, 1, next(self._joins)
         return self.memory.compress(answer)
 
     def _leave_place(self, answer: Answer) -> None:
@@ -348,9 +400,14 @@ class Scheduler:
         if exact:
             most += self._pace.drafts(self._rows_for(len(wanting), exact=True))
         for answer in wanting:
+            while answer.phase is Phase.DECODING and self.memory.lacks_pages(answer, self.begun):
+                if not self._park_for(answer, answers):
+                    break
+            if answer.phase is Phase.PARKED:
+                continue
             count = min(most, answer.max_tokens - answer.sent)
             first = self.memory.num_groups(answer)
-            groups = self.memory.grow(answer, count, [*self.reading, *self.decoding])
+            groups = self.memory.grow(answer, count, self.begun)
             count = self.memory.steps_left(answer, count)
             if count > 0:
                 answer.sent += count

@@ -10,6 +10,7 @@ import jax
 
 from jsparse.cache import CacheSpec
 from jsparse.engine.sizes import MAX_READING, EngineSizes, Rules
+from jsparse.host_memory.host_store import available_host_bytes
 from jsparse.hyper_parameters import flag, number_in, whole_number
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
@@ -86,6 +87,7 @@ def engine_spec(
     max_model_len: int | None,
     kv_cache_tokens: int | None,
     gpu_memory_utilization: float,
+    swap_space: float | None,
     page_size: int,
     per_request: Sequence[str],
     layer_stats: bool,
@@ -146,6 +148,7 @@ def engine_spec(
         ladder=ladder,
         max_stall_ms=max_stall_ms,
         max_model_len=max_model_len,
+        swap_space=swap_space,
     )
     sizes = sizes._replace(
         batch_invariant=batch_invariant,
@@ -249,6 +252,7 @@ def sizes_of(
     ladder: Sequence[tuple[int, int]] | None,
     max_stall_ms: float | None,
     max_model_len: int | None,
+    swap_space: float | None,
 ) -> EngineSizes:
     """Returns an engine's sizes; `Engine` documents the meaning of None.
 
@@ -295,7 +299,21 @@ def sizes_of(
         packed_tokens=default[0][1],
         evicted_pages=kept,
         prompt_pages=_prompt_pages(policy, spec) if kept else (),
+        host_groups=_host_groups(swap_space, decoding, policy),
     )
+
+
+def _host_groups(swap_space: float | None, spec: CacheSpec, policy: Policy) -> int:
+    """Returns the groups whose pages fit into so many GiB of host memory.
+
+    None is half of what is free on a GPU; a CPU has one memory for everything.
+    """
+    if swap_space is not None:
+        number_in("swap_space", swap_space, "[0, inf)")
+        nbytes = swap_space * 2**30
+    else:
+        nbytes = available_host_bytes() / 2 if _on_gpu() else 0
+    return int(nbytes / capacity.group_bytes(spec, policy))
 
 
 def _prompt_pages(policy: Policy, spec: CacheSpec) -> tuple[int, ...]:

@@ -42,6 +42,8 @@ class EngineSizes(NamedTuple):
             decode in the groups that they were read into.
         prompt_pages: the numbers of pages per head, rising, for which there are programs that
             compress prompts of as many.
+        host_groups: the groups that host memory has room for: answers leave their pages there while
+            others need the device's.
     """
 
     num_slots: int
@@ -63,6 +65,7 @@ class EngineSizes(NamedTuple):
     adapts: bool = False
     evicted_pages: int = 0
     prompt_pages: tuple[int, ...] = ()
+    host_groups: int = 0
 
     @property
     def full_sizes(self) -> list[int]:
@@ -147,6 +150,11 @@ class EngineSizes(NamedTuple):
     def growth(self) -> int:
         """The number of groups that an answer gets at a time."""
         return self.groups_for(self.growth_tokens)
+
+    @property
+    def row_groups(self) -> int:
+        """The most groups that an answer that decodes can hold."""
+        return self.evicted_pages or self.groups_for(self.max_model_len)
 
     def groups_for(self, tokens: int) -> int:
         """Returns the number of groups that hold this many tokens."""

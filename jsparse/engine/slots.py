@@ -14,7 +14,10 @@ from jsparse.policy import Policy
 from jsparse.runtime.request import Request
 from jsparse.runtime.rows import Batch
 from jsparse.runtime.sampling_params import OFF, SamplingParams
-from jsparse.runtime.shared_pages import SharedPages, scratch_group
+from jsparse.runtime.shared_pages import Pool, SharedPages, scratch_group
+
+# groups that a program takes out of the pools, or puts back: 134 MB of an 8B model
+MOVED_GROUPS = 64
 
 
 class Slots(NamedTuple):
@@ -141,6 +144,37 @@ def no_decoding(
         "groups": np.full((rows, sizes.growth), scratch_group(spec), np.int32),
     }
     return DecodeRows(**columns, prefixes=prefixes)
+
+
+class Parked(NamedTuple):
+    """Holds the pages of some groups: K and V, and the policy's arrays of pages."""
+
+    pools: tuple[Pool, ...]
+    state: list[Array]
+
+
+class MovedGroups(NamedTuple):
+    """Names groups whose pages leave the device or come back.
+
+    Attributes:
+        slots: the slot of the row that has them.
+        first: the number of groups that it has before them.
+        groups: the groups.
+    """
+
+    slots: Int32[Array, "1"]
+    first: Int32[Array, "1"]
+    groups: Int32[Array, "1 moved"]
+
+
+def no_moving(spec: CacheSpec, sizes: EngineSizes) -> MovedGroups:
+    """Returns arrays on the host of a program that moves groups, for none."""
+    columns: dict[str, Any] = {
+        "slots": np.full(1, sizes.num_slots, np.int32),
+        "first": np.full(1, spec.num_pages, np.int32),
+        "groups": np.full((1, MOVED_GROUPS), scratch_group(spec), np.int32),
+    }
+    return MovedGroups(**columns)
 
 
 def neutral() -> Request:

@@ -13,7 +13,7 @@ from jsparse.engine.blocks import CacheBlock
 # reads in a second, so that the shortest goes first and none waits forever.
 TOKENS_PER_SECOND = 20_000
 
-Phase = Enum("Phase", ["WAITING", "READING", "DECODING", "ENDED"])
+Phase = Enum("Phase", ["WAITING", "READING", "DECODING", "PARKED", "ENDED"])
 
 
 @dataclass(eq=False)
@@ -42,6 +42,8 @@ class Answer:
         blocks: the blocks that it holds, from the prompt's beginning on.
         own: the groups behind them.
         kept: the groups into which its prompt will be compressed, where the policy evicts.
+        joined: its place in the order in which answers have begun to decode.
+        parked: the groups whose pages host memory holds for it.
     """
 
     number: int
@@ -64,6 +66,8 @@ class Answer:
     blocks: list[CacheBlock] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
+    joined: int = 0
+    parked: int = 0
 
     @property
     def groups(self) -> list[int]:
@@ -177,13 +181,37 @@ class Decoding(NamedTuple):
         return self.drafts is not None
 
 
+class Move(NamedTuple):
+    """Plans that the pages of an answer leave the device for host memory, or that they come back.
+
+    Attributes:
+        answer, slot: the number of the answer, and its slot, which it keeps.
+        groups: its groups, in the order of its tokens.
+    """
+
+    answer: int
+    slot: int
+    groups: list[int]
+
+
 class StepPlan(NamedTuple):
-    """Plans the device's next work: reading, then decoding."""
+    """Plans the device's next work, in the order of doing.
+
+    Attributes:
+        reading: the prompts that are read; None is none.
+        decoding: the rows that decode, last; None is none.
+        resumed: the answers whose pages come back from host memory, first of all.
+        parked: those whose pages leave, between reading and decoding.
+        forgotten: the numbers of answers that have ended while they were parked.
+    """
 
     reading: Reading | None
     decoding: Decoding | None
+    resumed: Sequence[Move] = ()
+    parked: Sequence[Move] = ()
+    forgotten: Sequence[int] = ()
 
     @property
     def empty(self) -> bool:
         """Returns whether there is nothing to do."""
-        return self.reading is None and self.decoding is None
+        return not any(self)

@@ -156,6 +156,22 @@ def _nbytes(leaf: Any) -> int:
     return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
+def group_bytes(spec: CacheSpec, policy: Policy) -> float:
+    """Returns the bytes of a group: a page of all layers and heads, and of the policy's state."""
+    return _bytes_of(spec, policy)[0]
+
+
+def _bytes_of(spec: CacheSpec, policy: Policy) -> tuple[float, float]:
+    """Returns the bytes that a pool takes for each group, and beside that."""
+
+    def needs(groups: int) -> int:
+        return device_bytes(spec._replace(pool_pages=groups * spec.num_kv_heads), policy)
+
+    few, more = 64, 128
+    per_group = (needs(more) - needs(few)) / (more - few)
+    return per_group, needs(few) - few * per_group
+
+
 def pool_groups(
     spec: CacheSpec,
     policy: Policy,
@@ -188,13 +204,8 @@ def pool_groups(
             "most 1"
         )
 
-    def needs(groups: int) -> int:
-        own = device_bytes(spec._replace(pool_pages=groups * spec.num_kv_heads), policy)
-        return own + (state_bytes(reading, policy) if reading else 0)
-
-    few, more = 64, 128
-    per_group = (needs(more) - needs(few)) / (more - few)
-    rows = needs(few) - few * per_group
+    per_group, rows = _bytes_of(spec, policy)
+    rows += state_bytes(reading, policy) if reading else 0
     there = memory.available_bytes(gpu_memory_utilization) - rows
     maximum = max(0, int(there // per_group))
     if tokens is None:

@@ -137,6 +137,26 @@ def put_state(
     )
 
 
+def take_pages(
+    policy: Policy, spec: CacheSpec, state: State, pages: Int32[Array, "n"]
+) -> list[Array]:
+    """Returns these pages of the arrays of the state that pages own."""
+    found = zip(jax.tree.leaves(state), owners(policy, spec), strict=True)
+    return [jnp.take(leaf, pages, owner.axis) for leaf, owner in found if owner.kind == "page"]
+
+
+def put_pages(
+    policy: Policy, spec: CacheSpec, state: State, pages: Int32[Array, "n"], taken: list[Array]
+) -> State:
+    """Returns the state with what `take_pages` took in these pages."""
+    rest, leaves = iter(taken), []
+    for leaf, owner in zip(jax.tree.leaves(state), owners(policy, spec), strict=True):
+        if owner.kind == "page":
+            leaf = _put(leaf, next(rest), pages, owner.axis)
+        leaves.append(leaf)
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
 def clear_rows(
     policy: Policy, spec: CacheSpec, cache: KVCache, state: State, rows: Int32[Array, "n"]
 ) -> tuple[KVCache, State]:

@@ -59,7 +59,7 @@ class SharedPages:
     def of_rows(self, active: Bool[Array, "B"] | None = None) -> KVCache:
         """Returns the cache that policies know; rows that are not active are empty there."""
         lengths = self.lengths if active is None else jnp.where(active, self.lengths, 0)
-        table = self._pages_of(self.groups)
+        table = self._by_head(self.groups)
         heads = len(self.pools), *table.shape[:2]
         by_head = jnp.broadcast_to(lengths[:, None] if self.held is None else self.held, heads)
         if active is not None:
@@ -86,7 +86,7 @@ class SharedPages:
             held = jnp.where(longer[:, None] > 0, held, self.held)
         return replace(self, pools=pools, lengths=lengths, held=held)
 
-    def _pages_of(self, groups: Int32[Array, "n m"]) -> Int32[Array, "n K m"]:
+    def _by_head(self, groups: Int32[Array, "n m"]) -> Int32[Array, "n K m"]:
         """Returns the pages of groups, by head."""
         head = jnp.arange(self.num_kv_heads, dtype=jnp.int32)[:, None]
         return groups[:, None] * self.num_kv_heads + head
@@ -138,9 +138,22 @@ class SharedPages:
 
     def copied(self, old: Int32[Array, "n m"], new: Int32[Array, "n m"]) -> "SharedPages":
         """Returns the pages after those of the groups `old` were copied to the groups `new`."""
-        old, new = (self._pages_of(groups).reshape(-1) for groups in (old, new))
-        pools = jax.tree.map(lambda pool: pool.at[new].set(pool[old]), self.pools)
+        return self.put_groups(new, self.take_groups(old))
+
+    def take_groups(self, groups: Int32[Array, "n m"]) -> tuple[Pool, ...]:
+        """Returns the pages of these groups, a copy."""
+        pages = self.pages_of(groups)
+        return jax.tree.map(lambda pool: pool[pages], self.pools)
+
+    def put_groups(self, groups: Int32[Array, "n m"], taken: tuple[Pool, ...]) -> "SharedPages":
+        """Returns the pages with what `take_groups` took in these groups."""
+        pages = self.pages_of(groups)
+        pools = jax.tree.map(lambda pool, new: pool.at[pages].set(new), self.pools, taken)
         return replace(self, pools=pools)
+
+    def pages_of(self, groups: Int32[Array, "n m"]) -> Int32[Array, "pages"]:
+        """Returns the pages of groups."""
+        return self._by_head(groups).reshape(-1)
 
 
 def _held(cache: KVCache) -> Int32[Array, "L B K"]:

@@ -45,7 +45,8 @@ class Live:
         scheduler = self._engine.scheduler
         decoding = list(scheduler.decoding)
         return {
-            "running": len(scheduler.reading) + len(decoding),
+            "running": len(scheduler.begun),
+            "parked": len(scheduler.parked),
             "waiting": len(scheduler.waiting),
             "kv_cache_usage": kv_cache_usage(self._engine),
             "prefix_cache_hits": self._service.metrics.hit_tokens,
@@ -97,6 +98,6 @@ class Live:
 
 
 def _phase(stream: PromptStream) -> str:
-    """Returns waiting, reading, decoding or ended: how far the last of the answers is."""
+    """Returns waiting, reading, decoding, parked or ended: how far the last of the answers is."""
     phases = [answer.phase for answer in stream.state.answers]
     return min(phases, key=lambda phase: phase.value).name.lower()

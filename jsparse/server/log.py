@@ -62,7 +62,7 @@ def seen(engine: Engine) -> EngineSnapshot:
 def of_speed(engine: Engine, before: EngineSnapshot, now: EngineSnapshot) -> str:
     """Returns the line about the engine's work between two times, or "" for none."""
     scheduler = engine.scheduler
-    running = len(scheduler.reading) + len(scheduler.decoding)
+    running = len(scheduler.begun)
     waiting = len(scheduler.waiting)
     if before[1:] == now[1:] and not running and not waiting:
         return ""

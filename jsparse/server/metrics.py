@@ -90,10 +90,16 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Yields the engine's counters; the registry calls this."""
         scheduler, counters = self._engine.scheduler, self._engine.counters
-        running = len(scheduler.reading) + len(scheduler.decoding)
+        running, memory = len(scheduler.begun), scheduler.memory
         for name, text, value in (
             ("num_requests_running", "Answers that have a slot.", running),
             ("num_requests_waiting", "Answers that wait for a slot.", len(scheduler.waiting)),
+            ("num_requests_swapped", "Answers parked in host memory.", len(scheduler.parked)),
+            (
+                "swap_space_usage_perc",
+                "Share of the host memory for parked answers in use; 1 is all.",
+                memory.parked / max(self._engine.sizes.host_groups, 1),
+            ),
             (
                 "kv_cache_usage_perc",
                 "Share of K and V in use; 1 is all.",
@@ -106,7 +112,7 @@ class Metrics:
         for name, text, value in (
             ("prefix_cache_queries", "Tokens looked for in the prefix cache.", self.query_tokens),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", self.hit_tokens),
-            ("num_preemptions", "Preempted requests; always 0.", 0),
+            ("num_preemptions", "Times that an answer was parked.", counters.parked_answers),
             ("generation_tokens", "Tokens of answers.", counters.new_tokens),
             ("computed_prompt_tokens", "Prompt tokens that were computed.", counters.read_tokens),
             ("decode_steps", "Decode steps.", counters.decode_steps),

@@ -28,7 +28,7 @@ class Serving(RuleBasedStateMachine):
         self.asked, self.cut_short, self.clock = [], set(), 0.0
         # what a device would hold: per answer, the prompt's tokens in its groups, and its steps
         self.read, self.steps, self.slots, self.places = {}, Counter(), {}, {}
-        self.tables = {}
+        self.tables, self.on_host = {}, {}
         # the tokens that groups hold, and whether a whole chunk wrote them
         self.written = {}
 
@@ -61,8 +61,21 @@ class Serving(RuleBasedStateMachine):
             self.follow(self.scheduler.plan())
 
     def follow(self, plan):
+        for move in plan.resumed:
+            assert len(move.groups) == len(set(move.groups)) >= self.on_host.pop(move.answer)
+            assert self.slots[move.slot] == move.answer
+            self.tables[move.answer] = list(move.groups)
+            for group in move.groups:
+                self.written.pop(group, None)
         if plan.reading is not None:
             self.follow_reading(plan.reading)
+        for move in plan.parked:
+            assert self.slots[move.slot] == move.answer
+            assert self.tables.pop(move.answer) == move.groups
+            self.on_host[move.answer] = len(move.groups)
+        for number in plan.forgotten:
+            del self.on_host[number]
+        assert sum(self.on_host.values()) <= self.sizes.host_groups
         if plan.decoding is None:
             return
         self.follow_families(plan.decoding)
@@ -190,8 +203,10 @@ class Serving(RuleBasedStateMachine):
         assert not set(own) & set(shared)
         assert len(own) + len(set(shared)) + pool.available == pool.size
         assert all(block.holders == count for block, count in blocks.items())
-        slots = [held.slot for held in live]
+        slots = [held.slot for held in scheduler.begun]
         assert len(slots) == len(set(slots))
+        assert scheduler.memory.parked == sum(held.parked for held in scheduler.parked)
+        assert not any(held.groups or held.kept for held in scheduler.parked)
         places = [held.place for held in scheduler.reading if held.place >= 0]
         assert sorted([*places, *scheduler._places]) == list(range(MAX_READING))
         for held in live:
@@ -252,6 +267,18 @@ class Keeping(Variant):
 
     sizes = Variant.sizes._replace(evicted_pages=16, family_rows=0, num_groups=25)
     most = staticmethod(lambda prompt, new: min(prompt, 10) + new)
+
+
+class Parking(Variant):
+    """The same, where answers leave the device for others."""
+
+    sizes = Variant.sizes._replace(host_groups=60, growth_tokens=4, num_groups=25, family_rows=0)
+
+
+class ParkingCompressed(Keeping):
+    """Both."""
+
+    sizes = Keeping.sizes._replace(host_groups=60, growth_tokens=4)
 
 
 class Drafting(Variant):
@@ -318,7 +345,18 @@ class Drafting(Variant):
             self.written[group] = text[: at + SIZES.page_size], True
 
 
-MACHINES = [Scarce, Serving, Replaying, Variant, VariantReplaying, Drafting, Evicting, Keeping]
+MACHINES = [
+    Scarce,
+    Serving,
+    Replaying,
+    Variant,
+    VariantReplaying,
+    Drafting,
+    Evicting,
+    Keeping,
+    Parking,
+    ParkingCompressed,
+]
 
 
 def run_events(machine, examples, steps):

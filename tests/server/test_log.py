@@ -36,9 +36,7 @@ def test_a_request_has_a_line(given, line):
 
 def an_engine(running=0, waiting=0, read=0, new=0):
     pool = SimpleNamespace(available=30, size=40)
-    scheduler = SimpleNamespace(
-        reading=[], decoding=[0] * running, waiting=[0] * waiting, pool=pool
-    )
+    scheduler = SimpleNamespace(begun=[0] * running, reading=[], waiting=[0] * waiting, pool=pool)
     return SimpleNamespace(
         scheduler=scheduler, counters=SimpleNamespace(read_tokens=read, new_tokens=new)
     )

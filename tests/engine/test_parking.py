@@ -1,0 +1,116 @@
+"""Tests that answers leave the device for others and come back, with the same bits."""
+
+import pytest
+from marks import slow_except
+from planning import RULES, Pace, answer
+from serving import asked, assert_at_rest, bits, greedy, tiny_llm, until
+from tiny import random_prompts
+
+from jsparse.engine import plan_log, replay, setup
+from jsparse.engine.scheduler import Scheduler
+from jsparse.engine.sizes import EngineSizes
+
+PROMPTS = random_prompts((9, 21, 17, 13), seed=5)
+LONG = greedy(50, ignore_eos=True)
+# state of rows, of pages, of neither, and heads that hold different tokens
+POLICIES = (
+    "dense",
+    "quest(budget=16)",
+    "lfps(budget=0.3)",
+    "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)",
+    "snapkv(budget=8, window=4, pool=3)",
+)
+# of 17 groups of pages four answers want eight each
+SCARCE = {"kv_cache_tokens": 136, "swap_space": 1}
+
+
+@pytest.fixture(autouse=True)
+def answers_grow_by_a_page(monkeypatch):
+    monkeypatch.setattr(setup, "GROWTH_TOKENS", 8)
+
+
+def moves_of(llm, prompts):
+    """What requests get, and how many answers were parked and resumed meanwhile."""
+    moved, run = [], llm.engine._runner.run
+    llm.engine._runner.run = lambda plan: moved.append(plan) or run(plan)
+    outs = llm.generate(prompts, LONG)
+    llm.engine._runner.run = run
+    return outs, *(sum(len(getattr(p, name)) for p in moved) for name in ("parked", "resumed"))
+
+
+@pytest.mark.parametrize("expression", slow_except(POLICIES, "quest(budget=16)"))
+def test_who_was_parked_gets_the_same_bits(expression):
+    """As alone, where nobody is."""
+    llm = tiny_llm(expression, **SCARCE)
+    outs, parked, resumed = moves_of(llm, PROMPTS)
+    assert parked == resumed == llm.engine.counters.parked_answers > 0
+    for prompt, out in zip(PROMPTS, outs, strict=True):
+        (alone,), moved, _ = moves_of(llm, [prompt])
+        assert not moved
+        assert bits(alone) == bits(out)
+    assert_at_rest(llm)
+    assert not llm.engine._runner._parked
+
+
+@pytest.mark.slow
+def test_without_host_memory_answers_wait():
+    llm = tiny_llm("dense", **SCARCE | {"swap_space": 0})
+    outs, parked, _ = moves_of(llm, PROMPTS)
+    assert not parked
+    assert [len(out.outputs[0].token_ids) for out in outs] == [50] * 4
+
+
+@pytest.mark.slow
+def test_parked_requests_may_be_aborted():
+    llm = tiny_llm("dense", **SCARCE)
+    for nth, prompt in enumerate(PROMPTS):
+        llm.engine.add(asked(llm, prompt, LONG), request_id=f"{nth}")
+    until(llm, lambda: llm.engine.scheduler.parked)
+    assert llm.engine._runner._parked
+    for nth in range(4):
+        llm.engine.abort(f"{nth}")
+    until(llm, lambda: llm.engine.idle)
+    assert_at_rest(llm)
+    assert not llm.engine._runner._parked
+
+
+@pytest.mark.slow
+def test_a_log_of_parked_answers_is_replayed(tmp_path):
+    llm = tiny_llm("quest(budget=16)", **SCARCE, record=tmp_path / "log.jsonl")
+    llm.generate(PROMPTS, LONG)
+    recorded = plan_log.read(tmp_path / "log.jsonl")
+    assert any(plan.parked for plan in recorded.plans)
+    assert replay.replay(llm.engine.params, tmp_path / "log.jsonl") == recorded.got
+
+
+def test_swap_space_is_checked():
+    with pytest.raises(ValueError, match="swap_space=-1: must be a finite number of at least 0"):
+        tiny_llm("dense", swap_space=-1)
+
+
+@pytest.mark.parametrize(("host", "least", "most"), [(0, 0, 6), (640, 17, 32)])
+def test_long_answers_do_not_wait_for_one_another_where_they_can_be_parked(host, least, most):
+    """Room for 15 of 32 long answers: the mean number of rows that decode side by side."""
+    sizes = EngineSizes(
+        num_slots=32,
+        max_model_len=640,
+        page_size=16,
+        num_groups=601,
+        ladder=((0, 128),),
+        tails=(),
+        block_tokens=128,
+        steps=8,
+        rows=(32,),
+        growth_tokens=16,
+        host_groups=host,
+    )
+    scheduler = Scheduler(sizes, RULES._replace(root=None, periods=()), Pace())
+    for number in range(32):
+        scheduler.add(answer(number, range(128), 512))
+    steps = rows = 0
+    while not scheduler.idle:
+        plan = scheduler.plan()
+        if plan.decoding is not None:
+            steps += plan.decoding.steps
+            rows += sum(row.steps for row in plan.decoding.rows)
+    assert least <= rows / steps <= most
