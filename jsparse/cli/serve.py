@@ -30,11 +30,8 @@ GpuMemoryUtilizationOption = Annotated[
     Option(help="Share of the memory that model, K and V and the policy's state may take."),
 ]
 SwapSpaceOption = Annotated[
-    float | None,
-    Option(
-        help="GiB of host memory for K and V of answers that make room for others; by default half "
-        "of what is free on a GPU."
-    ),
+    float,
+    Option(help="GiB of host memory for K and V of answers that make room for others."),
 ]
 EnablePrefixCachingOption = Annotated[
     bool, Option(help="Whether requests share what others have read of the same prompt.")
@@ -125,7 +122,7 @@ def serve(
     max_model_len: MaxModelLenOption = None,
     max_num_seqs: MaxNumSeqsOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = 0.9,
-    swap_space: SwapSpaceOption = None,
+    swap_space: SwapSpaceOption = 0.0,
     enable_prefix_caching: EnablePrefixCachingOption = True,
     api_key: ApiKeyOption = None,
     served_model_name: ServedModelNameOption = None,

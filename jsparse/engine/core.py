@@ -63,7 +63,7 @@ class Engine:
         max_waiting: int | None = None,
         kv_cache_tokens: int | None = None,
         gpu_memory_utilization: float = 0.9,
-        swap_space: float | None = None,
+        swap_space: float = 0.0,
         page_size: int = 16,
         enable_prefix_caching: bool = True,
         per_request: Sequence[str] = (),
@@ -369,3 +369,4 @@ class Engine:
         self._live.clear()
         self._requests.clear()
         self._in_flight.clear()
+        self._runner.forget()

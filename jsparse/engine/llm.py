@@ -46,7 +46,7 @@ class LLM:
         max_num_seqs: int | None = None,
         max_model_len: int | None = None,
         gpu_memory_utilization: float = 0.9,
-        swap_space: float | None = None,
+        swap_space: float = 0.0,
         kv_cache_tokens: int | None = None,
         max_waiting: int | None = None,
         enable_prefix_caching: bool = True,
@@ -90,8 +90,8 @@ class LLM:
             gpu_memory_utilization: the share of the device's memory, on a CPU of its free memory,
                 that model, K and V and the policy's state may take; programs need the rest.
             swap_space: the GiB of host memory for K and V of answers that have to leave the device
-                for a while, since answers of others need theirs; 0 is that these wait instead. None
-                is half of the memory that is free on a GPU, and 0 on a CPU.
+                for a while, since those of others need theirs; 0 is that these wait instead. It is
+                of use where it and the device's memory hold all that answers can come to need.
             page_size: the number of tokens per page.
             enable_prefix_caching: whether prompts that begin alike, or as a prompt and its answer,
                 are read once, if `policy` can.

@@ -13,8 +13,9 @@ class Memory:
     """Gives answers the memory of their prompts when they begin, and that of their tokens later.
 
     Answers begin and grow only as long as all that have begun can come to their ends, so that none
-    is ever thrown out. Those that have to wait for groups can leave theirs to others: their pages
-    go to host memory, as far as that has room, and come back.
+    is ever thrown out. Where host memory has room for what the device has not, that is all of them
+    side by side, and who has to wait leaves its groups to others: its pages go to host memory and
+    come back. Else they can end one by one, and who has to wait keeps its groups.
 
     Attributes:
         pool: the groups and the blocks that are shared.
@@ -66,7 +67,8 @@ class Memory:
         later = max(0, self._missing(answer) - (wanted if self.sizes.evicted_pages else first))
         claim = later, wanted, self.pool.find(shared)
         # one that is alone has room, but its prompt may be held by blocks alone
-        if left < 0 or (begun and not self._all_can_end(begun, left, claim)):
+        can_end = not begun or self._fit_with_host([*begun, answer])
+        if left < 0 or not (can_end or self._all_can_end(begun, left, claim)):
             return False
         answer.blocks = self.pool.hold(shared)
         answer.own = self.pool.take(wanted)
@@ -154,8 +156,8 @@ class Memory:
         """
         if self.steps_left(answer, steps) >= steps:
             return []
-        count = min(self.sizes.growth, self._missing(answer))
-        if self.pool.available < count or not self._may_grow(answer, count, begun):
+        count = min(self.sizes.growth, self._missing(answer), self.pool.available)
+        if count == 0 or not self._may_grow(answer, count, begun):
             return []
         groups = self.pool.take(count)
         answer.own += groups
@@ -164,14 +166,39 @@ class Memory:
     def lacks_pages(self, answer: Answer, begun: Sequence[Answer]) -> bool:
         """Returns whether an answer waits for others to leave the device, and not for their ends.
 
-        It has no memory for a step, but might grow.
+        It has no memory for a step, and there is none.
         """
-        count = min(self.sizes.growth, self._missing(answer))
-        short = self.steps_left(answer, 1) == 0 and self.pool.available < count
-        return short and self._may_grow(answer, count, begun)
+        short = self.pool.available == 0 and self.steps_left(answer, 1) == 0
+        return short and self._fit_with_host(begun)
+
+    def _fit_with_host(self, begun: Sequence[Answer]) -> bool:
+        """Returns whether device and host memory together have room for all that these will need.
+
+        Two of the largest answers are left over, since answers move as wholes: then either one that
+        waits can leave the device, or what is there leaves room for another to come to its end.
+        """
+        sizes = self.sizes
+        room = sizes.host_groups - 2 * self._on_host(sizes.row_groups)
+        if room < 0:
+            return False
+        needs = (
+            max(
+                self._first(len(own.ids), own.max_tokens),
+                self._needed(len(own.ids), own.max_tokens),
+            )
+            for own in begun
+        )
+        return sum(map(self._on_host, needs)) <= self.pool.size + room
+
+    def _on_host(self, groups: int) -> int:
+        """Returns the groups of host memory that so many take: they are moved by parts."""
+        part = self.sizes.moved_groups
+        return -(-groups // part) * part
 
     def _may_grow(self, answer: Answer, count: int, begun: Sequence[Answer]) -> bool:
         """Returns whether all could come to their ends if an answer had so many groups more."""
+        if self._fit_with_host(begun):
+            return True
         answer.own += [-1] * count
         may = self._all_can_end(begun, self.pool.available - count)
         del answer.own[len(answer.own) - count :]
@@ -179,14 +206,14 @@ class Memory:
 
     def can_park(self, answer: Answer) -> bool:
         """Returns whether host memory has room for an answer's pages."""
-        return self.parked + self.num_groups(answer) <= self.sizes.host_groups
+        return self.parked + self._on_host(self.num_groups(answer)) <= self.sizes.host_groups
 
     def park(self, answer: Answer) -> list[int]:
         """Takes back the groups of an answer, and returns them: their pages go to host memory."""
         groups = answer.groups
         self.release(answer)
         answer.parked = len(groups)
-        self.parked += answer.parked
+        self.parked += self._on_host(answer.parked)
         return groups
 
     def resume(self, answer: Answer, spare: int) -> list[int]:
@@ -203,7 +230,7 @@ class Memory:
 
     def forget(self, answer: Answer) -> None:
         """Frees the host memory of an answer."""
-        self.parked -= answer.parked
+        self.parked -= self._on_host(answer.parked)
         answer.parked = 0
 
     def num_groups(self, answer: Answer) -> int:
@@ -234,17 +261,10 @@ class Memory:
         has, and shares these groups and blocks.
         """
         claims = [
-            (
-                self._missing(answer),
-                len(answer.own) + len(answer.kept) + answer.parked,
-                answer.blocks,
-            )
+            (self._missing(answer), len(answer.own) + len(answer.kept), answer.blocks)
             for answer in begun
         ]
         claims.append(further)
-        # who waits can leave the device, one whole answer after the other
-        room = self.sizes.host_groups - self.parked - self.sizes.row_groups
-        available += max(0, room)
         if sum(missing for missing, _, _ in claims) <= available:
             return True
         holders = Counter(block for _, _, blocks in claims for block in blocks)

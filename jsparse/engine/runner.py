@@ -1,6 +1,10 @@
-"""Carries plans out on the device: dispatches programs, and never waits for their results."""
+"""Carries plans out on the device: dispatches programs, and does not wait for their results.
+
+Where answers move between device and host memory it waits, so that few copies are on their way.
+"""
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -13,7 +17,7 @@ from jsparse.engine.packing import NewTokens, unpack
 from jsparse.engine.program_keys import PARK, RESUME, SamplingMode, decode_key, evict_key
 from jsparse.engine.programs import Programs
 from jsparse.engine.setup import EngineSpec
-from jsparse.engine.slots import MOVED_GROUPS, MovedGroups, Parked, Slots, neutral
+from jsparse.engine.slots import MovedGroups, Parked, Slots, neutral
 from jsparse.engine.step_plan import Chunk, Decode, Decoding, Move, Reading, StepPlan
 from jsparse.host_memory.pages import host_sharding
 from jsparse.runtime.prefill import settle
@@ -75,6 +79,7 @@ class Runner:
         self._slots: Slots = programs.run(ProgramKey.of("start"))
         # the pages of answers that are parked, in host memory
         self._parked: dict[int, list[Parked]] = {}
+        self._copying: deque[Parked] = deque()
 
     def run_for_nobody(self, programs: Iterable[ProgramKey]) -> None:
         """Runs programs so that they change no row: on a GPU, first runs take longer.
@@ -118,6 +123,11 @@ class Runner:
             (answer, unpack(packed[:steps, row], layers, layer_stats), steps)
             for answer, row, steps in pending.rows
         ]
+
+    def forget(self) -> None:
+        """Lets the pages of parked answers go."""
+        self._parked.clear()
+        self._copying.clear()
 
     def settle(self) -> None:
         """Waits for running programs: a process that exits during one is aborted."""
@@ -168,27 +178,28 @@ class Runner:
     def _park(self, move: Move) -> None:
         """Copies the pages of a row to host memory."""
         parts: list[Parked] = []
-        for nth, moved in enumerate(self._moved(move)):
-            if nth >= AT_A_TIME:  # the device has a copy of each that is on its way
-                jax.block_until_ready(parts[nth - AT_A_TIME])
+        for moved in self._moved(move):
             part = self._programs.run(PARK, self._slots, moved)
             parts.append(jax.device_put(part, host_sharding()))
+            self._copying.append(parts[-1])
         self._parked[move.answer] = parts
 
     def _resume(self, move: Move) -> None:
         """Copies the pages of a row back, into other groups."""
         parts, device = self._parked.pop(move.answer), jax.local_devices()[0]
-        for nth, (moved, part) in enumerate(zip(self._moved(move), parts, strict=False)):
-            if nth and nth % AT_A_TIME == 0:
-                self.settle()
+        for moved, part in zip(self._moved(move), parts, strict=True):
             part = jax.device_put(part, device)
             self._slots = self._programs.run(RESUME, self._slots, moved, part)
+            self._copying.append(part)
 
     def _moved(self, move: Move) -> Iterator[MovedGroups]:
         """Returns the groups of a row, as many at a time as a program takes."""
-        for nth, groups in enumerate(itertools.batched(move.groups, MOVED_GROUPS)):
+        size = self._spec.sizes.moved_groups
+        for nth, groups in enumerate(itertools.batched(move.groups, size)):
+            if len(self._copying) >= AT_A_TIME:  # the device has a copy of each
+                jax.block_until_ready(self._copying.popleft())
             (moved,) = self._programs.of_nobody(PARK.name, PARK.size)
-            moved.slots[0], moved.first[0] = move.slot, nth * MOVED_GROUPS
+            moved.slots[0], moved.first[0] = move.slot, nth * size
             moved.groups[0, : len(groups)] = groups
             yield moved
 

@@ -228,11 +228,14 @@ class Scheduler:
     def _park_for(self, answer: Answer, planned: list[Answer]) -> bool:
         """Parks the last to have joined, so that an answer can grow; returns whether it did.
 
-        Those that are `planned` stay. The answer itself is parked if it is the last, unless it is
-        alone: prompts that are being read will join.
+        Those that are `planned` stay, and those that joined before the answer. It is parked itself
+        if it is the last, unless it is alone: prompts that are being read will join. Nobody is
+        where one has all its tokens planned: the next plan has its memory.
         """
-        others = [other for other in self.decoding if other not in planned]
-        last = next((other for other in reversed(others) if self.memory.can_park(other)), None)
+        if any(o.sent == o.max_tokens and not o.exact for o in self.decoding if o not in planned):
+            return False
+        later = [o for o in self.decoding if o not in planned and o.joined >= answer.joined]
+        last = next((o for o in reversed(later) if self.memory.can_park(o)), None)
         if last is None or len(self.decoding) == 1:
             return False
         self._moves[1].append(Move(last.number, last.slot, self.memory.park(last)))
@@ -442,13 +445,14 @@ class Scheduler:
         """
         if self.reading or not self.decoding:
             return 1
-        steps = min(self.sizes.steps, BUSY_STEPS) if self.waiting else self.sizes.steps
+        some_wait = self.waiting or self.parked
+        steps = min(self.sizes.steps, BUSY_STEPS) if some_wait else self.sizes.steps
         rows = [answer for answer in self.decoding if not answer.exact]
         if len(rows) < len(self.decoding):
             steps = min(steps, 1 + max(self.sizes.drafts))
         left = [answer.max_tokens - answer.sent for answer in rows]
         ends = [max(left, default=0)]
-        if self.waiting:
+        if some_wait:
             ends += [steps for steps in left if steps > 0]
         for answer in rows:
             ends += until_due(self.rules.periods, answer.sent - 1)

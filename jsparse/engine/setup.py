@@ -10,7 +10,7 @@ import jax
 
 from jsparse.cache import CacheSpec
 from jsparse.engine.sizes import MAX_READING, EngineSizes, Rules
-from jsparse.host_memory.host_store import available_host_bytes
+from jsparse.host_memory.host_store import LIMIT_VARIABLE, available_host_bytes
 from jsparse.hyper_parameters import flag, number_in, whole_number
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
@@ -45,6 +45,8 @@ GROWTH_TOKENS = 256
 # The pages per head of the smallest program that compresses prompts; each larger one has four times
 # as many.
 PROMPT_PAGES = 128
+# Groups that leave the device, or come back, at a time: 134 MB of an 8B model.
+MOVED_GROUPS = 64
 # A GPU has room for several short chunks at a time.
 PACKED_GPU = 8
 
@@ -87,7 +89,7 @@ def engine_spec(
     max_model_len: int | None,
     kv_cache_tokens: int | None,
     gpu_memory_utilization: float,
-    swap_space: float | None,
+    swap_space: float,
     page_size: int,
     per_request: Sequence[str],
     layer_stats: bool,
@@ -252,7 +254,7 @@ def sizes_of(
     ladder: Sequence[tuple[int, int]] | None,
     max_stall_ms: float | None,
     max_model_len: int | None,
-    swap_space: float | None,
+    swap_space: float,
 ) -> EngineSizes:
     """Returns an engine's sizes; `Engine` documents the meaning of None.
 
@@ -300,19 +302,20 @@ def sizes_of(
         evicted_pages=kept,
         prompt_pages=_prompt_pages(policy, spec) if kept else (),
         host_groups=_host_groups(swap_space, decoding, policy),
+        moved_groups=MOVED_GROUPS,
     )
 
 
-def _host_groups(swap_space: float | None, spec: CacheSpec, policy: Policy) -> int:
-    """Returns the groups whose pages fit into so many GiB of host memory.
-
-    None is half of what is free on a GPU; a CPU has one memory for everything.
-    """
-    if swap_space is not None:
-        number_in("swap_space", swap_space, "[0, inf)")
-        nbytes = swap_space * 2**30
-    else:
-        nbytes = available_host_bytes() / 2 if _on_gpu() else 0
+def _host_groups(swap_space: float, spec: CacheSpec, policy: Policy) -> int:
+    """Returns the groups whose pages fit into so many GiB of host memory."""
+    number_in("swap_space", swap_space, "[0, inf)")
+    nbytes, there = swap_space * 2**30, available_host_bytes()
+    if nbytes > there:
+        limit = f", as {LIMIT_VARIABLE} allows," if _on_gpu() else ""
+        raise ValueError(
+            f"swap_space={swap_space}: must be at most {there / 2**30:.1f}, the GiB of host memory "
+            f"that are free{limit} now"
+        )
     return int(nbytes / capacity.group_bytes(spec, policy))
 
 

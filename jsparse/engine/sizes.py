@@ -44,6 +44,7 @@ class EngineSizes(NamedTuple):
             compress prompts of as many.
         host_groups: the groups that host memory has room for: answers leave their pages there while
             others need the device's.
+        moved_groups: the groups of a part of an answer's pages that is moved at a time.
     """
 
     num_slots: int
@@ -66,6 +67,7 @@ class EngineSizes(NamedTuple):
     evicted_pages: int = 0
     prompt_pages: tuple[int, ...] = ()
     host_groups: int = 0
+    moved_groups: int = 1
 
     @property
     def full_sizes(self) -> list[int]:

@@ -16,9 +16,6 @@ from jsparse.runtime.rows import Batch
 from jsparse.runtime.sampling_params import OFF, SamplingParams
 from jsparse.runtime.shared_pages import Pool, SharedPages, scratch_group
 
-# groups that a program takes out of the pools, or puts back: 134 MB of an 8B model
-MOVED_GROUPS = 64
-
 
 class Slots(NamedTuple):
     """Holds all rows of an engine, whether or not they hold requests.
@@ -172,7 +169,7 @@ def no_moving(spec: CacheSpec, sizes: EngineSizes) -> MovedGroups:
     columns: dict[str, Any] = {
         "slots": np.full(1, sizes.num_slots, np.int32),
         "first": np.full(1, spec.num_pages, np.int32),
-        "groups": np.full((1, MOVED_GROUPS), scratch_group(spec), np.int32),
+        "groups": np.full((1, sizes.moved_groups), scratch_group(spec), np.int32),
     }
     return MovedGroups(**columns)
 

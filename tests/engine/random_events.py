@@ -61,8 +61,10 @@ class Serving(RuleBasedStateMachine):
             self.follow(self.scheduler.plan())
 
     def follow(self, plan):
+        for number in plan.forgotten:
+            del self.on_host[number]
         for move in plan.resumed:
-            assert len(move.groups) == len(set(move.groups)) >= self.on_host.pop(move.answer)
+            assert len(move.groups) == len(set(move.groups)) == self.on_host.pop(move.answer)
             assert self.slots[move.slot] == move.answer
             self.tables[move.answer] = list(move.groups)
             for group in move.groups:
@@ -73,8 +75,6 @@ class Serving(RuleBasedStateMachine):
             assert self.slots[move.slot] == move.answer
             assert self.tables.pop(move.answer) == move.groups
             self.on_host[move.answer] = len(move.groups)
-        for number in plan.forgotten:
-            del self.on_host[number]
         assert sum(self.on_host.values()) <= self.sizes.host_groups
         if plan.decoding is None:
             return
@@ -272,13 +272,13 @@ class Keeping(Variant):
 class Parking(Variant):
     """The same, where answers leave the device for others."""
 
-    sizes = Variant.sizes._replace(host_groups=60, growth_tokens=4, num_groups=25, family_rows=0)
+    sizes = Variant.sizes._replace(host_groups=90, growth_tokens=4, num_groups=25, family_rows=0)
 
 
 class ParkingCompressed(Keeping):
     """Both."""
 
-    sizes = Keeping.sizes._replace(host_groups=60, growth_tokens=4)
+    sizes = Keeping.sizes._replace(host_groups=90, growth_tokens=4)
 
 
 class Drafting(Variant):

@@ -6,7 +6,7 @@ from planning import RULES, Pace, answer
 from serving import asked, assert_at_rest, bits, greedy, tiny_llm, until
 from tiny import random_prompts
 
-from jsparse.engine import plan_log, replay, setup
+from jsparse.engine import plan_log, replay, runner, setup
 from jsparse.engine.scheduler import Scheduler
 from jsparse.engine.sizes import EngineSizes
 
@@ -39,8 +39,10 @@ def moves_of(llm, prompts):
 
 
 @pytest.mark.parametrize("expression", slow_except(POLICIES, "quest(budget=16)"))
-def test_who_was_parked_gets_the_same_bits(expression):
-    """As alone, where nobody is."""
+def test_who_was_parked_gets_the_same_bits(expression, monkeypatch):
+    """As alone, where nobody is. Answers move in parts of two groups, few at a time."""
+    monkeypatch.setattr(setup, "MOVED_GROUPS", 2)
+    monkeypatch.setattr(runner, "AT_A_TIME", 1)
     llm = tiny_llm(expression, **SCARCE)
     outs, parked, resumed = moves_of(llm, PROMPTS)
     assert parked == resumed == llm.engine.counters.parked_answers > 0
@@ -83,12 +85,15 @@ def test_a_log_of_parked_answers_is_replayed(tmp_path):
     assert replay.replay(llm.engine.params, tmp_path / "log.jsonl") == recorded.got
 
 
-def test_swap_space_is_checked():
+def test_swap_space_is_checked(monkeypatch):
     with pytest.raises(ValueError, match="swap_space=-1: must be a finite number of at least 0"):
         tiny_llm("dense", swap_space=-1)
+    monkeypatch.setattr(setup, "available_host_bytes", lambda: 2**31)
+    with pytest.raises(ValueError, match=r"swap_space=3: must be at most 2.0, the GiB of host"):
+        tiny_llm("dense", swap_space=3)
 
 
-@pytest.mark.parametrize(("host", "least", "most"), [(0, 0, 6), (640, 17, 32)])
+@pytest.mark.parametrize(("host", "least", "most"), [(0, 0, 6), (800, 17, 32)])
 def test_long_answers_do_not_wait_for_one_another_where_they_can_be_parked(host, least, most):
     """Room for 15 of 32 long answers: the mean number of rows that decode side by side."""
     sizes = EngineSizes(
@@ -108,9 +113,10 @@ def test_long_answers_do_not_wait_for_one_another_where_they_can_be_parked(host,
     for number in range(32):
         scheduler.add(answer(number, range(128), 512))
     steps = rows = 0
-    while not scheduler.idle:
+    for _ in range(10_000):
         plan = scheduler.plan()
         if plan.decoding is not None:
             steps += plan.decoding.steps
             rows += sum(row.steps for row in plan.decoding.rows)
+    assert scheduler.idle
     assert least <= rows / steps <= most

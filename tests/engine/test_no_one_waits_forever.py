@@ -1,0 +1,77 @@
+"""Tests, for many sizes of device and host memory, that every answer comes to its end."""
+
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+from planning import PACE, RULES, VARIANT, answer
+
+from jsparse.engine.scheduler import Scheduler
+
+pytestmark = pytest.mark.pure
+
+# the slots of a head behind a prompt and new tokens, and the pages that rows can have then
+SLOTS = {
+    "compressed": (lambda prompt, new: min(prompt + new, 24), 6),
+    "compressed prompts": (lambda prompt, new: min(prompt, 10) + new, 16),
+}
+LAG = 2
+
+
+def a_scheduler(random, kind):
+    """A scheduler with memory for one to three answers, and for none to eight on the host."""
+    slots, pages = SLOTS.get(kind, (lambda prompt, new: prompt + new, 0))
+    sizes = VARIANT._replace(
+        max_stall_ms=random.choice([20, None]),
+        growth_tokens=random.choice([4, 8, 16]),
+        num_groups=random.randint(18, 49) + pages,
+        host_groups=random.randint(0, 128),
+        moved_groups=random.choice([1, 4]),
+        evicted_pages=pages,
+        drafts=(3, 3) if kind in ("exact", "mixed") else (),
+    )
+    root = random.choice(["root", None])
+    return Scheduler(sizes, RULES._replace(root=root, periods=(), slots=slots), PACE)
+
+
+def served(scheduler, random, kind):
+    """Serves some answers; returns how often one was parked."""
+    answers, parked, late, nothing = {}, 0, [], 0
+    for number in range(random.randint(2, 8)):
+        prompt = random.randint(1, 50)
+        made = answer(number, [number // 2] * prompt, random.randint(1, 64 - prompt))
+        made.exact = kind == "exact" or (kind == "mixed" and number % 2 == 0)
+        answers[number] = SimpleNamespace(answer=made, tokens=0)
+        scheduler.add(made)
+    while not scheduler.idle:
+        plan, given = scheduler.plan(), []
+        parked += len(plan.parked)
+        if plan.reading is not None and plan.reading.last:
+            given += [(chunk.answer, 1, 1) for chunk in plan.reading.chunks]
+        if plan.decoding is not None and plan.decoding.exact:
+            given += [
+                (row.answer, row.steps, random.randint(1, row.steps)) for row in plan.decoding.rows
+            ]
+        late.append(given)
+        while late and (len(late) > LAG or plan.empty):
+            for number, planned, tokens in late.pop(0):
+                own = answers[number]
+                if own.answer.exact and not own.answer.stopped:
+                    own.tokens += tokens
+                    scheduler.gave(own.answer, planned, tokens)
+                    if own.tokens >= own.answer.max_tokens:
+                        scheduler.stop(own.answer)
+        nothing = nothing + 1 if plan.empty else 0
+        assert nothing < 10
+    assert scheduler.memory.parked == 0
+    assert scheduler.pool.available == scheduler.pool.size
+    return parked
+
+
+@pytest.mark.parametrize("kind", ["steps", "exact", "mixed", *SLOTS])
+def test_every_answer_ends(kind):
+    parked = 0
+    for seed in range(250):
+        random = Random(seed)
+        parked += served(a_scheduler(random, kind), random, kind)
+    assert parked > 0
