@@ -190,7 +190,8 @@ def test_where_half_of_the_layers_are_dense_rows_read_together(
 def test_small_models_are_read_in_larger_chunks(monkeypatch):
     monkeypatch.setattr(setup.chunk_attention, "has_flash", lambda *_: True)
     options = {"kv_cache_tokens": 65536, "gpu_memory_utilization": 0.9, "steps": 1}
-    none = dict.fromkeys(("decode_rows", "prefill_rows", "ladder", "max_model_len", "swap_space"))
+    options["swap_space"] = 0.0
+    none = dict.fromkeys(("decode_rows", "prefill_rows", "ladder", "max_model_len"))
 
     def sizes(config, stall):
         params = tiny_params(num_layers=2)

@@ -54,6 +54,13 @@ def test_it_runs_as_what_it_chose_and_says_so(measured):
     made = jsparse.generate(tiny_params(num_layers=1), PROMPT, policy="auto", **options)
     assert made.stats.policy.startswith("twilight(base=all_pages()")
     assert made.stats.attended_fraction < 1
+    assert parse(made.stats.policy).name == made.stats.policy
+
+
+@pytest.mark.slow
+def test_what_it_chose_gives_the_same(measured):
+    options = {"max_new_tokens": 4, "page_size": 8, "max_length": 512}
+    made = jsparse.generate(tiny_params(num_layers=1), PROMPT, policy="auto", **options)
     same = jsparse.generate(tiny_params(num_layers=1), PROMPT, policy=made.stats.policy, **options)
     assert same.token_ids == made.token_ids
     assert same.stats.policy == made.stats.policy
