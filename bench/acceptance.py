@@ -70,6 +70,19 @@ def windows(ids: list[int], length: int, count: int) -> list[list[int]]:
     return [ids[start : start + length] for start in starts]
 
 
+def prompts_of(params: Any, context: int, rows: int) -> dict[str, list[list[int]]]:
+    """Returns windows of each text, `rows` of them in all."""
+    from jsparse.text.prompts import tokenizer_of
+
+    made, found = {}, texts(context + 256 * rows)
+    for at, (name, text) in enumerate(found.items()):
+        ids = tokenizer_of(params, "the benchmark").encode(text)
+        if len(ids) < context:
+            raise SystemExit(f"error: --context {context}: a text has {len(ids)} tokens")
+        made[name] = windows(ids, context, len(range(at, rows, len(found))))
+    return made
+
+
 class Run(NamedTuple):
     """Holds what rows decoded.
 
@@ -217,18 +230,13 @@ def main() -> None:
     import jsparse
     from jsparse.evaluation.shared_prefill import as_policies, prime
     from jsparse.runtime import capacity
-    from jsparse.text.prompts import tokenizer_of
 
     report: dict[str, Any] = {"environment": describe(allow_modified=args.allow_modified)}
     names = ("model", "context", "new", "rows", "temperature")
     report |= {f"num_{name}" if name == "rows" else name: getattr(args, name) for name in names}
-    params, prompts = jsparse.load(args.model), []
-    found = texts(args.context + 256 * args.rows)
-    for at, text in enumerate(found.values()):
-        ids = tokenizer_of(params, "the benchmark").encode(text)
-        if len(ids) < args.context:
-            raise SystemExit(f"error: --context {args.context}: a text has {len(ids)} tokens")
-        prompts.append(windows(ids, args.context, len(range(at, args.rows, len(found)))))
+    params = jsparse.load(args.model)
+    found = prompts_of(params, args.context, args.rows)
+    prompts = list(found.values())
     rows = [prompts[row % len(found)][row // len(found)] for row in range(args.rows)]
     spec = capacity.cache_spec(params, rows, args.new, None, 16)
     began = time.perf_counter()

@@ -11,10 +11,11 @@ policy alone (exact=False), the others exactly.
 """
 
 import gc
+import itertools
 import time
 from typing import Any
 
-from bench.acceptance import Run, compared, differences, texts, windows
+from bench.acceptance import Run, compared, differences, prompts_of
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
 from bench.lib.subprocesses import write_report
@@ -71,16 +72,12 @@ def main() -> None:
     )
     args = parser.parse_args()
     import jsparse
-    from jsparse.text.prompts import tokenizer_of
 
     report: dict[str, Any] = {"environment": describe(allow_modified=args.allow_modified)}
     names = ("model", "context", "new", "policy")
     report |= {name: getattr(args, name) for name in names} | {"num_rows": args.rows, "results": []}
-    params, prompts = jsparse.load(args.model), []
-    found = texts(args.context + 256 * args.rows)
-    for at, text in enumerate(found.values()):
-        ids = tokenizer_of(params, "the benchmark").encode(text)
-        prompts += windows(ids, args.context, len(range(at, args.rows, len(found))))
+    params = jsparse.load(args.model)
+    prompts = list(itertools.chain(*prompts_of(params, args.context, args.rows).values()))
     dense: Run | None = None
     exact = {"exact": True}
     engines = [("dense", {}), (args.policy, {})]

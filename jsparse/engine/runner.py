@@ -108,6 +108,8 @@ class Runner:
             pending.append(self._decode(plan.decoding))
             if not plan.decoding.exact:  # a round has them within
                 self._service(plan.decoding.rows)
+        # whoever is moved keeps what is needed
+        self._copying.clear()
         for results in pending:
             results.packed.copy_to_host_async()
         return pending
