@@ -87,7 +87,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     [
         (["--max-model-len", "100000"], "max_model_len=100000: must be at most 512"),
         (["--per-request", "nope"], "per_request=('nope',): must be among"),
-        (["--policy", "hard_kv()"], "must keep all K and V"),
+        (["--exact", "--policy", "hard_kv()"], "must keep all K and V"),
         (["--gpu-memory-utilization", "2"], "gpu_memory_utilization=2.0"),
     ],
 )
