@@ -61,6 +61,14 @@ class PagePool(ABC):
         """Returns the pool with rows [B, K, T, H] at those of the slots that are `ok`."""
 
     @abstractmethod
+    def take(self, rows: Int32[Array, "n"], batch: int) -> "PagePool":
+        """Returns what the device has of some of `batch` rows, as a pool of their own."""
+
+    @abstractmethod
+    def put(self, part: "PagePool", rows: Int32[Array, "n"], batch: int) -> "PagePool":
+        """Returns the pool with what `take` took in the places of these rows."""
+
+    @abstractmethod
     def with_host(self, host: Array | None) -> "PagePool":
         """Returns the pool with its pages in host memory, which it borrows for one program."""
 

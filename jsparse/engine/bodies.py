@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jsparse.cache import ReadOnly
+from jsparse.engine import host_rows
 from jsparse.engine.packing import Packed, pack, pack_round
 from jsparse.engine.program_keys import SamplingMode
 from jsparse.engine.setup import EngineSpec
@@ -24,15 +25,18 @@ from jsparse.engine.slots import (
     no_knobs,
     no_recent,
 )
+from jsparse.host_memory.pages import Leaving
 from jsparse.models.transformer import Weights, to_logits
 from jsparse.policy import ServiceKind
 from jsparse.runtime.compilation import inlined, note_trace
 from jsparse.runtime.owners import (
     keep_inactive,
+    put_apart,
     put_pages,
     put_rows,
     put_state,
     row_arrays,
+    take_apart,
     take_pages,
     take_state,
     with_row_arrays,
@@ -68,9 +72,13 @@ class Bodies:
         rows, config = spec.batch, decoder.config
         zeros = jnp.zeros(rows, jnp.int32)
         options = row_sampling([neutral()], self._made_for.vocab_size)
+        if policy.offload is None:
+            pages = empty_pages(spec, fields=policy.fields, by_head=policy.evicts)
+        else:
+            pages = host_rows.empty_tails(spec, policy)
         batch = Batch(
             tokens=zeros,
-            cache=empty_pages(spec, fields=policy.fields, by_head=policy.evicts),
+            cache=pages,
             state=policy.init(spec),
             given=jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), options),
             made=zeros,
@@ -96,43 +104,64 @@ class Bodies:
         last: bool,
         weights: Weights,
         beside: ReadOnly,
-    ) -> tuple[Slots, Int32[Array, "R"]]:
-        """Reads a chunk of each of some prompts; also returns where their next chunks begin."""
+    ) -> tuple[Slots, Int32[Array, "R"], tuple[Leaving, ...]]:
+        """Reads a chunk of each of some prompts; also returns where their next chunks begin.
+
+        The last result are the chunk's pages, by layer, if K and V lie in host memory.
+        """
         note_trace()
+        size = tokens.shape[1]
         carry = inlined(prefill_chunk)(
             self._decoder,
             self._policy,
             weights,
             tokens,
             valid=asked.valid,
-            carry=self._carry(slots, asked, asked.start),
+            carry=self._carry(slots, asked, asked.start, size),
             beside=beside,
             last=last,
         )
-        return self._after(slots, asked, carry)
+        new = ()
+        if self._policy.offload is not None:
+            new = host_rows.leaving(carry.cache, asked.start, size)
+        return *self._after(slots, asked, carry), new
 
     def replay(
         self, slots: Slots, tokens: Int32[Array, "R T"], asked: ReadRows, *, beside: ReadOnly
-    ) -> tuple[Slots, Int32[Array, "R"]]:
+    ) -> tuple[Slots, Int32[Array, "R"], tuple[Leaving, ...]]:
         """Shows the policy chunks whose K and V other requests have computed; as `read`."""
         note_trace()
-        carry = self._carry(slots, asked, asked.start + asked.valid)
+        carry = self._carry(slots, asked, asked.start + asked.valid, tokens.shape[1])
+        if self._policy.offload is not None:
+            carry = carry._replace(cache=host_rows.with_newest(carry.cache, beside))
         carry = replay_chunk(self._decoder, self._policy, tokens, asked.valid, carry, beside)
-        return self._after(slots, asked, carry)
+        return *self._after(slots, asked, carry), ()
 
-    def _carry(self, slots: Slots, asked: ReadRows, lengths: Int32[Array, "R"]) -> PrefillCarry:
-        """Returns prompts that hold `lengths` tokens as a batch of their own."""
+    def _carry(
+        self, slots: Slots, asked: ReadRows, lengths: Int32[Array, "R"], size: int
+    ) -> PrefillCarry:
+        """Returns prompts that hold `lengths` tokens, at most `size` new, as a batch of their own.
+
+        Where K and V lie in host memory, they have the policy's pages for themselves, too.
+        """
         policy, spec, rows = self._policy, self._spec, slots.rows
-        if policy.evicts:
+        memory = rows.cache.rows(asked.groups, lengths)
+        if policy.offload is not None:
+            pages = memory.pages_of(asked.groups)
+            state = take_apart(policy, spec, rows.state, asked.slots, pages)
+            cache = host_rows.prompts(spec, memory, size)
+        elif policy.evicts:
             state = take_state(policy, self._reading, slots.reading, asked.places)
+            cache = memory.of_rows()
         else:
             state = take_state(policy, spec, rows.state, asked.slots)
+            cache = memory.of_rows()
         no_pages = spec._replace(batch=asked.slots.size, pool_pages=spec.num_kv_heads)
         empty = row_arrays(policy, spec, policy.init(no_pages))
         empty = with_row_arrays(policy, spec, state, empty)
         fresh = asked.fresh[:, None, None, None]
         return PrefillCarry(
-            rows.cache.rows(asked.groups, lengths).of_rows(),
+            cache,
             keep_inactive(policy, spec, ~asked.fresh, state, empty),
             slots.hidden.at[asked.slots].get(mode="clip"),
             tuple(
@@ -145,23 +174,42 @@ class Bodies:
         self, slots: Slots, asked: ReadRows, carry: PrefillCarry
     ) -> tuple[Slots, Int32[Array, "R"]]:
         """Returns the slots after a chunk of these prompts, and the prompts' positions."""
-        rows, end = slots.rows, asked.start + asked.valid
-        part, reading = rows.cache.rows(asked.groups, end).after(carry.cache), slots.reading
-        if self._policy.evicts:
-            rows = rows._replace(cache=rows.cache.with_pages_of(part))
-            reading = put_state(self._policy, self._reading, reading, carry.state, asked.places)
-        else:
-            both = part, carry.state
-            cache, state = put_rows(
-                self._policy, self._spec, rows.cache, rows.state, both, asked.slots
-            )
+        policy, spec, rows, reading = self._policy, self._spec, slots.rows, slots.reading
+        end = asked.start + asked.valid
+        if policy.offload is not None:
+            pages = rows.cache.pages_of(asked.groups)
+            state = put_apart(policy, spec, rows.state, carry.state, asked.slots, pages)
+            cache = rows.cache.placed(asked.slots, asked.groups, end)
             rows = rows._replace(cache=cache, state=state)
+        else:
+            part = rows.cache.rows(asked.groups, end).after(carry.cache)
+            if policy.evicts:
+                rows = rows._replace(cache=rows.cache.with_pages_of(part))
+                reading = put_state(policy, self._reading, reading, carry.state, asked.places)
+            else:
+                both = part, carry.state
+                cache, state = put_rows(policy, spec, rows.cache, rows.state, both, asked.slots)
+                rows = rows._replace(cache=cache, state=state)
         windows = (
             each.at[asked.places].set(new)
             for each, new in zip(slots.windows, carry.windows, strict=True)
         )
         hidden = slots.hidden.at[asked.slots].set(carry.last_hidden)
         return Slots(rows, hidden, tuple(windows), reading), end
+
+    def refill(self, slots: Slots, which: Int32[Array, "n"], *, beside: ReadOnly) -> Slots:
+        """Fills the tails of rows whose prompts have been read, from host memory."""
+        note_trace()
+        rows = slots.rows
+        part = rows.cache.take(which)
+        cache = host_rows.with_newest(part.of_rows(), beside, resident=True)
+        memory = rows.cache.put(part.after(cache), which)
+        return slots._replace(rows=rows._replace(cache=memory))
+
+    def leave(self, slots: Slots, which: Int32[Array, "n"]) -> tuple[Leaving, ...]:
+        """Returns the newest pages of rows that decode, by layer, for host memory."""
+        note_trace()
+        return host_rows.tail_leaving(self._decoding, self._policy, slots.rows.cache, which)
 
     def evict(
         self, slots: Slots, asked: EvictRow, knobs: dict[str, Array], *, beside: ReadOnly

@@ -19,6 +19,7 @@ def evict_key(pages: int) -> ProgramKey:
 
 
 PARK, RESUME = ProgramKey.of("park", 1), ProgramKey.of("resume", 1)
+REFILL, LEAVE = ProgramKey.of("refill", 1), ProgramKey.of("leave", 1)
 
 
 def answer_keys(
@@ -39,6 +40,7 @@ def answer_keys(
     keys = [ProgramKey.of("read", 1, size, last=last) for size, last in sizes.chunks(start, end)]
     if sizes.evicted_pages:
         keys.append(evict_key(sizes.pages_for(end)))
+    keys += [REFILL] if sizes.tail_tokens else []
     keys.append(ProgramKey.of("join", 1, choice=choice))
     if new_tokens > 1:
         rows = sizes.rows_for(rows)
@@ -70,6 +72,7 @@ def engine_keys(
                 keys.append(ProgramKey.of("read", rows, size, last=last))
     keys += map(evict_key, sizes.prompt_pages)
     keys += [PARK, RESUME] if sizes.host_groups else []
+    keys += [REFILL, LEAVE] if sizes.tail_tokens else []
     if policy.shares == "keys":
         keys += [ProgramKey.of("replay", 1, size) for size in full]
     for choice in choices:

@@ -35,6 +35,7 @@ from jsparse.engine.slots import (
     no_moving,
     no_reading,
 )
+from jsparse.host_memory.pages import HostLayers, shapes
 from jsparse.model_facts.constants import constants
 from jsparse.runtime.compilation import program
 from jsparse.runtime.program_set import ProgramKey, ProgramSet
@@ -57,16 +58,24 @@ class Programs(ProgramSet):
             "evict": program(self.bodies.evict, **own),
             "park": program(self.bodies.park),
             "resume": program(self.bodies.resume, **own),
+            "refill": program(self.bodies.refill, **own),
+            "leave": program(self.bodies.leave),
             "join": program(self.bodies.join, static_argnames="choice", **own),
             "decode": program(self.bodies.decode, static_argnames="choice", **own),
             "round": program(self.bodies.round, static_argnames=("choice", "drafts"), **own),
             "service": program(self.bodies.service, static_argnames="service", **own),
         }
-        beside = ReadOnly(constants(spec.params, spec.policy))
-        fixed = {"weights": spec.params.weights, "beside": beside}
+        # pages in host memory are lent to each program, since they change between them
+        pages = shapes(spec.cache) if spec.sizes.tail_tokens else None
+        self._beside = ReadOnly(constants(spec.params, spec.policy), host=pages)
+        fixed = {"weights": spec.params.weights, "beside": self._beside}
         # the ways of choosing tokens whose programs have been prepared
         self._prepared: tuple[SamplingMode, ...] = ()
         super().__init__(programs, fixed, self._shapes_of)
+
+    def lend_pages(self, host: HostLayers) -> None:
+        """Lets programs read these pages in host memory from now on."""
+        self.lend("beside", self._beside._replace(host=host))
 
     def require_evictable(self) -> None:
         """Raises ValueError if the policy evicts and leaves what rows that decode cannot take."""
@@ -182,7 +191,7 @@ class Programs(ProgramSet):
         if name == "evict":
             return no_evicting(spec, sizes, size[1]), no_knobs(self._made_for.knobs, 1)
         nobody = np.full(rows, sizes.num_slots, np.int32)
-        if name == "service":
+        if name in ("service", "refill", "leave"):
             return (nobody,)
         sampling = row_sampling([neutral()] * rows, self._made_for.vocab_size)
         return nobody, sampling, no_knobs(self._made_for.knobs, rows)

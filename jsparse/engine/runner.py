@@ -14,12 +14,21 @@ from jaxtyping import Array
 
 from jsparse.engine.bodies import CHOICES
 from jsparse.engine.packing import NewTokens, unpack
-from jsparse.engine.program_keys import PARK, RESUME, SamplingMode, decode_key, evict_key
+from jsparse.engine.program_keys import (
+    LEAVE,
+    PARK,
+    REFILL,
+    RESUME,
+    SamplingMode,
+    decode_key,
+    evict_key,
+)
 from jsparse.engine.programs import Programs
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.slots import MovedGroups, Parked, Slots, neutral
 from jsparse.engine.step_plan import Chunk, Decode, Decoding, Move, Reading, StepPlan
-from jsparse.host_memory.pages import host_sharding
+from jsparse.host_memory import pages as host_pages
+from jsparse.host_memory.pages import HostLayers, Leaving, host_sharding
 from jsparse.runtime.prefill import settle
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.request import Request, knob_rows
@@ -77,6 +86,11 @@ class Runner:
             for rows in spec.sizes.prefill_rows
         }
         self._slots: Slots = programs.run(ProgramKey.of("start"))
+        # K and V, where they lie in host memory
+        self._host: HostLayers = ()
+        if spec.sizes.tail_tokens:
+            self._host = host_pages.empty_pages(spec.cache)
+            programs.lend_pages(self._host)
         # the pages of answers that are parked, in host memory
         self._parked: dict[int, list[Parked]] = {}
         self._copying: deque[Parked] = deque()
@@ -87,7 +101,7 @@ class Runner:
         Services are left out, since they take a row that is due, whatever it is.
         """
         for key in programs:
-            if key.name not in ("start", "service", "park", "resume"):
+            if key.name not in ("start", "service", "park", "resume", "leave"):
                 arguments = self._slots, *self._programs.of_nobody(key.name, key.size)
                 out = self._programs.run(key, *arguments)
                 self._slots = out if isinstance(out, Slots) else out[0]
@@ -108,6 +122,7 @@ class Runner:
             pending.append(self._decode(plan.decoding))
             if not plan.decoding.exact:  # a round has them within
                 self._service(plan.decoding.rows)
+                self._store_tails(plan.decoding.rows)
         # whoever is moved keeps what is needed
         self._copying.clear()
         for results in pending:
@@ -160,12 +175,16 @@ class Runner:
                 column[row] = value
         name, static = ("replay", {}) if reading.replay else ("read", {"last": reading.last})
         read = ProgramKey.of(name, *size, **static)
-        self._slots, done = self._programs.run(read, self._slots, tokens, asked)
+        self._slots, done, leaving = self._programs.run(read, self._slots, tokens, asked)
+        self._store(leaving)
         if not reading.last:
             return PendingResults(done, [], reading)
         for chunk in chunks:
             if chunk.kept:
                 self._evict(chunk)
+            if self._host:
+                which = np.array([chunk.slot], np.int32)
+                self._slots = self._programs.run(REFILL, self._slots, which)
         neutral_rows = [neutral()] * (reading.num_rows - len(chunks))
         choice = self.wanted([chunk.answer for chunk in chunks])
         join = self._programs.usable(ProgramKey.of("join", reading.num_rows, choice=choice))
@@ -176,6 +195,20 @@ class Runner:
         self._slots, packed = self._programs.run(join, self._slots, asked.slots, sampling, knobs)
         firsts = [(chunk.answer, row, 1) for row, chunk in enumerate(chunks)]
         return PendingResults(packed, firsts, reading)
+
+    def _store(self, leaving: tuple[Leaving, ...]) -> None:
+        """Writes pages into host memory."""
+        if leaving:
+            self._host = host_pages.put(self._host, leaving)
+            self._programs.lend_pages(self._host)
+
+    def _store_tails(self, rows: list[Decode]) -> None:
+        """Writes the newest tokens of the rows that are due into host memory."""
+        every = self._spec.sizes.tail_tokens
+        for row in rows:
+            if every and row.age % every == 0:
+                which = np.array([row.slot], np.int32)
+                self._store(self._programs.run(LEAVE, self._slots, which))
 
     def _park(self, move: Move) -> None:
         """Copies the pages of a row to host memory."""

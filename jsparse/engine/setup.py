@@ -10,7 +10,7 @@ import jax
 
 from jsparse.cache import CacheSpec
 from jsparse.engine.sizes import MAX_READING, EngineSizes, Rules
-from jsparse.host_memory.host_store import LIMIT_VARIABLE, available_host_bytes
+from jsparse.host_memory.host_store import LIMIT_VARIABLE, available_host_bytes, stored_every
 from jsparse.hyper_parameters import flag, number_in, whole_number
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
@@ -40,6 +40,9 @@ BLOCK_TOKENS = 512
 FEW_ROWS_GPU, FEW_ROWS_CPU = 8, 1
 # Steps per program on a GPU, if they are short.
 STEPS_GPU = 32
+# A row whose K and V lie in host memory has half a gigabyte of an 8B model on the device, and reads
+# the rest over the bus: few of them keep it busy.
+ROWS_GPU, OFFLOADED_ROWS_GPU, ROWS_CPU = 64, 8, 8
 # Tokens of an answer for which it gets memory at a time.
 GROWTH_TOKENS = 256
 # The pages per head of the smallest program that compresses prompts; each larger one has four times
@@ -47,6 +50,7 @@ GROWTH_TOKENS = 256
 PROMPT_PAGES = 128
 # Groups that leave the device, or come back, at a time: 134 MB of an 8B model.
 MOVED_GROUPS = 64
+OFFLOADED = "K and V lie in host memory"
 # A GPU has room for several short chunks at a time.
 PACKED_GPU = 8
 
@@ -109,6 +113,8 @@ def engine_spec(
         ValueError: an argument is out of its range, the policy cannot be served, or memory does not
             suffice.
     """
+    if max_num_seqs is None and isinstance(policy, Policy) and policy.offload and _on_gpu():
+        max_num_seqs = OFFLOADED_ROWS_GPU
     rows = cache_spec(
         params, max_num_seqs=max_num_seqs, max_model_len=max_model_len, page_size=page_size
     )
@@ -120,7 +126,7 @@ def engine_spec(
             "together depends on when results arrive, and rounding on that"
         )
     if batch_invariant:
-        only = partial(_only, "batch_invariant")
+        only = partial(_only, "batch_invariant is true")
         steps_per_program = only("steps_per_program", steps_per_program, 1)
         decode_rows = only("decode_rows", decode_rows, [rows.batch])
         prefill_rows = only("prefill_rows", prefill_rows, [1])
@@ -137,7 +143,10 @@ def engine_spec(
         drafts=drafts,
     )
     if admitted.drafts:
-        cascade_attention = _only("exact", "cascade_attention", cascade_attention, False)
+        cascade_attention = _only("exact is true", "cascade_attention", cascade_attention, False)
+    if admitted.policy.offload is not None:
+        cascade_attention = _only(OFFLOADED, "cascade_attention", cascade_attention, False)
+        _only(OFFLOADED, "swap_space", swap_space, 0)
     sizes = sizes_of(
         admitted.policy,
         params.config,
@@ -182,7 +191,10 @@ def rules(policy: Policy, spec: CacheSpec, sizes: EngineSizes, *, share: bool) -
         replays=policy.shares == "keys",
         periods=tuple(policy.services.every.values()),
         # a decode program adds up in another order than one that reads
-        answers=share and is_dense(policy, spec) and not sizes.batch_invariant,
+        answers=share
+        and is_dense(policy, spec)
+        and not sizes.batch_invariant
+        and not sizes.tail_tokens,  # not all have left the tail
         slots=bound(policy),
     )
 
@@ -237,7 +249,7 @@ def cache_spec(
             f"max_model_len={max_model_len}: must be at most {longest}, the model's maximum"
         )
     tokens = max_model_len or (longest if on_gpu else min(longest, 2048))
-    rows = max_num_seqs or (64 if on_gpu else 8)
+    rows = max_num_seqs or (ROWS_GPU if on_gpu else ROWS_CPU)
     return capacity.cache_spec(params, [[]] * rows, [0] * rows, tokens, page_size)
 
 
@@ -277,7 +289,7 @@ def sizes_of(
         rungs = tuple((at, size) for at, size in ladder or default)
     except (TypeError, ValueError):
         raise ValueError(f"ladder={ladder!r}: must be (position, size) pairs") from None
-    kept, reading = evicted_pages(policy, spec, longest), None
+    kept, reading, on_host = evicted_pages(policy, spec, longest), None, policy.offload is not None
     decoding = spec
     if kept:
         decoding, reading = spec._replace(num_pages=kept), spec._replace(batch=MAX_READING)
@@ -288,14 +300,19 @@ def sizes_of(
         max_model_len=longest,
         page_size=spec.page_size,
         num_groups=capacity.pool_groups(
-            decoding, policy, kv_cache_tokens, gpu_memory_utilization, reading=reading
+            decoding,
+            policy,
+            kv_cache_tokens,
+            gpu_memory_utilization,
+            reading=reading,
+            chunk=max(size for _, size in rungs),
         ),
         ladder=rungs,
         tails=tuple(size for size in TAILS if size < max(size for _, size in rungs)),
         block_tokens=block,
         steps=steps,
-        rows=_decode_rows(decode_rows, spec.batch, on_gpu=on_gpu),
-        prefill_rows=_prefill_rows(prefill_rows, spec.batch, on_gpu=on_gpu),
+        rows=_decode_rows(decode_rows, spec.batch, on_gpu=on_gpu, all_alone=on_host),
+        prefill_rows=_prefill_rows(prefill_rows, spec.batch, packs=on_gpu and not on_host),
         max_stall_ms=max_stall_ms,
         growth_tokens=GROWTH_TOKENS,
         packed_tokens=default[0][1],
@@ -303,6 +320,7 @@ def sizes_of(
         prompt_pages=_prompt_pages(policy, spec) if kept else (),
         host_groups=_host_groups(swap_space, decoding, policy),
         moved_groups=MOVED_GROUPS,
+        tail_tokens=stored_every(policy.offload, spec.page_size) if policy.offload else 0,
     )
 
 
@@ -316,7 +334,7 @@ def _host_groups(swap_space: float, spec: CacheSpec, policy: Policy) -> int:
             f"swap_space={swap_space}: must be at most {there / 2**30:.1f}, the GiB of host memory "
             f"that are free{limit} now"
         )
-    return int(nbytes / capacity.group_bytes(spec, policy))
+    return int(nbytes / capacity.group_bytes(spec, policy)) if nbytes else 0
 
 
 def _prompt_pages(policy: Policy, spec: CacheSpec) -> tuple[int, ...]:
@@ -342,12 +360,19 @@ def _on_gpu() -> bool:
 
 def _only[Value](where: str, name: str, asked: Value | None, only: Value) -> Value:
     if asked is not None and asked != only:
-        raise ValueError(f"{name}={asked!r}: must be {only!r} where {where} is true")
+        raise ValueError(f"{name}={asked!r}: must be {only!r} where {where}")
     return only
 
 
-def _decode_rows(asked: Sequence[int] | None, slots: int, *, on_gpu: bool) -> tuple[int, ...]:
-    """Returns the numbers of rows of decode programs."""
+def _decode_rows(
+    asked: Sequence[int] | None, slots: int, *, on_gpu: bool, all_alone: bool
+) -> tuple[int, ...]:
+    """Returns the numbers of rows of decode programs; only those of all rows with `all_alone`.
+
+    Others copy what rows have of their own, as tails.
+    """
+    if asked is None and all_alone:
+        return (slots,)
     if asked is None:
         few = FEW_ROWS_GPU if on_gpu else FEW_ROWS_CPU
         doubled = itertools.takewhile(lambda n: n < slots, (few << i for i in itertools.count()))
@@ -358,10 +383,10 @@ def _decode_rows(asked: Sequence[int] | None, slots: int, *, on_gpu: bool) -> tu
     return rows
 
 
-def _prefill_rows(asked: Sequence[int] | None, slots: int, *, on_gpu: bool) -> tuple[int, ...]:
-    """Returns the numbers of prompts of programs that read them."""
+def _prefill_rows(asked: Sequence[int] | None, slots: int, *, packs: bool) -> tuple[int, ...]:
+    """Returns the numbers of prompts of programs that read them, by default some if it `packs`."""
     if asked is None:
-        return tuple(sorted({1, min(PACKED_GPU, slots) if on_gpu else 1}))
+        return tuple(sorted({1, min(PACKED_GPU, slots) if packs else 1}))
     rows = _rising("prefill_rows", asked)
     maximum = min(MAX_READING, slots)
     if rows[0] != 1 or rows[-1] > maximum:

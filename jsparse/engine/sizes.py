@@ -45,6 +45,8 @@ class EngineSizes(NamedTuple):
         host_groups: the groups that host memory has room for: answers leave their pages there while
             others need the device's.
         moved_groups: the groups of a part of an answer's pages that is moved at a time.
+        tail_tokens: where K and V lie in host memory, the number of decoded tokens after which a
+            row's newest leave for it; 0 is that they lie on the device.
     """
 
     num_slots: int
@@ -68,6 +70,7 @@ class EngineSizes(NamedTuple):
     prompt_pages: tuple[int, ...] = ()
     host_groups: int = 0
     moved_groups: int = 1
+    tail_tokens: int = 0
 
     @property
     def full_sizes(self) -> list[int]:

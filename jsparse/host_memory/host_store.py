@@ -39,9 +39,7 @@ class OnHost:
         assert policy.offload is not None
         self._policy, self._spec, self._offload = policy, spec, policy.offload
         self.pages: HostLayers | None = None
-        # whole pages, as many as the tail has: the ring has two more, so that each is copied
-        # before it is overwritten
-        self.every = max(self._offload.tail // spec.page_size, 1) * spec.page_size
+        self.every = stored_every(self._offload, spec.page_size)
 
     def require(self) -> None:
         """Raises ValueError if this policy or device cannot have K and V in host memory.
@@ -84,14 +82,9 @@ class OnHost:
     def device_bytes(self, chunk: int) -> int:
         """Returns the bytes of tails, of resident heads, and of one layer that reads its prompt."""
         spec = self._spec
-        heads = spec.batch * spec.num_kv_heads
-        page = 2 * spec.page_size * spec.head_dim * jnp.dtype(spec.dtype).itemsize
-        tails = spec.num_layers * heads * _ring_pages(spec, self._offload, chunk)
-        resident = sum(
-            spec.batch * spec.num_pages * len(self._policy.dense_heads(layer, spec.num_kv_heads))
-            for layer in range(spec.num_layers)
+        return row_bytes(spec, self._policy, chunk) + (
+            spec.batch * spec.num_kv_heads * spec.num_pages * page_bytes(spec)
         )
-        return (tails + resident + heads * spec.num_pages) * page
 
     def host_bytes(self) -> int:
         """Returns the bytes of K and V."""
@@ -140,7 +133,32 @@ class OnHost:
         return jax.device_put(arrays, jax.local_devices()[0])
 
 
-def _ring_pages(spec: CacheSpec, offload: Offload, chunk: int) -> int:
+def stored_every(offload: Offload, page_size: int) -> int:
+    """Returns the number of decoded tokens after which a row's newest are copied.
+
+    They are whole pages, as many as the tail has: the ring has two more, so that each is copied
+    before it is overwritten.
+    """
+    return max(offload.tail // page_size, 1) * page_size
+
+
+def row_bytes(spec: CacheSpec, policy: Policy, chunk: int = 0) -> int:
+    """Returns the bytes on the device of the tails and of the resident heads of all rows."""
+    assert policy.offload is not None
+    tails = spec.num_layers * spec.num_kv_heads * ring_pages(spec, policy.offload, chunk)
+    resident = sum(
+        spec.num_pages * len(policy.dense_heads(layer, spec.num_kv_heads))
+        for layer in range(spec.num_layers)
+    )
+    return spec.batch * (tails + resident) * page_bytes(spec)
+
+
+def page_bytes(spec: CacheSpec) -> int:
+    """Returns the bytes of K and V of one page of one head."""
+    return 2 * spec.page_size * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+
+
+def ring_pages(spec: CacheSpec, offload: Offload, chunk: int = 0) -> int:
     """Returns R, the pages per head on the device: room for the tail or a prompt chunk."""
     return min(-(-max(offload.tail, chunk) // spec.page_size) + 2, spec.num_pages)
 
@@ -165,11 +183,17 @@ def _empty_tails(spec: CacheSpec, policy: Policy, chunk: int) -> tuple[KVCache, 
 
 @partial(jax.jit, static_argnames=("policy", "spec", "chunk"))
 def _tailed(cache: KVCache, policy: Policy, spec: CacheSpec, chunk: int) -> KVCache:
-    """Returns a cache with empty tails in the place of K and V; resident heads keep theirs."""
     assert policy.offload is not None
-    size = _ring_pages(spec, policy.offload, chunk)
+    return in_tails(cache, policy, ring_pages(spec, policy.offload, chunk))
+
+
+def in_tails(cache: KVCache, policy: Policy, size: int) -> KVCache:
+    """Returns a cache with empty tails of `size` pages in the place of K and V.
+
+    Resident heads keep theirs.
+    """
     layers = (
-        in_tail(held, size, policy.dense_heads(layer, spec.num_kv_heads))
+        in_tail(held, size, policy.dense_heads(layer, held.lengths.shape[1]))
         for layer, held in enumerate(cache.layers)
     )
     return cache._replace(layers=tuple(layers))

@@ -15,6 +15,8 @@ from jsparse.pallas_kernels.row_scatter import row_scatter
 from jsparse.shapes import Rows
 
 HostLayers = tuple[HostPages, ...]
+# pages of a layer that leave the device: where they lie in host memory, and their K and V
+Leaving = tuple[Int32[Array, "B K n"], tuple[Array, Array]]
 
 
 def host_sharding() -> SingleDeviceSharding:
@@ -61,9 +63,7 @@ def empty_pages(spec: CacheSpec) -> HostLayers:
 
 
 @functools.partial(jax.jit, static_argnames="max_new")
-def _leaving(
-    layer: LayerCache, count: Rows, max_new: int
-) -> tuple[Int32[Array, "B K n"], tuple[Array, Array]]:
+def _leaving(layer: LayerCache, count: Rows, max_new: int) -> Leaving:
     return newest_pages(layer, jnp.maximum(layer.lengths - count[:, None], 0), max_new)
 
 
@@ -72,13 +72,27 @@ def stored(host: Sequence[HostPages], cache: KVCache, count: Rows, max_new: int)
 
     `host` is donated and written in place.
     """
-    put = _programs()[1]
+    return tuple(
+        _put(pages, _leaving(layer, count, max_new=max_new))
+        for pages, layer in zip(host, cache.layers, strict=True)
+    )
 
-    def of_layer(pages: HostPages, layer: LayerCache) -> HostPages:
-        ids, (k, v) = _leaving(layer, count, max_new=max_new)
-        return HostPages(put(pages.k, ids, k), put(pages.v, ids, v))
 
-    return tuple(map(of_layer, host, cache.layers))
+def put(host: Sequence[HostPages], leaving: Sequence[Leaving]) -> HostLayers:
+    """Writes pages of each layer into host memory; `host` is donated and written in place."""
+    return tuple(map(_put, host, leaving))
+
+
+def _put(pages: HostPages, leaving: Leaving) -> HostPages:
+    (ids, (k, v)), write = leaving, _programs()[1]
+    return HostPages(write(pages.k, ids, k), write(pages.v, ids, v))
+
+
+def shapes(spec: CacheSpec) -> tuple[HostPages, ...]:
+    """Returns the shapes of all layers' pages in host memory."""
+    shape, place = (spec.pages, spec.page_size, spec.head_dim), host_sharding()
+    page: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(spec.dtype), sharding=place)
+    return (HostPages(page, page),) * spec.num_layers
 
 
 def moved(cache: KVCache) -> HostLayers:

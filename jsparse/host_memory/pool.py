@@ -21,14 +21,14 @@ from jaxtyping import Array, Bool, Int32
 
 from jsparse.cache import LayerCache, PagePool, physical_pages
 from jsparse.pallas_kernels.row_gather import row_gather
-from jsparse.shapes import Lengths
+from jsparse.shapes import BlockTable, Lengths
 
 GatherFn = Callable[..., Array]
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("ring", "host", "resident"),
+    data_fields=("ring", "host", "resident", "table"),
     meta_fields=("pages", "heads"),
 )
 @dataclass(frozen=True)
@@ -41,8 +41,9 @@ class HostPool(PagePool):
             read.
         resident: [B·n·M, P, H] on the device, all pages of the n KV heads `heads`; None if there
             are none.
-        pages: the number of pages in host memory.
+        pages: the number of pages that the rows can have.
         heads: the KV heads that are resident, ascending.
+        table: the page in host memory of each logical page; None is that of the layer's table.
     """
 
     ring: Array
@@ -50,6 +51,7 @@ class HostPool(PagePool):
     resident: Array | None
     pages: int
     heads: tuple[int, ...] = ()
+    table: BlockTable | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -65,6 +67,12 @@ class HostPool(PagePool):
     def ring_pages(self, layer: LayerCache) -> int:
         """Returns R."""
         return self.ring.shape[0] // layer.lengths.size
+
+    def host_pages(self, layer: LayerCache, logical: Int32[Array, "B K n"]) -> Array:
+        """Returns the pages in host memory of logical pages."""
+        if self.table is None:
+            return physical_pages(layer, logical)
+        return jnp.take_along_axis(self.table, logical, axis=2, mode="clip")
 
     def on_ring(self, layer: LayerCache, logical: Int32[Array, "B K n"]) -> Bool[Array, "B K n"]:
         """Marks the pages that are read from the ring."""
@@ -106,7 +114,7 @@ class HostPool(PagePool):
         """
         if self.host is None:
             return None
-        at, row_axes = physical_pages(layer, page), 1
+        at, row_axes = self.host_pages(layer, page), 1
         if offset is not None:
             at, row_axes = at * layer.page_size + offset, 2
         return gather(
@@ -162,6 +170,33 @@ class HostPool(PagePool):
     def with_host(self, host: Array | None) -> "HostPool":
         """Returns the pool with these pages in host memory."""
         return replace(self, host=host)
+
+    def take(self, rows: Int32[Array, "n"], batch: int) -> "HostPool":
+        """Returns what the device has of some of `batch` rows, as a pool of their own."""
+
+        def of_rows(pages: Array) -> Array:
+            by_row = pages.reshape(batch, -1, *pages.shape[1:])
+            return by_row[rows].reshape(-1, *pages.shape[1:])
+
+        return self._map(of_rows)
+
+    def put(self, part: PagePool, rows: Int32[Array, "n"], batch: int) -> "HostPool":
+        """Returns the pool with what `take` took in the places of these rows."""
+
+        def placed(pages: Array, new: Array) -> Array:
+            by_row = pages.reshape(batch, -1, *pages.shape[1:])
+            new = new.reshape(len(rows), -1, *pages.shape[1:])
+            return by_row.at[rows].set(new).reshape(pages.shape)
+
+        return self._map(placed, part)
+
+    def _map(self, function: Callable[..., Array], *others: PagePool) -> "HostPool":
+        """Maps over the arrays on the device."""
+        ring = function(self.ring, *(other.ring for other in others))
+        if self.resident is None:
+            return replace(self, ring=ring)
+        resident = function(self.resident, *(other.resident for other in others))
+        return replace(self, ring=ring, resident=resident)
 
 
 def _pairs(layer: LayerCache) -> Int32[Array, "B K 1"]:

@@ -6,16 +6,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from jsparse.cache import LayerCache, physical_pages, write
+from jsparse.cache import LayerCache, write
 from jsparse.host_memory.pool import HostPool, pools
 from jsparse.pallas_kernels.row_gather import row_gather
-from jsparse.shapes import ChunkKV, Lengths, Rows, Tokens
+from jsparse.shapes import BlockTable, ChunkKV, Lengths, Rows, Tokens
 
 
-def in_tail(layer: LayerCache, ring_pages: int, heads: tuple[int, ...] = ()) -> LayerCache:
+def in_tail(
+    layer: LayerCache,
+    ring_pages: int,
+    heads: tuple[int, ...] = (),
+    table: BlockTable | None = None,
+) -> LayerCache:
     """Returns an empty layer whose K and V lie in host memory, with rings of that many pages.
 
-    Resident heads' pages are those of the layer, which has the identity table.
+    Resident heads' pages are those of the layer, which has the identity table. In host memory, its
+    pages lie where `table` says, or in their order if it is None.
     """
     batch, kv_heads = layer.lengths.shape
 
@@ -28,19 +34,23 @@ def in_tail(layer: LayerCache, ring_pages: int, heads: tuple[int, ...] = ()) -> 
             resident=None if own is None else own.reshape(-1, *pages.shape[1:]),
             pages=pages.shape[0],
             heads=heads,
+            table=table,
         )
 
     k, v = map(pool, layer.arrays)
     return layer._replace(k=k, v=v)
 
 
-def refilled(layer: LayerCache) -> LayerCache:
-    """Returns a layer with the newest pages of every head in its ring, as host memory has them."""
+def refilled(layer: LayerCache, *, resident: bool = False) -> LayerCache:
+    """Returns a layer with the newest pages of every head in its ring, as host memory has them.
+
+    With `resident`, resident heads get all their pages, too.
+    """
     k, v = pools(layer)
     size = k.ring_pages(layer)
     newest = (layer.lengths[..., None] - 1) // layer.page_size
     pages = newest - jnp.arange(size, dtype=jnp.int32)
-    ids = jnp.where(pages >= 0, physical_pages(layer, jnp.maximum(pages, 0)), -1)
+    ids = jnp.where(pages >= 0, k.host_pages(layer, jnp.maximum(pages, 0)), -1)
     at = jnp.where(pages >= 0, k.ring_at(layer, pages), k.ring.shape[0])
 
     def ring(pool: HostPool) -> HostPool:
@@ -48,7 +58,19 @@ def refilled(layer: LayerCache) -> LayerCache:
         rows = row_gather(pool.host, ids)
         return replace(pool, ring=pool.ring.at[at].set(rows, mode="drop"))
 
-    return layer._replace(k=ring(k), v=ring(v))
+    k, v = ring(k), ring(v)
+    if resident and k.resident is not None:
+        count = (layer.lengths + layer.page_size - 1) // layer.page_size
+        every = jnp.broadcast_to(jnp.arange(layer.num_pages), (*count.shape, layer.num_pages))
+        own, heads = k.host_pages(layer, every), list(k.heads)
+
+        def filled(pool: HostPool) -> HostPool:
+            assert pool.host is not None
+            rows = row_gather(pool.host, own[:, heads], count[:, heads])
+            return replace(pool, resident=rows.reshape(-1, *pool.shape[1:]))
+
+        k, v = filled(k), filled(v)
+    return layer._replace(k=k, v=v)
 
 
 def whole(
@@ -70,7 +92,7 @@ def whole(
     first = layer.lengths - valid[:, None]
     count = (first + layer.page_size - 1) // layer.page_size
     pages = jnp.arange(layer.num_pages, dtype=jnp.int32)
-    ids = physical_pages(layer, jnp.broadcast_to(pages, (*count.shape, pages.size)))
+    ids = k.host_pages(layer, jnp.broadcast_to(pages, (*count.shape, pages.size)))
     ids, q = jax.lax.optimization_barrier((ids, q))
 
     def fetched(pool: HostPool) -> Array:
@@ -92,6 +114,7 @@ def newest_pages(
     count = min(-(-max_new // layer.page_size) + 1, k.ring_pages(layer))
     page = first[..., None] // layer.page_size + jnp.arange(count, dtype=jnp.int32)
     exists = page * layer.page_size < layer.lengths[..., None]
-    ids = jnp.where(exists, physical_pages(layer, jnp.minimum(page, layer.num_pages - 1)), -1)
+    exists &= (first < layer.lengths)[..., None]
+    ids = jnp.where(exists, k.host_pages(layer, jnp.minimum(page, layer.num_pages - 1)), -1)
     at = k.ring_at(layer, page)
     return ids, (k.ring[at], v.ring[at])

@@ -134,11 +134,6 @@ def require_drafting(policy: Policy, spec: CacheSpec) -> None:
 
 def _require_joinable(policy: Policy, spec: CacheSpec, per_request: Sequence[str]) -> None:
     """Raises ValueError if rows cannot share a pool of pages, or may not set one of these names."""
-    if policy.offload is not None:
-        raise ValueError(
-            f"policy={policy}: must keep K and V on the device where rows join, but keeps them in "
-            "host memory; jsparse.generate takes it"
-        )
     if policy.evicts and any(owner.kind == "page" for owner in owners(policy, spec)):
         raise ValueError(
             f"policy={policy}: must have no state of pages where rows join, since it evicts: a row "

@@ -1,6 +1,7 @@
 """Chooses cache capacities and checks that they fit in memory."""
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -161,15 +162,31 @@ def group_bytes(spec: CacheSpec, policy: Policy) -> float:
     return _bytes_of(spec, policy)[0]
 
 
-def _bytes_of(spec: CacheSpec, policy: Policy) -> tuple[float, float]:
-    """Returns the bytes that a pool takes for each group, and beside that."""
+def _bytes_of(spec: CacheSpec, policy: Policy, chunk: int = 0) -> tuple[float, float]:
+    """Returns the bytes on the device that a pool takes for each group, and beside that."""
+    held = device_bytes if policy.offload is None else policy_bytes
 
     def needs(groups: int) -> int:
-        return device_bytes(spec._replace(pool_pages=groups * spec.num_kv_heads), policy)
+        return held(spec._replace(pool_pages=groups * spec.num_kv_heads), policy)
 
     few, more = 64, 128
     per_group = (needs(more) - needs(few)) / (more - few)
-    return per_group, needs(few) - few * per_group
+    rest = needs(few) - few * per_group
+    if policy.offload is not None:
+        # a layer of a prompt that is being read, and its chunk, which is there twice as it leaves
+        pages = spec.num_pages + 2 * spec.num_layers * -(-chunk // spec.page_size)
+        reading = spec.num_kv_heads * pages * host_store.page_bytes(spec)
+        rest += host_store.row_bytes(spec, policy) + reading
+    return per_group, rest
+
+
+def _on_host(spec: CacheSpec) -> int:
+    """Returns the bytes that a group takes in host memory, where K and V lie there."""
+    return spec.num_layers * spec.num_kv_heads * host_store.page_bytes(spec)
+
+
+def _on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
 
 
 def pool_groups(
@@ -179,17 +196,21 @@ def pool_groups(
     gpu_memory_utilization: float,
     *,
     reading: CacheSpec | None = None,
+    chunk: int = 0,
 ) -> int:
     """Returns the pages per layer and head of a pool that rows share, a scratch page included.
+
+    The pool lies in host memory where K and V of the policy do.
 
     Args:
         spec: the sizes of rows.
         policy: the policy, whose state takes memory by page and by row.
         tokens: the tokens that the pool must hold; None is as many as memory allows, but no more
-            than all rows can use where the rest of the memory is not the engine's, on a CPU, or
-            prompts that have been read cannot be kept for others.
+            than all rows can use where the rest of the memory is not the engine's, on a CPU or in
+            host memory, or prompts that have been read cannot be kept for others.
         gpu_memory_utilization: the share of the memory that may be in use then.
         reading: the sizes of prompts that are being read, where they have a state of their own.
+        chunk: the most tokens of a prompt that are read at a time.
 
     Raises:
         ValueError: an argument is out of its range, or memory does not suffice.
@@ -204,22 +225,34 @@ def pool_groups(
             "most 1"
         )
 
-    per_group, rows = _bytes_of(spec, policy)
+    per_group, rows = _bytes_of(spec, policy, chunk)
     rows += state_bytes(reading, policy) if reading else 0
     there = memory.available_bytes(gpu_memory_utilization) - rows
-    maximum = max(0, int(there // per_group))
+    maximum = int(there // per_group) if per_group else sys.maxsize
+    maximum = max(0, maximum) if there >= 0 else 0
+    on_host = policy.offload is not None
+    most_on_host = host_store.available_host_bytes() // _on_host(spec) if on_host else sys.maxsize
     if tokens is None:
-        keeps_prompts = jax.default_backend() == "gpu" and policy.shares is not None
+        keeps_prompts = _on_gpu() and policy.shares is not None and not on_host
+        maximum = min(maximum, most_on_host)
         # shared pages count once
         all_rows = spec.batch * spec.num_pages + (reading.num_pages if reading else 0)
         wanted = maximum if keeps_prompts else min(maximum, all_rows + 1)
     else:
         whole_number("kv_cache_tokens", tokens, 1)
         wanted = -(-tokens // spec.page_size) + 1
+    if max(wanted, 2) > most_on_host:
+        raise ValueError(
+            f"K and V of {(max(wanted, 2) - 1) * spec.page_size} tokens take "
+            f"{memory.size(max(wanted, 2) * _on_host(spec))} of host memory: must fit in the "
+            f"{memory.size(host_store.available_host_bytes())} that are free"
+            + (f" and {host_store.LIMIT_VARIABLE} allows" if _on_gpu() else "")
+        )
     if wanted > maximum or wanted < 2:
         asked = (max(wanted, 2) - 1) * spec.page_size
+        where = f" in host memory, tails of {spec.batch} rows" if on_host else ""
         raise ValueError(
-            f"K and V of {asked} tokens and the state of {policy} take "
+            f"K and V of {asked} tokens{where} and the state of {policy} take "
             f"{memory.size(rows + max(wanted, 2) * per_group)}: must fit in the "
             f"{memory.size(max(0, there + rows))} that "
             f"gpu_memory_utilization={gpu_memory_utilization} leaves beside the model"

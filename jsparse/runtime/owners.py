@@ -96,12 +96,48 @@ def take_rows[Memory: (KVCache, SharedPages)](
 
 def take_state(policy: Policy, spec: CacheSpec, state: State, rows: Int32[Array, "n"]) -> State:
     """Returns the state of some rows as that of a batch of their own."""
-    return _map_rows_of(
+    return _map_owned(
         policy,
         spec,
         lambda axis, leaf: jnp.take(leaf, rows, axis=axis, mode="clip"),
-        lambda leaf: leaf,
+        lambda axis, leaf: leaf,
         state,
+    )
+
+
+def take_apart(
+    policy: Policy,
+    spec: CacheSpec,
+    state: State,
+    rows: Int32[Array, "n"],
+    pages: Int32[Array, "m"],
+) -> State:
+    """Returns the state of some rows as that of a batch which has these pages and no others."""
+    return _map_owned(
+        policy,
+        spec,
+        lambda axis, leaf: jnp.take(leaf, rows, axis=axis, mode="clip"),
+        lambda axis, leaf: jnp.take(leaf, pages, axis=axis),
+        state,
+    )
+
+
+def put_apart(
+    policy: Policy,
+    spec: CacheSpec,
+    state: State,
+    part: State,
+    rows: Int32[Array, "n"],
+    pages: Int32[Array, "m"],
+) -> State:
+    """Returns the state with what `take_apart` took in these rows and pages."""
+    return _map_owned(
+        policy,
+        spec,
+        lambda axis, leaf, new: _put(leaf, new, rows, axis),
+        lambda axis, leaf, new: _put(leaf, new, pages, axis),
+        state,
+        part,
     )
 
 
@@ -127,11 +163,11 @@ def put_state(
     policy: Policy, spec: CacheSpec, state: State, part: State, rows: Int32[Array, "n"]
 ) -> State:
     """Returns the state with that of a part in these rows; arrays of pages are those of `part`."""
-    return _map_rows_of(
+    return _map_owned(
         policy,
         spec,
         lambda axis, leaf, new: _put(leaf, new, rows, axis),
-        lambda leaf, new: new,
+        lambda axis, leaf, new: new,
         state,
         part,
     )
@@ -168,11 +204,11 @@ def clear_rows(
     Raises:
         ValueError: the cache has no block table.
     """
-    state = _map_rows_of(
+    state = _map_owned(
         policy,
         spec,
         lambda axis, leaf, fresh: _put(leaf, jnp.take(fresh, rows, axis=axis), rows, axis),
-        lambda leaf, fresh: leaf,
+        lambda axis, leaf, fresh: leaf,
         state,
         policy.init(spec),
     )
@@ -191,7 +227,7 @@ def keep_inactive(
             jnp.expand_dims(active, [i for i in range(after.ndim) if i != axis]), after, before
         )
 
-    return _map_rows_of(policy, spec, chosen, lambda after, before: after, new, old)
+    return _map_owned(policy, spec, chosen, lambda axis, after, before: after, new, old)
 
 
 def row_arrays(policy: Policy, spec: CacheSpec, state: State) -> list[Array]:
@@ -203,21 +239,21 @@ def row_arrays(policy: Policy, spec: CacheSpec, state: State) -> list[Array]:
 def with_row_arrays(policy: Policy, spec: CacheSpec, state: State, arrays: list[Array]) -> State:
     """Returns the state with the arrays that `row_arrays` returned."""
     rest = iter(arrays)
-    return _map_rows_of(policy, spec, lambda axis, leaf: next(rest), lambda leaf: leaf, state)
+    return _map_owned(policy, spec, lambda axis, leaf: next(rest), lambda axis, leaf: leaf, state)
 
 
-def _map_rows_of(
+def _map_owned(
     policy: Policy,
     spec: CacheSpec,
     of_rows: Callable[..., Array],
     of_pages: Callable[..., Array],
     *states: State,
 ) -> State:
-    """Maps of_rows(axis, *leaves) or of_pages(*leaves) over states of one structure."""
+    """Maps of_rows(axis, *leaves) or of_pages(axis, *leaves) over states of one structure."""
     leaves, tree = jax.tree.flatten(states[0])
     columns = zip(leaves, *map(jax.tree.leaves, states[1:]), strict=True)
     made = [
-        of_rows(owner.axis, *column) if owner.kind == "row" else of_pages(*column)
+        (of_rows if owner.kind == "row" else of_pages)(owner.axis, *column)
         for column, owner in zip(columns, owners(policy, spec), strict=True)
     ]
     return jax.tree.unflatten(tree, made)

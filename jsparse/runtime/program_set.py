@@ -50,6 +50,7 @@ class ProgramSet:
         """
         self._programs, self._arguments = programs, arguments
         self._fixed = {name: made.among(fixed) for name, made in programs.items()}
+        self._given = {name: dict(own) for name, own in self._fixed.items()}
         self._made: dict[ProgramKey, Future[Callable[..., Any]]] = {}
         self.seconds = 0.0
 
@@ -75,7 +76,13 @@ class ProgramSet:
             self.expect([wanted])
             self._made[wanted].result()
             self.seconds += time.perf_counter() - began
-        return self._made[wanted].result()(*arrays, **self._fixed[wanted.name])
+        return self._made[wanted].result()(*arrays, **self._given[wanted.name])
+
+    def lend(self, name: str, value: Any) -> None:
+        """Gives programs this argument from now on, instead of a fixed one of the same shapes."""
+        for given in self._given.values():
+            if name in given:
+                given[name] = value
 
     def expect(self, wanted: Iterable[ProgramKey]) -> None:
         """Begins to compile programs that have not been, several at a time, and returns at once."""

@@ -13,22 +13,39 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse import cache as kv_cache
-from jsparse.cache import CacheSpec, KVCache, LayerCache, SharedPrefixes
-from jsparse.shapes import Pages, Rows
+from jsparse.cache import CacheSpec, KVCache, LayerCache, PagePool, SharedPrefixes
+from jsparse.shapes import BlockTable, Pages, Rows
 
 
 class Pool(NamedTuple):
-    """Holds one layer's pages, [G·K, P, H] of K and V, and the optional fields of their slots."""
+    """Holds one layer's pages, [G·K, P, H] of K and V, and the optional fields of their slots.
 
-    k: Pages
-    v: Pages
+    Where the pages lie in host memory, rows have their newest tokens on the device (PagePool).
+    """
+
+    k: Pages | PagePool
+    v: Pages | PagePool
     bias: Float32[Array, "pages P"] | None = None
     slot_positions: Int32[Array, "pages P"] | None = None
 
     @classmethod
     def of(cls, layer: LayerCache) -> "Pool":
         """Returns the pages of a layer."""
-        return cls(*layer.arrays, layer.bias, layer.slot_positions)
+        return cls(layer.k, layer.v, layer.bias, layer.slot_positions)
+
+    def take(self, rows: Int32[Array, "n"], batch: int) -> "Pool":
+        """Returns the pages, with what some of `batch` rows have of their own."""
+        if not (isinstance(self.k, PagePool) and isinstance(self.v, PagePool)):
+            return self
+        return self._replace(k=self.k.take(rows, batch), v=self.v.take(rows, batch))
+
+    def put(self, part: "Pool", rows: Int32[Array, "n"], batch: int) -> "Pool":
+        """Returns the pages of `part`, with what these rows have there in their places."""
+        if not (isinstance(self.k, PagePool) and isinstance(self.v, PagePool)):
+            return part
+        assert isinstance(part.k, PagePool)
+        assert isinstance(part.v, PagePool)
+        return self._replace(k=self.k.put(part.k, rows, batch), v=self.v.put(part.v, rows, batch))
 
 
 @partial(
@@ -59,7 +76,7 @@ class SharedPages:
     def of_rows(self, active: Bool[Array, "B"] | None = None) -> KVCache:
         """Returns the cache that policies know; rows that are not active are empty there."""
         lengths = self.lengths if active is None else jnp.where(active, self.lengths, 0)
-        table = self._by_head(self.groups)
+        table = self.table
         heads = len(self.pools), *table.shape[:2]
         by_head = jnp.broadcast_to(lengths[:, None] if self.held is None else self.held, heads)
         if active is not None:
@@ -85,6 +102,11 @@ class SharedPages:
         if longer is not None:
             held = jnp.where(longer[:, None] > 0, held, self.held)
         return replace(self, pools=pools, lengths=lengths, held=held)
+
+    @property
+    def table(self) -> BlockTable:
+        """Returns the pages of each row, by head."""
+        return self._by_head(self.groups)
 
     def _by_head(self, groups: Int32[Array, "n m"]) -> Int32[Array, "n K m"]:
         """Returns the pages of groups, by head."""
@@ -126,15 +148,28 @@ class SharedPages:
     def take(self, rows: Int32[Array, "n"]) -> "SharedPages":
         """Returns some rows as a batch of their own, over the same pages."""
         held = None if self.held is None else self.held[:, rows]
-        return replace(self.rows(self.groups[rows], self.lengths[rows]), held=held)
+        pools = tuple(pool.take(rows, len(self.lengths)) for pool in self.pools)
+        taken = self.rows(self.groups[rows], self.lengths[rows])
+        return replace(taken, pools=pools, held=held)
 
     def put(self, part: "SharedPages", rows: Int32[Array, "n"]) -> "SharedPages":
         """Returns all rows, with those of `part` in these places, and the pages of `part`."""
-        groups = self.groups.at[rows].set(part.groups)
         held = self.held
         if held is not None and part.held is not None:
             held = held.at[:, rows].set(part.held)
-        return replace(part.rows(groups, self.lengths.at[rows].set(part.lengths)), held=held)
+        pools = (
+            own.put(new, rows, len(self.lengths))
+            for own, new in zip(self.pools, part.pools, strict=True)
+        )
+        placed = self.placed(rows, part.groups, part.lengths)
+        return replace(placed, pools=tuple(pools), held=held)
+
+    def placed(
+        self, rows: Int32[Array, "n"], groups: Int32[Array, "n M"], lengths: Rows
+    ) -> "SharedPages":
+        """Returns all rows, of which these have other groups and as many tokens in all heads."""
+        groups = self.groups.at[rows].set(groups)
+        return self.rows(groups, self.lengths.at[rows].set(lengths))
 
     def copied(self, old: Int32[Array, "n m"], new: Int32[Array, "n m"]) -> "SharedPages":
         """Returns the pages after those of the groups `old` were copied to the groups `new`."""

@@ -18,24 +18,24 @@ from jsparse.policies.expressions import parse
 from jsparse.policy import Eviction
 from jsparse.runtime.request import requests
 
-SERVED = [expression for expression in TABLE if parse(expression).offload is None]
-REFUSED = [expression for expression in TABLE if expression not in SERVED]
-# by default: state in pages, state of two policies, state that is replayed from K and V, and heads
-# that hold different tokens; dense
-# attention and lychee_decode, with its sets and corrections, are served in test_engine.py
+# by default: state in pages, state of two policies, state that is replayed from K and V, heads that
+# hold different tokens, and K and V in host memory; dense attention and lychee_decode, with its
+# sets and corrections, are served in test_engine.py
+OFFLOADED = "offloaded(quest(budget=16), tail=8)"
 HARD_KV = "hard_kv(budget=8, floor=7, cap=12, period=6, window=4, sink=2)"
 DEFAULT = (
     "quest(budget=16)",
     "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)",
     "twilight(all_pages(), p=0.6)",
     HARD_KV,
+    OFFLOADED,
 )
 *PROMPTS, BEGINNING = random_prompts((9, 21, 3, 41, 16, 5, 32), seed=5)
 
 
 OPTIONS = [greedy(tokens) for tokens in (10, 5, 14, 9, 6, 11, 7, 8)]
 ASKED = [*PROMPTS, BEGINNING + PROMPTS[0], BEGINNING + PROMPTS[5]]
-every_policy = pytest.mark.parametrize("expression", slow_except(SERVED, *DEFAULT))
+every_policy = pytest.mark.parametrize("expression", slow_except(TABLE, *DEFAULT))
 
 
 @shared
@@ -63,7 +63,7 @@ def test_a_request_gets_in_a_crowd_what_it_gets_alone(expression):
     assert_at_rest(llm)
 
 
-@pytest.mark.parametrize("expression", slow_except(SERVED, DEFAULT[0], HARD_KV))
+@pytest.mark.parametrize("expression", slow_except(TABLE, HARD_KV, OFFLOADED))
 def test_a_request_gets_in_a_crowd_the_tokens_of_generate(expression):
     llm, crowd = served(expression)
     made = jsparse.generate(
@@ -164,12 +164,6 @@ def test_a_state_of_another_size_is_refused():
     eviction = policy.eviction._replace(after_prompt=lambda state, view, slots: (state, view.cache))
     with pytest.raises(ValueError, match=r"after_prompt must leave a state for 16 slots"):
         tiny_llm(policy._replace(eviction=eviction))
-
-
-@pytest.mark.parametrize("expression", REFUSED)
-def test_what_cannot_be_served_is_refused_by_name(expression):
-    with pytest.raises(ValueError, match=r"policy=.*must keep K and V on the device"):
-        tiny_llm(expression)
 
 
 @shared

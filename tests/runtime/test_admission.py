@@ -62,7 +62,6 @@ def test_memory_is_asked_for_last_and_only_by_who_allocates(no_memory):
     ("policy", "options", "message"),
     [
         ("snapkv(budget=64)", {"further_turns": True}, "must leave the cache as it is after the"),
-        ("offloaded(quest(), tail=64)", {"rows_join": True}, "but keeps them in host memory"),
         ("dense", {"rows_join": True, "per_request": "p"}, "per_request='p': must be a list"),
         ("dense", {"rows_join": True, "per_request": ["p"]}, r"must be among \['dense'\]"),
     ],

@@ -1,0 +1,82 @@
+"""Keeps K and V of an engine's rows in host memory, where the policy is `offloaded`.
+
+Groups of pages are then groups in host memory, and a row that decodes has its newest tokens in a
+tail on the device. Prompts are read as a session reads them: each layer's earlier tokens come over
+the bus, and the chunk leaves once it has been read.
+"""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from jsparse import cache as kv_cache
+from jsparse.cache import CacheSpec, KVCache, ReadOnly, step_view, without_host
+from jsparse.host_memory.host_store import in_tails, ring_pages, stored_every
+from jsparse.host_memory.pages import Leaving
+from jsparse.host_memory.pool import HostPool, pools
+from jsparse.host_memory.tails import in_tail, newest_pages, refilled
+from jsparse.policy import Policy
+from jsparse.runtime.shared_pages import Pool, SharedPages, scratch_group
+from jsparse.shapes import Rows
+
+
+def empty_tails(spec: CacheSpec, policy: Policy) -> SharedPages:
+    """Returns rows that decode, empty, with their tails and resident heads."""
+    assert policy.offload is not None
+    own = kv_cache.init(spec._replace(pool_pages=None))
+    layers = in_tails(own, policy, ring_pages(spec, policy.offload)).layers
+
+    def of_all(pool: HostPool) -> HostPool:
+        return replace(pool, pages=spec.pages)
+
+    return SharedPages(
+        tuple(Pool(*map(of_all, pools(layer))) for layer in layers),
+        jnp.full((spec.batch, spec.num_pages), scratch_group(spec), jnp.int32),
+        jnp.zeros(spec.batch, jnp.int32),
+        spec.num_kv_heads,
+    )
+
+
+def prompts(spec: CacheSpec, rows: SharedPages, max_new: int) -> KVCache:
+    """Returns prompts that are being read as a cache of their own, whose pages lie in their order.
+
+    Its tails have room for `max_new` tokens, the first of a page first, and are empty.
+    """
+    batch = len(rows.lengths)
+    own = kv_cache.init(spec._replace(batch=batch, pool_pages=None))
+    size = -(-max_new // spec.page_size) + 1
+    lengths = jnp.broadcast_to(rows.lengths[:, None], (batch, spec.num_kv_heads))
+    layers = (
+        in_tail(layer, size, table=rows.table)._replace(lengths=lengths) for layer in own.layers
+    )
+    return own._replace(layers=tuple(layers), positions=rows.lengths)
+
+
+def with_newest(cache: KVCache, beside: ReadOnly, *, resident: bool = False) -> KVCache:
+    """Returns rows with the newest tokens in their tails, as host memory has them.
+
+    With `resident`, resident heads get all their tokens.
+    """
+    held = step_view(cache, beside).cache
+    layers = tuple(refilled(layer, resident=resident) for layer in held.layers)
+    return without_host(held._replace(layers=layers))
+
+
+def leaving(cache: KVCache, first: Rows, max_new: int) -> tuple[Leaving, ...]:
+    """Returns the pages of each row's tokens from `first` on, at most `max_new`, by layer."""
+    heads = cache.layers[0].lengths.shape
+    return tuple(
+        newest_pages(layer, jnp.broadcast_to(first[:, None], heads), max_new)
+        for layer in cache.layers
+    )
+
+
+def tail_leaving(
+    spec: CacheSpec, policy: Policy, rows: SharedPages, which: Int32[Array, "n"]
+) -> tuple[Leaving, ...]:
+    """Returns the pages that leave some rows between two of their steps, as often as they must."""
+    assert policy.offload is not None
+    every = stored_every(policy.offload, spec.page_size)
+    part = rows.take(which)
+    return leaving(part.of_rows(), jnp.maximum(part.lengths - every, 0), every)

@@ -1,0 +1,150 @@
+"""Serves policies whose K and V lie in host memory, beside test_policies_in_the_engine.py."""
+
+import re
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import slow_except
+from programs import shared
+from serving import PAGE, asked, assert_at_rest, bits, greedy, tiny_llm
+from tiny import random_prompts
+
+import jsparse
+from jsparse.engine import plan_log, replay
+from jsparse.host_memory import host_store
+from jsparse.host_memory.pool import HostPool
+from jsparse.machine import memory
+from jsparse.policies.expressions import parse
+
+QUEST = "offloaded(quest(budget=16), tail=8)"
+# heads that stay on the device; rows that are fetched first; state that is replayed from K and V
+OTHERS = (
+    "offloaded(retrieval_heads(quest(budget=16), ((0, 1), (1, 0))), tail=8)",
+    "offloaded(double_sparsity(budget=8), tail=8, reads='gather')",
+    "offloaded(lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2), tail=16)",
+)
+BEGINNING, *PROMPTS = random_prompts((32, 9, 21, 3), seed=7)
+# the tail leaves up to three times, and pages of one row at another time than those of others
+ASKED = [(PROMPTS[0], 30), (BEGINNING + PROMPTS[1], 11), (PROMPTS[2], 25)]
+
+
+@shared
+def served(expression):
+    """An engine of two slots, and what requests get of it together."""
+    llm = tiny_llm(expression, max_num_seqs=2, ladder=((0, 16),))
+    outs = llm.generate([ids for ids, _ in ASKED], [greedy(tokens) for _, tokens in ASKED])
+    assert_at_rest(llm)
+    return llm, outs
+
+
+@pytest.mark.parametrize("expression", slow_except([QUEST, *OTHERS], OTHERS[0]))
+def test_answers_are_those_of_generate(expression):
+    """Whose session keeps K and V in host memory, too; also of a prompt that others have read."""
+    llm, (first, *_) = served(expression)
+    (later,) = llm.generate([BEGINNING + PROMPTS[2]], greedy(20))
+    for out, tokens in ((first, 30), (later, 20)):
+        made = jsparse.generate(
+            llm.engine.params,
+            out.prompt_token_ids,
+            policy=llm.engine.policy,
+            sampling=greedy(tokens),
+            page_size=PAGE,
+            max_length=96,
+        )
+        assert out.outputs[0].token_ids == made.token_ids
+    assert later.num_cached_tokens == (32 if llm.engine.policy.shares else 0)
+
+
+def test_the_device_has_tails_and_what_stays_there():
+    """Not the pool: of its 25 groups, rows have 12 of all heads that are resident, and 3 others."""
+    llm, _ = served(OTHERS[0])
+    runner, spec = llm.engine._runner, llm.engine.spec
+    for host, pool in zip(runner._host, runner._slots.rows.cache.pools, strict=True):
+        assert host.k.shape == host.v.shape == (25 * spec.num_kv_heads, PAGE, spec.head_dim)
+        for tail in pool[:2]:
+            assert isinstance(tail, HostPool)
+            assert tail.host is None
+            assert tail.ring.shape[0] == 2 * spec.num_kv_heads * 3
+            assert tail.resident is not None
+            assert tail.resident.shape[0] == 2 * 12
+
+
+def test_an_abort_frees_what_others_take_in_its_place():
+    """Of a prompt that is being read, and of an answer; the next has other tokens in its tail."""
+    llm, outs = served(OTHERS[0])
+    for steps in (1, 12):
+        state = llm.engine.add(asked(llm, PROMPTS[1], greedy(30)), request_id="gone")
+        for _ in range(steps):
+            llm.engine.step()
+        assert not state.finished
+        llm.engine.abort("gone")
+        (again,) = llm.generate([ASKED[0][0]], greedy(ASKED[0][1]))
+        assert bits(again) == bits(outs[0])
+        assert_at_rest(llm)
+
+
+@pytest.mark.slow
+def test_a_log_gives_the_same_bits_again(tmp_path):
+    llm = tiny_llm(QUEST, record=tmp_path / "log", ladder=((0, 16),))
+    llm.generate([ids for ids, _ in ASKED], [greedy(tokens) for _, tokens in ASKED])
+    again = replay.replay(llm.engine.params, tmp_path / "log")
+    assert again == plan_log.read(tmp_path / "log").got
+
+
+def test_host_memory_is_accounted_for_all_requests_together(monkeypatch):
+    llm, _ = served(OTHERS[0])
+    spec = llm.engine.spec
+    group = spec.num_layers * spec.num_kv_heads * host_store.page_bytes(spec)
+    monkeypatch.setattr(host_store, "available_host_bytes", lambda: 20 * group + 1)
+    make = partial(tiny_llm, QUEST)
+    assert make(kv_cache_tokens=19 * PAGE).engine.sizes.num_groups == 20
+    assert make(kv_cache_tokens=None, max_num_seqs=2).engine.sizes.num_groups == 20
+    assert make(kv_cache_tokens=None, max_num_seqs=1).engine.sizes.num_groups == 13
+    numbers = f"take {memory.size(21 * group)} of host memory: must fit in the "
+    with pytest.raises(ValueError, match=f"160 tokens {re.escape(numbers)}{20 * group / 1024:.2f}"):
+        make(kv_cache_tokens=20 * PAGE)
+    monkeypatch.setattr(memory, "available_bytes", lambda share=1.0: 1000)
+    with pytest.raises(ValueError, match="96 tokens in host memory, tails of 4 rows and the state"):
+        make(kv_cache_tokens=96)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"swap_space": 1.0}, r"swap_space=1.0: must be 0 where K and V lie in host memory"),
+        (
+            {"cascade_attention": True, "batch_invariant": False},
+            "cascade_attention=True: must be False where K and V lie in",
+        ),
+        ({"steps_per_program": 2}, "steps_per_program=2: must be 1 where K and V lie in host"),
+        ({"exact": True, "batch_invariant": False}, "but keeps K and V in host memory"),
+    ],
+)
+def test_what_host_memory_cannot_do_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_llm(QUEST, **options)
+
+
+@pytest.mark.slow
+def test_keys_that_others_have_left_in_host_memory_are_shown_to_the_policy():
+    """A policy whose state adds up the prompt's keys, of which another request has read a part."""
+
+    def init(spec):
+        return jnp.zeros((spec.batch, spec.head_dim))
+
+    def prefill(state, layer, view):
+        there = jnp.arange(view.k.shape[1]) < view.valid[:, None]
+        return state + jnp.sum(jnp.where(there[..., None], view.k[:, :, layer % 2], 0), axis=1)
+
+    policy = parse("offloaded(streaming(sink=2, recent=4), tail=8)")
+    policy = policy._replace(init=init, prefill=prefill, shares="keys", name="adds up")
+    llm = tiny_llm(policy, ladder=((0, 16),))
+    sums = []
+    for cached in (0, 32):
+        (out,) = llm.generate([BEGINNING + PROMPTS[0]], greedy(2))
+        assert out.num_cached_tokens == cached
+        sums.append(np.asarray(llm.engine._runner._slots.rows.state[0]))
+    assert np.abs(sums[0]).min() > 0
+    np.testing.assert_array_equal(*sums)
