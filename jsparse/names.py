@@ -113,7 +113,7 @@ ENGINE: Mapping[str, Refusal] = {
     **LOAD,
     "block_size": Refusal("use page_size, the number of tokens per page"),
     "cpu_offload_gb": Refusal(
-        "an engine keeps K and V on the device; jsparse.generate takes the policy offloaded(…)",
+        "use the policy offloaded(…), which keeps K and V in host memory, or swap_space",
         0,
     ),
     "disable_cascade_attn": Refusal("use cascade_attention=False", False),

@@ -164,6 +164,14 @@ class Engine:
         """Returns whether nothing is left to do."""
         return self.scheduler.idle and not self._in_flight
 
+    @property
+    def kv_host_bytes(self) -> int:
+        """Returns the bytes of K and V in host memory: all, or those of parked answers."""
+        if self.sizes.tail_tokens:
+            return self.spec.nbytes
+        parked = self.scheduler.memory.parked * self.spec.num_kv_heads
+        return self.spec._replace(pool_pages=parked).nbytes
+
     def check(self, request: Request) -> None:
         """Raises the errors that `add` would raise.
 

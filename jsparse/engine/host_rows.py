@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jsparse import cache as kv_cache
-from jsparse.cache import CacheSpec, KVCache, ReadOnly, step_view, without_host
+from jsparse.cache import CacheSpec, KVCache, LayerCache, ReadOnly, step_view, without_host
 from jsparse.host_memory.host_store import in_tails, ring_pages, stored_every
 from jsparse.host_memory.pages import Leaving
-from jsparse.host_memory.pool import HostPool, pools
+from jsparse.host_memory.pool import pools
 from jsparse.host_memory.tails import in_tail, newest_pages, refilled
 from jsparse.policy import Policy
 from jsparse.runtime.shared_pages import Pool, SharedPages, scratch_group
@@ -27,11 +27,12 @@ def empty_tails(spec: CacheSpec, policy: Policy) -> SharedPages:
     own = kv_cache.init(spec._replace(pool_pages=None))
     layers = in_tails(own, policy, ring_pages(spec, policy.offload)).layers
 
-    def of_all(pool: HostPool) -> HostPool:
-        return replace(pool, pages=spec.pages)
+    def of_all(layer: LayerCache) -> Pool:
+        k, v = (replace(pool, pages=spec.pages) for pool in pools(layer))
+        return Pool(k, v)
 
     return SharedPages(
-        tuple(Pool(*map(of_all, pools(layer))) for layer in layers),
+        tuple(map(of_all, layers)),
         jnp.full((spec.batch, spec.num_pages), scratch_group(spec), jnp.int32),
         jnp.zeros(spec.batch, jnp.int32),
         spec.num_kv_heads,

@@ -73,20 +73,21 @@ class LLM:
 
         Args:
             model: an argument of `jsparse.load`, or its result.
-            policy: the policy or its expression; not one that is offloaded.
+            policy: the policy or its expression.
             seed: the seed of requests whose SamplingParams names none.
             dtype: "float32", "bfloat16" or "float16"; None is bfloat16 on a GPU and float32
                 elsewhere. It and the next two are for `jsparse.load`.
             revision: a branch, tag or commit, for Hub ids.
             tokenizer: a fast transformers tokenizer, or a jsparse one, instead of the model's.
-            max_num_seqs: the most requests that decode together; None is 64 on a GPU and 8 on a
-                CPU. A step computes this many rows whether or not they hold requests.
+            max_num_seqs: the most requests that decode together; None is 64 on a GPU, 8 where the
+                policy is offloaded, and 8 on a CPU. A step computes this many rows whether or not
+                they hold requests.
             max_model_len: the most tokens of prompt and answer together; None is the model's
                 maximum on a GPU and at most 2048 on a CPU, where attention walks through all of it.
             max_waiting: the most requests that may wait for a slot; None is any number.
             kv_cache_tokens: the tokens whose K and V the engine holds; None is as many as
-                `gpu_memory_utilization` allows, on a CPU no more than all slots and a prompt can
-                use.
+                `gpu_memory_utilization` allows, on a CPU, or in host memory, no more than all slots
+                and a prompt can use.
             gpu_memory_utilization: the share of the device's memory, on a CPU of its free memory,
                 that model, K and V and the policy's state may take; programs need the rest.
             swap_space: the GiB of host memory for K and V of answers that have to leave the device

@@ -46,6 +46,7 @@ def answer_keys(
         rows = sizes.rows_for(rows)
         drafts = sizes.drafts_for(rows) if exact else None
         keys.append(decode_key(choice, rows, drafts=drafts))
+    keys += [LEAVE] if 0 < sizes.tail_tokens < new_tokens else []
     return keys
 
 

@@ -73,9 +73,10 @@ class Programs(ProgramSet):
         self._prepared: tuple[SamplingMode, ...] = ()
         super().__init__(programs, fixed, self._shapes_of)
 
-    def lend_pages(self, host: HostLayers) -> None:
-        """Lets programs read these pages in host memory from now on."""
-        self.lend("beside", self._beside._replace(host=host))
+    def lend_pages(self, host: HostLayers | None) -> None:
+        """Lets programs read these pages in host memory from now on; None is none at all."""
+        lent = self._beside if host is None else self._beside._replace(host=host)
+        self.lend("beside", lent)
 
     def require_evictable(self) -> None:
         """Raises ValueError if the policy evicts and leaves what rows that decode cannot take."""

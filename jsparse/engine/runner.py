@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -101,10 +102,16 @@ class Runner:
         Services are left out, since they take a row that is due, whatever it is.
         """
         for key in programs:
-            if key.name not in ("start", "service", "park", "resume", "leave"):
-                arguments = self._slots, *self._programs.of_nobody(key.name, key.size)
-                out = self._programs.run(key, *arguments)
-                self._slots = out if isinstance(out, Slots) else out[0]
+            if key.name in ("start", "service", "park", "resume"):
+                continue
+            arguments = self._slots, *self._programs.of_nobody(key.name, key.size)
+            out = self._programs.run(key, *arguments)
+            if key.name == "leave":  # it took the last row
+                self._store(tuple((jnp.full_like(ids, -1), pages) for ids, pages in out))
+                continue
+            if key.name == "read":
+                self._store(out[2])
+            self._slots = out if isinstance(out, Slots) else out[0]
         self.settle()
 
     def run(self, plan: StepPlan) -> list[PendingResults]:
@@ -142,13 +149,15 @@ class Runner:
         ]
 
     def forget(self) -> None:
-        """Lets the pages of parked answers go."""
+        """Lets what lies in host memory go."""
         self._parked.clear()
         self._copying.clear()
+        self._host = ()
+        self._programs.lend_pages(None)
 
     def settle(self) -> None:
         """Waits for running programs: a process that exits during one is aborted."""
-        settle(self._slots)
+        settle(self._slots, self._host)
 
     def expect(self, reading: Reading, live: int) -> None:
         """Has all programs compiled that the first answer will run, beside `live` - 1 others."""

@@ -113,7 +113,8 @@ def engine_spec(
         ValueError: an argument is out of its range, the policy cannot be served, or memory does not
             suffice.
     """
-    if max_num_seqs is None and isinstance(policy, Policy) and policy.offload and _on_gpu():
+    on_host = isinstance(policy, Policy) and policy.offload is not None
+    if max_num_seqs is None and on_host and _on_gpu():
         max_num_seqs = OFFLOADED_ROWS_GPU
     rows = cache_spec(
         params, max_num_seqs=max_num_seqs, max_model_len=max_model_len, page_size=page_size
@@ -131,14 +132,15 @@ def engine_spec(
         decode_rows = only("decode_rows", decode_rows, [rows.batch])
         prefill_rows = only("prefill_rows", prefill_rows, [1])
         cascade_attention = only("cascade_attention", cascade_attention, False)
-    unset = steps_per_program is None
+    if steps_per_program is None and _on_gpu() and not on_host:
+        steps_per_program = STEPS_GPU
     admitted = admit(
         params,
         policy,
         rows,
         rows_join=True,
         per_request=per_request,
-        steps_per_program=STEPS_GPU if unset and _on_gpu() else steps_per_program,
+        steps_per_program=steps_per_program,
         allocates=False,
         drafts=drafts,
     )
@@ -295,6 +297,7 @@ def sizes_of(
         decoding, reading = spec._replace(num_pages=kept), spec._replace(batch=MAX_READING)
     block = min(BLOCK_TOKENS, min(size for _, size in rungs))
     _require_ladder(rungs, block, spec.page_size)
+    prompts = _prefill_rows(prefill_rows, spec.batch, packs=on_gpu and not on_host)
     return EngineSizes(
         num_slots=spec.batch,
         max_model_len=longest,
@@ -305,14 +308,15 @@ def sizes_of(
             kv_cache_tokens,
             gpu_memory_utilization,
             reading=reading,
-            chunk=max(size for _, size in rungs),
+            prompts=prompts[-1],
+            chunk=max(*(size for _, size in rungs), prompts[-1] * default[0][1]),
         ),
         ladder=rungs,
         tails=tuple(size for size in TAILS if size < max(size for _, size in rungs)),
         block_tokens=block,
         steps=steps,
         rows=_decode_rows(decode_rows, spec.batch, on_gpu=on_gpu, all_alone=on_host),
-        prefill_rows=_prefill_rows(prefill_rows, spec.batch, packs=on_gpu and not on_host),
+        prefill_rows=prompts,
         max_stall_ms=max_stall_ms,
         growth_tokens=GROWTH_TOKENS,
         packed_tokens=default[0][1],

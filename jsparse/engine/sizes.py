@@ -79,8 +79,11 @@ class EngineSizes(NamedTuple):
 
     @property
     def service_rows(self) -> int:
-        """The number of rows of the programs that serve rows between their steps."""
-        return self.rows[0]
+        """The number of rows of the programs that serve rows between their steps.
+
+        Where rows have tails, these are copied.
+        """
+        return 1 if self.tail_tokens else self.rows[0]
 
     def chunk_size(self, position: int) -> int:
         """Returns the size of the chunk that begins at a position."""

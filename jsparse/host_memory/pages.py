@@ -11,6 +11,7 @@ from jaxtyping import Array, Int32
 
 from jsparse.cache import CacheSpec, HostPages, KVCache, LayerCache
 from jsparse.host_memory.tails import newest_pages
+from jsparse.machine import memory
 from jsparse.pallas_kernels.row_scatter import row_scatter
 from jsparse.shapes import Rows
 
@@ -59,7 +60,16 @@ def empty_pages(spec: CacheSpec) -> HostLayers:
         # zeros are made on the device: one array after the other
         return make(shape, jnp.dtype(spec.dtype)).block_until_ready()
 
-    return tuple(HostPages(pages(), pages()) for _ in range(spec.num_layers))
+    try:
+        return tuple(HostPages(pages(), pages()) for _ in range(spec.num_layers))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ValueError(
+            f"K and V of {spec.pages // spec.num_kv_heads * spec.page_size} tokens take "
+            f"{memory.size(spec.nbytes)} of pinned host memory: must fit in what the device's "
+            "allocator gives, in pieces of one layer"
+        ) from error
 
 
 @functools.partial(jax.jit, static_argnames="max_new")

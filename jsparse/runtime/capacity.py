@@ -18,6 +18,8 @@ from jsparse.policy import Policy
 from jsparse.runtime import chunk_attention
 
 PAGE_SIZES = (8, 16, 32, 64)
+# of the host memory that K and V may have, what an engine takes unasked
+DEFAULT_HOST_SHARE = 0.8
 
 
 def bucket(tokens: int, page_size: int) -> int:
@@ -162,7 +164,7 @@ def group_bytes(spec: CacheSpec, policy: Policy) -> float:
     return _bytes_of(spec, policy)[0]
 
 
-def _bytes_of(spec: CacheSpec, policy: Policy, chunk: int = 0) -> tuple[float, float]:
+def _bytes_of(spec: CacheSpec, policy: Policy) -> tuple[float, float]:
     """Returns the bytes on the device that a pool takes for each group, and beside that."""
     held = device_bytes if policy.offload is None else policy_bytes
 
@@ -172,12 +174,23 @@ def _bytes_of(spec: CacheSpec, policy: Policy, chunk: int = 0) -> tuple[float, f
     few, more = 64, 128
     per_group = (needs(more) - needs(few)) / (more - few)
     rest = needs(few) - few * per_group
-    if policy.offload is not None:
-        # a layer of a prompt that is being read, and its chunk, which is there twice as it leaves
-        pages = spec.num_pages + 2 * spec.num_layers * -(-chunk // spec.page_size)
-        reading = spec.num_kv_heads * pages * host_store.page_bytes(spec)
-        rest += host_store.row_bytes(spec, policy) + reading
+    if policy.offload is not None and not _on_gpu():  # which has one memory for both
+        per_group += _on_host(spec)
     return per_group, rest
+
+
+def _leaving_bytes(spec: CacheSpec, policy: Policy, prompts: int, chunk: int) -> int:
+    """Returns the bytes on the device of what is on its way to host memory and back.
+
+    These are the rows' tails and resident heads; of prompts that are being read, a layer and what
+    the policy knows of them; and their chunks, which are there twice as they leave, or a tail.
+    """
+    assert policy.offload is not None
+    tokens = max(2 * chunk, host_store.stored_every(policy.offload, spec.page_size))
+    pages = prompts * spec.num_pages + spec.num_layers * (-(-tokens // spec.page_size) + 2)
+    read = policy_bytes(spec._replace(batch=prompts, pool_pages=None), policy)
+    moved = spec.num_kv_heads * pages * host_store.page_bytes(spec)
+    return host_store.row_bytes(spec, policy) + read + moved
 
 
 def _on_host(spec: CacheSpec) -> int:
@@ -196,6 +209,7 @@ def pool_groups(
     gpu_memory_utilization: float,
     *,
     reading: CacheSpec | None = None,
+    prompts: int = 1,
     chunk: int = 0,
 ) -> int:
     """Returns the pages per layer and head of a pool that rows share, a scratch page included.
@@ -210,7 +224,8 @@ def pool_groups(
             host memory, or prompts that have been read cannot be kept for others.
         gpu_memory_utilization: the share of the memory that may be in use then.
         reading: the sizes of prompts that are being read, where they have a state of their own.
-        chunk: the most tokens of a prompt that are read at a time.
+        prompts: how many prompts are read at a time.
+        chunk: the tokens of all their chunks.
 
     Raises:
         ValueError: an argument is out of its range, or memory does not suffice.
@@ -225,16 +240,18 @@ def pool_groups(
             "most 1"
         )
 
-    per_group, rows = _bytes_of(spec, policy, chunk)
+    per_group, rows = _bytes_of(spec, policy)
+    rows += _leaving_bytes(spec, policy, prompts, chunk) if policy.offload else 0
     rows += state_bytes(reading, policy) if reading else 0
     there = memory.available_bytes(gpu_memory_utilization) - rows
     maximum = int(there // per_group) if per_group else sys.maxsize
     maximum = max(0, maximum) if there >= 0 else 0
     on_host = policy.offload is not None
-    most_on_host = host_store.available_host_bytes() // _on_host(spec) if on_host else sys.maxsize
+    host_bytes = host_store.available_host_bytes() if on_host else sys.maxsize
+    most_on_host = host_bytes // _on_host(spec)
     if tokens is None:
         keeps_prompts = _on_gpu() and policy.shares is not None and not on_host
-        maximum = min(maximum, most_on_host)
+        maximum = min(maximum, int(DEFAULT_HOST_SHARE * host_bytes) // _on_host(spec))
         # shared pages count once
         all_rows = spec.batch * spec.num_pages + (reading.num_pages if reading else 0)
         wanted = maximum if keeps_prompts else min(maximum, all_rows + 1)
@@ -245,7 +262,7 @@ def pool_groups(
         raise ValueError(
             f"K and V of {(max(wanted, 2) - 1) * spec.page_size} tokens take "
             f"{memory.size(max(wanted, 2) * _on_host(spec))} of host memory: must fit in the "
-            f"{memory.size(host_store.available_host_bytes())} that are free"
+            f"{memory.size(host_bytes)} that are free"
             + (f" and {host_store.LIMIT_VARIABLE} allows" if _on_gpu() else "")
         )
     if wanted > maximum or wanted < 2:

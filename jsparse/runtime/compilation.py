@@ -254,7 +254,7 @@ def program(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 def _shape(x: Any) -> tuple[Any, ...]:
     """Returns the key of an argument: shape and type, and its device unless that is the default."""
     if isinstance(x, jax.ShapeDtypeStruct):
-        return x.shape, x.dtype, False, x.sharding
+        return x.shape, x.dtype, False, None if x.sharding == _default_place() else x.sharding
     known = jax.typeof(x)
     place = x.sharding if isinstance(x, jax.Array) and x.sharding != _default_place() else None
     return known.shape, known.dtype, known.weak_type, place

@@ -19,7 +19,7 @@ from jsparse.policy import Policy, ServiceKind, maintained
 from jsparse.runtime.compilation import inlined, note_trace, program
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
-from jsparse.runtime.owners import put_rows, take_rows
+from jsparse.runtime.owners import put_rows, put_state, take_rows
 from jsparse.runtime.sampling import ChooseFn
 from jsparse.runtime.shared_pages import SharedPages
 from jsparse.shapes import Rows
@@ -204,6 +204,9 @@ def serviced_rows[Memory: (KVCache, SharedPages)](
     if policy.evicts and isinstance(part.cache, SharedPages):
         part = part._replace(cache=part.cache.emptied(rows >= spec.batch))
     part = serviced(service, decoder, policy, weights, beside, part, within=True)
+    if policy.offload is not None:  # which leaves K and V as they are
+        state = put_state(policy, spec, batch.state, part.state, rows)
+        return batch._replace(state=state)
     cache, state = put_rows(policy, spec, batch.cache, batch.state, (part.cache, part.state), rows)
     return batch._replace(cache=cache, state=state)
 

@@ -101,6 +101,11 @@ class Metrics:
                 memory.parked / max(self._engine.sizes.host_groups, 1),
             ),
             (
+                "kv_host_bytes",
+                "Bytes of K and V in host memory.",
+                self._engine.kv_host_bytes,
+            ),
+            (
                 "kv_cache_usage_perc",
                 "Share of K and V in use; 1 is all.",
                 kv_cache_usage(self._engine),

@@ -77,6 +77,7 @@ def by_step(common, tmp_path_factory):
     return done, out, plots
 
 
+@pytest.mark.slow
 def test_many_steps_have_means_by_step(by_step):
     """Their mean, weighed by the steps of each block, is the metric's."""
     done, out, plots = by_step

@@ -18,15 +18,13 @@ from jsparse.policies.expressions import parse
 from jsparse.policy import Eviction
 from jsparse.runtime.request import requests
 
-# by default: state in pages, state of two policies, state that is replayed from K and V, heads that
-# hold different tokens, and K and V in host memory; dense attention and lychee_decode, with its
-# sets and corrections, are served in test_engine.py
+# by default: state that is replayed from K and V, heads that hold different tokens, and K and V in
+# host memory, with state in pages; dense attention and lychee_decode, with its sets and
+# corrections, are served in test_engine.py
 OFFLOADED = "offloaded(quest(budget=16), tail=8)"
 HARD_KV = "hard_kv(budget=8, floor=7, cap=12, period=6, window=4, sink=2)"
 DEFAULT = (
-    "quest(budget=16)",
     "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)",
-    "twilight(all_pages(), p=0.6)",
     HARD_KV,
     OFFLOADED,
 )
@@ -120,6 +118,7 @@ def test_rows_are_compressed_by_their_own_age():
     assert llm.engine.counters.compressed_rows - before == 3 + 0 + 2 + 2
 
 
+@pytest.mark.slow
 def test_prompts_are_compressed_by_programs_of_their_size(monkeypatch):
     """Of two pages per head, where three are kept, of eight, and of all twelve."""
     monkeypatch.setattr(setup, "PROMPT_PAGES", 2)
@@ -177,7 +176,7 @@ def of_few_rows(expression, rows):
     return outs
 
 
-@pytest.mark.parametrize("expression", slow_except(["dense", "lfps(budget=0.5)"], "dense"))
+@pytest.mark.parametrize("expression", slow_except(["dense", "lfps(budget=0.5)"]))
 def test_few_rows_run_in_programs_of_few_rows(expression):
     """The state of rows and pages is right when the number of rows rises, and when it falls."""
     made = of_few_rows(expression, (2, 4)), of_few_rows(expression, (4,))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import broken_policies
 import pytest
+from marks import slow_except
 from policy_table import METHODS, outermost
 from programs import shared
 
@@ -27,7 +28,10 @@ def checked(name, rules):
     return check(policy, full, params=random_model(1), rules=rules)
 
 
-@pytest.mark.parametrize("name", NAMES)
+FEW_PROGRAMS = [name for name in NAMES if name not in ("budget", "pool", "alone")]
+
+
+@pytest.mark.parametrize("name", slow_except(NAMES, *FEW_PROGRAMS))
 def test_what_is_broken_is_found_by_its_name(name):
     [finding] = checked(name, [name]).findings
     assert finding.rule.name == name

@@ -50,6 +50,7 @@ def test_answers_are_those_to_the_question_in_the_prompt(policy):
             np.testing.assert_allclose(out.logprobs, whole.logprobs, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_policy_that_evicts_has_not_seen_the_question():
     """The same tokens in the prompt make it keep others, and say something else."""
     made, whole = made_by(LOSSY)

@@ -413,6 +413,7 @@ def test_chunks_come_from_the_units_that_were_chosen_alone(monkeypatch):
     assert elsewhere > 50
 
 
+@pytest.mark.slow
 def test_an_exact_search_by_units_takes_the_chunks_of_a_flat_one(monkeypatch):
     """Also where nearly all keys agree, and where all do."""
     monkeypatch.setattr(search, "MIN_UNITS", 1)

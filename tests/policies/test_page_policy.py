@@ -107,6 +107,7 @@ def test_slots_without_a_token_do_not_count(length):
         assert (tokens[:, :, page] == keys.shape[2]).all()
 
 
+@pytest.mark.slow
 def test_is_dense_with_a_budget_for_all():
     exact = engine_logits(tiny_params(num_layers=2), "dense", PROMPTS, FORCED, page_size=PAGE)
     assert_close(logits(my_quest(2**30)), exact, rtol=2e-5)
@@ -120,6 +121,7 @@ def test_a_prompt_read_in_pieces_gives_the_same():
     assert_close(pieces, logits(my_quest(16)), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_shared_pool_of_used_pages_gives_the_same():
     params = tiny_params(num_layers=2)
     pooled = pooled_logits(params, my_quest(16), PROMPTS, FORCED, page_size=PAGE)

@@ -129,8 +129,7 @@ def in_the_crowd(policy):
 
 
 EVICTORS = [expression for expression in METHODS if parse(expression).evicts]
-HARD_KV = next(expression for expression in EVICTORS if expression.startswith("hard_kv"))
-every_policy = pytest.mark.parametrize("policy", slow_except((*EVICTORS, *TOYS), HARD_KV), ids=str)
+every_policy = pytest.mark.parametrize("policy", slow_except((*EVICTORS, *TOYS)), ids=str)
 
 
 @every_policy

@@ -77,7 +77,7 @@ def decoded(policy, drafts, sampling):
     "drafting",
     slow_except(
         [(policy, sampling) for policy in DRAFTING for sampling in OPTIONS],
-        *((QUEST, GREEDY), (QUEST, DRAWN)),
+        (QUEST, DRAWN),
     ),
     ids=str,
 )
@@ -130,7 +130,7 @@ def test_all_drafts_of_dense_attention_agree():
         assert out.stats.drafted_tokens == out.stats.accepted_tokens == limit - 1 - rounds
 
 
-@pytest.mark.parametrize("policy", [QUEST, CLUSTERS])
+@pytest.mark.parametrize("policy", slow_except([QUEST, CLUSTERS], QUEST))
 def test_k_and_v_are_dense_attentions(policy):
     """Those of generated tokens, too, which a further turn may use."""
     (_, session), (_, its) = decoded(policy, DRAFTS, DRAWN), decoded("dense", 0, DRAWN)

@@ -48,6 +48,7 @@ def whole(tmp_path_factory):
 # what it leaves
 
 
+@pytest.mark.slow
 def test_record_log_and_gates_say_the_same(whole):
     folder, record = whole
     assert json.loads((folder / "record.json").read_text()) == record

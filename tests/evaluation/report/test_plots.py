@@ -46,6 +46,7 @@ def size(columns, rows):
     return columns * PANEL[0] * DPI, round((rows * PANEL[1] + HEADING) * DPI)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plot", "columns", "rows"), [(plot_quality, 2, 3), (plot_niah, 4, 1), (plot_heads, COLUMNS, 2)]
 )

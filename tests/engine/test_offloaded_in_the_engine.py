@@ -3,16 +3,18 @@
 import re
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import slow_except
 from programs import shared
 from serving import PAGE, asked, assert_at_rest, bits, greedy, tiny_llm
-from tiny import random_prompts
+from tiny import random_prompts, tiny_params
 
 import jsparse
-from jsparse.engine import plan_log, replay
+from jsparse.engine import plan_log, replay, setup
+from jsparse.engine.llm import LLM
 from jsparse.host_memory import host_store
 from jsparse.host_memory.pool import HostPool
 from jsparse.machine import memory
@@ -61,6 +63,8 @@ def test_the_device_has_tails_and_what_stays_there():
     """Not the pool: of its 25 groups, rows have 12 of all heads that are resident, and 3 others."""
     llm, _ = served(OTHERS[0])
     runner, spec = llm.engine._runner, llm.engine.spec
+    on_host = sum(pages.nbytes for layer in runner._host for pages in layer)
+    assert llm.engine.kv_host_bytes == on_host
     for host, pool in zip(runner._host, runner._slots.rows.cache.pools, strict=True):
         assert host.k.shape == host.v.shape == (25 * spec.num_kv_heads, PAGE, spec.head_dim)
         for tail in pool[:2]:
@@ -100,7 +104,7 @@ def test_host_memory_is_accounted_for_all_requests_together(monkeypatch):
     monkeypatch.setattr(host_store, "available_host_bytes", lambda: 20 * group + 1)
     make = partial(tiny_llm, QUEST)
     assert make(kv_cache_tokens=19 * PAGE).engine.sizes.num_groups == 20
-    assert make(kv_cache_tokens=None, max_num_seqs=2).engine.sizes.num_groups == 20
+    assert make(kv_cache_tokens=None, max_num_seqs=2).engine.sizes.num_groups == 16
     assert make(kv_cache_tokens=None, max_num_seqs=1).engine.sizes.num_groups == 13
     numbers = f"take {memory.size(21 * group)} of host memory: must fit in the "
     with pytest.raises(ValueError, match=f"160 tokens {re.escape(numbers)}{20 * group / 1024:.2f}"):
@@ -108,6 +112,23 @@ def test_host_memory_is_accounted_for_all_requests_together(monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda share=1.0: 1000)
     with pytest.raises(ValueError, match="96 tokens in host memory, tails of 4 rows and the state"):
         make(kv_cache_tokens=96)
+
+
+def test_a_gpu_runs_few_rows_all_together(monkeypatch):
+    monkeypatch.setattr(setup, "_on_gpu", lambda: True)
+    llm = LLM(tiny_params(num_layers=2), QUEST, max_model_len=96, page_size=PAGE, prepare=False)
+    sizes = llm.engine.sizes
+    assert (sizes.num_slots, sizes.rows, sizes.prefill_rows) == (8, (8,), (1,))
+    assert (sizes.steps, sizes.service_rows, sizes.family_rows) == (1, 1, 0)
+
+
+def test_an_engine_that_fails_lets_host_memory_go():
+    engine = tiny_llm(QUEST).engine
+    pages = engine._runner._host[0].k
+    assert engine.programs._given["decode"]["beside"].host[0].k is pages
+    engine._fail(RuntimeError("the device"))
+    assert engine._runner._host == ()
+    assert not isinstance(engine.programs._given["decode"]["beside"].host[0].k, jax.Array)
 
 
 @pytest.mark.parametrize(
