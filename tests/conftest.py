@@ -21,6 +21,7 @@ if sys.dont_write_bytecode:
 # of a test's time is compilation: LLVM need not optimise, and loops need not be lowered by MLIR,
 # which takes twice as long as the rest. XLA's own passes stay as users have them.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # nobody reads them
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault(
         "XLA_FLAGS",

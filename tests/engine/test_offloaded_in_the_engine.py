@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
 from programs import shared
 from serving import PAGE, asked, assert_at_rest, bits, greedy, tiny_llm
 from tiny import random_prompts, tiny_params
@@ -41,7 +40,8 @@ def served(expression):
     return llm, outs
 
 
-@pytest.mark.parametrize("expression", slow_except([QUEST, *OTHERS], OTHERS[0]))
+@pytest.mark.slow
+@pytest.mark.parametrize("expression", [QUEST, *OTHERS])
 def test_answers_are_those_of_generate(expression):
     """Whose session keeps K and V in host memory, too; also of a prompt that others have read."""
     llm, (first, *_) = served(expression)
@@ -61,7 +61,7 @@ def test_answers_are_those_of_generate(expression):
 
 def test_the_device_has_tails_and_what_stays_there():
     """Not the pool: of its 25 groups, rows have 12 of all heads that are resident, and 3 others."""
-    llm, _ = served(OTHERS[0])
+    llm = tiny_llm(OTHERS[0], max_num_seqs=2)
     runner, spec = llm.engine._runner, llm.engine.spec
     on_host = sum(pages.nbytes for layer in runner._host for pages in layer)
     assert llm.engine.kv_host_bytes == on_host
@@ -75,6 +75,7 @@ def test_the_device_has_tails_and_what_stays_there():
             assert tail.resident.shape[0] == 2 * 12
 
 
+@pytest.mark.slow
 def test_an_abort_frees_what_others_take_in_its_place():
     """Of a prompt that is being read, and of an answer; the next has other tokens in its tail."""
     llm, outs = served(OTHERS[0])
@@ -98,7 +99,7 @@ def test_a_log_gives_the_same_bits_again(tmp_path):
 
 
 def test_host_memory_is_accounted_for_all_requests_together(monkeypatch):
-    llm, _ = served(OTHERS[0])
+    llm = tiny_llm(QUEST)
     spec = llm.engine.spec
     group = spec.num_layers * spec.num_kv_heads * host_store.page_bytes(spec)
     monkeypatch.setattr(host_store, "available_host_bytes", lambda: 20 * group + 1)

@@ -79,7 +79,8 @@ def test_host_memory_gives_the_bits_of_the_device(expression):
 
 
 @pytest.mark.parametrize("options", [{"reads": "gather"}, {"prefetch": True}], ids=str)
-@pytest.mark.parametrize("expression", slow_except(POLICIES[:3], QUEST))
+@pytest.mark.slow
+@pytest.mark.parametrize("expression", POLICIES[:3])
 def test_rows_that_are_fetched_first_give_the_same(expression, options):
     if "prefetch" in options and not parse(expression).foresees:
         pytest.skip("reads its query")

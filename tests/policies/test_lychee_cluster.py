@@ -384,6 +384,7 @@ def test_radii_bound_every_chunk_after_many_updates(levels, dtype):
 FAR = "budget=33, sink=2, recent=3, period=4, lengths=(2, 4)"  # in rows of 160 tokens
 
 
+@pytest.mark.slow
 def test_chunks_come_from_the_units_that_were_chosen_alone(monkeypatch):
     """Of eight units one or two are looked into, which the slow model does unit by unit."""
     monkeypatch.setattr(search, "MIN_UNITS", 1)

@@ -147,6 +147,7 @@ def test_rows_below_dense_below_have_the_bits_of_dense(expression):
     assert_close(beside[:, 0], decoded(policy, PROMPTS)[:, 0], rtol=2e-5)
 
 
+@pytest.mark.slow
 @every_method
 def test_the_table_leaves_something_out(expression):
     """Hyper-parameters so generous that the battery would run dense attention under another name

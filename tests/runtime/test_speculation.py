@@ -210,6 +210,7 @@ def test_a_row_decodes_until_its_capacity():
     assert [out.finish_reason for out in made[1]] == ["overflow", "length", "overflow"]
 
 
+@pytest.mark.slow
 def test_maintenance_comes_when_it_is_due():
     """Chunks are those of the policy alone, which is forced along the same text."""
     outs, session = decoded(CLUSTERS, DRAFTS, DRAWN)

@@ -308,6 +308,7 @@ def test_an_engine_whose_programs_were_stored_gives_the_same_bits(store):
     assert store.found == again.engine.programs.compiled
 
 
+@pytest.mark.slow
 @plain
 def test_answers_of_stored_programs_are_the_same(store):
     params, prompts = tiny_params(num_layers=1), random_prompts((9, 21), seed=5)
