@@ -13,7 +13,7 @@ have all their pages on the device, too.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,9 @@ class HostPool(PagePool):
         heads: the KV heads that are resident, ascending.
         table: the page in host memory of each logical page; None is that of the layer's table.
     """
+
+    # jax makes such trees of shapes, too, which are no arrays
+    __no_type_check__: ClassVar[bool] = True
 
     ring: Array
     host: Array | None

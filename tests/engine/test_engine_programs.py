@@ -68,7 +68,7 @@ def test_all_programs_can_be_compiled_ahead():
     assert llm.engine.programs.seconds == 0
 
 
-@pytest.mark.parametrize("policy", slow_except(["dense", HANDS_ON, "lfps(budget=0.5)"]))
+@pytest.mark.parametrize("policy", slow_except(["dense", HANDS_ON, "lfps(budget=0.5)"], "dense"))
 def test_programs_run_for_nobody_change_nothing(policy):
     """While requests are being read and decode; as a GPU does with each once."""
     options = {"steps_per_program": 2, "cascade_attention": True, "kv_cache_tokens": 384}
