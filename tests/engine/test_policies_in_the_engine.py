@@ -61,7 +61,7 @@ def test_a_request_gets_in_a_crowd_what_it_gets_alone(expression):
     assert_at_rest(llm)
 
 
-@pytest.mark.parametrize("expression", slow_except(TABLE, HARD_KV, OFFLOADED))
+@pytest.mark.parametrize("expression", slow_except(TABLE, HARD_KV))
 def test_a_request_gets_in_a_crowd_the_tokens_of_generate(expression):
     llm, crowd = served(expression)
     made = jsparse.generate(
