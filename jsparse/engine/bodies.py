@@ -25,18 +25,17 @@ from jsparse.engine.slots import (
     no_knobs,
     no_recent,
 )
+from jsparse.host_memory.host_store import with_newest
 from jsparse.host_memory.pages import Leaving
 from jsparse.models.transformer import Weights, to_logits
 from jsparse.policy import ServiceKind
 from jsparse.runtime.compilation import inlined, note_trace
 from jsparse.runtime.owners import (
     keep_inactive,
-    put_apart,
     put_pages,
     put_rows,
     put_state,
     row_arrays,
-    take_apart,
     take_pages,
     take_state,
     with_row_arrays,
@@ -133,7 +132,7 @@ class Bodies:
         note_trace()
         carry = self._carry(slots, asked, asked.start + asked.valid, tokens.shape[1])
         if self._policy.offload is not None:
-            carry = carry._replace(cache=host_rows.with_newest(carry.cache, beside))
+            carry = carry._replace(cache=with_newest(carry.cache, beside.host))
         carry = replay_chunk(self._decoder, self._policy, tokens, asked.valid, carry, beside)
         return *self._after(slots, asked, carry), ()
 
@@ -148,7 +147,7 @@ class Bodies:
         memory = rows.cache.rows(asked.groups, lengths)
         if policy.offload is not None:
             pages = memory.pages_of(asked.groups)
-            state = take_apart(policy, spec, rows.state, asked.slots, pages)
+            state = take_state(policy, spec, rows.state, asked.slots, pages)
             cache = host_rows.prompts(spec, memory, size)
         elif policy.evicts:
             state = take_state(policy, self._reading, slots.reading, asked.places)
@@ -178,7 +177,7 @@ class Bodies:
         end = asked.start + asked.valid
         if policy.offload is not None:
             pages = rows.cache.pages_of(asked.groups)
-            state = put_apart(policy, spec, rows.state, carry.state, asked.slots, pages)
+            state = put_state(policy, spec, rows.state, carry.state, asked.slots, pages)
             cache = rows.cache.placed(asked.slots, asked.groups, end)
             rows = rows._replace(cache=cache, state=state)
         else:
@@ -202,7 +201,7 @@ class Bodies:
         note_trace()
         rows = slots.rows
         part = rows.cache.take(which)
-        cache = host_rows.with_newest(part.of_rows(), beside, resident=True)
+        cache = with_newest(part.of_rows(), beside.host, resident=True)
         memory = rows.cache.put(part.after(cache), which)
         return slots._replace(rows=rows._replace(cache=memory))
 

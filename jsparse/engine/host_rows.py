@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jsparse import cache as kv_cache
-from jsparse.cache import CacheSpec, KVCache, LayerCache, ReadOnly, step_view, without_host
+from jsparse.cache import CacheSpec, KVCache, LayerCache
 from jsparse.host_memory.host_store import in_tails, ring_pages, stored_every
 from jsparse.host_memory.pages import Leaving
 from jsparse.host_memory.pool import pools
-from jsparse.host_memory.tails import in_tail, newest_pages, refilled
+from jsparse.host_memory.tails import in_tail, newest_pages
 from jsparse.policy import Policy
-from jsparse.runtime.shared_pages import Pool, SharedPages, scratch_group
+from jsparse.runtime.shared_pages import Pool, SharedPages, empty_rows
 from jsparse.shapes import Rows
 
 
@@ -31,12 +31,7 @@ def empty_tails(spec: CacheSpec, policy: Policy) -> SharedPages:
         k, v = (replace(pool, pages=spec.pages) for pool in pools(layer))
         return Pool(k, v)
 
-    return SharedPages(
-        tuple(map(of_all, layers)),
-        jnp.full((spec.batch, spec.num_pages), scratch_group(spec), jnp.int32),
-        jnp.zeros(spec.batch, jnp.int32),
-        spec.num_kv_heads,
-    )
+    return empty_rows(spec, tuple(map(of_all, layers)))
 
 
 def prompts(spec: CacheSpec, rows: SharedPages, max_new: int) -> KVCache:
@@ -52,16 +47,6 @@ def prompts(spec: CacheSpec, rows: SharedPages, max_new: int) -> KVCache:
         in_tail(layer, size, table=rows.table)._replace(lengths=lengths) for layer in own.layers
     )
     return own._replace(layers=tuple(layers), positions=rows.lengths)
-
-
-def with_newest(cache: KVCache, beside: ReadOnly, *, resident: bool = False) -> KVCache:
-    """Returns rows with the newest tokens in their tails, as host memory has them.
-
-    With `resident`, resident heads get all their tokens.
-    """
-    held = step_view(cache, beside).cache
-    layers = tuple(refilled(layer, resident=resident) for layer in held.layers)
-    return without_host(held._replace(layers=layers))
 
 
 def leaving(cache: KVCache, first: Rows, max_new: int) -> tuple[Leaving, ...]:

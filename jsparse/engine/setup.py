@@ -40,8 +40,7 @@ BLOCK_TOKENS = 512
 FEW_ROWS_GPU, FEW_ROWS_CPU = 8, 1
 # Steps per program on a GPU, if they are short.
 STEPS_GPU = 32
-# A row whose K and V lie in host memory has half a gigabyte of an 8B model on the device, and reads
-# the rest over the bus: few of them keep it busy.
+# A row whose K and V lie in host memory has half a gigabyte of an 8B model on the device, its tail.
 ROWS_GPU, OFFLOADED_ROWS_GPU, ROWS_CPU = 64, 8, 8
 # Tokens of an answer for which it gets memory at a time.
 GROWTH_TOKENS = 256

@@ -199,7 +199,14 @@ def in_tails(cache: KVCache, policy: Policy, size: int) -> KVCache:
     return cache._replace(layers=tuple(layers))
 
 
-@partial(jax.jit, donate_argnames=("cache",))
-def _refilled(cache: KVCache, pages: HostLayers) -> KVCache:
-    layers = map(refilled, with_host(cache, pages).layers)
-    return without_host(cache._replace(layers=tuple(layers)))
+def with_newest(cache: KVCache, pages: HostLayers | None, *, resident: bool = False) -> KVCache:
+    """Returns rows with the newest tokens in their tails, as these pages in host memory have them.
+
+    With `resident`, resident heads get all their tokens.
+    """
+    held = with_host(cache, pages)
+    layers = tuple(refilled(layer, resident=resident) for layer in held.layers)
+    return without_host(held._replace(layers=layers))
+
+
+_refilled = jax.jit(with_newest, static_argnames="resident", donate_argnames="cache")

@@ -94,50 +94,23 @@ def take_rows[Memory: (KVCache, SharedPages)](
     return cache.take(rows), take_state(policy, spec, state, rows)
 
 
-def take_state(policy: Policy, spec: CacheSpec, state: State, rows: Int32[Array, "n"]) -> State:
-    """Returns the state of some rows as that of a batch of their own."""
-    return _map_owned(
-        policy,
-        spec,
-        lambda axis, leaf: jnp.take(leaf, rows, axis=axis, mode="clip"),
-        lambda axis, leaf: leaf,
-        state,
-    )
-
-
-def take_apart(
+def take_state(
     policy: Policy,
     spec: CacheSpec,
     state: State,
     rows: Int32[Array, "n"],
-    pages: Int32[Array, "m"],
+    pages: Int32[Array, "m"] | None = None,
 ) -> State:
-    """Returns the state of some rows as that of a batch which has these pages and no others."""
+    """Returns the state of some rows as that of a batch of their own.
+
+    It is over the same pages, or has a copy of those that are named and no others.
+    """
     return _map_owned(
         policy,
         spec,
         lambda axis, leaf: jnp.take(leaf, rows, axis=axis, mode="clip"),
-        lambda axis, leaf: jnp.take(leaf, pages, axis=axis),
+        lambda axis, leaf: leaf if pages is None else jnp.take(leaf, pages, axis=axis),
         state,
-    )
-
-
-def put_apart(
-    policy: Policy,
-    spec: CacheSpec,
-    state: State,
-    part: State,
-    rows: Int32[Array, "n"],
-    pages: Int32[Array, "m"],
-) -> State:
-    """Returns the state with what `take_apart` took in these rows and pages."""
-    return _map_owned(
-        policy,
-        spec,
-        lambda axis, leaf, new: _put(leaf, new, rows, axis),
-        lambda axis, leaf, new: _put(leaf, new, pages, axis),
-        state,
-        part,
     )
 
 
@@ -160,14 +133,19 @@ def put_rows[Memory: (KVCache, SharedPages)](
 
 
 def put_state(
-    policy: Policy, spec: CacheSpec, state: State, part: State, rows: Int32[Array, "n"]
+    policy: Policy,
+    spec: CacheSpec,
+    state: State,
+    part: State,
+    rows: Int32[Array, "n"],
+    pages: Int32[Array, "m"] | None = None,
 ) -> State:
-    """Returns the state with that of a part in these rows; arrays of pages are those of `part`."""
+    """Returns the state with that of a part, as `take_state` took it, in these rows and pages."""
     return _map_owned(
         policy,
         spec,
         lambda axis, leaf, new: _put(leaf, new, rows, axis),
-        lambda axis, leaf, new: new,
+        lambda axis, leaf, new: new if pages is None else _put(leaf, new, pages, axis),
         state,
         part,
     )

@@ -210,9 +210,15 @@ def empty_pages(
         fields: the optional fields of the cache to allocate.
         by_head: whether heads will hold different tokens.
     """
+    pools = tuple(map(Pool.of, kv_cache.init(spec, fields=fields).layers))
+    return empty_rows(spec, pools, by_head=by_head)
+
+
+def empty_rows(spec: CacheSpec, pools: tuple[Pool, ...], *, by_head: bool = False) -> SharedPages:
+    """Returns empty rows over pools, as `empty_pages` does."""
     heads = spec.num_layers, spec.batch, spec.num_kv_heads
     return SharedPages(
-        tuple(map(Pool.of, kv_cache.init(spec, fields=fields).layers)),
+        pools,
         jnp.full((spec.batch, spec.num_pages), scratch_group(spec), jnp.int32),
         jnp.zeros(spec.batch, jnp.int32),
         spec.num_kv_heads,
