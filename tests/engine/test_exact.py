@@ -98,11 +98,12 @@ def test_rounds_may_draft_any_number(monkeypatch):
 
     Where nothing is to be drafted often, that is a program of its own.
     """
+    llm = engine(QUEST)
+    llm.generate(ASKED[:3], OPTIONS[:3])  # prompts are known then, and rows begin side by side
     chosen, seen = cycle((3, 0, 1, 2)), []
     monkeypatch.setattr(Pace, "idles", True)
     monkeypatch.setattr(Pace, "drafts", lambda self, rows: next(chosen))
     monkeypatch.setattr(Pace, "observe_round", lambda self, *of_round: seen.append(of_round))
-    llm = engine(QUEST)
     none = [decode_key(choice, 3, drafts=0) for choice in ("greedy", "sampled")]
     llm.engine.programs.compile(none, logging.getLogger())
     ran, run = [], llm.engine.programs.run
