@@ -2,10 +2,9 @@
 
 Llama 3.1 8B's shape, random bf16 weights and prompts. Parts:
 
-    resident    four prompts of 128K, 256 new each, where the device has room for K and V of one:
-                one at a time on the device, then side by side with K and V in host memory. The
-                second time counts, when host memory has the prompts; on the device they are read
-                again, so that tokens per second are those of the answers once they decode
+    resident    prompts of 128K, 256 new each, where the device has room for K and V of one: two
+                one after the other on the device, then four side by side with K and V in host
+                memory, and once more when host memory has the prompts
     moved       answers of 16K that leave the device and come back: milliseconds per GB, beside
                 copies of one array of that size to pinned memory and back
     answers     prompts of 2,048 tokens, 8,192 new each, where K and V have 20 GB: 64 under
@@ -49,12 +48,12 @@ def engine(params: Any, policy: str, **options: Any) -> Any:
 
 
 def resident(params: Any, shorten: int, **_others: Any) -> list[dict[str, Any]]:
-    """Measures four requests one at a time on the device, and side by side in host memory."""
+    """Measures requests one at a time on the device, and four side by side in host memory."""
     from jsparse.benchmark.throughput import measure
 
     length, rows = LONG // shorten, []
-    asked = workload(params, 4, length, NEW)
-    for policy, slots in ((POLICY, 1), (f"offloaded({POLICY})", 4)):
+    for policy, slots, count, times in ((POLICY, 1, 2, 1), (f"offloaded({POLICY})", 4, 4, 2)):
+        asked = workload(params, count, length, NEW)
         made = engine(
             params,
             policy,
@@ -62,14 +61,16 @@ def resident(params: Any, shorten: int, **_others: Any) -> list[dict[str, Any]]:
             max_model_len=length + NEW,
             kv_cache_tokens=slots * (length + NEW),
         )
-        first, second = (measure(made, asked) for _ in range(2))
-        step = second["decode_ms_per_step"]
+        measured = [measure(made, asked) for _ in range(times)]
+        step = measured[-1]["decode_ms_per_step"]
         rows.append(
             {"policy": policy, "rows": slots, "host_gb": made.kv_host_bytes / 1e9}
-            | {"first": first, "again": second, "decode_ms_per_step": step}
+            | {"measured": measured, "decode_ms_per_step": step}
             | {"decode_tokens_per_second": 1e3 * slots / step}
+            | {"output_tokens_per_second": [m["output_tokens_per_second"] for m in measured]}
             | memory_peaks()
         )
+        print("resident", {k: v for k, v in rows[-1].items() if k != "measured"}, flush=True)
         del made
     one, four = rows
     four["over_one_at_a_time"] = four["decode_tokens_per_second"] / one["decode_tokens_per_second"]

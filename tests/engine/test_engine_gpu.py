@@ -85,3 +85,29 @@ def assert_same_up_to_rounding(out, other, *, drawn):
     same = [a == b for a, b in zip(tokens, wanted, strict=True)]
     first = len(same) if all(same) else same.index(False) + (not drawn)
     np.testing.assert_allclose(ours[:first], theirs[:first], atol=5e-2)
+
+
+@pytest.mark.parametrize("policy", ["dense", "quest(budget=256)", "snapkv(budget=256)"])
+def test_an_answer_that_was_parked_goes_on_with_its_bits(policy):
+    """K and V, and whatever a row has, from host memory; beside an engine with room for all."""
+    options = {"max_num_seqs": 4, "max_model_len": 2048, "batch_invariant": True, "prepare": False}
+    greedy = jsparse.SamplingParams(temperature=0, max_tokens=700, logprobs=0, ignore_eos=True)
+    prompts = random_prompts((700, 33, 512, 640), seed=5)
+    scarce = jsparse.LLM(model(), policy, kv_cache_tokens=2560, swap_space=1.0, **options)
+    outs = scarce.generate(prompts, greedy)
+    assert scarce.engine.counters.parked_answers > 0
+    roomy = jsparse.LLM(model(), policy, kv_cache_tokens=8192, **options)
+    assert [bits(out) for out in outs] == [bits(out) for out in roomy.generate(prompts, greedy)]
+
+
+@pytest.mark.parametrize("policy", ["offloaded(quest(budget=256))", "offloaded(lfps(budget=0.1))"])
+def test_k_and_v_in_host_memory_are_those_of_the_row(policy):
+    """Alone and beside others, also after a prefix that others have read."""
+    llm = jsparse.LLM(model(), policy, max_num_seqs=4, max_model_len=2048, prepare=False)
+    beginning, *others = random_prompts((1024, 700, 33, 260, 512), seed=7)
+    prompts = [beginning + others[0], others[1], beginning + others[2], others[3]]
+    greedy = jsparse.SamplingParams(temperature=0, max_tokens=300, logprobs=0, ignore_eos=True)
+    crowd = llm.generate(prompts, greedy)
+    for ids, out in zip(prompts, crowd, strict=True):
+        (alone,) = llm.generate([ids], greedy)
+        assert bits(alone) == bits(out)
