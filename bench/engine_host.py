@@ -96,7 +96,7 @@ def moved(params: Any, shorten: int, **_others: Any) -> list[dict[str, Any]]:
     )
     groups = list(range(made.sizes.groups_for(length)))
     nbytes = made.spec._replace(pool_pages=len(groups) * made.spec.num_kv_heads).nbytes
-    runner, move = made._runner, Move(0, 0, groups)
+    runner, move = made._runner, Move(0, 0, groups, 0)
     array, place = jnp.zeros(nbytes // 2, jnp.bfloat16), host_sharding()
     device = jax.local_devices()[0]
 

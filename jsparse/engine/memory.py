@@ -1,5 +1,6 @@
 """Says which groups of pages answers hold: what they share, what they get, and when they wait."""
 
+import itertools
 from bisect import bisect
 from collections import Counter
 from collections.abc import Sequence
@@ -208,11 +209,20 @@ class Memory:
         """Returns whether host memory has room for an answer's pages."""
         return self.parked + self._on_host(self.num_groups(answer)) <= self.sizes.host_groups
 
-    def park(self, answer: Answer) -> list[int]:
-        """Takes back the groups of an answer, and returns them: their pages go to host memory."""
-        groups = answer.groups
-        self.release(answer)
-        answer.parked = len(groups)
+    def park(self, answer: Answer, parked: Sequence[Answer]) -> list[int]:
+        """Takes back the groups of an answer, and returns them: their pages go to host memory.
+
+        It keeps blocks that others use, too, as long as those of all that are `parked` leave room
+        for the largest answer: whoever is left can come to its end.
+        """
+        stay = [*itertools.takewhile(lambda block: block.holders > 1, answer.blocks)]
+        staying = {*stay, *(block for other in parked for block in other.blocks)}
+        if len(staying) * self._block_groups + self.sizes.row_groups > self.pool.size:
+            stay = []
+        groups = answer.groups[len(stay) * self._block_groups :]
+        self.pool.drop(answer.blocks[len(stay) :])
+        self.pool.give_back(answer.own)
+        answer.blocks, answer.own, answer.parked = stay, [], len(groups)
         self.parked += self._on_host(answer.parked)
         return groups
 
@@ -221,8 +231,8 @@ class Memory:
 
         There are none if it would leave fewer than `spare`, or no page for its next token.
         """
-        needed = max(answer.parked, self._needed(len(answer.ids), answer.sent))
-        if self.pool.available < needed + spare:
+        needed = self._needed(len(answer.ids), answer.sent) - self.num_groups(answer)
+        if self.pool.available < max(answer.parked, needed) + spare:
             return []
         answer.own = self.pool.take(answer.parked)
         self.forget(answer)

@@ -243,7 +243,7 @@ class Runner:
             if len(self._copying) >= AT_A_TIME:  # the device has a copy of each
                 jax.block_until_ready(self._copying.popleft())
             (moved,) = self._programs.of_nobody(PARK.name, PARK.size)
-            moved.slots[0], moved.first[0] = move.slot, nth * size
+            moved.slots[0], moved.first[0] = move.slot, move.first + nth * size
             moved.groups[0, : len(groups)] = groups
             yield moved
 

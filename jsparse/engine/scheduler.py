@@ -217,10 +217,11 @@ class Scheduler:
         Those that decode keep room to grow.
         """
         for answer in sorted(self.parked, key=lambda answer: answer.joined):
+            first = self.memory.num_groups(answer)
             groups = self.memory.resume(answer, self.sizes.growth * len(self.decoding))
             if not groups:
                 return
-            self._moves[0].append(Move(answer.number, answer.slot, list(groups)))
+            self._moves[0].append(Move(answer.number, answer.slot, list(groups), first))
             self.parked.remove(answer)
             answer.phase = Phase.DECODING
             insort(self.decoding, answer, key=lambda answer: answer.joined)
@@ -238,7 +239,9 @@ class Scheduler:
         last = next((o for o in reversed(later) if self.memory.can_park(o)), None)
         if last is None or len(self.decoding) == 1:
             return False
-        self._moves[1].append(Move(last.number, last.slot, self.memory.park(last)))
+        groups = self.memory.park(last, self.parked)
+        first = self.memory.num_groups(last)
+        self._moves[1].append(Move(last.number, last.slot, groups, first))
         self.decoding.remove(last)
         self.parked.append(last)
         last.phase = Phase.PARKED

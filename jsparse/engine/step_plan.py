@@ -186,12 +186,14 @@ class Move(NamedTuple):
 
     Attributes:
         answer, slot: the number of the answer, and its slot, which it keeps.
-        groups: its groups, in the order of its tokens.
+        groups: the groups that move, in the order of its tokens.
+        first: the number of groups before them, which stay: others use them, too.
     """
 
     answer: int
     slot: int
     groups: list[int]
+    first: int
 
 
 class StepPlan(NamedTuple):

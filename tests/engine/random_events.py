@@ -66,14 +66,17 @@ class Serving(RuleBasedStateMachine):
         for move in plan.resumed:
             assert len(move.groups) == len(set(move.groups)) == self.on_host.pop(move.answer)
             assert self.slots[move.slot] == move.answer
-            self.tables[move.answer] = list(move.groups)
+            assert len(self.tables[move.answer]) == move.first
+            self.tables[move.answer] += move.groups
             for group in move.groups:
                 self.written.pop(group, None)
         if plan.reading is not None:
             self.follow_reading(plan.reading)
         for move in plan.parked:
             assert self.slots[move.slot] == move.answer
-            assert self.tables.pop(move.answer) == move.groups
+            table = self.tables[move.answer]
+            self.tables[move.answer], rest = table[: move.first], table[move.first :]
+            assert rest == move.groups
             self.on_host[move.answer] = len(move.groups)
         assert sum(self.on_host.values()) <= self.sizes.host_groups
         if plan.decoding is None:
@@ -196,7 +199,7 @@ class Serving(RuleBasedStateMachine):
     def memory_is_accounted_for(self):
         scheduler, pool = self.scheduler, self.scheduler.pool
         live = [*scheduler.reading, *scheduler.decoding]
-        blocks = Counter(block for held in live for block in held.blocks)
+        blocks = Counter(block for held in scheduler.begun for block in held.blocks)
         own = [group for held in live for group in [*held.own, *held.kept]]
         shared = [group for block in blocks for group in block.groups]
         assert len(own) == len(set(own))
@@ -206,7 +209,10 @@ class Serving(RuleBasedStateMachine):
         slots = [held.slot for held in scheduler.begun]
         assert len(slots) == len(set(slots))
         assert scheduler.memory.parked == sum(held.parked for held in scheduler.parked)
-        assert not any(held.groups or held.kept for held in scheduler.parked)
+        assert not any(held.own or held.kept for held in scheduler.parked)
+        staying = {block for held in scheduler.parked for block in held.blocks}
+        groups = [group for block in staying for group in block.groups]
+        assert not staying or len(groups) + self.sizes.row_groups <= pool.size
         places = [held.place for held in scheduler.reading if held.place >= 0]
         assert sorted([*places, *scheduler._places]) == list(range(MAX_READING))
         for held in live:

@@ -167,3 +167,15 @@ def test_none_begins_whose_company_could_keep_all_from_ending():
     assert len(scheduler.waiting) == 1
     assert served(scheduler)[0] == [1]
     assert scheduler.idle
+
+
+@pytest.mark.parametrize(("groups", "first"), [(24, 8), (23, 0)])
+def test_what_parked_answers_share_stays_where_the_longest_fits_beside_it(groups, first):
+    """Three come to have 16 groups each, of which 8 hold what they have in common."""
+    sizes = VARIANT._replace(num_groups=groups + 1, host_groups=99, growth_tokens=4, steps=1)
+    scheduler = Scheduler(sizes, RULES._replace(periods=()), PACE)
+    for number in range(3):
+        scheduler.add(answer(number, [*range(34), number], 29))
+    parked = [move for plan in served(scheduler)[1] for move in plan.parked]
+    assert parked
+    assert {move.first for move in parked} == {first}
