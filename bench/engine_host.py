@@ -83,7 +83,7 @@ def moved(params: Any, shorten: int, **_others: Any) -> list[dict[str, Any]]:
     import jax.numpy as jnp
 
     from jsparse.engine.step_plan import Move
-    from jsparse.host_memory.pages import host_sharding
+    from jsparse.host_memory.pages import device_sharding, host_sharding
 
     length = MOVED // shorten
     made = engine(
@@ -98,7 +98,7 @@ def moved(params: Any, shorten: int, **_others: Any) -> list[dict[str, Any]]:
     nbytes = made.spec._replace(pool_pages=len(groups) * made.spec.num_kv_heads).nbytes
     runner, move = made._runner, Move(0, 0, groups, 0)
     array, place = jnp.zeros(nbytes // 2, jnp.bfloat16), host_sharding()
-    device = jax.local_devices()[0]
+    device = device_sharding()
 
     def seconds(run: Any) -> float:
         jax.block_until_ready(runner._slots)

@@ -29,7 +29,7 @@ from jsparse.engine.setup import EngineSpec
 from jsparse.engine.slots import MovedGroups, Parked, Slots, neutral
 from jsparse.engine.step_plan import Chunk, Decode, Decoding, Move, Reading, StepPlan
 from jsparse.host_memory import pages as host_pages
-from jsparse.host_memory.pages import HostLayers, Leaving, host_sharding
+from jsparse.host_memory.pages import HostLayers, Leaving, device_sharding, host_sharding
 from jsparse.runtime.prefill import settle
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.request import Request, knob_rows
@@ -230,9 +230,9 @@ class Runner:
 
     def _resume(self, move: Move) -> None:
         """Copies the pages of a row back, into other groups."""
-        parts, device = self._parked.pop(move.answer), jax.local_devices()[0]
+        parts, place = self._parked.pop(move.answer), device_sharding()
         for moved, part in zip(self._moved(move), parts, strict=True):
-            part = jax.device_put(part, device)
+            part = jax.device_put(part, place)
             self._slots = self._programs.run(RESUME, self._slots, moved, part)
             self._copying.append(part)
 

@@ -6,20 +6,19 @@ A plan is plain numbers: a log of plans replays a session (jsparse.engine.plan_l
 
 import heapq
 import itertools
-import math
 from bisect import insort
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from jsparse.engine.blocks import block_keys
 from jsparse.engine.families import families
 from jsparse.engine.memory import Memory
-from jsparse.engine.sizes import MAX_READING, EngineSizes, Rules
+from jsparse.engine.patience import Estimates, Patience
+from jsparse.engine.prompts import Prompts
+from jsparse.engine.sizes import EngineSizes, Rules
 from jsparse.engine.step_plan import (
     Answer,
-    Chunk,
     Decode,
     Decoding,
     Family,
@@ -30,51 +29,9 @@ from jsparse.engine.step_plan import (
 )
 from jsparse.runtime.pauses import until_due
 
-# The most milliseconds of a program of several steps where rows may wait for any time: the next one
-# is dispatched before its results are there.
-PROGRAM_MS = 100
-# The part of the time for which rows may wait that reading is planned for: programs may take longer
-# than most have, and results are read when the host gets to it.
-MARGIN = 0.85
 # The most steps of a program while others wait: an answer that ends of itself keeps its slot until
 # its program and the next have ended.
 BUSY_STEPS = 8
-
-
-class Estimates(Protocol):
-    """Estimates how many milliseconds programs take; None where nothing is known."""
-
-    def reading(self, rows: int, size: int, start: int) -> float | None:
-        """Returns the time to read `rows` chunks of `size` tokens, from the position `start` on."""
-
-    def step(self, rows: int, *, exact: bool) -> float | None:
-        """Returns the time of a decode step in a program of `rows` rows; if exact, of a round."""
-
-    @property
-    def idles(self) -> bool:
-        """Whether rows often draft nothing."""
-        ...
-
-    def drafts(self, rows: int) -> int:
-        """Returns how many tokens the rows of such a program draft next."""
-        ...
-
-
-class _NextChunk(NamedTuple):
-    """Describes the chunk of a prompt that would be read next.
-
-    Attributes:
-        valid, size: its tokens, and the number that they are padded to.
-        last: whether the prompt ends with it.
-        replay: whether its K and V are there.
-        key: the key of the first block that it completes; None if it completes none.
-    """
-
-    valid: int
-    size: int
-    last: bool
-    replay: bool
-    key: bytes | None
 
 
 class Scheduler:
@@ -106,19 +63,22 @@ class Scheduler:
         self.memory = Memory(sizes, rules)
         self.pool = self.memory.pool
         self.waiting: list[tuple[float, int, Answer]] = []
-        self.reading: list[Answer] = []
         self.decoding: list[Answer] = []
         self.parked: list[Answer] = []
+        self._patience = Patience(sizes, pace, self._rows_for, self.decoding)
+        self.prompts = Prompts(sizes, self.memory, self._patience)
         self._moves: tuple[list[Move], list[Move], list[int]] = [], [], []
         self._joins = itertools.count()
         self._slots = list(range(sizes.num_slots))
-        self._places = list(range(MAX_READING))
         self._some_stopped = False
         # whether the next program is to be a round, where there are rows of both kinds, and whether
         # those of that kind have waited while the others decoded
         self._exact_next, self._owed = True, False
-        # the milliseconds for which rows have not decoded since prompts were read
-        self._stalled: float = 0
+
+    @property
+    def reading(self) -> list[Answer]:
+        """The answers whose prompts are being read."""
+        return self.prompts.answers
 
     @property
     def idle(self) -> bool:
@@ -182,12 +142,15 @@ class Scheduler:
                 self._end(answer)
 
     def _end(self, answer: Answer) -> None:
-        if answer.phase is Phase.PARKED:
-            self.memory.forget(answer)
-            self._moves[2].append(answer.number)
-        lists = {Phase.READING: self.reading, Phase.PARKED: self.parked}
-        lists.get(answer.phase, self.decoding).remove(answer)
-        self._leave_place(answer)
+        match answer.phase:
+            case Phase.READING:
+                self.prompts.end(answer)
+            case Phase.PARKED:
+                self.parked.remove(answer)
+                self.memory.forget(answer)
+                self._moves[2].append(answer.number)
+            case _:
+                self.decoding.remove(answer)
         heapq.heappush(self._slots, answer.slot)
         in_place = answer.phase is not Phase.PARKED
         if in_place and (self.rules.answers or answer.exact) and len(answer.made) > 1:
@@ -248,141 +211,33 @@ class Scheduler:
         return True
 
     def _reading(self) -> Reading | None:
-        """Plans to read a chunk of the prompt with the least left to read; waiting counts, too."""
-        candidates = self._candidates()
-        if not candidates:
+        """Plans to read chunks of prompts; those that end decode from then on."""
+        planned = self.prompts.read_on()
+        if planned is None:
             return None
-        for answer in candidates[: max(self.sizes.prefill_rows)]:
-            self.memory.take_over(answer)
-        first = self._next_chunk(candidates[0])
-        together = self._together(candidates, first)
-        chunks = [self._read(answer, first) for answer in together]
-        if first.last:
-            ended = zip(chunks, together, strict=True)
+        reading, answers = planned
+        if reading.last:
+            ended = zip(reading.chunks, answers, strict=True)
             chunks = [chunk._replace(kept=self._begin_decoding(answer)) for chunk, answer in ended]
-        num_rows = next(rows for rows in self.sizes.prefill_rows if rows >= len(chunks))
-        self._stalled += self._milliseconds(num_rows, first.size, max(c.start for c in chunks))
-        return Reading(num_rows, first.size, first.last, first.replay, chunks)
-
-    def _candidates(self) -> list[Answer]:
-        """Returns the answers whose prompts may be read on now, in that order."""
-        order = sorted(self.reading, key=lambda answer: (answer.rank, answer.number))
-        others = [answer for answer in order if answer.place < 0]
-        allowed = set(others[: len(self._places)])
-        return [answer for answer in order if answer.place >= 0 or answer in allowed]
-
-    def _together(self, candidates: list[Answer], first: _NextChunk) -> list[Answer]:
-        """Returns the answers, with the first candidate, whose chunks one program reads.
-
-        A program for several is worth while where they fill at least half of it.
-        """
-        chosen, keys = [], set()
-        for answer in candidates[: max(self.sizes.prefill_rows)]:
-            chunk = self._next_chunk(answer)
-            # what one of them reads, the others will take over
-            if chunk[1:4] == first[1:4] and (chunk.key is None or chunk.key not in keys):
-                chosen.append(answer)
-                keys.add(chunk.key)
-        if first.size <= self.sizes.packed_tokens and not first.replay:
-            for rows in reversed(self.sizes.prefill_rows):
-                part = chosen[:rows]
-                tokens = sum(self._next_chunk(answer).valid for answer in part)
-                half_full = 2 * tokens >= rows * first.size
-                start = max(answer.read for answer in part)
-                if half_full and not self._too_slow(rows, first.size, start):
-                    return part
-        return candidates[:1]
-
-    def _next_chunk(self, answer: Answer) -> _NextChunk:
-        """Describes the chunk that would be read next of a prompt."""
-        sizes, start, end = self.sizes, answer.read, len(answer.ids)
-        maximum = sizes.chunk_size(start)
-        if start < answer.known:
-            return _NextChunk(min(maximum, answer.known - start), maximum, False, True, None)
-        if not sizes.batch_invariant:
-            allowed = [size for size in sizes.full_sizes if size <= maximum]
-            fast = (size for size in allowed if not self._too_slow(1, size, start))
-            maximum = next(fast, allowed[-1])
-        valid, size = sizes.next_chunk(start, end, maximum)
-        block = start // sizes.block_tokens
-        completes = (block + 1) * sizes.block_tokens <= start + valid and block < len(answer.keys)
-        key = answer.keys[block] if completes else None
-        return _NextChunk(valid, size, start + valid == end, False, key)
-
-    def _read(self, answer: Answer, like: _NextChunk) -> Chunk:
-        """Plans to read the next chunk of a prompt, in a program for chunks `like` it."""
-        if answer.place < 0:
-            answer.place = heapq.heappop(self._places)
-        start, valid = answer.read, self._next_chunk(answer).valid
-        chunk = Chunk(
-            answer=answer.number,
-            slot=answer.slot,
-            place=answer.place,
-            fresh=answer.fresh,
-            start=start,
-            valid=valid,
-            groups=list(answer.groups),
-        )
-        answer.read, answer.fresh = start + valid, False
-        if not like.replay:
-            answer.known = answer.read
-            if valid == self.sizes.chunk_size(start) or not self.sizes.batch_invariant:
-                self.memory.share(answer)
-        return chunk
+            reading = reading._replace(chunks=chunks)
+        self._patience.read(reading.num_rows, reading.size, max(c.start for c in reading.chunks))
+        return reading
 
     def _begin_decoding(self, answer: Answer) -> list[int]:
         """Lets an answer decode; returns the groups that its prompt is compressed into."""
-        self._leave_place(answer)
-        self.reading.remove(answer)
+        self.prompts.end(answer)
         self.decoding.append(answer)
         answer.phase, answer.sent, answer.joined = Phase.DECODING, 1, next(self._joins)
         return self.memory.compress(answer)
 
-    def _leave_place(self, answer: Answer) -> None:
-        if answer.place >= 0:
-            heapq.heappush(self._places, answer.place)
-            answer.place = -1
-
-    def _too_slow(self, rows: int, size: int, start: int) -> bool:
-        """Returns whether rows that decode would have to wait too long for these chunks."""
-        return self._milliseconds(rows, size, start) > self._patience
-
-    @property
-    def _patience(self) -> float:
-        """The milliseconds for which reading may go on, if the next program decodes."""
-        maximum = self.sizes.max_stall_ms
-        if maximum is None:
-            return math.inf
-        return MARGIN * maximum - sum(map(self._step_milliseconds, (False, True)))
-
-    def _milliseconds(self, rows: int, size: int, start: int) -> float:
-        """Returns the time that a program takes to read these chunks; infinity if unknown."""
-        took = self._pace.reading(rows, size, start)
-        return math.inf if took is None else took
-
-    def _step_milliseconds(self, exact: bool) -> float:
-        """Returns the time of a round if exact, else of a step; 0 if no row decodes so.
-
-        It is infinity if unknown.
-        """
-        count = sum(answer.exact == exact for answer in self.decoding)
-        if not count:
-            return 0
-        took = self._pace.step(self._rows_for(count, exact=exact), exact=exact)
-        return math.inf if took is None else took
-
     def _decoding(self) -> Decoding | None:
         """Plans the next decode steps, unless prompts are read first."""
-        maximum = self.sizes.max_stall_ms
-        following = [] if self._owed else self._candidates()
-        if following and maximum is None:
-            return None
+        following = [] if self._owed else self.prompts.candidates()
         if following:
-            size = self._next_chunk(following[0]).size
-            later = self._milliseconds(1, size, following[0].read)
-            if self._stalled + later <= self._patience:
+            size = self.prompts.next_chunk(following[0]).size
+            if self._patience.allows_more(size, following[0].read):
                 return None
-        self._stalled = 0
+        self._patience.decoded()
         # rounds and programs of steps take turns, and both have had theirs before one reads on
         owed, self._owed = self._owed, False
         for exact in (self._exact_next, not self._exact_next):
@@ -459,8 +314,4 @@ class Scheduler:
             ends += [steps for steps in left if steps > 0]
         for answer in rows:
             ends += until_due(self.rules.periods, answer.sent - 1)
-        maximum, of_one = self.sizes.max_stall_ms, self._step_milliseconds(exact=False)
-        maximum = PROGRAM_MS if maximum is None else maximum / 2
-        if steps * of_one > maximum:
-            steps = max(1, int(maximum / of_one))
-        return min(steps, *ends)
+        return min(self._patience.most_steps(steps), *ends)

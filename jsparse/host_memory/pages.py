@@ -38,6 +38,12 @@ def host_sharding() -> SingleDeviceSharding:
     return SingleDeviceSharding(device, memory_kind="pinned_host")
 
 
+def device_sharding() -> SingleDeviceSharding:
+    """Returns the sharding of what comes back from host memory."""
+    device = jax.local_devices()[0]
+    return SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
+
+
 @functools.cache
 def _programs() -> tuple[Any, Any]:
     """Returns the jitted functions that make pages in host memory and write into them."""

@@ -214,7 +214,7 @@ class Serving(RuleBasedStateMachine):
         groups = [group for block in staying for group in block.groups]
         assert not staying or len(groups) + self.sizes.row_groups <= pool.size
         places = [held.place for held in scheduler.reading if held.place >= 0]
-        assert sorted([*places, *scheduler._places]) == list(range(MAX_READING))
+        assert sorted([*places, *scheduler.prompts._places]) == list(range(MAX_READING))
         for held in live:
             if held.phase is Phase.READING and self.sizes.evicted_pages:
                 assert len(held.groups) == SIZES.groups_for(len(held.ids))

@@ -83,7 +83,7 @@ def assert_at_rest(llm: LLM) -> None:
     assert engine._free_slots == engine.sizes.num_slots
     assert not engine._live
     assert not engine._requests
-    assert len(scheduler._places) == MAX_READING
+    assert len(scheduler.prompts._places) == MAX_READING
 
 
 def hold(engine: jsparse.AsyncEngine, patch: pytest.MonkeyPatch) -> threading.Event:

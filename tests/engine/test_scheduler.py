@@ -16,7 +16,8 @@ from planning import (
 )
 from random_events import MACHINES, run_events
 
-from jsparse.engine.scheduler import MARGIN, Scheduler
+from jsparse.engine.patience import MARGIN
+from jsparse.engine.scheduler import Scheduler
 from jsparse.engine.sizes import MAX_READING
 
 pytestmark = pytest.mark.pure
