@@ -10,13 +10,14 @@ from jaxtyping import Array, Int32
 
 from jsparse.cache import ReadOnly
 from jsparse.engine import host_rows
-from jsparse.engine.packing import Packed, pack, pack_round
+from jsparse.engine.packing import Packed, joined, pack, pack_round, parted
 from jsparse.engine.program_keys import SamplingMode
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.sizes import MAX_READING
 from jsparse.engine.slots import (
     DecodeRows,
     EvictRow,
+    GroupPages,
     MovedGroups,
     Parked,
     ReadRows,
@@ -252,19 +253,23 @@ class Bodies:
     def park(self, slots: Slots, moved: MovedGroups) -> Parked:
         """Returns the pages of some groups, which are given to others then."""
         note_trace()
-        rows, pages = slots.rows, slots.rows.cache.pages_of(moved.groups)
-        state = take_pages(self._policy, self._decoding, rows.state, pages)
-        return Parked(rows.cache.take_groups(moved.groups), state)
+        return joined(self._pages(slots, moved))
 
     def resume(self, slots: Slots, moved: MovedGroups, parked: Parked) -> Slots:
         """Puts pages that `park` returned into other groups of their row."""
         note_trace()
         rows, pages = slots.rows, slots.rows.cache.pages_of(moved.groups)
+        back = parted(parked, jax.eval_shape(self._pages, slots, moved))
         places = moved.first[:, None] + jnp.arange(moved.groups.shape[1])
-        cache = rows.cache.put_groups(moved.groups, parked.pools)
+        cache = rows.cache.put_groups(moved.groups, back.pools)
         cache = cache.with_groups(moved.slots[:, None], places, moved.groups)
-        state = put_pages(self._policy, self._decoding, rows.state, pages, parked.state)
+        state = put_pages(self._policy, self._decoding, rows.state, pages, back.state)
         return slots._replace(rows=rows._replace(cache=cache, state=state))
+
+    def _pages(self, slots: Slots, moved: MovedGroups) -> GroupPages:
+        rows, pages = slots.rows, slots.rows.cache.pages_of(moved.groups)
+        state = take_pages(self._policy, self._decoding, rows.state, pages)
+        return GroupPages(rows.cache.take_groups(moved.groups), state)
 
     def join(
         self,

@@ -1,11 +1,12 @@
-"""Packs the results of steps into one array per program: each transfer to the host costs time."""
+"""Packs what leaves the device into one array per program: each transfer to the host costs time."""
 
-from typing import NamedTuple
+from collections import defaultdict
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float32, Int32, Shaped
 
 from jsparse.runtime.host_reader import shares
 from jsparse.runtime.rows import Step
@@ -98,3 +99,23 @@ def unpack(steps: np.ndarray, num_layers: int, layer_stats: bool) -> NewTokens:
 
 def _bits(x: Float32[Array, "B n"]) -> Int32[Array, "B n"]:
     return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def joined(tree: Any) -> tuple[Shaped[Array, "..."], ...]:
+    """Returns the leaves of a tree behind one another, one array for each of their types."""
+    flat = defaultdict[Any, list[Array]](list)
+    for leaf in jax.tree.leaves(tree):
+        flat[leaf.dtype].append(leaf.ravel())
+    return tuple(map(jnp.concatenate, flat.values()))
+
+
+def parted[Tree](arrays: tuple[Shaped[Array, "..."], ...], like: Tree) -> Tree:
+    """Returns the tree that `joined` has made these arrays of, one of the shapes of `like`."""
+    leaves, structure = jax.tree.flatten(like)
+    rest = dict(zip(dict.fromkeys(leaf.dtype for leaf in leaves), arrays, strict=True))
+    at = dict.fromkeys(rest, 0)
+    parts = []
+    for leaf in leaves:
+        begin, at[leaf.dtype] = at[leaf.dtype], at[leaf.dtype] + leaf.size
+        parts.append(rest[leaf.dtype][begin : at[leaf.dtype]].reshape(leaf.shape))
+    return jax.tree.unflatten(structure, parts)

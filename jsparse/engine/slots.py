@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jsparse.cache import CacheSpec, SharedPrefixes
 from jsparse.engine.sizes import MAX_READING, EngineSizes
@@ -143,11 +143,15 @@ def no_decoding(
     return DecodeRows(**columns, prefixes=prefixes)
 
 
-class Parked(NamedTuple):
+class GroupPages(NamedTuple):
     """Holds the pages of some groups: K and V, and the policy's arrays of pages."""
 
     pools: tuple[Pool, ...]
     state: list[Array]
+
+
+# pages of some groups on their way to host memory and back, as one array for each type
+Parked = tuple[Shaped[Array, "..."], ...]
 
 
 class MovedGroups(NamedTuple):

@@ -103,7 +103,8 @@ def test_an_answer_that_was_parked_goes_on_with_its_bits(policy):
 @pytest.mark.parametrize("policy", ["offloaded(quest(budget=256))", "offloaded(lfps(budget=0.1))"])
 def test_k_and_v_in_host_memory_are_those_of_the_row(policy):
     """Alone and beside others, also after a prefix that others have read."""
-    llm = jsparse.LLM(model(), policy, max_num_seqs=4, max_model_len=2048, prepare=False)
+    options = {"max_num_seqs": 4, "max_model_len": 2048, "batch_invariant": True, "prepare": False}
+    llm = jsparse.LLM(model(), policy, **options)
     beginning, *others = random_prompts((1024, 700, 33, 260, 512), seed=7)
     prompts = [beginning + others[0], others[1], beginning + others[2], others[3]]
     greedy = jsparse.SamplingParams(temperature=0, max_tokens=300, logprobs=0, ignore_eos=True)
