@@ -137,8 +137,9 @@ def serving(engine: "jsparse.AsyncEngine") -> Iterator[str]:
     import uvicorn
 
     from jsparse.server.app import make_app
+    from jsparse.server.front import Options
     from jsparse.server.run import configured, listen
-    from jsparse.server.service import Options, Service
+    from jsparse.server.service import Service
 
     service = Service(Options("random"))
     service.begin(engine)

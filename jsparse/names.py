@@ -116,6 +116,11 @@ ENGINE: Mapping[str, Refusal] = {
         "use the policy offloaded(…), which keeps K and V in host memory, or swap_space",
         0,
     ),
+    "data_parallel_size": Refusal(
+        "must be 1; an engine runs on one device: jsparse serve --data-parallel-size starts one on "
+        "each",
+        1,
+    ),
     "disable_cascade_attn": Refusal("use cascade_attention=False", False),
     "enable_chunked_prefill": Refusal("must be True; prompts are always read in chunks", True),
     "enable_lora": Refusal(_LORA, False),
@@ -130,8 +135,8 @@ ENGINE: Mapping[str, Refusal] = {
         "use exact=True and num_speculative_tokens: the model drafts for itself, under policy"
     ),
     "tensor_parallel_size": Refusal(
-        "must be 1; an engine runs on one device: start one server per GPU, with "
-        "CUDA_VISIBLE_DEVICES",
+        "must be 1; an engine runs on one device: jsparse serve --data-parallel-size starts one on "
+        "each",
         1,
     ),
     "tokenizer_mode": Refusal("tokenizers are always fast ones", "auto"),

@@ -1,19 +1,13 @@
 """Defines the command `jsparse serve`."""
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from functools import partial
+from typing import Annotated, Literal
 
 from typer import Option
 
 from jsparse.cli.options import DtypeOption, ModelOption, PolicyOption, RevisionOption, takes_model
 from jsparse.machine.extras import install
-from jsparse.text.signatures import short_name
-
-if TYPE_CHECKING:
-    from jsparse.engine.async_engine import AsyncEngine
-    from jsparse.policy import Policy
-
 
 HostOption = Annotated[str, Option(help="Address to listen on; 0.0.0.0 is every one.")]
 PortOption = Annotated[int, Option(help="Port to listen on; 0 picks a free one.")]
@@ -32,6 +26,13 @@ GpuMemoryUtilizationOption = Annotated[
 SwapSpaceOption = Annotated[
     float,
     Option(help="GiB of host memory for K and V of answers that make room for others."),
+]
+DataParallelSizeOption = Annotated[
+    int,
+    Option(
+        help="Number of engines, each in a process and on a GPU of its own, to which requests are "
+        "sent by their beginnings and by what each engine has to do."
+    ),
 ]
 EnablePrefixCachingOption = Annotated[
     bool, Option(help="Whether requests share what others have read of the same prompt.")
@@ -123,6 +124,7 @@ def serve(
     max_num_seqs: MaxNumSeqsOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = 0.9,
     swap_space: SwapSpaceOption = 0.0,
+    data_parallel_size: DataParallelSizeOption = 1,
     enable_prefix_caching: EnablePrefixCachingOption = True,
     api_key: ApiKeyOption = None,
     served_model_name: ServedModelNameOption = None,
@@ -150,7 +152,9 @@ def serve(
     """
     try:
         from jsparse.server import log, run
-        from jsparse.server.service import Options
+        from jsparse.server.engines import describe, load_engine
+        from jsparse.server.front import Options
+        from jsparse.server.replicas import serve as replicas
     except ModuleNotFoundError as error:
         if str(error.name).startswith("jsparse"):
             raise
@@ -160,44 +164,40 @@ def serve(
     from jsparse.policies.own_code import resolve
 
     _check_numbers(port, max_waiting, max_logprobs, default_max_tokens, seed, drain_seconds)
+    _require("--data-parallel-size", data_parallel_size, data_parallel_size >= 1, "at least 1")
     _check_key(api_key)
-    chosen = resolve(policy)
+    resolve(policy)  # what is wrong with it is told before anything is loaded
     listening = run.listen(host, port)
     address, at = listening.getsockname()[:2]
 
     log.show(log_level)
 
-    def make_engine() -> "AsyncEngine":
-        from jsparse.engine.async_engine import AsyncEngine
-        from jsparse.models.checkpoint import load
+    make_engine = partial(
+        *(load_engine, model, policy),
+        dtype=dtype,
+        revision=revision,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        gpu_memory_utilization=gpu_memory_utilization,
+        swap_space=swap_space,
+        enable_prefix_caching=enable_prefix_caching,
+        max_waiting=max_waiting,
+        max_stall_ms=max_stall_ms,
+        batch_invariant=batch_invariant,
+        exact=exact,
+        num_speculative_tokens=num_speculative_tokens,
+        per_request=tuple(per_request or ()),
+        layer_stats="newest",
+        # else the first request for likely tokens would wait for them, and all others with it
+        prepare="logprobs" if max_logprobs else True,
+    )
 
-        log.logger.info("loading %s", model)
-        return AsyncEngine(
-            load(model, dtype=dtype, revision=revision),
-            chosen,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            gpu_memory_utilization=gpu_memory_utilization,
-            swap_space=swap_space,
-            enable_prefix_caching=enable_prefix_caching,
-            max_waiting=max_waiting,
-            max_stall_ms=max_stall_ms,
-            batch_invariant=batch_invariant,
-            exact=exact,
-            num_speculative_tokens=num_speculative_tokens,
-            per_request=tuple(per_request or ()),
-            layer_stats="newest",
-            # else the first request for likely tokens would wait for them, and all others with it
-            prepare="logprobs" if max_logprobs else True,
-            seed=seed,
-        )
-
-    def on_ready(engine: "AsyncEngine") -> None:
+    def on_ready(about: tuple[str, str]) -> None:
         where = f"[{address}]" if ":" in address else address
-        name, run_by = options.name, engine.engine.policy
-        print(f"jsparse serves {name} with {short_name(run_by)} at http://{where}:{at}", flush=True)
-        drafts = max(engine.engine.sizes.drafts, default=0)
-        print(_what_is_sparse(run_by, drafts, per_request or ()), flush=True)
+        name, (run_by, what) = options.name, about
+        by = f"{run_by} in {data_parallel_size} processes" if data_parallel_size > 1 else run_by
+        print(f"jsparse serves {name} with {by} at http://{where}:{at}", flush=True)
+        print(what, flush=True)
         print(f"A page to chat and to see what is read: http://{where}:{at}/", flush=True)
 
     options = Options(
@@ -210,17 +210,13 @@ def serve(
         special_tokens=special_tokens_in_messages,
         drain_seconds=drain_seconds,
     )
-    run.serve(options, make_engine, listening, on_ready=on_ready)
-
-
-def _what_is_sparse(policy: "Policy", drafts: int, per_request: Sequence[str]) -> str:
-    """Returns the line that says so at the start."""
-    settable = f"; requests may set {', '.join(per_request)}" if per_request else ""
-    if policy.name.startswith("dense("):
-        return f"Nothing is sparse: every step attends to all tokens{settable}."
-    if drafts:
-        return f"The policy drafts up to {drafts} tokens, dense attention checks them{settable}."
-    return f"Answers attend to what the policy selects, prompts to all tokens{settable}."
+    if data_parallel_size == 1:
+        make = partial(make_engine, seed=seed)
+        run.serve(options, make, listening, on_ready=lambda engine: on_ready(describe(engine)))
+    else:
+        seeds = [seed if seed is None else seed + nth for nth in range(data_parallel_size)]
+        engines = [partial(make_engine, seed=each) for each in seeds]
+        replicas.serve(options, engines, listening, on_ready=on_ready)
 
 
 def _require(option: str, value: float | None, holds: bool, rule: str) -> None:

@@ -49,6 +49,7 @@ class Engine:
         scheduler: the answers that wait, are being read or decode.
         programs: the compiled programs.
         counters: counts and times of the work so far.
+        per_request: the names of the hyper-parameters that requests may set.
         error: the error that made the engine fail, or None.
     """
 
@@ -128,7 +129,7 @@ class Engine:
         self.programs = Programs(spec)
         usable = self.programs.usable_rows, self._can_run
         self.scheduler = Scheduler(self.sizes, rules, self._pace, *usable)
-        self._per_request, self._layer_stats, self._clock = spec.knobs, layer_stats, clock
+        self.per_request, self._layer_stats, self._clock = spec.knobs, layer_stats, clock
         self._log = None if record is None else plan_log.PlanLog(record, spec)
         new = []
         if prepare or (prepare is None and jax.default_backend() == "gpu"):
@@ -183,9 +184,9 @@ class Engine:
         if self.error is not None:
             raise EngineError(f"the engine has failed: {self.error}") from self.error
         for name in request.sampling.policy:
-            if name not in self._per_request:
+            if name not in self.per_request:
                 raise ValueError(
-                    f"policy={{{name!r}: …}}: must be among per_request={self._per_request} of the "
+                    f"policy={{{name!r}: …}}: must be among per_request={self.per_request} of the "
                     "engine"
                 )
         setup.require_exact(self.policy, self.spec, self.sizes, request.sampling.exact)

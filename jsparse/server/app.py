@@ -6,7 +6,7 @@ import mimetypes
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jsparse import __version__
 from jsparse.engine.errors import EngineError
 from jsparse.server.errors import ApiError
+from jsparse.server.front import Front
 from jsparse.server.routes import router, schemas
 from jsparse.server.service import Service
 from jsparse.server.sse import ClientGone
@@ -38,25 +39,36 @@ log = logging.getLogger("jsparse.server")
 
 def make_app(service: Service, page: Path = PAGE) -> FastAPI:
     """Returns the application of a service, which may get its engine later."""
+    app = gated(service, router, page)
+    app.state.service = service
+    _add_schemas(app)
+    return app
+
+
+def gated(
+    front: Front,
+    routes: APIRouter,
+    page: Path = PAGE,
+    *,
+    openapi_url: str | None = "/openapi.json",
+) -> FastAPI:
+    """Returns an application of these routes and the page, behind the gate."""
     app = FastAPI(
         title="jsparse",
         version=__version__,
+        openapi_url=openapi_url,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # the address would be of the client's choosing
     )
     files = {file.name: file.read_bytes() for file in page.glob("*.*")} if page.is_dir() else {}
-    app.add_middleware(
-        Gate, service=service, open_paths={*OPEN, "/", *(f"/{name}" for name in files)}
-    )
+    app.add_middleware(Gate, front=front, open_paths={*OPEN, "/", *(f"/{name}" for name in files)})
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(HTTPException, _not_found)
     app.add_exception_handler(ClientGone, _nobody)
     app.add_exception_handler(ClientDisconnect, _nobody)
     app.add_exception_handler(Exception, _unforeseen)
-    app.state.service = service
-    app.include_router(router)
-    _add_schemas(app)
+    app.include_router(routes)
     for name, data in files.items():
         _add_file(app, f"/{name}", name, data)
     if "index.html" in files:
@@ -67,9 +79,9 @@ def make_app(service: Service, page: Path = PAGE) -> FastAPI:
 class Gate:
     """Admits requests with the key, and counts those being answered."""
 
-    def __init__(self, app: ASGIApp, service: Service, open_paths: set[str]) -> None:
+    def __init__(self, app: ASGIApp, front: Front, open_paths: set[str]) -> None:
         """Stands before an application."""
-        self._app, self._service, self._open = app, service, open_paths
+        self._app, self._front, self._open = app, front, open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, or lets it pass."""
@@ -78,15 +90,15 @@ class Gate:
         refusal = self._refusal(scope)
         if refusal is not None:
             return await refusal.response(scope, receive, send)
-        self._service.inside += 1
+        self._front.inside += 1
         try:
             await self._app(scope, receive, send)
         finally:
-            self._service.inside -= 1
+            self._front.inside -= 1
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        headers, key = Headers(scope=scope), self._service.options.api_key
-        if foreign := self._service.options.foreign(headers):
+        headers, key = Headers(scope=scope), self._front.options.api_key
+        if foreign := self._front.options.foreign(headers):
             return ApiError(403, foreign, code="foreign_host")
         if key is not None and scope["path"] not in self._open:
             authorization = headers.get("authorization", "").encode("latin-1")
@@ -97,7 +109,7 @@ class Gate:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-        if self._service.draining and scope["method"] == "POST":
+        if self._front.draining and scope["method"] == "POST":
             wait = {"Connection": "close"}
             return ApiError(503, "the server is shutting down", code="unavailable", headers=wait)
         return None

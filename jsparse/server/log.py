@@ -20,14 +20,23 @@ EVERY_SECONDS = 10
 logger = logging.getLogger("jsparse.server")
 
 
-def show(level: str) -> None:
-    """Writes jsparse's log from this level on to standard error, with the time of day."""
+def show(level: str, name: str = "") -> None:
+    """Writes jsparse's log from this level on to standard error, with the time of day.
+
+    Lines of several processes tell them apart by a name.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    shown = f"%(asctime)s {name}{': ' if name else ''}%(message)s"
+    handler.setFormatter(logging.Formatter(shown, "%H:%M:%S"))
     own = logging.getLogger("jsparse")
     own.addHandler(handler)
     own.setLevel(level.upper())
     own.propagate = False
+
+
+def level() -> str:
+    """Returns the level from which on jsparse's log is written."""
+    return logging.getLevelName(logging.getLogger("jsparse").getEffectiveLevel())
 
 
 def of_request(state: RequestState) -> str:

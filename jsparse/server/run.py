@@ -4,10 +4,11 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -16,7 +17,8 @@ from jsparse.engine.async_engine import AsyncEngine
 from jsparse.server import log
 from jsparse.server.app import make_app
 from jsparse.server.connections import SECONDS, BoundedConnection
-from jsparse.server.service import Options, Service
+from jsparse.server.front import Front, Options
+from jsparse.server.service import Service
 
 POLL_SECONDS = 0.05
 # seconds that connections may still take once all requests are answered
@@ -59,6 +61,7 @@ def configured(app: ASGIApp) -> uvicorn.Config:
         timeout_keep_alive=2 * SECONDS,  # the connection itself waits SECONDS
         timeout_graceful_shutdown=CLOSE_SECONDS,
         server_header=False,
+        lifespan="off",
     )
 
 
@@ -83,11 +86,14 @@ def serve(
         ValueError, OSError: `make_engine` raised it.
     """
     service = Service(options)
-    config = configured(make_app(service))
-    server = _Server(config, service)
+    server = Server(make_app(service), service)
+
+    async def load() -> None:
+        arguments = server, service, make_engine, on_ready, asyncio.get_running_loop()
+        threading.Thread(target=_load, args=arguments, daemon=True).start()
+
     try:
-        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            runner.run(_run(server, service, make_engine, listening, on_ready))
+        server.answer(listening, load(), log.tell_speed(service))
         if service.engine is None and server.failed is None:
             os._exit(0)  # a thread loads the model, and nothing can stop it
     finally:
@@ -96,45 +102,60 @@ def serve(
         raise server.failed
 
 
-class _Server(uvicorn.Server):
-    """Finishes requests at the first signal, and ends at once at the second."""
+class Server(uvicorn.Server):
+    """Finishes requests at the first signal, and ends at once at the second.
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
-        self._service = service
+    Attributes:
+        failed: what ended it, or None.
+    """
+
+    def __init__(self, app: ASGIApp, front: Front) -> None:
+        """Prepares to serve an application, before which `front` stands."""
+        super().__init__(configured(app))
+        self._front = front
         self.failed: BaseException | None = None
+
+    def answer(self, listening: socket.socket, *beside: Coroutine[Any, Any, None]) -> None:
+        """Answers requests until a signal, or until `fail` is called, with this work beside it."""
+        with asyncio.Runner(loop_factory=self.config.get_loop_factory()) as runner:
+            runner.run(self._answer(listening, beside))
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the server; any thread may call it."""
+        self.failed, self.should_exit = error, True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Runs in the main thread, between any two instructions."""
-        if self._service.draining:
+        if self._front.draining:
             self.should_exit = self.force_exit = True
-        self._service.draining = True
+        self._front.draining = True
 
+    async def _answer(
+        self, listening: socket.socket, beside: Sequence[Coroutine[Any, Any, None]]
+    ) -> None:
+        tasks = [asyncio.create_task(work) for work in (self._end_when_drained(), *beside)]
+        await self.serve([listening])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-async def _run(
-    server: _Server,
-    service: Service,
-    make_engine: Callable[[], AsyncEngine],
-    listening: socket.socket,
-    on_ready: Callable[[AsyncEngine], None],
-) -> None:
-    loading = threading.Thread(
-        target=_load,
-        args=(server, service, make_engine, on_ready, asyncio.get_running_loop()),
-        daemon=True,
-    )
-    loading.start()
-    beside = [
-        asyncio.create_task(work)
-        for work in (_end_when_drained(server, service), log.tell_speed(service))
-    ]
-    await server.serve([listening])
-    for task in beside:
-        task.cancel()
+    async def _end_when_drained(self) -> None:
+        front = self._front
+        while not front.draining:
+            await asyncio.sleep(POLL_SECONDS)
+        seconds = front.options.drain_seconds
+        log.logger.info("ending: %d requests have up to %g s to finish", front.inside, seconds)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while front.inside:
+                    await asyncio.sleep(POLL_SECONDS)
+        log.logger.info("ended: %d requests were cut off", front.inside)
+        self.should_exit = True
+        self.force_exit = front.inside > 0
 
 
 def _load(
-    server: _Server,
+    server: Server,
     service: Service,
     make_engine: Callable[[], AsyncEngine],
     on_ready: Callable[[AsyncEngine], None],
@@ -146,18 +167,4 @@ def _load(
         service.begin(engine)
         loop.call_soon_threadsafe(on_ready, engine)
     except BaseException as error:
-        server.failed, server.should_exit = error, True
-
-
-async def _end_when_drained(server: _Server, service: Service) -> None:
-    while not service.draining:
-        await asyncio.sleep(POLL_SECONDS)
-    seconds = service.options.drain_seconds
-    log.logger.info("ending: %d requests have up to %g s to finish", service.inside, seconds)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while service.inside:
-                await asyncio.sleep(POLL_SECONDS)
-    log.logger.info("ended: %d requests were cut off", service.inside)
-    server.should_exit = True
-    server.force_exit = service.inside > 0
+        server.fail(error)

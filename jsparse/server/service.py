@@ -1,94 +1,38 @@
-"""Defines Service, the state of a server, and its Options."""
+"""Defines Service, the state of a server that has an engine."""
 
-import asyncio
 import secrets
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 
-from jsparse.engine.async_engine import MAX_WAITING, AsyncEngine
+from jsparse.engine.async_engine import AsyncEngine
 from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.server.body import RequestBody, parse
-from jsparse.server.errors import ApiError, full, shown
+from jsparse.server.errors import ApiError, full
+from jsparse.server.front import PARSED_AT_ONCE, Front, Options, max_body_bytes
 from jsparse.server.metrics import Metrics
 from jsparse.server.prompt_stream import PromptStream, all_of
-from jsparse.server.protocol import MAX_LOGPROBS
 from jsparse.server.text import Texts
 from jsparse.text import prompts
 
-# a body may have this many bytes per token that a prompt can have, and at least MIN_BODY
-BYTES_PER_TOKEN, MIN_BODY = 32, 2**20
-# larger bodies are parsed in a thread, and count among those that are held at a time
-PARSED_AT_ONCE = 2**16
-LARGE_BODIES_HELD = 2**26
-BODY_SECONDS = 60
 
-
-@dataclass
-class Options:
-    """Holds the options of a server that are not the engine's.
-
-    Attributes:
-        name: the model's name for clients.
-        api_key: the key that clients must send, or None.
-        max_waiting: the maximum number of requests that wait.
-        max_logprobs: the most likely tokens that requests may ask for beside each token.
-        default_max_tokens: the most tokens of answers to chats that name no number; None is as many
-            as there is room for.
-        hosts: the names under which browsers may reach the server, lower-case; None is any.
-        special_tokens: whether special tokens that are spelled in messages count as such.
-        drain_seconds: seconds that requests may still take when the server shuts down.
-    """
-
-    name: str
-    api_key: str | None = None
-    max_waiting: int = MAX_WAITING
-    max_logprobs: int = MAX_LOGPROBS
-    default_max_tokens: int | None = None
-    hosts: frozenset[str] | None = None
-    special_tokens: bool = False
-    drain_seconds: float = 30.0
-
-    def foreign(self, headers: Headers) -> str | None:
-        """Returns why a request must be refused if it names a foreign host, else None.
-
-        A page whose own name has been bound to this machine's address may ask, in a browser, as if
-        it were the server's own page (DNS rebinding).
-        """
-        for name in ("host", "origin") if self.hosts is not None else ():
-            address = headers.get(name)
-            if address and _host_of(address) not in (self.hosts or ()):
-                hosts = ", ".join(sorted(self.hosts or ()))
-                return f"{name}={shown(address)}: must be among {hosts} (--allowed-host)"
-        return None
-
-
-class Service:
+class Service(Front):
     """Holds the engine, once it is ready, and the requests that it works on.
 
     Attributes:
-        options: the options.
         engine: the engine; None while it is being prepared.
-        draining: whether no new requests are taken.
         live: the prompts that the engine works on.
-        created: when the server began, in seconds since 1970.
-        inside: the number of HTTP requests that are being answered.
     """
 
     def __init__(self, options: Options) -> None:
         """Prepares a service without an engine."""
-        self.options, self.draining = options, False
+        super().__init__(options)
         self.engine: AsyncEngine | None = None
         self.live: dict[str, PromptStream] = {}
-        self.created = int(time.time())
-        self.inside = self._arriving = self._held = 0
+        self._arriving = 0
 
     def begin(self, engine: AsyncEngine) -> None:
         """Sets the engine: requests are answered from now on. Any thread may call it."""
@@ -127,7 +71,7 @@ class Service:
     @property
     def max_body_bytes(self) -> int:
         """Returns the maximum number of bytes of a request's body."""
-        return max(MIN_BODY, self.ready.engine.sizes.max_model_len * BYTES_PER_TOKEN)
+        return max_body_bytes(self.ready.engine.sizes.max_model_len)
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
@@ -151,33 +95,11 @@ class Service:
         Raises:
             ApiError: it is too large, too slow, malformed, or names another model.
         """
-        maximum = self.max_body_bytes
-        sort = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if sort != "application/json":
-            # a foreign page in a browser cannot send this type without asking, which is refused
-            raise ApiError(415, f"Content-Type={sort!r}: must be 'application/json'")
-        data, held = bytearray(), 0
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                if int(request.headers.get("content-length") or 0) > maximum:
-                    raise _too_large(maximum)
-                async for piece in request.stream():
-                    data += piece
-                    if len(data) > maximum:
-                        raise _too_large(maximum)
-                    if len(data) > PARSED_AT_ONCE:
-                        self._held, held = self._held + len(data) - held, len(data)
-                        if self._held > max(maximum, LARGE_BODIES_HELD):
-                            raise full("too many large bodies arrive")
-            if held:
-                body = await self.texts.encode(parse, kind, bytes(data), size=held)
+        async with self.body_of(request) as data:
+            if len(data) > PARSED_AT_ONCE:
+                body = await self.texts.encode(parse, kind, data, size=len(data))
             else:
-                body = parse(kind, bytes(data))
-        except TimeoutError:
-            message = f"the body took over {BODY_SECONDS} s: must come sooner"
-            raise ApiError(408, message, headers={"Connection": "close"}) from None
-        finally:
-            self._held -= held
+                body = parse(kind, data)
         name = getattr(body, "model", None)
         if name not in (None, self.options.name):
             raise ApiError(
@@ -266,16 +188,3 @@ def _sizes(prompt: Any) -> list[int]:
     if isinstance(prompt[0], dict):
         return [sum(len(message["content"]) for message in prompt)]
     return [len(each) if isinstance(each, str) else 0 for each in prompt]
-
-
-def _host_of(address: str) -> str | None:
-    """Returns the host of a Host or Origin header, lower-case; None if there is none."""
-    try:
-        return urlsplit(address if "://" in address else f"//{address}").hostname
-    except ValueError:
-        return None
-
-
-def _too_large(maximum: int) -> ApiError:
-    message = f"the body is too large: must have at most {maximum} bytes"
-    return ApiError(413, message, headers={"Connection": "close"})

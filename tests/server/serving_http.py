@@ -17,8 +17,9 @@ from jsparse.models.checkpoint import Params
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.server.app import PAGE as FILES
 from jsparse.server.app import make_app
+from jsparse.server.front import Options
 from jsparse.server.run import configured, listen
-from jsparse.server.service import Options, Service
+from jsparse.server.service import Service
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }} {% endfor %}"
@@ -97,7 +98,7 @@ def at_rest(service: Service) -> bool:
             pool.available == pool.size
             and inner._free_slots == inner.sizes.num_slots
             and not (inner._live or inner._requests or outer._listeners)
-            and not (service.live or service.inside or service._arriving or service._held)
+            and not (service.live or service.inside or service._arriving or service.held)
         )
 
     if not soon(idle):

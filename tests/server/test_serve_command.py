@@ -193,3 +193,48 @@ def test_a_term_while_the_model_is_loaded_ends_at_once():
         "ending: 0 requests have up to 30 s to finish",
         "ended: 0 requests were cut off",
     ]
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_killed_is_started_again():
+    """Its streams end with an error, others go on; without their router, none is left."""
+    import psutil
+
+    with served(TINY, *SMALL, "--data-parallel-size", "2", "--seed", "3") as (process, url):
+        body = {"prompt": "the cat", "max_tokens": 240, "temperature": 0, "ignore_eos": True}
+
+        def ask(_):
+            pieces = []
+            with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as got:
+                for line in got.iter_lines():
+                    if line:
+                        begun.put(1)
+                        pieces.append(line)
+            return pieces[-1]
+
+        def replicas():
+            of_router = psutil.Process(process.pid).children()
+            return [each for each in of_router if "spawn_main" in " ".join(each.cmdline())]
+
+        begun: queue.Queue[int] = queue.Queue()
+        before = replicas()
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(ask, nth) for nth in range(2)]
+            begun.get(timeout=60)
+            before[0].kill()
+            last = sorted(each.result() for each in asked)
+        assert last[0] == "data: [DONE]" or last[1] == "data: [DONE]"
+        drawn = httpx.post(f"{url}/v1/completions", json=body | {"temperature": 1}, timeout=60)
+        assert drawn.status_code == 200
+        wait = threading.Event()
+        for _ in range(600):
+            if httpx.get(f"{url}/health").json()["replicas"] == [True, True]:
+                break
+            wait.wait(0.1)
+        after = replicas()
+        assert len(after) == 2
+        assert before[1] in after
+        process.kill()
+        gone, alive = psutil.wait_procs(after, timeout=30)
+        assert len(gone) == 2
+        assert not alive

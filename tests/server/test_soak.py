@@ -17,7 +17,8 @@ from serving_http import at_rest, serving
 
 import jsparse
 from jsparse.server import connections
-from jsparse.server.service import Options, Service
+from jsparse.server.front import Options
+from jsparse.server.service import Service
 
 REQUESTS = int(os.environ.get("JSPARSE_SOAK", "200"))
 TINY = Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf"

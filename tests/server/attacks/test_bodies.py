@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -10,8 +9,9 @@ from raw_http import answer, connected, crowd, get, post
 from serving_http import a_service, an_engine, at_rest, serving, soon
 
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.server import service as service_module
-from jsparse.server.run import _end_when_drained, own_names
+from jsparse.server import front
+from jsparse.server.app import make_app
+from jsparse.server.run import Server, own_names
 from jsparse.text import prompts
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -49,13 +49,13 @@ def test_slow_bodies_keep_nobody_out(url, service):
 
 
 def test_large_bodies_that_never_end_keep_small_ones_out_never(url, service, monkeypatch):
-    monkeypatch.setattr(service_module, "MIN_BODY", 2**17)
-    monkeypatch.setattr(service_module, "LARGE_BODIES_HELD", 2**17)
+    monkeypatch.setattr(front, "MIN_BODY", 2**17)
+    monkeypatch.setattr(front, "LARGE_BODIES_HELD", 2**17)
     maximum = 10**5
     begun = post(COMPLETIONS, b" " * maximum, length=maximum + 10)
     with crowd(url, 2) as peers:
         peers[0].sendall(begun)
-        assert soon(lambda: service._held == maximum)
+        assert soon(lambda: service.held == maximum)
         peers[1].sendall(begun)
         assert answer(peers[1])[0] == 429
         assert is_answered(url)
@@ -65,7 +65,7 @@ def test_large_bodies_that_never_end_keep_small_ones_out_never(url, service, mon
 @pytest.mark.parametrize("chunked", [False, True])
 def test_who_sends_too_much_reads_why(url, service, monkeypatch, chunked):
     """The answer comes long before the body ends, and nothing of it is lost."""
-    monkeypatch.setattr(service_module, "MIN_BODY", 2**17)
+    monkeypatch.setattr(front, "MIN_BODY", 2**17)
     size = 2**26
     if chunked:
         head = post(COMPLETIONS, b"", **{"transfer-encoding": "chunked"})
@@ -81,7 +81,7 @@ def test_who_sends_too_much_reads_why(url, service, monkeypatch, chunked):
 
 
 def test_a_body_has_its_time(url, service, monkeypatch):
-    monkeypatch.setattr(service_module, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(front, "BODY_SECONDS", 0.2)
     with connected(url) as peer:
         peer.sendall(post(COMPLETIONS, BRIEF)[:-1])
         assert answer(peer)[0] == 408
@@ -190,13 +190,13 @@ def test_health_checks_by_head(url):
 
 @pytest.mark.parametrize(("inside", "forced"), [(0, False), (1, True)])
 def test_the_end_waits_for_nobody_for_ever(inside, forced):
-    server = SimpleNamespace(should_exit=False, force_exit=False)
     service = a_service(drain_seconds=0.1)
+    server = Server(make_app(service), service)
     service.draining, service.inside = True, inside
 
     async def end():
         async with asyncio.timeout(5):
-            await _end_when_drained(server, service)
+            await server._end_when_drained()
 
     asyncio.run(end())
     assert server.should_exit

@@ -1,0 +1,39 @@
+"""Loads the engine that a server runs, and says what it is."""
+
+from typing import Any
+
+from jsparse.engine.async_engine import AsyncEngine
+from jsparse.models.checkpoint import load
+from jsparse.policies.own_code import resolve
+from jsparse.server import log
+from jsparse.text.signatures import short_name
+
+
+def load_engine(
+    model: str, policy: str, *, dtype: Any, revision: str | None, **options: Any
+) -> AsyncEngine:
+    """Returns an engine for a model and a policy that are named as on the command line.
+
+    Args:
+        model: as `load` takes it.
+        policy: an expression, or one of your own.
+        dtype: as `load` takes it.
+        revision: as `load` takes it.
+        options: AsyncEngine's.
+    """
+    log.logger.info("loading %s", model)
+    return AsyncEngine(load(model, dtype=dtype, revision=revision), resolve(policy), **options)
+
+
+def describe(engine: AsyncEngine) -> tuple[str, str]:
+    """Returns the name of an engine's policy, and a sentence on what is sparse."""
+    policy, settable = engine.engine.policy, engine.engine.per_request
+    knobs = f"; requests may set {', '.join(settable)}" if settable else ""
+    drafts = max(engine.engine.sizes.drafts, default=0)
+    if policy.name.startswith("dense("):
+        what = f"Nothing is sparse: every step attends to all tokens{knobs}."
+    elif drafts:
+        what = f"The policy drafts up to {drafts} tokens, dense attention checks them{knobs}."
+    else:
+        what = f"Answers attend to what the policy selects, prompts to all tokens{knobs}."
+    return short_name(policy), what

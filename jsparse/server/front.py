@@ -1,0 +1,141 @@
+"""Defines Front, what stands behind the gate of a server, and a server's Options."""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import Request as HttpRequest
+
+from jsparse.engine.async_engine import MAX_WAITING
+from jsparse.server.errors import ApiError, full, shown
+from jsparse.server.protocol import MAX_LOGPROBS
+
+# a body may have this many bytes per token that a prompt can have, and at least MIN_BODY
+BYTES_PER_TOKEN, MIN_BODY = 32, 2**20
+# larger bodies are parsed in a thread, and count among those that are held at a time
+PARSED_AT_ONCE = 2**16
+LARGE_BODIES_HELD = 2**26
+BODY_SECONDS = 60
+
+
+@dataclass
+class Options:
+    """Holds the options of a server that are not the engine's.
+
+    Attributes:
+        name: the model's name for clients.
+        api_key: the key that clients must send, or None.
+        max_waiting: the maximum number of requests that wait.
+        max_logprobs: the most likely tokens that requests may ask for beside each token.
+        default_max_tokens: the most tokens of answers to chats that name no number; None is as many
+            as there is room for.
+        hosts: the names under which browsers may reach the server, lower-case; None is any.
+        special_tokens: whether special tokens that are spelled in messages count as such.
+        drain_seconds: seconds that requests may still take when the server shuts down.
+    """
+
+    name: str
+    api_key: str | None = None
+    max_waiting: int = MAX_WAITING
+    max_logprobs: int = MAX_LOGPROBS
+    default_max_tokens: int | None = None
+    hosts: frozenset[str] | None = None
+    special_tokens: bool = False
+    drain_seconds: float = 30.0
+
+    def foreign(self, headers: Headers) -> str | None:
+        """Returns why a request must be refused if it names a foreign host, else None.
+
+        A page whose own name has been bound to this machine's address may ask, in a browser, as if
+        it were the server's own page (DNS rebinding).
+        """
+        for name in ("host", "origin") if self.hosts is not None else ():
+            address = headers.get(name)
+            if address and _host_of(address) not in (self.hosts or ()):
+                hosts = ", ".join(sorted(self.hosts or ()))
+                return f"{name}={shown(address)}: must be among {hosts} (--allowed-host)"
+        return None
+
+
+class Front(ABC):
+    """Is what answers the requests that the gate lets pass.
+
+    Attributes:
+        options: the options.
+        draining: whether no new requests are taken.
+        created: when the server began, in seconds since 1970.
+        inside: the number of HTTP requests that are being answered.
+        held: the bytes of the large bodies that are held.
+    """
+
+    def __init__(self, options: Options) -> None:
+        """Prepares to answer nothing yet."""
+        self.options, self.draining = options, False
+        self.created = int(time.time())
+        self.inside = self.held = 0
+
+    @property
+    @abstractmethod
+    def unhealthy(self) -> str | None:
+        """Returns why no request can be answered, or None."""
+
+    @property
+    @abstractmethod
+    def max_body_bytes(self) -> int:
+        """Returns the maximum number of bytes of a request's body."""
+
+    @asynccontextmanager
+    async def body_of(self, request: HttpRequest) -> AsyncIterator[bytes]:
+        """Reads the body of a request; a large one counts as held meanwhile.
+
+        Raises:
+            ApiError: it is too large, too slow, or no JSON by its type.
+        """
+        maximum = self.max_body_bytes
+        sort = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if sort != "application/json":
+            # a foreign page in a browser cannot send this type without asking, which is refused
+            raise ApiError(415, f"Content-Type={sort!r}: must be 'application/json'")
+        data, held = bytearray(), 0
+        try:
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    if int(request.headers.get("content-length") or 0) > maximum:
+                        raise _too_large(maximum)
+                    async for piece in request.stream():
+                        data += piece
+                        if len(data) > maximum:
+                            raise _too_large(maximum)
+                        if len(data) > PARSED_AT_ONCE:
+                            self.held, held = self.held + len(data) - held, len(data)
+                            if self.held > max(maximum, LARGE_BODIES_HELD):
+                                raise full("too many large bodies arrive")
+            except TimeoutError:
+                message = f"the body took over {BODY_SECONDS} s: must come sooner"
+                raise ApiError(408, message, headers={"Connection": "close"}) from None
+            yield bytes(data)
+        finally:
+            self.held -= held
+
+
+def max_body_bytes(tokens: int) -> int:
+    """Returns the most bytes of a body whose prompt may have so many tokens."""
+    return max(MIN_BODY, tokens * BYTES_PER_TOKEN)
+
+
+def _host_of(address: str) -> str | None:
+    """Returns the host of a Host or Origin header, lower-case; None if there is none."""
+    try:
+        return urlsplit(address if "://" in address else f"//{address}").hostname
+    except ValueError:
+        return None
+
+
+def _too_large(maximum: int) -> ApiError:
+    message = f"the body is too large: must have at most {maximum} bytes"
+    return ApiError(413, message, headers={"Connection": "close"})

@@ -1,0 +1,1 @@
+"""Serves several engines, one process each, behind one address."""

@@ -1,0 +1,183 @@
+"""Sends each request to a replica, and to another if that one is lost before it has begun."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, aclosing, suppress
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from jsparse.server.errors import ApiError, json_response
+from jsparse.server.front import PARSED_AT_ONCE, Front, Options, max_body_bytes
+from jsparse.server.replicas import totals
+from jsparse.server.replicas.balance import Balance, Work, work_of
+from jsparse.server.replicas.replica import Lost, Replica
+from jsparse.server.sse import EventStream, event, merged, unless_gone
+
+# how often a request is sent: one that ends the engine must not end all of them
+ATTEMPTS = 2
+# headers of a replica's answer that clients get
+PASSED_ON = ("content-type", "retry-after", "connection")
+NO_WORK = Work(0, None)
+routes = APIRouter(redirect_slashes=False)
+
+
+class Router(Front):
+    """Holds the replicas, and sends them requests.
+
+    Attributes:
+        replicas: the replicas.
+    """
+
+    def __init__(self, options: Options, replicas: Sequence[Replica]) -> None:
+        """Prepares to send requests to replicas, as soon as they are ready."""
+        super().__init__(options)
+        self.replicas = replicas
+        self._balance = Balance(len(replicas))
+
+    async def watch(self, replica: Replica) -> None:
+        """Keeps a replica running."""
+        await replica.watch(lambda: self._balance.forget(replica.nth))
+
+    @property
+    def ready(self) -> list[Replica]:
+        """The replicas that take requests.
+
+        Raises:
+            ApiError: there are none.
+        """
+        ready = [replica for replica in self.replicas if replica.ready]
+        if not ready:
+            raise ApiError(503, "no replica is ready", code="unavailable")
+        return ready
+
+    @property
+    def unhealthy(self) -> str | None:
+        """Returns why no request can be answered, or None."""
+        if not any(replica.ready for replica in self.replicas):
+            begun = any(replica.about is not None for replica in self.replicas)
+            return "no replica is ready" if begun else "the model is being loaded"
+        return "the server is shutting down" if self.draining else None
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Returns the maximum number of bytes of a request's body."""
+        abouts = (replica.about for replica in self.ready)
+        return max_body_bytes(max(about.max_model_len for about in abouts if about is not None))
+
+    async def answer(self, request: Request) -> Response:
+        """Answers a request by a replica.
+
+        Raises:
+            ApiError: none is ready, the body is refused, or replicas were lost.
+        """
+        if request.method == "GET":
+            return await unless_gone(request.receive, self._ask(request, None, NO_WORK))
+        async with self.body_of(request) as data:
+            large = len(data) > PARSED_AT_ONCE
+            work = await asyncio.to_thread(_work, data) if large else _work(data)
+            return await unless_gone(request.receive, self._ask(request, data, work))
+
+    async def _ask(self, request: Request, data: bytes | None, work: Work) -> Response:
+        tried: list[int] = []
+        for attempt in range(ATTEMPTS):
+            among = [replica.nth for replica in self.ready if replica.nth not in tried]
+            if not among:
+                break
+            nth = self._balance.choose(work, among)
+            tried.append(nth)
+            # another may have room for what this one has not
+            last = attempt == ATTEMPTS - 1 or len(among) == 1
+            async with AsyncExitStack() as held:
+                held.enter_context(self._balance.sent(work, nth))
+                with suppress(Lost):
+                    replica, path = self.replicas[nth], request.url.path
+                    response, pieces = await replica.ask(request.method, path, data)
+                    await held.enter_async_context(aclosing(pieces))
+                    if response.status_code == 429 and not last:
+                        continue
+                    headers = {
+                        name: value for name, value in response.headers.items() if name in PASSED_ON
+                    }
+                    if headers.get("content-type", "").startswith("text/event-stream"):
+                        return EventStream(pieces, held.pop_all().aclose)
+                    body = b"".join([piece async for piece in pieces])
+                    return Response(body, response.status_code, headers)
+        raise ApiError(503, "the replicas that had this request have failed", code="unavailable")
+
+    async def every(self, path: str) -> dict[int, str]:
+        """Returns what each replica that is ready answers to GET, by its number."""
+
+        async def one(replica: Replica) -> tuple[int, bytes | None]:
+            body = None
+            with suppress(Lost):
+                response, pieces = await replica.ask("GET", path)
+                async with aclosing(pieces):
+                    whole = b"".join([piece async for piece in pieces])
+                body = whole if response.status_code == 200 else None
+            return replica.nth, body
+
+        answers = await asyncio.gather(*map(one, self.ready))
+        return {nth: body.decode() for nth, body in answers if body is not None}
+
+
+def _work(data: bytes) -> Work:
+    """Returns the work of a request; a replica refuses it if its body is malformed."""
+    try:
+        return work_of(orjson.loads(data))
+    except orjson.JSONDecodeError:
+        return NO_WORK
+
+
+async def _router_of(request: Request) -> Router:
+    return request.app.state.router
+
+
+RouterOfApp = Annotated[Router, Depends(_router_of)]
+
+
+@routes.post("/v1/completions", response_model=None)
+@routes.post("/v1/chat/completions", response_model=None)
+@routes.post("/tokenize", response_model=None)
+@routes.post("/detokenize", response_model=None)
+@routes.get("/v1/models", response_model=None)
+@routes.get("/version", response_model=None)
+@routes.get("/openapi.json", response_model=None)
+async def _answer(router: RouterOfApp, request: Request) -> Response:
+    return await router.answer(request)
+
+
+@routes.head("/health", response_model=None)
+@routes.get("/health", response_model=None)
+async def _health(router: RouterOfApp) -> Response:
+    reason = router.unhealthy
+    ready = [replica.ready for replica in router.replicas]
+    return json_response({"status": reason or "ready", "replicas": ready}, 503 if reason else 200)
+
+
+@routes.get("/metrics", response_model=None)
+async def _metrics(router: RouterOfApp) -> Response:
+    texts = await router.every("/metrics")
+    return Response(totals.summed(texts), media_type=totals.MEDIA_TYPE)
+
+
+@routes.get("/metrics/replicas", response_model=None)
+async def _metrics_of_replicas(router: RouterOfApp) -> Response:
+    texts = await router.every("/metrics")
+    return Response(totals.by_replica(texts), media_type=totals.MEDIA_TYPE)
+
+
+@routes.get("/live", response_model=None)
+async def _live(router: RouterOfApp) -> Response:
+    return EventStream(_pictures(router))
+
+
+async def _pictures(router: Router) -> AsyncGenerator[bytes]:
+    ready, newest = router.ready, dict[int, dict[str, Any]]()
+    async with aclosing(merged([each.pictures() for each in ready])) as pictures:
+        async for nth, picture in pictures:
+            newest[ready[nth].nth] = picture
+            if len(newest) == len(ready):
+                yield event(totals.picture([newest[nth] for nth in sorted(newest)]))

@@ -1,0 +1,87 @@
+"""Runs a router and its replicas until a signal ends them."""
+
+import asyncio
+import socket
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from jsparse.engine.async_engine import AsyncEngine
+from jsparse.server.app import gated
+from jsparse.server.front import Options
+from jsparse.server.replicas.process import ReplicaProcess, visible_gpus
+from jsparse.server.replicas.replica import POLL_SECONDS, Replica
+from jsparse.server.replicas.router import Router, routes
+from jsparse.server.run import Server
+
+
+def make_app(router: Router) -> FastAPI:
+    """Returns the application of a router."""
+    app = gated(router, routes, openapi_url=None)
+    app.state.router = router
+    return app
+
+
+def serve(
+    options: Options,
+    make_engines: Sequence[Callable[[], AsyncEngine]],
+    listening: socket.socket,
+    *,
+    on_ready: Callable[[tuple[str, str]], None],
+) -> None:
+    """Answers requests by several engines, as `run.serve` does by one.
+
+    Args:
+        options: the server's options; as many requests may wait in each engine.
+        make_engines: loads the model and prepares the engine, for each process: they are pickled.
+        listening: the socket, from `run.listen`.
+        on_ready: called when all are ready, with what `describe` says of them.
+
+    Raises:
+        ValueError: there are fewer GPUs than engines, or one of these could not be prepared.
+    """
+    gpus: list[str | None] = [*visible_gpus()] or [None] * len(make_engines)
+    if len(make_engines) > len(gpus):
+        raise ValueError(
+            f"data_parallel_size={len(make_engines)}: must be at most {len(gpus)}, the number of "
+            "GPUs that are visible"
+        )
+    with tempfile.TemporaryDirectory(prefix="jsparse-") as folder:
+        replicas = [
+            Replica(
+                nth,
+                partial(
+                    *(ReplicaProcess, options, make_engine),
+                    path=Path(folder, f"replica {nth}"),
+                    gpu=gpus[nth],
+                ),
+            )
+            for nth, make_engine in enumerate(make_engines)
+        ]
+        router = Router(options, replicas)
+        server = Server(make_app(router), router)
+
+        async def watch(replica: Replica) -> None:
+            try:
+                await router.watch(replica)
+            except Exception as error:
+                server.fail(error)
+
+        async def tell() -> None:
+            while any(replica.about is None for replica in replicas):
+                await asyncio.sleep(POLL_SECONDS)
+            about = replicas[0].about
+            assert about is not None
+            on_ready(about.description)
+
+        try:
+            server.answer(listening, tell(), *map(watch, replicas))
+        finally:
+            with ThreadPoolExecutor(len(replicas)) as threads:
+                list(threads.map(Replica.end, replicas))
+    if server.failed is not None:
+        raise server.failed

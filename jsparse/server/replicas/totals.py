@@ -1,0 +1,83 @@
+"""Adds up the metrics of replicas, or tells them apart by a label."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+MEDIA_TYPE = "text/plain; version=0.0.4"
+# a gauge whose name ends so is a share, of which the mean counts
+SHARE = "_perc"
+
+
+def picture(pictures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns one picture of /live for those of several replicas: sums, and means of shares."""
+    total: dict[str, Any] = {}
+    for name in pictures[0]:
+        known = [each[name] for each in pictures if each[name] is not None]
+        if name == "attended_by_layer":
+            total[name] = [sum(of) / len(known) for of in zip(*known, strict=True)] or None
+        elif name == "requests":
+            total[name] = [request for each in known for request in each]
+        elif name == "kv_cache_usage":
+            total[name] = sum(known) / len(known)
+        else:
+            total[name] = sum(known) if known else None
+    return total
+
+
+def summed(texts: Mapping[int, str]) -> bytes:
+    """Returns the sum of the replicas' metrics, in Prometheus' format; of shares the mean."""
+
+    def together(name: str, samples: list[tuple[int, Sample]]) -> Iterator[Sample]:
+        values = defaultdict[tuple[str, tuple[tuple[str, str], ...]], list[float]](list)
+        for _, sample in samples:
+            values[sample.name, tuple(sample.labels.items())].append(sample.value)
+        for (of, labels), each in values.items():
+            value = sum(each) / (len(each) if name.endswith(SHARE) else 1)
+            yield Sample(of, dict(labels), value)
+
+    return _merged(texts, together)
+
+
+def by_replica(texts: Mapping[int, str]) -> bytes:
+    """Returns the replicas' metrics with the label `replica`, in Prometheus' format."""
+
+    def apart(_: str, samples: list[tuple[int, Sample]]) -> Iterator[Sample]:
+        for nth, sample in samples:
+            yield Sample(sample.name, {**sample.labels, "replica": f"{nth}"}, sample.value)
+
+    return _merged(texts, apart)
+
+
+class _Families(Collector):
+    """Gives a registry what it has."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
+def _merged(
+    texts: Mapping[int, str],
+    merge: Callable[[str, list[tuple[int, Sample]]], Iterator[Sample]],
+) -> bytes:
+    """Returns each family of metrics with the samples that `merge` makes of all replicas'."""
+    families: dict[str, Metric] = {}
+    samples = defaultdict[str, list[tuple[int, Sample]]](list)
+    for nth, text in texts.items():
+        for family in text_string_to_metric_families(text):
+            families.setdefault(family.name, family)
+            samples[family.name] += [(nth, sample) for sample in family.samples]
+    for name, family in families.items():
+        family.samples = list(merge(name, samples[name]))
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families(list(families.values())))
+    return generate_latest(registry)

@@ -1,0 +1,336 @@
+"""Tests the router of several replicas: where requests go, and what is seen when one is lost."""
+
+import asyncio
+import json
+import socket
+import tempfile
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import uvicorn
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from serving_http import soon
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from jsparse.server import run
+from jsparse.server.front import Options
+from jsparse.server.replicas import process, replica, totals
+from jsparse.server.replicas.balance import PREFIX_CHARS, Balance, Work, work_of
+from jsparse.server.replicas.process import About
+from jsparse.server.replicas.replica import NeverReady, Replica
+from jsparse.server.replicas.router import Router
+from jsparse.server.replicas.serve import make_app, serve
+
+COMPLETIONS = "/v1/completions"
+
+
+class FakeProcess:
+    """Stands for a replica's process: a server in a thread, whose answers prompts ask for.
+
+    `dies` ends it, at once or behind the first event of a stream; `full` is refused; `waits` is
+    answered when the client has left.
+    """
+
+    def __init__(self, path, asked):
+        self.path, self.asked, self.alive, self.left = path, asked, True, threading.Event()
+        self._about = About(("fake", "Nothing is sparse."), 100)
+        routes = [
+            Route(COMPLETIONS, self._complete, methods=["POST"]),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics),
+            Route("/live", self._live),
+        ]
+        self.server = uvicorn.Server(run.configured(Starlette(routes=routes)))
+        path.unlink(missing_ok=True)
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(path))
+        listening.listen()
+        work = self.server.serve([listening])
+        self._thread = threading.Thread(target=lambda: asyncio.run(work))
+        self._thread.start()
+
+    def told(self):
+        about, self._about = self._about, None
+        return about
+
+    def die(self):
+        self.alive = False
+        for connection in list(self.server.server_state.connections):
+            connection.transport.abort()
+        self.server.should_exit = self.server.force_exit = True
+
+    def end(self, seconds):
+        self.alive = False
+        self.server.should_exit = self.server.force_exit = True
+        self._thread.join()
+
+    async def _complete(self, request):
+        body = json.loads(await request.body())
+        self.asked.append(body["prompt"])
+        match body["prompt"].split():
+            case ["dies", *_] if not body.get("stream"):
+                self.die()
+            case ["full", *_] if self.asked is ALL[0]:
+                return JSONResponse({"error": "full"}, 429, {"Retry-After": "7"})
+            case ["fails", *_]:
+                return JSONResponse({"error": {"code": "engine_error"}}, 500)
+            case ["waits", *_]:
+                while not await request.is_disconnected():
+                    await asyncio.sleep(0.01)
+                self.left.set()
+        if body.get("stream"):
+            return StreamingResponse(self._events(body), media_type="text/event-stream")
+        return JSONResponse({"answer": body["prompt"]})
+
+    async def _events(self, body):
+        yield b"data: 1\n\n"
+        await asyncio.sleep(0.05)
+        if body["prompt"].startswith("dies"):
+            self.die()
+            await asyncio.sleep(1)
+        yield b"data: [DONE]\n\n"
+
+    async def _health(self, _):
+        return JSONResponse({"status": "ready"})
+
+    async def _metrics(self, _):
+        return Response(exposed(len(self.asked)))
+
+    async def _live(self, _):
+        async def pictures():
+            while True:
+                yield b"data: " + json.dumps(picture(len(self.asked))).encode() + b"\n\n"
+                await asyncio.sleep(0.01)
+
+        return StreamingResponse(pictures(), media_type="text/event-stream")
+
+
+# what each replica was asked, by its number
+ALL: list[list[str]] = []
+
+
+def exposed(count):
+    registry = CollectorRegistry()
+    for name, value in (("waiting", count), ("usage_perc", count / 10)):
+        Gauge(f"jsparse:{name}", "It.", ["model_name"], registry=registry).labels("m").set(value)
+    seconds = Histogram("jsparse:seconds", "It.", registry=registry, buckets=(1, 10))
+    for _ in range(count):
+        seconds.observe(5)
+    return generate_latest(registry)
+
+
+def picture(count):
+    return {
+        "running": count,
+        "kv_cache_usage": count / 10,
+        "dense_bound_tokens_per_second": None,
+        "attended_by_layer": [count / 10, 1.0],
+        "requests": [f"{count}"] * count,
+    }
+
+
+@contextmanager
+def routed(folder, count=2, **options):
+    """Serves replicas that are fakes; yields the address and the router, once all are ready."""
+    ALL[:] = [[] for _ in range(count)]
+    router = Router(
+        Options("tiny", **options),
+        [
+            Replica(nth, lambda nth=nth: FakeProcess(folder / f"{nth}", ALL[nth]))
+            for nth in range(count)
+        ],
+    )
+    listening = run.listen("127.0.0.1", 0)
+    server = run.Server(make_app(router), router)
+    beside = map(router.watch, router.replicas)
+    thread = threading.Thread(target=lambda: server.answer(listening, *beside))
+    thread.start()
+    try:
+        assert soon(lambda: all(each.ready for each in router.replicas))
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", router
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join()
+        for each in router.replicas:
+            each.end()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(replica, "POLL_SECONDS", 0.01)
+
+
+@pytest.fixture
+def folder():
+    # a Unix socket's path may have some hundred characters
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(made)
+
+
+def post(url, prompt, **body):
+    return httpx.post(f"{url}{COMPLETIONS}", json={"prompt": prompt, **body}, timeout=30)
+
+
+def test_what_begins_alike_goes_to_one_replica_and_the_rest_where_least_is_to_do(folder):
+    with routed(folder) as (url, _):
+        documents = [f"{letter}" * PREFIX_CHARS for letter in "abc"]
+        for nth in range(4):
+            for document in documents:
+                assert post(url, f"{document} {nth}").json() == {"answer": f"{document} {nth}"}
+        begun = [{prompt[0] for prompt in asked} for asked in ALL]
+        assert begun[0] | begun[1] == {*"abc"}
+        assert not begun[0] & begun[1]
+        assert begun[0]
+        assert begun[1]
+
+
+def test_a_replica_that_has_much_more_to_do_is_not_sent_what_it_has_read():
+    balance, work = Balance(3), Work(100, b"document")
+    with balance.sent(work, 1):
+        assert balance.choose(work, (0, 1, 2)) == 1
+        with balance.sent(work, 1):
+            assert balance.choose(work, (0, 1, 2)) == 0
+            assert balance.choose(work, (1,)) == 1
+    assert balance.choose(work, (0, 1, 2)) == 1
+    balance.forget(1)
+    assert balance.choose(work, (0, 1, 2)) == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens", "known"),
+    [
+        ({"prompt": "four" * 10, "max_tokens": 5, "n": 3}, 25, False),
+        ({"prompt": [["a"] * 600, ["b"]], "max_tokens": 5}, 611, True),
+        ({"prompt": [1] * 600, "max_completion_tokens": 5}, 605, True),
+        ({"messages": [{"role": "user", "content": "w" * PREFIX_CHARS}]}, 256 + 520, True),
+        ({"prompt": ["a" * 8, "b" * 8], "max_tokens": 1}, 6, False),
+        ({"prompt": [], "max_tokens": "x", "n": -1}, 256, False),
+        ([], 0, False),
+    ],
+)
+def test_a_request_is_worth_its_tokens(body, tokens, known):
+    work = work_of(body)
+    assert work.tokens == tokens
+    assert (work.prefix is not None) == known
+
+
+def test_who_is_lost_before_it_has_begun_is_replaced(folder, monkeypatch):
+    monkeypatch.setattr(Balance, "choose", lambda self, work, among: among[0])
+    with routed(folder) as (url, router):
+        answer = post(url, "fails")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "unavailable"
+        assert ALL == [["fails"], ["fails"]]
+        before = [each._process for each in router.replicas]
+        died = post(url, "dies")
+        assert died.status_code == 503
+        assert ALL[1] == ["fails", "dies"]
+        # they are started again
+        pairs = list(zip(router.replicas, before, strict=True))
+        assert soon(lambda: all(each.ready and each._process is not old for each, old in pairs))
+        assert post(url, "again").json() == {"answer": "again"}
+
+
+def test_a_request_that_ends_engines_does_not_end_all(folder):
+    with routed(folder, 3) as (url, router):
+        assert post(url, "dies").status_code == 503
+        assert sum(map(len, ALL)) == 2
+        assert soon(lambda: any(each.ready for each in router.replicas))
+
+
+def test_a_stream_that_had_begun_ends_with_an_error(folder):
+    with routed(folder) as (url, _):
+        answer = post(url, "dies", stream=True)
+        first, error, rest = answer.text.split("\n\n")
+        assert answer.status_code == 200
+        assert (first, rest) == ("data: 1", "")
+        told = json.loads(error.removeprefix("data: "))["error"]
+        assert (told["type"], told["code"]) == ("server_error", "engine_error")
+        assert sum(map(len, ALL)) == 1
+        assert post(url, "whole", stream=True).text == "data: 1\n\ndata: [DONE]\n\n"
+
+
+def test_who_is_full_is_not_the_last_word(folder, monkeypatch):
+    monkeypatch.setattr(Balance, "choose", lambda self, work, among: among[0])
+    with routed(folder) as (url, _):
+        assert post(url, "full").json() == {"answer": "full"}
+    with routed(folder, 1) as (url, _):
+        answer = post(url, "full")
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "7"
+
+
+def test_a_replica_hears_that_a_client_has_left(folder):
+    with routed(folder, 1) as (url, router):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}{COMPLETIONS}", json={"prompt": "waits"}, timeout=0.2)
+        fake = router.replicas[0]._process
+        assert isinstance(fake, FakeProcess)
+        assert fake.left.wait(10)
+        assert soon(lambda: router.inside == 0 and router._balance._tokens == [0])
+
+
+def test_the_gate_stands_before_the_router(folder):
+    with routed(folder, api_key="key") as (url, _):
+        assert post(url, "a").status_code == 401
+        key = {"Authorization": "Bearer key"}
+        answer = httpx.post(f"{url}{COMPLETIONS}", json={"prompt": "a"}, headers=key)
+        assert answer.json() == {"answer": "a"}
+        sent = httpx.post(f"{url}{COMPLETIONS}", content="a", headers=key)
+        assert sent.status_code == 415
+        assert httpx.get(f"{url}/health").json() == {"status": "ready", "replicas": [True] * 2}
+        assert httpx.get(f"{url}/metrics").status_code == 401
+
+
+def test_metrics_are_added_up_or_told_apart(folder):
+    with routed(folder) as (url, _):
+        for prompt in "abc":
+            post(url, prompt)
+        counts = sorted(map(len, ALL))
+        assert counts == [1, 2]
+        total = httpx.get(f"{url}/metrics").text.splitlines()
+        assert 'jsparse:waiting{model_name="m"} 3.0' in total
+        assert 'jsparse:usage_perc{model_name="m"} 0.15000000000000002' in total
+        assert 'jsparse:seconds_bucket{le="10.0"} 3.0' in total
+        apart = httpx.get(f"{url}/metrics/replicas").text
+        for nth, asked in enumerate(ALL):
+            assert f'jsparse:waiting{{model_name="m",replica="{nth}"}} {len(asked)}.0' in apart
+        with httpx.stream("GET", f"{url}/live") as live:
+            line = next(line for line in live.iter_lines() if line)
+        assert json.loads(line.removeprefix("data: ")) == {
+            "running": 3,
+            "kv_cache_usage": pytest.approx(0.15),
+            "dense_bound_tokens_per_second": None,
+            "attended_by_layer": [pytest.approx(0.15), 1.0],
+            "requests": ["1", "2", "2"] if len(ALL[0]) == 1 else ["2", "2", "1"],
+        }
+
+
+def test_pictures_without_answers_have_no_share():
+    nobody = picture(0) | {"attended_by_layer": None}
+    assert totals.picture([nobody, nobody])["attended_by_layer"] is None
+
+
+def test_who_can_not_start_ends_the_server():
+    refused = SimpleNamespace(path="/nowhere", alive=True, told=lambda: "max_model_len: too much")
+    with pytest.raises(NeverReady, match="^max_model_len: too much$"):
+        asyncio.run(Replica(0, lambda: refused).watch(lambda: None))
+    ended = SimpleNamespace(path="/nowhere", alive=False, told=lambda: None)
+    with pytest.raises(NeverReady, match="^replica 3 has ended$"):
+        asyncio.run(Replica(3, lambda: ended).watch(lambda: None))
+
+
+def test_each_has_a_gpu(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8a")
+    assert process.visible_gpus() == ["3", "GPU-8a"]
+    with pytest.raises(ValueError, match="data_parallel_size=3: must be at most 2, the number of"):
+        serve(Options("tiny"), [lambda: None] * 3, None, on_ready=print)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert process.visible_gpus() == []
