@@ -1,0 +1,177 @@
+"""What do two engines on two GPUs serve beside one?
+
+Random weights and prompts, over HTTP, with as many client processes as engines may be needed for.
+For each model, first all engines behind the router and then one behind it:
+
+    ragged      prompts of 2,048 tokens at once, new tokens log-uniform in 32 to 2,048
+    documents   16 documents of 8,192 tokens, 8 questions of 128 about each in any order, 32 new:
+                the share of the prompts' tokens that engines had read before
+
+The models are Llama 3.1 8B's shape (256 requests) and SmolLM2's (768), in bf16.
+
+    python -m bench.replica_speed --json build/replica_speed.json
+"""
+
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from bench.engine_speed import LLAMA_8B, NEW, PROMPT, random_model
+from bench.lib.arguments import report_parser
+from bench.lib.environment import REPOSITORY, describe
+from bench.lib.smollm2 import SMOLLM2
+from bench.lib.subprocesses import write_report
+from bench.server_speed import over_http, with_words
+
+if TYPE_CHECKING:
+    import jsparse
+    from jsparse.benchmark.workload import WorkloadRequest
+
+REQUESTS = {"8b": 256, "small": 768}
+DOCUMENTS, QUESTIONS, DOCUMENT = 16, 8, 8192
+CLIENTS = 2
+
+
+def an_engine(model: str, policy: str) -> "jsparse.AsyncEngine":
+    """Returns an engine all of whose programs are compiled."""
+    import jsparse
+
+    params = with_words(random_model(LLAMA_8B if model == "8b" else SMOLLM2))
+    longest = params.config.max_position_embeddings
+    options: dict[str, Any] = {"max_num_seqs": 64, "max_model_len": min(longest, 16_384)}
+    return jsparse.AsyncEngine(params, policy, prepare=True, **options)
+
+
+def serve(model: str, policy: str, engines: int) -> None:
+    """Serves until a signal, and prints the address."""
+    from jsparse.server.front import Options
+    from jsparse.server.replicas.serve import serve
+    from jsparse.server.run import listen
+
+    listening = listen("127.0.0.1", 0)
+    address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    make = [partial(an_engine, model, policy)] * engines
+    serve(Options("random"), make, listening, on_ready=lambda _: print(address, flush=True))
+
+
+@contextmanager
+def serving(model: str, policy: str, engines: int) -> Iterator[str]:
+    """Serves in a process of its own; yields the address."""
+    command = [sys.executable, "-m", "bench.replica_speed", "--serve", model, policy, f"{engines}"]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def asked(address: str, workload: "Sequence[WorkloadRequest]") -> dict[str, Any]:
+    """Sends requests from several processes; returns rates of all."""
+    parts = [workload[nth::CLIENTS] for nth in range(CLIENTS)]
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        made = list(threads.map(partial(over_http, address), parts))
+    if failed := sum(each["failed"] for each in made):
+        raise RuntimeError(f"{failed} requests failed: {[set(each['errors']) for each in made]}")
+    seconds = max(each["duration"] for each in made)
+    tokens = sum(each.tokens for each in workload)
+    return {"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds}
+
+
+def ragged(model: str, vocab_size: int) -> "list[WorkloadRequest]":
+    """Returns prompts of one length, whose answers are short or long."""
+    from jsparse.benchmark.workload import random_workload
+
+    lengths: dict[str, Any] = {"input_len": PROMPT, "output_len": (NEW // 8, 8 * NEW)}
+    return random_workload(vocab_size, num_prompts=REQUESTS[model], seed=1, **lengths)
+
+
+def documents(vocab_size: int, length: int) -> "list[WorkloadRequest]":
+    """Returns questions about some documents, in any order."""
+    from jsparse.benchmark.workload import random_workload
+
+    workload = [
+        each
+        for nth in range(DOCUMENTS)
+        for each in random_workload(
+            *(vocab_size,),
+            num_prompts=QUESTIONS,
+            input_len=128,
+            output_len=32,
+            shared_prefix=length,
+            seed=nth,
+        )
+    ]
+    random.Random(0).shuffle(workload)
+    return workload
+
+
+def counted(address: str) -> tuple[float, float]:
+    """Returns the prompt tokens that engines had read before, and all that were asked for."""
+    import httpx
+
+    text = httpx.get(f"{address}/metrics").text
+    hits, queries = (
+        sum(float(value) for value in re.findall(rf"^jsparse:{name}_total\S* (\S+)$", text, re.M))
+        for name in ("prefix_cache_hits", "prefix_cache_queries")
+    )
+    return hits, queries
+
+
+def measured(model: str, policy: str, engines: int) -> dict[str, Any]:
+    """Measures one model behind so many engines."""
+    vocab_size = (LLAMA_8B if model == "8b" else SMOLLM2).vocab_size
+    length = DOCUMENT if model == "8b" else DOCUMENT // 2
+    began = time.perf_counter()
+    with serving(model, policy, engines) as address:
+        started = time.perf_counter() - began
+        of_ragged = asked(address, ragged(model, vocab_size))
+        before = counted(address)
+        of_documents = asked(address, documents(vocab_size, length))
+        hits, queries = (new - old for new, old in zip(counted(address), before, strict=True))
+    return {
+        "model": model,
+        "policy": policy,
+        "engines": engines,
+        "start_seconds": started,
+        "ragged": of_ragged,
+        "documents": of_documents | {"hit_share": hits / queries},
+    }
+
+
+def main() -> None:
+    """Runs each model with all engines and with one, and writes the report after each."""
+    parser = report_parser("replica_speed", (__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=list(REQUESTS), choices=list(REQUESTS))
+    parser.add_argument("--policy", default="dense")
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--serve", nargs=3, metavar=("MODEL", "POLICY", "ENGINES"))
+    args = parser.parse_args()
+    if args.serve:
+        model, policy, engines = args.serve
+        serve(model, policy, int(engines))
+        return
+    report: dict[str, Any] = {"environment": describe(allow_modified=args.allow_modified)}
+    report |= {"clients": CLIENTS, "rows": []}
+    for model in args.models:
+        rows = [measured(model, args.policy, engines) for engines in (args.engines, 1)]
+        for row in rows:
+            print(json.dumps(row), flush=True)
+        several, one = (row["ragged"]["tokens_per_second"] for row in rows)
+        rows[0]["over_one"] = several / one
+        report["rows"] += rows
+        print(model, "over one:", several / one, flush=True)
+        write_report(args.json, report)
+
+
+if __name__ == "__main__":
+    main()
