@@ -69,7 +69,10 @@ def serving(model: str, policy: str, engines: int) -> Iterator[str]:
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        yield process.stdout.readline().strip()
+        address = process.stdout.readline().strip()
+        if not address:
+            raise RuntimeError(f"{' '.join(command)} did not serve")
+        yield address
     finally:
         process.terminate()
         process.wait(60)
