@@ -21,6 +21,7 @@ FLOORS = (
         "partials",
         "threshold",
         "names",
+        "ranks",
         "machine",
         "model_facts.key_constants",
         "model_facts.boundary_classes",
@@ -49,7 +50,7 @@ FLOORS = (
     ("cli", "cli", "__main__"),
 )
 # models stand apart: of what is below they use these modules, which know nothing of caches
-FOR_MODELS = {"machine.memory", "machine.extras", "names"}
+FOR_MODELS = {"machine.memory", "machine.extras", "names", "ranks", "hyper_parameters"}
 # packages of one floor that do not know each other
 BESIDE = {"evaluation", "train", "engine"}
 

@@ -59,7 +59,7 @@ def serve(model: str, policy: str, engines: int) -> None:
     listening = listen("127.0.0.1", 0)
     address = f"http://127.0.0.1:{listening.getsockname()[1]}"
     make = [partial(an_engine, model, policy)] * engines
-    serve(Options("random"), make, listening, on_ready=lambda _: print(address, flush=True))
+    serve(Options("random"), make, 1, listening, on_ready=lambda _: print(address, flush=True))
 
 
 @contextmanager
@@ -137,7 +137,9 @@ def measured(model: str, policy: str, engines: int) -> dict[str, Any]:
     began = time.perf_counter()
     with serving(model, policy, engines) as address:
         started = time.perf_counter() - began
+        print(f"{model}: {engines} engines are ready after {started:.0f} s", flush=True)
         of_ragged = asked(address, ragged(model, vocab_size))
+        print(f"{model}: {engines} engines, ragged: {of_ragged}", flush=True)
         before = counted(address)
         of_documents = asked(address, documents(vocab_size, length))
         hits, queries = (new - old for new, old in zip(counted(address), before, strict=True))
@@ -166,12 +168,14 @@ def main() -> None:
     report: dict[str, Any] = {"environment": describe(allow_modified=args.allow_modified)}
     report |= {"clients": CLIENTS, "rows": []}
     for model in args.models:
-        rows = [measured(model, args.policy, engines) for engines in (args.engines, 1)]
-        for row in rows:
-            print(json.dumps(row), flush=True)
+        rows = []
+        for engines in (args.engines, 1):
+            rows.append(measured(model, args.policy, engines))
+            report["rows"].append(rows[-1])
+            print(json.dumps(rows[-1]), flush=True)
+            write_report(args.json, report)
         several, one = (row["ragged"]["tokens_per_second"] for row in rows)
         rows[0]["over_one"] = several / one
-        report["rows"] += rows
         print(model, "over one:", several / one, flush=True)
         write_report(args.json, report)
 

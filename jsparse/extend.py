@@ -40,6 +40,7 @@ from jsparse.policies.combinators import WrappedState, with_state
 from jsparse.policies.page_policy import page_policy
 from jsparse.policies.sidecars import Sidecar, sidecar
 from jsparse.policy import Eviction, Policy, Services, Shares, StandIn, at_layer, knob, without_knob
+from jsparse.ranks import across, gathered, own_part
 from jsparse.selection import (
     Granularity,
     Selection,
@@ -87,6 +88,7 @@ __all__ = [
     "TopP",
     "UpdateFn",
     "WrappedState",
+    "across",
     "at_layer",
     "below_one",
     "builder",
@@ -96,11 +98,13 @@ __all__ = [
     "fraction",
     "from_page_mask",
     "from_token_mask",
+    "gathered",
     "knob",
     "merge",
     "nothing",
     "number_in",
     "one_of",
+    "own_part",
     "page_policy",
     "paged",
     "read_heads",

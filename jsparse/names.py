@@ -117,8 +117,7 @@ ENGINE: Mapping[str, Refusal] = {
         0,
     ),
     "data_parallel_size": Refusal(
-        "must be 1; an engine runs on one device: jsparse serve --data-parallel-size starts one on "
-        "each",
+        "must be 1; jsparse serve --data-parallel-size starts several engines",
         1,
     ),
     "disable_cascade_attn": Refusal("use cascade_attention=False", False),
@@ -130,14 +129,9 @@ ENGINE: Mapping[str, Refusal] = {
     "kv_cache_dtype": Refusal("K and V have the dtype of the model", "auto"),
     "load_format": Refusal("the format is that of the model's files", "auto"),
     "max_num_batched_tokens": Refusal("use ladder, the sizes of prompt chunks"),
-    "pipeline_parallel_size": Refusal("must be 1; an engine runs on one device", 1),
+    "pipeline_parallel_size": Refusal("must be 1; use tensor_parallel_size", 1),
     "speculative_config": Refusal(
         "use exact=True and num_speculative_tokens: the model drafts for itself, under policy"
-    ),
-    "tensor_parallel_size": Refusal(
-        "must be 1; an engine runs on one device: jsparse serve --data-parallel-size starts one on "
-        "each",
-        1,
     ),
     "tokenizer_mode": Refusal("tokenizers are always fast ones", "auto"),
 }

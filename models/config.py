@@ -1,7 +1,7 @@
 """Defines a decoder's sizes and switches, which are validated once, hashable and free of I/O."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -152,6 +152,29 @@ class ModelConfig:
                 f"rope_factors has {len(self.rope_factors)} entries: must be head_dim / 2 = "
                 f"{self.head_dim // 2}"
             )
+
+    def of_rank(self, ranks: int) -> "ModelConfig":
+        """Returns the sizes that each of several ranks sees of the model; see jsparse.ranks.
+
+        Raises:
+            ValueError: its heads or its MLP cannot be divided so.
+        """
+        for name in ("num_kv_heads", "intermediate_size"):
+            if getattr(self, name) % ranks:
+                raise ValueError(
+                    f"tensor_parallel_size={ranks}: must divide the model's "
+                    f"{name}={getattr(self, name)}"
+                )
+        return replace(
+            self,
+            num_heads=self.num_heads // ranks,
+            num_kv_heads=self.num_kv_heads // ranks,
+            intermediate_size=self.intermediate_size // ranks,
+        )
+
+    def vocab_parts(self, ranks: int) -> int:
+        """Returns in how many parts ranks compute the logits; if it is one, each computes all."""
+        return 1 if self.vocab_size % ranks else ranks
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
         """Returns the bytes of K and V that one token of one sequence takes over all layers."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jsparse import ranks
 from jsparse.models.config import (
     LinearRope,
     Llama3Rope,
@@ -50,9 +51,8 @@ class MLP(nn.Module):
             2,
             axis=-1,
         )
-        return nn.Dense(x.shape[-1], use_bias=False, param_dtype=x.dtype, name="down")(
-            nn.silu(gate) * up
-        )
+        down = nn.Dense(x.shape[-1], use_bias=False, param_dtype=x.dtype, name="down")
+        return ranks.across(down(nn.silu(gate) * up), "sum")
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:

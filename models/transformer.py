@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from jsparse import ranks
 from jsparse.models.config import ModelConfig
 from jsparse.models.layers import MLP, RMSNorm, apply_rope, rope_frequencies, rope_scale, rope_table
 
@@ -48,7 +49,8 @@ class Attention(nn.Module):
             )
         o = attend(self.layer, apply_rope(q, table), apply_rope(k, table), v)
         o = o.astype(x.dtype).reshape(*x.shape[:2], -1)
-        return nn.Dense(c.hidden_size, use_bias=False, param_dtype=x.dtype, name="o")(o)
+        o = nn.Dense(c.hidden_size, use_bias=False, param_dtype=x.dtype, name="o")(o)
+        return ranks.across(o, "sum")
 
 
 class Block(nn.Module):
@@ -83,7 +85,8 @@ class Decoder(nn.Module):
         self.layers = [Block(c, layer) for layer in range(c.num_layers)]
         self.final_norm = RMSNorm(c.rms_norm_eps)
         if not c.tie_word_embeddings:
-            self.lm_head = self.param("lm_head", init, (c.hidden_size, c.vocab_size), self.dtype)
+            columns = c.vocab_size // c.vocab_parts(ranks.count())
+            self.lm_head = self.param("lm_head", init, (c.hidden_size, columns), self.dtype)
 
     def hidden(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: AttendFn
@@ -96,12 +99,16 @@ class Decoder(nn.Module):
         return self.final_norm(x)
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
-        """Returns the float32 logits of hidden states."""
+        """Returns the float32 logits of hidden states; each rank computes some of them."""
+        parts = self.config.vocab_parts(ranks.count()) > 1
         if self.config.tie_word_embeddings:
-            return jnp.einsum(
-                "...d,vd->...v", hidden, self.embed, preferred_element_type=jnp.float32
+            words = ranks.own_part(self.embed, 0) if parts else self.embed
+            logits = jnp.einsum("...d,vd->...v", hidden, words, preferred_element_type=jnp.float32)
+        else:
+            logits = jnp.einsum(
+                "...d,dv->...v", hidden, self.lm_head, preferred_element_type=jnp.float32
             )
-        return jnp.einsum("...d,dv->...v", hidden, self.lm_head, preferred_element_type=jnp.float32)
+        return ranks.gathered(logits, -1) if parts else logits
 
     def __call__(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: AttendFn):
         """Returns logits(hidden(…)), a full pass."""
@@ -146,12 +153,17 @@ def random_weights(config: ModelConfig, dtype: Any, seed: int = 0) -> Weights:
     leaves, tree = jax.tree.flatten(weight_shapes(config, dtype))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     return jax.tree.unflatten(
-        tree, [_random(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
+        tree,
+        [
+            random_weight(key, leaf.shape, leaf.dtype)
+            for key, leaf in zip(keys, leaves, strict=True)
+        ],
     )
 
 
 @partial(jax.jit, static_argnames=("shape", "dtype"))
-def _random(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+def random_weight(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Returns one array of `random_weights`."""
     return (
         jnp.ones(shape, dtype)
         if len(shape) == 1

@@ -19,6 +19,7 @@ import numpy as np
 from jsparse.machine import memory
 from jsparse.models.config import ModelConfig
 from jsparse.models.families import Names
+from jsparse.models.spreading import Spreading
 from jsparse.models.transformer import Weights
 
 OnProgress = Callable[[int, int], None]
@@ -165,14 +166,22 @@ def _some(names: Collection[str]) -> str:
 
 
 def read_weights(
-    weights: list[Weight], store: TensorStore, dtype: Any, on_progress: OnProgress | None
+    weights: list[Weight],
+    store: TensorStore,
+    dtype: Any,
+    on_progress: OnProgress | None,
+    spreading: Spreading | None = None,
 ) -> Weights:
-    """Reads every tensor and returns the tree on the default device.
+    """Reads every tensor and returns the tree on the default device, or spread over several.
+
+    The host holds a tensor at a time, and so does the default device beside its part.
 
     Raises:
         ValueError: they do not fit in its memory.
     """
     needed = sum(math.prod(weight.shape) for weight in weights) * np.dtype(dtype).itemsize
+    if spreading is not None:
+        needed //= spreading.mesh.size
     if needed > (there := memory.available_bytes()):
         raise ValueError(
             f"{store.path} takes {memory.size(needed)} in {np.dtype(dtype).name}: "
@@ -189,7 +198,10 @@ def read_weights(
             if on_progress is not None:
                 on_progress(done, total)
         # Waiting keeps the host from running ahead of the copies and holding many tensors at once.
-        arrays[weight.path] = jax.block_until_ready(_join(tuple(parts), weight.transposed, dtype))
+        whole = jax.block_until_ready(_join(tuple(parts), weight.transposed, dtype))
+        if spreading is not None:
+            whole = jax.block_until_ready(spreading.place(weight.path, whole))
+        arrays[weight.path] = whole
     return tree(arrays)
 
 

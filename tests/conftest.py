@@ -22,6 +22,7 @@ if sys.dont_write_bytecode:
 # which takes twice as long as the rest. XLA's own passes stay as users have them.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # nobody reads them
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")  # for models that are spread over several
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault(
         "XLA_FLAGS",

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from jsparse import ranks
 from jsparse.cache.layers import FreeList, KVCache, LayerCache, PagePool
 from jsparse.cache.reading import physical_pages
 from jsparse.cache.spec import CacheSpec
@@ -71,6 +72,7 @@ def spec_of(cache: KVCache, num_heads: int) -> CacheSpec:
         layer.num_pages,
         layer.k.dtype,
         None if layer.block_table is None else pages,
+        ranks=ranks.count(),
     )
 
 

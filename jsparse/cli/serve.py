@@ -30,9 +30,13 @@ SwapSpaceOption = Annotated[
 DataParallelSizeOption = Annotated[
     int,
     Option(
-        help="Number of engines, each in a process and on a GPU of its own, to which requests are "
+        help="Number of engines, each in a process and on GPUs of its own, to which requests are "
         "sent by their beginnings and by what each engine has to do."
     ),
+]
+TensorParallelSizeOption = Annotated[
+    int,
+    Option(help="Number of GPUs that the model is spread over, each with some of its heads."),
 ]
 EnablePrefixCachingOption = Annotated[
     bool, Option(help="Whether requests share what others have read of the same prompt.")
@@ -125,6 +129,7 @@ def serve(
     gpu_memory_utilization: GpuMemoryUtilizationOption = 0.9,
     swap_space: SwapSpaceOption = 0.0,
     data_parallel_size: DataParallelSizeOption = 1,
+    tensor_parallel_size: TensorParallelSizeOption = 1,
     enable_prefix_caching: EnablePrefixCachingOption = True,
     api_key: ApiKeyOption = None,
     served_model_name: ServedModelNameOption = None,
@@ -164,7 +169,8 @@ def serve(
     from jsparse.policies.own_code import resolve
 
     _check_numbers(port, max_waiting, max_logprobs, default_max_tokens, seed, drain_seconds)
-    _require("--data-parallel-size", data_parallel_size, data_parallel_size >= 1, "at least 1")
+    for option, size in (("data", data_parallel_size), ("tensor", tensor_parallel_size)):
+        _require(f"--{option}-parallel-size", size, size >= 1, "at least 1")
     _check_key(api_key)
     resolve(policy)  # what is wrong with it is told before anything is loaded
     listening = run.listen(host, port)
@@ -176,6 +182,7 @@ def serve(
         *(load_engine, model, policy),
         dtype=dtype,
         revision=revision,
+        tensor_parallel_size=tensor_parallel_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         gpu_memory_utilization=gpu_memory_utilization,
@@ -196,6 +203,7 @@ def serve(
         where = f"[{address}]" if ":" in address else address
         name, (run_by, what) = options.name, about
         by = f"{run_by} in {data_parallel_size} processes" if data_parallel_size > 1 else run_by
+        by += f" on {tensor_parallel_size} GPUs each" if tensor_parallel_size > 1 else ""
         print(f"jsparse serves {name} with {by} at http://{where}:{at}", flush=True)
         print(what, flush=True)
         print(f"A page to chat and to see what is read: http://{where}:{at}/", flush=True)
@@ -216,7 +224,7 @@ def serve(
     else:
         seeds = [seed if seed is None else seed + nth for nth in range(data_parallel_size)]
         engines = [partial(make_engine, seed=each) for each in seeds]
-        replicas.serve(options, engines, listening, on_ready=on_ready)
+        replicas.serve(options, engines, tensor_parallel_size, listening, on_ready=on_ready)
 
 
 def _require(option: str, value: float | None, holds: bool, rule: str) -> None:

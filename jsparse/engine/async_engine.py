@@ -71,6 +71,7 @@ class AsyncEngine:
         dtype: Any = None,
         revision: str | None = None,
         tokenizer: Any = None,
+        tensor_parallel_size: int | None = None,
         **options: Any,
     ) -> None:
         """Loads the model, prepares the engine and starts its thread; arguments are those of LLM.
@@ -82,7 +83,13 @@ class AsyncEngine:
                 memory does not suffice.
             TypeError: there is no option of that name.
         """
-        params = given_params(model, dtype=dtype, revision=revision, tokenizer=tokenizer)
+        params = given_params(
+            model,
+            dtype=dtype,
+            revision=revision,
+            tokenizer=tokenizer,
+            tensor_parallel_size=tensor_parallel_size,
+        )
         self.engine = Engine(
             params, policy, max_waiting=max_waiting, max_stall_ms=max_stall_ms, **options
         )

@@ -65,7 +65,7 @@ class LLM:
         record: str | os.PathLike[str] | None = None,
         prepare: bool | Literal["logprobs"] | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        tensor_parallel_size: int = 1,
+        tensor_parallel_size: int | None = None,
         enforce_eager: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
@@ -130,7 +130,8 @@ class LLM:
                 and not on first use; "logprobs" is that these are, too. None is true on a GPU,
                 which then also runs each once, since a first run takes longer.
             clock: returns the time in seconds.
-            tensor_parallel_size: 1; an engine runs on one device.
+            tensor_parallel_size: the number of devices that the model is spread over, each with
+                some of its heads; None is one, or those that `jsparse.load` has spread it over.
             enforce_eager: false; programs are always compiled.
             trust_remote_code: false; no code that comes with a checkpoint is ever run.
 
@@ -139,7 +140,13 @@ class LLM:
             TypeError: there is no option of that name.
         """
         self.engine = Engine(
-            given_params(model, dtype=dtype, revision=revision, tokenizer=tokenizer),
+            given_params(
+                model,
+                dtype=dtype,
+                revision=revision,
+                tokenizer=tokenizer,
+                tensor_parallel_size=tensor_parallel_size,
+            ),
             policy,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,

@@ -8,7 +8,7 @@ at a time.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -37,9 +37,10 @@ from jsparse.engine.slots import (
 )
 from jsparse.host_memory.pages import HostLayers, shapes
 from jsparse.model_facts.constants import constants
-from jsparse.runtime.compilation import program
+from jsparse.runtime.compilation import Program, inlined, program
 from jsparse.runtime.program_set import ProgramKey, ProgramSet
 from jsparse.runtime.sampling import row_sampling
+from jsparse.runtime.spread_programs import OWN, SAME, on_ranks, placed
 
 logger = logging.getLogger("jsparse.engine")
 
@@ -50,20 +51,20 @@ class Programs(ProgramSet):
     def __init__(self, spec: EngineSpec) -> None:
         """Prepares programs; none is compiled."""
         self._made_for, self._sizes, self.bodies = spec, spec.sizes, Bodies(spec)
-        own: dict[str, Any] = {"donate_argnames": "slots"}
+        bodies = self.bodies
         programs = {
-            "start": program(self.bodies.start),
-            "read": program(self.bodies.read, static_argnames="last", **own),
-            "replay": program(self.bodies.replay, **own),
-            "evict": program(self.bodies.evict, **own),
-            "park": program(self.bodies.park),
-            "resume": program(self.bodies.resume, **own),
-            "refill": program(self.bodies.refill, **own),
-            "leave": program(self.bodies.leave),
-            "join": program(self.bodies.join, static_argnames="choice", **own),
-            "decode": program(self.bodies.decode, static_argnames="choice", **own),
-            "round": program(self.bodies.round, static_argnames=("choice", "drafts"), **own),
-            "service": program(self.bodies.service, static_argnames="service", **own),
+            "start": self._program(bodies.start, donates=False),
+            "read": self._program(bodies.read, "last", out=(OWN, SAME, SAME)),
+            "replay": self._program(bodies.replay, out=(OWN, SAME, SAME)),
+            "evict": self._program(bodies.evict),
+            "park": self._program(bodies.park, donates=False),
+            "resume": self._program(bodies.resume),
+            "refill": self._program(bodies.refill),
+            "leave": self._program(bodies.leave, donates=False),
+            "join": self._program(bodies.join, "choice", out=(OWN, SAME)),
+            "decode": self._program(bodies.decode, "choice", out=(OWN, SAME)),
+            "round": self._program(bodies.round, "choice", "drafts", out=(OWN, SAME)),
+            "service": self._program(bodies.service, "service"),
         }
         # pages in host memory are lent to each program, since they change between them
         pages = shapes(spec.cache) if spec.sizes.tail_tokens else None
@@ -72,6 +73,19 @@ class Programs(ProgramSet):
         # the ways of choosing tokens whose programs have been prepared
         self._prepared: tuple[SamplingMode, ...] = ()
         super().__init__(programs, fixed, self._shapes_of)
+
+    def _program(
+        self, body: Callable[..., Any], *static: str, donates: bool = True, out: Any = OWN
+    ) -> Program:
+        """Returns the program of a body, on all ranks if the model is spread over several.
+
+        Of its results, those that are `OWN` are of each rank, as the slots and the weights are.
+        """
+        mesh = self._made_for.params.mesh
+        options = {"donate_argnames": "slots"} if donates else {}
+        if mesh is not None:
+            body = on_ranks(body, mesh, ("slots", "weights"), static, out)
+        return program(body, static_argnames=static, **options)
 
     def lend_pages(self, host: HostLayers | None) -> None:
         """Lets programs read these pages in host memory from now on; None is none at all."""
@@ -83,7 +97,7 @@ class Programs(ProgramSet):
         if self._sizes.evicted_pages:
             key = evict_key(self._sizes.prompt_pages[-1])
             shapes = self._shapes_of(key.name, key.size)
-            jax.eval_shape(self.bodies.evict, *shapes, **self._fixed[key.name])
+            jax.eval_shape(inlined(self._programs[key.name]), *shapes, **self._fixed[key.name])
 
     def expect_answer(
         self, start: int, end: int, new_tokens: int, rows: int, choice: SamplingMode, *, exact: bool
@@ -168,7 +182,8 @@ class Programs(ProgramSet):
 
     @cached_property
     def _slots(self) -> Slots:
-        return jax.eval_shape(self.bodies.start)
+        mesh, shapes = self._made_for.params.mesh, jax.eval_shape(inlined(self._programs["start"]))
+        return shapes if mesh is None else placed(shapes, mesh)
 
     def _shapes_of(self, name: str, size: tuple[int, ...]) -> tuple[Any, ...]:
         """Returns the shapes of the arguments with which a program of this size is run."""

@@ -143,6 +143,8 @@ def engine_spec(
         allocates=False,
         drafts=drafts,
     )
+    if params.mesh is not None:
+        _only("the model is spread over several devices", "swap_space", swap_space, 0)
     if admitted.drafts:
         cascade_attention = _only("exact is true", "cascade_attention", cascade_attention, False)
     if admitted.policy.offload is not None:
@@ -400,7 +402,7 @@ def _prefill_rows(asked: Sequence[int] | None, slots: int, *, packs: bool) -> tu
 def _family_rows(asked: bool | None, policy: Policy, spec: CacheSpec) -> int:
     """Returns the most rows that read together what they have in common; 0 is that none do."""
     if asked is None:
-        heads, layers = spec.num_kv_heads, range(spec.num_layers)
+        heads, layers = spec.num_kv_heads * spec.ranks, range(spec.num_layers)
         dense = sum(len(policy.dense_heads(layer, heads)) == heads for layer in layers)
         asked = _on_gpu() and 2 * dense >= spec.num_layers
     else:

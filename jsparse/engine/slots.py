@@ -184,8 +184,11 @@ def neutral() -> Request:
 
 
 def no_recent(policy: Policy, rows: int) -> Int32[Array, "B n"]:
-    """Returns the newest tokens of rows that have none."""
-    return jnp.zeros((rows, policy.services.correct_every), jnp.int32)
+    """Returns the newest tokens of rows that have none; at least one, also where none is needed.
+
+    XLA cannot spread an empty array over devices.
+    """
+    return jnp.zeros((rows, max(policy.services.correct_every, 1)), jnp.int32)
 
 
 def no_knobs(names: Sequence[str], rows: int) -> dict[str, Array]:

@@ -27,8 +27,10 @@ from jsparse.models.constants_file import read_constants, write_constants
 from jsparse.models.layers import rope_frequencies
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.policy import Policy
+from jsparse.ranks import gathered
 from jsparse.runtime.chunk_attention import flash
 from jsparse.runtime.prefill import OnChunk
+from jsparse.runtime.spread_programs import SAME, on_ranks
 from jsparse.shapes import Tokens
 
 TOKENS = 1024  # read to find the constants
@@ -85,7 +87,10 @@ def key_constants(params: Params, report: OnChunk = lambda *_: None) -> dict[str
     count = min(TOKENS, config.max_position_embeddings)
     report("key constants", 0, count)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, count), np.int32)
-    result = jax.block_until_ready(_of_keys(params.decoder, params.weights, jnp.asarray(tokens)))
+    of_keys = _of_keys
+    if params.mesh is not None:
+        of_keys = on_ranks(_of_keys, params.mesh, ("weights",), ("decoder",), SAME)
+    result = jax.block_until_ready(of_keys(params.decoder, params.weights, jnp.asarray(tokens)))
     report("key constants", count, count)
     return result._asdict()
 
@@ -107,7 +112,7 @@ def _of_keys(decoder: Decoder, weights: Weights, tokens: Tokens) -> KeyConstants
         return flash(q, k, v, causal=True)[0].astype(q.dtype)
 
     hidden_states(decoder, weights, tokens, positions[None], attend)
-    mid, scale = (jnp.stack(part) for part in zip(*parts, strict=True))
+    mid, scale = (gathered(jnp.stack(part), 1) for part in zip(*parts, strict=True))
     return KeyConstants(mid, scale, frequencies)
 
 

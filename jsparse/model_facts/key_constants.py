@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse.cache import LayerCache, StepView
+from jsparse.ranks import own_part
 
 SPAN = 128  # tokens
 
@@ -77,7 +78,8 @@ def frame_at(view: StepView, layer: int) -> KeyFrame:
     constants = KeyConstants(*(there[name] for name in KEY_CONSTANTS))
     first = jnp.arange(num_spans(layer_cache), dtype=jnp.int32) * SPAN
     angles = angles_at(first, constants.rope_frequencies)
-    return KeyFrame(constants.key_mid[layer], constants.key_scale[layer], angles)
+    mid, scale = (own_part(each[layer], 0) for each in constants[:2])
+    return KeyFrame(mid, scale, angles)
 
 
 def num_spans(layer_cache: LayerCache) -> int:

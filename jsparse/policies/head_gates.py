@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
 from jsparse.cache import CacheSpec
+from jsparse.ranks import own_part
 from jsparse.shapes import HeadFlags
 
 SUFFIX = ".safetensors"
@@ -134,7 +135,7 @@ def retrieval_heads(gates: str | Sequence[Sequence[float]]) -> Bool[np.ndarray, 
 
 def require_fit(retrieval: Bool[np.ndarray, "L K"], gates: Any, spec: CacheSpec) -> None:
     """Raises ValueError if the mask that `gates` named is for a model of other sizes."""
-    wanted = spec.num_layers, spec.num_kv_heads
+    wanted = spec.num_layers, spec.num_kv_heads * spec.ranks
     if retrieval.shape != wanted:
         raise ValueError(
             f"gates={gates!r}: is for {' × '.join(map(str, retrieval.shape))} layers × KV heads, "
@@ -143,5 +144,8 @@ def require_fit(retrieval: Bool[np.ndarray, "L K"], gates: Any, spec: CacheSpec)
 
 
 def of_rows(heads: Bool[np.ndarray, "K"], batch: int) -> HeadFlags:
-    """Repeats the flags for every row, as a constant: XLA would turn a broadcast into a kernel."""
-    return jnp.asarray(np.tile(heads, (batch, 1)))
+    """Repeats the flags for every row, as a constant: XLA would turn a broadcast into a kernel.
+
+    Of a model that is spread over ranks, they are the flags of a rank's heads.
+    """
+    return own_part(jnp.asarray(np.tile(heads, (batch, 1))), 1)

@@ -23,6 +23,7 @@ from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.threshold_select import TopK
 from jsparse.policies.picks import pick
 from jsparse.policy import Policy, Services
+from jsparse.ranks import across
 from jsparse.selection import Selection, everything
 from jsparse.shapes import Queries
 
@@ -98,6 +99,7 @@ def update(settings: Settings, state: State, layer: int, stats, view: StepView) 
     if layer not in settings.picking:
         return state
     weights = jnp.mean(jnp.exp(stats.scores - stats.lse[..., None]), axis=1, keepdims=True)
+    weights = across(weights, "mean")
     held = stats.scores[:, :1] > -jnp.inf
     capacity = state[0].shape[-1]
     chosen = pick(

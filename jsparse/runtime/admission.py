@@ -74,6 +74,8 @@ def admit(
             support this use, or memory does not suffice.
     """
     policy = resolved(asked, spec, drafts=drafts != 0)
+    if params.mesh is not None:
+        _require_spreadable(policy, params.mesh.size, rows_join=rows_join)
     require_constants(params, policy)
     if policy.evicts and policy.services.correct_every:
         raise ValueError(
@@ -130,6 +132,19 @@ def require_drafting(policy: Policy, spec: CacheSpec) -> None:
                 f"checks what it drafts (exact=True), but {reason}"
             )
     owners(policy, spec)  # refuses a state whose arrays belong to neither rows nor pages
+
+
+def _require_spreadable(policy: Policy, ranks: int, *, rows_join: bool) -> None:
+    """Raises ValueError unless a policy can run where the model is spread over several devices."""
+    if not rows_join:
+        raise ValueError(
+            f"tensor_parallel_size={ranks}: must be 1 here: a model that is spread over devices is "
+            "for LLM, AsyncEngine and jsparse serve"
+        )
+    if policy.offload is not None:
+        raise ValueError(
+            f"tensor_parallel_size={ranks}: must be 1 where K and V lie in host memory"
+        )
 
 
 def _require_joinable(policy: Policy, spec: CacheSpec, per_request: Sequence[str]) -> None:

@@ -31,6 +31,7 @@ from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.partials import AttentionOut, Summary, merge
 from jsparse.policy import Policy, kept, selected
+from jsparse.ranks import across
 from jsparse.runtime.owners import keep_inactive
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths, Queries, Rows
@@ -110,7 +111,7 @@ def decode_step(
         spec = spec_of(cache, decoder.config.num_heads)
         state = keep_inactive(policy, spec, one > 0, state, before)
     cache = without_host(cache)._replace(positions=cache.positions + one)
-    means = (jnp.mean(jnp.stack(n), axis=2) for n in zip(*counts, strict=True))
+    means = (across(jnp.mean(jnp.stack(n), axis=2), "mean") for n in zip(*counts, strict=True))
     held = jnp.maximum(cache.positions, 1)
     return logits, cache, state, StepStats(*(jnp.where(one > 0, n / held, 0.0) for n in means))
 

@@ -10,7 +10,13 @@ from jsparse.text.signatures import short_name
 
 
 def load_engine(
-    model: str, policy: str, *, dtype: Any, revision: str | None, **options: Any
+    model: str,
+    policy: str,
+    *,
+    dtype: Any,
+    revision: str | None,
+    tensor_parallel_size: int,
+    **options: Any,
 ) -> AsyncEngine:
     """Returns an engine for a model and a policy that are named as on the command line.
 
@@ -19,10 +25,13 @@ def load_engine(
         policy: an expression, or one of your own.
         dtype: as `load` takes it.
         revision: as `load` takes it.
+        tensor_parallel_size: as `load` takes it.
         options: AsyncEngine's.
     """
     log.logger.info("loading %s", model)
-    return AsyncEngine(load(model, dtype=dtype, revision=revision), resolve(policy), **options)
+    ranks = tensor_parallel_size
+    params = load(model, dtype=dtype, revision=revision, tensor_parallel_size=ranks)
+    return AsyncEngine(params, resolve(policy), **options)
 
 
 def describe(engine: AsyncEngine) -> tuple[str, str]:

@@ -33,7 +33,10 @@ class Live:
         """Prepares to look at a service that is ready."""
         self._service, self._engine = service, service.ready.engine
         leaves = jax.tree.leaves(self._engine.params.weights)
-        self._weight_bytes = sum(leaf.nbytes for leaf in leaves)
+        # of one device, as all that follows: several read theirs side by side
+        mesh = self._engine.params.mesh
+        devices = 1 if mesh is None else mesh.size
+        self._weight_bytes = sum(leaf.nbytes for leaf in leaves) / devices
         spec = self._engine.spec
         per_head = 2 * spec.num_layers * spec.head_dim * np.dtype(spec.dtype).itemsize
         self._token_bytes = per_head * spec.num_kv_heads

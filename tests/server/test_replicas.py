@@ -330,7 +330,9 @@ def test_each_has_a_gpu(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8a")
     assert process.visible_gpus() == ["3", "GPU-8a"]
-    with pytest.raises(ValueError, match="data_parallel_size=3: must be at most 2, the number of"):
-        serve(Options("tiny"), [lambda: None] * 3, None, on_ready=print)
+    with pytest.raises(ValueError, match="data_parallel_size=3: must be at most 2, since 2 GPUs"):
+        serve(Options("tiny"), [lambda: None] * 3, 1, None, on_ready=print)
+    with pytest.raises(ValueError, match="data_parallel_size=2 with 2 GPUs each: must be a"):
+        serve(Options("tiny"), [lambda: None] * 2, 2, None, on_ready=print)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert process.visible_gpus() == []

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.shared_counts import shared_counts
 from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
+from jsparse.ranks import gathered, own_part
 from jsparse.shapes import Lengths
 
 MAX_SLOTS = 2**30  # slots: counts are of int32
@@ -79,13 +80,13 @@ def joint(bounds: CountBounds) -> CountFn:
     """
 
     def count(scores, competing, temperatures, attention):
-        heads, slots = scores.shape[1:]
+        ranked = gathered(jnp.where(competing, scores, -jnp.inf), 1)
+        heads, slots = ranked.shape[1:]
         total = jnp.full(scores.shape[:1], heads * min(bounds.budget, slots), jnp.int32)
-        ranked = jnp.where(competing, scores, -jnp.inf)
         counts = shared_counts(
             ranked, total, min_count=bounds.min_count, max_count=bounds.max_count
         )
-        return counts, temperatures
+        return own_part(counts, 1), temperatures
 
     return count
 

@@ -112,4 +112,5 @@ def _moved(numbers: Array, keep: Selection) -> Array:
     nth = jnp.arange(keep.ids.shape[-1], dtype=jnp.int32)
     moved = jnp.take_along_axis(numbers, keep.ids, axis=-1)
     moved = jnp.where(nth < keep.count[..., None], moved, 0)
-    return jnp.zeros_like(numbers).at[..., : nth.size].set(moved)
+    behind = numbers.shape[-1] - nth.size
+    return jnp.pad(moved, [(0, 0)] * (numbers.ndim - 1) + [(0, behind)])

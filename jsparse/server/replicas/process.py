@@ -44,16 +44,16 @@ class ReplicaProcess:
         options: Options,
         make_engine: Callable[[], AsyncEngine],
         path: Path,
-        gpu: str | None,
+        gpus: str | None,
     ) -> None:
-        """Starts it on this GPU; None is on what the process finds."""
+        """Starts it on these GPUs; None is on what the process finds."""
         self.path = path
         path.unlink(missing_ok=True)
         context = multiprocessing.get_context("spawn")
         self._told, told = context.Pipe(duplex=False)
         # clients have been checked by the router
         options = replace(options, api_key=None, hosts=None)
-        arguments = options, make_engine, path, gpu, told, log.level()
+        arguments = options, make_engine, path, gpus, told, log.level()
         self._process = context.Process(target=_main, args=arguments, name=path.stem)
         self._process.start()
         told.close()
@@ -98,14 +98,14 @@ def _main(
     options: Options,
     make_engine: Callable[[], AsyncEngine],
     path: Path,
-    gpu: str | None,
+    gpus: str | None,
     told: Connection,
     level: str,
 ) -> None:
     """Runs in the process."""
     os.setpgrp()  # else it would get the terminal's signals, which the router gets as well
-    if gpu is not None:
-        os.environ[VISIBLE] = gpu
+    if gpus is not None:
+        os.environ[VISIBLE] = gpus
     threading.Thread(target=_end_with_parent, daemon=True).start()
     log.show(level, path.stem)
 

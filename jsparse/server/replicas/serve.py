@@ -29,6 +29,7 @@ def make_app(router: Router) -> FastAPI:
 def serve(
     options: Options,
     make_engines: Sequence[Callable[[], AsyncEngine]],
+    gpus_each: int,
     listening: socket.socket,
     *,
     on_ready: Callable[[tuple[str, str]], None],
@@ -38,18 +39,21 @@ def serve(
     Args:
         options: the server's options; as many requests may wait in each engine.
         make_engines: loads the model and prepares the engine, for each process: they are pickled.
+        gpus_each: the number of GPUs that each process sees.
         listening: the socket, from `run.listen`.
         on_ready: called when all are ready, with what `describe` says of them.
 
     Raises:
-        ValueError: there are fewer GPUs than engines, or one of these could not be prepared.
+        ValueError: there are too few GPUs, or an engine could not be prepared.
     """
-    gpus: list[str | None] = [*visible_gpus()] or [None] * len(make_engines)
-    if len(make_engines) > len(gpus):
+    count, gpus = len(make_engines), visible_gpus()
+    if gpus and count * gpus_each > len(gpus):
+        each = f" with {gpus_each} GPUs each" if gpus_each > 1 else ""
         raise ValueError(
-            f"data_parallel_size={len(make_engines)}: must be at most {len(gpus)}, the number of "
-            "GPUs that are visible"
+            f"data_parallel_size={count}{each}: must be at most {len(gpus) // gpus_each}, since "
+            f"{len(gpus)} GPUs are visible"
         )
+    own = [",".join(gpus[nth * gpus_each :][:gpus_each]) if gpus else None for nth in range(count)]
     with tempfile.TemporaryDirectory(prefix="jsparse-") as folder:
         replicas = [
             Replica(
@@ -57,7 +61,7 @@ def serve(
                 partial(
                     *(ReplicaProcess, options, make_engine),
                     path=Path(folder, f"replica {nth}"),
-                    gpu=gpus[nth],
+                    gpus=own[nth],
                 ),
             )
             for nth, make_engine in enumerate(make_engines)

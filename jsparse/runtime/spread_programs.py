@@ -1,0 +1,61 @@
+"""Runs the body of a program on all ranks of a model that is spread over devices."""
+
+import functools
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jsparse.ranks import AXIS
+
+# what each rank has, with the ranks as first axis; and what all have alike
+OWN, SAME = PartitionSpec(AXIS), PartitionSpec()
+
+
+def on_ranks(
+    body: Callable[..., Any], mesh: Mesh, own: Collection[str], static: Collection[str], out: Any
+) -> Callable[..., Any]:
+    """Returns a function that calls `body` on every rank, with what that rank has.
+
+    Args:
+        body: the function, for one rank.
+        mesh: the ranks.
+        own: the names of arguments of which each rank has its own.
+        static: the names of arguments that are no arrays.
+        out: OWN or SAME, for each of the results.
+    """
+    signature = inspect.signature(body)
+
+    @functools.wraps(body)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        fixed = {name: value for name, value in given.items() if name in static}
+        arrays = {name: value for name, value in given.items() if name not in static}
+        specs = {name: OWN if name in own else SAME for name in arrays}
+
+        def of_rank(arrays: dict[str, Any]) -> Any:
+            mine = {
+                name: jax.tree.map(lambda x: x[0], value) if name in own else value
+                for name, value in arrays.items()
+            }
+            made = body(**mine, **fixed)
+            return jax.tree.map(_as_own, out, made, is_leaf=lambda x: x is OWN or x is SAME)
+
+        mapped = jax.shard_map(
+            of_rank, mesh=mesh, in_specs=(specs,), out_specs=out, check_vma=False
+        )
+        return mapped(arrays)
+
+    return run
+
+
+def _as_own(spec: PartitionSpec, result: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], result) if spec is OWN else result
+
+
+def placed(shapes: Any, mesh: Mesh) -> Any:
+    """Returns the shapes of arrays of which each rank has its own, as they are placed."""
+    place = NamedSharding(mesh, OWN)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)

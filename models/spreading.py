@@ -1,0 +1,74 @@
+"""Spreads weights over devices, each of which gets some heads and a part of the MLP."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jsparse.hyper_parameters import whole_number
+from jsparse.models.config import ModelConfig
+from jsparse.ranks import AXIS
+
+
+class Spreading:
+    """Says which part of each array of a model lies on which of the first devices.
+
+    Norms and the embedding are the same on all ranks (jsparse.ranks), and so are the columns of a
+    vocabulary that is no multiple of their number.
+
+    Attributes:
+        mesh: the devices, one rank on each.
+        config: the sizes that a rank sees.
+    """
+
+    def __init__(self, config: ModelConfig, ranks: int) -> None:
+        """Prepares to spread a model of these sizes.
+
+        Raises:
+            ValueError: it cannot be divided so, or there are not as many devices.
+        """
+        whole_number("tensor_parallel_size", ranks, 1)
+        devices = jax.local_devices()
+        if ranks > len(devices):
+            raise ValueError(
+                f"tensor_parallel_size={ranks}: must be at most {len(devices)}, the number of "
+                "devices"
+            )
+        self._whole, self.config = config, config.of_rank(ranks)
+        self.mesh = Mesh(np.array(devices[:ranks]), (AXIS,), axis_types=(AxisType.Auto,))
+
+    def place(self, path: str, whole: Array) -> Array:
+        """Returns the array at a path such as layers_0/mlp/down/kernel, the ranks as first axis."""
+        parts = self._parts(path.split("/"), whole)
+        pairs = zip(parts, self.mesh.devices.flat, strict=True)
+        placed = [jax.device_put(part[None], device) for part, device in pairs]
+        place = NamedSharding(self.mesh, PartitionSpec(AXIS))
+        return jax.make_array_from_single_device_arrays(
+            (self.mesh.size, *parts[0].shape), place, placed
+        )
+
+    def place_all(self, weights: Any) -> Any:
+        """Returns the decoder's tree of arrays, placed."""
+        return jax.tree.map_with_path(
+            lambda path, leaf: self.place("/".join(entry.key for entry in path), leaf), weights
+        )
+
+    def _parts(self, names: list[str], whole: Array) -> list[Array]:
+        """Returns what each rank gets of the array of this name."""
+        config, ranks = self._whole, self.mesh.size
+        if "qkv" in names:
+            q, kv = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
+            ends = [q, q + kv]
+        elif "gate_up" in names:
+            ends = [config.intermediate_size]
+        elif "o" in names or "down" in names:
+            return jnp.split(whole, ranks, axis=0)
+        elif "lm_head" in names and config.vocab_parts(ranks) > 1:
+            ends = []
+        else:
+            return [whole] * ranks
+        kinds = [jnp.split(kind, ranks, axis=-1) for kind in jnp.split(whole, ends, axis=-1)]
+        return [jnp.concatenate(of_rank, axis=-1) for of_rank in zip(*kinds, strict=True)]

@@ -1,0 +1,177 @@
+"""Tests models that are spread over devices (tensor parallel) beside the same on one device."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import slow_except
+from policy_table import METHODS
+from programs import shared
+from serving import assert_at_rest, greedy, tiny_llm
+from tiny import VOCAB, random_prompts, tiny_params
+
+import jsparse
+from jsparse import ranks
+from jsparse.engine import plan_log, replay
+from jsparse.models.checkpoint import Params, load, spread
+from jsparse.models.spreading import Spreading
+from jsparse.models.transformer import hidden_states, random_weights, to_logits
+from jsparse.policies.expressions import parse
+from jsparse.runtime.chunk_attention import flash
+from jsparse.runtime.spread_programs import SAME, on_ranks
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
+# what heads of all ranks decide together: a mean, a layer's budget, and gates; and a model's
+# constants, of which each rank has its own
+DEFAULT = (
+    "tidal(budget=8, first=0, again=5, sink=1, recent=3)",
+    "ada_kv(budget=8, window=4, pool=3)",
+    "lychee_decode(((1, 1), (0, 1)), value=24, sink=1, recent=6)",
+    "twilight(all_pages(), p=0.6)",
+)
+ON_DEVICE = [each for each in METHODS if parse(each).offload is None]
+PROMPTS = random_prompts((9, 41, 21), seed=5)
+
+
+@cache
+def model(heads: int = 2) -> Params:
+    """The tiny model, with as many KV heads."""
+    return tiny_params(num_layers=2, num_heads=2 * heads, num_kv_heads=heads)
+
+
+def answers(params, policy, sampling=None, **options):
+    """Tokens of requests, and the shares that each of their steps attended to in each layer."""
+    sizes = {"kv_cache_tokens": 384, "ladder": ((0, 16),), "layer_stats": True}
+    llm = tiny_llm(policy, params=params, **sizes | options)
+    sampling = sampling or greedy(12, logprobs=None)
+    outs = [out.outputs[0] for out in llm.generate(PROMPTS, sampling)]
+    assert_at_rest(llm)
+    return [out.token_ids for out in outs], [out.layer_stats for out in outs]
+
+
+@shared
+def on_one(expression):
+    return answers(model(), expression)
+
+
+def assert_same(ours, theirs):
+    assert ours[0] == theirs[0]
+    for own, other in zip(ours[1], theirs[1], strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("expression", slow_except(ON_DEVICE, *DEFAULT))
+def test_heads_on_two_devices_select_and_answer_as_on_one(expression):
+    assert_same(answers(spread(model(), 2), expression), on_one(expression))
+
+
+@pytest.mark.slow
+def test_draws_are_the_same_on_two_devices():
+    options = jsparse.SamplingParams(max_tokens=20, seed=3, top_p=0.9, logprobs=3)
+    assert_same(answers(spread(model(), 2), "dense", options), answers(model(), "dense", options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("expression", ["dense", "quest(budget=16)", DEFAULT[0]])
+def test_four_devices(expression):
+    assert_same(answers(spread(model(4), 4), expression), answers(model(4), expression))
+
+
+@pytest.mark.slow
+def test_drafts_and_checks_on_two_devices():
+    options = {"exact": True, "num_speculative_tokens": 3, "decode_rows": [4]}
+    ours = answers(spread(model(), 2), "quest(budget=16)", **options)
+    assert_same(ours, answers(model(), "quest(budget=16)", **options))
+
+
+@pytest.mark.slow
+def test_a_log_is_replayed_on_two_devices(tmp_path):
+    llm = tiny_llm("quest(budget=16)", params=spread(model(), 2), record=tmp_path / "log")
+    llm.generate(PROMPTS, greedy(9))
+    assert replay.replay(llm.engine.params, tmp_path / "log") == plan_log.read(tmp_path / "log").got
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"tie_word_embeddings": True},
+        {"qkv_bias": True, "qk_norm": True},
+        {"vocab_size": VOCAB + 1},  # no multiple of the ranks
+    ],
+    ids=str,
+)
+def test_logits_are_those_of_the_whole_model(switches):
+    config = replace(model(4).config, **switches)
+    whole = Params(random_weights(config, jnp.float32, seed=1), config, None, {}, "tiny")
+    tokens = jnp.asarray(random_prompts((12,), seed=3))
+
+    def logits(decoder, weights, tokens):
+        def attend(layer, q, k, v):
+            return flash(q, k, v, causal=True)[0]
+
+        positions = jnp.arange(tokens.shape[1])[None]
+        return to_logits(
+            decoder, weights, hidden_states(decoder, weights, tokens, positions, attend)
+        )
+
+    parts = spread(whole, 4)
+    run = on_ranks(logits, parts.mesh, ("weights",), ("decoder",), SAME)
+    ours = jax.jit(run, static_argnums=0)(parts.decoder, parts.weights, tokens)
+    theirs = jax.jit(logits, static_argnums=0)(whole.decoder, whole.weights, tokens)
+    np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["llama3/model.gguf", "qwen2_sharded"])
+def test_a_model_is_loaded_onto_several_devices(name):
+    ours = load(FIXTURES / name, dtype="float32", tensor_parallel_size=2)
+    theirs = spread(load(FIXTURES / name, dtype="float32"), 2)
+    assert ours.config == theirs.config
+    assert ours.mesh == theirs.mesh
+    for own, other in zip(
+        jax.tree.leaves(ours.weights), jax.tree.leaves(theirs.weights), strict=True
+    ):
+        assert own.sharding == other.sharding
+        np.testing.assert_array_equal(own, other)
+
+
+def test_one_device_has_everything():
+    assert ranks.count() == 1
+    x = jnp.arange(6).reshape(2, 3)
+    for same in (ranks.across(x, "mean"), ranks.gathered(x, 0), ranks.own_part(x, 1)):
+        assert same is x
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: spread(model(), 4), "tensor_parallel_size=4: must divide the model's num_kv_head"),
+        (lambda: spread(model(), 0), "tensor_parallel_size=0: must be an integer of at least 1"),
+        (lambda: spread(model(8), 8), "tensor_parallel_size=8: must be at most 4, the number of"),
+        (lambda: spread(spread(model(), 2), 2), "must be on one device, and is on 2"),
+        (
+            lambda: tiny_llm(params=spread(model(), 2), swap_space=1.0),
+            "swap_space=1.0: must be 0 where the model is spread over several devices",
+        ),
+        (
+            lambda: tiny_llm("offloaded(quest(budget=16))", params=spread(model(), 2)),
+            "tensor_parallel_size=2: must be 1 where K and V lie in host memory",
+        ),
+        (
+            lambda: jsparse.generate(spread(model(), 2), [1, 2]),
+            "tensor_parallel_size=2: must be 1 here: a model that is spread over devices is for LL",
+        ),
+    ],
+)
+def test_what_cannot_be_spread_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_an_engine_spreads_a_model_that_is_loaded():
+    llm = tiny_llm(params=model(), tensor_parallel_size=2)
+    assert llm.engine.params.mesh == Spreading(model().config, 2).mesh
+    assert tiny_llm(params=llm.engine.params).engine.params is llm.engine.params
