@@ -22,6 +22,9 @@ def info(
             "the model's maximum."
         ),
     ] = None,
+    tensor_parallel_size: Annotated[
+        int, Option(help="Number of GPUs that the model is spread over, each with some heads.")
+    ] = 1,
     revision: RevisionOption = None,
     as_json: Annotated[
         bool, Option("--json", help="Print one JSON object instead of a table.")
@@ -38,7 +41,12 @@ def info(
 
     chosen = dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
     described = model_info.describe(
-        model, dtype=chosen, policy=resolve(policy), context=context, revision=revision
+        model,
+        dtype=chosen,
+        policy=resolve(policy),
+        context=context,
+        revision=revision,
+        tensor_parallel_size=tensor_parallel_size,
     )
     if as_json:
         print(json.dumps(described))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jsparse.cache import CacheSpec
 from jsparse.host_memory.host_store import available_host_bytes
 from jsparse.host_memory.store import store_of
+from jsparse.hyper_parameters import whole_number
 from jsparse.machine import memory
 from jsparse.models.config import ModelConfig
 from jsparse.models.config_files import FAMILIES, read_config
@@ -32,6 +33,7 @@ def describe(
     policy: AnyPolicy | str = "dense",
     context: int | None = None,
     revision: str | None = None,
+    tensor_parallel_size: int = 1,
 ) -> dict[str, Any]:
     """Returns the sizes of a model, its cache and a policy's state, and how much context fits.
 
@@ -47,27 +49,33 @@ def describe(
         context: the tokens per prompt for which the largest batch is counted; None is the model's
             maximum.
         revision: the revision of a Hub id.
+        tensor_parallel_size: the number of devices that the model is spread over; what fits is what
+            fits each of them.
 
     Raises:
         FileNotFoundError: there is no such model.
-        ValueError: the model's kind is not supported, `context` is out of its range, or the policy
-            is refused.
+        ValueError: the model's kind is not supported, `context` is out of its range, the policy is
+            refused, or the model cannot be spread so.
     """
+    whole_number("tensor_parallel_size", tensor_parallel_size, 1)
     original = as_policy(policy)
     config = read_config(model, revision=revision)
     limit = config.max_position_embeddings
     context = limit if context is None else context
     if not 1 <= context <= limit:
         raise ValueError(f"context={context}: must be from 1 to {limit}, the model's maximum")
-    sizes = _spec(config, dtype, -(-context // PAGE_SIZE))._replace(model=model)
+    ranks = tensor_parallel_size
+    own = config.of_rank(ranks)
+    sizes = _spec(own, dtype, -(-context // PAGE_SIZE), ranks)._replace(model=model)
     policy = resolved(original, sizes)
     parameters = num_parameters(config)
     per_token = config.cache_bytes_per_token(ITEM_BYTES[dtype])
     free, host_free = memory.available_bytes(), available_host_bytes()
     on_host = store_of(policy, sizes).host_bytes() > 0
-    growth, fixed = kept_beside(config, policy, dtype)
-    of_cache, of_prompt = on_device(config, policy, dtype)
-    room = max(free - parameters * ITEM_BYTES[dtype], 0)
+    growth, fixed = kept_beside(own, policy, dtype, ranks)
+    of_cache, of_prompt = on_device(own, policy, dtype, ranks)
+    of_weights = num_own_parameters(config, ranks) * ITEM_BYTES[dtype]
+    room = max(free - of_weights, 0)
     tokens = max(room - fixed - of_prompt, 0) // (of_cache + growth)
     prompts = room // (context * (of_cache + growth) + fixed + of_prompt)
     if on_host:
@@ -77,6 +85,8 @@ def describe(
         "model": model,
         "config": dataclasses.asdict(config),
         "parameters": parameters,
+        "devices": ranks,
+        "device_weight_bytes": of_weights,
         "weight_bytes": {name: parameters * size for name, size in ITEM_BYTES.items()},
         "dtype": dtype,
         "cache_bytes_per_token": per_token,
@@ -87,9 +97,9 @@ def describe(
         "policy": original.name,
         "policy_that_runs": policy.name,
         "policy_reason": choose(sizes).reason if original is auto() else "",
-        "policy_bytes_per_token": growth,
-        "policy_bytes_per_prompt": fixed,
-        "policy_fraction": growth / per_token,
+        "policy_bytes_per_token": ranks * growth,
+        "policy_bytes_per_prompt": ranks * fixed,
+        "policy_fraction": ranks * growth / per_token,
         "max_cache_bytes": max_cache_bytes(config, policy, context, per_token),
         "free_bytes": free,
         "longest_context": min(int(tokens), limit),
@@ -98,15 +108,18 @@ def describe(
     }
 
 
-def kept_beside(config: ModelConfig, policy: Policy, dtype: str) -> tuple[float, int]:
+def kept_beside(
+    config: ModelConfig, policy: Policy, dtype: str, ranks: int = 1
+) -> tuple[float, int]:
     """Returns the bytes over all layers that a policy keeps beside K and V.
 
-    The first number is per token of context, the second is fixed per prompt.
+    The first number is per token of context, the second is fixed per prompt. `config` is that of
+    one of the ranks, if there are several.
     """
-    return _growth(config, dtype, lambda spec: capacity.policy_bytes(spec, policy))
+    return _growth(config, dtype, ranks, lambda spec: capacity.policy_bytes(spec, policy))
 
 
-def on_device(config: ModelConfig, policy: Policy, dtype: str) -> tuple[float, int]:
+def on_device(config: ModelConfig, policy: Policy, dtype: str, ranks: int = 1) -> tuple[float, int]:
     """Returns the bytes of K and V on the device, per token of context and per prompt.
 
     Where they lie in host memory, these are the tail, the heads that stay, and one whole layer.
@@ -115,17 +128,19 @@ def on_device(config: ModelConfig, policy: Policy, dtype: str) -> tuple[float, i
     def kept(spec: CacheSpec) -> int:
         return capacity.device_bytes(spec, policy) - capacity.policy_bytes(spec, policy)
 
-    return _growth(config, dtype, kept)
+    return _growth(config, dtype, ranks, kept)
 
 
-def _growth(config: ModelConfig, dtype: str, kept: Callable[[CacheSpec], int]) -> tuple[float, int]:
+def _growth(
+    config: ModelConfig, dtype: str, ranks: int, kept: Callable[[CacheSpec], int]
+) -> tuple[float, int]:
     """Returns bytes per token of context, and bytes per prompt.
 
     They are derived from the model's maximum and twice that, so that sizes bounded within the
     model's context do not grow.
     """
     pages = -(-config.max_position_embeddings // PAGE_SIZE)
-    once, twice = (kept(_spec(config, dtype, n)) for n in (pages, 2 * pages))
+    once, twice = (kept(_spec(config, dtype, n, ranks)) for n in (pages, 2 * pages))
     return (twice - once) / (pages * PAGE_SIZE), 2 * once - twice
 
 
@@ -141,10 +156,16 @@ def max_cache_bytes(config: ModelConfig, policy: Policy, context: int, per_token
     return min(capacity.slots_left(slots, spec), limit) * per_token
 
 
-def _spec(config: ModelConfig, dtype: str, pages: int) -> CacheSpec:
+def _spec(config: ModelConfig, dtype: str, pages: int, ranks: int = 1) -> CacheSpec:
     """Returns the sizes of a cache for one prompt."""
     heads = config.num_heads, config.num_kv_heads, config.head_dim
-    return CacheSpec(config.num_layers, 1, *heads, PAGE_SIZE, pages, jnp.dtype(dtype))
+    return CacheSpec(config.num_layers, 1, *heads, PAGE_SIZE, pages, jnp.dtype(dtype), ranks=ranks)
+
+
+def num_own_parameters(config: ModelConfig, ranks: int) -> int:
+    """Counts the values in the weights that each of several ranks has (jsparse.ranks)."""
+    heads = 0 if config.tie_word_embeddings else config.hidden_size * config.vocab_size
+    return num_parameters(config.of_rank(ranks)) - heads + heads // config.vocab_parts(ranks)
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -188,6 +209,7 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
             "bfloat16 and float16",
         ),
         ("KV cache per token", f"{memory.size(info['cache_bytes_per_token'])} in {dtype}"),
+        *_of_each_device(info),
         *(
             [
                 (
@@ -214,6 +236,15 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
             f"of {info['context']} tokens, answers not counted",
         ),
     ]
+
+
+def _of_each_device(info: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns the line on what one of several devices has."""
+    if info["devices"] == 1:
+        return []
+    weights, cache = info["device_weight_bytes"], info["device_cache_bytes_per_token"]
+    sizes = f"{memory.size(weights)} of weights, {memory.size(cache)} of KV cache per token"
+    return [(f"each of {info['devices']} devices", f"{sizes}, in {info['dtype']}")]
 
 
 def _kept(info: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from tiny import VOCAB, random_prompts, tiny_params
 import jsparse
 from jsparse import ranks
 from jsparse.engine import plan_log, replay
+from jsparse.model_facts.info import describe
 from jsparse.models.checkpoint import Params, load, spread
 from jsparse.models.spreading import Spreading
 from jsparse.models.transformer import hidden_states, random_weights, to_logits
@@ -136,6 +137,10 @@ def test_a_model_is_loaded_onto_several_devices(name):
     ):
         assert own.sharding == other.sharding
         np.testing.assert_array_equal(own, other)
+    told = describe(str(FIXTURES / name), dtype="float32", tensor_parallel_size=2)
+    of_both = sum(leaf.nbytes for leaf in jax.tree.leaves(ours.weights))
+    assert 2 * told["device_weight_bytes"] == of_both
+    assert 2 * told["device_cache_bytes_per_token"] == told["cache_bytes_per_token"]
 
 
 def test_one_device_has_everything():
