@@ -136,7 +136,11 @@ def spread(params: Params, tensor_parallel_size: int) -> Params:
     spreading = Spreading(params.config, tensor_parallel_size)
     weights = spreading.place_all(params.weights["params"])
     return dataclasses.replace(
-        params, weights={"params": weights}, config=spreading.config, mesh=spreading.mesh
+        params,
+        weights={"params": weights},
+        config=spreading.config,
+        constants=dict(params.constants),  # those that are made later lie on all devices
+        mesh=spreading.mesh,
     )
 
 
