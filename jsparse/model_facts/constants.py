@@ -90,6 +90,7 @@ def key_constants(params: Params, report: OnChunk = lambda *_: None) -> dict[str
     of_keys = _of_keys
     if params.mesh is not None:
         of_keys = on_ranks(_of_keys, params.mesh, ("weights",), ("decoder",), SAME)
+        of_keys = jax.jit(of_keys, static_argnames="decoder")
     result = jax.block_until_ready(of_keys(params.decoder, params.weights, jnp.asarray(tokens)))
     report("key constants", count, count)
     return result._asdict()

@@ -17,6 +17,7 @@ from tiny import VOCAB, random_prompts, tiny_params
 import jsparse
 from jsparse import ranks
 from jsparse.engine import plan_log, replay
+from jsparse.model_facts.constants import constants
 from jsparse.model_facts.info import describe
 from jsparse.models.checkpoint import Params, load, spread
 from jsparse.models.spreading import Spreading
@@ -44,6 +45,14 @@ def model(heads: int = 2) -> Params:
     return tiny_params(num_layers=2, num_heads=2 * heads, num_kv_heads=heads)
 
 
+@shared
+def halves() -> Params:
+    """The model on two devices, which have made the constants of their keys together."""
+    params = spread(model(), 2)
+    constants(params, parse(DEFAULT[-1]))
+    return params
+
+
 def answers(params, policy, sampling=None, **options):
     """Tokens of requests, and the shares that each of their steps attended to in each layer."""
     sizes = {"kv_cache_tokens": 384, "ladder": ((0, 16),), "layer_stats": True}
@@ -67,13 +76,13 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("expression", slow_except(ON_DEVICE, *DEFAULT))
 def test_heads_on_two_devices_select_and_answer_as_on_one(expression):
-    assert_same(answers(spread(model(), 2), expression), on_one(expression))
+    assert_same(answers(halves(), expression), on_one(expression))
 
 
 @pytest.mark.slow
 def test_draws_are_the_same_on_two_devices():
     options = jsparse.SamplingParams(max_tokens=20, seed=3, top_p=0.9, logprobs=3)
-    assert_same(answers(spread(model(), 2), "dense", options), answers(model(), "dense", options))
+    assert_same(answers(halves(), "dense", options), answers(model(), "dense", options))
 
 
 @pytest.mark.slow
@@ -85,13 +94,13 @@ def test_four_devices(expression):
 @pytest.mark.slow
 def test_drafts_and_checks_on_two_devices():
     options = {"exact": True, "num_speculative_tokens": 3, "decode_rows": [4]}
-    ours = answers(spread(model(), 2), "quest(budget=16)", **options)
+    ours = answers(halves(), "quest(budget=16)", **options)
     assert_same(ours, answers(model(), "quest(budget=16)", **options))
 
 
 @pytest.mark.slow
 def test_a_log_is_replayed_on_two_devices(tmp_path):
-    llm = tiny_llm("quest(budget=16)", params=spread(model(), 2), record=tmp_path / "log")
+    llm = tiny_llm("quest(budget=16)", params=halves(), record=tmp_path / "log")
     llm.generate(PROMPTS, greedy(9))
     assert replay.replay(llm.engine.params, tmp_path / "log") == plan_log.read(tmp_path / "log").got
 
@@ -141,6 +150,15 @@ def test_a_model_is_loaded_onto_several_devices(name):
     of_both = sum(leaf.nbytes for leaf in jax.tree.leaves(ours.weights))
     assert 2 * told["device_weight_bytes"] == of_both
     assert 2 * told["device_cache_bytes_per_token"] == told["cache_bytes_per_token"]
+
+
+def test_devices_make_the_constants_that_one_makes():
+    ours, theirs = (constants(each, parse(DEFAULT[-1])) for each in (halves(), model()))
+    assert ours is not None
+    assert theirs is not None
+    for name, each in theirs.items():
+        np.testing.assert_allclose(ours[name], each, rtol=1e-4, atol=1e-5)
+    assert halves().constants is not model().constants
 
 
 def test_one_device_has_everything():
