@@ -4,8 +4,8 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from ipaddress import ip_address
 from types import FrameType
 from typing import Any
@@ -70,6 +70,7 @@ def serve(
     make_engine: Callable[[], AsyncEngine],
     listening: socket.socket,
     *,
+    on_start: Callable[["Server"], None] = lambda server: None,
     on_ready: Callable[[AsyncEngine], None] = lambda engine: None,
 ) -> None:
     """Answers requests until SIGTERM or SIGINT; those that have begun have time to finish then.
@@ -80,6 +81,7 @@ def serve(
         options: the server's options.
         make_engine: loads the model and prepares the engine; runs in a thread.
         listening: the socket, from `listen`.
+        on_start: called before anything is loaded.
         on_ready: called when requests are answered.
 
     Raises:
@@ -87,6 +89,7 @@ def serve(
     """
     service = Service(options)
     server = Server(make_app(service), service)
+    on_start(server)
 
     async def load() -> None:
         arguments = server, service, make_engine, on_ready, asyncio.get_running_loop()
@@ -107,7 +110,10 @@ class Server(uvicorn.Server):
 
     Attributes:
         failed: what ended it, or None.
+        heeds_signals: whether signals end it.
     """
+
+    heeds_signals = True
 
     def __init__(self, app: ASGIApp, front: Front) -> None:
         """Prepares to serve an application, before which `front` stands."""
@@ -129,6 +135,12 @@ class Server(uvicorn.Server):
         if self._front.draining:
             self.should_exit = self.force_exit = True
         self._front.draining = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Calls `handle_exit` for signals meanwhile, if they are heeded."""
+        with super().capture_signals() if self.heeds_signals else nullcontext():
+            yield
 
     async def _answer(
         self, listening: socket.socket, beside: Sequence[Coroutine[Any, Any, None]]

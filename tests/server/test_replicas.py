@@ -21,6 +21,7 @@ from starlette.routing import Route
 from jsparse.server import run
 from jsparse.server.front import Options
 from jsparse.server.replicas import process, replica, totals
+from jsparse.server.replicas import router as router_module
 from jsparse.server.replicas.balance import PREFIX_CHARS, Balance, Work, work_of
 from jsparse.server.replicas.process import About
 from jsparse.server.replicas.replica import NeverReady, Replica
@@ -39,6 +40,7 @@ class FakeProcess:
 
     def __init__(self, path, asked):
         self.path, self.asked, self.alive, self.left = path, asked, True, threading.Event()
+        self.hangs = False
         self._about = About(("fake", "Nothing is sparse."), 100)
         routes = [
             Route(COMPLETIONS, self._complete, methods=["POST"]),
@@ -65,7 +67,7 @@ class FakeProcess:
             connection.transport.abort()
         self.server.should_exit = self.server.force_exit = True
 
-    def end(self, seconds):
+    def end(self):
         self.alive = False
         self.server.should_exit = self.server.force_exit = True
         self._thread.join()
@@ -97,6 +99,8 @@ class FakeProcess:
         yield b"data: [DONE]\n\n"
 
     async def _health(self, _):
+        while self.hangs:
+            await asyncio.sleep(0.01)
         return JSONResponse({"status": "ready"})
 
     async def _metrics(self, _):
@@ -164,6 +168,8 @@ def routed(folder, count=2, **options):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(replica, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(replica, "PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(router_module, "INTERVAL", 0.02)
 
 
 @pytest.fixture
@@ -289,7 +295,7 @@ def test_the_gate_stands_before_the_router(folder):
 
 
 def test_metrics_are_added_up_or_told_apart(folder):
-    with routed(folder) as (url, _):
+    with routed(folder) as (url, router):
         for prompt in "abc":
             post(url, prompt)
         counts = sorted(map(len, ALL))
@@ -298,18 +304,85 @@ def test_metrics_are_added_up_or_told_apart(folder):
         assert 'jsparse:waiting{model_name="m"} 3.0' in total
         assert 'jsparse:usage_perc{model_name="m"} 0.15000000000000002' in total
         assert 'jsparse:seconds_bucket{le="10.0"} 3.0' in total
+        assert not any("_created" in line for line in total)
         apart = httpx.get(f"{url}/metrics/replicas").text
         for nth, asked in enumerate(ALL):
             assert f'jsparse:waiting{{model_name="m",replica="{nth}"}} {len(asked)}.0' in apart
-        with httpx.stream("GET", f"{url}/live") as live:
-            line = next(line for line in live.iter_lines() if line)
-        assert json.loads(line.removeprefix("data: ")) == {
+        assert newest_picture(url) == {
             "running": 3,
             "kv_cache_usage": pytest.approx(0.15),
             "dense_bound_tokens_per_second": None,
             "attended_by_layer": [pytest.approx(0.15), 1.0],
             "requests": ["1", "2", "2"] if len(ALL[0]) == 1 else ["2", "2", "1"],
         }
+        # of one that is lost, what it has counted goes on to count
+        lost, old = router.replicas[0], router.replicas[0]._process
+        counted = len(ALL[0])
+        old.die()
+        ALL[0].clear()
+        assert soon(lambda: lost._process is not old and lost.ready)
+        for _ in range(2):
+            total = httpx.get(f"{url}/metrics").text.splitlines()
+            assert f'jsparse:waiting{{model_name="m"}} {3.0 - counted}' in total
+            assert 'jsparse:seconds_bucket{le="10.0"} 3.0' in total
+
+
+def newest_picture(url):
+    """What /live shows once all replicas are in it."""
+    with httpx.stream("GET", f"{url}/live") as live:
+        lines = (line for line in live.iter_lines() if line)
+        pictures = (json.loads(line.removeprefix("data: ")) for line in lines)
+        return next(each for each in pictures if len(each["requests"]) == each["running"] == 3)
+
+
+def test_a_page_keeps_no_server_from_ending(folder):
+    with routed(folder, drain_seconds=60.0) as (url, router):
+        begun, ended = threading.Event(), threading.Event()
+
+        def look():
+            with httpx.stream("GET", f"{url}/live", timeout=30) as live:
+                for _ in live.iter_lines():
+                    begun.set()
+            ended.set()
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        assert begun.wait(10)
+        router.draining = True
+        looking.join(10)
+        assert ended.is_set()
+        assert soon(lambda: router.inside == 0)
+
+
+def test_a_replica_that_hangs_gets_no_requests_and_is_started_again(folder, monkeypatch):
+    monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.05)
+    monkeypatch.setattr(replica, "SILENT_SECONDS", 0.2)
+    with routed(folder) as (url, router):
+        first, old = router.replicas[0], router.replicas[0]._process
+        old.hangs = True
+        assert soon(lambda: not first.ready)
+        for nth in range(4):
+            assert post(url, f"{nth}").json() == {"answer": f"{nth}"}
+        assert ALL[0] == []
+        assert soon(lambda: first._process is not old and first.ready)
+
+
+def test_a_restart_that_fails_is_tried_again(folder, monkeypatch):
+    with routed(folder) as (url, router):
+        first, start, tried = router.replicas[0], router.replicas[0]._start, []
+
+        def fails_once():
+            tried.append(1)
+            if len(tried) == 1:
+                raise OSError("no memory")
+            return start()
+
+        monkeypatch.setattr(first, "_start", fails_once)
+        old = first._process
+        old.die()
+        assert soon(lambda: first._process is not old and first.ready)
+        assert len(tried) == 2
+        assert post(url, "a").json() == {"answer": "a"}
 
 
 def test_pictures_without_answers_have_no_share():
@@ -334,5 +407,25 @@ def test_each_has_a_gpu(monkeypatch):
         serve(Options("tiny"), [lambda: None] * 3, 1, None, on_ready=print)
     with pytest.raises(ValueError, match="data_parallel_size=2 with 2 GPUs each: must be a"):
         serve(Options("tiny"), [lambda: None] * 2, 2, None, on_ready=print)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, 1,-1,2")
+    assert process.visible_gpus() == ["0", "1"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(process, "find_spec", lambda name: name)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES: must name the GPUs"):
+        process.visible_gpus()
+    monkeypatch.setattr(process, "find_spec", lambda name: None)
+    assert process.visible_gpus() == []
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert process.visible_gpus() == []
+
+
+def test_parts_of_gpus_stand_for_those_that_are_divided():
+    listed = (
+        "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-a)\n"
+        "  MIG 3g.40gb     Device  0: (UUID: MIG-b)\n"
+        "  MIG 3g.40gb     Device  1: (UUID: MIG-c)\n"
+        "GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-d)\n"
+    )
+    assert process._usable(listed) == ["MIG-b", "MIG-c", "GPU-d"]
+    assert process._usable("No devices were found") == []

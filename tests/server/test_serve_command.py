@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 import jsparse
@@ -195,43 +196,63 @@ def test_a_term_while_the_model_is_loaded_ends_at_once():
     ]
 
 
+def replicas_of(router):
+    of_router = psutil.Process(router.pid).children()
+    return [each for each in of_router if "spawn_main" in " ".join(each.cmdline())]
+
+
+def stream(url, begun, body):
+    """The last event of a stream, in which `begun` hears of each."""
+    pieces = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as got:
+        for line in got.iter_lines():
+            if line:
+                begun.put(1)
+                pieces.append(line)
+    return pieces[-1]
+
+
+LONG = {"prompt": "the cat", "max_tokens": 240, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.mark.slow
+def test_a_term_for_all_processes_loses_no_answer():
+    """As a service manager sends it."""
+    with served(TINY, *SMALL, "--data-parallel-size", "2") as (process, url):
+        begun: queue.Queue[int] = queue.Queue()
+        with ThreadPoolExecutor(4) as pool:
+            asked = [pool.submit(stream, url, begun, LONG) for _ in range(4)]
+            begun.get(timeout=60)
+            all_of_them = replicas_of(process)
+            for each in [*all_of_them, process]:
+                each.send_signal(signal.SIGTERM)
+            assert {each.result() for each in asked} == {"data: [DONE]"}
+        assert process.wait(60) == 0
+        assert not any(each.is_running() for each in all_of_them)
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
 @pytest.mark.slow
 def test_a_replica_that_is_killed_is_started_again():
     """Its streams end with an error, others go on; without their router, none is left."""
-    import psutil
-
     with served(TINY, *SMALL, "--data-parallel-size", "2", "--seed", "3") as (process, url):
-        body = {"prompt": "the cat", "max_tokens": 240, "temperature": 0, "ignore_eos": True}
-
-        def ask(_):
-            pieces = []
-            with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as got:
-                for line in got.iter_lines():
-                    if line:
-                        begun.put(1)
-                        pieces.append(line)
-            return pieces[-1]
-
-        def replicas():
-            of_router = psutil.Process(process.pid).children()
-            return [each for each in of_router if "spawn_main" in " ".join(each.cmdline())]
-
         begun: queue.Queue[int] = queue.Queue()
-        before = replicas()
+        before = replicas_of(process)
         with ThreadPoolExecutor(2) as pool:
-            asked = [pool.submit(ask, nth) for nth in range(2)]
+            asked = [pool.submit(stream, url, begun, LONG) for _ in range(2)]
             begun.get(timeout=60)
             before[0].kill()
-            last = sorted(each.result() for each in asked)
-        assert last[0] == "data: [DONE]" or last[1] == "data: [DONE]"
-        drawn = httpx.post(f"{url}/v1/completions", json=body | {"temperature": 1}, timeout=60)
+            last = [each.result() for each in asked]
+        assert "data: [DONE]" in last
+        drawn = httpx.post(f"{url}/v1/completions", json=LONG | {"temperature": 1}, timeout=60)
         assert drawn.status_code == 200
         wait = threading.Event()
         for _ in range(600):
             if httpx.get(f"{url}/health").json()["replicas"] == [True, True]:
                 break
             wait.wait(0.1)
-        after = replicas()
+        after = replicas_of(process)
         assert len(after) == 2
         assert before[1] in after
         process.kill()

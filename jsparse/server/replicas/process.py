@@ -1,13 +1,17 @@
 """Runs one replica: a server in a process of its own, which the router alone can reach."""
 
+import itertools
 import multiprocessing
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +22,13 @@ from jsparse.server.engines import describe
 from jsparse.server.front import Options
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+# a GPU, and a part of one, as nvidia-smi lists them
+LISTED = re.compile(r"^(?P<kind>GPU \d+|\s+MIG \S+).*UUID: (?P<uuid>[^)]+)\)", re.MULTILINE)
+# the time in which it ends once it is told to
+END_SECONDS = 10.0
+# a replica ends when its router says so: a terminal and a service manager signal both of them
+SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
 class About(NamedTuple):
@@ -50,13 +61,18 @@ class ReplicaProcess:
         self.path = path
         path.unlink(missing_ok=True)
         context = multiprocessing.get_context("spawn")
-        self._told, told = context.Pipe(duplex=False)
+        self._pipe, theirs = context.Pipe()
         # clients have been checked by the router
         options = replace(options, api_key=None, hosts=None)
-        arguments = options, make_engine, path, gpus, told, log.level()
+        arguments = options, make_engine, path, gpus, theirs, log.level()
         self._process = context.Process(target=_main, args=arguments, name=path.stem)
-        self._process.start()
-        told.close()
+        # the process inherits what is blocked, and ignores it once it runs
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
 
     @property
     def alive(self) -> bool:
@@ -66,14 +82,14 @@ class ReplicaProcess:
     def told(self) -> About | str | None:
         """Returns, once, what it serves when it is ready, or why it ended; else None."""
         try:
-            return self._told.recv() if self._told.poll() else None
-        except EOFError:
+            return self._pipe.recv() if self._pipe.poll() else None
+        except (EOFError, OSError):
             return None
 
-    def end(self, seconds: float) -> None:
-        """Ends it, by force if it takes longer."""
-        self._process.terminate()
-        self._process.join(seconds)
+    def end(self) -> None:
+        """Ends it, by force if that takes long."""
+        self._pipe.close()
+        self._process.join(END_SECONDS)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -81,17 +97,38 @@ class ReplicaProcess:
 
 
 def visible_gpus() -> list[str]:
-    """Returns the names by which `CUDA_VISIBLE_DEVICES` can name the GPUs of this machine."""
+    """Returns the names by which `CUDA_VISIBLE_DEVICES` can name the GPUs of this machine.
+
+    Raises:
+        ValueError: jax would use GPUs, and nothing tells which there are.
+    """
     if (os.environ.get("JAX_PLATFORMS") or "cuda").split(",")[0] not in ("cuda", "gpu"):
         return []
     named = os.environ.get(VISIBLE)
     if named is not None:
-        return [name for name in named.split(",") if name.strip()]
-    try:
-        found = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
-    except OSError:
+        names = [name.strip() for name in named.split(",")]
+        ends = [nth for nth, name in enumerate(names) if name in ("", "-1")]
+        return names[: min(ends, default=len(names))]
+    if not any(map(find_spec, CUDA_PLUGINS)):
         return []
-    return [f"{nth}" for nth, _ in enumerate(found.stdout.splitlines())]
+    try:
+        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
+    except OSError:
+        listed = None
+    if listed is None or listed.returncode:
+        raise ValueError(f"{VISIBLE}: must name the GPUs, which nvidia-smi does not list here")
+    return _usable(listed.stdout)
+
+
+def _usable(listed: str) -> list[str]:
+    """Returns the GPUs of nvidia-smi's list, or the parts of those that are divided (MIG)."""
+    found = [(each["kind"].startswith("GPU"), each["uuid"]) for each in LISTED.finditer(listed)]
+    divided = {
+        uuid
+        for (whole, uuid), (next_whole, _) in itertools.pairwise(found)
+        if whole and not next_whole
+    }
+    return [uuid for _, uuid in found if uuid not in divided]
 
 
 def _main(
@@ -99,31 +136,39 @@ def _main(
     make_engine: Callable[[], AsyncEngine],
     path: Path,
     gpus: str | None,
-    told: Connection,
+    pipe: Connection,
     level: str,
 ) -> None:
     """Runs in the process."""
-    os.setpgrp()  # else it would get the terminal's signals, which the router gets as well
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if gpus is not None:
         os.environ[VISIBLE] = gpus
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     log.show(level, path.stem)
 
+    def on_start(server: run.Server) -> None:
+        server.heeds_signals = False
+        threading.Thread(target=_end_with_router, args=(pipe, server), daemon=True).start()
+
     def on_ready(engine: AsyncEngine) -> None:
-        told.send(About(describe(engine), engine.engine.sizes.max_model_len))
+        pipe.send(About(describe(engine), engine.engine.sizes.max_model_len))
 
     try:
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(str(path))
             listening.listen(2048)
-            run.serve(options, make_engine, listening, on_ready=on_ready)
+            run.serve(options, make_engine, listening, on_start=on_start, on_ready=on_ready)
     except (ValueError, OSError) as error:
-        told.send(str(error))
+        pipe.send(str(error))
         sys.exit(2)
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+def _end_with_router(pipe: Connection, server: run.Server) -> None:
+    """Ends once the router has closed its end of the pipe, or is no more."""
+    try:
+        pipe.recv()
+    except (EOFError, OSError):
+        server.should_exit = server.force_exit = True
+        threading.Event().wait(END_SECONDS)
+        os._exit(1)  # it hangs

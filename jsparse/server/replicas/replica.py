@@ -16,9 +16,10 @@ from jsparse.server.replicas.process import About, ReplicaProcess
 POLL_SECONDS = 0.1
 # how often a replica is asked whether its engine works
 HEALTH_SECONDS = 1.0
-# the most seconds between two starts of one that ends again and again
-MAX_PAUSE_SECONDS = 60.0
-END_SECONDS = 10.0
+# the seconds before one is started again, at first and at most
+PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0
+# how long it may take to answer that, and how often in a row it may take longer, without requests
+SILENT_SECONDS, MAX_SILENT = 10.0, 3
 # in an answer, or in the first event of one, that could not be begun
 FAILED = b'"code":"engine_error"'
 log = logging.getLogger("jsparse.server")
@@ -49,72 +50,81 @@ class Replica:
         self._client: httpx.AsyncClient | None = None
 
     async def watch(self, forget: Callable[[], None]) -> None:
-        """Keeps the process running; `forget` is told that it has begun anew.
+        """Keeps the process running; `forget` is told that it will begin anew.
 
         Raises:
             NeverReady: it ended before it was ready for the first time.
         """
-        pause = 1.0
+        pause = PAUSE_SECONDS
         while True:
             began = time.monotonic()
-            process = await asyncio.to_thread(self._begin)
-            transport = httpx.AsyncHTTPTransport(
-                uds=str(process.path), limits=httpx.Limits(max_connections=None)
-            )
-            self._client = httpx.AsyncClient(
-                transport=transport, base_url="http://replica", timeout=None
-            )
             try:
-                reason = await self._until_lost(process)
-            finally:
-                self.ready = False
-                await self._client.aclose()
+                reason = await self._run()
+            except Exception as error:
+                if self.about is None:
+                    raise
+                reason = f"replica {self.nth} could not be started: {error}"
             if self.about is None:
                 raise NeverReady(reason)
             log.error("%s; it is started again", reason)
             forget()
-            await asyncio.to_thread(process.end, END_SECONDS)
+            await asyncio.to_thread(self.end)
             if time.monotonic() - began > MAX_PAUSE_SECONDS:
-                pause = 1.0
+                pause = PAUSE_SECONDS
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE_SECONDS)
+
+    async def _run(self) -> str:
+        """Starts the process, and returns why it has to be started again, once that is so."""
+        process = await asyncio.to_thread(self._begin)
+        transport = httpx.AsyncHTTPTransport(
+            uds=str(process.path), limits=httpx.Limits(max_connections=None)
+        )
+        self._client = httpx.AsyncClient(
+            transport=transport, base_url="http://replica", timeout=None
+        )
+        try:
+            return await self._until_lost(process, self._client)
+        finally:
+            self.ready = False
+            await self._client.aclose()
 
     def _begin(self) -> ReplicaProcess:
         self._process = self._start()  # here, not where it is waited for: that may be cancelled
         return self._process
 
-    async def _until_lost(self, process: ReplicaProcess) -> str:
+    async def _until_lost(self, process: ReplicaProcess, client: httpx.AsyncClient) -> str:
         """Waits until a process has ended or does not answer any more; returns why."""
-        asked = time.monotonic()
+        running, asked, silent = False, time.monotonic(), 0
         while True:
             told = process.told()
             if isinstance(told, About):
-                self.about, self.ready = told, True
+                self.about, self.ready, running = told, True, True
             elif told is not None:
                 return f"replica {self.nth}: {told}" if self.about else told
             elif not process.alive:
                 return f"replica {self.nth} has ended"
-            if self.ready and time.monotonic() - asked > HEALTH_SECONDS:
+            if running and time.monotonic() - asked > HEALTH_SECONDS:
+                try:
+                    answer = await client.get("/health", timeout=SILENT_SECONDS)
+                except httpx.TimeoutException:
+                    silent, self.ready = silent + 1, False
+                except httpx.HTTPError as error:
+                    if process.alive:
+                        return f"replica {self.nth} does not answer: {error!r}"
+                else:
+                    silent, self.ready = 0, answer.status_code == 200
+                    if not self.ready:
+                        return f"replica {self.nth} has failed: {answer.text}"
+                if silent == MAX_SILENT:
+                    return f"replica {self.nth} does not answer"
                 asked = time.monotonic()
-                if (reason := await self._reason()) is not None:
-                    return reason
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _reason(self) -> str | None:
-        """Returns why it should be started again, or None."""
-        assert self._client is not None
-        try:
-            answer = await self._client.get("/health", timeout=END_SECONDS)
-        except httpx.HTTPError:
-            return None  # its process has ended, or is busy
-        return (
-            None if answer.status_code == 200 else f"replica {self.nth}: {answer.json()['status']}"
-        )
-
     def end(self) -> None:
-        """Ends the process."""
+        """Ends the process, if there is one."""
         if self._process is not None:
-            self._process.end(END_SECONDS)
+            self._process.end()
 
     async def ask(
         self, method: str, path: str, body: bytes | None = None
@@ -124,7 +134,8 @@ class Replica:
         Raises:
             Lost: it has not begun to answer, and will not. Pieces raise it as well.
         """
-        assert self._client is not None
+        if self._client is None:
+            raise Lost("it has not been started")
         headers = {"Content-Type": "application/json"} if body is not None else {}
         request = self._client.build_request(method, path, content=body, headers=headers)
         try:

@@ -11,10 +11,11 @@ from starlette.responses import Response
 
 from jsparse.server.errors import ApiError, json_response
 from jsparse.server.front import PARSED_AT_ONCE, Front, Options, max_body_bytes
+from jsparse.server.live import INTERVAL
 from jsparse.server.replicas import totals
 from jsparse.server.replicas.balance import Balance, Work, work_of
-from jsparse.server.replicas.replica import Lost, Replica
-from jsparse.server.sse import EventStream, event, merged, unless_gone
+from jsparse.server.replicas.replica import SILENT_SECONDS, Lost, Replica
+from jsparse.server.sse import EventStream, event, unless_gone
 
 # how often a request is sent: one that ends the engine must not end all of them
 ATTEMPTS = 2
@@ -29,17 +30,23 @@ class Router(Front):
 
     Attributes:
         replicas: the replicas.
+        totals: what they have counted.
     """
 
     def __init__(self, options: Options, replicas: Sequence[Replica]) -> None:
         """Prepares to send requests to replicas, as soon as they are ready."""
         super().__init__(options)
         self.replicas = replicas
-        self._balance = Balance(len(replicas))
+        self._balance, self.totals = Balance(len(replicas)), totals.Totals()
 
     async def watch(self, replica: Replica) -> None:
         """Keeps a replica running."""
-        await replica.watch(lambda: self._balance.forget(replica.nth))
+
+        def forget() -> None:
+            self._balance.forget(replica.nth)
+            self.totals.began_anew(replica.nth)
+
+        await replica.watch(forget)
 
     @property
     def ready(self) -> list[Replica]:
@@ -78,7 +85,7 @@ class Router(Front):
         async with self.body_of(request) as data:
             large = len(data) > PARSED_AT_ONCE
             work = await asyncio.to_thread(_work, data) if large else _work(data)
-            return await unless_gone(request.receive, self._ask(request, data, work))
+        return await unless_gone(request.receive, self._ask(request, data, work))
 
     async def _ask(self, request: Request, data: bytes | None, work: Work) -> Response:
         tried: list[int] = []
@@ -112,8 +119,9 @@ class Router(Front):
 
         async def one(replica: Replica) -> tuple[int, bytes | None]:
             body = None
-            with suppress(Lost):
-                response, pieces = await replica.ask("GET", path)
+            with suppress(Lost, TimeoutError):
+                async with asyncio.timeout(SILENT_SECONDS):
+                    response, pieces = await replica.ask("GET", path)
                 async with aclosing(pieces):
                     whole = b"".join([piece async for piece in pieces])
                 body = whole if response.status_code == 200 else None
@@ -160,7 +168,7 @@ async def _health(router: RouterOfApp) -> Response:
 @routes.get("/metrics", response_model=None)
 async def _metrics(router: RouterOfApp) -> Response:
     texts = await router.every("/metrics")
-    return Response(totals.summed(texts), media_type=totals.MEDIA_TYPE)
+    return Response(router.totals.summed(texts), media_type=totals.MEDIA_TYPE)
 
 
 @routes.get("/metrics/replicas", response_model=None)
@@ -171,13 +179,28 @@ async def _metrics_of_replicas(router: RouterOfApp) -> Response:
 
 @routes.get("/live", response_model=None)
 async def _live(router: RouterOfApp) -> Response:
+    if reason := router.unhealthy:
+        raise ApiError(503, reason, code="unavailable")
     return EventStream(_pictures(router))
 
 
 async def _pictures(router: Router) -> AsyncGenerator[bytes]:
-    ready, newest = router.ready, dict[int, dict[str, Any]]()
-    async with aclosing(merged([each.pictures() for each in ready])) as pictures:
-        async for nth, picture in pictures:
-            newest[ready[nth].nth] = picture
-            if len(newest) == len(ready):
+    newest: dict[int, dict[str, Any]] = {}
+
+    async def look(replica: Replica) -> None:
+        while True:
+            async for picture in replica.pictures():
+                newest[replica.nth] = picture
+            newest.pop(replica.nth, None)
+            await asyncio.sleep(INTERVAL)
+
+    tasks = [asyncio.create_task(look(replica)) for replica in router.replicas]
+    try:
+        while not router.draining:
+            if newest:
                 yield event(totals.picture([newest[nth] for nth in sorted(newest)]))
+            await asyncio.sleep(INTERVAL)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -13,6 +13,7 @@ from prometheus_client.samples import Sample
 MEDIA_TYPE = "text/plain; version=0.0.4"
 # a gauge whose name ends so is a share, of which the mean counts
 SHARE = "_perc"
+CREATED = "_created"
 
 
 def picture(pictures: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -31,28 +32,52 @@ def picture(pictures: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return total
 
 
-def summed(texts: Mapping[int, str]) -> bytes:
-    """Returns the sum of the replicas' metrics, in Prometheus' format; of shares the mean."""
+class Totals:
+    """Adds up the metrics of replicas, counters also of those that are gone.
 
-    def together(name: str, samples: list[tuple[int, Sample]]) -> Iterator[Sample]:
-        values = defaultdict[tuple[str, tuple[tuple[str, str], ...]], list[float]](list)
-        for _, sample in samples:
-            values[sample.name, tuple(sample.labels.items())].append(sample.value)
-        for (of, labels), each in values.items():
-            value = sum(each) / (len(each) if name.endswith(SHARE) else 1)
-            yield Sample(of, dict(labels), value)
+    So no counter falls when a replica ends: Prometheus would take that for a restart of all.
+    """
 
-    return _merged(texts, together)
+    def __init__(self) -> None:
+        """Prepares totals of nothing."""
+        self._last: dict[int, str] = {}
+        self._gone: list[str] = []
+
+    def began_anew(self, nth: int) -> None:
+        """Keeps what a replica has counted: its successor counts from zero."""
+        if nth in self._last:
+            both = {0: self._last.pop(nth), 1: self._gone.pop() if self._gone else ""}
+            self._gone.append(_merged(both, _added).decode())
+
+    def summed(self, texts: Mapping[int, str]) -> bytes:
+        """Returns the sum of the replicas' metrics, in Prometheus' format; of shares the mean.
+
+        Those that do not answer now count by what they have counted when they last did.
+        """
+        silent = [text for nth, text in self._last.items() if nth not in texts]
+        self._last |= texts
+        past = dict(enumerate([*silent, *self._gone], start=-len(silent) - len(self._gone)))
+        return _merged({**texts, **past}, _added)
 
 
 def by_replica(texts: Mapping[int, str]) -> bytes:
     """Returns the replicas' metrics with the label `replica`, in Prometheus' format."""
 
-    def apart(_: str, samples: list[tuple[int, Sample]]) -> Iterator[Sample]:
+    def apart(_: Metric, samples: list[tuple[int, Sample]]) -> Iterator[Sample]:
         for nth, sample in samples:
             yield Sample(sample.name, {**sample.labels, "replica": f"{nth}"}, sample.value)
 
     return _merged(texts, apart)
+
+
+def _added(family: Metric, samples: list[tuple[int, Sample]]) -> Iterator[Sample]:
+    """Yields the sums of samples, the means of shares; of those below 0, only what they counted."""
+    values = defaultdict[tuple[str, tuple[tuple[str, str], ...]], list[float]](list)
+    for nth, sample in samples:
+        if nth >= 0 or family.type in ("counter", "histogram"):
+            values[sample.name, tuple(sample.labels.items())].append(sample.value)
+    for (of, labels), each in values.items():
+        yield Sample(of, dict(labels), sum(each) / (len(each) if of.endswith(SHARE) else 1))
 
 
 class _Families(Collector):
@@ -67,17 +92,21 @@ class _Families(Collector):
 
 def _merged(
     texts: Mapping[int, str],
-    merge: Callable[[str, list[tuple[int, Sample]]], Iterator[Sample]],
+    merge: Callable[[Metric, list[tuple[int, Sample]]], Iterator[Sample]],
 ) -> bytes:
-    """Returns each family of metrics with the samples that `merge` makes of all replicas'."""
+    """Returns each family of metrics with the samples that `merge` makes of all replicas'.
+
+    Times of creation are left out.
+    """
     families: dict[str, Metric] = {}
     samples = defaultdict[str, list[tuple[int, Sample]]](list)
     for nth, text in texts.items():
         for family in text_string_to_metric_families(text):
-            families.setdefault(family.name, family)
-            samples[family.name] += [(nth, sample) for sample in family.samples]
+            if not family.name.endswith(CREATED):
+                families.setdefault(family.name, family)
+                samples[family.name] += [(nth, sample) for sample in family.samples]
     for name, family in families.items():
-        family.samples = list(merge(name, samples[name]))
+        family.samples = list(merge(family, samples[name]))
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families(list(families.values())))
     return generate_latest(registry)
