@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jsparse.hyper_parameters import whole_number
 from jsparse.models import orbax_files
 from jsparse.models.config import ModelConfig
 from jsparse.models.config_files import (
@@ -74,9 +75,11 @@ class Params:
     mesh: jax.sharding.Mesh | None = None
 
     def __repr__(self) -> str:
-        count = sum(leaf.size for leaf in jax.tree.leaves(self.weights))
+        devices = 1 if self.mesh is None else self.mesh.size
+        count = sum(leaf.size for leaf in jax.tree.leaves(self.weights)) / devices
         size = next(f"{count / n:.3g}{unit}" for n, unit in _UNITS if count >= n)
-        return f"Params({self.name!r}, {self.config.family}, {size} parameters, {self.dtype})"
+        size += f" parameters on each of {devices} devices" if devices > 1 else " parameters"
+        return f"Params({self.name!r}, {self.config.family}, {size}, {self.dtype})"
 
     @property
     def dtype(self) -> Any:
@@ -119,6 +122,8 @@ def load(
         TypeError: there is no option of that name.
     """
     weights_dtype = parse_dtype(dtype)
+    if tensor_parallel_size is not None:
+        whole_number("tensor_parallel_size", tensor_parallel_size, 1)
     path = checked_path(locate(model, revision), model)
     load_path = _load_folder if path.is_dir() else _load_gguf
     ranks = tensor_parallel_size or 1
@@ -131,8 +136,7 @@ def spread(params: Params, tensor_parallel_size: int) -> Params:
     Raises:
         ValueError: it cannot be divided so, it is spread already, or there are not as many devices.
     """
-    if params.mesh is not None:
-        raise ValueError(f"params={params!r}: must be on one device, and is on {params.mesh.size}")
+    require_on_one_device(params)
     spreading = Spreading(params.config, tensor_parallel_size)
     weights = spreading.place_all(params.weights["params"])
     return dataclasses.replace(
@@ -173,6 +177,12 @@ def require_params(params: Any) -> None:
         raise ValueError(f"params={reprlib.repr(params)}: must be what jsparse.load returned")
 
 
+def require_on_one_device(params: Params) -> None:
+    """Raises ValueError if a model is spread over several devices."""
+    if params.mesh is not None:
+        raise ValueError(f"params={params!r}: must be on one device, and is on {params.mesh.size}")
+
+
 def save(params: Params, path: str | os.PathLike[str]) -> None:
     """Writes a model into a folder that `load` reads.
 
@@ -184,8 +194,10 @@ def save(params: Params, path: str | os.PathLike[str]) -> None:
         path: a folder that is empty or does not exist.
 
     Raises:
-        ValueError: `path` is a file, or a folder that is not empty.
+        ValueError: `path` is a file, or a folder that is not empty, or the model is spread over
+            several devices.
     """
+    require_on_one_device(params)
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"path={str(path)!r} exists: must be new or an empty folder")

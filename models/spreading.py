@@ -40,6 +40,10 @@ class Spreading:
         self._whole, self.config = config, config.of_rank(ranks)
         self.mesh = Mesh(np.array(devices[:ranks]), (AXIS,), axis_types=(AxisType.Auto,))
 
+    def own_size(self, path: str, size: int) -> int:
+        """Returns how many of the numbers of the array at a path each rank has."""
+        return size if self._ends(path.split("/")) is None else size // self.mesh.size
+
     def place(self, path: str, whole: Array) -> Array:
         """Returns the array at a path such as layers_0/mlp/down/kernel, the ranks as first axis."""
         parts = self._parts(path.split("/"), whole)
@@ -58,17 +62,24 @@ class Spreading:
 
     def _parts(self, names: list[str], whole: Array) -> list[Array]:
         """Returns what each rank gets of the array of this name."""
-        config, ranks = self._whole, self.mesh.size
-        if "qkv" in names:
-            q, kv = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
-            ends = [q, q + kv]
-        elif "gate_up" in names:
-            ends = [config.intermediate_size]
-        elif "o" in names or "down" in names:
-            return jnp.split(whole, ranks, axis=0)
-        elif "lm_head" in names and config.vocab_parts(ranks) > 1:
-            ends = []
-        else:
+        ends, ranks = self._ends(names), self.mesh.size
+        if ends is None:
             return [whole] * ranks
+        if "o" in names or "down" in names:
+            return jnp.split(whole, ranks, axis=0)
         kinds = [jnp.split(kind, ranks, axis=-1) for kind in jnp.split(whole, ends, axis=-1)]
         return [jnp.concatenate(of_rank, axis=-1) for of_rank in zip(*kinds, strict=True)]
+
+    def _ends(self, names: list[str]) -> list[int] | None:
+        """Returns where the kinds of columns of the array of this name end, but for the last.
+
+        None is that all ranks have the whole.
+        """
+        config = self._whole
+        if "qkv" in names:
+            q, kv = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
+            return [q, q + kv]
+        if "gate_up" in names:
+            return [config.intermediate_size]
+        divided = "lm_head" in names and config.vocab_parts(self.mesh.size) > 1
+        return [] if divided or "o" in names or "down" in names else None

@@ -179,9 +179,12 @@ def read_weights(
     Raises:
         ValueError: they do not fit in its memory.
     """
-    needed = sum(math.prod(weight.shape) for weight in weights) * np.dtype(dtype).itemsize
-    if spreading is not None:
-        needed //= spreading.mesh.size
+    sizes = {weight.path: math.prod(weight.shape) for weight in weights}
+    needed = sum(sizes.values())
+    if spreading is not None:  # what each device keeps, and the array that is being placed
+        own = sum(spreading.own_size(path, size) for path, size in sizes.items())
+        needed = own + max(sizes.values())
+    needed *= np.dtype(dtype).itemsize
     if needed > (there := memory.available_bytes()):
         raise ValueError(
             f"{store.path} takes {memory.size(needed)} in {np.dtype(dtype).name}: "

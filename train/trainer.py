@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 import jsparse
-from jsparse.models.checkpoint import Params
+from jsparse.models.checkpoint import Params, require_on_one_device
 from jsparse.policies.head_gates import HeadGates, save
 from jsparse.train import distill, lagrangian
 from jsparse.train.data import Source, check_at_least
@@ -51,8 +51,10 @@ class Trainer:
 
         Raises:
             ValueError: a setting is out of its range; the folder holds a run, and `resume` is
-                False; or it is True, and the folder holds none, or one of other settings.
+                False; or it is True, and the folder holds none, or one of other settings; or the
+                model is spread over several devices.
         """
+        require_on_one_device(params)
         config = params.config
         self.problem = settings.lagrangian(config.num_layers, config.num_kv_heads)
         devices = jax.local_devices()

@@ -172,6 +172,8 @@ def serve(
     for option, size in (("data", data_parallel_size), ("tensor", tensor_parallel_size)):
         _require(f"--{option}-parallel-size", size, size >= 1, "at least 1")
     _check_key(api_key)
+    if data_parallel_size > 1:
+        _leave_gpus_to_engines()
     resolve(policy)  # what is wrong with it is told before anything is loaded
     listening = run.listen(host, port)
     address, at = listening.getsockname()[:2]
@@ -225,6 +227,13 @@ def serve(
         seeds = [seed if seed is None else seed + nth for nth in range(data_parallel_size)]
         engines = [partial(make_engine, seed=each) for each in seeds]
         replicas.serve(options, engines, tensor_parallel_size, listening, on_ready=on_ready)
+
+
+def _leave_gpus_to_engines() -> None:
+    """Keeps this process from claiming a GPU's memory, as code of a user's policy might."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
 
 
 def _require(option: str, value: float | None, holds: bool, rule: str) -> None:

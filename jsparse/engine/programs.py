@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jsparse.cache import ReadOnly
 from jsparse.engine.bodies import Bodies
@@ -69,6 +70,8 @@ class Programs(ProgramSet):
         # pages in host memory are lent to each program, since they change between them
         pages = shapes(spec.cache) if spec.sizes.tail_tokens else None
         self._beside = ReadOnly(constants(spec.params, spec.policy), host=pages)
+        if (mesh := spec.params.mesh) is not None:  # else each dispatch would copy them
+            self._beside = jax.device_put(self._beside, NamedSharding(mesh, SAME))
         fixed = {"weights": spec.params.weights, "beside": self._beside}
         # the ways of choosing tokens whose programs have been prepared
         self._prepared: tuple[SamplingMode, ...] = ()

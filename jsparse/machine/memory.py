@@ -4,15 +4,18 @@ import jax
 import psutil
 
 
-def available_bytes(utilization: float = 1.0) -> int:
+def available_bytes(utilization: float = 1.0, devices: int = 1) -> int:
     """Returns the bytes free on the default device, or in the host's memory on a CPU.
+
+    Of several devices, the first ones, it is the least.
 
     With less than full `utilization` the rest of the device's memory, or of what is free on a host,
     is left alone.
     """
-    stats = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return int(utilization * stats["bytes_limit"]) - stats["bytes_in_use"]
+    if jax.default_backend() != "cpu":
+        found = [device.memory_stats() or {} for device in jax.local_devices()[:devices]]
+        if all("bytes_limit" in stats for stats in found):
+            return min(int(utilization * s["bytes_limit"]) - s["bytes_in_use"] for s in found)
     return int(utilization * psutil.virtual_memory().available)
 
 

@@ -43,6 +43,7 @@ from jsparse.pallas_kernels.threshold_select.api import OutputGranularity
 from jsparse.policies import channel_ranking
 from jsparse.policies.sidecars import Sidecar, framed_sidecar
 from jsparse.policy import Policy, at_layer
+from jsparse.ranks import own_part
 from jsparse.selection import Granularity
 from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
 
@@ -132,7 +133,8 @@ def calibrated(settings: Settings, labels: Sidecar, spec: CacheSpec) -> State:
     shape = state[0].channels.shape
     ascending = np.sort(settings.ranking[..., : shape[-1]])
     return tuple(
-        entry._replace(channels=jnp.broadcast_to(channels, shape))
+        # where none are traced, as to learn the shapes, a rank's part is any
+        entry._replace(channels=jnp.broadcast_to(own_part(channels, 0)[: shape[1]], shape))
         for entry, channels in zip(state, ascending, strict=True)
     )
 

@@ -244,7 +244,7 @@ def pool_groups(
     per_group, rows = _bytes_of(spec, policy)
     rows += _leaving_bytes(spec, policy, prompts, chunk) if policy.offload else 0
     rows += state_bytes(reading, policy) if reading else 0
-    there = memory.available_bytes(gpu_memory_utilization) - rows
+    there = memory.available_bytes(gpu_memory_utilization, spec.ranks) - rows
     maximum = int(there // per_group) if per_group else sys.maxsize
     maximum = max(0, maximum) if there >= 0 else 0
     on_host = policy.offload is not None

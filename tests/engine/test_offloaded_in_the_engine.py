@@ -119,7 +119,7 @@ def test_host_memory_is_accounted_for_all_requests_together(monkeypatch):
     numbers = f"take {memory.size(21 * group)} of host memory: must fit in the "
     with pytest.raises(ValueError, match=f"160 tokens {re.escape(numbers)}{20 * group / 1024:.2f}"):
         make(kv_cache_tokens=20 * PAGE)
-    monkeypatch.setattr(memory, "available_bytes", lambda share=1.0: 1000)
+    monkeypatch.setattr(memory, "available_bytes", lambda *_: 1000)
     with pytest.raises(ValueError, match="96 tokens in host memory, tails of 4 rows and the state"):
         make(kv_cache_tokens=96)
 

@@ -22,7 +22,7 @@ ROWS, LONGEST, PAGE = 3, 64, 8
 def test_a_gpu_is_filled_where_prompts_can_be_kept(backend, policy, all_of_it, monkeypatch):
     params = tiny_params(num_layers=1)
     spec = capacity.cache_spec(params, [[]] * ROWS, [0] * ROWS, LONGEST, PAGE)
-    monkeypatch.setattr(memory, "available_bytes", lambda utilization: 2**24)
+    monkeypatch.setattr(memory, "available_bytes", lambda *_: 2**24)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     groups = capacity.pool_groups(spec, parse(policy), None, 0.9)
     assert (groups > ROWS * LONGEST // PAGE + 1) == all_of_it
