@@ -357,6 +357,7 @@ def test_a_page_keeps_no_server_from_ending(folder):
 def test_a_replica_that_hangs_gets_no_requests_and_is_started_again(folder, monkeypatch):
     monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.05)
     monkeypatch.setattr(replica, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(replica, "MAX_SILENT", 1000)
     with routed(folder) as (url, router):
         first, old = router.replicas[0], router.replicas[0]._process
         old.hangs = True
@@ -364,6 +365,11 @@ def test_a_replica_that_hangs_gets_no_requests_and_is_started_again(folder, monk
         for nth in range(4):
             assert post(url, f"{nth}").json() == {"answer": f"{nth}"}
         assert ALL[0] == []
+        old.hangs = False
+        assert soon(lambda: first.ready)
+        assert first._process is old
+        monkeypatch.setattr(replica, "MAX_SILENT", 2)
+        old.hangs = True
         assert soon(lambda: first._process is not old and first.ready)
 
 

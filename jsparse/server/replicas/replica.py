@@ -116,7 +116,7 @@ class Replica:
                     silent, self.ready = 0, answer.status_code == 200
                     if not self.ready:
                         return f"replica {self.nth} has failed: {answer.text}"
-                if silent == MAX_SILENT:
+                if silent >= MAX_SILENT:
                     return f"replica {self.nth} does not answer"
                 asked = time.monotonic()
             await asyncio.sleep(POLL_SECONDS)
