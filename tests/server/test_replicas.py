@@ -40,7 +40,6 @@ class FakeProcess:
 
     def __init__(self, path, asked):
         self.path, self.asked, self.alive, self.left = path, asked, True, threading.Event()
-        self.hangs = False
         self._about = About(("fake", "Nothing is sparse."), 100)
         routes = [
             Route(COMPLETIONS, self._complete, methods=["POST"]),
@@ -99,8 +98,6 @@ class FakeProcess:
         yield b"data: [DONE]\n\n"
 
     async def _health(self, _):
-        while self.hangs:
-            await asyncio.sleep(0.01)
         return JSONResponse({"status": "ready"})
 
     async def _metrics(self, _):
@@ -356,20 +353,27 @@ def test_a_page_keeps_no_server_from_ending(folder):
 
 def test_a_replica_that_hangs_gets_no_requests_and_is_started_again(folder, monkeypatch):
     monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.05)
-    monkeypatch.setattr(replica, "SILENT_SECONDS", 0.2)
-    monkeypatch.setattr(replica, "MAX_SILENT", 1000)
+    monkeypatch.setattr(replica, "MAX_SILENT", 10**6)
+    ask, hung = httpx.AsyncClient.get, []
+
+    async def get(client, url, **options):
+        if url == "/health" and client in hung:
+            raise httpx.ReadTimeout("no answer")
+        return await ask(client, url, **options)
+
+    monkeypatch.setattr(httpx.AsyncClient, "get", get)
     with routed(folder) as (url, router):
         first, old = router.replicas[0], router.replicas[0]._process
-        old.hangs = True
+        hung.append(first._client)
         assert soon(lambda: not first.ready)
         for nth in range(4):
             assert post(url, f"{nth}").json() == {"answer": f"{nth}"}
         assert ALL[0] == []
-        old.hangs = False
+        hung.clear()
         assert soon(lambda: first.ready)
         assert first._process is old
+        hung.append(first._client)
         monkeypatch.setattr(replica, "MAX_SILENT", 2)
-        old.hangs = True
         assert soon(lambda: first._process is not old and first.ready)
 
 
