@@ -6,6 +6,7 @@ import socket
 import tempfile
 import threading
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -271,8 +272,12 @@ def test_who_is_full_is_not_the_last_word(folder, monkeypatch):
 
 def test_a_replica_hears_that_a_client_has_left(folder):
     with routed(folder, 1) as (url, router):
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}{COMPLETIONS}", json={"prompt": "waits"}, timeout=0.2)
+        host, port = url.removeprefix("http://").split(":")
+        peer = HTTPConnection(host, int(port))
+        body = json.dumps({"prompt": "waits"})
+        peer.request("POST", COMPLETIONS, body, {"Content-Type": "application/json"})
+        assert soon(lambda: ALL[0] == ["waits"])
+        peer.close()
         fake = router.replicas[0]._process
         assert isinstance(fake, FakeProcess)
         assert fake.left.wait(10)
