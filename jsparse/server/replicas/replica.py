@@ -97,12 +97,13 @@ class Replica:
         """Waits until a process has ended or does not answer any more; returns why."""
         running, asked, silent = False, time.monotonic(), 0
         while True:
+            alive = process.alive  # before it is asked what it has told, which may be its last word
             told = process.told()
             if isinstance(told, About):
                 self.about, self.ready, running = told, True, True
             elif told is not None:
                 return f"replica {self.nth}: {told}" if self.about else told
-            elif not process.alive:
+            elif not alive:
                 return f"replica {self.nth} has ended"
             if running and time.monotonic() - asked > HEALTH_SECONDS:
                 try:
