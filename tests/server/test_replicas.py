@@ -320,6 +320,7 @@ def test_metrics_are_added_up_or_told_apart(folder):
         # of one that is lost, what it has counted goes on to count
         lost, old = router.replicas[0], router.replicas[0]._process
         counted = len(ALL[0])
+        assert isinstance(old, FakeProcess)
         old.die()
         ALL[0].clear()
         assert soon(lambda: lost._process is not old and lost.ready)
@@ -394,6 +395,7 @@ def test_a_restart_that_fails_is_tried_again(folder, monkeypatch):
 
         monkeypatch.setattr(first, "_start", fails_once)
         old = first._process
+        assert isinstance(old, FakeProcess)
         old.die()
         assert soon(lambda: first._process is not old and first.ready)
         assert len(tried) == 2
