@@ -13,7 +13,7 @@ Llama 3.1 8B's shape, random bf16 weights and prompts. Parts:
 
 Lengths are divided by --shorten. Each part is one process, since pinned memory is not given back.
 
-    python -m bench.engine_host --json build/engine_host.json
+    python -m bench.engine_host moved --json build/engine_host.json
 """
 
 import statistics

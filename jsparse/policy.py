@@ -253,7 +253,7 @@ def resolved(policy: AnyPolicy, spec: CacheSpec, *, drafts: bool = False) -> Pol
 
 def is_dense(policy: Policy, spec: CacheSpec) -> bool:
     """Returns whether all heads always attend to everything."""
-    heads, layers = spec.num_kv_heads * spec.ranks, range(spec.num_layers)
+    heads, layers = spec.model_kv_heads, range(spec.num_layers)
     return all(len(policy.dense_heads(layer, heads)) == heads for layer in layers)
 
 

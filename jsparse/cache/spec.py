@@ -34,6 +34,11 @@ class CacheSpec(NamedTuple):
         return self.batch * self.num_kv_heads * self.num_pages
 
     @property
+    def model_kv_heads(self) -> int:
+        """Returns the number of KV heads that all ranks have together."""
+        return self.num_kv_heads * self.ranks
+
+    @property
     def capacity(self) -> int:
         """Returns S, the number of tokens that one head can hold."""
         return self.num_pages * self.page_size

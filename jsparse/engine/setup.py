@@ -402,7 +402,7 @@ def _prefill_rows(asked: Sequence[int] | None, slots: int, *, packs: bool) -> tu
 def _family_rows(asked: bool | None, policy: Policy, spec: CacheSpec) -> int:
     """Returns the most rows that read together what they have in common; 0 is that none do."""
     if asked is None:
-        heads, layers = spec.num_kv_heads * spec.ranks, range(spec.num_layers)
+        heads, layers = spec.model_kv_heads, range(spec.num_layers)
         dense = sum(len(policy.dense_heads(layer, heads)) == heads for layer in layers)
         asked = _on_gpu() and 2 * dense >= spec.num_layers
     else:

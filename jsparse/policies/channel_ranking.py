@@ -49,7 +49,7 @@ def load(path: str) -> Ranking:
 def require_fit(ranking: Ranking, path: str, spec: CacheSpec) -> None:
     """Raises ValueError if the ranking read from `path` is for a model of other sizes."""
     layers, heads, channels = ranking.shape
-    wanted = spec.num_layers, spec.num_kv_heads * spec.ranks, spec.head_dim
+    wanted = spec.num_layers, spec.model_kv_heads, spec.head_dim
     if ranking.shape != wanted:
         raise ValueError(
             f"calibration={path!r}: is for {layers} layers of {heads} KV heads of {channels} "

@@ -135,7 +135,7 @@ def retrieval_heads(gates: str | Sequence[Sequence[float]]) -> Bool[np.ndarray, 
 
 def require_fit(retrieval: Bool[np.ndarray, "L K"], gates: Any, spec: CacheSpec) -> None:
     """Raises ValueError if the mask that `gates` named is for a model of other sizes."""
-    wanted = spec.num_layers, spec.num_kv_heads * spec.ranks
+    wanted = spec.num_layers, spec.model_kv_heads
     if retrieval.shape != wanted:
         raise ValueError(
             f"gates={gates!r}: is for {' × '.join(map(str, retrieval.shape))} layers × KV heads, "

@@ -41,13 +41,13 @@ class Totals:
     def __init__(self) -> None:
         """Prepares totals of nothing."""
         self._last: dict[int, str] = {}
-        self._gone: list[str] = []
+        self._gone = ""
 
     def began_anew(self, nth: int) -> None:
         """Keeps what a replica has counted: its successor counts from zero."""
         if nth in self._last:
-            both = {0: self._last.pop(nth), 1: self._gone.pop() if self._gone else ""}
-            self._gone.append(_merged(both, _added).decode())
+            both = {0: self._last.pop(nth), 1: self._gone}
+            self._gone = _merged(both, _added).decode()
 
     def summed(self, texts: Mapping[int, str]) -> bytes:
         """Returns the sum of the replicas' metrics, in Prometheus' format; of shares the mean.
@@ -56,7 +56,7 @@ class Totals:
         """
         silent = [text for nth, text in self._last.items() if nth not in texts]
         self._last |= texts
-        past = dict(enumerate([*silent, *self._gone], start=-len(silent) - len(self._gone)))
+        past = {-1 - nth: text for nth, text in enumerate([self._gone, *silent])}
         return _merged({**texts, **past}, _added)
 
 
