@@ -231,8 +231,10 @@ class Runner:
     def _resume(self, move: Move) -> None:
         """Copies the pages of a row back, into other groups."""
         parts, place = self._parked.pop(move.answer), device_sharding()
-        for moved, part in zip(self._moved(move), parts, strict=True):
-            part = jax.device_put(part, place)
+        coming = jax.device_put(parts[0], place)
+        for moved, following in zip(self._moved(move), [*parts[1:], None], strict=True):
+            # a copy waits for what the device was given before it: the next one goes first
+            part, coming = coming, jax.device_put(following, place)
             self._slots = self._programs.run(RESUME, self._slots, moved, part)
             self._copying.append(part)
 
