@@ -9,6 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jsparse.hyper_parameters import whole_number
+from jsparse.machine.processes import link
 from jsparse.models.config import ModelConfig
 from jsparse.ranks import AXIS
 
@@ -17,7 +18,8 @@ class Spreading:
     """Says which part of each array of a model lies on which of the first devices.
 
     Norms and the embedding are the same on all ranks (jsparse.ranks), and so are the columns of a
-    vocabulary that is no multiple of their number.
+    vocabulary that is no multiple of their number. Of several processes (jax.distributed), each has
+    as many of the ranks, and places what is theirs.
 
     Attributes:
         mesh: the devices, one rank on each.
@@ -28,17 +30,22 @@ class Spreading:
         """Prepares to spread a model of these sizes.
 
         Raises:
-            ValueError: it cannot be divided so, or there are not as many devices.
+            ValueError: it cannot be divided so, there are not as many devices, or processes cannot
+                reach each other.
         """
         whole_number("tensor_parallel_size", ranks, 1)
-        devices = jax.local_devices()
-        if ranks > len(devices):
+        processes, devices = jax.process_count(), jax.devices()
+        if ranks > len(devices) or ranks % processes:
+            every = f" and a multiple of {processes}, that of processes" if processes > 1 else ""
             raise ValueError(
                 f"tensor_parallel_size={ranks}: must be at most {len(devices)}, the number of "
-                "devices"
+                f"devices{every}"
             )
+        link()  # from here on, each notices when another ends
         self._whole, self.config = config, config.of_rank(ranks)
-        self.mesh = Mesh(np.array(devices[:ranks]), (AXIS,), axis_types=(AxisType.Auto,))
+        own = [[x for x in devices if x.process_index == nth] for nth in range(processes)]
+        first = np.array([some[: ranks // processes] for some in own])
+        self.mesh = Mesh(first.reshape(-1), (AXIS,), axis_types=(AxisType.Auto,))
 
     def own_size(self, path: str, size: int) -> int:
         """Returns how many of the numbers of the array at a path each rank has."""
@@ -48,7 +55,12 @@ class Spreading:
         """Returns the array at a path such as layers_0/mlp/down/kernel, the ranks as first axis."""
         parts = self._parts(path.split("/"), whole)
         pairs = zip(parts, self.mesh.devices.flat, strict=True)
-        placed = [jax.device_put(part[None], device) for part, device in pairs]
+        here = jax.process_index()
+        placed = [
+            jax.device_put(part[None], device)
+            for part, device in pairs
+            if device.process_index == here
+        ]
         place = NamedSharding(self.mesh, PartitionSpec(AXIS))
         return jax.make_array_from_single_device_arrays(
             (self.mesh.size, *parts[0].shape), place, placed

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from typer import Option
 
+from jsparse.cli import hosts
 from jsparse.cli.options import DtypeOption, ModelOption, PolicyOption, RevisionOption, takes_model
 from jsparse.machine.extras import install
 
@@ -37,6 +38,14 @@ DataParallelSizeOption = Annotated[
 TensorParallelSizeOption = Annotated[
     int,
     Option(help="Number of GPUs that the model is spread over, each with some of its heads."),
+]
+CheckRanksOption = Annotated[
+    bool,
+    Option(
+        "--check-ranks",
+        help="Compare what the GPUs of a model have chosen after each program, and fail if it "
+        "differs; slower.",
+    ),
 ]
 EnablePrefixCachingOption = Annotated[
     bool, Option(help="Whether requests share what others have read of the same prompt.")
@@ -130,6 +139,12 @@ def serve(
     swap_space: SwapSpaceOption = 0.0,
     data_parallel_size: DataParallelSizeOption = 1,
     tensor_parallel_size: TensorParallelSizeOption = 1,
+    nnodes: hosts.NnodesOption = 1,
+    node_rank: hosts.NodeRankOption = 0,
+    master_addr: hosts.MasterAddrOption = None,
+    master_port: hosts.MasterPortOption = 29500,
+    headless: hosts.HeadlessOption = False,
+    check_ranks: CheckRanksOption = False,
     enable_prefix_caching: EnablePrefixCachingOption = True,
     api_key: ApiKeyOption = None,
     served_model_name: ServedModelNameOption = None,
@@ -175,11 +190,15 @@ def serve(
     if data_parallel_size > 1:
         _leave_gpus_to_engines()
     resolve(policy)  # what is wrong with it is told before anything is loaded
-    listening = run.listen(host, port)
-    address, at = listening.getsockname()[:2]
-
+    answers = hosts.join(
+        *(tensor_parallel_size, data_parallel_size),
+        nnodes=nnodes,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+        headless=headless,
+    )
     log.show(log_level)
-
     make_engine = partial(
         *(load_engine, model, policy),
         dtype=dtype,
@@ -194,12 +213,18 @@ def serve(
         max_stall_ms=max_stall_ms,
         batch_invariant=batch_invariant,
         exact=exact,
+        check_ranks=check_ranks,
         num_speculative_tokens=num_speculative_tokens,
         per_request=tuple(per_request or ()),
         layer_stats="newest",
         # else the first request for likely tokens would wait for them, and all others with it
         prepare="logprobs" if max_logprobs else True,
     )
+    if not answers:
+        make_engine()  # and works for process 0, until that ends
+        return
+    listening = run.listen(host, port)
+    address, at = listening.getsockname()[:2]
 
     def on_ready(about: tuple[str, str]) -> None:
         where = f"[{address}]" if ":" in address else address

@@ -13,6 +13,7 @@ import jax
 
 from jsparse.engine import plan_log, setup
 from jsparse.engine.errors import EngineError, EngineFull
+from jsparse.engine.follower import ToldPrograms, agree, follow
 from jsparse.engine.outputs import AnswerBuilder, RequestMetrics
 from jsparse.engine.pace import Pace
 from jsparse.engine.program_keys import SamplingMode
@@ -22,6 +23,7 @@ from jsparse.engine.runner import PendingResults, Runner
 from jsparse.engine.scheduler import Scheduler
 from jsparse.engine.step_plan import Answer, Decoding
 from jsparse.hyper_parameters import flag, whole_number
+from jsparse.machine import processes
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import ENGINE, takes
 from jsparse.policies.expressions import as_policy
@@ -78,6 +80,7 @@ class Engine:
         cascade_attention: bool | None = None,
         exact: bool = False,
         num_speculative_tokens: int | None = None,
+        check_ranks: bool = False,
         record: str | os.PathLike[str] | None = None,
         prepare: bool | Literal["logprobs"] | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -95,6 +98,7 @@ class Engine:
         if max_waiting is not None:
             whole_number("max_waiting", max_waiting, 0)
         flag("enable_prefix_caching", enable_prefix_caching)
+        flag("check_ranks", check_ranks)
         if prepare not in (None, "logprobs"):
             flag("prepare", prepare)
         spec = setup.engine_spec(
@@ -126,7 +130,7 @@ class Engine:
         )
         self._pace = Pace(params.config, spec.sizes)
         rules = setup.rules(spec.policy, spec.cache, spec.sizes, share=enable_prefix_caching)
-        self.programs = Programs(spec)
+        self.programs = self._programs_of(spec, check_ranks=check_ranks)
         usable = self.programs.usable_rows, self._can_run
         self.scheduler = Scheduler(self.sizes, rules, self._pace, *usable)
         self.per_request, self._layer_stats, self._clock = spec.knobs, layer_stats, clock
@@ -148,6 +152,17 @@ class Engine:
         self.error: BaseException | None = None
         self._runner = Runner(spec, self.programs, lambda number: self._live[number][2].request)
         self._run_first(new)
+
+    def _programs_of(self, spec: setup.EngineSpec, *, check_ranks: bool) -> Programs:
+        """Returns the programs; where another process plans, does what it says, and exits."""
+        if spec.params.mesh is None:
+            return Programs(spec)
+        link = processes.link() or processes.Link(0, ())
+        agree(spec, link)
+        if link.index:
+            follow(spec, link, check_ranks=check_ranks)
+            raise SystemExit(0)
+        return ToldPrograms(spec, link, check_ranks=check_ranks)
 
     def prepare(self, choices: Sequence[SamplingMode], *, all_rows: bool = False) -> None:
         """Compiles programs as `Programs.prepare` does, and runs each of them once on a GPU."""

@@ -66,6 +66,7 @@ class LLM:
         prepare: bool | Literal["logprobs"] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         tensor_parallel_size: int | None = None,
+        check_ranks: bool = False,
         enforce_eager: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
@@ -131,7 +132,11 @@ class LLM:
                 which then also runs each once, since a first run takes longer.
             clock: returns the time in seconds.
             tensor_parallel_size: the number of devices that the model is spread over, each with
-                some of its heads; None is one, or those that `jsparse.load` has spread it over.
+                some of its heads; None is one, or those that `jsparse.load` has spread it over. The
+                devices may be those of several processes (jax.distributed), which all make the same
+                LLM: all but process 0 then work for it, and exit when it does.
+            check_ranks: whether the devices of such a model are compared after each program: they
+                must have chosen the same tokens, or the engine fails. It is slower.
             enforce_eager: false; programs are always compiled.
             trust_remote_code: false; no code that comes with a checkpoint is ever run.
 
@@ -167,6 +172,7 @@ class LLM:
             cascade_attention=cascade_attention,
             exact=exact,
             num_speculative_tokens=num_speculative_tokens,
+            check_ranks=check_ranks,
             record=record,
             prepare=prepare,
             clock=clock,

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jsparse.cache import ReadOnly
 from jsparse.engine.bodies import Bodies
@@ -41,7 +40,7 @@ from jsparse.model_facts.constants import constants
 from jsparse.runtime.compilation import Program, inlined, program
 from jsparse.runtime.program_set import ProgramKey, ProgramSet
 from jsparse.runtime.sampling import row_sampling
-from jsparse.runtime.spread_programs import OWN, SAME, on_ranks, placed
+from jsparse.runtime.spread_programs import OWN, SAME, on_ranks, placed, same_on_all
 
 logger = logging.getLogger("jsparse.engine")
 
@@ -71,7 +70,7 @@ class Programs(ProgramSet):
         pages = shapes(spec.cache) if spec.sizes.tail_tokens else None
         self._beside = ReadOnly(constants(spec.params, spec.policy), host=pages)
         if (mesh := spec.params.mesh) is not None:  # else each dispatch would copy them
-            self._beside = jax.device_put(self._beside, NamedSharding(mesh, SAME))
+            self._beside = same_on_all(self._beside, mesh)
         fixed = {"weights": spec.params.weights, "beside": self._beside}
         # the ways of choosing tokens whose programs have been prepared
         self._prepared: tuple[SamplingMode, ...] = ()

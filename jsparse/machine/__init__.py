@@ -1,4 +1,5 @@
 """Knows the machine: free memory, the folders of jsparse's own files, which extras are there.
 
-Everything may use it; it uses nothing else of jsparse. `memory` alone imports jax, when asked.
+Everything may use it; it uses nothing else of jsparse. `memory` and `processes` alone import jax,
+when asked.
 """

@@ -1,22 +1,27 @@
-"""Measures free memory; this module imports nothing else of jsparse."""
+"""Measures free memory."""
 
 import jax
 import psutil
+
+from jsparse.machine import processes
 
 
 def available_bytes(utilization: float = 1.0, devices: int = 1) -> int:
     """Returns the bytes free on the default device, or in the host's memory on a CPU.
 
-    Of several devices, the first ones, it is the least.
+    Of several devices, the first ones, it is the least, and so it is of several processes that run
+    one model.
 
     With less than full `utilization` the rest of the device's memory, or of what is free on a host,
     is left alone.
     """
+    free = int(utilization * psutil.virtual_memory().available)
     if jax.default_backend() != "cpu":
         found = [device.memory_stats() or {} for device in jax.local_devices()[:devices]]
         if all("bytes_limit" in stats for stats in found):
-            return min(int(utilization * s["bytes_limit"]) - s["bytes_in_use"] for s in found)
-    return int(utilization * psutil.virtual_memory().available)
+            free = min(int(utilization * s["bytes_limit"]) - s["bytes_in_use"] for s in found)
+    together = processes.link() if devices > 1 else None
+    return free if together is None else min(together.everyone("free memory", free))
 
 
 def size(nbytes: float) -> str:

@@ -185,10 +185,12 @@ class Program:
             return
         try:
             lowered = self.lower(*call.given.args, **call.given.kwargs)
+            # its text does not tell for which devices it is
+            of = self, tuple(shape[-1] for shape in call.key[2])
             if call.plain:
-                _compilers.submit(_compile, lowered, made, name)
+                _compilers.submit(_compile, lowered, of, made, name)
             else:
-                _compile(lowered, made, name)
+                _compile(lowered, of, made, name)
         except BaseException as error:
             made.set_exception(error)
 
@@ -201,18 +203,19 @@ class Program:
         return name, None if name is None else _store.get(name, (call.args, call.kwargs))
 
 
-def _compile(lowered: Any, made: Future[Callable[..., Any]], name: str | None) -> None:
+def _compile(lowered: Any, of: Any, made: Future[Callable[..., Any]], name: str | None) -> None:
     """Compiles a program, or waits for one of the same form, and passes it on."""
-    _compiled(lowered).add_done_callback(partial(_finish, made, name))
+    _compiled(lowered, of).add_done_callback(partial(_finish, made, name))
 
 
-def _compiled(lowered: Any) -> "Future[_Compiled]":
+def _compiled(lowered: Any, of: Any = None) -> "Future[_Compiled]":
     """Compiles a program, or returns the future of one of the same form that is being compiled.
 
-    Static arguments often make no difference, as one for policies which this policy ignores.
+    `of` is what else they must have in common. Static arguments often make no difference, as one
+    for policies which this policy ignores.
     """
     text = lowered.as_text().encode()
-    form = hashlib.sha256(text).digest(), lowered.in_tree, lowered.out_tree
+    form = of, hashlib.sha256(text).digest(), lowered.in_tree, lowered.out_tree
     with _changing:
         job = _compiling.get(form)
         if job is not None:

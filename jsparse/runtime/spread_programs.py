@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jsparse.ranks import AXIS
@@ -53,6 +54,17 @@ def on_ranks(
 
 def _as_own(spec: PartitionSpec, result: Any) -> Any:
     return jax.tree.map(lambda x: x[None], result) if spec is OWN else result
+
+
+def same_on_all(values: Any, mesh: Mesh) -> Any:
+    """Returns arrays that all ranks are to have alike, placed on all of them."""
+    place = NamedSharding(mesh, SAME)
+
+    def placed(value: Any) -> jax.Array:
+        host = np.asarray(value)
+        return jax.make_array_from_callback(host.shape, place, lambda index: host[index])
+
+    return jax.tree.map(placed, values)
 
 
 def placed(shapes: Any, mesh: Mesh) -> Any:

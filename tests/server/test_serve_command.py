@@ -19,6 +19,7 @@ import pytest
 import jsparse
 
 TINY = str(Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf")
+TWO_HOSTS = ["--nnodes", "2", "--master-addr", "127.0.0.1"]
 SMALL = ["--max-model-len", "256", "--max-num-seqs", "4"]
 
 
@@ -27,8 +28,11 @@ def command(*arguments):
 
 
 @contextmanager
-def served(*arguments, **environment):
-    """Starts a server on any port, waits until it is ready, yields the process and the address."""
+def served(*arguments, lines=1, **environment):
+    """Starts a server on any port, waits until it is ready, yields the process and the address.
+
+    It says where it is in one of its first `lines`.
+    """
     process = subprocess.Popen(
         command(*arguments, "--port", "0"),
         stdout=subprocess.PIPE,
@@ -38,8 +42,10 @@ def served(*arguments, **environment):
     )
     try:
         assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r"http://\S+", line)
+        for _ in range(lines):
+            line = process.stdout.readline()
+            if found := re.search(r"http://\S+", line):
+                break
         assert found, (line, process.stderr and process.stderr.read())
         yield process, found[0]
     finally:
@@ -57,6 +63,16 @@ def served(*arguments, **environment):
         (["--api-key", "a b"], "--api-key: must be one or more visible ASCII characters"),
         (["--policy", "nope"], "unknown policy 'nope'"),
         (["--host", "256.0.0.1"], "--host 256.0.0.1 --port 0"),
+        (["--nnodes", "0"], "--nnodes 0: must be at least 1"),
+        (["--node-rank", "1"], "--node-rank 1: must be from 0 to 0"),
+        (["--master-addr", "a"], "--master-addr a: must be given with --nnodes above 1"),
+        (["--headless"], "--headless: must be given with --node-rank above 0"),
+        (["--nnodes", "2"], "--master-addr None: must be the name or address of the host"),
+        ([*TWO_HOSTS], "--tensor-parallel-size 1: must be a multiple of 2"),
+        (
+            [*TWO_HOSTS, "--tensor-parallel-size", "2", "--data-parallel-size", "2"],
+            "--data-parallel-size 2: must be 1 where --nnodes is above 1",
+        ),
     ],
 )
 def test_bad_options_are_refused_at_once(arguments, message, capsys):
@@ -259,3 +275,33 @@ def test_a_replica_that_is_killed_is_started_again():
         gone, alive = psutil.wait_procs(after, timeout=30)
         assert len(gone) == 2
         assert not alive
+
+
+@pytest.mark.slow
+def test_a_model_on_two_processes_is_served_by_one_of_them(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = f"{free.getsockname()[1]}"
+    shared = [TINY, *SMALL, *TWO_HOSTS, "--master-port", port, "--tensor-parallel-size", "2"]
+    shared += ["--check-ranks", "--policy", "quest(budget=16)", "--max-logprobs", "0"]
+    alone = {"JAX_NUM_CPU_DEVICES": "1"}
+    with (tmp_path / "other").open("w") as said:
+        other = subprocess.Popen(
+            command(*shared, "--node-rank", "1", "--headless"),
+            stdout=said,
+            stderr=said,
+            env=os.environ | alone,
+        )
+    try:
+        # what its libraries print comes before the line that says where it serves
+        with served(*shared, **alone, lines=20) as (process, address):
+            asked = {"model": TINY, "prompt": "Hello", "max_tokens": 8, "temperature": 0}
+            answered = httpx.post(f"{address}/v1/completions", json=asked, timeout=120).json()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        assert other.wait(60) == 0, (tmp_path / "other").read_text()
+    finally:
+        other.kill()
+        other.wait()
+    llm = jsparse.LLM(TINY, "quest(budget=16)", max_model_len=256, max_num_seqs=4)
+    (out,) = llm.generate("Hello", jsparse.SamplingParams(max_tokens=8, temperature=0))
+    assert answered["choices"][0]["text"] == out.outputs[0].text

@@ -1,0 +1,130 @@
+"""Runs an engine's programs in several processes, of which one plans.
+
+A model may be spread over devices of several processes. All of them make the same engine; process 0
+takes requests, plans, and tells the others which programs it runs, with which arrays of its memory.
+They run them in that order. Nothing that is on a device leaves it for this.
+"""
+
+import hashlib
+import json
+import signal
+import threading
+from collections.abc import Iterable
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import numpy as np
+
+from jsparse.engine.programs import Programs
+from jsparse.engine.setup import EngineSpec
+from jsparse.engine.slots import Slots
+from jsparse.machine.processes import Link
+from jsparse.runtime.program_set import ProgramKey
+
+# programs that choose tokens, which they return behind the slots
+CHOOSING = ("join", "decode", "round")
+
+
+class ToldPrograms(Programs):
+    """Holds the programs of process 0, which tells the others what it runs."""
+
+    def __init__(self, spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
+        """Prepares programs; with `check_ranks`, all ranks must choose the same tokens."""
+        super().__init__(spec)
+        self._link, self._check = link, check_ranks
+
+    def run(self, wanted: ProgramKey, *arrays: Any) -> Any:
+        """Runs a program in all processes.
+
+        Raises:
+            RuntimeError: ranks have chosen different tokens, where that is to be checked.
+        """
+        own = jax.tree.map(np.asarray, arrays[1:])
+        self._link.tell({"run": _as_json(wanted)}, jax.tree.leaves(own))
+        made = super().run(wanted, *arrays[:1], *own)
+        if self._check and wanted.name in CHOOSING:
+            found = [_digests(made[1]), *(peer.receive()[0]["chose"] for peer in self._link.peers)]
+            if len({digest for of_process in found for digest in of_process}) > 1:
+                raise RuntimeError(
+                    f"ranks have chosen different tokens; digests by process and rank: {found}"
+                )
+        return made
+
+    def expect(self, wanted: Iterable[ProgramKey]) -> None:
+        """Begins to compile programs in all processes."""
+        new = [each for each in wanted if each not in self._made]
+        if new:
+            self._link.tell({"expect": [_as_json(each) for each in new]})
+            super().expect(new)
+
+
+def follow(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
+    """Does what process 0 says, until it ends."""
+    if threading.current_thread() is threading.main_thread():
+        # who stops all processes leaves it to process 0 to end those requests that have begun
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    programs, slots = Programs(spec), tuple[Slots, ...]()
+    try:
+        for said, arrays in link.told():
+            if "expect" in said:
+                programs.expect(map(_key, said["expect"]))
+                continue
+            key = _key(said["run"])
+            structure = jax.tree.structure(programs.of_nobody(key.name, key.size) if slots else ())
+            made = programs.run(key, *slots, *jax.tree.unflatten(structure, arrays))
+            slots = (made if isinstance(made, Slots) else made[0],)
+            if check_ranks and key.name in CHOOSING:
+                link.tell({"chose": _digests(made[1])})
+        jax.block_until_ready(slots)
+    except Exception as error:
+        link.tell({"failed": repr(error)})
+        raise
+
+
+def agree(spec: EngineSpec, link: Link) -> None:
+    """Compares what processes are about to run.
+
+    Raises:
+        ValueError: they differ, by what a process has been started with or has loaded.
+    """
+    model, sizes = spec.params.config, spec.sizes._asdict()
+    own = {
+        "versions": {name: version(name) for name in ("jsparse", "jax", "jaxlib")},
+        "model": f"{model}, {spec.cache.dtype}",
+        "weights": _of_norms(spec.params.weights),
+        "policy": spec.policy.name,
+        "sizes": json.dumps(sizes | {"per_request": spec.knobs, "layer_stats": spec.layer_stats}),
+    }
+    first, *others = link.everyone("engine", own)
+    for nth, other in enumerate(others, 1):
+        for what, theirs in other.items():
+            if theirs != first[what]:
+                raise ValueError(
+                    f"processes 0 and {nth} have different {what}: {first[what]} and {theirs}; all "
+                    "must be started with the same arguments"
+                )
+
+
+def _of_norms(weights: Any) -> str:
+    """Returns a digest of the arrays that all ranks have: a model's norms, and little else."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree.leaves_with_path(weights):
+        if "norm" in jax.tree_util.keystr(path):
+            digest.update(np.asarray(leaf.addressable_shards[0].data).tobytes())
+    return digest.hexdigest()
+
+
+def _digests(packed: jax.Array) -> list[str]:
+    """Returns a digest of what each rank of this process has chosen."""
+    shards = (np.asarray(shard.data).tobytes() for shard in packed.addressable_shards)
+    return [hashlib.sha256(each).hexdigest()[:16] for each in shards]
+
+
+def _as_json(key: ProgramKey) -> Any:
+    return [key.name, key.size, sorted(key.static)]
+
+
+def _key(said: Any) -> ProgramKey:
+    name, size, static = said
+    return ProgramKey(name, tuple(size), frozenset(map(tuple, static)))

@@ -1,0 +1,268 @@
+"""Connects the processes that run one model together, on one host or several.
+
+Tensors go from device to device as XLA sends them. What else processes have to tell each other goes
+over one TCP connection each from process 0, which plans, to the others. Both ends read all the
+time: where one ends without a word, the other ends within seconds, whatever it waits for.
+"""
+
+import atexit
+import functools
+import json
+import os
+import secrets
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+# seconds until processes must have found each other, and until a host that is gone is noticed
+MEETING, NOTICED = 60, 8
+_ENDED = "{} has ended, without which this one cannot go on"
+_ADDRESS_BYTES = 1024
+_HEAD = struct.Struct("!II")
+
+
+def join(nnodes: int, node_rank: int, master_addr: str, master_port: int) -> None:
+    """Makes this process one of `nnodes`, which meet at the address of the one with rank 0."""
+    _initialize(f"{master_addr}:{master_port}", nnodes, node_rank)
+
+
+def join_launched() -> None:
+    """Makes this process one of those that Slurm, Open MPI or a Kubernetes job set has started.
+
+    Without a launcher, or where it has started one alone, nothing happens.
+    """
+    started = (os.environ.get(name, "1") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"))
+    if any(int(count) > 1 for count in started) or "JOBSET_NAME" in os.environ:
+        _initialize()
+
+
+def _initialize(*where: Any) -> None:
+    jax.distributed.initialize(
+        *where,
+        initialization_timeout=5 * MEETING,
+        heartbeat_timeout_seconds=NOTICED,
+        shutdown_timeout_seconds=NOTICED,
+    )
+    link()
+
+
+def index() -> int:
+    """Returns the number of this process among those that have joined; 0 if none has."""
+    return jax.process_index() if jax.distributed.is_initialized() else 0
+
+
+class Peer:
+    """Is the other end of a connection.
+
+    Attributes:
+        name: what to call its process.
+        messages: what it has said, in order: each a value and the arrays that came with it.
+    """
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        """Begins to read."""
+        for option, value in (("KEEPIDLE", 2), ("KEEPINTVL", 2), ("KEEPCNT", 3)):
+            if hasattr(socket, f"TCP_{option}"):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(None)
+        self.name, self.messages = name, SimpleQueue[tuple[Any, list[np.ndarray]]]()
+        self._connection, self._sending, self.ended = connection, threading.Lock(), False
+        threading.Thread(target=self._read, name=f"jsparse-{name}", daemon=True).start()
+
+    def send(self, value: Any, arrays: Sequence[np.ndarray] = (), *, last: bool = False) -> None:
+        """Sends a value of JSON, and arrays; after the last nothing more can be sent."""
+        arrays = [np.asarray(array, order="C") for array in arrays]
+        shapes = [(array.dtype.str, array.shape) for array in arrays]
+        head, body = json.dumps([value, shapes]).encode(), b"".join(x.tobytes() for x in arrays)
+        with suppress(OSError), self._sending:  # whether it has ended, the reading thread says
+            self._connection.sendall(_HEAD.pack(len(head), len(body)) + head + body)
+            if last:
+                self._connection.shutdown(socket.SHUT_WR)
+
+    def receive(self, *, to_the_end: bool = False) -> tuple[Any, list[np.ndarray]]:
+        """Waits for the next message; the end ends this process, too, unless it may come.
+
+        It does so in order, since nothing keeps it.
+        """
+        value, arrays = self.messages.get()
+        if "end" in value and not to_the_end:
+            print(f"jsparse: {_ENDED.format(self.name)}", file=sys.stderr, flush=True)
+            raise SystemExit(1)
+        return value, arrays
+
+    def _read(self) -> None:
+        try:
+            with self._connection, self._connection.makefile("rb") as stream:
+                while sizes := stream.read(_HEAD.size):
+                    head, body = map(stream.read, _HEAD.unpack(sizes))
+                    value, shapes = json.loads(head)
+                    if "failed" in value:
+                        lost(f"{self.name} has failed: {value['failed']}")
+                    self.ended = self.ended or "end" in value
+                    self.messages.put((value, _arrays(shapes, body)))
+        except (OSError, ValueError, struct.error):  # in the middle of a message, or none of ours
+            self.ended = False
+        if not self.ended:
+            lost(_ENDED.format(self.name))
+
+
+def _arrays(shapes: Sequence[tuple[str, Sequence[int]]], body: bytes) -> list[np.ndarray]:
+    arrays, at = [], 0
+    for kind, shape in shapes:
+        array = np.frombuffer(body, kind, int(np.prod(shape)), at).reshape(shape)
+        at += array.nbytes
+        arrays.append(array)
+    return arrays
+
+
+def lost(why: str) -> NoReturn:
+    """Ends this process at once, whatever its threads wait for."""
+    print(f"jsparse: {why}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+class Link:
+    """Connects this process with process 0, or process 0 with all others.
+
+    Attributes:
+        index: the number of this process.
+        peers: the others; if this is not process 0, that one alone.
+    """
+
+    def __init__(self, index: int, peers: Sequence[Peer]) -> None:
+        """Takes connections that have been made."""
+        self.index, self.peers = index, peers
+
+    def everyone(self, what: str, value: Any) -> list[Any]:
+        """Returns the values of all processes, which all ask for them at the same place.
+
+        Raises:
+            ValueError: another is at another place.
+        """
+        said = {what: value}
+        if self.index:
+            (leader,) = self.peers
+            leader.send(said)
+            return _about(what, leader.receive()[0], leader.name)
+        values = [value, *(_about(what, peer.receive()[0], peer.name) for peer in self.peers)]
+        for peer in self.peers:
+            peer.send({what: values})
+        return values
+
+    def tell(self, value: Any, arrays: Sequence[np.ndarray] = ()) -> None:
+        """Sends a message to the others."""
+        for peer in self.peers:
+            peer.send(value, arrays)
+
+    def told(self) -> Iterator[tuple[Any, list[np.ndarray]]]:
+        """Yields what process 0 says, to its end."""
+        (leader,) = self.peers
+        while "end" not in (message := leader.receive(to_the_end=True))[0]:
+            yield message
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Lets the others end: with an error where that ends this process."""
+        for peer in self.peers:
+            if not peer.ended:
+                peer.ended = True  # that it goes is what was asked for
+                peer.send({"end": True} if error is None else {"failed": repr(error)}, last=True)
+
+
+def _end(own: Link) -> None:
+    """Runs when this process exits, before jax waits for the others."""
+    error = getattr(sys, "last_exc", None)
+    own.end(error)
+    if error is not None:  # it would wait for processes that have ended
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _about(what: str, message: Any, name: str) -> Any:
+    if what not in message:
+        raise ValueError(
+            f"{name} is at {sorted(message)}, this one at {what!r}: must have been started with "
+            "the same arguments"
+        )
+    return message[what]
+
+
+@functools.cache
+def link() -> Link | None:
+    """Connects the processes, if there are several; all call it at the same place.
+
+    Raises:
+        ValueError: they cannot reach each other.
+    """
+    count, index = jax.process_count(), jax.process_index()
+    if count == 1:
+        return None
+    listening, secret = None, secrets.token_hex(16)
+    said = np.zeros(_ADDRESS_BYTES, np.uint8)
+    if index == 0:
+        listening = socket.create_server(("", 0), backlog=count)
+        address = [_own_addresses(), listening.getsockname()[1], secret]
+        text = json.dumps(address).encode()
+        said[: len(text)] = np.frombuffer(text, np.uint8)
+    heard = multihost_utils.broadcast_one_to_all(said)
+    hosts, port, secret = json.loads(heard.tobytes().rstrip(b"\0"))
+    if listening is None:
+        peers = [Peer(_connected(hosts, port, f"{secret} {index}"), "process 0")]
+    else:
+        with listening:
+            peers = _accepted(listening, secret, count - 1)
+    made = Link(index, peers)
+    atexit.register(_end, made)
+    return made
+
+
+def _own_addresses() -> list[str]:
+    """Returns names under which other hosts may reach this one, the likeliest first."""
+    found = []
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("10.255.255.255", 1))  # sends nothing
+        found.append(probe.getsockname()[0])
+    return [*found, socket.gethostname(), "127.0.0.1"]
+
+
+def _connected(hosts: Sequence[str], port: int, greeting: str) -> socket.socket:
+    for host in hosts:
+        with suppress(OSError):
+            connection = socket.create_connection((host, port), timeout=5)
+            connection.sendall(f"{greeting}\n".encode())
+            if connection.recv(1) == b"+":
+                return connection
+    raise ValueError(f"process 0 cannot be reached at port {port} of any of {hosts}")
+
+
+def _accepted(listening: socket.socket, secret: str, count: int) -> list[Peer]:
+    found: dict[int, Peer] = {}
+    listening.settimeout(MEETING)
+    while len(found) < count:
+        try:
+            connection, (host, *_) = listening.accept()
+        except TimeoutError:
+            raise ValueError(
+                f"{count - len(found)} of {count} other processes have not reached this one within "
+                f"{MEETING} seconds"
+            ) from None
+        connection.settimeout(5)
+        with suppress(OSError):
+            given, _, index = connection.makefile("r").readline().strip().partition(" ")
+            if secrets.compare_digest(given, secret):
+                connection.sendall(b"+")
+                found[int(index)] = Peer(connection, f"process {index} on {host}")
+                continue
+        connection.close()
+    return [found[index] for index in sorted(found)]

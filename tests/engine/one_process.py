@@ -1,0 +1,37 @@
+"""Is one of two processes that run one model together; run by test_processes.
+
+Arguments: its number, the port at which they meet, and JSON: the policy, the number of new tokens,
+and the devices of each process.
+"""
+
+import json
+import sys
+from typing import Any
+
+import jax
+
+from jsparse.machine import processes
+
+
+def main(number: int, port: int, given: dict[str, Any]) -> None:
+    """Answers prompts, or works for the one that does."""
+    jax.config.update("jax_num_cpu_devices", given["devices"])
+    processes.join(2, number, "127.0.0.1", port)
+
+    from tiny import random_prompts, tiny_params  # makes arrays: jax has to know its processes
+
+    import jsparse
+    from jsparse.models.checkpoint import spread
+
+    ranks = jax.device_count()
+    params = spread(tiny_params(num_layers=2, num_heads=2 * ranks, num_kv_heads=ranks), ranks)
+    sizes: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 512}
+    llm = jsparse.LLM(params, given["policy"], check_ranks=True, **sizes)
+    print("made", flush=True)
+    drawn = {"temperature": 0.8, "seed": 1, "max_tokens": given["new"], "ignore_eos": True}
+    outs = llm.generate(random_prompts((9, 41, 21), seed=5), jsparse.SamplingParams(**drawn))
+    print(json.dumps([out.outputs[0].token_ids for out in outs]), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))

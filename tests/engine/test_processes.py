@@ -1,0 +1,265 @@
+"""Tests models whose devices belong to several processes, and the link between these."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from serving import tiny_llm
+from tiny import random_prompts, tiny_params
+
+import jsparse
+from jsparse.engine import core, follower
+from jsparse.engine.errors import EngineError
+from jsparse.machine import processes
+from jsparse.machine.processes import Link, Peer
+from jsparse.models.checkpoint import spread
+from jsparse.runtime.spread_programs import OWN
+
+PROMPTS = random_prompts((9, 41, 21), seed=5)
+
+
+@pytest.fixture
+def gone(monkeypatch):
+    """What processes that would have ended at once said, instead."""
+    said = []
+    monkeypatch.setattr(processes, "lost", said.append)
+    return said
+
+
+@pytest.fixture
+def linked(gone):
+    """Two ends of a link."""
+    here, there = _tcp_pair()
+    leader, other = Link(0, [Peer(here, "process 1")]), Link(1, [Peer(there, "process 0")])
+    yield leader, other
+    leader.end()
+    wait_for(lambda: not any(x.name.startswith("jsparse-process") for x in threading.enumerate()))
+
+
+def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        there = socket.create_connection(listening.getsockname())
+        return listening.accept()[0], there
+
+
+def wait_for(holds) -> None:
+    """Waits until something holds; ten seconds are a failure."""
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_messages_arrive_in_order_with_their_arrays(linked):
+    leader, other = linked
+    arrays = [
+        np.arange(6, dtype=np.int32).reshape(2, 3),
+        np.zeros((0, 4), np.float32),
+        np.array([True, False]),
+        np.float32(2.5).reshape(()),
+    ]
+    leader.tell({"run": ["decode", [8], [["choice", "greedy"]]]}, arrays)
+    leader.tell({"expect": []})
+    leader.end()
+    (first, got), (second, none) = other.told()
+    assert first == {"run": ["decode", [8], [["choice", "greedy"]]]}
+    for array, own in zip(arrays, got, strict=True):
+        assert (array.dtype, array.shape) == (own.dtype, own.shape)
+        np.testing.assert_array_equal(array, own)
+    assert second == {"expect": []}
+    assert none == []
+
+
+def test_all_processes_see_what_each_has(linked):
+    leader, other = linked
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(other.everyone("free memory", 5)))
+    thread.start()
+    assert leader.everyone("free memory", 7) == [7, 5]
+    thread.join()
+    assert found == [[7, 5]]
+
+
+def test_who_is_elsewhere_is_named(linked):
+    leader, other = linked
+    other.tell({"engine": {}})
+    where = r"process 1 is at \['engine'\], this one at 'free memory'"
+    with pytest.raises(ValueError, match=where):
+        leader.everyone("free memory", 7)
+
+
+@pytest.mark.parametrize("half", [b"", b"\0\0\0\5\0\0\0\0[1", b"\0\0\0\2\0\0\0\0{}"])
+def test_a_process_that_ends_without_a_word_ends_the_others(gone, half):
+    here, there = _tcp_pair()
+    Peer(here, "process 1")
+    there.sendall(half)
+    there.close()
+    wait_for(lambda: gone)
+    assert gone == ["process 1 has ended, without which this one cannot go on"]
+
+
+def test_why_a_process_has_failed_is_told(linked, gone):
+    leader, other = linked
+    other.tell({"failed": "ValueError('too small')"})
+    wait_for(lambda: gone)
+    assert gone[0] == "process 1 has failed: ValueError('too small')"
+    assert leader.index == 0
+
+
+def test_an_end_before_the_beginning_ends_all(linked, capsys):
+    leader, other = linked
+    leader.end()
+    with pytest.raises(SystemExit, match="1"):
+        other.everyone("free memory", 5)
+    said = capsys.readouterr().err
+    assert said == "jsparse: process 0 has ended, without which this one cannot go on\n"
+
+
+def test_after_the_end_nobody_is_missed(linked, gone):
+    leader, other = linked
+    leader.end()
+    assert list(other.told()) == []
+    wait_for(lambda: not any(x.name.startswith("jsparse-process") for x in threading.enumerate()))
+    assert gone == []
+
+
+@pytest.fixture
+def elsewhere(linked, monkeypatch):
+    """Returns a function that makes an LLM, whose programs run in another place, too."""
+    leader, other = linked
+    monkeypatch.setattr(processes, "link", lambda: leader)
+    monkeypatch.setattr(leader, "everyone", lambda what, value: [value])
+    made_programs, threads = core.ToldPrograms, []
+
+    def make(scale: float) -> jsparse.LLM:
+        def programs(spec, link, **options):
+            mesh = Mesh(np.array(jax.devices()[2:4]), ("ranks",))
+            place = NamedSharding(mesh, OWN)
+            weights = jax.tree.map(lambda x: jax.device_put(scale * x, place), spec.params.weights)
+            theirs = spec._replace(params=replace(spec.params, weights=weights, mesh=mesh))
+            run = partial(follower.follow, theirs, other, check_ranks=True)
+            threads.append(threading.Thread(target=run, daemon=True))
+            threads[0].start()
+            return made_programs(spec, link, **options)
+
+        monkeypatch.setattr(core, "ToldPrograms", programs)
+        params = spread(tiny_params(num_layers=2, num_heads=4, num_kv_heads=2), 2)
+        sizes: dict[str, Any] = {"kv_cache_tokens": 384, "ladder": ((0, 16),)}
+        return tiny_llm("quest(budget=16)", params=params, check_ranks=True, **sizes)
+
+    yield make
+    leader.end()
+    for thread in threads:
+        thread.join(10)
+
+
+def test_another_process_runs_the_same_programs(elsewhere):
+    asked = jsparse.SamplingParams(max_tokens=12, temperature=0.8, seed=1)
+    outs = elsewhere(1).generate(PROMPTS, asked)  # each program's tokens are compared
+    assert [len(out.outputs[0].token_ids) for out in outs] == [12] * 3
+
+
+def test_ranks_that_come_apart_are_noticed(elsewhere):
+    with pytest.raises(EngineError, match="ranks have chosen different tokens"):
+        elsewhere(1.5).generate(PROMPTS, jsparse.SamplingParams(max_tokens=4, temperature=0))
+
+
+class Two:
+    """Holds two processes that run one model."""
+
+    def __init__(self, tmp_path: Path, **given: Any) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self._files = [(tmp_path / f"{nth}.out", tmp_path / f"{nth}.err") for nth in range(2)]
+        changes: Sequence[dict[str, Any]] = given.pop("changes", ({}, {}))
+        options = {"policy": "quest(budget=16)", "new": 12, "devices": 1} | given
+        folder = Path(__file__).parent
+        path = f"{folder.parents[1]}{os.pathsep}{folder.parent}"
+        environment = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=path)
+        environment.pop("JAX_NUM_CPU_DEVICES", None)
+        self.processes = []
+        for nth, (files, change) in enumerate(zip(self._files, changes, strict=True)):
+            command = [sys.executable, f"{folder / 'one_process.py'}", f"{nth}", f"{port}"]
+            command.append(json.dumps(options | change))
+            out, err = (file.open("w") for file in files)
+            with out, err:
+                process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
+            self.processes.append(process)
+
+    def said(self, nth: int) -> str:
+        """Returns what a process has printed."""
+        return self._files[nth][0].read_text()
+
+    def complained(self, nth: int) -> str:
+        """Returns what a process has printed as errors."""
+        return self._files[nth][1].read_text()
+
+    def until_made(self) -> None:
+        """Waits until process 0 has made its engine."""
+        while "made" not in self.said(0):
+            assert self.processes[0].poll() is None, self.complained(0)
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Starts two processes."""
+    made = []
+
+    def start(**given: Any) -> Two:
+        made.append(Two(tmp_path, **given))
+        return made[-1]
+
+    yield start
+    for each in made:
+        for process in each.processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_two_processes_answer_as_one_device_does(two, devices):
+    both = two(devices=devices)
+    assert [process.wait(240) for process in both.processes] == [0, 0], both.complained(0)
+    ranks = 2 * devices
+    params = tiny_params(num_layers=2, num_heads=2 * ranks, num_kv_heads=ranks)
+    llm = jsparse.LLM(params, "quest(budget=16)", max_num_seqs=3, max_model_len=512)
+    asked = jsparse.SamplingParams(max_tokens=12, temperature=0.8, seed=1, ignore_eos=True)
+    wanted = [out.outputs[0].token_ids for out in llm.generate(PROMPTS, asked)]
+    assert json.loads(both.said(0).splitlines()[-1]) == wanted
+    assert "made" not in both.said(1)  # it works for process 0, from then on
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_that_dies_ends_the_other_with_one_line(two, killed):
+    both = two(new=450)
+    both.until_made()
+    both.processes[killed].kill()
+    assert both.processes[1 - killed].wait(10) == 1
+    lines = both.complained(1 - killed).splitlines()
+    (line,) = (line for line in lines if line.startswith("jsparse: "))
+    assert line.startswith(f"jsparse: process {killed}")
+    assert line.endswith("has ended, without which this one cannot go on")
+
+
+@pytest.mark.slow
+def test_processes_that_were_started_differently_say_in_what(two):
+    both = two(changes=({}, {"policy": "quest(budget=32)"}))
+    for nth, process in enumerate(both.processes):
+        assert process.wait(240) == 1
+        assert "processes 0 and 1 have different policy: quest(budget=16" in both.complained(nth)
