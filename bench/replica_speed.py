@@ -1,13 +1,14 @@
 """What do two engines on two GPUs serve beside one?
 
-Random weights and prompts, over HTTP, with as many client processes as engines may be needed for.
-For each model, first all engines behind the router and then one behind it:
+Random weights and prompts, over HTTP. For each model, all engines behind the router and then one
+behind it, and before each measurement a smaller one, so that all programs are compiled:
 
-    ragged      prompts of 2,048 tokens at once, new tokens log-uniform in 32 to 2,048
+    ragged      prompts of 2,048 tokens at once, new tokens log-uniform in 32 to 2,048; as many per
+                engine with several as with one, so that the last answers wait for no more others
     documents   16 documents of 8,192 tokens, 8 questions of 128 about each in any order, 32 new:
                 the share of the prompts' tokens that engines had read before
 
-The models are Llama 3.1 8B's shape (256 requests) and SmolLM2's (768), in bf16.
+The models are Llama 3.1 8B's shape (256 requests per engine) and SmolLM2's (768), in bf16.
 
     python -m bench.replica_speed --json build/replica_speed.json
 """
@@ -90,15 +91,15 @@ def asked(address: str, workload: "Sequence[WorkloadRequest]") -> dict[str, Any]
     return {"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds}
 
 
-def ragged(model: str, vocab_size: int) -> "list[WorkloadRequest]":
+def ragged(vocab_size: int, num_prompts: int, seed: int) -> "list[WorkloadRequest]":
     """Returns prompts of one length, whose answers are short or long."""
     from jsparse.benchmark.workload import random_workload
 
     lengths: dict[str, Any] = {"input_len": PROMPT, "output_len": (NEW // 8, 8 * NEW)}
-    return random_workload(vocab_size, num_prompts=REQUESTS[model], seed=1, **lengths)
+    return random_workload(vocab_size, num_prompts=num_prompts, seed=seed, **lengths)
 
 
-def documents(vocab_size: int, length: int) -> "list[WorkloadRequest]":
+def documents(vocab_size: int, length: int, seed: int) -> "list[WorkloadRequest]":
     """Returns questions about some documents, in any order."""
     from jsparse.benchmark.workload import random_workload
 
@@ -111,7 +112,7 @@ def documents(vocab_size: int, length: int) -> "list[WorkloadRequest]":
             input_len=128,
             output_len=32,
             shared_prefix=length,
-            seed=nth,
+            seed=seed + nth,
         )
     ]
     random.Random(0).shuffle(workload)
@@ -138,10 +139,13 @@ def measured(model: str, policy: str, engines: int) -> dict[str, Any]:
     with serving(model, policy, engines) as address:
         started = time.perf_counter() - began
         print(f"{model}: {engines} engines are ready after {started:.0f} s", flush=True)
-        of_ragged = asked(address, ragged(model, vocab_size))
+        count = REQUESTS[model] * engines
+        asked(address, ragged(vocab_size, count // 2, seed=0))
+        of_ragged = asked(address, ragged(vocab_size, count, seed=1))
         print(f"{model}: {engines} engines, ragged: {of_ragged}", flush=True)
+        asked(address, documents(vocab_size, length, seed=100))
         before = counted(address)
-        of_documents = asked(address, documents(vocab_size, length))
+        of_documents = asked(address, documents(vocab_size, length, seed=0))
         hits, queries = (new - old for new, old in zip(counted(address), before, strict=True))
     return {
         "model": model,

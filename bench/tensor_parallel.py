@@ -1,13 +1,13 @@
 """What does a model gain from a second GPU that has half of its heads?
 
-Random bf16 weights and prompts of Llama 3.1's shapes, in an engine, each row on as many GPUs as
---ranks says and then on one of them:
+Random bf16 weights and prompts of Llama 3.1's shapes, in an engine, on each of the numbers of GPUs
+that --ranks names:
 
     one         a prompt of 128K, 256 new
     eight       eight prompts of 30,720, 256 new
     many        three prompts of 256K, 64 new, of which one GPU of 80 GB cannot hold K and V;
-                on all GPUs alone
-    large       the shape of the 70B model: a prompt of 64K, 64 new; on all GPUs alone
+                only on several; XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 gives them the room
+    large       the shape of the 70B model: a prompt of 64K, 64 new; only on several
 
     python -m bench.tensor_parallel one eight --json build/tensor_parallel.json
 """
@@ -110,13 +110,13 @@ def main() -> None:
     parser = report_parser("tensor_parallel", (__doc__ or "").splitlines()[0])
     parser.add_argument("parts", nargs="+", choices=list(PARTS))
     parser.add_argument("--policies", nargs="+", default=["dense"], metavar="POLICY")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 1])
     args = parser.parse_args()
     report: dict[str, Any] = {"environment": describe(allow_modified=args.allow_modified)}
     report |= {"rows": []}
     for policy in args.policies:
         for part in args.parts:
-            for ranks in (args.ranks, 1) if PARTS[part][4] else (args.ranks,):
+            for ranks in (each for each in args.ranks if each > 1 or PARTS[part][4]):
                 row = measured(part, policy, ranks)
                 report["rows"].append(row)
                 shown = ("step_ms", "floor_ms", "first_tokens_seconds", "device_peak_gb")
