@@ -4,23 +4,28 @@ As many all-reduces, one after the other, as a model of 32 layers has in a step 
 [rows, 4096] in bf16: in a program that is run several times, and in one that loops over such steps,
 as decode programs do. Ways:
 
-    nccl            NCCL's, which the host starts
+    nccl            NCCL's
     nccl_graph      NCCL's, as a part of the GPU's graphs
-    one_shot        XLA's own kernel, which reads the others' memory over NVLink
+    one_shot        a kernel of XLA's that reads the others' memory over NVLink, its default
     one_shot_graph  the same, as a part of the GPU's graphs
 
-For each: microseconds per all-reduce, and the share of that time in which the host hands work over.
+For each: microseconds per all-reduce, the share of them in which the host hands work over, and
+what its kernel takes in a trace, where waiting for the other GPU counts, too.
 
     python -m bench.all_reduce --json build/all_reduce.json
 """
 
 import itertools
 import statistics
+import tempfile
 import time
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
+from bench.lib.kernel_timing import read_trace
 from bench.lib.subprocesses import write_report
 
 WIDTH, ALL_REDUCES, STEPS, REPEATS = 4096, 64, 16, 15
@@ -33,12 +38,11 @@ def ways() -> dict[str, dict[str, Any]]:
 
     commands = COMPILER_OPTIONS[COMMANDS].replace(",COLLECTIVES", "")
     graph = {COMMANDS: f"{commands},COLLECTIVES"}
-    kernel = {KERNELS: "COLLECTIVE_KERNEL_ALL_REDUCE"}
     return {
-        "nccl": {COMMANDS: commands},
-        "nccl_graph": graph,
-        "one_shot": {COMMANDS: commands} | kernel,
-        "one_shot_graph": graph | kernel,
+        "nccl": {COMMANDS: commands, KERNELS: ""},
+        "nccl_graph": graph | {KERNELS: ""},
+        "one_shot": {COMMANDS: commands},
+        "one_shot_graph": graph,
     }
 
 
@@ -75,12 +79,19 @@ def measured(options: dict[str, Any], rows: int, ranks: int, *, loops: bool) -> 
         handed.append(time.perf_counter() - began)
         jax.block_until_ready(made)
         whole.append(time.perf_counter() - began)
+    traced = tempfile.mkdtemp()
+    with jax.profiler.trace(traced):
+        jax.block_until_ready(run(mine, steps))
+    kernels = [x for x in read_trace(Path(traced)) if "psum" in x.name or "nccl" in x.name]
+    names = Counter(x.name for x in kernels)
     wanted = mine.astype(jnp.float32).mean(0)
     return {
         "us_per_all_reduce": 1e6 * statistics.median(whole) / STEPS / ALL_REDUCES,
         "least_us": 1e6 * min(whole) / STEPS / ALL_REDUCES,
         "most_us": 1e6 * max(whole) / STEPS / ALL_REDUCES,
         "host_share": statistics.median(handed) / statistics.median(whole),
+        "kernel_us": statistics.median(x.duration for x in kernels) if kernels else None,
+        "kernels": names.most_common(3),
         "max_error": float(jnp.max(jnp.abs(made[0].astype(jnp.float32) - wanted))),
     }
 
