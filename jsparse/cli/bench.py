@@ -19,6 +19,7 @@ from jsparse.cli.options import (
     PolicyListOption,
     PolicyOption,
     RevisionOption,
+    TensorParallelSizeOption,
     takes_model,
     whole_numbers,
 )
@@ -62,6 +63,7 @@ def throughput(
     prefix_caching: Annotated[
         bool, Option(help="Whether requests share what others have read of the same prompt.")
     ] = True,
+    tensor_parallel_size: TensorParallelSizeOption = 1,
     seed: Annotated[int, Option(help="Random seed.")] = 0,
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
@@ -81,7 +83,8 @@ def throughput(
 
     inputs, outputs = _length("--input-len", input_len), _length("--output-len", output_len)
     chosen = resolve(policy)
-    params = load(model, dtype=dtype, revision=revision)
+    size = tensor_parallel_size
+    params = load(model, dtype=dtype, revision=revision, tensor_parallel_size=size)
     workload = random_workload(
         params.config.vocab_size,
         num_prompts=num_prompts,

@@ -24,6 +24,10 @@ DtypeOption = Annotated[
     DtypeName | None,
     Option(help="Type of the weights; the default is bfloat16 on a GPU, float32 elsewhere."),
 ]
+TensorParallelSizeOption = Annotated[
+    int,
+    Option(help="Number of GPUs that the model is spread over, each with some of its heads."),
+]
 RevisionOption = Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.")]
 
 

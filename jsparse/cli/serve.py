@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 from typer import Option
 
 from jsparse.cli import hosts
-from jsparse.cli.options import DtypeOption, ModelOption, PolicyOption, RevisionOption, takes_model
+from jsparse.cli.options import (
+    DtypeOption,
+    ModelOption,
+    PolicyOption,
+    RevisionOption,
+    TensorParallelSizeOption,
+    takes_model,
+)
 from jsparse.machine.extras import install
 
 HostOption = Annotated[str, Option(help="Address to listen on; 0.0.0.0 is every one.")]
@@ -34,10 +41,6 @@ DataParallelSizeOption = Annotated[
         help="Number of engines, each in a process and on GPUs of its own, to which requests are "
         "sent by their beginnings and by what each engine has to do."
     ),
-]
-TensorParallelSizeOption = Annotated[
-    int,
-    Option(help="Number of GPUs that the model is spread over, each with some of its heads."),
 ]
 CheckRanksOption = Annotated[
     bool,

@@ -215,3 +215,19 @@ def test_an_engine_spreads_a_model_that_is_loaded():
     llm = tiny_llm(params=model(), tensor_parallel_size=2)
     assert llm.engine.params.mesh == Spreading(model().config, 2).mesh
     assert tiny_llm(params=llm.engine.params).engine.params is llm.engine.params
+
+
+@pytest.mark.slow
+def test_a_model_of_three_kv_heads_and_tied_embeddings_on_three_devices():
+    asked = jsparse.SamplingParams(max_tokens=24, temperature=0)
+    prompts = ["Gravity is", "The capital of France is"]
+    sizes: dict[str, int] = {"max_num_seqs": 2, "max_model_len": 128}
+    alone, spread_out = (
+        jsparse.LLM("smollm2", "quest(budget=16)", tensor_parallel_size=ranks, **sizes)
+        for ranks in (1, 3)
+    )
+    wanted, got = (
+        [out.outputs[0].token_ids for out in llm.generate(prompts, asked)]
+        for llm in (alone, spread_out)
+    )
+    assert got == wanted
