@@ -238,10 +238,8 @@ def _load_folder(
         tokenizer = Tokenizer.from_folder(folder)
     if is_saved:
         weights = orbax_files.load_weights(
-            folder / _WEIGHTS, config, family.hf_names, dtype, on_progress
+            *(folder / _WEIGHTS, config, family.hf_names, dtype, on_progress, spreading)
         )
-        if spreading is not None:
-            weights = {"params": spreading.place_all(weights["params"])}
     else:
         weights = _load_safetensors(folder, config, family, dtype, on_progress, spreading)
     constants = read_constants(folder / _CONSTANTS) if is_saved else {}

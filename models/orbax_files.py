@@ -4,6 +4,8 @@ orbax is imported where it is used, since its import takes a second, which other
 wait for.
 """
 
+import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 
 from jsparse.models.config import ModelConfig
 from jsparse.models.families import Names
+from jsparse.models.spreading import Spreading
 from jsparse.models.transformer import Weights
 from jsparse.models.weights import OnProgress, list_weights, tree
 
@@ -25,9 +28,17 @@ def save_weights(weights: Weights, folder: Path) -> None:
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, names: Names, dtype: Any, on_progress: OnProgress | None
+    folder: Path,
+    config: ModelConfig,
+    names: Names,
+    dtype: Any,
+    on_progress: OnProgress | None,
+    spreading: Spreading | None = None,
 ) -> Weights:
-    """Reads the tree of `config` from `folder` to the default device, cast to `dtype`.
+    """Reads the tree of `config` from `folder`, cast to `dtype`.
+
+    It goes to the default device; spread over several, that holds a layer at a time beside its
+    part.
 
     Raises:
         FileNotFoundError: the folder does not exist.
@@ -53,22 +64,43 @@ def load_weights(
                 raise ValueError(
                     f"{folder}: {path} has shape {stored[path]}: the config asks for {shape}"
                 )
-        sharding = jnp.zeros(()).sharding  # the default device, which may be set
-        target = tree(
-            {
-                path: jax.ShapeDtypeStruct(s, dtype, sharding=sharding)
-                for path, s in config_shapes.items()
-            }
-        )
-        try:
-            weights = checkpointer.restore(folder.absolute(), target)
-        except Exception as error:  # orbax raises bare exceptions too
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            raise ValueError(f"{folder} is damaged: {reason}") from error
+    sharding = jnp.zeros(()).sharding  # the default device, which may be set
+    wanted = {
+        path: jax.ShapeDtypeStruct(s, dtype, sharding=sharding) for path, s in config_shapes.items()
+    }
+    if spreading is None:
+        weights = _restored(folder, tree(wanted))
+    else:
+        weights: Weights = {"params": {}}
+        for layer, paths in itertools.groupby(sorted(wanted), lambda path: path.partition("/")[0]):
+            part = _restored(folder, tree({path: wanted[path] for path in paths}))
+            placed = spreading.place_all(part["params"])
+            weights["params"][layer] = jax.block_until_ready(placed)[layer]
     if on_progress is not None:
-        total = sum(array.nbytes for array in jax.tree.leaves(weights))
+        total = sum(math.prod(x.shape) * x.dtype.itemsize for x in wanted.values())
         on_progress(total, total)
     return weights
+
+
+def _restored(folder: Path, target: Weights) -> Weights:
+    """Reads a part of the tree.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    from orbax.checkpoint import PyTreeCheckpointer, args, checkpoint_utils
+
+    asked = args.PyTreeRestore(
+        target,
+        restore_args=checkpoint_utils.construct_restore_args(target),
+        partial_restore=True,
+    )
+    try:
+        with PyTreeCheckpointer() as checkpointer:
+            return checkpointer.restore(folder.absolute(), args=asked)
+    except Exception as error:  # orbax raises bare exceptions too
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{folder} is damaged: {reason}") from error
 
 
 def _shapes(checkpointer: Any, folder: Path) -> dict[str, tuple[int, ...]]:

@@ -166,6 +166,18 @@ def test_a_model_is_loaded_onto_several_devices(name):
     assert 2 * told["device_cache_bytes_per_token"] == told["cache_bytes_per_token"]
 
 
+def test_a_saved_model_is_loaded_onto_several_devices(tmp_path):
+    whole = tiny_params(num_layers=11, num_heads=4, num_kv_heads=2)
+    jsparse.save(whole, tmp_path / "saved")
+    ours, theirs = load(tmp_path / "saved", tensor_parallel_size=2), spread(whole, 2)
+    assert jax.tree.structure(ours.weights) == jax.tree.structure(theirs.weights)
+    for own, other in zip(
+        jax.tree.leaves(ours.weights), jax.tree.leaves(theirs.weights), strict=True
+    ):
+        assert own.sharding == other.sharding
+        np.testing.assert_array_equal(own, other)
+
+
 def test_devices_make_the_constants_that_one_makes():
     ours, theirs = (constants(each, parse(DEFAULT[-1])) for each in (halves(), model()))
     assert ours is not None

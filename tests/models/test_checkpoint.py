@@ -272,11 +272,11 @@ def test_damaged_saves_are_refused(folder, tmp_path):
 
 def test_a_save_that_lost_values_is_refused(folder, tmp_path, monkeypatch):
     # Deleting them would leave pending reads of orbax, which complain during later tests.
-    def restore(*_):
+    def restore(*_, **__):
         raise Exception("lost\nand more")
 
     save(load(folder), saved := tmp_path / "saved")
-    monkeypatch.setattr("orbax.checkpoint.StandardCheckpointer.restore", restore)
+    monkeypatch.setattr("orbax.checkpoint.PyTreeCheckpointer.restore", restore)
     assert_refused(saved, "weights is damaged: lost$")
 
 
