@@ -101,6 +101,12 @@ class Engine:
         flag("check_ranks", check_ranks)
         if prepare not in (None, "logprobs"):
             flag("prepare", prepare)
+        link = None if params.mesh is None else processes.link()
+        if link is not None and link.works:
+            raise ValueError(
+                f"params={params!r} has an engine: must have one alone, where several processes "
+                "run it"
+            )
         spec = setup.engine_spec(
             params,
             as_policy(policy),
@@ -130,7 +136,7 @@ class Engine:
         )
         self._pace = Pace(params.config, spec.sizes)
         rules = setup.rules(spec.policy, spec.cache, spec.sizes, share=enable_prefix_caching)
-        self.programs = self._programs_of(spec, check_ranks=check_ranks)
+        self.programs = self._programs_of(spec, link, check_ranks=check_ranks)
         usable = self.programs.usable_rows, self._can_run
         self.scheduler = Scheduler(self.sizes, rules, self._pace, *usable)
         self.per_request, self._layer_stats, self._clock = spec.knobs, layer_stats, clock
@@ -153,12 +159,15 @@ class Engine:
         self._runner = Runner(spec, self.programs, lambda number: self._live[number][2].request)
         self._run_first(new)
 
-    def _programs_of(self, spec: setup.EngineSpec, *, check_ranks: bool) -> Programs:
+    def _programs_of(
+        self, spec: setup.EngineSpec, link: processes.Link | None, *, check_ranks: bool
+    ) -> Programs:
         """Returns the programs; where another process plans, does what it says, and exits."""
-        if spec.params.mesh is None:
+        if link is None and not check_ranks:
             return Programs(spec)
-        link = processes.link() or processes.Link(0, ())
+        link = link or processes.Link(0, ())
         agree(spec, link)
+        link.works = True
         if link.index:
             follow(spec, link, check_ranks=check_ranks)
             raise SystemExit(0)

@@ -138,11 +138,13 @@ class Link:
     Attributes:
         index: the number of this process.
         peers: the others; if this is not process 0, that one alone.
+        works: whether they run an engine, which they do to the end.
     """
 
     def __init__(self, index: int, peers: Sequence[Peer]) -> None:
         """Takes connections that have been made."""
         self.index, self.peers = index, peers
+        self.works = False
 
     def everyone(self, what: str, value: Any) -> list[Any]:
         """Returns the values of all processes, which all ask for them at the same place.

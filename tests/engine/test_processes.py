@@ -172,6 +172,14 @@ def test_another_process_runs_the_same_programs(elsewhere):
     assert [len(out.outputs[0].token_ids) for out in outs] == [12] * 3
 
 
+def test_processes_run_one_engine_to_the_end(linked, monkeypatch):
+    leader, _ = linked
+    leader.works = True
+    monkeypatch.setattr(processes, "link", lambda: leader)
+    with pytest.raises(ValueError, match="must have one alone, where several processes run it"):
+        tiny_llm("dense", params=spread(tiny_params(num_heads=4, num_kv_heads=2), 2))
+
+
 def test_ranks_that_come_apart_are_noticed(elsewhere):
     with pytest.raises(EngineError, match="ranks have chosen different tokens"):
         elsewhere(1.5).generate(PROMPTS, jsparse.SamplingParams(max_tokens=4, temperature=0))
