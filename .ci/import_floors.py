@@ -50,7 +50,14 @@ FLOORS = (
     ("cli", "cli", "__main__"),
 )
 # models stand apart: of what is below they use these modules, which know nothing of caches
-FOR_MODELS = {"machine.memory", "machine.extras", "names", "ranks", "hyper_parameters"}
+FOR_MODELS = {
+    "machine.memory",
+    "machine.processes",
+    "machine.extras",
+    "names",
+    "ranks",
+    "hyper_parameters",
+}
 # packages of one floor that do not know each other
 BESIDE = {"evaluation", "train", "engine"}
 

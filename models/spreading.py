@@ -36,10 +36,10 @@ class Spreading:
         whole_number("tensor_parallel_size", ranks, 1)
         processes, devices = jax.process_count(), jax.devices()
         if ranks > len(devices) or ranks % processes:
-            every = f" and a multiple of {processes}, that of processes" if processes > 1 else ""
+            each = f", and a multiple of the {processes} processes" if processes > 1 else ""
             raise ValueError(
                 f"tensor_parallel_size={ranks}: must be at most {len(devices)}, the number of "
-                f"devices{every}"
+                f"devices{each}"
             )
         link()  # from here on, each notices when another ends
         self._whole, self.config = config, config.of_rank(ranks)

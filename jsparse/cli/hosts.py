@@ -1,5 +1,6 @@
 """Lets a command be one of several processes, on as many hosts, that run one model together."""
 
+import socket
 from typing import Annotated
 
 from typer import Option
@@ -67,7 +68,18 @@ def join(
 
     if several:
         assert master_addr is not None
+        if node_rank == 0:
+            require("--master-port", master_port, _is_free(master_port), "free on this host")
         processes.join(nnodes, node_rank, master_addr, master_port)
     elif data_parallel_size == 1:
         processes.join_launched()
     return processes.index() == 0
+
+
+def _is_free(port: int) -> bool:
+    """Returns whether a process may listen at a port; jax would crash."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True

@@ -128,6 +128,7 @@ class Engine:
             exact=exact,
             num_speculative_tokens=num_speculative_tokens,
         )
+        self._link = link
         self.params, self.policy, self.spec, self.sizes = (
             params,
             spec.policy,
@@ -166,7 +167,7 @@ class Engine:
         if link is None and not check_ranks:
             return Programs(spec)
         link = link or processes.Link(0, ())
-        agree(spec, link)
+        agree(spec, link, check_ranks=check_ranks)
         link.works = True
         if link.index:
             follow(spec, link, check_ranks=check_ranks)
@@ -403,3 +404,5 @@ class Engine:
         self._requests.clear()
         self._in_flight.clear()
         self._runner.forget()
+        if self._link is not None:
+            self._link.end(error)

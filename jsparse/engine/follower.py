@@ -10,7 +10,6 @@ import json
 import signal
 import threading
 from collections.abc import Iterable
-from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -40,6 +39,8 @@ class ToldPrograms(Programs):
         Raises:
             RuntimeError: ranks have chosen different tokens, where that is to be checked.
         """
+        self.expect([wanted])
+        self._made[wanted].result()  # what cannot be compiled is told to nobody
         own = jax.tree.map(np.asarray, arrays[1:])
         self._link.tell({"run": _as_json(wanted)}, jax.tree.leaves(own))
         made = super().run(wanted, *arrays[:1], *own)
@@ -63,7 +64,8 @@ def follow(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
     """Does what process 0 says, until it ends."""
     if threading.current_thread() is threading.main_thread():
         # who stops all processes leaves it to process 0 to end those requests that have begun
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
     programs, slots = Programs(spec), tuple[Slots, ...]()
     try:
         for said, arrays in link.told():
@@ -82,19 +84,24 @@ def follow(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
         raise
 
 
-def agree(spec: EngineSpec, link: Link) -> None:
+def agree(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
     """Compares what processes are about to run.
 
     Raises:
         ValueError: they differ, by what a process has been started with or has loaded.
     """
-    model, sizes = spec.params.config, spec.sizes._asdict()
+    from jsparse import __version__
+
+    model, sizes, flags = spec.params.config, spec.sizes._asdict(), jax.config
+    options = {"per_request": spec.knobs, "layer_stats": spec.layer_stats}
     own = {
-        "versions": {name: version(name) for name in ("jsparse", "jax", "jaxlib")},
+        "versions": {"jsparse": __version__, "jax": jax.__version__},
+        "check_ranks": check_ranks,
+        "jax settings": f"{flags.jax_default_matmul_precision}, x64 {flags.jax_enable_x64}",
         "model": f"{model}, {spec.cache.dtype}",
         "weights": _of_norms(spec.params.weights),
         "policy": spec.policy.name,
-        "sizes": json.dumps(sizes | {"per_request": spec.knobs, "layer_stats": spec.layer_stats}),
+        "sizes": json.dumps(sizes | options),
     }
     first, *others = link.everyone("engine", own)
     for nth, other in enumerate(others, 1):

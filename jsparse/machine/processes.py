@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
@@ -24,31 +25,53 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 # seconds until processes must have found each other, and until a host that is gone is noticed
-MEETING, NOTICED = 60, 8
+MEETING, NOTICED = 300, 8
 _ENDED = "{} has ended, without which this one cannot go on"
 _ADDRESS_BYTES = 1024
 _HEAD = struct.Struct("!II")
 
 
+# where processes meet, if it was said
+_meeting: str | None = None
+
+
 def join(nnodes: int, node_rank: int, master_addr: str, master_port: int) -> None:
-    """Makes this process one of `nnodes`, which meet at the address of the one with rank 0."""
-    _initialize(f"{master_addr}:{master_port}", nnodes, node_rank)
+    """Makes this process one of `nnodes`, which meet at the address of the one with rank 0.
+
+    Raises:
+        ValueError: processes cannot reach each other.
+    """
+    global _meeting
+    _meeting = master_addr
+    _initialize(f"{master_addr}:{master_port}", nnodes, node_rank, how="deactivate")
 
 
 def join_launched() -> None:
     """Makes this process one of those that Slurm, Open MPI or a Kubernetes job set has started.
 
     Without a launcher, or where it has started one alone, nothing happens.
+
+    Raises:
+        ValueError: processes cannot reach each other.
     """
-    started = (os.environ.get(name, "1") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"))
-    if any(int(count) > 1 for count in started) or "JOBSET_NAME" in os.environ:
+    known = os.environ
+    by_slurm = "SLURM_STEP_NODELIST" in known and int(known.get("SLURM_NTASKS", 1)) > 1
+    by_mpi = int(known.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
+    by_kubernetes = "KUBERNETES_SERVICE_HOST" in known and "JOB_COMPLETION_INDEX" in known
+    if by_slurm or by_mpi or by_kubernetes:
         _initialize()
 
 
-def _initialize(*where: Any) -> None:
+def _initialize(*where: Any, how: str | None = None) -> None:
+    # it would catch SIGTERM, for training
+    jax.config.update("jax_enable_preemption_service", False)
+    # else a process that has a program in its cache would leave the others waiting
+    flag = "--xla_gpu_shard_autotuning=false"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     jax.distributed.initialize(
         *where,
-        initialization_timeout=5 * MEETING,
+        cluster_detection_method=how,
+        initialization_timeout=MEETING,
         heartbeat_timeout_seconds=NOTICED,
         shutdown_timeout_seconds=NOTICED,
     )
@@ -65,6 +88,7 @@ class Peer:
 
     Attributes:
         name: what to call its process.
+        connection: the connection.
         messages: what it has said, in order: each a value and the arrays that came with it.
     """
 
@@ -74,10 +98,13 @@ class Peer:
             if hasattr(socket, f"TCP_{option}"):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # while something is on its way
+            milliseconds = 1000 * NOTICED
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(None)
         self.name, self.messages = name, SimpleQueue[tuple[Any, list[np.ndarray]]]()
-        self._connection, self._sending, self.ended = connection, threading.Lock(), False
+        self.connection, self._sending, self.ended = connection, threading.Lock(), False
         threading.Thread(target=self._read, name=f"jsparse-{name}", daemon=True).start()
 
     def send(self, value: Any, arrays: Sequence[np.ndarray] = (), *, last: bool = False) -> None:
@@ -86,14 +113,15 @@ class Peer:
         shapes = [(array.dtype.str, array.shape) for array in arrays]
         head, body = json.dumps([value, shapes]).encode(), b"".join(x.tobytes() for x in arrays)
         with suppress(OSError), self._sending:  # whether it has ended, the reading thread says
-            self._connection.sendall(_HEAD.pack(len(head), len(body)) + head + body)
+            self.connection.sendall(_HEAD.pack(len(head), len(body)) + head + body)
             if last:
-                self._connection.shutdown(socket.SHUT_WR)
+                self.connection.shutdown(socket.SHUT_WR)
 
     def receive(self, *, to_the_end: bool = False) -> tuple[Any, list[np.ndarray]]:
-        """Waits for the next message; the end ends this process, too, unless it may come.
+        """Waits for the next message.
 
-        It does so in order, since nothing keeps it.
+        Raises:
+            SystemExit: it is the end, which must not come yet unless it is the time `to_the_end`.
         """
         value, arrays = self.messages.get()
         if "end" in value and not to_the_end:
@@ -103,12 +131,12 @@ class Peer:
 
     def _read(self) -> None:
         try:
-            with self._connection, self._connection.makefile("rb") as stream:
+            with self.connection, self.connection.makefile("rb") as stream:
                 while sizes := stream.read(_HEAD.size):
                     head, body = map(stream.read, _HEAD.unpack(sizes))
                     value, shapes = json.loads(head)
                     if "failed" in value:
-                        lost(f"{self.name} has failed: {value['failed']}")
+                        return lost(f"{self.name} has failed: {value['failed']}")
                     self.ended = self.ended or "end" in value
                     self.messages.put((value, _arrays(shapes, body)))
         except (OSError, ValueError, struct.error):  # in the middle of a message, or none of ours
@@ -139,12 +167,13 @@ class Link:
         index: the number of this process.
         peers: the others; if this is not process 0, that one alone.
         works: whether they run an engine, which they do to the end.
+        failed: whether this one has let the others end with an error.
     """
 
     def __init__(self, index: int, peers: Sequence[Peer]) -> None:
         """Takes connections that have been made."""
         self.index, self.peers = index, peers
-        self.works = False
+        self.works = self.failed = False
 
     def everyone(self, what: str, value: Any) -> list[Any]:
         """Returns the values of all processes, which all ask for them at the same place.
@@ -174,7 +203,8 @@ class Link:
             yield message
 
     def end(self, error: BaseException | None = None) -> None:
-        """Lets the others end: with an error where that ends this process."""
+        """Lets the others end: with an error where that ends this process, or its engine."""
+        self.failed = self.failed or error is not None
         for peer in self.peers:
             if not peer.ended:
                 peer.ended = True  # that it goes is what was asked for
@@ -182,10 +212,14 @@ class Link:
 
 
 def _end(own: Link) -> None:
-    """Runs when this process exits, before jax waits for the others."""
-    error = getattr(sys, "last_exc", None)
+    """Runs when this process exits, before jax waits for the others, which may have ended."""
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_exc", None)
+    early = own.index > 0 and not own.peers[0].ended  # process 0 has not let it go
+    if early and error is None:
+        error = RuntimeError("it was ended before process 0, or could not begin")
+    failed = own.failed or error is not None
     own.end(error)
-    if error is not None:  # it would wait for processes that have ended
+    if failed:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -210,6 +244,10 @@ def link() -> Link | None:
     count, index = jax.process_count(), jax.process_index()
     if count == 1:
         return None
+    owners = [device.process_index for device in jax.devices()]
+    devices = [owners.count(nth) for nth in range(count)]
+    if len({*devices}) > 1:
+        raise ValueError(f"processes have {devices} devices: must have as many each")
     listening, secret = None, secrets.token_hex(16)
     said = np.zeros(_ADDRESS_BYTES, np.uint8)
     if index == 0:
@@ -220,7 +258,7 @@ def link() -> Link | None:
     heard = multihost_utils.broadcast_one_to_all(said)
     hosts, port, secret = json.loads(heard.tobytes().rstrip(b"\0"))
     if listening is None:
-        peers = [Peer(_connected(hosts, port, f"{secret} {index}"), "process 0")]
+        peers = [Peer(_connected(hosts, port, _greeting(secret, index)), "process 0")]
     else:
         with listening:
             peers = _accepted(listening, secret, count - 1)
@@ -231,18 +269,24 @@ def link() -> Link | None:
 
 def _own_addresses() -> list[str]:
     """Returns names under which other hosts may reach this one, the likeliest first."""
-    found = []
+    found = [] if _meeting is None else [_meeting]
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("10.255.255.255", 1))  # sends nothing
         found.append(probe.getsockname()[0])
     return [*found, socket.gethostname(), "127.0.0.1"]
 
 
-def _connected(hosts: Sequence[str], port: int, greeting: str) -> socket.socket:
+def _greeting(secret: str, index: int) -> bytes:
+    """Returns what process `index` says first, of a length that is always the same."""
+    return f"{secret}{index:8d}".encode()
+
+
+def _connected(hosts: Sequence[str], port: int, greeting: bytes) -> socket.socket:
     for host in hosts:
         with suppress(OSError):
             connection = socket.create_connection((host, port), timeout=5)
-            connection.sendall(f"{greeting}\n".encode())
+            connection.sendall(greeting)
+            connection.settimeout(MEETING)  # others may be before it
             if connection.recv(1) == b"+":
                 return connection
     raise ValueError(f"process 0 cannot be reached at port {port} of any of {hosts}")
@@ -250,8 +294,9 @@ def _connected(hosts: Sequence[str], port: int, greeting: str) -> socket.socket:
 
 def _accepted(listening: socket.socket, secret: str, count: int) -> list[Peer]:
     found: dict[int, Peer] = {}
-    listening.settimeout(MEETING)
+    deadline = time.monotonic() + MEETING
     while len(found) < count:
+        listening.settimeout(max(deadline - time.monotonic(), 0.01))
         try:
             connection, (host, *_) = listening.accept()
         except TimeoutError:
@@ -259,12 +304,23 @@ def _accepted(listening: socket.socket, secret: str, count: int) -> list[Peer]:
                 f"{count - len(found)} of {count} other processes have not reached this one within "
                 f"{MEETING} seconds"
             ) from None
-        connection.settimeout(5)
         with suppress(OSError):
-            given, _, index = connection.makefile("r").readline().strip().partition(" ")
-            if secrets.compare_digest(given, secret):
-                connection.sendall(b"+")
-                found[int(index)] = Peer(connection, f"process {index} on {host}")
-                continue
-        connection.close()
-    return [found[index] for index in sorted(found)]
+            given = _heard(connection, len(_greeting(secret, 0)))
+            for nth in range(1, count + 1):
+                if nth not in found and secrets.compare_digest(given, _greeting(secret, nth)):
+                    connection.sendall(b"+")
+                    found[nth] = Peer(connection, f"process {nth} on {host}")
+        if all(peer.connection is not connection for peer in found.values()):
+            connection.close()
+    return [found[nth] for nth in sorted(found)]
+
+
+def _heard(connection: socket.socket, size: int) -> bytes:
+    """Returns so many bytes, or those that came within two seconds."""
+    given, deadline = b"", time.monotonic() + 2
+    while len(given) < size and (left := deadline - time.monotonic()) > 0:
+        connection.settimeout(left)
+        if not (part := connection.recv(size - len(given))):
+            break
+        given += part
+    return given

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
+from jsparse.machine import processes
 from jsparse.machine.folders import cache_folder
 from jsparse.model_facts.boundary_classes import boundary_classes
 from jsparse.model_facts.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
@@ -188,12 +189,18 @@ def _found_or_made(
 ) -> dict[str, Array]:
     """Returns the constants that `make` computes, from disk if they are there."""
     path = cache_folder() / make.__name__ / f"{fingerprint(params)}.safetensors"
+    arrays = {}
     try:
-        if arrays := read_constants(path):
-            logger.debug("%s: read from %s", make.__name__, path)
-            return arrays
+        arrays = read_constants(path)
     except ValueError as error:
         logger.warning("%s; made again", error)
+    # several processes make them together, unless all have them
+    together = None if params.mesh is None else processes.link()
+    if together is not None and not all(together.everyone("constants", bool(arrays))):
+        arrays = {}
+    if arrays:
+        logger.debug("%s: read from %s", make.__name__, path)
+        return arrays
     arrays = make(params, report)
     _keep(arrays, path)
     return arrays

@@ -1,7 +1,7 @@
 """Is one of two processes that run one model together; run by test_processes.
 
 Arguments: its number, the port at which they meet, and JSON: the policy, the number of new tokens,
-and the devices of each process.
+the devices of each process, and whether ranks are checked.
 """
 
 import json
@@ -26,7 +26,7 @@ def main(number: int, port: int, given: dict[str, Any]) -> None:
     ranks = jax.device_count()
     params = spread(tiny_params(num_layers=2, num_heads=2 * ranks, num_kv_heads=ranks), ranks)
     sizes: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 512}
-    llm = jsparse.LLM(params, given["policy"], check_ranks=True, **sizes)
+    llm = jsparse.LLM(params, given["policy"], check_ranks=given["check"], **sizes)
     print("made", flush=True)
     drawn = {"temperature": 0.8, "seed": 1, "max_tokens": given["new"], "ignore_eos": True}
     outs = llm.generate(random_prompts((9, 41, 21), seed=5), jsparse.SamplingParams(**drawn))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -137,9 +138,16 @@ def test_after_the_end_nobody_is_missed(linked, gone):
 
 
 @pytest.fixture
-def elsewhere(linked, monkeypatch):
+def elsewhere(linked, gone, monkeypatch):
     """Returns a function that makes an LLM, whose programs run in another place, too."""
     leader, other = linked
+
+    def lost(why: str) -> None:
+        gone.append(why)
+        for peer in (*leader.peers, *other.peers):  # so that nobody waits for a message
+            peer.messages.put(({"end": True}, []))
+
+    monkeypatch.setattr(processes, "lost", lost)
     monkeypatch.setattr(processes, "link", lambda: leader)
     monkeypatch.setattr(leader, "everyone", lambda what, value: [value])
     made_programs, threads = core.ToldPrograms, []
@@ -180,9 +188,11 @@ def test_processes_run_one_engine_to_the_end(linked, monkeypatch):
         tiny_llm("dense", params=spread(tiny_params(num_heads=4, num_kv_heads=2), 2))
 
 
-def test_ranks_that_come_apart_are_noticed(elsewhere):
+def test_ranks_that_come_apart_end_all(elsewhere, gone):
     with pytest.raises(EngineError, match="ranks have chosen different tokens"):
         elsewhere(1.5).generate(PROMPTS, jsparse.SamplingParams(max_tokens=4, temperature=0))
+    wait_for(lambda: gone)
+    assert gone[0].startswith('process 0 has failed: RuntimeError("ranks have chosen different')
 
 
 class Two:
@@ -192,8 +202,9 @@ class Two:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self._files = [(tmp_path / f"{nth}.out", tmp_path / f"{nth}.err") for nth in range(2)]
+        caches = given.pop("caches", [None, None])
         changes: Sequence[dict[str, Any]] = given.pop("changes", ({}, {}))
-        options = {"policy": "quest(budget=16)", "new": 12, "devices": 1} | given
+        options = {"policy": "quest(budget=16)", "new": 12, "devices": 1, "check": True} | given
         folder = Path(__file__).parent
         path = f"{folder.parents[1]}{os.pathsep}{folder.parent}"
         environment = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=path)
@@ -203,6 +214,8 @@ class Two:
             command = [sys.executable, f"{folder / 'one_process.py'}", f"{nth}", f"{port}"]
             command.append(json.dumps(options | change))
             out, err = (file.open("w") for file in files)
+            if caches[nth] is not None:
+                environment["JSPARSE_CACHE_DIR"] = f"{tmp_path / caches[nth]}"
             with out, err:
                 process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
             self.processes.append(process)
@@ -216,9 +229,11 @@ class Two:
         return self._files[nth][1].read_text()
 
     def until_made(self) -> None:
-        """Waits until process 0 has made its engine."""
+        """Waits until process 0 has made its engine; two minutes are a failure."""
+        deadline = time.monotonic() + 120
         while "made" not in self.said(0):
             assert self.processes[0].poll() is None, self.complained(0)
+            assert time.monotonic() < deadline, self.complained(0)
             time.sleep(0.05)
 
 
@@ -266,8 +281,35 @@ def test_a_process_that_dies_ends_the_other_with_one_line(two, killed):
 
 
 @pytest.mark.slow
-def test_processes_that_were_started_differently_say_in_what(two):
-    both = two(changes=({}, {"policy": "quest(budget=32)"}))
-    for nth, process in enumerate(both.processes):
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"policy": "quest(budget=32)"}, "policy: quest(budget=16"),
+        ({"check": False}, "check_ranks: True and False"),
+    ],
+)
+def test_processes_that_were_started_differently_say_in_what(two, change, told):
+    both = two(changes=({}, change))
+    for process in both.processes:
         assert process.wait(240) == 1
-        assert "processes 0 and 1 have different policy: quest(budget=16" in both.complained(nth)
+    said = [both.complained(nth) for nth in range(2)]
+    assert f"processes 0 and 1 have different {told}" in said[0] + said[1]
+
+
+@pytest.mark.slow
+def test_constants_that_one_process_has_are_made_by_all(two, tmp_path):
+    first = two(policy="twilight(all_pages(), p=0.6)", caches=["a", "b"])
+    assert [process.wait(240) for process in first.processes] == [0, 0], first.complained(0)
+    again = two(policy="twilight(all_pages(), p=0.6)", caches=["a", "c"])
+    assert [process.wait(240) for process in again.processes] == [0, 0], again.complained(0)
+    assert again.said(0).splitlines()[-1] == first.said(0).splitlines()[-1]
+    made = [[*(tmp_path / each).rglob("*.safetensors")] for each in "abc"]
+    assert [len(files) for files in made] == [1, 1, 1]
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_for_the_one_that_plans(two):
+    both = two(new=450)
+    both.until_made()
+    both.processes[1].send_signal(signal.SIGINT)
+    assert [process.wait(240) for process in both.processes] == [0, 0], both.complained(0)

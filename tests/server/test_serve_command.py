@@ -85,6 +85,18 @@ def test_bad_options_are_refused_at_once(arguments, message, capsys):
     assert shown.startswith("error: ") and message in shown and len(shown.splitlines()) == 1
 
 
+def test_a_port_to_meet_at_that_is_not_free_is_refused(capsys):
+    from jsparse.cli.app import app
+
+    with socket.create_server(("", 0)) as taken:
+        port = f"{taken.getsockname()[1]}"
+        at = ["--master-port", port, "--tensor-parallel-size", "2"]
+        with pytest.raises(SystemExit) as ended:
+            app(["serve", TINY, *TWO_HOSTS, *at], prog_name="jsparse")
+    assert ended.value.code == 2
+    assert f"--master-port {port}: must be free on this host" in capsys.readouterr().err
+
+
 def test_a_missing_extra_is_named(monkeypatch, capsys):
     from jsparse.cli.app import app
 
