@@ -5,11 +5,13 @@ from typing import Annotated
 
 from typer import Option
 
+from jsparse.cli.options import require
+
 NnodesOption = Annotated[
     int,
     Option(
         help="Number of processes, on as many hosts, whose GPUs the model is spread over. Under "
-        "Slurm, Open MPI or a Kubernetes job set this and the next three are found."
+        "Slurm, Open MPI or in an indexed job of Kubernetes this and the next three are found."
     ),
 ]
 NodeRankOption = Annotated[
@@ -42,11 +44,6 @@ def join(
     Raises:
         ValueError: an option is out of its range, or does not go with the others.
     """
-
-    def require(option: str, value: object, holds: bool, rule: str) -> None:
-        if not holds:
-            raise ValueError(f"{option} {value}".rstrip() + f": must be {rule}")
-
     several = nnodes > 1
     require("--nnodes", nnodes, nnodes >= 1, "at least 1")
     require("--node-rank", node_rank, 0 <= node_rank < nnodes, f"from 0 to {nnodes - 1}")

@@ -160,6 +160,12 @@ def takes_options(
     return decorated
 
 
+def require(option: str, value: object, holds: bool, rule: str) -> None:
+    """Raises ValueError unless a rule holds for an option's value."""
+    if not holds:
+        raise ValueError(f"{option} {value}".rstrip() + f": must be {rule}")
+
+
 def takes_model(command: Callable[..., None]) -> Callable[..., None]:
     """Lets a command take the model as its first argument, too, not only by its option --model."""
     own = inspect.signature(command).parameters

@@ -13,6 +13,7 @@ from jsparse.cli.options import (
     PolicyOption,
     RevisionOption,
     TensorParallelSizeOption,
+    require,
     takes_model,
 )
 from jsparse.machine.extras import install
@@ -188,7 +189,7 @@ def serve(
 
     _check_numbers(port, max_waiting, max_logprobs, default_max_tokens, seed, drain_seconds)
     for option, size in (("data", data_parallel_size), ("tensor", tensor_parallel_size)):
-        _require(f"--{option}-parallel-size", size, size >= 1, "at least 1")
+        require(f"--{option}-parallel-size", size, size >= 1, "at least 1")
     _check_key(api_key)
     if data_parallel_size > 1:
         _leave_gpus_to_engines()
@@ -264,11 +265,6 @@ def _leave_gpus_to_engines() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def _require(option: str, value: float | None, holds: bool, rule: str) -> None:
-    if not holds:
-        raise ValueError(f"{option} {value}: must be {rule}")
-
-
 def _check_numbers(
     port: int,
     max_waiting: int,
@@ -278,13 +274,13 @@ def _check_numbers(
     drain_seconds: float,
 ) -> None:
     """Raises ValueError if a number is out of range."""
-    _require("--port", port, 0 <= port <= 65535, "from 0 to 65535")
-    _require("--max-waiting", max_waiting, max_waiting >= 0, "at least 0")
-    _require("--max-logprobs", max_logprobs, 0 <= max_logprobs <= 20, "from 0 to 20")
+    require("--port", port, 0 <= port <= 65535, "from 0 to 65535")
+    require("--max-waiting", max_waiting, max_waiting >= 0, "at least 0")
+    require("--max-logprobs", max_logprobs, 0 <= max_logprobs <= 20, "from 0 to 20")
     if default_max_tokens is not None:
-        _require("--default-max-tokens", default_max_tokens, default_max_tokens > 0, "at least 1")
-    _require("--seed", seed, seed is None or 0 <= seed < 2**63, "from 0 to 2^63 - 1")
-    _require("--drain-seconds", drain_seconds, drain_seconds >= 0, "at least 0")
+        require("--default-max-tokens", default_max_tokens, default_max_tokens > 0, "at least 1")
+    require("--seed", seed, seed is None or 0 <= seed < 2**63, "from 0 to 2^63 - 1")
+    require("--drain-seconds", drain_seconds, drain_seconds >= 0, "at least 0")
 
 
 def _check_key(api_key: str | None) -> None:

@@ -13,7 +13,7 @@ import jax
 
 from jsparse.engine import plan_log, setup
 from jsparse.engine.errors import EngineError, EngineFull
-from jsparse.engine.follower import ToldPrograms, agree, follow
+from jsparse.engine.follower import LeaderPrograms, agree, follow
 from jsparse.engine.outputs import AnswerBuilder, RequestMetrics
 from jsparse.engine.pace import Pace
 from jsparse.engine.program_keys import SamplingMode
@@ -172,7 +172,7 @@ class Engine:
         if link.index:
             follow(spec, link, check_ranks=check_ranks)
             raise SystemExit(0)
-        return ToldPrograms(spec, link, check_ranks=check_ranks)
+        return LeaderPrograms(spec, link, check_ranks=check_ranks)
 
     def prepare(self, choices: Sequence[SamplingMode], *, all_rows: bool = False) -> None:
         """Compiles programs as `Programs.prepare` does, and runs each of them once on a GPU."""

@@ -25,7 +25,7 @@ from jsparse.runtime.program_set import ProgramKey
 CHOOSING = ("join", "decode", "round")
 
 
-class ToldPrograms(Programs):
+class LeaderPrograms(Programs):
     """Holds the programs of process 0, which tells the others what it runs."""
 
     def __init__(self, spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:

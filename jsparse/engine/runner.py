@@ -230,11 +230,12 @@ class Runner:
 
     def _resume(self, move: Move) -> None:
         """Copies the pages of a row back, into other groups."""
-        parts, place = self._parked.pop(move.answer), device_sharding()
-        coming = jax.device_put(parts[0], place)
-        for moved, following in zip(self._moved(move), [*parts[1:], None], strict=True):
+        place = device_sharding()
+        copies = (jax.device_put(part, place) for part in self._parked.pop(move.answer))
+        coming = next(copies)
+        for moved in self._moved(move):
             # a copy waits for what the device was given before it: the next one goes first
-            part, coming = coming, jax.device_put(following, place)
+            part, coming = coming, next(copies, coming)
             self._slots = self._programs.run(RESUME, self._slots, moved, part)
             self._copying.append(part)
 

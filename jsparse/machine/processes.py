@@ -47,7 +47,7 @@ def join(nnodes: int, node_rank: int, master_addr: str, master_port: int) -> Non
 
 
 def join_launched() -> None:
-    """Makes this process one of those that Slurm, Open MPI or a Kubernetes job set has started.
+    """Makes this process one of those that Slurm, Open MPI or Kubernetes has started.
 
     Without a launcher, or where it has started one alone, nothing happens.
 
@@ -121,7 +121,7 @@ class Peer:
         """Waits for the next message.
 
         Raises:
-            SystemExit: it is the end, which must not come yet unless it is the time `to_the_end`.
+            SystemExit: the other has ended, which is expected only with `to_the_end`.
         """
         value, arrays = self.messages.get()
         if "end" in value and not to_the_end:

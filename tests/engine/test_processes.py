@@ -150,7 +150,7 @@ def elsewhere(linked, gone, monkeypatch):
     monkeypatch.setattr(processes, "lost", lost)
     monkeypatch.setattr(processes, "link", lambda: leader)
     monkeypatch.setattr(leader, "everyone", lambda what, value: [value])
-    made_programs, threads = core.ToldPrograms, []
+    made_programs, threads = core.LeaderPrograms, []
 
     def make(scale: float) -> jsparse.LLM:
         def programs(spec, link, **options):
@@ -163,7 +163,7 @@ def elsewhere(linked, gone, monkeypatch):
             threads[0].start()
             return made_programs(spec, link, **options)
 
-        monkeypatch.setattr(core, "ToldPrograms", programs)
+        monkeypatch.setattr(core, "LeaderPrograms", programs)
         params = spread(tiny_params(num_layers=2, num_heads=4, num_kv_heads=2), 2)
         sizes: dict[str, Any] = {"kv_cache_tokens": 384, "ladder": ((0, 16),)}
         return tiny_llm("quest(budget=16)", params=params, check_ranks=True, **sizes)
