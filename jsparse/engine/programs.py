@@ -87,7 +87,7 @@ class Programs(ProgramSet):
         options = {"donate_argnames": "slots"} if donates else {}
         if mesh is not None:
             body = on_ranks(body, mesh, ("slots", "weights"), static, out)
-        return program(body, static_argnames=static, **options)
+        return program(body, mesh=mesh, static_argnames=static, **options)
 
     def lend_pages(self, host: HostLayers | None) -> None:
         """Lets programs read these pages in host memory from now on; None is none at all."""

@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
@@ -12,7 +12,7 @@ from threading import Lock, Thread, get_native_id, local
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from jsparse.machine.folders import cache_folder
 from jsparse.runtime.stored import ProgramStore, settings
@@ -67,8 +67,7 @@ class _Call(NamedTuple):
         args, kwargs: the others.
         key: the key of the program for these arguments.
         plain: whether jax's settings are the same in other threads, which may compile it then.
-        storable: whether, besides, the arguments lie where a stored program expects them, on the
-            default device.
+        storable: whether, besides, the arguments lie where a stored program expects them.
     """
 
     given: inspect.BoundArguments
@@ -95,14 +94,24 @@ class Program:
     compiled.
     """
 
-    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
-        """Prepares a program; `options` are jax.jit's, with names where it takes numbers too."""
+    def __init__(
+        self, function: Callable[..., Any], *, mesh: Mesh | None = None, **options: Any
+    ) -> None:
+        """Prepares a program.
+
+        Args:
+            function: what it does.
+            mesh: the devices that it runs on, None for the default one; it is stored only if these
+                are this process' first.
+            options: jax.jit's, with names where it takes numbers, too.
+        """
         self.__wrapped__, self.__doc__ = function, function.__doc__
         self._jitted = jax.jit(function, compiler_options=COMPILER_OPTIONS, **options)
         self._options, self._signature = options, inspect.signature(function)
         names = options.get("static_argnames", ())
         self._static = {names} if isinstance(names, str) else set(names)
         self._made: dict[Any, Future[Callable[..., Any]]] = {}
+        self._mesh = mesh
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program."""
@@ -146,8 +155,24 @@ class Program:
         shapes = tuple(map(_shape, leaves))
         plain = _as_elsewhere()
         key = tuple(sorted(static.items())), structure, shapes, _elsewhere
-        storable = plain and all(shape[-1] is None for shape in shapes)
+        storable = plain and self._lie_here({shape[-1] for shape in shapes})
         return _Call(bound, static, args, kwargs, key, plain, storable)
+
+    @property
+    def _devices(self) -> tuple[Any, ...]:
+        """The devices that it runs on if it is stored."""
+        return tuple(jax.local_devices()[: 1 if self._mesh is None else self._mesh.size])
+
+    def _lie_here(self, places: Collection[jax.sharding.Sharding | None]) -> bool:
+        """Returns whether arguments at these places, with None for the default device, lie there.
+
+        So do those of the host, which it would get from there.
+        """
+        if self._mesh is None:
+            return all(place is None for place in places)
+        meshes = (getattr(place, "mesh", None) for place in places if place is not None)
+        first = tuple(self._mesh.devices.flat) == self._devices
+        return first and all(mesh == self._mesh for mesh in meshes)
 
     def _begin(self, call: _Call) -> Future[Callable[..., Any]]:
         made = self._made.get(call.key) if call.plain else None
@@ -198,9 +223,11 @@ class Program:
         """Returns the name of a program on disk, if it may be stored, and what is stored there."""
         if _store is None or not call.storable:
             return None, None
-        form = (sorted(self._options.items()), COMPILER_OPTIONS)
+        form = (sorted(self._options.items()), COMPILER_OPTIONS, len(self._devices))
         name = _store.key(self.__wrapped__, (call.static, form), call.key[1:3])
-        return name, None if name is None else _store.get(name, (call.args, call.kwargs))
+        if name is None:
+            return None, None
+        return name, _store.get(name, (call.args, call.kwargs), self._devices)
 
 
 def _compile(lowered: Any, of: Any, made: Future[Callable[..., Any]], name: str | None) -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 PACKAGE = __name__.partition(".")[0]
 # packages whose versions an environment names, so that a name identifies their functions
@@ -88,7 +89,7 @@ def _parts(value: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes]:
         yield value.name.encode()
     elif isinstance(value, TypeVar):
         yield value.__name__.encode()
-    elif isinstance(value, np.dtype):
+    elif isinstance(value, np.dtype | Mesh | PartitionSpec):
         yield str(value).encode()
     elif isinstance(value, type | types.ModuleType | types.BuiltinFunctionType | np.ufunc):
         yield _known(value)

@@ -27,11 +27,10 @@ def on_ranks(
         static: the names of arguments that are no arrays.
         out: OWN or SAME, for each of the results.
     """
-    signature = inspect.signature(body)
 
     @functools.wraps(body)
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
+        given = inspect.signature(body).bind(*args, **kwargs).arguments
         fixed = {name: value for name, value in given.items() if name in static}
         arrays = {name: value for name, value in given.items() if name not in static}
         specs = {name: OWN if name in own else SAME for name in arrays}

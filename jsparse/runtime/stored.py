@@ -14,7 +14,7 @@ import pickle
 import platform
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -60,8 +60,11 @@ class ProgramStore:
             logger.debug("%s is not stored: nothing is known of %s", function, unknown)
             return None
 
-    def get(self, key: str, arguments: Any) -> Callable[..., Any] | None:
-        """Returns the program stored under a name, or None; `arguments` have their structure."""
+    def get(self, key: str, arguments: Any, devices: Sequence[Any]) -> Callable[..., Any] | None:
+        """Returns the program stored under a name, for these devices, or None if there is none.
+
+        `arguments` have the structure of the program's own.
+        """
         file = self.folder / key
         try:
             stored = pickle.loads(zlib.decompress(file.read_bytes()))
@@ -73,7 +76,7 @@ class ProgramStore:
                 stored["program"],
                 jax.tree.structure(arguments),
                 jax.tree.structure(stored["results"]),
-                execution_devices=jax.local_devices()[:1],
+                execution_devices=devices,
             )
         except FileNotFoundError:
             return None

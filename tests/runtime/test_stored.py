@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from serving import bits, greedy, tiny_llm
 from tiny import random_prompts, tiny_params
 
 import jsparse
 from jsparse.builder import dense
+from jsparse.models.checkpoint import spread
 from jsparse.policies.expressions import parse
 from jsparse.runtime import chunk_attention, compilation, fingerprint, prefill, stored
 from jsparse.runtime import rows as driver
@@ -59,8 +61,8 @@ class Watched(ProgramStore):
         super().put(key, made)
         self.puts.release()
 
-    def get(self, key, arguments):
-        found = super().get(key, arguments)
+    def get(self, key, arguments, devices):
+        found = super().get(key, arguments, devices)
         self.asked += 1
         self.found += found is not None
         return found
@@ -101,6 +103,11 @@ def test_fingerprints_are_those_of_other_processes_and_tell_policies_apart():
     assert told[0][:-1] == [fingerprint.of(parse(expression)) for expression in EXPRESSIONS]
 
 
+def on_devices(*which):
+    devices = np.array(jax.devices())[list(which)]
+    return NamedSharding(Mesh(devices, ("ranks",)), PartitionSpec("ranks"))
+
+
 def scaled(factor):
     def scale(x):
         return factor * x
@@ -123,6 +130,8 @@ def scaled(factor):
         (jnp.float32, jnp.bfloat16),
         (len, max),
         (partial(max, 1), partial(max, 2)),
+        (on_devices(0, 1).mesh, on_devices(0, 1, 2).mesh),
+        (PartitionSpec("ranks"), PartitionSpec(None, "ranks")),
     ],
 )
 def test_values_that_differ_have_different_fingerprints(one, other):
@@ -192,7 +201,8 @@ def weigh(x, tree, *, times):
 def weighing(monkeypatch):
     """Makes the program as each process makes it; its function is known."""
     monkeypatch.setattr(fingerprint, "KNOWN", fingerprint.KNOWN | {__name__})
-    return lambda: Program(weigh, static_argnames="times", donate_argnames="x")
+    options = {"static_argnames": "times", "donate_argnames": "x"}
+    return lambda mesh=None: Program(weigh, mesh=mesh, **options)
 
 
 def run(program, x=(0.0, 1.0, 2.0), times=2):
@@ -279,6 +289,23 @@ def test_settings_of_a_thread_are_heeded(store, weighing):
     assert store.asked == 2
 
 
+@pytest.mark.parametrize(
+    ("where", "stored_there"),
+    [(on_devices(0, 1), True), (on_devices(1, 0), False), (on_devices(2, 3), False)],
+)
+def test_programs_of_the_first_devices_are_stored(store, weighing, where, stored_there):
+    """A stored program runs on the devices that it was compiled for, whatever their mesh."""
+    for nth in range(2):
+        given = jax.device_put(jnp.arange(4.0), where)
+        given = given, {"a": jax.device_put(jnp.ones(2), where)}
+        made = weighing(where.mesh)(*given, times=2)
+        assert made["sum"] == 12
+        assert made["call"].given.sharding.device_set == where.device_set
+        if stored_there and not nth:
+            store.settle(1)
+    assert (store.asked, store.found) == ((2, 1) if stored_there else (0, 0))
+
+
 def test_what_cannot_be_stored_runs_all_the_same(store):
     made = Program(weigh, static_argnames="times")
     assert run(made)["sum"] == 6
@@ -297,13 +324,16 @@ def test_what_was_used_longest_ago_makes_room(store, monkeypatch):
 
 
 @plain
-def test_an_engine_whose_programs_were_stored_gives_the_same_bits(store):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_engine_whose_programs_were_stored_gives_the_same_bits(store, ranks):
     expression = "quest(budget=16)"
     prompts = random_prompts((9, 21), seed=5)
-    first = tiny_llm(expression, params=tiny_params(num_layers=1))
+    params = tiny_params(num_layers=1)
+    params = spread(params, ranks) if ranks > 1 else params
+    first = tiny_llm(expression, params=params)
     expected = [bits(out) for out in first.generate(prompts, greedy(6))]
     store.settle(first.engine.programs.compiled)
-    again = tiny_llm(expression, params=tiny_params(num_layers=1))
+    again = tiny_llm(expression, params=params)
     assert [bits(out) for out in again.generate(prompts, greedy(6))] == expected
     assert store.found == again.engine.programs.compiled
 
