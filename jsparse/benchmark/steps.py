@@ -23,7 +23,7 @@ from jsparse.builder import dense
 from jsparse.cache import CacheSpec, StepView
 from jsparse.hyper_parameters import whole_number
 from jsparse.model_facts.constants import constants
-from jsparse.models.checkpoint import Params
+from jsparse.models.checkpoint import Params, require_on_one_device
 from jsparse.models.config_files import read_config
 from jsparse.models.transformer import random_weights
 from jsparse.policies.expressions import as_policy
@@ -153,6 +153,7 @@ def _plan(
     num_iters_warmup: int,
 ) -> _Run:
     """Checks that a measurement is possible, and returns it."""
+    require_on_one_device(params)
     for name, value in (("batch", batch), ("context", context)):
         whole_number(name, value, 1)
     limit = params.config.max_position_embeddings

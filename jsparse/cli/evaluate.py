@@ -34,6 +34,7 @@ from jsparse.cli.options import (
     ModelOption,
     PolicyListOption,
     RevisionOption,
+    TensorParallelSizeOption,
     takes_model,
     whole_numbers,
 )
@@ -66,6 +67,7 @@ def evaluate(
     report: ReportOption = None,
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
+    tensor_parallel_size: TensorParallelSizeOption = 1,
 ) -> None:
     """Measure the quality of policies: closeness to dense attention and long-context tasks.
 
@@ -90,9 +92,9 @@ def evaluate(
     wanted = plan(chosen, names, whole_numbers("lengths", lengths), samples, **more)
     if report is not None:
         require_plots("--report")
-    result = carry_out(
-        wanted, model, out, _environment(), dtype=dtype, revision=revision, resume=resume
-    )
+    loading: dict[str, Any] = {"dtype": dtype, "revision": revision}
+    loading |= {"tensor_parallel_size": tensor_parallel_size}
+    result = carry_out(wanted, model, out, _environment(), resume=resume, **loading)
     # a pipe that closes while tables are printed ends the process: files are written first
     if out is not None:
         print_wrote(out)
@@ -113,6 +115,7 @@ def carry_out(
     *,
     dtype: DtypeName | None = None,
     revision: str | None = None,
+    tensor_parallel_size: int = 1,
     resume: bool = False,
 ) -> dict[str, Any]:
     """Loads the model, takes the measurements that are missing, and returns the report.
@@ -126,6 +129,7 @@ def carry_out(
         environment: the report's environment; its "versions" are part of the settings.
         dtype: the dtype for `jsparse.load`.
         revision: the revision for `jsparse.load`.
+        tensor_parallel_size: the number of devices for `jsparse.load`.
         resume: whether to continue an unfinished run of the same settings.
     """
     from tempfile import TemporaryDirectory
@@ -136,7 +140,13 @@ def carry_out(
 
     bars = Bars()
     try:
-        params = load(model, dtype=dtype, revision=revision, on_progress=bars.load)
+        params = load(
+            model,
+            dtype=dtype,
+            revision=revision,
+            tensor_parallel_size=tensor_parallel_size,
+            on_progress=bars.load,
+        )
     finally:
         bars.close()
     settings = {

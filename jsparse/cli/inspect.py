@@ -11,7 +11,14 @@ from rich.text import Text
 from typer import Argument, Option
 
 from jsparse.cli.console import Bars, print_wrote
-from jsparse.cli.options import DtypeOption, ModelOption, PolicyOption, RevisionOption, read_prompt
+from jsparse.cli.options import (
+    DtypeOption,
+    ModelOption,
+    PolicyOption,
+    RevisionOption,
+    TensorParallelSizeOption,
+    read_prompt,
+)
 from jsparse.text.signatures import short_name
 
 if TYPE_CHECKING:
@@ -44,6 +51,7 @@ def inspect(
     page_size: Annotated[int, Option(help="Tokens per page of the cache: 8, 16, 32 or 64.")] = 16,
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
+    tensor_parallel_size: TensorParallelSizeOption = 1,
 ) -> None:
     """Show which tokens each layer and head attends to in one decode step.
 
@@ -57,7 +65,13 @@ def inspect(
     text, chosen = read_prompt(prompt, file), resolve(policy)
     bars = Bars()
     try:
-        params = load(model, dtype=dtype, revision=revision, on_progress=bars.load)
+        params = load(
+            model,
+            dtype=dtype,
+            revision=revision,
+            tensor_parallel_size=tensor_parallel_size,
+            on_progress=bars.load,
+        )
         layers = params.config.num_layers
         if layer is not None and not 0 <= layer < layers:
             raise ValueError(f"layer={layer}: must be from 0 to {layers - 1}, the model's last")

@@ -56,7 +56,7 @@ PolicyListOption = Annotated[
     ),
 ]
 
-_LOADING = ("model", "dtype", "revision")
+_LOADING = ("model", "dtype", "revision", "tensor_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ class GenerationOptions:
     page_size: Annotated[int, Option(help="Tokens per page of the cache: 8, 16, 32 or 64.")] = 16
     dtype: DtypeOption = None
     revision: RevisionOption = None
+    tensor_parallel_size: TensorParallelSizeOption = 1
 
     def load(self, on_progress: OnBytes) -> "Params":
         """Loads the model, after parsing the policy so that its errors come first."""
@@ -124,7 +125,13 @@ class GenerationOptions:
         from jsparse.policies.own_code import resolve
 
         resolve(self.policy)
-        return load(self.model, dtype=self.dtype, revision=self.revision, on_progress=on_progress)
+        return load(
+            self.model,
+            dtype=self.dtype,
+            revision=self.revision,
+            tensor_parallel_size=self.tensor_parallel_size,
+            on_progress=on_progress,
+        )
 
     def arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments of `jsparse.generate`."""

@@ -24,7 +24,6 @@ from jsparse.engine.slots import (
     Slots,
     neutral,
     no_knobs,
-    no_recent,
 )
 from jsparse.host_memory.host_store import with_newest
 from jsparse.host_memory.pages import Leaving
@@ -43,7 +42,15 @@ from jsparse.runtime.owners import (
 )
 from jsparse.runtime.prefill import PrefillCarry, prefill_chunk, replay_chunk
 from jsparse.runtime.room import evict
-from jsparse.runtime.rows import Batch, decode_steps, first_tokens, put, serviced_rows, take
+from jsparse.runtime.rows import (
+    Batch,
+    decode_steps,
+    first_tokens,
+    no_recent,
+    put,
+    serviced_rows,
+    take,
+)
 from jsparse.runtime.sampling import ChooseFn, RowSampling, greedy, row_sampling, sampled
 from jsparse.runtime.shared_pages import SharedPages, empty_pages, scratch_group
 from jsparse.runtime.speculation import speculate

@@ -40,7 +40,7 @@ from jsparse.model_facts.constants import constants
 from jsparse.runtime.compilation import Program, inlined, program
 from jsparse.runtime.program_set import ProgramKey, ProgramSet
 from jsparse.runtime.sampling import row_sampling
-from jsparse.runtime.spread_programs import OWN, SAME, on_ranks, placed, same_on_all
+from jsparse.runtime.spread_programs import OWN, SAME, placed, same_on_all
 
 logger = logging.getLogger("jsparse.engine")
 
@@ -83,11 +83,9 @@ class Programs(ProgramSet):
 
         Of its results, those that are `OWN` are of each rank, as the slots and the weights are.
         """
-        mesh = self._made_for.params.mesh
-        options = {"donate_argnames": "slots"} if donates else {}
-        if mesh is not None:
-            body = on_ranks(body, mesh, ("slots", "weights"), static, out)
-        return program(body, mesh=mesh, static_argnames=static, **options)
+        options: dict[str, Any] = {"donate_argnames": "slots"} if donates else {}
+        options |= {"own": ("slots", "weights"), "out": out}
+        return program(body, static_argnames=static, **options).on(self._made_for.params.mesh)
 
     def lend_pages(self, host: HostLayers | None) -> None:
         """Lets programs read these pages in host memory from now on; None is none at all."""

@@ -10,7 +10,6 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 from jsparse.cache import CacheSpec, SharedPrefixes
 from jsparse.engine.sizes import MAX_READING, EngineSizes
 from jsparse.hooks import State
-from jsparse.policy import Policy
 from jsparse.runtime.request import Request
 from jsparse.runtime.rows import Batch
 from jsparse.runtime.sampling_params import OFF, SamplingParams
@@ -181,14 +180,6 @@ def no_moving(spec: CacheSpec, sizes: EngineSizes) -> MovedGroups:
 def neutral() -> Request:
     """Returns the request of an empty slot, which takes the likeliest token."""
     return Request(np.zeros(0, np.int32), SamplingParams(**OFF), frozenset(), 0)
-
-
-def no_recent(policy: Policy, rows: int) -> Int32[Array, "B n"]:
-    """Returns the newest tokens of rows that have none; at least one, also where none is needed.
-
-    XLA cannot spread an empty array over devices.
-    """
-    return jnp.zeros((rows, max(policy.services.correct_every, 1)), jnp.int32)
 
 
 def no_knobs(names: Sequence[str], rows: int) -> dict[str, Array]:

@@ -26,6 +26,7 @@ from jsparse.policies.expressions import parse
 from jsparse.policies.oracle import attention_logits
 from jsparse.policy import Policy, at_layer, selected
 from jsparse.runtime.decode_step import dense_rows
+from jsparse.runtime.spread_programs import on_host
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths, Queries, Rows
 from jsparse.threshold import top_k_mask
@@ -140,7 +141,7 @@ def _metrics_of(forcing: Forcing, index: int) -> AttentionMetrics:
         raise ValueError(
             f"policy={forcing.shared.policies[index]}: must be wrapped in measured(...)"
         )
-    sums = jax.device_get(forcing.last_state(index).own)
+    sums = on_host(forcing.last_state(index).own, forcing.shared.params.mesh)
     steps = np.stack([layer.steps[0] for layer in sums])
     with np.errstate(invalid="ignore"):
         heads = jax.tree.map(

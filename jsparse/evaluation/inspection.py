@@ -24,6 +24,7 @@ from jsparse.runtime.compilation import keep_compilations
 from jsparse.runtime.host_reader import OnChunk
 from jsparse.runtime.sampling import greedy
 from jsparse.runtime.session import Session
+from jsparse.runtime.spread_programs import on_host
 from jsparse.shapes import Queries, Rows
 from jsparse.text import prompts
 
@@ -193,7 +194,7 @@ def inspect_step(
         session.read(rows, on_progress or (lambda *_: None))
         results = session.steps(greedy, (), limits=[step + 1])
         new_ids = [int(result.tokens[0, 0]) for result in results]
-    records = jax.device_get(session.held.state.own)
+    records = on_host(session.held.state.own, params.mesh)
     ids = rows[0] + new_ids[:-1]
     attended = np.stack([record.attended[0, :, : len(ids)] for record in records])
     weights = np.stack([record.weights[0, :, : len(ids)] for record in records])

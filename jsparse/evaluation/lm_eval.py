@@ -76,6 +76,7 @@ class JSparseLM(TemplateLM):
         batch_size: int | str = 1,
         max_gen_toks: int = 256,
         page_size: int = 16,
+        tensor_parallel_size: int | str = 1,
         device: str | None = None,
     ) -> None:
         """Loads the model.
@@ -89,6 +90,7 @@ class JSparseLM(TemplateLM):
             batch_size: an integer, also as text.
             max_gen_toks: an integer less than max_length.
             page_size: tokens per page, one of 8, 16, 32, 64.
+            tensor_parallel_size: the number of devices that the model is spread over.
             device: a name that is ignored, since jax chooses; the harness' command always gives
                 one.
 
@@ -103,7 +105,8 @@ class JSparseLM(TemplateLM):
         if page_size not in PAGE_SIZES:
             raise ValueError(f"page_size={page_size!r}: must be one of {PAGE_SIZES}")
         self._page_size, self._pretrained = page_size, pretrained
-        self._params = load(pretrained, dtype=dtype, revision=revision)
+        ranks = positive_integer("tensor_parallel_size", tensor_parallel_size)
+        self._params = load(pretrained, dtype=dtype, revision=revision, tensor_parallel_size=ranks)
         self.tokenizer = tokenizer_of(self._params, "the harness")
         maximum = self._params.config.max_position_embeddings
         self.max_length = (

@@ -155,9 +155,9 @@ class Trial:
 
     def after_prompt(self, spec: CacheSpec, carry: PrefillCarry) -> TrialRows:
         """Evicts the tokens of the prompts that the policy drops."""
-        limits = [STEPS + 1] * spec.batch
+        sizes = np.asarray(carry.cache.positions).tolist(), [STEPS + 1] * spec.batch
         cache, state = room.after_prompt(
-            self.policy, spec, carry.cache, carry.state, self.beside, limits
+            self.policy, spec, carry.cache, carry.state, self.beside, *sizes
         )
         return TrialRows(cache, state)
 

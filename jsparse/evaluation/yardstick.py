@@ -19,6 +19,7 @@ from jaxtyping import Float32, Int32
 from jsparse.evaluation.closeness import Closeness, compare
 from jsparse.evaluation.teacher_forcing import Forcing
 from jsparse.policies.oracle import oracle_top_k
+from jsparse.runtime.spread_programs import on_host
 
 ALL = 1 - 1e-6  # the share from which on everything was read; float32 may leave it below 1
 
@@ -43,7 +44,8 @@ def yardsticks(forcing: Forcing, found: Closeness) -> Yardsticks:
     All budgets run the same compiled programs, since they are arguments of these, and equal ones
     are run once.
     """
-    lengths = np.asarray(forcing.shared.held.cache.positions)[:, None] + 1
+    shared = forcing.shared
+    lengths = on_host(shared.held.cache.positions, shared.params.mesh)[:, None] + 1
     lengths = lengths + np.arange(len(forcing.reference))
     # a share in float32 may be a little less than the exact fraction
     tokens = np.floor(np.mean(found.read * lengths, axis=-1) + 0.01).astype(np.int32)

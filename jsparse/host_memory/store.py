@@ -5,9 +5,10 @@ need to know where K and V lie.
 """
 
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+from jax.sharding import Mesh
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, KVCache
@@ -15,6 +16,7 @@ from jsparse.hooks import State
 from jsparse.host_memory.host_store import OnHost
 from jsparse.host_memory.pages import HostLayers
 from jsparse.policy import Policy
+from jsparse.runtime.spread_programs import by_rank
 from jsparse.shapes import Rows
 
 
@@ -82,9 +84,9 @@ class KVStore(Protocol):
         ...
 
 
-def store_of(policy: Policy, spec: CacheSpec) -> KVStore:
-    """Returns the store that a policy asks for."""
-    return OnDevice(policy, spec) if policy.offload is None else OnHost(policy, spec)
+def store_of(policy: Policy, spec: CacheSpec, mesh: Mesh | None = None) -> KVStore:
+    """Returns the store that a policy asks for, on these devices if the model is spread."""
+    return OnDevice(policy, spec, mesh) if policy.offload is None else OnHost(policy, spec)
 
 
 class OnDevice:
@@ -94,9 +96,9 @@ class OnDevice:
     single_steps = False
     every = 0
 
-    def __init__(self, policy: Policy, spec: CacheSpec) -> None:
+    def __init__(self, policy: Policy, spec: CacheSpec, mesh: Mesh | None = None) -> None:
         """Prepares a store; nothing is allocated."""
-        self._policy, self._spec = policy, spec
+        self._policy, self._spec, self._mesh = policy, spec, mesh
 
     def require(self) -> None:
         """Does nothing: every policy takes K and V on the device."""
@@ -114,7 +116,7 @@ class OnDevice:
 
     def begin(self, chunk: int) -> tuple[KVCache, State]:
         """Returns an empty cache and the policy's first state."""
-        return empty_rows(self._spec, self._policy)
+        return empty_rows_on(self._mesh)(self._spec, self._policy)
 
     def adopt(self, cache: KVCache, chunk: int, pages: HostLayers | None = None) -> KVCache:
         """Returns the cache as it is."""
@@ -140,3 +142,8 @@ class OnDevice:
 def empty_rows(spec: CacheSpec, policy: Policy) -> tuple[KVCache, State]:
     """Returns an empty cache on the device, and the policy's first state."""
     return kv_cache.init(spec, fields=policy.fields), policy.init(spec)
+
+
+def empty_rows_on(mesh: Mesh | None) -> Any:
+    """Returns `empty_rows` for a model that is spread over these devices."""
+    return by_rank(empty_rows, mesh, static=("spec", "policy"))

@@ -31,7 +31,7 @@ from jsparse.policy import Policy
 from jsparse.ranks import gathered
 from jsparse.runtime.chunk_attention import flash
 from jsparse.runtime.prefill import OnChunk
-from jsparse.runtime.spread_programs import SAME, on_ranks
+from jsparse.runtime.spread_programs import SAME, by_rank
 from jsparse.shapes import Tokens
 
 TOKENS = 1024  # read to find the constants
@@ -88,10 +88,7 @@ def key_constants(params: Params, report: OnChunk = lambda *_: None) -> dict[str
     count = min(TOKENS, config.max_position_embeddings)
     report("key constants", 0, count)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, count), np.int32)
-    of_keys = _of_keys
-    if params.mesh is not None:
-        of_keys = on_ranks(_of_keys, params.mesh, ("weights",), ("decoder",), SAME)
-        of_keys = jax.jit(of_keys, static_argnames="decoder")
+    of_keys = by_rank(_of_keys, params.mesh, own=("weights",), static=("decoder",), out=SAME)
     result = jax.block_until_ready(of_keys(params.decoder, params.weights, jnp.asarray(tokens)))
     report("key constants", count, count)
     return result._asdict()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from jsparse.cache import CacheSpec
 from jsparse.host_memory.store import KVStore, store_of
@@ -75,7 +76,7 @@ def admit(
     """
     policy = resolved(asked, spec, drafts=drafts != 0)
     if params.mesh is not None:
-        _require_spreadable(policy, params.mesh.size, rows_join=rows_join)
+        _require_spreadable(policy, params.mesh, rows_join=rows_join)
     require_constants(params, policy)
     if policy.evicts and policy.services.correct_every:
         raise ValueError(
@@ -94,7 +95,7 @@ def admit(
         _require_joinable(policy, spec, per_request)
     if steps_per_program is not None:
         whole_number("steps_per_program", steps_per_program, 1)
-    store = store_of(policy, spec)
+    store = store_of(policy, spec, params.mesh)
     store.require()
     if store.single_steps:
         if steps_per_program not in (None, 1):
@@ -134,16 +135,17 @@ def require_drafting(policy: Policy, spec: CacheSpec) -> None:
     owners(policy, spec)  # refuses a state whose arrays belong to neither rows nor pages
 
 
-def _require_spreadable(policy: Policy, ranks: int, *, rows_join: bool) -> None:
+def _require_spreadable(policy: Policy, mesh: Mesh, *, rows_join: bool) -> None:
     """Raises ValueError unless a policy can run where the model is spread over several devices."""
-    if not rows_join:
+    if not rows_join and mesh.is_multi_process:
         raise ValueError(
-            f"tensor_parallel_size={ranks}: must be 1 here: a model that is spread over devices is "
-            "for LLM, AsyncEngine and jsparse serve"
+            f"tensor_parallel_size={mesh.size}: must be at most {len(mesh.local_devices)} here, "
+            "the devices of one process: over several processes a model is for LLM, AsyncEngine "
+            "and jsparse serve"
         )
     if policy.offload is not None:
         raise ValueError(
-            f"tensor_parallel_size={ranks}: must be 1 where K and V lie in host memory"
+            f"tensor_parallel_size={mesh.size}: must be 1 where K and V lie in host memory"
         )
 
 

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from jsparse.machine.folders import cache_folder
+from jsparse.runtime.spread_programs import OWN, on_ranks
 from jsparse.runtime.stored import ProgramStore, settings
 
 # The commands that a GPU runs as a graph: XLA's default and, after it, loops and branches. Where a
@@ -95,12 +96,21 @@ class Program:
     """
 
     def __init__(
-        self, function: Callable[..., Any], *, mesh: Mesh | None = None, **options: Any
+        self,
+        function: Callable[..., Any],
+        *,
+        own: Collection[str] = (),
+        out: Any = OWN,
+        mesh: Mesh | None = None,
+        **options: Any,
     ) -> None:
         """Prepares a program.
 
         Args:
             function: what it does.
+            own: the names of arguments of which each rank has its own where the model is spread
+                over several; `on` makes the program for these.
+            out: OWN or SAME, for each of the results there.
             mesh: the devices that it runs on, None for the default one; it is stored only if these
                 are this process' first.
             options: jax.jit's, with names where it takes numbers, too.
@@ -111,7 +121,8 @@ class Program:
         names = options.get("static_argnames", ())
         self._static = {names} if isinstance(names, str) else set(names)
         self._made: dict[Any, Future[Callable[..., Any]]] = {}
-        self._mesh = mesh
+        self._mesh, self._own, self._out = mesh, own, out
+        self._spread: dict[Mesh, Program] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program."""
@@ -121,6 +132,15 @@ class Program:
         if not call.storable:
             return self._jitted(*args, **kwargs)
         return self._begin(call).result()(*call.args, **call.kwargs)
+
+    def on(self, mesh: Mesh | None) -> "Program":
+        """Returns the program for a model that is spread over these devices; None is one."""
+        if mesh is None:
+            return self
+        if mesh not in self._spread:
+            body = on_ranks(self.__wrapped__, mesh, self._own, self._static, self._out)
+            self._spread[mesh] = Program(body, mesh=mesh, **self._options)
+        return self._spread[mesh]
 
     def ahead(self, *args: Any, **kwargs: Any) -> Future[Callable[..., Any]]:
         """Begins to compile for these arguments, or shapes, and returns at once.

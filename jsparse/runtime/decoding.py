@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,16 +16,18 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse.cache import CacheSpec, KVCache, ReadOnly
 from jsparse.hooks import State
-from jsparse.host_memory.store import empty_rows
+from jsparse.host_memory.store import empty_rows_on
 from jsparse.models.checkpoint import Params
+from jsparse.policy import Policy
 from jsparse.runtime.admission import Admission
 from jsparse.runtime.decode_step import StepStats
 from jsparse.runtime.draft_length import DraftLength
 from jsparse.runtime.pauses import due, next_steps, until_due
 from jsparse.runtime.reading import PrefillResult
-from jsparse.runtime.rows import Batch, Step, decode_steps, first_tokens, serviced
+from jsparse.runtime.rows import Batch, Step, decode_steps, first_tokens, no_recent, services_on
 from jsparse.runtime.sampling import ChooseFn
 from jsparse.runtime.speculation import Round, speculate
+from jsparse.runtime.spread_programs import by_rank, placed
 from jsparse.shapes import Rows
 
 # the rounds on their way when the oldest of them helps to choose how many the next drafts
@@ -88,6 +91,22 @@ def of_round(made: Round) -> StepResult:
     return StepResult(made.tokens, made.logprobs, stats, overflow, None, drafts)
 
 
+def begun(
+    tokens: Rows,
+    cache: KVCache,
+    state: State,
+    given: Any,
+    knobs: dict[str, Array] | None,
+    *,
+    policy: Policy,
+    by_row: bool,
+) -> Batch[KVCache]:
+    """Returns a batch of rows that have chosen their first tokens, counted together or by row."""
+    made = jnp.ones(tokens.shape, jnp.int32) if by_row else jnp.int32(1)
+    recent = no_recent(policy, *tokens.shape)
+    return Batch(tokens, cache, state, given, made, recent, knobs)
+
+
 class Decoding:
     """Decodes rows that begin together, up to the longest of their limits.
 
@@ -113,6 +132,11 @@ class Decoding:
         self._max_steps, self._num_drafts = admitted.max_steps, admitted.drafts
         self._params, self._constants, self._limits = params, constants, limits
         self._choose, self._keep, self.done = choose, keep, 1
+        self._run = self._program.on(params.mesh)
+        static = {"policy": self._policy, "by_row": self._counts_by_row}
+        own, arrays = ("cache", "state"), ("tokens", "cache", "state", "given")
+        begin = by_rank(begun, params.mesh, own=own, static=tuple(static), donated=arrays)
+        self._begun: Callable[..., Batch[KVCache]] = partial(begin, **static)
 
     @property
     def finished(self) -> bool:
@@ -124,11 +148,11 @@ class Decoding:
 
         `given` is donated now; the cache and state of `held` are by the first `advance`.
         """
-        tokens, given, result = first_tokens(
+        tokens, given, result = first_tokens.on(self._params.mesh)(
             self._choose, self._keep, given, held.logits, held.cache.overflow
         )
         knobs = jax.tree.map(jnp.copy, knobs)  # the batch is donated, the caller keeps its own
-        batch = self._batch(tokens, held.cache, held.state, given, knobs)
+        batch = self._begun(tokens, held.cache, held.state, given, knobs)
         self.batch = self._store.committed(batch)
         return result
 
@@ -142,10 +166,12 @@ class Decoding:
         """
         if self.finished or self._policy.evicts or self._store.single_steps:
             return None
-        cache, state = empty_rows.eval_shape(spec, self._policy)
-        batch = self._batch(jnp.zeros(spec.batch, jnp.int32), cache, state, given, knobs)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-        return self._program.ahead(*self._arguments(), shapes)
+        mesh, tokens = self._params.mesh, jax.ShapeDtypeStruct((spec.batch,), jnp.int32)
+        held = empty_rows_on(mesh).eval_shape(spec, self._policy)
+        shapes = jax.eval_shape(self._begun, tokens, *held, given, knobs)
+        if mesh is not None:
+            shapes = placed(shapes, mesh)
+        return self._run.ahead(*self._arguments(), shapes)
 
     def advance(self) -> StepResult:
         """Dispatches a program, and the services for which rows are due then.
@@ -153,13 +179,12 @@ class Decoding:
         A program runs several steps, or one where fewer remain to a row's limit or to a service.
         """
         count = self._count
-        self.batch, result = decode_steps(*self._arguments(), self.batch)
+        self.batch, result = self._run(*self._arguments(), self.batch)
         self.done += count
-        params, beside = self._params, self._beside
+        params, given = self._params, (self._params.weights, self._beside)
         for service in due(self._policy.services.every, self._age):
-            self.batch = serviced(
-                service, params.decoder, self._policy, params.weights, beside, self.batch
-            )
+            run = services_on(params.mesh)
+            self.batch = run(service, params.decoder, self._policy, *given, self.batch)
         # last: it replaces the pages in host memory that services read
         if self._store.every and self._age % self._store.every == 0:
             self._store.after_steps(self.batch.cache)
@@ -178,13 +203,7 @@ class Decoding:
         pauses = until_due(filter(None, periods), self._age)
         return next_steps(self._max_steps, left + pauses)
 
-    def _batch(
-        self, tokens: Rows, cache: KVCache, state: State, given: Any, knobs: Any
-    ) -> Batch[KVCache]:
-        recent = jnp.zeros((*tokens.shape, self._policy.services.correct_every), jnp.int32)
-        return Batch(tokens, cache, state, given, jnp.int32(1), recent, knobs)
-
-    _program = decode_steps
+    _program, _counts_by_row = decode_steps, False
 
     def _arguments(self) -> tuple[Any, ...]:
         """Returns the arguments of the next program, before the batch."""
@@ -205,7 +224,7 @@ class Speculating(Decoding):
     fewest that they can have.
     """
 
-    _program = speculate
+    _program, _counts_by_row = speculate, True
 
     def __init__(self, params: Params, admitted: Admission, *others: Any) -> None:
         """Prepares to decode, as `Decoding` does; nothing has been accepted so far."""
@@ -222,7 +241,7 @@ class Speculating(Decoding):
         most = self._length.choose(self._num_drafts)
         narrow = self._without_drafts() if most == 0 else None
         if narrow is None:
-            self.batch, result = speculate(*self._static(), *self._given(most), self.batch)
+            self.batch, result = self._run(*self._static(), *self._given(most), self.batch)
         else:
             self.batch, result = narrow(*self._given(most), self.batch)
         self._in_flight.append(result.drafts)
@@ -236,7 +255,7 @@ class Speculating(Decoding):
         """
         left = max(self._limits) - self.done
         if self._narrow is None and self._length.idles and left >= WORTH_A_PROGRAM:
-            self._narrow = speculate.ahead(*self._static(0), *self._given(0), self.batch)
+            self._narrow = self._run.ahead(*self._static(0), *self._given(0), self.batch)
             self._narrow.add_done_callback(_tell_failure)
         if self._narrow is None or not self._narrow.done() or self._narrow.exception():
             return None
@@ -258,12 +277,6 @@ class Speculating(Decoding):
         self._length.observe(drafted[took_part].tolist(), (counts[took_part] - 1).tolist())
         if self._looked > before:
             self._length.took(1, int(drafted.max()), self._looked - before)
-
-    def _batch(
-        self, tokens: Rows, cache: KVCache, state: State, given: Any, knobs: Any
-    ) -> Batch[KVCache]:
-        batch = super()._batch(tokens, cache, state, given, knobs)
-        return batch._replace(made=jnp.ones_like(tokens))
 
     def _arguments(self) -> tuple[Any, ...]:
         return *self._static(), *self._given(0)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from jsparse.cache import (
@@ -75,14 +76,16 @@ def read_prompts(
     store: KVStore | None = None,
     report: OnChunk = lambda *_: None,
     within: bool = False,
+    mesh: Mesh | None = None,
 ) -> PrefillCarry:
     """Reads the first `lengths[b]` tokens of each row, chunk by chunk, all rows side by side.
 
     A store, if K and V have one, is notified of each chunk. Chunks follow the tokens already in
     `carry`, which is donated. `report` gets ("prefill", tokens done, tokens) after each chunk. With
-    `within`, this becomes part of the program that calls it.
+    `within`, this becomes part of the program that calls it; `mesh` has the devices that the model
+    is spread over.
     """
-    read_chunk = inlined(prefill_chunk) if within else prefill_chunk
+    read_chunk = inlined(prefill_chunk) if within else prefill_chunk.on(mesh)
     batch, longest = tokens.shape
     chunk = chunk_attention.chunk_tokens(decoder, batch)
     sizes = chunk_attention.chunk_sizes(longest, chunk)
@@ -119,7 +122,11 @@ def settle(*running: Any) -> None:
             array.block_until_ready()
 
 
-@program(static_argnames=("decoder", "policy", "last"), donate_argnames=("carry",))
+@program(
+    static_argnames=("decoder", "policy", "last"),
+    donate_argnames=("carry",),
+    own=("weights", "carry"),
+)
 def prefill_chunk(
     decoder: Decoder,
     policy: Policy,

@@ -21,12 +21,13 @@ from jsparse.runtime import chunk_attention, prefill
 from jsparse.runtime.compilation import program
 from jsparse.runtime.owners import row_arrays, with_row_arrays
 from jsparse.runtime.prefill import OnChunk, PrefillCarry
+from jsparse.runtime.spread_programs import SAME, by_rank
 from jsparse.shapes import Rows
 
 # the tokens of each row; rows may have different numbers of them
 TokenRows = Sequence[Sequence[int] | np.ndarray]
 
-first_logits = program(to_logits, static_argnames=("decoder",))
+first_logits = program(to_logits, static_argnames=("decoder",), own=("weights", "hidden"), out=SAME)
 
 
 class PrefillResult(NamedTuple):
@@ -114,23 +115,26 @@ class Reading:
             beside=ReadOnly(constants(params, policy, report)),
             store=store,
             report=report,
+            mesh=params.mesh,
         )
         end = None
         if self.resumable:
             own = [jnp.copy(x) for x in row_arrays(policy, spec, carry.state)]
             end = PromptEnd(start + prompts.lengths, carry.last_hidden, carry.windows, own)
-        logits = first_logits(decoder, weights, carry.last_hidden)
+        logits = first_logits.on(params.mesh)(decoder, weights, carry.last_hidden)
         return PrefillResult(logits, carry.cache, carry.state), end
 
     def _begin(self) -> PrefillCarry:
         """Returns the carry of the first prompts."""
-        decoder = self._params.decoder
+        decoder, mesh = self._params.decoder, self._params.mesh
         empty = self._store.begin(chunk_attention.chunk_tokens(decoder, self._spec.batch))
-        return prefill.start(decoder, self._policy, *empty)
+        own, static = ("cache", "state"), ("decoder", "policy")
+        return by_rank(prefill.start, mesh, own=own, static=static)(decoder, self._policy, *empty)
 
     def _resume(self, held: PrefillResult, end: PromptEnd, start: np.ndarray) -> PrefillCarry:
         """Returns the carry of a further turn: rows are cut back to their first `start` tokens."""
-        cache = self._store.after_cut(cut_back(held.cache, jnp.asarray(start)))
+        cut = by_rank(cut_back, self._params.mesh, own=("cache",), donated=("cache",))
+        cache = self._store.after_cut(cut(held.cache, jnp.asarray(start)))
         state = held.state
         if (start == end.positions).all():
             state = with_row_arrays(self._policy, self._spec, state, end.rows)

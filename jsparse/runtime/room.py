@@ -7,22 +7,26 @@ the cache after the prompt, so that it need not hold more.
 import operator
 from collections.abc import Callable, Sequence
 
-import numpy as np
+from jax.sharding import Mesh
 
 from jsparse.cache import CacheSpec, KVCache, ReadOnly, step_view
 from jsparse.hooks import State
 from jsparse.policy import Eviction, Policy
 from jsparse.runtime import capacity
+from jsparse.runtime.spread_programs import by_rank
 
 
-def require_pages(policy: Policy, spec: CacheSpec, cache: KVCache, limits: Sequence[int]) -> None:
+def require_pages(
+    policy: Policy, spec: CacheSpec, prompts: Sequence[int], limits: Sequence[int]
+) -> None:
     """Raises ValueError if a shared pool cannot hold the tokens that the policy lets heads hold.
 
-    `limits` are the new tokens of each row; rows take pages for as long as any decodes.
+    `prompts` are the tokens of each row, and `limits` its new ones; rows take pages for as long as
+    any decodes.
     """
     if policy.eviction is None or policy.eviction.max_length is None or spec.pool_pages is None:
         return
-    slots = _wanted(policy, cache, [max(limits)] * spec.batch)
+    slots = _wanted(policy, prompts, [max(limits)] * spec.batch)
     pages = 1 + spec.num_kv_heads * sum(-(-wanted // spec.page_size) for wanted in slots)
     if spec.pool_pages < pages:
         raise ValueError(
@@ -37,17 +41,23 @@ def after_prompt(
     cache: KVCache,
     state: State,
     beside: ReadOnly,
+    prompts: Sequence[int],
     limits: Sequence[int],
+    mesh: Mesh | None = None,
 ) -> tuple[KVCache, State]:
     """Lets the policy evict tokens of the prompts, once, before the first step.
+
+    `prompts` and `limits` are as in `require_pages`; `mesh` has the devices that the model is
+    spread over.
 
     Raises:
         ValueError: it leaves heads less room than it says they may need.
     """
     if policy.eviction is None or policy.eviction.after_prompt is None:
         return cache, state
-    slots = capacity.slots_left(max(_wanted(policy, cache, limits)), spec)
-    return evict(policy, cache, state, beside, slots)
+    slots = capacity.slots_left(max(_wanted(policy, prompts, limits)), spec)
+    run = by_rank(evict, mesh, own=("cache", "state"), static=("policy", "slots"))
+    return run(policy, cache, state, beside, slots)
 
 
 def evict(
@@ -71,9 +81,8 @@ def evict(
     return cache, state
 
 
-def _wanted(policy: Policy, cache: KVCache, limits: Sequence[int]) -> list[int]:
+def _wanted(policy: Policy, prompts: Sequence[int], limits: Sequence[int]) -> list[int]:
     """Returns the slots that a head of each row may need."""
-    prompts = np.asarray(cache.positions).tolist()
     return [max_length(policy)(prompt, new) for prompt, new in zip(prompts, limits, strict=True)]
 
 

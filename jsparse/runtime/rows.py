@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse.cache import NOTHING, CacheSpec, KVCache, ReadOnly, step_view, without_host
@@ -22,6 +23,7 @@ from jsparse.runtime.decode_step import StepStats, decode_step
 from jsparse.runtime.owners import put_rows, put_state, take_rows
 from jsparse.runtime.sampling import ChooseFn
 from jsparse.runtime.shared_pages import SharedPages
+from jsparse.runtime.spread_programs import OWN, SAME, by_rank
 from jsparse.shapes import Rows
 
 
@@ -46,6 +48,14 @@ class Batch[Memory: (KVCache, SharedPages)](NamedTuple):
     made: Int32[Array, "*B"]
     recent: Int32[Array, "B n"]
     knobs: dict[str, Array] | None = None
+
+
+def no_recent(policy: Policy, rows: int) -> Int32[Array, "B n"]:
+    """Returns the newest tokens of rows that have none; at least one, also where none is needed.
+
+    XLA cannot spread an empty array over devices.
+    """
+    return jnp.zeros((rows, max(policy.services.correct_every, 1)), jnp.int32)
 
 
 class Step(NamedTuple):
@@ -97,6 +107,8 @@ def one_step[Memory: (KVCache, SharedPages)](
 @program(
     static_argnames=("decoder", "policy", "choose", "count", "keep"),
     donate_argnames=("batch",),
+    own=("weights", "batch"),
+    out=(OWN, SAME),
 )
 def decode_steps[Memory: (KVCache, SharedPages)](
     decoder: Decoder,
@@ -136,7 +148,9 @@ def decode_steps[Memory: (KVCache, SharedPages)](
     return jax.lax.fori_loop(0, jnp.minimum(jnp.max(counts), count), nth_step, (batch, empty))
 
 
-@program(static_argnames=("choose", "keep"), donate_argnames=("given",))
+@program(
+    static_argnames=("choose", "keep"), donate_argnames=("given",), own=("overflow",), out=SAME
+)
 def first_tokens(
     choose: ChooseFn,
     keep: Callable[[Step], Any],
@@ -184,6 +198,15 @@ def serviced[Memory: (KVCache, SharedPages)](
         # where K and V lie in host memory, it reads only newest tokens, which are on the device
         cache, state = run(policy, cache, state, beside._replace(host=None))
     return batch._replace(cache=batch.cache.after(cache, None), state=state)
+
+
+def services_on(mesh: Mesh | None) -> Callable[..., Any]:
+    """Returns `serviced`, as one program where the model is spread over these devices."""
+    if mesh is None:
+        return serviced
+    static = ("service", "decoder", "policy", "within")
+    run = by_rank(serviced, mesh, own=("weights", "batch"), static=static, donated=("batch",))
+    return partial(run, within=True)
 
 
 def serviced_rows[Memory: (KVCache, SharedPages)](

@@ -9,9 +9,10 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from jsparse.machine import memory
-from jsparse.models.checkpoint import Params, require_on_one_device
+from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
 from jsparse.runtime.chunk_attention import flash, has_flash
+from jsparse.runtime.spread_programs import SAME, by_rank
 from jsparse.shapes import Tokens
 
 
@@ -24,9 +25,8 @@ def logits(params: Params, tokens: Any) -> Float32[Array, "B T V"]:
 
     Raises:
         ValueError: the ids have another shape or kind, are outside the vocabulary, or are longer
-            than the model's maximum; or the model is spread over several devices.
+            than the model's maximum.
     """
-    require_on_one_device(params)
     try:
         ids = np.asarray(tokens)
     except ValueError as error:
@@ -50,7 +50,8 @@ def logits(params: Params, tokens: Any) -> Float32[Array, "B T V"]:
             "the model's maximum"
         )
     _require_room(params, *ids.shape)
-    return dense_pass(params.decoder, params.weights, jnp.asarray(ids, jnp.int32))
+    run = by_rank(dense_pass, params.mesh, own=("weights",), static=("decoder",), out=SAME)
+    return run(params.decoder, params.weights, jnp.asarray(ids, jnp.int32))
 
 
 def _require_room(params: Params, batch: int, length: int) -> None:

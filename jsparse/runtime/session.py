@@ -36,6 +36,7 @@ from jsparse.runtime.decoding import (
 from jsparse.runtime.prefill import OnChunk, settle
 from jsparse.runtime.reading import PrefillResult, PromptEnd, Reading, TokenRows
 from jsparse.runtime.sampling import ChooseFn, forced, forced_then_greedy
+from jsparse.runtime.spread_programs import on_host
 
 
 class Fresh(NamedTuple):
@@ -143,6 +144,11 @@ class Session:
         end = None if isinstance(self._stage, Fresh) else self._stage.end
         return None if end is None else end.positions.tolist()
 
+    @property
+    def _positions(self) -> list[int]:
+        """The tokens that each row holds."""
+        return on_host(self.held.cache.positions, self.params.mesh).tolist()
+
     def clock(self) -> float:
         """Returns a time in seconds that stands still while steps are compiled."""
         return time.perf_counter() - self.compiling
@@ -197,7 +203,7 @@ class Session:
             return least
         most = least
         if end is not None and self.keeps_answers:
-            most = np.asarray(self.held.cache.positions)
+            most = np.asarray(self._positions)
         if (
             len(start) != len(least)
             or not all(isinstance(at, int | np.integer) for at in start)
@@ -266,13 +272,15 @@ class Session:
                 may need.
         """
         stage = self._ready(limits)
-        policy, spec, held = self.policy, self.spec, stage.held
+        policy, spec, held, prompts = self.policy, self.spec, stage.held, self._positions
         known = constants(self.params, policy)
         decoding = self._decoding(choose, limits, known, keep_logits=keep_logits)
-        room.require_pages(policy, spec, held.cache, limits)
+        room.require_pages(policy, spec, prompts, limits)
         self._stage = Busy(stage.end)  # donated
-        beside = ReadOnly(known, knobs)
-        cache, state = room.after_prompt(policy, spec, held.cache, held.state, beside, limits)
+        both, beside = (held.cache, held.state), ReadOnly(known, knobs)
+        cache, state = room.after_prompt(
+            policy, spec, *both, beside, prompts, limits, self.params.mesh
+        )
         result = decoding.begin(PrefillResult(held.logits, cache, state), given, knobs)
         try:
             yield result

@@ -32,6 +32,7 @@ from jsparse.runtime.owners import keep_inactive
 from jsparse.runtime.rows import Batch, Step, one_step
 from jsparse.runtime.sampling import ChooseFn
 from jsparse.runtime.shared_pages import SharedPages
+from jsparse.runtime.spread_programs import OWN, SAME
 from jsparse.shapes import Rows
 
 
@@ -75,6 +76,8 @@ class Round(NamedTuple):
 @program(
     static_argnames=("decoder", "policy", "choose", "drafts", "keep"),
     donate_argnames=("batch",),
+    own=("weights", "batch"),
+    out=(OWN, SAME),
 )
 def speculate[Memory: (KVCache, SharedPages)](
     decoder: Decoder,

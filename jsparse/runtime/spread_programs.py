@@ -1,4 +1,7 @@
-"""Runs the body of a program on all ranks of a model that is spread over devices."""
+"""Runs what a program does on all ranks of a model that is spread over devices.
+
+Its arrays are then of the ranks, as first axis, or the same on all of them.
+"""
 
 import functools
 import inspect
@@ -51,8 +54,34 @@ def on_ranks(
     return run
 
 
+@functools.cache
+def by_rank(
+    body: Callable[..., Any],
+    mesh: Mesh | None,
+    *,
+    own: tuple[str, ...] = (),
+    static: tuple[str, ...] = (),
+    donated: tuple[str, ...] = (),
+    out: Any = OWN,
+) -> Callable[..., Any]:
+    """Returns a function that does for each rank what `body` does, which it is without a mesh."""
+    if mesh is None:
+        return body
+    run = on_ranks(body, mesh, own, static, out)
+    return jax.jit(run, static_argnames=static, donate_argnames=donated)
+
+
 def _as_own(spec: PartitionSpec, result: Any) -> Any:
     return jax.tree.map(lambda x: x[None], result) if spec is OWN else result
+
+
+def on_host(arrays: Any, mesh: Mesh | None) -> Any:
+    """Returns arrays by row, [B], and by row and KV head, [B, K, …], of all ranks, on the host."""
+    host = jax.device_get(arrays)
+    if mesh is None:
+        return host
+    # what is by row all ranks have alike
+    return jax.tree.map(lambda x: x[0] if x.ndim == 2 else np.concatenate(x, axis=1), host)
 
 
 def same_on_all(values: Any, mesh: Mesh) -> Any:

@@ -16,6 +16,7 @@ from tiny import VOCAB, random_prompts, tiny_params
 
 import jsparse
 from jsparse import ranks
+from jsparse.benchmark.steps import time_steps
 from jsparse.engine import plan_log, replay
 from jsparse.model_facts.constants import constants
 from jsparse.model_facts.info import describe
@@ -212,10 +213,13 @@ def test_one_device_has_everything():
         ),
         (lambda: load("smollm2", tensor_parallel_size="2"), "tensor_parallel_size='2': must be an"),
         (lambda: jsparse.save(halves(), "new"), "must be on one device, and is on 2"),
-        (lambda: jsparse.logits(halves(), [1, 2]), "must be on one device, and is on 2"),
         (
-            lambda: jsparse.generate(spread(model(), 2), [1, 2]),
-            "tensor_parallel_size=2: must be 1 here: a model that is spread over devices is for LL",
+            lambda: jsparse.generate(halves(), [1, 2], policy="offloaded(quest(budget=16))"),
+            "tensor_parallel_size=2: must be 1 where K and V lie in host memory",
+        ),
+        (
+            lambda: time_steps(halves(), "dense", batch=1, context=16),
+            "must be on one device, and is on 2",
         ),
     ],
 )

@@ -159,8 +159,8 @@ def test_the_host_reads_a_program_while_the_next_one_runs(monkeypatch):
         events.append("start")
         return real(*arguments)
 
-    vars(watched)["ahead"] = real.ahead
-    monkeypatch.setattr(decoding, "decode_steps", watched)
+    vars(watched).update(ahead=real.ahead, on=lambda mesh: watched)
+    monkeypatch.setattr(decoding.Decoding, "_program", watched)
     monkeypatch.setattr(generation, "Session", partial(Session, steps_per_program=8))
     jsparse.generate(
         params,

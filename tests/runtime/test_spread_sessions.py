@@ -1,0 +1,181 @@
+"""Tests `generate`, conversations and evaluation where a model is spread over devices.
+
+Beside them stands the same on one device. Methods are tested by what they select, too, since a
+session reports the shares of tokens attended to.
+"""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import slow_except
+from policy_table import METHODS
+from programs import shared
+from tiny import random_prompts, tiny_params
+from typer.testing import CliRunner
+
+import jsparse
+from jsparse.cli.app import app
+from jsparse.conversation import Conversation
+from jsparse.evaluation.attention_metrics import attention_metrics, measured
+from jsparse.evaluation.closeness import closeness
+from jsparse.evaluation.inspection import inspect_step
+from jsparse.evaluation.teacher_forcing import force
+from jsparse.evaluation.yardstick import yardsticks
+from jsparse.models.checkpoint import load, spread
+from jsparse.policies.expressions import parse
+from jsparse.runtime.session import Session
+
+GGUF = Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf"
+PROMPTS = random_prompts((9, 41, 21), seed=5)
+# which compresses the prompt and maintains what is left
+EVICTING = "hard_kv(budget=10, floor=7, cap=14, period=4, window=4, sink=2)"
+ON_DEVICE = [each for each in METHODS if parse(each).offload is None]
+# a service that recomputes tokens; and what heads of all ranks decide together
+FURTHER = [EVICTING, "lychee_decode(((1, 1), (0, 1)), value=24, sink=1, recent=6, correct_every=4)"]
+SIZES = {"max_length": 96, "page_size": 8, "eos_token_id": ()}
+
+
+@shared
+def whole():
+    return tiny_params(num_layers=2, num_heads=4, num_kv_heads=2)
+
+
+@shared
+def halves():
+    return spread(whole(), 2)
+
+
+@shared
+def on_one(expression, **options):
+    return answers(whole(), expression, **options)
+
+
+def answers(params, policy, **options):
+    """The tokens of answers, and the shares that they attended to."""
+    outs = jsparse.generate(params, PROMPTS, policy=policy, **SIZES | options)
+    shares = [[out.stats.attended_fraction, out.stats.read_fraction] for out in outs]
+    return [out.token_ids for out in outs], shares
+
+
+def assert_same(ours, theirs):
+    assert ours[0] == theirs[0]
+    np.testing.assert_allclose(ours[1], theirs[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("expression", slow_except([*ON_DEVICE, *FURTHER], EVICTING))
+def test_answers_on_two_devices_are_those_on_one(expression):
+    assert_same(
+        answers(halves(), expression, max_new_tokens=11), on_one(expression, max_new_tokens=11)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.8, "top_p": 0.9, "seed": 3, "repetition_penalty": 1.2},
+        {"exact": True, "num_speculative_tokens": 3},
+    ],
+    ids=str,
+)
+def test_drawn_and_checked_answers_are_the_same(options):
+    expression = "quest(budget=16)"
+    ours = answers(halves(), expression, max_new_tokens=11, **options)
+    assert_same(ours, answers(whole(), expression, max_new_tokens=11, **options))
+
+
+@pytest.mark.slow
+def test_hyper_parameters_of_a_prompt_are_heeded():
+    sampling = tuple(jsparse.SamplingParams(max_tokens=7, policy={"p": p}) for p in (0.2, 0.5, 0.9))
+    sizes = {"max_length": 96, "page_size": 8, "sampling": sampling}
+    ours, theirs = (
+        jsparse.generate(each, PROMPTS, policy="twilight(all_pages())", **sizes)
+        for each in (halves(), whole())
+    )
+    for own, other in zip(ours, theirs, strict=True):
+        assert own.token_ids == other.token_ids
+        assert own.stats.attended_fraction == pytest.approx(other.stats.attended_fraction)
+
+
+def test_the_first_program_is_compiled_while_the_prompts_are_read(monkeypatch):
+    """What is expected fits what runs: nothing is compiled anew."""
+    expected = []
+    advanced = Session._advanced
+
+    def watched(session, decoding):
+        expected.append(session._expected)
+        return advanced(session, decoding)
+
+    monkeypatch.setattr(Session, "_advanced", watched)
+    answers(halves(), "dense", max_new_tokens=4)
+    first, *others = expected
+    assert first.result()
+    assert not any(others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["dense", "quest(budget=16)"])
+def test_a_conversation_goes_on_on_two_devices(policy):
+    """A further turn cuts rows back, or keeps the answer, and reads on."""
+    said = []
+    for ranks in (1, 2):
+        params = load(GGUF, dtype="float32", tensor_parallel_size=ranks)
+        assert params.tokenizer is not None
+        params.tokenizer.chat_template = (
+            "{% for m in messages %}{{ m.role }}<|eot_id|>{{ m.content }}<|eot_id|>{% endfor %}"
+        )
+        chat = Conversation(params, policy=policy, max_new_tokens=9, eos_token_id=())
+        first = {"role": "user", "content": "the cat sat on the mat"}
+        answer = chat.answer([first])
+        more = [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "or so"}]
+        again = chat.answer([first, *more])
+        assert chat._session is not None
+        said.append([answer.token_ids, again.token_ids, chat._session._positions])
+    assert said[0] == said[1]
+
+
+def test_logits_are_those_of_one_device():
+    ours, theirs = (jsparse.logits(each, PROMPTS[0]) for each in (halves(), whole()))
+    np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_what_is_measured_is_the_same():
+    """Records of heads are those of all devices' heads."""
+    expression = "quest(budget=16)"
+    found = []
+    for each in (halves(), whole()):
+        forcing = force(each, [measured(expression)], PROMPTS, max_new_tokens=4)
+        seen = inspect_step(each, expression, PROMPTS[1], step=3)
+        close = closeness(forcing)
+        kl = yardsticks(forcing, close).kl
+        found.append(
+            [*attention_metrics(forcing)[0].heads, seen.weights, seen.attended, close.kl, kl]
+        )
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.shape == theirs.shape
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5)
+    assert jnp.shape(found[0][0])[-1] == 2  # heads
+
+
+@pytest.mark.slow
+def test_commands_take_the_number_of_devices(tmp_path):
+    told = []
+    for ranks in (1, 2):
+        options = ["--model", GGUF, "--dtype", "float32", "--tensor-parallel-size", ranks]
+        generate = ["generate", "the cat", "--json", "--max-new-tokens", 6, *options]
+        made = CliRunner().invoke(app, [str(each) for each in generate])
+        assert made.exit_code == 0, made.output
+        out = tmp_path / f"{ranks}.json"
+        sizes = ["--lengths", 64, "--steps", 4, "--samples", 2, "--tasks", "kl", "--json", out]
+        made = CliRunner().invoke(
+            app, [str(each) for each in ["eval", *sizes, "--policy", "quest(budget=16)", *options]]
+        )
+        assert made.exit_code == 0, made.output
+        told.append(json.loads(out.read_text())["cells"])
+    assert len(told[0]) == len(told[1]) > 0
+    for ours, theirs in zip(*told, strict=True):
+        assert ours.keys() == theirs.keys()
