@@ -85,6 +85,7 @@ def measured(part: str, policy: str, ranks: int) -> dict[str, Any]:
         max_num_seqs=rows,
         max_model_len=length + new,
         kv_cache_tokens=rows * (length + new),
+        gpu_memory_utilization=0.95,
         decode_rows=[rows],
         prepare=True,
     )

@@ -3,6 +3,9 @@
 A model may be spread over devices of several processes. All of them make the same engine; process 0
 takes requests, plans, and tells the others which programs it runs, with which arrays of its memory.
 They run them in that order. Nothing that is on a device leaves it for this.
+
+Process 0 alone compiles programs, and sends them. What each compiled for itself would differ by
+what it found to be fastest, and so by rounding: ranks would draw different tokens.
 """
 
 import hashlib
@@ -10,6 +13,9 @@ import json
 import signal
 import threading
 from collections.abc import Iterable
+from concurrent.futures import Future
+from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -32,6 +38,7 @@ class LeaderPrograms(Programs):
         """Prepares programs; with `check_ranks`, all ranks must choose the same tokens."""
         super().__init__(spec)
         self._link, self._check = link, check_ranks
+        self._sent, self._sending = set[ProgramKey](), threading.Lock()
 
     def run(self, wanted: ProgramKey, *arrays: Any) -> Any:
         """Runs a program in all processes.
@@ -41,6 +48,7 @@ class LeaderPrograms(Programs):
         """
         self.expect([wanted])
         self._made[wanted].result()  # what cannot be compiled is told to nobody
+        self._send(wanted)
         own = jax.tree.map(np.asarray, arrays[1:])
         self._link.tell({"run": _as_json(wanted)}, jax.tree.leaves(own))
         made = super().run(wanted, *arrays[:1], *own)
@@ -53,11 +61,23 @@ class LeaderPrograms(Programs):
         return made
 
     def expect(self, wanted: Iterable[ProgramKey]) -> None:
-        """Begins to compile programs in all processes."""
+        """Begins to compile programs, which other processes get as soon as they are there."""
         new = [each for each in wanted if each not in self._made]
-        if new:
-            self._link.tell({"expect": [_as_json(each) for each in new]})
-            super().expect(new)
+        super().expect(new)
+        for each in new:
+            self._made[each].add_done_callback(partial(self._made_one, each))
+
+    def _made_one(self, key: ProgramKey, job: Future[Any]) -> None:
+        if not job.cancelled() and job.exception() is None:
+            self._send(key)
+
+    def _send(self, key: ProgramKey) -> None:
+        """Sends a program that is there to the other processes, once."""
+        with self._sending:
+            if key not in self._sent:
+                data = np.frombuffer(self.packed(key), np.uint8)
+                self._link.tell({"program": _as_json(key)}, [data])
+                self._sent.add(key)
 
 
 def follow(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
@@ -69,8 +89,8 @@ def follow(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
     programs, slots = Programs(spec), tuple[Slots, ...]()
     try:
         for said, arrays in link.told():
-            if "expect" in said:
-                programs.expect(map(_key, said["expect"]))
+            if "program" in said:
+                programs.adopt(_key(said["program"]), arrays[0].tobytes())
                 continue
             key = _key(said["run"])
             structure = jax.tree.structure(programs.of_nobody(key.name, key.size) if slots else ())
@@ -95,7 +115,8 @@ def agree(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
     model, sizes, flags = spec.params.config, spec.sizes._asdict(), jax.config
     options = {"per_request": spec.knobs, "layer_stats": spec.layer_stats}
     own = {
-        "versions": {"jsparse": __version__, "jax": jax.__version__},
+        "versions": {"jsparse": __version__, "jax": jax.__version__, "jaxlib": version("jaxlib")},
+        "kinds of devices": jax.local_devices()[0].device_kind,
         "check_ranks": check_ranks,
         "jax settings": f"{flags.jax_default_matmul_precision}, x64 {flags.jax_enable_x64}",
         "model": f"{model}, {spec.cache.dtype}",

@@ -244,6 +244,9 @@ def link() -> Link | None:
     count, index = jax.process_count(), jax.process_index()
     if count == 1:
         return None
+    if jax.default_backend() == "cpu":
+        # a program from there cannot be sent to others: it has lost its functions' code
+        jax.config.update("jax_enable_compilation_cache", False)
     owners = [device.process_index for device in jax.devices()]
     devices = [owners.count(nth) for nth in range(count)]
     if len({*devices}) > 1:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jsparse.machine.folders import cache_folder
 from jsparse.runtime.spread_programs import OWN, on_ranks
-from jsparse.runtime.stored import ProgramStore, settings
+from jsparse.runtime.stored import ProgramStore, Stored, packed, settings, unpacked
 
 # The commands that a GPU runs as a graph: XLA's default and, after it, loops and branches. Where a
 # trip count or a condition is computed on the device, the host would otherwise wait for it in the
@@ -112,7 +112,7 @@ class Program:
                 over several; `on` makes the program for these.
             out: OWN or SAME, for each of the results there.
             mesh: the devices that it runs on, None for the default one; it is stored only if these
-                are this process' first.
+                are the first, of all processes or of this one alone.
             options: jax.jit's, with names where it takes numbers, too.
         """
         self.__wrapped__, self.__doc__ = function, function.__doc__
@@ -123,6 +123,7 @@ class Program:
         self._made: dict[Any, Future[Callable[..., Any]]] = {}
         self._mesh, self._own, self._out = mesh, own, out
         self._spread: dict[Mesh, Program] = {}
+        self._packed: dict[Any, bytes] = {}  # those from disk, which may have no other such form
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program."""
@@ -150,6 +151,27 @@ class Program:
         traced at a time: tracing is Python, which threads do not speed up.
         """
         return self._begin(self._call(args, kwargs))
+
+    def packed(self, *args: Any, **kwargs: Any) -> bytes:
+        """Returns the program for these arguments, or shapes, for `unpacked` of another process.
+
+        It is compiled if it has not been.
+        """
+        call = self._call(args, kwargs)
+        made = self._begin(call).result()
+        return self._packed.get(call.key) or packed(made)
+
+    def unpacked(self, data: bytes, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """Returns the program that `packed` has returned in another process.
+
+        Raises:
+            ValueError: that process runs other code of jsparse.
+        """
+        call = self._call(args, kwargs)
+        made = unpacked(data, (call.args, call.kwargs), self._devices)
+        if made is None:
+            raise ValueError("processes run different code of jsparse")
+        return made
 
     def among(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Returns those of these arguments that the function takes, by name."""
@@ -179,9 +201,15 @@ class Program:
         return _Call(bound, static, args, kwargs, key, plain, storable)
 
     @property
+    def _devices_of_others(self) -> bool:
+        """Whether it runs on devices of other processes, too."""
+        return self._mesh is not None and self._mesh.is_multi_process
+
+    @property
     def _devices(self) -> tuple[Any, ...]:
         """The devices that it runs on if it is stored."""
-        return tuple(jax.local_devices()[: 1 if self._mesh is None else self._mesh.size])
+        devices = jax.devices() if self._devices_of_others else jax.local_devices()
+        return tuple(devices[: 1 if self._mesh is None else self._mesh.size])
 
     def _lie_here(self, places: Collection[jax.sharding.Sharding | None]) -> bool:
         """Returns whether arguments at these places, with None for the default device, lie there.
@@ -215,8 +243,10 @@ class Program:
             name, stored = self._stored(call)
             if stored is not None:
                 note_trace()
+                if self._devices_of_others:
+                    self._packed[call.key] = stored.data
                 if made.set_running_or_notify_cancel():
-                    made.set_result(stored)
+                    made.set_result(stored.program)
             elif call.plain:
                 _tracer.submit(self._trace, call, made, name)
             else:
@@ -239,11 +269,12 @@ class Program:
         except BaseException as error:
             made.set_exception(error)
 
-    def _stored(self, call: _Call) -> tuple[str | None, Callable[..., Any] | None]:
+    def _stored(self, call: _Call) -> tuple[str | None, Stored | None]:
         """Returns the name of a program on disk, if it may be stored, and what is stored there."""
         if _store is None or not call.storable:
             return None, None
-        form = (sorted(self._options.items()), COMPILER_OPTIONS, len(self._devices))
+        processes = [device.process_index for device in self._devices]
+        form = (sorted(self._options.items()), COMPILER_OPTIONS, processes)
         name = _store.key(self.__wrapped__, (call.static, form), call.key[1:3])
         if name is None:
             return None, None

@@ -88,10 +88,30 @@ class ProgramSet:
         """Begins to compile programs that have not been, several at a time, and returns at once."""
         for each in wanted:
             if each not in self._made:
-                arrays = self._arguments(each.name, each.size)
-                fixed = self._fixed[each.name] | dict(each.static)
-                job = self._made[each] = self._programs[each.name].ahead(*arrays, **fixed)
+                program = self._programs[each.name]
+                job = program.ahead(*self._shapes(each), **self._named(each))
+                self._made[each] = job
                 job.add_done_callback(partial(_log_error, each))
+
+    def packed(self, wanted: ProgramKey) -> bytes:
+        """Returns a program for `adopt` of another process; it is compiled if it has not been."""
+        return self._programs[wanted.name].packed(*self._shapes(wanted), **self._named(wanted))
+
+    def adopt(self, given: ProgramKey, data: bytes) -> None:
+        """Takes a program from another process.
+
+        Raises:
+            ValueError: that process runs other code of jsparse.
+        """
+        program, job = self._programs[given.name], Future[Callable[..., Any]]()
+        job.set_result(program.unpacked(data, *self._shapes(given), **self._named(given)))
+        self._made[given] = job
+
+    def _shapes(self, wanted: ProgramKey) -> tuple[Any, ...]:
+        return self._arguments(wanted.name, wanted.size)
+
+    def _named(self, wanted: ProgramKey) -> dict[str, Any]:
+        return self._fixed[wanted.name] | dict(wanted.static)
 
     def compile(self, wanted: Iterable[ProgramKey], logger: logging.Logger) -> list[ProgramKey]:
         """Compiles programs, and waits for them; an interrupt does not wait for the rest.

@@ -21,7 +21,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
@@ -37,6 +37,13 @@ RUNTIMES = ("jax.experimental.mosaic.gpu", "jax_triton")
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "triton", "jax-triton")
 # settings that a process makes for itself or on which programs do not depend
 UNRELATED = ("cache", "_log_", "logging", "traceback", "tracer", "mock", "timeout")
+
+
+class Stored(NamedTuple):
+    """Holds a program, and what it was made from."""
+
+    program: Callable[..., Any]
+    data: bytes
 
 
 class ProgramStore:
@@ -60,24 +67,12 @@ class ProgramStore:
             logger.debug("%s is not stored: nothing is known of %s", function, unknown)
             return None
 
-    def get(self, key: str, arguments: Any, devices: Sequence[Any]) -> Callable[..., Any] | None:
-        """Returns the program stored under a name, for these devices, or None if there is none.
-
-        `arguments` have the structure of the program's own.
-        """
+    def get(self, key: str, arguments: Any, devices: Sequence[Any]) -> Stored | None:
+        """Returns the program stored under a name, as `unpacked`, or None if there is none."""
         file = self.folder / key
         try:
-            stored = pickle.loads(zlib.decompress(file.read_bytes()))
-            if not fingerprint.still_hold(stored["modules"]):
-                return None
-            for name in stored["runtimes"]:
-                import_module(name)
-            made = serialize_executable.deserialize_and_load(
-                stored["program"],
-                jax.tree.structure(arguments),
-                jax.tree.structure(stored["results"]),
-                execution_devices=devices,
-            )
+            data = file.read_bytes()
+            made = unpacked(data, arguments, devices)
         except FileNotFoundError:
             return None
         except Exception as error:
@@ -85,20 +80,12 @@ class ProgramStore:
             return None
         with suppress(OSError):
             os.utime(file)
-        return made
+        return None if made is None else Stored(made, data)
 
     def put(self, key: str, made: Any) -> None:
         """Stores a program."""
         try:
-            program, _, results = serialize_executable.serialize(made)
-            stored = {
-                "modules": fingerprint.of_modules(),
-                "program": program,
-                "runtimes": [name for name in RUNTIMES if name in sys.modules],
-                # a structure has no text of its own: one of numbers has
-                "results": jax.tree.unflatten(results, range(results.num_leaves)),
-            }
-            data = zlib.compress(pickle.dumps(stored), 1)
+            data = packed(made)
         except Exception as error:
             # such as one that calls back to the host
             logger.debug("a program is not stored: %r", error)
@@ -125,6 +112,47 @@ class ProgramStore:
             if total > MAX_BYTES:
                 with suppress(OSError):
                     os.unlink(path)
+
+
+def packed(made: Any) -> bytes:
+    """Returns a compiled program in a form that `unpacked` takes, in this process or another.
+
+    Raises:
+        Exception: it has none, such as one that calls back to the host.
+    """
+    program, _, results = serialize_executable.serialize(made)
+    stored = {
+        "modules": fingerprint.of_modules(),
+        "program": program,
+        "runtimes": [name for name in RUNTIMES if name in sys.modules],
+        # a structure has no text of its own: one of numbers has
+        "results": jax.tree.unflatten(results, range(results.num_leaves)),
+    }
+    return zlib.compress(pickle.dumps(stored), 1)
+
+
+def unpacked(data: bytes, arguments: Any, devices: Sequence[Any]) -> Callable[..., Any] | None:
+    """Returns a program for these devices, or None if jsparse's code is no longer the same.
+
+    Args:
+        data: what `packed` returned.
+        arguments: arguments of the program's structure.
+        devices: those that it was compiled for, in their order.
+
+    Raises:
+        Exception: it cannot be read.
+    """
+    stored = pickle.loads(zlib.decompress(data))
+    if not fingerprint.still_hold(stored["modules"]):
+        return None
+    for name in stored["runtimes"]:
+        import_module(name)
+    return serialize_executable.deserialize_and_load(
+        stored["program"],
+        jax.tree.structure(arguments),
+        jax.tree.structure(stored["results"]),
+        execution_devices=devices,
+    )
 
 
 def environment() -> tuple[Any, ...]:

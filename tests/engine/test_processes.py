@@ -27,6 +27,7 @@ from jsparse.engine.errors import EngineError
 from jsparse.machine import processes
 from jsparse.machine.processes import Link, Peer
 from jsparse.models.checkpoint import spread
+from jsparse.runtime.compilation import Program
 from jsparse.runtime.spread_programs import OWN
 
 PROMPTS = random_prompts((9, 41, 21), seed=5)
@@ -150,6 +151,12 @@ def elsewhere(linked, gone, monkeypatch):
     monkeypatch.setattr(processes, "lost", lost)
     monkeypatch.setattr(processes, "link", lambda: leader)
     monkeypatch.setattr(leader, "everyone", lambda what, value: [value])
+
+    def compiled_there(program: Program, data: bytes, *args: Any, **kwargs: Any) -> Any:
+        assert len(data) > 1000  # it is for other devices, though
+        return program.ahead(*args, **kwargs).result()
+
+    monkeypatch.setattr(Program, "unpacked", compiled_there)
     made_programs, threads = core.LeaderPrograms, []
 
     def make(scale: float) -> jsparse.LLM:
@@ -216,6 +223,7 @@ class Two:
             out, err = (file.open("w") for file in files)
             if caches[nth] is not None:
                 environment["JSPARSE_CACHE_DIR"] = f"{tmp_path / caches[nth]}"
+                environment.pop("JAX_COMPILATION_CACHE_DIR", None)
             with out, err:
                 process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
             self.processes.append(process)
@@ -305,6 +313,10 @@ def test_constants_that_one_process_has_are_made_by_all(two, tmp_path):
     assert again.said(0).splitlines()[-1] == first.said(0).splitlines()[-1]
     made = [[*(tmp_path / each).rglob("*.safetensors")] for each in "abc"]
     assert [len(files) for files in made] == [1, 1, 1]
+    # process 0 found its programs on disk then, and sent these
+    kept = [[*(tmp_path / each).glob("programs/*")] for each in "abc"]
+    assert kept[0]
+    assert not kept[1] + kept[2]
 
 
 @pytest.mark.slow

@@ -306,6 +306,18 @@ def test_programs_of_the_first_devices_are_stored(store, weighing, where, stored
     assert (store.asked, store.found) == ((2, 1) if stored_there else (0, 0))
 
 
+def test_another_process_runs_a_program_that_it_is_given(store, weighing, monkeypatch):
+    shapes = jax.eval_shape(lambda: (jnp.zeros(3), {"a": jnp.ones(2)}))
+    data = weighing().packed(*shapes, times=2)
+    there = weighing()
+    monkeypatch.setattr(there, "lower", None)
+    made = there.unpacked(data, *shapes, times=2)
+    assert made(jnp.arange(3.0), {"a": jnp.ones(2)})["sum"] == 6
+    monkeypatch.setattr(chunk_attention, "PLAIN_CHUNK", 64)
+    with pytest.raises(ValueError, match="processes run different code of jsparse"):
+        there.unpacked(data, *shapes, times=2)
+
+
 def test_what_cannot_be_stored_runs_all_the_same(store):
     made = Program(weigh, static_argnames="times")
     assert run(made)["sum"] == 6
