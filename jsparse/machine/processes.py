@@ -65,9 +65,6 @@ def join_launched() -> None:
 def _initialize(*where: Any, how: str | None = None) -> None:
     # it would catch SIGTERM, for training
     jax.config.update("jax_enable_preemption_service", False)
-    # else a process that has a program in its cache would leave the others waiting
-    flag = "--xla_gpu_shard_autotuning=false"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     jax.distributed.initialize(
         *where,
         cluster_detection_method=how,
@@ -244,9 +241,8 @@ def link() -> Link | None:
     count, index = jax.process_count(), jax.process_index()
     if count == 1:
         return None
-    if jax.default_backend() == "cpu":
-        # a program from there cannot be sent to others: it has lost its functions' code
-        jax.config.update("jax_enable_compilation_cache", False)
+    # programs that all compile are tuned together: who had one in a cache would not take part
+    jax.config.update("jax_enable_compilation_cache", False)
     owners = [device.process_index for device in jax.devices()]
     devices = [owners.count(nth) for nth in range(count)]
     if len({*devices}) > 1:

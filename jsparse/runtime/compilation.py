@@ -27,6 +27,8 @@ COMPILER_OPTIONS = {
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
     )
 }
+# where programs run in several processes, of which one compiles them and does not wait for others
+COMPILES_ALONE = {"xla_gpu_shard_autotuning": False}
 # programs that compile at a time
 COMPILERS = min(8, max(4, (os.cpu_count() or 1) // 2))
 # how much less than others they claim the processor (nice): all wait for the one that traces
@@ -116,7 +118,9 @@ class Program:
             options: jax.jit's, with names where it takes numbers, too.
         """
         self.__wrapped__, self.__doc__ = function, function.__doc__
-        self._jitted = jax.jit(function, compiler_options=COMPILER_OPTIONS, **options)
+        of_several = mesh is not None and mesh.is_multi_process
+        compiler_options = COMPILER_OPTIONS | (COMPILES_ALONE if of_several else {})
+        self._jitted = jax.jit(function, compiler_options=compiler_options, **options)
         self._options, self._signature = options, inspect.signature(function)
         names = options.get("static_argnames", ())
         self._static = {names} if isinstance(names, str) else set(names)
