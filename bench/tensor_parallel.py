@@ -6,7 +6,7 @@ that --ranks names:
     one         a prompt of 128K, 256 new
     eight       eight prompts of 30,720, 256 new
     many        three prompts of 256K, 64 new, of which one GPU of 80 GB cannot hold K and V;
-                only on several; XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 gives them the room
+                only on several; XLA_PYTHON_CLIENT_MEM_FRACTION=0.94 gives them the room
     large       the shape of the 70B model: a prompt of 64K, 64 new; only on several
 
     python -m bench.tensor_parallel one eight --json build/tensor_parallel.json
@@ -85,7 +85,6 @@ def measured(part: str, policy: str, ranks: int) -> dict[str, Any]:
         max_num_seqs=rows,
         max_model_len=length + new,
         kv_cache_tokens=rows * (length + new),
-        gpu_memory_utilization=0.95,
         decode_rows=[rows],
         prepare=True,
     )
