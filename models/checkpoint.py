@@ -111,8 +111,7 @@ def load(
         revision: a branch, tag or commit, for Hub ids.
         tokenizer: a fast transformers tokenizer, or a jsparse one, to use in place of the files'.
         tensor_parallel_size: the number of devices, each of which gets some of the heads; it must
-            divide the number of KV heads. Such a model is for LLM, AsyncEngine and servers. None is
-            one device.
+            divide the number of KV heads. None is one device.
         on_progress: a callable that gets the bytes read so far and in total, as tensors arrive.
 
     Raises:
