@@ -157,6 +157,7 @@ def carry_out(
         "model": model,
         "revision": revision,
         "dtype": str(params.dtype),
+        **({} if params.mesh is None else {"devices": params.mesh.size}),
         "versions": environment["versions"],
     }
     with TemporaryDirectory() as folder, _shown_progress() as report:

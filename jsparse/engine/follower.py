@@ -10,13 +10,14 @@ what it found to be fastest, and so by rounding: ranks would draw different toke
 
 import hashlib
 import json
+import platform
 import signal
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ from jsparse.engine.programs import Programs
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.slots import Slots
 from jsparse.machine.processes import Link
+from jsparse.runtime.compilation import Sendable
 from jsparse.runtime.program_set import ProgramKey
 
 # programs that choose tokens, which they return behind the slots
@@ -73,9 +75,12 @@ class LeaderPrograms(Programs):
 
     def _send(self, key: ProgramKey) -> None:
         """Sends a program that is there to the other processes, once."""
+        if key in self._sent:
+            return
         with self._sending:
             if key not in self._sent:
-                data = np.frombuffer(self.packed(key), np.uint8)
+                made = cast(Sendable, self._made[key].result())
+                data = np.frombuffer(made.data, np.uint8)
                 self._link.tell({"program": _as_json(key)}, [data])
                 self._sent.add(key)
 
@@ -114,8 +119,9 @@ def agree(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
 
     model, sizes, flags = spec.params.config, spec.sizes._asdict(), jax.config
     options = {"per_request": spec.knobs, "layer_stats": spec.layer_stats}
+    packages = {"jsparse": __version__, "jax": jax.__version__, "jaxlib": version("jaxlib")}
     own = {
-        "versions": {"jsparse": __version__, "jax": jax.__version__, "jaxlib": version("jaxlib")},
+        "versions": packages | {"Python": platform.python_version()},
         "kinds of devices": jax.local_devices()[0].device_kind,
         "check_ranks": check_ranks,
         "jax settings": f"{flags.jax_default_matmul_precision}, x64 {flags.jax_enable_x64}",

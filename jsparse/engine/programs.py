@@ -40,7 +40,7 @@ from jsparse.model_facts.constants import constants
 from jsparse.runtime.compilation import Program, inlined, program
 from jsparse.runtime.program_set import ProgramKey, ProgramSet
 from jsparse.runtime.sampling import row_sampling
-from jsparse.runtime.spread_programs import OWN, SAME, placed, same_on_all
+from jsparse.runtime.spread_programs import OWN, SAME, placed
 
 logger = logging.getLogger("jsparse.engine")
 
@@ -69,8 +69,6 @@ class Programs(ProgramSet):
         # pages in host memory are lent to each program, since they change between them
         pages = shapes(spec.cache) if spec.sizes.tail_tokens else None
         self._beside = ReadOnly(constants(spec.params, spec.policy), host=pages)
-        if (mesh := spec.params.mesh) is not None:  # else each dispatch would copy them
-            self._beside = same_on_all(self._beside, mesh)
         fixed = {"weights": spec.params.weights, "beside": self._beside}
         # the ways of choosing tokens whose programs have been prepared
         self._prepared: tuple[SamplingMode, ...] = ()

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.experimental.compilation_cache import compilation_cache
 
 # seconds until processes must have found each other, and until a host that is gone is noticed
 MEETING, NOTICED = 300, 8
@@ -243,6 +244,7 @@ def link() -> Link | None:
         return None
     # programs that all compile are tuned together: who had one in a cache would not take part
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # or jax would go on to use one that it has used
     owners = [device.process_index for device in jax.devices()]
     devices = [owners.count(nth) for nth in range(count)]
     if len({*devices}) > 1:

@@ -26,7 +26,7 @@ from jsparse.model_facts.key_constants import (
     into_frame,
     scaled_queries,
 )
-from jsparse.models.checkpoint import Params
+from jsparse.models.checkpoint import Params, require_on_one_device
 from jsparse.policies.channel_ranking import Ranking
 from jsparse.policy import Policy, at_layer
 from jsparse.runtime import capacity, chunk_attention
@@ -53,6 +53,7 @@ def calibrate_channels(
         ValueError: a prompt is malformed, or leaves no room for one more token in the model's
             context, or in memory.
     """
+    require_on_one_device(params)
     rows, _ = prompts.encode(params, prompt)
     spec = cache_spec(params, rows, 1, None, 16)._replace(batch=1)
     chunk, report = (

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from jsparse.machine import processes
@@ -31,7 +32,7 @@ from jsparse.policy import Policy
 from jsparse.ranks import gathered
 from jsparse.runtime.chunk_attention import flash
 from jsparse.runtime.prefill import OnChunk
-from jsparse.runtime.spread_programs import SAME, by_rank
+from jsparse.runtime.spread_programs import SAME, by_rank, same_on_all
 from jsparse.shapes import Tokens
 
 TOKENS = 1024  # read to find the constants
@@ -61,9 +62,17 @@ def constants(
             params.constants.update(_found_or_made(params, MAKERS[name], report))
     of_text = (BOUNDARY_CLASSES, BOUNDARY_CLASSES_OR_NONE)
     return {
-        name: _boundary_classes(params, policy) if name in of_text else params.constants[name]
+        name: _boundary_classes(params, policy) if name in of_text else _placed(params, name)
         for name in policy.constants
     } or None
+
+
+def _placed(params: Params, name: str) -> Array:
+    """Returns a constant, which lies on all devices of the model: else each dispatch copied it."""
+    array = params.constants[name]
+    if params.mesh is not None and array.sharding != NamedSharding(params.mesh, SAME):
+        array = params.constants[name] = same_on_all(array, params.mesh)
+    return array
 
 
 def require_constants(params: Params, policy: Policy) -> None:

@@ -119,7 +119,7 @@ def fits(spec: CacheSpec, policy: Policy) -> bool:
     on_host = store.store_of(policy, spec).host_bytes()
     if on_host and on_host > host_store.available_host_bytes():
         return False
-    return device_bytes(spec, policy) <= memory.available_bytes()
+    return device_bytes(spec, policy) <= memory.available_bytes(devices=spec.ranks)
 
 
 def require_fit(spec: CacheSpec, policy: Policy) -> None:
@@ -128,7 +128,7 @@ def require_fit(spec: CacheSpec, policy: Policy) -> None:
     Nothing is allocated.
     """
     store.store_of(policy, spec).require_fit()
-    wanted, there = device_bytes(spec, policy), memory.available_bytes()
+    wanted, there = device_bytes(spec, policy), memory.available_bytes(devices=spec.ranks)
     if wanted > there:
         raise ValueError(
             f"max_length={spec.capacity} for {spec.batch} prompt(s) takes {memory.size(wanted)} of "

@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -29,8 +30,6 @@ COMPILER_OPTIONS = {
 }
 # where programs run in several processes, of which one compiles them and does not wait for others
 COMPILES_ALONE = {"xla_gpu_shard_autotuning": False}
-# programs that compile at a time
-COMPILERS = min(8, max(4, (os.cpu_count() or 1) // 2))
 # how much less than others they claim the processor (nice): all wait for the one that traces
 YIELDING = 10
 
@@ -49,8 +48,11 @@ def _yield_to_others() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, lower)
 
 
+# so many programs compile at a time
 _compilers = ThreadPoolExecutor(
-    COMPILERS, thread_name_prefix="jsparse-compile", initializer=_yield_to_others
+    min(8, max(4, (os.cpu_count() or 1) // 2)),
+    thread_name_prefix="jsparse-compile",
+    initializer=_yield_to_others,
 )
 # one alone: tracing is Python
 _tracer = ThreadPoolExecutor(1, thread_name_prefix="jsparse-trace")
@@ -80,6 +82,17 @@ class _Call(NamedTuple):
     key: Any
     plain: bool
     storable: bool
+
+
+class Sendable(NamedTuple):
+    """Is a program for devices of several processes, with what `Program.unpacked` takes."""
+
+    program: Callable[..., Any]
+    data: bytes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program."""
+        return self.program(*args, **kwargs)
 
 
 class _Compiled(NamedTuple):
@@ -114,20 +127,20 @@ class Program:
                 over several; `on` makes the program for these.
             out: OWN or SAME, for each of the results there.
             mesh: the devices that it runs on, None for the default one; it is stored only if these
-                are the first, of all processes or of this one alone.
+                are the first of their processes.
             options: jax.jit's, with names where it takes numbers, too.
         """
         self.__wrapped__, self.__doc__ = function, function.__doc__
-        of_several = mesh is not None and mesh.is_multi_process
-        compiler_options = COMPILER_OPTIONS | (COMPILES_ALONE if of_several else {})
+        self._of_several = mesh is not None and mesh.is_multi_process
+        compiler_options = COMPILER_OPTIONS | (COMPILES_ALONE if self._of_several else {})
         self._jitted = jax.jit(function, compiler_options=compiler_options, **options)
         self._options, self._signature = options, inspect.signature(function)
         names = options.get("static_argnames", ())
         self._static = {names} if isinstance(names, str) else set(names)
         self._made: dict[Any, Future[Callable[..., Any]]] = {}
         self._mesh, self._own, self._out = mesh, own, out
+        self._first = mesh is None or _are_first(mesh)
         self._spread: dict[Mesh, Program] = {}
-        self._packed: dict[Any, bytes] = {}  # those from disk, which may have no other such form
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program."""
@@ -156,17 +169,8 @@ class Program:
         """
         return self._begin(self._call(args, kwargs))
 
-    def packed(self, *args: Any, **kwargs: Any) -> bytes:
-        """Returns the program for these arguments, or shapes, for `unpacked` of another process.
-
-        It is compiled if it has not been.
-        """
-        call = self._call(args, kwargs)
-        made = self._begin(call).result()
-        return self._packed.get(call.key) or packed(made)
-
     def unpacked(self, data: bytes, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """Returns the program that `packed` has returned in another process.
+        """Returns a program that another process has compiled for these arguments, or shapes.
 
         Raises:
             ValueError: that process runs other code of jsparse.
@@ -205,15 +209,9 @@ class Program:
         return _Call(bound, static, args, kwargs, key, plain, storable)
 
     @property
-    def _devices_of_others(self) -> bool:
-        """Whether it runs on devices of other processes, too."""
-        return self._mesh is not None and self._mesh.is_multi_process
-
-    @property
-    def _devices(self) -> tuple[Any, ...]:
-        """The devices that it runs on if it is stored."""
-        devices = jax.devices() if self._devices_of_others else jax.local_devices()
-        return tuple(devices[: 1 if self._mesh is None else self._mesh.size])
+    def _devices(self) -> list[Any]:
+        """The devices that it runs on; without a mesh, if it is stored."""
+        return jax.local_devices()[:1] if self._mesh is None else [*self._mesh.devices.flat]
 
     def _lie_here(self, places: Collection[jax.sharding.Sharding | None]) -> bool:
         """Returns whether arguments at these places, with None for the default device, lie there.
@@ -223,8 +221,7 @@ class Program:
         if self._mesh is None:
             return all(place is None for place in places)
         meshes = (getattr(place, "mesh", None) for place in places if place is not None)
-        first = tuple(self._mesh.devices.flat) == self._devices
-        return first and all(mesh == self._mesh for mesh in meshes)
+        return self._first and all(mesh == self._mesh for mesh in meshes)
 
     def _begin(self, call: _Call) -> Future[Callable[..., Any]]:
         made = self._made.get(call.key) if call.plain else None
@@ -247,10 +244,8 @@ class Program:
             name, stored = self._stored(call)
             if stored is not None:
                 note_trace()
-                if self._devices_of_others:
-                    self._packed[call.key] = stored.data
                 if made.set_running_or_notify_cancel():
-                    made.set_result(stored.program)
+                    made.set_result(Sendable(*stored) if self._of_several else stored.program)
             elif call.plain:
                 _tracer.submit(self._trace, call, made, name)
             else:
@@ -266,10 +261,11 @@ class Program:
             lowered = self.lower(*call.given.args, **call.given.kwargs)
             # its text does not tell for which devices it is
             of = self, tuple(shape[-1] for shape in call.key[2])
+            finish = partial(_finish, made, name, self._of_several)
             if call.plain:
-                _compilers.submit(_compile, lowered, of, made, name)
+                _compilers.submit(_compile, lowered, of, finish)
             else:
-                _compile(lowered, of, made, name)
+                _compile(lowered, of, finish)
         except BaseException as error:
             made.set_exception(error)
 
@@ -285,9 +281,9 @@ class Program:
         return name, _store.get(name, (call.args, call.kwargs), self._devices)
 
 
-def _compile(lowered: Any, of: Any, made: Future[Callable[..., Any]], name: str | None) -> None:
+def _compile(lowered: Any, of: Any, finish: "Callable[[Future[_Compiled]], None]") -> None:
     """Compiles a program, or waits for one of the same form, and passes it on."""
-    _compiled(lowered, of).add_done_callback(partial(_finish, made, name))
+    _compiled(lowered, of).add_done_callback(finish)
 
 
 def _compiled(lowered: Any, of: Any = None) -> "Future[_Compiled]":
@@ -318,13 +314,26 @@ def _compiled(lowered: Any, of: Any = None) -> "Future[_Compiled]":
     return job
 
 
-def _finish(made: Future[Callable[..., Any]], name: str | None, job: "Future[_Compiled]") -> None:
-    """Passes on what has been compiled, and stores it."""
+def _finish(
+    made: Future[Callable[..., Any]],
+    name: str | None,
+    of_several: bool,
+    job: "Future[_Compiled]",
+) -> None:
+    """Passes on what has been compiled, with what other processes get, and stores it."""
     error = job.exception()
     if error is not None:
         made.set_exception(error)
         return
     compiled, storable = job.result()
+    if of_several:
+        try:
+            compiled = Sendable(compiled, packed(compiled))
+        except Exception as error:
+            told = ValueError(f"a program cannot be sent to other processes: {error!r}")
+            told.__cause__ = error
+            made.set_exception(told)
+            return
     made.set_result(compiled)
     if _store is not None and name is not None and storable:
         with suppress(RuntimeError):  # the process ends
@@ -343,6 +352,14 @@ def _shape(x: Any) -> tuple[Any, ...]:
     known = jax.typeof(x)
     place = x.sharding if isinstance(x, jax.Array) and x.sharding != _default_place() else None
     return known.shape, known.dtype, known.weak_type, place
+
+
+def _are_first(mesh: Mesh) -> bool:
+    """Returns whether a mesh has the first devices of its processes, in their order."""
+    devices = [*mesh.devices.flat]
+    counts = Counter(device.process_index for device in devices)
+    own = {nth: [x for x in jax.devices() if x.process_index == nth] for nth in counts}
+    return devices == [x for nth in sorted(counts) for x in own[nth][: counts[nth]]]
 
 
 def _note_hit(event: str, **_: Any) -> None:

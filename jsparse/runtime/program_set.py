@@ -93,10 +93,6 @@ class ProgramSet:
                 self._made[each] = job
                 job.add_done_callback(partial(_log_error, each))
 
-    def packed(self, wanted: ProgramKey) -> bytes:
-        """Returns a program for `adopt` of another process; it is compiled if it has not been."""
-        return self._programs[wanted.name].packed(*self._shapes(wanted), **self._named(wanted))
-
     def adopt(self, given: ProgramKey, data: bytes) -> None:
         """Takes a program from another process.
 

@@ -272,7 +272,9 @@ class Session:
                 may need.
         """
         stage = self._ready(limits)
-        policy, spec, held, prompts = self.policy, self.spec, stage.held, self._positions
+        policy, spec, held = self.policy, self.spec, stage.held
+        # looking at them waits for the prompts, for which there is no need else
+        prompts = self._positions if policy.eviction is not None else []
         known = constants(self.params, policy)
         decoding = self._decoding(choose, limits, known, keep_logits=keep_logits)
         room.require_pages(policy, spec, prompts, limits)

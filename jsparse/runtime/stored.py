@@ -83,9 +83,9 @@ class ProgramStore:
         return None if made is None else Stored(made, data)
 
     def put(self, key: str, made: Any) -> None:
-        """Stores a program."""
+        """Stores a program, which may have been packed already."""
         try:
-            data = packed(made)
+            data = getattr(made, "data", None) or packed(made)
         except Exception as error:
             # such as one that calls back to the host
             logger.debug("a program is not stored: %r", error)

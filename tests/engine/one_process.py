@@ -1,10 +1,12 @@
 """Is one of two processes that run one model together; run by test_processes.
 
 Arguments: its number, the port at which they meet, and JSON: the policy, the number of new tokens,
-the devices of each process, and whether ranks are checked.
+the devices of each process, the ranks if they are fewer, whether ranks are checked and programs
+prepared, and the processors that it has.
 """
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -15,6 +17,8 @@ from jsparse.machine import processes
 
 def main(number: int, port: int, given: dict[str, Any]) -> None:
     """Answers prompts, or works for the one that does."""
+    if "processors" in given:
+        os.cpu_count = lambda: given["processors"]
     jax.config.update("jax_num_cpu_devices", given["devices"])
     processes.join(2, number, "127.0.0.1", port)
 
@@ -23,9 +27,10 @@ def main(number: int, port: int, given: dict[str, Any]) -> None:
     import jsparse
     from jsparse.models.checkpoint import spread
 
-    ranks = jax.device_count()
+    ranks = given.get("ranks", jax.device_count())
     params = spread(tiny_params(num_layers=2, num_heads=2 * ranks, num_kv_heads=ranks), ranks)
     sizes: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 512}
+    sizes |= {"prepare": given.get("prepare", False)}
     llm = jsparse.LLM(params, given["policy"], check_ranks=given["check"], **sizes)
     print("made", flush=True)
     drawn = {"temperature": 0.8, "seed": 1, "max_tokens": given["new"], "ignore_eos": True}

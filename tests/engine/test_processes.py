@@ -27,6 +27,7 @@ from jsparse.engine.errors import EngineError
 from jsparse.machine import processes
 from jsparse.machine.processes import Link, Peer
 from jsparse.models.checkpoint import spread
+from jsparse.runtime import compilation
 from jsparse.runtime.compilation import Program
 from jsparse.runtime.spread_programs import OWN
 
@@ -157,6 +158,10 @@ def elsewhere(linked, gone, monkeypatch):
         return program.ahead(*args, **kwargs).result()
 
     monkeypatch.setattr(Program, "unpacked", compiled_there)
+    # as where devices are of several processes
+    real = compilation._finish
+    finish = lambda made, name, _, job: real(made, name, True, job)  # noqa: E731
+    monkeypatch.setattr(compilation, "_finish", finish)
     made_programs, threads = core.LeaderPrograms, []
 
     def make(scale: float) -> jsparse.LLM:
@@ -262,11 +267,25 @@ def two(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
-def test_two_processes_answer_as_one_device_does(two, devices):
-    both = two(devices=devices)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"devices": 1},
+        {"devices": 2},
+        # ranks on some of the devices, programs compiled side by side, and hosts that differ
+        {
+            "devices": 2,
+            "ranks": 2,
+            "prepare": True,
+            "changes": ({"processors": 4}, {"processors": 16}),
+        },
+    ],
+    ids=["one", "two", "some"],
+)
+def test_two_processes_answer_as_one_device_does(two, given):
+    both = two(**given)
     assert [process.wait(240) for process in both.processes] == [0, 0], both.complained(0)
-    ranks = 2 * devices
+    ranks = given.get("ranks", 2 * given["devices"])
     params = tiny_params(num_layers=2, num_heads=2 * ranks, num_kv_heads=ranks)
     llm = jsparse.LLM(params, "quest(budget=16)", max_num_seqs=3, max_model_len=512)
     asked = jsparse.SamplingParams(max_tokens=12, temperature=0.8, seed=1, ignore_eos=True)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from marks import slow_except
 from policy_table import METHODS
 from programs import shared, sharing
@@ -18,6 +19,7 @@ import jsparse
 from jsparse import ranks
 from jsparse.benchmark.steps import time_steps
 from jsparse.engine import plan_log, replay
+from jsparse.model_facts.channel_calibration import calibrate_channels
 from jsparse.model_facts.constants import constants
 from jsparse.model_facts.info import describe
 from jsparse.models.checkpoint import Params, load, spread
@@ -189,6 +191,20 @@ def test_devices_make_the_constants_that_one_makes():
     assert halves().constants is not model().constants
 
 
+def test_constants_lie_on_all_devices_once_they_are_asked_for():
+    """Else each step would copy them, and stored programs would not fit."""
+    made = constants(model(), parse(DEFAULT[-1]))
+    params = spread(model(), 2)
+    assert made is not None
+    for _ in range(2):
+        found = constants(params, parse(DEFAULT[-1]))
+        assert found is not None
+        assert found.keys() == made.keys()
+        for name, each in found.items():
+            assert each.sharding == NamedSharding(params.mesh, SAME)
+            assert each is params.constants[name]
+
+
 def test_one_device_has_everything():
     assert ranks.count() == 1
     x = jnp.arange(6).reshape(2, 3)
@@ -217,6 +233,7 @@ def test_one_device_has_everything():
             lambda: jsparse.generate(halves(), [1, 2], policy="offloaded(quest(budget=16))"),
             "tensor_parallel_size=2: must be 1 where K and V lie in host memory",
         ),
+        (lambda: calibrate_channels(halves(), [1, 2]), "must be on one device, and is on 2"),
         (
             lambda: time_steps(halves(), "dense", batch=1, context=16),
             "must be on one device, and is on 2",

@@ -26,6 +26,7 @@ from jsparse.evaluation.teacher_forcing import force
 from jsparse.evaluation.yardstick import yardsticks
 from jsparse.models.checkpoint import load, spread
 from jsparse.policies.expressions import parse
+from jsparse.runtime.compilation import traces
 from jsparse.runtime.session import Session
 
 GGUF = Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf"
@@ -101,19 +102,25 @@ def test_hyper_parameters_of_a_prompt_are_heeded():
 
 
 def test_the_first_program_is_compiled_while_the_prompts_are_read(monkeypatch):
-    """What is expected fits what runs: nothing is compiled anew."""
-    expected = []
+    """What is expected fits what runs: nothing is traced anew."""
+    expected, traced = [], []
     advanced = Session._advanced
 
     def watched(session, decoding):
         expected.append(session._expected)
-        return advanced(session, decoding)
+        if session._expected is not None:
+            session._expected.result()
+        before = traces()
+        made = advanced(session, decoding)
+        traced.append(traces() - before)
+        return made
 
     monkeypatch.setattr(Session, "_advanced", watched)
-    answers(halves(), "dense", max_new_tokens=4)
+    answers(halves(), "streaming(sink=2, recent=5)", max_new_tokens=4)
     first, *others = expected
-    assert first.result()
+    assert first is not None
     assert not any(others)
+    assert traced == [0, 0, 0]
 
 
 @pytest.mark.slow

@@ -308,7 +308,7 @@ def test_programs_of_the_first_devices_are_stored(store, weighing, where, stored
 
 def test_another_process_runs_a_program_that_it_is_given(store, weighing, monkeypatch):
     shapes = jax.eval_shape(lambda: (jnp.zeros(3), {"a": jnp.ones(2)}))
-    data = weighing().packed(*shapes, times=2)
+    data = stored.packed(weighing().ahead(*shapes, times=2).result())
     there = weighing()
     monkeypatch.setattr(there, "lower", None)
     made = there.unpacked(data, *shapes, times=2)
@@ -352,8 +352,10 @@ def test_an_engine_whose_programs_were_stored_gives_the_same_bits(store, ranks):
 
 @pytest.mark.slow
 @plain
-def test_answers_of_stored_programs_are_the_same(store):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_answers_of_stored_programs_are_the_same(store, ranks):
     params, prompts = tiny_params(num_layers=1), random_prompts((9, 21), seed=5)
+    params = spread(params, ranks) if ranks > 1 else params
 
     def answer() -> list[list[int]]:
         options: Any = {"max_new_tokens": 5, "seed": 3, "temperature": 0.8}
@@ -365,6 +367,6 @@ def test_answers_of_stored_programs_are_the_same(store):
     first = answer()
     store.settle(3)
     for each in (prefill.prefill_chunk, driver.first_tokens, driver.decode_steps):
-        each._made.clear()
+        each.on(params.mesh)._made.clear()
     assert answer() == first
     assert store.found == 3
