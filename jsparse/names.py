@@ -98,11 +98,11 @@ LOAD: Mapping[str, Refusal] = {
     "device_map": Refusal(
         "a model lies on jax's default device; CUDA_VISIBLE_DEVICES or JAX_PLATFORMS choose it"
     ),
-    "load_in_4bit": Refusal("weights are not quantised", False),
-    "load_in_8bit": Refusal("weights are not quantised", False),
+    "load_in_4bit": Refusal('weights="q8_0" keeps them in 8 bits', False),
+    "load_in_8bit": Refusal('weights="q8_0" keeps them in 8 bits', False),
     "low_cpu_mem_usage": Refusal("tensors are always read one by one", True),
-    "quantization": Refusal("weights are not quantised"),
-    "quantization_config": Refusal("weights are not quantised"),
+    "quantization": Refusal('only weights="q8_0" is there'),
+    "quantization_config": Refusal('only weights="q8_0" is there'),
     "token": Refusal("log in with `hf auth login`, or set HF_TOKEN"),
     "torch_dtype": Refusal('use dtype, such as dtype="bfloat16"'),
     "trust_remote_code": Refusal(_NO_CODE, False),

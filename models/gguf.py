@@ -40,6 +40,7 @@ _PLAIN = {
     GGMLQuantizationType.F16: np.dtype(np.float16),
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
+_Q8_0 = np.dtype([("scale", np.float16), ("values", np.int8, 32)])
 _KNOWN = (
     "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K TQ1_0 TQ2_0 MXFP4 NVFP4 "
     "IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_NL IQ4_XS"
@@ -105,10 +106,7 @@ class GGUFFile:
 
     def read(self, name: str) -> np.ndarray:
         """Reads the tensor's values: plain types as they are stored, quantised ones as float32."""
-        tensor = self._tensors[name]
-        raw = np.fromfile(self.path, np.uint8, tensor.nbytes, offset=tensor.start)
-        if raw.size != tensor.nbytes:
-            raise ValueError(f"{self.path}: {name} ends after {raw.size} of {tensor.nbytes} bytes")
+        tensor, raw = self._tensors[name], self._raw(name)
         if tensor.kind in _PLAIN:
             return raw.view(_PLAIN[tensor.kind]).reshape(tensor.shape)
         values = np.empty((math.prod(tensor.shape[:-1]), tensor.shape[-1]), np.float32)
@@ -117,6 +115,21 @@ class GGUFFile:
         for start in range(0, len(values), step):
             values[start : start + step] = dequantize(rows[start : start + step], tensor.kind)
         return values.reshape(tensor.shape)
+
+    def blocks(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """Reads a tensor of Q8_0: its integers, and the scales of 32 of a row; None if another."""
+        tensor = self._tensors[name]
+        if tensor.kind != GGMLQuantizationType.Q8_0:
+            return None
+        blocks = self._raw(name).view(_Q8_0).reshape(*tensor.shape[:-1], -1)
+        return blocks["values"].reshape(tensor.shape), blocks["scale"].copy()
+
+    def _raw(self, name: str) -> np.ndarray:
+        tensor = self._tensors[name]
+        raw = np.fromfile(self.path, np.uint8, tensor.nbytes, offset=tensor.start)
+        if raw.size != tensor.nbytes:
+            raise ValueError(f"{self.path}: {name} ends after {raw.size} of {tensor.nbytes} bytes")
+        return raw
 
 
 class _Header:

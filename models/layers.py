@@ -1,6 +1,7 @@
 """Defines the decoder's building blocks: RMSNorm, rotary embedding, the gated MLP."""
 
 import math
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -16,6 +17,7 @@ from jsparse.models.config import (
     YarnRope,
     yarn_attention_factor,
 )
+from jsparse.models.quantized import dense
 
 
 class RMSNorm(nn.Module):
@@ -41,17 +43,14 @@ class MLP(nn.Module):
     """
 
     intermediate_size: int
+    quantized: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        gate, up = jnp.split(
-            nn.Dense(
-                2 * self.intermediate_size, use_bias=False, param_dtype=x.dtype, name="gate_up"
-            )(x),
-            2,
-            axis=-1,
-        )
-        down = nn.Dense(x.shape[-1], use_bias=False, param_dtype=x.dtype, name="down")
+        of_kind = partial(dense, dtype=x.dtype, quantized=self.quantized)
+        gate_up = of_kind(2 * self.intermediate_size, name="gate_up")(x)
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        down = of_kind(x.shape[-1], name="down")
         return ranks.across(down(nn.silu(gate) * up), "sum")
 
 

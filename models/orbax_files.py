@@ -6,6 +6,7 @@ wait for.
 
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import jax.numpy as jnp
 
 from jsparse.models.config import ModelConfig
 from jsparse.models.families import Names
+from jsparse.models.quantized import BLOCK
 from jsparse.models.spreading import Spreading
 from jsparse.models.transformer import Weights
-from jsparse.models.weights import OnProgress, list_weights, tree
+from jsparse.models.weights import OnProgress, Weight, in_blocks, list_weights, require_blocks, tree
 
 
 def save_weights(weights: Weights, folder: Path) -> None:
@@ -34,11 +36,14 @@ def load_weights(
     dtype: Any,
     on_progress: OnProgress | None,
     spreading: Spreading | None = None,
+    *,
+    quantized: bool = False,
 ) -> Weights:
     """Reads the tree of `config` from `folder`, cast to `dtype`.
 
     It goes to the default device; spread over several, that holds a layer at a time beside its
-    part.
+    part. Matrices that were saved in blocks of 8 bits stay so; with `quantized`, others are put
+    into blocks, a layer at a time.
 
     Raises:
         FileNotFoundError: the folder does not exist.
@@ -51,9 +56,9 @@ def load_weights(
         raise FileNotFoundError(f"{folder} does not exist: a saved model keeps its weights there")
     with StandardCheckpointer() as checkpointer:
         stored = _shapes(checkpointer, folder)
-        config_shapes = {
-            weight.path: weight.shape for weight in list_weights(folder, len(stored), config, names)
-        }
+        listed = list_weights(folder, len(stored), config, names)
+        saved_in_blocks = "embed/values" in stored
+        config_shapes = dict(_shapes_of(listed, in_blocks=saved_in_blocks))
         if stored.keys() != config_shapes.keys():
             raise ValueError(
                 f"{folder}: {min(stored.keys() ^ config_shapes.keys())} is missing or not in the "
@@ -65,21 +70,43 @@ def load_weights(
                     f"{folder}: {path} has shape {stored[path]}: the config asks for {shape}"
                 )
     sharding = jnp.zeros(()).sharding  # the default device, which may be set
+    types = {"values": jnp.int8, "scales": jnp.float16} if saved_in_blocks else {}
     wanted = {
-        path: jax.ShapeDtypeStruct(s, dtype, sharding=sharding) for path, s in config_shapes.items()
+        path: jax.ShapeDtypeStruct(s, types.get(path.split("/")[-1], dtype), sharding=sharding)
+        for path, s in config_shapes.items()
     }
-    if spreading is None:
+    quantized = quantized or saved_in_blocks
+    if quantized:
+        for weight in listed:
+            require_blocks(weight, 1 if spreading is None else spreading.mesh.size)
+    if spreading is None and quantized == saved_in_blocks:
         weights = _restored(folder, tree(wanted))
     else:
         weights: Weights = {"params": {}}
         for layer, paths in itertools.groupby(sorted(wanted), lambda path: path.partition("/")[0]):
             part = _restored(folder, tree({path: wanted[path] for path in paths}))
-            placed = spreading.place_all(part["params"])
+            if quantized and not saved_in_blocks:
+                part = in_blocks(part)
+            placed = part["params"] if spreading is None else spreading.place_all(part["params"])
             weights["params"][layer] = jax.block_until_ready(placed)[layer]
     if on_progress is not None:
         total = sum(math.prod(x.shape) * x.dtype.itemsize for x in wanted.values())
         on_progress(total, total)
     return weights
+
+
+def _shapes_of(
+    weights: Sequence[Weight], *, in_blocks: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields the shapes of a model's arrays by path."""
+    for weight in weights:
+        if not (in_blocks and weight.is_matrix):
+            yield weight.path, weight.shape
+            continue
+        axis = 0 if weight.transposed else 1
+        scales = [size // (BLOCK if nth == axis else 1) for nth, size in enumerate(weight.shape)]
+        yield f"{weight.path}/values", weight.shape
+        yield f"{weight.path}/scales", tuple(scales)
 
 
 def _restored(folder: Path, target: Weights) -> Weights:

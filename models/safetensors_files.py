@@ -56,6 +56,9 @@ class SafetensorsFolder:
         """Returns the tensor's size in its file, in bytes."""
         return self._tensors[name].nbytes
 
+    def blocks(self, name: str) -> None:
+        """Returns None: no tensor is stored in blocks."""
+
     def read(self, name: str) -> np.ndarray:
         """Reads the tensor's values, in the dtype they are stored in."""
         tensor = self._tensors[name]

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Float32, Int
 from jsparse import ranks
 from jsparse.models.config import ModelConfig
 from jsparse.models.layers import MLP, RMSNorm, apply_rope, rope_frequencies, rope_scale, rope_table
+from jsparse.models.quantized import Blocks, dense, dequantized, empty, random_part
 
 Weights = dict[str, Any]
 AttendFn = Callable[
@@ -33,14 +34,13 @@ class Attention(nn.Module):
 
     config: ModelConfig
     layer: int
+    quantized: bool
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], table, attend: AttendFn) -> Float[Array, "B T D"]:
-        c = self.config
+        c, of_kind = self.config, partial(dense, dtype=x.dtype, quantized=self.quantized)
         shape = (*x.shape[:2], c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-        qkv = nn.Dense(shape[2] * shape[3], use_bias=c.qkv_bias, param_dtype=x.dtype, name="qkv")(
-            x
-        ).reshape(shape)
+        qkv = of_kind(shape[2] * shape[3], use_bias=c.qkv_bias, name="qkv")(x).reshape(shape)
         q, k, v = jnp.split(qkv, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
         if c.qk_norm:
             q, k = (
@@ -49,7 +49,7 @@ class Attention(nn.Module):
             )
         o = attend(self.layer, apply_rope(q, table), apply_rope(k, table), v)
         o = o.astype(x.dtype).reshape(*x.shape[:2], -1)
-        o = nn.Dense(c.hidden_size, use_bias=False, param_dtype=x.dtype, name="o")(o)
+        o = of_kind(c.hidden_size, name="o")(o)
         return ranks.across(o, "sum")
 
 
@@ -58,13 +58,15 @@ class Block(nn.Module):
 
     config: ModelConfig
     layer: int
+    quantized: bool
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], table, attend: AttendFn) -> Float[Array, "B T D"]:
-        c = self.config
+        c, kind = self.config, self.quantized
         normed = RMSNorm(c.rms_norm_eps, name="attention_norm")(x)
-        x = x + Attention(c, self.layer, name="attention")(normed, table, attend)
-        return x + MLP(c.intermediate_size, name="mlp")(RMSNorm(c.rms_norm_eps, name="mlp_norm")(x))
+        x = x + Attention(c, self.layer, kind, name="attention")(normed, table, attend)
+        normed = RMSNorm(c.rms_norm_eps, name="mlp_norm")(x)
+        return x + MLP(c.intermediate_size, kind, name="mlp")(normed)
 
 
 class Decoder(nn.Module):
@@ -73,26 +75,37 @@ class Decoder(nn.Module):
     Attributes:
         config: the sizes and switches.
         dtype: the type of the weights and of everything between them.
+        quantized: whether matrices are 8-bit blocks (jsparse.models.quantized).
     """
 
     config: ModelConfig
     dtype: Any = jnp.float32
+    quantized: bool = False
 
     def setup(self) -> None:
         c = self.config
-        init = nn.initializers.normal(0.02)
-        self.embed = self.param("embed", init, (c.vocab_size, c.hidden_size), self.dtype)
-        self.layers = [Block(c, layer) for layer in range(c.num_layers)]
+        self.embed = self._matrix("embed", (c.vocab_size, c.hidden_size), 1)
+        self.layers = [Block(c, layer, self.quantized) for layer in range(c.num_layers)]
         self.final_norm = RMSNorm(c.rms_norm_eps)
         if not c.tie_word_embeddings:
             columns = c.vocab_size // c.vocab_parts(ranks.count())
-            self.lm_head = self.param("lm_head", init, (c.hidden_size, columns), self.dtype)
+            self.lm_head = self._matrix("lm_head", (c.hidden_size, columns), 0)
+
+    def _matrix(self, name: str, shape: tuple[int, int], axis: int) -> Any:
+        """Returns a parameter which a product sums over along this axis."""
+        if self.quantized:
+            return self.param(name, empty(shape, axis))
+        return self.param(name, nn.initializers.normal(0.02), shape, self.dtype)
 
     def hidden(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: AttendFn
     ) -> Float[Array, "B T D"]:
         """Returns the last layer's normalised hidden states."""
-        x = self.embed[tokens]
+        if self.quantized:
+            rows = {name: part[tokens.reshape(-1)] for name, part in self.embed.items()}
+            x = dequantized(rows, 1, self.dtype).reshape(*tokens.shape, -1)
+        else:
+            x = self.embed[tokens]
         table = rope_table(positions, rope_frequencies(self.config), rope_scale(self.config))
         for layer in self.layers:
             x = layer(x, table, attend)
@@ -100,14 +113,16 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """Returns the float32 logits of hidden states; each rank computes some of them."""
-        parts = self.config.vocab_parts(ranks.count()) > 1
-        if self.config.tie_word_embeddings:
-            words = ranks.own_part(self.embed, 0) if parts else self.embed
+        parts, tied = self.config.vocab_parts(ranks.count()) > 1, self.config.tie_word_embeddings
+        words = self.embed if tied else self.lm_head
+        if tied and parts:
+            words = jax.tree.map(lambda x: ranks.own_part(x, 0), words)
+        if self.quantized:
+            words = dequantized(words, 1 if tied else 0, self.dtype)
+        if tied:
             logits = jnp.einsum("...d,vd->...v", hidden, words, preferred_element_type=jnp.float32)
         else:
-            logits = jnp.einsum(
-                "...d,dv->...v", hidden, self.lm_head, preferred_element_type=jnp.float32
-            )
+            logits = jnp.einsum("...d,dv->...v", hidden, words, preferred_element_type=jnp.float32)
         return ranks.gathered(logits, -1) if parts else logits
 
     def __call__(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: AttendFn):
@@ -133,32 +148,33 @@ def to_logits(
     return cast(Array, decoder.apply(weights, hidden, method="logits"))
 
 
-def weight_shapes(config: ModelConfig, dtype: Any) -> Weights:
+def weight_shapes(config: ModelConfig, dtype: Any, *, quantized: bool = False) -> Weights:
     """Returns the tree that a loader must fill, with a jax.ShapeDtypeStruct per array."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
     def init(tokens):
-        return Decoder(config, dtype=dtype).init(
+        return Decoder(config, dtype, quantized).init(
             jax.random.key(0), tokens, tokens, lambda layer, q, k, v: q
         )
 
     return jax.eval_shape(init, tokens)
 
 
-def random_weights(config: ModelConfig, dtype: Any, seed: int = 0) -> Weights:
+def random_weights(
+    config: ModelConfig, dtype: Any, seed: int = 0, *, quantized: bool = False
+) -> Weights:
     """Returns random weights of the true shapes, to measure speed and memory with.
 
     Matrices have a deviation of 0.02, and norms are 1.
     """
-    leaves, tree = jax.tree.flatten(weight_shapes(config, dtype))
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return jax.tree.unflatten(
-        tree,
-        [
-            random_weight(key, leaf.shape, leaf.dtype)
-            for key, leaf in zip(keys, leaves, strict=True)
-        ],
-    )
+    paths, tree = jax.tree.flatten_with_path(weight_shapes(config, dtype, quantized=quantized))
+    keys = jax.random.split(jax.random.key(seed), len(paths))
+    made = []
+    for key, (path, leaf) in zip(keys, paths, strict=True):
+        of_blocks = path[-1].key in Blocks.__annotations__
+        random = random_part if of_blocks else random_weight
+        made.append(random(key, leaf.shape, leaf.dtype))
+    return jax.tree.unflatten(tree, made)
 
 
 @partial(jax.jit, static_argnames=("shape", "dtype"))

@@ -86,6 +86,9 @@ class StateDict:
         """Returns the tensor's size in memory, in bytes."""
         return math.prod(self.shapes[name]) * _ITEM_BYTES[_dtype(self._tensors[name])]
 
+    def blocks(self, name: str) -> None:
+        """Returns None: no tensor is stored in blocks."""
+
     def read(self, name: str) -> np.ndarray:
         """Copies the tensor's values to the host; bfloat16, which PyTorch keeps from numpy, widens.
 

@@ -7,7 +7,7 @@ than one weight.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -19,6 +19,7 @@ import numpy as np
 from jsparse.machine import memory
 from jsparse.models.config import ModelConfig
 from jsparse.models.families import Names
+from jsparse.models.quantized import BLOCK, Blocks, to_blocks
 from jsparse.models.spreading import Spreading
 from jsparse.models.transformer import Weights
 
@@ -40,6 +41,13 @@ class TensorStore(Protocol):
         """Reads the tensor's values as float32, float16 or bfloat16 into a new array."""
         ...
 
+    def blocks(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """Reads a tensor that is stored in blocks of 8 bits (Q8_0), or returns None if it is not.
+
+        These are the integers, of its shape, and the scales of 32 numbers of a row each.
+        """
+        ...
+
 
 class TensorSource(NamedTuple):
     """Names a tensor to read; `interleaved_heads` > 0 if its rows are in llama.cpp's order."""
@@ -59,6 +67,11 @@ class Weight(NamedTuple):
     sources: tuple[TensorSource, ...]
 
     @property
+    def is_matrix(self) -> bool:
+        """Returns whether it is a matrix, which may be kept in blocks of 8 bits."""
+        return self.path == "embed" or self.transposed
+
+    @property
     def transposed(self) -> bool:
         """Returns whether it is a linear map, which the decoder wants as [in, out]."""
         return self.path.endswith("kernel") or self.path == "lm_head"
@@ -68,6 +81,13 @@ class Weight(NamedTuple):
         """Returns the array's shape in the tree."""
         joined = (sum(source.shape[0] for source in self.sources), *self.sources[0].shape[1:])
         return joined[::-1] if self.transposed else joined
+
+    def nbytes(self, dtype: Any, *, quantized: bool) -> int:
+        """Returns the bytes that it takes, as numbers of a type or in blocks of 8 bits."""
+        count = math.prod(self.shape)
+        if quantized and self.is_matrix:
+            return count + 2 * count // BLOCK
+        return count * np.dtype(dtype).itemsize
 
 
 def list_weights(
@@ -171,20 +191,27 @@ def read_weights(
     dtype: Any,
     on_progress: OnProgress | None,
     spreading: Spreading | None = None,
+    *,
+    quantized: bool = False,
 ) -> Weights:
     """Reads every tensor and returns the tree on the default device, or spread over several.
 
-    The host holds a tensor at a time, and so does the default device beside its part.
+    The host holds a tensor at a time, and so does the default device beside its part. With
+    `quantized`, matrices are kept in blocks of 8 bits: as they are stored, or made of numbers.
 
     Raises:
-        ValueError: they do not fit in its memory.
+        ValueError: they do not fit in its memory, or cannot be cut into blocks.
     """
-    sizes = {weight.path: math.prod(weight.shape) for weight in weights}
+    if quantized:
+        for weight in weights:
+            require_blocks(weight, 1 if spreading is None else spreading.mesh.size)
+    sizes = {weight.path: weight.nbytes(dtype, quantized=quantized) for weight in weights}
     needed = sum(sizes.values())
     if spreading is not None:  # what each device keeps, and the array that is being placed
         own = sum(spreading.own_size(path, size) for path, size in sizes.items())
         needed = own + max(sizes.values())
-    needed *= np.dtype(dtype).itemsize
+    if quantized:  # the numbers of the matrix that is being made
+        needed += 4 * max(math.prod(weight.shape) for weight in weights)
     if needed > (there := memory.available_bytes()):
         raise ValueError(
             f"{store.path} takes {memory.size(needed)} in {np.dtype(dtype).name}: "
@@ -194,18 +221,43 @@ def read_weights(
     total, done = sum(store.nbytes(source.name) for source in sources), 0
     arrays: dict[str, jax.Array] = {}
     for weight in weights:
-        parts = []
+        parts, of_blocks = [], quantized and weight.is_matrix
         for source in weight.sources:
-            parts.append(jax.device_put(_read(source, store)))
+            parts.append(jax.device_put(_read(source, store, of_blocks=of_blocks)))
             done += store.nbytes(source.name)
             if on_progress is not None:
                 on_progress(done, total)
         # Waiting keeps the host from running ahead of the copies and holding many tensors at once.
-        whole = jax.block_until_ready(_join(tuple(parts), weight.transposed, dtype))
-        if spreading is not None:
-            whole = jax.block_until_ready(spreading.place(weight.path, whole))
-        arrays[weight.path] = whole
+        join = _join_blocks if of_blocks else _join
+        whole = jax.block_until_ready(join(tuple(parts), weight.transposed, dtype))
+        for path, array in by_path(weight.path, whole):
+            if spreading is not None:
+                array = jax.block_until_ready(spreading.place(path, array))
+            arrays[path] = array
     return tree(arrays)
+
+
+def require_blocks(weight: Weight, ranks: int) -> None:
+    """Raises ValueError if a matrix, or a rank's part of it, cannot be cut into blocks."""
+    if not weight.is_matrix:
+        return
+    size = weight.sources[0].shape[-1]
+    parts = ranks if weight.path.split("/")[-2:-1] in (["o"], ["down"]) else 1
+    if size % (BLOCK * parts):
+        among = f" on each of {parts} devices" if parts > 1 else ""
+        raise ValueError(
+            f"weights='q8_0': {weight.path} sums over {size} numbers: must be a multiple of "
+            f"{BLOCK}{among}"
+        )
+
+
+def by_path(path: str, array: Any) -> Iterator[tuple[str, jax.Array]]:
+    """Yields the arrays of a weight with their paths: a matrix in blocks has two."""
+    if not isinstance(array, dict):
+        yield path, array
+        return
+    for name, part in array.items():
+        yield f"{path}/{name}", part
 
 
 def tree(leaves: Mapping[str, Any]) -> Weights:
@@ -220,13 +272,40 @@ def tree(leaves: Mapping[str, Any]) -> Weights:
     return {"params": params}
 
 
-def _read(source: TensorSource, store: TensorStore) -> np.ndarray:
-    tensor = store.read(source.name)
+def in_blocks(weights: Weights) -> Weights:
+    """Returns the decoder's tree, or a part of it, with its matrices in blocks of 8 bits."""
+    leaves = jax.tree.leaves_with_path(weights["params"])
+    made = {}
+    for path, leaf in leaves:
+        weight = Weight("/".join(entry.key for entry in path), ())
+        if weight.is_matrix:
+            leaf = to_blocks(leaf, 0 if weight.transposed else 1)
+        made |= dict(by_path(weight.path, leaf))
+    return tree(made)
+
+
+def _read(source: TensorSource, store: TensorStore, *, of_blocks: bool) -> Any:
+    stored = store.blocks(source.name) if of_blocks else None
+    if stored is not None:
+        values, scales = (_in_order(source, part) for part in stored)
+        return {"values": values, "scales": scales}
+    return _in_order(source, store.read(source.name))
+
+
+def _in_order(source: TensorSource, tensor: np.ndarray) -> np.ndarray:
     if not source.interleaved_heads:
         return tensor
     # llama.cpp stores a head's rows as 0, H/2, 1, H/2 + 1, ...
     pairs = tensor.reshape(source.interleaved_heads, -1, 2, tensor.shape[-1])
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
+
+
+@partial(jax.jit, static_argnames=("transposed", "dtype"))
+def _join_blocks(parts: tuple[Any, ...], transposed: bool, dtype: Any) -> Blocks:
+    """Returns a matrix in blocks: those of the file, or made from the numbers in float32."""
+    rows = [part if isinstance(part, dict) else to_blocks(part, 1) for part in parts]
+    whole = jax.tree.map(lambda *own: jnp.concatenate(own), *rows)
+    return jax.tree.map(jnp.transpose, whole) if transposed else whole
 
 
 @partial(jax.jit, static_argnames=("transposed", "dtype"))

@@ -52,9 +52,11 @@ class Trainer:
         Raises:
             ValueError: a setting is out of its range; the folder holds a run, and `resume` is
                 False; or it is True, and the folder holds none, or one of other settings; or the
-                model is spread over several devices.
+                model is spread over several devices, or has its weights in 8-bit blocks.
         """
         require_on_one_device(params)
+        if params.quantized:
+            raise ValueError(f"params={params!r}: must have weights of a dtype, not q8_0, to train")
         config = params.config
         self.problem = settings.lagrangian(config.num_layers, config.num_kv_heads)
         devices = jax.local_devices()

@@ -39,7 +39,8 @@ def read_bytes(params: Params) -> int:
     every = sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
     if params.config.tie_word_embeddings:
         return every
-    return every - params.weights["params"]["embed"].nbytes
+    embedding = jax.tree.leaves(params.weights["params"]["embed"])
+    return every - sum(leaf.nbytes for leaf in embedding)
 
 
 def bytes_per_token(spec: CacheSpec) -> int:

@@ -23,7 +23,7 @@ from jsparse.builder import dense
 from jsparse.cache import CacheSpec, StepView
 from jsparse.hyper_parameters import whole_number
 from jsparse.model_facts.constants import constants
-from jsparse.models.checkpoint import Params, require_on_one_device
+from jsparse.models.checkpoint import Params, parse_weights, require_on_one_device
 from jsparse.models.config_files import read_config
 from jsparse.models.transformer import random_weights
 from jsparse.policies.expressions import as_policy
@@ -116,15 +116,18 @@ def time_steps(
     return _measured(params, _plan(params, as_policy(policy), batch, context, steps, num_iters, 1))
 
 
-def shaped(model: str, *, dtype: Any = None, revision: str | None = None) -> Params:
+def shaped(
+    model: str, *, dtype: Any = None, weights: str | None = None, revision: str | None = None
+) -> Params:
     """Returns a model of which only the config is read; its weights are random.
 
     Arguments and errors are those of `jsparse.load`.
     """
     config = read_config(model, revision=revision)
     default = "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    weights = random_weights(config, jnp.dtype(dtype or default))
-    return Params(weights, config, None, {}, model)
+    quantized = parse_weights(weights)
+    made = random_weights(config, jnp.dtype(dtype or default), quantized=quantized)
+    return Params(made, config, None, {}, model)
 
 
 class _Run(NamedTuple):

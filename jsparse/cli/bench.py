@@ -20,6 +20,7 @@ from jsparse.cli.options import (
     PolicyOption,
     RevisionOption,
     TensorParallelSizeOption,
+    WeightsOption,
     takes_model,
     whole_numbers,
 )
@@ -66,6 +67,7 @@ def throughput(
     tensor_parallel_size: TensorParallelSizeOption = 1,
     seed: Annotated[int, Option(help="Random seed.")] = 0,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     revision: RevisionOption = None,
     as_json: Annotated[
         bool, Option("--json", help="Print one JSON object instead of a table.")
@@ -83,8 +85,8 @@ def throughput(
 
     inputs, outputs = _length("--input-len", input_len), _length("--output-len", output_len)
     chosen = resolve(policy)
-    size = tensor_parallel_size
-    params = load(model, dtype=dtype, revision=revision, tensor_parallel_size=size)
+    options: dict[str, Any] = {"weights": weights, "revision": revision}
+    params = load(model, dtype=dtype, tensor_parallel_size=tensor_parallel_size, **options)
     workload = random_workload(
         params.config.vocab_size,
         num_prompts=num_prompts,
@@ -134,6 +136,7 @@ def latency(
         bool, Option("--random-weights", help="Read only the config, and make up the weights.")
     ] = False,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     revision: RevisionOption = None,
     as_json: Annotated[
         bool, Option("--json", help="Print one JSON object instead of a table.")
@@ -155,7 +158,7 @@ def latency(
     chosen = [resolve(text) for text in policy or []]
     contexts, batches = whole_numbers("context", context), whole_numbers("batch", batch)
     made = shaped if random_weights else load
-    params = made(model, dtype=dtype, revision=revision)
+    params = made(model, dtype=dtype, weights=weights, revision=revision)
     with Console(stderr=True).status("decode steps"):
         measured = measure(
             params,

@@ -29,12 +29,12 @@ from jsparse.cli.evaluate_options import (
     YardstickOption,
 )
 from jsparse.cli.options import (
-    DtypeName,
     DtypeOption,
     ModelOption,
     PolicyListOption,
     RevisionOption,
     TensorParallelSizeOption,
+    WeightsOption,
     takes_model,
     whole_numbers,
 )
@@ -66,6 +66,7 @@ def evaluate(
     plots: PlotsOption = None,
     report: ReportOption = None,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     revision: RevisionOption = None,
     tensor_parallel_size: TensorParallelSizeOption = 1,
 ) -> None:
@@ -92,7 +93,7 @@ def evaluate(
     wanted = plan(chosen, names, whole_numbers("lengths", lengths), samples, **more)
     if report is not None:
         require_plots("--report")
-    loading: dict[str, Any] = {"dtype": dtype, "revision": revision}
+    loading: dict[str, Any] = {"dtype": dtype, "weights": weights, "revision": revision}
     loading |= {"tensor_parallel_size": tensor_parallel_size}
     result = carry_out(wanted, model, out, _environment(), resume=resume, **loading)
     # a pipe that closes while tables are printed ends the process: files are written first
@@ -113,10 +114,8 @@ def carry_out(
     out: Path | None,
     environment: dict[str, Any],
     *,
-    dtype: DtypeName | None = None,
-    revision: str | None = None,
-    tensor_parallel_size: int = 1,
     resume: bool = False,
+    **loading: Any,
 ) -> dict[str, Any]:
     """Loads the model, takes the measurements that are missing, and returns the report.
 
@@ -127,10 +126,8 @@ def carry_out(
         model: the model, in any form that `jsparse.load` takes.
         out: the file for the report and, until then, its journal; None writes neither.
         environment: the report's environment; its "versions" are part of the settings.
-        dtype: the dtype for `jsparse.load`.
-        revision: the revision for `jsparse.load`.
-        tensor_parallel_size: the number of devices for `jsparse.load`.
         resume: whether to continue an unfinished run of the same settings.
+        loading: further arguments of `jsparse.load`.
     """
     from tempfile import TemporaryDirectory
 
@@ -140,13 +137,7 @@ def carry_out(
 
     bars = Bars()
     try:
-        params = load(
-            model,
-            dtype=dtype,
-            revision=revision,
-            tensor_parallel_size=tensor_parallel_size,
-            on_progress=bars.load,
-        )
+        params = load(model, on_progress=bars.load, **loading)
     finally:
         bars.close()
     settings = {
@@ -155,9 +146,10 @@ def carry_out(
     }
     settings |= {
         "model": model,
-        "revision": revision,
+        "revision": loading.get("revision"),
         "dtype": str(params.dtype),
         **({} if params.mesh is None else {"devices": params.mesh.size}),
+        **({"weights": "q8_0"} if params.quantized else {}),
         "versions": environment["versions"],
     }
     with TemporaryDirectory() as folder, _shown_progress() as report:

@@ -7,13 +7,21 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from jsparse.cli.options import DtypeOption, ModelOption, PolicyOption, RevisionOption, takes_model
+from jsparse.cli.options import (
+    DtypeOption,
+    ModelOption,
+    PolicyOption,
+    RevisionOption,
+    WeightsOption,
+    takes_model,
+)
 
 
 @takes_model
 def info(
     model: ModelOption = "smollm2",
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     policy: PolicyOption = "dense",
     context: Annotated[
         int | None,
@@ -43,6 +51,7 @@ def info(
     described = model_info.describe(
         model,
         dtype=chosen,
+        weights=weights,
         policy=resolve(policy),
         context=context,
         revision=revision,

@@ -17,6 +17,7 @@ from jsparse.cli.options import (
     PolicyOption,
     RevisionOption,
     TensorParallelSizeOption,
+    WeightsOption,
     read_prompt,
 )
 from jsparse.text.signatures import short_name
@@ -50,6 +51,7 @@ def inspect(
     ] = None,
     page_size: Annotated[int, Option(help="Tokens per page of the cache: 8, 16, 32 or 64.")] = 16,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     revision: RevisionOption = None,
     tensor_parallel_size: TensorParallelSizeOption = 1,
 ) -> None:
@@ -68,6 +70,7 @@ def inspect(
         params = load(
             model,
             dtype=dtype,
+            weights=weights,
             revision=revision,
             tensor_parallel_size=tensor_parallel_size,
             on_progress=bars.load,

@@ -24,6 +24,10 @@ DtypeOption = Annotated[
     DtypeName | None,
     Option(help="Type of the weights; the default is bfloat16 on a GPU, float32 elsewhere."),
 ]
+WeightsOption = Annotated[
+    Literal["q8_0"] | None,
+    Option(help="q8_0 keeps matrices in blocks of 8 bits; the default is numbers of the dtype."),
+]
 TensorParallelSizeOption = Annotated[
     int,
     Option(help="Number of GPUs that the model is spread over, each with some of its heads."),
@@ -56,7 +60,7 @@ PolicyListOption = Annotated[
     ),
 ]
 
-_LOADING = ("model", "dtype", "revision", "tensor_parallel_size")
+_LOADING = ("model", "dtype", "weights", "revision", "tensor_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,7 @@ class GenerationOptions:
     ] = None
     page_size: Annotated[int, Option(help="Tokens per page of the cache: 8, 16, 32 or 64.")] = 16
     dtype: DtypeOption = None
+    weights: WeightsOption = None
     revision: RevisionOption = None
     tensor_parallel_size: TensorParallelSizeOption = 1
 
@@ -128,6 +133,7 @@ class GenerationOptions:
         return load(
             self.model,
             dtype=self.dtype,
+            weights=self.weights,
             revision=self.revision,
             tensor_parallel_size=self.tensor_parallel_size,
             on_progress=on_progress,

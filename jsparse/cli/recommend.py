@@ -18,6 +18,7 @@ from jsparse.cli.options import (
     DtypeOption,
     ModelOption,
     RevisionOption,
+    WeightsOption,
     complete_policy,
     takes_model,
 )
@@ -62,6 +63,7 @@ def recommend(
         bool, Option(help="Whether to write what policy=auto uses from then on.")
     ] = True,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     revision: RevisionOption = None,
     as_json: Annotated[
         bool, Option("--json", help="Print one JSON object instead of a table.")
@@ -93,7 +95,7 @@ def recommend(
     checked(requirements, longest)
     bars = Bars()
     try:
-        params = load(model, dtype=dtype, revision=revision, on_progress=bars.load)
+        params = load(model, dtype=dtype, weights=weights, revision=revision, on_progress=bars.load)
     finally:
         bars.close()
     notes = Console(stderr=True, highlight=False, soft_wrap=True)

@@ -13,6 +13,7 @@ from jsparse.cli.options import (
     PolicyOption,
     RevisionOption,
     TensorParallelSizeOption,
+    WeightsOption,
     require,
     takes_model,
 )
@@ -166,6 +167,7 @@ def serve(
     special_tokens_in_messages: SpecialTokensInMessagesOption = False,
     log_level: LogLevelOption = "info",
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     revision: RevisionOption = None,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API.
@@ -206,6 +208,7 @@ def serve(
     make_engine = partial(
         *(load_engine, model, policy),
         dtype=dtype,
+        weights=weights,
         revision=revision,
         tensor_parallel_size=tensor_parallel_size,
         max_model_len=max_model_len,

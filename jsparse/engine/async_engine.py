@@ -69,6 +69,7 @@ class AsyncEngine:
         max_stall_ms: float | None = MAX_STALL_MS,
         seed: int | None = None,
         dtype: Any = None,
+        weights: str | None = None,
         revision: str | None = None,
         tokenizer: Any = None,
         tensor_parallel_size: int | None = None,
@@ -86,6 +87,7 @@ class AsyncEngine:
         params = given_params(
             model,
             dtype=dtype,
+            weights=weights,
             revision=revision,
             tokenizer=tokenizer,
             tensor_parallel_size=tensor_parallel_size,

@@ -41,6 +41,7 @@ class LLM:
         *,
         seed: int = 0,
         dtype: Any = None,
+        weights: str | None = None,
         revision: str | None = None,
         tokenizer: Any = None,
         max_num_seqs: int | None = None,
@@ -77,7 +78,8 @@ class LLM:
             policy: the policy or its expression.
             seed: the seed of requests whose SamplingParams names none.
             dtype: "float32", "bfloat16" or "float16"; None is bfloat16 on a GPU and float32
-                elsewhere. It and the next two are for `jsparse.load`.
+                elsewhere. It and the next three are for `jsparse.load`.
+            weights: "q8_0" keeps matrices in blocks of 8 bits; None is numbers of `dtype`.
             revision: a branch, tag or commit, for Hub ids.
             tokenizer: a fast transformers tokenizer, or a jsparse one, instead of the model's.
             max_num_seqs: the most requests that decode together; None is 64 on a GPU, 8 where the
@@ -148,6 +150,7 @@ class LLM:
             given_params(
                 model,
                 dtype=dtype,
+                weights=weights,
                 revision=revision,
                 tokenizer=tokenizer,
                 tensor_parallel_size=tensor_parallel_size,

@@ -13,9 +13,11 @@ from jsparse.host_memory.host_store import available_host_bytes
 from jsparse.host_memory.store import store_of
 from jsparse.hyper_parameters import whole_number
 from jsparse.machine import memory
+from jsparse.models.checkpoint import parse_weights
 from jsparse.models.config import ModelConfig
 from jsparse.models.config_files import FAMILIES, read_config
-from jsparse.models.weights import list_weights
+from jsparse.models.quantized import BLOCK
+from jsparse.models.weights import Weight, list_weights
 from jsparse.policies.auto import auto, choose
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy, resolved
@@ -30,6 +32,7 @@ def describe(
     model: str,
     *,
     dtype: str,
+    weights: str | None = None,
     policy: AnyPolicy | str = "dense",
     context: int | None = None,
     revision: str | None = None,
@@ -43,6 +46,7 @@ def describe(
     Args:
         model: the model, in any form that `jsparse.load` takes.
         dtype: the type of weights and cache, a key of ITEM_BYTES.
+        weights: "q8_0" if matrices are in blocks of 8 bits, as for `jsparse.load`.
         policy: a policy or its expression. Its state is counted for pages of 16 tokens, the default
             of `jsparse.generate`. For "auto" it is that of the policy that it chooses for one
             prompt of `context` tokens.
@@ -74,7 +78,7 @@ def describe(
     on_host = store_of(policy, sizes).host_bytes() > 0
     growth, fixed = kept_beside(own, policy, dtype, ranks)
     of_cache, of_prompt = on_device(own, policy, dtype, ranks)
-    of_weights = num_own_parameters(config, ranks) * ITEM_BYTES[dtype]
+    of_weights = own_weight_bytes(config, ranks, dtype, weights)
     room = max(free - of_weights, 0)
     tokens = max(room - fixed - of_prompt, 0) // (of_cache + growth)
     prompts = room // (context * (of_cache + growth) + fixed + of_prompt)
@@ -87,8 +91,10 @@ def describe(
         "parameters": parameters,
         "devices": ranks,
         "device_weight_bytes": of_weights,
-        "weight_bytes": {name: parameters * size for name, size in ITEM_BYTES.items()},
+        "weight_bytes": {name: parameters * size for name, size in ITEM_BYTES.items()}
+        | {"q8_0": own_weight_bytes(config, 1, dtype, "q8_0")},
         "dtype": dtype,
+        "weights": weights,
         "cache_bytes_per_token": per_token,
         "device_cache_bytes_per_token": of_cache,
         "device_cache_bytes_per_prompt": of_prompt,
@@ -168,14 +174,25 @@ def num_own_parameters(config: ModelConfig, ranks: int) -> int:
     return num_parameters(config.of_rank(ranks)) - heads + heads // config.vocab_parts(ranks)
 
 
-def num_parameters(config: ModelConfig) -> int:
-    """Counts the values in the weights; a tied embedding counts once."""
+def own_weight_bytes(config: ModelConfig, ranks: int, dtype: str, weights: str | None) -> int:
+    """Returns the bytes of the weights that each of several ranks has."""
+    count = num_own_parameters(config, ranks)
+    if not parse_weights(weights):
+        return count * ITEM_BYTES[dtype]
+    vectors = num_parameters(config.of_rank(ranks), lambda weight: not weight.is_matrix)
+    return vectors * ITEM_BYTES[dtype] + (count - vectors) * (BLOCK + 2) // BLOCK
+
+
+def num_parameters(config: ModelConfig, counted: Callable[[Weight], bool] = lambda _: True) -> int:
+    """Counts the values in the weights, or in some; a tied embedding counts once."""
     names = FAMILIES[config.family].hf_names
 
     def count(layers: int) -> int:
         shallow = dataclasses.replace(config, num_layers=layers)
         return sum(
-            math.prod(weight.shape) for weight in list_weights(Path(), layers, shallow, names)
+            math.prod(weight.shape)
+            for weight in list_weights(Path(), layers, shallow, names)
+            if counted(weight)
         )
 
     # layers are alike: listing all of an absurd number of them would take forever
@@ -206,7 +223,7 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "weights",
             f"{memory.size(info['weight_bytes']['float32'])} in float32, {memory.size(short)} in "
-            "bfloat16 and float16",
+            f"bfloat16 and float16, {memory.size(info['weight_bytes']['q8_0'])} in q8_0",
         ),
         ("KV cache per token", f"{memory.size(info['cache_bytes_per_token'])} in {dtype}"),
         *_of_each_device(info),
@@ -228,7 +245,7 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
         ("memory free now", memory.size(info["free_bytes"])),
         (
             "fits beside weights",
-            f"one prompt of up to {info['longest_context']} tokens, in {dtype}",
+            f"one prompt of up to {info['longest_context']} tokens, in {_types(info)}",
         ),
         (
             "",
@@ -238,13 +255,18 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _types(info: dict[str, Any]) -> str:
+    """Names the types of weights and cache."""
+    return info["dtype"] if info["weights"] is None else f"{info['weights']} and {info['dtype']}"
+
+
 def _of_each_device(info: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns the line on what one of several devices has."""
     if info["devices"] == 1:
         return []
     weights, cache = info["device_weight_bytes"], info["device_cache_bytes_per_token"]
     sizes = f"{memory.size(weights)} of weights, {memory.size(cache)} of KV cache per token"
-    return [(f"each of {info['devices']} devices", f"{sizes}, in {info['dtype']}")]
+    return [(f"each of {info['devices']} devices", f"{sizes}, in {_types(info)}")]
 
 
 def _kept(info: dict[str, Any]) -> str:

@@ -1,0 +1,234 @@
+"""Tests weights in 8-bit blocks: what they stand for, how they are loaded, and what they cost."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf.quants import dequantize, quantize
+from marks import slow_except
+from programs import shared, sharing
+from tiny import random_prompts, tiny_params
+from writers import (
+    expected_weights,
+    hf_config,
+    hf_tensors,
+    interleave_halves,
+    write_folder,
+    write_gguf,
+)
+
+import jsparse
+from jsparse.model_facts.info import describe
+from jsparse.models.checkpoint import Params, load, save, spread
+from jsparse.models.quantized import BLOCK, dequantized, to_blocks
+from jsparse.models.transformer import random_weights, weight_shapes
+from jsparse.models.weights import in_blocks
+
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
+SIZES = {"intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 1}
+SMOLLM2 = Path(__file__).parents[1] / "fixtures" / "hf" / "smollm2"
+
+
+def llama_cpps(matrix):
+    """What llama.cpp makes of a matrix [out, in]."""
+    return dequantize(quantize(np.ascontiguousarray(matrix), Q8_0), Q8_0)
+
+
+def numbers_of(weights):
+    """The tree with the numbers that its blocks stand for."""
+
+    def plain(tree, axis):
+        if not isinstance(tree, dict):
+            return tree
+        if "values" in tree:
+            return dequantized(tree, axis, jnp.float32)
+        return {name: plain(part, 1 if name == "embed" else 0) for name, part in tree.items()}
+
+    return plain(weights, 0)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_number_is_at_most_half_a_step_away(axis):
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(6, 128)).astype(np.float32) * np.geomspace(1e-3, 1e3, 128)
+    rows[2, 32:64] = 0
+    matrix = rows if axis else rows.T
+    blocks = to_blocks(matrix, axis)
+    assert blocks["values"].shape == matrix.shape
+    assert blocks["values"].dtype == jnp.int8
+    assert blocks["scales"].dtype == jnp.float16
+    steps = np.repeat(np.asarray(blocks["scales"], np.float32), BLOCK, axis=axis)
+    np.testing.assert_array_equal(dequantized(blocks, axis, jnp.float32), steps * blocks["values"])
+    # that the largest becomes less than 127.5 costs a little where float16 rounds the step down
+    assert (np.abs(steps * blocks["values"] - matrix) <= 0.56 * steps).all()
+    assert np.abs(blocks["values"]).max() == 127
+
+
+def test_scales_are_chosen_by_the_squares_of_errors():
+    """They are never worse than llama.cpp's, and far better where numbers are on a coarse grid."""
+    rng = np.random.default_rng(1)
+    smooth = rng.normal(size=(64, 256)).astype(np.float32)
+    coarse = dequantize(
+        quantize(smooth, gguf.GGMLQuantizationType.Q4_1), gguf.GGMLQuantizationType.Q4_1
+    )
+    for matrix, share in ((smooth, 1.0), (coarse, 0.5)):
+        blocks = matrix.reshape(-1, BLOCK)
+        ours, theirs = (
+            np.sum((made.reshape(blocks.shape) - blocks) ** 2, axis=-1)
+            for made in (
+                np.asarray(dequantized(to_blocks(matrix, 1), 1, np.float32)),
+                llama_cpps(matrix),
+            )
+        )
+        assert (ours <= 1.001 * theirs + 1e-12).all()
+        assert ours.sum() < share * theirs.sum()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_blocks_of_a_file_stay_as_they_are(family, tmp_path):
+    """Rows of q and k that llama.cpp reorders are put back, with their scales."""
+    config = hf_config(family, **SIZES)
+    tensors, raw = hf_tensors(config), {}
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2:
+            ordered = tensor
+            for which, heads in (("q_proj", 4), ("k_proj", 2)):
+                if family == "llama" and which in name:
+                    ordered = interleave_halves(tensor, heads)
+            raw[name] = quantize(np.ascontiguousarray(ordered), Q8_0), Q8_0
+    file = write_gguf(tmp_path / "model.gguf", config, tensors, raw=raw)
+    ours = load(file, dtype="float32", weights="q8_0")
+    assert ours.quantized
+    numbers = {name: llama_cpps(x) if x.ndim == 2 else x for name, x in tensors.items()}
+    expected = expected_weights(config, numbers)
+    jax.tree.map(np.testing.assert_array_equal, numbers_of(ours.weights), expected)
+    shapes = weight_shapes(ours.config, jnp.float32, quantized=True)
+    assert jax.tree.structure(ours.weights) == jax.tree.structure(shapes)
+    assert [x.shape for x in jax.tree.leaves(ours.weights)] == [
+        x.shape for x in jax.tree.leaves(shapes)
+    ]
+    assert repr(ours).endswith("q8_0 and float32)")
+
+
+@shared
+def of_numbers(tied):
+    """A model's files, and what its weights are as numbers and in blocks."""
+    config = hf_config("llama", tie_word_embeddings=tied, **SIZES)
+    tensors = hf_tensors(config)
+    numbers = jax.tree.map(jnp.asarray, {"params": expected_weights(config, tensors)["params"]})
+    return config, tensors, numbers, in_blocks(numbers)
+
+
+@pytest.mark.parametrize("tied", slow_except([False, True], True))
+def test_blocks_are_made_of_any_numbers(tied, tmp_path):
+    """From safetensors and from a saved model, and saved blocks stay as they are."""
+    config, tensors, numbers, blocks = of_numbers(tied)
+    ours = load(write_folder(tmp_path / "model", config, tensors), dtype="float32", weights="q8_0")
+    jax.tree.map(np.testing.assert_array_equal, ours.weights, blocks)
+    save(replace(ours, weights=numbers), tmp_path / "plain")
+    save(ours, tmp_path / "ours")
+    for again in (
+        load(tmp_path / "plain", dtype="float32", weights="q8_0"),
+        load(tmp_path / "ours", dtype="float32"),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, again.weights, blocks)
+    tokens = [[3, 1, 4, 1, 5]]
+    theirs = replace(ours, weights=numbers_of(ours.weights))
+    got, wanted = jsparse.logits(ours, tokens), jsparse.logits(theirs, tokens)
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+@shared
+def wide() -> Params:
+    """A model whose sizes 32 divides, on each of two devices, too."""
+    config = replace(tiny_params(num_layers=1).config, hidden_size=64, intermediate_size=128)
+    return Params(random_weights(config, jnp.float32, seed=3), config, None, {}, "wide")
+
+
+@shared
+def wide_in_blocks() -> Params:
+    return replace(wide(), weights=in_blocks(wide().weights))
+
+
+def test_answers_are_those_of_the_numbers_that_blocks_stand_for():
+    numbers = replace(wide(), weights=numbers_of(wide_in_blocks().weights))
+    options = {"max_new_tokens": 9, "eos_token_id": (), "policy": "quest(budget=16)"}
+    ours, theirs = (
+        [out.token_ids for out in jsparse.generate(params, random_prompts((9, 41)), **options)]
+        for params in (wide_in_blocks(), numbers)
+    )
+    assert ours == theirs
+
+
+def test_blocks_are_spread_over_devices():
+    ours = jsparse.logits(spread(wide_in_blocks(), 2), [[3, 1, 4]])
+    np.testing.assert_allclose(ours, jsparse.logits(wide_in_blocks(), [[3, 1, 4]]), atol=1e-5)
+
+
+def test_random_blocks_are_as_wide_as_random_numbers():
+    with sharing():
+        made = random_weights(wide().config, jnp.float32, quantized=True)
+    assert jax.tree.structure(made) == jax.tree.structure(wide_in_blocks().weights)
+    kernel = dequantized(made["params"]["layers_0"]["mlp"]["gate_up"]["kernel"], 0, jnp.float32)
+    assert float(jnp.std(kernel)) == pytest.approx(0.02, rel=0.05)
+
+
+def test_what_cannot_be_in_blocks_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="weights='int4': must be 'q8_0' or None"):
+        load("smollm2", weights="int4")
+    config = hf_config("llama", **SIZES | {"intermediate_size": 48})
+    folder = write_folder(tmp_path / "odd", config, hf_tensors(config))
+    where = (
+        "weights='q8_0': layers_0/mlp/down/kernel sums over 48 numbers: must be a multiple of 32"
+    )
+    with pytest.raises(ValueError, match=where):
+        load(folder, weights="q8_0")
+    save(load(folder), tmp_path / "saved")
+    with pytest.raises(ValueError, match=where):
+        load(tmp_path / "saved", weights="q8_0")
+    config = hf_config("llama", **SIZES)
+    folder = write_folder(tmp_path / "narrow", config, hf_tensors(config))
+    with pytest.raises(ValueError, match="must be a multiple of 32 on each of 2 devices"):
+        load(folder, weights="q8_0", tensor_parallel_size=2)
+
+
+def test_sizes_are_told_and_true():
+    told = describe("smollm2", dtype="float32", weights="q8_0")
+    config = load("smollm2").config
+    leaves = jax.tree.leaves(weight_shapes(config, jnp.float32, quantized=True))
+    assert told["device_weight_bytes"] == sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    assert told["device_weight_bytes"] == told["weight_bytes"]["q8_0"]
+
+
+@pytest.mark.slow
+def test_a_model_says_nearly_the_same():
+    """KL added on real text, and where a few channels are louder, and their weights smaller."""
+    params = load("smollm2", dtype="float32")
+    assert params.tokenizer is not None
+    text = Path(__file__).parents[2].joinpath("README.md").read_text()
+    ids = params.tokenizer.encode(text)[:512]
+
+    def kl(params: Params, other: Params) -> float:
+        ours, theirs = (jax.nn.log_softmax(jsparse.logits(each, [ids])) for each in (params, other))
+        return float(jnp.mean(jnp.sum(jnp.exp(ours) * (ours - theirs), axis=-1)))
+
+    assert kl(params, load("smollm2", dtype="float32", weights="q8_0")) <= 0.001
+    loud = jnp.where(jnp.arange(params.config.hidden_size) % 97 == 0, 30.0, 1.0)
+
+    def with_outliers(path, leaf):
+        """Channels that a norm makes larger, and the next matrix smaller."""
+        names = [entry.key for entry in path]
+        if names[-2:-1] in (["attention_norm"], ["mlp_norm"]):
+            return leaf * loud
+        if names[-2:-1] in (["qkv"], ["gate_up"]) and leaf.ndim == 2:
+            return leaf / loud[:, None]
+        return leaf
+
+    weights = jax.tree.map_with_path(with_outliers, params.weights)
+    outliers = replace(params, weights=weights)
+    assert kl(params, outliers) < 1e-5
+    assert kl(outliers, replace(outliers, weights=in_blocks(weights))) <= 0.004
