@@ -1,7 +1,7 @@
 """How long does a server or a script wait for its programs, at its first start and at later ones?
 
 Each start is a process of its own with a model of Llama 3.1 8B's shape on a GPU, or the demo model
-elsewhere. It makes an `LLM` and has a short answer made:
+elsewhere, spread over --ranks devices. It makes an `LLM` and has a short answer made:
 
     cold     Nothing is on disk.
     stored   Programs are, which an earlier process has stored (jsparse.runtime.stored).
@@ -32,20 +32,22 @@ def main() -> None:
     """Starts processes, prints a table and writes the report."""
     parser = report_parser("start", __doc__ or "")
     parser.add_argument("--policy", default="quest(budget=2048)")
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--child", action="store_true", help="be one of the processes")
     given = parser.parse_args()
     if given.child:
-        print(json.dumps(start(given.policy)))
+        print(json.dumps(start(given.policy, given.ranks)))
         return
     report: dict[str, Any] = {
         "environment": describe(allow_modified=given.allow_modified),
         "policy": given.policy,
+        "ranks": given.ranks,
         "starts": {},
     }
     runs: dict[str, list[dict[str, Any]]] = {"cold": [], "stored": [], "jax": []}
     with tempfile.TemporaryDirectory() as folder:
         for kind in ("cold", *("stored", "jax") * REPEATS):
-            runs[kind].append(child(given.policy, folder, own=kind != "jax"))
+            runs[kind].append(child(given.policy, given.ranks, folder, own=kind != "jax"))
             report["device"] = runs[kind][-1]["device"]
             report["starts"][kind] = summary(runs[kind])
             write_report(given.json, report)
@@ -64,7 +66,7 @@ def summary(starts: list[dict[str, Any]]) -> dict[str, Any]:
     return seconds | {name: starts[-1][name] for name in ("programs", "traced", "tokens")}
 
 
-def child(policy: str, folder: str, *, own: bool) -> dict[str, Any]:
+def child(policy: str, ranks: int, folder: str, *, own: bool) -> dict[str, Any]:
     """Starts one process; `own` says whether it stores its programs, or leaves them to jax."""
     caches = {"JSPARSE_CACHE_DIR": folder}
     if not own:
@@ -74,13 +76,14 @@ def child(policy: str, folder: str, *, own: bool) -> dict[str, Any]:
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
     os.environ.update(caches, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.3")
     try:
-        return run_child("bench.start", ["--child", "--policy", policy])
+        options = ["--policy", policy, "--ranks", f"{ranks}"]
+        return run_child("bench.start", ["--child", *options])
     finally:
         os.environ.clear()
         os.environ.update(before)
 
 
-def start(policy: str) -> dict[str, Any]:
+def start(policy: str, ranks: int) -> dict[str, Any]:
     """Returns how long each phase of a start takes in this process, and what it answers."""
     times = [time.perf_counter()]
 
@@ -95,13 +98,14 @@ def start(policy: str) -> dict[str, Any]:
     on_gpu = jax.default_backend() == "gpu"
     lap()
     if on_gpu:
-        from bench.engine_speed import random_model
+        from bench.lib.llama_8b import LLAMA_8B
+        from bench.tensor_parallel import spread_model
 
-        model = random_model()
+        model = spread_model(LLAMA_8B, ranks)
         jax.block_until_ready(model.weights)
         options: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 32768}
     else:
-        model, options = jsparse.load("smollm2"), {}
+        model, options = jsparse.load("smollm2", tensor_parallel_size=ranks), {}
     lap()
     lowered = []
     lower = compilation.Program.lower
