@@ -38,6 +38,7 @@ from jsparse.models.weights import (
     check_tensors,
     list_weights,
     read_weights,
+    require_blocks,
 )
 from jsparse.names import LOAD, takes
 
@@ -81,8 +82,7 @@ class Params:
         count = sum(leaf.size for path, leaf in leaves if path[-1] != scales) / devices
         size = next(f"{count / n:.3g}{unit}" for n, unit in _UNITS if count >= n)
         size += f" parameters on each of {devices} devices" if devices > 1 else " parameters"
-        kind = f"q8_0 and {self.dtype}" if self.quantized else self.dtype
-        return f"Params({self.name!r}, {self.config.family}, {size}, {kind})"
+        return f"Params({self.name!r}, {self.config.family}, {size}, {self.types})"
 
     @property
     def dtype(self) -> Any:
@@ -93,6 +93,11 @@ class Params:
     def quantized(self) -> bool:
         """Returns whether the matrices are 8-bit blocks."""
         return isinstance(self.weights["params"]["embed"], dict)
+
+    @property
+    def types(self) -> str:
+        """Returns the names of the types that the weights have, for messages and records."""
+        return f"q8_0 and {self.dtype}" if self.quantized else str(self.dtype)
 
     @property
     def decoder(self) -> Decoder:
@@ -163,6 +168,8 @@ def spread(params: Params, tensor_parallel_size: int) -> Params:
     """
     require_on_one_device(params)
     spreading = Spreading(params.config, tensor_parallel_size)
+    if params.quantized:
+        require_blocks_of(params.config, tensor_parallel_size)
     weights = spreading.place_all(params.weights["params"])
     return dataclasses.replace(
         params,
@@ -234,7 +241,8 @@ def save(params: Params, path: str | os.PathLike[str]) -> None:
         params.tokenizer.to_files(folder)
     write_generation_config(folder, params.generation_defaults)
     # Written last, since this file makes the folder a model: an interrupted save leaves none.
-    text = json.dumps(dataclasses.asdict(params.config), indent=2)
+    blocks = {"weights": "q8_0"} if params.quantized else {}
+    text = json.dumps(dataclasses.asdict(params.config) | blocks, indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
@@ -249,6 +257,13 @@ def parse_dtype(dtype: Any) -> Any:
     if parsed is None or parsed.name not in _DTYPES:
         raise ValueError(f"dtype={dtype!r}: must be one of {list(_DTYPES)} or None")
     return parsed
+
+
+def require_blocks_of(config: ModelConfig, ranks: int = 1) -> None:
+    """Raises ValueError if the matrices of a model cannot be cut into blocks of 8 bits."""
+    names = FAMILIES[config.family].hf_names
+    for weight in list_weights(Path(), config.num_layers, config, names):
+        require_blocks(weight, ranks)
 
 
 def parse_weights(weights: Any) -> bool:

@@ -64,6 +64,12 @@ def folder_config(folder: Path) -> tuple[ModelConfig, bool]:
     return config, is_saved
 
 
+def saved_in_blocks(path: Path) -> bool:
+    """Returns whether `save` wrote a model whose matrices are 8-bit blocks there."""
+    file = path / "config.json"
+    return file.is_file() and read_json(file).get("weights") == "q8_0"
+
+
 def gguf_config(store: GGUFFile) -> ModelConfig:
     """Returns the config that a GGUF file states, with the RoPE factors among its tensors."""
     family = family_of(
@@ -105,4 +111,4 @@ def _config_from_saved(fields: dict[str, Any]) -> ModelConfig:
         fields = fields | {
             "rope_factors": tuple(float(factor) for factor in fields["rope_factors"])
         }
-    return ModelConfig(**fields)
+    return ModelConfig(**{name: value for name, value in fields.items() if name != "weights"})

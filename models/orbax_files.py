@@ -70,12 +70,14 @@ def load_weights(
                     f"{folder}: {path} has shape {stored[path]}: the config asks for {shape}"
                 )
     sharding = jnp.zeros(()).sharding  # the default device, which may be set
+    quantized = quantized or saved_in_blocks
     types = {"values": jnp.int8, "scales": jnp.float16} if saved_in_blocks else {}
+    if quantized and not saved_in_blocks:  # blocks are those of the numbers that were saved
+        types = {"kernel": jnp.float32, "lm_head": jnp.float32, "embed": jnp.float32}
     wanted = {
         path: jax.ShapeDtypeStruct(s, types.get(path.split("/")[-1], dtype), sharding=sharding)
         for path, s in config_shapes.items()
     }
-    quantized = quantized or saved_in_blocks
     if quantized:
         for weight in listed:
             require_blocks(weight, 1 if spreading is None else spreading.mesh.size)

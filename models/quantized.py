@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float16, Int8
 
 BLOCK = 32
 LARGEST, TRIED = 127, 32
+LEAST = 2.0**-24  # the smallest scale that float16 has
 # of a normal distribution of deviation 1, spread evenly over the integers
 _RANDOM_SCALE = 1 / 73.3
 
@@ -43,20 +44,27 @@ def to_blocks(matrix: Float[Array, "rows columns"], axis: int) -> Blocks:
     blocks = rows.reshape(*rows.shape[:-1], -1, BLOCK)
     largest = jnp.max(jnp.abs(blocks), axis=-1)
 
-    def tried(nth: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
-        scales = (largest / (LARGEST - nth)).astype(jnp.float16)
+    def with_largest(integer: Array) -> tuple[Array, Array]:
+        """Returns the scales with which the largest becomes this integer, and the errors."""
+        scales = jnp.where(largest > 0, jnp.maximum(largest / integer, LEAST), largest)
+        scales = scales.astype(jnp.float16)
         found = jnp.sum((_rounded(blocks, scales) * _wide(scales) - blocks) ** 2, axis=-1)
+        return scales, found
+
+    def tried(nth: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
+        scales, found = with_largest(jnp.float32(LARGEST) - nth)
         better = found < best[1]
         return jnp.where(better, scales, best[0]), jnp.where(better, found, best[1])
 
-    worst = jnp.zeros(largest.shape, jnp.float16), jnp.full(largest.shape, jnp.inf)
-    scales, _ = jax.lax.fori_loop(0, TRIED, tried, worst)
+    # blocks that are not finite keep these, which are not either
+    first = with_largest(jnp.float32(LARGEST))
+    scales, _ = jax.lax.fori_loop(1, TRIED, tried, first)
     values = _rounded(blocks, scales).astype(jnp.int8).reshape(rows.shape)
     return {"values": jnp.moveaxis(values, -1, axis), "scales": jnp.moveaxis(scales, -1, axis)}
 
 
 def _rounded(blocks: Float[Array, "*n 32"], scales: Float16[Array, "*n"]) -> Float[Array, "*n 32"]:
-    steps = blocks / jnp.where(scales > 0, _wide(scales)[..., 0], 1.0)[..., None]
+    steps = blocks / jnp.where(scales == 0, 1.0, _wide(scales)[..., 0])[..., None]
     return jnp.clip(jnp.round(steps), -LARGEST, LARGEST)
 
 
@@ -72,6 +80,17 @@ def dequantized(matrix: Blocks, axis: int, dtype: Any) -> Float[Array, "rows col
     return numbers.reshape(values.shape).astype(dtype)
 
 
+def side_by_side[Other](
+    x: Other, matrix: Blocks, axis: int, dtype: Any
+) -> tuple[Other, Float[Array, "rows columns"]]:
+    """Returns `x` and a matrix' numbers for a product with it, not before both are there.
+
+    Else XLA would widen all matrices of a model at the beginning of a program, or of a loop.
+    """
+    x, matrix = jax.lax.optimization_barrier((x, matrix))
+    return x, dequantized(matrix, axis, dtype)
+
+
 class QuantizedDense(nn.Module):
     """Computes what `nn.Dense` does, with a kernel [in, out] of blocks along its first axis."""
 
@@ -81,7 +100,8 @@ class QuantizedDense(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         kernel = self.param("kernel", empty((x.shape[-1], self.features), 0))
-        y = x @ dequantized(kernel, 0, x.dtype)
+        x, numbers = side_by_side(x, kernel, 0, x.dtype)
+        y = x @ numbers
         if self.use_bias:
             y += self.param("bias", nn.initializers.zeros, (self.features,), x.dtype)
         return y

@@ -20,7 +20,14 @@ from jaxtyping import Array, Float, Float32, Int
 from jsparse import ranks
 from jsparse.models.config import ModelConfig
 from jsparse.models.layers import MLP, RMSNorm, apply_rope, rope_frequencies, rope_scale, rope_table
-from jsparse.models.quantized import Blocks, dense, dequantized, empty, random_part
+from jsparse.models.quantized import (
+    Blocks,
+    dense,
+    dequantized,
+    empty,
+    random_part,
+    side_by_side,
+)
 
 Weights = dict[str, Any]
 AttendFn = Callable[
@@ -118,7 +125,7 @@ class Decoder(nn.Module):
         if tied and parts:
             words = jax.tree.map(lambda x: ranks.own_part(x, 0), words)
         if self.quantized:
-            words = dequantized(words, 1 if tied else 0, self.dtype)
+            hidden, words = side_by_side(hidden, words, 1 if tied else 0, self.dtype)
         if tied:
             logits = jnp.einsum("...d,vd->...v", hidden, words, preferred_element_type=jnp.float32)
         else:

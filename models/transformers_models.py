@@ -22,7 +22,12 @@ _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def from_transformers(
-    model: Any, *, tokenizer: Any = None, dtype: Any = None, on_progress: OnProgress | None = None
+    model: Any,
+    *,
+    tokenizer: Any = None,
+    dtype: Any = None,
+    weights: str | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Params:
     """Builds a model from a transformers model in memory, on the default device.
 
@@ -34,6 +39,7 @@ def from_transformers(
         tokenizer: a fast transformers tokenizer, a jsparse one, or None; then only token ids can be
             given.
         dtype: "float32", "bfloat16" or "float16"; None is bfloat16 on a GPU and float32 elsewhere.
+        weights: "q8_0" keeps matrices in blocks of 8 bits, as `load` does.
         on_progress: a callable that gets the bytes read so far and in total, as tensors arrive.
 
     Raises:
@@ -48,9 +54,11 @@ def from_transformers(
     if tokenizer is not None:
         ends = (defaults.get("eos_token_id"), fields.get("eos_token_id"))
         tokenizer = as_tokenizer(tokenizer, ends)
-    weights = read_store(StateDict(model), config, family, weights_dtype, on_progress)
+    options = weights_dtype, on_progress
+    quantized = parse_weights(weights)
+    made = read_store(StateDict(model), config, family, *options, quantized=quantized)
     name = getattr(model, "name_or_path", "") or type(model).__name__
-    return Params(weights, config, tokenizer, defaults, name)
+    return Params(made, config, tokenizer, defaults, name)
 
 
 class StateDict:

@@ -23,6 +23,8 @@ from jsparse.models.quantized import BLOCK, Blocks, to_blocks
 from jsparse.models.spreading import Spreading
 from jsparse.models.transformer import Weights
 
+# bytes per number that cutting a matrix into blocks takes: arguments, results, what is between
+WHILE_CUT = 12
 OnProgress = Callable[[int, int], None]
 
 
@@ -205,16 +207,18 @@ def read_weights(
     if quantized:
         for weight in weights:
             require_blocks(weight, 1 if spreading is None else spreading.mesh.size)
-    sizes = {weight.path: weight.nbytes(dtype, quantized=quantized) for weight in weights}
-    needed = sum(sizes.values())
-    if spreading is not None:  # what each device keeps, and the array that is being placed
-        own = sum(spreading.own_size(path, size) for path, size in sizes.items())
-        needed = own + max(sizes.values())
-    if quantized:  # the numbers of the matrix that is being made
-        needed += 4 * max(math.prod(weight.shape) for weight in weights)
+    kept = needed = 0
+    for weight in weights:  # what is kept, and what is beside it while one is made
+        size = weight.nbytes(dtype, quantized=quantized)
+        beside = 0 if spreading is None else size
+        if quantized and weight.is_matrix:
+            beside = max(beside, WHILE_CUT * math.prod(weight.shape))
+        kept += size if spreading is None else spreading.own_size(weight.path, size)
+        needed = max(needed, kept + beside)
     if needed > (there := memory.available_bytes()):
         raise ValueError(
-            f"{store.path} takes {memory.size(needed)} in {np.dtype(dtype).name}: "
+            f"{store.path} takes {memory.size(needed)} in "
+            f"{'q8_0' if quantized else np.dtype(dtype).name}: "
             f"must fit in the {memory.size(there)} that are free"
         )
     sources = [source for weight in weights for source in weight.sources]
@@ -228,8 +232,11 @@ def read_weights(
             if on_progress is not None:
                 on_progress(done, total)
         # Waiting keeps the host from running ahead of the copies and holding many tensors at once.
-        join = _join_blocks if of_blocks else _join
-        whole = jax.block_until_ready(join(tuple(parts), weight.transposed, dtype))
+        if of_blocks:
+            whole = _join_blocks(tuple(parts), weight.transposed)
+        else:
+            whole = _join(tuple(parts), weight.transposed, dtype)
+        whole = jax.block_until_ready(whole)
         for path, array in by_path(weight.path, whole):
             if spreading is not None:
                 array = jax.block_until_ready(spreading.place(path, array))
@@ -300,8 +307,8 @@ def _in_order(source: TensorSource, tensor: np.ndarray) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
 
 
-@partial(jax.jit, static_argnames=("transposed", "dtype"))
-def _join_blocks(parts: tuple[Any, ...], transposed: bool, dtype: Any) -> Blocks:
+@partial(jax.jit, static_argnames=("transposed",))
+def _join_blocks(parts: tuple[Any, ...], transposed: bool) -> Blocks:
     """Returns a matrix in blocks: those of the file, or made from the numbers in float32."""
     rows = [part if isinstance(part, dict) else to_blocks(part, 1) for part in parts]
     whole = jax.tree.map(lambda *own: jnp.concatenate(own), *rows)

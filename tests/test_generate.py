@@ -709,7 +709,7 @@ def test_bad_input_is_refused(params, prompt, options, said):
 
 
 def test_a_capacity_beyond_memory_is_refused_before_anything_is_allocated(params, monkeypatch):
-    monkeypatch.setattr(memory, "available_bytes", lambda: 3 * 2**20)
+    monkeypatch.setattr(memory, "available_bytes", lambda **_: 3 * 2**20)
     monkeypatch.setattr(store, "empty_rows", lambda *_: pytest.fail("allocated"))
     # K and V · layers · rows · heads · 512 slots · 16 · 4 bytes: 4 MiB for 32 rows
     with pytest.raises(
@@ -722,7 +722,7 @@ def test_memory_counts_the_policy_s_state(params, monkeypatch):
     def stop(*_, **__):
         raise Stopped
 
-    monkeypatch.setattr(memory, "available_bytes", lambda: 3 * 2**20)
+    monkeypatch.setattr(memory, "available_bytes", lambda **_: 3 * 2**20)
     monkeypatch.setattr(session.Session, "read", stop)
     with pytest.raises(Stopped):
         jsparse.generate(params, [1], max_new_tokens=2, max_length=512)
@@ -745,7 +745,7 @@ def test_speed_counts_only_tokens_that_are_given(params, monkeypatch):
 
 
 def test_logits_that_do_not_fit_are_refused(params, monkeypatch):
-    monkeypatch.setattr(memory, "available_bytes", lambda: 2**16)
+    monkeypatch.setattr(memory, "available_bytes", lambda **_: 2**16)
     with pytest.raises(
         ValueError, match=r"tokens of shape \(1, 64\) take .* must fit in the 64.00 KiB"
     ):

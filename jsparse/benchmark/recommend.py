@@ -121,7 +121,7 @@ def _store(params: Params, requirements: Requirements) -> ResultStore:
     settings = requirements._asdict() | {
         "model": known_as(requirements.model),
         "device": jax.local_devices()[0].device_kind,
-        "dtype": str(params.dtype),
+        "dtype": params.types,
         "versions": {"jsparse": __version__, "jax": jax.__version__},
     }
     del settings["kl"], settings["exact"]  # they only judge measurements

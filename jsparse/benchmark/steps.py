@@ -23,7 +23,12 @@ from jsparse.builder import dense
 from jsparse.cache import CacheSpec, StepView
 from jsparse.hyper_parameters import whole_number
 from jsparse.model_facts.constants import constants
-from jsparse.models.checkpoint import Params, parse_weights, require_on_one_device
+from jsparse.models.checkpoint import (
+    Params,
+    parse_weights,
+    require_blocks_of,
+    require_on_one_device,
+)
 from jsparse.models.config_files import read_config
 from jsparse.models.transformer import random_weights
 from jsparse.policies.expressions import as_policy
@@ -125,7 +130,8 @@ def shaped(
     """
     config = read_config(model, revision=revision)
     default = "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    quantized = parse_weights(weights)
+    if quantized := parse_weights(weights):
+        require_blocks_of(config)
     made = random_weights(config, jnp.dtype(dtype or default), quantized=quantized)
     return Params(made, config, None, {}, model)
 

@@ -10,8 +10,9 @@ class CacheSpec(NamedTuple):
 
     `pool_pages` is None where every head has M pages of its own (the identity table). A number
     gives each layer a pool of that many pages that all rows and heads share, one of them scratch.
-    `model` is the name by which the model was loaded, "" where none was; `auto` looks it up. Where
-    the model is spread over `ranks` (jsparse.ranks), the numbers of heads are those of one of them.
+    `model` is the name by which the model was loaded, and `types` the types of its weights, ""
+    where none was; `auto` looks them up. Where the model is spread over `ranks` (jsparse.ranks),
+    the numbers of heads are those of one of them.
     """
 
     num_layers: int
@@ -24,6 +25,7 @@ class CacheSpec(NamedTuple):
     dtype: Any
     pool_pages: int | None = None
     model: str = ""
+    types: str = ""
     ranks: int = 1
 
     @property

@@ -172,7 +172,7 @@ def latency(
     about = {
         "model": model,
         "random_weights": random_weights,
-        "dtype": str(params.dtype),
+        "dtype": params.types,
         "device": jax.local_devices()[0].device_kind,
         "versions": {"jsparse": __version__, "jax": jax.__version__},
     }

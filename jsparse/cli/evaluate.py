@@ -147,9 +147,8 @@ def carry_out(
     settings |= {
         "model": model,
         "revision": loading.get("revision"),
-        "dtype": str(params.dtype),
+        "dtype": params.types,
         **({} if params.mesh is None else {"devices": params.mesh.size}),
-        **({"weights": "q8_0"} if params.quantized else {}),
         "versions": environment["versions"],
     }
     with TemporaryDirectory() as folder, _shown_progress() as report:

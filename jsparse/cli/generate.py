@@ -116,7 +116,7 @@ def _origin(params: "Params", options: GenerationOptions) -> dict[str, Any]:
 
     return {
         "model": options.model,
-        "dtype": str(params.dtype),
+        "dtype": params.types,
         "policy": as_policy(options.policy).name,
         "versions": {"jsparse": __version__, "jax": jax.__version__},
     }

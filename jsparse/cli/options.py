@@ -26,7 +26,10 @@ DtypeOption = Annotated[
 ]
 WeightsOption = Annotated[
     Literal["q8_0"] | None,
-    Option(help="q8_0 keeps matrices in blocks of 8 bits; the default is numbers of the dtype."),
+    Option(
+        help="q8_0 keeps matrices in blocks of 8 bits; the default is numbers of the dtype, or "
+        "what was saved."
+    ),
 ]
 TensorParallelSizeOption = Annotated[
     int,

@@ -125,7 +125,7 @@ def agree(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
         "kinds of devices": jax.local_devices()[0].device_kind,
         "check_ranks": check_ranks,
         "jax settings": f"{flags.jax_default_matmul_precision}, x64 {flags.jax_enable_x64}",
-        "model": f"{model}, {spec.cache.dtype}",
+        "model": f"{model}, {spec.params.types}",
         "weights": _of_norms(spec.params.weights),
         "policy": spec.policy.name,
         "sizes": json.dumps(sizes | options),

@@ -30,7 +30,7 @@ class PlanLog:
         engine = {
             "model": spec.params.name,
             "policy": spec.policy.name,
-            "dtype": str(spec.cache.dtype),
+            "dtype": spec.params.types,
             "sizes": spec.sizes._asdict(),
             "per_request": spec.knobs,
             "layer_stats": spec.layer_stats,

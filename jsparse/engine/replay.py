@@ -28,9 +28,9 @@ def replay(
         raise ValueError(f"params={params!r}: must be in one process to be replayed")
     recorded = plan_log.read(file)
     engine = recorded.engine
-    if (params.name, str(params.dtype)) != (engine["model"], engine["dtype"]):
+    if (params.name, params.types) != (engine["model"], engine["dtype"]):
         raise ValueError(
-            f"params is {params.name!r} in {params.dtype}: must be {engine['model']!r} in "
+            f"params is {params.name!r} in {params.types}: must be {engine['model']!r} in "
             f"{engine['dtype']}, of which the log is"
         )
     ladder = tuple(map(tuple, engine["sizes"]["ladder"]))

@@ -76,6 +76,7 @@ class JSparseLM(TemplateLM):
         batch_size: int | str = 1,
         max_gen_toks: int = 256,
         page_size: int = 16,
+        weights: str | None = None,
         tensor_parallel_size: int | str = 1,
         device: str | None = None,
     ) -> None:
@@ -90,6 +91,7 @@ class JSparseLM(TemplateLM):
             batch_size: an integer, also as text.
             max_gen_toks: an integer less than max_length.
             page_size: tokens per page, one of 8, 16, 32, 64.
+            weights: "q8_0" keeps matrices in blocks of 8 bits.
             tensor_parallel_size: the number of devices that the model is spread over.
             device: a name that is ignored, since jax chooses; the harness' command always gives
                 one.
@@ -106,7 +108,9 @@ class JSparseLM(TemplateLM):
             raise ValueError(f"page_size={page_size!r}: must be one of {PAGE_SIZES}")
         self._page_size, self._pretrained = page_size, pretrained
         ranks = positive_integer("tensor_parallel_size", tensor_parallel_size)
-        self._params = load(pretrained, dtype=dtype, revision=revision, tensor_parallel_size=ranks)
+        self._params = load(
+            pretrained, dtype=dtype, weights=weights, revision=revision, tensor_parallel_size=ranks
+        )
         self.tokenizer = tokenizer_of(self._params, "the harness")
         maximum = self._params.config.max_position_embeddings
         self.max_length = (
@@ -194,7 +198,7 @@ class JSparseLM(TemplateLM):
             "attended_fraction": float(np.mean(self._attended)) if self._attended else None,
             "max_length": self.max_length,
             "max_gen_toks": self.max_gen_toks,
-            "model_dtype": str(self._params.dtype),
+            "model_dtype": self._params.types,
         }
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:

@@ -13,9 +13,9 @@ from jsparse.host_memory.host_store import available_host_bytes
 from jsparse.host_memory.store import store_of
 from jsparse.hyper_parameters import whole_number
 from jsparse.machine import memory
-from jsparse.models.checkpoint import parse_weights
+from jsparse.models.checkpoint import parse_weights, require_blocks_of
 from jsparse.models.config import ModelConfig
-from jsparse.models.config_files import FAMILIES, read_config
+from jsparse.models.config_files import FAMILIES, read_config, saved_in_blocks
 from jsparse.models.quantized import BLOCK
 from jsparse.models.weights import Weight, list_weights
 from jsparse.policies.auto import auto, choose
@@ -64,6 +64,10 @@ def describe(
     whole_number("tensor_parallel_size", tensor_parallel_size, 1)
     original = as_policy(policy)
     config = read_config(model, revision=revision)
+    if saved_in_blocks(Path(model)):
+        weights = "q8_0"
+    if parse_weights(weights):
+        require_blocks_of(config, tensor_parallel_size)
     limit = config.max_position_embeddings
     context = limit if context is None else context
     if not 1 <= context <= limit:

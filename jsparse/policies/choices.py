@@ -72,7 +72,7 @@ def find(spec: CacheSpec, device: str) -> Choice | None:
 
     Of several contexts it is the shortest that holds the cache's.
     """
-    name, dtype = known_as(spec.model), str(spec.dtype)
+    name, dtype = known_as(spec.model), spec.types or str(spec.dtype)
     fitting = [
         choice
         for choice in stored()

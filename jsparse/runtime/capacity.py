@@ -89,6 +89,7 @@ def cache_spec(
         num_pages=-(-slots // page_size),
         dtype=jnp.dtype(params.dtype),
         model=params.name,
+        types=params.types,
         ranks=1 if params.mesh is None else params.mesh.size,
     )
 

@@ -14,6 +14,7 @@ def load_engine(
     policy: str,
     *,
     dtype: Any,
+    weights: str | None,
     revision: str | None,
     tensor_parallel_size: int,
     **options: Any,
@@ -24,13 +25,19 @@ def load_engine(
         model: as `load` takes it.
         policy: an expression, or one of your own.
         dtype: as `load` takes it.
+        weights: as `load` takes it.
         revision: as `load` takes it.
         tensor_parallel_size: as `load` takes it.
         options: AsyncEngine's.
     """
     log.logger.info("loading %s", model)
-    ranks = tensor_parallel_size
-    params = load(model, dtype=dtype, revision=revision, tensor_parallel_size=ranks)
+    params = load(
+        model,
+        dtype=dtype,
+        weights=weights,
+        revision=revision,
+        tensor_parallel_size=tensor_parallel_size,
+    )
     return AsyncEngine(params, resolve(policy), **options)
 
 

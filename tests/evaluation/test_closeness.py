@@ -296,7 +296,7 @@ def test_wrong_arguments_are_named(arguments, message):
 
 
 def test_what_does_not_fit_is_said_with_both_numbers(monkeypatch):
-    monkeypatch.setattr(memory, "available_bytes", lambda: 2**10)
+    monkeypatch.setattr(memory, "available_bytes", lambda **_: 2**10)
     with pytest.raises(
         ValueError, match=r"max_new_tokens=10 for 3 prompt\(s\) takes 35.16 KiB .* in the 1.00 KiB"
     ):

@@ -27,6 +27,8 @@ from jsparse.models.checkpoint import Params, load, save, spread
 from jsparse.models.quantized import BLOCK, dequantized, to_blocks
 from jsparse.models.transformer import random_weights, weight_shapes
 from jsparse.models.weights import in_blocks
+from jsparse.runtime.scoring import dense_pass
+from jsparse.server.engines import load_engine
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 SIZES = {"intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 1}
@@ -131,15 +133,15 @@ def test_blocks_are_made_of_any_numbers(tied, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, ours.weights, blocks)
     save(replace(ours, weights=numbers), tmp_path / "plain")
     save(ours, tmp_path / "ours")
+    told = describe(str(tmp_path / "ours"), dtype="float32")
+    assert told["device_weight_bytes"] == sum(x.nbytes for x in jax.tree.leaves(ours.weights))
     for again in (
-        load(tmp_path / "plain", dtype="float32", weights="q8_0"),
+        load(tmp_path / "plain", dtype="bfloat16", weights="q8_0"),
         load(tmp_path / "ours", dtype="float32"),
     ):
-        jax.tree.map(np.testing.assert_array_equal, again.weights, blocks)
-    tokens = [[3, 1, 4, 1, 5]]
-    theirs = replace(ours, weights=numbers_of(ours.weights))
-    got, wanted = jsparse.logits(ours, tokens), jsparse.logits(theirs, tokens)
-    np.testing.assert_allclose(got, wanted, atol=1e-5)
+        assert again.quantized
+        for own, other in zip(jax.tree.leaves(again.weights), jax.tree.leaves(blocks), strict=True):
+            np.testing.assert_array_equal(own, other.astype(own.dtype))
 
 
 @shared
@@ -232,3 +234,60 @@ def test_a_model_says_nearly_the_same():
     outliers = replace(params, weights=weights)
     assert kl(params, outliers) < 1e-5
     assert kl(outliers, replace(outliers, weights=in_blocks(weights))) <= 0.004
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, 1e8])
+def test_what_is_not_finite_stays_visible(number):
+    rows = np.ones((1, 64), np.float32)
+    rows[0, 3] = number
+    made = dequantized(to_blocks(rows, 1), 1, jnp.float32)
+    assert not np.isfinite(made[0, :32]).any()
+    np.testing.assert_allclose(made[0, 32:], 1, rtol=1e-3)
+
+
+def test_tiny_numbers_are_kept_as_far_as_float16_has_scales():
+    rows = np.full((1, 32), 1e-6, np.float32)
+    np.testing.assert_allclose(dequantized(to_blocks(rows, 1), 1, jnp.float32), rows, rtol=0.03)
+
+
+@pytest.mark.slow
+def test_matrices_are_widened_one_after_the_other():
+    """Else a program would hold a copy of the whole model."""
+    config = replace(wide().config, num_layers=8, hidden_size=256, intermediate_size=512)
+    weights = random_weights(config, jnp.float32, quantized=True)
+    params = Params(weights, config, None, {}, "deep")
+    total = sum(4 * leaf.size for leaf in jax.tree.leaves(weights) if leaf.dtype == jnp.int8)
+    lowered = dense_pass.lower(params.decoder, weights, jnp.zeros((1, 8), jnp.int32))
+    told = lowered.compile().memory_analysis()
+    assert told is not None
+    temporary = told.temp_size_in_bytes
+    assert temporary < total / 8
+
+
+def test_engines_of_servers_load_blocks(tmp_path):
+    config = hf_config("llama", **SIZES)
+    made = load_engine(
+        str(write_folder(tmp_path / "model", config, hf_tensors(config))),
+        "dense",
+        dtype="float32",
+        weights="q8_0",
+        revision=None,
+        tensor_parallel_size=1,
+        max_num_seqs=1,
+        max_model_len=32,
+        kv_cache_tokens=64,
+        prepare=False,
+    )
+    try:
+        assert made.engine.params.quantized
+    finally:
+        made.close()
+
+
+def test_a_spread_model_must_have_blocks_on_each_device():
+    config = replace(wide().config, intermediate_size=96)
+    with sharing():
+        weights = random_weights(config, jnp.float32, quantized=True)
+    params = Params(weights, config, None, {}, "odd")
+    with pytest.raises(ValueError, match="must be a multiple of 32 on each of 2 devices"):
+        spread(params, 2)

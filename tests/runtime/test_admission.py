@@ -22,7 +22,7 @@ def asked(policy="dense", **options):
 
 @pytest.fixture
 def no_memory(monkeypatch):
-    monkeypatch.setattr(memory, "available_bytes", lambda *_: 1000)
+    monkeypatch.setattr(memory, "available_bytes", lambda *_, **__: 1000)
 
 
 def test_nothing_is_allocated():

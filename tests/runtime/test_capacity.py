@@ -69,9 +69,9 @@ KEPT = {
 def test_the_cache_and_what_the_policy_keeps_must_fit_to_the_byte(monkeypatch, policy, kept):
     needed = SPEC.nbytes + kept
     assert capacity.policy_bytes(SPEC, policy) == kept
-    monkeypatch.setattr(memory, "available_bytes", lambda: needed)
+    monkeypatch.setattr(memory, "available_bytes", lambda **_: needed)
     capacity.require_fit(SPEC, policy)
-    monkeypatch.setattr(memory, "available_bytes", lambda: needed - 1)
+    monkeypatch.setattr(memory, "available_bytes", lambda **_: needed - 1)
     with pytest.raises(
         ValueError,
         match=r"max_length=1024 for 3 prompt\(s\) takes \S+ MiB of cache: must fit in the \S+ MiB",

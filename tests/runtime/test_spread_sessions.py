@@ -33,6 +33,7 @@ GGUF = Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf"
 PROMPTS = random_prompts((9, 41, 21), seed=5)
 # which compresses the prompt and maintains what is left
 EVICTING = "hard_kv(budget=10, floor=7, cap=14, period=4, window=4, sink=2)"
+COMPRESSING = "ada_kv(budget=8, window=4, pool=3)"
 ON_DEVICE = [each for each in METHODS if parse(each).offload is None]
 # a service that recomputes tokens; and what heads of all ranks decide together
 FURTHER = [EVICTING, "lychee_decode(((1, 1), (0, 1)), value=24, sink=1, recent=6, correct_every=4)"]
@@ -66,7 +67,7 @@ def assert_same(ours, theirs):
     np.testing.assert_allclose(ours[1], theirs[1], atol=1e-6)
 
 
-@pytest.mark.parametrize("expression", slow_except([*ON_DEVICE, *FURTHER], EVICTING))
+@pytest.mark.parametrize("expression", slow_except([*ON_DEVICE, *FURTHER], COMPRESSING))
 def test_answers_on_two_devices_are_those_on_one(expression):
     assert_same(
         answers(halves(), expression, max_new_tokens=11), on_one(expression, max_new_tokens=11)
@@ -101,6 +102,7 @@ def test_hyper_parameters_of_a_prompt_are_heeded():
         assert own.stats.attended_fraction == pytest.approx(other.stats.attended_fraction)
 
 
+@pytest.mark.slow
 def test_the_first_program_is_compiled_while_the_prompts_are_read(monkeypatch):
     """What is expected fits what runs: nothing is traced anew."""
     expected, traced = [], []
