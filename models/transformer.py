@@ -109,7 +109,7 @@ class Decoder(nn.Module):
     ) -> Float[Array, "B T D"]:
         """Returns the last layer's normalised hidden states."""
         if self.quantized:
-            rows = {name: part[tokens.reshape(-1)] for name, part in self.embed.items()}
+            rows = jax.tree.map(lambda part: part[tokens.reshape(-1)], self.embed)
             x = dequantized(rows, 1, self.dtype).reshape(*tokens.shape, -1)
         else:
             x = self.embed[tokens]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jsparse.machine.extras import install
-from jsparse.models.checkpoint import Params, parse_dtype, read_store
+from jsparse.models.checkpoint import Params, parse_dtype, parse_weights, read_store
 from jsparse.models.config_files import checked_config, family_of
 from jsparse.models.generation_config import resolve_settings
 from jsparse.models.tokenizer import as_tokenizer
