@@ -47,7 +47,8 @@ def served(expression):
     return llm, crowd
 
 
-@every_policy
+# of offloaded policies, test_offloaded_in_the_engine says it, too
+@pytest.mark.parametrize("expression", slow_except(TABLE, *DEFAULT[:-1]))
 def test_a_request_gets_in_a_crowd_what_it_gets_alone(expression):
     """Bit for bit, in another slot, over other pages, with what others have read of its prompt."""
     llm, crowd = served(expression)

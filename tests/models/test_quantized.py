@@ -24,6 +24,7 @@ from writers import (
 import jsparse
 from jsparse.model_facts.info import describe
 from jsparse.models.checkpoint import Params, load, save, spread
+from jsparse.models.config_files import read_config
 from jsparse.models.quantized import BLOCK, dequantized, to_blocks
 from jsparse.models.transformer import random_weights, weight_shapes
 from jsparse.models.weights import in_blocks
@@ -32,7 +33,6 @@ from jsparse.server.engines import load_engine
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 SIZES = {"intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 1}
-SMOLLM2 = Path(__file__).parents[1] / "fixtures" / "hf" / "smollm2"
 
 
 def llama_cpps(matrix):
@@ -198,9 +198,10 @@ def test_what_cannot_be_in_blocks_is_refused(tmp_path):
         load(folder, weights="q8_0", tensor_parallel_size=2)
 
 
-def test_sizes_are_told_and_true():
-    told = describe("smollm2", dtype="float32", weights="q8_0")
-    config = load("smollm2").config
+def test_sizes_are_told_and_true(tmp_path):
+    fields = hf_config("llama", **SIZES)
+    folder = str(write_folder(tmp_path / "model", fields, hf_tensors(fields)))
+    told, config = describe(folder, dtype="float32", weights="q8_0"), read_config(folder)
     leaves = jax.tree.leaves(weight_shapes(config, jnp.float32, quantized=True))
     assert told["device_weight_bytes"] == sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     assert told["device_weight_bytes"] == told["weight_bytes"]["q8_0"]
