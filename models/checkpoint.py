@@ -215,6 +215,18 @@ def require_on_one_device(params: Params) -> None:
         raise ValueError(f"params={params!r}: must be on one device, and is on {params.mesh.size}")
 
 
+def require_in_one_process(params: Params) -> None:
+    """Raises ValueError if a model is spread over devices of several processes.
+
+    What one of them ran alone would wait for the others.
+    """
+    if params.mesh is not None and params.mesh.is_multi_process:
+        raise ValueError(
+            f"params={params!r}: must be on devices of one process here: over several a model is "
+            "for LLM, AsyncEngine and jsparse serve"
+        )
+
+
 def save(params: Params, path: str | os.PathLike[str]) -> None:
     """Writes a model into a folder that `load` reads.
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jsparse.models.config import ModelConfig
 from jsparse.models.families import Names
-from jsparse.models.quantized import BLOCK
+from jsparse.models.quantized import shape_of_scales
 from jsparse.models.spreading import Spreading
 from jsparse.models.transformer import Weights
 from jsparse.models.weights import OnProgress, Weight, in_blocks, list_weights, require_blocks, tree
@@ -106,9 +106,8 @@ def _shapes_of(
             yield weight.path, weight.shape
             continue
         axis = 0 if weight.transposed else 1
-        scales = [size // (BLOCK if nth == axis else 1) for nth, size in enumerate(weight.shape)]
         yield f"{weight.path}/values", weight.shape
-        yield f"{weight.path}/scales", tuple(scales)
+        yield f"{weight.path}/scales", shape_of_scales(weight.shape, axis)
 
 
 def _restored(folder: Path, target: Weights) -> Weights:

@@ -5,7 +5,7 @@ them. Activations stay as they are (W8A16). A matrix is a dict of two arrays, wh
 per number. Source: llama.cpp's `block_q8_0`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypedDict
 
@@ -114,9 +114,14 @@ def dense(features: int, dtype: Any, *, name: str, quantized: bool, use_bias: bo
     return nn.Dense(features, use_bias=use_bias, param_dtype=dtype, name=name)
 
 
+def shape_of_scales(shape: Sequence[int], axis: int) -> tuple[int, ...]:
+    """Returns the shape of the scales of a matrix whose blocks are along an axis."""
+    return tuple(size // BLOCK if nth == axis else size for nth, size in enumerate(shape))
+
+
 def empty(shape: tuple[int, int], axis: int) -> Callable[[Array], Blocks]:
     """Returns what initialises a parameter of this shape, with blocks along this axis."""
-    sizes = tuple(size // (BLOCK if nth == axis else 1) for nth, size in enumerate(shape))
+    sizes = shape_of_scales(shape, axis)
     return lambda _: {"values": jnp.zeros(shape, jnp.int8), "scales": jnp.zeros(sizes, jnp.float16)}
 
 

@@ -74,8 +74,8 @@ class LeaderPrograms(Programs):
             self._send(key)
 
     def _send(self, key: ProgramKey) -> None:
-        """Sends a program that is there to the other processes, once."""
-        if key in self._sent:
+        """Sends a program that is there to the other processes, if there are any, once."""
+        if key in self._sent or not self._link.peers:
             return
         with self._sending:
             if key not in self._sent:

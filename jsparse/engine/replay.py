@@ -7,8 +7,7 @@ from jsparse.engine.outputs import AnswerBuilder
 from jsparse.engine.programs import Programs
 from jsparse.engine.runner import Runner
 from jsparse.engine.sizes import EngineSizes
-from jsparse.machine import processes
-from jsparse.models.checkpoint import Params
+from jsparse.models.checkpoint import Params, require_in_one_process
 from jsparse.policies.expressions import as_policy
 from jsparse.runtime.admission import admit
 
@@ -24,8 +23,7 @@ def replay(
     Raises:
         ValueError: the file is no log, or is of another model, or several processes have this one.
     """
-    if params.mesh is not None and processes.link() is not None:
-        raise ValueError(f"params={params!r}: must be in one process to be replayed")
+    require_in_one_process(params)
     recorded = plan_log.read(file)
     engine = recorded.engine
     if (params.name, params.types) != (engine["model"], engine["dtype"]):

@@ -15,7 +15,7 @@ from jsparse.cache import CacheSpec
 from jsparse.host_memory.store import KVStore, store_of
 from jsparse.hyper_parameters import whole_number
 from jsparse.model_facts.constants import require_constants
-from jsparse.models.checkpoint import Params
+from jsparse.models.checkpoint import Params, require_in_one_process
 from jsparse.policy import AnyPolicy, Policy, is_dense, resolved
 from jsparse.runtime import capacity
 from jsparse.runtime.draft_length import most_drafts
@@ -76,7 +76,9 @@ def admit(
     """
     policy = resolved(asked, spec, drafts=drafts != 0)
     if params.mesh is not None:
-        _require_spreadable(policy, params.mesh, rows_join=rows_join)
+        _require_spreadable(policy, params.mesh)
+    if not rows_join:
+        require_in_one_process(params)
     require_constants(params, policy)
     if policy.evicts and policy.services.correct_every:
         raise ValueError(
@@ -135,14 +137,8 @@ def require_drafting(policy: Policy, spec: CacheSpec) -> None:
     owners(policy, spec)  # refuses a state whose arrays belong to neither rows nor pages
 
 
-def _require_spreadable(policy: Policy, mesh: Mesh, *, rows_join: bool) -> None:
+def _require_spreadable(policy: Policy, mesh: Mesh) -> None:
     """Raises ValueError unless a policy can run where the model is spread over several devices."""
-    if not rows_join and mesh.is_multi_process:
-        raise ValueError(
-            f"tensor_parallel_size={mesh.size}: must be at most {len(mesh.local_devices)} here, "
-            "the devices of one process: over several processes a model is for LLM, AsyncEngine "
-            "and jsparse serve"
-        )
     if policy.offload is not None:
         raise ValueError(
             f"tensor_parallel_size={mesh.size}: must be 1 where K and V lie in host memory"

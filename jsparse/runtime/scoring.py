@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from jsparse.machine import memory
-from jsparse.models.checkpoint import Params
+from jsparse.models.checkpoint import Params, require_in_one_process
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
 from jsparse.runtime.chunk_attention import flash, has_flash
 from jsparse.runtime.spread_programs import SAME, by_rank
@@ -25,8 +25,9 @@ def logits(params: Params, tokens: Any) -> Float32[Array, "B T V"]:
 
     Raises:
         ValueError: the ids have another shape or kind, are outside the vocabulary, or are longer
-            than the model's maximum.
+            than the model's maximum; or the model is spread over several processes.
     """
+    require_in_one_process(params)
     try:
         ids = np.asarray(tokens)
     except ValueError as error:

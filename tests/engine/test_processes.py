@@ -160,7 +160,10 @@ def elsewhere(linked, gone, monkeypatch):
     monkeypatch.setattr(Program, "unpacked", compiled_there)
     # as where devices are of several processes
     real = compilation._finish
-    finish = lambda made, name, _, job: real(made, name, True, job)  # noqa: E731
+
+    def finish(made: Any, name: Any, _: bool, job: Any) -> None:
+        real(made, name, True, job)
+
     monkeypatch.setattr(compilation, "_finish", finish)
     made_programs, threads = core.LeaderPrograms, []
 
@@ -190,6 +193,17 @@ def test_another_process_runs_the_same_programs(elsewhere):
     asked = jsparse.SamplingParams(max_tokens=12, temperature=0.8, seed=1)
     outs = elsewhere(1).generate(PROMPTS, asked)  # each program's tokens are compared
     assert [len(out.outputs[0].token_ids) for out in outs] == [12] * 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_of_one_process_are_checked_too(ranks):
+    """There is no other process then, and nothing to send."""
+    params = tiny_params(num_layers=1)
+    params = spread(params, ranks) if ranks > 1 else params
+    asked = jsparse.SamplingParams(max_tokens=4, temperature=0)
+    llm = tiny_llm("dense", params=params, check_ranks=True)
+    (out,) = llm.generate([PROMPTS[0]], asked)
+    assert len(out.outputs[0].token_ids) == 4
 
 
 def test_processes_run_one_engine_to_the_end(linked, monkeypatch):
