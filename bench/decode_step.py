@@ -11,16 +11,21 @@ step, fed back on the device, by the session's own loop. Contenders, each in its
 A policy's state is that after a prompt that filled the cache. path.py:function names one of your
 own. replayed(…) around an expression replays counts of a trace; see bench.twilight_trace.
 
+--shape 135m takes SmolLM2's shape instead, for our steps. --weights q8_0 keeps matrices as 8-bit
+blocks. --profile adds a table of a step's kernels, from two programs under jax's profiler after all
+timings: name without its number, launches and microseconds per step, and for how long any ran.
+
 With --drafts K a "step" is a round of `exact`: K drafts of the policy, and a check of them by dense
 attention. With random weights few agree; what a round takes does not depend on that.
 
 A run of our step is long enough that its start on the host, which the device waits for, is less
-than a hundredth of it. The floor is (weights + the K and V that the policy attends to) / 4.4 TB/s,
-the measured read bandwidth of an H200.
+than a hundredth of it. The floor is (weights + the K and V that the policy attends to) over the
+measured read bandwidth of the device.
 
     python -m bench.decode_step --json build/decode_step.json
 """
 
+import itertools
 import json
 import subprocess
 import time
@@ -36,16 +41,27 @@ from bench.lib.llama_8b import (
     huggingface_model,
     state_after_prompt,
 )
+from bench.lib.smollm2 import SMOLLM2
 from bench.lib.subprocesses import run_child, spread, write_report
 
 CONTENDERS = ("jsparse", "hf-eager", "hf-compile", "hf-cudagraphs")
 # programs that are not timed; steps per timing, in programs of any size; timings
 WARM_UP, STEPS, RUNS = 5, 104, 5
+SHAPES = {"8b": LLAMA_8B, "135m": SMOLLM2}
+PROFILED = 2  # programs under the profiler
 HF_STEPS = {"hf-eager": 4, "hf-compile": 20, "hf-cudagraphs": 20}
 
 
 def jsparse_step(
-    batch: int, context: int, policy: str, count: int, drafts: int = 0
+    batch: int,
+    context: int,
+    policy: str,
+    count: int,
+    drafts: int = 0,
+    *,
+    shape: str = "8b",
+    quantized: bool = False,
+    profiled: bool = False,
 ) -> dict[str, Any]:
     """Times the package's own loop at a nearly full cache, `count` steps per program.
 
@@ -56,6 +72,7 @@ def jsparse_step(
     import jax
     import jax.numpy as jnp
 
+    from bench.lib.kernel_timing import step_kernels, traced
     from bench.lib.replay import parse
     from jsparse import cache as kv_cache
     from jsparse.benchmark.random_cache import random_cache
@@ -66,13 +83,14 @@ def jsparse_step(
     from jsparse.runtime.session import PrefillResult, Session
 
     method = parse(policy, context)
-    weights = random_weights(LLAMA_8B, jnp.bfloat16)
+    config, given = SHAPES[shape], boundary_constants() if shape == "8b" else {}
+    weights = random_weights(config, jnp.bfloat16, quantized=quantized)
     spec = kv_cache.CacheSpec(
-        LLAMA_8B.num_layers,
+        config.num_layers,
         batch,
-        LLAMA_8B.num_heads,
-        LLAMA_8B.num_kv_heads,
-        LLAMA_8B.head_dim,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
         16,
         context // 16,
         "bfloat16",
@@ -80,14 +98,14 @@ def jsparse_step(
     # maintenance that falls into every timing is compiled before the first
     due = -(-method.services.period // count) + 1 if method.services.period <= STEPS else 0
     warm_up = max(WARM_UP, due)
-    held = context - warm_up * count - STEPS * RUNS - 1
+    held = context - warm_up * count - STEPS * RUNS - PROFILED * count - 1
     cache = random_cache(spec, held, method.fields)
-    params = Params(weights, LLAMA_8B, None, {}, "llama-3.1-8b", constants=boundary_constants())
+    params = Params(weights, config, None, {}, shape, constants=given)
     view = kv_cache.StepView(cache, constants(params, method))
     state = state_after_prompt(method, spec, view)
     steps = None if drafts else count
     session = Session(params, method, spec, adopts=True, steps_per_program=steps, drafts=drafts)
-    logits = jnp.zeros((batch, LLAMA_8B.vocab_size), jnp.float32)
+    logits = jnp.zeros((batch, config.vocab_size), jnp.float32)
     session.adopt(PrefillResult(logits, cache, state))
     del cache, view, state
     results = session.steps(greedy, (), limits=[context] * batch)
@@ -108,6 +126,10 @@ def jsparse_step(
         taken = (time.perf_counter() - began) / (STEPS // count)
         times.append(taken if drafts else taken / count)
     shares = jax.tree.map(lambda x: x[-1], result.stats)
+    found = {}
+    if profiled:
+        events = traced(lambda: [next(results).tokens for _ in range(PROFILED)])
+        found = {"kernels": step_kernels(events, PROFILED * count)}
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     return {
@@ -115,13 +137,20 @@ def jsparse_step(
         "seconds": spread(times),
         "warm_up": warm_up,
         "compile_seconds": compiled,
-        "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(weights)),
-        "embedding_bytes": weights["params"]["embed"].nbytes,
+        "weight_bytes": nbytes(weights),
+        "embedding_bytes": 0 if config.tie_word_embeddings else nbytes(weights["params"]["embed"]),
         "cache_bytes": spec.nbytes,
         "attended_fraction": float(shares.attended.mean()),
         "read_fraction": float(shares.read.mean()),
         "peak_bytes": stats.get("peak_bytes_in_use"),
-    }
+    } | found
+
+
+def nbytes(arrays: Any) -> int:
+    """Returns how many bytes arrays take together."""
+    import jax
+
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
 
 
 def huggingface_step(batch: int, context: int, mode: str) -> dict[str, Any]:
@@ -196,6 +225,11 @@ def main() -> None:
     parser.add_argument(
         "--drafts", type=int, default=0, help="time rounds of as many drafts, instead of steps"
     )
+    parser.add_argument("--shape", choices=list(SHAPES), default="8b", help="of our steps")
+    parser.add_argument(
+        "--weights", nargs="+", choices=("bf16", "q8_0"), default=["bf16"], help="of our steps"
+    )
+    parser.add_argument("--profile", action="store_true", help="add a table by kernel to our rows")
     parser.add_argument(
         "--child",
         nargs=3,
@@ -207,7 +241,12 @@ def main() -> None:
         name, case, policy = args.child
         batch, context = map(int, case.split("x"))
         run = (
-            jsparse_step(batch, context, policy, args.steps_per_program, args.drafts)
+            jsparse_step(
+                *(batch, context, policy, args.steps_per_program, args.drafts),
+                shape=args.shape,
+                quantized=args.weights == ["q8_0"],
+                profiled=args.profile,
+            )
             if name == "jsparse"
             else huggingface_step(batch, context, name)
         )
@@ -216,6 +255,9 @@ def main() -> None:
     count = args.steps_per_program
     settings = {"warm_up": WARM_UP, "steps": STEPS, "hf_steps": HF_STEPS, "runs": RUNS}
     settings |= {"steps_per_program": count, "drafts": args.drafts}
+    options = ["--steps-per-program", f"{count}", "--drafts", f"{args.drafts}"]
+    options += ["--shape", args.shape]
+    options += ["--profile"] if args.profile else []
     report = {
         "benchmark": "decode_step",
         "environment": describe(allow_modified=args.allow_modified),
@@ -224,18 +266,18 @@ def main() -> None:
     }
     for case in args.cases:
         for name in args.only:
-            for policy in args.policy if name == "jsparse" else ["dense"]:
-                run = measure(name, case, policy, count, args.drafts)
-                row = {"case": case, "name": name, "policy": policy, **run}
+            ours = itertools.product(args.policy, args.weights)
+            for policy, weights in ours if name == "jsparse" else [("dense", "bf16")]:
+                run = measure(name, case, policy, [*options, "--weights", weights])
+                row = {"case": case, "name": name, "policy": policy, "weights": weights, **run}
                 report["results"].append(row)
                 print(summary(row), flush=True)
                 write_report(args.json, report)
 
 
-def measure(name: str, case: str, policy: str, count: int, drafts: int) -> dict[str, Any]:
+def measure(name: str, case: str, policy: str, options: list[str]) -> dict[str, Any]:
     """Measures one row in a child process; a contender that fails is a row with its error."""
     try:
-        options = ["--steps-per-program", str(count), "--drafts", str(drafts)]
         asked = [*options, "--child", name, case, policy]
         row = run_child("bench.decode_step", asked, timeout_s=400)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
@@ -256,7 +298,7 @@ def summary(row: dict[str, Any]) -> str:
         return f"{row['case']:>10} {row['name']:14} failed: {row['error'][-300:]}"
     seconds = row["seconds"]
     median, minimum, maximum = (seconds[key] * 1e3 for key in ("median", "min", "max"))
-    text = f"{row['case']:>10} {row['name']:14} {row['policy']:30} "
+    text = f"{row['case']:>10} {row['name']:14} {row['policy']:30} {row['weights']:5}"
     text += f"{median:8.2f} ms ({minimum:.2f}-{maximum:.2f})"
     if "floor_seconds" in row:
         text += f"  floor {row['floor_seconds'] * 1e3:.2f} ms, {row['over_floor']:.2f}x"

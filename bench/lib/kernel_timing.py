@@ -8,6 +8,7 @@ the device, and the program's inputs are cold.
 import gzip
 import itertools
 import json
+import re
 import shutil
 import statistics
 import tempfile
@@ -136,6 +137,48 @@ def read_trace(folder: Path) -> list[Event]:
         if e.get("ph") == "X" and (e["pid"], e.get("tid")) in streams
     ]
     return sorted(found, key=lambda event: event.start)
+
+
+def traced(run: Callable[[], Any]) -> list[Event]:
+    """Runs something, waits for what it returns, and returns what ran on the GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        return read_trace(Path(folder))
+
+
+def step_kernels(events: Sequence[Event], steps: int) -> dict[str, Any]:
+    """Summarises so many decode steps in microseconds per step.
+
+    Returns:
+        span: from the start of the first kernel to the end of the last.
+        busy: for how long any ran.
+        launches: how many did.
+        kernels: for each name, without the number that XLA gives it: launches, microseconds of all
+            of them, and the median of one; most time first.
+    """
+    if not events:
+        return {}
+    busy, end = 0.0, events[0].start
+    for event in events:
+        busy += max(event.end - max(event.start, end), 0.0)
+        end = max(end, event.end)
+    names = defaultdict(list)
+    for event in events:
+        names[re.sub(r"[_.]\d+$", "", event.name)].append(event.duration)
+    return {
+        "span": (end - events[0].start) / steps,
+        "busy": busy / steps,
+        "launches": len(events) / steps,
+        "kernels": {
+            name: {
+                "launches": len(times) / steps,
+                "us": sum(times) / steps,
+                "each": statistics.median(times),
+            }
+            for name, times in sorted(names.items(), key=lambda item: -sum(item[1]))
+        },
+    }
 
 
 def segments(events: Sequence[Event], pause: float) -> list[list[Event]]:
