@@ -6,7 +6,6 @@ wait for.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ import jax.numpy as jnp
 
 from jsparse.models.config import ModelConfig
 from jsparse.models.families import Names
-from jsparse.models.quantized import shape_of_scales
 from jsparse.models.spreading import Spreading
 from jsparse.models.transformer import Weights
-from jsparse.models.weights import OnProgress, Weight, in_blocks, list_weights, require_blocks, tree
+from jsparse.models.weights import OnProgress, in_blocks, list_weights, require_blocks, tree
 
 
 def save_weights(weights: Weights, folder: Path) -> None:
@@ -58,7 +56,11 @@ def load_weights(
         stored = _shapes(checkpointer, folder)
         listed = list_weights(folder, len(stored), config, names)
         saved_in_blocks = "embed/values" in stored
-        config_shapes = dict(_shapes_of(listed, in_blocks=saved_in_blocks))
+        config_shapes = {
+            path: shape
+            for weight in listed
+            for path, shape in weight.shapes(quantized=saved_in_blocks).items()
+        }
         if stored.keys() != config_shapes.keys():
             raise ValueError(
                 f"{folder}: {min(stored.keys() ^ config_shapes.keys())} is missing or not in the "
@@ -95,19 +97,6 @@ def load_weights(
         total = sum(math.prod(x.shape) * x.dtype.itemsize for x in wanted.values())
         on_progress(total, total)
     return weights
-
-
-def _shapes_of(
-    weights: Sequence[Weight], *, in_blocks: bool
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields the shapes of a model's arrays by path."""
-    for weight in weights:
-        if not (in_blocks and weight.is_matrix):
-            yield weight.path, weight.shape
-            continue
-        axis = 0 if weight.transposed else 1
-        yield f"{weight.path}/values", weight.shape
-        yield f"{weight.path}/scales", shape_of_scales(weight.shape, axis)
 
 
 def _restored(folder: Path, target: Weights) -> Weights:

@@ -77,10 +77,12 @@ class Spreading:
         ends, ranks = self._ends(names), self.mesh.size
         if ends is None:
             return [whole] * ranks
+        # integers in blocks are [out, in], all others [in, out]
+        summed, out = (1, 0) if names[-1] == "values" else (0, -1)
         if "o" in names or "down" in names:
-            return jnp.split(whole, ranks, axis=0)
-        kinds = [jnp.split(kind, ranks, axis=-1) for kind in jnp.split(whole, ends, axis=-1)]
-        return [jnp.concatenate(of_rank, axis=-1) for of_rank in zip(*kinds, strict=True)]
+            return jnp.split(whole, ranks, axis=summed)
+        kinds = [jnp.split(kind, ranks, axis=out) for kind in jnp.split(whole, ends, axis=out)]
+        return [jnp.concatenate(of_rank, axis=out) for of_rank in zip(*kinds, strict=True)]
 
     def _ends(self, names: list[str]) -> list[int] | None:
         """Returns where the kinds of columns of the array of this name end, but for the last.

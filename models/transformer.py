@@ -8,6 +8,7 @@ Weights are a plain pytree. The q, k and v projections are one matrix, with colu
 q | k | v, and so are gate | up.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -20,14 +21,9 @@ from jaxtyping import Array, Float, Float32, Int
 from jsparse import ranks
 from jsparse.models.config import ModelConfig
 from jsparse.models.layers import MLP, RMSNorm, apply_rope, rope_frequencies, rope_scale, rope_table
-from jsparse.models.quantized import (
-    Blocks,
-    dense,
-    dequantized,
-    empty,
-    random_part,
-    side_by_side,
-)
+from jsparse.models.quantized import dense, empty, random_part
+from jsparse.pallas_kernels.quantized_product import quantized_product
+from jsparse.pallas_kernels.weight_blocks import Blocks, dequantized
 
 Weights = dict[str, Any]
 AttendFn = Callable[
@@ -91,17 +87,17 @@ class Decoder(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        self.embed = self._matrix("embed", (c.vocab_size, c.hidden_size), 1)
+        self.embed = self._matrix("embed", c.vocab_size, c.hidden_size)
         self.layers = [Block(c, layer, self.quantized) for layer in range(c.num_layers)]
         self.final_norm = RMSNorm(c.rms_norm_eps)
         if not c.tie_word_embeddings:
             columns = c.vocab_size // c.vocab_parts(ranks.count())
-            self.lm_head = self._matrix("lm_head", (c.hidden_size, columns), 0)
+            self.lm_head = self._matrix("lm_head", c.hidden_size, columns)
 
-    def _matrix(self, name: str, shape: tuple[int, int], axis: int) -> Any:
-        """Returns a parameter which a product sums over along this axis."""
+    def _matrix(self, name: str, *shape: int) -> Any:
         if self.quantized:
-            return self.param(name, empty(shape, axis))
+            columns = self.config.hidden_size
+            return self.param(name, empty(math.prod(shape) // columns, columns))
         return self.param(name, nn.initializers.normal(0.02), shape, self.dtype)
 
     def hidden(
@@ -109,8 +105,9 @@ class Decoder(nn.Module):
     ) -> Float[Array, "B T D"]:
         """Returns the last layer's normalised hidden states."""
         if self.quantized:
-            rows = jax.tree.map(lambda part: part[tokens.reshape(-1)], self.embed)
-            x = dequantized(rows, 1, self.dtype).reshape(*tokens.shape, -1)
+            of, own = tokens.reshape(-1), self.embed
+            rows: Blocks = {"values": own["values"][of], "scales": own["scales"][:, of]}
+            x = dequantized(rows, self.dtype).reshape(*tokens.shape, -1)
         else:
             x = self.embed[tokens]
         table = rope_table(positions, rope_frequencies(self.config), rope_scale(self.config))
@@ -123,10 +120,10 @@ class Decoder(nn.Module):
         parts, tied = self.config.vocab_parts(ranks.count()) > 1, self.config.tie_word_embeddings
         words = self.embed if tied else self.lm_head
         if tied and parts:
-            words = jax.tree.map(lambda x: ranks.own_part(x, 0), words)
+            words = own_rows(words)
         if self.quantized:
-            hidden, words = side_by_side(hidden, words, 1 if tied else 0, self.dtype)
-        if tied:
+            logits = quantized_product(hidden, words, dtype=jnp.float32)
+        elif tied:
             logits = jnp.einsum("...d,vd->...v", hidden, words, preferred_element_type=jnp.float32)
         else:
             logits = jnp.einsum("...d,dv->...v", hidden, words, preferred_element_type=jnp.float32)
@@ -135,6 +132,14 @@ class Decoder(nn.Module):
     def __call__(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: AttendFn):
         """Returns logits(hidden(…)), a full pass."""
         return self.logits(self.hidden(tokens, positions, attend))
+
+
+def own_rows(words: Any) -> Any:
+    """Returns a rank's rows of the embedding."""
+    if not isinstance(words, dict):
+        return ranks.own_part(words, 0)
+    axes = {"values": 0, "scales": 1}
+    return {name: ranks.own_part(words[name], axis) for name, axis in axes.items()}
 
 
 def hidden_states(

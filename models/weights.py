@@ -19,9 +19,10 @@ import numpy as np
 from jsparse.machine import memory
 from jsparse.models.config import ModelConfig
 from jsparse.models.families import Names
-from jsparse.models.quantized import BLOCK, Blocks, to_blocks
+from jsparse.models.quantized import to_blocks
 from jsparse.models.spreading import Spreading
 from jsparse.models.transformer import Weights
+from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
 # bytes per number that cutting a matrix into blocks takes: arguments, results, what is between
 WHILE_CUT = 12
@@ -81,8 +82,19 @@ class Weight(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Returns the array's shape in the tree."""
-        joined = (sum(source.shape[0] for source in self.sources), *self.sources[0].shape[1:])
-        return joined[::-1] if self.transposed else joined
+        return self.joined_shape[::-1] if self.transposed else self.joined_shape
+
+    @property
+    def joined_shape(self) -> tuple[int, ...]:
+        """Returns the shape of its tensors together."""
+        return (sum(source.shape[0] for source in self.sources), *self.sources[0].shape[1:])
+
+    def shapes(self, *, quantized: bool) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of its arrays in the tree by path; a matrix in blocks has two."""
+        if not (quantized and self.is_matrix):
+            return {self.path: self.shape}
+        out, width = self.joined_shape
+        return {f"{self.path}/values": (out, width), f"{self.path}/scales": (width // BLOCK, out)}
 
     def nbytes(self, dtype: Any, *, quantized: bool) -> int:
         """Returns the bytes that it takes, as numbers of a type or in blocks of 8 bits."""
@@ -233,7 +245,7 @@ def read_weights(
                 on_progress(done, total)
         # Waiting keeps the host from running ahead of the copies and holding many tensors at once.
         if of_blocks:
-            whole = _join_blocks(tuple(parts), weight.transposed)
+            whole = _join_blocks(tuple(parts))
         else:
             whole = _join(tuple(parts), weight.transposed, dtype)
         whole = jax.block_until_ready(whole)
@@ -286,7 +298,7 @@ def in_blocks(weights: Weights) -> Weights:
     for path, leaf in leaves:
         weight = Weight("/".join(entry.key for entry in path), ())
         if weight.is_matrix:
-            leaf = to_blocks(leaf, 0 if weight.transposed else 1)
+            leaf = to_blocks(leaf.T if weight.transposed else leaf)
         made |= dict(by_path(weight.path, leaf))
     return tree(made)
 
@@ -295,7 +307,7 @@ def _read(source: TensorSource, store: TensorStore, *, of_blocks: bool) -> Any:
     stored = store.blocks(source.name) if of_blocks else None
     if stored is not None:
         values, scales = (_in_order(source, part) for part in stored)
-        return {"values": values, "scales": scales}
+        return {"values": values, "scales": scales.T}
     return _in_order(source, store.read(source.name))
 
 
@@ -307,12 +319,14 @@ def _in_order(source: TensorSource, tensor: np.ndarray) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
 
 
-@partial(jax.jit, static_argnames=("transposed",))
-def _join_blocks(parts: tuple[Any, ...], transposed: bool) -> Blocks:
+@jax.jit
+def _join_blocks(parts: tuple[Any, ...]) -> Blocks:
     """Returns a matrix in blocks: those of the file, or made from the numbers in float32."""
-    rows = [part if isinstance(part, dict) else to_blocks(part, 1) for part in parts]
-    whole = jax.tree.map(lambda *own: jnp.concatenate(own), *rows)
-    return jax.tree.map(jnp.transpose, whole) if transposed else whole
+    of_parts = [part if isinstance(part, dict) else to_blocks(part) for part in parts]
+    return {
+        "values": jnp.concatenate([part["values"] for part in of_parts]),
+        "scales": jnp.concatenate([part["scales"] for part in of_parts], axis=1),
+    }
 
 
 @partial(jax.jit, static_argnames=("transposed", "dtype"))

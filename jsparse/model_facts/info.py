@@ -16,8 +16,8 @@ from jsparse.machine import memory
 from jsparse.models.checkpoint import parse_weights, require_blocks_of
 from jsparse.models.config import ModelConfig
 from jsparse.models.config_files import FAMILIES, read_config, saved_in_blocks
-from jsparse.models.quantized import BLOCK
 from jsparse.models.weights import Weight, list_weights
+from jsparse.pallas_kernels.weight_blocks import BLOCK
 from jsparse.policies.auto import auto, choose
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy, resolved

@@ -25,9 +25,10 @@ import jsparse
 from jsparse.model_facts.info import describe
 from jsparse.models.checkpoint import Params, load, save, spread
 from jsparse.models.config_files import read_config
-from jsparse.models.quantized import BLOCK, dequantized, to_blocks
+from jsparse.models.quantized import to_blocks
 from jsparse.models.transformer import random_weights, weight_shapes
 from jsparse.models.weights import in_blocks
+from jsparse.pallas_kernels.weight_blocks import BLOCK, dequantized
 from jsparse.runtime.scoring import dense_pass
 from jsparse.server.engines import load_engine
 
@@ -43,30 +44,30 @@ def llama_cpps(matrix):
 def numbers_of(weights):
     """The tree with the numbers that its blocks stand for."""
 
-    def plain(tree, axis):
+    def plain(tree, name):
         if not isinstance(tree, dict):
             return tree
         if "values" in tree:
-            return dequantized(tree, axis, jnp.float32)
-        return {name: plain(part, 1 if name == "embed" else 0) for name, part in tree.items()}
+            rows = dequantized(tree, jnp.float32)
+            return rows if name == "embed" else rows.T
+        return {name: plain(part, name) for name, part in tree.items()}
 
-    return plain(weights, 0)
+    return plain(weights, "")
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_a_number_is_at_most_half_a_step_away(axis):
+def test_a_number_is_at_most_half_a_step_away():
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(6, 128)).astype(np.float32) * np.geomspace(1e-3, 1e3, 128)
     rows[2, 32:64] = 0
-    matrix = rows if axis else rows.T
-    blocks = to_blocks(matrix, axis)
-    assert blocks["values"].shape == matrix.shape
+    blocks = to_blocks(rows)
+    assert blocks["values"].shape == rows.shape
+    assert blocks["scales"].shape == (4, 6)
     assert blocks["values"].dtype == jnp.int8
     assert blocks["scales"].dtype == jnp.float16
-    steps = np.repeat(np.asarray(blocks["scales"], np.float32), BLOCK, axis=axis)
-    np.testing.assert_array_equal(dequantized(blocks, axis, jnp.float32), steps * blocks["values"])
+    steps = np.repeat(np.asarray(blocks["scales"], np.float32), BLOCK, axis=0).T
+    np.testing.assert_array_equal(dequantized(blocks, jnp.float32), steps * blocks["values"])
     # that the largest becomes less than 127.5 costs a little where float16 rounds the step down
-    assert (np.abs(steps * blocks["values"] - matrix) <= 0.56 * steps).all()
+    assert (np.abs(steps * blocks["values"] - rows) <= 0.56 * steps).all()
     assert np.abs(blocks["values"]).max() == 127
 
 
@@ -82,7 +83,7 @@ def test_scales_are_chosen_by_the_squares_of_errors():
         ours, theirs = (
             np.sum((made.reshape(blocks.shape) - blocks) ** 2, axis=-1)
             for made in (
-                np.asarray(dequantized(to_blocks(matrix, 1), 1, np.float32)),
+                np.asarray(dequantized(to_blocks(matrix), np.float32)),
                 llama_cpps(matrix),
             )
         )
@@ -175,7 +176,7 @@ def test_random_blocks_are_as_wide_as_random_numbers():
     with sharing():
         made = random_weights(wide().config, jnp.float32, quantized=True)
     assert jax.tree.structure(made) == jax.tree.structure(wide_in_blocks().weights)
-    kernel = dequantized(made["params"]["layers_0"]["mlp"]["gate_up"]["kernel"], 0, jnp.float32)
+    kernel = dequantized(made["params"]["layers_0"]["mlp"]["gate_up"]["kernel"], jnp.float32)
     assert float(jnp.std(kernel)) == pytest.approx(0.02, rel=0.05)
 
 
@@ -241,14 +242,14 @@ def test_a_model_says_nearly_the_same():
 def test_what_is_not_finite_stays_visible(number):
     rows = np.ones((1, 64), np.float32)
     rows[0, 3] = number
-    made = dequantized(to_blocks(rows, 1), 1, jnp.float32)
+    made = dequantized(to_blocks(rows), jnp.float32)
     assert not np.isfinite(made[0, :32]).any()
     np.testing.assert_allclose(made[0, 32:], 1, rtol=1e-3)
 
 
 def test_tiny_numbers_are_kept_as_far_as_float16_has_scales():
     rows = np.full((1, 32), 1e-6, np.float32)
-    np.testing.assert_allclose(dequantized(to_blocks(rows, 1), 1, jnp.float32), rows, rtol=0.03)
+    np.testing.assert_allclose(dequantized(to_blocks(rows), jnp.float32), rows, rtol=0.03)
 
 
 @pytest.mark.slow

@@ -1,0 +1,5 @@
+"""Multiplies with a matrix in 8-bit blocks: see `api.quantized_product`."""
+
+from jsparse.pallas_kernels.quantized_product.api import quantized_product
+
+__all__ = ["quantized_product"]

@@ -1,0 +1,74 @@
+"""Multiplies with a matrix that is kept in 8-bit blocks."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jsparse.pallas_kernels.dispatch import Backend, no_mosaic, run
+from jsparse.pallas_kernels.quantized_product import reference
+from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
+
+# rows of x that the kernel multiplies with what it reads once
+MAX_ROWS = 16
+
+
+def _mosaic():
+    from jsparse.pallas_kernels.quantized_product import mosaic
+
+    return mosaic.quantized_product
+
+
+def _refusal(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) -> str | None:
+    if len(x) > MAX_ROWS:
+        return f"takes at most {MAX_ROWS} rows, not {len(x)}"
+    if x.dtype != jnp.bfloat16:
+        return f"takes bfloat16, not {x.dtype}"
+    out = matrix["values"].shape[0]
+    if out % 64:
+        return f"takes a multiple of 64 as output's size, not {out}"
+    return no_mosaic()
+
+
+BACKENDS = (
+    Backend("mosaic", _mosaic, _refusal),
+    Backend("reference", lambda: reference.quantized_product),
+)
+
+
+def quantized_product(
+    x: Float[Array, "*batch in"],
+    matrix: Blocks,
+    *,
+    dtype: Any = None,
+    implementation: str | None = None,
+) -> Float[Array, "*batch out"]:
+    """Multiplies rows with a matrix in 8-bit blocks: y = x · Wᵀ.
+
+    At most 16 rows are multiplied with blocks as they are read. For more, the matrix is widened to
+    the type of x first, and a barrier keeps XLA from doing that before x is there: else it would
+    widen all matrices of a model at the beginning of a program.
+
+    Args:
+        x: the rows.
+        matrix: W [out, in], in blocks.
+        dtype: the type of the result, by default that of x. Sums are float32.
+        implementation: "mosaic" (Hopper and later), "reference", or None to pick.
+
+    Raises:
+        ValueError: shapes do not fit together, or the named implementation cannot run here.
+    """
+    values, scales = matrix["values"], matrix["scales"]
+    wanted = (values.shape[-1] // BLOCK, values.shape[0])
+    if scales.shape != wanted or values.shape[-1] % BLOCK:
+        raise ValueError(
+            f"scales.shape={scales.shape}: must be [in / {BLOCK}, out], {wanted}, for values of "
+            f"shape {values.shape}"
+        )
+    if x.shape[-1] != values.shape[-1]:
+        raise ValueError(f"x.shape={x.shape}: must end with the matrix' {values.shape[-1]}")
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    dtype = x.dtype if dtype is None else dtype
+    y = run("quantized_product", implementation, BACKENDS, rows, matrix, dtype=dtype)
+    return y.reshape(*x.shape[:-1], values.shape[0])

@@ -1,0 +1,58 @@
+"""Builds the inputs that tests share: named cases, each from a seed."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
+
+
+@dataclass(frozen=True)
+class Case:
+    """Describes the sizes of one call.
+
+    Attributes:
+        batch: the axes of x but for its last.
+        out, width: the sizes of the matrix.
+        size: how large numbers of x are.
+    """
+
+    name: str
+    batch: tuple[int, ...] = (3,)
+    out: int = 192
+    width: int = 256
+    size: float = 1.0
+    dtype: str = "bfloat16"
+
+    def build(self, seed: int = 0) -> tuple[Float[Array, "*batch in"], Blocks]:
+        """Builds x and the matrix, of which some blocks are 0; equal seeds give equal ones."""
+        rng = np.random.default_rng(seed)
+        blocks = self.width // BLOCK
+        values = rng.integers(-128, 128, (self.out, blocks, BLOCK))
+        values *= rng.random((self.out, blocks, 1)) > 0.1
+        scales = rng.uniform(1e-4, 1e-2, (blocks, self.out))
+        x = jnp.asarray(self.size * rng.normal(size=(*self.batch, self.width)), self.dtype)
+        return x, {
+            "values": jnp.asarray(values.reshape(self.out, -1), jnp.int8),
+            "scales": jnp.asarray(scales, jnp.float16),
+        }
+
+
+CASES = (
+    Case("one_row", batch=(1,)),
+    Case("few", batch=(2, 1, 3)),
+    Case("eight", batch=(8,)),
+    Case("sixteen", batch=(16,), out=128),
+    Case("columns_left_over", width=576),
+    Case("one_block", width=32, out=64),
+    Case("many_columns", batch=(2,), out=64, width=2048),
+    Case("loud", size=1e6),
+)
+# those that the reference alone takes
+OTHERS = (
+    Case("many_rows", batch=(5, 4)),
+    Case("float32", dtype="float32"),
+    Case("odd_sizes", out=37, width=96),
+)

@@ -1,0 +1,104 @@
+"""Tests quantized_product against numpy: the reference, and the Mosaic kernel interpreted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import slow_except_named
+
+from jsparse.pallas_kernels.quantized_product import mosaic, quantized_product
+from jsparse.pallas_kernels.quantized_product.cases import CASES, OTHERS, Case
+
+product = jax.jit(quantized_product, static_argnames="dtype")
+
+
+def wanted(x, matrix):
+    """x · Wᵀ in float64, block by block, as GGUF's Q8_0 says what a block stands for."""
+    values, scales = (np.asarray(matrix[name], np.float64) for name in ("values", "scales"))
+    whole = np.zeros((*x.shape[:-1], values.shape[0]))
+    for block in range(scales.shape[0]):
+        of_block = slice(32 * block, 32 * block + 32)
+        whole += np.asarray(x, np.float64)[..., of_block] @ values[:, of_block].T * scales[block]
+    return whole
+
+
+def close(got, x, matrix, rounding):
+    """Sums are as far off as their terms were rounded."""
+    size = {name: np.abs(np.asarray(part, np.float64)) for name, part in matrix.items()}
+    terms = wanted(np.abs(np.asarray(x, np.float64)), size)
+    assert (np.abs(np.asarray(got, np.float64) - wanted(x, matrix)) <= rounding * terms).all()
+
+
+@pytest.mark.parametrize(
+    "case", slow_except_named([*CASES, *OTHERS], "few", "odd_sizes"), ids=lambda case: case.name
+)
+def test_the_reference_is_a_product_with_the_blocks_numbers(case):
+    x, matrix = case.build()
+    got = product(x, matrix, dtype=jnp.float32)
+    assert got.dtype == jnp.float32
+    assert got.shape == (*case.batch, case.out)
+    close(got, x, matrix, 2.0**-8 if case.dtype == "bfloat16" else 2.0**-20)
+    assert product(x, matrix).dtype == x.dtype
+
+
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        pytest.param(case, how, marks=() if name in ("few", "one_block") else pytest.mark.slow)
+        for case in CASES
+        for how in ({}, {"turns": 2, "stages": 2}, {"turns": 1, "stages": 3, "parts": 2})
+        for name in (case.name if not how else "",)
+    ],
+    ids=lambda x: x.name if isinstance(x, Case) else "-".join(map(str, x.values())),
+)
+def test_the_kernel_rounds_nothing_but_sums(case, how):
+    x, matrix = case.build()
+    x = x.reshape(-1, case.width)
+    got = mosaic.quantized_product(x, matrix, dtype=jnp.float32, interpret=True, **how)
+    close(got, x, matrix, 2.0**-20)
+
+
+def test_parts_keep_all_programs_busy():
+    """Of Llama 3.1 8B's products; a part of x must fit into shared memory, too."""
+    found = {
+        (out, width): mosaic.best_parts(out, width, 8, 128)
+        for out, width in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (8192, 28672))
+    }
+    for (out, width), parts in found.items():
+        blocks = 132 - 132 % parts
+        units = out // 64 * parts
+        assert units / blocks / -(-units // blocks) > 0.9
+        assert width // parts * 8 * 2 <= mosaic.X_BYTES
+
+
+BLOCKS = Case("given").build()[1]
+
+
+@pytest.mark.parametrize(
+    ("x", "matrix", "options", "message"),
+    [
+        (np.zeros((2, 99)), BLOCKS, {}, r"x.shape=\(2, 99\): must end with the matrix' 256"),
+        (
+            np.zeros((2, 256)),
+            BLOCKS | {"scales": np.zeros((4, 192), np.float16)},
+            {},
+            r"scales.shape=\(4, 192\): must be \[in / 32, out\], \(8, 192\)",
+        ),
+        (np.zeros((2, 256)), BLOCKS, {"implementation": "abacus"}, "quantized_product has"),
+        (
+            np.zeros((17, 256)),
+            BLOCKS,
+            {"implementation": "mosaic"},
+            "takes at most 16 rows, not 17",
+        ),
+        (
+            np.zeros((2, 256), np.float32),
+            BLOCKS,
+            {"implementation": "mosaic"},
+            "takes bfloat16, not float32",
+        ),
+    ],
+)
+def test_wrong_calls_are_refused(x, matrix, options, message):
+    with pytest.raises(ValueError, match=message):
+        quantized_product(jnp.asarray(x), matrix, **options)
