@@ -1,10 +1,10 @@
-"""Defines the decoder's building blocks: RMSNorm, rotary embedding, the gated MLP."""
+"""Defines the decoder's building blocks: norms, rotary embedding, the gated MLP."""
 
 import math
 from functools import partial
+from typing import Any, NamedTuple
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -18,22 +18,36 @@ from jsparse.models.config import (
     yarn_attention_factor,
 )
 from jsparse.models.quantized import dense
+from jsparse.pallas_kernels.residual_norm import residual_norm
+from jsparse.pallas_kernels.residual_norm.reference import rms_norm
+from jsparse.shapes import ChunkKV, ChunkQueries
+
+RopeTable = tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]
 
 
-class RMSNorm(nn.Module):
-    """Computes y = x / rms(x) · scale over the last axis.
+class Scale(nn.Module):
+    """Holds the weights of an RMSNorm."""
 
-    The norm is in float32 and cast back before the scale, as the published models do.
-    """
-
-    eps: float
+    width: int
+    dtype: Any
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), x.dtype)
-        wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return scale * normed.astype(x.dtype)
+    def __call__(self) -> Float[Array, "D"]:
+        return self.param("scale", nn.initializers.ones, (self.width,), self.dtype)
+
+
+def add_and_norm(
+    x: Float[Array, "B T D"],
+    delta: Float[Array, "B T D"] | None,
+    scale: Float[Array, "D"],
+    eps: float,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    """Returns x + delta, and that after RMSNorm; in one launch for the tokens of a decode step."""
+    if delta is not None and x.shape[1] == 1:
+        total, normed = residual_norm(x[:, 0], delta[:, 0], scale, eps=eps)
+        return total[:, None], normed[:, None]
+    total = x if delta is None else x + delta
+    return total, rms_norm(total, scale, eps=eps)
 
 
 class MLP(nn.Module):
@@ -110,18 +124,49 @@ def rope_scale(config: ModelConfig) -> float:
 
 def rope_table(
     positions: Int[Array, "B T"], frequencies: np.ndarray, scale: float = 1.0
-) -> tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]:
+) -> RopeTable:
     """Returns scaled cos and sin of every position's angles, float32, once for all layers."""
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return scale * jnp.cos(angles), scale * jnp.sin(angles)
 
 
-def apply_rope(
-    x: Float[Array, "B T heads H"], table: tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]
-) -> Float[Array, "B T heads H"]:
+def apply_rope(x: Float[Array, "B T heads H"], table: RopeTable) -> Float[Array, "B T heads H"]:
     """Rotates the pairs (x[i], x[i + H/2]), as Hugging Face's weights are laid out, in float32."""
     cos, sin = (t[:, :, None, :] for t in table)
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(
         x.dtype
     )
+
+
+class Heads(NamedTuple):
+    """Holds q, k and v of new tokens before they are rotated.
+
+    Attributes:
+        qkv: all heads, q's first, then k's and v's.
+        num_heads: N, the number of q's.
+        table: cos and sin of the tokens' positions.
+        scales: the weights of the norms of q's and k's heads; None where there are none.
+        eps: of these norms.
+    """
+
+    qkv: Float[Array, "B T heads H"]
+    num_heads: int
+    table: RopeTable
+    scales: tuple[Float[Array, "H"], Float[Array, "H"]] | None
+    eps: float
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Returns K."""
+        return (self.qkv.shape[2] - self.num_heads) // 2
+
+    def rotated(self) -> tuple[ChunkQueries, ChunkKV, ChunkKV]:
+        """Returns q and k after their norms and rotation, and v."""
+        q, k, v = jnp.split(self.qkv, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
+        if self.scales is not None:
+            q, k = (
+                rms_norm(x, scale, eps=self.eps)
+                for x, scale in zip((q, k), self.scales, strict=True)
+            )
+        return apply_rope(q, self.table), apply_rope(k, self.table), v

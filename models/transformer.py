@@ -2,7 +2,8 @@
 
 The families are Llama 2/3.x, SmolLM2, Qwen2/2.5 and Qwen3. Attention is a callable that is passed
 in: `attend(layer, q, k, v) -> o`. Prefill, decoding and a plain dense pass are three such
-callables; the decoder knows neither the cache nor how much of it is read.
+callables; the decoder knows neither the cache nor how much of it is read. Who would rotate q and k
+together with other work passes `rotate(layer, heads) -> q, k, v`, too.
 
 Weights are a plain pytree. The q, k and v projections are one matrix, with columns ordered
 q | k | v, and so are gate | up.
@@ -20,16 +21,32 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jsparse import ranks
 from jsparse.models.config import ModelConfig
-from jsparse.models.layers import MLP, RMSNorm, apply_rope, rope_frequencies, rope_scale, rope_table
+from jsparse.models.layers import (
+    MLP,
+    Heads,
+    RopeTable,
+    Scale,
+    add_and_norm,
+    rope_frequencies,
+    rope_scale,
+    rope_table,
+)
 from jsparse.models.quantized import dense, empty, random_part
 from jsparse.pallas_kernels.quantized_product import quantized_product
 from jsparse.pallas_kernels.weight_blocks import Blocks, dequantized
+from jsparse.shapes import ChunkKV, ChunkQueries
 
 Weights = dict[str, Any]
 AttendFn = Callable[
     [int, Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]],
     Float[Array, "B T N H"],
 ]
+RotateFn = Callable[[int, Heads], tuple[ChunkQueries, ChunkKV, ChunkKV]]
+
+
+def rotated(layer: int, heads: Heads) -> tuple[ChunkQueries, ChunkKV, ChunkKV]:
+    """Rotates q and k, and does nothing else."""
+    return heads.rotated()
 
 
 class Attention(nn.Module):
@@ -40,36 +57,47 @@ class Attention(nn.Module):
     quantized: bool
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"], table, attend: AttendFn) -> Float[Array, "B T D"]:
+    def __call__(
+        self, x: Float[Array, "B T D"], table: RopeTable, attend: AttendFn, rotate: RotateFn
+    ) -> Float[Array, "B T D"]:
         c, of_kind = self.config, partial(dense, dtype=x.dtype, quantized=self.quantized)
         shape = (*x.shape[:2], c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         qkv = of_kind(shape[2] * shape[3], use_bias=c.qkv_bias, name="qkv")(x).reshape(shape)
-        q, k, v = jnp.split(qkv, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
-        if c.qk_norm:
-            q, k = (
-                RMSNorm(c.rms_norm_eps, name="q_norm")(q),
-                RMSNorm(c.rms_norm_eps, name="k_norm")(k),
-            )
-        o = attend(self.layer, apply_rope(q, table), apply_rope(k, table), v)
+        norm = partial(Scale, c.head_dim, x.dtype)
+        scales = (norm(name="q_norm")(), norm(name="k_norm")()) if c.qk_norm else None
+        heads = Heads(qkv, c.num_heads, table, scales, c.rms_norm_eps)
+        o = attend(self.layer, *rotate(self.layer, heads))
         o = o.astype(x.dtype).reshape(*x.shape[:2], -1)
         o = of_kind(c.hidden_size, name="o")(o)
         return ranks.across(o, "sum")
 
 
 class Block(nn.Module):
-    """Applies one layer: attention and MLP, each after its norm and added to the residual."""
+    """Applies one layer: attention and MLP, each after its norm and added to the residual.
+
+    What a part computes is added together with the norm before the next one: a layer takes and
+    returns both, the residual and what is to be added.
+    """
 
     config: ModelConfig
     layer: int
     quantized: bool
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"], table, attend: AttendFn) -> Float[Array, "B T D"]:
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        delta: Float[Array, "B T D"] | None,
+        table: RopeTable,
+        attend: AttendFn,
+        rotate: RotateFn,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
         c, kind = self.config, self.quantized
-        normed = RMSNorm(c.rms_norm_eps, name="attention_norm")(x)
-        x = x + Attention(c, self.layer, kind, name="attention")(normed, table, attend)
-        normed = RMSNorm(c.rms_norm_eps, name="mlp_norm")(x)
-        return x + MLP(c.intermediate_size, kind, name="mlp")(normed)
+        norm = partial(Scale, c.hidden_size, x.dtype)
+        x, normed = add_and_norm(x, delta, norm(name="attention_norm")(), c.rms_norm_eps)
+        delta = Attention(c, self.layer, kind, name="attention")(normed, table, attend, rotate)
+        x, normed = add_and_norm(x, delta, norm(name="mlp_norm")(), c.rms_norm_eps)
+        return x, MLP(c.intermediate_size, kind, name="mlp")(normed)
 
 
 class Decoder(nn.Module):
@@ -89,7 +117,7 @@ class Decoder(nn.Module):
         c = self.config
         self.embed = self._matrix("embed", c.vocab_size, c.hidden_size)
         self.layers = [Block(c, layer, self.quantized) for layer in range(c.num_layers)]
-        self.final_norm = RMSNorm(c.rms_norm_eps)
+        self.final_norm = Scale(c.hidden_size, self.dtype)
         if not c.tie_word_embeddings:
             columns = c.vocab_size // c.vocab_parts(ranks.count())
             self.lm_head = self._matrix("lm_head", c.hidden_size, columns)
@@ -101,7 +129,11 @@ class Decoder(nn.Module):
         return self.param(name, nn.initializers.normal(0.02), shape, self.dtype)
 
     def hidden(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: AttendFn
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        attend: AttendFn,
+        rotate: RotateFn = rotated,
     ) -> Float[Array, "B T D"]:
         """Returns the last layer's normalised hidden states."""
         if self.quantized:
@@ -111,9 +143,10 @@ class Decoder(nn.Module):
         else:
             x = self.embed[tokens]
         table = rope_table(positions, rope_frequencies(self.config), rope_scale(self.config))
+        delta = None
         for layer in self.layers:
-            x = layer(x, table, attend)
-        return self.final_norm(x)
+            x, delta = layer(x, delta, table, attend, rotate)
+        return add_and_norm(x, delta, self.final_norm(), self.config.rms_norm_eps)[1]
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """Returns the float32 logits of hidden states; each rank computes some of them."""
@@ -148,9 +181,11 @@ def hidden_states(
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     attend: AttendFn,
+    rotate: RotateFn = rotated,
 ) -> Float[Array, "B T D"]:
     """Calls `Decoder.hidden` as a pure function of the weights."""
-    return cast(Array, decoder.apply(weights, tokens, positions, attend, method="hidden"))
+    made = decoder.apply(weights, tokens, positions, attend, rotate, method="hidden")
+    return cast(Array, made)
 
 
 def to_logits(

@@ -36,6 +36,7 @@ from jsparse.cache.writing import (
     taken,
     truncate,
     write,
+    write_beside,
 )
 
 __all__ = [
@@ -69,4 +70,5 @@ __all__ = [
     "with_host",
     "without_host",
     "write",
+    "write_beside",
 ]

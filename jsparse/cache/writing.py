@@ -1,7 +1,7 @@
 """Makes caches, appends tokens to them, allocates pages and shrinks layers."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -151,10 +151,32 @@ def write(
 ) -> LayerCache:
     """Stores the first `valid[b]` of T tokens at the slots first, first + 1, … of each head.
 
-    The pages must already be there; lengths do not change. `fill` uses it, and so does the
-    correction that overwrites recomputed tokens.
+    The pages must already be there, as `grow` makes them; lengths do not change.
     """
-    steps = jnp.arange(k.shape[1], dtype=jnp.int32)
+    put = _putter(layer, k.shape[1], valid, first)
+    layer = layer._replace(k=put(layer.k, k.swapaxes(1, 2)), v=put(layer.v, v.swapaxes(1, 2)))
+    return write_beside(layer, positions, valid, first)
+
+
+def write_beside(
+    layer: LayerCache, positions: Int32[Array, "B T"], valid: Rows, first: Lengths
+) -> LayerCache:
+    """Stores what the layer keeps beside K and V of the tokens that `write` stores."""
+    put = _putter(layer, positions.shape[1], valid, first)
+    shape = (*first.shape, positions.shape[1])
+    if layer.bias is not None:
+        layer = layer._replace(bias=put(layer.bias, jnp.zeros(shape)))
+    if layer.slot_positions is not None:
+        given = jnp.broadcast_to(positions[:, None], shape)
+        layer = layer._replace(slot_positions=put(layer.slot_positions, given))
+    return layer
+
+
+def _putter(
+    layer: LayerCache, count: int, valid: Rows, first: Lengths
+) -> Callable[[Any, Array], Any]:
+    """Returns the function that stores rows of `count` tokens, [B, K, T, …], in a pool."""
+    steps = jnp.arange(count, dtype=jnp.int32)
     slots = first[:, :, None] + steps  # [B, K, T]
     ok = (steps < valid[:, None])[:, None] & (slots >= 0) & (slots < layer.capacity)
     pages = physical_pages(layer, jnp.where(ok, slots // layer.page_size, 0))
@@ -165,16 +187,7 @@ def write(
             return pool.written(layer, slots, ok, rows)
         return pool.at[at].set(rows.astype(pool.dtype), mode="drop")
 
-    layer = layer._replace(k=put(layer.k, k.swapaxes(1, 2)), v=put(layer.v, v.swapaxes(1, 2)))
-    if layer.bias is not None:
-        layer = layer._replace(bias=put(layer.bias, jnp.zeros(slots.shape)))
-    if layer.slot_positions is not None:
-        layer = layer._replace(
-            slot_positions=put(
-                layer.slot_positions, jnp.broadcast_to(positions[:, None], slots.shape)
-            )
-        )
-    return layer
+    return put
 
 
 def truncate(layer: LayerCache, lengths: Lengths) -> LayerCache:

@@ -16,8 +16,8 @@ from jsparse.cache import (
     KVCache,
     ReadOnly,
     StepView,
-    fill,
     grow,
+    replace_layer,
     spec_of,
     step_view,
     taken,
@@ -26,15 +26,17 @@ from jsparse.cache import (
 from jsparse.hooks import State
 from jsparse.host_memory import attention as host_attention
 from jsparse.host_memory.attention import Prefetch, fetch_ahead
+from jsparse.models.layers import Heads
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
+from jsparse.pallas_kernels.rope_append import rope_append
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.partials import AttentionOut, Summary, merge
 from jsparse.policy import Policy, kept, selected
 from jsparse.ranks import across
 from jsparse.runtime.owners import keep_inactive
 from jsparse.selection import Selection
-from jsparse.shapes import Lengths, Queries, Rows
+from jsparse.shapes import ChunkKV, ChunkQueries, Lengths, Queries, Rows
 
 ATTENTION = {"page": block_sparse_decode, "token": token_sparse_decode}
 
@@ -93,9 +95,14 @@ def decode_step(
     view = view._replace(valid=one)
     counts, ahead = [], None
 
+    def rotate(layer: int, heads: Heads) -> tuple[ChunkQueries, ChunkKV, ChunkKV]:
+        nonlocal cache
+        q, k, v, held = rope_append(heads, cache.layers[layer], positions, one)
+        cache = replace_layer(cache, layer, held)
+        return q, k, v
+
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        nonlocal cache, state, ahead
-        cache = fill(cache, layer, k, v, positions, one)
+        nonlocal state, ahead
         now = view._replace(cache=cache)
         grown = policy.append(state, layer, k, v, tokens[:, None], positions, now)
         state = kept(policy, "append", state, grown)
@@ -105,7 +112,7 @@ def decode_step(
         counts.append(counted)
         return out.o[:, None]
 
-    hidden = hidden_states(decoder, weights, tokens[:, None], positions, attend)
+    hidden = hidden_states(decoder, weights, tokens[:, None], positions, attend, rotate)
     logits = to_logits(decoder, weights, hidden[:, 0])
     if active is not None:
         spec = spec_of(cache, decoder.config.num_heads)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from jsparse.models.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
-from jsparse.models.layers import MLP, RMSNorm, apply_rope, rope_frequencies, rope_scale, rope_table
+from jsparse.models.layers import MLP, apply_rope, rope_frequencies, rope_scale, rope_table
 from jsparse.models.rope_scaling import rope_from_hf
+from jsparse.pallas_kernels.residual_norm.reference import rms_norm
 
 rotate = jax.jit(apply_rope)
 
@@ -131,13 +132,11 @@ def test_rms_norm():
     rng = np.random.default_rng(2)
     x, scale = rng.standard_normal((3, 5)) * 100, rng.standard_normal(5)
     expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.5) * scale
-    variables = {"params": {"scale": scale.astype(np.float32)}}
-    actual = np.asarray(jax.jit(RMSNorm(0.5).apply)(variables, x.astype(np.float32)))
+    norm = jax.jit(rms_norm, static_argnames="eps")
+    actual = np.asarray(norm(x.astype(np.float32), scale.astype(np.float32), eps=0.5))
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
     # squares beyond the range of float16 are summed in float32
-    wide = jax.jit(RMSNorm(1e-5).apply)(
-        {"params": {"scale": np.ones(4, np.float16)}}, np.full((1, 4), 6e4, np.float16)
-    )
+    wide = norm(np.full((1, 4), 6e4, np.float16), np.ones(4, np.float16), eps=1e-5)
     np.testing.assert_allclose(np.asarray(wide), 1.0, rtol=1e-3)
 
 

@@ -1,0 +1,59 @@
+"""Adds what a part of a layer computed to the residual stream, and normalises the sum."""
+
+from jaxtyping import Array, Float
+
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
+from jsparse.pallas_kernels.residual_norm import reference
+
+MAX_WIDTH = 2**14  # a program holds a row in its registers
+
+
+def _load_triton():
+    from jsparse.pallas_kernels.residual_norm import triton_gpu
+
+    return triton_gpu.residual_norm
+
+
+def _refusal(x: Float[Array, "rows D"], *_, **__) -> str | None:
+    if x.shape[-1] > MAX_WIDTH:
+        return f"takes rows of at most {MAX_WIDTH}, not {x.shape[-1]}"
+    return no_triton()
+
+
+BACKENDS = (
+    Backend("triton", _load_triton, _refusal),
+    Backend("reference", lambda: reference.residual_norm),
+)
+
+
+def residual_norm(
+    x: Float[Array, "rows D"],
+    delta: Float[Array, "rows D"],
+    scale: Float[Array, "D"],
+    *,
+    eps: float,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "rows D"], Float[Array, "rows D"]]:
+    """Returns x + delta, and scale · (x + delta) / sqrt(mean((x + delta)²) + eps), RMSNorm.
+
+    Both have the type of x; the mean is float32. Of what is normalised, each factor is rounded to
+    that type first, as checkpoints' own code does.
+
+    Args:
+        x: the residual stream, a row per token.
+        delta: what is added to it, of the same type.
+        scale: the norm's weights.
+        eps: what is added to the mean.
+        implementation: "triton" (one launch), "reference", or None to pick.
+
+    Raises:
+        ValueError: shapes or types differ, or the named implementation cannot run here.
+    """
+    if x.ndim != 2 or delta.shape != x.shape or delta.dtype != x.dtype:
+        raise ValueError(
+            f"delta={delta.dtype}{list(delta.shape)}: must be [rows, D] as x is, "
+            f"{x.dtype}{list(x.shape)}"
+        )
+    if scale.shape != x.shape[1:]:
+        raise ValueError(f"scale.shape={scale.shape}: must be {x.shape[1:]}, the width of x")
+    return run("residual_norm", implementation, BACKENDS, x, delta, scale, eps=eps)

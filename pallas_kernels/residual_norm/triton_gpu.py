@@ -1,0 +1,61 @@
+"""Implements `api.residual_norm` with jax-triton, in one launch of a program per row."""
+
+import jax
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float
+
+NUMBERS_A_THREAD = 8
+
+
+def residual_norm(
+    x: Float[Array, "rows D"],
+    delta: Float[Array, "rows D"],
+    scale: Float[Array, "D"],
+    *,
+    eps: float,
+) -> tuple[Float[Array, "rows D"], Float[Array, "rows D"]]:
+    """Implements `api.residual_norm` with jax-triton."""
+    from jsparse.pallas_kernels.triton_call import triton_call
+
+    rows, width = x.shape
+    columns = triton.next_power_of_2(width)
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    total, normed = triton_call(
+        *(x, delta, scale),
+        kernel=norm_kernel,
+        out_shape=[shape, shape],
+        grid=(rows,),
+        num_warps=min(max(columns // (32 * NUMBERS_A_THREAD), 1), 16),
+        W=width,
+        COLUMNS=columns,
+        EPS=eps,
+    )
+    return total, normed
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr,  # [rows, W]
+    delta_ptr,  # [rows, W]
+    scale_ptr,  # [W]
+    total_ptr,  # [rows, W]
+    normed_ptr,  # [rows, W]
+    W: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """Adds and normalises a row."""
+    column = tl.arange(0, COLUMNS)
+    inside = column < W
+    at = tl.program_id(0).to(tl.int64) * W + column
+    x = tl.load(x_ptr + at, mask=inside, other=0)
+    total = (x.to(tl.float32) + tl.load(delta_ptr + at, mask=inside, other=0).to(tl.float32)).to(
+        x.dtype
+    )
+    scale = tl.load(scale_ptr + column, mask=inside, other=0)
+    tl.store(total_ptr + at, total, mask=inside)
+    wide = total.to(tl.float32)
+    rate = tl.rsqrt(tl.sum(wide * wide, 0) / W + EPS)
+    normed = (wide * rate).to(x.dtype).to(tl.float32) * scale.to(tl.float32)
+    tl.store(normed_ptr + at, normed.to(x.dtype), mask=inside)

@@ -1,0 +1,62 @@
+"""Rotates the heads of a decode step's tokens and writes their K and V into the cache."""
+
+from jaxtyping import Array, Int32
+
+from jsparse.cache import LayerCache
+from jsparse.models.layers import Heads
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run, wide_rows
+from jsparse.pallas_kernels.rope_append import reference
+from jsparse.shapes import ChunkKV, ChunkQueries, Rows
+
+
+def _load_triton():
+    from jsparse.pallas_kernels.rope_append import triton_gpu
+
+    return triton_gpu.rope_append
+
+
+def _refusal(heads: Heads, layer: LayerCache, *_) -> str | None:
+    if layer.page_pools is not None:
+        return "takes K and V on the device alone"
+    return wide_rows(heads.qkv.shape[-1]) or no_triton()
+
+
+BACKENDS = (
+    Backend("triton", _load_triton, _refusal),
+    Backend("reference", lambda: reference.rope_append),
+)
+
+
+def rope_append(
+    heads: Heads,
+    layer: LayerCache,
+    positions: Int32[Array, "B 1"],
+    valid: Rows,
+    *,
+    implementation: str | None = None,
+) -> tuple[ChunkQueries, ChunkKV, ChunkKV, LayerCache]:
+    """Splits, normalises and rotates q, k and v of one token per row, and stores K and V.
+
+    Args:
+        heads: what the product with the weights of q, k and v gave, [B, 1, N + 2K, H].
+        layer: the cache's layer. It must have made room: its lengths count the tokens.
+        positions: the tokens' positions in the text.
+        valid: 1 for rows that take part, 0 for others, whose K and V are stored nowhere.
+        implementation: "triton" (one launch, in place), "reference", or None to pick.
+
+    Returns:
+        q and k after their norms and rotation, v, and the layer that holds K and V.
+
+    Raises:
+        ValueError: there are several tokens per row, heads do not fit the layer, or the named
+            implementation cannot run here.
+    """
+    batch, tokens, _, width = heads.qkv.shape
+    if tokens != 1:
+        raise ValueError(f"qkv.shape={heads.qkv.shape}: must be [B, 1, N + 2K, H]")
+    if (batch, heads.num_kv_heads) != layer.lengths.shape or width != layer.k.shape[-1]:
+        raise ValueError(
+            f"qkv.shape={heads.qkv.shape} of {heads.num_heads} query heads: must fit lengths of "
+            f"shape {layer.lengths.shape} and pages of shape {layer.k.shape}"
+        )
+    return run("rope_append", implementation, BACKENDS, heads, layer, positions, valid)

@@ -1,0 +1,92 @@
+"""Builds the inputs that tests share: named cases, each from a seed."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jsparse.cache import LayerCache
+from jsparse.models.layers import Heads, rope_table
+
+
+class Inputs(NamedTuple):
+    """Holds the op's arguments."""
+
+    heads: Heads
+    layer: LayerCache
+    positions: jnp.ndarray
+    valid: jnp.ndarray
+
+
+@dataclass(frozen=True)
+class Case:
+    """Describes the sizes of one call.
+
+    Attributes:
+        rows, heads, kv_heads, head_dim: B, N, K and H.
+        page_size, pages: P, and M, those of a head.
+        paged: whether a block table names pages in any order.
+        normed: whether heads of q and k are normalised.
+        beside: whether the cache keeps biases and positions of slots, too.
+        dtype: of the heads; the cache's is `kept`.
+    """
+
+    name: str
+    rows: int = 3
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 32
+    page_size: int = 16
+    pages: int = 4
+    paged: bool = False
+    normed: bool = False
+    beside: bool = False
+    dtype: str = "float32"
+    kept: str = "float32"
+
+    def build(self, seed: int = 0) -> Inputs:
+        """Builds the inputs, one of whose rows takes no part; equal seeds give equal ones."""
+        rng = np.random.default_rng(seed)
+        pairs, capacity = self.rows * self.kv_heads, self.pages * self.page_size
+        count = self.heads + 2 * self.kv_heads
+        qkv = rng.normal(size=(self.rows, 1, count, self.head_dim))
+        positions = rng.integers(0, 5000, (self.rows, 1))
+        frequencies = 1e4 ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
+        scales = 1 + 0.3 * rng.normal(size=(2, self.head_dim))
+        q_scale, k_scale = (jnp.asarray(scale, self.dtype) for scale in scales)
+        heads = Heads(
+            jnp.asarray(qkv, self.dtype),
+            self.heads,
+            rope_table(jnp.asarray(positions, jnp.int32), frequencies.astype(np.float32), 1.1),
+            (q_scale, k_scale) if self.normed else None,
+            1e-5,
+        )
+        spare = 3 if self.paged else 0
+        pool = rng.normal(size=(2, pairs * self.pages + spare, self.page_size, self.head_dim))
+        k, v = (jnp.asarray(part, self.kept) for part in pool)
+        table = rng.permutation(pool.shape[1])[: pairs * self.pages]
+        lengths = rng.integers(1, capacity + 1, (self.rows, self.kv_heads))
+        lengths[0, 0], lengths[-1, -1] = 1, capacity
+        slots = pool.shape[1:3]
+        layer = LayerCache(
+            k,
+            v,
+            jnp.asarray(lengths, jnp.int32),
+            jnp.asarray(table.reshape(*lengths.shape, -1), jnp.int32) if self.paged else None,
+            bias=jnp.ones(slots) if self.beside else None,
+            slot_positions=jnp.full(slots, -1, jnp.int32) if self.beside else None,
+        )
+        valid = np.ones(self.rows, np.int32)
+        valid[self.rows // 2] = 0
+        return Inputs(heads, layer, jnp.asarray(positions, jnp.int32), jnp.asarray(valid))
+
+
+CASES = (
+    Case("plain"),
+    Case("paged", paged=True, beside=True),
+    Case("normed", normed=True, head_dim=64, dtype="bfloat16", kept="bfloat16"),
+    Case("odd_width", head_dim=48, paged=True, normed=True),
+    Case("as_llama", heads=32, kv_heads=8, head_dim=128, dtype="bfloat16", kept="bfloat16"),
+    Case("narrower_cache", dtype="float32", kept="bfloat16"),
+)

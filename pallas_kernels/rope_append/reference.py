@@ -1,0 +1,16 @@
+"""Implements `api.rope_append` in plain jnp."""
+
+from jaxtyping import Array, Int32
+
+from jsparse.cache import LayerCache, write
+from jsparse.models.layers import Heads
+from jsparse.shapes import ChunkKV, ChunkQueries, Rows
+
+
+def rope_append(
+    heads: Heads, layer: LayerCache, positions: Int32[Array, "B 1"], valid: Rows
+) -> tuple[ChunkQueries, ChunkKV, ChunkKV, LayerCache]:
+    """Implements `api.rope_append` in plain jnp."""
+    q, k, v = heads.rotated()
+    layer = write(layer, k, v, positions, valid, layer.lengths - valid[:, None])
+    return q, k, v, layer

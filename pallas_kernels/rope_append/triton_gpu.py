@@ -1,0 +1,163 @@
+"""Implements `api.rope_append` with jax-triton, in one launch of a program per head.
+
+Pages are written in place. A product of the rotation may be fused with its sum: an element may be
+an ulp off.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import triton
+import triton.language as tl
+from jaxtyping import Array, Int32
+
+from jsparse.cache import LayerCache, write_beside
+from jsparse.models.layers import Heads
+from jsparse.shapes import ChunkKV, ChunkQueries, Rows
+
+
+@dataclass(frozen=True)
+class RopePlan:
+    """Holds the static parameters of one launch, with the letters of jsparse.shapes.
+
+    Attributes:
+        heads, kv_heads, head_dim, page_size, pages: N, K, H, P and M.
+        half: H / 2.
+        columns: the least power of two that is no less than that.
+        paged: whether there is a block table.
+        normed: whether heads of q and k are normalised.
+        eps: of their norms.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    pages: int
+    half: int
+    columns: int
+    paged: bool
+    normed: bool
+    eps: float
+
+
+def rope_append(
+    heads: Heads, layer: LayerCache, positions: Int32[Array, "B 1"], valid: Rows
+) -> tuple[ChunkQueries, ChunkKV, ChunkKV, LayerCache]:
+    """Implements `api.rope_append` with jax-triton."""
+    from jsparse.pallas_kernels.triton_call import triton_call
+
+    batch, _, count, head_dim = heads.qkv.shape
+    table, kv_heads = layer.block_table, heads.num_kv_heads
+    plan = RopePlan(
+        heads=heads.num_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=layer.page_size,
+        pages=layer.num_pages,
+        half=head_dim // 2,
+        columns=triton.next_power_of_2(head_dim // 2),
+        paged=table is not None,
+        normed=heads.scales is not None,
+        eps=heads.eps,
+    )
+    absent = layer.lengths  # stands in for arrays that the call lacks; never read
+    pools = layer.arrays
+    given = (
+        *(heads.qkv, *heads.table, *(heads.scales or (absent, absent))),
+        *(layer.lengths, valid, absent if table is None else table),
+    )
+
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, heads.qkv.dtype)
+
+    q, k, v, *pools = triton_call(
+        *given,
+        *pools,
+        kernel=rope_kernel,
+        out_shape=[
+            shape(batch, 1, heads.num_heads, head_dim),
+            shape(batch, 1, kv_heads, head_dim),
+            shape(batch, 1, kv_heads, head_dim),
+            *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
+        ],
+        input_output_aliases={len(given): 3, len(given) + 1: 4},
+        grid=(count, batch),
+        num_warps=1,
+        plan=plan,
+    )
+    layer = layer._replace(k=pools[0], v=pools[1])
+    return q, k, v, write_beside(layer, positions, valid, layer.lengths - valid[:, None])
+
+
+@triton.jit
+def rope_kernel(
+    qkv,  # [B, N + 2K, H]
+    cos,  # [B, H / 2]
+    sin,  # [B, H / 2]
+    q_scale,  # [H]
+    k_scale,  # [H]
+    lengths,  # [B, K]
+    valid,  # [B]
+    table,  # [B, K, M]
+    _k,  # the pools as they were given: they share their memory with those that are returned
+    _v,
+    q_out,  # [B, N, H]
+    k_out,  # [B, K, H]
+    v_out,  # [B, K, H]
+    k_pool,  # [pages, P, H]
+    v_pool,  # [pages, P, H]
+    plan: tl.constexpr,
+):
+    """Does what is to be done for one head of a row."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    count: tl.constexpr = plan.heads + 2 * plan.kv_heads
+    column = tl.arange(0, plan.columns)
+    inside = column < plan.half
+    start = qkv + (row * count + head) * plan.head_dim + column
+    low = tl.load(start, mask=inside, other=0)
+    high = tl.load(start + plan.half, mask=inside, other=0)
+    dtype = low.dtype
+    of_value = head >= plan.heads + plan.kv_heads
+    if not of_value:
+        x, y = low.to(tl.float32), high.to(tl.float32)
+        if plan.normed:
+            scale = q_scale
+            if head >= plan.heads:
+                scale = k_scale
+            rate = tl.rsqrt(tl.sum(x * x + y * y, 0) / plan.head_dim + plan.eps)
+            of_low = tl.load(scale + column, mask=inside, other=0).to(tl.float32)
+            of_high = tl.load(scale + plan.half + column, mask=inside, other=0).to(tl.float32)
+            x = ((x * rate).to(dtype).to(tl.float32) * of_low).to(dtype).to(tl.float32)
+            y = ((y * rate).to(dtype).to(tl.float32) * of_high).to(dtype).to(tl.float32)
+        c = tl.load(cos + row * plan.half + column, mask=inside, other=0)
+        s = tl.load(sin + row * plan.half + column, mask=inside, other=0)
+        low, high = (x * c - y * s).to(dtype), (y * c + x * s).to(dtype)
+    if head < plan.heads:
+        put(q_out, row * plan.heads + head, low, high, column, inside, plan)
+    else:
+        kv_head = head - plan.heads
+        if of_value:
+            kv_head -= plan.kv_heads
+        pair = row * plan.kv_heads + kv_head
+        new = tl.load(valid + row)
+        slot = tl.load(lengths + pair) - new
+        ok = (new > 0) & (slot >= 0) & (slot < plan.pages * plan.page_size)
+        page = tl.where(ok, slot // plan.page_size, 0) + pair * plan.pages
+        if plan.paged:
+            page = tl.load(table + page)
+        at = page.to(tl.int64) * plan.page_size + slot % plan.page_size
+        if of_value:
+            put(v_out, pair, low, high, column, inside, plan)
+            put(v_pool, at, low, high, column, inside & ok, plan)
+        else:
+            put(k_out, pair, low, high, column, inside, plan)
+            put(k_pool, at, low, high, column, inside & ok, plan)
+
+
+@triton.jit
+def put(rows, at, low, high, column, inside, plan: tl.constexpr):
+    """Stores both halves of a row."""
+    start = rows + at * plan.head_dim + column
+    tl.store(start, low.to(rows.dtype.element_ty), mask=inside)
+    tl.store(start + plan.half, high.to(rows.dtype.element_ty), mask=inside)

@@ -1,0 +1,70 @@
+"""Tests rope_append: rotation against complex numbers, and that each slot is written once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import slow_except_named
+
+from jsparse.pallas_kernels.rope_append import rope_append
+from jsparse.pallas_kernels.rope_append.cases import CASES, Case
+
+
+@jax.jit
+def turned_and_kept(qkv, table, scales, layer, positions, valid):
+    heads = Case("any").build().heads._replace(qkv=qkv, table=table, scales=scales)
+    heads = heads._replace(num_heads=qkv.shape[2] - 2 * layer.lengths.shape[1])
+    return rope_append(heads, layer, positions, valid)
+
+
+@pytest.mark.parametrize(
+    "case", slow_except_named(CASES, "paged", "normed"), ids=lambda case: case.name
+)
+def test_heads_turn_and_the_newest_slot_has_them(case):
+    heads, layer, positions, valid = case.build()
+    q, k, v, kept = turned_and_kept(heads.qkv, heads.table, heads.scales, layer, positions, valid)
+    rounding = 8 * float(jnp.finfo(case.dtype).eps)
+    qkv = np.asarray(heads.qkv, np.float64)[:, 0]
+    split = np.split(qkv, [case.heads, case.heads + case.kv_heads], axis=1)
+    half = case.head_dim // 2
+    # angles are float32: at positions of thousands they are a little off
+    frequencies = (1e4 ** (-np.arange(half) / half)).astype(np.float32)
+    angles = (np.asarray(positions, np.float32) * frequencies).astype(np.float64)
+    turn = 1.1 * np.exp(1j * angles)[:, None]
+    for got, own, nth in ((q, split[0], 0), (k, split[1], 1)):
+        if case.normed:
+            size = np.sqrt(np.mean(own**2, axis=-1, keepdims=True) + 1e-5)
+            own = own / size * np.asarray(heads.scales[nth], np.float64)
+        wanted = (own[..., :half] + 1j * own[..., half:]) * turn
+        wanted = np.concatenate([wanted.real, wanted.imag], axis=-1)
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64)[:, 0], wanted, rtol=0, atol=rounding * np.abs(wanted).max()
+        )
+    np.testing.assert_array_equal(v[:, 0], split[2])
+    pools = [np.asarray(pool, np.float64).copy() for pool in (layer.k, layer.v)]
+    written = np.zeros(pools[0].shape[:2], bool)
+    for row, head in np.ndindex(*layer.lengths.shape):
+        if not valid[row]:
+            continue
+        slot = int(layer.lengths[row, head]) - 1
+        page = (row * case.kv_heads + head) * case.pages + slot // case.page_size
+        if case.paged:
+            page = int(layer.block_table[row, head, slot // case.page_size])
+        written[page, slot % case.page_size] = True
+        for pool, new in zip(pools, (k, v), strict=True):
+            pool[page, slot % case.page_size] = new[row, 0, head].astype(layer.k.dtype)
+    np.testing.assert_array_equal(kept.k, pools[0])
+    np.testing.assert_array_equal(kept.v, pools[1])
+    np.testing.assert_array_equal(kept.lengths, layer.lengths)
+    if case.beside:
+        np.testing.assert_array_equal(kept.bias, np.where(written, 0.0, 1.0))
+        assert (np.asarray(kept.slot_positions) >= 0).sum() == written.sum()
+
+
+def test_what_does_not_fit_is_refused():
+    heads, layer, positions, valid = Case("given").build()
+    two = heads._replace(qkv=jnp.concatenate([heads.qkv] * 2, axis=1))
+    with pytest.raises(ValueError, match=r"qkv.shape=\(3, 2, 10, 32\): must be \[B, 1, N"):
+        rope_append(two, layer, positions, valid)
+    with pytest.raises(ValueError, match="of 4 query heads: must fit lengths of shape"):
+        rope_append(heads._replace(num_heads=4), layer, positions, valid)
