@@ -36,7 +36,7 @@ class FakeProcess:
     """Stands for a replica's process: a server in a thread, whose answers prompts ask for.
 
     `dies` ends it, at once or behind the first event of a stream; `full` is refused; `waits` is
-    answered when the client has left.
+    answered when the client has left; `hangs` is a stream that does not end.
     """
 
     def __init__(self, path, asked):
@@ -91,7 +91,12 @@ class FakeProcess:
         return JSONResponse({"answer": body["prompt"]})
 
     async def _events(self, body):
-        yield b"data: 1\n\n"
+        try:
+            yield b"data: 1\n\n"
+            if body["prompt"].startswith("hangs"):
+                await asyncio.Event().wait()
+        finally:
+            self.left.set()
         await asyncio.sleep(0.05)
         if body["prompt"].startswith("dies"):
             self.die()
@@ -270,13 +275,18 @@ def test_who_is_full_is_not_the_last_word(folder, monkeypatch):
         assert answer.headers["retry-after"] == "7"
 
 
-def test_a_replica_hears_that_a_client_has_left(folder):
+@pytest.mark.parametrize("prompt", ["waits", "hangs"])
+def test_a_replica_hears_that_a_client_has_left(folder, prompt):
     with routed(folder, 1) as (url, router):
         host, port = url.removeprefix("http://").split(":")
         peer = HTTPConnection(host, int(port))
-        body = json.dumps({"prompt": "waits"})
+        body = json.dumps({"prompt": prompt, "stream": prompt == "hangs"})
         peer.request("POST", COMPLETIONS, body, {"Content-Type": "application/json"})
-        assert soon(lambda: ALL[0] == ["waits"])
+        assert soon(lambda: ALL[0] == [prompt])
+        if prompt == "hangs":
+            answer = peer.getresponse()
+            assert answer.readline() == b"data: 1\n"
+            answer.close()
         peer.close()
         fake = router.replicas[0]._process
         assert isinstance(fake, FakeProcess)
@@ -360,17 +370,17 @@ def test_a_page_keeps_no_server_from_ending(folder):
 def test_a_replica_that_hangs_gets_no_requests_and_is_started_again(folder, monkeypatch):
     monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.05)
     monkeypatch.setattr(replica, "MAX_SILENT", 10**6)
-    ask, hung = httpx.AsyncClient.get, []
+    ask, hung = Replica._unhealthy, []
 
-    async def get(client, url, **options):
-        if url == "/health" and client in hung:
-            raise httpx.ReadTimeout("no answer")
-        return await ask(client, url, **options)
+    async def unhealthy(each):
+        if each in hung:
+            raise TimeoutError
+        return await ask(each)
 
-    monkeypatch.setattr(httpx.AsyncClient, "get", get)
+    monkeypatch.setattr(Replica, "_unhealthy", unhealthy)
     with routed(folder) as (url, router):
         first, old = router.replicas[0], router.replicas[0]._process
-        hung.append(first._client)
+        hung.append(first)
         assert soon(lambda: not first.ready)
         for nth in range(4):
             assert post(url, f"{nth}").json() == {"answer": f"{nth}"}
@@ -378,9 +388,45 @@ def test_a_replica_that_hangs_gets_no_requests_and_is_started_again(folder, monk
         hung.clear()
         assert soon(lambda: first.ready)
         assert first._process is old
-        hung.append(first._client)
+        hung.append(first)
         monkeypatch.setattr(replica, "MAX_SILENT", 2)
         assert soon(lambda: first._process is not old and first.ready)
+
+
+def test_streams_of_a_replica_that_hangs_end_before_its_process(folder, monkeypatch):
+    monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.05)
+    end, told, in_time = FakeProcess.end, threading.Event(), []
+
+    async def unhealthy(each):
+        if ALL[each.nth] == ["hangs"]:
+            raise TimeoutError
+
+    def ends(fake):
+        if fake.asked == ["hangs"]:
+            in_time.append(told.wait(10))
+            fake.asked.clear()
+        end(fake)
+
+    monkeypatch.setattr(Replica, "_unhealthy", unhealthy)
+    monkeypatch.setattr(FakeProcess, "end", ends)
+    with routed(folder, 1) as (url, _):
+        first, error, rest = post(url, "hangs", stream=True).text.split("\n\n")
+        told.set()
+        assert (first, rest) == ("data: 1", "")
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_error"
+        assert soon(lambda: in_time)
+        assert in_time[0]
+
+
+def test_a_replica_that_says_nothing_is_waited_for_no_longer_than_that(folder, monkeypatch):
+    monkeypatch.setattr(replica, "SILENT_SECONDS", 0.01)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(folder / "0"))
+        listening.listen()
+        silent = Replica(0, lambda: None)
+        silent._path = folder / "0"
+        with pytest.raises(TimeoutError):
+            asyncio.run(silent._unhealthy())
 
 
 def test_a_restart_that_fails_is_tried_again(folder, monkeypatch):

@@ -247,10 +247,11 @@ LONG = {"prompt": "the cat", "max_tokens": 240, "temperature": 0, "ignore_eos": 
 def test_a_term_for_all_processes_loses_no_answer():
     """As a service manager sends it."""
     with served(TINY, *SMALL, "--data-parallel-size", "2") as (process, url):
-        begun: queue.Queue[int] = queue.Queue()
+        begun: list[queue.Queue[int]] = [queue.Queue() for _ in range(4)]
         with ThreadPoolExecutor(4) as pool:
-            asked = [pool.submit(stream, url, begun, LONG) for _ in range(4)]
-            begun.get(timeout=60)
+            asked = [pool.submit(stream, url, each, LONG) for each in begun]
+            for each in begun:
+                each.get(timeout=60)
             all_of_them = replicas_of(process)
             for each in [*all_of_them, process]:
                 each.send_signal(signal.SIGTERM)

@@ -4,13 +4,14 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing, closing, suppress
+from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
-import httpx
 import orjson
 
-from jsparse.engine.errors import EngineError
+from jsparse.server.replicas.answer import Answer, Lost
 from jsparse.server.replicas.process import About, ReplicaProcess
 
 POLL_SECONDS = 0.1
@@ -23,10 +24,6 @@ SILENT_SECONDS, MAX_SILENT = 10.0, 3
 # in an answer, or in the first event of one, that could not be begun
 FAILED = b'"code":"engine_error"'
 log = logging.getLogger("jsparse.server")
-
-
-class Lost(EngineError):
-    """Signals that a replica has ended, or that its engine has failed."""
 
 
 class NeverReady(ValueError):
@@ -47,7 +44,8 @@ class Replica:
         self.nth, self.about, self.ready = nth, None, False
         self._start = start
         self._process: ReplicaProcess | None = None
-        self._client: httpx.AsyncClient | None = None
+        self._path: Path | None = None
+        self._answers = WeakSet[Answer]()
 
     async def watch(self, forget: Callable[[], None]) -> None:
         """Keeps the process running; `forget` is told that it will begin anew.
@@ -77,23 +75,19 @@ class Replica:
     async def _run(self) -> str:
         """Starts the process, and returns why it has to be started again, once that is so."""
         process = await asyncio.to_thread(self._begin)
-        transport = httpx.AsyncHTTPTransport(
-            uds=str(process.path), limits=httpx.Limits(max_connections=None)
-        )
-        self._client = httpx.AsyncClient(
-            transport=transport, base_url="http://replica", timeout=None
-        )
+        self._path = process.path
         try:
-            return await self._until_lost(process, self._client)
+            return await self._until_lost(process)
         finally:
-            self.ready = False
-            await self._client.aclose()
+            self.ready, self._path = False, None
+            for answer in list(self._answers):
+                answer.close()
 
     def _begin(self) -> ReplicaProcess:
         self._process = self._start()  # here, not where it is waited for: that may be cancelled
         return self._process
 
-    async def _until_lost(self, process: ReplicaProcess, client: httpx.AsyncClient) -> str:
+    async def _until_lost(self, process: ReplicaProcess) -> str:
         """Waits until a process has ended or does not answer any more; returns why."""
         running, asked, silent = False, time.monotonic(), 0
         while True:
@@ -107,16 +101,16 @@ class Replica:
                 return f"replica {self.nth} has ended"
             if running and time.monotonic() - asked > HEALTH_SECONDS:
                 try:
-                    answer = await client.get("/health", timeout=SILENT_SECONDS)
-                except httpx.TimeoutException:
+                    reason = await self._unhealthy()
+                except TimeoutError:
                     silent, self.ready = silent + 1, False
-                except httpx.HTTPError as error:
+                except Lost as error:
                     if process.alive:
-                        return f"replica {self.nth} does not answer: {error!r}"
+                        return f"replica {self.nth} does not answer: {error}"
                 else:
-                    silent, self.ready = 0, answer.status_code == 200
-                    if not self.ready:
-                        return f"replica {self.nth} has failed: {answer.text}"
+                    silent, self.ready = 0, reason is None
+                    if reason is not None:
+                        return f"replica {self.nth} has failed: {reason}"
                 if silent >= MAX_SILENT:
                     return f"replica {self.nth} does not answer"
                 asked = time.monotonic()
@@ -127,55 +121,47 @@ class Replica:
         if self._process is not None:
             self._process.end()
 
-    async def ask(
-        self, method: str, path: str, body: bytes | None = None
-    ) -> tuple[httpx.Response, AsyncGenerator[bytes]]:
-        """Sends a request; returns the answer's head and pieces, of which the first has come.
+    async def ask(self, method: str, path: str, body: bytes | None = None) -> Answer:
+        """Sends a request; returns the answer, which has begun to come and is to be closed.
 
         Raises:
             Lost: it has not begun to answer, and will not. Pieces raise it as well.
         """
-        if self._client is None:
-            raise Lost("it has not been started")
-        headers = {"Content-Type": "application/json"} if body is not None else {}
-        request = self._client.build_request(method, path, content=body, headers=headers)
+        answer = await self._sent(method, path, body)
         try:
-            response = await self._client.send(request, stream=True)
-        except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the client was closed
-            raise Lost(f"{error!r}") from None
-        pieces = self._pieces(response)
-        try:
-            first = await anext(pieces, b"")
-            if response.status_code == 503 or FAILED in first:
+            first = await answer.begun()
+            if answer.status == 503 or FAILED in first:
                 raise Lost("its engine has failed, or it is ending")
         except BaseException:
-            await pieces.aclose()
+            answer.close()
             raise
-        return response, _with_first(first, pieces)
+        return answer
 
     async def pictures(self) -> AsyncGenerator[dict[str, Any]]:
         """Yields what it shows of itself, as long as it runs."""
-        with suppress(Lost):
-            _, pieces = await self.ask("GET", "/live")
+        with suppress(Lost), closing(await self.ask("GET", "/live")) as answer:
             rest = b""
-            async with aclosing(pieces):
+            async with aclosing(answer.pieces()) as pieces:
                 async for piece in pieces:
                     *events, rest = (rest + piece).split(b"\n\n")
                     for each in events:
                         yield orjson.loads(each.removeprefix(b"data: "))
 
-    async def _pieces(self, response: httpx.Response) -> AsyncGenerator[bytes]:
-        try:
-            async for piece in response.aiter_raw():
-                yield piece
-        except httpx.HTTPError:
-            raise Lost("the connection was lost") from None
-        finally:
-            await response.aclose()
+    async def _unhealthy(self) -> str | None:
+        """Returns what it says if its engine has failed.
 
+        Raises:
+            Lost, TimeoutError: it does not answer.
+        """
+        async with asyncio.timeout(SILENT_SECONDS):
+            with closing(await self._sent("GET", "/health")) as answer:
+                text = b"".join([piece async for piece in answer.pieces()])
+                return None if answer.status == 200 else text.decode()
 
-async def _with_first(first: bytes, pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    async with aclosing(pieces):
-        yield first
-        async for piece in pieces:
-            yield piece
+    async def _sent(self, method: str, path: str, body: bytes | None = None) -> Answer:
+        """Sends a request; returns its answer, which is to be closed."""
+        if self._path is None:
+            raise Lost("it is not running")
+        answer = await Answer.to(self._path, method, path, body)
+        self._answers.add(answer)
+        return answer

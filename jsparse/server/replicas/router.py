@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import AsyncExitStack, closing, suppress
 from typing import Annotated, Any
 
 import orjson
@@ -13,8 +13,9 @@ from jsparse.server.errors import ApiError, json_response
 from jsparse.server.front import PARSED_AT_ONCE, Front, Options, max_body_bytes
 from jsparse.server.live import INTERVAL
 from jsparse.server.replicas import totals
+from jsparse.server.replicas.answer import Lost
 from jsparse.server.replicas.balance import Balance, Work, work_of
-from jsparse.server.replicas.replica import SILENT_SECONDS, Lost, Replica
+from jsparse.server.replicas.replica import SILENT_SECONDS, Replica
 from jsparse.server.sse import EventStream, event, unless_gone
 
 # how often a request is sent: one that ends the engine must not end all of them
@@ -101,17 +102,17 @@ class Router(Front):
                 held.enter_context(self._balance.sent(work, nth))
                 with suppress(Lost):
                     replica, path = self.replicas[nth], request.url.path
-                    response, pieces = await replica.ask(request.method, path, data)
-                    await held.enter_async_context(aclosing(pieces))
-                    if response.status_code == 429 and not last:
+                    answer = await replica.ask(request.method, path, data)
+                    held.callback(answer.close)
+                    if answer.status == 429 and not last:
                         continue
                     headers = {
-                        name: value for name, value in response.headers.items() if name in PASSED_ON
+                        name: value for name, value in answer.headers.items() if name in PASSED_ON
                     }
                     if headers.get("content-type", "").startswith("text/event-stream"):
-                        return EventStream(pieces, held.pop_all().aclose)
-                    body = b"".join([piece async for piece in pieces])
-                    return Response(body, response.status_code, headers)
+                        return EventStream(answer.pieces(), held.pop_all().aclose)
+                    body = b"".join([piece async for piece in answer.pieces()])
+                    return Response(body, answer.status, headers)
         raise ApiError(503, "the replicas that had this request have failed", code="unavailable")
 
     async def every(self, path: str) -> dict[int, str]:
@@ -121,10 +122,10 @@ class Router(Front):
             body = None
             with suppress(Lost, TimeoutError):
                 async with asyncio.timeout(SILENT_SECONDS):
-                    response, pieces = await replica.ask("GET", path)
-                async with aclosing(pieces):
-                    whole = b"".join([piece async for piece in pieces])
-                body = whole if response.status_code == 200 else None
+                    answer = await replica.ask("GET", path)
+                with closing(answer):
+                    whole = b"".join([piece async for piece in answer.pieces()])
+                body = whole if answer.status == 200 else None
             return replica.nth, body
 
         answers = await asyncio.gather(*map(one, self.ready))

@@ -1,0 +1,135 @@
+"""Asks a replica over its Unix socket, by HTTP/1.1.
+
+One process passes on the tokens of all replicas, so little may be done for each: between a socket
+and who reads its pieces there is only a parser, and pieces that have come together are one. A
+connection serves one request.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Self, cast
+from urllib.parse import quote
+
+from httptools import HttpParserError, HttpResponseParser
+
+from jsparse.engine.errors import EngineError
+
+# a replica that has sent so much more than was read waits, but for what is under way
+MAX_BYTES = 2**16
+
+
+class Lost(EngineError):
+    """Signals that a replica has ended, or that its engine has failed."""
+
+
+class Answer(asyncio.Protocol):
+    """Is a replica's answer while it comes, and its connection.
+
+    Attributes:
+        status: its HTTP status.
+        headers: its headers, by their names in lower case.
+    """
+
+    def __init__(self, request: bytes) -> None:
+        """Prepares to send a request."""
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self._request, self._parser = request, HttpResponseParser(self)
+        self._come: list[bytes] = []
+        self._size = 0
+        # `news` is set as long as there is something to read, or nothing more will come
+        self._whole, self._lost, self._news = False, False, asyncio.Event()
+
+    @classmethod
+    async def to(cls, path: Path, method: str, target: str, body: bytes | None = None) -> Self:
+        """Sends a request to a replica at this socket; returns its answer, which is to come.
+
+        Raises:
+            Lost: nobody listens.
+        """
+        head = f"{method} {quote(target)} HTTP/1.1\r\nHost: replica\r\n"
+        if body is not None:
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        request = f"{head}\r\n".encode() + (body or b"")
+        try:
+            connect = asyncio.get_running_loop().create_unix_connection
+            _, answer = await connect(lambda: cls(request), str(path))
+        except OSError as error:
+            raise Lost(f"{error!r}") from None
+        return answer
+
+    async def begun(self) -> bytes:
+        """Waits until some of the body has come, or all of it; returns it, and keeps it, too.
+
+        Raises:
+            Lost: the connection was lost before that.
+        """
+        await self._news.wait()
+        if not (self._come or self._whole):
+            raise Lost("the connection was lost")
+        return b"".join(self._come)
+
+    async def pieces(self) -> AsyncGenerator[bytes]:
+        """Yields the body as it comes; all that has come meanwhile is one piece.
+
+        Raises:
+            Lost: the connection was lost before its end.
+        """
+        while True:
+            await self._news.wait()
+            if self._come:
+                piece, waits = b"".join(self._come), self._size > MAX_BYTES
+                self._come.clear()
+                self._size = 0
+                if not (self._whole or self._lost):
+                    self._news.clear()
+                if waits and not self._transport.is_closing():
+                    self._transport.resume_reading()
+                yield piece
+            elif self._whole:
+                return
+            else:
+                raise Lost("the connection was lost")
+
+    def close(self) -> None:
+        """Ends the connection; a replica stops working on what has not been answered."""
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Sends the request."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Takes in a part of the answer."""
+        try:
+            self._parser.feed_data(data)
+        except HttpParserError:
+            self._transport.abort()  # it is lost
+        if self._size > MAX_BYTES:
+            self._transport.pause_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tells that nothing more will come."""
+        self._lost = True
+        self._news.set()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Is called by the parser, as those below are."""
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        """Takes in the status."""
+        self.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        """Takes in a part of the body."""
+        self._come.append(body)
+        self._size += len(body)
+        self._news.set()
+
+    def on_message_complete(self) -> None:
+        """Tells that the answer is whole."""
+        self._whole = True
+        self._news.set()
