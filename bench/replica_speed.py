@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 REQUESTS = {"8b": 256, "small": 768}
 DOCUMENTS, QUESTIONS, DOCUMENT = 16, 8, 8192
 DOCUMENT_SEEDS = (200, 300, 400, 500, 600)
-CLIENTS = 2
+CLIENTS = 6  # processes that send requests: one would be as busy as the engines
 
 
 def an_engine(model: str, policy: str) -> "jsparse.AsyncEngine":
