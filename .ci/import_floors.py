@@ -18,6 +18,7 @@ FLOORS = (
         "selection",
         "attended",
         "shapes",
+        "heads",
         "partials",
         "threshold",
         "names",
@@ -57,6 +58,11 @@ FOR_MODELS = {
     "names",
     "ranks",
     "hyper_parameters",
+    "shapes",
+    "heads",
+    "pallas_kernels.weight_blocks",
+    "pallas_kernels.quantized_product",
+    "pallas_kernels.residual_norm",
 }
 # packages of one floor that do not know each other
 BESIDE = {"evaluation", "train", "engine"}

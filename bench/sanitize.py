@@ -51,6 +51,12 @@ from jsparse.pallas_kernels.page_bounds import cases as bounds_cases
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from jsparse.pallas_kernels.place_logits import cases as place_cases
 from jsparse.pallas_kernels.place_logits import place_logits
+from jsparse.pallas_kernels.quantized_product import cases as quantized_cases
+from jsparse.pallas_kernels.quantized_product import quantized_product
+from jsparse.pallas_kernels.residual_norm import cases as norm_cases
+from jsparse.pallas_kernels.residual_norm import residual_norm
+from jsparse.pallas_kernels.rope_append import cases as rope_cases
+from jsparse.pallas_kernels.rope_append import rope_append
 from jsparse.pallas_kernels.row_gather import cases as gather_cases
 from jsparse.pallas_kernels.row_gather import row_gather
 from jsparse.pallas_kernels.row_scatter import cases as scatter_cases
@@ -156,6 +162,27 @@ def gathered(_: Any, inputs: Any) -> Any:
 
 def scattered(_: Any, inputs: Any) -> Any:
     return jax.jit(partial(row_scatter, implementation="triton"), donate_argnums=0)(*inputs)
+
+
+def multiplied(_: Any, inputs: Any) -> Any:
+    return jax.jit(partial(quantized_product, implementation="mosaic"))(*inputs)
+
+
+def multiplied_in_threads(_: Any, inputs: Any) -> Any:
+    return jax.jit(partial(quantized_product, implementation="triton"))(*inputs)
+
+
+def normed(case: Any, inputs: Any) -> Any:
+    return jax.jit(partial(residual_norm, eps=case.eps, implementation="triton"))(*inputs)
+
+
+def rotated(_: Any, inputs: Any) -> Any:
+    heads, *rest = inputs
+
+    def run(qkv: Any, *rest: Any) -> Any:
+        return rope_append(heads._replace(qkv=qkv), *rest, implementation="triton")
+
+    return jax.jit(run, donate_argnums=1)(heads.qkv, *rest)
 
 
 def listed_runs(_: Any, inputs: Any) -> Any:
@@ -335,6 +362,14 @@ OPS = {
     "shared_counts": Op(
         shared, named(shared_cases.CASES, "shares zeros absent an_empty_list odd_slots bfloat16")
     ),
+    "quantized_product": Op(
+        multiplied, named(quantized_cases.CASES, "one_row sixteen columns_left_over one_block")
+    ),
+    "few_rows_product": Op(
+        multiplied_in_threads, named(quantized_cases.CASES, "one_row columns_left_over one_block")
+    ),
+    "residual_norm": Op(normed, named(norm_cases.CASES, "few one_row odd_width")),
+    "rope_append": Op(rotated, named(rope_cases.CASES, "plain paged normed odd_width")),
     "row_gather": Op(gathered, named(gather_cases.CASES, "far_ids large_pages odd_width")),
     "row_scatter": Op(scattered, named(scatter_cases.CASES, "rows pages odd_width")),
     "runs_to_tokens": Op(

@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jsparse import ranks
+from jsparse.heads import RopeTable, rms_norm
 from jsparse.models.config import (
     LinearRope,
     Llama3Rope,
@@ -19,10 +20,6 @@ from jsparse.models.config import (
 )
 from jsparse.models.quantized import dense
 from jsparse.pallas_kernels.residual_norm import residual_norm
-from jsparse.pallas_kernels.residual_norm.reference import rms_norm
-from jsparse.shapes import ChunkKV, ChunkQueries
-
-RopeTable = tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]
 
 
 class Scale(nn.Module):
@@ -128,45 +125,3 @@ def rope_table(
     """Returns scaled cos and sin of every position's angles, float32, once for all layers."""
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return scale * jnp.cos(angles), scale * jnp.sin(angles)
-
-
-def apply_rope(x: Float[Array, "B T heads H"], table: RopeTable) -> Float[Array, "B T heads H"]:
-    """Rotates the pairs (x[i], x[i + H/2]), as Hugging Face's weights are laid out, in float32."""
-    cos, sin = (t[:, :, None, :] for t in table)
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(
-        x.dtype
-    )
-
-
-class Heads(NamedTuple):
-    """Holds q, k and v of new tokens before they are rotated.
-
-    Attributes:
-        qkv: all heads, q's first, then k's and v's.
-        num_heads: N, the number of q's.
-        table: cos and sin of the tokens' positions.
-        scales: the weights of the norms of q's and k's heads; None where there are none.
-        eps: of these norms.
-    """
-
-    qkv: Float[Array, "B T heads H"]
-    num_heads: int
-    table: RopeTable
-    scales: tuple[Float[Array, "H"], Float[Array, "H"]] | None
-    eps: float
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Returns K."""
-        return (self.qkv.shape[2] - self.num_heads) // 2
-
-    def rotated(self) -> tuple[ChunkQueries, ChunkKV, ChunkKV]:
-        """Returns q and k after their norms and rotation, and v."""
-        q, k, v = jnp.split(self.qkv, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
-        if self.scales is not None:
-            q, k = (
-                rms_norm(x, scale, eps=self.eps)
-                for x, scale in zip((q, k), self.scales, strict=True)
-            )
-        return apply_rope(q, self.table), apply_rope(k, self.table), v

@@ -20,11 +20,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from jsparse import ranks
+from jsparse.heads import Heads, RopeTable
 from jsparse.models.config import ModelConfig
 from jsparse.models.layers import (
     MLP,
-    Heads,
-    RopeTable,
     Scale,
     add_and_norm,
     rope_frequencies,

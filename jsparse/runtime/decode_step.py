@@ -23,10 +23,10 @@ from jsparse.cache import (
     taken,
     without_host,
 )
+from jsparse.heads import Heads
 from jsparse.hooks import State
 from jsparse.host_memory import attention as host_attention
 from jsparse.host_memory.attention import Prefetch, fetch_ahead
-from jsparse.models.layers import Heads
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.rope_append import rope_append

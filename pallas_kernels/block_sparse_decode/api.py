@@ -8,9 +8,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.attention_arguments import check_shapes, check_stats
 from jsparse.pallas_kernels.block_sparse_decode import reference
 from jsparse.pallas_kernels.block_sparse_decode.cascade import cascade, lists_nothing
-from jsparse.pallas_kernels.dispatch import Backend, check_shapes, check_stats, no_mosaic, run
+from jsparse.pallas_kernels.dispatch import Backend, no_mosaic, run
 from jsparse.partials import AttentionOut, ListedLogits, StatsKind
 from jsparse.selection import Selection
 

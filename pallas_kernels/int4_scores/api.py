@@ -7,7 +7,8 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse.cache import LayerCache
 from jsparse.model_facts.key_constants import KeyFrame
-from jsparse.pallas_kernels.dispatch import Backend, check_shapes, no_triton, run
+from jsparse.pallas_kernels.attention_arguments import check_shapes
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.int4_keys import Int4Keys, check_frame
 from jsparse.pallas_kernels.int4_scores import reference
 from jsparse.selection import Selection, nothing

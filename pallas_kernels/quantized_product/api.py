@@ -6,12 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jsparse.pallas_kernels.dispatch import Backend, no_mosaic, run
+from jsparse.pallas_kernels.dispatch import Backend, no_mosaic, no_triton, run
 from jsparse.pallas_kernels.quantized_product import reference
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
-# rows of x that the kernel multiplies with what it reads once
-MAX_ROWS = 16
+# rows of x that kernels multiply with what they read once, in tensor cores and without them
+MAX_ROWS, MAX_FEW_ROWS = 16, 4
 
 
 def _mosaic():
@@ -31,8 +31,21 @@ def _refusal(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) -> str |
     return no_mosaic()
 
 
+def _triton():
+    from jsparse.pallas_kernels.quantized_product import triton_gpu
+
+    return triton_gpu.quantized_product
+
+
+def _too_many(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) -> str | None:
+    if len(x) > MAX_FEW_ROWS:
+        return f"takes at most {MAX_FEW_ROWS} rows, not {len(x)}"
+    return no_triton()
+
+
 BACKENDS = (
     Backend("mosaic", _mosaic, _refusal),
+    Backend("triton", _triton, _too_many),
     Backend("reference", lambda: reference.quantized_product),
 )
 
@@ -46,15 +59,16 @@ def quantized_product(
 ) -> Float[Array, "*batch out"]:
     """Multiplies rows with a matrix in 8-bit blocks: y = x · Wᵀ.
 
-    At most 16 rows are multiplied with blocks as they are read. For more, the matrix is widened to
-    the type of x first, and a barrier keeps XLA from doing that before x is there: else it would
+    Few rows are multiplied with blocks as they are read. For more, the matrix is widened to the
+    type of x first, and a barrier keeps XLA from doing that before x is there: else it would
     widen all matrices of a model at the beginning of a program.
 
     Args:
         x: the rows.
         matrix: W [out, in], in blocks.
         dtype: the type of the result, by default that of x. Sums are float32.
-        implementation: "mosaic" (Hopper and later), "reference", or None to pick.
+        implementation: "mosaic" (Hopper and later, up to 16 rows), "triton" (any NVIDIA GPU, up to
+            4), "reference", or None to pick.
 
     Raises:
         ValueError: shapes do not fit together, or the named implementation cannot run here.

@@ -1,4 +1,4 @@
-# pyright: reportCallIssue=false, reportPrivateImportUsage=false
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportAbstractUsage=false
 """Implements `api.quantized_product` with Mosaic GPU, for Hopper and later.
 
 One persistent launch. A unit of work is 64 rows of the matrix over a part of its columns. One
@@ -72,6 +72,10 @@ class Problem:
         """Of a part."""
         return -(-self.width // (self.columns * self.parts))
 
+    @property
+    def part_columns(self) -> int:
+        return self.chunks * self.columns
+
 
 def quantized_product(
     x: Float[Array, "rows in"],
@@ -98,9 +102,8 @@ def quantized_product(
         blocks=min(BLOCKS_OF_H100 - BLOCKS_OF_H100 % parts, out // ROWS * parts),
         interpret=interpret,
     )
-    whole = problem.chunks * columns * parts
-    x = jnp.pad(x, ((0, padded - rows), (0, whole - width)))
-    x = x.reshape(padded, -1, BLOCK).swapaxes(0, 1)
+    if rows > 8:  # TMA takes a part of one tile of rows, or whole ones
+        x = jnp.pad(x, ((0, padded - rows), (0, 0)))
     return jnp.sum(_kernel(problem)(x, matrix["values"], matrix["scales"]), axis=0).astype(dtype)
 
 
@@ -184,8 +187,10 @@ def _kernel(p: Problem):
 
         @pl.when(warpgroup == p.turns)
         def _():
-            per_part = p.chunks * blocks_of_chunk
-            plgpu.copy_gmem_to_smem(x.at[pl.ds(part * per_part, per_part)], x_s, x_full)
+            # rows and columns past the end become 0, of values and scales, too
+            first_column = pl.multiple_of(part * p.part_columns, p.part_columns)
+            own = x.at[pl.ds(part * 0, p.padded), pl.ds(first_column, p.part_columns)]
+            plgpu.copy_gmem_to_smem(own, x_s, x_full)
 
             def send(nth, none):
                 slot = lax.rem(nth, p.stages)
@@ -223,11 +228,7 @@ def _kernel(p: Problem):
         body,
         out_type=jax.ShapeDtypeStruct((p.parts, p.rows, p.out), jnp.float32),
         scratch_types=[
-            plgpu.SMEM(
-                (p.chunks * blocks_of_chunk, p.padded, BLOCK),
-                jnp.bfloat16,
-                transforms=tiled(BLOCK, 2),
-            ),
+            plgpu.SMEM((p.padded, p.part_columns), jnp.bfloat16, transforms=tiled(BLOCK, 2)),
             plgpu.SMEM((p.stages, ROWS, p.columns), jnp.int8, transforms=tiled(128, 1)),
             plgpu.SMEM((p.stages, blocks_of_chunk, ROWS), jnp.float16),
             plgpu.SMEM((max(p.turns - 1, 1), ROWS, p.padded), jnp.float32),
@@ -250,11 +251,16 @@ def _load(p: Problem, ref: Any, layout: Any) -> Any:
     return ref[...] if p.interpret else plgpu.load(ref, layout=layout)
 
 
+def _block(x_s: Any, nth: Any) -> Any:
+    """Returns a block's columns of x, [padded, 32]."""
+    return x_s.at[:, pl.ds(pl.multiple_of(nth * BLOCK, BLOCK), BLOCK)]
+
+
 def _dots(values_s: Any, x_s: Any, first: Any) -> list[Any]:
     """Returns the products of a chunk's blocks with x, in the interpreter."""
     values = values_s[...].astype(jnp.float32)
     count = values.shape[1] // BLOCK
-    x = [x_s[first + nth].astype(jnp.float32) for nth in range(count)]
+    x = [_block(x_s, first + nth)[...].astype(jnp.float32) for nth in range(count)]
     parts = jnp.split(values, count, axis=1)
     return [jnp.dot(own, of_x.T) for own, of_x in zip(parts, x, strict=True)]
 
@@ -268,10 +274,10 @@ def _wgmmas(values_s: Any, x_s: Any, first: Any) -> list[Any]:
     def products(*accs):
         for nth, acc in enumerate(accs):
             own = values[:, nth * BLOCK : (nth + 1) * BLOCK]
-            plgpu.wgmma(acc, own, x_s.at[first + nth].transpose((1, 0)))
+            plgpu.wgmma(acc, own, _block(x_s, first + nth).transpose((1, 0)))
         return [acc[...] for acc in accs]
 
-    acc = plgpu.ACC((ROWS, x_s.shape[1]), jnp.float32)
+    acc = plgpu.ACC((ROWS, x_s.shape[0]), jnp.float32)
     return pl.run_scoped(products, *[acc] * count)
 
 

@@ -1,8 +1,8 @@
 """Implements `api.residual_norm` in plain jnp."""
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from jsparse.heads import rms_norm
 
 
 def residual_norm(
@@ -15,12 +15,3 @@ def residual_norm(
     """Implements `api.residual_norm` in plain jnp."""
     x = x + delta
     return x, rms_norm(x, scale, eps=eps)
-
-
-def rms_norm(
-    x: Float[Array, "*batch D"], scale: Float[Array, "D"], *, eps: float
-) -> Float[Array, "*batch D"]:
-    """Normalises rows by the root of their mean square, in float32."""
-    wide = x.astype(jnp.float32)
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return scale * normed.astype(x.dtype)

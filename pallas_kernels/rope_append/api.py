@@ -3,7 +3,7 @@
 from jaxtyping import Array, Int32
 
 from jsparse.cache import LayerCache
-from jsparse.models.layers import Heads
+from jsparse.heads import Heads
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run, wide_rows
 from jsparse.pallas_kernels.rope_append import reference
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jsparse.cache import LayerCache
-from jsparse.models.layers import Heads, rope_table
+from jsparse.heads import Heads
 
 
 class Inputs(NamedTuple):
@@ -53,12 +53,14 @@ class Case:
         qkv = rng.normal(size=(self.rows, 1, count, self.head_dim))
         positions = rng.integers(0, 5000, (self.rows, 1))
         frequencies = 1e4 ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
+        angles = positions.astype(np.float32)[..., None] * frequencies.astype(np.float32)
+        table = jnp.asarray(1.1 * np.cos(angles)), jnp.asarray(1.1 * np.sin(angles))
         scales = 1 + 0.3 * rng.normal(size=(2, self.head_dim))
         q_scale, k_scale = (jnp.asarray(scale, self.dtype) for scale in scales)
         heads = Heads(
             jnp.asarray(qkv, self.dtype),
             self.heads,
-            rope_table(jnp.asarray(positions, jnp.int32), frequencies.astype(np.float32), 1.1),
+            table,
             (q_scale, k_scale) if self.normed else None,
             1e-5,
         )

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Int32
 
 from jsparse.cache import LayerCache, write
-from jsparse.models.layers import Heads
+from jsparse.heads import Heads
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows
 
 

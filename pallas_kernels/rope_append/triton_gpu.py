@@ -12,7 +12,7 @@ import triton.language as tl
 from jaxtyping import Array, Int32
 
 from jsparse.cache import LayerCache, write_beside
-from jsparse.models.layers import Heads
+from jsparse.heads import Heads
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows
 
 

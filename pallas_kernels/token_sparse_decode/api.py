@@ -5,7 +5,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.dispatch import Backend, check_shapes, check_stats, no_triton, run
+from jsparse.pallas_kernels.attention_arguments import check_shapes, check_stats
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.token_sparse_decode import reference
 from jsparse.partials import AttentionOut, StatsKind
 from jsparse.selection import Selection

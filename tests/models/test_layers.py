@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jsparse.heads import apply_rope, rms_norm
 from jsparse.models.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
-from jsparse.models.layers import MLP, apply_rope, rope_frequencies, rope_scale, rope_table
+from jsparse.models.layers import MLP, rope_frequencies, rope_scale, rope_table
 from jsparse.models.rope_scaling import rope_from_hf
-from jsparse.pallas_kernels.residual_norm.reference import rms_norm
 
 rotate = jax.jit(apply_rope)
 
