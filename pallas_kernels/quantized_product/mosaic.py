@@ -41,7 +41,7 @@ class Problem:
         padded: the rows of x in a product, 8 or 16.
         out, width: the sizes of the matrix.
         columns: of a chunk.
-        stages: the chunks that shared memory holds.
+        stages: the chunks that shared memory holds, a multiple of `turns`.
         turns: the warpgroups that multiply.
         parts: the parts that columns are cut into.
         blocks: the programs.
@@ -86,6 +86,7 @@ def quantized_product(
     stages: int = 12,
     turns: int = 4,
     parts: int | None = None,
+    blocks: int = BLOCKS_OF_H100,
     interpret: bool = False,
 ) -> Float[Array, "rows out"]:
     """Implements `api.quantized_product` with Mosaic GPU.
@@ -97,9 +98,10 @@ def quantized_product(
     padded = -(-rows // 8) * 8
     if parts is None:
         parts = best_parts(out, width, padded, columns)
+    assert stages % turns == 0
     problem = Problem(
         *(rows, padded, out, width, columns, stages, turns, parts),
-        blocks=min(BLOCKS_OF_H100 - BLOCKS_OF_H100 % parts, out // ROWS * parts),
+        blocks=min(blocks - blocks % parts, out // ROWS * parts),
         interpret=interpret,
     )
     if rows > 8:  # TMA takes a part of one tile of rows, or whole ones
@@ -139,8 +141,7 @@ def _kernel(p: Problem):
         def _():
             plgpu.barrier_wait(x_full)
 
-            def chunk(unit, nth, acc):
-                at = nth * p.turns + warpgroup
+            def chunk(unit, at, acc):
                 slot = lax.rem(unit * p.chunks + at, p.stages)
                 plgpu.barrier_wait(full.at[slot])
                 products = multiply(values_s.at[slot], x_s, at * blocks_of_chunk)
@@ -152,10 +153,15 @@ def _kernel(p: Problem):
                 return acc
 
             def unit(nth, none):
-                own = lax.div(p.chunks - warpgroup + p.turns - 1, p.turns)
+                # of all of a program's chunks every p.turns-th, so that a slot of shared memory is
+                # always the same warpgroup's, which counts the phases of its barriers
+                first = lax.rem(warpgroup + (p.turns - 1) * nth * p.chunks, p.turns)
+                own = lax.div(p.chunks - first + p.turns - 1, p.turns)
                 acc = jnp.full((ROWS, p.padded), 0.0, jnp.float32)
                 acc = plgpu.layout_cast(acc, plgpu.Layout.WGMMA)
-                acc = lax.fori_loop(0, own, lambda i, acc: chunk(nth, i, acc), acc)
+                acc = lax.fori_loop(
+                    0, own, lambda i, acc: chunk(nth, first + i * p.turns, acc), acc
+                )
 
                 @pl.when(warpgroup > 0)
                 def _():
