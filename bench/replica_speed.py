@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from jsparse.benchmark.workload import WorkloadRequest
 
 REQUESTS = {"8b": 256, "small": 768}
+WORKLOADS = ("ragged", "documents")
 DOCUMENTS, QUESTIONS, DOCUMENT = 16, 8, 8192
 DOCUMENT_SEEDS = (200, 300, 400, 500, 600)
 CLIENTS = 6  # processes that send requests: one would be as busy as the engines
@@ -134,39 +135,36 @@ def counted(address: str) -> tuple[float, float]:
     return hits, queries
 
 
-def measured(model: str, policy: str, engines: int) -> dict[str, Any]:
+def measured(model: str, policy: str, engines: int, workloads: Sequence[str]) -> dict[str, Any]:
     """Measures one model behind so many engines."""
+    row: dict[str, Any] = {"model": model, "policy": policy, "engines": engines}
     vocab_size = (LLAMA_8B if model == "8b" else SMOLLM2).vocab_size
     length = DOCUMENT if model == "8b" else DOCUMENT // 2
     began = time.perf_counter()
     with serving(model, policy, engines) as address:
-        started = time.perf_counter() - began
-        print(f"{model}: {engines} engines are ready after {started:.0f} s", flush=True)
-        count = REQUESTS[model] * engines
-        asked(address, ragged(vocab_size, count // 2, seed=0))
-        of_ragged = asked(address, ragged(vocab_size, count, seed=1))
-        print(f"{model}: {engines} engines, ragged: {of_ragged}", flush=True)
-        asked(address, documents(vocab_size, length, seed=100))
-        before = counted(address)
-        # the first times programs for what rows have in common may still be compiled beside
-        all_asked = [asked(address, documents(vocab_size, length, seed)) for seed in DOCUMENT_SEEDS]
-        of_documents = {key: median(each[key] for each in all_asked) for key in all_asked[0]}
-        of_documents["all_seconds"] = [each["seconds"] for each in all_asked]
-        hits, queries = (new - old for new, old in zip(counted(address), before, strict=True))
-    return {
-        "model": model,
-        "policy": policy,
-        "engines": engines,
-        "start_seconds": started,
-        "ragged": of_ragged,
-        "documents": of_documents | {"hit_share": hits / queries},
-    }
+        row["start_seconds"] = time.perf_counter() - began
+        print(f"{model}: {engines} engines are ready: {row}", flush=True)
+        if "ragged" in workloads:
+            count = REQUESTS[model] * engines
+            asked(address, ragged(vocab_size, count // 2, seed=0))
+            row["ragged"] = asked(address, ragged(vocab_size, count, seed=1))
+        if "documents" in workloads:
+            asked(address, documents(vocab_size, length, seed=100))
+            before = counted(address)
+            # at first programs for what rows have in common may still be compiled beside
+            times = [asked(address, documents(vocab_size, length, seed)) for seed in DOCUMENT_SEEDS]
+            row["documents"] = {key: median(each[key] for each in times) for key in times[0]}
+            row["documents"]["all_seconds"] = [each["seconds"] for each in times]
+            hits, queries = (new - old for new, old in zip(counted(address), before, strict=True))
+            row["documents"]["hit_share"] = hits / queries
+    return row
 
 
 def main() -> None:
     """Runs each model with all engines and with one, and writes the report after each."""
     parser = report_parser("replica_speed", (__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(REQUESTS), choices=list(REQUESTS))
+    parser.add_argument("--workloads", nargs="+", default=WORKLOADS, choices=WORKLOADS)
     parser.add_argument("--policy", default="dense")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--serve", nargs=3, metavar=("MODEL", "POLICY", "ENGINES"))
@@ -180,14 +178,15 @@ def main() -> None:
     for model in args.models:
         rows = []
         for engines in (args.engines, 1):
-            rows.append(measured(model, args.policy, engines))
+            rows.append(measured(model, args.policy, engines, args.workloads))
             report["rows"].append(rows[-1])
             print(json.dumps(rows[-1]), flush=True)
             write_report(args.json, report)
-        several, one = (row["ragged"]["tokens_per_second"] for row in rows)
-        rows[0]["over_one"] = several / one
-        print(model, "over one:", several / one, flush=True)
-        write_report(args.json, report)
+        if "ragged" in args.workloads:
+            several, one = (row["ragged"]["tokens_per_second"] for row in rows)
+            rows[0]["over_one"] = several / one
+            print(model, "over one:", several / one, flush=True)
+            write_report(args.json, report)
 
 
 if __name__ == "__main__":
