@@ -363,10 +363,13 @@ OPS = {
         shared, named(shared_cases.CASES, "shares zeros absent an_empty_list odd_slots bfloat16")
     ),
     "quantized_product": Op(
-        multiplied, named(quantized_cases.CASES, "one_row sixteen columns_left_over one_block")
+        multiplied, named(quantized_cases.CASES, "few sixteen chunks_left_over")
     ),
     "few_rows_product": Op(
-        multiplied_in_threads, named(quantized_cases.CASES, "one_row columns_left_over one_block")
+        multiplied_in_threads,
+        named(
+            (*quantized_cases.CASES, *quantized_cases.OTHERS), "one_row columns_left_over one_block"
+        ),
     ),
     "residual_norm": Op(normed, named(norm_cases.CASES, "few one_row odd_width")),
     "rope_append": Op(rotated, named(rope_cases.CASES, "plain paged normed odd_width")),

@@ -20,14 +20,14 @@ def _mosaic():
     return mosaic.quantized_product
 
 
-def _refusal(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) -> str | None:
-    if len(x) > MAX_ROWS:
-        return f"takes at most {MAX_ROWS} rows, not {len(x)}"
+def _no_tensor_cores(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) -> str | None:
+    if not 1 < len(x) <= MAX_ROWS:  # one row is faster without
+        return f"takes 2 to {MAX_ROWS} rows, not {len(x)}"
     if x.dtype != jnp.bfloat16:
         return f"takes bfloat16, not {x.dtype}"
-    out = matrix["values"].shape[0]
-    if out % 64:
-        return f"takes a multiple of 64 as output's size, not {out}"
+    out, width = matrix["values"].shape
+    if out % 64 or width % 128:
+        return f"takes multiples of 64 and 128 as sizes, not {out} and {width}"
     return no_mosaic()
 
 
@@ -38,13 +38,13 @@ def _triton():
 
 
 def _too_many(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) -> str | None:
-    if len(x) > MAX_FEW_ROWS:
-        return f"takes at most {MAX_FEW_ROWS} rows, not {len(x)}"
+    if not 0 < len(x) <= MAX_FEW_ROWS:
+        return f"takes 1 to {MAX_FEW_ROWS} rows, not {len(x)}"
     return no_triton()
 
 
 BACKENDS = (
-    Backend("mosaic", _mosaic, _refusal),
+    Backend("mosaic", _mosaic, _no_tensor_cores),
     Backend("triton", _triton, _too_many),
     Backend("reference", lambda: reference.quantized_product),
 )
@@ -67,8 +67,8 @@ def quantized_product(
         x: the rows.
         matrix: W [out, in], in blocks.
         dtype: the type of the result, by default that of x. Sums are float32.
-        implementation: "mosaic" (Hopper and later, up to 16 rows), "triton" (any NVIDIA GPU, up to
-            4), "reference", or None to pick.
+        implementation: "mosaic" (tensor cores of Hopper and later, 2 to 16 rows of bfloat16),
+            "triton" (any NVIDIA GPU, 1 to 4 rows), "reference", or None to pick.
 
     Raises:
         ValueError: shapes do not fit together, or the named implementation cannot run here.

@@ -51,7 +51,7 @@ HOW = {
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(
-    "case", slow_except_named(CASES, "columns_left_over"), ids=lambda case: case.name
+    "case", slow_except_named(CASES, "chunks_left_over"), ids=lambda case: case.name
 )
 def test_the_kernel_rounds_nothing_but_sums(case, how):
     x, matrix = case.build()
@@ -91,7 +91,25 @@ BLOCKS = Case("given").build()[1]
             np.zeros((17, 256)),
             BLOCKS,
             {"implementation": "mosaic"},
-            "takes at most 16 rows, not 17",
+            "takes 2 to 16 rows, not 17",
+        ),
+        (
+            np.zeros((1, 256)),
+            BLOCKS,
+            {"implementation": "mosaic"},
+            "takes 2 to 16 rows, not 1",
+        ),
+        (
+            np.zeros((5, 256)),
+            BLOCKS,
+            {"implementation": "triton"},
+            "takes 1 to 4 rows, not 5",
+        ),
+        (
+            jnp.zeros((2, 576), jnp.bfloat16),
+            Case("narrow", width=576).build()[1],
+            {"implementation": "mosaic"},
+            "takes multiples of 64 and 128 as sizes, not 192 and 576",
         ),
         (
             np.zeros((2, 256), np.float32),

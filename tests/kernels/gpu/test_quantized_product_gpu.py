@@ -1,4 +1,4 @@
-"""Tests the Mosaic kernel of quantized_product on a GPU, next to a product in float64."""
+"""Tests the kernels of quantized_product on a GPU, next to a product in float64."""
 
 from functools import partial
 
@@ -7,21 +7,37 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jsparse.pallas_kernels.dispatch import no_mosaic
 from jsparse.pallas_kernels.quantized_product import quantized_product
-from jsparse.pallas_kernels.quantized_product.cases import CASES, Case
+from jsparse.pallas_kernels.quantized_product.cases import CASES, OTHERS, Case
 
 pytestmark = pytest.mark.gpu
 # products of Llama 3.1 8B, SmolLM2 and of a 70B's half
 SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (960, 576), (8192, 14336)]
-LARGE = [Case(f"{out}x{width}", (rows,), out, width) for out, width in SHAPES for rows in (1, 16)]
-
+LARGE = [
+    Case(f"{out}x{width}", (rows,), out, width) for out, width in SHAPES for rows in (1, 4, 16)
+]
+TAKES = {
+    "mosaic": lambda case, rows: (
+        1 < rows <= 16 and case in (*CASES, *LARGE) and case.width % 128 == 0
+    ),
+    "triton": lambda case, rows: rows <= 4,
+}
+GIVEN = [
+    pytest.param(case, name, id=f"{case.name}-{case.batch}-{name}")
+    for case in (*CASES, *OTHERS, *LARGE)
+    for name, takes in TAKES.items()
+    if takes(case, int(np.prod(case.batch)))
+]
 product = partial(jax.jit(quantized_product, static_argnames=("dtype", "implementation")))
 
 
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: f"{case.name}-{case.batch}")
-def test_does_what_the_numbers_say(case):
+@pytest.mark.parametrize(("case", "implementation"), GIVEN)
+def test_does_what_the_numbers_say(case, implementation):
+    if implementation == "mosaic" and (reason := no_mosaic()):
+        pytest.skip(reason)
     x, matrix = case.build()
-    got = product(x, matrix, dtype=jnp.float32, implementation="mosaic")
+    got = product(x, matrix, dtype=jnp.float32, implementation=implementation)
     values, scales = (np.asarray(matrix[name], np.float64) for name in ("values", "scales"))
     numbers = values * np.repeat(scales, 32, axis=0).T
     x = np.asarray(x, np.float64)
@@ -29,9 +45,22 @@ def test_does_what_the_numbers_say(case):
     assert (np.abs(np.asarray(got, np.float64) - x @ numbers.T) <= 2.0**-20 * terms).all()
 
 
-def test_rows_have_the_same_bits_alone_and_among_others():
+@pytest.mark.parametrize(
+    ("implementation", "parts"),
+    [("mosaic", [(0, 2), (3, 8), (5, 16)]), ("triton", [(0, 1), (1, 3), (5, 9)])],
+)
+def test_rows_have_the_same_bits_alone_and_among_others(implementation, parts):
+    if implementation == "mosaic" and (reason := no_mosaic()):
+        pytest.skip(reason)
     x, matrix = Case("many", (16,), 4096, 4096).build()
-    together = np.asarray(product(x, matrix, implementation="mosaic").astype(jnp.float32))
-    for rows in (slice(0, 1), slice(3, 8), slice(5, 16)):
-        alone = product(x[rows], matrix, implementation="mosaic").astype(jnp.float32)
-        np.testing.assert_array_equal(alone, together[rows])
+
+    def rows(first, end):
+        made = product(x[first:end], matrix, implementation=implementation)
+        return np.asarray(made.astype(jnp.float32))
+
+    if implementation == "mosaic":
+        together = rows(0, 16)
+    else:
+        together = np.concatenate([rows(first, first + 4) for first in range(0, 16, 4)])
+    for first, end in parts:
+        np.testing.assert_array_equal(rows(first, end), together[first:end])
