@@ -1,4 +1,4 @@
-"""How long does one decode step of the 8B shape take, next to its bytes and to Hugging Face?
+"""How long does one decode step take, next to its bytes and to Hugging Face?
 
 Llama 3.1 8B's shape, random bf16 weights, a cache full of random K and V, greedy, one token per
 step, fed back on the device, by the session's own loop. Contenders, each in its own process:
@@ -129,7 +129,7 @@ def jsparse_step(
     found = {}
     if profiled:
         events = traced(lambda: [next(results).tokens for _ in range(PROFILED)])
-        found = {"kernels": step_kernels(events, PROFILED * count)}
+        found = {"kernels": step_kernels(events, PROFILED * (1 if drafts else count))}
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     return {
@@ -203,7 +203,7 @@ def huggingface_step(batch: int, context: int, mode: str) -> dict[str, Any]:
 
 def main() -> None:
     """Runs every contender on every case and prints a table."""
-    parser = report_parser("decode_step", "Time one decode step of the 8B shape.")
+    parser = report_parser("decode_step", (__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--cases", nargs="+", default=["1x32768", "1x131072"], help="batch x context"
     )
@@ -252,9 +252,13 @@ def main() -> None:
         )
         print(json.dumps(run))
         return
+    if args.shape != "8b" and any(name != "jsparse" for name in args.only):
+        parser.error(
+            f"--shape {args.shape}: Hugging Face's steps are of 8b alone: add --only jsparse"
+        )
     count = args.steps_per_program
     settings = {"warm_up": WARM_UP, "steps": STEPS, "hf_steps": HF_STEPS, "runs": RUNS}
-    settings |= {"steps_per_program": count, "drafts": args.drafts}
+    settings |= {"steps_per_program": count, "drafts": args.drafts, "shape": args.shape}
     options = ["--steps-per-program", f"{count}", "--drafts", f"{args.drafts}"]
     options += ["--shape", args.shape]
     options += ["--profile"] if args.profile else []

@@ -67,10 +67,15 @@ def load_weights(
                 "config"
             )
         for path, shape in config_shapes.items():
-            if stored[path] != shape:
+            if stored[path] == shape:
+                continue
+            if path == "embed/scales" and stored[path] == shape[::-1]:
                 raise ValueError(
-                    f"{folder}: {path} has shape {stored[path]}: the config asks for {shape}"
+                    f"{folder} has 8-bit blocks as an earlier version saved them: save it anew"
                 )
+            raise ValueError(
+                f"{folder}: {path} has shape {stored[path]}: the config asks for {shape}"
+            )
     sharding = jnp.zeros(()).sharding  # the default device, which may be set
     quantized = quantized or saved_in_blocks
     types = {"values": jnp.int8, "scales": jnp.float16} if saved_in_blocks else {}

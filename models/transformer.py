@@ -2,15 +2,16 @@
 
 The families are Llama 2/3.x, SmolLM2, Qwen2/2.5 and Qwen3. Attention is a callable that is passed
 in: `attend(layer, q, k, v) -> o`. Prefill, decoding and a plain dense pass are three such
-callables; the decoder knows neither the cache nor how much of it is read. Who would rotate q and k
-together with other work passes `rotate(layer, heads) -> q, k, v`, too.
+callables; the decoder knows neither the cache nor how much of it is read. A caller that rotates q
+and k together with other work passes `rotate(layer, heads) -> q, k, v`, too.
 
-Weights are a plain pytree. The q, k and v projections are one matrix, with columns ordered
-q | k | v, and so are gate | up.
+Weights are a plain pytree. The q, k and v projections are one matrix [in, out], with columns
+ordered q | k | v, and so are gate | up. In blocks of 8 bits matrices are [out, in], and these are
+rows.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -168,7 +169,7 @@ class Decoder(nn.Module):
 
 def own_rows(words: Any) -> Any:
     """Returns a rank's rows of the embedding."""
-    if not isinstance(words, dict):
+    if not isinstance(words, Mapping):
         return ranks.own_part(words, 0)
     axes = {"values": 0, "scales": 1}
     return {name: ranks.own_part(words[name], axis) for name, axis in axes.items()}

@@ -1,9 +1,9 @@
 """Turns a checkpoint's tensors into the decoder's tree.
 
 Checkpoints store a linear map as [out, in] and q, k, v (gate, up) separately; the decoder wants
-[in, out], joined. Tensors are checked by name and shape before the first is read, then go to the
-device one weight at a time, where they are joined, transposed and cast: the host never holds more
-than one weight.
+these joined and, but for blocks of 8 bits, [in, out]. Tensors are checked by name and shape before
+the first is read, then go to the device one weight at a time, where they are joined, transposed and
+cast: the host never holds more than one weight.
 """
 
 import math
@@ -76,12 +76,12 @@ class Weight(NamedTuple):
 
     @property
     def transposed(self) -> bool:
-        """Returns whether it is a linear map, which the decoder wants as [in, out]."""
+        """Returns whether it is a linear map, whose numbers the decoder wants as [in, out]."""
         return self.path.endswith("kernel") or self.path == "lm_head"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the array's shape in the tree."""
+        """Returns the shape of its numbers in the tree; `shapes` tells that of blocks, too."""
         return self.joined_shape[::-1] if self.transposed else self.joined_shape
 
     @property

@@ -75,13 +75,13 @@ def compute_capability() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-def no_mosaic(major: int = 9) -> str | None:
-    """Returns the reason why Mosaic GPU kernels cannot run here, or None."""
+def no_mosaic() -> str | None:
+    """Returns the reason why our Mosaic GPU kernels cannot run here, or None."""
     here = compute_capability()
     if here is None:
         return "needs an NVIDIA GPU"
-    if here[0] < major:
-        return f"needs compute capability {major}.0 or more, this GPU has {here[0]}.{here[1]}"
+    if here[0] != 9:  # wgmma is Hopper's alone
+        return f"needs compute capability 9, Hopper's: this GPU has {here[0]}.{here[1]}"
     return None
 
 

@@ -25,10 +25,12 @@ from jsparse.pallas_kernels.key_bounds import PageBounds
 from jsparse.pallas_kernels.nearest_centroid.api import nearest_centroid
 from jsparse.pallas_kernels.nearest_centroid.cases import Case as Nearest
 from jsparse.pallas_kernels.page_bounds.api import page_bounds
+from jsparse.pallas_kernels.quantized_product.api import quantized_product
 from jsparse.pallas_kernels.row_gather.api import row_gather
 from jsparse.pallas_kernels.runs_to_tokens.api import runs_to_tokens
 from jsparse.pallas_kernels.runs_to_tokens.cases import Case as Runs
 from jsparse.pallas_kernels.threshold_select import Budget, TopK, TopP, threshold_select
+from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 from jsparse.selection import Selection
 
 PAGE, GROUP = 16, 4
@@ -38,6 +40,8 @@ TOP_P, LOGIT_SPREAD = 0.9, 3.0
 RUNS, CHOSEN_RUNS, BUDGET = 13108, 130, 1024
 # clusters of two runs on average, as many as there is room for, and the runs that 16 steps may add
 CLUSTERS, NEW_CHUNKS = 6554, 3
+# of a layer of Llama 3.1 8B
+PRODUCTS = (("qkv", 6144, 4096), ("o", 4096, 4096), ("gate|up", 28672, 4096), ("down", 4096, 14336))
 
 
 def jobs(*, on_gpu: bool, max_calls: int, shrink: int = 1) -> list[Job]:
@@ -71,7 +75,31 @@ def jobs(*, on_gpu: bool, max_calls: int, shrink: int = 1) -> list[Job]:
         for where in ("pinned_host", "device") if on_gpu else ("device",):
             made.append(_gather(name, where, pages // shrink, 65536 // shrink, max_calls))
     made.append(compaction(name, batch, 32768 // shrink, 16384 // shrink))
+    for rows in (1, 8):
+        for what, out, width in PRODUCTS:
+            product = "reference" if not on_gpu else "triton" if rows == 1 else "mosaic"
+            sizes = (rows, max(out // shrink // 64, 1) * 64, max(width // shrink // 128, 1) * 128)
+            made.append(_product(product, f"8-bit {what} b{rows}", *sizes, max_calls))
     return made
+
+
+def _product(name: str, case: str, rows: int, out: int, width: int, max_calls: int) -> Job:
+    """Returns a product of some rows with a matrix in 8-bit blocks."""
+    nbytes = out * width + 2 * out * width // BLOCK
+    calls = min(max(-(-ROTATED_BYTES // nbytes), 4), 32, max_calls)
+
+    def values(seed: int) -> jax.Array:
+        return jax.random.randint(jax.random.key(seed), (out, width), -127, 128, jnp.int8)
+
+    def build():
+        scales = [jnp.full((width // BLOCK, out), 0.02 / 73, jnp.float16) for _ in range(calls)]
+        matrices = [Blocks(values=values(n), scales=own) for n, own in enumerate(scales)]
+        return None, [(random(n, (rows, width)), matrix) for n, matrix in enumerate(matrices)]
+
+    def op(_, one):
+        return quantized_product(*one, implementation=name)
+
+    return Job(case, nbytes, build, {name: in_turn(op)})
 
 
 def _queries(batch: int, calls: int = 4) -> list[jax.Array]:

@@ -1,4 +1,4 @@
-"""Implements `api.block_sparse_decode` with Mosaic GPU, for Hopper and later.
+"""Implements `api.block_sparse_decode` with Mosaic GPU, for Hopper.
 
 One persistent launch covers the pages of all heads, a second one merges the splits.
 

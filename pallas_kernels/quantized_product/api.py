@@ -10,8 +10,11 @@ from jsparse.pallas_kernels.dispatch import Backend, no_mosaic, no_triton, run
 from jsparse.pallas_kernels.quantized_product import reference
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
-# rows of x that kernels multiply with what they read once, in tensor cores and without them
-MAX_ROWS, MAX_FEW_ROWS = 16, 4
+# the rows of x that tensor cores multiply with blocks as they read them: 16 by each reading of the
+# matrix, and a fourth reading would take as long as widening it does
+MAX_ROWS = 48
+MAX_FEW_ROWS = 4  # without tensor cores
+MAX_WIDTH = 28_672  # of which shared memory has room for an eighth of 16 rows
 
 
 def _mosaic():
@@ -27,7 +30,10 @@ def _no_tensor_cores(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) 
         return f"takes bfloat16, not {x.dtype}"
     out, width = matrix["values"].shape
     if out % 64 or width % 128:
-        return f"takes multiples of 64 and 128 as sizes, not {out} and {width}"
+        sizes = "an output size that 64 divides and a width that 128 divides"
+        return f"takes {sizes}, not {out} and {width}"
+    if width > MAX_WIDTH:
+        return f"takes rows of at most {MAX_WIDTH}, not {width}"
     return no_mosaic()
 
 
@@ -67,7 +73,7 @@ def quantized_product(
         x: the rows.
         matrix: W [out, in], in blocks.
         dtype: the type of the result, by default that of x. Sums are float32.
-        implementation: "mosaic" (tensor cores of Hopper and later, 2 to 16 rows of bfloat16),
+        implementation: "mosaic" (tensor cores of Hopper, 2 to 48 rows of bfloat16),
             "triton" (any NVIDIA GPU, 1 to 4 rows), "reference", or None to pick.
 
     Raises:
@@ -81,7 +87,9 @@ def quantized_product(
             f"shape {values.shape}"
         )
     if x.shape[-1] != values.shape[-1]:
-        raise ValueError(f"x.shape={x.shape}: must end with the matrix' {values.shape[-1]}")
+        raise ValueError(
+            f"x.shape={x.shape}: the last axis must be the matrix's width, {values.shape[-1]}"
+        )
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     dtype = x.dtype if dtype is None else dtype
     y = run("quantized_product", implementation, BACKENDS, rows, matrix, dtype=dtype)

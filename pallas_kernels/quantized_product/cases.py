@@ -30,7 +30,7 @@ class Case:
         """Builds x and the matrix, of which some blocks are 0; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         blocks = self.width // BLOCK
-        values = rng.integers(-128, 128, (self.out, blocks, BLOCK))
+        values = rng.integers(-128, 128, (self.out, blocks, BLOCK), np.int8)
         values *= rng.random((self.out, blocks, 1)) > 0.1
         scales = rng.uniform(1e-4, 1e-2, (blocks, self.out))
         x = jnp.asarray(self.size * rng.normal(size=(*self.batch, self.width)), self.dtype)
@@ -45,6 +45,7 @@ CASES = (
     Case("few", batch=(2, 1, 3)),
     Case("eight", batch=(8,)),
     Case("sixteen", batch=(16,), out=128),
+    Case("groups", batch=(2, 17), out=64),
     Case("chunks_left_over", width=640),
     Case("many_columns", batch=(2,), out=64, width=2048),
     Case("loud", size=1e6),
@@ -53,7 +54,8 @@ CASES = (
 OTHERS = (
     Case("columns_left_over", width=576),
     Case("one_block", width=32, out=64),
-    Case("many_rows", batch=(5, 4)),
+    Case("many_rows", batch=(7, 7)),
+    Case("no_rows", batch=(0,)),
     Case("float32", dtype="float32"),
     Case("odd_sizes", out=37, width=96),
 )

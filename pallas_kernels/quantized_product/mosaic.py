@@ -1,12 +1,12 @@
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportAbstractUsage=false
-"""Implements `api.quantized_product` with Mosaic GPU, for Hopper and later.
+"""Implements `api.quantized_product` with Mosaic GPU, for Hopper.
 
 One persistent launch. A unit of work is 64 rows of the matrix over a part of its columns. One
 warpgroup copies: chunks of columns by TMA, as many ahead as shared memory holds. The others take
 chunks in turn, widen their integers to bfloat16, which is exact, and multiply them with x in the
 tensor cores: a product for each block of 32 columns, whose sums in float32 are multiplied with the
-blocks' scales. So nothing is rounded but x itself, and a row of x has the same bits alone and among
-others.
+blocks' scales. So only sums are rounded. A row of x has the same bits whichever others there are,
+but not those of other backends.
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,15 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
+GROUP = 16  # rows of x in a launch
 ROWS = 64  # of the matrix, the least that a product in registers has
 BLOCKS_OF_H100 = 132  # multiprocessors; also those of an H200
 PARTS = (1, 2, 4, 8)
-X_BYTES = 120_000  # of shared memory that a part of x may take
+X_BYTES = 115_000  # of shared memory that the default stages leave to a part of 16 rows of x
 UNIT_CHUNKS = 2  # what a unit costs beside its chunks, in chunks
 
 
@@ -78,26 +79,37 @@ class Problem:
 
 
 def quantized_product(
+    x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any, **how: Any
+) -> Float[Array, "rows out"]:
+    """Implements `api.quantized_product` with Mosaic GPU.
+
+    More than 16 rows are multiplied one group after the other, each of which reads the matrix;
+    `how` goes to `few_rows`.
+    """
+    groups = [x[first : first + GROUP] for first in range(0, len(x), GROUP)]
+    return jnp.concatenate([few_rows(group, matrix, **how) for group in groups]).astype(dtype)
+
+
+def few_rows(
     x: Float[Array, "rows in"],
     matrix: Blocks,
     *,
-    dtype: Any,
     columns: int = 128,
     stages: int = 12,
     turns: int = 4,
     parts: int | None = None,
     blocks: int = BLOCKS_OF_H100,
     interpret: bool = False,
-) -> Float[Array, "rows out"]:
-    """Implements `api.quantized_product` with Mosaic GPU.
+) -> Float32[Array, "rows out"]:
+    """Multiplies at most 16 rows, in one launch.
 
-    The integers from `columns` on override what was measured best; `interpret` runs on any machine,
-    slowly, for tests.
+    The integers override what was measured best; `interpret` runs on any machine, slowly, for
+    tests.
     """
     (rows, width), out = x.shape, matrix["values"].shape[0]
     padded = -(-rows // 8) * 8
     if parts is None:
-        parts = best_parts(out, width, padded, columns)
+        parts = best_parts(out, width, columns)
     assert stages % turns == 0
     problem = Problem(
         *(rows, padded, out, width, columns, stages, turns, parts),
@@ -106,17 +118,20 @@ def quantized_product(
     )
     if rows > 8:  # TMA takes a part of one tile of rows, or whole ones
         x = jnp.pad(x, ((0, padded - rows), (0, 0)))
-    return jnp.sum(_kernel(problem)(x, matrix["values"], matrix["scales"]), axis=0).astype(dtype)
+    return jnp.sum(_kernel(problem)(x, matrix["values"], matrix["scales"]), axis=0)
 
 
-def best_parts(out: int, width: int, padded: int, columns: int) -> int:
-    """Returns the number of parts with which the busiest program has least to do."""
+def best_parts(out: int, width: int, columns: int) -> int:
+    """Returns the number of parts with which the busiest program has least to do.
+
+    It knows nothing of the rows of x, whose bits depend on it.
+    """
 
     def cost(parts: int) -> tuple[bool, int]:
         chunks = -(-width // (columns * parts))
         blocks = BLOCKS_OF_H100 - BLOCKS_OF_H100 % parts
         units = -(-out // ROWS * parts // blocks)
-        return chunks * columns * padded * 2 > X_BYTES, units * (chunks + UNIT_CHUNKS)
+        return 2 * GROUP * chunks * columns > X_BYTES, units * (chunks + UNIT_CHUNKS)
 
     return min(PARTS, key=cost)
 

@@ -54,6 +54,9 @@ def residual_norm(
             f"delta={delta.dtype}{list(delta.shape)}: must be [rows, D] as x is, "
             f"{x.dtype}{list(x.shape)}"
         )
-    if scale.shape != x.shape[1:]:
-        raise ValueError(f"scale.shape={scale.shape}: must be {x.shape[1:]}, the width of x")
+    if scale.shape != x.shape[1:] or scale.dtype != x.dtype:
+        raise ValueError(
+            f"scale={scale.dtype}{list(scale.shape)}: must be [D] as x is wide, "
+            f"{x.dtype}{list(x.shape[1:])}"
+        )
     return run("residual_norm", implementation, BACKENDS, x, delta, scale, eps=eps)

@@ -52,11 +52,18 @@ def rope_append(
             implementation cannot run here.
     """
     batch, tokens, _, width = heads.qkv.shape
+    half = (batch, 1, width // 2)
     if tokens != 1:
         raise ValueError(f"qkv.shape={heads.qkv.shape}: must be [B, 1, N + 2K, H]")
-    if (batch, heads.num_kv_heads) != layer.lengths.shape or width != layer.k.shape[-1]:
+    wanted = batch, 1, heads.num_heads + 2 * layer.lengths.shape[1], layer.k.shape[-1]
+    if heads.qkv.shape != wanted or len(layer.lengths) != batch:
         raise ValueError(
             f"qkv.shape={heads.qkv.shape} of {heads.num_heads} query heads: must fit lengths of "
             f"shape {layer.lengths.shape} and pages of shape {layer.k.shape}"
         )
+    for name, part in zip(("cos", "sin"), heads.table, strict=True):
+        if part.shape != half:
+            raise ValueError(f"table: {name}.shape={part.shape}: must be [B, 1, H / 2] = {half}")
+    if any(scale.shape != (width,) for scale in heads.scales or ()):
+        raise ValueError(f"scales: must be of the heads' width, {width}")
     return run("rope_append", implementation, BACKENDS, heads, layer, positions, valid)

@@ -46,7 +46,10 @@ class Case:
     kept: str = "float32"
 
     def build(self, seed: int = 0) -> Inputs:
-        """Builds the inputs, one of whose rows takes no part; equal seeds give equal ones."""
+        """Builds the inputs; equal seeds give equal ones.
+
+        One row takes no part, and one head's slot lies behind its last.
+        """
         rng = np.random.default_rng(seed)
         pairs, capacity = self.rows * self.kv_heads, self.pages * self.page_size
         count = self.heads + 2 * self.kv_heads
@@ -69,7 +72,7 @@ class Case:
         k, v = (jnp.asarray(part, self.kept) for part in pool)
         table = rng.permutation(pool.shape[1])[: pairs * self.pages]
         lengths = rng.integers(1, capacity + 1, (self.rows, self.kv_heads))
-        lengths[0, 0], lengths[-1, -1] = 1, capacity
+        lengths[0, 0], lengths[-1, 0], lengths[-1, -1] = 1, capacity, capacity + 5
         slots = pool.shape[1:3]
         layer = LayerCache(
             k,

@@ -24,6 +24,7 @@ from bench.lib.kernel_timing import (
     profile,
     read_trace,
     segments,
+    step_kernels,
     summary,
 )
 from jsparse.attended import read_tokens
@@ -207,6 +208,21 @@ def test_a_profile_is_summed_up_by_call():
     assert found["kernels"]["median"] == 6 and found["launches"] == 1.5 and "order" not in found
     assert "profile_error" in summary(events[:-1], repeats=2, calls=2, skip=1)
     assert [len(part) for part in segments([*events, *run_of(1e6, 1, 1)], pause=1e4)] == [10, 2]
+
+
+def test_a_step_is_told_by_its_kernels():
+    """Numbers that XLA gives to names are left out, and time in which two run counts once."""
+    events = [
+        Event("fusion_1", 0.0, 4.0),
+        Event("select", 3.0, 3.0),
+        Event("fusion.23", 10.0, 2.0),
+        Event("fusion", 20.0, 2.0),
+    ]
+    found = step_kernels(events, 2)
+    assert (found["span"], found["busy"], found["launches"]) == (11.0, 5.0, 2.0)
+    assert list(found["kernels"]) == ["fusion", "select"]
+    assert found["kernels"]["fusion"] == {"launches": 1.5, "us": 4.0, "each": 2.0}
+    assert step_kernels([], 2) == {}
 
 
 def test_a_trace_is_read_by_the_gpus_streams(tmp_path):

@@ -1,10 +1,12 @@
 """Tests quantized_product against numpy: the reference, and the Mosaic kernel interpreted."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except_named
+from marks import slow_except, slow_except_named
 
 from jsparse.pallas_kernels.quantized_product import mosaic, quantized_product
 from jsparse.pallas_kernels.quantized_product.cases import CASES, OTHERS, Case
@@ -60,17 +62,31 @@ def test_the_kernel_rounds_nothing_but_sums(case, how):
     close(got, x, matrix, 2.0**-20)
 
 
-def test_parts_keep_all_programs_busy():
-    """Of Llama 3.1 8B's products; a part of x must fit into shared memory, too."""
-    found = {
-        (out, width): mosaic.best_parts(out, width, 8, 128)
-        for out, width in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (8192, 28672))
+# products of Llama 3.1 8B, of a 70B's half, of SmolLM2's MLP and of the widest that is taken
+SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (5120, 8192), (576, 1536), (8192, 28672)]
+
+
+@pytest.mark.parametrize("shape", slow_except(SHAPES, SHAPES[-1]), ids=str)
+def test_lowers_for_cuda(shape):
+    """The lowering checks layouts, alignment and shared memory, and needs no GPU."""
+    out, width = shape
+    spec = jax.ShapeDtypeStruct
+    matrix = {
+        "values": spec((out, width), jnp.int8),
+        "scales": spec((width // 32, out), jnp.float16),
     }
-    for (out, width), parts in found.items():
+    multiply = jax.jit(partial(mosaic.quantized_product, dtype=jnp.bfloat16))
+    for rows in (2, 16, 17):
+        traced = multiply.trace(spec((rows, width), jnp.bfloat16), matrix)
+        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_parts_keep_all_programs_busy():
+    for out, width in SHAPES[:3]:
+        parts = mosaic.best_parts(out, width, 128)
         blocks = 132 - 132 % parts
         units = out // 64 * parts
-        assert units / blocks / -(-units // blocks) > 0.9
-        assert width // parts * 8 * 2 <= mosaic.X_BYTES
+        assert units / blocks / -(-units // blocks) > 0.9  # of the programs' time
 
 
 BLOCKS = Case("given").build()[1]
@@ -79,7 +95,12 @@ BLOCKS = Case("given").build()[1]
 @pytest.mark.parametrize(
     ("x", "matrix", "options", "message"),
     [
-        (np.zeros((2, 99)), BLOCKS, {}, r"x.shape=\(2, 99\): must end with the matrix' 256"),
+        (
+            np.zeros((2, 99)),
+            BLOCKS,
+            {},
+            r"x.shape=\(2, 99\): the last axis must be the matrix's width, 256",
+        ),
         (
             np.zeros((2, 256)),
             BLOCKS | {"scales": np.zeros((4, 192), np.float16)},
@@ -88,16 +109,16 @@ BLOCKS = Case("given").build()[1]
         ),
         (np.zeros((2, 256)), BLOCKS, {"implementation": "abacus"}, "quantized_product has"),
         (
-            np.zeros((17, 256)),
+            np.zeros((49, 256)),
             BLOCKS,
             {"implementation": "mosaic"},
-            "takes 2 to 16 rows, not 17",
+            "takes 2 to 48 rows, not 49",
         ),
         (
             np.zeros((1, 256)),
             BLOCKS,
             {"implementation": "mosaic"},
-            "takes 2 to 16 rows, not 1",
+            "takes 2 to 48 rows, not 1",
         ),
         (
             np.zeros((5, 256)),
@@ -109,7 +130,13 @@ BLOCKS = Case("given").build()[1]
             jnp.zeros((2, 576), jnp.bfloat16),
             Case("narrow", width=576).build()[1],
             {"implementation": "mosaic"},
-            "takes multiples of 64 and 128 as sizes, not 192 and 576",
+            "takes an output size that 64 divides and a width that 128 divides, not 192",
+        ),
+        (
+            jnp.zeros((2, 28800), jnp.bfloat16),
+            {"values": np.zeros((64, 28800), np.int8), "scales": np.zeros((900, 64), np.float16)},
+            {"implementation": "mosaic"},
+            "takes rows of at most 28672, not 28800",
         ),
         (
             np.zeros((2, 256), np.float32),

@@ -35,7 +35,7 @@ def test_the_sum_is_normalised(case):
     [
         (((2, 8), (3, 8), (8,)), r"delta=float32\[3, 8\]: must be \[rows, D\] as x is"),
         (((8,), (8,), (8,)), r"delta=float32\[8\]: must be \[rows, D\] as x is"),
-        (((2, 8), (2, 8), (4,)), r"scale.shape=\(4,\): must be \(8,\), the width of x"),
+        (((2, 8), (2, 8), (4,)), r"scale=float32\[4\]: must be \[D\] as x is wide, float32\[8\]"),
     ],
 )
 def test_wrong_shapes_are_refused(shapes, message):

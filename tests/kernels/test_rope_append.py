@@ -47,6 +47,8 @@ def test_heads_turn_and_the_newest_slot_has_them(case):
         if not valid[row]:
             continue
         slot = int(layer.lengths[row, head]) - 1
+        if slot >= case.pages * case.page_size:
+            continue
         page = (row * case.kv_heads + head) * case.pages + slot // case.page_size
         if case.paged:
             page = int(layer.block_table[row, head, slot // case.page_size])
@@ -66,5 +68,11 @@ def test_what_does_not_fit_is_refused():
     two = heads._replace(qkv=jnp.concatenate([heads.qkv] * 2, axis=1))
     with pytest.raises(ValueError, match=r"qkv.shape=\(3, 2, 10, 32\): must be \[B, 1, N"):
         rope_append(two, layer, positions, valid)
-    with pytest.raises(ValueError, match="of 4 query heads: must fit lengths of shape"):
-        rope_append(heads._replace(num_heads=4), layer, positions, valid)
+    for wrong in (4, 5):
+        with pytest.raises(ValueError, match=f"of {wrong} query heads: must fit lengths of shape"):
+            rope_append(heads._replace(num_heads=wrong), layer, positions, valid)
+    narrow = heads._replace(table=(heads.table[0], heads.table[1][..., 1:]))
+    with pytest.raises(ValueError, match=r"sin.shape=\(3, 1, 15\): must be \[B, 1, H / 2\]"):
+        rope_append(narrow, layer, positions, valid)
+    with pytest.raises(ValueError, match="scales: must be of the heads' width, 32"):
+        rope_append(heads._replace(scales=(jnp.ones(16),) * 2), layer, positions, valid)

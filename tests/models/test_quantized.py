@@ -167,9 +167,15 @@ def test_answers_are_those_of_the_numbers_that_blocks_stand_for():
     assert ours == theirs
 
 
-def test_blocks_are_spread_over_devices():
-    ours = jsparse.logits(spread(wide_in_blocks(), 2), [[3, 1, 4]])
-    np.testing.assert_allclose(ours, jsparse.logits(wide_in_blocks(), [[3, 1, 4]]), atol=1e-5)
+@pytest.mark.parametrize("tied", [False, True])
+def test_blocks_are_spread_over_devices(tied):
+    params = wide_in_blocks()
+    if tied:
+        config = replace(params.config, tie_word_embeddings=True)
+        own = {name: x for name, x in params.weights["params"].items() if name != "lm_head"}
+        params = replace(params, config=config, weights={"params": own})
+    ours = jsparse.logits(spread(params, 2), [[3, 1, 4]])
+    np.testing.assert_allclose(ours, jsparse.logits(params, [[3, 1, 4]]), atol=1e-5)
 
 
 def test_random_blocks_are_as_wide_as_random_numbers():
@@ -197,6 +203,16 @@ def test_what_cannot_be_in_blocks_is_refused(tmp_path):
     folder = write_folder(tmp_path / "narrow", config, hf_tensors(config))
     with pytest.raises(ValueError, match="must be a multiple of 32 on each of 2 devices"):
         load(folder, weights="q8_0", tensor_parallel_size=2)
+
+
+def test_blocks_of_an_earlier_version_are_refused(tmp_path):
+    params = wide_in_blocks()
+    embed = dict(params.weights["params"]["embed"])
+    embed["scales"] = embed["scales"].T
+    weights = {"params": params.weights["params"] | {"embed": embed}}
+    save(replace(params, weights=weights), tmp_path / "old")
+    with pytest.raises(ValueError, match="as an earlier version saved them: save it anew"):
+        load(tmp_path / "old")
 
 
 def test_sizes_are_told_and_true(tmp_path):

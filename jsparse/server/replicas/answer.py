@@ -2,7 +2,8 @@
 
 One process passes on the tokens of all replicas, so little may be done for each: between a socket
 and who reads its pieces there is only a parser, and pieces that have come together are one. A
-connection serves one request.
+connection serves one request. Replicas tell how long an answer is, or send it in chunks: one that
+ends with its connection counts as lost.
 """
 
 import asyncio
@@ -102,7 +103,9 @@ class Answer(asyncio.Protocol):
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Takes in a part of the answer."""
+        """Takes in a part of the answer; what follows its end is nobody's."""
+        if self._whole:
+            return
         try:
             self._parser.feed_data(data)
         except HttpParserError:

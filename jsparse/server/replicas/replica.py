@@ -162,6 +162,10 @@ class Replica:
         """Sends a request; returns its answer, which is to be closed."""
         if self._path is None:
             raise Lost("it is not running")
-        answer = await Answer.to(self._path, method, path, body)
+        here = self._path
+        answer = await Answer.to(here, method, path, body)
+        if self._path is not here:  # it was lost meanwhile, and its answers were closed
+            answer.close()
+            raise Lost("it is not running")
         self._answers.add(answer)
         return answer

@@ -38,11 +38,15 @@ def test_does_what_the_numbers_say(case, implementation):
         pytest.skip(reason)
     x, matrix = case.build()
     got = product(x, matrix, dtype=jnp.float32, implementation=implementation)
-    values, scales = (np.asarray(matrix[name], np.float64) for name in ("values", "scales"))
-    numbers = values * np.repeat(scales, 32, axis=0).T
+    assert np.isfinite(np.asarray(got)).all()
+    # of large matrices some rows: those at the edges of programs, and others
+    some = np.arange(0, case.out, max(case.out // 500, 1) | 1)
+    scales = np.asarray(matrix["scales"], np.float64)[:, some]
+    numbers = np.asarray(matrix["values"])[some] * np.repeat(scales, 32, axis=0).T
     x = np.asarray(x, np.float64)
     terms = np.abs(x) @ np.abs(numbers).T
-    assert (np.abs(np.asarray(got, np.float64) - x @ numbers.T) <= 2.0**-20 * terms).all()
+    off = np.abs(np.asarray(got, np.float64)[..., some] - x @ numbers.T)
+    assert (off <= 2.0**-20 * terms).all()
 
 
 @pytest.mark.parametrize(
@@ -52,7 +56,7 @@ def test_does_what_the_numbers_say(case, implementation):
 def test_rows_have_the_same_bits_alone_and_among_others(implementation, parts):
     if implementation == "mosaic" and (reason := no_mosaic()):
         pytest.skip(reason)
-    x, matrix = Case("many", (16,), 4096, 4096).build()
+    x, matrix = Case("many", (16,), 4096, 14336).build()
 
     def rows(first, end):
         made = product(x[first:end], matrix, implementation=implementation)
