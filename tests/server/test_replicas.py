@@ -53,8 +53,9 @@ class FakeProcess:
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(str(path))
         listening.listen()
+        self._loop = asyncio.new_event_loop()
         work = self.server.serve([listening])
-        self._thread = threading.Thread(target=lambda: asyncio.run(work))
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(work))
         self._thread.start()
 
     def told(self):
@@ -63,14 +64,21 @@ class FakeProcess:
 
     def die(self):
         self.alive = False
+        if threading.current_thread() is self._thread:
+            self._abort()
+        else:  # connections may end meanwhile
+            self._loop.call_soon_threadsafe(self._abort)
+        self.server.should_exit = self.server.force_exit = True
+
+    def _abort(self):
         for connection in list(self.server.server_state.connections):
             connection.transport.abort()
-        self.server.should_exit = self.server.force_exit = True
 
     def end(self):
         self.alive = False
         self.server.should_exit = self.server.force_exit = True
         self._thread.join()
+        self._loop.close()
 
     async def _complete(self, request):
         body = json.loads(await request.body())
