@@ -4,7 +4,8 @@ Random weights and prompts, over HTTP. For each model, all engines behind the ro
 behind it, and before each measurement a smaller one, so that all programs are compiled:
 
     ragged      prompts of 2,048 tokens at once, new tokens log-uniform in 32 to 2,048; as many per
-                engine with several as with one, so that the last answers wait for no more others
+                engine with several as with one, so that the last answers wait for no more others;
+                also the processor cores that router, replicas and clients have kept busy
     documents   16 documents of 8,192 tokens, 8 questions of 128 about each in any order, 32 new,
                 five times: the median time, and the share of the prompts' tokens that engines had
                 read before
@@ -17,6 +18,7 @@ The models are Llama 3.1 8B's shape (256 requests per engine) and SmolLM2's (768
 import json
 import random
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -68,8 +70,8 @@ def serve(model: str, policy: str, engines: int) -> None:
 
 
 @contextmanager
-def serving(model: str, policy: str, engines: int) -> Iterator[str]:
-    """Serves in a process of its own; yields the address."""
+def serving(model: str, policy: str, engines: int) -> Iterator[tuple[str, int]]:
+    """Serves in a process of its own; yields the address and the process's number."""
     command = [sys.executable, "-m", "bench.replica_speed", "--serve", model, policy, f"{engines}"]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -77,7 +79,7 @@ def serving(model: str, policy: str, engines: int) -> Iterator[str]:
         address = process.stdout.readline().strip()
         if not address:
             raise RuntimeError(f"{' '.join(command)} did not serve")
-        yield address
+        yield address, process.pid
     finally:
         process.terminate()
         process.wait(60)
@@ -93,6 +95,19 @@ def asked(address: str, workload: "Sequence[WorkloadRequest]") -> dict[str, Any]
     seconds = max(each["duration"] for each in made)
     tokens = sum(each.tokens for each in workload)
     return {"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds}
+
+
+def processor_seconds(pid: int) -> dict[str, float]:
+    """Returns what the router, its replicas and the clients so far have taken of processors."""
+    import psutil
+
+    router = psutil.Process(pid)
+    every = {"router": router} | {f"replica {n}": each for n, each in enumerate(router.children())}
+    times = {name: each.cpu_times() for name, each in every.items()}
+    clients = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {name: each.user + each.system for name, each in times.items()} | {
+        "clients": clients.ru_utime + clients.ru_stime
+    }
 
 
 def ragged(vocab_size: int, num_prompts: int, seed: int) -> "list[WorkloadRequest]":
@@ -141,21 +156,26 @@ def measured(model: str, policy: str, engines: int, workloads: Sequence[str]) ->
     vocab_size = (LLAMA_8B if model == "8b" else SMOLLM2).vocab_size
     length = DOCUMENT if model == "8b" else DOCUMENT // 2
     began = time.perf_counter()
-    with serving(model, policy, engines) as address:
+    with serving(model, policy, engines) as (address, pid):
         row["start_seconds"] = time.perf_counter() - began
         print(f"{model}: {engines} engines are ready: {row}", flush=True)
         if "ragged" in workloads:
             count = REQUESTS[model] * engines
             asked(address, ragged(vocab_size, count // 2, seed=0))
+            before = processor_seconds(pid)
             row["ragged"] = asked(address, ragged(vocab_size, count, seed=1))
+            taken = processor_seconds(pid)
+            row["ragged"]["cores"] = {
+                name: (taken[name] - before[name]) / row["ragged"]["seconds"] for name in before
+            }
         if "documents" in workloads:
             asked(address, documents(vocab_size, length, seed=100))
-            before = counted(address)
+            known = counted(address)
             # at first programs for what rows have in common may still be compiled beside
             times = [asked(address, documents(vocab_size, length, seed)) for seed in DOCUMENT_SEEDS]
             row["documents"] = {key: median(each[key] for each in times) for key in times[0]}
             row["documents"]["all_seconds"] = [each["seconds"] for each in times]
-            hits, queries = (new - old for new, old in zip(counted(address), before, strict=True))
+            hits, queries = (new - old for new, old in zip(counted(address), known, strict=True))
             row["documents"]["hit_share"] = hits / queries
     return row
 
