@@ -48,7 +48,7 @@ def served(expression):
 
 
 # of offloaded policies, test_offloaded_in_the_engine says it, too
-@pytest.mark.parametrize("expression", slow_except(TABLE, *DEFAULT[:-1]))
+@pytest.mark.parametrize("expression", slow_except(TABLE, HARD_KV))
 def test_a_request_gets_in_a_crowd_what_it_gets_alone(expression):
     """Bit for bit, in another slot, over other pages, with what others have read of its prompt."""
     llm, crowd = served(expression)

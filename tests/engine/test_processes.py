@@ -214,6 +214,7 @@ def test_processes_run_one_engine_to_the_end(linked, monkeypatch):
         tiny_llm("dense", params=spread(tiny_params(num_heads=4, num_kv_heads=2), 2))
 
 
+@pytest.mark.slow
 def test_ranks_that_come_apart_end_all(elsewhere, gone):
     with pytest.raises(EngineError, match="ranks have chosen different tokens"):
         elsewhere(1.5).generate(PROMPTS, jsparse.SamplingParams(max_tokens=4, temperature=0))
