@@ -123,7 +123,9 @@ def test_rounds_may_draft_any_number(monkeypatch):
     assert made == sum(len(out.outputs[0].token_ids) - 1 for out in outs)
 
 
-@pytest.mark.parametrize(("number", "first"), slow_except([(None, 2), (3, 3)], (3, 3)))
+@pytest.mark.parametrize(
+    ("number", "first"), [pytest.param(None, 2, marks=pytest.mark.slow), (3, 3)]
+)
 def test_the_number_is_chosen_where_none_is_given(number, first, monkeypatch):
     """At first it is two, of the three that a program has room for."""
     monkeypatch.setattr(draft_length, "MOST_CPU", 3)
