@@ -15,13 +15,14 @@ from jsparse.cli.options import (
     Command,
     CommandGroup,
     DtypeOption,
+    LoadingOptions,
     ModelOption,
     PolicyListOption,
     PolicyOption,
     RevisionOption,
-    TensorParallelSizeOption,
     WeightsOption,
     takes_model,
+    takes_options,
     whole_numbers,
 )
 from jsparse.text.signatures import short_name
@@ -40,7 +41,9 @@ bench.command(cls=Command)(serve)
 
 @bench.command(cls=Command)
 @takes_model
+@takes_options(LoadingOptions, "loading")
 def throughput(
+    loading: LoadingOptions,
     model: ModelOption = "smollm2",
     policy: PolicyOption = "dense",
     num_prompts: Annotated[int, Option(help="Number of requests.")] = 32,
@@ -64,11 +67,7 @@ def throughput(
     prefix_caching: Annotated[
         bool, Option(help="Whether requests share what others have read of the same prompt.")
     ] = True,
-    tensor_parallel_size: TensorParallelSizeOption = 1,
     seed: Annotated[int, Option(help="Random seed.")] = 0,
-    dtype: DtypeOption = None,
-    weights: WeightsOption = None,
-    revision: RevisionOption = None,
     as_json: Annotated[
         bool, Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
@@ -80,13 +79,11 @@ def throughput(
     from jsparse.benchmark.throughput import measure
     from jsparse.benchmark.workload import random_workload
     from jsparse.engine.core import Engine
-    from jsparse.models.checkpoint import load
     from jsparse.policies.own_code import resolve
 
     inputs, outputs = _length("--input-len", input_len), _length("--output-len", output_len)
     chosen = resolve(policy)
-    options: dict[str, Any] = {"weights": weights, "revision": revision}
-    params = load(model, dtype=dtype, tensor_parallel_size=tensor_parallel_size, **options)
+    params = loading.load(model)
     workload = random_workload(
         params.config.vocab_size,
         num_prompts=num_prompts,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from jsparse.cli.console import Bars, TextOutput, print_error, print_note, print_stats
-from jsparse.cli.options import GenerationOptions, takes_model, takes_options
+from jsparse.cli.options import GenerationOptions, LoadingOptions, takes_model, takes_options
 
 if TYPE_CHECKING:
     from jsparse.conversation import Conversation
@@ -85,9 +85,11 @@ class Chat:
 
 
 @takes_model
+@takes_options(LoadingOptions, "loading")
 @takes_options(GenerationOptions)
 def chat(
     options: GenerationOptions,
+    loading: LoadingOptions,
     system: Annotated[
         str | None, Option(help="System message that opens the conversation.")
     ] = None,
@@ -100,7 +102,7 @@ def chat(
     """
     bars = Bars()
     try:
-        params = options.load(bars.load)
+        params = options.load(loading, bars.load)
         run(Chat(params, options.arguments(), system, bars))
     finally:
         bars.close()

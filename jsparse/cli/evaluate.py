@@ -29,13 +29,11 @@ from jsparse.cli.evaluate_options import (
     YardstickOption,
 )
 from jsparse.cli.options import (
-    DtypeOption,
+    LoadingOptions,
     ModelOption,
     PolicyListOption,
-    RevisionOption,
-    TensorParallelSizeOption,
-    WeightsOption,
     takes_model,
+    takes_options,
     whole_numbers,
 )
 from jsparse.machine.extras import install
@@ -48,7 +46,9 @@ DEFAULT_TASKS = "kl,ppl,passkey"
 
 
 @takes_model
+@takes_options(LoadingOptions, "loading")
 def evaluate(
+    loading: LoadingOptions,
     model: ModelOption = "smollm2",
     policy: PolicyListOption = None,
     tasks: TasksOption = DEFAULT_TASKS,
@@ -65,10 +65,6 @@ def evaluate(
     resume: ResumeOption = False,
     plots: PlotsOption = None,
     report: ReportOption = None,
-    dtype: DtypeOption = None,
-    weights: WeightsOption = None,
-    revision: RevisionOption = None,
-    tensor_parallel_size: TensorParallelSizeOption = 1,
 ) -> None:
     """Measure the quality of policies: closeness to dense attention and long-context tasks.
 
@@ -93,9 +89,7 @@ def evaluate(
     wanted = plan(chosen, names, whole_numbers("lengths", lengths), samples, **more)
     if report is not None:
         require_plots("--report")
-    loading: dict[str, Any] = {"dtype": dtype, "weights": weights, "revision": revision}
-    loading |= {"tensor_parallel_size": tensor_parallel_size}
-    result = carry_out(wanted, model, out, _environment(), resume=resume, **loading)
+    result = carry_out(wanted, model, out, _environment(), resume=resume, **vars(loading))
     # a pipe that closes while tables are printed ends the process: files are written first
     if out is not None:
         print_wrote(out)

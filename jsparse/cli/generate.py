@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from jsparse.cli.console import Bars, TextOutput, print_stats
-from jsparse.cli.options import GenerationOptions, read_prompt, takes_options
+from jsparse.cli.options import GenerationOptions, LoadingOptions, read_prompt, takes_options
 
 if TYPE_CHECKING:
     from jsparse.models.checkpoint import Params
     from jsparse.runtime.host_reader import Generation
 
 
+@takes_options(LoadingOptions, "loading")
 @takes_options(GenerationOptions)
 def generate(
     options: GenerationOptions,
+    loading: LoadingOptions,
     prompt: Annotated[
         str | None, Argument(help="Text to continue; - reads it from standard input.")
     ] = None,
@@ -44,7 +46,7 @@ def generate(
     text = read_prompt(prompt, file)
     bars = Bars()
     try:
-        params = options.load(bars.load)
+        params = options.load(loading, bars.load)
         request = [{"role": "user", "content": text}] if chat else text
         if as_json:
             _generate_json(params, request, options, logprobs, bars)

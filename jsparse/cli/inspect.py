@@ -12,13 +12,11 @@ from typer import Argument, Option
 
 from jsparse.cli.console import Bars, print_wrote
 from jsparse.cli.options import (
-    DtypeOption,
+    LoadingOptions,
     ModelOption,
     PolicyOption,
-    RevisionOption,
-    TensorParallelSizeOption,
-    WeightsOption,
     read_prompt,
+    takes_options,
 )
 from jsparse.text.signatures import short_name
 
@@ -30,7 +28,9 @@ SHADES = " ░▒▓█"
 WIDTH = 100  # columns where standard output is no terminal
 
 
+@takes_options(LoadingOptions, "loading")
 def inspect(
+    loading: LoadingOptions,
     prompt: Annotated[
         str | None, Argument(help="Text to continue; - reads it from standard input.")
     ] = None,
@@ -50,10 +50,6 @@ def inspect(
         Option(help="Also show which share of so many heaviest tokens a head and the next share."),
     ] = None,
     page_size: Annotated[int, Option(help="Tokens per page of the cache: 8, 16, 32 or 64.")] = 16,
-    dtype: DtypeOption = None,
-    weights: WeightsOption = None,
-    revision: RevisionOption = None,
-    tensor_parallel_size: TensorParallelSizeOption = 1,
 ) -> None:
     """Show which tokens each layer and head attends to in one decode step.
 
@@ -61,20 +57,12 @@ def inspect(
     """
     from jsparse.evaluation.inspection import inspect_step
     from jsparse.evaluation.report.inspect_page import page
-    from jsparse.models.checkpoint import load
     from jsparse.policies.own_code import resolve
 
     text, chosen = read_prompt(prompt, file), resolve(policy)
     bars = Bars()
     try:
-        params = load(
-            model,
-            dtype=dtype,
-            weights=weights,
-            revision=revision,
-            tensor_parallel_size=tensor_parallel_size,
-            on_progress=bars.load,
-        )
+        params = loading.load(model, bars.load)
         layers = params.config.num_layers
         if layer is not None and not 0 <= layer < layers:
             raise ValueError(f"layer={layer}: must be from 0 to {layers - 1}, the model's last")

@@ -31,11 +31,26 @@ WeightsOption = Annotated[
         "what was saved."
     ),
 ]
-TensorParallelSizeOption = Annotated[
-    int,
-    Option(help="Number of GPUs that the model is spread over, each with some of its heads."),
-]
 RevisionOption = Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.")]
+
+
+@dataclass(frozen=True)
+class LoadingOptions:
+    """Holds how a command loads its model: keyword arguments of `jsparse.load`."""
+
+    dtype: DtypeOption = None
+    weights: WeightsOption = None
+    revision: RevisionOption = None
+    tensor_parallel_size: Annotated[
+        int,
+        Option(help="Number of GPUs that the model is spread over, each with some of its heads."),
+    ] = 1
+
+    def load(self, model: str, on_progress: OnBytes | None = None) -> "Params":
+        """Loads a model."""
+        from jsparse.models.checkpoint import load
+
+        return load(model, on_progress=on_progress, **vars(self))
 
 
 def complete_policy(incomplete: str) -> list[str]:
@@ -62,8 +77,6 @@ PolicyListOption = Annotated[
         help=f"Policy to compare with dense attention: {POLICY_FORMS} Repeatable.",
     ),
 ]
-
-_LOADING = ("model", "dtype", "weights", "revision", "tensor_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -122,36 +135,24 @@ class GenerationOptions:
         Option(help="Capacity of the cache in tokens; the default fits prompt and new tokens."),
     ] = None
     page_size: Annotated[int, Option(help="Tokens per page of the cache: 8, 16, 32 or 64.")] = 16
-    dtype: DtypeOption = None
-    weights: WeightsOption = None
-    revision: RevisionOption = None
-    tensor_parallel_size: TensorParallelSizeOption = 1
 
-    def load(self, on_progress: OnBytes) -> "Params":
+    def load(self, loading: LoadingOptions, on_progress: OnBytes) -> "Params":
         """Loads the model, after parsing the policy so that its errors come first."""
-        from jsparse.models.checkpoint import load
         from jsparse.policies.own_code import resolve
 
         resolve(self.policy)
-        return load(
-            self.model,
-            dtype=self.dtype,
-            weights=self.weights,
-            revision=self.revision,
-            tensor_parallel_size=self.tensor_parallel_size,
-            on_progress=on_progress,
-        )
+        return loading.load(self.model, on_progress)
 
     def arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments of `jsparse.generate`."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _LOADING}
+        given = {name: value for name, value in vars(self).items() if name != "model"}
         return given | {"stop": self.stop or (), "eos_token_id": self.eos_token_id or None}
 
 
 def takes_options(
-    kind: type[Any],
+    kind: type[Any], name: str = "options"
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replaces a command's parameter `options` by one per field of a dataclass, `kind`."""
+    """Replaces a command's parameter of this name by one per field of a dataclass, `kind`."""
     hints = get_type_hints(kind, include_extras=True)
     shared = [
         inspect.Parameter(
@@ -164,12 +165,12 @@ def takes_options(
     ]
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in inspect.signature(command).parameters.values() if p.name != "options"]
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != name]
 
         @functools.wraps(command)
         def wrapper(**given: Any) -> None:
-            options = kind(**{p.name: given.pop(p.name) for p in shared})
-            command(options=options, **given)
+            made = kind(**{p.name: given.pop(p.name) for p in shared})
+            command(**{name: made}, **given)
 
         return _with_parameters(wrapper, [*own, *shared])
 

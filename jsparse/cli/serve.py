@@ -8,14 +8,12 @@ from typer import Option
 
 from jsparse.cli import hosts
 from jsparse.cli.options import (
-    DtypeOption,
+    LoadingOptions,
     ModelOption,
     PolicyOption,
-    RevisionOption,
-    TensorParallelSizeOption,
-    WeightsOption,
     require,
     takes_model,
+    takes_options,
 )
 from jsparse.machine.extras import install
 
@@ -133,7 +131,9 @@ LogLevelOption = Annotated[
 
 
 @takes_model
+@takes_options(LoadingOptions, "loading")
 def serve(
+    loading: LoadingOptions,
     model: ModelOption = "smollm2",
     policy: PolicyOption = "dense",
     host: HostOption = "127.0.0.1",
@@ -143,7 +143,6 @@ def serve(
     gpu_memory_utilization: GpuMemoryUtilizationOption = 0.9,
     swap_space: SwapSpaceOption = 0.0,
     data_parallel_size: DataParallelSizeOption = 1,
-    tensor_parallel_size: TensorParallelSizeOption = 1,
     nnodes: hosts.NnodesOption = 1,
     node_rank: hosts.NodeRankOption = 0,
     master_addr: hosts.MasterAddrOption = None,
@@ -166,9 +165,6 @@ def serve(
     allowed_host: AllowedHostOption = None,
     special_tokens_in_messages: SpecialTokensInMessagesOption = False,
     log_level: LogLevelOption = "info",
-    dtype: DtypeOption = None,
-    weights: WeightsOption = None,
-    revision: RevisionOption = None,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API.
 
@@ -190,6 +186,7 @@ def serve(
     from jsparse.policies.own_code import resolve
 
     _check_numbers(port, max_waiting, max_logprobs, default_max_tokens, seed, drain_seconds)
+    tensor_parallel_size = loading.tensor_parallel_size
     for option, size in (("data", data_parallel_size), ("tensor", tensor_parallel_size)):
         require(f"--{option}-parallel-size", size, size >= 1, "at least 1")
     _check_key(api_key)
@@ -207,10 +204,7 @@ def serve(
     log.show(log_level)
     make_engine = partial(
         *(load_engine, model, policy),
-        dtype=dtype,
-        weights=weights,
-        revision=revision,
-        tensor_parallel_size=tensor_parallel_size,
+        **vars(loading),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         gpu_memory_utilization=gpu_memory_utilization,
