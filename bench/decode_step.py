@@ -74,18 +74,16 @@ def jsparse_step(
 
     from bench.lib.kernel_timing import step_kernels, traced
     from bench.lib.replay import parse
-    from jsparse import cache as kv_cache
-    from jsparse.benchmark.random_cache import random_cache
-    from jsparse.model_facts.constants import constants
+    from jsparse.cache import CacheSpec
     from jsparse.models.checkpoint import Params
     from jsparse.models.transformer import random_weights
     from jsparse.runtime.sampling import greedy
-    from jsparse.runtime.session import PrefillResult, Session
 
     method = parse(policy, context)
     config, given = SHAPES[shape], boundary_constants() if shape == "8b" else {}
     weights = random_weights(config, jnp.bfloat16, quantized=quantized)
-    spec = kv_cache.CacheSpec(
+    params = Params(weights, config, None, {}, shape, constants=given)
+    spec = CacheSpec(
         config.num_layers,
         batch,
         config.num_heads,
@@ -99,15 +97,8 @@ def jsparse_step(
     due = -(-method.services.period // count) + 1 if method.services.period <= STEPS else 0
     warm_up = max(WARM_UP, due)
     held = context - warm_up * count - STEPS * RUNS - PROFILED * count - 1
-    cache = random_cache(spec, held, method.fields)
-    params = Params(weights, config, None, {}, shape, constants=given)
-    view = kv_cache.StepView(cache, constants(params, method))
-    state = state_after_prompt(method, spec, view)
     steps = None if drafts else count
-    session = Session(params, method, spec, adopts=True, steps_per_program=steps, drafts=drafts)
-    logits = jnp.zeros((batch, config.vocab_size), jnp.float32)
-    session.adopt(PrefillResult(logits, cache, state))
-    del cache, view, state
+    session = full_session(params, method, spec, held, steps_per_program=steps, drafts=drafts)
     results = session.steps(greedy, (), limits=[context] * batch)
     next(results)
     began = time.perf_counter()
@@ -144,6 +135,23 @@ def jsparse_step(
         "read_fraction": float(shares.read.mean()),
         "peak_bytes": stats.get("peak_bytes_in_use"),
     } | found
+
+
+def full_session(params: Any, method: Any, spec: Any, held: int, **how: Any) -> Any:
+    """Returns a session whose rows hold so many random tokens, with the state after a prompt."""
+    import jax.numpy as jnp
+
+    from jsparse.benchmark.random_cache import random_cache
+    from jsparse.cache import StepView
+    from jsparse.model_facts.constants import constants
+    from jsparse.runtime.session import PrefillResult, Session
+
+    cache = random_cache(spec, held, method.fields)
+    state = state_after_prompt(method, spec, StepView(cache, constants(params, method)))
+    session = Session(params, method, spec, adopts=True, **how)
+    logits = jnp.zeros((spec.batch, params.config.vocab_size), jnp.float32)
+    session.adopt(PrefillResult(logits, cache, state))
+    return session
 
 
 def nbytes(arrays: Any) -> int:

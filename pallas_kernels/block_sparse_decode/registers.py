@@ -1,9 +1,5 @@
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false
-"""Defines the register operations of a multiplying warpgroup, on a GPU and in the interpreter.
-
-In the layout of wgmma a thread of warp w and lane l holds, of a product's M rows, 16 w + l / 4 and
-the one 8 below; of every 8 columns two, from 2 (l mod 4) on.
-"""
+"""Defines the register operations of a multiplying warpgroup, on a GPU and in the interpreter."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +13,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
-from jsparse.pallas_kernels.block_sparse_decode.problem import FIRST_ROW, THREADS, M, Problem
+from jsparse.pallas_kernels.block_sparse_decode.problem import FIRST_ROW, M, Problem
+from jsparse.pallas_kernels.mosaic_registers import (
+    below,
+    constant,
+    divided,
+    index,
+    plus,
+    position,
+)
 
 LOG2_E = 1.4426950408889634
 
@@ -98,9 +102,8 @@ def _bias_adder(p: Problem):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA), return_type=shape)
     def add_bias(_, bias_ref, logits):
-        def biased(value, index):  # index is (row, column); the column is page · P + token
-            size = arith.constant(index[1].type, p.page_size)
-            bias = memref.load(bias_ref, [arith.divui(index[1], size), arith.remui(index[1], size)])
+        def biased(value, at):  # the row and the column, which is page · P + token
+            bias = memref.load(bias_ref, divided(at[1], p.page_size))
             return arith.addf(value, arith.mulf(bias, arith.constant(value.type, LOG2_E)))
 
         return logits.foreach(biased, create_array=True)
@@ -122,29 +125,28 @@ def _store_rows(_, o_ref, lse_ref, run_s, x, y):  # [queries, H], [queries], [8]
     # parts[i, half]: columns 8 i + column and the next, of the row that lies 8 · half below
     parts, scalars = x.registers.reshape(-1, 2), y.registers.reshape(2)
     for half in range(2):
-        with mgpu.when(_below(row, o_ref.type.shape[0])):
-            at = _index(row)
+        with mgpu.when(below(row, o_ref.type.shape[0])):
+            at = index(row)
             for i, part in enumerate(parts[:, half]):
-                vector.store(part, o_ref, [at, _index(_plus(column, 8 * i))])
+                vector.store(part, o_ref, [at, index(plus(column, 8 * i))])
             # the four threads that share a row store the same lse
             memref.store(vector.extract(scalars[half], [], [0]), lse_ref, [at])
-        row = _plus(row, 8)
+        row = plus(row, 8)
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA))
 def _store_row(_, row_ref, run_s, x):  # [tokens], [8], [M, tokens]
     row, column = _position(run_s)  # a head's first row is one of the first 8
-    with mgpu.when(_below(row, 1)):
+    with mgpu.when(below(row, 1)):
         for i, part in enumerate(x.registers.reshape(-1, 2)[:, 0]):
-            vector.store(part, row_ref, [_index(_plus(column, 8 * i))])
+            vector.store(part, row_ref, [index(plus(column, 8 * i))])
 
 
 def _position(run_s):
     """Returns the first row and column that this thread holds; rows count from the head's first."""
-    warp, lane = _divided(_remainder(mgpu.thread_idx(), THREADS), 32)
-    row, pair = _divided(lane, 4)
+    row, column = position()
     first = memref.load(run_s, [arith.constant(ir.IndexType.get(), FIRST_ROW)])
-    return arith.subi(arith.addi(row, _times(warp, 16)), first), _times(pair, 2)
+    return arith.subi(row, first), column
 
 
 def _heads_loader(p: Problem):
@@ -160,10 +162,10 @@ def _heads_loader(p: Problem):
         # no load is masked: past the end the last head is read, and 0 taken in its place
         registers = []
         for at in strided.linear_thread_idxs():
-            last = _constant(at, p.pairs - 1)
+            last = constant(at, p.pairs - 1)
             value = memref.load(ref, [arith.minui(at, last)])
             there = arith.cmpi(arith.CmpIPredicate.ule, at, last)
-            registers.append(arith.select(there, value, _constant(value, 0)))
+            registers.append(arith.select(there, value, constant(value, 0)))
         vectors = [
             vector.broadcast(ir.VectorType.get((1,), value.type), value) for value in registers
         ]
@@ -172,32 +174,3 @@ def _heads_loader(p: Problem):
         )
 
     return load_heads
-
-
-def _constant(like, n: int):
-    return arith.constant(like.type, n)
-
-
-def _plus(x, n: int):
-    return arith.addi(x, _constant(x, n))
-
-
-def _times(x, n: int):
-    return arith.muli(x, _constant(x, n))
-
-
-def _remainder(x, n: int):
-    return arith.remui(x, _constant(x, n))
-
-
-def _divided(x, n: int):
-    return arith.divui(x, _constant(x, n)), _remainder(x, n)
-
-
-def _below(x, n: int):
-    # unsigned, so that rows before the head's first one, below 0, are not below n
-    return arith.cmpi(arith.CmpIPredicate.ult, x, _constant(x, n))
-
-
-def _index(x):
-    return arith.index_cast(ir.IndexType.get(), x)

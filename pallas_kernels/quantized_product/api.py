@@ -11,7 +11,7 @@ from jsparse.pallas_kernels.quantized_product import reference
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
 # the rows of x that tensor cores multiply with blocks as they read them: 16 by each reading of the
-# matrix, and a fourth reading would take as long as widening it does
+# matrix, of which four would take about as long as widening it
 MAX_ROWS = 48
 MAX_FEW_ROWS = 4  # without tensor cores
 MAX_WIDTH = 28_672  # of which shared memory has room for an eighth of 16 rows

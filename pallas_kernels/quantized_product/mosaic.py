@@ -11,7 +11,7 @@ but not those of other backends.
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import memref, vector
 from jaxtyping import Array, Float, Float32
 
+from jsparse.pallas_kernels.mosaic_registers import below, index, plus, position
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
 GROUP = 16  # rows of x in a launch
@@ -136,127 +136,60 @@ def best_parts(out: int, width: int, columns: int) -> int:
     return min(PARTS, key=cost)
 
 
+class Refs(NamedTuple):
+    """Names a launch's arrays, and a program's shared memory and barriers, in their order.
+
+    What a warpgroup fills another frees. A slot's nth use is its barriers' nth phase.
+    """
+
+    x: Any  # [rows, in]
+    values: Any  # [out, in]
+    scales: Any  # [in / 32, out]
+    out: Any  # [parts, rows, out]: each part's sums
+    x_s: Any  # [padded, part_columns]
+    values_s: Any  # [stages, ROWS, columns]
+    scales_s: Any  # [stages, columns / 32, ROWS]
+    sums_s: Any  # [turns - 1, ROWS, padded]: of the warpgroups but the first
+    x_full: Any  # the part's columns of x are there
+    full: Any  # [stages]: values and scales of a chunk are there
+    free: Any  # [stages]: they are used
+    sums_full: Any  # all but the first have stored their sums
+    sums_free: Any  # the first has added them to its own
+
+
 @cache
 def _kernel(p: Problem):
     """Builds the launch, which returns each part's sums [parts, rows, out]."""
-    blocks_of_chunk = p.columns // BLOCK
-    multiply, store = (_dots, _store) if p.interpret else (_wgmmas, _store_registers)
 
-    def body(x, values, scales, out, x_s, values_s, scales_s, sums_s, x_full, full, free, *sums):
-        warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        part = lax.rem(block, p.parts)  # of all of a program's units: p.blocks is a multiple
-        units = lax.div(p.units - block + p.blocks - 1, p.blocks)
-        sums_full, sums_free = sums
-
-        def rows_of(unit):
-            tile = lax.div(block + unit * p.blocks, p.parts)
-            return pl.ds(pl.multiple_of(tile * ROWS, ROWS), ROWS)
+    def body(*refs):
+        named, warpgroup = Refs(*refs), lax.axis_index("warpgroup")
 
         @pl.when(warpgroup < p.turns)
         def _():
-            plgpu.barrier_wait(x_full)
-
-            def chunk(unit, at, acc):
-                slot = lax.rem(unit * p.chunks + at, p.stages)
-                plgpu.barrier_wait(full.at[slot])
-                products = multiply(values_s.at[slot], x_s, at * blocks_of_chunk)
-                for nth_block, product in enumerate(products):
-                    scale = _load(p, scales_s.at[slot, nth_block], plgpu.Layout.WGMMA.reduce(1))
-                    scale = lax.broadcast_in_dim(scale.astype(jnp.float32), acc.shape, [0])
-                    acc = acc + product * scale
-                plgpu.barrier_arrive(free.at[slot])
-                return acc
-
-            def unit(nth, none):
-                # of all of a program's chunks every p.turns-th, so that a slot of shared memory is
-                # always the same warpgroup's, which counts the phases of its barriers
-                first = lax.rem(warpgroup + (p.turns - 1) * nth * p.chunks, p.turns)
-                own = lax.div(p.chunks - first + p.turns - 1, p.turns)
-                acc = jnp.full((ROWS, p.padded), 0.0, jnp.float32)
-                acc = plgpu.layout_cast(acc, plgpu.Layout.WGMMA)
-                acc = lax.fori_loop(
-                    0, own, lambda i, acc: chunk(nth, first + i * p.turns, acc), acc
-                )
-
-                @pl.when(warpgroup > 0)
-                def _():
-                    @pl.when(nth > 0)
-                    def _():
-                        plgpu.barrier_wait(sums_free)
-
-                    sums_s[warpgroup - 1] = acc
-                    plgpu.barrier_arrive(sums_full)
-
-                @pl.when(warpgroup == 0)
-                def _():
-                    whole = acc
-                    if p.turns > 1:
-                        plgpu.barrier_wait(sums_full)
-                    for other in range(p.turns - 1):
-                        whole = whole + _load(p, sums_s.at[other], plgpu.Layout.WGMMA)
-                    if p.turns > 1:
-                        plgpu.barrier_arrive(sums_free)
-                    store(out.at[part, :, rows_of(nth)], whole)
-
-                return none
-
-            lax.fori_loop(0, units, unit, jnp.int32(0))
-
-            @pl.when(warpgroup > 0)
-            def _():
-                plgpu.barrier_wait(sums_free)
+            _multiply(p, named, warpgroup)
 
         @pl.when(warpgroup == p.turns)
         def _():
-            # rows and columns past the end become 0, of values and scales, too
-            first_column = pl.multiple_of(part * p.part_columns, p.part_columns)
-            own = x.at[pl.ds(part * 0, p.padded), pl.ds(first_column, p.part_columns)]
-            plgpu.copy_gmem_to_smem(own, x_s, x_full)
-
-            def send(nth, none):
-                slot = lax.rem(nth, p.stages)
-
-                @pl.when(nth >= p.stages)
-                def _():
-                    plgpu.barrier_wait(free.at[slot])
-
-                rows, chunk = rows_of(lax.div(nth, p.chunks)), lax.rem(nth, p.chunks)
-                at = pl.multiple_of((part * p.chunks + chunk) * p.columns, p.columns)
-                first = (part * p.chunks + chunk) * blocks_of_chunk
-                copies = (
-                    (values.at[rows, pl.ds(at, p.columns)], values_s),
-                    (scales.at[pl.ds(first, blocks_of_chunk), rows], scales_s),
-                )
-                for source, target in copies:
-                    plgpu.copy_gmem_to_smem(source, target.at[slot], full.at[slot])
-                return none
-
-            sent = units * p.chunks
-            lax.fori_loop(0, sent, send, jnp.int32(0))
-
-            def drain(nth, none):
-                plgpu.barrier_wait(free.at[lax.rem(nth, p.stages)])
-                return none
-
-            lax.fori_loop(jnp.maximum(sent - p.stages, 0), sent, drain, jnp.int32(0))
+            _copy(p, named)
 
     body.__name__ = "quantized_product"
 
     def tiled(width: int, nbytes: int) -> tuple[Any, ...]:
         return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * nbytes)
 
+    others = max(p.turns - 1, 1)
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((p.parts, p.rows, p.out), jnp.float32),
         scratch_types=[
             plgpu.SMEM((p.padded, p.part_columns), jnp.bfloat16, transforms=tiled(BLOCK, 2)),
             plgpu.SMEM((p.stages, ROWS, p.columns), jnp.int8, transforms=tiled(128, 1)),
-            plgpu.SMEM((p.stages, blocks_of_chunk, ROWS), jnp.float16),
-            plgpu.SMEM((max(p.turns - 1, 1), ROWS, p.padded), jnp.float32),
+            plgpu.SMEM((p.stages, p.columns // BLOCK, ROWS), jnp.float16),
+            plgpu.SMEM((others, ROWS, p.padded), jnp.float32),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=2, num_barriers=p.stages),
             plgpu.Barrier(num_barriers=p.stages),
-            plgpu.Barrier(num_arrivals=max(p.turns - 1, 1)),
+            plgpu.Barrier(num_arrivals=others),
             plgpu.Barrier(),
         ],
         grid=(p.blocks,),
@@ -266,6 +199,110 @@ def _kernel(p: Problem):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if p.interpret else None,
     )
+
+
+def _share(p: Problem) -> tuple[Any, Any]:
+    """Returns the part that all units of a program have, and their number."""
+    block = lax.axis_index("block")
+    return lax.rem(block, p.parts), lax.div(p.units - block + p.blocks - 1, p.blocks)
+
+
+def _rows_of(p: Problem, unit: Any) -> Any:
+    """Returns the rows of the matrix that a program's nth unit has."""
+    tile = lax.div(lax.axis_index("block") + unit * p.blocks, p.parts)
+    return pl.ds(pl.multiple_of(tile * ROWS, ROWS), ROWS)
+
+
+def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
+    """Multiplies the chunks that are this warpgroup's turn; the first stores the sums of all."""
+    part, units = _share(p)
+    multiply, store = (_dots, _store) if p.interpret else (_wgmmas, _store_registers)
+    plgpu.barrier_wait(r.x_full)
+
+    def add_chunk(unit, at, acc):
+        slot = lax.rem(unit * p.chunks + at, p.stages)
+        plgpu.barrier_wait(r.full.at[slot])
+        products = multiply(r.values_s.at[slot], r.x_s, at * (p.columns // BLOCK))
+        for nth, product in enumerate(products):
+            scale = _load(p, r.scales_s.at[slot, nth], plgpu.Layout.WGMMA.reduce(1))
+            scale = lax.broadcast_in_dim(scale.astype(jnp.float32), acc.shape, [0])
+            acc = acc + product * scale
+        plgpu.barrier_arrive(r.free.at[slot])
+        return acc
+
+    def unit(nth, none):
+        # of all of a program's chunks every p.turns-th, so that a slot of shared memory is always
+        # the same warpgroup's, which counts the phases of its barriers
+        first = lax.rem(warpgroup + (p.turns - 1) * nth * p.chunks, p.turns)
+        own = lax.div(p.chunks - first + p.turns - 1, p.turns)
+        acc = jnp.full((ROWS, p.padded), 0.0, jnp.float32)
+        acc = plgpu.layout_cast(acc, plgpu.Layout.WGMMA)
+        acc = lax.fori_loop(0, own, lambda i, acc: add_chunk(nth, first + i * p.turns, acc), acc)
+
+        @pl.when(warpgroup > 0)
+        def _():
+            @pl.when(nth > 0)
+            def _():
+                plgpu.barrier_wait(r.sums_free)
+
+            r.sums_s[warpgroup - 1] = acc
+            plgpu.barrier_arrive(r.sums_full)
+
+        @pl.when(warpgroup == 0)
+        def _():
+            whole = acc
+            if p.turns > 1:
+                plgpu.barrier_wait(r.sums_full)
+            for other in range(p.turns - 1):
+                whole = whole + _load(p, r.sums_s.at[other], plgpu.Layout.WGMMA)
+            if p.turns > 1:
+                plgpu.barrier_arrive(r.sums_free)
+            store(r.out.at[part, :, _rows_of(p, nth)], whole)
+
+        return none
+
+    lax.fori_loop(0, units, unit, jnp.int32(0))
+
+    @pl.when(warpgroup > 0)
+    def _():
+        plgpu.barrier_wait(r.sums_free)
+
+
+def _copy(p: Problem, r: Refs) -> None:
+    """Copies the part's columns of x, and then chunk after chunk into slots that are free.
+
+    Rows and columns past the end become 0, of values and scales, too.
+    """
+    part, units = _share(p)
+    sent, blocks = units * p.chunks, p.columns // BLOCK
+    first_column = pl.multiple_of(part * p.part_columns, p.part_columns)
+    own = r.x.at[pl.ds(part * 0, p.padded), pl.ds(first_column, p.part_columns)]
+    plgpu.copy_gmem_to_smem(own, r.x_s, r.x_full)
+
+    def send(nth, none):
+        slot = lax.rem(nth, p.stages)
+
+        @pl.when(nth >= p.stages)
+        def _():
+            plgpu.barrier_wait(r.free.at[slot])
+
+        rows, chunk = _rows_of(p, lax.div(nth, p.chunks)), lax.rem(nth, p.chunks)
+        at = pl.multiple_of((part * p.chunks + chunk) * p.columns, p.columns)
+        first = (part * p.chunks + chunk) * blocks
+        copies = (
+            (r.values.at[rows, pl.ds(at, p.columns)], r.values_s),
+            (r.scales.at[pl.ds(first, blocks), rows], r.scales_s),
+        )
+        for source, target in copies:
+            plgpu.copy_gmem_to_smem(source, target.at[slot], r.full.at[slot])
+        return none
+
+    def drain(nth, none):
+        plgpu.barrier_wait(r.free.at[lax.rem(nth, p.stages)])
+        return none
+
+    lax.fori_loop(0, sent, send, jnp.int32(0))
+    lax.fori_loop(jnp.maximum(sent - p.stages, 0), sent, drain, jnp.int32(0))
 
 
 def _load(p: Problem, ref: Any, layout: Any) -> Any:
@@ -308,30 +345,13 @@ def _store(out: Any, sums: Any) -> None:  # [rows, ROWS], [ROWS, padded]
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
 def _store_registers(_, out, sums) -> None:  # [rows, ROWS], [ROWS, padded]
-    """Stores the rows of x that count; a thread holds two of every 8, for two rows of the matrix.
-
-    Thread l of warp w has rows 16 w + l / 4 and the one 8 below, and of every 8 columns two, from
-    2 (l mod 4) on.
-    """
-
-    def number(like, n):
-        return arith.constant(like.type, n)
-
-    def index(x):
-        return arith.index_cast(ir.IndexType.get(), x)
-
-    thread = mgpu.thread_idx()
-    thread = arith.remui(thread, number(thread, 128))
-    warp, lane = (op(thread, number(thread, 32)) for op in (arith.divui, arith.remui))
-    row, pair = (op(lane, number(lane, 4)) for op in (arith.divui, arith.remui))
-    row = arith.addi(row, arith.muli(warp, number(warp, 16)))
-    column = arith.muli(pair, number(pair, 2))
-    parts = sums.registers.reshape(-1, 2)  # [columns / 8, half]
-    for nth, of_column in enumerate(parts):
-        for half, values in enumerate(of_column):
-            at = index(arith.addi(row, number(row, 8 * half)))
+    """Stores the rows of x that count, which are columns of the sums."""
+    row, column = position()
+    # parts[i, half]: columns 8 i + column and the next, of the row that lies 8 · half below
+    for i, parts in enumerate(sums.registers.reshape(-1, 2)):
+        for half, part in enumerate(parts):
+            at = index(plus(row, 8 * half))
             for one in range(2):
-                own = arith.addi(column, number(column, 8 * nth + one))
-                counts = arith.cmpi(arith.CmpIPredicate.ult, own, number(own, out.type.shape[0]))
-                with mgpu.when(counts):
-                    memref.store(vector.extract(values, [], [one]), out, [index(own), at])
+                own = plus(column, 8 * i + one)
+                with mgpu.when(below(own, out.type.shape[0])):
+                    memref.store(vector.extract(part, [], [one]), out, [index(own), at])

@@ -24,11 +24,11 @@ def wanted(x, matrix):
     return whole
 
 
-def close(got, x, matrix, rounding):
-    """Sums are as far off as their terms were rounded."""
+def is_close(got, x, matrix, rounding):
+    """Whether sums are at most as far off as if their terms had been rounded so."""
     size = {name: np.abs(np.asarray(part, np.float64)) for name, part in matrix.items()}
     terms = wanted(np.abs(np.asarray(x, np.float64)), size)
-    assert (np.abs(np.asarray(got, np.float64) - wanted(x, matrix)) <= rounding * terms).all()
+    return (np.abs(np.asarray(got, np.float64) - wanted(x, matrix)) <= rounding * terms).all()
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_the_reference_is_a_product_with_the_blocks_numbers(case):
     got = product(x, matrix, dtype=jnp.float32)
     assert got.dtype == jnp.float32
     assert got.shape == (*case.batch, case.out)
-    close(got, x, matrix, 2.0**-8 if case.dtype == "bfloat16" else 2.0**-20)
+    assert is_close(got, x, matrix, 2.0**-8 if case.dtype == "bfloat16" else 2.0**-20)
     assert product(x, matrix).dtype == x.dtype
 
 
@@ -59,7 +59,7 @@ def test_the_kernel_rounds_nothing_but_sums(case, how):
     x, matrix = case.build()
     x = x.reshape(-1, case.width)
     got = mosaic.quantized_product(x, matrix, dtype=jnp.float32, interpret=True, **HOW[how])
-    close(got, x, matrix, 2.0**-20)
+    assert is_close(got, x, matrix, 2.0**-20)
 
 
 # products of Llama 3.1 8B, of a 70B's half, of SmolLM2's MLP and of the widest that is taken
