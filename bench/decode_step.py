@@ -11,9 +11,11 @@ step, fed back on the device, by the session's own loop. Contenders, each in its
 A policy's state is that after a prompt that filled the cache. path.py:function names one of your
 own. replayed(…) around an expression replays counts of a trace; see bench.twilight_trace.
 
---shape 135m takes SmolLM2's shape instead, for our steps. --weights q8_0 keeps matrices as 8-bit
-blocks. --profile adds a table of a step's kernels, from two programs under jax's profiler after all
-timings: name without its number, launches and microseconds per step, and for how long any ran.
+--shape takes SmolLM2's shape or that of Llama 3.1 70B instead, for our steps. --weights q8_0 keeps
+matrices as 8-bit blocks. --ranks spreads the model over so many GPUs; bytes are then those of one.
+--profile adds a table of a step's kernels on the first GPU, from two programs under jax's profiler
+after all timings: name without its number, launches and microseconds per step, and for how long any
+ran.
 
 With --drafts K a "step" is a round of `exact`: K drafts of the policy, and a check of them by dense
 attention. With random weights few agree; what a round takes does not depend on that.
@@ -29,12 +31,14 @@ import itertools
 import json
 import subprocess
 import time
+from dataclasses import replace
 from typing import Any
 
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
 from bench.lib.llama_8b import (
     LLAMA_8B,
+    LLAMA_70B,
     READ_BANDWIDTH,
     READ_BANDWIDTHS,
     boundary_constants,
@@ -47,7 +51,7 @@ from bench.lib.subprocesses import run_child, spread, write_report
 CONTENDERS = ("jsparse", "hf-eager", "hf-compile", "hf-cudagraphs")
 # programs that are not timed; steps per timing, in programs of any size; timings
 WARM_UP, STEPS, RUNS = 5, 104, 5
-SHAPES = {"8b": LLAMA_8B, "135m": SMOLLM2}
+SHAPES = {"8b": LLAMA_8B, "70b": LLAMA_70B, "135m": SMOLLM2}
 PROFILED = 2  # programs under the profiler
 HF_STEPS = {"hf-eager": 4, "hf-compile": 20, "hf-cudagraphs": 20}
 
@@ -61,6 +65,7 @@ def jsparse_step(
     *,
     shape: str = "8b",
     quantized: bool = False,
+    ranks: int = 1,
     profiled: bool = False,
 ) -> dict[str, Any]:
     """Times the package's own loop at a nearly full cache, `count` steps per program.
@@ -70,19 +75,15 @@ def jsparse_step(
     if drafts:
         count = drafts + 1
     import jax
-    import jax.numpy as jnp
 
     from bench.lib.kernel_timing import step_kernels, traced
     from bench.lib.replay import parse
     from jsparse.cache import CacheSpec
-    from jsparse.models.checkpoint import Params
-    from jsparse.models.transformer import random_weights
     from jsparse.runtime.sampling import greedy
 
     method = parse(policy, context)
-    config, given = SHAPES[shape], boundary_constants() if shape == "8b" else {}
-    weights = random_weights(config, jnp.bfloat16, quantized=quantized)
-    params = Params(weights, config, None, {}, shape, constants=given)
+    params = shaped_model(shape, context, ranks, quantized=quantized)
+    config, weights = params.config, params.weights
     spec = CacheSpec(
         config.num_layers,
         batch,
@@ -92,6 +93,7 @@ def jsparse_step(
         16,
         context // 16,
         "bfloat16",
+        ranks=ranks,
     )
     # maintenance that falls into every timing is compiled before the first
     due = -(-method.services.period // count) + 1 if method.services.period <= STEPS else 0
@@ -123,13 +125,14 @@ def jsparse_step(
         found = {"kernels": step_kernels(events, PROFILED * (1 if drafts else count))}
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
+    embedding = nbytes(weights["params"]["embed"])
     return {
         "device": device.device_kind,
         "seconds": spread(times),
         "warm_up": warm_up,
         "compile_seconds": compiled,
-        "weight_bytes": nbytes(weights),
-        "embedding_bytes": 0 if config.tie_word_embeddings else nbytes(weights["params"]["embed"]),
+        "weight_bytes": nbytes(weights) // ranks,
+        "embedding_bytes": 0 if config.tie_word_embeddings else embedding // ranks,
         "cache_bytes": spec.nbytes,
         "attended_fraction": float(shares.attended.mean()),
         "read_fraction": float(shares.read.mean()),
@@ -137,21 +140,49 @@ def jsparse_step(
     } | found
 
 
-def full_session(params: Any, method: Any, spec: Any, held: int, **how: Any) -> Any:
-    """Returns a session whose rows hold so many random tokens, with the state after a prompt."""
+def shaped_model(shape: str, context: int, ranks: int, *, quantized: bool) -> Any:
+    """Returns a model of random weights, with positions for such a context."""
     import jax.numpy as jnp
 
-    from jsparse.benchmark.random_cache import random_cache
-    from jsparse.cache import StepView
+    from bench.lib.spread_model import spread_model
+    from jsparse.models.checkpoint import Params
+    from jsparse.models.transformer import random_weights
+
+    config, given = SHAPES[shape], {} if shape == "135m" else boundary_constants()
+    config = replace(config, max_position_embeddings=max(context, config.max_position_embeddings))
+    if ranks > 1:
+        return replace(spread_model(config, ranks), constants=given)
+    weights = random_weights(config, jnp.bfloat16, quantized=quantized)
+    return Params(weights, config, None, {}, shape, constants=given)
+
+
+def full_session(params: Any, method: Any, spec: Any, held: int, **how: Any) -> Any:
+    """Returns a session whose rows hold so many random tokens, with the state after a prompt.
+
+    Where the model is spread over ranks, all of them have the same K and V.
+    """
+    import jax.numpy as jnp
+
     from jsparse.model_facts.constants import constants
     from jsparse.runtime.session import PrefillResult, Session
+    from jsparse.runtime.spread_programs import by_rank, same_on_all
 
-    cache = random_cache(spec, held, method.fields)
-    state = state_after_prompt(method, spec, StepView(cache, constants(params, method)))
+    fill = by_rank(filled, params.mesh, static=("method", "spec", "held"))
+    cache, state = fill(constants(params, method), method, spec, held)
     session = Session(params, method, spec, adopts=True, **how)
     logits = jnp.zeros((spec.batch, params.config.vocab_size), jnp.float32)
+    logits = logits if params.mesh is None else same_on_all(logits, params.mesh)
     session.adopt(PrefillResult(logits, cache, state))
     return session
+
+
+def filled(known: Any, method: Any, spec: Any, held: int) -> Any:
+    """Returns a cache of so many random tokens per row, with the state after a prompt."""
+    from jsparse.benchmark.random_cache import random_cache
+    from jsparse.cache import StepView
+
+    cache = random_cache(spec, held, method.fields)
+    return cache, state_after_prompt(method, spec, StepView(cache, known))
 
 
 def nbytes(arrays: Any) -> int:
@@ -237,6 +268,9 @@ def main() -> None:
     parser.add_argument(
         "--weights", nargs="+", choices=("bf16", "q8_0"), default=["bf16"], help="of our steps"
     )
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, default=[1], help="GPUs that share a step of ours"
+    )
     parser.add_argument("--profile", action="store_true", help="add a table by kernel to our rows")
     parser.add_argument(
         "--child",
@@ -253,6 +287,7 @@ def main() -> None:
                 *(batch, context, policy, args.steps_per_program, args.drafts),
                 shape=args.shape,
                 quantized=args.weights == ["q8_0"],
+                ranks=args.ranks[0],
                 profiled=args.profile,
             )
             if name == "jsparse"
@@ -264,6 +299,8 @@ def main() -> None:
         parser.error(
             f"--shape {args.shape}: Hugging Face's steps are of 8b alone: add --only jsparse"
         )
+    if "q8_0" in args.weights and max(args.ranks) > 1:
+        parser.error(f"--ranks {max(args.ranks)}: --weights must be bf16 on several GPUs")
     count = args.steps_per_program
     settings = {"warm_up": WARM_UP, "steps": STEPS, "hf_steps": HF_STEPS, "runs": RUNS}
     settings |= {"steps_per_program": count, "drafts": args.drafts, "shape": args.shape}
@@ -278,10 +315,12 @@ def main() -> None:
     }
     for case in args.cases:
         for name in args.only:
-            ours = itertools.product(args.policy, args.weights)
-            for policy, weights in ours if name == "jsparse" else [("dense", "bf16")]:
-                run = measure(name, case, policy, [*options, "--weights", weights])
-                row = {"case": case, "name": name, "policy": policy, "weights": weights, **run}
+            ours = itertools.product(args.policy, args.weights, args.ranks)
+            for policy, weights, ranks in ours if name == "jsparse" else [("dense", "bf16", 1)]:
+                asked = [*options, "--weights", weights, "--ranks", f"{ranks}"]
+                run = measure(name, case, policy, asked)
+                row = {"case": case, "name": name, "policy": policy, "weights": weights}
+                row |= {"ranks": ranks, **run}
                 report["results"].append(row)
                 print(summary(row), flush=True)
                 write_report(args.json, report)
@@ -311,6 +350,7 @@ def summary(row: dict[str, Any]) -> str:
     seconds = row["seconds"]
     median, minimum, maximum = (seconds[key] * 1e3 for key in ("median", "min", "max"))
     text = f"{row['case']:>10} {row['name']:14} {row['policy']:30} {row['weights']:5}"
+    text += f" on {row['ranks']}" if row["ranks"] > 1 else ""
     text += f"{median:8.2f} ms ({minimum:.2f}-{maximum:.2f})"
     if "floor_seconds" in row:
         text += f"  floor {row['floor_seconds'] * 1e3:.2f} ms, {row['over_floor']:.2f}x"

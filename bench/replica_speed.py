@@ -1,7 +1,7 @@
-"""What do two engines on two GPUs serve beside one?
+"""What do several engines on as many GPUs serve beside one?
 
-Random weights and prompts, over HTTP. For each model, all engines behind the router and then one
-behind it, and before each measurement a smaller one, so that all programs are compiled:
+Random weights and prompts, over HTTP. For each model, each number of engines of --engines behind
+the router, and before each measurement a smaller one, so that all programs are compiled:
 
     ragged      prompts of 2,048 tokens at once, new tokens log-uniform in 32 to 2,048; as many per
                 engine with several as with one, so that the last answers wait for no more others;
@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(REQUESTS), choices=list(REQUESTS))
     parser.add_argument("--workloads", nargs="+", default=WORKLOADS, choices=WORKLOADS)
     parser.add_argument("--policy", default="dense")
-    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--engines", nargs="+", type=int, default=[2, 1])
     parser.add_argument("--serve", nargs=3, metavar=("MODEL", "POLICY", "ENGINES"))
     args = parser.parse_args()
     if args.serve:
@@ -197,16 +197,22 @@ def main() -> None:
     report |= {"clients": CLIENTS, "rows": []}
     for model in args.models:
         rows = []
-        for engines in (args.engines, 1):
+        for engines in args.engines:
             rows.append(measured(model, args.policy, engines, args.workloads))
             report["rows"].append(rows[-1])
             print(json.dumps(rows[-1]), flush=True)
             write_report(args.json, report)
-        if "ragged" in args.workloads:
-            several, one = (row["ragged"]["tokens_per_second"] for row in rows)
-            rows[0]["over_one"] = several / one
-            print(model, "over one:", several / one, flush=True)
+        one = next((row for row in rows if row["engines"] == 1), None)
+        if one is not None and "ragged" in args.workloads:
+            for row in rows:
+                row["over_one"] = rate(row) / rate(one)
+                print(model, row["engines"], "over one:", row["over_one"], flush=True)
             write_report(args.json, report)
+
+
+def rate(row: dict[str, Any]) -> float:
+    """Returns the tokens per second of ragged answers."""
+    return row["ragged"]["tokens_per_second"]
 
 
 if __name__ == "__main__":

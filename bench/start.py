@@ -99,7 +99,7 @@ def start(policy: str, ranks: int) -> dict[str, Any]:
     lap()
     if on_gpu:
         from bench.lib.llama_8b import LLAMA_8B
-        from bench.tensor_parallel import spread_model
+        from bench.lib.spread_model import spread_model
 
         model = spread_model(LLAMA_8B, ranks)
         jax.block_until_ready(model.weights)

@@ -18,15 +18,13 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from bench.engine_speed import memory_peaks, random_model
+from bench.engine_speed import memory_peaks
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
-from bench.lib.llama_8b import LLAMA_8B, READ_BANDWIDTHS
+from bench.lib.llama_8b import LLAMA_8B, LLAMA_70B, READ_BANDWIDTHS
+from bench.lib.spread_model import spread_model
 from bench.lib.subprocesses import write_report
 
-LLAMA_70B = replace(
-    LLAMA_8B, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64
-)
 LLAMA_256K = replace(LLAMA_8B, max_position_embeddings=2**18 + 256)
 K = 1024
 # shape, prompts, their length, new tokens, and whether one GPU has room
@@ -36,29 +34,6 @@ PARTS = {
     "many": (LLAMA_256K, 3, 256 * K, 64, False),
     "large": (LLAMA_70B, 1, 64 * K, 64, False),
 }
-
-
-def spread_model(shape: Any, ranks: int) -> Any:
-    """Returns a model of random weights over so many GPUs, none of which ever has the whole."""
-    import jax
-    import jax.numpy as jnp
-
-    from jsparse.models.checkpoint import Params
-    from jsparse.models.spreading import Spreading
-    from jsparse.models.transformer import random_weight, weight_shapes
-
-    if ranks == 1:
-        return random_model(shape)
-    spreading = Spreading(shape, ranks)
-    found, tree = jax.tree.flatten_with_path(weight_shapes(shape, jnp.bfloat16)["params"])
-    leaves = []
-    for nth, (path, leaf) in enumerate(found):
-        whole = random_weight(jax.random.key(nth), leaf.shape, leaf.dtype)
-        name = "/".join(entry.key for entry in path)
-        leaves.append(jax.block_until_ready(spreading.place(name, whole)))
-    weights = {"params": jax.tree.unflatten(tree, leaves)}
-    params = Params(weights, spreading.config, None, {}, "random")
-    return replace(params, mesh=spreading.mesh)
 
 
 def floor_ms(shape: Any, rows: int, tokens: int, ranks: int, device: str) -> float:

@@ -119,7 +119,7 @@ def profile(
 
 
 def read_trace(folder: Path) -> list[Event]:
-    """Returns everything that ran on the GPU's streams, ordered by start."""
+    """Returns everything that ran on the streams of the first GPU, ordered by start."""
     (path,) = folder.rglob("*.trace.json.gz")
     with gzip.open(path) as file:
         entries = json.load(file)["traceEvents"]
@@ -129,7 +129,7 @@ def read_trace(folder: Path) -> list[Event]:
     streams = {
         line
         for line, name in lines.items()
-        if "GPU" in processes.get(line[0], "") and "Stream" in name
+        if "GPU:0" in processes.get(line[0], "") and "Stream" in name
     }
     found = [
         Event(e["name"], e["ts"], e.get("dur", 0.0))

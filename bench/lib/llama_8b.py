@@ -1,7 +1,9 @@
-"""Defines the shape of the GPU benchmarks, Llama 3.1 8B.
+"""Defines the shapes of the GPU benchmarks, Llama 3.1 8B's and that of 70B.
 
 Weights are random: right for speed, never for quality.
 """
+
+from dataclasses import replace
 
 from jsparse.models.config import Llama3Rope, ModelConfig
 
@@ -19,6 +21,9 @@ LLAMA_8B = ModelConfig(
     rope_scaling=Llama3Rope(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     ),
+)
+LLAMA_70B = replace(
+    LLAMA_8B, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64
 )
 
 # Measured read bandwidths, bytes/s (XLA sums 2 GB): floors are bytes over these. A device that is
