@@ -320,6 +320,13 @@ OPS = {
         ),
         lambda case: replace(case, dtype="bfloat16").build(),
     ),
+    "block_sparse_rows": Op(
+        partial(attention, block_sparse_decode, "triton"),
+        named(
+            MOSAIC_CASES, "bits_16 dense_and_bits all_dense head_dim_96 head_dim_256 many_splits"
+        ),
+        lambda case: replace(case, dtype="bfloat16").build(),
+    ),
     "int4_scores": Op(
         int4_scored,
         named(

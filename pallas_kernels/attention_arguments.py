@@ -5,8 +5,11 @@ from typing import get_args
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.dispatch import MAX_WIDTH, no_triton
 from jsparse.partials import StatsKind
 from jsparse.selection import MAX_BITS_PAGE, Selection
+
+_TYPES = ("bfloat16", "float16", "float32")
 
 
 def check_shapes(
@@ -70,3 +73,18 @@ def check_stats(stats: str | None) -> None:
     kinds = get_args(StatsKind)
     if stats is not None and stats not in kinds:
         raise ValueError(f"stats={stats!r}: must be None or one of {list(kinds)}")
+
+
+def no_rows(q: Float[Array, "B N H"], layer: LayerCache, *, max_group: int) -> str | None:
+    """Returns why the Triton kernel of attention to rows of K and V cannot run here, or None."""
+    types = {array.dtype.name for array in (q, layer.k, layer.v)}
+    if len(types) > 1 or types.isdisjoint(_TYPES):
+        return (
+            f"takes q, K and V of one type of {', '.join(_TYPES)}, not {', '.join(sorted(types))}"
+        )
+    group, head_dim = q.shape[1] // layer.lengths.shape[1], q.shape[2]
+    if group > max_group:
+        return f"takes at most {max_group} query heads per KV head, not {group}"
+    if head_dim > MAX_WIDTH or head_dim % 8:
+        return f"takes head dimensions up to {MAX_WIDTH} that are multiples of 8, not {head_dim}"
+    return no_triton()

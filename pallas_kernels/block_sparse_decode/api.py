@@ -8,14 +8,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.attention_arguments import check_shapes, check_stats
+from jsparse.pallas_kernels.attention_arguments import check_shapes, check_stats, no_rows
 from jsparse.pallas_kernels.block_sparse_decode import reference
 from jsparse.pallas_kernels.block_sparse_decode.cascade import cascade, lists_nothing
 from jsparse.pallas_kernels.dispatch import Backend, no_mosaic, run
 from jsparse.partials import AttentionOut, ListedLogits, StatsKind
 from jsparse.selection import Selection
 
-MAX_QUERIES = 64  # of a KV head in the Mosaic kernel: rows of a wgmma
+MAX_QUERIES = 64  # of a KV head, with the mean that a report takes: rows of a wgmma
 
 
 def _mosaic():
@@ -49,8 +49,23 @@ def _not_mosaic(
     return reason
 
 
+def _triton():
+    from jsparse.pallas_kernels.token_sparse_decode import triton_gpu
+
+    return triton_gpu.sparse_decode
+
+
+def _not_triton(
+    q: Float[Array, "B N H"], layer: LayerCache, *_: Any, stats: StatsKind | None, **__: Any
+) -> str | None:
+    if layer.page_pools:
+        return "takes K and V on the device"
+    return no_rows(q, layer, max_group=MAX_QUERIES - (stats is not None))
+
+
 BACKENDS = (
     Backend("mosaic", _mosaic, _not_mosaic),
+    Backend("triton", _triton, _not_triton),
     Backend("reference", lambda: reference.block_sparse_decode),
 )
 
@@ -78,8 +93,8 @@ def block_sparse_decode(
             "listed_logits", which is empty for lists of pages, or None.
         dtype: the type to which o is rounded at the end; float32 where it is to be merged with
             another.
-        implementation: "mosaic" (compute capability 9 or more; bfloat16 or float16), "reference",
-            or None for the first of them that can run.
+        implementation: "mosaic" (Hopper; bfloat16 or float16), "triton" (compute capability 8 or
+            more), "reference", or None for the first of them that can run.
 
     Returns:
         o, float32 lse, and stats if asked for.

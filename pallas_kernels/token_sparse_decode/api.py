@@ -5,40 +5,27 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.attention_arguments import check_shapes, check_stats
-from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
+from jsparse.pallas_kernels.attention_arguments import check_shapes, check_stats, no_rows
+from jsparse.pallas_kernels.dispatch import Backend, run
 from jsparse.pallas_kernels.token_sparse_decode import reference
 from jsparse.partials import AttentionOut, StatsKind
 from jsparse.selection import Selection
 
-_MAX_GROUP, _MAX_HEAD_DIM = 16, 256
-_TYPES = ("bfloat16", "float16", "float32")
+_MAX_GROUP = 16
 
 
 def _triton():
     from jsparse.pallas_kernels.token_sparse_decode import triton_gpu
 
-    return triton_gpu.token_sparse_decode
+    return triton_gpu.sparse_decode
 
 
-def _refusal(q: Float[Array, "B N H"], layer: LayerCache, *_, **__) -> str | None:
-    types = {array.dtype.name for array in (q, layer.k, layer.v)}
-    if len(types) > 1 or types.isdisjoint(_TYPES):
-        return (
-            f"takes q, K and V of one type of {', '.join(_TYPES)}, not {', '.join(sorted(types))}"
-        )
-    group, head_dim = q.shape[1] // layer.lengths.shape[1], q.shape[2]
-    if group > _MAX_GROUP:
-        return f"takes at most {_MAX_GROUP} query heads per KV head, not {group}"
-    if head_dim > _MAX_HEAD_DIM or head_dim % 8:
-        return (
-            f"takes head dimensions up to {_MAX_HEAD_DIM} that are multiples of 8, not {head_dim}"
-        )
-    return no_triton()
+def _not_triton(q: Float[Array, "B N H"], layer: LayerCache, *_, **__) -> str | None:
+    return no_rows(q, layer, max_group=_MAX_GROUP)
 
 
 BACKENDS = (
-    Backend("triton", _triton, _refusal),
+    Backend("triton", _triton, _not_triton),
     Backend("reference", lambda: reference.token_sparse_decode),
 )
 

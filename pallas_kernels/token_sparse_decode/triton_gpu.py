@@ -1,7 +1,7 @@
-"""Implements `api.token_sparse_decode` with jax-triton; all heads' lists are one pool of work.
+"""Attends to listed tokens or pages with jax-triton; all heads' lists are one pool of work.
 
-Rows are gathered one by one, those of K only where the list brings no logits. The list of a head
-is cut into units, whose length depends on what that head lists alone, so that a row gives the same
+Rows are gathered one by one, those of K only where the list brings no logits. A page stands for its
+tokens, whose rows lie behind one another. The list of a head is cut into units, whose length depends on what that head lists alone, so that a row gives the same
 bits alone and in any batch. A fixed number of programs share out the units of all heads, which each
 of them finds by itself in a prefix sum over all counts; a second, small launch merges the units of
 every head.
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import triton
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
@@ -23,6 +24,8 @@ from jsparse.pallas_kernels.token_sparse_decode.triton_kernel import attend_kern
 from jsparse.pallas_kernels.token_sparse_decode.triton_tiers import Pools
 from jsparse.partials import AttentionOut, ListedLogits, Stats, StatsKind, softmax_partial
 from jsparse.selection import Selection
+
+MAX_SUMS = 64 * 128  # sums of V that the registers of four warps hold
 
 
 class TokenTiling(NamedTuple):
@@ -53,6 +56,8 @@ class LaunchPlan:
         ring: pages in the ring of a head; 0 where all of K and V lies in one memory.
         resident: whether heads may have all their pages on the device.
         known: whether lists bring logits.
+        tokens: tokens that an id of the lists stands for, 1 or those of a page.
+        has_bits: whether pages carry token bits.
         has_dense, has_table, has_bias: whether there are dense heads, a block table, a bias.
         mean: the number of queries before the group's own: 1, their mean, whose logits are
             reported, or 0.
@@ -71,6 +76,8 @@ class LaunchPlan:
     ring: int
     resident: bool
     known: bool
+    tokens: int
+    has_bits: bool
     has_dense: bool
     has_table: bool
     has_bias: bool
@@ -86,17 +93,20 @@ class LaunchPlan:
     precision: str
 
 
-def default_tiling(head_dim: int, itemsize: int, *, listed: bool = False) -> TokenTiling:
+def default_tiling(
+    head_dim: int, itemsize: int, *, listed: bool = False, rows: int = 16
+) -> TokenTiling:
     """Chooses blocks of 16 KB of K.
 
     Two of them and two of V in flight, in each of three programs, fill a multiprocessor; where
     logits are listed, registers do not hold more than two programs.
     """
     block = min(max(16384 // (triton.next_power_of_2(head_dim) * itemsize), 16), 128)
-    return TokenTiling(block, programs=2 if listed else 3)
+    many = rows * triton.next_power_of_2(head_dim) > MAX_SUMS
+    return TokenTiling(block, programs=2 if listed else 3, num_warps=8 if many else 4)
 
 
-def token_sparse_decode(
+def sparse_decode(
     q: Float[Array, "B N H"],
     layer: LayerCache,
     selection: Selection,
@@ -106,19 +116,22 @@ def token_sparse_decode(
     dtype: DTypeLike = jnp.float32,
     tiling: TokenTiling | None = None,
 ) -> AttentionOut:
-    """Implements `api.token_sparse_decode` with jax-triton."""
+    """Implements `token_sparse_decode` and `block_sparse_decode` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, heads), head_dim, capacity = layer.lengths.shape, q.shape[2], selection.ids.shape[2]
     pairs, group = batch * heads, q.shape[1] // heads
     listed = stats == "listed_logits"
     by_slot = stats is not None and not listed  # the logits of the mean query
+    queries = group + by_slot
+    rows = max(16, triton.next_power_of_2(queries))  # 16 rows are the fewest of an MMA
     if tiling is None:
-        tiling = default_tiling(head_dim, q.dtype.itemsize, listed=listed)
+        tiling = default_tiling(head_dim, q.dtype.itemsize, listed=listed, rows=rows)
+    tokens = 1 if selection.granularity == "token" else layer.page_size
     # a list, and the newest token behind it
-    longest = capacity + 1 if selection.dense is None else max(capacity + 1, layer.capacity)
+    longest = capacity * tokens + 1
+    longest = longest if selection.dense is None else max(longest, layer.capacity)
     splits = min(tiling.max_units, triton.cdiv(longest, tiling.block * tiling.unit_blocks))
-    rows = group + by_slot
     ring, pools = tiers(layer)
     plan = LaunchPlan(
         block=tiling.block,
@@ -128,6 +141,8 @@ def token_sparse_decode(
         resident=pools.own_first is not None,
         # dense heads and the mean query read keys of which no logits are known
         known=selection.logits is not None and selection.dense is None and not by_slot,
+        tokens=tokens,
+        has_bits=selection.bits is not None and capacity > 0,
         has_dense=selection.dense is not None,
         has_table=layer.block_table is not None,
         has_bias=layer.bias is not None,
@@ -136,7 +151,7 @@ def token_sparse_decode(
         group=group,
         head_dim=head_dim,
         page_size=layer.page_size,
-        rows=max(16, triton.next_power_of_2(rows)),  # 16 rows are the fewest of an MMA
+        rows=rows,
         cols=max(16, triton.next_power_of_2(head_dim)),
         pairs=triton.next_power_of_2(pairs),
         scale=sm_scale,
@@ -153,21 +168,21 @@ def token_sparse_decode(
         splits,
         kernel=attend_kernel,
         out_shape=[
-            jax.ShapeDtypeStruct((pairs, splits, rows, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((pairs, splits, rows), jnp.float32),
+            jax.ShapeDtypeStruct((pairs, splits, queries, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((pairs, splits, queries), jnp.float32),
             jax.ShapeDtypeStruct((pairs,), jnp.int32),
             whole_row if by_slot else of_list if listed else nothing,
             jax.ShapeDtypeStruct((batch, heads, capacity + 1), jnp.int32) if listed else nothing,
             jax.ShapeDtypeStruct((batch, heads), jnp.int32) if listed else nothing,
         ],
-        input_output_aliases={9: 3} if by_slot else {},
+        input_output_aliases={10: 3} if by_slot else {},
         grid=min(pairs * splits, tiling.programs * jax.local_devices()[0].core_count),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         plan=plan,
     )
     o, lse = merge_splits(
-        o, lse, used, rows, lse_only=plan.mean, dtype=dtype, implementation="triton"
+        o, lse, used, queries, lse_only=plan.mean, dtype=dtype, implementation="triton"
     )
     out = AttentionOut(o.reshape(q.shape), lse[:, -group:].reshape(q.shape[:2]))
     if stats is None:
@@ -199,6 +214,9 @@ def _inputs(
         selection.count,
         selection.dense,
         selection.ids if selection.ids.shape[2] else None,
+        lax.bitcast_convert_type(selection.bits, jnp.int32)
+        if plan.has_bits and selection.bits is not None
+        else None,
         layer.block_table,
         layer.bias,
         jnp.full(mean_logits, -jnp.inf, jnp.float32) if plan.mean else None,

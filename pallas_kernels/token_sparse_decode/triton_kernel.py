@@ -1,6 +1,6 @@
 """Defines the kernel: programs find their units of all heads' lists, and attend to each.
 
-`plan` is the Plan of triton_gpu.
+`plan` is the LaunchPlan of triton_gpu.
 """
 
 from typing import Any, NamedTuple
@@ -57,6 +57,7 @@ def attend_kernel(
     count_ptr,  # [B, K]
     dense_ptr,  # [B, K]
     ids_ptr,  # [B, K, capacity]
+    bits_ptr,  # [B, K, capacity]
     table_ptr,  # [B, K, pages]
     bias_ptr,  # [pool pages, P]
     _,  # where plan.mean an alias of scores_ptr, full of -inf
@@ -84,6 +85,7 @@ def attend_kernel(
         count_ptr,
         dense_ptr if plan.has_dense else None,
         ids_ptr,
+        bits_ptr if plan.has_bits else None,
         table_ptr if plan.has_table else None,
         capacity,
         pages,
@@ -106,12 +108,12 @@ def attend_kernel(
     row, col = tl.arange(0, plan.rows)[:, None], tl.arange(0, plan.cols)[None, :]
     axes = Axes(row, col, tl.arange(0, plan.block))
     everyone = tl.arange(0, plan.pairs)
-    all_entries, _listed = count_entries(heads, everyone, everyone < pairs)
+    all_entries, _listed = count_entries(heads, everyone, everyone < pairs, plan)
     used = tl.cdiv(all_entries, unit_size(all_entries, plan))
     tl.store(used_ptr + everyone, used, mask=(everyone < pairs) & (tl.program_id(0) == 0))
     if plan.listed:
         for pair in range(tl.program_id(0), pairs, tl.num_programs(0)):
-            entries, listed = count_entries(heads, pair, pair < pairs)
+            entries, listed = count_entries(heads, pair, pair < pairs, plan)
             if (entries == 0) | (listed < 0):
                 line = tl.full([], capacity + 1, tl.int64) * pair
                 end_report(report, heads, pair, line, 0, plan)
@@ -119,7 +121,7 @@ def attend_kernel(
     for unit in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
         pair = tl.sum((ends <= unit).to(tl.int32), 0)
         split = unit - tl.max(tl.where(ends <= unit, ends, 0), 0)
-        entries, listed = count_entries(heads, pair, pair < pairs)
+        entries, listed = count_entries(heads, pair, pair < pairs, plan)
         newest = tl.load(lengths_ptr + pair) - 1
         head = HeadScalars(pair, entries, listed, newest, pair.to(tl.int64) * (capacity + 1))
         sums = attend(heads, pools, given, report, axes, head, split, plan)

@@ -1,7 +1,7 @@
 """Finds the tokens that each head reads: those of its list, or all where it is dense.
 
-A list is followed by the newest token. What a head reads is cut into units of whole blocks. `plan`
-is the Plan of triton_gpu.
+A list is of tokens or of pages, and followed by the newest token. What a head reads is cut into
+units of whole blocks. `plan` is the LaunchPlan of triton_gpu.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,8 @@ class HeadArrays(NamedTuple):
     lengths: Any  # [B, K]
     number: Any  # [B, K], of listed ids
     dense: Any  # [B, K]
-    ids: Any  # [B, K, capacity]
+    ids: Any  # [B, K, capacity], of tokens or of pages
+    bits: Any  # [B, K, capacity], of the tokens of pages
     table: Any  # [B, K, pages]
     capacity: Any
     pages: Any  # of a head
@@ -33,10 +34,10 @@ class HeadScalars(NamedTuple):
 
 
 @triton.jit
-def count_entries(heads, pair, mask):
+def count_entries(heads, pair, mask, plan: tl.constexpr):
     """Counts the tokens that heads read, and those on their lists: -1 for a dense head."""
     entries = tl.load(heads.lengths + pair, mask=mask, other=0)
-    listed = tl.load(heads.number + pair, mask=mask, other=0)
+    listed = tl.load(heads.number + pair, mask=mask, other=0) * plan.tokens
     if heads.dense is not None:
         listed = tl.where(tl.load(heads.dense + pair, mask=mask, other=0) != 0, -1, listed)
     entries = tl.where((listed < 0) | (entries == 0), entries, tl.where(listed > 0, listed + 1, 0))
@@ -55,10 +56,15 @@ def find(heads, head, entry, plan: tl.constexpr):
     """Returns the slots of a block of entries, their rows in the pool, and which of them count."""
     unlisted = tl.where(head.listed < 0, entry, head.newest)
     named = entry < head.listed
-    ids = heads.ids + head.pair.to(tl.int64) * heads.capacity
-    slot = tl.load(ids + entry, mask=named, other=unlisted)
+    T: tl.constexpr = plan.tokens
+    nth = head.pair.to(tl.int64) * heads.capacity + entry // T
+    first = tl.load(heads.ids + nth, mask=named, other=0) * T
+    slot = tl.where(named, first + entry % T, unlisted)
     # the newest token counts once, as the last entry, whether or not it is listed
     valid = (entry < head.entries) & ((slot < head.newest) | (entry == head.entries - 1))
+    if heads.bits is not None:
+        bits = tl.load(heads.bits + nth, mask=named, other=-1)
+        valid &= ((bits >> (entry % T)) & 1) != 0
     P: tl.constexpr = plan.page_size
     if heads.table is not None:
         page = tl.load(

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from marks import slow_except
 
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.block_sparse_decode import mosaic, schedule
+from jsparse.pallas_kernels import dispatch
+from jsparse.pallas_kernels.block_sparse_decode import api, mosaic, schedule
 from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.selection import Selection
@@ -150,7 +151,30 @@ def test_splits_depend_on_the_head_alone_and_grow_with_it(mixed):
 
 def test_refusals_name_the_reason():
     inputs = BASE.build()
-    with pytest.raises(ValueError, match=r"implementation='mosaic': .*needs an NVIDIA GPU"):
-        block_sparse_decode(*inputs, implementation="mosaic")
-    with pytest.raises(ValueError, match=r"implementation='cuda': .*has \['mosaic', 'reference'\]"):
+    for name in ("mosaic", "triton"):
+        with pytest.raises(ValueError, match=rf"implementation='{name}': .*needs an NVIDIA GPU"):
+            block_sparse_decode(*inputs, implementation=name)
+    names = r"\['mosaic', 'triton', 'reference'\]"
+    with pytest.raises(ValueError, match=rf"implementation='cuda': .*has {names}"):
         block_sparse_decode(*inputs, implementation="cuda")
+
+
+@pytest.mark.parametrize(
+    ("here", "dtype", "takes"),
+    [
+        ((9, 0), "bfloat16", "mosaic"),
+        ((9, 0), "float32", "triton"),
+        ((8, 0), "bfloat16", "triton"),
+        ((12, 0), "float16", "triton"),
+    ],
+)
+def test_pages_are_attended_to_by_the_kernel_that_the_gpu_has(monkeypatch, here, dtype, takes):
+    """Hopper's takes 16 bits, the other everything."""
+    monkeypatch.setattr(dispatch, "compute_capability", lambda: here)
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
+    q, layer, selection = replace(BASE, dtype=dtype).build()
+    rest = {"stats": None, "sm_scale": 1.0, "dtype": jnp.float32}
+    runs = [b.name for b in api.BACKENDS if b.refusal(q, layer, selection, **rest) is None]
+    assert runs[0] == takes
+    wide = jnp.tile(q, (1, 20, 1)), layer, selection
+    assert "at most 64 query heads" in str(api.BACKENDS[1].refusal(*wide, **rest))

@@ -1,4 +1,7 @@
-"""Tests block_sparse_decode in mosaic and merge_splits in triton against the float32 references."""
+"""Tests block_sparse_decode and merge_splits against the float32 references.
+
+On Hopper pages are attended to in mosaic, on other GPUs in triton, which is tested on all.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -20,6 +23,8 @@ from tests.kernels.decode_checks import (
 )
 
 pytestmark = pytest.mark.gpu
+BACKENDS = ("mosaic", "triton")
+on_both = pytest.mark.parametrize("implementation", BACKENDS)
 BASE = Case("base", head_dim=128, num_pages=40, dtype="bfloat16")
 SHAPES = [
     replace(
@@ -50,6 +55,8 @@ MANY = replace(
     BASE, name="many_heads", batch=64, kv_heads=8, num_pages=30, table="scrambled", bits=True
 )
 LONG = replace(BASE, name="long", num_pages=2500, batch=3, dense="mixed", table="scrambled")
+# pages and head dimensions that mosaic does not take
+WIDE = [case for case in CASES if case.page_size > (64 if case.head_dim <= 128 else 32)]
 WHOLE = [case for case in CASES if case.page_size <= (64 if case.head_dim <= 128 else 32)]
 
 
@@ -81,17 +88,38 @@ def assert_near(got, want, spread=1.0):
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=error)
 
 
-@pytest.mark.parametrize("case", [*WHOLE, *SHAPES, MANY, LONG], ids=lambda case: case.name)
-def test_matches_the_reference(case):
+def assert_matches_the_reference(case, implementation):
     inputs = build(case)
     want = attend(cast(inputs, jnp.float32), "reference", case.sm_scale, "token_logits")
-    plain = attend(inputs, "mosaic", case.sm_scale)
-    stats = attend(inputs, "mosaic", case.sm_scale, "token_logits")
+    plain = attend(inputs, implementation, case.sm_scale)
+    stats = attend(inputs, implementation, case.sm_scale, "token_logits")
     assert_near(stats, want, case.spread)
     assert_near((plain.o, plain.lse), (want.o, want.lse), case.spread)
 
 
-def test_pages_that_rows_have_in_common_are_read_once_for_all():
+@on_both
+@pytest.mark.parametrize("case", [*WHOLE, *SHAPES, MANY, LONG], ids=lambda case: case.name)
+def test_matches_the_reference(case, implementation):
+    assert_matches_the_reference(case, implementation)
+
+
+@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name)
+def test_triton_takes_what_mosaic_does_not(case):
+    assert_matches_the_reference(case, "triton")
+
+
+@pytest.mark.parametrize("stats", [None, "page_mass"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_triton_takes_float32(case, stats):
+    inputs = replace(case, dtype="float32").build()
+    got, want = (attend(inputs, name, case.sm_scale, stats) for name in ("triton", "reference"))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.isneginf(a), np.isneginf(b))
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * max(case.spread / 1e3, 1.0))
+
+
+@on_both
+def test_pages_that_rows_have_in_common_are_read_once_for_all(implementation):
     case = replace(
         BASE,
         name="families",
@@ -107,28 +135,35 @@ def test_pages_that_rows_have_in_common_are_read_once_for_all():
     inputs = in_families(build(case), families, tokens)
     plain = Inputs(inputs.q, inputs.layer._replace(prefixes=None), inputs.selection)
     want = attend(cast(plain, jnp.float32), "reference")
-    assert_near(attend(inputs), want)
+    assert_near(attend(inputs, implementation), want)
 
 
-def test_o_comes_in_the_type_that_is_asked_for():
-    assert_rounds_o(partial(block_sparse_decode, implementation="mosaic"), BASE)
+@on_both
+def test_o_comes_in_the_type_that_is_asked_for(implementation):
+    assert_rounds_o(partial(block_sparse_decode, implementation=implementation), BASE)
 
 
-def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type():
+@on_both
+def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type(implementation):
     assert_reports_rounded_mean(
-        partial(block_sparse_decode, implementation="mosaic"), "page", off=2e-4
+        partial(block_sparse_decode, implementation=implementation), "page", off=2e-4
     )
 
 
-def test_page_mass_is_that_of_the_token_logits():
+@on_both
+def test_page_mass_is_that_of_the_token_logits(implementation):
     inputs = build(replace(BASE, name="mass", dense="mixed", bits=True))
     want = attend(cast(inputs, jnp.float32), "reference", None, "page_mass")
-    assert_near(attend(inputs, "mosaic", None, "page_mass"), want)
+    assert_near(attend(inputs, implementation, None, "page_mass"), want)
 
 
-def test_listed_logits_are_those_of_no_token_and_change_nothing():
+@on_both
+def test_listed_logits_are_those_of_no_token_and_change_nothing(implementation):
     inputs = build(MANY)
-    got, plain = attend(inputs, stats="listed_logits"), attend(inputs)
+    got, plain = (
+        attend(inputs, implementation, stats="listed_logits"),
+        attend(inputs, implementation),
+    )
     np.testing.assert_array_equal(got.o, plain.o)
     np.testing.assert_array_equal(got.lse, plain.lse)
     entries = inputs.selection.ids.shape[-1] + 1
@@ -137,18 +172,20 @@ def test_listed_logits_are_those_of_no_token_and_change_nothing():
     assert np.isneginf(got.stats.logits).all()
 
 
+@on_both
 @pytest.mark.parametrize("case", [MANY, LONG], ids=lambda case: case.name)
-def test_the_same_call_gives_the_same_bits(case):
+def test_the_same_call_gives_the_same_bits(case, implementation):
     inputs = build(case)
-    first = jax.device_get(attend(inputs))
+    first = jax.device_get(attend(inputs, implementation))
     for _ in range(50):
-        np.testing.assert_array_equal(jax.device_get(attend(inputs).o), first.o)
+        np.testing.assert_array_equal(jax.device_get(attend(inputs, implementation).o), first.o)
 
 
+@on_both
 @pytest.mark.parametrize("case", [MANY, LONG], ids=lambda case: case.name)
-def test_a_row_alone_is_bitwise_the_row_in_a_batch(case):
+def test_a_row_alone_is_bitwise_the_row_in_a_batch(case, implementation):
     q, layer, selection = build(case)
-    whole = attend(Inputs(q, layer, selection))
+    whole = attend(Inputs(q, layer, selection), implementation)
     assert layer.block_table is not None
     for row in range(0, case.batch, 7):
         rows = slice(row, row + 1)
@@ -159,22 +196,24 @@ def test_a_row_alone_is_bitwise_the_row_in_a_batch(case):
             None if selection.bits is None else selection.bits[rows],
             None if selection.dense is None else selection.dense[rows],
         )
-        alone = attend(Inputs(q[rows], own, chosen))
+        alone = attend(Inputs(q[rows], own, chosen), implementation)
         np.testing.assert_array_equal(alone.o, whole.o[rows])
         np.testing.assert_array_equal(alone.lse, whole.lse[rows])
 
 
-def test_outputs_do_not_show_what_memory_held():
+@on_both
+def test_outputs_do_not_show_what_memory_held(implementation):
     inputs = build(MANY)
-    want = jax.device_get(attend(inputs))
+    want = jax.device_get(attend(inputs, implementation))
     for _ in range(3):
         jax.block_until_ready([jnp.full((64 << 20) // 4, jnp.nan) for _ in range(8)])
-        got = jax.device_get(attend(inputs))
+        got = jax.device_get(attend(inputs, implementation))
         np.testing.assert_array_equal(got.o, want.o)
         np.testing.assert_array_equal(got.lse, want.lse)
 
 
-def test_a_pool_of_more_than_2_to_the_31_elements():
+@on_both
+def test_a_pool_of_more_than_2_to_the_31_elements(implementation):
     pages, size, head_dim = (1 << 31) // (16 * 128) + 64, 16, 128
     pool = jnp.zeros((pages, size, head_dim), jnp.bfloat16)
     rng = np.random.default_rng(0)
@@ -186,9 +225,9 @@ def test_a_pool_of_more_than_2_to_the_31_elements():
         jnp.zeros((2, 2, 0), jnp.int32), jnp.zeros((2, 2), jnp.int32), dense=jnp.ones((2, 2), bool)
     )
     q = jnp.asarray(rng.normal(size=(2, 8, head_dim)), jnp.bfloat16)
-    want = attend(Inputs(q, LayerCache(small, small, lengths, table), selection))
+    want = attend(Inputs(q, LayerCache(small, small, lengths, table), selection), implementation)
     pool = jax.jit(lambda pool: pool.at[pages - 64 :].set(small), donate_argnums=0)(pool)
-    got = attend(Inputs(q, LayerCache(pool, pool, lengths, far), selection))
+    got = attend(Inputs(q, LayerCache(pool, pool, lengths, far), selection), implementation)
     np.testing.assert_array_equal(got.o, want.o)
 
 
