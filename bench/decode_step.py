@@ -27,6 +27,7 @@ measured read bandwidth of the device.
     python -m bench.decode_step --json build/decode_step.json
 """
 
+import collections
 import itertools
 import json
 import subprocess
@@ -53,6 +54,7 @@ CONTENDERS = ("jsparse", "hf-eager", "hf-compile", "hf-cudagraphs")
 WARM_UP, STEPS, RUNS = 5, 104, 5
 SHAPES = {"8b": LLAMA_8B, "70b": LLAMA_70B, "135m": SMOLLM2}
 PROFILED = 2  # programs under the profiler
+IN_FLIGHT = 4  # programs
 HF_STEPS = {"hf-eager": 4, "hf-compile": 20, "hf-cudagraphs": 20}
 
 
@@ -101,7 +103,7 @@ def jsparse_step(
     held = context - warm_up * count - STEPS * RUNS - PROFILED * count - 1
     steps = None if drafts else count
     session = full_session(params, method, spec, held, steps_per_program=steps, drafts=drafts)
-    results = session.steps(greedy, (), limits=[context] * batch)
+    results = ahead_by(IN_FLIGHT, session.steps(greedy, (), limits=[context] * batch))
     next(results)
     began = time.perf_counter()
     result = next(results)
@@ -156,6 +158,16 @@ def shaped_model(shape: str, context: int, ranks: int, *, quantized: bool) -> An
     return Params(weights, config, None, {}, shape, constants=given)
 
 
+def ahead_by(most: int, results: Any) -> Any:
+    """Yields results of programs of which so many may not have ended, as users of a session do."""
+    running = collections.deque()
+    for result in results:
+        running.append(result.tokens)
+        if len(running) > most:
+            running.popleft().block_until_ready()
+        yield result
+
+
 def full_session(params: Any, method: Any, spec: Any, held: int, **how: Any) -> Any:
     """Returns a session whose rows hold so many random tokens, with the state after a prompt.
 
@@ -163,26 +175,27 @@ def full_session(params: Any, method: Any, spec: Any, held: int, **how: Any) -> 
     """
     import jax.numpy as jnp
 
+    from jsparse.benchmark.random_cache import random_cache
     from jsparse.model_facts.constants import constants
     from jsparse.runtime.session import PrefillResult, Session
     from jsparse.runtime.spread_programs import by_rank, same_on_all
 
-    fill = by_rank(filled, params.mesh, static=("method", "spec", "held"))
-    cache, state = fill(constants(params, method), method, spec, held)
+    mesh, known = params.mesh, constants(params, method)
+    cache = random_cache(spec, held, method.fields, mesh)
+    read = by_rank(state_behind, mesh, own=("cache",), static=("method", "spec"))
+    state = read(known, cache, method, spec)
     session = Session(params, method, spec, adopts=True, **how)
     logits = jnp.zeros((spec.batch, params.config.vocab_size), jnp.float32)
-    logits = logits if params.mesh is None else same_on_all(logits, params.mesh)
+    logits = logits if mesh is None else same_on_all(logits, mesh)
     session.adopt(PrefillResult(logits, cache, state))
     return session
 
 
-def filled(known: Any, method: Any, spec: Any, held: int) -> Any:
-    """Returns a cache of so many random tokens per row, with the state after a prompt."""
-    from jsparse.benchmark.random_cache import random_cache
+def state_behind(known: Any, cache: Any, method: Any, spec: Any) -> Any:
+    """Returns a policy's state behind a full cache."""
     from jsparse.cache import StepView
 
-    cache = random_cache(spec, held, method.fields)
-    return cache, state_after_prompt(method, spec, StepView(cache, known))
+    return state_after_prompt(method, spec, StepView(cache, known))
 
 
 def nbytes(arrays: Any) -> int:

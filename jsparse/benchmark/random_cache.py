@@ -8,40 +8,57 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, KVCache, StepView
 from jsparse.hooks import PrefillView, State
 from jsparse.policy import Policy
+from jsparse.runtime.spread_programs import by_rank
 
 
-def random_cache(spec: CacheSpec, tokens: int, fields: tuple[str, ...] = ()) -> KVCache:
+def random_cache(
+    spec: CacheSpec, tokens: int, fields: tuple[str, ...] = (), mesh: Mesh | None = None
+) -> KVCache:
     """Returns a cache in which every head holds `tokens` random keys and values.
 
     The tokens lie in their order. `fields` are the optional fields that a policy needs; slots have
-    no bias.
+    no bias. `mesh` has the devices that the model is spread over, on which all heads of a layer
+    hold the same.
     """
-    # keep_unused: else jit drops `like`, and its memory is not reused for the result
-    random_pages = jax.jit(
-        lambda key, like: jax.random.normal(key, like.shape, like.dtype),
-        donate_argnums=1,
-        keep_unused=True,
-    )
+    in_order = by_rank(_in_order, mesh, static=("spec", "tokens", "fields"))
+    fill = jax.jit(_filled, donate_argnames="like")
+    if mesh is not None:
+        fill = by_rank(_filled, mesh, own=("like",), donated=("like",))
+    cache = in_order(spec, tokens, fields)
+    layers = list(cache.layers)
+    for i, layer in enumerate(layers):
+        layers[i] = layer._replace(
+            k=fill(jnp.int32(2 * i), layer.k), v=fill(jnp.int32(2 * i + 1), layer.v)
+        )
+    return cache._replace(layers=tuple(layers))
+
+
+def _in_order(spec: CacheSpec, tokens: int, fields: tuple[str, ...]) -> KVCache:
+    """Returns a cache whose heads hold so many tokens, each in the slot of its position."""
     cache = kv_cache.init(spec, fields=fields)
     in_order = jnp.arange(spec.capacity, dtype=jnp.int32).reshape(-1, spec.page_size)
     layers = tuple(
         layer._replace(
-            k=random_pages(jax.random.key(2 * i), layer.k),
-            v=random_pages(jax.random.key(2 * i + 1), layer.v),
             lengths=jnp.full_like(layer.lengths, tokens),
             slot_positions=jnp.tile(in_order, (spec.batch * spec.num_kv_heads, 1))
             if "slot_positions" in fields
             else None,
         )
-        for i, layer in enumerate(cache.layers)
+        for layer in cache.layers
     )
     return cache._replace(layers=layers, positions=jnp.full_like(cache.positions, tokens))
+
+
+def _filled(seed: Array, like: Array) -> Array:
+    """Returns random numbers in the place of zeros."""
+    return like + jax.random.normal(jax.random.key(seed), like.shape, like.dtype)
 
 
 def state_after_prompt(policy: Policy, spec: CacheSpec, step: StepView, vocab_size: int) -> State:
