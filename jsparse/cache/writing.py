@@ -113,13 +113,34 @@ def grow(
         short = _short_of_pages(held, taken(cache, valid), max_new)
         cache = cache._replace(overflow=cache.overflow | short)
     valid = taken(cache, valid)
-    lengths = [layer.lengths + valid[:, None] for layer in held]
-    grown = [_allocate(layer, valid, max_new) for layer in held]
+    # by array, of which layers that hold the same tokens share one
+    longer = {id(layer.lengths): layer.lengths + valid[:, None] for layer in held}
     # nothing below reads the old lengths, which XLA would then copy before the new ones take their
     # (donated) place
-    for i, layer, n in zip(chosen, grown, jax.lax.optimization_barrier(lengths), strict=True):
-        cache = replace_layer(cache, i, layer._replace(lengths=n))
+    longer = jax.lax.optimization_barrier(longer)
+    for i, layer in zip(chosen, held, strict=True):
+        grown = _allocate(layer, valid, max_new)
+        cache = replace_layer(cache, i, grown._replace(lengths=longer[id(layer.lengths)]))
     return cache
+
+
+def level(cache: KVCache) -> KVCache:
+    """Returns a cache whose heads hold all tokens of their rows, with one array of lengths for all.
+
+    What layers make of their lengths alone, such as a list of the newest pages, is then made once.
+    """
+    lengths = jnp.broadcast_to(cache.positions[:, None], cache.layers[0].lengths.shape)
+    layers = tuple(layer._replace(lengths=lengths) for layer in cache.layers)
+    return cache._replace(layers=layers)
+
+
+def once(cache: KVCache) -> KVCache:
+    """Returns a level cache with the lengths of the first layer alone, from which `level` has all.
+
+    A loop that carried one array under 32 names would copy it 31 times a step.
+    """
+    first, *others = cache.layers
+    return cache._replace(layers=(first, *(layer._replace(lengths=None) for layer in others)))
 
 
 def taken(cache: KVCache, valid: Rows) -> Rows:

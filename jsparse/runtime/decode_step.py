@@ -17,6 +17,7 @@ from jsparse.cache import (
     ReadOnly,
     StepView,
     grow,
+    level,
     replace_layer,
     spec_of,
     step_view,
@@ -87,7 +88,7 @@ def decode_step(
         The logits that follow `tokens`, the cache and state after them, and the shares attended and
         read in each layer.
     """
-    view = step_view(cache, beside)
+    view = step_view(cache if policy.evicts else level(cache), beside)
     before, cache, positions = state, view.cache, cache.positions[:, None]
     one = jnp.ones_like(cache.positions) if active is None else active.astype(jnp.int32)
     cache = grow(cache, one, 1)

@@ -13,7 +13,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jsparse.cache import NOTHING, CacheSpec, KVCache, ReadOnly, step_view, without_host
+from jsparse.cache import (
+    NOTHING,
+    CacheSpec,
+    KVCache,
+    ReadOnly,
+    level,
+    once,
+    step_view,
+    without_host,
+)
 from jsparse.hooks import State
 from jsparse.models.transformer import Decoder, Weights
 from jsparse.policy import Policy, ServiceKind, maintained
@@ -135,6 +144,21 @@ def decode_steps[Memory: (KVCache, SharedPages)](
     if count == 1:
         batch, result = step(batch, None if counts is None else counts > 0)
         return batch, jax.tree.map(lambda x: x[None], result)
+    if policy.evicts or not isinstance(batch.cache, KVCache):
+        return _loop(step, count, batch, counts)
+
+    def lean(batch: Batch[Memory], active: Bool[Array, "B"] | None) -> tuple[Batch[Memory], Any]:
+        batch, result = step(batch, active)
+        return batch._replace(cache=once(batch.cache)), result
+
+    batch, results = _loop(lean, count, batch._replace(cache=once(batch.cache)), counts)
+    return batch._replace(cache=level(batch.cache)), results
+
+
+def _loop[Memory: (KVCache, SharedPages)](
+    step: Callable[..., Any], count: int, batch: Batch[Memory], counts: Int32[Array, "B"] | None
+) -> tuple[Batch[Memory], Any]:
+    """Runs `decode_steps` as a loop."""
     if counts is None:
         return jax.lax.scan(step, batch, length=count)
 

@@ -77,10 +77,10 @@ class SharedPages:
         """Returns the cache that policies know; rows that are not active are empty there."""
         lengths = self.lengths if active is None else jnp.where(active, self.lengths, 0)
         table = self.table
-        heads = len(self.pools), *table.shape[:2]
-        by_head = jnp.broadcast_to(lengths[:, None] if self.held is None else self.held, heads)
-        if active is not None:
-            by_head = jnp.where(active[:, None], by_head, 0)
+        if self.held is None:
+            by_head = (jnp.broadcast_to(lengths[:, None], table.shape[:2]),) * len(self.pools)
+        else:
+            by_head = self.held if active is None else jnp.where(active[:, None], self.held, 0)
         layers = tuple(
             LayerCache(
                 *(pool.k, pool.v, own, table),

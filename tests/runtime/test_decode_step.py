@@ -3,6 +3,8 @@
 Tables, page sizes and batches vary.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,10 +23,16 @@ from tiny import (
 import jsparse
 from jsparse import cache as kv_cache
 from jsparse.builder import builder, dense
+from jsparse.cache import NOTHING
 from jsparse.policies.expressions import parse
-from jsparse.policy import at_layer
+from jsparse.policy import Eviction, at_layer
 from jsparse.runtime import prefill
+from jsparse.runtime.compilation import inlined
 from jsparse.runtime.decode_step import decode_step
+from jsparse.runtime.decoding import without_logits
+from jsparse.runtime.rows import Batch, decode_steps, no_recent
+from jsparse.runtime.sampling import greedy
+from jsparse.selection import everything
 
 LENGTHS = (37, 18, 3)
 PROMPTS = random_prompts(LENGTHS)
@@ -239,6 +247,43 @@ def test_the_current_token_is_always_attended():
             assert shares.attended[b] == pytest.approx(
                 min(length, 9 if length > 8 else length) / length
             )
+
+
+@pytest.mark.parametrize("evicts", [False, True])
+def test_what_follows_from_lengths_alone_is_made_once_for_all_layers(evicts):
+    """Layers have one array of lengths, unless their heads may hold different tokens."""
+    seen = []
+
+    def select(state, layer, q, view):
+        seen.append(view.layers[layer].lengths)
+        return everything(seen[-1]), None, state
+
+    eviction = Eviction() if evicts else None
+    policy = dense()._replace(select=select, eviction=eviction)
+    params = tiny_params(num_layers=2)
+    spec = spec_of(params, batch=3, page_size=8, num_pages=2)
+    shapes = jax.eval_shape(lambda: (kv_cache.init(spec), policy.init(spec)))
+    tokens = jax.ShapeDtypeStruct((3,), jnp.int32)
+    run = partial(decode_step, params.decoder, policy)
+    jax.eval_shape(run, params.weights, tokens, *shapes)
+    first, second = seen
+    assert (first is second) == (not evicts)
+
+
+def test_a_loop_of_steps_carries_lengths_once():
+    params, policy = tiny_params(num_layers=2), dense()
+    spec = spec_of(params, batch=3, page_size=8, num_pages=2)
+
+    def batch():
+        held = kv_cache.init(spec), policy.init(spec)
+        return Batch(jnp.zeros(3, jnp.int32), *held, (), jnp.int32(1), no_recent(policy, 3))
+
+    run = partial(inlined(decode_steps), params.decoder, policy, greedy, 4, without_logits)
+    traced = jax.make_jaxpr(run)(params.weights, NOTHING, jax.eval_shape(batch))
+    (loop,) = (eqn for eqn in traced.eqns if eqn.primitive.name == "scan")
+    carried = [x.aval for x in loop.outvars]
+    lengths = [x for x in carried if x.shape == (3, spec.num_kv_heads) and x.dtype == jnp.int32]
+    assert len(lengths) == 1
 
 
 def test_the_step_keeps_the_dtypes_of_bfloat16():
