@@ -147,12 +147,16 @@ def decode_steps[Memory: (KVCache, SharedPages)](
     if policy.evicts or not isinstance(batch.cache, KVCache):
         return _loop(step, count, batch, counts)
 
-    def lean(batch: Batch[Memory], active: Bool[Array, "B"] | None) -> tuple[Batch[Memory], Any]:
+    def lean(batch: Batch[Any], active: Bool[Array, "B"] | None) -> tuple[Batch[Any], Any]:
         batch, result = step(batch, active)
-        return batch._replace(cache=once(batch.cache)), result
+        return _of_cache(once, batch), result
 
-    batch, results = _loop(lean, count, batch._replace(cache=once(batch.cache)), counts)
-    return batch._replace(cache=level(batch.cache)), results
+    batch, results = _loop(lean, count, _of_cache(once, batch), counts)
+    return _of_cache(level, batch), results
+
+
+def _of_cache(change: Callable[[KVCache], KVCache], batch: Batch[Any]) -> Batch[Any]:
+    return batch._replace(cache=change(batch.cache))
 
 
 def _loop[Memory: (KVCache, SharedPages)](
