@@ -27,7 +27,6 @@ measured read bandwidth of the device.
     python -m bench.decode_step --json build/decode_step.json
 """
 
-import collections
 import itertools
 import json
 import subprocess
@@ -44,7 +43,6 @@ from bench.lib.llama_8b import (
     READ_BANDWIDTHS,
     boundary_constants,
     huggingface_model,
-    state_after_prompt,
 )
 from bench.lib.smollm2 import SMOLLM2
 from bench.lib.subprocesses import run_child, spread, write_report
@@ -54,7 +52,6 @@ CONTENDERS = ("jsparse", "hf-eager", "hf-compile", "hf-cudagraphs")
 WARM_UP, STEPS, RUNS = 5, 104, 5
 SHAPES = {"8b": LLAMA_8B, "70b": LLAMA_70B, "135m": SMOLLM2}
 PROFILED = 2  # programs under the profiler
-IN_FLIGHT = 4  # programs
 HF_STEPS = {"hf-eager": 4, "hf-compile": 20, "hf-cudagraphs": 20}
 
 
@@ -80,6 +77,8 @@ def jsparse_step(
 
     from bench.lib.kernel_timing import step_kernels, traced
     from bench.lib.replay import parse
+    from jsparse.benchmark.random_cache import full_session
+    from jsparse.benchmark.steps import few_in_flight
     from jsparse.cache import CacheSpec
     from jsparse.runtime.sampling import greedy
 
@@ -103,7 +102,7 @@ def jsparse_step(
     held = context - warm_up * count - STEPS * RUNS - PROFILED * count - 1
     steps = None if drafts else count
     session = full_session(params, method, spec, held, steps_per_program=steps, drafts=drafts)
-    results = ahead_by(IN_FLIGHT, session.steps(greedy, (), limits=[context] * batch))
+    results = few_in_flight(session.steps(greedy, (), limits=[context] * batch))
     next(results)
     began = time.perf_counter()
     result = next(results)
@@ -146,56 +145,12 @@ def shaped_model(shape: str, context: int, ranks: int, *, quantized: bool) -> An
     """Returns a model of random weights, with positions for such a context."""
     import jax.numpy as jnp
 
-    from bench.lib.spread_model import spread_model
-    from jsparse.models.checkpoint import Params
-    from jsparse.models.transformer import random_weights
+    from jsparse.benchmark.random_model import random_model
 
     config, given = SHAPES[shape], {} if shape == "135m" else boundary_constants()
     config = replace(config, max_position_embeddings=max(context, config.max_position_embeddings))
-    if ranks > 1:
-        return replace(spread_model(config, ranks), constants=given)
-    weights = random_weights(config, jnp.bfloat16, quantized=quantized)
-    return Params(weights, config, None, {}, shape, constants=given)
-
-
-def ahead_by(most: int, results: Any) -> Any:
-    """Yields results of programs of which so many may not have ended, as users of a session do."""
-    running = collections.deque()
-    for result in results:
-        running.append(result.tokens)
-        if len(running) > most:
-            running.popleft().block_until_ready()
-        yield result
-
-
-def full_session(params: Any, method: Any, spec: Any, held: int, **how: Any) -> Any:
-    """Returns a session whose rows hold so many random tokens, with the state after a prompt.
-
-    Where the model is spread over ranks, all of them have the same K and V.
-    """
-    import jax.numpy as jnp
-
-    from jsparse.benchmark.random_cache import random_cache
-    from jsparse.model_facts.constants import constants
-    from jsparse.runtime.session import PrefillResult, Session
-    from jsparse.runtime.spread_programs import by_rank, same_on_all
-
-    mesh, known = params.mesh, constants(params, method)
-    cache = random_cache(spec, held, method.fields, mesh)
-    read = by_rank(state_behind, mesh, own=("cache",), static=("method", "spec"))
-    state = read(known, cache, method, spec)
-    session = Session(params, method, spec, adopts=True, **how)
-    logits = jnp.zeros((spec.batch, params.config.vocab_size), jnp.float32)
-    logits = logits if mesh is None else same_on_all(logits, mesh)
-    session.adopt(PrefillResult(logits, cache, state))
-    return session
-
-
-def state_behind(known: Any, cache: Any, method: Any, spec: Any) -> Any:
-    """Returns a policy's state behind a full cache."""
-    from jsparse.cache import StepView
-
-    return state_after_prompt(method, spec, StepView(cache, known))
+    how: dict[str, Any] = {"quantized": quantized, "tensor_parallel_size": ranks}
+    return replace(random_model(config, jnp.bfloat16, shape, **how), constants=given)
 
 
 def nbytes(arrays: Any) -> int:
@@ -312,8 +267,6 @@ def main() -> None:
         parser.error(
             f"--shape {args.shape}: Hugging Face's steps are of 8b alone: add --only jsparse"
         )
-    if "q8_0" in args.weights and max(args.ranks) > 1:
-        parser.error(f"--ranks {max(args.ranks)}: --weights must be bf16 on several GPUs")
     count = args.steps_per_program
     settings = {"warm_up": WARM_UP, "steps": STEPS, "hf_steps": HF_STEPS, "runs": RUNS}
     settings |= {"steps_per_program": count, "drafts": args.drafts, "shape": args.shape}

@@ -35,6 +35,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -506,15 +507,14 @@ def show(row: dict[str, Any]) -> None:
             show({"part": f"{row['part']}, {name}", "policy": row["policy"]} | row[name])
 
 
-def random_model(shape: Any = LLAMA_8B) -> Any:
-    """Returns a model of a shape, with random weights."""
+def random_model(shape: Any = LLAMA_8B, ranks: int = 1) -> Any:
+    """Returns a model of a shape, with random weights, on so many GPUs."""
     import jax.numpy as jnp
 
-    from jsparse.models.checkpoint import Params
-    from jsparse.models.transformer import random_weights
+    from jsparse.benchmark.random_model import random_model
 
-    constants = boundary_constants() if shape is LLAMA_8B else {}
-    return Params(random_weights(shape, jnp.bfloat16), shape, None, {}, "random", constants)
+    made = random_model(shape, jnp.bfloat16, tensor_parallel_size=ranks)
+    return replace(made, constants=boundary_constants() if shape is LLAMA_8B else {})
 
 
 if __name__ == "__main__":

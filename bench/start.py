@@ -98,10 +98,9 @@ def start(policy: str, ranks: int) -> dict[str, Any]:
     on_gpu = jax.default_backend() == "gpu"
     lap()
     if on_gpu:
-        from bench.lib.llama_8b import LLAMA_8B
-        from bench.lib.spread_model import spread_model
+        from bench.engine_speed import random_model
 
-        model = spread_model(LLAMA_8B, ranks)
+        model = random_model(ranks=ranks)
         jax.block_until_ready(model.weights)
         options: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 32768}
     else:

@@ -18,11 +18,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from bench.engine_speed import memory_peaks
+from bench.engine_speed import memory_peaks, random_model
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
 from bench.lib.llama_8b import LLAMA_8B, LLAMA_70B, READ_BANDWIDTHS
-from bench.lib.spread_model import spread_model
 from bench.lib.subprocesses import write_report
 
 LLAMA_256K = replace(LLAMA_8B, max_position_embeddings=2**18 + 256)
@@ -55,7 +54,7 @@ def measured(part: str, policy: str, ranks: int) -> dict[str, Any]:
     shape, rows, length, new, _ = PARTS[part]
     began = time.perf_counter()
     made = Engine(
-        spread_model(shape, ranks),
+        random_model(shape, ranks),
         policy,
         max_num_seqs=rows,
         max_model_len=length + new,

@@ -21,7 +21,7 @@ import jax
 from bench.lib import kernel_ops
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
-from bench.lib.kernel_cases import CASES, hybrid
+from bench.lib.kernel_cases import CASES, AttentionCase, hybrid
 from bench.lib.kernel_programs import Job, attention_job
 from bench.lib.kernel_timing import TimedProgram, lead, profile
 from bench.lib.subprocesses import write_report
@@ -153,9 +153,15 @@ def _strips(triton_gpu: Any) -> list[Any]:
     return [triton_gpu.CompactTiling(*cut) for cut in (*narrow, *wide, *whole)]
 
 
-def _attention(names: tuple[str, ...], **changes: Any) -> list[Job]:
+def _attention(names: tuple[str, ...], kernel: str, **changes: Any) -> list[Job]:
     cases = [replace(case, small=False, **changes) for case in CASES if case.name in names]
-    return [attention_job(case, on_gpu=True, max_calls=8) for case in cases]
+    return [_by(kernel, case) for case in cases]
+
+
+def _by(kernel: str, case: AttentionCase) -> Job:
+    """Returns the job of a case for one of its kernels."""
+    job = attention_job(case, on_gpu=True, max_calls=8)
+    return replace(job, contenders={kernel: job.contenders[kernel]})
 
 
 def _hybrids() -> list[Job]:
@@ -166,7 +172,7 @@ def _hybrids() -> list[Job]:
         replace(case, name=f"{case.dense} of {case.context // 1024}K, batch {case.batch}")
         for case in cases
     ]
-    return [attention_job(case, on_gpu=True, max_calls=8) for case in named]
+    return [_by("mosaic", case) for case in named]
 
 
 def _others(prefix: str) -> list[Job]:
@@ -184,10 +190,16 @@ def _selections() -> list[Job]:
 
 
 OPS = {
-    "block_sparse_decode": TunedOp("mosaic", "tiles", _tiles, lambda: _attention(PAGED)),
+    "block_sparse_decode": TunedOp("mosaic", "tiles", _tiles, lambda: _attention(PAGED, "mosaic")),
     "hybrid": TunedOp("mosaic", "tiles", _cuts, _hybrids, op="block_sparse_decode"),
     "token_sparse_decode": TunedOp(
-        "triton_gpu", "tiling", _rows, lambda: _attention(LISTED, lists="token")
+        *("triton_gpu", "tiling", _rows, lambda: _attention(LISTED, "triton", lists="token")),
+        function="sparse_decode",
+    ),
+    "block_sparse_rows": TunedOp(
+        *("triton_gpu", "tiling", _rows, lambda: _attention(PAGED, "triton")),
+        function="sparse_decode",
+        op="token_sparse_decode",
     ),
     "page_bounds": TunedOp("triton_gpu", "tiling", _bounds, lambda: _others("page_bounds")),
     "int4_scores": TunedOp("triton_gpu", "tiling", _scores, lambda: _others("int4_scores")),

@@ -208,20 +208,28 @@ def weight_shapes(config: ModelConfig, dtype: Any, *, quantized: bool = False) -
 
 
 def random_weights(
-    config: ModelConfig, dtype: Any, seed: int = 0, *, quantized: bool = False
+    config: ModelConfig,
+    dtype: Any,
+    seed: int = 0,
+    *,
+    quantized: bool = False,
+    place: Callable[[str, Array], Array] = lambda _, whole: whole,
 ) -> Weights:
     """Returns random weights of the true shapes, to measure speed and memory with.
 
-    Matrices have a deviation of 0.02, and norms are 1.
+    Matrices have a deviation of 0.02, and norms are 1. `place` gets each array with its path, such
+    as layers_0/mlp/down/kernel, and returns what is kept of it, before the next is made.
     """
-    paths, tree = jax.tree.flatten_with_path(weight_shapes(config, dtype, quantized=quantized))
+    shapes = weight_shapes(config, dtype, quantized=quantized)["params"]
+    paths, tree = jax.tree.flatten_with_path(shapes)
     keys = jax.random.split(jax.random.key(seed), len(paths))
     made = []
     for key, (path, leaf) in zip(keys, paths, strict=True):
         of_blocks = path[-1].key in Blocks.__annotations__
         random = random_part if of_blocks else random_weight
-        made.append(random(key, leaf.shape, leaf.dtype))
-    return jax.tree.unflatten(tree, made)
+        whole = random(key, leaf.shape, leaf.dtype)
+        made.append(place("/".join(entry.key for entry in path), whole))
+    return {"params": jax.tree.unflatten(tree, made)}
 
 
 @partial(jax.jit, static_argnames=("shape", "dtype"))

@@ -31,16 +31,16 @@ def memory_bandwidth() -> float:
 
 
 def read_bytes(params: Params) -> int:
-    """Returns the bytes of weights that a step must read, for batches of any size.
+    """Returns the bytes of weights that a step must read on each device, for batches of any size.
 
     Of an input embedding that the output does not share these are none: a step reads a row of it
     per token.
     """
-    every = sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
-    if params.config.tie_word_embeddings:
-        return every
-    embedding = jax.tree.leaves(params.weights["params"]["embed"])
-    return every - sum(leaf.nbytes for leaf in embedding)
+    read = dict(params.weights["params"])
+    if not params.config.tie_word_embeddings:
+        del read["embed"]
+    ranks = 1 if params.mesh is None else params.mesh.size
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(read)) // ranks
 
 
 def bytes_per_token(spec: CacheSpec) -> int:

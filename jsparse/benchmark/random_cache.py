@@ -1,10 +1,11 @@
-"""Fills a cache with random K and V, as if a prompt had been read.
+"""Fills a cache or a session with random K and V, as if a prompt had been read.
 
 It is for measurements of time: no prompt is read, and attention is nearly flat.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,41 @@ from jaxtyping import Array
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, KVCache, StepView
 from jsparse.hooks import PrefillView, State
+from jsparse.model_facts.constants import constants
+from jsparse.models.checkpoint import Params
 from jsparse.policy import Policy
-from jsparse.runtime.spread_programs import by_rank
+from jsparse.runtime.session import PrefillResult, Session
+from jsparse.runtime.spread_programs import by_rank, same_on_all
+
+
+def full_session(
+    params: Params, policy: Policy, spec: CacheSpec, tokens: int, **how: Any
+) -> Session:
+    """Returns a session whose rows hold so many random tokens, with the state after a prompt.
+
+    `how` are further arguments of Session. Where K and V go to the host, they do so when the
+    session adopts them.
+    """
+    mesh, known, vocab_size = params.mesh, constants(params, policy), params.config.vocab_size
+    cache = random_cache(spec, tokens, policy.fields, mesh)
+    static = ("policy", "spec", "vocab_size")
+    behind = by_rank(_state_behind, mesh, own=("cache",), static=static)
+    state = behind(known, cache, policy._replace(offload=None), spec, vocab_size)
+    logits = jnp.zeros((spec.batch, vocab_size), jnp.float32)
+    logits = logits if mesh is None else same_on_all(logits, mesh)
+    session = Session(params, policy, spec, adopts=True, **how)
+    session.adopt(PrefillResult(logits, cache, state))
+    return session
+
+
+def _state_behind(
+    known: Mapping[str, Array] | None,
+    cache: KVCache,
+    policy: Policy,
+    spec: CacheSpec,
+    vocab_size: int,
+) -> State:
+    return state_after_prompt(policy, spec, StepView(cache, known), vocab_size)
 
 
 def random_cache(

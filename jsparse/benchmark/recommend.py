@@ -23,7 +23,7 @@ from jsparse.evaluation.plan import Plan, Progress, plan, run
 from jsparse.evaluation.shared_prefill import bundle
 from jsparse.evaluation.store import Cell, Entry, ResultStore
 from jsparse.machine.folders import cache_folder
-from jsparse.models.checkpoint import Params
+from jsparse.models.checkpoint import Params, require_on_one_device
 from jsparse.policies.choices import Choice, known_as
 from jsparse.policies.expressions import parse
 from jsparse.runtime import capacity
@@ -51,8 +51,10 @@ def recommend(
         than dense attention's), rows (see `ranked`) and best, the first of them.
 
     Raises:
-        ValueError: an argument is out of its range, or dense attention itself does not fit.
+        ValueError: an argument is out of its range, the model is spread over devices, or dense
+            attention itself does not fit.
     """
+    require_on_one_device(params)
     requirements = checked(requirements, params.config.max_position_embeddings)
     store = _store(params, requirements)
     resumed = bool(store.entries)

@@ -4,12 +4,14 @@ The cache is full of random K and V (jsparse.benchmark.random_cache), tokens are
 fed back on the device, and the steps run in the loop of `jsparse.generate`. The floor is the time
 in which the device's memory delivers what a step must read: all weights once, of an input embedding
 that the output does not share only the rows of the tokens, and the K and V that the policy attends
-to. It includes neither a policy's reads in choosing them nor computation.
+to. It includes neither a policy's reads in choosing them nor computation. Where a model is spread
+over devices, bytes are those of one.
 """
 
 import logging
 import statistics
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from typing import Any, NamedTuple
@@ -18,29 +20,27 @@ import jax
 import jax.numpy as jnp
 
 from jsparse.benchmark.memory_floor import bytes_per_token, memory_bandwidth, read_bytes
-from jsparse.benchmark.random_cache import random_cache, state_after_prompt
+from jsparse.benchmark.random_cache import full_session
+from jsparse.benchmark.random_model import random_model
 from jsparse.builder import dense
-from jsparse.cache import CacheSpec, StepView
+from jsparse.cache import CacheSpec
 from jsparse.hyper_parameters import whole_number
-from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import (
     Params,
     parse_weights,
-    require_blocks_of,
-    require_on_one_device,
 )
 from jsparse.models.config_files import read_config
-from jsparse.models.transformer import random_weights
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime import capacity
 from jsparse.runtime.admission import STEPS_PER_PROGRAM, admit
 from jsparse.runtime.sampling import greedy
-from jsparse.runtime.session import PrefillResult, Session, StepResult
+from jsparse.runtime.session import StepResult
 
 PAGE_SIZE = 16
 # steps per iteration: on a GPU enough that starting the first is lost in them
 STEPS_ON_GPU, STEPS_ELSEWHERE = 104, 4
+IN_FLIGHT = 4  # programs
 
 
 def measure(
@@ -122,7 +122,12 @@ def time_steps(
 
 
 def shaped(
-    model: str, *, dtype: Any = None, weights: str | None = None, revision: str | None = None
+    model: str,
+    *,
+    dtype: Any = None,
+    weights: str | None = None,
+    revision: str | None = None,
+    tensor_parallel_size: int = 1,
 ) -> Params:
     """Returns a model of which only the config is read; its weights are random.
 
@@ -130,10 +135,11 @@ def shaped(
     """
     config = read_config(model, revision=revision)
     default = "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    if quantized := parse_weights(weights):
-        require_blocks_of(config)
-    made = random_weights(config, jnp.dtype(dtype or default), quantized=quantized)
-    return Params(made, config, None, {}, model)
+    return random_model(
+        *(config, jnp.dtype(dtype or default), model),
+        quantized=parse_weights(weights),
+        tensor_parallel_size=tensor_parallel_size,
+    )
 
 
 class _Run(NamedTuple):
@@ -162,7 +168,6 @@ def _plan(
     num_iters_warmup: int,
 ) -> _Run:
     """Checks that a measurement is possible, and returns it."""
-    require_on_one_device(params)
     for name, value in (("batch", batch), ("context", context)):
         whole_number(name, value, 1)
     limit = params.config.max_position_embeddings
@@ -185,14 +190,14 @@ def _plan(
 
 def _measured(params: Params, run: _Run) -> dict[str, Any]:
     """Times the steps of one policy; each iteration ends when the device has finished it."""
-    session, kernels = _session(params, run), {}
+    session, kernels = full_session(params, run.policy, run.spec, run.tokens), {}
     limit = run.spec.capacity - run.tokens
 
     def choose(arguments: Any, nth: Any, logits: Any, active: Any) -> Any:
         # a new function each time, so that the step is traced and says which kernels it runs
         return greedy(arguments, nth, logits, active)
 
-    results = session.steps(choose, (), limits=[limit] * run.spec.batch)
+    results = few_in_flight(session.steps(choose, (), limits=[limit] * run.spec.batch))
 
     def advance(count: int) -> tuple[float, StepResult]:
         """Runs at least `count` steps; returns the seconds per step and the last result."""
@@ -231,6 +236,19 @@ def _measured(params: Params, run: _Run) -> dict[str, Any]:
     }
 
 
+def few_in_flight(results: Iterable[StepResult]) -> Generator[StepResult]:
+    """Yields results of programs, of which few run or wait to, as where somebody reads tokens.
+
+    On several devices of a CPU more than 32 would wait for each other for ever.
+    """
+    running = deque[jax.Array]()
+    for result in results:
+        running.append(result.tokens)
+        if len(running) > IN_FLIGHT:
+            running.popleft().block_until_ready()
+        yield result
+
+
 def _warm_up_steps(policy: Policy, steps: int, num_iters: int, num_iters_warmup: int) -> int:
     """Returns the steps that are not timed, whole iterations of them.
 
@@ -240,18 +258,6 @@ def _warm_up_steps(policy: Policy, steps: int, num_iters: int, num_iters_warmup:
     periods = policy.services.every.values()
     due = [every for every in periods if every <= minimum + num_iters * steps]
     return -(-max([minimum, *due]) // steps) * steps
-
-
-def _session(params: Params, run: _Run) -> Session:
-    """Returns a session whose rows hold random tokens."""
-    policy, spec, vocab_size = run.policy, run.spec, params.config.vocab_size
-    cache = random_cache(spec, run.tokens, policy.fields)
-    view = StepView(cache, constants(params, policy))
-    # where K and V go to the host, they do so when the session adopts them
-    state = state_after_prompt(policy._replace(offload=None), spec, view, vocab_size)
-    session = Session(params, policy, spec, adopts=True)
-    session.adopt(PrefillResult(jnp.zeros((spec.batch, vocab_size), jnp.float32), cache, state))
-    return session
 
 
 @contextmanager

@@ -14,13 +14,10 @@ from jsparse.cli.bench_serve import serve
 from jsparse.cli.options import (
     Command,
     CommandGroup,
-    DtypeOption,
     LoadingOptions,
     ModelOption,
     PolicyListOption,
     PolicyOption,
-    RevisionOption,
-    WeightsOption,
     takes_model,
     takes_options,
     whole_numbers,
@@ -114,7 +111,9 @@ def throughput(
 
 @bench.command(cls=Command)
 @takes_model
+@takes_options(LoadingOptions, "loading")
 def latency(
+    loading: LoadingOptions,
     model: ModelOption = "smollm2",
     policy: PolicyListOption = None,
     context: Annotated[
@@ -132,9 +131,6 @@ def latency(
     random_weights: Annotated[
         bool, Option("--random-weights", help="Read only the config, and make up the weights.")
     ] = False,
-    dtype: DtypeOption = None,
-    weights: WeightsOption = None,
-    revision: RevisionOption = None,
     as_json: Annotated[
         bool, Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
@@ -149,13 +145,11 @@ def latency(
 
     from jsparse import __version__
     from jsparse.benchmark.steps import measure, shaped
-    from jsparse.models.checkpoint import load
     from jsparse.policies.own_code import resolve
 
     chosen = [resolve(text) for text in policy or []]
     contexts, batches = whole_numbers("context", context), whole_numbers("batch", batch)
-    made = shaped if random_weights else load
-    params = made(model, dtype=dtype, weights=weights, revision=revision)
+    params = shaped(model, **vars(loading)) if random_weights else loading.load(model)
     with Console(stderr=True).status("decode steps"):
         measured = measure(
             params,
@@ -169,6 +163,7 @@ def latency(
     about = {
         "model": model,
         "random_weights": random_weights,
+        "tensor_parallel_size": loading.tensor_parallel_size,
         "dtype": params.types,
         "device": jax.local_devices()[0].device_kind,
         "versions": {"jsparse": __version__, "jax": jax.__version__},

@@ -13,10 +13,11 @@ from tiny import tiny_params
 from typer.testing import CliRunner
 
 import jsparse
-from jsparse.benchmark import memory_floor, steps
-from jsparse.benchmark.random_cache import random_cache
+from jsparse.benchmark import memory_floor, random_cache, steps
+from jsparse.benchmark.random_model import random_model
 from jsparse.cache import CacheSpec
 from jsparse.cli.app import app
+from jsparse.models.checkpoint import spread
 from jsparse.runtime.session import Session
 
 STREAMING = "streaming(sink=2, recent=6)"
@@ -67,10 +68,32 @@ def test_the_kernels_are_those_of_each_policy(measured):
     assert quest["kernels"].keys() > {*every, "page_bounds"}
 
 
+def test_a_model_over_two_devices_has_the_shares_of_one_and_half_of_the_bytes(measured):
+    params, one = measured
+    two = steps.measure(spread(params, 2), [STREAMING], contexts=(64,), num_iters=2, bandwidth=2e9)
+    norms = 3 * params.config.hidden_size * 4  # which both devices have
+    assert two["weight_bytes"] == (one["weight_bytes"] - norms) // 2 + norms
+    dense, _, streaming = one["results"]
+    for own, other in zip(two["results"], (dense, streaming), strict=True):
+        assert own["attended"] == pytest.approx(other["attended"])
+        assert own["attended_bytes"] == other["attended_bytes"] / 2
+
+
+def test_random_weights_over_two_devices_are_those_on_one():
+    """They are those, though no device ever has the whole."""
+    config, dtype = tiny_params(num_layers=1).config, np.dtype("float32")
+    ours = random_model(config, dtype, tensor_parallel_size=2)
+    theirs = spread(random_model(config, dtype), 2)
+    assert (ours.config, ours.mesh) == (theirs.config, theirs.mesh)
+    for a, b in zip(*map(jax.tree.leaves, (ours.weights, theirs.weights)), strict=True):
+        assert a.sharding == b.sharding
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.slow
 def test_maintenance_comes_round_before_anything_is_timed(monkeypatch):
     # programs of 8 steps, which maintenance every 5 cuts short
-    monkeypatch.setattr(steps, "Session", partial(Session, steps_per_program=8))
+    monkeypatch.setattr(random_cache, "Session", partial(Session, steps_per_program=8))
     monkeypatch.setattr(steps, "STEPS_ELSEWHERE", 9)
     policy = "h2o(budget=24, window=4, period=13)"
     params = tiny_params(num_layers=1)
@@ -99,7 +122,9 @@ def test_bandwidth_is_measured_where_none_is_given():
 @shared
 def filled():
     """A cache of random keys and values, 20 tokens in each head."""
-    return random_cache(CacheSpec(2, 3, 4, 2, 16, 8, 4, np.float32), 20, ("slot_positions",))
+    return random_cache.random_cache(
+        CacheSpec(2, 3, 4, 2, 16, 8, 4, np.float32), 20, ("slot_positions",)
+    )
 
 
 def test_every_head_of_a_random_cache_holds_the_same_number_of_tokens():

@@ -19,9 +19,9 @@ LARGE = [
 ]
 TAKES = {
     "mosaic": lambda case, rows: (
-        1 < rows <= 16 and case in (*CASES, *LARGE) and case.width % 128 == 0
+        1 < rows <= 48 and case in (*CASES, *LARGE) and case.width % 128 == 0
     ),
-    "triton": lambda case, rows: rows <= 4,
+    "triton": lambda case, rows: 1 <= rows <= 4,
 }
 GIVEN = [
     pytest.param(case, name, id=f"{case.name}-{case.batch}-{name}")

@@ -1,0 +1,43 @@
+"""Makes models of random weights, whose speed and memory are those of any others."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jsparse.models.checkpoint import Params, require_blocks_of
+from jsparse.models.config import ModelConfig
+from jsparse.models.spreading import Spreading
+from jsparse.models.transformer import random_weights
+
+
+def random_model(
+    config: ModelConfig,
+    dtype: Any,
+    name: str = "random",
+    *,
+    quantized: bool = False,
+    tensor_parallel_size: int = 1,
+) -> Params:
+    """Returns a model of these sizes.
+
+    Over several devices, none of them ever has the whole. With `quantized`, matrices are blocks of
+    8 bits.
+
+    Raises:
+        ValueError: it cannot be divided so, or there are not as many devices.
+    """
+    if quantized:
+        require_blocks_of(config, tensor_parallel_size)
+    if tensor_parallel_size == 1:
+        made = random_weights(config, dtype, quantized=quantized)
+        return Params(made, config, None, {}, name)
+    spreading = Spreading(config, tensor_parallel_size)
+
+    def place(path: str, whole: jax.Array) -> jax.Array:
+        # the next is not made before this one's memory is free
+        return jax.block_until_ready(spreading.place(path, whole))
+
+    made = random_weights(config, dtype, quantized=quantized, place=place)
+    spread = Params(made, spreading.config, None, {}, name)
+    return dataclasses.replace(spread, mesh=spreading.mesh)
