@@ -17,7 +17,8 @@ from tiny import VOCAB, random_prompts, tiny_params
 
 import jsparse
 from jsparse import ranks
-from jsparse.benchmark.steps import time_steps
+from jsparse.benchmark.recommend import recommend
+from jsparse.benchmark.requirements import Requirements
 from jsparse.engine import plan_log, replay
 from jsparse.model_facts.channel_calibration import calibrate_channels
 from jsparse.model_facts.constants import constants
@@ -235,7 +236,7 @@ def test_one_device_has_everything():
         ),
         (lambda: calibrate_channels(halves(), [1, 2]), "must be on one device, and is on 2"),
         (
-            lambda: time_steps(halves(), "dense", batch=1, context=16),
+            lambda: recommend(halves(), Requirements("tiny", 64, policies=("dense",))),
             "must be on one device, and is on 2",
         ),
     ],
