@@ -236,7 +236,7 @@ def test_one_device_has_everything():
         ),
         (lambda: calibrate_channels(halves(), [1, 2]), "must be on one device, and is on 2"),
         (
-            lambda: recommend(halves(), Requirements("tiny", 64, policies=("dense",))),
+            lambda: recommend(halves(), Requirements("tiny", 64, 1, ("dense",))),
             "must be on one device, and is on 2",
         ),
     ],
