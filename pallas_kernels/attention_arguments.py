@@ -83,8 +83,9 @@ def no_rows(q: Float[Array, "B N H"], layer: LayerCache, *, max_group: int) -> s
             f"takes q, K and V of one type of {', '.join(_TYPES)}, not {', '.join(sorted(types))}"
         )
     group, head_dim = q.shape[1] // layer.lengths.shape[1], q.shape[2]
-    if group > max_group:
-        return f"takes at most {max_group} query heads per KV head, not {group}"
     if head_dim > MAX_WIDTH or head_dim % 8:
         return f"takes head dimensions up to {MAX_WIDTH} that are multiples of 8, not {head_dim}"
+    if group > max_group:
+        kind = f"of {head_dim} channels in {q.dtype}"
+        return f"takes at most {max_group} query heads {kind} per KV head, not {group}"
     return no_triton()

@@ -87,8 +87,11 @@ def no_mosaic() -> str | None:
 
 def no_triton() -> str | None:
     """Returns the reason why jax-triton kernels cannot run here, or None."""
-    if compute_capability() is None:
+    here = compute_capability()
+    if here is None:
         return "needs an NVIDIA GPU"
+    if here[0] < 8:
+        return f"needs compute capability 8 or more: this GPU has {here[0]}.{here[1]}"
     missing = [name for name in ("triton", "jax_triton") if find_spec(name) is None]
     return (
         f"needs the package {missing[0].replace('_', '-')}: {install('cuda13')}"

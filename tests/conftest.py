@@ -18,8 +18,9 @@ if sys.dont_write_bytecode:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # not there under python -B
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 # jax reads all of these on import. Several processes share a GPU, if there is one. On a CPU, most
-# of a test's time is compilation: LLVM need not optimise, and loops need not be lowered by MLIR,
-# which takes twice as long as the rest. XLA's own passes stay as users have them.
+# of a test's time is compilation: LLVM need not optimise, loops need not be lowered by MLIR, which
+# takes twice as long as the rest, and a program need not be cut into parts that LLVM compiles side
+# by side. XLA's own passes stay as users have them.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # nobody reads them
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")  # for models that are spread over several
@@ -27,6 +28,7 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault(
         "XLA_FLAGS",
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+        "--xla_cpu_parallel_codegen_split_count=1 "
         "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
     )
 

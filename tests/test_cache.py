@@ -327,6 +327,18 @@ def test_rows_behind_one_that_gets_nothing_are_served():
     assert cache.overflow.tolist() == [True, False, False]
 
 
+def test_growing_is_one_program_in_every_process():
+    """Its text does not follow from addresses, by which others could not find it on disk."""
+    spec = SPEC._replace(num_layers=12)
+    shapes = jax.eval_shape(lambda: kv.init(spec)), jax.ShapeDtypeStruct((B,), jnp.int32)
+    texts = set()
+    for nth in range(6):
+        kept = [object() for _ in range(37 * nth)]  # so that addresses differ
+        texts.add(jax.jit(lambda *x: kv.grow(*x, 1)).lower(*shapes).as_text())
+        del kept
+    assert len(texts) == 1
+
+
 def test_a_row_must_find_room_in_every_layer():
     """Layer 1 has fewer free pages than row 0 needs, and then neither layer gives it any."""
     cache = init(SPEC._replace(pool_pages=9))

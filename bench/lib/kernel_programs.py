@@ -118,7 +118,7 @@ def attention_op(case: AttentionCase, implementation: str | None):
 
 
 def attention_job(case: AttentionCase, *, on_gpu: bool, max_calls: int) -> Job:
-    """Returns the job of a case; on a CPU the reference replaces the kernel."""
+    """Returns the job of a case; on a CPU the reference replaces the kernels."""
     kernels = {"page": ["mosaic", "triton"], "token": ["triton"]}[case.lists]
     names = kernels * on_gpu + ["reference"] * (case.small or not on_gpu)
     return Job(

@@ -58,8 +58,7 @@ def random_cache(
     """Returns a cache in which every head holds `tokens` random keys and values.
 
     The tokens lie in their order. `fields` are the optional fields that a policy needs; slots have
-    no bias. `mesh` has the devices that the model is spread over, on which all heads of a layer
-    hold the same.
+    no bias. `mesh` has the devices that the model is spread over, which all hold the same.
     """
     in_order = by_rank(_in_order, mesh, static=("spec", "tokens", "fields"))
     fill = jax.jit(_filled, donate_argnames="like")

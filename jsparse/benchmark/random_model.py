@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params, require_blocks_of
 from jsparse.models.config import ModelConfig
 from jsparse.models.spreading import Spreading
@@ -27,6 +28,7 @@ def random_model(
     Raises:
         ValueError: it cannot be divided so, or there are not as many devices.
     """
+    whole_number("tensor_parallel_size", tensor_parallel_size, 1)
     if quantized:
         require_blocks_of(config, tensor_parallel_size)
     if tensor_parallel_size == 1:

@@ -113,21 +113,27 @@ def grow(
         short = _short_of_pages(held, taken(cache, valid), max_new)
         cache = cache._replace(overflow=cache.overflow | short)
     valid = taken(cache, valid)
-    # by array, of which layers that hold the same tokens share one
-    longer = {id(layer.lengths): layer.lengths + valid[:, None] for layer in held}
+    # layers that hold the same tokens share one array, in the order of layers: by address alone,
+    # programs would differ from process to process
+    nth, distinct = {}, []
+    for layer in held:
+        if id(layer.lengths) not in nth:
+            nth[id(layer.lengths)] = len(distinct)
+            distinct.append(layer.lengths + valid[:, None])
     # nothing below reads the old lengths, which XLA would then copy before the new ones take their
     # (donated) place
-    longer = jax.lax.optimization_barrier(longer)
+    distinct = jax.lax.optimization_barrier(distinct)
     for i, layer in zip(chosen, held, strict=True):
         grown = _allocate(layer, valid, max_new)
-        cache = replace_layer(cache, i, grown._replace(lengths=longer[id(layer.lengths)]))
+        cache = replace_layer(cache, i, grown._replace(lengths=distinct[nth[id(layer.lengths)]]))
     return cache
 
 
 def level(cache: KVCache) -> KVCache:
     """Returns a cache whose heads hold all tokens of their rows, with one array of lengths for all.
 
-    What layers make of their lengths alone, such as a list of the newest pages, is then made once.
+    That they do is not checked: only policies that say so (`Eviction`) drop tokens. What layers
+    make of their lengths alone, such as a list of the newest pages, is then made once.
     """
     lengths = jnp.broadcast_to(cache.positions[:, None], cache.layers[0].lengths.shape)
     layers = tuple(layer._replace(lengths=lengths) for layer in cache.layers)
@@ -135,9 +141,9 @@ def level(cache: KVCache) -> KVCache:
 
 
 def once(cache: KVCache) -> KVCache:
-    """Returns a level cache with the lengths of the first layer alone, from which `level` has all.
+    """Returns a level cache with the lengths of the first layer alone, for loops to carry.
 
-    A loop that carried one array under 32 names would copy it 31 times a step.
+    Under 32 names the array would be copied 31 times a step. Only `level` takes such a cache.
     """
     first, *others = cache.layers
     return cache._replace(layers=(first, *(layer._replace(lengths=None) for layer in others)))

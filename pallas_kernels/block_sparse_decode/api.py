@@ -16,6 +16,9 @@ from jsparse.partials import AttentionOut, ListedLogits, StatsKind
 from jsparse.selection import Selection
 
 MAX_QUERIES = 64  # of a KV head, with the mean that a report takes: rows of a wgmma
+# In the Triton kernel more bytes of queries do not fit beside K and V on some GPUs, and of float32,
+# which tensor cores do not multiply, more queries do not fit in registers.
+QUERY_BYTES, MAX_FLOAT32 = 16_384, 16
 
 
 def _mosaic():
@@ -60,7 +63,10 @@ def _not_triton(
 ) -> str | None:
     if layer.page_pools:
         return "takes K and V on the device"
-    return no_rows(q, layer, max_group=MAX_QUERIES - (stats is not None))
+    width = 1 << (q.shape[2] - 1).bit_length()  # as the kernel pads it
+    most = MAX_FLOAT32 if q.dtype == jnp.float32 else MAX_QUERIES
+    most = min(most, QUERY_BYTES // (width * q.dtype.itemsize))
+    return no_rows(q, layer, max_group=most - (stats is not None))
 
 
 BACKENDS = (

@@ -1,10 +1,10 @@
 """Attends to listed tokens or pages with jax-triton; all heads' lists are one pool of work.
 
 Rows are gathered one by one, those of K only where the list brings no logits. A page stands for its
-tokens, whose rows lie behind one another. The list of a head is cut into units, whose length depends on what that head lists alone, so that a row gives the same
-bits alone and in any batch. A fixed number of programs share out the units of all heads, which each
-of them finds by itself in a prefix sum over all counts; a second, small launch merges the units of
-every head.
+tokens, whose rows lie behind one another. The list of a head is cut into units, whose length
+depends on what that head lists alone, so that a row gives the same bits alone and in any batch. A
+fixed number of programs share out the units of all heads, which each of them finds by itself in a
+prefix sum over all counts; a second, small launch merges the units of every head.
 """
 
 from dataclasses import dataclass

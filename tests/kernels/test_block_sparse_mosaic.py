@@ -177,4 +177,34 @@ def test_pages_are_attended_to_by_the_kernel_that_the_gpu_has(monkeypatch, here,
     runs = [b.name for b in api.BACKENDS if b.refusal(q, layer, selection, **rest) is None]
     assert runs[0] == takes
     wide = jnp.tile(q, (1, 20, 1)), layer, selection
-    assert "at most 64 query heads" in str(api.BACKENDS[1].refusal(*wide, **rest))
+    reason = f"query heads of 64 channels in {dtype} per KV head, not 80"
+    assert reason in str(api.BACKENDS[1].refusal(*wide, **rest))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "stats", "most"),
+    [
+        (128, "bfloat16", None, 64),
+        (128, "bfloat16", "page_mass", 63),
+        (96, "float32", None, 16),
+        (256, "bfloat16", None, 32),
+        (256, "float32", "token_logits", 15),
+    ],
+)
+def test_queries_leave_room_for_keys_in_the_memory_of_small_gpus(
+    monkeypatch, head_dim, dtype, stats, most
+):
+    monkeypatch.setattr(dispatch, "compute_capability", lambda: (8, 9))
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
+    for group in (most, most + 1):
+        case = replace(BASE, head_dim=head_dim, dtype=dtype, group=group, kv_heads=1, num_pages=1)
+        reason = api.BACKENDS[1].refusal(
+            *case.build(), stats=stats, sm_scale=1.0, dtype=jnp.float32
+        )
+        assert (reason is None) == (group == most)
+
+
+def test_gpus_before_ampere_run_neither_kernel(monkeypatch):
+    monkeypatch.setattr(dispatch, "compute_capability", lambda: (7, 5))
+    with pytest.raises(ValueError, match=r"needs compute capability 8 or more: this GPU has 7\.5"):
+        block_sparse_decode(*BASE.build(), implementation="triton")

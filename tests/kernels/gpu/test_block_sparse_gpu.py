@@ -14,6 +14,7 @@ import pytest
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.cases import CASES, Case, Inputs
+from jsparse.pallas_kernels.dispatch import no_mosaic
 from jsparse.pallas_kernels.merge_splits import merge_splits
 from jsparse.selection import Selection
 from tests.kernels.decode_checks import (
@@ -25,6 +26,15 @@ from tests.kernels.decode_checks import (
 pytestmark = pytest.mark.gpu
 BACKENDS = ("mosaic", "triton")
 on_both = pytest.mark.parametrize("implementation", BACKENDS)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_out_what_is_hopper_s(request):
+    given = getattr(request.node, "callspec", None)
+    if given and given.params.get("implementation") == "mosaic" and (reason := no_mosaic()):
+        pytest.skip(reason)
+
+
 BASE = Case("base", head_dim=128, num_pages=40, dtype="bfloat16")
 SHAPES = [
     replace(
@@ -89,6 +99,8 @@ def assert_near(got, want, spread=1.0):
 
 
 def assert_matches_the_reference(case, implementation):
+    if implementation == "triton" and case.head_dim == 256 and case.group > 31:
+        pytest.skip("more queries than that kernel takes")
     inputs = build(case)
     want = attend(cast(inputs, jnp.float32), "reference", case.sm_scale, "token_logits")
     plain = attend(inputs, implementation, case.sm_scale)
