@@ -18,6 +18,7 @@ from jsparse.models.config import (
     YarnRope,
     yarn_attention_factor,
 )
+from jsparse.models.parameters import parameter
 from jsparse.models.quantized import dense
 from jsparse.pallas_kernels.residual_norm import residual_norm
 
@@ -30,7 +31,7 @@ class Scale(nn.Module):
 
     @nn.compact
     def __call__(self) -> Float[Array, "D"]:
-        return self.param("scale", nn.initializers.ones, (self.width,), self.dtype)
+        return parameter(self, "scale", nn.initializers.ones, (self.width,), self.dtype)
 
 
 def add_and_norm(

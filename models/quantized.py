@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float16
 
+from jsparse.models.parameters import Dense, parameter
 from jsparse.pallas_kernels.quantized_product import quantized_product
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
@@ -61,17 +62,17 @@ def _wide(scales: Float16[Array, "*n"]) -> Float[Array, "*n 1"]:
 
 
 class QuantizedDense(nn.Module):
-    """Computes what `nn.Dense` does, with a kernel [out, in] of blocks."""
+    """Computes what `Dense` does, with a kernel [out, in] of blocks."""
 
     features: int
     use_bias: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        kernel = self.param("kernel", empty(self.features, x.shape[-1]))
+        kernel = parameter(self, "kernel", empty(self.features, x.shape[-1]))
         y = quantized_product(x, kernel)
         if self.use_bias:
-            y += self.param("bias", nn.initializers.zeros, (self.features,), x.dtype)
+            y += parameter(self, "bias", nn.initializers.zeros, (self.features,), x.dtype)
         return y
 
 
@@ -79,7 +80,7 @@ def dense(features: int, dtype: Any, *, name: str, quantized: bool, use_bias: bo
     """Returns the module of a linear map, within a module whose weights are of this kind."""
     if quantized:
         return QuantizedDense(features, use_bias, name=name)
-    return nn.Dense(features, use_bias=use_bias, param_dtype=dtype, name=name)
+    return Dense(features, dtype, use_bias, name=name)
 
 
 def empty(out: int, width: int) -> Callable[[Array], Blocks]:

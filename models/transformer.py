@@ -31,6 +31,7 @@ from jsparse.models.layers import (
     rope_scale,
     rope_table,
 )
+from jsparse.models.parameters import parameter
 from jsparse.models.quantized import dense, empty, random_part
 from jsparse.pallas_kernels.quantized_product import quantized_product
 from jsparse.pallas_kernels.weight_blocks import Blocks, dequantized
@@ -125,8 +126,8 @@ class Decoder(nn.Module):
     def _matrix(self, name: str, *shape: int) -> Any:
         if self.quantized:
             columns = self.config.hidden_size
-            return self.param(name, empty(math.prod(shape) // columns, columns))
-        return self.param(name, nn.initializers.normal(0.02), shape, self.dtype)
+            return parameter(self, name, empty(math.prod(shape) // columns, columns))
+        return parameter(self, name, nn.initializers.normal(0.02), shape, self.dtype)
 
     def hidden(
         self,
