@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
+from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array
 
 
@@ -33,6 +34,6 @@ class Dense(nn.Module):
         bias = None
         if self.use_bias:
             bias = parameter(self, "bias", nn.initializers.zeros, shape[1:], self.param_dtype)
-        x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias)
+        x, kernel, bias = promote_dtype(x, kernel, bias)
         y = x @ kernel
         return y if bias is None else y + bias
