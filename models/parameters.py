@@ -1,4 +1,7 @@
-"""Takes parameters out of a model's weights, and does not trace how they would be made."""
+"""Takes parameters out of a model's weights without tracing how they would be made.
+
+Hence a linear map of our own: that of flax traces it.
+"""
 
 from collections.abc import Callable
 from typing import Any

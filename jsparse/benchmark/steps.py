@@ -25,10 +25,7 @@ from jsparse.benchmark.random_model import random_model
 from jsparse.builder import dense
 from jsparse.cache import CacheSpec
 from jsparse.hyper_parameters import whole_number
-from jsparse.models.checkpoint import (
-    Params,
-    parse_weights,
-)
+from jsparse.models.checkpoint import Params, parse_weights
 from jsparse.models.config_files import read_config
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy
