@@ -20,12 +20,15 @@ SPAN = 256  # centroids per program where they are
 NUM_STAGES = 3
 
 
-def blocks_for(points: int, itemsize: int) -> tuple[int, int, int]:
-    """Returns the points of a block, the centroids of a block, and the number of warps."""
+def blocks_for(points: int, width: int, itemsize: int) -> tuple[int, int, int]:
+    """Returns the points of a block, the centroids of a block, and the number of warps.
+
+    Their bytes fit in the 99 KB of shared memory that any GPU has for a program.
+    """
     if itemsize == 4:  # no tensor cores multiply float32
         return 32, 32, 4
     if points > FEW:
-        return 128, 64, 8
+        return 128 if width <= 128 else 64, 64, 8
     return max(triton.next_power_of_2(points), 16), 64, 4
 
 
@@ -40,7 +43,7 @@ def nearest_centroid(
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, heads, count, width), max_groups = points.shape, centroid.shape[2]
-    block, tile, warps = blocks_for(count, points.dtype.itemsize)
+    block, tile, warps = blocks_for(count, width, points.dtype.itemsize)
     blocks = triton.cdiv(count, block)
     splits = triton.cdiv(max_groups, SPAN) if count <= FEW else 1
     parts = (batch * heads, splits, count)

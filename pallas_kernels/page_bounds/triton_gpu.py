@@ -40,9 +40,12 @@ class BoundsTiling(NamedTuple):
 def default_tiling(head_dim: int, itemsize: int) -> BoundsTiling:
     """Chooses tiles of 8 KB of each bound.
 
-    Three of them in flight, in each of four programs, fill a multiprocessor's shared memory.
+    Three of them in flight, in each of four programs, fill a multiprocessor's shared memory. Of
+    larger ones, which an MMA's 16 rows can need, fewer are in flight.
     """
-    return BoundsTiling(min(max(8192 // (triton.next_power_of_2(head_dim) * itemsize), 16), 64))
+    row = triton.next_power_of_2(head_dim) * itemsize
+    block = min(max(8192 // row, 16), 64)
+    return BoundsTiling(block, ahead=min(3, 24576 // (block * row)))
 
 
 def page_bounds(
