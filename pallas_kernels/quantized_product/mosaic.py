@@ -10,7 +10,8 @@ but not those of other backends.
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import jax
@@ -118,7 +119,9 @@ def few_rows(
     )
     if rows > 8:  # TMA takes a part of one tile of rows, or whole ones
         x = jnp.pad(x, ((0, padded - rows), (0, 0)))
-    return jnp.sum(_kernel(problem)(x, matrix["values"], matrix["scales"]), axis=0)
+    sums = _kernel(problem)(x, matrix["values"], matrix["scales"])
+    # one by one: in what order XLA's own sum adds them can depend on the number of rows
+    return reduce(add, [sums[part] for part in range(parts)])
 
 
 def best_parts(out: int, width: int, columns: int) -> int:

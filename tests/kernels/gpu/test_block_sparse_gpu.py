@@ -123,6 +123,8 @@ def test_triton_takes_what_mosaic_does_not(case):
 @pytest.mark.parametrize("stats", [None, "page_mass"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_triton_takes_float32(case, stats):
+    if case.head_dim == 256 and case.group > (15 if stats else 16):
+        pytest.skip("more queries than that kernel takes in float32")
     inputs = replace(case, dtype="float32").build()
     got, want = (attend(inputs, name, case.sm_scale, stats) for name in ("triton", "reference"))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
