@@ -10,6 +10,8 @@ import flax.linen as nn
 from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array
 
+from jsparse.pallas_kernels.skinny_product import skinny_product
+
 
 def parameter(module: nn.Module, name: str, make: Callable[..., Any], *given: Any) -> Any:
     """Returns what `module.param` does.
@@ -38,5 +40,4 @@ class Dense(nn.Module):
         if self.use_bias:
             bias = parameter(self, "bias", nn.initializers.zeros, shape[1:], self.param_dtype)
         x, kernel, bias = promote_dtype(x, kernel, bias)
-        y = x @ kernel
-        return y if bias is None else y + bias
+        return skinny_product(x, kernel, bias)

@@ -63,7 +63,7 @@ def test_the_floor_is_of_weights_and_of_what_is_attended_to(measured):
 def test_the_kernels_are_those_of_each_policy(measured):
     _, report = measured
     dense, quest, _ = report["results"]
-    every = ("block_sparse_decode", "residual_norm", "rope_append")
+    every = ("block_sparse_decode", "residual_norm", "rope_append", "skinny_product")
     assert dense["kernels"] == {name: ["reference"] for name in every}
     assert quest["kernels"].keys() > {*every, "page_bounds"}
 

@@ -1,4 +1,4 @@
-"""Tests residual_norm and rope_append in triton next to their references."""
+"""Tests residual_norm, rope_append and skinny_product in triton next to their references."""
 
 from functools import partial
 
@@ -11,8 +11,17 @@ from jsparse.pallas_kernels.residual_norm import cases as norm_cases
 from jsparse.pallas_kernels.residual_norm import residual_norm
 from jsparse.pallas_kernels.rope_append import cases as rope_cases
 from jsparse.pallas_kernels.rope_append import rope_append
+from jsparse.pallas_kernels.skinny_product import cases as product_cases
+from jsparse.pallas_kernels.skinny_product import skinny_product
+from tests.kernels.product_checks import assert_is_the_product
 
 pytestmark = pytest.mark.gpu
+# products of SmolLM2, of Llama 3.1 8B, and of a fourth of it
+SHAPES = [(576, 960), (1536, 576), (4096, 6144), (4096, 28672), (14336, 4096), (4096, 1536)]
+PRODUCTS = [
+    product_cases.Case(f"{width}x{out}", width=width, out=out, bias=out == 6144)
+    for width, out in SHAPES
+]
 WIDE = norm_cases.Case("widest", rows=5, width=16384, dtype="bfloat16")
 
 
@@ -59,3 +68,10 @@ def test_rope_append_does_what_the_reference_does(case):
             close(ours, theirs)
         else:
             np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("case", [*product_cases.CASES, *PRODUCTS], ids=lambda case: case.name)
+def test_a_row_is_multiplied(case):
+    x, matrix, bias = case.build()
+    multiply = jax.jit(partial(skinny_product, implementation="triton"))
+    assert_is_the_product(multiply(x, matrix, bias), x, matrix, bias)

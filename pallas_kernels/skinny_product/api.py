@@ -1,0 +1,63 @@
+"""Multiplies with a matrix, and reads it as fast as the device can where there is one row."""
+
+from jaxtyping import Array, Float
+
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
+from jsparse.pallas_kernels.skinny_product import reference
+
+
+def _load_triton():
+    from jsparse.pallas_kernels.skinny_product import triton_gpu
+
+    return triton_gpu.skinny_product
+
+
+def _refusal(
+    x: Float[Array, "*batch in"], matrix: Float[Array, "in out"], *_: object
+) -> str | None:
+    if x.size != x.shape[-1]:
+        return f"takes one row, not {list(x.shape[:-1])}"
+    if x.dtype.itemsize != 2:
+        return f"takes bfloat16 or float16, not {x.dtype}"
+    return no_triton()
+
+
+BACKENDS = (
+    Backend("triton", _load_triton, _refusal),
+    Backend("reference", lambda: reference.skinny_product),
+)
+
+
+def skinny_product(
+    x: Float[Array, "*batch in"],
+    matrix: Float[Array, "in out"],
+    bias: Float[Array, "out"] | None = None,
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "*batch out"]:
+    """Returns x · W, and adds a bias to it.
+
+    Of one row XLA makes a product of each number, which it may write to memory, and a sum. Here a
+    launch reads the matrix once. With more rows XLA's own kernels do, and the reference takes them.
+
+    Args:
+        x: the rows.
+        matrix: W, of the type of x. Sums are float32, and rounded to that type.
+        bias: what is added then, of the type of x.
+        implementation: "triton" (one row of two bytes a number), "reference", or None to pick.
+
+    Raises:
+        ValueError: shapes or types do not fit together, or the named implementation cannot run
+            here.
+    """
+    if matrix.ndim != 2 or x.shape[-1:] != matrix.shape[:1] or x.dtype != matrix.dtype:
+        raise ValueError(
+            f"matrix={matrix.dtype}{list(matrix.shape)}: must be [in, out] for rows of x, "
+            f"{x.dtype}{list(x.shape)}"
+        )
+    if bias is not None and (bias.shape != matrix.shape[1:] or bias.dtype != x.dtype):
+        raise ValueError(
+            f"bias={bias.dtype}{list(bias.shape)}: must be [out] for the matrix, "
+            f"{x.dtype}{list(matrix.shape[1:])}"
+        )
+    return run("skinny_product", implementation, BACKENDS, x, matrix, bias)
