@@ -63,6 +63,7 @@ FOR_MODELS = {
     "pallas_kernels.weight_blocks",
     "pallas_kernels.quantized_product",
     "pallas_kernels.residual_norm",
+    "pallas_kernels.skinny_product",
 }
 # packages of one floor that do not know each other
 BESIDE = {"evaluation", "train", "engine"}

@@ -65,6 +65,8 @@ from jsparse.pallas_kernels.runs_to_tokens import cases as runs_cases
 from jsparse.pallas_kernels.runs_to_tokens import runs_to_tokens
 from jsparse.pallas_kernels.shared_counts import cases as shared_cases
 from jsparse.pallas_kernels.shared_counts import shared_counts
+from jsparse.pallas_kernels.skinny_product import cases as skinny_cases
+from jsparse.pallas_kernels.skinny_product import skinny_product
 from jsparse.pallas_kernels.table_candidates import cases as candidate_cases
 from jsparse.pallas_kernels.table_candidates import table_candidates
 from jsparse.pallas_kernels.table_update import cases as table_cases
@@ -170,6 +172,10 @@ def multiplied(_: Any, inputs: Any) -> Any:
 
 def multiplied_in_threads(_: Any, inputs: Any) -> Any:
     return jax.jit(partial(quantized_product, implementation="triton"))(*inputs)
+
+
+def multiplied_row(_: Any, inputs: Any) -> Any:
+    return jax.jit(partial(skinny_product, implementation="triton"))(*inputs)
 
 
 def normed(case: Any, inputs: Any) -> Any:
@@ -377,6 +383,9 @@ OPS = {
         named(
             (*quantized_cases.CASES, *quantized_cases.OTHERS), "one_row columns_left_over one_block"
         ),
+    ),
+    "skinny_product": Op(
+        multiplied_row, named(skinny_cases.CASES, "one_row bias rows_left_over odd_sizes narrow")
     ),
     "residual_norm": Op(normed, named(norm_cases.CASES, "few one_row odd_width")),
     "rope_append": Op(rotated, named(rope_cases.CASES, "plain paged normed odd_width")),

@@ -94,6 +94,7 @@ ARRAY_MODULES = (
     "pallas_kernels.row_scatter.reference",
     "pallas_kernels.runs_to_tokens.reference",
     "pallas_kernels.shared_counts.reference",
+    "pallas_kernels.skinny_product.reference",
     "pallas_kernels.threshold_select.reference",
     "pallas_kernels.token_sparse_decode.reference",
     "pallas_kernels.window_attention.reference",

@@ -29,6 +29,7 @@ from jsparse.pallas_kernels.quantized_product.api import quantized_product
 from jsparse.pallas_kernels.row_gather.api import row_gather
 from jsparse.pallas_kernels.runs_to_tokens.api import runs_to_tokens
 from jsparse.pallas_kernels.runs_to_tokens.cases import Case as Runs
+from jsparse.pallas_kernels.skinny_product.api import skinny_product
 from jsparse.pallas_kernels.threshold_select import Budget, TopK, TopP, threshold_select
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 from jsparse.selection import Selection
@@ -40,6 +41,17 @@ TOP_P, LOGIT_SPREAD = 0.9, 3.0
 RUNS, CHOSEN_RUNS, BUDGET = 13108, 130, 1024
 # clusters of two runs on average, as many as there is room for, and the runs that 16 steps may add
 CLUSTERS, NEW_CHUNKS = 6554, 3
+# of a layer of SmolLM2-135M, of Llama 3.1 8B, and of a fourth of it, up to 32 MiB
+ROW_PRODUCTS = (
+    ("135M qkv", 960, 576),
+    ("135M o", 576, 576),
+    ("135M gate|up", 3072, 576),
+    ("135M down", 576, 1536),
+    ("8B o", 4096, 4096),
+    ("8B/4 qkv", 1536, 4096),
+    ("8B/4 o", 4096, 1024),
+    ("8B/4 down", 4096, 3584),
+)
 # of a layer of Llama 3.1 8B
 PRODUCTS = (("qkv", 6144, 4096), ("o", 4096, 4096), ("gate|up", 28672, 4096), ("down", 4096, 14336))
 
@@ -80,7 +92,25 @@ def jobs(*, on_gpu: bool, max_calls: int, shrink: int = 1) -> list[Job]:
             product = "reference" if not on_gpu else "triton" if rows == 1 else "mosaic"
             sizes = (rows, max(out // shrink // 64, 1) * 64, max(width // shrink // 128, 1) * 128)
             made.append(_product(product, f"8-bit {what} b{rows}", *sizes, max_calls))
+    for what, out, width in ROW_PRODUCTS:
+        made.append(_row(name, f"{what} b1", out // shrink, width // shrink, max_calls))
     return made
+
+
+def _row(name: str, case: str, out: int, width: int, max_calls: int) -> Job:
+    """Returns a product of one row with a matrix, beside XLA's own."""
+    nbytes = 2 * out * width
+    calls = min(max(-(-ROTATED_BYTES // nbytes), 4), 32, max_calls)
+
+    def build():
+        shapes = ((1, width), (width, out))
+        return None, [tuple(random(n, shape) for shape in shapes) for n in range(calls)]
+
+    def op(implementation, one):
+        return skinny_product(*one, implementation=implementation)
+
+    of = {each: in_turn(lambda _, one, each=each: op(each, one)) for each in (name, "reference")}
+    return Job(case, nbytes, build, of)
 
 
 def _product(name: str, case: str, rows: int, out: int, width: int, max_calls: int) -> Job:

@@ -1,9 +1,14 @@
 """Multiplies with a matrix, and reads it as fast as the device can where there is one row."""
 
+import math
+
 from jaxtyping import Array, Float
 
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.skinny_product import reference
+
+# of a matrix; XLA's kernels read larger ones as fast, or faster
+MAX_BYTES = 2**25
 
 
 def _load_triton():
@@ -15,10 +20,12 @@ def _load_triton():
 def _refusal(
     x: Float[Array, "*batch in"], matrix: Float[Array, "in out"], *_: object
 ) -> str | None:
-    if x.size != x.shape[-1]:
+    if math.prod(x.shape[:-1]) != 1:
         return f"takes one row, not {list(x.shape[:-1])}"
     if x.dtype.itemsize != 2:
         return f"takes bfloat16 or float16, not {x.dtype}"
+    if matrix.size * matrix.dtype.itemsize > MAX_BYTES:
+        return f"takes matrices of at most {MAX_BYTES} bytes, not {list(matrix.shape)}"
     return no_triton()
 
 
@@ -37,14 +44,16 @@ def skinny_product(
 ) -> Float[Array, "*batch out"]:
     """Returns x · W, and adds a bias to it.
 
-    Of one row XLA makes a product of each number, which it may write to memory, and a sum. Here a
-    launch reads the matrix once. With more rows XLA's own kernels do, and the reference takes them.
+    Of one row XLA may make a product of each number, which it writes to memory, and a sum, or
+    parts of a sum, which it adds up in another launch. Here a launch reads the matrix once. More
+    rows, and large matrices, are XLA's: the reference.
 
     Args:
         x: the rows.
         matrix: W, of the type of x. Sums are float32, and rounded to that type.
         bias: what is added then, of the type of x.
-        implementation: "triton" (one row of two bytes a number), "reference", or None to pick.
+        implementation: "triton" (one row and a matrix of at most 32 MiB, of two bytes a number),
+            "reference", or None to pick.
 
     Raises:
         ValueError: shapes or types do not fit together, or the named implementation cannot run

@@ -45,6 +45,12 @@ def test_wrong_shapes_are_refused(shapes, message):
         skinny_product(*given)
 
 
+def test_a_large_matrix_is_xla_s():
+    shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 4096), (4096, 4097)))
+    with pytest.raises(ValueError, match=r"at most 33554432 bytes, not \[4096, 4097\]"):
+        jax.eval_shape(lambda x, w: skinny_product(x, w, implementation="triton"), *shapes)
+
+
 @pytest.mark.parametrize(
     ("case", "reason"),
     [("many_rows", r"takes one row, not \[3, 5\]"), ("float32", "takes bfloat16 or float16")],
