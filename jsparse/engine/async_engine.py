@@ -6,6 +6,7 @@ import itertools
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
@@ -101,6 +102,8 @@ class AsyncEngine:
         self._listeners: dict[str, _Listener] = {}
         self._awake = threading.Condition()
         self._closing = False
+        # when the thread began what it is doing; None while it sleeps
+        self._began: float | None = None
         self._thread = threading.Thread(target=self._work, name="jsparse-engine", daemon=True)
         self._thread.start()
         # a process that exits while a program runs is aborted
@@ -186,6 +189,15 @@ class AsyncEngine:
         """Returns whether requests are taken: it has neither failed nor been closed."""
         return self.engine.error is None and not self._closing
 
+    @property
+    def busy_seconds(self) -> float:
+        """Returns for how long the thread has been at what it is doing, such as one program.
+
+        It is 0 while there is nothing to do. A device that hangs shows here alone.
+        """
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
+
     def close(self) -> None:
         """Ends all requests and the thread; later calls get an EngineError."""
         with self._awake:
@@ -225,8 +237,10 @@ class AsyncEngine:
     def _turn(self) -> bool:
         """Handles queued calls, then runs one engine step; returns whether work is left."""
         with self._awake:
+            self._began = None
             while not (self._inbox or self._closing or self._busy):
                 self._awake.wait()
+            self._began = time.monotonic()
             calls = list(self._inbox)
             self._inbox.clear()
             if self._closing:

@@ -18,6 +18,9 @@ from jsparse.server.prompt_stream import PromptStream, all_of
 from jsparse.server.text import Texts
 from jsparse.text import prompts
 
+# for which an engine may be at one program, which may have to be compiled
+MAX_BUSY_SECONDS = 300
+
 
 class Service(Front):
     """Holds the engine, once it is ready, and the requests that it works on.
@@ -53,6 +56,8 @@ class Service(Front):
             return "the model is being loaded"
         if not (self.engine.alive and self.texts.alive):
             return "the engine has failed"
+        if self.engine.busy_seconds > MAX_BUSY_SECONDS:
+            return f"the engine has been at one program for more than {MAX_BUSY_SECONDS} s"
         return "the server is shutting down" if self.draining else None
 
     @property

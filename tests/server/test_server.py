@@ -6,12 +6,15 @@ import json
 import logging
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 from serving import hand_over, hold
 from serving_http import a_service, an_engine, at_rest, serving, soon
+
+from jsparse.server import service as service_module
 
 WORDS = "w3 w14 w15 w92 w65"
 GREEDY = {"model": "tiny", "temperature": 0}
@@ -456,6 +459,30 @@ def test_a_full_engine_says_when_to_come_back():
         assert refused.json()["error"]["type"] == "rate_limit_error"
         never = httpx.post(f"{url}/v1/completions", json=body | {"n": 6})
         assert never.status_code == 400 and never.json()["error"]["param"] == "n"
+
+
+def test_an_engine_that_hangs_is_not_healthy(monkeypatch):
+    service, engine, hang, hangs = a_service(), an_engine(), threading.Event(), threading.Event()
+    step = engine.engine.step
+
+    def hung():
+        hangs.set()
+        hang.wait()
+        return step()
+
+    monkeypatch.setattr(engine.engine, "step", hung)
+    monkeypatch.setattr(service_module, "MAX_BUSY_SECONDS", 0)
+    with serving(service, engine) as url:
+        assert httpx.get(f"{url}/health").status_code == 200  # asleep
+        body = {"prompt": "w1", "max_tokens": 1}
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(httpx.post, f"{url}/v1/completions", json=body)
+            hangs.wait()
+            got = httpx.get(f"{url}/health")
+            hang.set()
+            assert answer.result().status_code == 200
+        assert got.status_code == 503
+        assert got.json() == {"status": "the engine has been at one program for more than 0 s"}
 
 
 def test_before_and_after(monkeypatch):
