@@ -61,8 +61,11 @@ class PromptStream:
         await self._states.aclose()
 
     async def _followed(self) -> AsyncGenerator[RequestState]:
-        if self.state.finished:
+        if self.state.metrics.token_times or self.state.finished:
+            # they came before anyone looked at what was accepted
+            self._count_beginning(self.state)
             yield self.state
+        if self.state.finished:
             return
         async for state in self._states:
             self._count_beginning(state)

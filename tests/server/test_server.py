@@ -268,7 +268,26 @@ def test_metrics(client, http):
     assert after["jsparse:kv_cache_usage_perc", ""] == 0
 
 
+def test_first_tokens_that_come_at_once_are_sent_at_once(client, service, monkeypatch):
+    assert at_rest(service)
+    wake, go_on = service.engine._wake, threading.Event()
+
+    def wake_and_wait(listeners):
+        if any(each.state.metrics.token_times for each in listeners):  # not when it is accepted
+            wake(listeners)
+            go_on.wait()
+
+    monkeypatch.setattr(service.engine, "_wake", wake_and_wait)
+    stream = client.completions.create(prompt=WORDS, max_tokens=90, stream=True, **GREEDY)
+    try:
+        assert next(stream).choices[0].text
+    finally:
+        go_on.set()
+    assert all(chunk.choices for chunk in stream)
+
+
 def test_live(client, http, service, monkeypatch):
+    assert at_rest(service)  # or the engine would be held at another test's request
     go_on = hold(service.engine, monkeypatch)
     stream = client.completions.create(prompt=WORDS, max_tokens=90, stream=True, **GREEDY)
     next(stream)
