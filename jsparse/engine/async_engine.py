@@ -102,7 +102,7 @@ class AsyncEngine:
         self._listeners: dict[str, _Listener] = {}
         self._awake = threading.Condition()
         self._closing = False
-        # when the thread began what it is doing; None while it sleeps
+        # when the thread began its step; None while it sleeps
         self._began: float | None = None
         self._thread = threading.Thread(target=self._work, name="jsparse-engine", daemon=True)
         self._thread.start()
@@ -191,9 +191,9 @@ class AsyncEngine:
 
     @property
     def busy_seconds(self) -> float:
-        """Returns for how long the thread has been at what it is doing, such as one program.
+        """Returns for how long the thread has been running one step, compilation included.
 
-        It is 0 while there is nothing to do. A device that hangs shows here alone.
+        It is 0 while there is nothing to do. This is the only place where a hung device shows.
         """
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
@@ -240,11 +240,11 @@ class AsyncEngine:
             self._began = None
             while not (self._inbox or self._closing or self._busy):
                 self._awake.wait()
-            self._began = time.monotonic()
             calls = list(self._inbox)
             self._inbox.clear()
             if self._closing:
                 return False
+            self._began = time.monotonic()
         for what in calls:
             what()
         if self._busy:

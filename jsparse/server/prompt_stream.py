@@ -61,11 +61,11 @@ class PromptStream:
         await self._states.aclose()
 
     async def _followed(self) -> AsyncGenerator[RequestState]:
-        if self.state.metrics.token_times or self.state.finished:
-            # they came before anyone looked at what was accepted
+        finished = self.state.finished  # the engine goes on while an output is made and sent
+        if finished or self.state.metrics.token_times:  # they came before the request was looked at
             self._count_beginning(self.state)
             yield self.state
-        if self.state.finished:
+        if finished:
             return
         async for state in self._states:
             self._count_beginning(state)

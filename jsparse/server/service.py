@@ -1,11 +1,13 @@
 """Defines Service, the state of a server that has an engine."""
 
+import math
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import jax
 from starlette.requests import Request as HttpRequest
 
 from jsparse.engine.async_engine import AsyncEngine
@@ -18,8 +20,8 @@ from jsparse.server.prompt_stream import PromptStream, all_of
 from jsparse.server.text import Texts
 from jsparse.text import prompts
 
-# for which an engine may be at one program, which may have to be compiled
-MAX_BUSY_SECONDS = 300
+# the longest that one step may take on a GPU, compilation included; a CPU does not hang
+MAX_BUSY_SECONDS = 300.0
 
 
 class Service(Front):
@@ -27,6 +29,7 @@ class Service(Front):
 
     Attributes:
         engine: the engine; None while it is being prepared.
+        max_busy_seconds: the longest that one step of the engine may take.
         live: the prompts that the engine works on.
     """
 
@@ -34,6 +37,7 @@ class Service(Front):
         """Prepares a service without an engine."""
         super().__init__(options)
         self.engine: AsyncEngine | None = None
+        self.max_busy_seconds = math.inf
         self.live: dict[str, PromptStream] = {}
         self._arriving = 0
 
@@ -41,6 +45,8 @@ class Service(Front):
         """Sets the engine: requests are answered from now on. Any thread may call it."""
         self.texts = Texts(engine.engine.params.tokenizer)
         self.metrics = Metrics(engine.engine, self.options.name)
+        if jax.default_backend() != "cpu":
+            self.max_busy_seconds = MAX_BUSY_SECONDS
         self.engine = engine
 
     def close(self) -> None:
@@ -56,8 +62,8 @@ class Service(Front):
             return "the model is being loaded"
         if not (self.engine.alive and self.texts.alive):
             return "the engine has failed"
-        if self.engine.busy_seconds > MAX_BUSY_SECONDS:
-            return f"the engine has been at one program for more than {MAX_BUSY_SECONDS} s"
+        if self.engine.busy_seconds > self.max_busy_seconds:
+            return f"the engine has been running one step for more than {self.max_busy_seconds:g} s"
         return "the server is shutting down" if self.draining else None
 
     @property

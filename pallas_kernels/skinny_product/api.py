@@ -1,4 +1,4 @@
-"""Multiplies with a matrix, and reads it as fast as the device can where there is one row."""
+"""Multiplies with a matrix, and reads it in one launch where there is one row."""
 
 import math
 
@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.skinny_product import reference
 
-# of a matrix; XLA's kernels read larger ones as fast, or faster
+# of a matrix; larger ones keep the memory busy in XLA's kernels, too
 MAX_BYTES = 2**25
 
 
@@ -46,7 +46,7 @@ def skinny_product(
 
     Of one row XLA may make a product of each number, which it writes to memory, and a sum, or
     parts of a sum, which it adds up in another launch. Here a launch reads the matrix once. More
-    rows, and large matrices, are XLA's: the reference.
+    rows, and large matrices, are XLA's: the reference. The kernel has no gradient.
 
     Args:
         x: the rows.

@@ -14,8 +14,6 @@ import pytest
 from serving import hand_over, hold
 from serving_http import a_service, an_engine, at_rest, serving, soon
 
-from jsparse.server import service as service_module
-
 WORDS = "w3 w14 w15 w92 w65"
 GREEDY = {"model": "tiny", "temperature": 0}
 
@@ -268,22 +266,49 @@ def test_metrics(client, http):
     assert after["jsparse:kv_cache_usage_perc", ""] == 0
 
 
-def test_first_tokens_that_come_at_once_are_sent_at_once(client, service, monkeypatch):
+def hold_first(service, patch):
+    """Makes the engine's thread wait when it first reports tokens, which nobody was told before."""
     assert at_rest(service)
     wake, go_on = service.engine._wake, threading.Event()
 
     def wake_and_wait(listeners):
         if any(each.state.metrics.token_times for each in listeners):  # not when it is accepted
             wake(listeners)
-            go_on.wait()
+            go_on.wait(90)  # longer than a client waits
 
-    monkeypatch.setattr(service.engine, "_wake", wake_and_wait)
+    patch.setattr(service.engine, "_wake", wake_and_wait)
+    return go_on
+
+
+def test_first_tokens_that_come_at_once_are_sent_at_once(client, service, monkeypatch):
+    go_on = hold_first(service, monkeypatch)
     stream = client.completions.create(prompt=WORDS, max_tokens=90, stream=True, **GREEDY)
     try:
-        assert next(stream).choices[0].text
+        assert next(stream).choices[0].text and not go_on.is_set()
     finally:
         go_on.set()
-    assert all(chunk.choices for chunk in stream)
+    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+
+
+def test_all_tokens_are_sent_if_the_answer_ends_while_the_first_are(client, service, monkeypatch):
+    go_on, output = hold_first(service, monkeypatch), service.texts.output
+
+    async def slow(state, *, new):
+        made = await output(state, new=new)
+        if not go_on.is_set():
+            go_on.set()
+            while not state.finished:
+                await asyncio.sleep(0.001)
+        return made
+
+    monkeypatch.setattr(service.texts, "output", slow)
+    usage = {"include_usage": True}
+    made = client.completions.create(
+        prompt=WORDS, max_tokens=20, stream=True, stream_options=usage, **GREEDY
+    )
+    *chunks, last = made
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert last.usage.completion_tokens == 20
 
 
 def test_live(client, http, service, monkeypatch):
@@ -481,27 +506,28 @@ def test_a_full_engine_says_when_to_come_back():
 
 
 def test_an_engine_that_hangs_is_not_healthy(monkeypatch):
-    service, engine, hang, hangs = a_service(), an_engine(), threading.Event(), threading.Event()
+    service, engine, go_on, hangs = a_service(), an_engine(), threading.Event(), threading.Event()
     step = engine.engine.step
 
     def hung():
         hangs.set()
-        hang.wait()
+        go_on.wait(60)
         return step()
 
     monkeypatch.setattr(engine.engine, "step", hung)
-    monkeypatch.setattr(service_module, "MAX_BUSY_SECONDS", 0)
-    with serving(service, engine) as url:
+    with serving(service, engine) as url, ThreadPoolExecutor(1) as pool:
+        service.max_busy_seconds = 0
         assert httpx.get(f"{url}/health").status_code == 200  # asleep
         body = {"prompt": "w1", "max_tokens": 1}
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(httpx.post, f"{url}/v1/completions", json=body)
-            hangs.wait()
+        answer = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+        try:
+            assert hangs.wait(60)
             got = httpx.get(f"{url}/health")
-            hang.set()
-            assert answer.result().status_code == 200
-        assert got.status_code == 503
-        assert got.json() == {"status": "the engine has been at one program for more than 0 s"}
+        finally:
+            go_on.set()
+        assert answer.result().status_code == 200
+    assert got.status_code == 503
+    assert got.json() == {"status": "the engine has been running one step for more than 0 s"}
 
 
 def test_before_and_after(monkeypatch):
