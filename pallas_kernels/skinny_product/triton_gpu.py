@@ -1,7 +1,7 @@
 """Implements `api.skinny_product` with jax-triton for one row, without tensor cores.
 
 A program has some columns of the matrix and all of its rows, of which it loads a tile at a time
-into registers: enough at once to keep the memory busy, with nothing to wait for between them.
+into registers, enough at once to keep the memory busy.
 """
 
 from typing import NamedTuple

@@ -86,17 +86,22 @@ def assert_at_rest(llm: LLM) -> None:
     assert len(scheduler.prompts._places) == MAX_READING
 
 
-def hold(engine: jsparse.AsyncEngine, patch: pytest.MonkeyPatch) -> threading.Event:
+def hold(
+    engine: jsparse.AsyncEngine, patch: pytest.MonkeyPatch, *, at_once: bool = False
+) -> threading.Event:
     """Makes the engine's thread wait, whenever it has reported tokens, while the event is clear.
 
-    So a request lives until a test has looked at it.
+    So a request lives until a test has looked at it. With `at_once`, nobody hears that a request
+    was accepted before its first tokens are there.
     """
     wake, go_on = engine._wake, threading.Event()
 
     def wake_and_wait(listeners):
-        wake(listeners)
-        if any(each.state and each.state.metrics.token_times for each in listeners):
-            go_on.wait(60)
+        begun = any(each.state and each.state.metrics.token_times for each in listeners)
+        if begun or not at_once:
+            wake(listeners)
+        if begun:
+            go_on.wait(90)  # longer than clients do
 
     patch.setattr(engine, "_wake", wake_and_wait)
     return go_on

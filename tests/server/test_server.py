@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -266,22 +265,9 @@ def test_metrics(client, http):
     assert after["jsparse:kv_cache_usage_perc", ""] == 0
 
 
-def hold_first(service, patch):
-    """Makes the engine's thread wait when it first reports tokens, which nobody was told before."""
-    assert at_rest(service)
-    wake, go_on = service.engine._wake, threading.Event()
-
-    def wake_and_wait(listeners):
-        if any(each.state.metrics.token_times for each in listeners):  # not when it is accepted
-            wake(listeners)
-            go_on.wait(90)  # longer than a client waits
-
-    patch.setattr(service.engine, "_wake", wake_and_wait)
-    return go_on
-
-
 def test_first_tokens_that_come_at_once_are_sent_at_once(client, service, monkeypatch):
-    go_on = hold_first(service, monkeypatch)
+    assert at_rest(service)
+    go_on = hold(service.engine, monkeypatch, at_once=True)
     stream = client.completions.create(prompt=WORDS, max_tokens=90, stream=True, **GREEDY)
     try:
         assert next(stream).choices[0].text and not go_on.is_set()
@@ -291,7 +277,9 @@ def test_first_tokens_that_come_at_once_are_sent_at_once(client, service, monkey
 
 
 def test_all_tokens_are_sent_if_the_answer_ends_while_the_first_are(client, service, monkeypatch):
-    go_on, output = hold_first(service, monkeypatch), service.texts.output
+    assert at_rest(service)
+    go_on = hold(service.engine, monkeypatch, at_once=True)
+    output = service.texts.output
 
     async def slow(state, *, new):
         made = await output(state, new=new)
@@ -483,70 +471,3 @@ def test_large_bodies_are_refused_unread(http, service, monkeypatch):
         got = http.post("/v1/completions", content=content, headers=kind)
         assert got.status_code == 413
         assert "must have at most 1048576 bytes" in got.json()["error"]["message"]
-
-
-def test_a_full_engine_says_when_to_come_back():
-    service = a_service(max_waiting=1)
-    body = {"prompt": WORDS, "max_tokens": 80, "temperature": 0}
-    with serving(service, an_engine(max_waiting=1)) as url:
-
-        async def ask():
-            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-                posts = (client.post("/v1/completions", json=body) for _ in range(12))
-                return await asyncio.gather(*posts)
-
-        got = asyncio.run(ask())
-        codes = [each.status_code for each in got]
-        assert 200 in codes and 429 in codes and set(codes) == {200, 429}
-        refused = got[codes.index(429)]
-        assert refused.headers["retry-after"] == "1"
-        assert refused.json()["error"]["type"] == "rate_limit_error"
-        never = httpx.post(f"{url}/v1/completions", json=body | {"n": 6})
-        assert never.status_code == 400 and never.json()["error"]["param"] == "n"
-
-
-def test_an_engine_that_hangs_is_not_healthy(monkeypatch):
-    service, engine, go_on, hangs = a_service(), an_engine(), threading.Event(), threading.Event()
-    step = engine.engine.step
-
-    def hung():
-        hangs.set()
-        go_on.wait(60)
-        return step()
-
-    monkeypatch.setattr(engine.engine, "step", hung)
-    with serving(service, engine) as url, ThreadPoolExecutor(1) as pool:
-        service.max_busy_seconds = 0
-        assert httpx.get(f"{url}/health").status_code == 200  # asleep
-        body = {"prompt": "w1", "max_tokens": 1}
-        answer = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
-        try:
-            assert hangs.wait(60)
-            got = httpx.get(f"{url}/health")
-        finally:
-            go_on.set()
-        assert answer.result().status_code == 200
-    assert got.status_code == 503
-    assert got.json() == {"status": "the engine has been running one step for more than 0 s"}
-
-
-def test_before_and_after(monkeypatch):
-    """Not ready, then ready, then failed."""
-    service = a_service()
-    with serving(service, None) as url:
-        assert httpx.get(f"{url}/health").status_code == 503
-        assert httpx.get(f"{url}/version").status_code == 200
-        got = httpx.post(f"{url}/v1/completions", json={"prompt": "w1"})
-        assert got.status_code == 503 and "being loaded" in got.json()["error"]["message"]
-        engine = an_engine()
-        service.begin(engine)
-        assert httpx.get(f"{url}/health").json() == {"status": "ready"}
-
-        def fail(*_, **__):
-            raise OSError("the device is gone: /secret/path")
-
-        monkeypatch.setattr(engine.engine._runner, "run", fail)
-        got = httpx.post(f"{url}/v1/completions", json={"prompt": "w1"})
-        assert got.status_code == 500 and "secret" not in got.text
-        assert httpx.get(f"{url}/health").status_code == 503
-        assert httpx.post(f"{url}/v1/completions", json={"prompt": "w1"}).status_code == 503

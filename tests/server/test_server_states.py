@@ -1,0 +1,77 @@
+"""Tests what a server says while its engine is loaded, full, hung, or has failed."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+from serving_http import a_service, an_engine, serving
+
+WORDS = "w3 w14 w15 w92 w65"
+
+
+def test_a_full_engine_says_when_to_come_back():
+    service = a_service(max_waiting=1)
+    body = {"prompt": WORDS, "max_tokens": 80, "temperature": 0}
+    with serving(service, an_engine(max_waiting=1)) as url:
+
+        async def ask():
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                posts = (client.post("/v1/completions", json=body) for _ in range(12))
+                return await asyncio.gather(*posts)
+
+        got = asyncio.run(ask())
+        codes = [each.status_code for each in got]
+        assert 200 in codes and 429 in codes and set(codes) == {200, 429}
+        refused = got[codes.index(429)]
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        never = httpx.post(f"{url}/v1/completions", json=body | {"n": 6})
+        assert never.status_code == 400 and never.json()["error"]["param"] == "n"
+
+
+def test_an_engine_that_hangs_is_not_healthy(monkeypatch):
+    service, engine, go_on, hangs = a_service(), an_engine(), threading.Event(), threading.Event()
+    step = engine.engine.step
+
+    def hung():
+        hangs.set()
+        go_on.wait(60)
+        return step()
+
+    monkeypatch.setattr(engine.engine, "step", hung)
+    with serving(service, engine) as url, ThreadPoolExecutor(1) as pool:
+        service.max_busy_seconds = 0
+        assert httpx.get(f"{url}/health").status_code == 200  # asleep
+        body = {"prompt": "w1", "max_tokens": 1}
+        answer = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+        try:
+            assert hangs.wait(60)
+            got = httpx.get(f"{url}/health")
+        finally:
+            go_on.set()
+        assert answer.result().status_code == 200
+    assert got.status_code == 503
+    assert got.json() == {"status": "the engine has been running one step for more than 0 s"}
+
+
+def test_before_and_after(monkeypatch):
+    """Not ready, then ready, then failed."""
+    service = a_service()
+    with serving(service, None) as url:
+        assert httpx.get(f"{url}/health").status_code == 503
+        assert httpx.get(f"{url}/version").status_code == 200
+        got = httpx.post(f"{url}/v1/completions", json={"prompt": "w1"})
+        assert got.status_code == 503 and "being loaded" in got.json()["error"]["message"]
+        engine = an_engine()
+        service.begin(engine)
+        assert httpx.get(f"{url}/health").json() == {"status": "ready"}
+
+        def fail(*_, **__):
+            raise OSError("the device is gone: /secret/path")
+
+        monkeypatch.setattr(engine.engine._runner, "run", fail)
+        got = httpx.post(f"{url}/v1/completions", json={"prompt": "w1"})
+        assert got.status_code == 500 and "secret" not in got.text
+        assert httpx.get(f"{url}/health").status_code == 503
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "w1"}).status_code == 503
