@@ -61,6 +61,8 @@ FOR_MODELS = {
     "shapes",
     "heads",
     "pallas_kernels.weight_blocks",
+    "pallas_kernels.gated_product",
+    "pallas_kernels.norm_product",
     "pallas_kernels.quantized_product",
     "pallas_kernels.residual_norm",
     "pallas_kernels.skinny_product",

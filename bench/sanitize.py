@@ -40,6 +40,8 @@ from jsparse.pallas_kernels.centroid_update import cases as update_cases
 from jsparse.pallas_kernels.centroid_update import centroid_update
 from jsparse.pallas_kernels.compact_pages import cases as compact_cases
 from jsparse.pallas_kernels.compact_pages import compact_pages
+from jsparse.pallas_kernels.gated_product import cases as gated_cases
+from jsparse.pallas_kernels.gated_product import gated_product
 from jsparse.pallas_kernels.group_means import cases as means_cases
 from jsparse.pallas_kernels.group_means import group_means
 from jsparse.pallas_kernels.int4_append import int4_append
@@ -47,6 +49,8 @@ from jsparse.pallas_kernels.int4_scores import cases as int4_cases
 from jsparse.pallas_kernels.int4_scores import int4_scores
 from jsparse.pallas_kernels.nearest_centroid import cases as nearest_cases
 from jsparse.pallas_kernels.nearest_centroid import nearest_centroid
+from jsparse.pallas_kernels.norm_product import cases as norm_product_cases
+from jsparse.pallas_kernels.norm_product import norm_product
 from jsparse.pallas_kernels.page_bounds import cases as bounds_cases
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from jsparse.pallas_kernels.place_logits import cases as place_cases
@@ -176,6 +180,15 @@ def multiplied_in_threads(_: Any, inputs: Any) -> Any:
 
 def multiplied_row(_: Any, inputs: Any) -> Any:
     return jax.jit(partial(skinny_product, implementation="triton"))(*inputs)
+
+
+def multiplied_norm(_: Any, inputs: Any) -> Any:
+    eps = norm_product_cases.EPS
+    return jax.jit(partial(norm_product, eps=eps, implementation="triton"))(*inputs)
+
+
+def multiplied_gate(_: Any, inputs: Any) -> Any:
+    return jax.jit(partial(gated_product, implementation="triton"))(*inputs)
 
 
 def normed(case: Any, inputs: Any) -> Any:
@@ -386,6 +399,16 @@ OPS = {
     ),
     "skinny_product": Op(
         multiplied_row, named(skinny_cases.CASES, "one_row bias rows_left_over odd_sizes narrow")
+    ),
+    "norm_product": Op(
+        multiplied_norm,
+        named(norm_product_cases.CASES, "one_row bias rows_left_over odd_sizes narrow"),
+        norm_product_cases.build,
+    ),
+    "gated_product": Op(
+        multiplied_gate,
+        named(gated_cases.CASES, "one_row rows_left_over odd_sizes narrow"),
+        gated_cases.build,
     ),
     "residual_norm": Op(normed, named(norm_cases.CASES, "few one_row odd_width")),
     "rope_append": Op(rotated, named(rope_cases.CASES, "plain paged normed odd_width")),

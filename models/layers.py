@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jsparse import ranks
-from jsparse.heads import RopeTable, rms_norm
+from jsparse.heads import RopeTable
 from jsparse.models.config import (
     LinearRope,
     Llama3Rope,
@@ -18,9 +18,8 @@ from jsparse.models.config import (
     YarnRope,
     yarn_attention_factor,
 )
+from jsparse.models.linear import Dense
 from jsparse.models.parameters import parameter
-from jsparse.models.quantized import dense
-from jsparse.pallas_kernels.residual_norm import residual_norm
 
 
 class Scale(nn.Module):
@@ -34,36 +33,28 @@ class Scale(nn.Module):
         return parameter(self, "scale", nn.initializers.ones, (self.width,), self.dtype)
 
 
-def add_and_norm(
-    x: Float[Array, "B T D"],
-    delta: Float[Array, "B T D"] | None,
-    scale: Float[Array, "D"],
-    eps: float,
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-    """Returns x + delta, and that after RMSNorm; in one launch for the tokens of a decode step."""
-    if delta is not None and x.shape[1] == 1:
-        total, normed = residual_norm(x[:, 0], delta[:, 0], scale, eps=eps)
-        return total[:, None], normed[:, None]
-    total = x if delta is None else x + delta
-    return total, rms_norm(total, scale, eps=eps)
-
-
 class MLP(nn.Module):
-    """Computes down(silu(gate(x)) · up(x)).
+    """Computes down(silu(gate(x)) · up(x)) of the normalised sum, and returns that sum, too.
 
     gate and up are one matrix, so that a decode step reads it in one product.
     """
 
     intermediate_size: int
+    eps: float
     quantized: bool = False
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        of_kind = partial(dense, dtype=x.dtype, quantized=self.quantized)
-        gate_up = of_kind(2 * self.intermediate_size, name="gate_up")(x)
-        gate, up = jnp.split(gate_up, 2, axis=-1)
-        down = of_kind(x.shape[-1], name="down")
-        return ranks.across(down(nn.silu(gate) * up), "sum")
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        delta: Float[Array, "B T D"] | None,
+        scale: Float[Array, "D"],
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        of_kind, width = partial(Dense, dtype=x.dtype, quantized=self.quantized), x.shape[-1]
+        gate_up = of_kind(2 * self.intermediate_size, name="gate_up")(width)
+        down = of_kind(width, name="down")(self.intermediate_size)
+        x, both = gate_up.after_norm(x, delta, scale, self.eps)
+        return x, ranks.across(down.after_gate(both), "sum")
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:

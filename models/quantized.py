@@ -1,4 +1,4 @@
-"""Keeps matrices as 8-bit blocks, GGUF's Q8_0, and multiplies with them.
+"""Makes 8-bit blocks of matrices, GGUF's Q8_0.
 
 Activations stay as they are (W8A16). A matrix is a dict of two arrays
 (jsparse.pallas_kernels.weight_blocks).
@@ -8,13 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float16
 
-from jsparse.models.parameters import Dense, parameter
-from jsparse.pallas_kernels.quantized_product import quantized_product
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
 LARGEST, TRIED = 127, 32
@@ -59,28 +56,6 @@ def _rounded(blocks: Float[Array, "*n 32"], scales: Float16[Array, "*n"]) -> Flo
 
 def _wide(scales: Float16[Array, "*n"]) -> Float[Array, "*n 1"]:
     return scales.astype(jnp.float32)[..., None]
-
-
-class QuantizedDense(nn.Module):
-    """Computes what `Dense` does, with a kernel [out, in] of blocks."""
-
-    features: int
-    use_bias: bool = False
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        kernel = parameter(self, "kernel", empty(self.features, x.shape[-1]))
-        y = quantized_product(x, kernel)
-        if self.use_bias:
-            y += parameter(self, "bias", nn.initializers.zeros, (self.features,), x.dtype)
-        return y
-
-
-def dense(features: int, dtype: Any, *, name: str, quantized: bool, use_bias: bool = False) -> Any:
-    """Returns the module of a linear map, within a module whose weights are of this kind."""
-    if quantized:
-        return QuantizedDense(features, use_bias, name=name)
-    return Dense(features, dtype, use_bias, name=name)
 
 
 def empty(out: int, width: int) -> Callable[[Array], Blocks]:

@@ -26,13 +26,13 @@ from jsparse.models.config import ModelConfig
 from jsparse.models.layers import (
     MLP,
     Scale,
-    add_and_norm,
     rope_frequencies,
     rope_scale,
     rope_table,
 )
+from jsparse.models.linear import Dense, add_and_norm
 from jsparse.models.parameters import parameter
-from jsparse.models.quantized import dense, empty, random_part
+from jsparse.models.quantized import empty, random_part
 from jsparse.pallas_kernels.quantized_product import quantized_product
 from jsparse.pallas_kernels.weight_blocks import Blocks, dequantized
 from jsparse.shapes import ChunkKV, ChunkQueries
@@ -51,7 +51,11 @@ def rotated(layer: int, heads: Heads) -> tuple[ChunkQueries, ChunkKV, ChunkKV]:
 
 
 class Attention(nn.Module):
-    """Applies projections and RoPE around the attention that the caller supplies."""
+    """Applies projections and RoPE around the attention that the caller supplies.
+
+    Takes the residual and what is to be added, and returns their sum and what attention makes of
+    its norm.
+    """
 
     config: ModelConfig
     layer: int
@@ -59,18 +63,25 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], table: RopeTable, attend: AttendFn, rotate: RotateFn
-    ) -> Float[Array, "B T D"]:
-        c, of_kind = self.config, partial(dense, dtype=x.dtype, quantized=self.quantized)
+        self,
+        x: Float[Array, "B T D"],
+        delta: Float[Array, "B T D"] | None,
+        scale: Float[Array, "D"],
+        table: RopeTable,
+        attend: AttendFn,
+        rotate: RotateFn,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        c, of_kind = self.config, partial(Dense, dtype=x.dtype, quantized=self.quantized)
         shape = (*x.shape[:2], c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-        qkv = of_kind(shape[2] * shape[3], use_bias=c.qkv_bias, name="qkv")(x).reshape(shape)
+        project = of_kind(shape[2] * shape[3], use_bias=c.qkv_bias, name="qkv")(c.hidden_size)
+        x, qkv = project.after_norm(x, delta, scale, c.rms_norm_eps)
         norm = partial(Scale, c.head_dim, x.dtype)
         scales = (norm(name="q_norm")(), norm(name="k_norm")()) if c.qk_norm else None
-        heads = Heads(qkv, c.num_heads, table, scales, c.rms_norm_eps)
+        heads = Heads(qkv.reshape(shape), c.num_heads, table, scales, c.rms_norm_eps)
         o = attend(self.layer, *rotate(self.layer, heads))
         o = o.astype(x.dtype).reshape(*x.shape[:2], -1)
-        o = of_kind(c.hidden_size, name="o")(o)
-        return ranks.across(o, "sum")
+        o = of_kind(c.hidden_size, name="o")(o.shape[-1])(o)
+        return x, ranks.across(o, "sum")
 
 
 class Block(nn.Module):
@@ -95,10 +106,10 @@ class Block(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
         c, kind = self.config, self.quantized
         norm = partial(Scale, c.hidden_size, x.dtype)
-        x, normed = add_and_norm(x, delta, norm(name="attention_norm")(), c.rms_norm_eps)
-        delta = Attention(c, self.layer, kind, name="attention")(normed, table, attend, rotate)
-        x, normed = add_and_norm(x, delta, norm(name="mlp_norm")(), c.rms_norm_eps)
-        return x, MLP(c.intermediate_size, kind, name="mlp")(normed)
+        attention = Attention(c, self.layer, kind, name="attention")
+        mlp = MLP(c.intermediate_size, c.rms_norm_eps, kind, name="mlp")
+        x, delta = attention(x, delta, norm(name="attention_norm")(), table, attend, rotate)
+        return mlp(x, delta, norm(name="mlp_norm")())
 
 
 class Decoder(nn.Module):

@@ -16,6 +16,7 @@ from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.centroid_scores.api import centroid_scores
 from jsparse.pallas_kernels.centroid_scores.cases import Case as Centroids
 from jsparse.pallas_kernels.compact_pages.api import compact_pages
+from jsparse.pallas_kernels.gated_product.api import gated_product
 from jsparse.pallas_kernels.group_means.api import group_means
 from jsparse.pallas_kernels.group_means.cases import Case as Means
 from jsparse.pallas_kernels.int4_keys import Int4Keys
@@ -24,6 +25,7 @@ from jsparse.pallas_kernels.int4_scores.cases import frame_for
 from jsparse.pallas_kernels.key_bounds import PageBounds
 from jsparse.pallas_kernels.nearest_centroid.api import nearest_centroid
 from jsparse.pallas_kernels.nearest_centroid.cases import Case as Nearest
+from jsparse.pallas_kernels.norm_product.api import norm_product
 from jsparse.pallas_kernels.page_bounds.api import page_bounds
 from jsparse.pallas_kernels.quantized_product.api import quantized_product
 from jsparse.pallas_kernels.row_gather.api import row_gather
@@ -41,17 +43,23 @@ TOP_P, LOGIT_SPREAD = 0.9, 3.0
 RUNS, CHOSEN_RUNS, BUDGET = 13108, 130, 1024
 # clusters of two runs on average, as many as there is room for, and the runs that 16 steps may add
 CLUSTERS, NEW_CHUNKS = 6554, 3
-# of a layer of SmolLM2-135M, of Llama 3.1 8B, and of a fourth of it, up to 32 MiB
+# of a layer of SmolLM2-135M, of Llama 3.1 8B, and of a fourth of it, up to 32 MiB, with what may be
+# in the same launch before them
 ROW_PRODUCTS = (
-    ("135M qkv", 960, 576),
-    ("135M o", 576, 576),
-    ("135M gate|up", 3072, 576),
-    ("135M down", 576, 1536),
-    ("8B o", 4096, 4096),
-    ("8B/4 qkv", 1536, 4096),
-    ("8B/4 o", 4096, 1024),
-    ("8B/4 down", 4096, 3584),
+    ("135M qkv", 960, 576, "norm"),
+    ("135M o", 576, 576, None),
+    ("135M gate|up", 3072, 576, "norm"),
+    ("135M down", 576, 1536, "gate"),
+    ("8B o", 4096, 4096, None),
+    ("8B/4 qkv", 1536, 4096, "norm"),
+    ("8B/4 o", 4096, 1024, None),
+    ("8B/4 down", 4096, 3584, "gate"),
 )
+ROW_OPS: dict[str | None, Any] = {
+    None: (skinny_product, {}, "reference"),
+    "norm": (norm_product, {"eps": 1e-5}, "separate"),
+    "gate": (gated_product, {}, "separate"),
+}
 # of a layer of Llama 3.1 8B
 PRODUCTS = (("qkv", 6144, 4096), ("o", 4096, 4096), ("gate|up", 28672, 4096), ("down", 4096, 14336))
 
@@ -92,25 +100,32 @@ def jobs(*, on_gpu: bool, max_calls: int, shrink: int = 1) -> list[Job]:
             product = "reference" if not on_gpu else "triton" if rows == 1 else "mosaic"
             sizes = (rows, max(out // shrink // 64, 1) * 64, max(width // shrink // 128, 1) * 128)
             made.append(_product(product, f"8-bit {what} b{rows}", *sizes, max_calls))
-    for what, out, width in ROW_PRODUCTS:
-        made.append(_row(name, f"{what} b1", out // shrink, width // shrink, max_calls))
+    for what, out, width, before in ROW_PRODUCTS:
+        sizes = out // shrink, width // shrink, max_calls
+        made += [_row(name, what, each, *sizes) for each in dict.fromkeys((None, before))]
     return made
 
 
-def _row(name: str, case: str, out: int, width: int, max_calls: int) -> Job:
-    """Returns a product of one row with a matrix, beside XLA's own."""
+def _row(name: str, what: str, before: str | None, out: int, width: int, max_calls: int) -> Job:
+    """Returns a product of one row with a matrix, beside XLA's own.
+
+    With a norm or a gate before it, it stands beside these in launches of their own.
+    """
     nbytes = 2 * out * width
     calls = min(max(-(-ROTATED_BYTES // nbytes), 4), 4 * max_calls)  # more than L2 holds
+    row, (op, given, beside) = (1, width), ROW_OPS[before]
+    shapes = {"norm": (row, row, (width,)), "gate": ((1, 2 * width),), None: (row,)}[before]
 
     def build():
-        shapes = ((1, width), (width, out))
-        return None, [tuple(random(n, shape) for shape in shapes) for n in range(calls)]
+        return None, [
+            tuple(random(n, shape) for shape in (*shapes, (width, out))) for n in range(calls)
+        ]
 
-    def op(implementation, one):
-        return skinny_product(*one, implementation=implementation)
+    def run(implementation: str, one: Any) -> Any:
+        return op(*one, implementation=implementation, **given)
 
-    of = {each: in_turn(lambda _, one, each=each: op(each, one)) for each in (name, "reference")}
-    return Job(case, nbytes, build, of)
+    of = {each: in_turn(lambda _, one, each=each: run(each, one)) for each in (name, beside)}
+    return Job(f"{before}, {what} b1" if before else f"{what} b1", nbytes, build, of)
 
 
 def _product(name: str, case: str, rows: int, out: int, width: int, max_calls: int) -> Job:

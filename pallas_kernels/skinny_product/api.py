@@ -12,14 +12,15 @@ MAX_BYTES = 2**25
 
 
 def _load_triton():
-    from jsparse.pallas_kernels.skinny_product import triton_gpu
+    from jsparse.pallas_kernels import row_product_triton
 
-    return triton_gpu.skinny_product
+    return row_product_triton.row_product
 
 
-def _refusal(
-    x: Float[Array, "*batch in"], matrix: Float[Array, "in out"], *_: object
+def no_row_product(
+    x: Float[Array, "*batch numbers"], matrix: Float[Array, "in out"], *_: object
 ) -> str | None:
+    """Returns the reason why the kernel for one row cannot run here, or None."""
     if math.prod(x.shape[:-1]) != 1:
         return f"takes one row, not {list(x.shape[:-1])}"
     if x.dtype.itemsize != 2:
@@ -29,8 +30,24 @@ def _refusal(
     return no_triton()
 
 
+def check_matrix(
+    x: Float[Array, "*batch in"], matrix: Float[Array, "in out"], bias: Float[Array, "out"] | None
+) -> None:
+    """Raises a ValueError unless rows of x can be multiplied with the matrix."""
+    if matrix.ndim != 2 or x.shape[-1:] != matrix.shape[:1] or x.dtype != matrix.dtype:
+        raise ValueError(
+            f"matrix={matrix.dtype}{list(matrix.shape)}: must be [in, out] for rows of x, "
+            f"{x.dtype}{list(x.shape)}"
+        )
+    if bias is not None and (bias.shape != matrix.shape[1:] or bias.dtype != x.dtype):
+        raise ValueError(
+            f"bias={bias.dtype}{list(bias.shape)}: must be [out] for the matrix, "
+            f"{x.dtype}{list(matrix.shape[1:])}"
+        )
+
+
 BACKENDS = (
-    Backend("triton", _load_triton, _refusal),
+    Backend("triton", _load_triton, no_row_product),
     Backend("reference", lambda: reference.skinny_product),
 )
 
@@ -59,14 +76,5 @@ def skinny_product(
         ValueError: shapes or types do not fit together, or the named implementation cannot run
             here.
     """
-    if matrix.ndim != 2 or x.shape[-1:] != matrix.shape[:1] or x.dtype != matrix.dtype:
-        raise ValueError(
-            f"matrix={matrix.dtype}{list(matrix.shape)}: must be [in, out] for rows of x, "
-            f"{x.dtype}{list(x.shape)}"
-        )
-    if bias is not None and (bias.shape != matrix.shape[1:] or bias.dtype != x.dtype):
-        raise ValueError(
-            f"bias={bias.dtype}{list(bias.shape)}: must be [out] for the matrix, "
-            f"{x.dtype}{list(matrix.shape[1:])}"
-        )
+    check_matrix(x, matrix, bias)
     return run("skinny_product", implementation, BACKENDS, x, matrix, bias)

@@ -63,8 +63,11 @@ def test_the_floor_is_of_weights_and_of_what_is_attended_to(measured):
 def test_the_kernels_are_those_of_each_policy(measured):
     _, report = measured
     dense, quest, _ = report["results"]
-    every = ("block_sparse_decode", "residual_norm", "rope_append", "skinny_product")
-    assert dense["kernels"] == {name: ["reference"] for name in every}
+    ops = ("block_sparse_decode", "residual_norm", "rope_append", "skinny_product")
+    every = {name: ["reference"] for name in ops} | {
+        name: ["separate"] for name in ("gated_product", "norm_product")
+    }
+    assert dense["kernels"] == every
     assert quest["kernels"].keys() > {*every, "page_bounds"}
 
 

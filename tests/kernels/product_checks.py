@@ -5,14 +5,39 @@ from jax import numpy as jnp
 from jaxtyping import Array
 
 
-def assert_is_the_product(y: Array, x: Array, matrix: Array, bias: Array | None) -> None:
-    """Asserts y = x · W + b in float64, up to a rounding of each and of a sum in float32."""
-    assert (y.shape, y.dtype) == ((*x.shape[:-1], matrix.shape[1]), x.dtype)
+def assert_is_the_product(
+    y: Array, x: Array | np.ndarray, matrix: Array, bias: Array | None, roundings: int = 0
+) -> None:
+    """Asserts y = x · W + b in float64, up to a rounding of each and of a sum in float32.
+
+    Where x was computed, not given, each of its numbers may have been rounded so often before.
+    """
+    assert (y.shape, y.dtype) == ((*x.shape[:-1], matrix.shape[1]), matrix.dtype)
     rows, wide = np.asarray(x, np.float64), np.asarray(matrix, np.float64)
     wanted, terms = rows @ wide, np.abs(rows) @ np.abs(wide)
     step = float(jnp.finfo(y.dtype).eps)
-    allowed = step * np.abs(wanted) + 2.0**-20 * terms
+    allowed = step * np.abs(wanted) + (2.0**-20 + roundings * step) * terms
     if bias is not None:
         wanted = wanted + np.asarray(bias, np.float64)
         allowed += step * np.abs(wanted)
     assert (np.abs(np.asarray(y, np.float64) - wanted) <= allowed).all()
+
+
+def assert_is_the_product_of_a_norm(made, given, eps: float) -> None:
+    """Asserts that the sum of x and delta was normalised and multiplied, and is returned."""
+    (total, y), (x, delta, scale, matrix, bias) = made, given
+    assert total.dtype == x.dtype
+    whole = np.asarray(x, np.float64) + np.asarray(delta, np.float64)
+    np.testing.assert_allclose(
+        np.asarray(total, np.float64), whole, rtol=float(jnp.finfo(x.dtype).eps)
+    )
+    norm = np.sqrt(np.mean(whole**2, axis=-1, keepdims=True) + eps)
+    normed = whole / norm * np.asarray(scale, np.float64)
+    assert_is_the_product(y, normed, matrix, bias, roundings=4)
+
+
+def assert_is_the_product_of_a_gate(y, gate_up: Array, matrix: Array) -> None:
+    """Asserts that silu(gate) · up was multiplied."""
+    gate, up = np.split(np.asarray(gate_up, np.float64), 2, axis=-1)
+    gated = gate * up / (1 + np.exp(-np.clip(gate, -700, None)))
+    assert_is_the_product(y, gated, matrix, None, roundings=4)

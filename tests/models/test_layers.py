@@ -142,14 +142,20 @@ def test_rms_norm():
 
 def test_mlp_is_gated_by_silu():
     rng = np.random.default_rng(3)
-    x, up_gate, down = (rng.standard_normal(shape) for shape in ((2, 4), (4, 12), (6, 4)))
-    gate, up = np.split(x @ up_gate, 2, axis=-1)
+    x, delta, scale, up_gate, down = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((1, 2, 4), (1, 2, 4), (4,), (4, 12), (6, 4))
+    )
+    total = x + delta
+    normed = total / np.sqrt((total**2).mean(-1, keepdims=True) + 0.5) * scale
+    gate, up = np.split(normed @ up_gate, 2, axis=-1)
     expected = (gate / (1 + np.exp(-gate)) * up) @ down
     variables = {
         "params": {
-            "gate_up": {"kernel": up_gate.astype(np.float32)},
-            "down": {"kernel": down.astype(np.float32)},
+            "gate_up": {"kernel": up_gate},
+            "down": {"kernel": down},
         }
     }
-    actual = np.asarray(jax.jit(MLP(6).apply)(variables, x.astype(np.float32)))
+    residual, actual = jax.jit(MLP(6, 0.5).apply)(variables, x, delta, scale)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(residual, total, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Tests residual_norm, rope_append and skinny_product in triton next to their references."""
+"""Tests what a decode step launches beside attention, in triton, next to references."""
 
 from functools import partial
 
@@ -7,13 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jsparse.pallas_kernels.gated_product import cases as gated_cases
+from jsparse.pallas_kernels.gated_product import gated_product
+from jsparse.pallas_kernels.norm_product import cases as norm_product_cases
+from jsparse.pallas_kernels.norm_product import norm_product
 from jsparse.pallas_kernels.residual_norm import cases as norm_cases
 from jsparse.pallas_kernels.residual_norm import residual_norm
 from jsparse.pallas_kernels.rope_append import cases as rope_cases
 from jsparse.pallas_kernels.rope_append import rope_append
 from jsparse.pallas_kernels.skinny_product import cases as product_cases
 from jsparse.pallas_kernels.skinny_product import skinny_product
-from tests.kernels.product_checks import assert_is_the_product
+from tests.kernels.product_checks import (
+    assert_is_the_product,
+    assert_is_the_product_of_a_gate,
+    assert_is_the_product_of_a_norm,
+)
 
 pytestmark = pytest.mark.gpu
 # products of SmolLM2, of Llama 3.1 8B, and of a fourth of it
@@ -75,3 +83,20 @@ def test_a_row_is_multiplied(case):
     x, matrix, bias = case.build()
     multiply = jax.jit(partial(skinny_product, implementation="triton"))
     assert_is_the_product(multiply(x, matrix, bias), x, matrix, bias)
+
+
+@pytest.mark.parametrize("case", [*norm_product_cases.CASES, *PRODUCTS], ids=lambda case: case.name)
+def test_a_norm_is_multiplied(case):
+    given, eps = norm_product_cases.build(case), norm_product_cases.EPS
+    multiply = jax.jit(partial(norm_product, eps=eps), static_argnames="implementation")
+    made = multiply(*given, implementation="triton")
+    assert_is_the_product_of_a_norm(made, given, eps)
+    total, _ = multiply(*given, implementation="separate")
+    np.testing.assert_array_equal(made[0], total)
+
+
+@pytest.mark.parametrize("case", [*gated_cases.CASES, *PRODUCTS], ids=lambda case: case.name)
+def test_a_gate_is_multiplied(case):
+    gate_up, matrix = gated_cases.build(case)
+    multiply = jax.jit(partial(gated_product, implementation="triton"))
+    assert_is_the_product_of_a_gate(multiply(gate_up, matrix), gate_up, matrix)

@@ -1,0 +1,130 @@
+"""Defines a model's linear maps, with what comes before them in a layer.
+
+Their weights are matrices [in, out], or 8-bit blocks [out, in] (jsparse.models.quantized). What a
+map follows, a norm or a gate, is its own affair: some kernels take both together.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+from jaxtyping import Array, Float
+
+from jsparse.heads import rms_norm
+from jsparse.models.parameters import parameter
+from jsparse.models.quantized import empty
+from jsparse.pallas_kernels.gated_product import gated_product
+from jsparse.pallas_kernels.gated_product.reference import gated
+from jsparse.pallas_kernels.norm_product import norm_product
+from jsparse.pallas_kernels.quantized_product import quantized_product
+from jsparse.pallas_kernels.residual_norm import residual_norm
+from jsparse.pallas_kernels.skinny_product import skinny_product
+from jsparse.pallas_kernels.weight_blocks import Blocks
+
+
+def add_and_norm(
+    x: Float[Array, "B T D"],
+    delta: Float[Array, "B T D"] | None,
+    scale: Float[Array, "D"],
+    eps: float,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    """Returns x + delta, and that after RMSNorm; in one launch for the tokens of a decode step."""
+    if delta is not None and x.shape[1] == 1:
+        total, normed = residual_norm(x[:, 0], delta[:, 0], scale, eps=eps)
+        return total[:, None], normed[:, None]
+    total = x if delta is None else x + delta
+    return total, rms_norm(total, scale, eps=eps)
+
+
+class LinearMap(ABC):
+    """Computes x · W + b."""
+
+    @abstractmethod
+    def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
+        """Returns x · W + b."""
+
+    def after_norm(
+        self,
+        x: Float[Array, "B T in"],
+        delta: Float[Array, "B T in"] | None,
+        scale: Float[Array, "in"],
+        eps: float,
+    ) -> tuple[Float[Array, "B T in"], Float[Array, "B T out"]]:
+        """Returns x + delta, and what the map makes of that after RMSNorm."""
+        total, normed = add_and_norm(x, delta, scale, eps)
+        return total, self(normed)
+
+    def after_gate(self, gate_up: Float[Array, "B T two_in"]) -> Float[Array, "B T out"]:
+        """Returns what the map makes of silu(gate) · up."""
+        return self(gated(gate_up))
+
+
+@dataclass(frozen=True)
+class Linear(LinearMap):
+    """Computes x · W + b with a matrix [in, out]."""
+
+    matrix: Float[Array, "in out"]
+    bias: Float[Array, "out"] | None
+
+    def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
+        """Returns x · W + b."""
+        return skinny_product(x, self.matrix, self.bias)
+
+    def after_norm(
+        self,
+        x: Float[Array, "B T in"],
+        delta: Float[Array, "B T in"] | None,
+        scale: Float[Array, "in"],
+        eps: float,
+    ) -> tuple[Float[Array, "B T in"], Float[Array, "B T out"]]:
+        """Does what `LinearMap` does, in one launch for one token."""
+        if delta is None or x.shape[1] != 1:
+            return super().after_norm(x, delta, scale, eps)
+        return norm_product(x, delta, scale, self.matrix, self.bias, eps=eps)
+
+    def after_gate(self, gate_up: Float[Array, "B T two_in"]) -> Float[Array, "B T out"]:
+        """Does what `LinearMap` does, in one launch for one token."""
+        if self.bias is not None:
+            return super().after_gate(gate_up)
+        return gated_product(gate_up, self.matrix)
+
+
+@dataclass(frozen=True)
+class QuantizedLinear(LinearMap):
+    """Computes x · W + b with blocks [out, in]."""
+
+    blocks: Blocks
+    bias: Float[Array, "out"] | None
+
+    def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
+        """Returns x · W + b."""
+        y = quantized_product(x, self.blocks)
+        return y if self.bias is None else y + self.bias
+
+
+class Dense(nn.Module):
+    """Holds the weights of a linear map.
+
+    Attributes:
+        features: the map's output size.
+        dtype: of weights that are not blocks.
+        quantized: whether they are blocks.
+        use_bias: whether there is a bias.
+    """
+
+    features: int
+    dtype: Any
+    quantized: bool = False
+    use_bias: bool = False
+
+    @nn.compact
+    def __call__(self, width: int) -> LinearMap:
+        """Returns the map of rows of this width."""
+        bias = None
+        if self.use_bias:
+            bias = parameter(self, "bias", nn.initializers.zeros, (self.features,), self.dtype)
+        if self.quantized:
+            return QuantizedLinear(parameter(self, "kernel", empty(self.features, width)), bias)
+        of_kind, shape = nn.initializers.lecun_normal(), (width, self.features)
+        return Linear(parameter(self, "kernel", of_kind, shape, self.dtype), bias)

@@ -1,0 +1,5 @@
+"""Multiplies silu(gate) · up with a matrix: see `api.gated_product`."""
+
+from jsparse.pallas_kernels.gated_product.api import gated_product
+
+__all__ = ["gated_product"]

@@ -1,0 +1,19 @@
+"""Builds the inputs that tests share: those of `skinny_product`, with gates before them."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from jsparse.pallas_kernels.skinny_product.cases import CASES as PRODUCTS
+from jsparse.pallas_kernels.skinny_product.cases import OTHERS, Case
+
+CASES = tuple(replace(case, bias=False) for case in PRODUCTS if case.name != "bias")
+
+__all__ = ["CASES", "OTHERS", "build"]
+
+
+def build(case: Case, seed: int = 0) -> tuple[jnp.ndarray, jnp.ndarray]:
+    """Builds gate | up and the matrix; equal seeds give equal ones."""
+    up, matrix, _ = case.build(seed)
+    gate, *_ = case.build(seed + 1)
+    return jnp.concatenate([gate, up], axis=-1), matrix

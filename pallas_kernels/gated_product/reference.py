@@ -1,0 +1,18 @@
+"""Implements `api.gated_product` in plain jnp, for any number of rows."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def gated(gate_up: Float[Array, "*batch two_in"]) -> Float[Array, "*batch in"]:
+    """Returns silu(gate) · up."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def gated_product(
+    gate_up: Float[Array, "*batch two_in"], matrix: Float[Array, "in out"]
+) -> Float[Array, "*batch out"]:
+    """Implements `api.gated_product` in plain jnp."""
+    return gated(gate_up) @ matrix

@@ -1,0 +1,92 @@
+"""Adds to the residual stream, normalises the sum and multiplies it with a matrix."""
+
+import math
+
+from jaxtyping import Array, Float
+
+from jsparse.pallas_kernels.dispatch import Backend, run
+from jsparse.pallas_kernels.norm_product import reference
+from jsparse.pallas_kernels.residual_norm import residual_norm
+from jsparse.pallas_kernels.skinny_product import skinny_product
+from jsparse.pallas_kernels.skinny_product.api import check_matrix, no_row_product
+
+
+def _load_triton():
+    from jsparse.pallas_kernels import row_product_triton
+
+    return row_product_triton.norm_product
+
+
+def _refusal(
+    x: Float[Array, "*batch in"],
+    delta: Float[Array, "*batch in"],
+    scale: Float[Array, "in"],
+    matrix: Float[Array, "in out"],
+    *_: object,
+    **__: object,
+) -> str | None:
+    return no_row_product(x, matrix)
+
+
+def _separate(
+    x: Float[Array, "*batch in"],
+    delta: Float[Array, "*batch in"],
+    scale: Float[Array, "in"],
+    matrix: Float[Array, "in out"],
+    bias: Float[Array, "out"] | None = None,
+    *,
+    eps: float,
+) -> tuple[Float[Array, "*batch in"], Float[Array, "*batch out"]]:
+    rows = math.prod(x.shape[:-1]), x.shape[-1]
+    total, normed = residual_norm(x.reshape(rows), delta.reshape(rows), scale, eps=eps)
+    return total.reshape(x.shape), skinny_product(normed.reshape(x.shape), matrix, bias)
+
+
+BACKENDS = (
+    Backend("triton", _load_triton, _refusal),
+    Backend("separate", lambda: _separate),
+    Backend("reference", lambda: reference.norm_product),
+)
+
+
+def norm_product(
+    x: Float[Array, "*batch in"],
+    delta: Float[Array, "*batch in"],
+    scale: Float[Array, "in"],
+    matrix: Float[Array, "in out"],
+    bias: Float[Array, "out"] | None = None,
+    *,
+    eps: float,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*batch in"], Float[Array, "*batch out"]]:
+    """Returns x + delta, and norm(x + delta) · W with a bias added: two ops in a launch.
+
+    They are `residual_norm` and `skinny_product`, which say what is rounded. The kernel has no
+    gradient.
+
+    Args:
+        x: the residual stream.
+        delta: what is added to it, of the same type.
+        scale: the norm's weights.
+        matrix: W, of the type of x.
+        bias: what is added to the product, of the type of x.
+        eps: what is added to the mean of squares.
+        implementation: "triton" (one row and a matrix of at most 32 MiB, of two bytes a number),
+            "separate" (the two ops, each as it picks), "reference", or None to pick.
+
+    Raises:
+        ValueError: shapes or types do not fit together, or the named implementation cannot run
+            here.
+    """
+    check_matrix(x, matrix, bias)
+    if delta.shape != x.shape or delta.dtype != x.dtype:
+        raise ValueError(
+            f"delta={delta.dtype}{list(delta.shape)}: must be as x is, {x.dtype}{list(x.shape)}"
+        )
+    if scale.shape != x.shape[-1:] or scale.dtype != x.dtype:
+        raise ValueError(
+            f"scale={scale.dtype}{list(scale.shape)}: must be [in] as x is wide, "
+            f"{x.dtype}{list(x.shape[-1:])}"
+        )
+    given = x, delta, scale, matrix, bias
+    return run("norm_product", implementation, BACKENDS, *given, eps=eps)

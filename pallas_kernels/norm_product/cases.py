@@ -1,0 +1,19 @@
+"""Builds the inputs that tests share: those of `skinny_product`, with a residual and a norm."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jsparse.pallas_kernels.skinny_product.cases import CASES, OTHERS, Case
+
+EPS = 1e-5
+
+__all__ = ["CASES", "EPS", "OTHERS", "build"]
+
+
+def build(case: Case, seed: int = 0) -> tuple[jnp.ndarray | None, ...]:
+    """Builds x, delta, scale, the matrix and the bias; equal seeds give equal ones."""
+    x, matrix, bias = case.build(seed)
+    rng = np.random.default_rng(seed + 1)
+    delta = jnp.asarray(case.size * rng.normal(size=x.shape), case.dtype)
+    scale = jnp.asarray(1 + 0.3 * rng.normal(size=case.width), case.dtype)
+    return x, delta, scale, matrix, bias

@@ -1,0 +1,54 @@
+"""Tests norm_product against numpy, and next to the ops that it takes together."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import slow_except_named
+
+from jsparse.pallas_kernels.norm_product import norm_product
+from jsparse.pallas_kernels.norm_product.cases import CASES, EPS, OTHERS, build
+from tests.kernels.product_checks import assert_is_the_product_of_a_norm
+
+product = jax.jit(partial(norm_product, eps=EPS), static_argnames="implementation")
+
+
+@pytest.mark.parametrize(
+    "case", slow_except_named((*CASES, *OTHERS), "bias", "many_rows"), ids=lambda case: case.name
+)
+@pytest.mark.parametrize("implementation", ["separate", "reference"])
+def test_the_norm_is_multiplied(case, implementation):
+    given = build(case)
+    made = product(*given, implementation=implementation)
+    assert_is_the_product_of_a_norm(made, given, EPS)
+
+
+@pytest.mark.parametrize(
+    ("argument", "given", "message"),
+    [
+        (1, jnp.zeros((2, 4)), r"delta=float32\[2, 4\]: must be as x is, float32\[2, 8\]"),
+        (1, jnp.zeros((2, 8), jnp.int32), r"delta=int32\[2, 8\]: must be as x is"),
+        (2, jnp.zeros(4), r"scale=float32\[4\]: must be \[in\] as x is wide, float32\[8\]"),
+        (3, jnp.zeros((4, 3)), r"matrix=float32\[4, 3\]: must be \[in, out\]"),
+        (4, jnp.zeros(8), r"bias=float32\[8\]: must be \[out\]"),
+    ],
+)
+def test_wrong_shapes_are_refused(argument, given, message):
+    fitting = [jnp.zeros(shape) for shape in ((2, 8), (2, 8), (8,), (8, 3), (3,))]
+    fitting[argument] = given
+    with pytest.raises(ValueError, match=message):
+        norm_product(*fitting, eps=EPS)
+
+
+def test_what_the_kernel_cannot_run_is_said():
+    with pytest.raises(ValueError, match=r"on this backend takes one row, not \[3, 5\]"):
+        product(*build(OTHERS[0]), implementation="triton")
+
+
+def test_an_infinite_row_stays_one():
+    x, delta, scale, matrix, bias = build(CASES[0])
+    total, y = product(x.at[..., 3].set(jnp.inf), delta, scale, matrix, bias)
+    assert np.isinf(np.asarray(total, np.float32)[..., 3]).all()
+    assert np.isnan(np.asarray(y, np.float32)).all()
