@@ -2,8 +2,7 @@
 
 A program has some columns of the matrix and all of its rows, of which it loads a tile at a time
 into registers, enough at once to keep the memory busy. What the row is made of, a sum and its norm
-or a gate, each program computes anew while its first tile is on the way: that takes less time than
-another launch.
+or a gate, each program computes anew, tile by tile: that takes less time than another launch.
 """
 
 from typing import NamedTuple
@@ -134,7 +133,7 @@ def product_kernel(
             gate = x.to(tl.float32)
             x = (gate / (1 + tl.exp(-gate)) * up.to(tl.float32)).to(x.dtype)
         sums += numbers.to(tl.float32) * x.to(tl.float32)[:, None]
-    _store(sums, bias_ptr, out_ptr, N, COLUMNS, HAS_BIAS)
+    _store(sums, 1.0, bias_ptr, out_ptr, N, COLUMNS, HAS_BIAS)
 
 
 @triton.jit
@@ -154,24 +153,28 @@ def norm_product_kernel(
     HAS_BIAS: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """Adds and normalises the row, and multiplies it with COLUMNS columns of the matrix."""
+    """Adds and normalises the row, and multiplies it with COLUMNS columns of the matrix.
+
+    All of a row is divided by one number, so that the sums are divided by it instead: no number of
+    the matrix waits for the norm, nor is one of the row rounded before it is multiplied.
+    """
     row = tl.arange(0, ROWS)
-    numbers = _tile(matrix_ptr, 0, WIDTH, N, ROWS, COLUMNS)  # on the way while the norm is found
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     squares = tl.zeros((ROWS,), tl.float32)
-    for first in tl.static_range(0, WIDTH, ROWS):
-        total = _sum(x_ptr, delta_ptr, first + row, WIDTH)
+    for first in tl.range(0, WIDTH, ROWS, num_stages=1, loop_unroll_factor=UNROLL):
+        numbers = _tile(matrix_ptr, first, WIDTH, N, ROWS, COLUMNS)
+        nth = first + row
+        x = tl.load(x_ptr + nth, mask=nth < WIDTH, other=0)
+        delta = tl.load(delta_ptr + nth, mask=nth < WIDTH, other=0)
+        scale = tl.load(scale_ptr + nth, mask=nth < WIDTH, other=0)
+        total = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
+        if tl.program_id(0) == 0:
+            tl.store(total_ptr + nth, total, mask=nth < WIDTH)
         wide = total.to(tl.float32)
         squares += wide * wide
-        if tl.program_id(0) == 0:
-            tl.store(total_ptr + first + row, total, mask=first + row < WIDTH)
+        sums += numbers.to(tl.float32) * (wide * scale.to(tl.float32))[:, None]
     rate = tl.rsqrt(tl.sum(squares, 0) / WIDTH + EPS)
-    x = _normed(x_ptr, delta_ptr, scale_ptr, rate, row, WIDTH)
-    sums = numbers.to(tl.float32) * x[:, None]
-    for first in tl.range(ROWS, WIDTH, ROWS, num_stages=1, loop_unroll_factor=UNROLL):
-        numbers = _tile(matrix_ptr, first, WIDTH, N, ROWS, COLUMNS)
-        x = _normed(x_ptr, delta_ptr, scale_ptr, rate, first + row, WIDTH)
-        sums += numbers.to(tl.float32) * x[:, None]
-    _store(sums, bias_ptr, out_ptr, N, COLUMNS, HAS_BIAS)
+    _store(sums, rate, bias_ptr, out_ptr, N, COLUMNS, HAS_BIAS)
 
 
 @triton.jit
@@ -195,27 +198,18 @@ def _tile(
 
 
 @triton.jit
-def _sum(x_ptr, delta_ptr, nth, WIDTH: tl.constexpr):
-    """Adds some numbers of x and delta."""
-    x = tl.load(x_ptr + nth, mask=nth < WIDTH, other=0)
-    delta = tl.load(delta_ptr + nth, mask=nth < WIDTH, other=0)
-    return (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
-
-
-@triton.jit
-def _normed(x_ptr, delta_ptr, scale_ptr, rate, nth, WIDTH: tl.constexpr):
-    """Returns some numbers of the norm in float32, rounded where `residual_norm` rounds."""
-    total = _sum(x_ptr, delta_ptr, nth, WIDTH)
-    scale = tl.load(scale_ptr + nth, mask=nth < WIDTH, other=0).to(tl.float32)
-    normed = (total.to(tl.float32) * rate).to(total.dtype).to(tl.float32) * scale
-    return normed.to(total.dtype).to(tl.float32)
-
-
-@triton.jit
-def _store(sums, bias_ptr, out_ptr, N: tl.constexpr, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Adds up the rows' parts of each column, and a bias, and stores them."""
+def _store(
+    sums,
+    rate,
+    bias_ptr,
+    out_ptr,
+    N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Adds up the rows' parts of each column, multiplies that, adds a bias, and stores it."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    y = tl.sum(sums, 0).to(out_ptr.dtype.element_ty)
+    y = (tl.sum(sums, 0) * rate).to(out_ptr.dtype.element_ty)
     if HAS_BIAS:
         wide = y.to(tl.float32) + tl.load(bias_ptr + column, mask=column < N, other=0).to(
             tl.float32

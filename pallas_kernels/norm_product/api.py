@@ -61,8 +61,8 @@ def norm_product(
 ) -> tuple[Float[Array, "*batch in"], Float[Array, "*batch out"]]:
     """Returns x + delta, and norm(x + delta) · W with a bias added: two ops in a launch.
 
-    They are `residual_norm` and `skinny_product`, which say what is rounded. The kernel has no
-    gradient.
+    They are `residual_norm` and `skinny_product`. The kernel does not round what is normalised
+    before it is multiplied, as these do, and has no gradient.
 
     Args:
         x: the residual stream.
