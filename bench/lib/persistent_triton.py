@@ -64,7 +64,7 @@ def run_layers(
         jax.ShapeDtypeStruct((1,), jnp.int32),
     )
     x, delta, *_, stamps, _ = triton_call(
-        *(x, delta, *layers, first),
+        *(x, delta, *layers, jnp.full((1,), first, jnp.int32)),
         kernel=layers_kernel,
         out_shape=outputs,
         grid=(programs,),
@@ -93,7 +93,7 @@ def layers_kernel(
     o_matrices,  # [L, HEADS, WIDTH]
     gate_up_matrices,  # [L, WIDTH, 2 · INNER]
     down_matrices,  # [L, INNER, WIDTH]
-    layer,
+    first_layer,  # [1]
     x,  # [WIDTH], that of x_in
     delta,  # [WIDTH], that of delta_in
     middle,  # [WIDTH]
@@ -111,7 +111,8 @@ def layers_kernel(
     PREFETCH: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """Runs COUNT layers from `layer` on."""
+    """Runs COUNT layers from the first on."""
+    layer = tl.load(first_layer)
     qkv_matrices += layer.to(tl.int64) * WIDTH * QKV
     o_matrices += layer.to(tl.int64) * HEADS * WIDTH
     gate_up_matrices += layer.to(tl.int64) * WIDTH * 2 * INNER

@@ -10,11 +10,7 @@ from jsparse.pallas_kernels.dispatch import Backend, no_mosaic, no_triton, run
 from jsparse.pallas_kernels.quantized_product import reference
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
-# the rows of x that tensor cores multiply with blocks as they read them: 16 by each reading of the
-# matrix, of which four would take about as long as widening it
-MAX_ROWS = 48
 MAX_FEW_ROWS = 4  # without tensor cores
-MAX_WIDTH = 28_672  # of which shared memory has room for an eighth of 16 rows
 
 
 def _mosaic():
@@ -24,16 +20,13 @@ def _mosaic():
 
 
 def _no_tensor_cores(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) -> str | None:
-    if not 1 < len(x) <= MAX_ROWS:  # one row is faster without
-        return f"takes 2 to {MAX_ROWS} rows, not {len(x)}"
+    if len(x) < 2:  # one row is faster without
+        return f"takes 2 rows or more, not {len(x)}"
     if x.dtype != jnp.bfloat16:
         return f"takes bfloat16, not {x.dtype}"
     out, width = matrix["values"].shape
-    if out % 64 or width % 128:
-        sizes = "an output size that 64 divides and a width that 128 divides"
-        return f"takes {sizes}, not {out} and {width}"
-    if width > MAX_WIDTH:
-        return f"takes rows of at most {MAX_WIDTH}, not {width}"
+    if out % 64 or width % 64:
+        return f"takes an output size and a width that 64 divides, not {out} and {width}"
     return no_mosaic()
 
 
@@ -65,16 +58,16 @@ def quantized_product(
 ) -> Float[Array, "*batch out"]:
     """Multiplies rows with a matrix in 8-bit blocks: y = x · Wᵀ.
 
-    Few rows are multiplied with blocks as they are read. For more, the matrix is widened to the
-    type of x first, and a barrier keeps XLA from doing that before x is there: else it would
-    widen all matrices of a model at the beginning of a program.
+    Kernels multiply with blocks as they are read. Elsewhere the matrix is widened to the type of x
+    first, and a barrier keeps XLA from doing that before x is there: else it would widen all
+    matrices of a model at the beginning of a program.
 
     Args:
         x: the rows.
         matrix: W [out, in], in blocks.
         dtype: the type of the result, by default that of x. Sums are float32.
-        implementation: "mosaic" (tensor cores of Hopper, 2 to 48 rows of bfloat16),
-            "triton" (any NVIDIA GPU, 1 to 4 rows), "reference", or None to pick.
+        implementation: "mosaic" (tensor cores of Hopper, 2 rows of bfloat16 or more), "triton"
+            (any NVIDIA GPU, 1 to 4 rows), "reference", or None to pick.
 
     Raises:
         ValueError: shapes do not fit together, or the named implementation cannot run here.

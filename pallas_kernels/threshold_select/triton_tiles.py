@@ -373,22 +373,25 @@ def pool(
     Logits of several rows are compared as logarithms of normalised weights. Entries that `members`
     does not list do not count (None: all do); a unit without any gets -inf.
     """
-    AT_ONCE: tl.constexpr = 4 * plan.row.threads
+    AT_ONCE: tl.constexpr = 16 * plan.row.threads
     ROW: tl.constexpr = plan.row
-    for g in range(ROWS):
-        row = rows + g * plan.row.size
-        offset = 0.0
+    offsets = ()
+    for g in tl.static_range(ROWS):
         if plan.row.softmax and ROWS > 1:
-            offset = log_sum(row, length, ROW)
-        for start in range(0, UNITS, AT_ONCE):
-            unit = start + tl.arange(0, AT_ONCE)
-            best = tl.load(pooled + unit, mask=(unit < UNITS) & (g > 0), other=NOTHING)
-            for t in range(SIZE):
-                entry = unit * SIZE + t
-                inside = (unit < UNITS) & (entry < length)
-                if members is not None:
-                    word = tl.load(members + entry // 32, mask=inside, other=0)
-                    inside &= (word >> (entry % 32).to(tl.uint32)) & 1 == 1
-                score = tl.load(row + entry, mask=inside, other=NOTHING).to(tl.float32)
-                best = tl.maximum(best, score - offset)
-            tl.store(pooled + unit, best, mask=unit < UNITS)
+            offsets += (log_sum(rows + g * plan.row.size, length, ROW),)
+        else:
+            offsets += (0.0,)
+    for start in range(0, UNITS, AT_ONCE):
+        unit = start + tl.arange(0, AT_ONCE)
+        best = tl.full([AT_ONCE], NOTHING, tl.float32)
+        for t in range(SIZE):
+            entry = unit * SIZE + t
+            inside = (unit < UNITS) & (entry < length)
+            if members is not None:
+                word = tl.load(members + entry // 32, mask=inside, other=0)
+                inside &= (word >> (entry % 32).to(tl.uint32)) & 1 == 1
+            for g in tl.static_range(ROWS):
+                at = rows + g * plan.row.size + entry
+                score = tl.load(at, mask=inside, other=NOTHING).to(tl.float32)
+                best = tl.maximum(best, score - offsets[g])
+        tl.store(pooled + unit, best, mask=unit < UNITS)
