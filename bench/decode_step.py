@@ -96,10 +96,11 @@ def jsparse_step(
         "bfloat16",
         ranks=ranks,
     )
-    # maintenance that falls into every timing is compiled before the first
-    due = -(-method.services.period // count) + 1 if method.services.period <= STEPS else 0
+    # maintenance that falls into any timing is compiled before the first
+    measured, period = STEPS * RUNS + PROFILED * count, method.services.period
+    due = -(-period // count) + 1 if period <= WARM_UP * count + measured else 0
     warm_up = max(WARM_UP, due)
-    held = context - warm_up * count - STEPS * RUNS - PROFILED * count - 1
+    held = context - warm_up * count - measured - 1
     steps = None if drafts else count
     session = full_session(params, method, spec, held, steps_per_program=steps, drafts=drafts)
     results = few_in_flight(session.steps(greedy, (), limits=[context] * batch))

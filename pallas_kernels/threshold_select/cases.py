@@ -197,6 +197,10 @@ CASES = (
         ragged=True,
     ),
     Case("top_p_max", group=4, pool="max", capacity=20),
+    # several programs share such rows
+    _top_k("top_k_long", value=700, size=33333, like="ties", ragged=True),
+    _top_k("top_k_long_max", value=700, size=40000, batch=1, group=3, pool="max", capacity=700),
+    Case("top_p_long", size=40000, value=0.7, ragged=True),
     Case("threshold", rule="threshold", value=0.01),
     Case("threshold_none", rule="threshold", value=0.9, like="ties"),
     Case("threshold_raw", rule="threshold", value=2.0, weights="raw", group=2, per_head=True),

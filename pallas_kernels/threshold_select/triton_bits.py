@@ -150,8 +150,10 @@ def unite(
 
 @triton.jit
 def list_entries(
-    words,  # the bitmap of `length` entries
-    length,
+    words,  # the bitmap of all entries
+    begin,  # the first that is listed, a multiple of 32
+    end,  # where entries end
+    total,  # how many marked ones come before
     names,  # [m]
     ids,  # [CAPACITY]
     CAPACITY: tl.constexpr,
@@ -164,10 +166,9 @@ def list_entries(
     """
     T: tl.constexpr = row.threads
     EACH: tl.constexpr = row.words_each
-    total = length * 0
-    for start in range(0, tl.cdiv(length, 32), T * EACH):
+    for start in range(begin // 32, tl.cdiv(end, 32), T * EACH):
         at = start + tl.arange(0, T)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-        word = tl.load(words + at, mask=at * 32 < length, other=0)
+        word = tl.load(words + at, mask=at * 32 < end, other=0)
         number = ones(word)
         in_thread = tl.sum(number, 1)
         # marks before each word: those of earlier words, threads, and words of this thread
@@ -177,6 +178,17 @@ def list_entries(
         list_bits(word, at * 32, ids + slot, CAPACITY - slot, names, SHIFT)
         total += tl.sum(in_thread, 0)
     return total
+
+
+@triton.jit
+def number_of(words, begin, end, row: tl.constexpr):
+    """Returns how many entries are marked from a multiple of 32 on."""
+    T: tl.constexpr = row.threads
+    number = tl.zeros([T], tl.int32)
+    for start in range(begin // 32, tl.cdiv(end, 32), T):
+        at = start + tl.arange(0, T)
+        number += ones(tl.load(words + at, mask=at * 32 < end, other=0))
+    return tl.sum(number, 0)
 
 
 @triton.jit
@@ -254,7 +266,7 @@ def list_units(
     """
     if plan.entries == 1 and not plan.with_bits:
         ROW: tl.constexpr = plan.row
-        return list_entries(kept, length, names, ids, plan.capacity, plan.shift, ROW)
+        return list_entries(kept, 0, length, length * 0, names, ids, plan.capacity, plan.shift, ROW)
     T: tl.constexpr = plan.row.threads
     total = length * 0
     for start in range(0, tl.cdiv(length, plan.entries), T):

@@ -2,7 +2,9 @@
 
 A thread block runs for every row that is searched. It finds its row's threshold and writes what it
 chooses as bits. The last block of a KV head to finish unites the bits of the group's rows, cuts the
-union to the capacity if need be, and lists it.
+union to the capacity if need be, and lists it. Long rows that are a head's only one are shared by
+several blocks, each of which keeps its part in registers: after every pass over it they meet, and
+each adds up what all have found.
 """
 
 from dataclasses import dataclass, replace
@@ -15,9 +17,24 @@ import triton.language as tl
 from jaxtyping import Array, Float, Int32
 
 from jsparse.pallas_kernels.threshold_select.api import Budget, Rule, Threshold, TopK, TopP
-from jsparse.pallas_kernels.threshold_select.triton_bits import list_units, unite
+from jsparse.pallas_kernels.threshold_select.triton_bits import (
+    list_entries,
+    list_units,
+    number_of,
+    unite,
+)
 from jsparse.pallas_kernels.threshold_select.triton_search import choose
-from jsparse.pallas_kernels.threshold_select.triton_tiles import pool, sum_pages
+from jsparse.pallas_kernels.threshold_select.triton_tiles import (
+    Share,
+    before,
+    pool,
+    pool_share,
+    post,
+    posted,
+    sum_pages,
+    take,
+)
+from jsparse.pallas_kernels.triton_meeting import max_programs, meet
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
@@ -37,6 +54,9 @@ class SelectTiling(NamedTuple):
         threads: least number of threads per row.
         few: most entries that may be drawn out of a row, or listed, to end a search, a power of
             two; at most one per four threads. 0 draws none.
+        part: entries of a long row that a block takes, a power of two; twice as many where that
+            would be more blocks than can meet. How many blocks share a row depends on its size
+            alone, and so does what they choose.
     """
 
     entries: int = 64
@@ -45,6 +65,7 @@ class SelectTiling(NamedTuple):
     # drawing took top-p of 64 x 32K from 23.5 to 19.4 us, and of 256 x 32K from 43.4 to 41.6; top-k
     # of the latter from 39.6 to 44.1 (bench/README.md)
     few: int = 128
+    part: int = 16384
 
 
 @dataclass(frozen=True)
@@ -61,6 +82,8 @@ class SearchedRow:
         threads: T of a tile.
         max_tile: most entries of a tile.
         few: number of entries that may be drawn to end a search; 0 draws none.
+        parts: the number of blocks that share it, a power of two.
+        posts: how many numbers each of these tells the others at a time.
     """
 
     rule: str
@@ -71,6 +94,8 @@ class SearchedRow:
     threads: int
     max_tile: int
     few: int
+    parts: int = 1
+    posts: int = 4
 
     @property
     def runs(self) -> int:
@@ -84,8 +109,13 @@ class SearchedRow:
 
     @property
     def resident(self) -> bool:
-        """Returns whether the row stays in registers."""
-        return self.size <= self.tile
+        """Returns whether the row, or a block's part of it, stays in registers."""
+        return self.size <= self.tile * self.parts
+
+    @property
+    def part(self) -> int:
+        """Returns the most entries that are a block's."""
+        return self.tile if self.parts > 1 else 32 * self.words
 
     @property
     def words(self) -> int:
@@ -99,7 +129,12 @@ class SearchedRow:
 
     @property
     def slots(self) -> int:
-        """Returns the number of entries that may be drawn or listed, into unused bitmaps."""
+        """Returns the number of entries that a block may draw or list, into unused bitmaps.
+
+        Blocks that share a row draw into memory of its own.
+        """
+        if self.parts > 1:
+            return min(self.few, self.threads // 4) // self.parts
         words = self.words if self.sized else 2 * self.words  # a list needs a bitmap itself
         return min(self.few, self.threads // 4, words) if self.resident else 0
 
@@ -188,6 +223,8 @@ class Lists:
     @property
     def floats(self) -> int:
         """Returns the number of floats in memory that a head needs meanwhile."""
+        if self.row.parts > 1:
+            return 2 * self.row.parts * self.row.posts
         return self.cap_at + (0 if self.cap is None else self.units)
 
     @property
@@ -198,6 +235,8 @@ class Lists:
     @property
     def words(self) -> int:
         """Returns the number of words of bitmaps that a head needs."""
+        if self.row.parts > 1:
+            return self.cap_word + self.row.slots * self.row.parts
         return self.cap_word + (0 if self.cap is None else 2 * self.cap.words)
 
 
@@ -235,6 +274,9 @@ def threshold_select(
     fits = capacity >= units or (
         row.rule == "top_k" and row.size == units and (pooled or members == 1)
     )
+    whole = not (by_mass or (members > 1 and not pooled) or granularity == "bits")
+    if fits and whole and units == row.size and row.rule in ("top_k", "top_p"):
+        row = shared_row(row, members, tiling or SelectTiling())
     by_score = {"rule": "top_k", "value": None, "softmax": False, "normalised": False}
     plan = Lists(
         row=row,
@@ -259,18 +301,19 @@ def threshold_select(
         jax.ShapeDtypeStruct((batch * heads, max(plan.floats, 1)), jnp.float32),
         jax.ShapeDtypeStruct((batch * heads,), jnp.int32),
     )
+    alone = row.parts == 1
     ids, count, bits, *_ = triton_call(
         scores,
         scores if static else setting,  # scores stand in for arrays that the call lacks
         scores if sizes is None else sizes,
         scores if lengths is None else lengths,
         scores if names is None else names,
-        kernel=select_kernel,
+        kernel=select_kernel if alone else select_shared_kernel,
         out_shape=outputs,
-        grid=(batch * heads * plan.rows,),
+        grid=(batch * heads * plan.rows * row.parts,),
         num_warps=plan.row.threads // 32,
         num_stages=1,
-        zeroed_outputs=(len(outputs) - 1,) if plan.rows > 1 else (),
+        zeroed_outputs=() if alone and plan.rows == 1 else (len(outputs) - 1,),
         plan=plan,
     )
     bits = bits if plan.with_bits else None
@@ -298,6 +341,19 @@ def searched_row(
         max_tile=tile,
         few=few,
     )
+
+
+def shared_row(row: SearchedRow, members: int, tiling: SelectTiling) -> SearchedRow:
+    """Returns the row as several blocks share it, if it is long, and not too long for that."""
+    if row.resident:
+        return row
+    for tile in (tiling.part, 2 * tiling.part):
+        parts = triton.next_power_of_2(-(-row.size // tile))
+        threads = 2 * tiling.part // tiling.entries
+        if parts <= min(max_programs(), row.few, threads // 4):
+            posts = max(4, 2 * members)
+            return replace(row, max_tile=tile, threads=threads, parts=parts, posts=posts)
+    return row
 
 
 @triton.jit
@@ -345,7 +401,8 @@ def select_kernel(
         pool(row, length, None, floats + plan.pooled_at, plan.group, 1, plan.row.size, plan)
         tl.debug_barrier()
         row = floats + plan.pooled_at
-    choose(row, sizes, bitmaps + 2 * g * plan.row.words, length, setting, ROW)
+    words = bitmaps + 2 * g * plan.row.words
+    choose(take(row, sizes, length, words, Share(0, row, row), ROW), words, setting, 0, ROW)
     last = True
     if plan.rows > 1:
         # release this row's bitmap, acquire those of the rows that finished before
@@ -354,6 +411,58 @@ def select_kernel(
         rows, names = row - g * plan.row.size, names + wide * plan.names
         ids, bits = ids + wide * plan.capacity, bits + wide * plan.capacity
         write_list(rows, bitmaps, floats, length, names, ids, count + head, bits, plan)
+
+
+@triton.jit
+def select_shared_kernel(
+    scores,  # [B, K, G, n]; more than one row of a head becomes one
+    settings,  # [B, K]
+    sizes,  # not read
+    lengths,  # [B, K]
+    names,  # [B, K, m]
+    ids,  # [B, K, C]
+    count,  # [B, K]
+    bits,  # not written
+    bitmaps,  # [B · K, plan.words]
+    floats,  # [B · K, plan.floats]
+    arrived,  # [B · K], zeros
+    plan: tl.constexpr,
+):
+    """Searches a part of a head's row, of program head · parts + part, and lists what is chosen."""
+    ROW: tl.constexpr = plan.row
+    PARTS: tl.constexpr = plan.row.parts
+    head, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    length = tl.full([], plan.scores, tl.int32)
+    if plan.with_lengths:
+        length = tl.minimum(tl.maximum(tl.load(lengths + head), 0), plan.scores)
+    setting = (
+        tl.load(settings + head).to(tl.float32)
+        if plan.row.value is None
+        else tl.full([], plan.row.value, tl.float32)
+    )
+    if plan.row.rule == "top_k":
+        setting = tl.minimum(setting, plan.capacity)
+    wide = head.to(tl.int64)
+    scores += wide * plan.group * plan.scores
+    words = bitmaps + wide * plan.words
+    begin = part * plan.row.tile
+    share = Share(begin, floats + wide * plan.floats, arrived + head)
+    row, met = take(scores, scores, length, words + plan.cap_word, share, ROW), 0
+    if plan.pooled:
+        row, met = pool_share(row, plan.group, met, ROW)
+    met = choose(row, words, setting, met, ROW)
+    end = tl.minimum(length, begin + plan.row.tile)
+    post(row, met, 0, number_of(words, begin, end, ROW).to(tl.float32), ROW)
+    meet(share.arrived, met, PARTS)
+    numbers = posted(row, met, 0, ROW)
+    earlier, total = before(numbers, ROW).to(tl.int32), tl.sum(numbers, 0).to(tl.int32)
+    ids, names = ids + wide * plan.capacity, names + wide * plan.names
+    list_entries(words, begin, end, earlier, names, ids, plan.capacity, plan.shift, ROW)
+    if part == 0:
+        tl.store(count + head, total)
+    for start in range(part * 4 * ROW.threads, plan.capacity, PARTS * 4 * ROW.threads):
+        slot = start + tl.arange(0, 4 * ROW.threads)
+        tl.store(ids + slot, slot * 0, mask=(slot >= total) & (slot < plan.capacity))
 
 
 @triton.jit
@@ -388,7 +497,8 @@ def write_list(
                 tl.full([], plan.units, tl.int32),
                 tl.full([], plan.capacity, tl.float32),
             )
-            choose(best, best, kept, every, limit, CAP)  # the second stands in for sizes
+            units = take(best, best, every, kept, Share(0, best, best), CAP)  # has no sizes
+            choose(units, kept, limit, 0, CAP)
             total = list_units(bitmaps, kept, length, names, ids, bits, True, plan)
     tl.store(count, total)
     for start in range(0, plan.capacity, 4 * plan.row.threads):

@@ -31,20 +31,25 @@ from jsparse.pallas_kernels.threshold_select.triton_tiles import (
     LOG2_E,
     NOTHING,
     SMALLEST,
+    before,
     exp2,
     from_key,
+    in_thread,
     key,
     log2,
     measure,
     next_below,
     next_key,
+    post,
+    posted,
     read,
     row_extremes,
     row_moments,
     row_weight,
-    take,
     to_entries,
+    with_top,
 )
+from jsparse.pallas_kernels.triton_meeting import meet
 
 # Sums of a row vary with their order by about this factor: a set whose mass exceeds the wanted mass
 # by less is accepted.
@@ -64,45 +69,59 @@ class Bracket(NamedTuple):
 
 @triton.jit
 def choose(
-    scores,  # [plan.size]
-    sizes,  # [plan.size], read where plan.sized
+    row,  # as `take` returns it
     words,  # [2 · plan.words]: the bitmap, up to the end of the last score's tile, and room
-    length,  # number of scores that count
     setting,  # the rule's number
+    met,  # how often programs that share the row have met
     plan: tl.constexpr,
 ):
-    """Writes the bitmap of what the rule chooses: at least one entry if any can be chosen."""
-    row = take(scores, sizes, length, plan.mass or plan.rule == "threshold", plan)
+    """Writes the bitmap of what the rule chooses: at least one entry if any can be chosen.
+
+    Of a shared row each program writes its part. Returns the meetings.
+    """
+    scores, sizes, length = row.scores, row.sizes, row.length
+    if plan.mass or plan.rule == "threshold":
+        row, met = with_top(row, met, plan)
     hi, end = 0.0, length
     if plan.rule == "threshold":
-        t, ties = fixed(row, setting, plan)
+        t, ties, met = fixed(row, setting, met, plan)
     else:
-        row, total, mean, spread = row_moments(row, plan)
+        row, total, mean, spread, met = row_moments(row, met, plan)
         if plan.mass:
             lo, hi, wanted, enough = mass_bracket(row, setting, total, plan)
         else:
-            lo, hi, wanted, enough = count_bracket(row, setting, total, plan)
+            lo, hi, wanted, enough, met = count_bracket(row, setting, total, met, plan)
         bracket = Bracket(lo, hi, total, total * 0.0)
-        t, ties, end = search(row, words, bracket, wanted, enough, mean, spread, plan)
+        t, ties, end, met = search(row, words, bracket, wanted, enough, mean, spread, met, plan)
+    begin = row.share.begin
+    own = words + begin // 32
     if plan.resident:
-        mark(row.x, words, 0, t, ties, end, plan)
+        mark(row.x, own, begin, t, ties, end, plan)
     else:
         for start in range(0, length, plan.tile):
             tile = to_entries(read(scores, start, length, plan), row.top, plan)
             mark(tile, words + start // 32, start, t, ties, end, plan)
     tl.debug_barrier()
     if ties != ALL_TIES:
-        trim(words, sizes, length, ties, plan)
+        if plan.parts > 1:  # those of earlier parts come first
+            equal = tl.sum(in_thread((row.x == t).to(tl.float32)), 0)
+            post(row, met, 0, equal, plan)
+            meet(row.share.arrived, met, plan.parts)
+            earlier = before(posted(row, met, 0, plan), plan).to(tl.int32)
+            ties = tl.minimum(tl.maximum(ties - earlier, 0), equal.to(tl.int32))
+            met += 1
+        trim(own, sizes, tl.minimum(length - begin, plan.part), ties, plan)
         tl.debug_barrier()
         # where nothing is above, it is the best that may not fit
         if plan.sized and from_key(key(t) + 1) >= hi:
             mark_first(words, length, plan)
             tl.debug_barrier()
+    return met
 
 
 @triton.jit
-def fixed(row, setting, plan: tl.constexpr):
-    """Returns the threshold of everything above a given one.
+def fixed(row, setting, met, plan: tl.constexpr):
+    """Returns the threshold of everything above a given one, and the meetings.
 
     If nothing is above it, the threshold is that of the first of the largest entries.
     """
@@ -110,13 +129,14 @@ def fixed(row, setting, plan: tl.constexpr):
     if plan.softmax:
         weight = tl.maximum(setting, 0.0)
         if not plan.normalised:
-            weight *= row_weight(row, plan)
+            whole, met = row_weight(row, met, plan)
+            weight *= whole
         bound = log2(weight) / LOG2_E
         if not plan.normalised:
             bound += row.top
     t = from_key(key(bound) + 1)  # the next float: above the bound is at least that
     some = row.top >= t
-    return tl.where(some, t, row.top), tl.where(some, ALL_TIES, 1)
+    return tl.where(some, t, row.top), tl.where(some, ALL_TIES, 1), met
 
 
 @triton.jit
@@ -135,28 +155,31 @@ def mass_bracket(row, p, total, plan: tl.constexpr):
 
 
 @triton.jit
-def count_bracket(row, k, total, plan: tl.constexpr):
+def count_bracket(row, k, total, met, plan: tl.constexpr):
     """Returns a bracket of the wanted threshold, the number wanted, and the number that is enough.
+
+    The last result is the meetings.
 
     Under a budget the wanted threshold is that of the first entry that does not fit, which keeps
     more than the budget.
     """
-    low, top = row_extremes(row, plan)
+    low, top, met = row_extremes(row, met, plan)
     hi = from_key(key(top) + 1)
     if plan.sized:
         budget = tl.maximum(k, 0.0)
-        return low, hi, budget + 1.0, budget
+        return low, hi, budget + 1.0, budget, met
     wanted = tl.minimum(tl.maximum(k, 1.0), total)
-    return low, hi, wanted, wanted
+    return low, hi, wanted, wanted, met
 
 
 @triton.jit
-def search(row, words, bracket, wanted, enough, mean, spread, plan: tl.constexpr):
+def search(row, words, bracket, wanted, enough, mean, spread, met, plan: tl.constexpr):
     """Finds the largest threshold that keeps what is wanted, and how many of its ties are needed.
 
     Under a budget the second is what the sizes of its ties may add up to, and the third result says
-    where the ties end of which all are kept, if that is known. At first the bracket spans the whole
-    row; a guess outside it is merely wasted. `words` is memory for two bitmaps.
+    where the ties end of which all are kept, if that is known. The last is the meetings. At first
+    the bracket spans the whole row; a guess outside it is merely wasted. `words` is memory for two
+    bitmaps.
     """
     total, highest, end = bracket.at_lo, bracket.hi, row.length
     center = mean + spread * deviations(wanted / tl.maximum(total, SMALLEST))
@@ -166,7 +189,7 @@ def search(row, words, bracket, wanted, enough, mean, spread, plan: tl.constexpr
     going = is_open(bracket, enough, plan)
     while going:
         passes += 1
-        at_t, at_u = measure(row, t, u, plan)
+        at_t, at_u, met = measure(row, t, u, met, plan)
         before = bracket.at_lo - bracket.at_hi
         bracket = narrow(narrow(bracket, t, at_t, wanted), u, at_u, wanted)
         lo, hi, at_lo, at_hi = bracket
@@ -175,7 +198,7 @@ def search(row, words, bracket, wanted, enough, mean, spread, plan: tl.constexpr
         slow = tl.where(at_lo - at_hi > 0.5 * before, slow + 1, 0)
         # nothing was separated: step to the next value, since equal ones cannot be
         if at_lo - at_hi == before:
-            t = next_below(row, hi, plan)
+            t, met = next_below(row, hi, met, plan)
             bracket = Bracket(lo, from_key(key(t) + 1), at_lo, at_hi)
             u = from_place(start + 0.5 * width, plan)
         elif slow >= 2:  # two poor guesses: bisect the keys, and the axis of guesses
@@ -195,19 +218,19 @@ def search(row, words, bracket, wanted, enough, mean, spread, plan: tl.constexpr
                     lo, end = tl.where(known, last, lo), tl.where(known, until, end)
                     bracket = Bracket(lo, hi, tl.where(known, enough, at_lo), at_hi)
                 else:
-                    draw(row.x, lo, hi, words, plan)
-                    t, bracket = weigh_few(words, wanted, bracket, plan)
+                    met = draw(row, lo, hi, met, plan)
+                    t, bracket = weigh_few(row.room, wanted, bracket, plan)
                     u = from_key(key(t) + 1)
         going = is_open(bracket, enough, plan) & (passes < MAX_PASSES)
     lo, hi, at_lo, at_hi = bracket
     if plan.sized:
-        return lo, tl.where(at_lo <= enough, ALL_TIES, (enough - at_hi).to(tl.int32)), end
+        return lo, tl.where(at_lo <= enough, ALL_TIES, (enough - at_hi).to(tl.int32)), end, met
     # what is left between the bounds equals lo: take the ties that are needed, or all
     one = lo if plan.mass else 1.0
     number = (at_lo - at_hi) / one
     needed = tl.ceil((wanted - at_hi) / one)
     whole = (at_lo <= enough) | (number < 1.5) | (needed > number - 0.5)
-    return lo, tl.where(whole, ALL_TIES, needed.to(tl.int32)), end
+    return lo, tl.where(whole, ALL_TIES, needed.to(tl.int32)), end, met
 
 
 @triton.jit
@@ -228,7 +251,9 @@ def is_few(bracket, one, enough, plan: tl.constexpr):
 
     An entry counts `one`, on average where entries have sizes, or at least lo.
     """
-    few = bracket.at_lo - bracket.at_hi <= plan.slots * (bracket.lo if plan.mass else one)
+    # programs that share a row have a part of the slots each: room for what falls unevenly
+    slots = plan.slots * plan.parts // (2 if plan.parts > 1 else 1)
+    few = bracket.at_lo - bracket.at_hi <= slots * (bracket.lo if plan.mass else one)
     return few & is_open(bracket, enough, plan)
 
 
@@ -281,7 +306,7 @@ def last_that_fits(row, words, bracket, budget, highest, plan: tl.constexpr):
     ids = words + plan.words
     tl.store(words + word_index(plan), pack((row.x >= bracket.lo) & (row.x < hi), plan))
     tl.debug_barrier()
-    number = list_entries(words, row.length, words, ids, plan.slots, -1, plan)
+    number = list_entries(words, 0, row.length, row.length * 0, words, ids, plan.slots, -1, plan)
     tl.debug_barrier()
     slot = tl.arange(0, plan.slots)
     listed = slot < number
@@ -301,17 +326,19 @@ def last_that_fits(row, words, bracket, budget, highest, plan: tl.constexpr):
 
 
 @triton.jit
-def draw(x, lo, hi, slots, plan: tl.constexpr):
-    """Writes the keys of the entries of a tile from lo to below hi, as many as fit into the slots.
+def draw(row, lo, hi, met, plan: tl.constexpr):
+    """Writes the keys of a tile's entries from lo to below hi, as many as fit into its slots.
 
-    Slots that are left over hold a lower key.
+    Slots that are left over hold a lower key. Returns the meetings.
     """
     lowest = key(lo)
-    slot = tl.arange(0, plan.slots)
+    slots, slot = row.room, tl.arange(0, plan.slots)
+    if plan.parts > 1:
+        slots += tl.program_id(0) % plan.parts * plan.slots
     tl.store(slots + slot, (slot * 0 + lowest - 1).to(tl.uint32, bitcast=True))
     tl.debug_barrier()
     # a thread's largest key, and the next three below it
-    bits, sign = x.to(tl.int32, bitcast=True), tl.where(lo < 0, -1, 1)
+    bits, sign = row.x.to(tl.int32, bitcast=True), tl.where(lo < 0, -1, 1)
     a = next_key(bits, sign, tl.arange(0, plan.threads) * 0 + key(hi), lowest)
     b = next_key(bits, sign, a, lowest)
     c = next_key(bits, sign, b, lowest)
@@ -324,6 +351,10 @@ def draw(x, lo, hi, slots, plan: tl.constexpr):
     put(slots, at + 2, c, lowest, plan)
     put(slots, at + 3, d, lowest, plan)
     tl.debug_barrier()
+    if plan.parts > 1:
+        meet(row.share.arrived, met, plan.parts)
+        met += 1
+    return met
 
 
 @triton.jit
@@ -340,9 +371,9 @@ def weigh_few(slots, wanted, bracket, plan: tl.constexpr):
     If all entries were drawn, the bracket is closed around the threshold.
     """
     lo, hi, at_lo, at_hi = bracket
-    slot = tl.arange(0, plan.slots)
-    mine = tl.load(slots + slot).to(tl.int32, bitcast=True)
-    other = tl.load(slots + slot).to(tl.int32, bitcast=True)[None, :]
+    slot = tl.arange(0, plan.slots * plan.parts)
+    mine = tl.load(slots + slot, cache_modifier=".cg").to(tl.int32, bitcast=True)
+    other = tl.load(slots + slot, cache_modifier=".cg").to(tl.int32, bitcast=True)[None, :]
     lowest, missing = key(lo), at_lo - at_hi
     # all pairs of slots: how much of what was drawn is at least as large as each
     each = from_key(other) if plan.mass else 1.0

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from jsparse.pallas_kernels.triton_meeting import meet
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(float("-inf"))
 MIN_LOG = tl.constexpr(-126.0)  # of 2^-126, the least weight: it is below what can be chosen
@@ -27,6 +29,62 @@ class Row(NamedTuple):
     sizes: Any  # what its entries count there, [plan.size]; read where plan.sized
     length: Any  # number of scores that count
     top: Any  # its largest score where weights are relative to it, else 0
+    room: Any  # memory for entries that are drawn out of it
+    share: Any  # what programs that share it do together
+
+
+class Share(NamedTuple):
+    """Holds the part of a long row that a program has, and what it tells those of the others.
+
+    A post is a number of each program, which all read after they have met. Posts of a meeting are
+    overwritten by those of the one after the next, which no program reaches before all have read.
+    """
+
+    begin: Any  # where its part of the row begins; 0 of a row that is not shared
+    posts: Any  # [2, plan.parts, plan.posts]
+    arrived: Any  # [], 0 before the first meeting
+
+
+@triton.jit
+def post(row, met, i: tl.constexpr, value, plan: tl.constexpr):
+    """Writes this program's ith number for the next meeting, which is number `met`."""
+    part = tl.program_id(0) % plan.parts
+    tl.store(row.share.posts + ((met % 2) * plan.parts + part) * plan.posts + i, value)
+
+
+@triton.jit
+def posted(row, met, i: tl.constexpr, plan: tl.constexpr):
+    """Returns the ith number of all programs, [parts], after a meeting."""
+    part = tl.arange(0, plan.parts)
+    at = row.share.posts + ((met % 2) * plan.parts + part) * plan.posts + i
+    return tl.load(at, cache_modifier=".cg")  # other multiprocessors have written
+
+
+@triton.jit
+def before(numbers, plan: tl.constexpr):
+    """Returns the sum of the numbers of the programs before this one."""
+    earlier = tl.arange(0, plan.parts) < tl.program_id(0) % plan.parts
+    return tl.sum(tl.where(earlier, numbers, 0.0), 0)
+
+
+@triton.jit
+def across(a, b, c, row, met, SUMS: tl.constexpr, plan: tl.constexpr):
+    """Combines three numbers of all programs that share the row, and returns the meetings.
+
+    They are added up, or else, the first is the lowest, the second the highest, and the third 0.
+    """
+    if plan.parts == 1:
+        return a, b, c, met
+    post(row, met, 0, a, plan)
+    post(row, met, 1, b, plan)
+    post(row, met, 2, c, plan)
+    meet(row.share.arrived, met, plan.parts)
+    of_all = posted(row, met, 0, plan), posted(row, met, 1, plan), posted(row, met, 2, plan)
+    if SUMS:
+        a, b, c = tl.reduce(of_all, 0, add_triples)
+    else:
+        a, b = tl.reduce((of_all[0], of_all[1]), 0, extremes)
+    return a, b, c, met + 1
 
 
 @triton.jit
@@ -217,20 +275,20 @@ def log2(x):
 
 
 @triton.jit
-def take(scores, sizes, length, WITH_TOP: tl.constexpr, plan: tl.constexpr):
-    """Returns the Row at `scores`, read where it is resident, with its top if that is wanted."""
+def take(scores, sizes, length, room, share, plan: tl.constexpr):
+    """Returns the Row at `scores`, or a program's part of it, read where it is resident."""
     x = tl.zeros([1], tl.float32)
     if plan.resident:
-        x = read(scores, 0, length, plan)
-    row = Row(x, 0.0, scores, sizes, length, 0.0)
-    if WITH_TOP:
-        row = Row(x, 0.0, scores, sizes, length, row_top(row, plan))
-    return row
+        x = read(scores, share.begin, length, plan)
+    return Row(x, 0.0, scores, sizes, length, 0.0, room, share)
 
 
 @triton.jit
-def row_top(row, plan: tl.constexpr):
-    """Returns the row's largest score; 0 where it has none, so that differences stay numbers."""
+def with_top(row, met, plan: tl.constexpr):
+    """Returns the row with its largest score; 0 where it has none, so that differences are numbers.
+
+    The second result is how often the programs that share it have met.
+    """
     if plan.resident:
         best = thread_top(row.x)
     else:
@@ -238,12 +296,19 @@ def row_top(row, plan: tl.constexpr):
         for start in range(0, row.length, plan.tile):
             best = tl.maximum(best, thread_top(read(row.scores, start, row.length, plan)))
     top = tl.max(best, 0)
-    return tl.where(top == NOTHING, 0.0, top)
+    _, top, _, met = across(top, top, 0.0, row, met, False, plan)
+    return with_score(row, tl.where(top == NOTHING, 0.0, top)), met
 
 
 @triton.jit
-def row_extremes(row, plan: tl.constexpr):
-    """Returns the row's smallest and largest score that can be chosen.
+def with_score(row, top):
+    """Returns the row with this as its largest score."""
+    return Row(row.x, row.each, row.scores, row.sizes, row.length, top, row.room, row.share)
+
+
+@triton.jit
+def row_extremes(row, met, plan: tl.constexpr):
+    """Returns the row's smallest and largest score that can be chosen, and the meetings.
 
     Where there is none, the first is above the second.
     """
@@ -255,26 +320,30 @@ def row_extremes(row, plan: tl.constexpr):
         for start in range(0, row.length, plan.tile):
             tile = read(row.scores, start, row.length, plan)
             low, top = extremes(low, top, thread_low(tile), thread_top(tile))
-    return tl.reduce((low, top), 0, extremes)
+    low, top = tl.reduce((low, top), 0, extremes)
+    low, top, _, met = across(low, top, 0.0, row, met, False, plan)
+    return low, top, met
 
 
 @triton.jit
-def row_weight(row, plan: tl.constexpr):
-    """Returns the sum of the row's weights, relative to its top."""
+def row_weight(row, met, plan: tl.constexpr):
+    """Returns the sum of the row's weights, relative to its top, and the meetings."""
     if plan.resident:
         sums = in_thread(weigh(row.x, row.top, plan)[0])
     else:
         sums = tl.full([plan.threads], 0.0, tl.float32)
         for start in range(0, row.length, plan.tile):
             sums += in_thread(weigh(read(row.scores, start, row.length, plan), row.top, plan)[0])
-    return tl.sum(sums, 0)
+    weight, _, _, met = across(tl.sum(sums, 0), 0.0, 0.0, row, met, True, plan)
+    return weight, met
 
 
 @triton.jit
-def row_moments(row, plan: tl.constexpr):
-    """Returns the row as it is searched, its total, and its mean and spread on the axis of guesses.
+def row_moments(row, met, plan: tl.constexpr):
+    """Returns the row as it is searched, its total, its mean and spread on the axis of guesses.
 
-    A resident row then holds what it is searched by, and what its entries count.
+    The last result is the meetings. A resident row then holds what it is searched by, and what its
+    entries count.
     """
     x, each = row.x, 0.0
     if plan.resident:
@@ -286,16 +355,18 @@ def row_moments(row, plan: tl.constexpr):
         for start in range(0, row.length, plan.tile):
             tile = read(row.scores, start, row.length, plan)
             a, b, c = add_triples(a, b, c, *moments(tile, row, start, plan)[2:])
-    total, first, second = tl.reduce((a, b, c), 0, add_triples)
+    a, b, c = tl.reduce((a, b, c), 0, add_triples)
+    total, first, second, met = across(a, b, c, row, met, True, plan)
     share = 1.0 / tl.maximum(total, SMALLEST)
     mean = first * share
     spread = tl.sqrt(tl.maximum(second * share - mean * mean, 0.0))
-    return Row(x, each, row.scores, row.sizes, row.length, row.top), total, mean, spread
+    row = Row(x, each, row.scores, row.sizes, row.length, row.top, row.room, row.share)
+    return row, total, mean, spread, met
 
 
 @triton.jit
-def measure(row, t, u, plan: tl.constexpr):
-    """Measures how much of the row is at least t, and at least u."""
+def measure(row, t, u, met, plan: tl.constexpr):
+    """Measures how much of the row is at least t, and at least u; returns the meetings, too."""
     if plan.resident:
         a, b = above(row.x, row.each, t), above(row.x, row.each, u)
     else:
@@ -305,12 +376,17 @@ def measure(row, t, u, plan: tl.constexpr):
             counts = counted(tile, row, start, plan)
             a += above(tile, counts, t)
             b += above(tile, counts, u)
-    return tl.reduce((a, b), 0, add_pairs)
+    a, b = tl.reduce((a, b), 0, add_pairs)
+    a, b, _, met = across(a, b, 0.0, row, met, True, plan)
+    return a, b, met
 
 
 @triton.jit
-def next_below(row, hi, plan: tl.constexpr):
-    """Returns the largest entry below hi that counts; 0 where it is -0, whose key is another."""
+def next_below(row, hi, met, plan: tl.constexpr):
+    """Returns the largest entry below hi that counts, and the meetings.
+
+    It is 0 where it is -0, whose key is another.
+    """
     if plan.resident:
         best = highest_below(row.x, row.each, hi, plan)
     else:
@@ -319,15 +395,51 @@ def next_below(row, hi, plan: tl.constexpr):
             tile = to_entries(read(row.scores, start, row.length, plan), row.top, plan)
             counts = counted(tile, row, start, plan)
             best = tl.maximum(best, highest_below(tile, counts, hi, plan))
-    return tl.max(best, 0) + 0.0
+    best = tl.max(best, 0)
+    _, best, _, met = across(best, best, 0.0, row, met, False, plan)
+    return best + 0.0, met
 
 
 @triton.jit
 def log_sum(scores, length, plan: tl.constexpr):
-    """Returns the logsumexp of a row in memory; 0 where it has none."""
-    row = take(scores, scores, length, True, plan)
-    weight = row_weight(row, plan)
+    """Returns the logsumexp of a row in memory, which is not shared; 0 where it has none."""
+    row = take(scores, scores, length, scores, Share(0, scores, scores), plan)
+    row, met = with_top(row, 0, plan)
+    weight, met = row_weight(row, met, plan)
     return tl.where(weight > 0, row.top + log2(weight) / LOG2_E, 0.0)
+
+
+@triton.jit
+def pool_share(row, GROUP: tl.constexpr, met, plan: tl.constexpr):
+    """Returns the row with what `pool` makes of it and of those that follow it, and the meetings.
+
+    The programs tell each other the largest logit and the weight of each row of theirs.
+    """
+    SIZE: tl.constexpr = plan.size
+    if plan.softmax:
+        for g in tl.static_range(GROUP):
+            x = read(row.scores + g * SIZE, row.share.begin, row.length, plan)
+            top = tl.max(thread_top(x), 0)
+            some = tl.where(top == NOTHING, 0.0, top)
+            post(row, met, 2 * g, top, plan)
+            post(row, met, 2 * g + 1, tl.sum(in_thread(weigh(x, some, plan)[0]), 0), plan)
+        meet(row.share.arrived, met, plan.parts)
+    best = tl.full([plan.threads, plan.runs, 4], NOTHING, tl.float32)
+    for g in tl.static_range(GROUP):
+        offset = 0.0
+        if plan.softmax:
+            tops, weights = posted(row, met, 2 * g, plan), posted(row, met, 2 * g + 1, plan)
+            top = tl.max(tops, 0)
+            some = tl.where(top == NOTHING, 0.0, top)
+            scale = tl.where(tops == NOTHING, 0.0, exp2((tops - some) * LOG2_E))
+            weight = tl.sum(weights * scale, 0)
+            offset = tl.where(weight > 0, some + log2(weight) / LOG2_E, 0.0)
+        x = read(row.scores + g * SIZE, row.share.begin, row.length, plan)
+        best = tl.maximum(best, x - offset)
+    if plan.softmax:
+        met += 1
+    pooled = Row(best, 0.0, row.scores, row.sizes, row.length, 0.0, row.room, row.share)
+    return pooled, met
 
 
 @triton.jit

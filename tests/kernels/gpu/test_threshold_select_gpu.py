@@ -21,6 +21,12 @@ LONG = (
     Case("top_k_128k", size=131072, rule="top_k", value=5000, capacity=5000, ragged=True),
     Case("top_k_128k_ties", size=131072, rule="top_k", value=5000, like="ties"),
     Case("top_k_odd", size=70001, rule="top_k", value=333, group=2),
+    Case("top_k_128k_max", size=131072, rule="top_k", value=2624, group=4, pool="max", batch=2),
+    Case("top_k_128k_raw", size=131072, rule="top_k", value=2624, like="sink", weights="raw"),
+    Case("top_k_128k_constant", size=131072, rule="top_k", value=9999, like="constant", batch=9),
+    Case("top_k_128k_masked", size=131072, rule="top_k", value=90_000, like="masked"),
+    Case("top_k_1m", size=2**20, rule="top_k", value=20_000, batch=1, kv_heads=2, group=1),
+    Case("top_k_2m", size=2**21, rule="top_k", value=20_000, batch=1, kv_heads=1, group=1),
     Case("threshold_raw", size=131072, rule="threshold", value=7.0, weights="raw", group=2),
     Case(
         "top_k_named_tokens", size=131072, rule="top_k", value=5000, group=2, span=16, ragged=True
