@@ -62,10 +62,10 @@ FOR_MODELS = {
     "heads",
     "pallas_kernels.weight_blocks",
     "pallas_kernels.gated_product",
+    "pallas_kernels.linear",
     "pallas_kernels.norm_product",
     "pallas_kernels.quantized_product",
     "pallas_kernels.residual_norm",
-    "pallas_kernels.skinny_product",
 }
 # packages of one floor that do not know each other
 BESIDE = {"evaluation", "train", "engine"}

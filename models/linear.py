@@ -4,7 +4,6 @@ Their weights are matrices [in, out], or 8-bit blocks [out, in] (jsparse.models.
 map follows, a norm or a gate, is its own affair: some kernels take both together.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +14,9 @@ from jsparse.heads import rms_norm
 from jsparse.models.parameters import parameter
 from jsparse.models.quantized import empty
 from jsparse.pallas_kernels.gated_product import gated_product
-from jsparse.pallas_kernels.gated_product.reference import gated
+from jsparse.pallas_kernels.linear import Matrix, product
 from jsparse.pallas_kernels.norm_product import norm_product
-from jsparse.pallas_kernels.quantized_product import quantized_product
 from jsparse.pallas_kernels.residual_norm import residual_norm
-from jsparse.pallas_kernels.skinny_product import skinny_product
-from jsparse.pallas_kernels.weight_blocks import Blocks
 
 
 def add_and_norm(
@@ -37,12 +33,21 @@ def add_and_norm(
     return total, rms_norm(total, scale, eps=eps)
 
 
-class LinearMap(ABC):
-    """Computes x · W + b."""
+@dataclass(frozen=True)
+class Linear:
+    """Computes x · W + b.
 
-    @abstractmethod
+    Attributes:
+        matrix: W [in, out], or [out, in] in 8-bit blocks.
+        bias: b, or None.
+    """
+
+    matrix: Matrix
+    bias: Float[Array, "out"] | None
+
     def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
         """Returns x · W + b."""
+        return product(x, self.matrix, self.bias)
 
     def after_norm(
         self,
@@ -52,54 +57,14 @@ class LinearMap(ABC):
         eps: float,
     ) -> tuple[Float[Array, "B T in"], Float[Array, "B T out"]]:
         """Returns x + delta, and what the map makes of that after RMSNorm."""
+        if delta is not None and x.shape[1] == 1:
+            return norm_product(x, delta, scale, self.matrix, self.bias, eps=eps)
         total, normed = add_and_norm(x, delta, scale, eps)
         return total, self(normed)
 
     def after_gate(self, gate_up: Float[Array, "B T two_in"]) -> Float[Array, "B T out"]:
         """Returns what the map makes of silu(gate) · up."""
-        return self(gated(gate_up))
-
-
-@dataclass(frozen=True)
-class Linear(LinearMap):
-    """Computes x · W + b with a matrix [in, out]."""
-
-    matrix: Float[Array, "in out"]
-    bias: Float[Array, "out"] | None
-
-    def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
-        """Returns x · W + b."""
-        return skinny_product(x, self.matrix, self.bias)
-
-    def after_norm(
-        self,
-        x: Float[Array, "B T in"],
-        delta: Float[Array, "B T in"] | None,
-        scale: Float[Array, "in"],
-        eps: float,
-    ) -> tuple[Float[Array, "B T in"], Float[Array, "B T out"]]:
-        """Does what `LinearMap` does, in one launch for one token."""
-        if delta is None or x.shape[1] != 1:
-            return super().after_norm(x, delta, scale, eps)
-        return norm_product(x, delta, scale, self.matrix, self.bias, eps=eps)
-
-    def after_gate(self, gate_up: Float[Array, "B T two_in"]) -> Float[Array, "B T out"]:
-        """Does what `LinearMap` does, in one launch for one token."""
-        if self.bias is not None:
-            return super().after_gate(gate_up)
-        return gated_product(gate_up, self.matrix)
-
-
-@dataclass(frozen=True)
-class QuantizedLinear(LinearMap):
-    """Computes x · W + b with blocks [out, in]."""
-
-    blocks: Blocks
-    bias: Float[Array, "out"] | None
-
-    def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
-        """Returns x · W + b."""
-        y = quantized_product(x, self.blocks)
+        y = gated_product(gate_up, self.matrix)
         return y if self.bias is None else y + self.bias
 
 
@@ -119,12 +84,14 @@ class Dense(nn.Module):
     use_bias: bool = False
 
     @nn.compact
-    def __call__(self, width: int) -> LinearMap:
+    def __call__(self, width: int) -> Linear:
         """Returns the map of rows of this width."""
         bias = None
         if self.use_bias:
             bias = parameter(self, "bias", nn.initializers.zeros, (self.features,), self.dtype)
         if self.quantized:
-            return QuantizedLinear(parameter(self, "kernel", empty(self.features, width)), bias)
-        of_kind, shape = nn.initializers.lecun_normal(), (width, self.features)
-        return Linear(parameter(self, "kernel", of_kind, shape, self.dtype), bias)
+            matrix = parameter(self, "kernel", empty(self.features, width))
+        else:
+            of_kind, shape = nn.initializers.lecun_normal(), (width, self.features)
+            matrix = parameter(self, "kernel", of_kind, shape, self.dtype)
+        return Linear(matrix, bias)

@@ -1,29 +1,33 @@
 """Gates what the first half of an MLP made, and multiplies it with a matrix."""
 
+from collections.abc import Mapping
+
+import jax
 from jaxtyping import Array, Float
 
 from jsparse.pallas_kernels.dispatch import Backend, run
 from jsparse.pallas_kernels.gated_product import reference
-from jsparse.pallas_kernels.skinny_product import skinny_product
-from jsparse.pallas_kernels.skinny_product.api import no_row_product
+from jsparse.pallas_kernels.linear import Matrix, check_product, no_one_launch, product
 
 
-def _load_triton():
-    from functools import partial
-
-    from jsparse.pallas_kernels import row_product_triton
-
-    return partial(row_product_triton.row_product, gated=True)
-
-
-def _separate(
-    gate_up: Float[Array, "*batch two_in"], matrix: Float[Array, "in out"]
+def _in_one_launch(
+    gate_up: Float[Array, "*batch two_in"], matrix: Matrix
 ) -> Float[Array, "*batch out"]:
-    return skinny_product(reference.gated(gate_up), matrix)
+    if isinstance(matrix, Mapping):
+        from jsparse.pallas_kernels.quantized_product.triton_gpu import gated_product
+
+        return gated_product(gate_up, matrix)
+    from jsparse.pallas_kernels.row_product_triton import row_product
+
+    return row_product(gate_up, matrix, gated=True)
+
+
+def _separate(gate_up: Float[Array, "*batch two_in"], matrix: Matrix) -> Float[Array, "*batch out"]:
+    return product(reference.gated(gate_up), matrix)
 
 
 BACKENDS = (
-    Backend("triton", _load_triton, no_row_product),
+    Backend("triton", lambda: _in_one_launch, no_one_launch),
     Backend("separate", lambda: _separate),
     Backend("reference", lambda: reference.gated_product),
 )
@@ -31,7 +35,7 @@ BACKENDS = (
 
 def gated_product(
     gate_up: Float[Array, "*batch two_in"],
-    matrix: Float[Array, "in out"],
+    matrix: Matrix,
     *,
     implementation: str | None = None,
 ) -> Float[Array, "*batch out"]:
@@ -41,18 +45,21 @@ def gated_product(
 
     Args:
         gate_up: gate, and behind it up, of a row.
-        matrix: W, of the type of gate_up. Sums are float32, and rounded to that type.
-        implementation: "triton" (one row and a matrix of at most 32 MiB, of two bytes a number),
-            "separate" (`skinny_product` after the gate), "reference", or None to pick.
+        matrix: W [in, out] of the type of gate_up, or [out, in] in 8-bit blocks.
+        implementation: "triton" (one row, and blocks or a matrix of at most 32 MiB of two bytes a
+            number), "separate" (`skinny_product` or `quantized_product` after the gate),
+            "reference", or None to pick.
 
     Raises:
         ValueError: shapes or types do not fit together, or the named implementation cannot run
             here.
     """
-    fits = matrix.ndim == 2 and gate_up.shape[-1:] == (2 * matrix.shape[0],)
-    if not fits or gate_up.dtype != matrix.dtype:
+    blocks = isinstance(matrix, Mapping)
+    width = matrix["values"].shape[1] if blocks else matrix.shape[0]
+    if gate_up.shape[-1] != 2 * width:
         raise ValueError(
-            f"matrix={matrix.dtype}{list(matrix.shape)}: must be [in, out] for rows [2 in] of "
-            f"gate_up, {gate_up.dtype}{list(gate_up.shape)}"
+            f"gate_up.shape={gate_up.shape}: the last axis must be gate and up, twice the matrix's "
+            f"width, {width}"
         )
+    check_product(jax.ShapeDtypeStruct((*gate_up.shape[:-1], width), gate_up.dtype), matrix)
     return run("gated_product", implementation, BACKENDS, gate_up, matrix)

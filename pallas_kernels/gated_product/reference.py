@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jsparse.pallas_kernels.linear import Matrix, plain_product
+
 
 def gated(gate_up: Float[Array, "*batch two_in"]) -> Float[Array, "*batch in"]:
     """Returns silu(gate) · up."""
@@ -12,7 +14,7 @@ def gated(gate_up: Float[Array, "*batch two_in"]) -> Float[Array, "*batch in"]:
 
 
 def gated_product(
-    gate_up: Float[Array, "*batch two_in"], matrix: Float[Array, "in out"]
+    gate_up: Float[Array, "*batch two_in"], matrix: Matrix
 ) -> Float[Array, "*batch out"]:
     """Implements `api.gated_product` in plain jnp."""
-    return gated(gate_up) @ matrix
+    return plain_product(gated(gate_up), matrix)

@@ -1,49 +1,45 @@
 """Adds to the residual stream, normalises the sum and multiplies it with a matrix."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from jaxtyping import Array, Float
 
 from jsparse.pallas_kernels.dispatch import Backend, run
+from jsparse.pallas_kernels.linear import Matrix, check_product, no_one_launch, product
 from jsparse.pallas_kernels.norm_product import reference
 from jsparse.pallas_kernels.residual_norm import residual_norm
-from jsparse.pallas_kernels.skinny_product import skinny_product
-from jsparse.pallas_kernels.skinny_product.api import check_matrix, no_row_product
 
 
-def _load_triton():
-    from jsparse.pallas_kernels import row_product_triton
+def _in_one_launch(x: Any, delta: Any, scale: Any, matrix: Matrix, *bias: Any, eps: float) -> Any:
+    if isinstance(matrix, Mapping):
+        from jsparse.pallas_kernels.quantized_product.triton_gpu import norm_product
+    else:
+        from jsparse.pallas_kernels.row_product_triton import norm_product
+    return norm_product(x, delta, scale, matrix, *bias, eps=eps)
 
-    return row_product_triton.norm_product
 
-
-def _refusal(
-    x: Float[Array, "*batch in"],
-    delta: Float[Array, "*batch in"],
-    scale: Float[Array, "in"],
-    matrix: Float[Array, "in out"],
-    *_: object,
-    **__: object,
-) -> str | None:
-    return no_row_product(x, matrix)
+def _refusal(x: Any, _: Any, __: Any, matrix: Matrix, *___: Any, **____: Any) -> str | None:
+    return no_one_launch(x, matrix)
 
 
 def _separate(
     x: Float[Array, "*batch in"],
     delta: Float[Array, "*batch in"],
     scale: Float[Array, "in"],
-    matrix: Float[Array, "in out"],
+    matrix: Matrix,
     bias: Float[Array, "out"] | None = None,
     *,
     eps: float,
 ) -> tuple[Float[Array, "*batch in"], Float[Array, "*batch out"]]:
     rows = math.prod(x.shape[:-1]), x.shape[-1]
     total, normed = residual_norm(x.reshape(rows), delta.reshape(rows), scale, eps=eps)
-    return total.reshape(x.shape), skinny_product(normed.reshape(x.shape), matrix, bias)
+    return total.reshape(x.shape), product(normed.reshape(x.shape), matrix, bias)
 
 
 BACKENDS = (
-    Backend("triton", _load_triton, _refusal),
+    Backend("triton", lambda: _in_one_launch, _refusal),
     Backend("separate", lambda: _separate),
     Backend("reference", lambda: reference.norm_product),
 )
@@ -53,7 +49,7 @@ def norm_product(
     x: Float[Array, "*batch in"],
     delta: Float[Array, "*batch in"],
     scale: Float[Array, "in"],
-    matrix: Float[Array, "in out"],
+    matrix: Matrix,
     bias: Float[Array, "out"] | None = None,
     *,
     eps: float,
@@ -61,24 +57,24 @@ def norm_product(
 ) -> tuple[Float[Array, "*batch in"], Float[Array, "*batch out"]]:
     """Returns x + delta, and norm(x + delta) · W with a bias added: two ops in a launch.
 
-    They are `residual_norm` and `skinny_product`. The kernel does not round what is normalised
-    before it is multiplied, as these do, and has no gradient.
+    They are `residual_norm`, and `skinny_product` or `quantized_product`. The kernel does not round
+    what is normalised before it is multiplied, as these do, and has no gradient.
 
     Args:
         x: the residual stream.
         delta: what is added to it, of the same type.
         scale: the norm's weights.
-        matrix: W, of the type of x.
+        matrix: W [in, out] of the type of x, or [out, in] in 8-bit blocks.
         bias: what is added to the product, of the type of x.
         eps: what is added to the mean of squares.
-        implementation: "triton" (one row and a matrix of at most 32 MiB, of two bytes a number),
-            "separate" (the two ops, each as it picks), "reference", or None to pick.
+        implementation: "triton" (one row, and blocks or a matrix of at most 32 MiB of two bytes a
+            number), "separate" (the two ops, each as it picks), "reference", or None to pick.
 
     Raises:
         ValueError: shapes or types do not fit together, or the named implementation cannot run
             here.
     """
-    check_matrix(x, matrix, bias)
+    check_product(x, matrix, bias)
     if delta.shape != x.shape or delta.dtype != x.dtype:
         raise ValueError(
             f"delta={delta.dtype}{list(delta.shape)}: must be as x is, {x.dtype}{list(x.shape)}"

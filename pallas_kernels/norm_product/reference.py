@@ -3,18 +3,18 @@
 from jaxtyping import Array, Float
 
 from jsparse.heads import rms_norm
+from jsparse.pallas_kernels.linear import Matrix, plain_product
 
 
 def norm_product(
     x: Float[Array, "*batch in"],
     delta: Float[Array, "*batch in"],
     scale: Float[Array, "in"],
-    matrix: Float[Array, "in out"],
+    matrix: Matrix,
     bias: Float[Array, "out"] | None = None,
     *,
     eps: float,
 ) -> tuple[Float[Array, "*batch in"], Float[Array, "*batch out"]]:
     """Implements `api.norm_product` in plain jnp."""
     total = x + delta
-    y = rms_norm(total, scale, eps=eps) @ matrix
-    return total, y if bias is None else y + bias
+    return total, plain_product(rms_norm(total, scale, eps=eps), matrix, bias)

@@ -42,6 +42,21 @@ def _too_many(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) -> str 
     return no_triton()
 
 
+def check_blocks(x: Float[Array, "*batch in"], matrix: Blocks) -> None:
+    """Raises a ValueError unless rows of x can be multiplied with the matrix."""
+    values, scales = matrix["values"], matrix["scales"]
+    wanted = (values.shape[-1] // BLOCK, values.shape[0])
+    if scales.shape != wanted or values.shape[-1] % BLOCK:
+        raise ValueError(
+            f"scales.shape={scales.shape}: must be [in / {BLOCK}, out], {wanted}, for values of "
+            f"shape {values.shape}"
+        )
+    if x.shape[-1] != values.shape[-1]:
+        raise ValueError(
+            f"x.shape={x.shape}: the last axis must be the matrix's width, {values.shape[-1]}"
+        )
+
+
 BACKENDS = (
     Backend("mosaic", _mosaic, _no_tensor_cores),
     Backend("triton", _triton, _too_many),
@@ -72,18 +87,8 @@ def quantized_product(
     Raises:
         ValueError: shapes do not fit together, or the named implementation cannot run here.
     """
-    values, scales = matrix["values"], matrix["scales"]
-    wanted = (values.shape[-1] // BLOCK, values.shape[0])
-    if scales.shape != wanted or values.shape[-1] % BLOCK:
-        raise ValueError(
-            f"scales.shape={scales.shape}: must be [in / {BLOCK}, out], {wanted}, for values of "
-            f"shape {values.shape}"
-        )
-    if x.shape[-1] != values.shape[-1]:
-        raise ValueError(
-            f"x.shape={x.shape}: the last axis must be the matrix's width, {values.shape[-1]}"
-        )
+    check_blocks(x, matrix)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     dtype = x.dtype if dtype is None else dtype
     y = run("quantized_product", implementation, BACKENDS, rows, matrix, dtype=dtype)
-    return y.reshape(*x.shape[:-1], values.shape[0])
+    return y.reshape(*x.shape[:-1], matrix["values"].shape[0])

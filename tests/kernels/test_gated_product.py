@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import pytest
 from marks import slow_except_named
 
+from jsparse.models.quantized import to_blocks
 from jsparse.pallas_kernels.gated_product import gated_product
 from jsparse.pallas_kernels.gated_product.cases import CASES, OTHERS, build
+from jsparse.pallas_kernels.weight_blocks import dequantized
 from tests.kernels.product_checks import assert_is_the_product_of_a_gate
 
 product = jax.jit(gated_product, static_argnames="implementation")
@@ -22,19 +24,25 @@ def test_the_gated_row_is_multiplied(case, implementation):
     assert_is_the_product_of_a_gate(y, gate_up, matrix)
 
 
+def test_a_matrix_may_be_in_blocks():
+    gate_up, matrix = build(CASES[0])
+    blocks = to_blocks(matrix.T)
+    for name in ("separate", "reference"):
+        y = product(gate_up, blocks, implementation=name)
+        assert_is_the_product_of_a_gate(y, gate_up, dequantized(blocks, matrix.dtype).T)
+
+
 @pytest.mark.parametrize(
-    ("shapes", "message"),
+    ("gate_up", "matrix", "message"),
     [
-        (
-            ((2, 8), (8, 4)),
-            r"matrix=float32\[8, 4\]: must be .* of gate_up, float32\[2, 8\]",
-        ),
-        (((2, 8), (4,)), r"matrix=float32\[4\]: must be \[in, out\]"),
+        ((2, 8), (8, 4), r"gate_up.shape=\(2, 8\): .* twice the matrix's width, 8"),
+        ((2, 7), (4, 4), r"gate_up.shape=\(2, 7\): .* twice the matrix's width, 4"),
+        ((2, 8), (4,), r"matrix=float32\[4\]: must be \[in, out\]"),
     ],
 )
-def test_wrong_shapes_are_refused(shapes, message):
+def test_wrong_shapes_are_refused(gate_up, matrix, message):
     with pytest.raises(ValueError, match=message):
-        gated_product(*(jnp.zeros(shape) for shape in shapes))
+        gated_product(jnp.zeros(gate_up), jnp.zeros(matrix))
 
 
 def test_what_the_kernel_cannot_run_is_said():

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from marks import slow_except_named
 
+from jsparse.models.quantized import to_blocks
 from jsparse.pallas_kernels.norm_product import norm_product
 from jsparse.pallas_kernels.norm_product.cases import CASES, EPS, OTHERS, build
+from jsparse.pallas_kernels.weight_blocks import dequantized
 from tests.kernels.product_checks import assert_is_the_product_of_a_norm
 
+BLOCKS = {"values": jnp.zeros((3, 32), jnp.int8), "scales": jnp.zeros((1, 3), jnp.float16)}
 product = jax.jit(partial(norm_product, eps=EPS), static_argnames="implementation")
 
 
@@ -25,9 +28,19 @@ def test_the_norm_is_multiplied(case, implementation):
     assert_is_the_product_of_a_norm(made, given, EPS)
 
 
+def test_a_matrix_may_be_in_blocks():
+    x, delta, scale, matrix, bias = build(CASES[1])
+    blocks = to_blocks(matrix.T)
+    given = x, delta, scale, dequantized(blocks, matrix.dtype).T, bias
+    for name in ("separate", "reference"):
+        made = product(x, delta, scale, blocks, bias, implementation=name)
+        assert_is_the_product_of_a_norm(made, given, EPS)
+
+
 @pytest.mark.parametrize(
     ("argument", "given", "message"),
     [
+        (3, BLOCKS, r"x.shape=\(2, 8\): the last axis must be the matrix's width, 32"),
         (1, jnp.zeros((2, 4)), r"delta=float32\[2, 4\]: must be as x is, float32\[2, 8\]"),
         (1, jnp.zeros((2, 8), jnp.int32), r"delta=int32\[2, 8\]: must be as x is"),
         (2, jnp.zeros(4), r"scale=float32\[4\]: must be \[in\] as x is wide, float32\[8\]"),
@@ -40,6 +53,12 @@ def test_wrong_shapes_are_refused(argument, given, message):
     fitting[argument] = given
     with pytest.raises(ValueError, match=message):
         norm_product(*fitting, eps=EPS)
+
+
+def test_a_bias_fits_the_blocks():
+    rows, scale = jnp.zeros((2, 32)), jnp.zeros(32)
+    with pytest.raises(ValueError, match=r"bias=float32\[8\]: must be \[out\] .* float32\[3\]"):
+        norm_product(rows, rows, scale, BLOCKS, jnp.zeros(8), eps=EPS)
 
 
 def test_what_the_kernel_cannot_run_is_said():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jsparse.models.quantized import to_blocks
 from jsparse.pallas_kernels.gated_product import cases as gated_cases
 from jsparse.pallas_kernels.gated_product import gated_product
 from jsparse.pallas_kernels.norm_product import cases as norm_product_cases
@@ -17,6 +18,7 @@ from jsparse.pallas_kernels.rope_append import cases as rope_cases
 from jsparse.pallas_kernels.rope_append import rope_append
 from jsparse.pallas_kernels.skinny_product import cases as product_cases
 from jsparse.pallas_kernels.skinny_product import skinny_product
+from jsparse.pallas_kernels.weight_blocks import dequantized
 from tests.kernels.product_checks import (
     assert_is_the_product,
     assert_is_the_product_of_a_gate,
@@ -85,6 +87,15 @@ def test_a_row_is_multiplied(case):
     assert_is_the_product(multiply(x, matrix, bias), x, matrix, bias)
 
 
+BLOCKED = [case for case in (*norm_product_cases.CASES, *PRODUCTS) if case.width % 32 == 0]
+
+
+def in_blocks(matrix):
+    """Returns the matrix in blocks of 8 bits, and the numbers that these stand for."""
+    blocks = to_blocks(matrix.T)
+    return blocks, dequantized(blocks, jnp.float32).T
+
+
 @pytest.mark.parametrize("case", [*norm_product_cases.CASES, *PRODUCTS], ids=lambda case: case.name)
 def test_a_norm_is_multiplied(case):
     given, eps = norm_product_cases.build(case), norm_product_cases.EPS
@@ -95,8 +106,23 @@ def test_a_norm_is_multiplied(case):
     np.testing.assert_array_equal(made[0], total)
 
 
+@pytest.mark.parametrize("case", BLOCKED, ids=lambda case: case.name)
+def test_a_norm_is_multiplied_with_blocks(case):
+    (x, delta, scale, matrix, bias), eps = norm_product_cases.build(case), norm_product_cases.EPS
+    blocks, numbers = in_blocks(matrix)
+    multiply = jax.jit(partial(norm_product, eps=eps, implementation="triton"))
+    total, y = multiply(x, delta, scale, blocks, bias)
+    assert y.dtype == x.dtype
+    given = x, delta, scale, numbers, bias
+    assert_is_the_product_of_a_norm((total, y), given, eps, dtype=x.dtype)
+
+
 @pytest.mark.parametrize("case", [*gated_cases.CASES, *PRODUCTS], ids=lambda case: case.name)
 def test_a_gate_is_multiplied(case):
     gate_up, matrix = gated_cases.build(case)
     multiply = jax.jit(partial(gated_product, implementation="triton"))
     assert_is_the_product_of_a_gate(multiply(gate_up, matrix), gate_up, matrix)
+    if case in BLOCKED:
+        blocks, numbers = in_blocks(matrix)
+        y = multiply(gate_up, blocks)
+        assert_is_the_product_of_a_gate(y, gate_up, numbers, dtype=gate_up.dtype)

@@ -1,0 +1,66 @@
+"""Multiplies with a matrix whichever way it is kept: what kernels of products have in common."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jsparse.pallas_kernels.dispatch import no_triton
+from jsparse.pallas_kernels.quantized_product import quantized_product
+from jsparse.pallas_kernels.quantized_product.api import check_blocks
+from jsparse.pallas_kernels.quantized_product.reference import (
+    quantized_product as reference_of_blocks,
+)
+from jsparse.pallas_kernels.skinny_product import skinny_product
+from jsparse.pallas_kernels.skinny_product.api import check_matrix, no_row_product
+from jsparse.pallas_kernels.weight_blocks import Blocks
+
+Matrix = Float[Array, "in out"] | Blocks
+
+
+def product(
+    x: Float[Array, "*batch in"], matrix: Matrix, bias: Float[Array, "out"] | None = None
+) -> Float[Array, "*batch out"]:
+    """Returns x · W and adds a bias to it, by the op that takes such a matrix."""
+    if not isinstance(matrix, Mapping):
+        return skinny_product(x, matrix, bias)
+    y = quantized_product(x, matrix)
+    return y if bias is None else y + bias
+
+
+def plain_product(
+    x: Float[Array, "*batch in"], matrix: Matrix, bias: Float[Array, "out"] | None = None
+) -> Float[Array, "*batch out"]:
+    """Returns the same in plain jnp."""
+    if isinstance(matrix, Mapping):
+        rows = math.prod(x.shape[:-1]), x.shape[-1]
+        y = reference_of_blocks(x.reshape(rows), matrix, dtype=x.dtype)
+        y = y.reshape(*x.shape[:-1], -1)
+    else:
+        y = x @ matrix
+    return y if bias is None else y + bias
+
+
+def check_product(
+    x: Float[Array, "*batch in"], matrix: Matrix, bias: Float[Array, "out"] | None = None
+) -> None:
+    """Raises a ValueError unless rows of x can be multiplied with the matrix."""
+    if not isinstance(matrix, Mapping):
+        check_matrix(x, matrix, bias)
+        return
+    check_blocks(x, matrix)
+    if bias is not None and (bias.shape != matrix["values"].shape[:1] or bias.dtype != x.dtype):
+        raise ValueError(
+            f"bias={bias.dtype}{list(bias.shape)}: must be [out] for the matrix, "
+            f"{x.dtype}{list(matrix['values'].shape[:1])}"
+        )
+
+
+def no_one_launch(x: Float[Array, "*batch numbers"], matrix: Matrix, *_: Any) -> str | None:
+    """Returns the reason why no kernel takes what comes before a product together with it here."""
+    if not isinstance(matrix, Mapping):
+        return no_row_product(x, matrix)
+    if math.prod(x.shape[:-1]) != 1:
+        return f"takes one row, not {list(x.shape[:-1])}"
+    return no_triton()
