@@ -44,6 +44,7 @@ from jsparse.pallas_kernels.skinny_product import skinny_product
 SHAPES = {"135m": (SMOLLM2, 30), "8b": (LLAMA_8B, 8)}  # and how many layers
 CONTENDERS = ("launches", "persistent", "prefetched", "resident")
 EPS, RUNS = 1e-5, 8
+WARM_UP = 4  # XLA makes its graphs in the first runs
 
 
 class Layers(NamedTuple):
@@ -91,7 +92,8 @@ def measure(shape: str, before: TimedProgram, bandwidth: float) -> list[dict[str
     for name in CONTENDERS:
         given = of_layers if name == "launches" else layers
         run = jax.jit(launched if name == "launches" else partial(persistent, kind=name))
-        results[name], *stamps = jax.block_until_ready(run(given, x, 0.5 * x))
+        for _ in range(WARM_UP):
+            results[name], *stamps = jax.block_until_ready(run(given, x, 0.5 * x))
         waits[name] = [waited(np.asarray(one)) for one in stamps]
         programs[name] = TimedProgram(partial(run, given, x, 0.5 * x), 1)
     wanted = np.asarray(results["launches"], np.float32)

@@ -37,8 +37,8 @@ class Cut:
 def cut_for(width: int) -> Cut:
     """Returns tiles that fit into registers: of small layers few columns, for all to work."""
     if width < 2048:
-        return Cut(Tile(1024, 8), Tile(1024, 8), Tile(256, 32), Tile(1024, 8))
-    return Cut(Tile(512, 16), Tile(512, 16), Tile(512, 32), Tile(512, 16))
+        return Cut(Tile(1024, 8), Tile(1024, 8), Tile(1024, 16), Tile(2048, 8))
+    return Cut(Tile(1024, 16), Tile(1024, 16), Tile(1024, 32), Tile(1024, 16))
 
 
 def run_layers(
@@ -68,7 +68,7 @@ def run_layers(
         kernel=layers_kernel,
         out_shape=outputs,
         grid=(programs,),
-        num_warps=8,
+        num_warps=16,
         num_stages=1,
         input_output_aliases={0: 0, 1: 1},
         zeroed_outputs=(7,),

@@ -5,7 +5,7 @@ One persistent launch. A unit of work is 128 rows of the matrix by up to 256 of 
 their columns. One warpgroup copies chunks of both by TMA, as many ahead as shared memory holds. Two
 take 64 rows of the matrix each: they widen their integers in registers, multiply them with the
 blocks' scales, round that to bfloat16, as the reference does, and multiply it with x in the tensor
-cores. While one widens, the other multiplies.
+cores, which work while the next chunk is widened.
 """
 
 from collections.abc import Callable
@@ -36,6 +36,7 @@ CHUNK = 64  # columns
 OUT = 64  # rows of x that are stored at once
 TILES, PARTS = (64, 128, 256), (1, 2, 4, 8)
 UNIT_CHUNKS = 4  # what a unit costs beside its chunks, in chunks
+SUMS_A_CHUNK = 2**18  # sums of parts that are written and read again in the time of a chunk
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def many_rows(
     if tile is None:
         tile = next((size for size in TILES if rows <= size), TILES[-1])
     if parts is None:
-        parts = best_parts(out, width) if rows <= tile else 1
+        parts = best_parts(rows, out, width, tile)
     problem = Problem(
         *(padded, out, width, tile, parts, stages, blocks),
         dtype=jnp.dtype(dtype if parts == 1 else jnp.float32),
@@ -114,15 +115,17 @@ def many_rows(
     return reduce(add, [sums[part, :rows] for part in range(parts)]).astype(dtype)
 
 
-def best_parts(out: int, width: int) -> int:
-    """Returns the number of parts with which the busiest program has least to do, for one tile.
+def best_parts(rows: int, out: int, width: int, tile: int) -> int:
+    """Returns the number of parts with which the busiest program has least to do.
 
-    Parts are for few rows: of many, their sums would be more bytes than the matrix.
+    With more than one, XLA adds their sums up, which takes as long as some chunks do.
     """
 
     def cost(parts: int) -> int:
-        units = -(-out // TILE) * parts
-        return -(-units // BLOCKS_OF_H100) * (-(-width // (CHUNK * parts)) + UNIT_CHUNKS)
+        units = -(-out // TILE) * -(-rows // tile) * parts
+        chunks = -(-width // (CHUNK * parts)) + UNIT_CHUNKS
+        added = parts * rows * out // SUMS_A_CHUNK if parts > 1 else 0
+        return -(-units // BLOCKS_OF_H100) * chunks + added
 
     return min(PARTS, key=cost)
 
@@ -200,53 +203,72 @@ def _place(p: Problem, nth: Any) -> tuple[Any, Any, Any]:
 def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
     """Multiplies every unit's chunks with 64 rows of the matrix, and stores the sums."""
     own = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
-    sum_up, multiply, store = (
-        (_sum_values, _dots, _store) if p.interpret else (_sum_registers, _wgmmas, _store_registers)
+    widened, sum_up, store = (
+        (_numbers, _sum_values, _store)
+        if p.interpret
+        else (_number_registers, _sum_registers, _store_registers)
     )
 
-    def unit(nth, none):
-        def add_chunk(at, acc):
-            slot = lax.rem(nth * p.chunks + at, p.stages)
-            plgpu.barrier_wait(r.full.at[slot])
-            values, scales = r.values_s.at[slot, own], r.scales_s.at[slot, :, own]
-            acc = multiply(acc, values, scales, r.x_s.at[slot])
-            plgpu.barrier_arrive(r.free.at[slot])
-            return acc
+    def widen(n):
+        slot = lax.rem(n, p.stages)
+        plgpu.barrier_wait(r.full.at[slot])
+        return widened(r.values_s.at[slot, own], r.scales_s.at[slot, :, own])
 
+    def x_of(n):
+        return r.x_s.at[lax.rem(n, p.stages)]
+
+    def free(n):
+        plgpu.barrier_arrive(r.free.at[lax.rem(n, p.stages)])
+
+    def unit(nth, none):
+        sums = sum_up(p, nth * p.chunks, widen, x_of, free)
         part, first, first_row = _place(p, nth)
         rows = pl.ds(first + pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
-        store(p, r, warpgroup, sum_up(p, add_chunk), (part, first_row, rows))
+        store(p, r, warpgroup, sums, (part, first_row, rows))
         return none
 
     lax.fori_loop(0, _units(p), unit, jnp.int32(0))
 
 
-def _sum_registers(p: Problem, add_chunk: Callable[[Any, Any], Any]) -> Any:
-    """Returns the sum over all chunks, which lies in registers of the tensor cores."""
+def _sum_registers(p: Problem, first: Any, widen: Any, x_of: Any, free: Any) -> Any:
+    """Returns the product of a unit's chunks, from the first on, of the tensor cores.
+
+    While they multiply a chunk, threads widen the next one.
+    """
 
     def run(acc):
-        def chunk(at, none):
-            add_chunk(at, acc)
-            return none
+        def multiply(numbers, x_s):
+            for nth, some in enumerate(numbers):
+                x = x_s.at[:, pl.ds(nth * BLOCK, BLOCK)]
+                plgpu.wgmma(acc, some, x.transpose((1, 0)))
 
-        lax.fori_loop(0, p.chunks, chunk, jnp.int32(0))
+        def chunk(n, numbers):
+            multiply(numbers, x_of(n))
+            following = widen(n + 1)
+            plgpu.wgmma_wait(0)
+            free(n)
+            return following
+
+        last = first + p.chunks - 1
+        multiply(lax.fori_loop(first, last, chunk, widen(first)), x_of(last))
+        plgpu.wgmma_wait(0)
+        free(last)
         return acc[...]
 
     return pl.run_scoped(run, plgpu.ACC((ROWS, p.tile), jnp.float32))
 
 
-def _wgmmas(acc: Any, values_s: Any, scales_s: Any, x_s: Any) -> Any:
-    """Adds the product of a chunk, in the tensor cores."""
+def _number_registers(values_s: Any, scales_s: Any) -> tuple[Any, ...]:
+    """Returns a chunk's numbers as tensor cores take them, [64, 32] of each block."""
     values = plgpu.load(values_s, layout=plgpu.Layout.WGMMA_UPCAST_2X)
     values = plgpu.layout_cast(values.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
+    numbers = []
     for nth in range(CHUNK // BLOCK):
         scale = plgpu.load(scales_s.at[nth], layout=plgpu.Layout.WGMMA.reduce(1))
         wide = values[:, nth * BLOCK : (nth + 1) * BLOCK].astype(jnp.float32)
         wide = wide * lax.broadcast_in_dim(scale.astype(jnp.float32), wide.shape, [0])
-        x = x_s.at[:, pl.ds(nth * BLOCK, BLOCK)].transpose((1, 0))
-        plgpu.wgmma(acc, wide.astype(jnp.bfloat16), x)
-    plgpu.wgmma_wait(0)
-    return acc
+        numbers.append(wide.astype(jnp.bfloat16))
+    return tuple(numbers)
 
 
 def _store_registers(p: Problem, r: Refs, warpgroup: Any, sums: Any, place: Any) -> None:
@@ -276,16 +298,23 @@ def _store_by_eight(p: Problem, r: Refs, sums: Any, place: Any, store: Callable[
             store(r.out.at[part, pl.ds(first_row + at, 8), rows], sums[:, at : at + 8])
 
 
-def _sum_values(p: Problem, add_chunk: Callable[[Any, Any], Any]) -> Any:
-    """Returns the sum over all chunks, in the interpreter."""
-    return lax.fori_loop(0, p.chunks, add_chunk, jnp.zeros((ROWS, p.tile), jnp.float32))
+def _sum_values(p: Problem, first: Any, widen: Any, x_of: Any, free: Any) -> Any:
+    """Returns the product of a unit's chunks, in the interpreter."""
+
+    def chunk(n, acc):
+        acc = acc + jnp.dot(widen(n), x_of(n)[...].astype(jnp.float32).T)
+        free(n)
+        return acc
+
+    zeros = jnp.zeros((ROWS, p.tile), jnp.float32)
+    return lax.fori_loop(first, first + p.chunks, chunk, zeros)
 
 
-def _dots(acc: Any, values_s: Any, scales_s: Any, x_s: Any) -> Any:
-    """Adds the product of a chunk, in the interpreter."""
+def _numbers(values_s: Any, scales_s: Any) -> Any:
+    """Returns a chunk's numbers, in the interpreter."""
     scales = jnp.repeat(scales_s[...].astype(jnp.float32), BLOCK, axis=0).T
     wide = (values_s[...].astype(jnp.float32) * scales).astype(jnp.bfloat16)
-    return acc + jnp.dot(wide.astype(jnp.float32), x_s[...].astype(jnp.float32).T)
+    return wide.astype(jnp.float32)
 
 
 def _store(p: Problem, r: Refs, warpgroup: Any, sums: Any, place: Any) -> None:

@@ -55,8 +55,7 @@ class SelectTiling(NamedTuple):
         few: most entries that may be drawn out of a row, or listed, to end a search, a power of
             two; at most one per four threads. 0 draws none.
         part: entries of a long row that a block takes, a power of two; twice as many where that
-            would be more blocks than can meet. How many blocks share a row depends on its size
-            alone, and so does what they choose.
+            would be more blocks than can meet.
     """
 
     entries: int = 64
@@ -276,7 +275,7 @@ def threshold_select(
     )
     whole = not (by_mass or (members > 1 and not pooled) or granularity == "bits")
     if fits and whole and units == row.size and row.rule in ("top_k", "top_p"):
-        row = shared_row(row, members, tiling or SelectTiling())
+        row = shared_row(row, batch * heads, members, tiling or SelectTiling())
     by_score = {"rule": "top_k", "value": None, "softmax": False, "normalised": False}
     plan = Lists(
         row=row,
@@ -343,13 +342,20 @@ def searched_row(
     )
 
 
-def shared_row(row: SearchedRow, members: int, tiling: SelectTiling) -> SearchedRow:
-    """Returns the row as several blocks share it, if it is long, and not too long for that."""
+def shared_row(row: SearchedRow, rows: int, members: int, tiling: SelectTiling) -> SearchedRow:
+    """Returns the row as several blocks share it, if it is long, and not too long for that.
+
+    Sums of weights depend on how many share a row, and may not depend on the number of rows. Of
+    many rows that are only counted, blocks of their own are faster.
+    """
+    weighed = row.mass or (row.softmax and members > 1)
     if row.resident:
         return row
+    threads = min(2 * tiling.part // tiling.entries, 512)
     for tile in (tiling.part, 2 * tiling.part):
         parts = triton.next_power_of_2(-(-row.size // tile))
-        threads = 2 * tiling.part // tiling.entries
+        if not weighed and rows * parts > 2 * jax.local_devices()[0].core_count:
+            continue
         if parts <= min(max_programs(), row.few, threads // 4):
             posts = max(4, 2 * members)
             return replace(row, max_tile=tile, threads=threads, parts=parts, posts=posts)
