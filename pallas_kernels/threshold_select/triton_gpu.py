@@ -54,8 +54,8 @@ class SelectTiling(NamedTuple):
         threads: least number of threads per row.
         few: most entries that may be drawn out of a row, or listed, to end a search, a power of
             two; at most one per four threads. 0 draws none.
-        part: entries of a long row that a block takes, a power of two; twice as many where that
-            would be more blocks than can meet.
+        part: entries of a long row that a block takes, a power of two; two or four times as many
+            where that would be more blocks than can meet.
     """
 
     entries: int = 64
@@ -64,7 +64,7 @@ class SelectTiling(NamedTuple):
     # drawing took top-p of 64 x 32K from 23.5 to 19.4 us, and of 256 x 32K from 43.4 to 41.6; top-k
     # of the latter from 39.6 to 44.1 (bench/README.md)
     few: int = 128
-    part: int = 16384
+    part: int = 8192
 
 
 @dataclass(frozen=True)
@@ -351,9 +351,8 @@ def shared_row(row: SearchedRow, rows: int, members: int, tiling: SelectTiling) 
     weighed = row.mass or (row.softmax and members > 1)
     if row.resident:
         return row
-    threads = min(2 * tiling.part // tiling.entries, 512)
-    for tile in (tiling.part, 2 * tiling.part):
-        parts = triton.next_power_of_2(-(-row.size // tile))
+    for tile in (tiling.part, 2 * tiling.part, 4 * tiling.part):
+        parts, threads = triton.next_power_of_2(-(-row.size // tile)), min(tile // 32, 512)
         if not weighed and rows * parts > 2 * jax.local_devices()[0].core_count:
             continue
         if parts <= min(max_programs(), row.few, threads // 4):
