@@ -312,8 +312,8 @@ OPS = {
         named(
             select_cases.CASES,
             "top_p_union_capped top_k_per_head top_k_max_raw threshold_max "
-            "top_k_long top_k_long_max budget_ties budget_capped mass_top_p mass_capped "
-            "bits_capped touched",
+            "top_p_bfloat16 top_k_long top_k_long_max budget_ties budget_capped mass_top_p "
+            "mass_capped bits_capped touched",
         ),
     ),
     "page_bounds": Op(

@@ -64,8 +64,7 @@ class Linear:
 
     def after_gate(self, gate_up: Float[Array, "B T two_in"]) -> Float[Array, "B T out"]:
         """Returns what the map makes of silu(gate) · up."""
-        y = gated_product(gate_up, self.matrix)
-        return y if self.bias is None else y + self.bias
+        return gated_product(gate_up, self.matrix, self.bias)
 
 
 class Dense(nn.Module):

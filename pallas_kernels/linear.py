@@ -25,6 +25,7 @@ def product(
     """Returns x · W and adds a bias to it, by the op that takes such a matrix."""
     if not isinstance(matrix, Mapping):
         return skinny_product(x, matrix, bias)
+    check_product(x, matrix, bias)
     y = quantized_product(x, matrix)
     return y if bias is None else y + bias
 
@@ -36,7 +37,7 @@ def plain_product(
     if isinstance(matrix, Mapping):
         rows = math.prod(x.shape[:-1]), x.shape[-1]
         y = reference_of_blocks(x.reshape(rows), matrix, dtype=x.dtype)
-        y = y.reshape(*x.shape[:-1], -1)
+        y = y.reshape(*x.shape[:-1], y.shape[-1])
     else:
         y = x @ matrix
     return y if bias is None else y + bias

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, ROTATED_BYTES, AttentionCase
-from bench.lib.kernel_programs import Job, in_turn, random
+from bench.lib.kernel_programs import Contender, Job, in_turn, random
 from bench.lib.kernel_timing import TimedProgram
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
@@ -27,7 +27,7 @@ from jsparse.pallas_kernels.nearest_centroid.api import nearest_centroid
 from jsparse.pallas_kernels.nearest_centroid.cases import Case as Nearest
 from jsparse.pallas_kernels.norm_product.api import norm_product
 from jsparse.pallas_kernels.page_bounds.api import page_bounds
-from jsparse.pallas_kernels.quantized_product.api import quantized_product
+from jsparse.pallas_kernels.quantized_product.api import MAX_ROWS, quantized_product
 from jsparse.pallas_kernels.row_gather.api import row_gather
 from jsparse.pallas_kernels.runs_to_tokens.api import runs_to_tokens
 from jsparse.pallas_kernels.runs_to_tokens.cases import Case as Runs
@@ -60,6 +60,7 @@ ROW_OPS: dict[str | None, Any] = {
     "norm": (norm_product, {"eps": 1e-5}, "separate"),
     "gate": (gated_product, {}, "separate"),
 }
+MANY = 16  # rows from which on products have others beside them
 # of a layer of Llama 3.1 8B
 PRODUCTS = (("qkv", 6144, 4096), ("o", 4096, 4096), ("gate|up", 28672, 4096), ("down", 4096, 14336))
 
@@ -95,7 +96,7 @@ def jobs(*, on_gpu: bool, max_calls: int, shrink: int = 1) -> list[Job]:
         for where in ("pinned_host", "device") if on_gpu else ("device",):
             made.append(_gather(name, where, pages // shrink, 65536 // shrink, max_calls))
     made.append(compaction(name, batch, 32768 // shrink, 16384 // shrink))
-    for rows in (1, 8):
+    for rows in (1, 8, 64, 512, 2048):
         for what, out, width in PRODUCTS:
             product = "reference" if not on_gpu else "triton" if rows == 1 else "mosaic"
             sizes = (rows, max(out // shrink // 64, 1) * 64, max(width // shrink // 128, 1) * 128)
@@ -129,7 +130,10 @@ def _row(name: str, what: str, before: str | None, out: int, width: int, max_cal
 
 
 def _product(name: str, case: str, rows: int, out: int, width: int, max_calls: int) -> Job:
-    """Returns a product of some rows with a matrix in 8-bit blocks."""
+    """Returns a product of some rows with a matrix in 8-bit blocks.
+
+    Of many rows it stands beside that with a matrix which is widened first, and with one of bf16.
+    """
     nbytes = out * width + 2 * out * width // BLOCK
     calls = min(max(-(-ROTATED_BYTES // nbytes), 4), 32, max_calls)
 
@@ -139,12 +143,22 @@ def _product(name: str, case: str, rows: int, out: int, width: int, max_calls: i
     def build():
         scales = [jnp.full((width // BLOCK, out), 0.02 / 73, jnp.float16) for _ in range(calls)]
         matrices = [Blocks(values=values(n), scales=own) for n, own in enumerate(scales)]
-        return None, [(random(n, (rows, width)), matrix) for n, matrix in enumerate(matrices)]
+        wide = [random(n, (width, out)) if rows > MANY else None for n in range(calls)]
+        return None, [
+            (random(n, (rows, width)), *two)
+            for n, two in enumerate(zip(matrices, wide, strict=True))
+        ]
 
-    def op(_, one):
-        return quantized_product(*one, implementation=name)
+    def op(implementation: str) -> Contender:
+        return in_turn(lambda _, one: quantized_product(*one[:2], implementation=implementation))
 
-    return Job(case, nbytes, build, {name: in_turn(op)})
+    contenders = {name: op(name)} if rows <= MAX_ROWS else {}
+    if rows > MANY:
+        contenders |= {
+            "reference": op("reference"),
+            "bf16": in_turn(lambda _, one: one[0] @ one[2]),
+        }
+    return Job(case, nbytes, build, contenders)
 
 
 def _queries(batch: int, calls: int = 4) -> list[jax.Array]:

@@ -11,19 +11,21 @@ from jsparse.pallas_kernels.linear import Matrix, check_product, no_one_launch, 
 
 
 def _in_one_launch(
-    gate_up: Float[Array, "*batch two_in"], matrix: Matrix
+    gate_up: Float[Array, "*batch two_in"], matrix: Matrix, bias: Float[Array, "out"] | None = None
 ) -> Float[Array, "*batch out"]:
     if isinstance(matrix, Mapping):
         from jsparse.pallas_kernels.quantized_product.triton_gpu import gated_product
 
-        return gated_product(gate_up, matrix)
+        return gated_product(gate_up, matrix, bias)
     from jsparse.pallas_kernels.row_product_triton import row_product
 
-    return row_product(gate_up, matrix, gated=True)
+    return row_product(gate_up, matrix, bias, gated=True)
 
 
-def _separate(gate_up: Float[Array, "*batch two_in"], matrix: Matrix) -> Float[Array, "*batch out"]:
-    return product(reference.gated(gate_up), matrix)
+def _separate(
+    gate_up: Float[Array, "*batch two_in"], matrix: Matrix, bias: Float[Array, "out"] | None = None
+) -> Float[Array, "*batch out"]:
+    return product(reference.gated(gate_up), matrix, bias)
 
 
 BACKENDS = (
@@ -36,16 +38,18 @@ BACKENDS = (
 def gated_product(
     gate_up: Float[Array, "*batch two_in"],
     matrix: Matrix,
+    bias: Float[Array, "out"] | None = None,
     *,
     implementation: str | None = None,
 ) -> Float[Array, "*batch out"]:
-    """Returns (silu(gate) · up) · W.
+    """Returns (silu(gate) · up) · W, and adds a bias to it.
 
     The gated row is rounded to its type before it is multiplied. The kernel has no gradient.
 
     Args:
         gate_up: gate, and behind it up, of a row.
         matrix: W [in, out] of the type of gate_up, or [out, in] in 8-bit blocks.
+        bias: what is added then, of the type of gate_up.
         implementation: "triton" (one row, and blocks or a matrix of at most 32 MiB of two bytes a
             number), "separate" (`skinny_product` or `quantized_product` after the gate),
             "reference", or None to pick.
@@ -55,11 +59,14 @@ def gated_product(
             here.
     """
     blocks = isinstance(matrix, Mapping)
-    width = matrix["values"].shape[1] if blocks else matrix.shape[0]
-    if gate_up.shape[-1] != 2 * width:
+    sizes = matrix["values"].shape[::-1] if blocks else matrix.shape
+    if len(sizes) != 2 or gate_up.shape[-1] != 2 * sizes[0]:
         raise ValueError(
-            f"gate_up.shape={gate_up.shape}: the last axis must be gate and up, twice the matrix's "
-            f"width, {width}"
+            f"gate_up.shape={gate_up.shape}: the last axis must be gate and up, twice as wide as "
+            f"the matrix [in, out], {list(sizes)}"
         )
-    check_product(jax.ShapeDtypeStruct((*gate_up.shape[:-1], width), gate_up.dtype), matrix)
-    return run("gated_product", implementation, BACKENDS, gate_up, matrix)
+    if not blocks and matrix.dtype != gate_up.dtype:
+        raise ValueError(f"gate_up.dtype={gate_up.dtype}: must be the matrix's, {matrix.dtype}")
+    half = jax.ShapeDtypeStruct((*gate_up.shape[:-1], sizes[0]), gate_up.dtype)
+    check_product(half, matrix, bias)
+    return run("gated_product", implementation, BACKENDS, gate_up, matrix, bias)

@@ -14,7 +14,7 @@ def gated(gate_up: Float[Array, "*batch two_in"]) -> Float[Array, "*batch in"]:
 
 
 def gated_product(
-    gate_up: Float[Array, "*batch two_in"], matrix: Matrix
+    gate_up: Float[Array, "*batch two_in"], matrix: Matrix, bias: Float[Array, "out"] | None = None
 ) -> Float[Array, "*batch out"]:
     """Implements `api.gated_product` in plain jnp."""
-    return plain_product(gated(gate_up), matrix)
+    return plain_product(gated(gate_up), matrix, bias)

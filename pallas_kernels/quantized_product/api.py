@@ -10,6 +10,7 @@ from jsparse.pallas_kernels.dispatch import Backend, no_mosaic, no_triton, run
 from jsparse.pallas_kernels.quantized_product import reference
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
+MAX_ROWS = 1024  # with tensor cores; XLA multiplies more of them faster after widening the matrix
 MAX_FEW_ROWS = 4  # without tensor cores
 
 
@@ -20,11 +21,13 @@ def _mosaic():
 
 
 def _no_tensor_cores(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) -> str | None:
-    if len(x) < 2:  # one row is faster without
-        return f"takes 2 rows or more, not {len(x)}"
+    if not 1 < len(x) <= MAX_ROWS:  # one row is faster without
+        return f"takes 2 to {MAX_ROWS} rows, not {len(x)}"
     if x.dtype != jnp.bfloat16:
         return f"takes bfloat16, not {x.dtype}"
     out, width = matrix["values"].shape
+    if len(x) <= MAX_FEW_ROWS and width % 128:
+        return f"takes more than {MAX_FEW_ROWS} rows, or a width that 128 divides, not {width}"
     if out % 64 or width % 64:
         return f"takes an output size and a width that 64 divides, not {out} and {width}"
     return no_mosaic()
@@ -73,15 +76,16 @@ def quantized_product(
 ) -> Float[Array, "*batch out"]:
     """Multiplies rows with a matrix in 8-bit blocks: y = x · Wᵀ.
 
-    Kernels multiply with blocks as they are read. Elsewhere the matrix is widened to the type of x
-    first, and a barrier keeps XLA from doing that before x is there: else it would widen all
-    matrices of a model at the beginning of a program.
+    Kernels multiply with blocks as they are read. For more rows, and elsewhere, the matrix is
+    widened to the type of x first, and a barrier keeps XLA from doing that before x is there: else
+    it would widen all matrices of a model at the beginning of a program.
 
     Args:
         x: the rows.
-        matrix: W [out, in], in blocks.
+        matrix: W [out, in], in blocks. For more than 16 rows its numbers are rounded to the type of
+            x; for fewer, kernels round nothing but sums.
         dtype: the type of the result, by default that of x. Sums are float32.
-        implementation: "mosaic" (tensor cores of Hopper, 2 rows of bfloat16 or more), "triton"
+        implementation: "mosaic" (tensor cores of Hopper, 2 to 1024 rows of bfloat16), "triton"
             (any NVIDIA GPU, 1 to 4 rows), "reference", or None to pick.
 
     Raises:

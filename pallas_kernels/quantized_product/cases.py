@@ -50,7 +50,7 @@ CASES = (
     Case("many_columns", batch=(2,), out=64, width=2048),
     Case("loud", size=1e6),
 )
-# those that tensor cores do not take, or none does
+# those that the kernels of few rows do not take, or none does
 OTHERS = (
     Case("columns_left_over", width=576),
     Case("one_block", width=32, out=64),

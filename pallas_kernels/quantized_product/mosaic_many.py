@@ -50,7 +50,7 @@ class Problem:
         parts: the parts that columns are cut into.
         stages: the chunks that shared memory holds.
         blocks: the most programs.
-        dtype: of what is stored, float32 where there are parts.
+        dtype: of what is stored, bfloat16, or float32, as where there are parts.
         interpret: whether it runs in the interpreter.
     """
 
@@ -95,6 +95,8 @@ def many_rows(
 ) -> Float[Array, "rows out"]:
     """Multiplies any number of rows, in one launch.
 
+    How work is shared out, and with it the bits of a row, depends on the number of rows.
+
     The integers override what was measured best; `interpret` runs on any machine, slowly, for
     tests.
     """
@@ -104,9 +106,10 @@ def many_rows(
         tile = next((size for size in TILES if rows <= size), TILES[-1])
     if parts is None:
         parts = best_parts(rows, out, width, tile)
+    assert stages > 1  # a chunk's slot is free after the next chunk is there
     problem = Problem(
         *(padded, out, width, tile, parts, stages, blocks),
-        dtype=jnp.dtype(dtype if parts == 1 else jnp.float32),
+        dtype=jnp.dtype(dtype if parts == 1 and dtype == jnp.bfloat16 else jnp.float32),
         interpret=interpret,
     )
     if padded > rows:
@@ -228,6 +231,8 @@ def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
         return none
 
     lax.fori_loop(0, _units(p), unit, jnp.int32(0))
+    if not p.interpret:  # before this memory is another program's
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _sum_registers(p: Problem, first: Any, widen: Any, x_of: Any, free: Any) -> Any:

@@ -44,19 +44,24 @@ def quantized_product(
     x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any, tiling: BlocksTiling | None = None
 ) -> Float[Array, "rows out"]:
     """Implements `api.quantized_product` with jax-triton."""
-    return _product(x, matrix, jnp.dtype(dtype), len(x), tiling, gated=False)
+    return _product(x, matrix, None, jnp.dtype(dtype), len(x), tiling, gated=False)
 
 
 def gated_product(
-    gate_up: Float[Array, "*batch two_in"], matrix: Blocks, *, tiling: BlocksTiling | None = None
+    gate_up: Float[Array, "*batch two_in"],
+    matrix: Blocks,
+    bias: Float[Array, "out"] | None = None,
+    *,
+    tiling: BlocksTiling | None = None,
 ) -> Float[Array, "*batch out"]:
     """Implements `gated_product` for one row."""
-    return _product(gate_up, matrix, gate_up.dtype, 1, tiling, gated=True)
+    return _product(gate_up, matrix, bias, gate_up.dtype, 1, tiling, gated=True)
 
 
 def _product(
     x: Float[Array, "*batch numbers"],
     matrix: Blocks,
+    bias: Float[Array, "out"] | None,
     dtype: Any,
     rows: int,
     tiling: BlocksTiling | None,
@@ -68,9 +73,11 @@ def _product(
     out = matrix["values"].shape[0]
     return triton_call(
         *(x, matrix["values"], matrix["scales"]),
+        x if bias is None else bias,  # a stand-in, never read
         kernel=product_kernel,
         out_shape=jax.ShapeDtypeStruct((*x.shape[:-1], out), dtype),
         ROWS=rows,
+        HAS_BIAS=bias is not None,
         GATED=gated,
         **_launch(matrix, rows, tiling),
     )
@@ -123,6 +130,7 @@ def product_kernel(
     x_ptr,  # [ROWS, WIDTH], or gate and up, [2 · WIDTH], where GATED
     values_ptr,  # [N, WIDTH]
     scales_ptr,  # [WIDTH / 32, N]
+    bias_ptr,  # [N], read where HAS_BIAS
     out_ptr,  # [ROWS, N]
     N: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -131,10 +139,10 @@ def product_kernel(
     BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
     ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
 ):
     """Multiplies OUT rows of the matrix with all rows of x."""
-    n = tl.program_id(0) * OUT + tl.arange(0, OUT)
     column = tl.arange(0, COLUMNS)[None, :]
     sums = ()
     for _ in tl.static_range(ROWS):
@@ -153,8 +161,7 @@ def product_kernel(
             more += (sums[row] + tl.sum(terms, 2) * scales,)
         sums = more
     for row in tl.static_range(ROWS):
-        y = tl.sum(sums[row], 1)
-        tl.store(out_ptr + row * N + n, y.to(out_ptr.dtype.element_ty), mask=n < N)
+        _store(out_ptr + row * N, tl.sum(sums[row], 1), bias_ptr, N, OUT, HAS_BIAS)
 
 
 @triton.jit
@@ -180,7 +187,6 @@ def norm_product_kernel(
 
     Sums are divided by the norm, as in `row_product_triton`.
     """
-    n = tl.program_id(0) * OUT + tl.arange(0, OUT)
     column = tl.arange(0, COLUMNS)[None, :]
     sums = tl.zeros((OUT, BLOCKS), tl.float32)
     squares = tl.zeros((1, COLUMNS), tl.float32)
@@ -198,7 +204,14 @@ def norm_product_kernel(
         terms = tl.reshape(values * (wide * weights.to(tl.float32)), (OUT, BLOCKS, 32))
         sums += tl.sum(terms, 2) * scales
     rate = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / WIDTH + EPS)
-    y = (tl.sum(sums, 1) * rate).to(out_ptr.dtype.element_ty)
+    _store(out_ptr, tl.sum(sums, 1) * rate, bias_ptr, N, OUT, HAS_BIAS)
+
+
+@triton.jit
+def _store(out_ptr, y, bias_ptr, N: tl.constexpr, OUT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Stores the program's numbers of a row, with a bias."""
+    n = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    y = y.to(out_ptr.dtype.element_ty)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + n, mask=n < N, other=0)
         y = (y.to(tl.float32) + bias.to(tl.float32)).to(y.dtype)

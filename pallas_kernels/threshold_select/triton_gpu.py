@@ -26,11 +26,11 @@ from jsparse.pallas_kernels.threshold_select.triton_bits import (
 from jsparse.pallas_kernels.threshold_select.triton_search import choose
 from jsparse.pallas_kernels.threshold_select.triton_tiles import (
     Share,
-    before,
     pool,
     pool_share,
     post,
     posted,
+    sum_before,
     sum_pages,
     take,
 )
@@ -55,7 +55,8 @@ class SelectTiling(NamedTuple):
         few: most entries that may be drawn out of a row, or listed, to end a search, a power of
             two; at most one per four threads. 0 draws none.
         part: entries of a long row that a block takes, a power of two; two or four times as many
-            where that would be more blocks than can meet.
+            where that would be more blocks than can meet, or than rows that are only counted are
+            worth. A thread takes 32 then, or more where there are 512.
     """
 
     entries: int = 64
@@ -119,7 +120,7 @@ class SearchedRow:
     @property
     def words(self) -> int:
         """Returns the number of 32-bit words of its bitmap, which covers whole tiles."""
-        return -(-self.size // self.tile) * self.tile // 32
+        return max(-(-self.size // self.tile), self.parts) * self.tile // 32
 
     @property
     def words_each(self) -> int:
@@ -460,7 +461,7 @@ def select_shared_kernel(
     post(row, met, 0, number_of(words, begin, end, ROW).to(tl.float32), ROW)
     meet(share.arrived, met, PARTS)
     numbers = posted(row, met, 0, ROW)
-    earlier, total = before(numbers, ROW).to(tl.int32), tl.sum(numbers, 0).to(tl.int32)
+    earlier, total = sum_before(numbers, ROW).to(tl.int32), tl.sum(numbers, 0).to(tl.int32)
     ids, names = ids + wide * plan.capacity, names + wide * plan.names
     list_entries(words, begin, end, earlier, names, ids, plan.capacity, plan.shift, ROW)
     if part == 0:

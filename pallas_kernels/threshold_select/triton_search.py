@@ -31,7 +31,6 @@ from jsparse.pallas_kernels.threshold_select.triton_tiles import (
     LOG2_E,
     NOTHING,
     SMALLEST,
-    before,
     exp2,
     from_key,
     in_thread,
@@ -46,6 +45,7 @@ from jsparse.pallas_kernels.threshold_select.triton_tiles import (
     row_extremes,
     row_moments,
     row_weight,
+    sum_before,
     to_entries,
     with_top,
 )
@@ -107,7 +107,7 @@ def choose(
             equal = tl.sum(in_thread((row.x == t).to(tl.float32)), 0)
             post(row, met, 0, equal, plan)
             meet(row.share.arrived, met, plan.parts)
-            earlier = before(posted(row, met, 0, plan), plan).to(tl.int32)
+            earlier = sum_before(posted(row, met, 0, plan), plan).to(tl.int32)
             ties = tl.minimum(tl.maximum(ties - earlier, 0), equal.to(tl.int32))
             met += 1
         trim(own, sizes, tl.minimum(length - begin, plan.part), ties, plan)

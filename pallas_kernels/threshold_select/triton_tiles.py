@@ -61,7 +61,7 @@ def posted(row, met, i: tl.constexpr, plan: tl.constexpr):
 
 
 @triton.jit
-def before(numbers, plan: tl.constexpr):
+def sum_before(numbers, plan: tl.constexpr):
     """Returns the sum of the numbers of the programs before this one."""
     earlier = tl.arange(0, plan.parts) < tl.program_id(0) % plan.parts
     return tl.sum(tl.where(earlier, numbers, 0.0), 0)
@@ -73,18 +73,18 @@ def across(a, b, c, row, met, SUMS: tl.constexpr, plan: tl.constexpr):
 
     They are added up, or else, the first is the lowest, the second the highest, and the third 0.
     """
-    if plan.parts == 1:
-        return a, b, c, met
-    post(row, met, 0, a, plan)
-    post(row, met, 1, b, plan)
-    post(row, met, 2, c, plan)
-    meet(row.share.arrived, met, plan.parts)
-    of_all = posted(row, met, 0, plan), posted(row, met, 1, plan), posted(row, met, 2, plan)
-    if SUMS:
-        a, b, c = tl.reduce(of_all, 0, add_triples)
-    else:
-        a, b = tl.reduce((of_all[0], of_all[1]), 0, extremes)
-    return a, b, c, met + 1
+    if plan.parts > 1:
+        post(row, met, 0, a, plan)
+        post(row, met, 1, b, plan)
+        post(row, met, 2, c, plan)
+        meet(row.share.arrived, met, plan.parts)
+        all_a, all_b = posted(row, met, 0, plan), posted(row, met, 1, plan)
+        if SUMS:
+            a, b, c = tl.reduce((all_a, all_b, posted(row, met, 2, plan)), 0, add_triples)
+        else:
+            a, b = tl.reduce((all_a, all_b), 0, extremes)
+        met += 1
+    return a, b, c, met
 
 
 @triton.jit

@@ -13,12 +13,13 @@ def assert_is_the_product(
     matrix: Array,
     bias: Array | None,
     *,
-    roundings: int = 0,
+    roundings: float = 0,
     dtype: Any = None,
 ) -> None:
     """Asserts y = x · W + b in float64, up to a rounding of each and of a sum in float32.
 
-    Where x was computed, not given, each of its numbers may have been rounded so often before.
+    Where x was computed, not given, its numbers may have been rounded before: `roundings` is how
+    much that adds, in steps of the type, if rounding up and down do not cancel out.
     `dtype` is that of y, by default the matrix's.
     """
     wanted_type = matrix.dtype if dtype is None else dtype
@@ -43,11 +44,11 @@ def assert_is_the_product_of_a_norm(made, given, eps: float, dtype: Any = None) 
     )
     norm = np.sqrt(np.mean(whole**2, axis=-1, keepdims=True) + eps)
     normed = whole / norm * np.asarray(scale, np.float64)
-    assert_is_the_product(y, normed, matrix, bias, roundings=4, dtype=dtype)
+    assert_is_the_product(y, normed, matrix, bias, roundings=0.5, dtype=dtype)
 
 
 def assert_is_the_product_of_a_gate(y, gate_up: Array, matrix: Array, dtype: Any = None) -> None:
     """Asserts that silu(gate) · up was multiplied."""
     gate, up = np.split(np.asarray(gate_up, np.float64), 2, axis=-1)
     gated = gate * up / (1 + np.exp(-np.clip(gate, -700, None)))
-    assert_is_the_product(y, gated, matrix, None, roundings=4, dtype=dtype)
+    assert_is_the_product(y, gated, matrix, None, roundings=0.5, dtype=dtype)

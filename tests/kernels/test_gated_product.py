@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from marks import slow_except_named
 
@@ -35,14 +36,28 @@ def test_a_matrix_may_be_in_blocks():
 @pytest.mark.parametrize(
     ("gate_up", "matrix", "message"),
     [
-        ((2, 8), (8, 4), r"gate_up.shape=\(2, 8\): .* twice the matrix's width, 8"),
-        ((2, 7), (4, 4), r"gate_up.shape=\(2, 7\): .* twice the matrix's width, 4"),
-        ((2, 8), (4,), r"matrix=float32\[4\]: must be \[in, out\]"),
+        ((2, 8), (8, 4), r"gate_up.shape=\(2, 8\): .* as the matrix \[in, out\], \[8, 4\]"),
+        ((2, 7), (4, 4), r"gate_up.shape=\(2, 7\): .* as the matrix \[in, out\], \[4, 4\]"),
+        ((2, 8), (4,), r"gate_up.shape=\(2, 8\): .* as the matrix \[in, out\], \[4\]"),
+        ((2, 8), (), r"gate_up.shape=\(2, 8\): .* as the matrix \[in, out\], \[\]"),
     ],
 )
 def test_wrong_shapes_are_refused(gate_up, matrix, message):
     with pytest.raises(ValueError, match=message):
         gated_product(jnp.zeros(gate_up), jnp.zeros(matrix))
+
+
+def test_types_must_be_the_same():
+    with pytest.raises(ValueError, match=r"gate_up.dtype=bfloat16: must be the matrix's, float32"):
+        gated_product(jnp.zeros((2, 8), jnp.bfloat16), jnp.zeros((4, 4)))
+
+
+def test_a_bias_is_added():
+    gate_up, matrix = build(CASES[0])
+    bias = jnp.arange(matrix.shape[1], dtype=matrix.dtype)
+    for kept in (matrix, to_blocks(matrix.T)):
+        with_bias, without = product(gate_up, kept, bias), product(gate_up, kept)
+        np.testing.assert_array_equal(with_bias, without + bias)
 
 
 def test_what_the_kernel_cannot_run_is_said():

@@ -117,6 +117,15 @@ def test_a_norm_is_multiplied_with_blocks(case):
     assert_is_the_product_of_a_norm((total, y), given, eps, dtype=x.dtype)
 
 
+def test_an_infinite_number_is_not_lost():
+    x, delta, scale, matrix, bias = norm_product_cases.build(norm_product_cases.CASES[0])
+    x = jnp.asarray(x).at[..., 3].set(jnp.inf)
+    for kept in (matrix, in_blocks(matrix)[0]):
+        total, y = norm_product(x, delta, scale, kept, bias, eps=1e-5, implementation="triton")
+        assert np.isinf(np.asarray(total, np.float32)[..., 3]).all()
+        assert np.isnan(np.asarray(y, np.float32)).all()
+
+
 @pytest.mark.parametrize("case", [*gated_cases.CASES, *PRODUCTS], ids=lambda case: case.name)
 def test_a_gate_is_multiplied(case):
     gate_up, matrix = gated_cases.build(case)
