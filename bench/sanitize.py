@@ -392,6 +392,9 @@ OPS = {
     "quantized_product": Op(
         multiplied, named(quantized_cases.CASES, "few sixteen chunks_left_over")
     ),
+    "many_rows_product": Op(
+        multiplied, named(quantized_cases.OTHERS, "many_rows many_rows_left_over")
+    ),
     "few_rows_product": Op(
         multiplied_in_threads,
         named(

@@ -55,6 +55,7 @@ OTHERS = (
     Case("columns_left_over", width=576),
     Case("one_block", width=32, out=64),
     Case("many_rows", batch=(7, 7)),
+    Case("many_rows_left_over", batch=(100,), out=128, width=576),
     Case("no_rows", batch=(0,)),
     Case("float32", dtype="float32"),
     Case("odd_sizes", out=37, width=96),

@@ -371,9 +371,11 @@ def weigh_few(slots, wanted, bracket, plan: tl.constexpr):
     If all entries were drawn, the bracket is closed around the threshold.
     """
     lo, hi, at_lo, at_hi = bracket
+    # what other multiprocessors have drawn is not in this one's cache
+    CACHE: tl.constexpr = ".cg" if plan.parts > 1 else ""
     slot = tl.arange(0, plan.slots * plan.parts)
-    mine = tl.load(slots + slot, cache_modifier=".cg").to(tl.int32, bitcast=True)
-    other = tl.load(slots + slot, cache_modifier=".cg").to(tl.int32, bitcast=True)[None, :]
+    mine = tl.load(slots + slot, cache_modifier=CACHE).to(tl.int32, bitcast=True)
+    other = tl.load(slots + slot, cache_modifier=CACHE).to(tl.int32, bitcast=True)[None, :]
     lowest, missing = key(lo), at_lo - at_hi
     # all pairs of slots: how much of what was drawn is at least as large as each
     each = from_key(other) if plan.mass else 1.0

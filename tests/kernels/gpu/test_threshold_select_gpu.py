@@ -25,6 +25,7 @@ LONG = (
     Case("top_k_128k_raw", size=131072, rule="top_k", value=2624, like="sink", weights="raw"),
     Case("top_k_128k_constant", size=131072, rule="top_k", value=9999, like="constant", batch=9),
     Case("top_k_128k_masked", size=131072, rule="top_k", value=90_000, like="masked"),
+    Case("top_k_parts_left_over", size=140_000, rule="top_k", value=3000, like="ties", batch=4),
     Case("top_k_1m", size=2**20, rule="top_k", value=20_000, batch=1, kv_heads=2, group=1),
     Case("top_k_2m", size=2**21, rule="top_k", value=20_000, batch=1, kv_heads=1, group=1),
     Case("threshold_raw", size=131072, rule="threshold", value=7.0, weights="raw", group=2),
