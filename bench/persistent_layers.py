@@ -59,7 +59,7 @@ class Layers(NamedTuple):
 
 def main() -> None:
     """Times the contenders and prints a table."""
-    parser = report_parser("persistent_layers", __doc__.splitlines()[0])
+    parser = report_parser("persistent_layers", "Time a layer's products in one launch.")
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     args = parser.parse_args()
     if jax.default_backend() != "gpu":

@@ -43,10 +43,8 @@ def plain_product(
     return y if bias is None else y + bias
 
 
-def check_product(
-    x: Float[Array, "*batch in"], matrix: Matrix, bias: Float[Array, "out"] | None = None
-) -> None:
-    """Raises a ValueError unless rows of x can be multiplied with the matrix."""
+def check_product(x: Any, matrix: Matrix, bias: Float[Array, "out"] | None = None) -> None:
+    """Raises a ValueError unless rows of x, of which it needs shape and type, fit the matrix."""
     if not isinstance(matrix, Mapping):
         check_matrix(x, matrix, bias)
         return

@@ -14,10 +14,12 @@ from jsparse.pallas_kernels.residual_norm import residual_norm
 
 def _in_one_launch(x: Any, delta: Any, scale: Any, matrix: Matrix, *bias: Any, eps: float) -> Any:
     if isinstance(matrix, Mapping):
-        from jsparse.pallas_kernels.quantized_product.triton_gpu import norm_product
-    else:
-        from jsparse.pallas_kernels.row_product_triton import norm_product
-    return norm_product(x, delta, scale, matrix, *bias, eps=eps)
+        from jsparse.pallas_kernels.quantized_product.triton_gpu import norm_product as of_blocks
+
+        return of_blocks(x, delta, scale, matrix, *bias, eps=eps)
+    from jsparse.pallas_kernels.row_product_triton import norm_product as of_matrix
+
+    return of_matrix(x, delta, scale, matrix, *bias, eps=eps)
 
 
 def _refusal(x: Any, _: Any, __: Any, matrix: Matrix, *___: Any, **____: Any) -> str | None:

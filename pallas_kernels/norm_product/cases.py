@@ -10,7 +10,9 @@ EPS = 1e-5
 __all__ = ["CASES", "EPS", "OTHERS", "build"]
 
 
-def build(case: Case, seed: int = 0) -> tuple[jnp.ndarray | None, ...]:
+def build(
+    case: Case, seed: int = 0
+) -> tuple[jnp.ndarray, jnp.ndarray, jnp.ndarray, jnp.ndarray, jnp.ndarray | None]:
     """Builds x, delta, scale, the matrix and the bias; equal seeds give equal ones."""
     x, matrix, bias = case.build(seed)
     rng = np.random.default_rng(seed + 1)
