@@ -42,7 +42,11 @@ TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "bool": "i1"}
     for bits in (8, 16, 32, 64)
 }
 CALL = "jsparse.pallas_kernels.triton_call"
-MOSAIC = ("block_sparse", "quantized_product")  # ops of the sanitizer that Mosaic GPU runs
+MOSAIC = (
+    "block_sparse",
+    "quantized_product",
+    "many_rows_product",
+)  # ops of the sanitizer that Mosaic GPU runs
 
 
 class Launch(NamedTuple):

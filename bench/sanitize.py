@@ -31,6 +31,7 @@ from jax.sharding import SingleDeviceSharding
 
 from bench.lib.arguments import recording_parser
 from bench.lib.environment import REPOSITORY, describe
+from jsparse.models.quantized import to_blocks
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode import cases as block_sparse_cases
 from jsparse.pallas_kernels.bounds_append import bounds_append
@@ -189,6 +190,16 @@ def multiplied_norm(_: Any, inputs: Any) -> Any:
 
 def multiplied_gate(_: Any, inputs: Any) -> Any:
     return jax.jit(partial(gated_product, implementation="triton"))(*inputs)
+
+
+def norm_and_blocks(case: Any) -> Any:
+    x, delta, scale, matrix, bias = norm_product_cases.build(case)
+    return x, delta, scale, to_blocks(matrix.T), bias
+
+
+def gate_and_blocks(case: Any) -> Any:
+    gate_up, matrix = gated_cases.build(case)
+    return gate_up, to_blocks(matrix.T)
 
 
 def normed(case: Any, inputs: Any) -> Any:
@@ -413,6 +424,14 @@ OPS = {
         multiplied_gate,
         named(gated_cases.CASES, "one_row rows_left_over odd_sizes narrow"),
         gated_cases.build,
+    ),
+    "norm_product_of_blocks": Op(
+        multiplied_norm,
+        named(norm_product_cases.CASES, "bias rows_left_over narrow"),
+        norm_and_blocks,
+    ),
+    "gated_product_of_blocks": Op(
+        multiplied_gate, named(gated_cases.CASES, "one_row rows_left_over narrow"), gate_and_blocks
     ),
     "residual_norm": Op(normed, named(norm_cases.CASES, "few one_row odd_width")),
     "rope_append": Op(rotated, named(rope_cases.CASES, "plain paged normed odd_width")),

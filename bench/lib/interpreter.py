@@ -1,0 +1,259 @@
+"""Runs Triton kernels on a CPU, in Triton's interpreter, in place of jax-triton.
+
+The interpreter runs one program after the other. Programs that meet cannot be run so: each of them
+gets a thread, and where they meet a barrier of Python's takes the place of counting. Instructions
+that kernels write down in PTX are done in numpy. The process must have started with
+TRITON_INTERPRET=1.
+"""
+
+import ctypes
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+from bench.compile_kernels import CALL, TYPES, Device
+from jsparse.pallas_kernels import triton_meeting
+
+AT_ONCE = 64  # threads: more than ever meet
+PATIENCE = 300  # seconds for which a program waits for others, of which one may have failed
+JUNK = 0x7F  # bytes of what a kernel has to write
+
+
+class Argument:
+    """Holds an array as the interpreter takes one: as bytes at an address."""
+
+    def __init__(self, x: Any) -> None:
+        self.kind = f"*{TYPES[jnp.dtype(x.dtype).name]}"
+        self.shape, self.dtype = x.shape, np.dtype(jnp.dtype(x.dtype))
+        self.bytes = np.full(int(np.prod(x.shape)) * self.dtype.itemsize, JUNK, np.uint8)
+
+    def fill(self, x: Any) -> "Argument":
+        """Copies an array, and returns itself."""
+        self.bytes[:] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        return self
+
+    def array(self) -> jax.Array:
+        return jnp.asarray(self.bytes.view(self.dtype).reshape(self.shape))
+
+
+def triton_call(
+    *arrays: Any,
+    kernel: Any,
+    out_shape: Any,
+    grid: Any,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    input_output_aliases: Any = None,
+    zeroed_outputs: Any = None,
+    **constants: Any,
+) -> Any:
+    """Runs the kernel and returns its results."""
+    shapes, tree = jax.tree.flatten(out_shape)
+    given = [x if isinstance(x, int | float) else Argument(x).fill(np.asarray(x)) for x in arrays]
+    made = [Argument(shape) for shape in shapes]
+    for nth in zeroed_outputs or ():
+        made[nth].bytes[:] = 0
+    for source, target in (input_output_aliases or {}).items():
+        made[target] = given[source]
+    _run(kernel, [*given, *made], constants, (grid,) if isinstance(grid, int) else tuple(grid))
+    return jax.tree.unflatten(tree, [each.array() for each in made])
+
+
+def _run(kernel: Any, given: Sequence[Any], constants: dict[str, Any], grid: tuple) -> None:
+    names = kernel.arg_names
+    named = dict(zip(names, given, strict=False)) | constants
+    scope = interpreter._patch_lang(kernel.fn)
+    scope.set_attr(tl.tensor, "__index__", lambda x: int(_only(x)))
+    scope.set_attr(tl.tensor, "__bool__", lambda x: bool(_only(x)))
+    try:
+        run = kernel.rewrite()
+        call = {name: x if name in constants else _argument(x) for name, x in named.items()}
+        interpreter.interpreter_builder.set_grid_dim(*grid, *[1] * (3 - len(grid)))
+
+        def program(place: tuple[int, ...]) -> None:
+            PLACE.at = place[::-1] + (0,) * (3 - len(place))
+            run(**call)
+
+        # the first axis runs fastest, as on a GPU
+        places = product(*(range(size) for size in grid[::-1]))
+        if "meet" in kernel.fn.__globals__:
+            _side_by_side(program, list(places))
+        else:
+            for place in places:
+                program(place)
+    finally:
+        scope.restore()
+
+
+def _only(x: Any) -> Any:
+    """Returns the number of an array that has but one, which numpy takes for no index."""
+    return x.handle.data.reshape(-1)[0]
+
+
+def _argument(x: Any) -> Any:
+    if not isinstance(x, Argument):
+        return interpreter._implicit_cvt(x)
+    kind, address = tl.str_to_ty(x.kind, None), np.array([x.bytes.ctypes.data], np.uint64)
+    return tl.tensor(interpreter.TensorHandle(address, kind), kind)
+
+
+class _Place(threading.local):
+    """Holds the place of the program that a thread runs, which the interpreter takes for global."""
+
+    at: tuple[int, ...] = (0, 0, 0)
+
+
+PLACE = _Place()
+
+
+def _side_by_side(program: Callable[[Any], None], places: Sequence[Any]) -> None:
+    """Runs programs in threads, started in their order, of which some are there at a time."""
+    room, failed = threading.Semaphore(AT_ONCE), []
+
+    def run(place: Any) -> None:
+        try:
+            program(place)
+        except BaseException as error:  # those that wait for it must not do so forever
+            failed.append(error)
+            for barrier in BARRIERS.values():
+                barrier.abort()
+        finally:
+            room.release()
+
+    BARRIERS.clear()
+    threads = []
+    for place in places:
+        room.acquire()
+        threads.append(threading.Thread(target=run, args=(place,)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+BARRIERS: dict[int, threading.Barrier] = {}  # by the address that programs would count at
+
+
+def _meet(arrived: Any, meetings: Any, programs: Any) -> Any:
+    """Does what `triton_meeting.meet` does, without counting."""
+    count = int(getattr(programs, "value", programs))
+    if count > 1:
+        at = int(_only(arrived))
+        BARRIERS.setdefault(at, threading.Barrier(count)).wait(PATIENCE)
+    return meetings + 1
+
+
+class _Results:
+    """Holds what instructions return, as the interpreter takes it."""
+
+    def __init__(self, *results: Any) -> None:
+        self.get_result = results.__getitem__
+
+
+def _instructions(_: Any, text: str, __: str, values: Any, kinds: Any, *___: Any) -> _Results:
+    given = np.broadcast_arrays(*(value.data for value in values))
+    for key, compute in INSTRUCTIONS.items():
+        if key in text:
+            with np.errstate(all="ignore"):
+                made = compute(*given)
+            pairs = zip(made if isinstance(made, tuple) else (made,), kinds, strict=True)
+            return _Results(*(interpreter.TensorHandle(x, kind.scalar) for x, kind in pairs))
+    raise NotImplementedError(f"the interpreter has no numpy for {text}")
+
+
+def _list_bits(word: Any, first: Any, ids: Any, room: Any, names: Any, shift: Any) -> np.ndarray:
+    """Does what `threshold_select.triton_bits.list_bits` says."""
+    flat = (x.reshape(-1).tolist() for x in (word, first, ids, room, names, shift))
+    for bits, entry, target, left, table, by in zip(*flat, strict=True):
+        while bits and left > 0:
+            found = entry + (bits & -bits).bit_length() - 1
+            if by >= 0:
+                run = found >> by
+                found += (ctypes.c_int32.from_address(table + 4 * run).value - run) << by
+            ctypes.c_int32.from_address(target).value = found
+            bits, target, left = bits & (bits - 1), target + 4, left - 1
+    return np.zeros(word.shape, np.int32)
+
+
+def _half(codes: np.ndarray) -> np.ndarray:
+    return (codes.astype(np.uint16) | 0x6400).view(np.float16)
+
+
+def _log2(x: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(x) < 2.0**-126, -np.inf, np.log2(x)).astype(np.float32)
+
+
+# what tells an instruction from others: how numpy does it
+INSTRUCTIONS: dict[str, Callable[..., Any]] = {
+    "set.ge.f32.f32": lambda x, t: (x >= t).astype(np.float32),
+    "ex2.approx.ftz": lambda x: np.where(x < -126, 0, np.exp2(x)).astype(np.float32),
+    "lg2.approx.ftz": _log2,
+    "mad.lo.s32": lambda x, by, plus: (x.astype(np.int64) * by + plus).astype(np.int32),
+    "brev.b32": _list_bits,
+    "lop3.b32": lambda w: tuple(_half(w >> at & m) for at in (0, 8) for m in (0xF, 0xF0)),
+    "prmt.b32": lambda w: (_half(w & 0xFF), _half(w >> 8 & 0xFF)),
+}
+
+
+def _program_id(_: Any, axis: int) -> Any:
+    return interpreter.TensorHandle(np.array([PLACE.at[axis]], np.int32), tl.int32)
+
+
+def _dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+    """Multiplies matrices; the interpreter alone would take bits of bfloat16 for numbers."""
+    wide = (_cast(builder, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+    return DOT(builder, *wide, *rest)
+
+
+def _cast(builder: Any, x: Any, kind: Any) -> Any:
+    """Casts numbers; to bfloat16 the interpreter alone rounds down, or takes integers for bits."""
+    if tl.bfloat16 not in (x.dtype.scalar, kind.scalar):
+        return CAST(builder, x, kind)
+    given = x.data.view(jnp.bfloat16) if x.dtype.scalar == tl.bfloat16 else x.data
+    made = given.astype(np.float32)
+    if kind.scalar == tl.bfloat16:
+        made = made.astype(jnp.bfloat16).view(np.uint16)
+    elif kind.scalar != tl.float32:
+        return CAST(builder, interpreter.TensorHandle(made, tl.float32), kind)
+    return interpreter.TensorHandle(made, kind.scalar)
+
+
+CAST, DOT = interpreter.InterpreterBuilder.cast_impl, interpreter.InterpreterBuilder.create_dot
+
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """Lets ops find a GPU that runs kernels in the interpreter."""
+    stand_in: Any = types.ModuleType(CALL)
+    stand_in.triton_call = triton_call
+    modules = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("jsparse.pallas_kernels") and hasattr(module, "no_triton")
+    ]
+    device, builder = Device("9.0"), interpreter.InterpreterBuilder
+    with ExitStack() as stack:
+        stack.enter_context(jax.disable_jit())
+        stack.enter_context(patch.dict(sys.modules, {CALL: stand_in}))
+        stack.enter_context(patch.object(jax, "local_devices", lambda *_, **__: [device]))
+        # modules that take it from there do so when they are first used
+        stack.enter_context(patch.object(triton_meeting, "meet", _meet))
+        stack.enter_context(patch.object(builder, "create_inline_asm", _instructions))
+        stack.enter_context(patch.object(builder, "create_get_program_id", _program_id))
+        stack.enter_context(patch.object(builder, "create_dot", _dot))
+        stack.enter_context(patch.object(builder, "cast_impl", _cast))
+        for module in modules:
+            stack.enter_context(patch.object(module, "no_triton", lambda: None))
+        yield

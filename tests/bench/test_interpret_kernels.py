@@ -1,0 +1,57 @@
+"""Tests how bench.interpret_kernels compares, and what it runs where Triton is there."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from bench.interpret_kernels import difference
+from bench.lib.environment import REPOSITORY
+
+WANTED = np.array([[1.0, -200.0, np.inf], [np.nan, 0.0, 3.0]], np.float32)
+TENTH = np.float32(0.1)
+
+
+@pytest.mark.parametrize("got", [WANTED, WANTED + TENTH * np.array([[1], [0]], np.float32)])
+def test_numbers_may_be_a_little_apart(got):
+    assert difference(got, WANTED) is None
+
+
+@pytest.mark.parametrize(
+    ("got", "said"),
+    [
+        (WANTED + TENTH, r"2 of 6, at first \[1, 1\]: 0.1\d* for 0.0"),
+        (np.where(np.isnan(WANTED), TENTH, WANTED), r"1 of 6, at first \[1, 0\]: 0.1\d* for nan"),
+        (np.where(np.isinf(WANTED), TENTH, WANTED), r"1 of 6, at first \[0, 2\]: 0.1\d* for inf"),
+        (WANTED.astype(np.float16), r"float16\[2, 3\] for float32\[2, 3\]"),
+        (WANTED[:1], r"float32\[1, 3\] for float32\[2, 3\]"),
+    ],
+)
+def test_what_is_further_apart_is_told(got, said):
+    assert re.fullmatch(said, difference(got, WANTED) or "")
+
+
+def test_integers_must_be_the_same():
+    assert difference(np.array([1, 2]), np.array([1, 2])) is None
+    assert difference(np.array([1, 2]), np.array([1, 3])) == "1 of 2, at first [1]: 2 for 3"
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
+def test_kernels_do_what_their_references_do():
+    cases = ["--only", "norm_product", "gated_product", "threshold_select", "--cases"]
+    cases += ["bias", "one_row", "top_p_bfloat16", "top_k_long"]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.interpret_kernels", *cases],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 5 and all("as the reference" in line for line in lines)
