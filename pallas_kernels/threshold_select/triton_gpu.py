@@ -7,8 +7,7 @@ several blocks, each of which keeps its part in registers: after every pass over
 each adds up what all have found.
 """
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,228 +15,26 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int32
 
-from jsparse.pallas_kernels.threshold_select.api import Budget, Rule, Threshold, TopK, TopP
+from jsparse.pallas_kernels.threshold_select.api import Budget, Rule
 from jsparse.pallas_kernels.threshold_select.triton_bits import (
     list_entries,
     list_units,
     number_of,
     unite,
 )
-from jsparse.pallas_kernels.threshold_select.triton_search import choose
-from jsparse.pallas_kernels.threshold_select.triton_tiles import (
-    Share,
-    pool,
-    pool_share,
-    post,
-    posted,
-    sum_before,
-    sum_pages,
-    take,
+from jsparse.pallas_kernels.threshold_select.triton_plan import (
+    Lists,
+    SelectTiling,
+    searched_row,
+    shared_row,
 )
-from jsparse.pallas_kernels.triton_meeting import max_programs, meet
+from jsparse.pallas_kernels.threshold_select.triton_pool import pool, pool_share, sum_pages
+from jsparse.pallas_kernels.threshold_select.triton_search import choose
+from jsparse.pallas_kernels.threshold_select.triton_share import Share, post, posted, sum_before
+from jsparse.pallas_kernels.threshold_select.triton_tiles import take
+from jsparse.pallas_kernels.triton_meeting import meet
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
-
-RULES = {TopK: "top_k", TopP: "top_p", Threshold: "threshold", Budget: "budget"}
-
-
-class SelectTiling(NamedTuple):
-    """Describes how a row is shared out; what is chosen depends on it only by the order of sums.
-
-    Under a budget a row's sizes lie beside its scores: tiles have half as many entries, and half as
-    many end a search.
-
-    Attributes:
-        entries: entries of a tile per thread. With more there are fewer threads, which repeat less
-            of the work that every thread does.
-        tile: most entries per tile; 32768 floats are half of a multiprocessor's registers.
-        threads: least number of threads per row.
-        few: most entries that may be drawn out of a row, or listed, to end a search, a power of
-            two; at most one per four threads. 0 draws none.
-        part: entries of a long row that a block takes, a power of two; two or four times as many
-            where that would be more blocks than can meet, or than rows that are only counted are
-            worth. A thread takes 32 then, or more where there are 512.
-    """
-
-    entries: int = 64
-    tile: int = 32768
-    threads: int = 128
-    # drawing took top-p of 64 x 32K from 23.5 to 19.4 us, and of 256 x 32K from 43.4 to 41.6; top-k
-    # of the latter from 39.6 to 44.1 (bench/README.md)
-    few: int = 128
-    part: int = 8192
-
-
-@dataclass(frozen=True)
-class SearchedRow:
-    """Holds the static parameters of a row and its search.
-
-    Attributes:
-        rule: "top_k", "top_p", "threshold" or "budget".
-        value: the rule's number; None where every head has its own.
-        softmax: whether its entries are logits. If not, they are weights, or scores that are only
-            compared.
-        normalised: whether the exponentials of its logits are the weights, whatever their sum.
-        size: number of its entries, and the distance between rows.
-        threads: T of a tile.
-        max_tile: most entries of a tile.
-        few: number of entries that may be drawn to end a search; 0 draws none.
-        parts: the number of blocks that share it, a power of two.
-        posts: how many numbers each of these tells the others at a time.
-    """
-
-    rule: str
-    value: float | None
-    softmax: bool
-    normalised: bool
-    size: int
-    threads: int
-    max_tile: int
-    few: int
-    parts: int = 1
-    posts: int = 4
-
-    @property
-    def runs(self) -> int:
-        """Returns R of a tile."""
-        return max(min(triton.next_power_of_2(self.size), self.max_tile) // (4 * self.threads), 1)
-
-    @property
-    def tile(self) -> int:
-        """Returns the number of entries per tile."""
-        return 4 * self.threads * self.runs
-
-    @property
-    def resident(self) -> bool:
-        """Returns whether the row, or a block's part of it, stays in registers."""
-        return self.size <= self.tile * self.parts
-
-    @property
-    def part(self) -> int:
-        """Returns the most entries that are a block's."""
-        return self.tile if self.parts > 1 else 32 * self.words
-
-    @property
-    def words(self) -> int:
-        """Returns the number of 32-bit words of its bitmap, which covers whole tiles."""
-        return max(-(-self.size // self.tile), self.parts) * self.tile // 32
-
-    @property
-    def words_each(self) -> int:
-        """Returns the number of words of a bitmap that a thread lists at a time."""
-        return max(self.runs // 8, 1)
-
-    @property
-    def slots(self) -> int:
-        """Returns the number of entries that a block may draw or list, into unused bitmaps.
-
-        Blocks that share a row draw into memory of its own.
-        """
-        if self.parts > 1:
-            return min(self.few, self.threads // 4) // self.parts
-        words = self.words if self.sized else 2 * self.words  # a list needs a bitmap itself
-        return min(self.few, self.threads // 4, words) if self.resident else 0
-
-    @property
-    def mass(self) -> bool:
-        """Returns whether the row is searched by its weights rather than its scores."""
-        return self.rule == "top_p"
-
-    @property
-    def sized(self) -> bool:
-        """Returns whether entries count as their sizes rather than as one each."""
-        return self.rule == "budget"
-
-
-@dataclass(frozen=True)
-class Lists:
-    """Holds the static parameters of one launch.
-
-    Attributes:
-        row: the row that is searched, of units or of their tokens.
-        cap: the search that cuts a list to the capacity; None where none can be too long.
-        group: rows of scores per KV head.
-        sharing: KV heads that share a row of sizes.
-        pooled: whether the rows of a group become one before the search. If not, each is searched,
-            and the results are united.
-        by_mass: whether pages are searched by their mass. If not, their tokens are searched.
-        page_size: tokens per unit, where scores are of tokens and units are pages, else 1.
-        capacity: C.
-        with_bits: whether pages carry token bits.
-        with_lengths: whether heads have their own lengths.
-        names: m, per head; 0 lists units as their indices.
-    """
-
-    row: SearchedRow
-    cap: SearchedRow | None
-    group: int
-    sharing: int
-    pooled: bool
-    by_mass: bool
-    page_size: int
-    capacity: int
-    with_bits: bool
-    with_lengths: bool
-    names: int
-
-    @property
-    def rows(self) -> int:
-        """Returns the number of rows that are searched per KV head."""
-        return 1 if self.pooled else self.group
-
-    @property
-    def entries(self) -> int:
-        """Returns the number of entries of the searched row per unit."""
-        return 1 if self.by_mass else self.page_size
-
-    @property
-    def units(self) -> int:
-        """Returns the number of units."""
-        return self.row.size // self.entries
-
-    @property
-    def shift(self) -> int:
-        """Returns log2 of the number of neighbouring units that share a name; -1 without names."""
-        return (self.units // self.names).bit_length() - 1 if self.names else -1
-
-    @property
-    def scores(self) -> int:
-        """Returns the number of scores per row that is given."""
-        return self.row.size * (self.page_size if self.by_mass else 1)
-
-    @property
-    def pages_at_once(self) -> int:
-        """Returns the number of pages that a block sums at a time, 16 tokens per thread."""
-        return max(16 * self.row.threads // self.page_size, 1)
-
-    @property
-    def pooled_at(self) -> int:
-        """Returns where the pooled row lies in a head's floats, behind the masses of pages."""
-        return self.group * self.row.size * self.by_mass
-
-    @property
-    def cap_at(self) -> int:
-        """Returns where in a head's floats the scores lie by which a list is cut."""
-        return self.pooled_at + self.row.size * self.pooled
-
-    @property
-    def floats(self) -> int:
-        """Returns the number of floats in memory that a head needs meanwhile."""
-        if self.row.parts > 1:
-            return 2 * self.row.parts * self.row.posts
-        return self.cap_at + (0 if self.cap is None else self.units)
-
-    @property
-    def cap_word(self) -> int:
-        """Returns where the bitmap of a cut list begins, behind those of the rows."""
-        return 2 * self.rows * self.row.words
-
-    @property
-    def words(self) -> int:
-        """Returns the number of words of bitmaps that a head needs."""
-        if self.row.parts > 1:
-            return self.cap_word + self.row.slots * self.row.parts
-        return self.cap_word + (0 if self.cap is None else 2 * self.cap.words)
 
 
 def threshold_select(
@@ -322,46 +119,6 @@ def threshold_select(
     )
 
 
-def searched_row(
-    rule: Rule, size: int, scored: int, *, softmax: bool, normalised: bool, tiling: SelectTiling
-) -> SearchedRow:
-    """Shares out a row of `size` entries, which are made of `scored` scores."""
-    tile, few = tiling.tile, tiling.few
-    if isinstance(rule, Budget):  # sizes take as many registers as scores
-        tile, few = tile // 2, few // 2
-    threads = min(triton.next_power_of_2(scored), tile) // tiling.entries
-    value = float(rule[0]) if isinstance(rule[0], int | float) else None
-    return SearchedRow(
-        rule=RULES[type(rule)],
-        value=value,
-        softmax=softmax,
-        normalised=normalised,
-        size=size,
-        threads=max(threads, tiling.threads),
-        max_tile=tile,
-        few=few,
-    )
-
-
-def shared_row(row: SearchedRow, rows: int, members: int, tiling: SelectTiling) -> SearchedRow:
-    """Returns the row as several blocks share it, if it is long, and not too long for that.
-
-    Sums of weights depend on how many share a row, and may not depend on the number of rows. Of
-    many rows that are only counted, blocks of their own are faster.
-    """
-    weighed = row.mass or (row.softmax and members > 1)
-    if row.resident:
-        return row
-    for tile in (tiling.part, 2 * tiling.part, 4 * tiling.part):
-        parts, threads = triton.next_power_of_2(-(-row.size // tile)), min(tile // 32, 512)
-        if not weighed and rows * parts > 2 * jax.local_devices()[0].core_count:
-            continue
-        if parts <= min(max_programs(), row.few, threads // 4):
-            posts = max(4, 2 * members)
-            return replace(row, max_tile=tile, threads=threads, parts=parts, posts=posts)
-    return row
-
-
 @triton.jit
 def select_kernel(
     scores,  # [B, K, G, n]
@@ -381,17 +138,7 @@ def select_kernel(
     ROW: tl.constexpr = plan.row
     head = tl.program_id(0) // plan.rows
     g = tl.program_id(0) % plan.rows
-    length = tl.full([], plan.scores, tl.int32)
-    if plan.with_lengths:
-        length = tl.minimum(tl.maximum(tl.load(lengths + head), 0), plan.scores)
-    setting = (
-        tl.load(settings + head).to(tl.float32)
-        if plan.row.value is None
-        else tl.full([], plan.row.value, tl.float32)
-    )
-    if plan.row.rule == "top_k" and plan.entries == 1:
-        # what is not among a row's C best is not in the list
-        setting = tl.minimum(setting, plan.capacity)
+    length, setting = asked(lengths, settings, head, plan)
     wide = head.to(tl.int64)
     row = scores + (wide * plan.group + g) * plan.scores
     sizes += wide // plan.sharing * plan.row.size
@@ -420,6 +167,23 @@ def select_kernel(
 
 
 @triton.jit
+def asked(lengths, settings, head, plan: tl.constexpr):
+    """Returns the number of a head's scores that count, and its rule's number."""
+    length = tl.full([], plan.scores, tl.int32)
+    if plan.with_lengths:
+        length = tl.minimum(tl.maximum(tl.load(lengths + head), 0), plan.scores)
+    setting = (
+        tl.load(settings + head).to(tl.float32)
+        if plan.row.value is None
+        else tl.full([], plan.row.value, tl.float32)
+    )
+    if plan.row.rule == "top_k" and plan.entries == 1:
+        # what is not among a row's C best is not in the list
+        setting = tl.minimum(setting, plan.capacity)
+    return length, setting
+
+
+@triton.jit
 def select_shared_kernel(
     scores,  # [B, K, G, n]; more than one row of a head becomes one
     settings,  # [B, K]
@@ -438,16 +202,7 @@ def select_shared_kernel(
     ROW: tl.constexpr = plan.row
     PARTS: tl.constexpr = plan.row.parts
     head, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    length = tl.full([], plan.scores, tl.int32)
-    if plan.with_lengths:
-        length = tl.minimum(tl.maximum(tl.load(lengths + head), 0), plan.scores)
-    setting = (
-        tl.load(settings + head).to(tl.float32)
-        if plan.row.value is None
-        else tl.full([], plan.row.value, tl.float32)
-    )
-    if plan.row.rule == "top_k":
-        setting = tl.minimum(setting, plan.capacity)
+    length, setting = asked(lengths, settings, head, plan)
     wide = head.to(tl.int64)
     scores += wide * plan.group * plan.scores
     words = bitmaps + wide * plan.words

@@ -27,6 +27,7 @@ from jsparse.pallas_kernels.threshold_select.triton_bits import (
     trim,
     word_index,
 )
+from jsparse.pallas_kernels.threshold_select.triton_share import post, posted, sum_before
 from jsparse.pallas_kernels.threshold_select.triton_tiles import (
     LOG2_E,
     NOTHING,
@@ -39,13 +40,10 @@ from jsparse.pallas_kernels.threshold_select.triton_tiles import (
     measure,
     next_below,
     next_key,
-    post,
-    posted,
     read,
     row_extremes,
     row_moments,
     row_weight,
-    sum_before,
     to_entries,
     with_top,
 )

@@ -4,7 +4,7 @@ A tile is [T, R, 4]: T threads hold R runs of four neighbours each, so that load
 sums over the last two axes need no other thread. A row that fits one tile is read once and stays in
 registers; a longer one is read again by every pass, mostly from L2.
 
-`plan` is a SearchedRow, and Lists in `sum_pages` and `pool`, which make rows from rows.
+`plan` is a SearchedRow.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from jsparse.pallas_kernels.triton_meeting import meet
+from jsparse.pallas_kernels.threshold_select.triton_share import (
+    across,
+    add_pairs,
+    add_triples,
+    extremes,
+)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(float("-inf"))
@@ -31,60 +36,6 @@ class Row(NamedTuple):
     top: Any  # its largest score where weights are relative to it, else 0
     room: Any  # memory for entries that are drawn out of it
     share: Any  # what programs that share it do together
-
-
-class Share(NamedTuple):
-    """Holds the part of a long row that a program has, and what it tells those of the others.
-
-    A post is a number of each program, which all read after they have met. Posts of a meeting are
-    overwritten by those of the one after the next, which no program reaches before all have read.
-    """
-
-    begin: Any  # where its part of the row begins; 0 of a row that is not shared
-    posts: Any  # [2, plan.parts, plan.posts]
-    arrived: Any  # [], 0 before the first meeting
-
-
-@triton.jit
-def post(row, met, i: tl.constexpr, value, plan: tl.constexpr):
-    """Writes this program's ith number for the next meeting, which is number `met`."""
-    part = tl.program_id(0) % plan.parts
-    tl.store(row.share.posts + ((met % 2) * plan.parts + part) * plan.posts + i, value)
-
-
-@triton.jit
-def posted(row, met, i: tl.constexpr, plan: tl.constexpr):
-    """Returns the ith number of all programs, [parts], after a meeting."""
-    part = tl.arange(0, plan.parts)
-    at = row.share.posts + ((met % 2) * plan.parts + part) * plan.posts + i
-    return tl.load(at, cache_modifier=".cg")  # other multiprocessors have written
-
-
-@triton.jit
-def sum_before(numbers, plan: tl.constexpr):
-    """Returns the sum of the numbers of the programs before this one."""
-    earlier = tl.arange(0, plan.parts) < tl.program_id(0) % plan.parts
-    return tl.sum(tl.where(earlier, numbers, 0.0), 0)
-
-
-@triton.jit
-def across(a, b, c, row, met, SUMS: tl.constexpr, plan: tl.constexpr):
-    """Combines three numbers of all programs that share the row, and returns the meetings.
-
-    They are added up, or else, the first is the lowest, the second the highest, and the third 0.
-    """
-    if plan.parts > 1:
-        post(row, met, 0, a, plan)
-        post(row, met, 1, b, plan)
-        post(row, met, 2, c, plan)
-        meet(row.share.arrived, met, plan.parts)
-        all_a, all_b = posted(row, met, 0, plan), posted(row, met, 1, plan)
-        if SUMS:
-            a, b, c = tl.reduce((all_a, all_b, posted(row, met, 2, plan)), 0, add_triples)
-        else:
-            a, b = tl.reduce((all_a, all_b), 0, extremes)
-        met += 1
-    return a, b, c, met
 
 
 @triton.jit
@@ -224,24 +175,6 @@ def multiply_add(x, factor, term):
         is_pure=True,
         pack=1,
     )
-
-
-@triton.jit
-def add_pairs(a, b, c, d):
-    """Combines two sums."""
-    return a + c, b + d
-
-
-@triton.jit
-def add_triples(a, b, c, d, e, f):
-    """Combines three sums."""
-    return a + d, b + e, c + f
-
-
-@triton.jit
-def extremes(low, top, other_low, other_top):
-    """Combines a minimum and a maximum."""
-    return tl.minimum(low, other_low), tl.maximum(top, other_top)
 
 
 @triton.jit
@@ -398,112 +331,3 @@ def next_below(row, hi, met, plan: tl.constexpr):
     best = tl.max(best, 0)
     _, best, _, met = across(best, best, 0.0, row, met, False, plan)
     return best + 0.0, met
-
-
-@triton.jit
-def log_sum(scores, length, plan: tl.constexpr):
-    """Returns the logsumexp of a row in memory, which is not shared; 0 where it has none."""
-    row = take(scores, scores, length, scores, Share(0, scores, scores), plan)
-    row, met = with_top(row, 0, plan)
-    weight, met = row_weight(row, met, plan)
-    return tl.where(weight > 0, row.top + log2(weight) / LOG2_E, 0.0)
-
-
-@triton.jit
-def pool_share(row, GROUP: tl.constexpr, met, plan: tl.constexpr):
-    """Returns the row with what `pool` makes of it and of those that follow it, and the meetings.
-
-    The programs tell each other the largest logit and the weight of each row of theirs.
-    """
-    SIZE: tl.constexpr = plan.size
-    if plan.softmax:
-        for g in tl.static_range(GROUP):
-            x = read(row.scores + g * SIZE, row.share.begin, row.length, plan)
-            top = tl.max(thread_top(x), 0)
-            some = tl.where(top == NOTHING, 0.0, top)
-            post(row, met, 2 * g, top, plan)
-            post(row, met, 2 * g + 1, tl.sum(in_thread(weigh(x, some, plan)[0]), 0), plan)
-        meet(row.share.arrived, met, plan.parts)
-    best = tl.full([plan.threads, plan.runs, 4], NOTHING, tl.float32)
-    for g in tl.static_range(GROUP):
-        offset = 0.0
-        if plan.softmax:
-            tops, weights = posted(row, met, 2 * g, plan), posted(row, met, 2 * g + 1, plan)
-            top = tl.max(tops, 0)
-            some = tl.where(top == NOTHING, 0.0, top)
-            scale = tl.where(tops == NOTHING, 0.0, exp2((tops - some) * LOG2_E))
-            weight = tl.sum(weights * scale, 0)
-            offset = tl.where(weight > 0, some + log2(weight) / LOG2_E, 0.0)
-        x = read(row.scores + g * SIZE, row.share.begin, row.length, plan)
-        best = tl.maximum(best, x - offset)
-    if plan.softmax:
-        met += 1
-    pooled = Row(best, 0.0, row.scores, row.sizes, row.length, 0.0, row.room, row.share)
-    return pooled, met
-
-
-@triton.jit
-def sum_pages(scores, pages, length, plan: tl.constexpr):
-    """Writes the mass of each page of a row: the logsumexp of its logits or the sum of its weights.
-
-    The mass of a page without scores is -inf.
-    """
-    P: tl.constexpr = plan.page_size
-    AT_ONCE: tl.constexpr = plan.pages_at_once
-    t = tl.arange(0, P)[None, :]
-    for start in range(0, plan.units, AT_ONCE):
-        page = start + tl.arange(0, AT_ONCE)[:, None]
-        # whole runs of four are loaded, so that loads stay wide
-        score = tl.load(
-            scores + page * P + t, mask=page * P + t // 4 * 4 < length, other=NOTHING
-        ).to(tl.float32)
-        score = tl.where((page * P + t < length) & (score == score), score, NOTHING)  # nor NaN
-        top = tl.max(score, 1)
-        if plan.row.softmax:
-            some = tl.where(top == NOTHING, 0.0, top)
-            mass = some + log2(tl.sum(exp2((score - some[:, None]) * LOG2_E), 1)) / LOG2_E
-        else:
-            mass = tl.sum(tl.where(score > NOTHING, score, 0.0), 1)
-        mass = tl.where(top == NOTHING, NOTHING, mass)
-        page = start + tl.arange(0, AT_ONCE)
-        tl.store(pages + page, mass, mask=page < plan.units)
-
-
-@triton.jit
-def pool(
-    rows,  # [ROWS, plan.row.size]
-    length,
-    members,  # the bitmap of entries, or None
-    pooled,  # [UNITS]
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    UNITS: tl.constexpr,
-    plan: tl.constexpr,
-):
-    """Writes the largest score of each unit among its `SIZE` entries in `ROWS` rows.
-
-    Logits of several rows are compared as logarithms of normalised weights. Entries that `members`
-    does not list do not count (None: all do); a unit without any gets -inf.
-    """
-    AT_ONCE: tl.constexpr = 16 * plan.row.threads
-    ROW: tl.constexpr = plan.row
-    offsets = ()
-    for g in tl.static_range(ROWS):
-        if plan.row.softmax and ROWS > 1:
-            offsets += (log_sum(rows + g * plan.row.size, length, ROW),)
-        else:
-            offsets += (0.0,)
-    for start in range(0, UNITS, AT_ONCE):
-        unit = start + tl.arange(0, AT_ONCE)
-        best = tl.full([AT_ONCE], NOTHING, tl.float32)
-        for t in range(SIZE):
-            entry = unit * SIZE + t
-            inside = (unit < UNITS) & (entry < length)
-            if members is not None:
-                word = tl.load(members + entry // 32, mask=inside, other=0)
-                inside &= (word >> (entry % 32).to(tl.uint32)) & 1 == 1
-            for g in tl.static_range(ROWS):
-                at = rows + g * plan.row.size + entry
-                score = tl.load(at, mask=inside, other=NOTHING).to(tl.float32)
-                best = tl.maximum(best, score - offsets[g])
-        tl.store(pooled + unit, best, mask=unit < UNITS)
