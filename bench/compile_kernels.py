@@ -1,7 +1,7 @@
 """Does every Triton kernel compile for a GPU that is not here, and what does it take of it?
 
-The small cases of `bench.sanitize` are traced as on a GPU, and each kernel that they would launch
-is compiled to machine code for these architectures: sm_80 (A100), sm_89 (L40S, RTX 4090), sm_90
+The cases of lib/small_cases are traced as on a GPU, and each kernel that they would launch is
+compiled to machine code for these architectures: sm_80 (A100), sm_89 (L40S, RTX 4090), sm_90
 (H100, H200), sm_100 (B200), sm_120 (RTX 5090). No GPU is needed, and nothing runs. Kernels of
 Mosaic GPU are not among them.
 
@@ -98,6 +98,13 @@ def collecting(launches: list[Launch], arch: int) -> Iterator[None]:
         launches.append(Launch(kernel, signature, constants, num_warps, num_stages))
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), out_shape)
 
+    with standing_in(triton_call, arch):
+        yield
+
+
+@contextmanager
+def standing_in(triton_call: Callable[..., Any], arch: int) -> Iterator[None]:
+    """Lets kernels call this in place of jax-triton, and code find a GPU of that architecture."""
     stand_in: Any = types.ModuleType(CALL)
     stand_in.triton_call = triton_call
     asked = [
@@ -183,7 +190,7 @@ def rows_of(ops: dict[str, Any], arches: list[int]) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Compiles all kernels and prints a line for each."""
-    from bench.sanitize import OPS
+    from bench.lib.small_cases import MOSAIC, OPS
 
     triton_ops = {name: op for name, op in OPS.items() if name not in MOSAIC}
     parser = report_parser("compile_kernels", "Compile all Triton kernels without a GPU.")

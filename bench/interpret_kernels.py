@@ -1,9 +1,9 @@
 """Does every Triton kernel compute what its reference does, in Triton's interpreter on a CPU?
 
-The small cases of `bench.sanitize` are run without a GPU, and compared with plain JAX. Numbers may
-be 1/256 of the largest of their row apart, a rounding of bfloat16, or some of their own type;
-integers must be the same. Nothing is compiled, so that a kernel may still fail to, as
-`bench.compile_kernels` tells.
+The cases of lib/small_cases are run without a GPU, and compared with plain JAX. Numbers may be
+1/256 of the largest of their row apart, a rounding of bfloat16, or some of their own type; integers
+must be the same. Programs that meet do so at barriers of Python's. Nothing is compiled, so that a
+kernel may still fail to, as `bench.compile_kernels` tells.
 
     python -m bench.interpret_kernels [--only threshold_select ...] [--cases top_k_long ...]
 
@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.compile_kernels import MOSAIC
 from bench.lib.arguments import recording_parser
 from jsparse.pallas_kernels import dispatch
 
@@ -33,7 +32,7 @@ APART, ROUNDINGS = 2.0**-8, 4
 
 def main() -> None:
     """Prints a line for each case; the exit status is 1 where one differs or fails."""
-    from bench.sanitize import OPS
+    from bench.lib.small_cases import MOSAIC, OPS
 
     ops = {name: op for name, op in OPS.items() if name not in MOSAIC}
     parser = recording_parser("interpret_kernels", "Run the Triton kernels in the interpreter.")

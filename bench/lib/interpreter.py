@@ -7,9 +7,7 @@ TRITON_INTERPRET=1.
 """
 
 import ctypes
-import sys
 import threading
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
@@ -22,7 +20,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-from bench.compile_kernels import CALL, TYPES, Device
+from bench.compile_kernels import TYPES, standing_in
 from jsparse.pallas_kernels import triton_meeting
 
 AT_ONCE = 64  # threads: more than ever meet
@@ -236,24 +234,13 @@ CAST, DOT = interpreter.InterpreterBuilder.cast_impl, interpreter.InterpreterBui
 @contextmanager
 def interpreting() -> Iterator[None]:
     """Lets ops find a GPU that runs kernels in the interpreter."""
-    stand_in: Any = types.ModuleType(CALL)
-    stand_in.triton_call = triton_call
-    modules = [
-        module
-        for name, module in sys.modules.items()
-        if name.startswith("jsparse.pallas_kernels") and hasattr(module, "no_triton")
-    ]
-    device, builder = Device("9.0"), interpreter.InterpreterBuilder
-    with ExitStack() as stack:
+    builder = interpreter.InterpreterBuilder
+    with standing_in(triton_call, 90), ExitStack() as stack:
         stack.enter_context(jax.disable_jit())
-        stack.enter_context(patch.dict(sys.modules, {CALL: stand_in}))
-        stack.enter_context(patch.object(jax, "local_devices", lambda *_, **__: [device]))
         # modules that take it from there do so when they are first used
         stack.enter_context(patch.object(triton_meeting, "meet", _meet))
         stack.enter_context(patch.object(builder, "create_inline_asm", _instructions))
         stack.enter_context(patch.object(builder, "create_get_program_id", _program_id))
         stack.enter_context(patch.object(builder, "create_dot", _dot))
         stack.enter_context(patch.object(builder, "cast_impl", _cast))
-        for module in modules:
-            stack.enter_context(patch.object(module, "no_triton", lambda: None))
         yield

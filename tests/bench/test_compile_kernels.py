@@ -11,7 +11,7 @@ import jax
 
 from bench import compile_kernels
 from bench.compile_kernels import Device, compiled, launched
-from bench.sanitize import OPS
+from bench.lib.small_cases import OPS
 from jsparse.pallas_kernels import dispatch
 
 OP = OPS["place_logits"]

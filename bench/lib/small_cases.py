@@ -1,0 +1,438 @@
+"""Calls every op with a kernel on small cases that cover its branches.
+
+bench.sanitize runs them on a GPU, bench.compile_kernels compiles what they launch, and
+bench.interpret_kernels runs that on a CPU.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from jsparse.models.quantized import to_blocks
+from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
+from jsparse.pallas_kernels.block_sparse_decode import cases as block_sparse_cases
+from jsparse.pallas_kernels.bounds_append import bounds_append
+from jsparse.pallas_kernels.centroid_scores import cases as centroid_cases
+from jsparse.pallas_kernels.centroid_scores import centroid_scores
+from jsparse.pallas_kernels.centroid_update import cases as update_cases
+from jsparse.pallas_kernels.centroid_update import centroid_update
+from jsparse.pallas_kernels.compact_pages import cases as compact_cases
+from jsparse.pallas_kernels.compact_pages import compact_pages
+from jsparse.pallas_kernels.gated_product import cases as gated_cases
+from jsparse.pallas_kernels.gated_product import gated_product
+from jsparse.pallas_kernels.group_means import cases as means_cases
+from jsparse.pallas_kernels.group_means import group_means
+from jsparse.pallas_kernels.int4_append import int4_append
+from jsparse.pallas_kernels.int4_scores import cases as int4_cases
+from jsparse.pallas_kernels.int4_scores import int4_scores
+from jsparse.pallas_kernels.nearest_centroid import cases as nearest_cases
+from jsparse.pallas_kernels.nearest_centroid import nearest_centroid
+from jsparse.pallas_kernels.norm_product import cases as norm_product_cases
+from jsparse.pallas_kernels.norm_product import norm_product
+from jsparse.pallas_kernels.page_bounds import cases as bounds_cases
+from jsparse.pallas_kernels.page_bounds import page_bounds
+from jsparse.pallas_kernels.place_logits import cases as place_cases
+from jsparse.pallas_kernels.place_logits import place_logits
+from jsparse.pallas_kernels.quantized_product import cases as quantized_cases
+from jsparse.pallas_kernels.quantized_product import quantized_product
+from jsparse.pallas_kernels.residual_norm import cases as norm_cases
+from jsparse.pallas_kernels.residual_norm import residual_norm
+from jsparse.pallas_kernels.rope_append import cases as rope_cases
+from jsparse.pallas_kernels.rope_append import rope_append
+from jsparse.pallas_kernels.row_gather import cases as gather_cases
+from jsparse.pallas_kernels.row_gather import row_gather
+from jsparse.pallas_kernels.row_scatter import cases as scatter_cases
+from jsparse.pallas_kernels.row_scatter import row_scatter
+from jsparse.pallas_kernels.runs_to_tokens import cases as runs_cases
+from jsparse.pallas_kernels.runs_to_tokens import runs_to_tokens
+from jsparse.pallas_kernels.shared_counts import cases as shared_cases
+from jsparse.pallas_kernels.shared_counts import shared_counts
+from jsparse.pallas_kernels.skinny_product import cases as skinny_cases
+from jsparse.pallas_kernels.skinny_product import skinny_product
+from jsparse.pallas_kernels.table_candidates import cases as candidate_cases
+from jsparse.pallas_kernels.table_candidates import table_candidates
+from jsparse.pallas_kernels.table_update import cases as table_cases
+from jsparse.pallas_kernels.table_update import table_update
+from jsparse.pallas_kernels.threshold_select import cases as select_cases
+from jsparse.pallas_kernels.threshold_select import threshold_select
+from jsparse.pallas_kernels.token_sparse_decode import cases as token_sparse_cases
+from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
+from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products
+from jsparse.pallas_kernels.window_attention import cases as window_cases
+from jsparse.pallas_kernels.window_attention import window_attention
+
+
+class Op(NamedTuple):
+    """An op under test.
+
+    Attributes:
+        call: calls the op, given a case and its inputs.
+        cases: cases that cover its branches.
+        build: makes the inputs of a case.
+    """
+
+    call: Callable[[Any, Any], Any]
+    cases: Mapping[str, Any]
+    build: Callable[[Any], Any] = lambda case: case.build()
+
+
+def named(cases: Iterable[Any], names: str) -> dict[str, Any]:
+    there = {case.name: case for case in cases}
+    return {name: there[name] for name in names.split()}
+
+
+def attention(op: Callable[..., Any], implementation: str, case: Any, inputs: Any) -> Any:
+    return [
+        jax.jit(partial(op, sm_scale=case.sm_scale, stats=stats, implementation=implementation))(
+            *inputs
+        )
+        for stats in (None, "token_logits", "listed_logits")
+    ]
+
+
+def scores(op: Callable[..., Any], case: Any, inputs: Any) -> Any:
+    return jax.jit(partial(op, sm_scale=case.sm_scale, implementation="triton"))(*inputs)
+
+
+def int4_scored(case: Any, inputs: Any) -> Any:
+    given, kept = inputs
+    score = partial(int4_scores, sm_scale=case.sm_scale, implementation="triton")
+    return jax.jit(score)(*given, **kept)
+
+
+def framed_bounds(case: Any) -> Any:
+    """Returns page bounds' inputs in a frame, and the frame."""
+    frame = bounds_cases.frame_for(case)
+    return (*bounds_cases.build(case, frame=frame), frame)
+
+
+def framed_scores(_: Any, inputs: Any) -> Any:
+    """Takes the bounds of all slots in anew, and scores them."""
+    q, layer, bounds, frame = inputs
+    append = partial(bounds_append, frame=frame, max_new=layer.capacity, implementation="triton")
+    valid, first = layer.lengths[:, 0], jnp.zeros_like(layer.lengths)
+    bounds = jax.jit(append)(bounds, layer, valid, first)
+    score = partial(page_bounds, frame=frame, slack=0.5, implementation="triton")
+    return jax.jit(score)(q, layer, bounds)
+
+
+def placed(case: Any, inputs: Any) -> Any:
+    return [
+        jax.jit(partial(place_logits, stats=stats, **case.sizes, implementation="triton"))(*inputs)
+        for stats in ("token_logits", "page_mass")
+    ]
+
+
+def gathered(_: Any, inputs: Any) -> Any:
+    """Gathers from a pool in the device's memory and from one in the host's."""
+    pool, ids, count = inputs
+    on_host = jax.device_put(
+        pool, SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    )
+    return [
+        jax.jit(partial(row_gather, implementation="triton"))(rows, ids, count)
+        for rows in (pool, on_host)
+    ]
+
+
+def scattered(_: Any, inputs: Any) -> Any:
+    return jax.jit(partial(row_scatter, implementation="triton"), donate_argnums=0)(*inputs)
+
+
+def multiplied(_: Any, inputs: Any) -> Any:
+    return jax.jit(partial(quantized_product, implementation="mosaic"))(*inputs)
+
+
+def multiplied_in_threads(_: Any, inputs: Any) -> Any:
+    return jax.jit(partial(quantized_product, implementation="triton"))(*inputs)
+
+
+def multiplied_row(_: Any, inputs: Any) -> Any:
+    return jax.jit(partial(skinny_product, implementation="triton"))(*inputs)
+
+
+def multiplied_norm(_: Any, inputs: Any) -> Any:
+    eps = norm_product_cases.EPS
+    return jax.jit(partial(norm_product, eps=eps, implementation="triton"))(*inputs)
+
+
+def multiplied_gate(_: Any, inputs: Any) -> Any:
+    return jax.jit(partial(gated_product, implementation="triton"))(*inputs)
+
+
+def norm_and_blocks(case: Any) -> Any:
+    x, delta, scale, matrix, bias = norm_product_cases.build(case)
+    return x, delta, scale, to_blocks(matrix.T), bias
+
+
+def gate_and_blocks(case: Any) -> Any:
+    gate_up, matrix = gated_cases.build(case)
+    return gate_up, to_blocks(matrix.T)
+
+
+def normed(case: Any, inputs: Any) -> Any:
+    return jax.jit(partial(residual_norm, eps=case.eps, implementation="triton"))(*inputs)
+
+
+def rotated(_: Any, inputs: Any) -> Any:
+    heads, *rest = inputs
+
+    def run(qkv: Any, *rest: Any) -> Any:
+        return rope_append(heads._replace(qkv=qkv), *rest, implementation="triton")
+
+    return jax.jit(run, donate_argnums=1)(heads.qkv, *rest)
+
+
+def listed_runs(_: Any, inputs: Any) -> Any:
+    arrays, capacity = inputs
+    return jax.jit(partial(runs_to_tokens, capacity=capacity, implementation="triton"))(*arrays)
+
+
+def centroids_scored(_: Any, inputs: Any) -> Any:
+    return jax.jit(partial(centroid_scores, implementation="triton"))(*inputs)
+
+
+def averaged(case: Any, inputs: Any) -> Any:
+    op = partial(group_means, max_groups=case.max_groups, implementation="triton")
+    return jax.jit(op)(*inputs)
+
+
+def nearest(_: Any, inputs: Any) -> Any:
+    return jax.jit(partial(nearest_centroid, implementation="triton"))(*inputs)
+
+
+def updated(case: Any, inputs: Any) -> Any:
+    op = partial(centroid_update, normalise=case.normalise, implementation="triton")
+    return jax.jit(op)(*inputs)
+
+
+def attended_by_window(_: Any, inputs: Any) -> Any:
+    """Takes the shares of every head and those of groups, of competing slots and of all."""
+    op = partial(window_attention, implementation="triton")
+    ways = (op, partial(op, group="max"), partial(op, over="held"))
+    return [jax.jit(way)(*inputs) for way in ways]
+
+
+def candidates(_: Any, inputs: Any) -> Any:
+    op = partial(table_candidates, **inputs.kwargs, implementation="triton", rule=inputs.rule)
+    return jax.jit(op)(*inputs[:3])
+
+
+def tables_updated(_: Any, inputs: Any) -> Any:
+    """Writes in place."""
+    op = partial(table_update, **inputs.kwargs, implementation="triton")
+    return jax.jit(op, donate_argnums=(0, 1))(*inputs[:5])
+
+
+def listed_products(case: Any, inputs: Any) -> Any:
+    """Multiplies every query by the rows that its KV head lists."""
+    q, layer, listed = inputs[:3]
+    grouped = q.reshape(*layer.lengths.shape, -1, q.shape[-1])
+    return jax.jit(products)(grouped, layer.k, layer, listed.ids)
+
+
+def shared(case: Any, inputs: Any) -> Any:
+    return jax.jit(partial(shared_counts, **case.bounds, implementation="triton"))(*inputs)
+
+
+def compacted(_: Any, inputs: Any) -> Any:
+    """Compacts in place."""
+    layer, keep, rewrite = inputs
+    return jax.jit(partial(compact_pages, implementation="triton"), donate_argnums=0)(
+        layer, keep, rewrite=rewrite
+    )
+
+
+def appended(append: Callable[..., Any], _: Any, inputs: Any) -> Any:
+    """Appends in place."""
+    return jax.jit(partial(append, implementation="triton"), donate_argnums=0)(*inputs)
+
+
+def int4_appended(_: Any, inputs: Any) -> Any:
+    """Appends in place."""
+    given, kept = inputs
+    return jax.jit(partial(int4_append, implementation="triton"), donate_argnums=0)(*given, **kept)
+
+
+def int4_inputs(case: Any) -> Any:
+    """Returns inputs that score, and how keys are kept."""
+    return int4_cases.build(case), int4_cases.options(case)
+
+
+def int4_append_inputs(case: Any) -> Any:
+    """Returns inputs that append each head's last five tokens, or all that it has, once more."""
+    (q, layer, keys, _), kept = int4_inputs(case)
+    k = jnp.ones((case.batch, 5, case.kv_heads, q.shape[-1]), layer.k.dtype)
+    return (keys, layer, k, jnp.full(case.batch, 5), jnp.maximum(layer.lengths - 5, 0)), kept
+
+
+def bounds_append_inputs(case: Any) -> Any:
+    """Returns the same for the page bounds."""
+    built = bounds_cases.build(case)
+    return (
+        built.bounds,
+        built.layer,
+        jnp.full(case.batch, 5),
+        jnp.maximum(built.layer.lengths - 5, 0),
+    )
+
+
+BOUNDS_CASES = "scrambled head_dim_40 bfloat16 codes codes_scrambled codes_head_dim_40"
+MOSAIC_CASES = [
+    *(case for case in block_sparse_cases.CASES if case.head_dim < 256),
+    block_sparse_cases.Case("head_dim_256", head_dim=256, group=16, dense="mixed"),
+    block_sparse_cases.Case(
+        "many_splits", head_dim=128, num_pages=300, dense="mixed", table="scrambled"
+    ),
+]
+OPS = {
+    "threshold_select": Op(
+        lambda case, i: threshold_select(i.scores, i.rule, **i.kwargs, implementation="triton"),
+        named(
+            select_cases.CASES,
+            "top_p_union_capped top_k_per_head top_k_max_raw threshold_max "
+            "top_p_bfloat16 top_k_long top_k_long_max budget_ties budget_capped mass_top_p "
+            "mass_capped bits_capped touched",
+        ),
+    ),
+    "page_bounds": Op(
+        partial(scores, page_bounds),
+        named(bounds_cases.CASES, f"ragged head_dim_256 {BOUNDS_CASES}"),
+        bounds_cases.build,
+    ),
+    "page_bounds_framed": Op(
+        framed_scores,
+        named(bounds_cases.CASES, "codes codes_scrambled codes_head_dim_40"),
+        framed_bounds,
+    ),
+    "token_sparse": Op(
+        partial(attention, token_sparse_decode, "triton"),
+        named(
+            token_sparse_cases.CASES,
+            "scrambled dense_and_sparse empty_list bfloat16_96 bfloat16_256 long_lists_of_all",
+        ),
+    ),
+    "block_sparse": Op(
+        partial(attention, block_sparse_decode, "mosaic"),
+        named(
+            MOSAIC_CASES, "bits_16 dense_and_bits all_dense head_dim_96 head_dim_256 many_splits"
+        ),
+        lambda case: replace(case, dtype="bfloat16").build(),
+    ),
+    "block_sparse_rows": Op(
+        partial(attention, block_sparse_decode, "triton"),
+        named(
+            MOSAIC_CASES, "bits_16 dense_and_bits all_dense head_dim_96 head_dim_256 many_splits"
+        ),
+        lambda case: replace(case, dtype="bfloat16").build(),
+    ),
+    "int4_scores": Op(
+        int4_scored,
+        named(
+            int4_cases.CASES,
+            "whole_scrambled whole_head_dim_96 8_of_128_channels bits_16 dense_and_sparse "
+            "whole_in_frame_pages_of_64 in_frame_head_dim_40 in_frame_32_channels",
+        ),
+        int4_inputs,
+    ),
+    "int4_append": Op(
+        int4_appended,
+        named(
+            int4_cases.CASES,
+            "whole_scrambled whole_head_dim_96 8_of_128_channels bfloat16 "
+            "in_frame_head_dim_40 in_frame_32_channels",
+        ),
+        int4_append_inputs,
+    ),
+    "bounds_append": Op(
+        partial(appended, partial(bounds_append, max_new=5)),
+        named(bounds_cases.CASES, f"head_dim_256 {BOUNDS_CASES}"),
+        bounds_append_inputs,
+    ),
+    "centroid_scores": Op(
+        centroids_scored,
+        named(
+            centroid_cases.CASES,
+            "any radii_bfloat16 group_of_20 odd many_blocks float16 units bytes",
+        ),
+    ),
+    "compact_pages": Op(
+        compacted,
+        named(
+            compact_cases.CASES, "scrambled every_other_head pages_of_64 head_dim_96 many_chunks"
+        ),
+    ),
+    "place_logits": Op(
+        placed, named(place_cases.CASES, "any dense_and_listed pages_of_24 many_pages")
+    ),
+    "shared_counts": Op(
+        shared, named(shared_cases.CASES, "shares zeros absent an_empty_list odd_slots bfloat16")
+    ),
+    "quantized_product": Op(
+        multiplied, named(quantized_cases.CASES, "few sixteen chunks_left_over")
+    ),
+    "many_rows_product": Op(
+        multiplied, named(quantized_cases.OTHERS, "many_rows many_rows_left_over")
+    ),
+    "few_rows_product": Op(
+        multiplied_in_threads,
+        named(
+            (*quantized_cases.CASES, *quantized_cases.OTHERS), "one_row columns_left_over one_block"
+        ),
+    ),
+    "skinny_product": Op(
+        multiplied_row, named(skinny_cases.CASES, "one_row bias rows_left_over odd_sizes narrow")
+    ),
+    "norm_product": Op(
+        multiplied_norm,
+        named(norm_product_cases.CASES, "one_row bias rows_left_over odd_sizes narrow"),
+        norm_product_cases.build,
+    ),
+    "gated_product": Op(
+        multiplied_gate,
+        named(gated_cases.CASES, "one_row rows_left_over odd_sizes narrow"),
+        gated_cases.build,
+    ),
+    "norm_product_of_blocks": Op(
+        multiplied_norm,
+        named(norm_product_cases.CASES, "bias rows_left_over narrow"),
+        norm_and_blocks,
+    ),
+    "gated_product_of_blocks": Op(
+        multiplied_gate, named(gated_cases.CASES, "one_row rows_left_over narrow"), gate_and_blocks
+    ),
+    "residual_norm": Op(normed, named(norm_cases.CASES, "few one_row odd_width")),
+    "rope_append": Op(rotated, named(rope_cases.CASES, "plain paged normed odd_width")),
+    "row_gather": Op(gathered, named(gather_cases.CASES, "far_ids large_pages odd_width")),
+    "row_scatter": Op(scattered, named(scatter_cases.CASES, "rows pages odd_width")),
+    "runs_to_tokens": Op(
+        listed_runs,
+        named(runs_cases.CASES, "shared cut_in_a_long_run one_slot many_blocks outside odd"),
+    ),
+    "nearest_centroid": Op(
+        nearest, named(nearest_cases.CASES, "any float32 few_points odd wide bytes")
+    ),
+    "group_means": Op(averaged, named(means_cases.CASES, "any float32 few_groups odd wide")),
+    "centroid_update": Op(updated, named(update_cases.CASES, "any radii_of_points odd all_in_one")),
+    "listed_products": Op(
+        listed_products, named(token_sparse_cases.CASES, "scrambled bfloat16_96 bfloat16_256")
+    ),
+    "table_candidates": Op(
+        candidates,
+        named(
+            candidate_cases.CASES,
+            "best_ragged best_odd best_long paper_ragged paper_few paper_long",
+        ),
+    ),
+    "table_update": Op(tables_updated, named(table_cases.CASES, "any penalty odd one_slot long")),
+    "window_attention": Op(
+        attended_by_window, named(window_cases.CASES, "scrambled bias group_of_16 group_of_7 llama")
+    ),
+}
+# those that Mosaic GPU runs
+MOSAIC = ("block_sparse", "quantized_product", "many_rows_product")
