@@ -22,7 +22,7 @@ def _in_one_launch(x: Any, delta: Any, scale: Any, matrix: Matrix, *bias: Any, e
     return of_matrix(x, delta, scale, matrix, *bias, eps=eps)
 
 
-def _refusal(x: Any, _: Any, __: Any, matrix: Matrix, *___: Any, **____: Any) -> str | None:
+def _refusal(x: Any, delta: Any, scale: Any, matrix: Matrix, *_: Any, **__: Any) -> str | None:
     return no_one_launch(x, matrix)
 
 
