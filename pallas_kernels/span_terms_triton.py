@@ -14,21 +14,23 @@ import triton.language as tl
 from jaxtyping import Array, Float, Float32
 
 from jsparse.model_facts.key_constants import KeyFrame
+from jsparse.pallas_kernels.mean_query_triton import load_queries
 
 SPANS, QUERIES = 16, 32  # per program: small, since one row alone has few queries
 
 
 def span_terms(
-    q: Float[Array, "B N H"], frame: KeyFrame, cols: int
+    q: Float[Array, "B N H"], frame: KeyFrame, cols: int, mean: int = 1
 ) -> Float32[Array, "B K spans cols"]:
     """Computes the terms, with the query heads of a group beside each other.
 
-    Columns past the group's size have no meaning.
+    `mean` query heads that follow each other count as one, their mean. Columns past a group's
+    number of these have no meaning.
     """
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, heads, head_dim), (spans, _) = q.shape, frame.angles.shape
-    kv_heads, rows = frame.mid.shape[0], batch * heads
+    kv_heads, rows = frame.mid.shape[0], batch * heads // mean
     return triton_call(
         q,
         frame.mid,
@@ -40,7 +42,8 @@ def span_terms(
         num_stages=1,
         S=spans,
         K=kv_heads,
-        G=heads // kv_heads,
+        G=heads // mean // kv_heads,
+        MEAN=mean,
         ROWS=rows,
         HALF=head_dim // 2,
         PAIRS=max(16, triton.next_power_of_2(head_dim // 2)),
@@ -59,6 +62,7 @@ def terms_kernel(
     S: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
+    MEAN: tl.constexpr,
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -71,9 +75,9 @@ def terms_kernel(
     query = tl.program_id(1) * COLS + tl.arange(0, COLS)
     pair = tl.arange(0, PAIRS)
     inside = (pair < HALF)[:, None] & (query < ROWS)[None, :]
-    q_at = query[None, :] * (2 * HALF) + pair[:, None]
-    q_low = tl.load(q_ptr + q_at, mask=inside, other=0.0).to(tl.float32)
-    q_high = tl.load(q_ptr + q_at + HALF, mask=inside, other=0.0).to(tl.float32)
+    q_at = q_ptr + query[None, :] * (MEAN * 2 * HALF) + pair[:, None]
+    q_low = load_queries(q_at, inside, 2 * HALF, MEAN).to(tl.float32)
+    q_high = load_queries(q_at + HALF, inside, 2 * HALF, MEAN).to(tl.float32)
     mid_at = (query // G % K)[None, :] * (2 * HALF) + pair[:, None]
     low = tl.load(mid_ptr + mid_at, mask=inside, other=0.0)
     high = tl.load(mid_ptr + mid_at + HALF, mask=inside, other=0.0)

@@ -117,7 +117,7 @@ def framed_scores(_: Any, inputs: Any) -> Any:
     append = partial(bounds_append, frame=frame, max_new=layer.capacity, implementation="triton")
     valid, first = layer.lengths[:, 0], jnp.zeros_like(layer.lengths)
     bounds = jax.jit(append)(bounds, layer, valid, first)
-    score = partial(page_bounds, frame=frame, slack=0.5, implementation="triton")
+    score = partial(page_bounds, frame=frame, slack=0.5, group="mean", implementation="triton")
     return jax.jit(score)(q, layer, bounds)
 
 
@@ -296,8 +296,8 @@ OPS = {
         named(
             select_cases.CASES,
             "top_p_union_capped top_k_per_head top_k_max_raw threshold_max "
-            "top_p_bfloat16 top_k_long top_k_long_max budget_ties budget_capped mass_top_p "
-            "mass_capped bits_capped touched",
+            "top_p_bfloat16 top_k_long top_k_long_max always always_masked always_long "
+            "budget_ties budget_capped mass_top_p mass_capped bits_capped touched",
         ),
     ),
     "page_bounds": Op(
@@ -305,9 +305,14 @@ OPS = {
         named(bounds_cases.CASES, f"ragged head_dim_256 {BOUNDS_CASES}"),
         bounds_cases.build,
     ),
+    "page_bounds_of_means": Op(
+        partial(scores, partial(page_bounds, group="mean")),
+        named(bounds_cases.CASES, "group_of_7 bfloat16 codes_group_of_7"),
+        bounds_cases.build,
+    ),
     "page_bounds_framed": Op(
         framed_scores,
-        named(bounds_cases.CASES, "codes codes_scrambled codes_head_dim_40"),
+        named(bounds_cases.CASES, "codes codes_head_dim_40 codes_group_of_7"),
         framed_bounds,
     ),
     "token_sparse": Op(

@@ -20,7 +20,7 @@ from jsparse.cache import CacheSpec, LayerCache, StepView, physical_pages, read_
 from jsparse.hooks import State
 from jsparse.hyper_parameters import one_of, whole_number
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
-from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
+from jsparse.pallas_kernels.threshold_select import Always, TopK, threshold_select
 from jsparse.policies.sidecars import sidecar
 from jsparse.policy import Policy
 from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
@@ -55,11 +55,13 @@ def arkvale(budget: int = 1024, rank: BallRank = "bound") -> Policy:
         newest = (held.lengths[..., None] - 1) // held.page_size
         balls = jnp.minimum(newest[..., 0] + 1, held.num_pages)
         scores = centroid_scores(q, center, balls, radius if rank == "bound" else None)
-        nth = jnp.arange(held.num_pages, dtype=jnp.int32)
-        best = jnp.max(scores, axis=-1, keepdims=True)
-        scores = jnp.where(nth == newest, best + jnp.abs(best) + 1, scores)
         chosen = threshold_select(
-            scores[:, :, None], TopK(pages), capacity=pages, granularity="page", weights="raw"
+            scores[:, :, None],
+            TopK(pages),
+            capacity=pages,
+            granularity="page",
+            weights="raw",
+            always=Always(held.lengths, sink=0, recent=1, unit=held.page_size),
         )
         return chosen, None, state
 

@@ -6,10 +6,9 @@ layers, so they are picked regardless of it.
 
 from dataclasses import replace
 
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Float32
 
-from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
+from jsparse.pallas_kernels.threshold_select import Always, TopK, threshold_select
 from jsparse.pallas_kernels.threshold_select.api import Rule, WeightKind
 from jsparse.selection import Granularity, Selection, union, window
 from jsparse.shapes import Lengths
@@ -29,9 +28,9 @@ def pick(
 ) -> Selection:
     """Picks units by a rule, those of the first `sink` and last `recent` slots among them.
 
-    TopK counts them: they are lifted above all others, so that they are its first picks, and where
-    k is less than their number it takes the best of them. The other rules pick as ever, and the
-    units are added. With sink=0 and recent=0 the rule alone decides.
+    TopK counts them: they are its first picks, and where k is less than their number it takes the
+    best of them. The other rules pick as ever, and the units are added. With sink=0 and recent=0
+    the rule alone decides.
 
     Args:
         scores: the scores of pages or tokens for `threshold_select`; -inf past a head's tokens.
@@ -44,14 +43,14 @@ def pick(
         unit: the number of slots of a unit.
         weights: the kind of the scores.
     """
-    if isinstance(rule, TopK) and sink + recent:
-        scores = _lifted(scores, _always(lengths, sink, recent, scores.shape[-1], unit))
+    counted = isinstance(rule, TopK) and sink + recent > 0
     picked = threshold_select(
         scores[:, :, None],
         rule,
         capacity=capacity,
         granularity=granularity,
         weights=weights,
+        always=Always(lengths, sink, recent, unit) if counted else None,
     )
     if isinstance(rule, TopK) or not sink + recent:
         return picked
@@ -64,21 +63,3 @@ def pick(
         granularity=granularity,
     )
     return union(picked, replace(always, bits=None), scores.shape[-1])
-
-
-def _always(
-    lengths: Lengths, sink: int, recent: int, units: int, unit: int
-) -> Bool[Array, "B K units"]:
-    """Marks the units that hold one of the first `sink` or last `recent` slots of a head."""
-    first, held = jnp.arange(units) * unit, lengths[..., None]
-    newest = jnp.minimum(first + unit, held) > held - recent
-    return (first < held) & ((first < sink) | newest)
-
-
-def _lifted(
-    scores: Float32[Array, "B K units"], marked: Bool[Array, "B K units"]
-) -> Float32[Array, "B K units"]:
-    """Raises the marked scores above all others and keeps the order among them."""
-    best = scores.max(-1, keepdims=True)
-    lowest = jnp.where(marked, scores, jnp.inf).min(-1, keepdims=True)
-    return jnp.where(marked, scores + (best - lowest + 1), scores)

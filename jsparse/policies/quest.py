@@ -16,10 +16,7 @@ those of Qwen2, would make every step of the codes coarse.
 """
 
 from functools import partial
-from typing import Literal, NamedTuple, get_args
-
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from typing import NamedTuple, get_args
 
 from jsparse.builder import builder
 from jsparse.cache import LayerCache, StepView
@@ -30,13 +27,13 @@ from jsparse.pallas_kernels import key_bounds
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
 from jsparse.pallas_kernels.page_bounds import page_bounds
-from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
+from jsparse.pallas_kernels.page_bounds.api import GroupQueries
+from jsparse.pallas_kernels.threshold_select import Always, TopK, threshold_select
 from jsparse.policies.sidecars import framed_sidecar, sidecar
 from jsparse.policy import Policy
 from jsparse.shapes import Queries
 
 FORMS: dict[str | None, type[Bounds]] = {None: PageBounds, "uint8": PageBounds8}
-GroupQueries = Literal["mean", "max"]
 
 
 class Settings(NamedTuple):
@@ -101,19 +98,17 @@ def select(settings: Settings, state: State, layer: int, q: Queries, view: StepV
     """Lists the pages of largest q·mid + slack · |q|·half, and the newest."""
     held = view.layers[layer]
     pages = min(max(settings.budget // held.page_size, 1), held.num_pages)
-    ranked_for = _mean_queries(q, held.lengths.shape[1]) if settings.group == "mean" else q
     frame = frame_at(view, layer) if settings.framed else None
-    scores = page_bounds(ranked_for, held, state[layer], frame=frame, slack=settings.slack)
-    nth = jnp.arange(held.num_pages, dtype=jnp.int32)
-    newest = nth == (held.lengths[..., None] - 1) // held.page_size
-    scores = jnp.where(newest, jnp.max(scores, axis=-1, keepdims=True) + 1, scores)
+    scores = page_bounds(
+        q, held, state[layer], frame=frame, slack=settings.slack, group=settings.group
+    )
+    newest = Always(held.lengths, sink=0, recent=1, unit=held.page_size)
     chosen = threshold_select(
-        scores[:, :, None], TopK(pages), capacity=pages, granularity="page", weights="raw"
+        scores[:, :, None],
+        TopK(pages),
+        capacity=pages,
+        granularity="page",
+        weights="raw",
+        always=newest,
     )
     return chosen, None, state
-
-
-def _mean_queries(q: Float[Array, "B N H"], kv_heads: int) -> Float[Array, "B K H"]:
-    """Returns the mean query of every group, in q's dtype."""
-    grouped = q.reshape(q.shape[0], kv_heads, -1, q.shape[-1])
-    return jnp.mean(grouped, axis=2, dtype=jnp.float32).astype(q.dtype)

@@ -1,5 +1,7 @@
 """Scores pages by how much a token of theirs could score: Quest ranks pages by it."""
 
+from typing import Literal, get_args
+
 import jax
 from jaxtyping import Array, Float, Float32
 
@@ -10,6 +12,8 @@ from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8, check_frame
 from jsparse.pallas_kernels.page_bounds import reference
 from jsparse.selection import nothing
+
+GroupQueries = Literal["mean", "max"]
 
 
 def _values_refused(q: Array, layer: LayerCache, bounds: PageBounds, **_: object) -> str | None:
@@ -52,6 +56,7 @@ def page_bounds(
     *,
     frame: KeyFrame | None = None,
     slack: float = 1.0,
+    group: GroupQueries = "max",
     sm_scale: float | None = None,
     implementation: str | None = None,
 ) -> Float32[Array, "B K M"]:
@@ -59,7 +64,9 @@ def page_bounds(
 
     With mid and half the middle and half the range of a page's keys, the score is
 
-        sm_scale · max over the group of (q·mid + slack · |q|·half).
+        sm_scale · max over the group of (q·mid + slack · |q|·half),
+
+    or, without the maximum, that of the group's mean query.
 
     With a slack of 1 this is Σ_d max(q_d · high_d, q_d · low_d), the bound from "Quest: Query-Aware
     Sparsity for Efficient Long-Context LLM Inference" (Tang et al., arXiv:2406.10774): up to
@@ -77,6 +84,8 @@ def page_bounds(
             bits.
         frame: the frame that 8-bit bounds are kept in; None where it is K's own.
         slack: the part of half the range that counts, from 0 to 1.
+        group: "max" for the greatest score of a group's queries, "mean" for the score of their
+            mean, rounded to their dtype.
         sm_scale: the factor of the logits, above 0; None is 1/√H.
         implementation: "triton", "reference", or None to pick.
 
@@ -85,7 +94,7 @@ def page_bounds(
 
     Raises:
         ValueError: shapes do not fit together, bounds in K's dtype are given a frame, slack is not
-            from 0 to 1, or sm_scale is not above 0.
+            from 0 to 1, there is no such `group`, or sm_scale is not above 0.
     """
     check_shapes("page_bounds", "page", q, layer, nothing(layer.lengths))
     pages = jax.ShapeDtypeStruct((layer.k.shape[0], layer.k.shape[2]), layer.k.dtype)
@@ -98,6 +107,8 @@ def page_bounds(
     check_frame(bounds, layer, frame)
     if not 0 <= slack <= 1:
         raise ValueError(f"slack={slack}: must be a number from 0 to 1")
+    if group not in get_args(GroupQueries):
+        raise ValueError(f"group={group!r}: must be one of {list(get_args(GroupQueries))}")
     if sm_scale is not None and not sm_scale > 0:
         raise ValueError(
             f"sm_scale={sm_scale}: must be above 0, or what bounds q·k does not bound the logit"
@@ -112,5 +123,6 @@ def page_bounds(
         bounds,
         frame=frame,
         slack=float(slack),
+        group=group,
         sm_scale=sm_scale,
     )

@@ -21,6 +21,7 @@ from jsparse.cache import LayerCache
 from jsparse.model_facts import key_constants
 from jsparse.model_facts.key_constants import KeyFrame
 from jsparse.pallas_kernels.key_bounds import PageBounds8
+from jsparse.pallas_kernels.mean_query_triton import load_queries
 from jsparse.pallas_kernels.page_bounds.triton_gpu import (
     BoundsTiling,
     by_head,
@@ -38,6 +39,7 @@ def page_bounds(
     bounds: PageBounds8,
     *,
     slack: float,
+    group: str,
     sm_scale: float,
     frame: KeyFrame | None = None,
     tiling: BoundsTiling | None = None,
@@ -53,9 +55,12 @@ def page_bounds(
     }
     tiling = tiling or default_tiling(q.shape[2], 1)
     absent = layer.lengths  # stands in for arrays that the call lacks; never read
-    group = q.shape[1] // layer.lengths.shape[1]
-    of_frame = (absent,) * 2 if frame is None else (frame.key_scale, span_terms(q, frame, group))
-    return launch(codes_kernel, q, bounds, layer, tiling, slack, constants, of_frame)
+    members = q.shape[1] // layer.lengths.shape[1]
+    mean = members if group == "mean" else 1
+    of_frame = (absent,) * 2
+    if frame is not None:
+        of_frame = frame.key_scale, span_terms(q, frame, members // mean, mean)
+    return launch(codes_kernel, q, bounds, layer, tiling, slack, group, constants, of_frame)
 
 
 @triton.jit
@@ -83,6 +88,7 @@ def _query(
     pair,
     K: tl.constexpr,
     G: tl.constexpr,
+    MEAN: tl.constexpr,
     EACH: tl.constexpr,
     COLS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -96,10 +102,9 @@ def _query(
     """
     col, channel = tl.arange(0, COLS), tl.arange(0, 2 * WIDTH)
     head, whole = col // EACH, col % EACH == 1
-    at = (pair * G + head)[:, None] * (2 * WORDS) + channel[None, :]
-    q = tl.load(
-        q_ptr + at, mask=(head < G)[:, None] & (channel < 2 * WORDS)[None, :], other=0.0
-    ).to(tl.float32)
+    at = (pair * G + head)[:, None] * (MEAN * 2 * WORDS) + channel[None, :]
+    inside = (head < G)[:, None] & (channel < 2 * WORDS)[None, :]
+    q = load_queries(q_ptr + at, inside, 2 * WORDS, MEAN).to(tl.float32)
     if FRAMED:
         # a pair of rotated channels, whose reach is one, are as far apart as there are words
         reach_at = key_scale_ptr + pair % K * WORDS + channel % WORDS
@@ -137,6 +142,7 @@ def codes_kernel(
     P: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
+    MEAN: tl.constexpr,
     SLACK: tl.constexpr,
     EACH: tl.constexpr,
     COLS: tl.constexpr,
@@ -151,7 +157,7 @@ def codes_kernel(
     last = tl.minimum(first + BLOCK * TILES, M)
     row, word = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
     even, odd, even_low, odd_low, total, unit = _query(
-        q_ptr, key_scale_ptr, pair, K, G, EACH, COLS, WORDS, WIDTH, FRAMED
+        q_ptr, key_scale_ptr, pair, K, G, MEAN, EACH, COLS, WORDS, WIDTH, FRAMED
     )
     unit *= SCALE
     used = tl.minimum(tl.cdiv(tl.load(lengths_ptr + pair), P), M)

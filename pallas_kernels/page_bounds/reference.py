@@ -15,10 +15,13 @@ def page_bounds(
     bounds: Bounds,
     *,
     slack: float,
+    group: str,
     sm_scale: float,
     frame: KeyFrame | None = None,
 ) -> Float32[Array, "B K M"]:
     """Implements `api.page_bounds` in plain jnp."""
+    if group == "mean":
+        q = mean_queries(q, layer.lengths.shape[1])
     scaled = q if frame is None else scaled_queries(q, frame)
     grouped = scaled.astype(jnp.float32).reshape(*layer.lengths.shape, -1, q.shape[-1])
 
@@ -37,6 +40,12 @@ def page_bounds(
         scores += terms[..., first_slots // SPAN]
     used = first_slots < layer.lengths[..., None]
     return jnp.where(used, sm_scale * jnp.max(scores, axis=2), -jnp.inf)
+
+
+def mean_queries(q: Float[Array, "B N H"], kv_heads: int) -> Float[Array, "B K H"]:
+    """Returns the mean query of every group, in q's dtype."""
+    grouped = q.reshape(q.shape[0], kv_heads, -1, q.shape[-1])
+    return jnp.mean(grouped, axis=2, dtype=jnp.float32).astype(q.dtype)
 
 
 def _by_head(pool: Float[Array, "pages H"], layer: LayerCache) -> Float32[Array, "B K M H"]:

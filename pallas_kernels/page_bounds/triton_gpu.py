@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds
+from jsparse.pallas_kernels.mean_query_triton import load_queries
 
 
 class BoundsTiling(NamedTuple):
@@ -54,6 +55,7 @@ def page_bounds(
     bounds: PageBounds,
     *,
     slack: float,
+    group: str,
     sm_scale: float,
     frame: None = None,
     tiling: BoundsTiling | None = None,
@@ -73,6 +75,7 @@ def page_bounds(
         layer,
         tiling or default_tiling(head_dim, q.dtype.itemsize),
         slack,
+        group,
         constants,
     )
 
@@ -84,6 +87,7 @@ def launch(
     layer: LayerCache,
     tiling: BoundsTiling,
     slack: float,
+    group: str,
     constants: Mapping[str, Any],
     more: Sequence[Array] = (),
 ) -> Float32[Array, "B K M"]:
@@ -97,7 +101,8 @@ def launch(
     tiles = triton.cdiv(pages, tiling.block)
     everywhere = tiling.programs * jax.local_devices()[0].core_count
     per_program = min(triton.cdiv(tiles * batch * heads, everywhere), tiling.max_tiles)
-    group, table = q.shape[1] // heads, layer.block_table
+    members, table = q.shape[1] // heads, layer.block_table
+    queries = 1 if group == "mean" else members
     columns = 1 if slack == 1 else 2
     return triton_call(
         q,
@@ -116,10 +121,11 @@ def launch(
         TILES=per_program,
         M=pages,
         P=layer.page_size,
-        G=group,
+        G=queries,
+        MEAN=members // queries,
         SLACK=slack,
         EACH=columns,
-        COLS=max(8, columns * triton.next_power_of_2(group)),  # 8 is the least N of an MMA
+        COLS=max(8, columns * triton.next_power_of_2(queries)),  # 8 is the least N of an MMA
         HAS_TABLE=table is not None,
         **constants,
     )
@@ -157,6 +163,7 @@ def bounds_kernel(
     M: tl.constexpr,
     P: tl.constexpr,
     G: tl.constexpr,
+    MEAN: tl.constexpr,
     SLACK: tl.constexpr,
     EACH: tl.constexpr,
     COLS: tl.constexpr,
@@ -171,8 +178,8 @@ def bounds_kernel(
     last = tl.minimum(first + BLOCK * TILES, M)
     row, col, channel = tl.arange(0, BLOCK), tl.arange(0, COLS), tl.arange(0, CHANNELS)
     of, whole = col // EACH, (col % EACH == 1)[:, None]
-    q_at = q_ptr + (pair * G + of)[:, None] * H + channel[None, :]
-    q = tl.load(q_at, mask=(of < G)[:, None] & (channel < H)[None, :], other=0.0)
+    q_at = q_ptr + (pair * G + of)[:, None] * (MEAN * H) + channel[None, :]
+    q = load_queries(q_at, (of < G)[:, None] & (channel < H)[None, :], H, MEAN)
     zeros = tl.zeros_like(q)
     positive = tl.trans(tl.where((q > 0) | whole, q, zeros))
     negative = tl.trans(tl.where((q < 0) | whole, q, zeros))

@@ -1,6 +1,7 @@
 """From scores to a Selection: see `api.threshold_select`."""
 
 from jsparse.pallas_kernels.threshold_select.api import (
+    Always,
     Budget,
     Threshold,
     TopK,
@@ -8,4 +9,4 @@ from jsparse.pallas_kernels.threshold_select.api import (
     threshold_select,
 )
 
-__all__ = ["Budget", "Threshold", "TopK", "TopP", "threshold_select"]
+__all__ = ["Always", "Budget", "Threshold", "TopK", "TopP", "threshold_select"]

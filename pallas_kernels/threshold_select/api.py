@@ -47,6 +47,27 @@ class Budget(NamedTuple):
 
 
 Rule = TopK | TopP | Threshold | Budget
+
+
+class Always(NamedTuple):
+    """Names the units that TopK chooses before all others, best first.
+
+    They hold one of the first `sink` or last `recent` slots of a head; what has no score is not
+    chosen even so.
+
+    Attributes:
+        lengths: the number of slots that each head holds.
+        sink: a number of slots.
+        recent: a number of slots.
+        unit: the number of slots of a unit.
+    """
+
+    lengths: Lengths
+    sink: int
+    recent: int
+    unit: int
+
+
 OutputGranularity = Literal["token", "page", "page_mass", "bits", "touched"]
 WeightKind = Literal["softmax", "raw"]
 GroupMerge = Literal["union", "max"]
@@ -63,6 +84,7 @@ def threshold_select(
     group: GroupMerge = "union",
     lengths: Lengths | None = None,
     names: Int32[Array, "B K m"] | None = None,
+    always: Always | None = None,
     implementation: str | None = None,
 ) -> Selection:
     """Selects the units that each KV head attends to, from the scores of its query heads.
@@ -93,6 +115,8 @@ def threshold_select(
         names: the ids under which units are listed, ascending; None is their indices. Each names
             S = units / m neighbours: unit i is listed as names[…, i // S]·S + i % S, so that pages'
             names serve for their tokens.
+        always: the units that come before all others, where TopK chooses once per KV head among
+            the units scored; None is none.
         implementation: "triton", "reference", or None to pick.
 
     Returns:
@@ -108,6 +132,8 @@ def threshold_select(
     _check_rule(rule, scores)
     if isinstance(rule, Budget):
         _check_sizes(rule.sizes, scores, granularity)
+    if always is not None:
+        _check_always(always, rule, scores, granularity, group)
     return run(
         "threshold_select",
         implementation,
@@ -121,6 +147,7 @@ def threshold_select(
         group=group,
         lengths=lengths,
         names=names,
+        always=always,
     )
 
 
@@ -238,3 +265,21 @@ def _check_sizes(sizes: Array, scores: Array, granularity: str) -> None:
             f"sizes={sizes.dtype}{[*shape]}: must be integers [B, K or 1, n], [B, K, n] = "
             f"{[batch, heads, units]}"
         )
+
+
+def _check_always(always: Always, rule: Rule, scores: Array, granularity: str, group: str) -> None:
+    once = scores.shape[2] == 1 or group == "max"
+    if not isinstance(rule, TopK) or granularity not in ("token", "page") or not once:
+        raise ValueError(
+            "always: must be None unless a TopK chooses once per KV head among the units "
+            f"scored, not {type(rule).__name__} with granularity={granularity!r}, "
+            f"group={group!r} and G={scores.shape[2]}"
+        )
+    if always.lengths.shape != scores.shape[:2]:
+        raise ValueError(
+            f"always.lengths.shape={always.lengths.shape}: must be [B, K] = {scores.shape[:2]}"
+        )
+    for name, least in (("sink", 0), ("recent", 0), ("unit", 1)):
+        value = getattr(always, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"always.{name}={value!r}: must be an integer of at least {least}")

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jsparse.pallas_kernels.threshold_select.api import Budget, Rule, Threshold, TopK, TopP
+from jsparse.pallas_kernels.threshold_select.api import Always, Budget, Rule, Threshold, TopK, TopP
 
 JUNK = 1e30
 
@@ -42,6 +42,8 @@ class Case:
         spread: standard deviation of the scores.
         ragged: whether heads have their own lengths, 0, 1 and n among them.
         span: number of neighbouring units that share a name; None passes no names.
+        always: `sink`, `recent` and `unit` of what comes before all others; heads hold up to
+            n · unit slots, 0, 1 and all of them among these numbers. None is nothing.
         dtype: type of the scores.
     """
 
@@ -63,6 +65,7 @@ class Case:
     spread: float = 3.0
     ragged: bool = False
     span: int | None = None
+    always: tuple[int, int, int] | None = None
     dtype: str = "float32"
 
     @property
@@ -80,6 +83,11 @@ class Case:
             lengths = rng.integers(1, self.size + 1, heads)
             lengths.flat[:3] = self.size, 0, 1
             scores = np.where(np.arange(self.size) < lengths[..., None, None], scores, JUNK)
+        always = None
+        if self.always is not None:
+            held = rng.integers(1, self.size * self.always[2] + 1, heads)
+            held.flat[:3] = self.size * self.always[2], 0, 1
+            always = Always(jax.device_put(np.asarray(held, np.int32)), *self.always)
         value = self.value
         if self.per_head:
             value = self.value * rng.uniform(0.5, 1.0, heads)
@@ -104,6 +112,7 @@ class Case:
             "group": self.pool,
             "lengths": None if lengths is None else jax.device_put(np.asarray(lengths, np.int32)),
             "names": None if self.span is None else _names(self.units // self.span, heads, rng),
+            "always": always,
         }
         return Inputs(jax.device_put(np.asarray(scores, self.dtype)), rule, kwargs)
 
@@ -196,9 +205,18 @@ CASES = (
         granularity="page",
         ragged=True,
     ),
+    _top_k("always", value=20, always=(3, 30, 8), granularity="page", weights="raw"),
+    _top_k("always_too_many", value=6, always=(40, 40, 1), capacity=4),
+    _top_k("always_masked", value=20, always=(4, 9, 1), like="masked", ragged=True),
+    _top_k("always_constant", value=60, always=(0, 50, 2), like="constant", per_head=True),
+    _top_k("always_huge", value=12, always=(0, 1, 16), spread=1e36, weights="raw"),
+    _top_k("always_max", value=12, always=(5, 0, 3), group=4, pool="max", span=8),
     Case("top_p_max", group=4, pool="max", capacity=20),
     # several programs share such rows
     _top_k("top_k_long", value=700, size=33333, like="ties", ragged=True),
+    _top_k(
+        "always_long", value=700, size=40000, batch=1, kv_heads=3, always=(4, 64, 1), ragged=True
+    ),
     _top_k("top_k_long_max", value=700, size=40000, batch=1, group=3, pool="max", capacity=700),
     Case("top_p_long", size=40000, value=0.7, ragged=True),
     Case("threshold", rule="threshold", value=0.01),

@@ -5,12 +5,13 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jsparse.pallas_kernels.threshold_select.api import Budget, Rule, Threshold, TopK, TopP
+from jsparse.pallas_kernels.threshold_select.api import Always, Budget, Rule, Threshold, TopK, TopP
 from jsparse.partials import softmax_partial
 from jsparse.selection import Selection, from_page_mask, from_token_mask
 from jsparse.shapes import Lengths
 from jsparse.threshold import budget_mask, ordered, top_k_ids, top_k_mask, top_p_mask
 
+TINY = 2.0**-100  # above it by little is still a normal number
 MIN_WEIGHT = 2.0**-125  # part of the row's largest weight below which float32 is not relied on
 
 
@@ -25,6 +26,7 @@ def threshold_select(
     group: str,
     lengths: Lengths | None,
     names: Int32[Array, "B K m"] | None,
+    always: Always | None,
 ) -> Selection:
     """Implements `api.threshold_select` in plain jnp."""
     rows = scores.astype(jnp.float32)
@@ -37,6 +39,8 @@ def threshold_select(
     normalised = group == "max" and rows.shape[2] > 1
     if normalised:
         rows = pooled(rows, softmax)[:, :, None]
+    if always is not None:
+        rows = lifted(rows, always_chosen(always, rows.shape[-1])[:, :, None])
     if granularity == "token" and isinstance(rule, TopK) and rows.shape[2] == 1:
         listed = heaviest(rows[:, :, 0], rule, capacity)
         return listed if names is None else named(listed, names, rows.shape[-1] // names.shape[-1])
@@ -65,6 +69,24 @@ def heaviest(rows: Float32[Array, "B K n"], rule: TopK, capacity: int) -> Select
     keys = jnp.where(jnp.isneginf(rows), 0, ordered(rows))
     k = jnp.broadcast_to(jnp.clip(jnp.asarray(rule[0]), 1, capacity), rows.shape[:-1])
     return Selection(*top_k_ids(keys, k, capacity), granularity="token")
+
+
+def always_chosen(always: Always, units: int) -> Bool[Array, "B K n"]:
+    """Marks the units that come before all others."""
+    first, held = jnp.arange(units) * always.unit, always.lengths[..., None]
+    newest = jnp.minimum(first + always.unit, held) > held - always.recent
+    return (first < held) & ((first < always.sink) | newest)
+
+
+def lifted(
+    rows: Float32[Array, "B K 1 n"], marked: Bool[Array, "B K 1 n"]
+) -> Float32[Array, "B K 1 n"]:
+    """Raises the marked scores above all others, in the order that they have."""
+    known = rows > -jnp.inf
+    top = rows.max(-1, keepdims=True)
+    low = jnp.where(known, rows, jnp.inf).min(-1, keepdims=True)
+    floor = jnp.where(jnp.abs(top) < TINY, TINY, jnp.nextafter(top, jnp.inf))
+    return jnp.where(marked & known, jnp.maximum(rows + (top - low), floor), rows)
 
 
 def named(listed: Selection, names: Int32[Array, "B K m"], span: int) -> Selection:

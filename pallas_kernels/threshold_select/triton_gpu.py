@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int32
 
-from jsparse.pallas_kernels.threshold_select.api import Budget, Rule
+from jsparse.pallas_kernels.threshold_select.api import Always, Budget, Rule
 from jsparse.pallas_kernels.threshold_select.triton_bits import (
     list_entries,
     list_units,
@@ -48,6 +48,7 @@ def threshold_select(
     group: str,
     lengths: Lengths | None,
     names: Int32[Array, "B K m"] | None,
+    always: Always | None,
     tiling: SelectTiling | None = None,
 ) -> Selection:
     """Implements `api.threshold_select` with jax-triton."""
@@ -63,6 +64,7 @@ def threshold_select(
         scored,
         softmax=weights == "softmax",
         normalised=pooled,
+        always=always,
         tiling=tiling or SelectTiling(),
     )
     units = scored // page_size
@@ -74,7 +76,7 @@ def threshold_select(
     whole = not (by_mass or (members > 1 and not pooled) or granularity == "bits")
     if fits and whole and units == row.size and row.rule in ("top_k", "top_p"):
         row = shared_row(row, batch * heads, members, tiling or SelectTiling())
-    by_score = {"rule": "top_k", "value": None, "softmax": False, "normalised": False}
+    by_score = {"rule": "top_k", "value": None, "softmax": False, "normalised": False, "unit": 0}
     plan = Lists(
         row=row,
         cap=None if fits else replace(row, size=units, **by_score),
@@ -105,6 +107,7 @@ def threshold_select(
         scores if sizes is None else sizes,
         scores if lengths is None else lengths,
         scores if names is None else names,
+        scores if always is None else always.lengths,
         kernel=select_kernel if alone else select_shared_kernel,
         out_shape=outputs,
         grid=(batch * heads * plan.rows * row.parts,),
@@ -126,6 +129,7 @@ def select_kernel(
     sizes,  # [B, K / plan.sharing, n], read where plan.row.sized
     lengths,  # [B, K]
     names,  # [B, K, m]
+    held,  # [B, K], read where plan.row.unit
     ids,  # [B, K, C]
     count,  # [B, K]
     bits,  # [B, K, C], or [1] without bits
@@ -155,7 +159,8 @@ def select_kernel(
         tl.debug_barrier()
         row = floats + plan.pooled_at
     words = bitmaps + 2 * g * plan.row.words
-    choose(take(row, sizes, length, words, Share(0, row, row), ROW), words, setting, 0, ROW)
+    searched = take(row, sizes, length, words, Share(0, row, row), held + head, ROW)
+    choose(searched, words, setting, 0, ROW)
     last = True
     if plan.rows > 1:
         # release this row's bitmap, acquire those of the rows that finished before
@@ -190,6 +195,7 @@ def select_shared_kernel(
     sizes,  # not read
     lengths,  # [B, K]
     names,  # [B, K, m]
+    held,  # [B, K], read where plan.row.unit
     ids,  # [B, K, C]
     count,  # [B, K]
     bits,  # not written
@@ -208,7 +214,7 @@ def select_shared_kernel(
     words = bitmaps + wide * plan.words
     begin = part * plan.row.tile
     share = Share(begin, floats + wide * plan.floats, arrived + head)
-    row, met = take(scores, scores, length, words + plan.cap_word, share, ROW), 0
+    row, met = take(scores, scores, length, words + plan.cap_word, share, held + head, ROW), 0
     if plan.pooled:
         row, met = pool_share(row, plan.group, met, ROW)
     met = choose(row, words, setting, met, ROW)
@@ -258,7 +264,8 @@ def write_list(
                 tl.full([], plan.units, tl.int32),
                 tl.full([], plan.capacity, tl.float32),
             )
-            units = take(best, best, every, kept, Share(0, best, best), CAP)  # has no sizes
+            # it has no sizes, and none of it comes before all others
+            units = take(best, best, every, kept, Share(0, best, best), ids, CAP)
             choose(units, kept, limit, 0, CAP)
             total = list_units(bitmaps, kept, length, names, ids, bits, True, plan)
     tl.store(count, total)

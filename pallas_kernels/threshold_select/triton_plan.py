@@ -6,9 +6,10 @@ from typing import NamedTuple
 import jax
 import triton
 
-from jsparse.pallas_kernels.threshold_select.api import Budget, Rule, Threshold, TopK, TopP
+from jsparse.pallas_kernels.threshold_select.api import Always, Budget, Rule, Threshold, TopK, TopP
 from jsparse.pallas_kernels.triton_meeting import max_programs
 
+FIRST = ("sink", "recent", "unit")
 RULES = {TopK: "top_k", TopP: "top_p", Threshold: "threshold", Budget: "budget"}
 
 
@@ -55,6 +56,8 @@ class SearchedRow:
         few: number of entries that may be drawn to end a search; 0 draws none.
         parts: the number of blocks that share it, a power of two.
         posts: how many numbers each of these tells the others at a time.
+        sink, recent, unit: the entries that come before all others, as `api.Always` names them;
+            a unit of 0 names none.
     """
 
     rule: str
@@ -67,6 +70,9 @@ class SearchedRow:
     few: int
     parts: int = 1
     posts: int = 4
+    sink: int = 0
+    recent: int = 0
+    unit: int = 0
 
     @property
     def runs(self) -> int:
@@ -212,7 +218,14 @@ class Lists:
 
 
 def searched_row(
-    rule: Rule, size: int, scored: int, *, softmax: bool, normalised: bool, tiling: SelectTiling
+    rule: Rule,
+    size: int,
+    scored: int,
+    *,
+    softmax: bool,
+    normalised: bool,
+    always: Always | None,
+    tiling: SelectTiling,
 ) -> SearchedRow:
     """Shares out a row of `size` entries, which are made of `scored` scores."""
     tile, few = tiling.tile, tiling.few
@@ -229,6 +242,7 @@ def searched_row(
         threads=max(threads, tiling.threads),
         max_tile=tile,
         few=few,
+        **({} if always is None else {name: getattr(always, name) for name in FIRST}),
     )
 
 

@@ -10,7 +10,7 @@ from jsparse.pallas_kernels.threshold_select.triton_share import Share, post, po
 from jsparse.pallas_kernels.threshold_select.triton_tiles import (
     LOG2_E,
     NOTHING,
-    Row,
+    changed,
     exp2,
     in_thread,
     log2,
@@ -27,7 +27,7 @@ from jsparse.pallas_kernels.triton_meeting import meet
 @triton.jit
 def log_sum(scores, length, plan: tl.constexpr):
     """Returns the logsumexp of a row in memory, which is not shared; 0 where it has none."""
-    row = take(scores, scores, length, scores, Share(0, scores, scores), plan)
+    row = take(scores, scores, length, scores, Share(0, scores, scores), scores, plan)
     row, met = with_top(row, 0, plan)
     weight, met = row_weight(row, met, plan)
     return tl.where(weight > 0, row.top + log2(weight) / LOG2_E, 0.0)
@@ -62,8 +62,7 @@ def pool_share(row, GROUP: tl.constexpr, met, plan: tl.constexpr):
         best = tl.maximum(best, x - offset)
     if plan.softmax:
         met += 1
-    pooled = Row(best, 0.0, row.scores, row.sizes, row.length, 0.0, row.room, row.share)
-    return pooled, met
+    return changed(row, best, 0.0, row.top, row.first), met
 
 
 @triton.jit

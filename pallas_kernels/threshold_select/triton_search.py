@@ -40,11 +40,12 @@ from jsparse.pallas_kernels.threshold_select.triton_tiles import (
     measure,
     next_below,
     next_key,
-    read,
+    read_row,
     row_extremes,
     row_moments,
     row_weight,
     to_entries,
+    with_first_raised,
     with_top,
 )
 from jsparse.pallas_kernels.triton_meeting import meet
@@ -77,18 +78,23 @@ def choose(
 
     Of a shared row each program writes its part. Returns the meetings.
     """
-    scores, sizes, length = row.scores, row.sizes, row.length
+    sizes, length = row.sizes, row.length
     if plan.mass or plan.rule == "threshold":
         row, met = with_top(row, met, plan)
     hi, end = 0.0, length
     if plan.rule == "threshold":
         t, ties, met = fixed(row, setting, met, plan)
     else:
+        low, top = 0.0, 0.0
+        if not plan.mass:
+            low, top, met = row_extremes(row, met, plan)
+            if plan.unit:
+                row, top = with_first_raised(row, low, top, plan)
         row, total, mean, spread, met = row_moments(row, met, plan)
         if plan.mass:
             lo, hi, wanted, enough = mass_bracket(row, setting, total, plan)
         else:
-            lo, hi, wanted, enough, met = count_bracket(row, setting, total, met, plan)
+            lo, hi, wanted, enough = count_bracket(low, top, setting, total, plan)
         bracket = Bracket(lo, hi, total, total * 0.0)
         t, ties, end, met = search(row, words, bracket, wanted, enough, mean, spread, met, plan)
     begin = row.share.begin
@@ -97,7 +103,7 @@ def choose(
         mark(row.x, own, begin, t, ties, end, plan)
     else:
         for start in range(0, length, plan.tile):
-            tile = to_entries(read(scores, start, length, plan), row.top, plan)
+            tile = to_entries(read_row(row, start, plan), row.top, plan)
             mark(tile, words + start // 32, start, t, ties, end, plan)
     tl.debug_barrier()
     if ties != ALL_TIES:
@@ -153,21 +159,18 @@ def mass_bracket(row, p, total, plan: tl.constexpr):
 
 
 @triton.jit
-def count_bracket(row, k, total, met, plan: tl.constexpr):
+def count_bracket(low, top, k, total, plan: tl.constexpr):
     """Returns a bracket of the wanted threshold, the number wanted, and the number that is enough.
-
-    The last result is the meetings.
 
     Under a budget the wanted threshold is that of the first entry that does not fit, which keeps
     more than the budget.
     """
-    low, top, met = row_extremes(row, met, plan)
     hi = from_key(key(top) + 1)
     if plan.sized:
         budget = tl.maximum(k, 0.0)
-        return low, hi, budget + 1.0, budget, met
+        return low, hi, budget + 1.0, budget
     wanted = tl.minimum(tl.maximum(k, 1.0), total)
-    return low, hi, wanted, wanted, met
+    return low, hi, wanted, wanted
 
 
 @triton.jit

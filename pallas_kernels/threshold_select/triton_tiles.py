@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from jsparse.pallas_kernels.threshold_select import reference
 from jsparse.pallas_kernels.threshold_select.triton_share import (
     across,
     add_pairs,
@@ -22,7 +23,16 @@ from jsparse.pallas_kernels.threshold_select.triton_share import (
 LOG2_E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(float("-inf"))
 MIN_LOG = tl.constexpr(-126.0)  # of 2^-126, the least weight: it is below what can be chosen
+TINY = tl.constexpr(reference.TINY)
 SMALLEST = tl.constexpr(2.0**-125)  # more than the weight of what cannot be chosen
+
+
+class First(NamedTuple):
+    """Holds what raises the scores that come before all others; read where plan.unit."""
+
+    held: Any  # [], the slots that the head holds
+    lift: Any  # what is added to these scores
+    floor: Any  # the least that they become
 
 
 class Row(NamedTuple):
@@ -36,6 +46,7 @@ class Row(NamedTuple):
     top: Any  # its largest score where weights are relative to it, else 0
     room: Any  # memory for entries that are drawn out of it
     share: Any  # what programs that share it do together
+    first: Any  # what makes scores come before all others
 
 
 @triton.jit
@@ -51,6 +62,24 @@ def read(row, start, length, plan: tl.constexpr, PAST: tl.constexpr = NOTHING):
         inside &= start + entry < plan.size
     scores = tl.load(row + start + entry, mask=inside, other=PAST).to(tl.float32)
     return tl.where(start + entry < length, scores, PAST)
+
+
+@triton.jit
+def read_row(row, start, plan: tl.constexpr):
+    """Loads a tile of a row as it is searched: what comes before all others is raised."""
+    return raised(read(row.scores, start, row.length, plan), row, start, plan)
+
+
+@triton.jit
+def raised(scores, row, start, plan: tl.constexpr):
+    """Raises the scores of a tile that come before all others."""
+    if plan.unit:
+        slot = (start + first_of_runs(plan) + tl.arange(0, 4)[None, None, :]) * plan.unit
+        held = tl.load(row.first.held)
+        newest = tl.minimum(slot + plan.unit, held) > held - plan.recent
+        first = (slot < held) & ((slot < plan.sink) | newest) & (scores > NOTHING)
+        scores = tl.where(first, tl.maximum(scores + row.first.lift, row.first.floor), scores)
+    return scores
 
 
 @triton.jit
@@ -208,12 +237,37 @@ def log2(x):
 
 
 @triton.jit
-def take(scores, sizes, length, room, share, plan: tl.constexpr):
-    """Returns the Row at `scores`, or a program's part of it, read where it is resident."""
+def take(scores, sizes, length, room, share, held, plan: tl.constexpr):
+    """Returns the Row at `scores`, or a program's part of it, read where it is resident.
+
+    Nothing is raised yet.
+    """
     x = tl.zeros([1], tl.float32)
     if plan.resident:
         x = read(scores, share.begin, length, plan)
-    return Row(x, 0.0, scores, sizes, length, 0.0, room, share)
+    return Row(x, 0.0, scores, sizes, length, 0.0, room, share, First(held, 0.0, 0.0))
+
+
+@triton.jit
+def changed(row, x, each, top, first):
+    """Returns the row with another tile, counts of its entries, top, and what comes first."""
+    scores, sizes, length, room, share = row.scores, row.sizes, row.length, row.room, row.share
+    return Row(x, each, scores, sizes, length, top, room, share, first)
+
+
+@triton.jit
+def with_first_raised(row, low, top, plan: tl.constexpr):
+    """Returns the row with what comes before all others above them, and its largest score.
+
+    `low` and `top` are its extremes, by whose distance those scores rise: they keep their order.
+    """
+    lift = top - low
+    floor = tl.where(tl.abs(top) < TINY, TINY, from_key(key(top) + 1))
+    row = changed(row, row.x, row.each, row.top, First(row.first.held, lift, floor))
+    if plan.resident:
+        x = raised(row.x, row, row.share.begin, plan)
+        row = changed(row, x, row.each, row.top, row.first)
+    return row, tl.maximum(top + lift, floor)
 
 
 @triton.jit
@@ -230,13 +284,8 @@ def with_top(row, met, plan: tl.constexpr):
             best = tl.maximum(best, thread_top(read(row.scores, start, row.length, plan)))
     top = tl.max(best, 0)
     _, top, _, met = across(top, top, 0.0, row, met, False, plan)
-    return with_score(row, tl.where(top == NOTHING, 0.0, top)), met
-
-
-@triton.jit
-def with_score(row, top):
-    """Returns the row with this as its largest score."""
-    return Row(row.x, row.each, row.scores, row.sizes, row.length, top, row.room, row.share)
+    top = tl.where(top == NOTHING, 0.0, top)
+    return changed(row, row.x, row.each, top, row.first), met
 
 
 @triton.jit
@@ -286,15 +335,14 @@ def row_moments(row, met, plan: tl.constexpr):
         b = tl.full([plan.threads], 0.0, tl.float32)
         c = tl.full([plan.threads], 0.0, tl.float32)
         for start in range(0, row.length, plan.tile):
-            tile = read(row.scores, start, row.length, plan)
+            tile = read_row(row, start, plan)
             a, b, c = add_triples(a, b, c, *moments(tile, row, start, plan)[2:])
     a, b, c = tl.reduce((a, b, c), 0, add_triples)
     total, first, second, met = across(a, b, c, row, met, True, plan)
     share = 1.0 / tl.maximum(total, SMALLEST)
     mean = first * share
     spread = tl.sqrt(tl.maximum(second * share - mean * mean, 0.0))
-    row = Row(x, each, row.scores, row.sizes, row.length, row.top, row.room, row.share)
-    return row, total, mean, spread, met
+    return changed(row, x, each, row.top, row.first), total, mean, spread, met
 
 
 @triton.jit
@@ -305,7 +353,7 @@ def measure(row, t, u, met, plan: tl.constexpr):
     else:
         a, b = tl.full([plan.threads], 0.0, tl.float32), tl.full([plan.threads], 0.0, tl.float32)
         for start in range(0, row.length, plan.tile):
-            tile = to_entries(read(row.scores, start, row.length, plan), row.top, plan)
+            tile = to_entries(read_row(row, start, plan), row.top, plan)
             counts = counted(tile, row, start, plan)
             a += above(tile, counts, t)
             b += above(tile, counts, u)
@@ -325,7 +373,7 @@ def next_below(row, hi, met, plan: tl.constexpr):
     else:
         best = tl.full([plan.threads], NOTHING, tl.float32)
         for start in range(0, row.length, plan.tile):
-            tile = to_entries(read(row.scores, start, row.length, plan), row.top, plan)
+            tile = to_entries(read_row(row, start, plan), row.top, plan)
             counts = counted(tile, row, start, plan)
             best = tl.maximum(best, highest_below(tile, counts, hi, plan))
     best = tl.max(best, 0)

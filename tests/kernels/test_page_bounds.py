@@ -21,7 +21,7 @@ from jsparse.pallas_kernels.page_bounds import page_bounds
 from jsparse.pallas_kernels.page_bounds.cases import CASES, Codes, build, frame_for
 
 by_name = {case.name: case for case in CASES}
-compiled = jax.jit(page_bounds, static_argnames=("slack", "sm_scale"))
+compiled = jax.jit(page_bounds, static_argnames=("slack", "sm_scale", "group"))
 score = partial(compiled, sm_scale=1.0)
 read_heads = jax.jit(kv.read_heads)
 in_codes = [case for case in CASES if isinstance(case, Codes)]
@@ -57,8 +57,10 @@ def numbers(bounds):
     return scale * low + zero, scale * high + zero
 
 
-def slow(q, layer, bounds, slack, sm_scale):
+def slow(q, layer, bounds, slack, sm_scale, mean=False):
     q, (low, high) = np.asarray(q, np.float64), numbers(bounds)
+    if mean:
+        q = q.reshape(len(q), layer.lengths.shape[1], -1, q.shape[-1]).mean(2)
     mid, half = (low + high) / 2, (high - low) / 2
     lengths, (batch, heads) = np.asarray(layer.lengths), layer.lengths.shape
     group = q.shape[1] // heads
@@ -84,6 +86,22 @@ def test_matches_the_slow_formula(case):
 @pytest.mark.parametrize("name", slow_except(["scrambled", "codes_scrambled"], "scrambled"))
 def test_slack_at_its_ends_matches_the_slow_formula(name, slack):
     assert_matches(by_name[name], slack)
+
+
+def test_the_mean_query_stands_for_its_group():
+    """In float32, or rounded to the queries' dtype; in a frame it is the mean that is scaled."""
+    case = by_name["group_of_7"]
+    inputs = build(case)
+    got = compiled(*inputs, slack=0.6, sm_scale=0.3, group="mean")
+    np.testing.assert_allclose(got, slow(*inputs, 0.6, 0.3, mean=True), rtol=1e-5, atol=1e-5)
+    framed = by_name["codes_group_of_7"]
+    frame = frame_for(framed)
+    q, layer, bounds = build(framed, frame=frame)
+    means = q.reshape(len(q), layer.lengths.shape[1], -1, q.shape[-1]).astype(np.float32).mean(2)
+    np.testing.assert_array_equal(
+        compiled(q, layer, bounds, frame=frame, group="mean"),
+        compiled(means.astype(q.dtype), layer, bounds, frame=frame),
+    )
 
 
 def assert_matches(case, slack):
@@ -461,6 +479,7 @@ def wrong_calls():
             "frame.mid.shape=",
         ),
         "slack": ((q, layer, bounds), {"slack": 1.5}, "slack=1.5: must be a number from 0 to 1"),
+        "group": ((q, layer, bounds), {"group": "min"}, r"group='min': must be one of \['mean'"),
         "sm_scale": ((q, layer, bounds), {"sm_scale": -1.0}, "sm_scale=-1.0: must be above 0"),
         "backend": (
             (q, layer, bounds),

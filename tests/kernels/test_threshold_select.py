@@ -9,7 +9,14 @@ import pytest
 from marks import slow_except_named
 
 from jsparse.attended import token_mask
-from jsparse.pallas_kernels.threshold_select import Budget, Threshold, TopK, TopP, threshold_select
+from jsparse.pallas_kernels.threshold_select import (
+    Always,
+    Budget,
+    Threshold,
+    TopK,
+    TopP,
+    threshold_select,
+)
 from jsparse.pallas_kernels.threshold_select.cases import CASES, JUNK
 from jsparse.selection import Selection, unpack_bits
 
@@ -21,10 +28,14 @@ def logsumexp(x: np.ndarray) -> float:
     return top if np.isneginf(top) else top + np.log(np.exp(x - top).sum())
 
 
-def choice(row: np.ndarray, rule, value: float, sizes, softmax: bool, lse: float) -> list[int]:
+def choice(
+    row: np.ndarray, rule, value: float, sizes, softmax: bool, lse: float, first=()
+) -> list[int]:
     """Returns what one row chooses, best first; `lse` normalises its logits."""
     order = [
-        i for i in sorted(range(row.size), key=lambda i: (-row[i], i)) if not np.isneginf(row[i])
+        i
+        for i in sorted(range(row.size), key=lambda i: (i not in first, -row[i], i))
+        if not np.isneginf(row[i])
     ]
     if isinstance(rule, TopK):
         return order[: max(int(value), 1)]
@@ -45,6 +56,15 @@ def choice(row: np.ndarray, rule, value: float, sizes, softmax: bool, lse: float
     return chosen
 
 
+def come_first(always, head: tuple[int, int]) -> set[int]:
+    """Returns the units that hold one of the first or last slots of a head."""
+    if always is None:
+        return set()
+    held = int(always.lengths[head])
+    first, last = range(held)[: always.sink], range(held)[max(held - always.recent, 0) :]
+    return {slot // always.unit for slot in (*first, *last)}
+
+
 def expected(scores, rule, kwargs) -> dict[tuple[int, int], dict[int, set[int]]]:
     """Returns for each head the units that must be listed, and the tokens chosen in each."""
     softmax, unit, size = (
@@ -53,6 +73,7 @@ def expected(scores, rule, kwargs) -> dict[tuple[int, int], dict[int, set[int]]]
         kwargs["page_size"] or 1,
     )
     lengths, listed = kwargs["lengths"], {}
+    always = kwargs.get("always")
     for head in np.ndindex(*scores.shape[:2]):
         value = float(np.broadcast_to(rule[0], scores.shape[:2])[head])
         sizes = None
@@ -73,11 +94,16 @@ def expected(scores, rule, kwargs) -> dict[tuple[int, int], dict[int, set[int]]]
         best = (rows - offsets[:, None]).max(0)
         if kwargs["group"] == "max" and len(rows) > 1:
             lse = logsumexp(best) if isinstance(rule, TopP) else 0.0
-            chosen = set(choice(best, rule, value, sizes, softmax, lse))
+            chosen = choice(best, rule, value, sizes, softmax, lse, come_first(always, head))
+            chosen = set(chosen[: kwargs["capacity"]])
         else:
-            chosen = {
-                i for row in rows for i in choice(row, rule, value, sizes, softmax, logsumexp(row))
-            }
+            first = come_first(always, head)
+            chosen = [
+                choice(row, rule, value, sizes, softmax, logsumexp(row), first) for row in rows
+            ]
+            if always is not None:  # one row, of which the best are listed
+                chosen = [chosen[0][: kwargs["capacity"]]]
+            chosen = {i for row in chosen for i in row}
         per_unit = size if unit in ("bits", "touched") else 1
         units: dict[int, set[int]] = {}
         for i in chosen:
@@ -114,14 +140,20 @@ def assert_lists(got: Selection, want, kwargs) -> None:
 
 
 @partial(jax.jit, static_argnames=("form", "numbers", "static"))
-def run(scores, form, numbers, settings, arrays, static) -> Selection:
-    return threshold_select(scores, form(**dict(numbers), **settings), **arrays, **dict(static))
+def run(scores, form, numbers, settings, arrays, held, static) -> Selection:
+    kwargs = dict(static)
+    if held is not None:
+        kwargs["always"] = Always(held, *kwargs["always"])
+    return threshold_select(scores, form(**dict(numbers), **settings), **arrays, **kwargs)
 
 
 def call(inputs) -> Selection:
     """Runs the op compiled, with the rule's number static unless it is an array."""
     arrays = {key: inputs.kwargs[key] for key in ("lengths", "names")}
     static = {key: value for key, value in inputs.kwargs.items() if key not in arrays}
+    held, always = None, static.get("always")
+    if always is not None:
+        held, static["always"] = always.lengths, always[1:]
     rule = inputs.rule._asdict()
     settings = {name: x for name, x in rule.items() if hasattr(x, "shape")}
     numbers = {name: x for name, x in rule.items() if name not in settings}
@@ -131,6 +163,7 @@ def call(inputs) -> Selection:
         tuple(numbers.items()),
         settings,
         arrays,
+        held,
         tuple(static.items()),
     )
 
@@ -144,6 +177,9 @@ SOME = (
     "odd_size",
     "top_k_per_head",
     "top_k_max_raw",
+    "always",
+    "always_too_many",
+    "always_masked",
     "threshold_raw",
     "threshold_max",
     "budget_masked",
@@ -266,6 +302,8 @@ def zeros(*shape, dtype=np.float32):
 
 
 SCORES = zeros(2, 3, 4, 32)
+ALWAYS = Always(zeros(2, 3, dtype=np.int32), 4, 64, 16)
+ONE_ROW = zeros(2, 3, 1, 32)
 SIZES = jax.device_put(np.ones((2, 3, 32), np.int32))
 WRONG = {
     "axes": (zeros(3, 4, 32), TopK(1), {}, r"scores.shape=\(3, 4, 32\): must be \[B, K, G, n\]"),
@@ -359,6 +397,37 @@ WRONG = {
         Budget(9, SIZES),
         {"granularity": "touched", "page_size": 8},
         "granularity='touched': must be 'token' or 'page' under Budget",
+    ),
+    "always of weights": (
+        ONE_ROW,
+        TopP(0.5),
+        {"always": ALWAYS},
+        "always: must be None unless a TopK chooses once per KV head .*, not TopP",
+    ),
+    "always of rows": (SCORES, TopK(1), {"always": ALWAYS}, "group='union' and G=4"),
+    "always of tokens": (
+        ONE_ROW,
+        TopK(1),
+        {"always": ALWAYS, "granularity": "page_mass", "page_size": 8},
+        "not TopK with granularity='page_mass'",
+    ),
+    "lengths of always": (
+        ONE_ROW,
+        TopK(1),
+        {"always": ALWAYS._replace(lengths=zeros(2, 1))},
+        r"always.lengths.shape=\(2, 1\): must be \[B, K\] = \(2, 3\)",
+    ),
+    "recent": (
+        ONE_ROW,
+        TopK(1),
+        {"always": ALWAYS._replace(recent=-1)},
+        "always.recent=-1: must be an integer of at least 0",
+    ),
+    "unit": (
+        ONE_ROW,
+        TopK(1),
+        {"always": ALWAYS._replace(unit=0)},
+        "always.unit=0: must be an integer of at least 1",
     ),
     "k": (SCORES, TopK(0), {}, "k=0: must be an integer of at least 1"),
     "p": (SCORES, TopP(1.5), {}, "p=1.5: must be above 0 and at most 1"),

@@ -69,6 +69,16 @@ def test_matches_the_reference(case, slack):
     assert_near(inputs, *both(inputs, slack=slack, sm_scale=scale), scale)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [by_name["group_of_7"], by_name["bfloat16"], by_name["codes_group_of_7"], LARGE, LARGE_CODES],
+    ids=lambda case: f"{type(case).__name__}-{case.name}",
+)
+def test_the_mean_query_matches_the_reference(case):
+    inputs = build(case)
+    assert_near(inputs, *both(inputs, slack=0.6, group="mean", sm_scale=1.0), 1.0)
+
+
 @pytest.mark.parametrize("name", ["ragged", "full", "head_dim_96", "head_dim_256", "group_of_7"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_matches_the_reference_in_half_precision(name, dtype):
@@ -93,13 +103,13 @@ def test_codes_match_the_reference_for_queries_in_float16(case):
 IN_CODES = [*(case for case in CASES if isinstance(case, Codes)), LARGE_CODES]
 
 
-@pytest.mark.parametrize("slack", [1.0, 0.5])
+@pytest.mark.parametrize(("slack", "group"), [(1.0, "max"), (0.5, "max"), (0.5, "mean")])
 @pytest.mark.parametrize("case", IN_CODES, ids=lambda case: case.name)
-def test_codes_in_a_frame_match_the_reference(case, slack):
+def test_codes_in_a_frame_match_the_reference(case, slack, group):
     """Queries times key_scale are rounded to float16, terms to float32."""
     frame = frame_for(case)
     inputs = build(case, frame=frame)
-    got, want = both(inputs, frame=frame, slack=slack, sm_scale=1.0)
+    got, want = both(inputs, frame=frame, slack=slack, group=group, sm_scale=1.0)
     codes = size_of_sums(inputs, scaled_queries(inputs.q, frame))
     of_terms = jnp.max(jnp.abs(scaled_queries(inputs.q, frame._replace(key_scale=largest(frame)))))
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
@@ -145,6 +155,7 @@ def test_neither_tiling_nor_batch_changes_a_bit(case, slack):
     kernel = partial(
         (codes_triton if isinstance(case, Codes) else triton_gpu).page_bounds,
         slack=slack,
+        group="max",
         sm_scale=0.1,
     )
     q, layer, bounds = inputs = build(case)

@@ -1,0 +1,19 @@
+"""Loads queries in Triton, each on its own or the mean of a group."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_queries(at, inside, H: tl.constexpr, MEAN: tl.constexpr):
+    """Loads queries, or the means of MEAN that follow each other, rounded to their dtype.
+
+    `at` points to channels of the first of each; from one query to the next it is H channels.
+    """
+    first = tl.load(at, mask=inside, other=0.0)
+    if MEAN > 1:
+        total = first.to(tl.float32)
+        for nth in tl.static_range(1, MEAN):
+            total += tl.load(at + nth * H, mask=inside, other=0.0).to(tl.float32)
+        first = tl.div_rn(total, tl.full(total.shape, MEAN, tl.float32)).to(first.dtype)
+    return first
