@@ -15,5 +15,5 @@ def load_queries(at, inside, H: tl.constexpr, MEAN: tl.constexpr):
         total = first.to(tl.float32)
         for nth in tl.static_range(1, MEAN):
             total += tl.load(at + nth * H, mask=inside, other=0.0).to(tl.float32)
-        first = tl.div_rn(total, tl.full(total.shape, MEAN, tl.float32)).to(first.dtype)
+        first = (total * (1.0 / MEAN)).to(first.dtype)
     return first

@@ -45,7 +45,8 @@ def page_bounds(
 def mean_queries(q: Float[Array, "B N H"], kv_heads: int) -> Float[Array, "B K H"]:
     """Returns the mean query of every group, in q's dtype."""
     grouped = q.reshape(q.shape[0], kv_heads, -1, q.shape[-1])
-    return jnp.mean(grouped, axis=2, dtype=jnp.float32).astype(q.dtype)
+    share = 1 / grouped.shape[2]
+    return (jnp.sum(grouped, axis=2, dtype=jnp.float32) * share).astype(q.dtype)
 
 
 def _by_head(pool: Float[Array, "pages H"], layer: LayerCache) -> Float32[Array, "B K M H"]:

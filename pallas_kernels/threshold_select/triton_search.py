@@ -85,15 +85,13 @@ def choose(
     if plan.rule == "threshold":
         t, ties, met = fixed(row, setting, met, plan)
     else:
-        low, top = 0.0, 0.0
-        if not plan.mass:
-            low, top, met = row_extremes(row, met, plan)
-            if plan.unit:
-                row, top = with_first_raised(row, low, top, plan)
         row, total, mean, spread, met = row_moments(row, met, plan)
         if plan.mass:
             lo, hi, wanted, enough = mass_bracket(row, setting, total, plan)
         else:
+            low, top, met = row_extremes(row, met, plan)
+            if plan.unit:
+                row, top = with_first_raised(row, low, top, plan)
             lo, hi, wanted, enough = count_bracket(low, top, setting, total, plan)
         bracket = Bracket(lo, hi, total, total * 0.0)
         t, ties, end, met = search(row, words, bracket, wanted, enough, mean, spread, met, plan)

@@ -28,9 +28,14 @@ SMALLEST = tl.constexpr(2.0**-125)  # more than the weight of what cannot be cho
 
 
 class First(NamedTuple):
-    """Holds what raises the scores that come before all others; read where plan.unit."""
+    """Holds what raises the scores that come before all others; read where plan.unit.
 
-    held: Any  # [], the slots that the head holds
+    They are those before `sinks`, and those from `recent` to `end`.
+    """
+
+    sinks: Any
+    recent: Any
+    end: Any
     lift: Any  # what is added to these scores
     floor: Any  # the least that they become
 
@@ -74,10 +79,9 @@ def read_row(row, start, plan: tl.constexpr):
 def raised(scores, row, start, plan: tl.constexpr):
     """Raises the scores of a tile that come before all others."""
     if plan.unit:
-        slot = (start + first_of_runs(plan) + tl.arange(0, 4)[None, None, :]) * plan.unit
-        held = tl.load(row.first.held)
-        newest = tl.minimum(slot + plan.unit, held) > held - plan.recent
-        first = (slot < held) & ((slot < plan.sink) | newest) & (scores > NOTHING)
+        entry = start + first_of_runs(plan) + tl.arange(0, 4)[None, None, :]
+        first = (entry < row.first.sinks) | ((entry >= row.first.recent) & (entry < row.first.end))
+        first &= scores > NOTHING
         scores = tl.where(first, tl.maximum(scores + row.first.lift, row.first.floor), scores)
     return scores
 
@@ -240,12 +244,18 @@ def log2(x):
 def take(scores, sizes, length, room, share, held, plan: tl.constexpr):
     """Returns the Row at `scores`, or a program's part of it, read where it is resident.
 
-    Nothing is raised yet.
+    Nothing is raised yet. `held` points to the slots that the head holds.
     """
+    first = First(0, 0, 0, 0.0, 0.0)
+    if plan.unit:
+        slots = tl.load(held)
+        end = tl.cdiv(slots, plan.unit)
+        recent = tl.maximum(slots - plan.recent, 0) // plan.unit if plan.recent > 0 else end
+        first = First(tl.cdiv(tl.minimum(slots, plan.sink), plan.unit), recent, end, 0.0, 0.0)
     x = tl.zeros([1], tl.float32)
     if plan.resident:
         x = read(scores, share.begin, length, plan)
-    return Row(x, 0.0, scores, sizes, length, 0.0, room, share, First(held, 0.0, 0.0))
+    return Row(x, 0.0, scores, sizes, length, 0.0, room, share, first)
 
 
 @triton.jit
@@ -263,7 +273,8 @@ def with_first_raised(row, low, top, plan: tl.constexpr):
     """
     lift = top - low
     floor = tl.where(tl.abs(top) < TINY, TINY, from_key(key(top) + 1))
-    row = changed(row, row.x, row.each, row.top, First(row.first.held, lift, floor))
+    first = First(row.first.sinks, row.first.recent, row.first.end, lift, floor)
+    row = changed(row, row.x, row.each, row.top, first)
     if plan.resident:
         x = raised(row.x, row, row.share.begin, plan)
         row = changed(row, x, row.each, row.top, row.first)
@@ -335,7 +346,7 @@ def row_moments(row, met, plan: tl.constexpr):
         b = tl.full([plan.threads], 0.0, tl.float32)
         c = tl.full([plan.threads], 0.0, tl.float32)
         for start in range(0, row.length, plan.tile):
-            tile = read_row(row, start, plan)
+            tile = read(row.scores, start, row.length, plan)
             a, b, c = add_triples(a, b, c, *moments(tile, row, start, plan)[2:])
     a, b, c = tl.reduce((a, b, c), 0, add_triples)
     total, first, second, met = across(a, b, c, row, met, True, plan)
