@@ -11,6 +11,7 @@ from jsparse.selection import Selection, from_page_mask, from_token_mask
 from jsparse.shapes import Lengths
 from jsparse.threshold import budget_mask, ordered, top_k_ids, top_k_mask, top_p_mask
 
+REACH = 2.0**-4  # of scores above the largest: thresholds are guessed between the extremes
 TINY = 2.0**-100  # above it by little is still a normal number
 MIN_WEIGHT = 2.0**-125  # part of the row's largest weight below which float32 is not relied on
 
@@ -86,7 +87,7 @@ def lifted(
     top = rows.max(-1, keepdims=True)
     low = jnp.where(known, rows, jnp.inf).min(-1, keepdims=True)
     floor = jnp.where(jnp.abs(top) < TINY, TINY, jnp.nextafter(top, jnp.inf))
-    return jnp.where(marked & known, jnp.maximum(rows + (top - low), floor), rows)
+    return jnp.where(marked & known, floor + (rows - low) * REACH, rows)
 
 
 def named(listed: Selection, names: Int32[Array, "B K m"], span: int) -> Selection:

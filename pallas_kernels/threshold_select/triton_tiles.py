@@ -23,7 +23,7 @@ from jsparse.pallas_kernels.threshold_select.triton_share import (
 LOG2_E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(float("-inf"))
 MIN_LOG = tl.constexpr(-126.0)  # of 2^-126, the least weight: it is below what can be chosen
-TINY = tl.constexpr(reference.TINY)
+TINY, REACH = tl.constexpr(reference.TINY), tl.constexpr(reference.REACH)
 SMALLEST = tl.constexpr(2.0**-125)  # more than the weight of what cannot be chosen
 
 
@@ -36,8 +36,8 @@ class First(NamedTuple):
     sinks: Any
     recent: Any
     end: Any
-    lift: Any  # what is added to these scores
-    floor: Any  # the least that they become
+    low: Any  # the smallest score
+    floor: Any  # what that becomes, above the largest one
 
 
 class Row(NamedTuple):
@@ -82,7 +82,7 @@ def raised(scores, row, start, plan: tl.constexpr):
         entry = start + first_of_runs(plan) + tl.arange(0, 4)[None, None, :]
         first = (entry < row.first.sinks) | ((entry >= row.first.recent) & (entry < row.first.end))
         first &= scores > NOTHING
-        scores = tl.where(first, tl.maximum(scores + row.first.lift, row.first.floor), scores)
+        scores = tl.where(first, row.first.floor + (scores - row.first.low) * REACH, scores)
     return scores
 
 
@@ -269,16 +269,15 @@ def changed(row, x, each, top, first):
 def with_first_raised(row, low, top, plan: tl.constexpr):
     """Returns the row with what comes before all others above them, and its largest score.
 
-    `low` and `top` are its extremes, by whose distance those scores rise: they keep their order.
+    `low` and `top` are its extremes, which become the floor and, were it among them, the result.
     """
-    lift = top - low
     floor = tl.where(tl.abs(top) < TINY, TINY, from_key(key(top) + 1))
-    first = First(row.first.sinks, row.first.recent, row.first.end, lift, floor)
+    first = First(row.first.sinks, row.first.recent, row.first.end, low, floor)
     row = changed(row, row.x, row.each, row.top, first)
     if plan.resident:
         x = raised(row.x, row, row.share.begin, plan)
         row = changed(row, x, row.each, row.top, row.first)
-    return row, tl.maximum(top + lift, floor)
+    return row, floor + (top - low) * REACH
 
 
 @triton.jit
