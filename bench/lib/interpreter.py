@@ -189,6 +189,14 @@ def _half(codes: np.ndarray) -> np.ndarray:
     return (codes.astype(np.uint16) | 0x6400).view(np.float16)
 
 
+def _dp4a(words: np.ndarray, others: np.ndarray, kind: str) -> np.ndarray:
+    signed, other = (
+        np.ascontiguousarray(x)[..., None].view(of).astype(np.int32)
+        for x, of in ((words, "i1"), (others, kind))
+    )
+    return (signed * other).sum(-1, dtype=np.int32)
+
+
 def _log2(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(x) < 2.0**-126, -np.inf, np.log2(x)).astype(np.float32)
 
@@ -201,6 +209,8 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "mad.lo.s32": lambda x, by, plus: (x.astype(np.int64) * by + plus).astype(np.int32),
     "brev.b32": _list_bits,
     "lop3.b32": lambda w: tuple(_half(w >> at & m) for at in (0, 8) for m in (0xF, 0xF0)),
+    "dp4a.s32.s32": lambda w, high, low: 256 * _dp4a(w, high, "i1") + _dp4a(w, low, "u1"),
+    "dp4a.s32.u32": lambda w, low: _dp4a(w, low, "u1"),
     "prmt.b32": lambda w: (_half(w & 0xFF), _half(w >> 8 & 0xFF)),
 }
 

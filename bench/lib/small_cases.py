@@ -387,7 +387,8 @@ OPS = {
     "few_rows_product": Op(
         multiplied_in_threads,
         named(
-            (*quantized_cases.CASES, *quantized_cases.OTHERS), "one_row columns_left_over one_block"
+            (*quantized_cases.CASES, *quantized_cases.OTHERS),
+            "one_row columns_left_over one_block parts loud float32 odd_sizes",
         ),
     ),
     "skinny_product": Op(

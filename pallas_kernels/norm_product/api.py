@@ -11,6 +11,8 @@ from jsparse.pallas_kernels.linear import Matrix, check_product, no_one_launch, 
 from jsparse.pallas_kernels.norm_product import reference
 from jsparse.pallas_kernels.residual_norm import residual_norm
 
+MAX_WIDTH = 2**15  # of blocks: a program has all columns
+
 
 def _in_one_launch(x: Any, delta: Any, scale: Any, matrix: Matrix, *bias: Any, eps: float) -> Any:
     if isinstance(matrix, Mapping):
@@ -23,6 +25,8 @@ def _in_one_launch(x: Any, delta: Any, scale: Any, matrix: Matrix, *bias: Any, e
 
 
 def _refusal(x: Any, delta: Any, scale: Any, matrix: Matrix, *_: Any, **__: Any) -> str | None:
+    if isinstance(matrix, Mapping) and x.shape[-1] > MAX_WIDTH:
+        return f"takes blocks of a matrix of at most {MAX_WIDTH} columns, not {x.shape[-1]}"
     return no_one_launch(x, matrix)
 
 

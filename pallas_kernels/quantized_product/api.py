@@ -83,7 +83,9 @@ def quantized_product(
     Args:
         x: the rows.
         matrix: W [out, in], in blocks. For more than 16 rows its numbers are rounded to the type of
-            x; for fewer, kernels round nothing but sums.
+            x; for fewer, "mosaic" rounds nothing but sums, and "triton" numbers of x to 16 bits of
+            the largest in their block of 32, which leaves most of bfloat16 as they are, or to 24
+            bits where they are float32.
         dtype: the type of the result, by default that of x. Sums are float32.
         implementation: "mosaic" (tensor cores of Hopper, 2 to 1024 rows of bfloat16), "triton"
             (any NVIDIA GPU, 1 to 4 rows), "reference", or None to pick.

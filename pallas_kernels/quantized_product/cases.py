@@ -54,6 +54,7 @@ CASES = (
 OTHERS = (
     Case("columns_left_over", width=576),
     Case("one_block", width=32, out=64),
+    Case("parts", batch=(2,), out=64, width=4160),
     Case("many_rows", batch=(7, 7)),
     Case("many_rows_left_over", batch=(100,), out=128, width=576),
     Case("no_rows", batch=(0,)),

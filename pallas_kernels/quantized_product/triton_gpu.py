@@ -1,9 +1,14 @@
 """Implements `api.quantized_product` with jax-triton for a few rows, without tensor cores.
 
-A program has some rows of the matrix and all of their columns. Integers are widened to float32, and
-what a thread has of a block is multiplied with the block's scale before anything is added across
-threads. What one row is made of, a sum and its norm or a gate, each program computes anew, as
-`row_product_triton` does.
+Widening a byte takes as many instructions as multiplying it. So x is put in fixed point instead,
+block by block: 16 bits a number, of which the largest of a block of 32 uses all, or 24 where x is
+float32. An instruction multiplies four bytes of the matrix with four bytes of that, and adds.
+Integers of a block are added without rounding, and multiplied with the block's scale before
+anything is added across blocks.
+
+A program has all columns, or a part of them that is summed up afterwards, and some rows of the
+matrix at a time; while it multiplies these, the next are on their way. What x is made of, a sum
+and its norm or a gate, it computes itself, while its first rows are on theirs.
 """
 
 from typing import Any, NamedTuple
@@ -16,35 +21,40 @@ from jaxtyping import Array, Float
 
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
+WHOLE = 4096  # columns that a program has at most, where it need not have all
+PART = 2048  # the most that it has of more
+
 
 class BlocksTiling(NamedTuple):
     """Describes how the work is cut.
 
     Attributes:
-        out: rows of the matrix in a program.
-        columns: of a tile, a multiple of 32.
+        out: rows of the matrix that a program has at a time.
+        columns: the most columns that it has, a power of two.
         num_warps: warps per program.
-        stages: tiles that are on the way.
+        programs: programs per multiprocessor.
     """
 
     out: int
     columns: int
     num_warps: int
-    stages: int
+    programs: int
 
 
-def default_tiling(rows: int, width: int) -> BlocksTiling:
-    """Chooses what was measured best on an H100, for the matrices of Llama 3.1 8B."""
-    if rows > 1:
-        return BlocksTiling(16, 512, 4, 3)
-    return BlocksTiling(8 if width <= 8192 else 16, 1024, 4, 3)
+def default_tiling(width: int, *, whole: bool) -> BlocksTiling:
+    """Chooses what was measured best on an H200, for the matrices of Llama 3.1 8B.
+
+    `whole` asks for programs that have all columns.
+    """
+    columns = triton.next_power_of_2(width if whole or width <= WHOLE else PART)
+    return BlocksTiling(min(8, 2**15 // columns), columns, 8, 2 if columns > PART else 4)
 
 
 def quantized_product(
     x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any, tiling: BlocksTiling | None = None
 ) -> Float[Array, "rows out"]:
     """Implements `api.quantized_product` with jax-triton."""
-    return _product(x, matrix, None, jnp.dtype(dtype), len(x), tiling, gated=False)
+    return _product(x, matrix, None, jnp.dtype(dtype), tiling, gated=False)
 
 
 def gated_product(
@@ -54,8 +64,8 @@ def gated_product(
     *,
     tiling: BlocksTiling | None = None,
 ) -> Float[Array, "*batch out"]:
-    """Implements `gated_product` for one row."""
-    return _product(gate_up, matrix, bias, gate_up.dtype, 1, tiling, gated=True)
+    """Implements `gated_product` for a few rows."""
+    return _product(gate_up, matrix, bias, gate_up.dtype, tiling, gated=True)
 
 
 def _product(
@@ -63,24 +73,32 @@ def _product(
     matrix: Blocks,
     bias: Float[Array, "out"] | None,
     dtype: Any,
-    rows: int,
     tiling: BlocksTiling | None,
     *,
     gated: bool,
 ) -> Float[Array, "*batch out"]:
     from jsparse.pallas_kernels.triton_call import triton_call
 
-    out = matrix["values"].shape[0]
-    return triton_call(
+    out, width = matrix["values"].shape
+    tiling = tiling or default_tiling(width, whole=False)
+    parts = triton.cdiv(width, tiling.columns)
+    y = triton_call(
         *(x, matrix["values"], matrix["scales"]),
-        x if bias is None else bias,  # a stand-in, never read
         kernel=product_kernel,
-        out_shape=jax.ShapeDtypeStruct((*x.shape[:-1], out), dtype),
-        ROWS=rows,
-        HAS_BIAS=bias is not None,
+        out_shape=jax.ShapeDtypeStruct(
+            (parts, *x.shape[:-1], out), dtype if parts == 1 else jnp.float32
+        ),
+        ROWS=x.size // x.shape[-1],
+        CHUNK=triton.cdiv(width, parts * BLOCK) * BLOCK,
         GATED=gated,
-        **_launch(matrix, rows, tiling),
+        **_launch(x, matrix, tiling, parts),
     )
+    # one by one, whatever the number of rows; XLA's own sum may go by it
+    total = y[0]
+    for part in range(1, parts):
+        total += y[part]
+    total = total.astype(dtype)
+    return total if bias is None else total + bias
 
 
 def norm_product(
@@ -96,72 +114,75 @@ def norm_product(
     """Implements `norm_product` for one row."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
-    y = jax.ShapeDtypeStruct((*x.shape[:-1], matrix["values"].shape[0]), x.dtype)
+    out, width = matrix["values"].shape
+    tiling = tiling or default_tiling(width, whole=True)
     total, y = triton_call(
         *(x, delta, scale, matrix["values"], matrix["scales"]),
-        x if bias is None else bias,  # a stand-in, never read
         kernel=norm_product_kernel,
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), y],
-        HAS_BIAS=bias is not None,
+        out_shape=[
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.ShapeDtypeStruct((*x.shape[:-1], out), x.dtype),
+        ],
         EPS=eps,
-        **_launch(matrix, 1, tiling),
+        **_launch(x, matrix, tiling, 1),
     )
-    return total, y
+    return total, y if bias is None else y + bias
 
 
-def _launch(matrix: Blocks, rows: int, tiling: BlocksTiling | None) -> dict[str, object]:
+def _launch(x: Array, matrix: Blocks, tiling: BlocksTiling, parts: int) -> dict[str, object]:
     out, width = matrix["values"].shape
-    cut = tiling or default_tiling(rows, width)
+    everywhere = tiling.programs * jax.local_devices()[0].core_count
+    groups = max(min(everywhere // parts, triton.cdiv(out, tiling.out)), 1)
     return {
-        "grid": (triton.cdiv(out, cut.out),),
-        "num_warps": cut.num_warps,
-        "num_stages": cut.stages,
+        "grid": (parts * groups,),
+        "num_warps": tiling.num_warps,
         "N": out,
         "WIDTH": width,
-        "OUT": cut.out,
-        "COLUMNS": cut.columns,
-        "BLOCKS": cut.columns // BLOCK,
-        "STAGES": cut.stages,
+        "OUT": tiling.out,
+        "COLUMNS": tiling.columns,
+        "GROUPS": groups,
+        "BITS": 16 if x.dtype.itemsize == 2 else 24,
     }
 
 
 @triton.jit
 def product_kernel(
-    x_ptr,  # [ROWS, WIDTH], or gate and up, [2 · WIDTH], where GATED
+    x_ptr,  # [ROWS, WIDTH], or gate and up, [ROWS, 2 · WIDTH], where GATED
     values_ptr,  # [N, WIDTH]
     scales_ptr,  # [WIDTH / 32, N]
-    bias_ptr,  # [N], read where HAS_BIAS
-    out_ptr,  # [ROWS, N]
+    out_ptr,  # [parts, ROWS, N]
     N: tl.constexpr,
     WIDTH: tl.constexpr,
     OUT: tl.constexpr,
     COLUMNS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BITS: tl.constexpr,
     ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    CHUNK: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Multiplies OUT rows of the matrix with all rows of x."""
-    column = tl.arange(0, COLUMNS)[None, :]
-    sums = ()
-    for _ in tl.static_range(ROWS):
-        sums += (tl.zeros((OUT, BLOCKS), tl.float32),)
-    for first in tl.range(0, WIDTH, COLUMNS, num_stages=STAGES):
-        values, scales = _tile(values_ptr, scales_ptr, first, N, WIDTH, OUT, COLUMNS, BLOCKS)
-        inside = first + column < WIDTH
-        more = ()
-        for row in tl.static_range(ROWS):
-            x = tl.load(x_ptr + row * WIDTH + first + column, mask=inside, other=0)
-            if GATED:
-                up = tl.load(x_ptr + WIDTH + first + column, mask=inside, other=0)
-                gate = x.to(tl.float32)
-                x = (gate / (1 + tl.exp(-gate)) * up.to(tl.float32)).to(x.dtype)
-            terms = tl.reshape(values * x.to(tl.float32), (OUT, BLOCKS, 32))
-            more += (sums[row] + tl.sum(terms, 2) * scales,)
-        sums = more
+    """Multiplies CHUNK columns of every GROUPSth OUT rows of the matrix with those of x."""
+    part, group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
+    begin, end = part * CHUNK, tl.minimum(part * CHUNK + CHUNK, WIDTH)
+    words, scales = tile(values_ptr, scales_ptr, group, begin, end, N, WIDTH, OUT, COLUMNS)
+    column = begin + tl.arange(0, COLUMNS)
+    rows, rates = (), ()
     for row in tl.static_range(ROWS):
-        _store(out_ptr + row * N, tl.sum(sums[row], 1), bias_ptr, N, OUT, HAS_BIAS)
+        at = x_ptr + row * (2 * WIDTH if GATED else WIDTH) + column
+        x = tl.load(at, mask=column < end, other=0)
+        wide = x.to(tl.float32)
+        if GATED:
+            up = tl.load(at + WIDTH, mask=column < end, other=0).to(tl.float32)
+            wide = (wide / (1 + tl.exp(-wide)) * up).to(x.dtype).to(tl.float32)
+        rows += (in_fixed_point(wide, COLUMNS, BITS),)
+        rates += (1.0,)
+    out_ptr += part * (ROWS * N)
+    for at in tl.range(group, tl.cdiv(N, OUT), GROUPS):
+        ahead, scales_ahead = tile(
+            values_ptr, scales_ptr, at + GROUPS, begin, end, N, WIDTH, OUT, COLUMNS
+        )
+        multiply(words, scales, rows, rates, out_ptr, at, N, OUT, BITS, ROWS)
+        words, scales = ahead, scales_ahead
 
 
 @triton.jit
@@ -171,71 +192,153 @@ def norm_product_kernel(
     scale_ptr,  # [WIDTH]
     values_ptr,  # [N, WIDTH]
     scales_ptr,  # [WIDTH / 32, N]
-    bias_ptr,  # [N], read where HAS_BIAS
     total_ptr,  # [WIDTH]
     out_ptr,  # [N]
     N: tl.constexpr,
     WIDTH: tl.constexpr,
     OUT: tl.constexpr,
     COLUMNS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BITS: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """Adds and normalises the row, and multiplies OUT rows of the matrix with it.
+    """Adds and normalises a row, and multiplies every GROUPSth OUT rows of the matrix with it.
 
     Sums are divided by the norm, as in `row_product_triton`.
     """
-    column = tl.arange(0, COLUMNS)[None, :]
-    sums = tl.zeros((OUT, BLOCKS), tl.float32)
-    squares = tl.zeros((1, COLUMNS), tl.float32)
-    for first in tl.range(0, WIDTH, COLUMNS, num_stages=STAGES):
-        values, scales = _tile(values_ptr, scales_ptr, first, N, WIDTH, OUT, COLUMNS, BLOCKS)
-        at = first + column
-        x = tl.load(x_ptr + at, mask=at < WIDTH, other=0)
-        delta = tl.load(delta_ptr + at, mask=at < WIDTH, other=0)
-        weights = tl.load(scale_ptr + at, mask=at < WIDTH, other=0)
-        total = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
-        if tl.program_id(0) == 0:
-            tl.store(total_ptr + at, total, mask=at < WIDTH)
-        wide = total.to(tl.float32)
-        squares += wide * wide
-        terms = tl.reshape(values * (wide * weights.to(tl.float32)), (OUT, BLOCKS, 32))
-        sums += tl.sum(terms, 2) * scales
-    rate = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / WIDTH + EPS)
-    _store(out_ptr, tl.sum(sums, 1) * rate, bias_ptr, N, OUT, HAS_BIAS)
+    group = tl.program_id(0)
+    words, scales = tile(values_ptr, scales_ptr, group, 0, WIDTH, N, WIDTH, OUT, COLUMNS)
+    column = tl.arange(0, COLUMNS)
+    inside = column < WIDTH
+    x = tl.load(x_ptr + column, mask=inside, other=0)
+    delta = tl.load(delta_ptr + column, mask=inside, other=0)
+    weights = tl.load(scale_ptr + column, mask=inside, other=0).to(tl.float32)
+    total = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
+    if group == 0:
+        tl.store(total_ptr + column, total, mask=inside)
+    wide = total.to(tl.float32)
+    rows = (in_fixed_point(wide * weights, COLUMNS, BITS),)
+    rates = (tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + EPS),)
+    for at in tl.range(group, tl.cdiv(N, OUT), GROUPS):
+        ahead, scales_ahead = tile(
+            values_ptr, scales_ptr, at + GROUPS, 0, WIDTH, N, WIDTH, OUT, COLUMNS
+        )
+        multiply(words, scales, rows, rates, out_ptr, at, N, OUT, BITS, 1)
+        words, scales = ahead, scales_ahead
 
 
 @triton.jit
-def _store(out_ptr, y, bias_ptr, N: tl.constexpr, OUT: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Stores the program's numbers of a row, with a bias."""
-    n = tl.program_id(0) * OUT + tl.arange(0, OUT)
-    y = y.to(out_ptr.dtype.element_ty)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + n, mask=n < N, other=0)
-        y = (y.to(tl.float32) + bias.to(tl.float32)).to(y.dtype)
-    tl.store(out_ptr + n, y, mask=n < N)
-
-
-@triton.jit
-def _tile(
+def tile(
     values_ptr,
     scales_ptr,
-    first,
+    nth,
+    begin,
+    end,
     N: tl.constexpr,
     WIDTH: tl.constexpr,
     OUT: tl.constexpr,
     COLUMNS: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ):
-    """Loads columns from a first one on of the program's rows, and their blocks' scales."""
-    n = tl.program_id(0) * OUT + tl.arange(0, OUT)
-    there = (n < N)[:, None]
-    column = first + tl.arange(0, COLUMNS)[None, :]
-    at = n.to(tl.int64)[:, None] * WIDTH + column
-    values = tl.load(values_ptr + at, mask=there & (column < WIDTH), other=0).to(tl.float32)
-    nth = first // 32 + tl.arange(0, BLOCKS)[None, :]
-    inside = there & (nth * 32 < WIDTH)
-    scales = tl.load(scales_ptr + nth * N + n[:, None], mask=inside, other=0)
-    return values, scales.to(tl.float32)
+    """Loads columns from `begin` to `end` of the nth OUT rows, four to a word, and their scales."""
+    n = nth * OUT + tl.arange(0, OUT)[:, None]
+    word = begin // 4 + tl.arange(0, COLUMNS // 4)[None, :]
+    block = begin // 32 + tl.arange(0, COLUMNS // 32)[None, :]
+    at = values_ptr.to(tl.pointer_type(tl.int32)) + n.to(tl.int64) * (WIDTH // 4) + word
+    words = tl.load(at, mask=(n < N) & (word < end // 4), other=0)
+    scales = tl.load(scales_ptr + block * N + n, mask=(n < N) & (block < end // 32), other=0)
+    return words, scales
+
+
+@triton.jit
+def in_fixed_point(x, COLUMNS: tl.constexpr, BITS: tl.constexpr):
+    """Returns the unit of each block, and numbers as bytes, four to a word.
+
+    The highest bytes, which have the sign, come first. A block that holds an infinite number, or
+    none, gets NaN for a unit, so that it is not lost.
+    """
+    blocks = tl.reshape(x, (COLUMNS // 32, 32))
+    top = tl.max(tl.abs(blocks), 1)
+    some = tl.max((blocks != blocks).to(tl.int32), 1) == 0
+    # by exponents: the block's largest number goes to [2^(BITS - 2), 2^(BITS - 1)); from 32 on
+    # neither factor is subnormal or infinite
+    exponent = tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 32)
+    unit = ((exponent - (BITS - 2)) << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 + (BITS - 2) - exponent) << 23).to(tl.float32, bitcast=True)
+    whole = tl.floor(blocks * inverse[:, None] + 0.5).to(tl.int32)
+    whole = tl.reshape(tl.minimum(whole, 2 ** (BITS - 1) - 1), (COLUMNS,))
+    unit = tl.where((exponent < 255) & some, unit, float("nan"))[None, :]
+    if BITS == 16:
+        return unit, in_words(whole >> 8, COLUMNS), in_words(whole, COLUMNS)
+    else:
+        highest = in_words(whole >> 16, COLUMNS)
+        return unit, highest, in_words(whole >> 8, COLUMNS), in_words(whole, COLUMNS)
+
+
+@triton.jit
+def in_words(numbers, COLUMNS: tl.constexpr):
+    """Packs the lowest bytes of four neighbours each, [1, COLUMNS / 4]."""
+    shift = (tl.arange(0, 4) * 8)[None, :]
+    return tl.sum((tl.reshape(numbers, (COLUMNS // 4, 4)) & 255) << shift, 1)[None, :]
+
+
+@triton.jit
+def multiply(
+    words,
+    scales,
+    rows,
+    rates,
+    out_ptr,  # [ROWS, N]
+    nth,
+    N: tl.constexpr,
+    OUT: tl.constexpr,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Multiplies a tile with rows in fixed point, and stores what they make."""
+    n = nth * OUT + tl.arange(0, OUT)
+    scales = scales.to(tl.float32)
+    for row in tl.static_range(ROWS):
+        # of 32 products of 8 by 16 bits the sum fits into 28
+        sums = by_block(dot_of_two(words, rows[row][1], rows[row][2]))
+        if BITS == 24:
+            sums = sums * 256 + by_block(dot_of_one(words, rows[row][3]))
+        y = tl.sum(sums * (scales * rows[row][0]), 1) * rates[row]
+        tl.store(out_ptr + row * N + n, y.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def by_block(numbers):
+    """Adds up the eight words of each block."""
+    SHAPE: tl.constexpr = (numbers.shape[0], numbers.shape[1] // 8, 8)
+    return tl.sum(tl.reshape(numbers, SHAPE), 2).to(tl.float32)
+
+
+@triton.jit
+def dot_of_two(words, high, low):
+    """Multiplies the signed bytes of words with numbers of two bytes, and adds four of them."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 sum;
+        dp4a.s32.s32 sum, $1, $2, 0;
+        shl.b32 sum, sum, 8;
+        dp4a.s32.u32 $0, $1, $3, sum;
+        }""",
+        "=r,r,r,r",
+        [words, high, low],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def dot_of_one(words, low):
+    """Multiplies the signed bytes of words with unsigned bytes, and adds four of them."""
+    return tl.inline_asm_elementwise(
+        "dp4a.s32.u32 $0, $1, $2, 0;",
+        "=r,r,r",
+        [words, low],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )

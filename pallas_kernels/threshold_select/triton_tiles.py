@@ -80,8 +80,11 @@ def raised(scores, row, start, plan: tl.constexpr):
     """Raises the scores of a tile that come before all others."""
     if plan.unit:
         entry = start + first_of_runs(plan) + tl.arange(0, 4)[None, None, :]
-        first = (entry < row.first.sinks) | ((entry >= row.first.recent) & (entry < row.first.end))
-        first &= scores > NOTHING
+        first = entry < row.first.sinks
+        if plan.recent > 0:  # from there to the end: numbers before it are large without a sign
+            behind = (entry - row.first.recent).to(tl.uint32, bitcast=True)
+            first |= behind < (row.first.end - row.first.recent).to(tl.uint32, bitcast=True)
+        # -inf and NaN stay what they are
         scores = tl.where(first, row.first.floor + (scores - row.first.low) * REACH, scores)
     return scores
 
