@@ -11,7 +11,7 @@ from jsparse.pallas_kernels.quantized_product import reference
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
 MAX_ROWS = 1024  # with tensor cores; XLA multiplies more of them faster after widening the matrix
-MAX_FEW_ROWS = 4  # without tensor cores
+MAX_FEW_ROWS = 4  # without tensor cores, with which three are faster
 
 
 def _mosaic():
@@ -21,8 +21,8 @@ def _mosaic():
 
 
 def _no_tensor_cores(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) -> str | None:
-    if not 1 < len(x) <= MAX_ROWS:  # one row is faster without
-        return f"takes 2 to {MAX_ROWS} rows, not {len(x)}"
+    if not 2 < len(x) <= MAX_ROWS:
+        return f"takes 3 to {MAX_ROWS} rows, not {len(x)}"
     if x.dtype != jnp.bfloat16:
         return f"takes bfloat16, not {x.dtype}"
     out, width = matrix["values"].shape
@@ -87,7 +87,7 @@ def quantized_product(
             the largest in their block of 32, which leaves most of bfloat16 as they are, or to 24
             bits where they are float32.
         dtype: the type of the result, by default that of x. Sums are float32.
-        implementation: "mosaic" (tensor cores of Hopper, 2 to 1024 rows of bfloat16), "triton"
+        implementation: "mosaic" (tensor cores of Hopper, 3 to 1024 rows of bfloat16), "triton"
             (any NVIDIA GPU, 1 to 4 rows), "reference", or None to pick.
 
     Raises:

@@ -146,13 +146,13 @@ BLOCKS = Case("given").build()[1]
             np.zeros((1025, 256)),
             BLOCKS,
             {"implementation": "mosaic"},
-            "takes 2 to 1024 rows, not 1025",
+            "takes 3 to 1024 rows, not 1025",
         ),
         (
-            np.zeros((1, 256)),
+            np.zeros((2, 256)),
             BLOCKS,
             {"implementation": "mosaic"},
-            "takes 2 to 1024 rows, not 1",
+            "takes 3 to 1024 rows, not 2",
         ),
         (
             np.zeros((5, 256)),
@@ -173,7 +173,7 @@ BLOCKS = Case("given").build()[1]
             "takes more than 4 rows, or a width that 128 divides, not 576",
         ),
         (
-            np.zeros((2, 256), np.float32),
+            np.zeros((3, 256), np.float32),
             BLOCKS,
             {"implementation": "mosaic"},
             "takes bfloat16, not float32",

@@ -22,7 +22,7 @@ LARGE = [
 ]
 TAKES = {
     "mosaic": lambda case, rows: (
-        ((1 < rows <= 4 and case.width % 128 == 0) or 4 < rows <= 1024)
+        ((2 < rows <= 4 and case.width % 128 == 0) or 4 < rows <= 1024)
         and case.dtype == "bfloat16"
         and case.width % 64 == 0
         and case.out % 64 == 0
@@ -77,7 +77,7 @@ def test_what_is_not_a_number_is_not_lost():
 
 @pytest.mark.parametrize(
     ("implementation", "parts"),
-    [("mosaic", [(0, 2), (3, 8), (5, 16)]), ("triton", [(0, 1), (1, 3), (5, 9)])],
+    [("mosaic", [(0, 3), (3, 8), (5, 16)]), ("triton", [(0, 1), (1, 3), (5, 9)])],
 )
 def test_rows_have_the_same_bits_alone_and_among_others(implementation, parts):
     if implementation == "mosaic" and (reason := no_mosaic()):
