@@ -209,6 +209,7 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "mad.lo.s32": lambda x, by, plus: (x.astype(np.int64) * by + plus).astype(np.int32),
     "brev.b32": _list_bits,
     "lop3.b32": lambda w: tuple(_half(w >> at & m) for at in (0, 8) for m in (0xF, 0xF0)),
+    # before that of bytes without a sign, which has this one's second instruction, too
     "dp4a.s32.s32": lambda w, high, low: 256 * _dp4a(w, high, "i1") + _dp4a(w, low, "u1"),
     "dp4a.s32.u32": lambda w, low: _dp4a(w, low, "u1"),
     "prmt.b32": lambda w: (_half(w & 0xFF), _half(w >> 8 & 0xFF)),

@@ -111,13 +111,14 @@ def framed_bounds(case: Any) -> Any:
     return (*bounds_cases.build(case, frame=frame), frame)
 
 
-def framed_scores(_: Any, inputs: Any) -> Any:
+def framed_scores(case: Any, inputs: Any) -> Any:
     """Takes the bounds of all slots in anew, and scores them."""
     q, layer, bounds, frame = inputs
     append = partial(bounds_append, frame=frame, max_new=layer.capacity, implementation="triton")
     valid, first = layer.lengths[:, 0], jnp.zeros_like(layer.lengths)
     bounds = jax.jit(append)(bounds, layer, valid, first)
-    score = partial(page_bounds, frame=frame, slack=0.5, group="mean", implementation="triton")
+    group = "max" if case.table == "scrambled" else "mean"
+    score = partial(page_bounds, frame=frame, slack=0.5, group=group, implementation="triton")
     return jax.jit(score)(q, layer, bounds)
 
 
@@ -296,7 +297,7 @@ OPS = {
         named(
             select_cases.CASES,
             "top_p_union_capped top_k_per_head top_k_max_raw threshold_max "
-            "top_p_bfloat16 top_k_long top_k_long_max always always_masked always_long "
+            "top_p_bfloat16 top_k_long top_k_long_max always always_masked always_max always_long "
             "budget_ties budget_capped mass_top_p mass_capped bits_capped touched",
         ),
     ),
@@ -312,7 +313,7 @@ OPS = {
     ),
     "page_bounds_framed": Op(
         framed_scores,
-        named(bounds_cases.CASES, "codes codes_head_dim_40 codes_group_of_7"),
+        named(bounds_cases.CASES, "codes codes_scrambled codes_head_dim_40 codes_group_of_7"),
         framed_bounds,
     ),
     "token_sparse": Op(

@@ -44,7 +44,8 @@ def gated_product(
 ) -> Float[Array, "*batch out"]:
     """Returns (silu(gate) · up) · W, and adds a bias to it.
 
-    The gated row is rounded to its type before it is multiplied. The kernel has no gradient.
+    The gated row is rounded to its type before it is multiplied, and for blocks as
+    `quantized_product` says. The kernel has no gradient.
 
     Args:
         gate_up: gate, and behind it up, of a row.

@@ -11,7 +11,7 @@ from jsparse.pallas_kernels.linear import Matrix, check_product, no_one_launch, 
 from jsparse.pallas_kernels.norm_product import reference
 from jsparse.pallas_kernels.residual_norm import residual_norm
 
-MAX_WIDTH = 2**15  # of blocks: a program has all columns
+MAX_WIDTH = 2**14  # of a matrix in blocks, of which a program has all columns
 
 
 def _in_one_launch(x: Any, delta: Any, scale: Any, matrix: Matrix, *bias: Any, eps: float) -> Any:
@@ -26,7 +26,7 @@ def _in_one_launch(x: Any, delta: Any, scale: Any, matrix: Matrix, *bias: Any, e
 
 def _refusal(x: Any, delta: Any, scale: Any, matrix: Matrix, *_: Any, **__: Any) -> str | None:
     if isinstance(matrix, Mapping) and x.shape[-1] > MAX_WIDTH:
-        return f"takes blocks of a matrix of at most {MAX_WIDTH} columns, not {x.shape[-1]}"
+        return f"takes blocks of at most {MAX_WIDTH} columns, not {x.shape[-1]}"
     return no_one_launch(x, matrix)
 
 
@@ -64,7 +64,8 @@ def norm_product(
     """Returns x + delta, and norm(x + delta) · W with a bias added: two ops in a launch.
 
     They are `residual_norm`, and `skinny_product` or `quantized_product`. The kernel does not round
-    what is normalised before it is multiplied, as these do, and has no gradient.
+    what is normalised to its type before it is multiplied, as these do; for blocks it rounds it to
+    16 bits of the largest number in a block, as `quantized_product` says. It has no gradient.
 
     Args:
         x: the residual stream.
@@ -73,8 +74,9 @@ def norm_product(
         matrix: W [in, out] of the type of x, or [out, in] in 8-bit blocks.
         bias: what is added to the product, of the type of x.
         eps: what is added to the mean of squares.
-        implementation: "triton" (one row, and blocks or a matrix of at most 32 MiB of two bytes a
-            number), "separate" (the two ops, each as it picks), "reference", or None to pick.
+        implementation: "triton" (one row, and blocks of at most 16,384 columns or a matrix of at
+            most 32 MiB of two bytes a number), "separate" (the two ops, each as it picks),
+            "reference", or None to pick.
 
     Raises:
         ValueError: shapes or types do not fit together, or the named implementation cannot run

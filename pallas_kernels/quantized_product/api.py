@@ -11,7 +11,8 @@ from jsparse.pallas_kernels.quantized_product import reference
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
 MAX_ROWS = 1024  # with tensor cores; XLA multiplies more of them faster after widening the matrix
-MAX_FEW_ROWS = 4  # without tensor cores, with which three are faster
+MAX_FEW_ROWS = 4  # without tensor cores
+FASTER_WITHOUT = 2  # as many rows, where there are tensor cores that could be used
 
 
 def _mosaic():
@@ -21,8 +22,8 @@ def _mosaic():
 
 
 def _no_tensor_cores(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) -> str | None:
-    if not 2 < len(x) <= MAX_ROWS:
-        return f"takes 3 to {MAX_ROWS} rows, not {len(x)}"
+    if not FASTER_WITHOUT < len(x) <= MAX_ROWS:
+        return f"takes {FASTER_WITHOUT + 1} to {MAX_ROWS} rows, not {len(x)}"
     if x.dtype != jnp.bfloat16:
         return f"takes bfloat16, not {x.dtype}"
     out, width = matrix["values"].shape
@@ -81,11 +82,11 @@ def quantized_product(
     it would widen all matrices of a model at the beginning of a program.
 
     Args:
-        x: the rows.
+        x: the rows. "triton" rounds their numbers to 16 bits of the largest in their block of 32,
+            which leaves most of bfloat16 as they are, or to 24 bits where they are float32; of a
+            row with an infinite number it makes NaN alone.
         matrix: W [out, in], in blocks. For more than 16 rows its numbers are rounded to the type of
-            x; for fewer, "mosaic" rounds nothing but sums, and "triton" numbers of x to 16 bits of
-            the largest in their block of 32, which leaves most of bfloat16 as they are, or to 24
-            bits where they are float32.
+            x; for fewer, "mosaic" rounds nothing but sums.
         dtype: the type of the result, by default that of x. Sums are float32.
         implementation: "mosaic" (tensor cores of Hopper, 3 to 1024 rows of bfloat16), "triton"
             (any NVIDIA GPU, 1 to 4 rows), "reference", or None to pick.

@@ -59,5 +59,6 @@ OTHERS = (
     Case("many_rows_left_over", batch=(100,), out=128, width=576),
     Case("no_rows", batch=(0,)),
     Case("float32", dtype="float32"),
+    Case("float16", dtype="float16"),
     Case("odd_sizes", out=37, width=96),
 )

@@ -64,7 +64,7 @@ def gated_product(
     *,
     tiling: BlocksTiling | None = None,
 ) -> Float[Array, "*batch out"]:
-    """Implements `gated_product` for a few rows."""
+    """Implements `gated_product` for one row."""
     return _product(gate_up, matrix, bias, gate_up.dtype, tiling, gated=True)
 
 
@@ -116,6 +116,7 @@ def norm_product(
 
     out, width = matrix["values"].shape
     tiling = tiling or default_tiling(width, whole=True)
+    assert width <= tiling.columns
     total, y = triton_call(
         *(x, delta, scale, matrix["values"], matrix["scales"]),
         kernel=norm_product_kernel,
@@ -253,8 +254,8 @@ def tile(
 def in_fixed_point(x, COLUMNS: tl.constexpr, BITS: tl.constexpr):
     """Returns the unit of each block, and numbers as bytes, four to a word.
 
-    The highest bytes, which have the sign, come first. A block that holds an infinite number, or
-    none, gets NaN for a unit, so that it is not lost.
+    The highest bytes, which have the sign, come first. A block with something that is infinite or
+    not a number gets NaN for a unit, so that this is not lost.
     """
     blocks = tl.reshape(x, (COLUMNS // 32, 32))
     top = tl.max(tl.abs(blocks), 1)
@@ -298,7 +299,7 @@ def multiply(
     n = nth * OUT + tl.arange(0, OUT)
     scales = scales.to(tl.float32)
     for row in tl.static_range(ROWS):
-        # of 32 products of 8 by 16 bits the sum fits into 28
+        # the sum of 32 products of 8 by 16 bits fits into 32
         sums = by_block(dot_of_two(words, rows[row][1], rows[row][2]))
         if BITS == 24:
             sums = sums * 256 + by_block(dot_of_one(words, rows[row][3]))

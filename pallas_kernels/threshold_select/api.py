@@ -50,10 +50,11 @@ Rule = TopK | TopP | Threshold | Budget
 
 
 class Always(NamedTuple):
-    """Names the units that TopK chooses before all others, best first.
+    """Names the units that TopK chooses before all others.
 
-    They hold one of the first `sink` or last `recent` slots of a head; what has no score is not
-    chosen even so.
+    They hold one of the first `sink` or last `recent` slots of a head. What has no score is not
+    chosen even so. Where there are more of them than k, the best are chosen, as far as 16 steps of
+    float32 at the largest score of the row tell them apart.
 
     Attributes:
         lengths: the number of slots that each head holds.
@@ -275,9 +276,11 @@ def _check_always(always: Always, rule: Rule, scores: Array, granularity: str, g
             f"scored, not {type(rule).__name__} with granularity={granularity!r}, "
             f"group={group!r} and G={scores.shape[2]}"
         )
-    if always.lengths.shape != scores.shape[:2]:
+    held = always.lengths
+    if held.shape != scores.shape[:2] or not jnp.issubdtype(held.dtype, jnp.integer):
         raise ValueError(
-            f"always.lengths.shape={always.lengths.shape}: must be [B, K] = {scores.shape[:2]}"
+            f"always.lengths={held.dtype}{[*held.shape]}: must be integers [B, K] = "
+            f"{[*scores.shape[:2]]}"
         )
     for name, least in (("sink", 0), ("recent", 0), ("unit", 1)):
         value = getattr(always, name)

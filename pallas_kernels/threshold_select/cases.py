@@ -208,6 +208,7 @@ CASES = (
     _top_k("always", value=20, always=(3, 30, 8), granularity="page", weights="raw"),
     _top_k("always_too_many", value=6, always=(40, 40, 1), capacity=4),
     _top_k("always_masked", value=20, always=(4, 9, 1), like="masked", ragged=True),
+    _top_k("always_nan", value=20, always=(4, 9, 1), like="nan"),
     _top_k("always_constant", value=60, always=(0, 50, 2), like="constant", per_head=True),
     _top_k("always_huge", value=12, always=(0, 1, 16), spread=1e36, weights="raw"),
     _top_k("always_max", value=12, always=(5, 0, 3), group=4, pool="max", span=8),

@@ -13,6 +13,7 @@ from jsparse.threshold import budget_mask, ordered, top_k_ids, top_k_mask, top_p
 
 REACH = 2.0**-4  # of scores above the largest: thresholds are guessed between the extremes
 TINY = 2.0**-100  # above it by little is still a normal number
+HIGHEST = 2.0**126
 MIN_WEIGHT = 2.0**-125  # part of the row's largest weight below which float32 is not relied on
 
 
@@ -41,7 +42,7 @@ def threshold_select(
     if normalised:
         rows = pooled(rows, softmax)[:, :, None]
     if always is not None:
-        rows = lifted(rows, always_chosen(always, rows.shape[-1])[:, :, None])
+        rows = raised(rows, come_first(always, rows.shape[-1])[:, :, None])
     if granularity == "token" and isinstance(rule, TopK) and rows.shape[2] == 1:
         listed = heaviest(rows[:, :, 0], rule, capacity)
         return listed if names is None else named(listed, names, rows.shape[-1] // names.shape[-1])
@@ -72,22 +73,25 @@ def heaviest(rows: Float32[Array, "B K n"], rule: TopK, capacity: int) -> Select
     return Selection(*top_k_ids(keys, k, capacity), granularity="token")
 
 
-def always_chosen(always: Always, units: int) -> Bool[Array, "B K n"]:
+def come_first(always: Always, units: int) -> Bool[Array, "B K n"]:
     """Marks the units that come before all others."""
     first, held = jnp.arange(units) * always.unit, always.lengths[..., None]
     newest = jnp.minimum(first + always.unit, held) > held - always.recent
     return (first < held) & ((first < always.sink) | newest)
 
 
-def lifted(
+def raised(
     rows: Float32[Array, "B K 1 n"], marked: Bool[Array, "B K 1 n"]
 ) -> Float32[Array, "B K 1 n"]:
-    """Raises the marked scores above all others, in the order that they have."""
-    known = rows > -jnp.inf
+    """Raises the marked scores above all others, in the order that they have.
+
+    Scores beyond HIGHEST count as it, so that there are numbers above them.
+    """
+    known, rows = rows > -jnp.inf, jnp.minimum(rows, HIGHEST)
     top = rows.max(-1, keepdims=True)
     low = jnp.where(known, rows, jnp.inf).min(-1, keepdims=True)
     floor = jnp.where(jnp.abs(top) < TINY, TINY, jnp.nextafter(top, jnp.inf))
-    return jnp.where(marked & known, floor + (rows - low) * REACH, rows)
+    return jnp.where(marked & known, floor + (rows * REACH - low * REACH), rows)
 
 
 def named(listed: Selection, names: Int32[Array, "B K m"], span: int) -> Selection:

@@ -76,7 +76,7 @@ def threshold_select(
     whole = not (by_mass or (members > 1 and not pooled) or granularity == "bits")
     if fits and whole and units == row.size and row.rule in ("top_k", "top_p"):
         row = shared_row(row, batch * heads, members, tiling or SelectTiling())
-    by_score = {"rule": "top_k", "value": None, "softmax": False, "normalised": False, "unit": 0}
+    by_score = {"rule": "top_k", "value": None, "softmax": False, "normalised": False}
     plan = Lists(
         row=row,
         cap=None if fits else replace(row, size=units, **by_score),
@@ -264,8 +264,8 @@ def write_list(
                 tl.full([], plan.units, tl.int32),
                 tl.full([], plan.capacity, tl.float32),
             )
-            # it has no sizes, and none of it comes before all others
-            units = take(best, best, every, kept, Share(0, best, best), ids, CAP)
+            # it has no sizes
+            units = take(best, best, every, kept, Share(0, best, best), None, CAP)
             choose(units, kept, limit, 0, CAP)
             total = list_units(bitmaps, kept, length, names, ids, bits, True, plan)
     tl.store(count, total)

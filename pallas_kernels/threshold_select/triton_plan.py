@@ -9,7 +9,7 @@ import triton
 from jsparse.pallas_kernels.threshold_select.api import Always, Budget, Rule, Threshold, TopK, TopP
 from jsparse.pallas_kernels.triton_meeting import max_programs
 
-FIRST = ("sink", "recent", "unit")
+ALWAYS = ("sink", "recent", "unit")
 RULES = {TopK: "top_k", TopP: "top_p", Threshold: "threshold", Budget: "budget"}
 
 
@@ -242,7 +242,7 @@ def searched_row(
         threads=max(threads, tiling.threads),
         max_tile=tile,
         few=few,
-        **({} if always is None else {name: getattr(always, name) for name in FIRST}),
+        **({} if always is None else {name: getattr(always, name) for name in ALWAYS}),
     )
 
 

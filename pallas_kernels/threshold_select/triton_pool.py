@@ -27,7 +27,7 @@ from jsparse.pallas_kernels.triton_meeting import meet
 @triton.jit
 def log_sum(scores, length, plan: tl.constexpr):
     """Returns the logsumexp of a row in memory, which is not shared; 0 where it has none."""
-    row = take(scores, scores, length, scores, Share(0, scores, scores), scores, plan)
+    row = take(scores, scores, length, scores, Share(0, scores, scores), None, plan)
     row, met = with_top(row, 0, plan)
     weight, met = row_weight(row, met, plan)
     return tl.where(weight > 0, row.top + log2(weight) / LOG2_E, 0.0)

@@ -23,7 +23,8 @@ from jsparse.pallas_kernels.threshold_select.triton_share import (
 LOG2_E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(float("-inf"))
 MIN_LOG = tl.constexpr(-126.0)  # of 2^-126, the least weight: it is below what can be chosen
-TINY, REACH = tl.constexpr(reference.TINY), tl.constexpr(reference.REACH)
+TINY, HIGHEST = tl.constexpr(reference.TINY), tl.constexpr(reference.HIGHEST)
+REACH = tl.constexpr(reference.REACH)
 SMALLEST = tl.constexpr(2.0**-125)  # more than the weight of what cannot be chosen
 
 
@@ -36,7 +37,7 @@ class First(NamedTuple):
     sinks: Any
     recent: Any
     end: Any
-    low: Any  # the smallest score
+    low: Any  # the smallest score, times REACH
     floor: Any  # what that becomes, above the largest one
 
 
@@ -84,8 +85,9 @@ def raised(scores, row, start, plan: tl.constexpr):
         if plan.recent > 0:  # from there to the end: numbers before it are large without a sign
             behind = (entry - row.first.recent).to(tl.uint32, bitcast=True)
             first |= behind < (row.first.end - row.first.recent).to(tl.uint32, bitcast=True)
-        # -inf and NaN stay what they are
-        scores = tl.where(first, row.first.floor + (scores - row.first.low) * REACH, scores)
+        scores = tl.where(scores > HIGHEST, HIGHEST, scores)
+        # -inf stays what it is, and so does NaN
+        scores = tl.where(first, row.first.floor + (scores * REACH - row.first.low), scores)
     return scores
 
 
@@ -247,10 +249,11 @@ def log2(x):
 def take(scores, sizes, length, room, share, held, plan: tl.constexpr):
     """Returns the Row at `scores`, or a program's part of it, read where it is resident.
 
-    Nothing is raised yet. `held` points to the slots that the head holds.
+    Nothing is raised yet. `held` points to the slots that the head holds; None where no scores come
+    first, whatever the plan says.
     """
     first = First(0, 0, 0, 0.0, 0.0)
-    if plan.unit:
+    if plan.unit and held is not None:
         slots = tl.load(held)
         end = tl.cdiv(slots, plan.unit)
         recent = tl.maximum(slots - plan.recent, 0) // plan.unit if plan.recent > 0 else end
@@ -270,17 +273,18 @@ def changed(row, x, each, top, first):
 
 @triton.jit
 def with_first_raised(row, low, top, plan: tl.constexpr):
-    """Returns the row with what comes before all others above them, and its largest score.
+    """Returns the row with what comes first above all others, and a bound of its scores then.
 
-    `low` and `top` are its extremes, which become the floor and, were it among them, the result.
+    `low` and `top` are the smallest and the largest score that it had.
     """
+    top = tl.minimum(top, HIGHEST)
     floor = tl.where(tl.abs(top) < TINY, TINY, from_key(key(top) + 1))
-    first = First(row.first.sinks, row.first.recent, row.first.end, low, floor)
+    first = First(row.first.sinks, row.first.recent, row.first.end, low * REACH, floor)
     row = changed(row, row.x, row.each, row.top, first)
     if plan.resident:
         x = raised(row.x, row, row.share.begin, plan)
         row = changed(row, x, row.each, row.top, row.first)
-    return row, floor + (top - low) * REACH
+    return row, floor + (top * REACH - low * REACH)
 
 
 @triton.jit

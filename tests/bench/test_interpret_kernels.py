@@ -42,8 +42,8 @@ def test_integers_must_be_the_same():
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 def test_kernels_do_what_their_references_do():
-    cases = ["--only", "norm_product", "gated_product", "threshold_select", "--cases"]
-    cases += ["bias", "one_row", "top_p_bfloat16", "top_k_long"]
+    cases = ["--only", "norm_product", "few_rows_product", "threshold_select", "--cases"]
+    cases += ["bias", "one_row", "float32", "always_max", "top_p_bfloat16", "top_k_long"]
     done = subprocess.run(
         [sys.executable, "-m", "bench.interpret_kernels", *cases],
         capture_output=True,
@@ -54,4 +54,4 @@ def test_kernels_do_what_their_references_do():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 5 and all("as the reference" in line for line in lines)
+    assert len(lines) == 7 and all("as the reference" in line for line in lines)

@@ -95,7 +95,8 @@ def expected(scores, rule, kwargs) -> dict[tuple[int, int], dict[int, set[int]]]
         if kwargs["group"] == "max" and len(rows) > 1:
             lse = logsumexp(best) if isinstance(rule, TopP) else 0.0
             chosen = choice(best, rule, value, sizes, softmax, lse, come_first(always, head))
-            chosen = set(chosen[: kwargs["capacity"]])
+            # of those that come first no more are listed than fit, best first
+            chosen = set(chosen if always is None else chosen[: kwargs["capacity"]])
         else:
             first = come_first(always, head)
             chosen = [
@@ -283,6 +284,20 @@ def test_every_row_with_a_score_chooses_at_least_one():
             assert (count[0, 0], ids[0, 0, 0]) == (1, 5)
 
 
+def test_scores_without_a_number_above_them_come_first_too():
+    """Of those that count as the highest, and the others, the marked one is chosen."""
+    most = float(np.finfo(np.float32).max)
+    rows = ([np.inf, 0, 0, 0], [most, 1, most, -most], [-np.inf, -np.inf, np.inf, np.inf])
+    scores = np.asarray(rows, np.float32).reshape(1, 3, 1, 4)
+
+    @jax.jit
+    def choose(scores, held):
+        return threshold_select(scores, TopK(1), capacity=1, always=Always(held, 0, 1, 1))
+
+    got = choose(scores, np.asarray([[1, 2, 4]], np.int32))
+    np.testing.assert_array_equal(got.ids[0, :, 0], [0, 1, 3])
+
+
 def test_numbers_of_heads_do_not_retrace():
     traces = []
 
@@ -414,8 +429,14 @@ WRONG = {
     "lengths of always": (
         ONE_ROW,
         TopK(1),
-        {"always": ALWAYS._replace(lengths=zeros(2, 1))},
-        r"always.lengths.shape=\(2, 1\): must be \[B, K\] = \(2, 3\)",
+        {"always": ALWAYS._replace(lengths=zeros(2, 1, dtype=np.int32))},
+        r"always.lengths=int32\[2, 1\]: must be integers \[B, K\] = \[2, 3\]",
+    ),
+    "dtype of always": (
+        ONE_ROW,
+        TopK(1),
+        {"always": ALWAYS._replace(lengths=zeros(2, 3))},
+        r"always.lengths=float32\[2, 3\]: must be integers",
     ),
     "recent": (
         ONE_ROW,

@@ -87,7 +87,10 @@ def test_a_row_is_multiplied(case):
     assert_is_the_product(multiply(x, matrix, bias), x, matrix, bias)
 
 
-BLOCKED = [case for case in (*norm_product_cases.CASES, *PRODUCTS) if case.width % 32 == 0]
+WIDE_ROWS = [product_cases.Case(f"{width}x320", width=width, out=320) for width in (5120, 8192)]
+BLOCKED = [
+    case for case in (*norm_product_cases.CASES, *PRODUCTS, *WIDE_ROWS) if case.width % 32 == 0
+]
 
 
 def in_blocks(matrix):
