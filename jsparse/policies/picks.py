@@ -43,18 +43,18 @@ def pick(
         unit: the number of slots of a unit.
         weights: the kind of the scores.
     """
-    counted = isinstance(rule, TopK) and sink + recent > 0
+    some, counts_them = sink + recent > 0, isinstance(rule, TopK)
     picked = threshold_select(
         scores[:, :, None],
         rule,
         capacity=capacity,
         granularity=granularity,
         weights=weights,
-        always=Always(lengths, sink, recent, unit) if counted else None,
+        always=Always(lengths, sink, recent, unit) if some and counts_them else None,
     )
-    if isinstance(rule, TopK) or not sink + recent:
+    if counts_them or not some:
         return picked
-    always = window(
+    added = window(
         lengths,
         sink=sink,
         recent=recent,
@@ -62,4 +62,4 @@ def pick(
         page_size=unit,
         granularity=granularity,
     )
-    return union(picked, replace(always, bits=None), scores.shape[-1])
+    return union(picked, replace(added, bits=None), scores.shape[-1])
