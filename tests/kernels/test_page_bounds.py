@@ -1,4 +1,4 @@
-"""Tests page_bounds and bounds_append against slow numpy.
+"""Tests page_bounds against slow numpy, of bounds and of their codes.
 
 The one property that matters is that no token scores above its page.
 """
@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bounds_checks import of, physical
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from marks import slow_except, slow_except_named
 
 from jsparse import cache as kv
 from jsparse.pallas_kernels.bounds_append import bounds_append
-from jsparse.pallas_kernels.key_bounds import PageBounds, PageBounds8, init
+from jsparse.pallas_kernels.key_bounds import PageBounds, PageBounds8
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from jsparse.pallas_kernels.page_bounds.cases import CASES, Codes, build, frame_for
 
@@ -25,27 +26,7 @@ compiled = jax.jit(page_bounds, static_argnames=("slack", "sm_scale", "group"))
 score = partial(compiled, sm_scale=1.0)
 read_heads = jax.jit(kv.read_heads)
 in_codes = [case for case in CASES if isinstance(case, Codes)]
-both_forms = pytest.mark.parametrize(
-    "form", [PageBounds, PageBounds8], ids=lambda form: form.__name__
-)
-B, K, P, M, H, T = 2, 2, 4, 3, 2, 6
-S = P * M
-SPEC = kv.CacheSpec(
-    num_layers=1,
-    batch=B,
-    num_heads=4,
-    num_kv_heads=K,
-    head_dim=H,
-    page_size=P,
-    num_pages=M,
-    dtype=jnp.float32,
-)
-
-
-def physical(layer, b, n, page):
-    if layer.block_table is not None:
-        return int(layer.block_table[b, n, page])
-    return (b * layer.lengths.shape[1] + n) * layer.num_pages + page
+B, K, P, M = 2, 2, 4, 3
 
 
 def numbers(bounds):
@@ -283,7 +264,7 @@ def test_no_token_scores_above_the_codes_of_its_page(seed, spread, offset, outli
     k = rng.normal(size=(B * K * M, P, 8)) + offset
     k[..., 3] *= outlier
     k, q = np.asarray(spread * k, dtype), np.asarray(rng.normal(size=(B, 4, 8)), dtype)
-    layer = kv.LayerCache(*map(jax.device_put, (k, k, np.full((B, K), S, np.int32))))
+    layer = kv.LayerCache(*map(jax.device_put, (k, k, np.full((B, K), P * M, np.int32))))
     ends = k.min(1), k.max(1)
     wide, tight = (
         np.asarray(score(q, layer, of(form, *ends))) for form in (PageBounds8, PageBounds)
@@ -304,124 +285,6 @@ def test_codes_of_keys_beyond_all_bounds_are_finite():
         _, kept = in_codes_of(*(np.full((2, 4), end, np.float32) for end in ends))
         low, high = map(np.asarray, kept)
         assert (np.isfinite(low) & np.isfinite(high) & (low <= high)).all(), ends
-
-
-counts = st.lists(st.integers(0, T), min_size=B, max_size=B)
-histories = st.lists(
-    st.tuples(st.sampled_from(["append", "write"]), counts), min_size=1, max_size=8
-)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def made(spec, form):
-    return kv.init(spec), init(spec, form=form)
-
-
-@jax.jit
-def step(cache, bounds, k, valid):
-    positions = jnp.zeros((B, T), jnp.int32)
-    first = cache.layers[0].lengths
-    cache = kv.append(cache, 0, k, k, positions, valid)
-    return cache, bounds_append(bounds, cache.layers[0], valid, first, max_new=T)
-
-
-@jax.jit
-def rewrite(cache, bounds, k, valid):
-    layer = cache.layers[0]
-    first = layer.lengths - valid[:, None]
-    layer = kv.write(layer, k, k, jnp.zeros((B, T), jnp.int32), valid, first)
-    return kv.replace_layer(cache, 0, layer), bounds_append(bounds, layer, valid, first, max_new=T)
-
-
-@partial(jax.jit, static_argnums=0)
-def of(form, low, high):
-    return form.of(low, high)
-
-
-@both_forms
-@settings(max_examples=25)
-@given(history=histories, paged=st.booleans(), seed=st.integers(0, 2**16))
-def test_bounds_are_those_of_the_tokens_held_whatever_the_history(form, history, paged, seed):
-    """Bounds stay the tightest after chunks and rewrites, and no other page's change."""
-    rng = np.random.default_rng(seed)
-    pool = B * K * M + 1 if paged else None
-    cache, bounds = made(SPEC._replace(pool_pages=pool), form)
-    for kind, valid in history:
-        lengths = np.asarray(cache.layers[0].lengths)
-        room = S - lengths.max(1) if kind == "append" else lengths.min(1)
-        valid = np.minimum(valid, room).astype(np.int32)
-        k = rng.normal(size=(B, T, K, H)).astype(np.float32)
-        cache, bounds = (step if kind == "append" else rewrite)(cache, bounds, k, valid)
-        layer = cache.layers[0]
-        keys = np.asarray(layer.k)
-        for b, n, page in np.ndindex(B, K, M):
-            held = min(max(int(layer.lengths[b, n]) - page * P, 0), P)
-            if held:
-                lies = physical(layer, b, n, page)
-                want = of(form, keys[lies, :held].min(0), keys[lies, :held].max(0))
-                for kept, tightest in zip(bounds, want, strict=True):
-                    np.testing.assert_array_equal(np.asarray(kept)[lies], tightest)
-
-
-def test_only_the_pages_written_are_touched():
-    cache, bounds = made(SPEC, PageBounds)
-    ones = np.ones((B, T, K, H), np.float32)
-    cache, bounds = step(cache, bounds, ones, np.array([5, 0], np.int32))
-    cache = kv.replace_layer(
-        cache, 0, cache.layers[0]._replace(k=np.asarray(cache.layers[0].k) + 1)
-    )  # K changes without an append
-    _, bounds = step(cache, bounds, 4 * ones, np.array([1, 2], np.int32))
-    np.testing.assert_array_equal(
-        np.asarray(bounds.high)[:, 0].reshape(B, K, M), [[[1, 4, 0]] * 2, [[4, 0, 0]] * 2]
-    )
-    np.testing.assert_array_equal(
-        np.asarray(bounds.low)[:, 0].reshape(B, K, M), [[[1, 2, 0]] * 2, [[4, 0, 0]] * 2]
-    )
-
-
-def test_tokens_without_room_change_no_page_of_another_head():
-    cache, bounds = made(SPEC, PageBounds)
-    for value in (1, 2):
-        full = np.full((B, T, K, H), value, np.float32)
-        cache, bounds = step(cache, bounds, full, np.array([T, 0], np.int32))
-    full = np.full((B, T, K, H), 9, np.float32)
-    cache, bounds = step(cache, bounds, full, np.array([T, 0], np.int32))
-    assert cache.overflow.tolist() == [True, False]
-    np.testing.assert_array_equal(
-        np.asarray(bounds.high)[:, 0].reshape(B, K, M), [[[1, 2, 2]] * 2, [[0, 0, 0]] * 2]
-    )
-    out = compiled(np.ones((B, 4, H), np.float32), cache.layers[0], bounds)
-    assert out.shape == (B, K, M)
-    assert np.isneginf(np.asarray(out)[1]).all()
-
-
-def test_bounds_in_ks_dtype_are_kept_in_no_frame():
-    case = by_name["ragged"]
-    _, layer, bounds = build(case)
-    frame, valid = frame_for(case), np.ones(case.batch, np.int32)
-    message = "frame: must be None with PageBounds, which bound K as it is"
-    with pytest.raises(ValueError, match=message):
-        bounds_append(bounds, layer, valid, np.asarray(layer.lengths) - 1, max_new=1, frame=frame)
-    with pytest.raises(ValueError, match=r"frame.angles.shape=\(0, 64\): must be \(1, 64\)"):
-        bounds_append(
-            of(PageBounds8, *bounds),
-            layer,
-            valid,
-            np.asarray(layer.lengths) - 1,
-            max_new=1,
-            frame=frame._replace(angles=np.asarray(frame.angles)[:0]),
-        )
-
-
-def test_another_backend_for_append_is_refused():
-    _, layer, bounds = build(by_name["ragged"])
-    valid = np.ones(2, np.int32)
-    with pytest.raises(
-        ValueError, match=r"implementation='abacus': bounds_append has \['triton', 'reference'\]"
-    ):
-        bounds_append(
-            bounds, layer, valid, np.asarray(layer.lengths) - 1, max_new=1, implementation="abacus"
-        )
 
 
 def part(x, channels):

@@ -1,0 +1,146 @@
+"""Tests bounds_append: bounds are those of the tokens that their pages hold."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bounds_checks import of, physical
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jsparse import cache as kv
+from jsparse.pallas_kernels.bounds_append import bounds_append
+from jsparse.pallas_kernels.key_bounds import PageBounds, PageBounds8, init
+from jsparse.pallas_kernels.page_bounds import page_bounds
+from jsparse.pallas_kernels.page_bounds.cases import CASES, build, frame_for
+
+ragged = next(case for case in CASES if case.name == "ragged")
+both_forms = pytest.mark.parametrize(
+    "form", [PageBounds, PageBounds8], ids=lambda form: form.__name__
+)
+B, K, P, M, H, T = 2, 2, 4, 3, 2, 6
+S = P * M
+SPEC = kv.CacheSpec(
+    num_layers=1,
+    batch=B,
+    num_heads=4,
+    num_kv_heads=K,
+    head_dim=H,
+    page_size=P,
+    num_pages=M,
+    dtype=jnp.float32,
+)
+
+
+counts = st.lists(st.integers(0, T), min_size=B, max_size=B)
+histories = st.lists(
+    st.tuples(st.sampled_from(["append", "write"]), counts), min_size=1, max_size=8
+)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def made(spec, form):
+    return kv.init(spec), init(spec, form=form)
+
+
+@jax.jit
+def step(cache, bounds, k, valid):
+    positions = jnp.zeros((B, T), jnp.int32)
+    first = cache.layers[0].lengths
+    cache = kv.append(cache, 0, k, k, positions, valid)
+    return cache, bounds_append(bounds, cache.layers[0], valid, first, max_new=T)
+
+
+@jax.jit
+def rewrite(cache, bounds, k, valid):
+    layer = cache.layers[0]
+    first = layer.lengths - valid[:, None]
+    layer = kv.write(layer, k, k, jnp.zeros((B, T), jnp.int32), valid, first)
+    return kv.replace_layer(cache, 0, layer), bounds_append(bounds, layer, valid, first, max_new=T)
+
+
+@both_forms
+@settings(max_examples=25)
+@given(history=histories, paged=st.booleans(), seed=st.integers(0, 2**16))
+def test_bounds_are_those_of_the_tokens_held_whatever_the_history(form, history, paged, seed):
+    """Bounds stay the tightest after chunks and rewrites, and no other page's change."""
+    rng = np.random.default_rng(seed)
+    pool = B * K * M + 1 if paged else None
+    cache, bounds = made(SPEC._replace(pool_pages=pool), form)
+    for kind, valid in history:
+        lengths = np.asarray(cache.layers[0].lengths)
+        room = S - lengths.max(1) if kind == "append" else lengths.min(1)
+        valid = np.minimum(valid, room).astype(np.int32)
+        k = rng.normal(size=(B, T, K, H)).astype(np.float32)
+        cache, bounds = (step if kind == "append" else rewrite)(cache, bounds, k, valid)
+        layer = cache.layers[0]
+        keys = np.asarray(layer.k)
+        for b, n, page in np.ndindex(B, K, M):
+            held = min(max(int(layer.lengths[b, n]) - page * P, 0), P)
+            if held:
+                lies = physical(layer, b, n, page)
+                want = of(form, keys[lies, :held].min(0), keys[lies, :held].max(0))
+                for kept, tightest in zip(bounds, want, strict=True):
+                    np.testing.assert_array_equal(np.asarray(kept)[lies], tightest)
+
+
+def test_only_the_pages_written_are_touched():
+    cache, bounds = made(SPEC, PageBounds)
+    ones = np.ones((B, T, K, H), np.float32)
+    cache, bounds = step(cache, bounds, ones, np.array([5, 0], np.int32))
+    cache = kv.replace_layer(
+        cache, 0, cache.layers[0]._replace(k=np.asarray(cache.layers[0].k) + 1)
+    )  # K changes without an append
+    _, bounds = step(cache, bounds, 4 * ones, np.array([1, 2], np.int32))
+    np.testing.assert_array_equal(
+        np.asarray(bounds.high)[:, 0].reshape(B, K, M), [[[1, 4, 0]] * 2, [[4, 0, 0]] * 2]
+    )
+    np.testing.assert_array_equal(
+        np.asarray(bounds.low)[:, 0].reshape(B, K, M), [[[1, 2, 0]] * 2, [[4, 0, 0]] * 2]
+    )
+
+
+def test_tokens_without_room_change_no_page_of_another_head():
+    cache, bounds = made(SPEC, PageBounds)
+    for value in (1, 2):
+        full = np.full((B, T, K, H), value, np.float32)
+        cache, bounds = step(cache, bounds, full, np.array([T, 0], np.int32))
+    full = np.full((B, T, K, H), 9, np.float32)
+    cache, bounds = step(cache, bounds, full, np.array([T, 0], np.int32))
+    assert cache.overflow.tolist() == [True, False]
+    np.testing.assert_array_equal(
+        np.asarray(bounds.high)[:, 0].reshape(B, K, M), [[[1, 2, 2]] * 2, [[0, 0, 0]] * 2]
+    )
+    out = jax.jit(page_bounds)(np.ones((B, 4, H), np.float32), cache.layers[0], bounds)
+    assert out.shape == (B, K, M)
+    assert np.isneginf(np.asarray(out)[1]).all()
+
+
+def test_bounds_in_ks_dtype_are_kept_in_no_frame():
+    _, layer, bounds = build(ragged)
+    frame, valid = frame_for(ragged), np.ones(ragged.batch, np.int32)
+    message = "frame: must be None with PageBounds, which bound K as it is"
+    with pytest.raises(ValueError, match=message):
+        bounds_append(bounds, layer, valid, np.asarray(layer.lengths) - 1, max_new=1, frame=frame)
+    with pytest.raises(ValueError, match=r"frame.angles.shape=\(0, 64\): must be \(1, 64\)"):
+        bounds_append(
+            of(PageBounds8, *bounds),
+            layer,
+            valid,
+            np.asarray(layer.lengths) - 1,
+            max_new=1,
+            frame=frame._replace(angles=np.asarray(frame.angles)[:0]),
+        )
+
+
+def test_another_backend_for_append_is_refused():
+    _, layer, bounds = build(ragged)
+    valid = np.ones(2, np.int32)
+    with pytest.raises(
+        ValueError, match=r"implementation='abacus': bounds_append has \['triton', 'reference'\]"
+    ):
+        bounds_append(
+            bounds, layer, valid, np.asarray(layer.lengths) - 1, max_new=1, implementation="abacus"
+        )
