@@ -21,8 +21,8 @@ from jaxtyping import Array, Float
 
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
-WHOLE = 4096  # columns that a program has at most, where it need not have all
-PART = 2048  # the most that it has of more
+WHOLE = 4096  # columns up to which a program has them all
+PART = 2048  # the most that it has where there are more
 
 
 class BlocksTiling(NamedTuple):
@@ -119,15 +119,17 @@ def norm_product(
     assert width <= tiling.columns
     total, y = triton_call(
         *(x, delta, scale, matrix["values"], matrix["scales"]),
+        x if bias is None else bias,  # a stand-in, never read
         kernel=norm_product_kernel,
         out_shape=[
             jax.ShapeDtypeStruct(x.shape, x.dtype),
             jax.ShapeDtypeStruct((*x.shape[:-1], out), x.dtype),
         ],
+        HAS_BIAS=bias is not None,
         EPS=eps,
         **_launch(x, matrix, tiling, 1),
     )
-    return total, y if bias is None else y + bias
+    return total, y
 
 
 def _launch(x: Array, matrix: Blocks, tiling: BlocksTiling, parts: int) -> dict[str, object]:
@@ -177,13 +179,26 @@ def product_kernel(
             wide = (wide / (1 + tl.exp(-wide)) * up).to(x.dtype).to(tl.float32)
         rows += (in_fixed_point(wide, COLUMNS, BITS),)
         rates += (1.0,)
-    out_ptr += part * (ROWS * N)
-    for at in tl.range(group, tl.cdiv(N, OUT), GROUPS):
-        ahead, scales_ahead = tile(
-            values_ptr, scales_ptr, at + GROUPS, begin, end, N, WIDTH, OUT, COLUMNS
-        )
-        multiply(words, scales, rows, rates, out_ptr, at, N, OUT, BITS, ROWS)
-        words, scales = ahead, scales_ahead
+    multiply(
+        words,
+        scales,
+        rows,
+        rates,
+        values_ptr,
+        scales_ptr,
+        None,
+        out_ptr + part * (ROWS * N),
+        group,
+        begin,
+        end,
+        N,
+        WIDTH,
+        OUT,
+        COLUMNS,
+        GROUPS,
+        BITS,
+        ROWS,
+    )
 
 
 @triton.jit
@@ -193,6 +208,7 @@ def norm_product_kernel(
     scale_ptr,  # [WIDTH]
     values_ptr,  # [N, WIDTH]
     scales_ptr,  # [WIDTH / 32, N]
+    bias_ptr,  # [N], read where HAS_BIAS
     total_ptr,  # [WIDTH]
     out_ptr,  # [N]
     N: tl.constexpr,
@@ -201,6 +217,7 @@ def norm_product_kernel(
     COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
     BITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     EPS: tl.constexpr,
 ):
     """Adds and normalises a row, and multiplies every GROUPSth OUT rows of the matrix with it.
@@ -220,12 +237,26 @@ def norm_product_kernel(
     wide = total.to(tl.float32)
     rows = (in_fixed_point(wide * weights, COLUMNS, BITS),)
     rates = (tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + EPS),)
-    for at in tl.range(group, tl.cdiv(N, OUT), GROUPS):
-        ahead, scales_ahead = tile(
-            values_ptr, scales_ptr, at + GROUPS, 0, WIDTH, N, WIDTH, OUT, COLUMNS
-        )
-        multiply(words, scales, rows, rates, out_ptr, at, N, OUT, BITS, 1)
-        words, scales = ahead, scales_ahead
+    multiply(
+        words,
+        scales,
+        rows,
+        rates,
+        values_ptr,
+        scales_ptr,
+        bias_ptr if HAS_BIAS else None,
+        out_ptr,
+        group,
+        0,
+        WIDTH,
+        N,
+        WIDTH,
+        OUT,
+        COLUMNS,
+        GROUPS,
+        BITS,
+        1,
+    )
 
 
 @triton.jit
@@ -259,7 +290,7 @@ def in_fixed_point(x, COLUMNS: tl.constexpr, BITS: tl.constexpr):
     """
     blocks = tl.reshape(x, (COLUMNS // 32, 32))
     top = tl.max(tl.abs(blocks), 1)
-    some = tl.max((blocks != blocks).to(tl.int32), 1) == 0
+    known = tl.max((blocks != blocks).to(tl.int32), 1) == 0
     # by exponents: the block's largest number goes to [2^(BITS - 2), 2^(BITS - 1)); from 32 on
     # neither factor is subnormal or infinite
     exponent = tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 32)
@@ -267,7 +298,7 @@ def in_fixed_point(x, COLUMNS: tl.constexpr, BITS: tl.constexpr):
     inverse = ((254 + (BITS - 2) - exponent) << 23).to(tl.float32, bitcast=True)
     whole = tl.floor(blocks * inverse[:, None] + 0.5).to(tl.int32)
     whole = tl.reshape(tl.minimum(whole, 2 ** (BITS - 1) - 1), (COLUMNS,))
-    unit = tl.where((exponent < 255) & some, unit, float("nan"))[None, :]
+    unit = tl.where((exponent < 255) & known, unit, float("nan"))[None, :]
     if BITS == 16:
         return unit, in_words(whole >> 8, COLUMNS), in_words(whole, COLUMNS)
     else:
@@ -288,23 +319,40 @@ def multiply(
     scales,
     rows,
     rates,
+    values_ptr,
+    scales_ptr,
+    bias_ptr,  # [N], or None
     out_ptr,  # [ROWS, N]
-    nth,
+    group,
+    begin,
+    end,
     N: tl.constexpr,
+    WIDTH: tl.constexpr,
     OUT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Multiplies a tile with rows in fixed point, and stores what they make."""
-    n = nth * OUT + tl.arange(0, OUT)
-    scales = scales.to(tl.float32)
-    for row in tl.static_range(ROWS):
-        # the sum of 32 products of 8 by 16 bits fits into 32
-        sums = by_block(dot_of_two(words, rows[row][1], rows[row][2]))
-        if BITS == 24:
-            sums = sums * 256 + by_block(dot_of_one(words, rows[row][3]))
-        y = tl.sum(sums * (scales * rows[row][0]), 1) * rates[row]
-        tl.store(out_ptr + row * N + n, y.to(out_ptr.dtype.element_ty), mask=n < N)
+    """Multiplies rows in fixed point with every GROUPSth tile, of which the first is loaded."""
+    for nth in tl.range(group, tl.cdiv(N, OUT), GROUPS):
+        ahead, scales_ahead = tile(
+            values_ptr, scales_ptr, nth + GROUPS, begin, end, N, WIDTH, OUT, COLUMNS
+        )
+        n = nth * OUT + tl.arange(0, OUT)
+        scales = scales.to(tl.float32)
+        for row in tl.static_range(ROWS):
+            # the sum of 32 products of 8 by 16 bits fits into 32
+            sums = by_block(dot_of_two(words, rows[row][1], rows[row][2]))
+            if BITS == 24:
+                sums = sums * 256 + by_block(dot_of_one(words, rows[row][3]))
+            y = tl.sum(sums * (scales * rows[row][0]), 1) * rates[row]
+            y = y.to(out_ptr.dtype.element_ty)
+            if bias_ptr is not None:
+                bias = tl.load(bias_ptr + n, mask=n < N, other=0)
+                y = (y.to(tl.float32) + bias.to(tl.float32)).to(y.dtype)
+            tl.store(out_ptr + row * N + n, y, mask=n < N)
+        words, scales = ahead, scales_ahead
 
 
 @triton.jit
