@@ -53,7 +53,7 @@ class Always(NamedTuple):
     """Names the units that TopK chooses before all others.
 
     They hold one of the first `sink` or last `recent` slots of a head. What has no score is not
-    chosen even so. Where there are more of them than k, the best are chosen, as far as 16 steps of
+    chosen even so. Where there are more of them than k, the best are chosen, as far as two steps of
     float32 at the largest score of the row tell them apart.
 
     Attributes:

@@ -11,7 +11,7 @@ from jsparse.selection import Selection, from_page_mask, from_token_mask
 from jsparse.shapes import Lengths
 from jsparse.threshold import budget_mask, ordered, top_k_ids, top_k_mask, top_p_mask
 
-REACH = 2.0**-4  # of scores above the largest: thresholds are guessed between the extremes
+REACH = 2.0**-1  # of scores above the largest, so that none becomes infinite
 TINY = 2.0**-100  # above it by little is still a normal number
 HIGHEST = 2.0**126
 MIN_WEIGHT = 2.0**-125  # part of the row's largest weight below which float32 is not relied on
