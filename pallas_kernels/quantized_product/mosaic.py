@@ -22,6 +22,6 @@ def quantized_product(
 
 
 def takes_few(x: Float[Array, "rows in"]) -> bool:
-    """Returns whether these rows are multiplied with nothing rounded but sums."""
+    """Returns whether these rows are put in fixed point and multiplied with blocks as they are."""
     rows, width = x.shape
     return rows <= GROUP and width % FEW_COLUMNS == 0 and width <= MAX_FEW_WIDTH

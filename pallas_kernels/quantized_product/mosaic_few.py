@@ -2,11 +2,11 @@
 """Implements `api.quantized_product` with Mosaic GPU for at most 16 rows, for Hopper.
 
 One persistent launch. A unit of work is 64 rows of the matrix over a part of its columns. One
-warpgroup copies: chunks of columns by TMA, as many ahead as shared memory holds. The others take
-chunks in turn, widen their integers to bfloat16, which is exact, and multiply them with x in the
-tensor cores: a product for each block of 32 columns, whose sums in float32 are multiplied with the
-blocks' scales. So only sums are rounded. A row of x has the same bits whichever others there are,
-but not those of other backends.
+warpgroup copies: chunks of columns by TMA, as many ahead as shared memory holds. The others put x
+in fixed point while the first chunks are on their way, and then take them in turn. Tensor cores
+multiply the integers of both, block by block of 32 columns, without rounding; these sums are
+multiplied with the block's scale and unit and added up in float32. A row of x has the same bits
+whichever others there are, but not those of other backends.
 """
 
 from dataclasses import dataclass
@@ -18,20 +18,28 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import memref, vector
 from jaxtyping import Array, Float, Float32
 
-from jsparse.pallas_kernels.mosaic_registers import below, index, plus, position
+from jsparse.pallas_kernels.quantized_product.mosaic_integers import (
+    SWIZZLE,
+    block_products,
+    fixed_point,
+    put_in_fixed_point,
+)
+from jsparse.pallas_kernels.quantized_product.mosaic_shared import (
+    BLOCKS_OF_H100,
+    ROWS,
+    store_registers,
+    tiled,
+)
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
 GROUP = 16  # rows of x in a launch
-ROWS = 64  # of the matrix, the least that a product in registers has
-BLOCKS_OF_H100 = 132  # multiprocessors; also those of an H200
 PARTS = (1, 2, 4, 8)
-X_BYTES = 115_000  # of shared memory that the default stages leave to a part of 16 rows of x
-UNIT_CHUNKS = 2  # what a unit costs beside its chunks, in chunks
+MEMORY = 232_448  # bytes of shared memory of a program
+DIGIT_BYTES = 2**16  # of it, what 16 rows of a part of x should take at most
+UNIT_CHUNKS = 1  # what a unit costs beside its chunks, in chunks
 
 
 @dataclass(frozen=True)
@@ -78,14 +86,19 @@ class Problem:
     def part_columns(self) -> int:
         return self.chunks * self.columns
 
+    @property
+    def others(self) -> int:
+        """The warpgroups that multiply, but the first."""
+        return max(self.turns - 1, 1)
+
 
 def few_rows(
     x: Float[Array, "rows in"],
     matrix: Blocks,
     *,
-    columns: int = 128,
-    stages: int = 12,
-    turns: int = 4,
+    columns: int = 256,
+    stages: int | None = None,
+    turns: int = 2,
     parts: int | None = None,
     blocks: int = BLOCKS_OF_H100,
     interpret: bool = False,
@@ -99,14 +112,14 @@ def few_rows(
     padded = -(-rows // 8) * 8
     if parts is None:
         parts = best_parts(out, width, columns)
+    if stages is None:
+        stages = most_stages(padded, columns, -(-width // (columns * parts)), turns)
     assert stages % turns == 0
     problem = Problem(
         *(rows, padded, out, width, columns, stages, turns, parts),
         blocks=min(blocks - blocks % parts, out // ROWS * parts),
         interpret=interpret,
     )
-    if rows > 8:  # TMA takes a part of one tile of rows, or whole ones
-        x = jnp.pad(x, ((0, padded - rows), (0, 0)))
     sums = _kernel(problem)(x, matrix["values"], matrix["scales"])
     # one by one: in what order XLA's own sum adds them can depend on the number of rows
     return reduce(add, [sums[part] for part in range(parts)])
@@ -118,13 +131,23 @@ def best_parts(out: int, width: int, columns: int) -> int:
     It knows nothing of the rows of x, whose bits depend on it.
     """
 
-    def cost(parts: int) -> tuple[bool, int]:
+    def cost(parts: int) -> tuple[int, int]:
         chunks = -(-width // (columns * parts))
         blocks = BLOCKS_OF_H100 - BLOCKS_OF_H100 % parts
         units = -(-out // ROWS * parts // blocks)
-        return 2 * GROUP * chunks * columns > X_BYTES, units * (chunks + UNIT_CHUNKS)
+        digits = 2 * GROUP * chunks * columns
+        return max(digits, DIGIT_BYTES), units * (chunks + UNIT_CHUNKS)
 
     return min(PARTS, key=cost)
+
+
+def most_stages(padded: int, columns: int, chunks: int, turns: int) -> int:
+    """Returns the chunks that shared memory has room for, at most eight, a multiple of `turns`."""
+    of_x = chunks * columns * padded * (2 + 4 / BLOCK)  # digits and units
+    others = 4 * ROWS * padded * turns + 4096  # sums, and what aligns all of these
+    stage = ROWS * columns * (1 + 2 / BLOCK)
+    room = int((MEMORY - of_x - others) / stage)
+    return max(min(room, 8) // turns, 1) * turns
 
 
 class Refs(NamedTuple):
@@ -137,20 +160,16 @@ class Refs(NamedTuple):
     values: Any  # [out, in]
     scales: Any  # [in / 32, out]
     out: Any  # [parts, rows, out]: each part's sums
-    x_s: Any  # [padded, part_columns]
+    digits_s: Any  # [2 · padded, part_columns]: the high digits of x, and the low ones
+    units_s: Any  # [part_columns / 32, padded]: those of x
     values_s: Any  # [stages, ROWS, columns]
     scales_s: Any  # [stages, columns / 32, ROWS]
     sums_s: Any  # [turns - 1, ROWS, padded]: of the warpgroups but the first
-    x_full: Any  # the part's columns of x are there
+    x_full: Any  # all have put their share of x in fixed point
     full: Any  # [stages]: values and scales of a chunk are there
     free: Any  # [stages]: they are used
     sums_full: Any  # all but the first have stored their sums
     sums_free: Any  # the first has added them to its own
-
-
-def tiled(width: int, nbytes: int) -> tuple[Any, ...]:
-    """Returns how shared memory keeps tiles of 8 rows, swizzled over their width."""
-    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * nbytes)
 
 
 @cache
@@ -170,19 +189,19 @@ def _kernel(p: Problem):
 
     body.__name__ = "quantized_product"
 
-    others = max(p.turns - 1, 1)
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((p.parts, p.rows, p.out), jnp.float32),
         scratch_types=[
-            plgpu.SMEM((p.padded, p.part_columns), jnp.bfloat16, transforms=tiled(BLOCK, 2)),
-            plgpu.SMEM((p.stages, ROWS, p.columns), jnp.int8, transforms=tiled(128, 1)),
+            plgpu.SMEM((2 * p.padded, p.part_columns), jnp.int8, transforms=tiled(SWIZZLE, 1)),
+            plgpu.SMEM((p.part_columns // BLOCK, p.padded), jnp.float32),
+            plgpu.SMEM((p.stages, ROWS, p.columns), jnp.int8, transforms=tiled(SWIZZLE, 1)),
             plgpu.SMEM((p.stages, p.columns // BLOCK, ROWS), jnp.float16),
-            plgpu.SMEM((others, ROWS, p.padded), jnp.float32),
-            plgpu.Barrier(),
+            plgpu.SMEM((p.others, ROWS, p.padded), jnp.float32),
+            plgpu.Barrier(num_arrivals=p.turns),
             plgpu.Barrier(num_arrivals=2, num_barriers=p.stages),
             plgpu.Barrier(num_barriers=p.stages),
-            plgpu.Barrier(num_arrivals=others),
+            plgpu.Barrier(num_arrivals=p.others),
             plgpu.Barrier(),
         ],
         grid=(p.blocks,),
@@ -209,17 +228,29 @@ def _rows_of(p: Problem, unit: Any) -> Any:
 def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
     """Multiplies the chunks that are this warpgroup's turn; the first stores the sums of all."""
     part, units = _share(p)
-    multiply, store = (_dots, _store) if p.interpret else (_wgmmas, store_registers)
+    put, multiply, store = (
+        (_put, _products, _store)
+        if p.interpret
+        else (put_in_fixed_point, block_products, store_registers)
+    )
+    put(r.x, r.digits_s, r.units_s, part * p.part_columns, p.turns)
+    if not p.interpret:
+        plgpu.commit_smem()
+    plgpu.barrier_arrive(r.x_full)
     plgpu.barrier_wait(r.x_full)
 
     def add_chunk(unit, at, acc):
         slot = lax.rem(unit * p.chunks + at, p.stages)
         plgpu.barrier_wait(r.full.at[slot])
-        products = multiply(r.values_s.at[slot], r.x_s, at * (p.columns // BLOCK))
-        for nth, product in enumerate(products):
+        columns = pl.ds(pl.multiple_of(at * p.columns, p.columns), p.columns)
+        products = multiply(r.values_s.at[slot], r.digits_s.at[:, columns])
+        for nth, digits in enumerate(products):
+            product = (digits[:, : p.padded] * 256 + digits[:, p.padded :]).astype(jnp.float32)
             scale = _load(p, r.scales_s.at[slot, nth], plgpu.Layout.WGMMA.reduce(1))
             scale = lax.broadcast_in_dim(scale.astype(jnp.float32), acc.shape, [0])
-            acc = acc + product * scale
+            of_x = r.units_s.at[at * (p.columns // BLOCK) + nth]
+            of_x = _load(p, of_x, plgpu.Layout.WGMMA.reduce(0))
+            acc = acc + product * (scale * lax.broadcast_in_dim(of_x, acc.shape, [1]))
         plgpu.barrier_arrive(r.free.at[slot])
         return acc
 
@@ -262,15 +293,12 @@ def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
 
 
 def _copy(p: Problem, r: Refs) -> None:
-    """Copies the part's columns of x, and then chunk after chunk into slots that are free.
+    """Copies chunk after chunk into slots that are free.
 
     Rows and columns past the end become 0, of values and scales, too.
     """
     part, units = _share(p)
     sent, blocks = units * p.chunks, p.columns // BLOCK
-    first_column = pl.multiple_of(part * p.part_columns, p.part_columns)
-    own = r.x.at[pl.ds(part * 0, p.padded), pl.ds(first_column, p.part_columns)]
-    plgpu.copy_gmem_to_smem(own, r.x_s, r.x_full)
 
     def send(nth, none):
         slot = lax.rem(nth, p.stages)
@@ -302,49 +330,22 @@ def _load(p: Problem, ref: Any, layout: Any) -> Any:
     return ref[...] if p.interpret else plgpu.load(ref, layout=layout)
 
 
-def _block(x_s: Any, nth: Any) -> Any:
-    """Returns a block's columns of x, [padded, 32]."""
-    return x_s.at[:, pl.ds(pl.multiple_of(nth * BLOCK, BLOCK), BLOCK)]
+def _put(x: Any, digits_s: Any, units_s: Any, first: Any, _: int) -> None:
+    """Does what `put_in_fixed_point` does, in the interpreter."""
+    padded, columns = digits_s.shape[0] // 2, digits_s.shape[1]
+    given = jnp.pad(x[...], ((0, padded - x.shape[0]), (0, PARTS[-1] * columns)))
+    digits, units = fixed_point(lax.dynamic_slice(given, (0, first), (padded, columns)))
+    digits_s[...], units_s[...] = digits, units
 
 
-def _dots(values_s: Any, x_s: Any, first: Any) -> list[Any]:
-    """Returns the products of a chunk's blocks with x, in the interpreter."""
-    values = values_s[...].astype(jnp.float32)
-    count = values.shape[1] // BLOCK
-    x = [_block(x_s, first + nth)[...].astype(jnp.float32) for nth in range(count)]
-    parts = jnp.split(values, count, axis=1)
-    return [jnp.dot(own, of_x.T) for own, of_x in zip(parts, x, strict=True)]
-
-
-def _wgmmas(values_s: Any, x_s: Any, first: Any) -> list[Any]:
-    """Returns the products of a chunk's blocks with x, in the tensor cores."""
-    values = plgpu.load(values_s, layout=plgpu.Layout.WGMMA_UPCAST_2X)
-    values = plgpu.layout_cast(values.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
-    count = values.shape[1] // BLOCK
-
-    def products(*accs):
-        for nth, acc in enumerate(accs):
-            own = values[:, nth * BLOCK : (nth + 1) * BLOCK]
-            plgpu.wgmma(acc, own, _block(x_s, first + nth).transpose((1, 0)))
-        return [acc[...] for acc in accs]
-
-    acc = plgpu.ACC((ROWS, x_s.shape[0]), jnp.float32)
-    return pl.run_scoped(products, *[acc] * count)
+def _products(values_s: Any, digits_s: Any) -> list[Any]:
+    """Returns what `block_products` does, in the interpreter."""
+    count = values_s.shape[1] // BLOCK
+    values, digits = (
+        jnp.split(ref[...].astype(jnp.int32), count, 1) for ref in (values_s, digits_s)
+    )
+    return [own @ of_x.T for own, of_x in zip(values, digits, strict=True)]
 
 
 def _store(out: Any, sums: Any) -> None:  # [rows, ROWS], [ROWS, padded]
     out[...] = sums[:, : out.shape[0]].T
-
-
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
-def store_registers(_, out, sums) -> None:  # [rows, ROWS], [ROWS, padded]
-    """Stores the rows of x that count, which are columns of the sums."""
-    row, column = position()
-    # parts[i, half]: columns 8 i + column and the next, of the row that lies 8 · half below
-    for i, parts in enumerate(sums.registers.reshape(-1, 2)):
-        for half, part in enumerate(parts):
-            at = index(plus(row, 8 * half))
-            for one in range(2):
-                own = plus(column, 8 * i + one)
-                with mgpu.when(below(own, out.type.shape[0])):
-                    memref.store(vector.extract(part, [], [one]), out, [index(own), at])

@@ -22,16 +22,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jsparse.pallas_kernels.quantized_product.mosaic_few import (
+from jsparse.pallas_kernels.quantized_product.mosaic_shared import (
     BLOCKS_OF_H100,
+    ROWS,
     store_registers,
     tiled,
 )
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
-ROWS = 64  # of the matrix, of a warpgroup
 WARPGROUPS = 2  # that multiply
-TILE = ROWS * WARPGROUPS
+TILE = ROWS * WARPGROUPS  # rows of the matrix: 64 of each
 CHUNK = 64  # columns
 OUT = 64  # rows of x that are stored at once
 TILES, PARTS = (64, 128, 256), (1, 2, 4, 8)

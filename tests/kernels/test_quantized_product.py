@@ -13,6 +13,7 @@ from jsparse.pallas_kernels.quantized_product import (
     quantized_product,
 )
 from jsparse.pallas_kernels.quantized_product.cases import CASES, OTHERS, Case
+from jsparse.pallas_kernels.quantized_product.mosaic_integers import fixed_point
 from jsparse.pallas_kernels.weight_blocks import dequantized
 
 product = jax.jit(quantized_product, static_argnames="dtype")
@@ -52,20 +53,53 @@ FEW = [case for case in CASES if case.name != "groups"]
 HOW = {
     "": {},
     # a program with several units, whose chunks the warpgroups cannot share out evenly
-    "one_block": {"turns": 3, "stages": 6, "blocks": 1, "parts": 1},
-    "one_turn": {"turns": 1, "stages": 3, "parts": 2},
+    "one_block": {"columns": 128, "turns": 3, "stages": 6, "blocks": 1, "parts": 1},
+    "one_turn": {"columns": 128, "turns": 1, "stages": 3, "parts": 2},
 }
+
+
+def in_fixed_point(x):
+    """The integers of x and its blocks' units: a largest one and its 128th stay below 2^15."""
+    blocks = np.asarray(x, np.float64).reshape(len(x), -1, 32)
+    top = np.abs(blocks).max(-1)
+    power = 2.0 ** np.floor(np.log2(top))
+    unit = np.where(top + power / 128 < 2 * power, power, 2 * power) / 2**14
+    return np.round(blocks / unit[..., None]), unit
+
+
+def test_numbers_in_fixed_point_have_two_digits_of_a_byte():
+    x = Case("given", batch=(5,), width=640).build()[0]
+    x = (
+        x.at[2, 7]
+        .set(1.9921875)
+        .at[2, :32]
+        .multiply(2.0**-90)
+        .at[3, 100]
+        .set(-255)
+        .at[4, 3]
+        .set(254)
+    )
+    digits, units = fixed_point(x.at[1, 32:64].set(0))
+    integers, unit = in_fixed_point(x)
+    got = (256 * np.asarray(digits[:5], np.int32) + digits[5:]).reshape(integers.shape)
+    assert not got[1, 1].any()
+    integers[1, 1], unit[1, 1] = 0, units[1, 1]
+    np.testing.assert_array_equal(got, integers)
+    np.testing.assert_array_equal(units.T, unit)
+    lost = fixed_point(x.at[1, 32].set(np.nan).at[2, 65].set(-np.inf))[1]
+    assert np.argwhere(np.isnan(lost)).tolist() == [[1, 1], [2, 2]]
 
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(
     "case", slow_except_named(FEW, "chunks_left_over"), ids=lambda case: case.name
 )
-def test_few_rows_are_multiplied_with_nothing_rounded_but_sums(case, how):
+def test_few_rows_in_fixed_point_are_multiplied_with_nothing_rounded_but_sums(case, how):
     x, matrix = case.build()
     x = x.reshape(-1, case.width)
     got = mosaic_few.few_rows(x, matrix, interpret=True, **HOW[how])
-    assert is_close(got, x, matrix, 2.0**-20)
+    integers, unit = in_fixed_point(x)
+    assert is_close(got, (integers * unit[..., None]).reshape(x.shape), matrix, 2.0**-20)
 
 
 MANY = (
@@ -118,7 +152,7 @@ def test_lowers_for_cuda(shape):
 
 def test_parts_keep_all_programs_busy():
     for out, width in SHAPES[:3]:
-        parts = mosaic_few.best_parts(out, width, 128)
+        parts = mosaic_few.best_parts(out, width, 256)
         blocks = 132 - 132 % parts
         units = out // 64 * parts
         assert units / blocks / -(-units // blocks) > 0.9  # of the programs' time

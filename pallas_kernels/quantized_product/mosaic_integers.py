@@ -1,0 +1,213 @@
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+"""Puts rows in fixed point and multiplies integers in tensor cores, in Mosaic GPU.
+
+A block of 32 numbers of a row becomes integers of 16 bits and their unit, a power of two that
+leaves the largest of them room. Tensor cores multiply bytes: so each integer is 256 · high + low,
+and its two digits stand in two rows. Where a block's largest number has all eight bits of
+bfloat16's mantissa set, its unit is twice as large, for 128 would not fit into the high digit.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import mma_utils
+from jax.experimental.mosaic.gpu.wgmma import wgmma_m64
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, math, memref, nvvm, vector
+from jaxtyping import Array, BFloat16, Float32, Int8
+
+from jsparse.pallas_kernels.mosaic_registers import (
+    THREADS,
+    below,
+    constant,
+    divided,
+    index,
+    plus,
+    remainder,
+    times,
+)
+from jsparse.pallas_kernels.quantized_product.mosaic_shared import tiled
+from jsparse.pallas_kernels.weight_blocks import BLOCK
+
+SWIZZLE = 128  # bytes; also the columns of a tile of 8 rows
+TILE = 8 * SWIZZLE
+ROUND_UP = 1 << 16  # takes a float32 whose mantissa begins with seven ones to the next exponent
+BITS = 14  # an integer is below 2^15
+LEAST = 24  # the least exponent that is told apart: neither unit nor its inverse is subnormal
+INFINITE = 255  # the exponent of what is infinite or not a number
+NOT_A_NUMBER = 0x7FC00000
+WHOLE = 12_582_912.0  # 1.5 · 2^23: added to a float32, its last bits are a rounded integer
+
+
+def fixed_point(
+    x: BFloat16[Array, "rows in"],
+) -> tuple[Int8[Array, "2*rows in"], Float32[Array, "in_blocks rows"]]:
+    """Returns the high digits of all rows, then the low ones, and the blocks' units."""
+    wide = x.astype(jnp.float32).reshape(len(x), -1, BLOCK)
+    top = lax.bitcast_convert_type(jnp.max(jnp.abs(wide), -1), jnp.int32)
+    exponent = jnp.maximum((top + ROUND_UP) >> 23, LEAST)
+    unit = jnp.where(exponent == INFINITE, NOT_A_NUMBER, (exponent - BITS) << 23)
+    inverse = lax.bitcast_convert_type((254 + BITS - exponent) << 23, jnp.float32)
+    integers = lax.bitcast_convert_type(wide * inverse[..., None] + WHOLE, jnp.int32)
+    digits = jnp.concatenate([(integers + 128) >> 8, integers]).astype(jnp.int8)
+    return digits.reshape(-1, x.shape[1]), lax.bitcast_convert_type(unit, jnp.float32).T
+
+
+def put_in_fixed_point(x: Any, digits_s: Any, units_s: Any, first: Any, warpgroups: int) -> None:
+    """Does what `fixed_point` does to the columns that `digits_s` has room for, from the first on.
+
+    Args:
+        x: rows in global memory.
+        digits_s: as many high digits as low ones, a multiple of 8, of which rows past those of x
+            are left as they are.
+        units_s: the same blocks; those past the end of x are 0.
+        first: the first column.
+        warpgroups: that do this together.
+    """
+    reference = (
+        plgpu.RefType(),
+        plgpu.RefType(tiled(SWIZZLE, 1)),
+        plgpu.RefType(),
+        plgpu.Layout.WG_SPLAT,
+    )
+
+    @plgpu.inline_mgpu(arg_types=reference)
+    def put(_, x, digits, units, first):
+        rows, width = x.type.shape
+        columns, padded = digits.type.shape[1] * SWIZZLE, digits.type.shape[0] * 4
+        begin, (to, at_x) = first.registers.item(), map(mgpu.utils.memref_ptr, (digits, x))
+        blocks, threads = columns // BLOCK, warpgroups * THREADS
+
+        def put_block(nth):
+            row, block = divided(nth, blocks)
+            column = arith.addi(begin, times(block, BLOCK))
+            there = below(column, width)
+            column = arith.minui(column, constant(column, width - BLOCK))
+            at = arith.addi(times(row, width), column)
+            high, low, unit = _in_fixed_point(at_x, at)
+            line = remainder(row, 8)
+            of_row, (of_block, start) = divided(row, 8)[0], divided(times(block, BLOCK), SWIZZLE)
+            tile = arith.addi(times(of_row, columns // SWIZZLE), of_block)
+            place = arith.addi(times(tile, TILE), times(line, SWIZZLE))
+            for half in range(2):  # 16 bytes are swizzled together
+                swizzled = arith.xori(plus(start, 16 * half), times(line, 16))
+                for digit, own in enumerate((high[half], low[half])):
+                    byte = plus(arith.addi(place, swizzled), digit * padded * columns)
+                    _store(own, to, byte)
+            unit = arith.select(there, unit, constant(unit, 0.0))
+            memref.store(unit, units, [index(block), index(row)])
+
+        first_of_thread = remainder(mgpu.thread_idx(), threads)
+        for start in range(0, rows * blocks, threads):
+            nth = plus(first_of_thread, start)
+            with mgpu.when(below(nth, rows * blocks)):
+                put_block(nth)
+
+    put(x, digits_s, units_s, first)
+
+
+def _in_fixed_point(x: Any, at: Any) -> tuple[list[Any], list[Any], Any]:
+    """Returns a block's high digits, 16 and 16, its low ones, and its unit."""
+    floats, integers = (
+        ir.VectorType.get((16,), kind)
+        for kind in (ir.F32Type.get(), ir.IntegerType.get_signless(32))
+    )
+    kept = ir.VectorType.get((8,), ir.BF16Type.get())
+    halves, top = [], None
+    for half in range(2):
+        eights = [_load(kept, x, plus(at, 16 * half + 8 * nth)) for nth in range(2)]
+        halves.append(arith.extf(floats, vector.shuffle(*eights, list(range(16)))))
+    for half in halves:
+        size = math.absf(half)
+        top = size if top is None else arith.maximumf(top, size)
+    top = vector.reduction(ir.F32Type.get(), vector.CombiningKind.MAXIMUMF, top)
+    word = ir.IntegerType.get_signless(32)
+    top = arith.bitcast(word, top)
+    exponent = arith.shrui(plus(top, ROUND_UP), constant(top, 23))
+    exponent = arith.maxui(exponent, constant(exponent, LEAST))
+    unit, inverse = (
+        arith.shli(some, constant(some, 23))
+        for some in (
+            plus(exponent, -BITS),
+            arith.subi(constant(exponent, 254 + BITS), exponent),
+        )
+    )
+    lost = arith.cmpi(arith.CmpIPredicate.eq, exponent, constant(exponent, INFINITE))
+    unit = arith.select(lost, constant(unit, NOT_A_NUMBER), unit)
+    inverse = vector.broadcast(floats, arith.bitcast(ir.F32Type.get(), inverse))
+    bytes_ = ir.VectorType.get((16,), ir.IntegerType.get_signless(8))
+    high, low = [], []
+    for half in halves:
+        moved = arith.addf(arith.mulf(half, inverse), mgpu.c(WHOLE, floats))
+        whole = arith.bitcast(integers, moved)
+        above = arith.shrui(arith.addi(whole, mgpu.c(128, integers)), mgpu.c(8, integers))
+        high.append(arith.trunci(bytes_, above))
+        low.append(arith.trunci(bytes_, whole))
+    return high, low, arith.bitcast(ir.F32Type.get(), unit)
+
+
+def _load(kind: Any, pointer: Any, at: Any) -> Any:
+    """Loads a vector from where its first number lies."""
+    place = mgpu.utils.getelementptr(pointer, [at], kind.element_type)
+    return llvm.load(kind, place, alignment=16)
+
+
+def _store(value: Any, pointer: Any, byte: Any) -> None:
+    """Stores 16 bytes."""
+    place = mgpu.utils.getelementptr(pointer, [byte], ir.IntegerType.get_signless(8))
+    llvm.store(value, place, alignment=16)
+
+
+def block_products(values_s: Any, digits_s: Any) -> list[Any]:
+    """Returns each block's products of 64 rows of bytes with digits, [64, digits] of int32."""
+    (rows, columns), digits = values_s.shape, digits_s.shape[0]
+    kind = plgpu.RefType(tiled(SWIZZLE, 1))
+    made = plgpu.ShapeDtypeStruct((rows, digits), jnp.int32, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(kind, kind), return_type=[made] * (columns // BLOCK))
+    def products(_, values, digits_ref):
+        word, wide, byte = (ir.IntegerType.get_signless(bits) for bits in (32, 64, 8))
+        (left, _), (_, of_left), _ = mma_utils.create_descriptor(
+            *(values, SWIZZLE, (rows, SWIZZLE)), logical_k_major=False
+        )
+        turned = mgpu.memref_transpose(digits_ref, (1, 0, 3, 2))
+        (right, _), (_, of_right), _ = mma_utils.create_descriptor(
+            *(turned, SWIZZLE, (SWIZZLE, digits)), logical_k_major=True
+        )
+
+        def moved(descriptor, nbytes):
+            return arith.addi(descriptor, arith.constant(wide, mma_utils.encode_addr(nbytes)))
+
+        sums = []
+        for nth in range(columns // BLOCK):
+            tile, place = divmod(nth * BLOCK, SWIZZLE)
+            acc = mgpu.WGMMAAccumulator.zero(rows, digits, word, is_signed=True)
+            registers = wgmma_m64(
+                acc._value.registers,
+                moved(left, tile * of_left + place),
+                moved(right, tile * of_right + place),
+                a_transpose=False,
+                b_transpose=False,
+                a_k_stride=BLOCK,
+                b_k_stride=BLOCK,
+                n=digits,
+                swizzle=BLOCK,  # as many bytes of a row are multiplied
+                a_element_type=byte,
+                b_element_type=byte,
+            )
+            sums.append((acc, registers))
+        nvvm.wgmma_commit_group_sync_aligned()
+        nvvm.wgmma_wait_group_sync_aligned(0)
+        return [
+            mgpu.optimization_barrier(  # nothing reads registers before they are there
+                mgpu.FragmentedArray(
+                    _registers=registers, _layout=acc._value.layout, _is_signed=True
+                )
+            ).to_layout(acc._original_layout)
+            for acc, registers in sums
+        ]
+
+    return products(values_s, digits_s)
