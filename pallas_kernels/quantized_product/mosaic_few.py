@@ -239,18 +239,23 @@ def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
     plgpu.barrier_arrive(r.x_full)
     plgpu.barrier_wait(r.x_full)
 
+    def add_block(digits, scale, unit, acc):
+        product = (digits[:, : p.padded] * 256 + digits[:, p.padded :]).astype(jnp.float32)
+        scale = _load(p, scale, plgpu.Layout.WGMMA.reduce(1)).astype(jnp.float32)
+        scale = lax.broadcast_in_dim(scale, acc.shape, [0])
+        unit = lax.broadcast_in_dim(_load(p, unit, plgpu.Layout.WGMMA.reduce(0)), acc.shape, [1])
+        return acc + product * (scale * unit)
+
     def add_chunk(unit, at, acc):
         slot = lax.rem(unit * p.chunks + at, p.stages)
         plgpu.barrier_wait(r.full.at[slot])
-        columns = pl.ds(pl.multiple_of(at * p.columns, p.columns), p.columns)
-        products = multiply(r.values_s.at[slot], r.digits_s.at[:, columns])
-        for nth, digits in enumerate(products):
-            product = (digits[:, : p.padded] * 256 + digits[:, p.padded :]).astype(jnp.float32)
-            scale = _load(p, r.scales_s.at[slot, nth], plgpu.Layout.WGMMA.reduce(1))
-            scale = lax.broadcast_in_dim(scale.astype(jnp.float32), acc.shape, [0])
-            of_x = r.units_s.at[at * (p.columns // BLOCK) + nth]
-            of_x = _load(p, of_x, plgpu.Layout.WGMMA.reduce(0))
-            acc = acc + product * (scale * lax.broadcast_in_dim(of_x, acc.shape, [1]))
+        for tile in range(0, p.columns, SWIZZLE):
+            column = pl.multiple_of(at * p.columns + tile, SWIZZLE)
+            of_w, of_x = pl.ds(tile, SWIZZLE), pl.ds(column, SWIZZLE)
+            products = multiply(r.values_s.at[slot, :, of_w], r.digits_s.at[:, of_x])
+            for nth, digits in enumerate(products):
+                scale = r.scales_s.at[slot, tile // BLOCK + nth]
+                acc = add_block(digits, scale, r.units_s.at[column // BLOCK + nth], acc)
         plgpu.barrier_arrive(r.free.at[slot])
         return acc
 

@@ -37,8 +37,9 @@ TILE = 8 * SWIZZLE
 ROUND_UP = 1 << 16  # takes a float32 whose mantissa begins with seven ones to the next exponent
 BITS = 14  # an integer is below 2^15
 LEAST = 24  # the least exponent that is told apart: neither unit nor its inverse is subnormal
-INFINITE = 255  # the exponent of what is infinite or not a number
+INFINITE = 255  # the least exponent of what is infinite or not a number
 NOT_A_NUMBER = 0x7FC00000
+AT_ONCE = 4  # blocks that a thread loads before it stores any
 WHOLE = 12_582_912.0  # 1.5 · 2^23: added to a float32, its last bits are a rounded integer
 
 
@@ -47,9 +48,9 @@ def fixed_point(
 ) -> tuple[Int8[Array, "2*rows in"], Float32[Array, "in_blocks rows"]]:
     """Returns the high digits of all rows, then the low ones, and the blocks' units."""
     wide = x.astype(jnp.float32).reshape(len(x), -1, BLOCK)
-    top = lax.bitcast_convert_type(jnp.max(jnp.abs(wide), -1), jnp.int32)
+    top = lax.bitcast_convert_type(jnp.max(jnp.abs(wide), -1), jnp.uint32)
     exponent = jnp.maximum((top + ROUND_UP) >> 23, LEAST)
-    unit = jnp.where(exponent == INFINITE, NOT_A_NUMBER, (exponent - BITS) << 23)
+    unit = jnp.where(exponent >= INFINITE, NOT_A_NUMBER, (exponent - BITS) << 23)
     inverse = lax.bitcast_convert_type((254 + BITS - exponent) << 23, jnp.float32)
     integers = lax.bitcast_convert_type(wide * inverse[..., None] + WHOLE, jnp.int32)
     digits = jnp.concatenate([(integers + 128) >> 8, integers]).astype(jnp.int8)
@@ -75,57 +76,66 @@ def put_in_fixed_point(x: Any, digits_s: Any, units_s: Any, first: Any, warpgrou
     )
 
     @plgpu.inline_mgpu(arg_types=reference)
-    def put(_, x, digits, units, first):
+    def put_all(_, x, digits, units, first):
         rows, width = x.type.shape
         columns, padded = digits.type.shape[1] * SWIZZLE, digits.type.shape[0] * 4
         begin, (to, at_x) = first.registers.item(), map(mgpu.utils.memref_ptr, (digits, x))
         blocks, threads = columns // BLOCK, warpgroups * THREADS
 
-        def put_block(nth):
+        def load(nth):
             row, block = divided(nth, blocks)
             column = arith.addi(begin, times(block, BLOCK))
+            # what lies past the end counts 0, whatever it is
             there = below(column, width)
             column = arith.minui(column, constant(column, width - BLOCK))
-            at = arith.addi(times(row, width), column)
-            high, low, unit = _in_fixed_point(at_x, at)
-            line = remainder(row, 8)
-            of_row, (of_block, start) = divided(row, 8)[0], divided(times(block, BLOCK), SWIZZLE)
+            return row, block, there, _load_block(at_x, arith.addi(times(row, width), column))
+
+        def put(row, block, there, numbers):
+            high, low, unit = _in_fixed_point(numbers)
+            of_row, line = divided(row, 8)
+            of_block, start = divided(times(block, BLOCK), SWIZZLE)
             tile = arith.addi(times(of_row, columns // SWIZZLE), of_block)
             place = arith.addi(times(tile, TILE), times(line, SWIZZLE))
             for half in range(2):  # 16 bytes are swizzled together
                 swizzled = arith.xori(plus(start, 16 * half), times(line, 16))
-                for digit, own in enumerate((high[half], low[half])):
-                    byte = plus(arith.addi(place, swizzled), digit * padded * columns)
-                    _store(own, to, byte)
+                at = arith.addi(place, swizzled)
+                _store(high[half], to, at)
+                _store(low[half], to, plus(at, padded * columns))
             unit = arith.select(there, unit, constant(unit, 0.0))
             memref.store(unit, units, [index(block), index(row)])
 
-        first_of_thread = remainder(mgpu.thread_idx(), threads)
-        for start in range(0, rows * blocks, threads):
-            nth = plus(first_of_thread, start)
-            with mgpu.when(below(nth, rows * blocks)):
-                put_block(nth)
+        of_thread, all_of_them = remainder(mgpu.thread_idx(), threads), rows * blocks
+        for start in range(0, all_of_them, AT_ONCE * threads):
+            last = min(start + AT_ONCE * threads, all_of_them)
+            places = [plus(of_thread, nth) for nth in range(start, last, threads)]
+            end = constant(of_thread, all_of_them - 1)
+            loaded = [load(arith.minui(nth, end)) for nth in places]  # without waiting for any
+            for nth, one in zip(places, loaded, strict=True):
+                with mgpu.when(below(nth, all_of_them)):
+                    put(*one)
 
-    put(x, digits_s, units_s, first)
+    put_all(x, digits_s, units_s, first)
 
 
-def _in_fixed_point(x: Any, at: Any) -> tuple[list[Any], list[Any], Any]:
+def _load_block(x: Any, at: Any) -> list[Any]:
+    """Loads a block of numbers, eight at a time."""
+    kind = ir.VectorType.get((8,), ir.BF16Type.get())
+    places = (mgpu.utils.getelementptr(x, [plus(at, n)], kind.element_type) for n in (0, 8, 16, 24))
+    return [llvm.load(kind, place, alignment=16) for place in places]
+
+
+def _in_fixed_point(numbers: list[Any]) -> tuple[list[Any], list[Any], Any]:
     """Returns a block's high digits, 16 and 16, its low ones, and its unit."""
     floats, integers = (
         ir.VectorType.get((16,), kind)
         for kind in (ir.F32Type.get(), ir.IntegerType.get_signless(32))
     )
-    kept = ir.VectorType.get((8,), ir.BF16Type.get())
-    halves, top = [], None
-    for half in range(2):
-        eights = [_load(kept, x, plus(at, 16 * half + 8 * nth)) for nth in range(2)]
-        halves.append(arith.extf(floats, vector.shuffle(*eights, list(range(16)))))
-    for half in halves:
-        size = math.absf(half)
-        top = size if top is None else arith.maximumf(top, size)
+    halves = [
+        arith.extf(floats, vector.shuffle(*numbers[n : n + 2], list(range(16)))) for n in (0, 2)
+    ]
+    top = arith.maximumf(*(math.absf(half) for half in halves))
     top = vector.reduction(ir.F32Type.get(), vector.CombiningKind.MAXIMUMF, top)
-    word = ir.IntegerType.get_signless(32)
-    top = arith.bitcast(word, top)
+    top = arith.bitcast(ir.IntegerType.get_signless(32), top)
     exponent = arith.shrui(plus(top, ROUND_UP), constant(top, 23))
     exponent = arith.maxui(exponent, constant(exponent, LEAST))
     unit, inverse = (
@@ -135,7 +145,7 @@ def _in_fixed_point(x: Any, at: Any) -> tuple[list[Any], list[Any], Any]:
             arith.subi(constant(exponent, 254 + BITS), exponent),
         )
     )
-    lost = arith.cmpi(arith.CmpIPredicate.eq, exponent, constant(exponent, INFINITE))
+    lost = arith.cmpi(arith.CmpIPredicate.uge, exponent, constant(exponent, INFINITE))
     unit = arith.select(lost, constant(unit, NOT_A_NUMBER), unit)
     inverse = vector.broadcast(floats, arith.bitcast(ir.F32Type.get(), inverse))
     bytes_ = ir.VectorType.get((16,), ir.IntegerType.get_signless(8))
@@ -147,12 +157,6 @@ def _in_fixed_point(x: Any, at: Any) -> tuple[list[Any], list[Any], Any]:
         high.append(arith.trunci(bytes_, above))
         low.append(arith.trunci(bytes_, whole))
     return high, low, arith.bitcast(ir.F32Type.get(), unit)
-
-
-def _load(kind: Any, pointer: Any, at: Any) -> Any:
-    """Loads a vector from where its first number lies."""
-    place = mgpu.utils.getelementptr(pointer, [at], kind.element_type)
-    return llvm.load(kind, place, alignment=16)
 
 
 def _store(value: Any, pointer: Any, byte: Any) -> None:
