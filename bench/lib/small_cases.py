@@ -380,7 +380,7 @@ OPS = {
         shared, named(shared_cases.CASES, "shares zeros absent an_empty_list odd_slots bfloat16")
     ),
     "quantized_product": Op(
-        multiplied, named(quantized_cases.CASES, "few sixteen chunks_left_over")
+        multiplied, named(quantized_cases.CASES, "few sixteen thirty chunks_left_over")
     ),
     "many_rows_product": Op(
         multiplied, named(quantized_cases.OTHERS, "many_rows many_rows_left_over")

@@ -45,6 +45,7 @@ CASES = (
     Case("few", batch=(2, 1, 3)),
     Case("eight", batch=(8,)),
     Case("sixteen", batch=(16,), out=128),
+    Case("thirty", batch=(5, 6), out=128),
     Case("groups", batch=(2, 17), out=64),
     Case("chunks_left_over", width=640),
     Case("many_columns", batch=(2,), out=64, width=2048),

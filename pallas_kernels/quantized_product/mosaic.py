@@ -9,7 +9,7 @@ from jsparse.pallas_kernels.quantized_product.mosaic_many import many_rows
 from jsparse.pallas_kernels.weight_blocks import Blocks
 
 FEW_COLUMNS = 128  # must divide the width of the kernel for few rows
-MAX_FEW_WIDTH = 28_672  # of which shared memory has room for an eighth of 16 rows
+MAX_FEW = 2**19  # numbers of x, of which shared memory has room for an eighth
 
 
 def quantized_product(
@@ -24,4 +24,4 @@ def quantized_product(
 def takes_few(x: Float[Array, "rows in"]) -> bool:
     """Returns whether these rows are put in fixed point and multiplied with blocks as they are."""
     rows, width = x.shape
-    return rows <= GROUP and width % FEW_COLUMNS == 0 and width <= MAX_FEW_WIDTH
+    return rows <= GROUP and width % FEW_COLUMNS == 0 and -(-rows // 8) * 8 * width <= MAX_FEW

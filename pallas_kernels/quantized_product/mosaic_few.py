@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportAbstractUsage=false
-"""Implements `api.quantized_product` with Mosaic GPU for at most 16 rows, for Hopper.
+"""Implements `api.quantized_product` with Mosaic GPU for at most 32 rows, for Hopper.
 
 One persistent launch. A unit of work is 64 rows of the matrix over a part of its columns. One
 warpgroup copies: chunks of columns by TMA, as many ahead as shared memory holds. The others put x
@@ -9,6 +9,7 @@ multiplied with the block's scale and unit and added up in float32. A row of x h
 whichever others there are, but not those of other backends.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from operator import add
@@ -35,10 +36,10 @@ from jsparse.pallas_kernels.quantized_product.mosaic_shared import (
 )
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
-GROUP = 16  # rows of x in a launch
+GROUP = 32  # rows of x in a launch
 PARTS = (1, 2, 4, 8)
 MEMORY = 232_448  # bytes of shared memory of a program
-DIGIT_BYTES = 2**16  # of it, what 16 rows of a part of x should take at most
+DIGIT_BYTES = 2**16  # of it, what 32 rows of a part of x should take at most
 UNIT_CHUNKS = 1  # what a unit costs beside its chunks, in chunks
 
 
@@ -48,7 +49,7 @@ class Problem:
 
     Attributes:
         rows: of x that count.
-        padded: the rows of x in a product, 8 or 16.
+        padded: the rows of x in a product, a multiple of 8.
         out, width: the sizes of the matrix.
         columns: of a chunk.
         stages: the chunks that shared memory holds, a multiple of `turns`.
@@ -87,6 +88,11 @@ class Problem:
         return self.chunks * self.columns
 
     @property
+    def at_once(self) -> int:
+        """The blocks whose products are in registers together."""
+        return 4 if self.padded <= 16 else 2
+
+    @property
     def others(self) -> int:
         """The warpgroups that multiply, but the first."""
         return max(self.turns - 1, 1)
@@ -103,7 +109,7 @@ def few_rows(
     blocks: int = BLOCKS_OF_H100,
     interpret: bool = False,
 ) -> Float32[Array, "rows out"]:
-    """Multiplies at most 16 rows, in one launch.
+    """Multiplies at most 32 rows, in one launch.
 
     The integers override what was measured best; `interpret` runs on any machine, slowly, for
     tests.
@@ -239,8 +245,8 @@ def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
     plgpu.barrier_arrive(r.x_full)
     plgpu.barrier_wait(r.x_full)
 
-    def add_block(digits, scale, unit, acc):
-        product = (digits[:, : p.padded] * 256 + digits[:, p.padded :]).astype(jnp.float32)
+    def add_block(product, scale, unit, acc):
+        product = (product[:, : p.padded] * 256 + product[:, p.padded :]).astype(jnp.float32)
         scale = _load(p, scale, plgpu.Layout.WGMMA.reduce(1)).astype(jnp.float32)
         scale = lax.broadcast_in_dim(scale, acc.shape, [0])
         unit = lax.broadcast_in_dim(_load(p, unit, plgpu.Layout.WGMMA.reduce(0)), acc.shape, [1])
@@ -252,10 +258,12 @@ def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
         for tile in range(0, p.columns, SWIZZLE):
             column = pl.multiple_of(at * p.columns + tile, SWIZZLE)
             of_w, of_x = pl.ds(tile, SWIZZLE), pl.ds(column, SWIZZLE)
-            products = multiply(r.values_s.at[slot, :, of_w], r.digits_s.at[:, of_x])
-            for nth, digits in enumerate(products):
-                scale = r.scales_s.at[slot, tile // BLOCK + nth]
-                acc = add_block(digits, scale, r.units_s.at[column // BLOCK + nth], acc)
+            values, digits = r.values_s.at[slot, :, of_w], r.digits_s.at[:, of_x]
+            for first in range(0, SWIZZLE // BLOCK, p.at_once):
+                some = range(first, first + p.at_once)
+                for nth, product in zip(some, multiply(values, digits, some), strict=True):
+                    scale = r.scales_s.at[slot, tile // BLOCK + nth]
+                    acc = add_block(product, scale, r.units_s.at[column // BLOCK + nth], acc)
         plgpu.barrier_arrive(r.free.at[slot])
         return acc
 
@@ -343,13 +351,13 @@ def _put(x: Any, digits_s: Any, units_s: Any, first: Any, _: int) -> None:
     digits_s[...], units_s[...] = digits, units
 
 
-def _products(values_s: Any, digits_s: Any) -> list[Any]:
+def _products(values_s: Any, digits_s: Any, blocks: Sequence[int]) -> list[Any]:
     """Returns what `block_products` does, in the interpreter."""
     count = values_s.shape[1] // BLOCK
     values, digits = (
         jnp.split(ref[...].astype(jnp.int32), count, 1) for ref in (values_s, digits_s)
     )
-    return [own @ of_x.T for own, of_x in zip(values, digits, strict=True)]
+    return [values[block] @ digits[block].T for block in blocks]
 
 
 def _store(out: Any, sums: Any) -> None:  # [rows, ROWS], [ROWS, padded]

@@ -7,6 +7,7 @@ and its two digits stand in two rows. Where a block's largest number has all eig
 bfloat16's mantissa set, its unit is twice as large, for 128 would not fit into the high digit.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -165,20 +166,26 @@ def _store(value: Any, pointer: Any, byte: Any) -> None:
     llvm.store(value, place, alignment=16)
 
 
-def block_products(values_s: Any, digits_s: Any) -> list[Any]:
-    """Returns each block's products of 64 rows of bytes with digits, [64, digits] of int32."""
-    (rows, columns), digits = values_s.shape, digits_s.shape[0]
+def block_products(values_s: Any, digits_s: Any, blocks: Sequence[int]) -> list[Any]:
+    """Returns some blocks' products of 64 rows of bytes with digits, [64, digits] of int32.
+
+    Args:
+        values_s: rows of 128 columns.
+        digits_s: the same columns of the digits.
+        blocks: which of its four.
+    """
+    rows, digits = values_s.shape[0], digits_s.shape[0]
     kind = plgpu.RefType(tiled(SWIZZLE, 1))
     made = plgpu.ShapeDtypeStruct((rows, digits), jnp.int32, layout=plgpu.Layout.WGMMA)
 
-    @plgpu.inline_mgpu(arg_types=(kind, kind), return_type=[made] * (columns // BLOCK))
+    @plgpu.inline_mgpu(arg_types=(kind, kind), return_type=[made] * len(blocks))
     def products(_, values, digits_ref):
         word, wide, byte = (ir.IntegerType.get_signless(bits) for bits in (32, 64, 8))
-        (left, _), (_, of_left), _ = mma_utils.create_descriptor(
+        (left, _), *_ = mma_utils.create_descriptor(
             *(values, SWIZZLE, (rows, SWIZZLE)), logical_k_major=False
         )
         turned = mgpu.memref_transpose(digits_ref, (1, 0, 3, 2))
-        (right, _), (_, of_right), _ = mma_utils.create_descriptor(
+        (right, _), *_ = mma_utils.create_descriptor(
             *(turned, SWIZZLE, (SWIZZLE, digits)), logical_k_major=True
         )
 
@@ -186,13 +193,12 @@ def block_products(values_s: Any, digits_s: Any) -> list[Any]:
             return arith.addi(descriptor, arith.constant(wide, mma_utils.encode_addr(nbytes)))
 
         sums = []
-        for nth in range(columns // BLOCK):
-            tile, place = divmod(nth * BLOCK, SWIZZLE)
+        for block in blocks:
             acc = mgpu.WGMMAAccumulator.zero(rows, digits, word, is_signed=True)
             registers = wgmma_m64(
                 acc._value.registers,
-                moved(left, tile * of_left + place),
-                moved(right, tile * of_right + place),
+                moved(left, block * BLOCK),
+                moved(right, block * BLOCK),
                 a_transpose=False,
                 b_transpose=False,
                 a_k_stride=BLOCK,

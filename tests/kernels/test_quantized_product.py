@@ -145,7 +145,13 @@ def test_lowers_for_cuda(shape):
         "scales": spec((width // 32, out), jnp.float16),
     }
     multiply = jax.jit(mosaic.quantized_product, static_argnames="dtype")
-    for rows, dtype in ((2, "bfloat16"), (16, "float16"), (17, "bfloat16"), (300, "float16")):
+    for rows, dtype in (
+        (2, "bfloat16"),
+        (16, "float16"),
+        (32, "bfloat16"),
+        (33, "bfloat16"),
+        (300, "float16"),
+    ):
         traced = multiply.trace(spec((rows, width), jnp.bfloat16), matrix, dtype=dtype)
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 

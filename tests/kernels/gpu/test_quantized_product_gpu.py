@@ -18,7 +18,7 @@ SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (960, 576), 
 LARGE = [
     Case(f"{out}x{width}", (rows,), out, width)
     for out, width in SHAPES
-    for rows in (1, 4, 16, 50, 256, 700)
+    for rows in (1, 4, 16, 32, 50, 256, 700)
 ]
 TAKES = {
     "mosaic": lambda case, rows: (
@@ -84,19 +84,19 @@ def test_what_is_not_a_number_is_not_lost(implementation):
 
 @pytest.mark.parametrize(
     ("implementation", "parts"),
-    [("mosaic", [(0, 3), (3, 8), (5, 16)]), ("triton", [(0, 1), (1, 3), (5, 9)])],
+    [("mosaic", [(0, 3), (3, 8), (5, 16), (2, 25)]), ("triton", [(0, 1), (1, 3), (5, 9)])],
 )
 def test_rows_have_the_same_bits_alone_and_among_others(implementation, parts):
     if implementation == "mosaic" and (reason := no_mosaic()):
         pytest.skip(reason)
-    x, matrix = Case("many", (16,), 4096, 14336).build()
+    x, matrix = Case("many", (32,), 4096, 14336).build()
 
     def rows(first, end):
         made = product(x[first:end], matrix, implementation=implementation)
         return np.asarray(made.astype(jnp.float32))
 
     if implementation == "mosaic":
-        together = rows(0, 16)
+        together = rows(0, 32)
     else:
         together = np.concatenate([rows(first, first + 4) for first in range(0, 16, 4)])
     for first, end in parts:
