@@ -21,7 +21,7 @@ def position() -> tuple[Any, Any]:
     return arith.addi(row, times(warp, 16)), times(pair, 2)
 
 
-def constant(like: Any, n: int) -> Any:
+def constant(like: Any, n: float) -> Any:
     """Returns a number of the same type."""
     return arith.constant(like.type, n)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jsparse.pallas_kernels.quantized_product.mosaic_few import GROUP, few_rows
+from jsparse.pallas_kernels.quantized_product.mosaic_few import GROUPS, few_rows
 from jsparse.pallas_kernels.quantized_product.mosaic_many import many_rows
 from jsparse.pallas_kernels.weight_blocks import Blocks
 
@@ -24,4 +24,4 @@ def quantized_product(
 def takes_few(x: Float[Array, "rows in"]) -> bool:
     """Returns whether these rows are put in fixed point and multiplied with blocks as they are."""
     rows, width = x.shape
-    return rows <= GROUP and width % FEW_COLUMNS == 0 and -(-rows // 8) * 8 * width <= MAX_FEW
+    return rows <= GROUPS[-1] and width % FEW_COLUMNS == 0 and -(-rows // 8) * 8 * width <= MAX_FEW

@@ -6,7 +6,7 @@ warpgroup copies: chunks of columns by TMA, as many ahead as shared memory holds
 in fixed point while the first chunks are on their way, and then take them in turn. Tensor cores
 multiply the integers of both, block by block of 32 columns, without rounding; these sums are
 multiplied with the block's scale and unit and added up in float32. A row of x has the same bits
-whichever others there are, but not those of other backends.
+whichever others there are, up to 16 or 32 in all, but not those of other backends.
 """
 
 from collections.abc import Sequence
@@ -36,10 +36,10 @@ from jsparse.pallas_kernels.quantized_product.mosaic_shared import (
 )
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
-GROUP = 32  # rows of x in a launch
+GROUPS = (16, 32)  # the most rows of x in a launch; how it is cut goes by these alone
 PARTS = (1, 2, 4, 8)
 MEMORY = 232_448  # bytes of shared memory of a program
-DIGIT_BYTES = 2**16  # of it, what 32 rows of a part of x should take at most
+DIGIT_BYTES = 2**16  # of it, what a part of x should take at most
 UNIT_CHUNKS = 1  # what a unit costs beside its chunks, in chunks
 
 
@@ -102,7 +102,7 @@ def few_rows(
     x: Float[Array, "rows in"],
     matrix: Blocks,
     *,
-    columns: int = 256,
+    columns: int | None = None,
     stages: int | None = None,
     turns: int = 2,
     parts: int | None = None,
@@ -115,9 +115,11 @@ def few_rows(
     tests.
     """
     (rows, width), out = x.shape, matrix["values"].shape[0]
-    padded = -(-rows // 8) * 8
+    padded, group = -(-rows // 8) * 8, next(most for most in GROUPS if rows <= most)
+    if columns is None:
+        columns = 256 if group == GROUPS[0] else 128
     if parts is None:
-        parts = best_parts(out, width, columns)
+        parts = best_parts(out, width, columns, group)
     if stages is None:
         stages = most_stages(padded, columns, -(-width // (columns * parts)), turns)
     assert stages % turns == 0
@@ -131,17 +133,17 @@ def few_rows(
     return reduce(add, [sums[part] for part in range(parts)])
 
 
-def best_parts(out: int, width: int, columns: int) -> int:
+def best_parts(out: int, width: int, columns: int, rows: int) -> int:
     """Returns the number of parts with which the busiest program has least to do.
 
-    It knows nothing of the rows of x, whose bits depend on it.
+    The bits of a row of x depend on it: so it goes by the most rows, not by those that there are.
     """
 
     def cost(parts: int) -> tuple[int, int]:
         chunks = -(-width // (columns * parts))
         blocks = BLOCKS_OF_H100 - BLOCKS_OF_H100 % parts
         units = -(-out // ROWS * parts // blocks)
-        digits = 2 * GROUP * chunks * columns
+        digits = 2 * rows * chunks * columns
         return max(digits, DIGIT_BYTES), units * (chunks + UNIT_CHUNKS)
 
     return min(PARTS, key=cost)

@@ -1,4 +1,4 @@
-# pyright: reportCallIssue=false, reportPrivateImportUsage=false
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportAbstractUsage=false
 """Holds what the kernels in Mosaic GPU for few and for many rows have in common."""
 
 from typing import Any

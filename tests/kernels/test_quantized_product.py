@@ -1,5 +1,7 @@
 """Tests quantized_product against numpy: the reference, and the Mosaic kernel interpreted."""
 
+from itertools import product as product_of
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,8 +159,8 @@ def test_lowers_for_cuda(shape):
 
 
 def test_parts_keep_all_programs_busy():
-    for out, width in SHAPES[:3]:
-        parts = mosaic_few.best_parts(out, width, 256)
+    for (out, width), rows in product_of(SHAPES[:3], mosaic_few.GROUPS):
+        parts = mosaic_few.best_parts(out, width, 128, rows)
         blocks = 132 - 132 % parts
         units = out // 64 * parts
         assert units / blocks / -(-units // blocks) > 0.9  # of the programs' time
