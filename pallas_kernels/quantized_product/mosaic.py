@@ -4,12 +4,12 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jsparse.pallas_kernels.quantized_product.mosaic_few import GROUPS, few_rows
+from jsparse.pallas_kernels.quantized_product.mosaic_few import GROUPS, few_rows, group_of
 from jsparse.pallas_kernels.quantized_product.mosaic_many import many_rows
 from jsparse.pallas_kernels.weight_blocks import Blocks
 
 FEW_COLUMNS = 128  # must divide the width of the kernel for few rows
-MAX_FEW = 2**19  # numbers of x, of which shared memory has room for an eighth
+MAX_FEW = 2**19  # numbers of 16 or 32 rows, of which shared memory has room for an eighth
 
 
 def quantized_product(
@@ -24,4 +24,6 @@ def quantized_product(
 def takes_few(x: Float[Array, "rows in"]) -> bool:
     """Returns whether these rows are put in fixed point and multiplied with blocks as they are."""
     rows, width = x.shape
-    return rows <= GROUPS[-1] and width % FEW_COLUMNS == 0 and -(-rows // 8) * 8 * width <= MAX_FEW
+    if rows > GROUPS[-1] or width % FEW_COLUMNS:
+        return False
+    return group_of(rows) * width <= MAX_FEW

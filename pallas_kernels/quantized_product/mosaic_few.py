@@ -94,7 +94,7 @@ class Problem:
 
     @property
     def others(self) -> int:
-        """The warpgroups that multiply, but the first."""
+        """The warpgroups that multiply, but the first; 1 at least, as no memory has size 0."""
         return max(self.turns - 1, 1)
 
 
@@ -115,7 +115,7 @@ def few_rows(
     tests.
     """
     (rows, width), out = x.shape, matrix["values"].shape[0]
-    padded, group = -(-rows // 8) * 8, next(most for most in GROUPS if rows <= most)
+    padded, group = -(-rows // 8) * 8, group_of(rows)
     if columns is None:
         columns = 256 if group == GROUPS[0] else 128
     if parts is None:
@@ -131,6 +131,11 @@ def few_rows(
     sums = _kernel(problem)(x, matrix["values"], matrix["scales"])
     # one by one: in what order XLA's own sum adds them can depend on the number of rows
     return reduce(add, [sums[part] for part in range(parts)])
+
+
+def group_of(rows: int) -> int:
+    """Returns the most rows of the launches that have as many."""
+    return next(most for most in GROUPS if rows <= most)
 
 
 def best_parts(out: int, width: int, columns: int, rows: int) -> int:

@@ -36,9 +36,9 @@ from jsparse.pallas_kernels.weight_blocks import BLOCK
 SWIZZLE = 128  # bytes; also the columns of a tile of 8 rows
 TILE = 8 * SWIZZLE
 ROUND_UP = 1 << 16  # takes a float32 whose mantissa begins with seven ones to the next exponent
-BITS = 14  # an integer is below 2^15
-LEAST = 24  # the least exponent that is told apart: neither unit nor its inverse is subnormal
-INFINITE = 255  # the least exponent of what is infinite or not a number
+BITS = 14  # of an integer, behind the first
+INFINITE = 0x7F800000  # from there on, what is infinite or not a number
+LEAST = 24  # the least exponent that is told apart, so that units are not subnormal
 NOT_A_NUMBER = 0x7FC00000
 AT_ONCE = 4  # blocks that a thread loads before it stores any
 WHOLE = 12_582_912.0  # 1.5 · 2^23: added to a float32, its last bits are a rounded integer
@@ -51,7 +51,7 @@ def fixed_point(
     wide = x.astype(jnp.float32).reshape(len(x), -1, BLOCK)
     top = lax.bitcast_convert_type(jnp.max(jnp.abs(wide), -1), jnp.uint32)
     exponent = jnp.maximum((top + ROUND_UP) >> 23, LEAST)
-    unit = jnp.where(exponent >= INFINITE, NOT_A_NUMBER, (exponent - BITS) << 23)
+    unit = jnp.where(top >= INFINITE, NOT_A_NUMBER, (exponent - BITS) << 23)
     inverse = lax.bitcast_convert_type((254 + BITS - exponent) << 23, jnp.float32)
     integers = lax.bitcast_convert_type(wide * inverse[..., None] + WHOLE, jnp.int32)
     digits = jnp.concatenate([(integers + 128) >> 8, integers]).astype(jnp.int8)
@@ -62,21 +62,20 @@ def put_in_fixed_point(x: Any, digits_s: Any, units_s: Any, first: Any, warpgrou
     """Does what `fixed_point` does to the columns that `digits_s` has room for, from the first on.
 
     Args:
-        x: rows in global memory.
-        digits_s: as many high digits as low ones, a multiple of 8, of which rows past those of x
-            are left as they are.
-        units_s: the same blocks; those past the end of x are 0.
+        x: [rows, in] of bfloat16, in global memory.
+        digits_s: [2 · padded, columns]; rows past those of x stay unwritten.
+        units_s: [columns / 32, padded]; those of blocks past the end of x become 0.
         first: the first column.
-        warpgroups: that do this together.
+        warpgroups: those that do this together.
     """
-    reference = (
+    arguments = (
         plgpu.RefType(),
         plgpu.RefType(tiled(SWIZZLE, 1)),
         plgpu.RefType(),
         plgpu.Layout.WG_SPLAT,
     )
 
-    @plgpu.inline_mgpu(arg_types=reference)
+    @plgpu.inline_mgpu(arg_types=arguments)
     def put_all(_, x, digits, units, first):
         rows, width = x.type.shape
         columns, padded = digits.type.shape[1] * SWIZZLE, digits.type.shape[0] * 4
@@ -146,7 +145,7 @@ def _in_fixed_point(numbers: list[Any]) -> tuple[list[Any], list[Any], Any]:
             arith.subi(constant(exponent, 254 + BITS), exponent),
         )
     )
-    lost = arith.cmpi(arith.CmpIPredicate.uge, exponent, constant(exponent, INFINITE))
+    lost = arith.cmpi(arith.CmpIPredicate.uge, top, constant(top, INFINITE))
     unit = arith.select(lost, constant(unit, NOT_A_NUMBER), unit)
     inverse = vector.broadcast(floats, arith.bitcast(ir.F32Type.get(), inverse))
     bytes_ = ir.VectorType.get((16,), ir.IntegerType.get_signless(8))

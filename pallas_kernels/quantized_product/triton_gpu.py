@@ -23,7 +23,6 @@ from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
 WHOLE = 4096  # columns up to which a program has them all
 PART = 2048  # the most that it has where there are more
-ONE_EACH = tl.constexpr(1024)  # columns up to which a thread may have one block of a row
 
 
 class BlocksTiling(NamedTuple):
@@ -347,13 +346,10 @@ def multiply(
             sums = by_block(dot_of_two(words, rows[row][1], rows[row][2]))
             if BITS == 24:
                 sums = sums * 256 + by_block(dot_of_one(words, rows[row][3]))
-            sums, scale = sums.to(tl.float32), scales * rows[row][0]
-            if COLUMNS <= ONE_EACH:
-                # a product alone would not be rounded, but fused with the addition of another
-                # thread's: each thread would have a sum of its own
-                terms = tl.fma(sums, scale, tl.zeros(sums.shape, tl.float32))
-            else:
-                terms = sums * scale
+            # a product alone would not be rounded where it is fused with the addition of another
+            # thread's: each thread would have a sum of its own
+            scale, zeros = scales * rows[row][0], tl.zeros(sums.shape, tl.float32)
+            terms = tl.fma(sums.to(tl.float32), scale, zeros)
             y = tl.sum(terms, 1) * rates[row]
             y = y.to(out_ptr.dtype.element_ty)
             if bias_ptr is not None:

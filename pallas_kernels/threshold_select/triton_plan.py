@@ -55,7 +55,7 @@ class SearchedRow:
         max_tile: most entries of a tile.
         few: number of entries that may be drawn to end a search; 0 draws none.
         parts: the number of blocks that share it, a power of two.
-        posts: how many numbers each of these tells the others at a time.
+        posts: the most numbers that each of these tells the others at a time.
         sink, recent, unit: the entries that come before all others, as `api.Always` names them;
             a unit of 0 names none.
     """
@@ -69,7 +69,7 @@ class SearchedRow:
     max_tile: int
     few: int
     parts: int = 1
-    posts: int = 4
+    posts: int = 0
     sink: int = 0
     recent: int = 0
     unit: int = 0
@@ -260,6 +260,6 @@ def shared_row(row: SearchedRow, rows: int, members: int, tiling: SelectTiling) 
         if not weighed and rows * parts > 2 * jax.local_devices()[0].core_count:
             continue
         if parts <= min(max_programs(), row.few, threads // 4):
-            posts = max(4, 2 * members)
+            posts = max(5, 2 * members)  # what sums up a row, and the rows that become one
             return replace(row, max_tile=tile, threads=threads, parts=parts, posts=posts)
     return row

@@ -41,8 +41,7 @@ from jsparse.pallas_kernels.threshold_select.triton_tiles import (
     next_below,
     next_key,
     read_row,
-    row_extremes,
-    row_moments,
+    row_summary,
     row_weight,
     to_entries,
     with_first_raised,
@@ -85,11 +84,10 @@ def choose(
     if plan.rule == "threshold":
         t, ties, met = fixed(row, setting, met, plan)
     else:
-        row, total, mean, spread, met = row_moments(row, met, plan)
+        row, total, mean, spread, low, top, met = row_summary(row, met, plan)
         if plan.mass:
             lo, hi, wanted, enough = mass_bracket(row, setting, total, plan)
         else:
-            low, top, met = row_extremes(row, met, plan)
             if plan.unit:
                 row, top = with_first_raised(row, low, top, plan)
             lo, hi, wanted, enough = count_bracket(low, top, setting, total, plan)

@@ -67,6 +67,29 @@ def across(a, b, c, row, met, SUMS: tl.constexpr, plan: tl.constexpr):
 
 
 @triton.jit
+def summed_up_across(a, b, c, low, top, row, met, plan: tl.constexpr):
+    """Adds up three numbers of all programs that share the row, and returns the meetings at last.
+
+    Unless it is searched by mass, `low` and `top` become the lowest and the highest of all.
+    """
+    if plan.parts > 1:
+        post(row, met, 0, a, plan)
+        post(row, met, 1, b, plan)
+        post(row, met, 2, c, plan)
+        if not plan.mass:
+            post(row, met, 3, low, plan)
+            post(row, met, 4, top, plan)
+        meet(row.share.arrived, met, plan.parts)
+        all_a, all_b = posted(row, met, 0, plan), posted(row, met, 1, plan)
+        a, b, c = tl.reduce((all_a, all_b, posted(row, met, 2, plan)), 0, add_triples)
+        if not plan.mass:
+            lows, tops = posted(row, met, 3, plan), posted(row, met, 4, plan)
+            low, top = tl.reduce((lows, tops), 0, extremes)
+        met += 1
+    return a, b, c, low, top, met
+
+
+@triton.jit
 def add_pairs(a, b, c, d):
     """Combines two sums."""
     return a + c, b + d

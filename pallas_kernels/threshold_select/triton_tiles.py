@@ -18,6 +18,7 @@ from jsparse.pallas_kernels.threshold_select.triton_share import (
     add_pairs,
     add_triples,
     extremes,
+    summed_up_across,
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -45,7 +46,7 @@ class Row(NamedTuple):
     """Holds a row that is searched."""
 
     x: Any  # its one tile [T, R, 4] where it is resident: scores, or what it is searched by
-    each: Any  # what the entries of that tile count, once `row_moments` has found it
+    each: Any  # what the entries of that tile count, once `row_summary` has found it
     scores: Any  # the row in memory, [plan.size]
     sizes: Any  # what its entries count there, [plan.size]; read where plan.sized
     length: Any  # number of scores that count
@@ -185,6 +186,16 @@ def thread_low(scores):
 
 
 @triton.jit
+def thread_extremes(scores, plan: tl.constexpr):
+    """Returns each thread's smallest and largest score that can be chosen, if they are needed."""
+    if plan.mass:
+        none = tl.full([plan.threads], 0.0, tl.float32)
+        return none, none
+    else:
+        return thread_low(scores), thread_top(scores)
+
+
+@triton.jit
 def next_key(bits, sign, below, lowest):
     """Returns each thread's largest key from `lowest` to under `below`, or a lower one.
 
@@ -306,25 +317,6 @@ def with_top(row, met, plan: tl.constexpr):
 
 
 @triton.jit
-def row_extremes(row, met, plan: tl.constexpr):
-    """Returns the row's smallest and largest score that can be chosen, and the meetings.
-
-    Where there is none, the first is above the second.
-    """
-    if plan.resident:
-        low, top = thread_low(row.x), thread_top(row.x)
-    else:
-        low = tl.full([plan.threads], -NOTHING, tl.float32)
-        top = tl.full([plan.threads], NOTHING, tl.float32)
-        for start in range(0, row.length, plan.tile):
-            tile = read(row.scores, start, row.length, plan)
-            low, top = extremes(low, top, thread_low(tile), thread_top(tile))
-    low, top = tl.reduce((low, top), 0, extremes)
-    low, top, _, met = across(low, top, 0.0, row, met, False, plan)
-    return low, top, met
-
-
-@triton.jit
 def row_weight(row, met, plan: tl.constexpr):
     """Returns the sum of the row's weights, relative to its top, and the meetings."""
     if plan.resident:
@@ -338,28 +330,37 @@ def row_weight(row, met, plan: tl.constexpr):
 
 
 @triton.jit
-def row_moments(row, met, plan: tl.constexpr):
-    """Returns the row as it is searched, its total, its mean and spread on the axis of guesses.
+def row_summary(row, met, plan: tl.constexpr):
+    """Returns the row as it is searched, its total, and its mean and spread on the axis of guesses.
 
-    The last result is the meetings. A resident row then holds what it is searched by, and what its
-    entries count.
+    Then come, unless it is searched by mass, its smallest and largest score that can be chosen, the
+    first above the second where there is none, and at last the meetings. A resident row then holds
+    what it is searched by, and what its entries count.
     """
     x, each = row.x, 0.0
     if plan.resident:
         x, each, a, b, c = moments(x, row, 0, plan)
+        low, top = thread_extremes(row.x, plan)
     else:
         a = tl.full([plan.threads], 0.0, tl.float32)
         b = tl.full([plan.threads], 0.0, tl.float32)
         c = tl.full([plan.threads], 0.0, tl.float32)
+        low = tl.full([plan.threads], -NOTHING, tl.float32)
+        top = tl.full([plan.threads], NOTHING, tl.float32)
         for start in range(0, row.length, plan.tile):
             tile = read(row.scores, start, row.length, plan)
+            low, top = extremes(low, top, *thread_extremes(tile, plan))
             a, b, c = add_triples(a, b, c, *moments(tile, row, start, plan)[2:])
     a, b, c = tl.reduce((a, b, c), 0, add_triples)
-    total, first, second, met = across(a, b, c, row, met, True, plan)
+    if plan.mass:
+        low, top = a, b  # not asked for
+    else:
+        low, top = tl.reduce((low, top), 0, extremes)
+    total, first, second, low, top, met = summed_up_across(a, b, c, low, top, row, met, plan)
     share = 1.0 / tl.maximum(total, SMALLEST)
     mean = first * share
     spread = tl.sqrt(tl.maximum(second * share - mean * mean, 0.0))
-    return changed(row, x, each, row.top, row.first), total, mean, spread, met
+    return changed(row, x, each, row.top, row.first), total, mean, spread, low, top, met
 
 
 @triton.jit

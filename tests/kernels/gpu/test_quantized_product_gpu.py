@@ -82,6 +82,7 @@ def test_what_is_not_a_number_is_not_lost(implementation):
         np.testing.assert_array_equal(got[::2], made(x)[::2])
 
 
+@pytest.mark.parametrize("shape", [(4096, 14336), (960, 576), (192, 96), (192, 640)], ids=str)
 @pytest.mark.parametrize(
     ("implementation", "most", "parts"),
     [
@@ -90,14 +91,32 @@ def test_what_is_not_a_number_is_not_lost(implementation):
         ("triton", 4, [(0, 1), (1, 3)]),
     ],
 )
-def test_rows_have_the_same_bits_alone_and_among_others(implementation, most, parts):
-    if implementation == "mosaic" and (reason := no_mosaic()):
-        pytest.skip(reason)
-    x, matrix = Case("many", (most,), 4096, 14336).build()
+def test_rows_have_the_same_bits_alone_and_among_others(implementation, most, parts, shape):
+    if implementation == "mosaic":
+        if reason := no_mosaic():
+            pytest.skip(reason)
+        if shape[1] % 128:
+            pytest.skip("the kernel for few rows does not take this width")
+    x, matrix = Case("many", (most,), *shape).build()
+    # blocks of nothing, of what is small, and of the largest numbers
+    x = x.at[:, :32].set(0).at[:, 32:64].multiply(2.0**-110).at[2, 70].set(255.0)
     together = product(x, matrix, implementation=implementation).astype(jnp.float32)
+    assert np.isfinite(np.asarray(together)).all()
     for first, end in parts:
         own = product(x[first:end], matrix, implementation=implementation).astype(jnp.float32)
         np.testing.assert_array_equal(own, together[first:end])
+
+
+def test_the_largest_number_is_a_number():
+    if reason := no_mosaic():
+        pytest.skip(reason)
+    x, matrix = Case("three", width=128).build()
+    x = x.at[1].set(0).at[1, 7].set(jnp.finfo(jnp.bfloat16).max)
+    small = matrix | {"scales": jnp.full_like(matrix["scales"], 2.0**-12)}
+    for implementation in ("mosaic", "triton"):
+        got = product(x, small, dtype=jnp.float32, implementation=implementation)[1]
+        wanted = float(x[1, 7]) * 2.0**-12 * np.asarray(matrix["values"][:, 7], np.float64)
+        np.testing.assert_allclose(got, wanted, rtol=2**-7)
 
 
 def test_many_rows_have_the_same_bits_alone_and_among_as_many_others():
