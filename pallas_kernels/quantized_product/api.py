@@ -85,9 +85,9 @@ def quantized_product(
         x: the rows. Kernels for few put their numbers in fixed point, block by block: integers of
             16 bits, or of 24 in "triton" where x is float32, which leaves most of bfloat16 as they
             are. Of a row with an infinite number they make NaN alone.
-        matrix: W [out, in], in blocks. For more than 32 rows (16 of a width beyond 16,384, and 4
-            where 128 does not divide it) "mosaic" rounds its numbers to the type of x; for fewer,
-            and in "triton", nothing else is rounded but sums.
+        matrix: W [out, in], in blocks. For more than 32 rows (16 of a width beyond 16,384, 4 where
+            128 does not divide it, 2 beyond 32,768) "mosaic" rounds its numbers to the type of x;
+            for fewer, and in "triton", nothing else is rounded but sums.
         dtype: the type of the result, by default that of x. Sums are float32.
         implementation: "mosaic" (tensor cores of Hopper, 3 to 1024 rows of bfloat16), "triton"
             (any NVIDIA GPU, 1 to 4 rows), "reference", or None to pick.

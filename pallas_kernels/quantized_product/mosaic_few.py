@@ -134,7 +134,7 @@ def few_rows(
 
 
 def group_of(rows: int) -> int:
-    """Returns the most rows of the launches that have as many."""
+    """Returns the number of rows that a launch of these is cut for."""
     return next(most for most in GROUPS if rows <= most)
 
 
