@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jsparse.parts import total
 from jsparse.shapes import ChunkKV, ChunkQueries
 
 # cos and sin of the angles at tokens' positions
@@ -37,14 +38,16 @@ class Heads(NamedTuple):
     """Holds q, k and v of new tokens before they are rotated.
 
     Attributes:
-        qkv: all heads, q's first, then k's and v's.
+        qkv: all heads, q's first, then k's and v's; or parts of them, to be added up.
+        dtype: their type.
         num_heads: N, the number of q's.
         table: cos and sin of the tokens' positions.
         scales: the weights of the norms of q's and k's heads; None where there are none.
         eps: of these norms.
     """
 
-    qkv: Float[Array, "B T heads H"]
+    qkv: Float[Array, "B T heads H"] | Float[Array, "parts B T heads H"]
+    dtype: jnp.dtype
     num_heads: int
     table: RopeTable
     scales: tuple[Float[Array, "H"], Float[Array, "H"]] | None
@@ -53,11 +56,12 @@ class Heads(NamedTuple):
     @property
     def num_kv_heads(self) -> int:
         """Returns K."""
-        return (self.qkv.shape[2] - self.num_heads) // 2
+        return (self.qkv.shape[-2] - self.num_heads) // 2
 
     def rotated(self) -> tuple[ChunkQueries, ChunkKV, ChunkKV]:
         """Returns q and k after their norms and rotation, and v."""
-        q, k, v = jnp.split(self.qkv, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
+        qkv = total(self.qkv, 4, self.dtype)
+        q, k, v = jnp.split(qkv, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
         if self.scales is not None:
             q, k = (
                 rms_norm(x, scale, eps=self.eps)

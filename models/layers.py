@@ -18,7 +18,7 @@ from jsparse.models.config import (
     YarnRope,
     yarn_attention_factor,
 )
-from jsparse.models.linear import Dense
+from jsparse.models.linear import Delta, Dense
 from jsparse.models.parameters import parameter
 
 
@@ -47,14 +47,15 @@ class MLP(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        delta: Float[Array, "B T D"] | None,
+        delta: Delta | None,
         scale: Float[Array, "D"],
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    ) -> tuple[Float[Array, "B T D"], Delta]:
         of_kind, width = partial(Dense, dtype=x.dtype, quantized=self.quantized), x.shape[-1]
         gate_up = of_kind(2 * self.intermediate_size, name="gate_up")(width)
         down = of_kind(width, name="down")(self.intermediate_size)
         x, both = gate_up.after_norm(x, delta, scale, self.eps)
-        return x, ranks.across(down.after_gate(both), "sum")
+        made = down.after_gate(both, in_parts=ranks.count() == 1)
+        return x, ranks.across(made, "sum")
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:

@@ -17,25 +17,31 @@ from jsparse.pallas_kernels.gated_product import gated_product
 from jsparse.pallas_kernels.linear import Matrix, product
 from jsparse.pallas_kernels.norm_product import norm_product
 from jsparse.pallas_kernels.residual_norm import residual_norm
+from jsparse.parts import total
+
+# what is added to the residual stream, or its parts (jsparse.parts)
+Delta = Float[Array, "B T D"] | Float[Array, "parts B T D"]
 
 
 def add_and_norm(
     x: Float[Array, "B T D"],
-    delta: Float[Array, "B T D"] | None,
+    delta: Delta | None,
     scale: Float[Array, "D"],
     eps: float,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
     """Returns x + delta, and that after RMSNorm; in one launch for the tokens of a decode step."""
     if delta is not None and x.shape[1] == 1:
-        total, normed = residual_norm(x[:, 0], delta[:, 0], scale, eps=eps)
-        return total[:, None], normed[:, None]
-    total = x if delta is None else x + delta
-    return total, rms_norm(total, scale, eps=eps)
+        whole, normed = residual_norm(x[:, 0], delta[..., 0, :], scale, eps=eps)
+        return whole[:, None], normed[:, None]
+    whole = x if delta is None else x + total(delta, x.ndim, x.dtype)
+    return whole, rms_norm(whole, scale, eps=eps)
 
 
 @dataclass(frozen=True)
 class Linear:
     """Computes x · W + b.
+
+    What it makes may be left `in_parts` for the caller to add up (jsparse.parts).
 
     Attributes:
         matrix: W [in, out], or [out, in] in 8-bit blocks.
@@ -45,26 +51,33 @@ class Linear:
     matrix: Matrix
     bias: Float[Array, "out"] | None
 
-    def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
+    def __call__(
+        self, x: Float[Array, "B T in"], *, in_parts: bool = False
+    ) -> Float[Array, "*parts B T out"]:
         """Returns x · W + b."""
-        return product(x, self.matrix, self.bias)
+        return product(x, self.matrix, self.bias, in_parts=in_parts)
 
     def after_norm(
         self,
         x: Float[Array, "B T in"],
-        delta: Float[Array, "B T in"] | None,
+        delta: Delta | None,
         scale: Float[Array, "in"],
         eps: float,
-    ) -> tuple[Float[Array, "B T in"], Float[Array, "B T out"]]:
+        *,
+        in_parts: bool = False,
+    ) -> tuple[Float[Array, "B T in"], Float[Array, "*parts B T out"]]:
         """Returns x + delta, and what the map makes of that after RMSNorm."""
         if delta is not None and x.shape[1] == 1:
-            return norm_product(x, delta, scale, self.matrix, self.bias, eps=eps)
-        total, normed = add_and_norm(x, delta, scale, eps)
-        return total, self(normed)
+            given = x, delta, scale, self.matrix, self.bias
+            return norm_product(*given, eps=eps, in_parts=in_parts)
+        whole, normed = add_and_norm(x, delta, scale, eps)
+        return whole, self(normed, in_parts=in_parts)
 
-    def after_gate(self, gate_up: Float[Array, "B T two_in"]) -> Float[Array, "B T out"]:
+    def after_gate(
+        self, gate_up: Float[Array, "B T two_in"], *, in_parts: bool = False
+    ) -> Float[Array, "*parts B T out"]:
         """Returns what the map makes of silu(gate) · up."""
-        return gated_product(gate_up, self.matrix, self.bias)
+        return gated_product(gate_up, self.matrix, self.bias, in_parts=in_parts)
 
 
 class Dense(nn.Module):

@@ -30,7 +30,7 @@ from jsparse.models.layers import (
     rope_scale,
     rope_table,
 )
-from jsparse.models.linear import Dense, add_and_norm
+from jsparse.models.linear import Delta, Dense, add_and_norm
 from jsparse.models.parameters import parameter
 from jsparse.models.quantized import empty, random_part
 from jsparse.pallas_kernels.quantized_product import quantized_product
@@ -65,22 +65,23 @@ class Attention(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        delta: Float[Array, "B T D"] | None,
+        delta: Delta | None,
         scale: Float[Array, "D"],
         table: RopeTable,
         attend: AttendFn,
         rotate: RotateFn,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    ) -> tuple[Float[Array, "B T D"], Delta]:
         c, of_kind = self.config, partial(Dense, dtype=x.dtype, quantized=self.quantized)
         shape = (*x.shape[:2], c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         project = of_kind(shape[2] * shape[3], use_bias=c.qkv_bias, name="qkv")(c.hidden_size)
-        x, qkv = project.after_norm(x, delta, scale, c.rms_norm_eps)
+        x, qkv = project.after_norm(x, delta, scale, c.rms_norm_eps, in_parts=True)
         norm = partial(Scale, c.head_dim, x.dtype)
         scales = (norm(name="q_norm")(), norm(name="k_norm")()) if c.qk_norm else None
-        heads = Heads(qkv.reshape(shape), c.num_heads, table, scales, c.rms_norm_eps)
+        qkv = qkv.reshape(*qkv.shape[:-3], *shape)
+        heads = Heads(qkv, x.dtype, c.num_heads, table, scales, c.rms_norm_eps)
         o = attend(self.layer, *rotate(self.layer, heads))
         o = o.astype(x.dtype).reshape(*x.shape[:2], -1)
-        o = of_kind(c.hidden_size, name="o")(o.shape[-1])(o)
+        o = of_kind(c.hidden_size, name="o")(o.shape[-1])(o, in_parts=ranks.count() == 1)
         return x, ranks.across(o, "sum")
 
 
@@ -99,11 +100,11 @@ class Block(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        delta: Float[Array, "B T D"] | None,
+        delta: Delta | None,
         table: RopeTable,
         attend: AttendFn,
         rotate: RotateFn,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    ) -> tuple[Float[Array, "B T D"], Delta]:
         c, kind = self.config, self.quantized
         norm = partial(Scale, c.hidden_size, x.dtype)
         attention = Attention(c, self.layer, kind, name="attention")

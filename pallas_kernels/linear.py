@@ -20,13 +20,20 @@ Matrix = Float[Array, "in out"] | Blocks
 
 
 def product(
-    x: Float[Array, "*batch in"], matrix: Matrix, bias: Float[Array, "out"] | None = None
-) -> Float[Array, "*batch out"]:
-    """Returns x · W and adds a bias to it, by the op that takes such a matrix."""
+    x: Float[Array, "*batch in"],
+    matrix: Matrix,
+    bias: Float[Array, "out"] | None = None,
+    *,
+    in_parts: bool = False,
+) -> Float[Array, "*parts_and_batch out"]:
+    """Returns x · W and adds a bias to it, by the op that takes such a matrix.
+
+    Without a bias it may be left `in_parts`.
+    """
     if not isinstance(matrix, Mapping):
-        return skinny_product(x, matrix, bias)
+        return skinny_product(x, matrix, bias, in_parts=in_parts)
     check_product(x, matrix, bias)
-    y = quantized_product(x, matrix)
+    y = quantized_product(x, matrix, in_parts=in_parts and bias is None)
     return y if bias is None else y + bias
 
 

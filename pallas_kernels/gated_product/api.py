@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from jsparse.pallas_kernels.dispatch import Backend, run
 from jsparse.pallas_kernels.gated_product import reference
 from jsparse.pallas_kernels.linear import Matrix, check_product, no_one_launch, product
+from jsparse.parts import total
 
 
 def _in_one_launch(
@@ -24,8 +25,8 @@ def _in_one_launch(
 
 def _separate(
     gate_up: Float[Array, "*batch two_in"], matrix: Matrix, bias: Float[Array, "out"] | None = None
-) -> Float[Array, "*batch out"]:
-    return product(reference.gated(gate_up), matrix, bias)
+) -> Float[Array, "*parts_and_batch out"]:
+    return product(reference.gated(gate_up), matrix, bias, in_parts=True)
 
 
 BACKENDS = (
@@ -40,8 +41,9 @@ def gated_product(
     matrix: Matrix,
     bias: Float[Array, "out"] | None = None,
     *,
+    in_parts: bool = False,
     implementation: str | None = None,
-) -> Float[Array, "*batch out"]:
+) -> Float[Array, "*parts_and_batch out"]:
     """Returns (silu(gate) · up) · W, and adds a bias to it.
 
     The gated row is rounded to its type before it is multiplied, and for blocks as
@@ -51,6 +53,8 @@ def gated_product(
         gate_up: gate, and behind it up, of a row.
         matrix: W [in, out] of the type of gate_up, or [out, in] in 8-bit blocks.
         bias: what is added then, of the type of gate_up.
+        in_parts: whether the product may be left in parts, with an axis of them in front, for the
+            caller to add up (jsparse.parts).
         implementation: "triton" (one row, and blocks or a matrix of at most 32 MiB of two bytes a
             number), "separate" (`skinny_product` or `quantized_product` after the gate),
             "reference", or None to pick.
@@ -70,4 +74,5 @@ def gated_product(
         raise ValueError(f"gate_up.dtype={gate_up.dtype}: must be the matrix's, {matrix.dtype}")
     half = jax.ShapeDtypeStruct((*gate_up.shape[:-1], sizes[0]), gate_up.dtype)
     check_product(half, matrix, bias)
-    return run("gated_product", implementation, BACKENDS, gate_up, matrix, bias)
+    y = run("gated_product", implementation, BACKENDS, gate_up, matrix, bias)
+    return y if in_parts else total(y, gate_up.ndim, gate_up.dtype)

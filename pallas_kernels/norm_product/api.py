@@ -10,11 +10,14 @@ from jsparse.pallas_kernels.dispatch import Backend, run
 from jsparse.pallas_kernels.linear import Matrix, check_product, no_one_launch, product
 from jsparse.pallas_kernels.norm_product import reference
 from jsparse.pallas_kernels.residual_norm import residual_norm
+from jsparse.pallas_kernels.residual_norm.api import check_delta
+from jsparse.parts import total
 
 MAX_WIDTH = 2**14  # of a matrix in blocks, of which a program has all columns
 
 
 def _in_one_launch(x: Any, delta: Any, scale: Any, matrix: Matrix, *bias: Any, eps: float) -> Any:
+    delta = total(delta, x.ndim, x.dtype)
     if isinstance(matrix, Mapping):
         from jsparse.pallas_kernels.quantized_product.triton_gpu import norm_product as of_blocks
 
@@ -32,16 +35,19 @@ def _refusal(x: Any, delta: Any, scale: Any, matrix: Matrix, *_: Any, **__: Any)
 
 def _separate(
     x: Float[Array, "*batch in"],
-    delta: Float[Array, "*batch in"],
+    delta: Float[Array, "*parts_and_batch in"],
     scale: Float[Array, "in"],
     matrix: Matrix,
     bias: Float[Array, "out"] | None = None,
     *,
     eps: float,
-) -> tuple[Float[Array, "*batch in"], Float[Array, "*batch out"]]:
+) -> tuple[Float[Array, "*batch in"], Float[Array, "*parts_and_batch out"]]:
     rows = math.prod(x.shape[:-1]), x.shape[-1]
-    total, normed = residual_norm(x.reshape(rows), delta.reshape(rows), scale, eps=eps)
-    return total.reshape(x.shape), product(normed.reshape(x.shape), matrix, bias)
+    parts = delta.shape[: delta.ndim - x.ndim]
+    delta = delta.reshape(*parts, *rows)
+    whole, normed = residual_norm(x.reshape(rows), delta, scale, eps=eps)
+    made = product(normed.reshape(x.shape), matrix, bias, in_parts=True)
+    return whole.reshape(x.shape), made
 
 
 BACKENDS = (
@@ -53,14 +59,15 @@ BACKENDS = (
 
 def norm_product(
     x: Float[Array, "*batch in"],
-    delta: Float[Array, "*batch in"],
+    delta: Float[Array, "*parts_and_batch in"],
     scale: Float[Array, "in"],
     matrix: Matrix,
     bias: Float[Array, "out"] | None = None,
     *,
     eps: float,
+    in_parts: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, "*batch in"], Float[Array, "*batch out"]]:
+) -> tuple[Float[Array, "*batch in"], Float[Array, "*parts_and_batch out"]]:
     """Returns x + delta, and norm(x + delta) · W with a bias added: two ops in a launch.
 
     They are `residual_norm`, and `skinny_product` or `quantized_product`. The kernel does not round
@@ -69,11 +76,13 @@ def norm_product(
 
     Args:
         x: the residual stream.
-        delta: what is added to it, of the same type.
+        delta: what is added to it, of the same type; or its parts, as `residual_norm` takes them.
         scale: the norm's weights.
         matrix: W [in, out] of the type of x, or [out, in] in 8-bit blocks.
         bias: what is added to the product, of the type of x.
         eps: what is added to the mean of squares.
+        in_parts: whether the product may be left in parts, with an axis of them in front, for the
+            caller to add up (jsparse.parts).
         implementation: "triton" (one row, and blocks of at most 16,384 columns or a matrix of at
             most 32 MiB of two bytes a number), "separate" (the two ops, each as it picks),
             "reference", or None to pick.
@@ -83,14 +92,12 @@ def norm_product(
             here.
     """
     check_product(x, matrix, bias)
-    if delta.shape != x.shape or delta.dtype != x.dtype:
-        raise ValueError(
-            f"delta={delta.dtype}{list(delta.shape)}: must be as x is, {x.dtype}{list(x.shape)}"
-        )
+    check_delta(x, delta)
     if scale.shape != x.shape[-1:] or scale.dtype != x.dtype:
         raise ValueError(
             f"scale={scale.dtype}{list(scale.shape)}: must be [in] as x is wide, "
             f"{x.dtype}{list(x.shape[-1:])}"
         )
     given = x, delta, scale, matrix, bias
-    return run("norm_product", implementation, BACKENDS, *given, eps=eps)
+    whole, y = run("norm_product", implementation, BACKENDS, *given, eps=eps)
+    return whole, y if in_parts else total(y, x.ndim, x.dtype)

@@ -4,11 +4,12 @@ from jaxtyping import Array, Float
 
 from jsparse.heads import rms_norm
 from jsparse.pallas_kernels.linear import Matrix, plain_product
+from jsparse.parts import total
 
 
 def norm_product(
     x: Float[Array, "*batch in"],
-    delta: Float[Array, "*batch in"],
+    delta: Float[Array, "*parts_and_batch in"],
     scale: Float[Array, "in"],
     matrix: Matrix,
     bias: Float[Array, "out"] | None = None,
@@ -16,5 +17,5 @@ def norm_product(
     eps: float,
 ) -> tuple[Float[Array, "*batch in"], Float[Array, "*batch out"]]:
     """Implements `api.norm_product` in plain jnp."""
-    total = x + delta
-    return total, plain_product(rms_norm(total, scale, eps=eps), matrix, bias)
+    whole = x + total(delta, x.ndim, x.dtype)
+    return whole, plain_product(rms_norm(whole, scale, eps=eps), matrix, bias)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from jsparse.pallas_kernels.dispatch import Backend, no_mosaic, no_triton, run
 from jsparse.pallas_kernels.quantized_product import reference
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
+from jsparse.parts import total
 
 MAX_ROWS = 1024  # with tensor cores; XLA multiplies more of them faster after widening the matrix
 MAX_FEW_ROWS = 4  # without tensor cores
@@ -73,8 +74,9 @@ def quantized_product(
     matrix: Blocks,
     *,
     dtype: Any = None,
+    in_parts: bool = False,
     implementation: str | None = None,
-) -> Float[Array, "*batch out"]:
+) -> Float[Array, "*parts_and_batch out"]:
     """Multiplies rows with a matrix in 8-bit blocks: y = x · Wᵀ.
 
     Kernels multiply with blocks as they are read. For more rows, and elsewhere, the matrix is
@@ -89,6 +91,8 @@ def quantized_product(
             128 does not divide it, 2 beyond 32,768) "mosaic" rounds its numbers to the type of x;
             for fewer, and in "triton", nothing else is rounded but sums.
         dtype: the type of the result, by default that of x. Sums are float32.
+        in_parts: whether the product may be left in parts, in float32 and with an axis of them in
+            front, for the caller to add up (jsparse.parts).
         implementation: "mosaic" (tensor cores of Hopper, 3 to 1024 rows of bfloat16), "triton"
             (any NVIDIA GPU, 1 to 4 rows), "reference", or None to pick.
 
@@ -99,4 +103,5 @@ def quantized_product(
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     dtype = x.dtype if dtype is None else dtype
     y = run("quantized_product", implementation, BACKENDS, rows, matrix, dtype=dtype)
-    return y.reshape(*x.shape[:-1], matrix["values"].shape[0])
+    y = y if in_parts else total(y, 2, dtype)
+    return y.reshape(*y.shape[:-2], *x.shape[:-1], y.shape[-1])

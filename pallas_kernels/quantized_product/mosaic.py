@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from jsparse.pallas_kernels.quantized_product.mosaic_few import GROUPS, few_rows, group_of
 from jsparse.pallas_kernels.quantized_product.mosaic_many import many_rows
@@ -14,10 +14,10 @@ MAX_FEW = 2**19  # numbers of 16 or 32 rows, of which shared memory has room for
 
 def quantized_product(
     x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any
-) -> Float[Array, "rows out"]:
-    """Implements `api.quantized_product` with Mosaic GPU."""
+) -> Float[Array, "rows out"] | Float32[Array, "parts rows out"]:
+    """Implements `api.quantized_product` with Mosaic GPU; of few rows in parts."""
     if takes_few(x):
-        return few_rows(x, matrix).astype(dtype)
+        return few_rows(x, matrix)
     return many_rows(x, matrix, dtype=dtype)
 
 

@@ -26,9 +26,19 @@ BACKENDS = (
 )
 
 
+def check_delta(x: Float[Array, "*batch D"], delta: Float[Array, "*parts_and_batch D"]) -> None:
+    """Raises a ValueError unless x and delta, or delta's parts, can be added up."""
+    parts = delta.ndim == x.ndim + 1
+    if delta.shape[parts:] != x.shape or not (parts or delta.dtype == x.dtype):
+        raise ValueError(
+            f"delta={delta.dtype}{list(delta.shape)}: must be as x is, {x.dtype}{list(x.shape)}, "
+            f"or parts of that"
+        )
+
+
 def residual_norm(
     x: Float[Array, "rows D"],
-    delta: Float[Array, "rows D"],
+    delta: Float[Array, "rows D"] | Float[Array, "parts rows D"],
     scale: Float[Array, "D"],
     *,
     eps: float,
@@ -41,7 +51,8 @@ def residual_norm(
 
     Args:
         x: the residual stream, a row per token.
-        delta: what is added to it, of the same type.
+        delta: what is added to it, of the same type; or parts of it, of any, which are added up in
+            float32 and rounded to that type first.
         scale: the norm's weights.
         eps: what is added to the mean.
         implementation: "triton" (one launch), "reference", or None to pick.
@@ -49,11 +60,9 @@ def residual_norm(
     Raises:
         ValueError: shapes or types differ, or the named implementation cannot run here.
     """
-    if x.ndim != 2 or delta.shape != x.shape or delta.dtype != x.dtype:
-        raise ValueError(
-            f"delta={delta.dtype}{list(delta.shape)}: must be [rows, D] as x is, "
-            f"{x.dtype}{list(x.shape)}"
-        )
+    if x.ndim != 2:
+        raise ValueError(f"x.shape={x.shape}: must be [rows, D]")
+    check_delta(x, delta)
     if scale.shape != x.shape[1:] or scale.dtype != x.dtype:
         raise ValueError(
             f"scale={scale.dtype}{list(scale.shape)}: must be [D] as x is wide, "

@@ -10,7 +10,7 @@ NUMBERS_A_THREAD = 8
 
 def residual_norm(
     x: Float[Array, "rows D"],
-    delta: Float[Array, "rows D"],
+    delta: Float[Array, "rows D"] | Float[Array, "parts rows D"],
     scale: Float[Array, "D"],
     *,
     eps: float,
@@ -27,6 +27,8 @@ def residual_norm(
         out_shape=[shape, shape],
         grid=(rows,),
         num_warps=min(max(columns // (32 * NUMBERS_A_THREAD), 1), 16),
+        PARTS=1 if delta.ndim == x.ndim else len(delta),
+        ROWS=rows,
         W=width,
         COLUMNS=columns,
         EPS=eps,
@@ -37,10 +39,12 @@ def residual_norm(
 @triton.jit
 def norm_kernel(
     x_ptr,  # [rows, W]
-    delta_ptr,  # [rows, W]
+    delta_ptr,  # [PARTS, ROWS, W]
     scale_ptr,  # [W]
     total_ptr,  # [rows, W]
     normed_ptr,  # [rows, W]
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
     W: tl.constexpr,
     COLUMNS: tl.constexpr,
     EPS: tl.constexpr,
@@ -50,9 +54,10 @@ def norm_kernel(
     inside = column < W
     at = tl.program_id(0).to(tl.int64) * W + column
     x = tl.load(x_ptr + at, mask=inside, other=0)
-    total = (x.to(tl.float32) + tl.load(delta_ptr + at, mask=inside, other=0).to(tl.float32)).to(
-        x.dtype
-    )
+    delta = tl.load(delta_ptr + at, mask=inside, other=0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        delta += tl.load(delta_ptr + part * (ROWS * W) + at, mask=inside, other=0).to(tl.float32)
+    total = (x.to(tl.float32) + delta.to(x.dtype).to(tl.float32)).to(x.dtype)
     scale = tl.load(scale_ptr + column, mask=inside, other=0)
     tl.store(total_ptr + at, total, mask=inside)
     wide = total.to(tl.float32)

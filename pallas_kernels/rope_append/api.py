@@ -38,7 +38,8 @@ def rope_append(
     """Splits, normalises and rotates q, k and v of one token per row, and stores K and V.
 
     Args:
-        heads: what the product with the weights of q, k and v gave, [B, 1, N + 2K, H].
+        heads: what the product with the weights of q, k and v gave, [B, 1, N + 2K, H], or its
+            parts, [parts, B, 1, N + 2K, H].
         layer: the cache's layer. It must have made room: its lengths count the tokens.
         positions: the tokens' positions in the text.
         valid: 1 for rows that take part, 0 for others, whose K and V are stored nowhere.
@@ -51,12 +52,12 @@ def rope_append(
         ValueError: there are several tokens per row, heads do not fit the layer, or the named
             implementation cannot run here.
     """
-    batch, tokens, _, width = heads.qkv.shape
+    if heads.qkv.ndim not in (4, 5) or heads.qkv.shape[-3] != 1:
+        raise ValueError(f"qkv.shape={heads.qkv.shape}: must be [B, 1, N + 2K, H], or parts of it")
+    batch, _, _, width = shape = heads.qkv.shape[-4:]
     half = (batch, 1, width // 2)
-    if tokens != 1:
-        raise ValueError(f"qkv.shape={heads.qkv.shape}: must be [B, 1, N + 2K, H]")
     wanted = batch, 1, heads.num_heads + 2 * layer.lengths.shape[1], layer.k.shape[-1]
-    if heads.qkv.shape != wanted or len(layer.lengths) != batch:
+    if shape != wanted or len(layer.lengths) != batch:
         raise ValueError(
             f"qkv.shape={heads.qkv.shape} of {heads.num_heads} query heads: must fit lengths of "
             f"shape {layer.lengths.shape} and pages of shape {layer.k.shape}"

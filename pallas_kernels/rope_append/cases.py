@@ -29,6 +29,7 @@ class Case:
         paged: whether a block table names pages in any order.
         normed: whether heads of q and k are normalised.
         beside: whether the cache keeps biases and positions of slots, too.
+        parts: of what is rotated; None where it is whole.
         dtype: of the heads; the cache's is `kept`.
     """
 
@@ -42,6 +43,7 @@ class Case:
     paged: bool = False
     normed: bool = False
     beside: bool = False
+    parts: int | None = None
     dtype: str = "float32"
     kept: str = "float32"
 
@@ -53,7 +55,8 @@ class Case:
         rng = np.random.default_rng(seed)
         pairs, capacity = self.rows * self.kv_heads, self.pages * self.page_size
         count = self.heads + 2 * self.kv_heads
-        qkv = rng.normal(size=(self.rows, 1, count, self.head_dim))
+        parts = () if self.parts is None else (self.parts,)
+        qkv = rng.normal(size=(*parts, self.rows, 1, count, self.head_dim))
         positions = rng.integers(0, 5000, (self.rows, 1))
         frequencies = 1e4 ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
         angles = positions.astype(np.float32)[..., None] * frequencies.astype(np.float32)
@@ -61,7 +64,8 @@ class Case:
         scales = 1 + 0.3 * rng.normal(size=(2, self.head_dim))
         q_scale, k_scale = (jnp.asarray(scale, self.dtype) for scale in scales)
         heads = Heads(
-            jnp.asarray(qkv, self.dtype),
+            jnp.asarray(qkv, "float32" if parts else self.dtype),
+            jnp.dtype(self.dtype),
             self.heads,
             table,
             (q_scale, k_scale) if self.normed else None,
@@ -94,4 +98,5 @@ CASES = (
     Case("odd_width", head_dim=48, paged=True, normed=True),
     Case("as_llama", heads=32, kv_heads=8, head_dim=128, dtype="bfloat16", kept="bfloat16"),
     Case("narrower_cache", dtype="float32", kept="bfloat16"),
+    Case("parts", parts=3, normed=True, dtype="bfloat16", kept="bfloat16"),
 )

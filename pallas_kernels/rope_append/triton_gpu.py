@@ -21,6 +21,8 @@ class RopePlan:
     """Holds the static parameters of one launch, with the letters of jsparse.shapes.
 
     Attributes:
+        parts: of q, k and v, to be added up.
+        rows: B.
         heads, kv_heads, head_dim, page_size, pages: N, K, H, P and M.
         half: H / 2.
         columns: the least power of two that is no less than that.
@@ -29,6 +31,8 @@ class RopePlan:
         eps: of their norms.
     """
 
+    parts: int
+    rows: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -47,9 +51,11 @@ def rope_append(
     """Implements `api.rope_append` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
-    batch, _, count, head_dim = heads.qkv.shape
+    batch, _, count, head_dim = heads.qkv.shape[-4:]
     table, kv_heads = layer.block_table, heads.num_kv_heads
     plan = RopePlan(
+        parts=1 if heads.qkv.ndim == 4 else len(heads.qkv),
+        rows=batch,
         heads=heads.num_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -69,7 +75,7 @@ def rope_append(
     )
 
     def shape(*sizes: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, heads.qkv.dtype)
+        return jax.ShapeDtypeStruct(sizes, heads.dtype)
 
     q, k, v, *pools = triton_call(
         *given,
@@ -92,7 +98,7 @@ def rope_append(
 
 @triton.jit
 def rope_kernel(
-    qkv,  # [B, N + 2K, H]
+    qkv,  # [parts, B, N + 2K, H]
     cos,  # [B, H / 2]
     sin,  # [B, H / 2]
     q_scale,  # [H]
@@ -115,9 +121,14 @@ def rope_kernel(
     column = tl.arange(0, plan.columns)
     inside = column < plan.half
     start = qkv + (row * count + head) * plan.head_dim + column
-    low = tl.load(start, mask=inside, other=0)
-    high = tl.load(start + plan.half, mask=inside, other=0)
-    dtype = low.dtype
+    dtype: tl.constexpr = q_out.dtype.element_ty
+    low = tl.load(start, mask=inside, other=0).to(tl.float32)
+    high = tl.load(start + plan.half, mask=inside, other=0).to(tl.float32)
+    for _ in tl.static_range(1, plan.parts):
+        start += plan.rows * count * plan.head_dim
+        low += tl.load(start, mask=inside, other=0)
+        high += tl.load(start + plan.half, mask=inside, other=0)
+    low, high = low.to(dtype), high.to(dtype)
     of_value = head >= plan.heads + plan.kv_heads
     if not of_value:
         x, y = low.to(tl.float32), high.to(tl.float32)

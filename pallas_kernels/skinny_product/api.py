@@ -4,8 +4,10 @@ import math
 
 from jaxtyping import Array, Float
 
-from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
+from jsparse.pallas_kernels.dispatch import Backend, compute_capability, no_triton, run
+from jsparse.pallas_kernels.skinny_product import in_parts as cut
 from jsparse.pallas_kernels.skinny_product import reference
+from jsparse.parts import total
 
 # of a matrix; larger ones keep the memory busy in XLA's kernels, too
 MAX_BYTES = 2**25
@@ -30,6 +32,18 @@ def no_row_product(
     return no_triton()
 
 
+def _no_parts(
+    x: Float[Array, "*batch in"], matrix: Float[Array, "in out"], bias: Float[Array, "out"] | None
+) -> str | None:
+    if not 1 < math.prod(x.shape[:-1]) <= cut.MAX_ROWS:
+        return f"takes 2 to {cut.MAX_ROWS} rows, not {list(x.shape[:-1])}"
+    if bias is not None:
+        return "takes no bias"
+    if cut.best_parts(*matrix.shape) == 1:
+        return f"has no use for matrices like {list(matrix.shape)}"
+    return "needs an NVIDIA GPU" if compute_capability() is None else None
+
+
 def check_matrix(
     x: Float[Array, "*batch in"], matrix: Float[Array, "in out"], bias: Float[Array, "out"] | None
 ) -> None:
@@ -48,6 +62,7 @@ def check_matrix(
 
 BACKENDS = (
     Backend("triton", _load_triton, no_row_product),
+    Backend("parts", lambda: cut.skinny_product, _no_parts),
     Backend("reference", lambda: reference.skinny_product),
 )
 
@@ -57,24 +72,29 @@ def skinny_product(
     matrix: Float[Array, "in out"],
     bias: Float[Array, "out"] | None = None,
     *,
+    in_parts: bool = False,
     implementation: str | None = None,
-) -> Float[Array, "*batch out"]:
+) -> Float[Array, "*parts_and_batch out"]:
     """Returns x · W, and adds a bias to it.
 
     Of one row XLA may make a product of each number, which it writes to memory, and a sum, or
     parts of a sum, which it adds up in another launch. Here a launch reads the matrix once. More
-    rows, and large matrices, are XLA's: the reference. The kernel has no gradient.
+    rows, and large matrices, are XLA's, in parts or as it likes. The kernel has no gradient.
 
     Args:
         x: the rows.
         matrix: W, of the type of x. Sums are float32, and rounded to that type.
         bias: what is added then, of the type of x.
+        in_parts: whether the product may be left in parts, with an axis of them in front, for the
+            caller to add up (jsparse.parts).
         implementation: "triton" (one row and a matrix of at most 32 MiB, of two bytes a number),
-            "reference", or None to pick.
+            "parts" (2 to 32 rows on a GPU, where the matrix has few columns), "reference", or None
+            to pick.
 
     Raises:
         ValueError: shapes or types do not fit together, or the named implementation cannot run
             here.
     """
     check_matrix(x, matrix, bias)
-    return run("skinny_product", implementation, BACKENDS, x, matrix, bias)
+    y = run("skinny_product", implementation, BACKENDS, x, matrix, bias)
+    return y if in_parts else total(y, x.ndim, x.dtype)

@@ -17,6 +17,7 @@ from jsparse.pallas_kernels.quantized_product import (
 from jsparse.pallas_kernels.quantized_product.cases import CASES, OTHERS, Case
 from jsparse.pallas_kernels.quantized_product.mosaic_integers import fixed_point
 from jsparse.pallas_kernels.weight_blocks import dequantized
+from jsparse.parts import total
 
 product = jax.jit(quantized_product, static_argnames="dtype")
 
@@ -94,7 +95,7 @@ def test_numbers_in_fixed_point_have_two_digits_of_a_byte():
 def test_few_rows_in_fixed_point_are_multiplied_with_nothing_rounded_but_sums(case, how):
     x, matrix = case.build()
     x = x.reshape(-1, case.width)
-    got = mosaic_few.few_rows(x, matrix, interpret=True, **HOW[how])
+    got = total(mosaic_few.few_rows(x, matrix, interpret=True, **HOW[how]), 2, jnp.float32)
     integers, unit = in_fixed_point(x)
     assert is_close(got, (integers * unit[..., None]).reshape(x.shape), matrix, 2.0**-20)
 

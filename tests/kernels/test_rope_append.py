@@ -1,5 +1,7 @@
 """Tests rope_append: rotation against complex numbers, and that each slot is written once."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,21 +12,25 @@ from jsparse.pallas_kernels.rope_append import rope_append
 from jsparse.pallas_kernels.rope_append.cases import CASES, Case
 
 
-@jax.jit
-def turned_and_kept(qkv, table, scales, layer, positions, valid):
+@partial(jax.jit, static_argnames="dtype")
+def turned_and_kept(qkv, table, scales, layer, positions, valid, dtype="float32"):
     heads = Case("any").build().heads._replace(qkv=qkv, table=table, scales=scales)
-    heads = heads._replace(num_heads=qkv.shape[2] - 2 * layer.lengths.shape[1])
+    heads = heads._replace(num_heads=qkv.shape[-2] - 2 * layer.lengths.shape[1], dtype=dtype)
     return rope_append(heads, layer, positions, valid)
 
 
 @pytest.mark.parametrize(
-    "case", slow_except_named(CASES, "paged", "normed"), ids=lambda case: case.name
+    "case", slow_except_named(CASES, "paged", "normed", "parts"), ids=lambda case: case.name
 )
 def test_heads_turn_and_the_newest_slot_has_them(case):
     heads, layer, positions, valid = case.build()
-    q, k, v, kept = turned_and_kept(heads.qkv, heads.table, heads.scales, layer, positions, valid)
+    given = heads.qkv, heads.table, heads.scales, layer, positions, valid
+    q, k, v, kept = turned_and_kept(*given, dtype=case.dtype)
     rounding = 8 * float(jnp.finfo(case.dtype).eps)
-    qkv = np.asarray(heads.qkv, np.float64)[:, 0]
+    qkv = np.asarray(heads.qkv)
+    if case.parts is not None:
+        qkv = sum(qkv).astype(heads.dtype)
+    qkv = qkv.astype(np.float64)[:, 0]
     split = np.split(qkv, [case.heads, case.heads + case.kv_heads], axis=1)
     half = case.head_dim // 2
     # angles are float32: at positions of thousands they are a little off

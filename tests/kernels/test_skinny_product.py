@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 from marks import slow_except_named
 
-from jsparse.pallas_kernels.skinny_product import skinny_product
-from jsparse.pallas_kernels.skinny_product.cases import CASES, OTHERS
+from jsparse.pallas_kernels.skinny_product import in_parts, skinny_product
+from jsparse.pallas_kernels.skinny_product.cases import CASES, OTHERS, Case
+from jsparse.parts import total
 from tests.kernels.product_checks import assert_is_the_product
 
 product = jax.jit(skinny_product, static_argnames="implementation")
@@ -18,6 +19,30 @@ product = jax.jit(skinny_product, static_argnames="implementation")
 def test_rows_are_multiplied(case):
     x, matrix, bias = case.build()
     assert_is_the_product(product(x, matrix, bias), x, matrix, bias)
+
+
+@pytest.mark.parametrize(
+    ("width", "out", "parts"),
+    [
+        (2048, 96, 4),
+        (2048, 8192, 2),
+        (2048, 16384, 1),
+        (1023, 96, 1),
+        (1536, 96, 2),
+        (2**15, 96, 8),
+    ],
+)
+def test_a_matrix_is_cut_while_it_has_few_columns_and_long_ones(width, out, parts):
+    assert in_parts.best_parts(width, out) == parts
+
+
+def test_parts_add_up_to_the_product():
+    x, matrix, _ = Case("long", batch=(3, 2), width=2048, out=96).build()
+    parts = jax.jit(in_parts.skinny_product)(x, matrix)
+    assert (parts.shape, parts.dtype) == ((4, 3, 2, 96), jnp.float32)
+    assert_is_the_product(total(parts, 3, x.dtype), x, matrix, None)
+    rows = x[..., :512], matrix[:512]
+    assert_is_the_product(parts[0].astype(x.dtype), *rows, None)
 
 
 @pytest.mark.parametrize(
@@ -48,3 +73,20 @@ def test_what_the_kernel_cannot_run_is_said(case, reason):
     x, matrix, bias = next(one for one in OTHERS if one.name == case).build()
     with pytest.raises(ValueError, match=reason):
         skinny_product(x, matrix, bias, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (Case("bias", batch=(2,), bias=True), "takes no bias"),
+        (Case("one_row"), r"takes 2 to 32 rows, not \[1, 1\]"),
+        (Case("many", batch=(11, 3)), r"takes 2 to 32 rows, not \[11, 3\]"),
+        (Case("short", batch=(2,)), r"has no use for matrices like \[256, 192\]"),
+        (Case("here", batch=(2,), width=1024), "needs an NVIDIA GPU"),
+    ],
+    ids=lambda it: getattr(it, "name", None),
+)
+def test_what_is_not_cut_into_parts_is_said(case, reason, monkeypatch):
+    monkeypatch.setattr("jsparse.pallas_kernels.skinny_product.api.compute_capability", lambda: None)
+    with pytest.raises(ValueError, match=reason):
+        skinny_product(*case.build(), implementation="parts")

@@ -1,0 +1,40 @@
+"""Implements `api.skinny_product` with XLA, in parts that are still to be added up."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+MAX_ROWS = 32  # of x
+COLUMNS = 2**14  # times parts, at least: as many keep a GPU busy
+MIN_WIDTH = 512  # of a part
+MAX_PARTS = 8
+
+
+def skinny_product(
+    x: Float[Array, "*batch in"], matrix: Float[Array, "in out"], bias: None = None
+) -> Float32[Array, "parts *batch out"]:
+    """Implements `api.skinny_product` with XLA, in parts that are still to be added up.
+
+    XLA cuts such products itself, and then adds the parts up in a launch.
+    """
+    (width, out), rows = matrix.shape, x.reshape(-1, x.shape[-1])
+    parts = best_parts(width, out)
+    sums = jnp.einsum(
+        "rpi,pio->pro",
+        rows.reshape(len(rows), parts, -1),
+        matrix.reshape(parts, -1, out),
+        preferred_element_type=jnp.float32,
+    )
+    return sums.reshape(parts, *x.shape[:-1], out)
+
+
+def best_parts(width: int, out: int) -> int:
+    """Returns the number of parts into which the rows of a matrix [in, out] are cut."""
+    parts = 1
+    while (
+        parts * out < COLUMNS
+        and parts < MAX_PARTS
+        and width % (2 * parts) == 0
+        and width // (2 * parts) >= MIN_WIDTH
+    ):
+        parts *= 2
+    return parts
