@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float
 
-NUMBERS_A_THREAD = 8
+NUMBERS_A_THREAD = 4
 
 
 def residual_norm(
@@ -26,7 +26,7 @@ def residual_norm(
         kernel=norm_kernel,
         out_shape=[shape, shape],
         grid=(rows,),
-        num_warps=min(max(columns // (32 * NUMBERS_A_THREAD), 1), 16),
+        num_warps=min(max(columns // (32 * NUMBERS_A_THREAD), 1), 32),
         PARTS=1 if delta.ndim == x.ndim else len(delta),
         ROWS=rows,
         W=width,

@@ -117,14 +117,15 @@ def rope_kernel(
 ):
     """Does what is to be done for one head of a row."""
     head, row = tl.program_id(0), tl.program_id(1)
+    parts: tl.constexpr = plan.parts
     count: tl.constexpr = plan.heads + 2 * plan.kv_heads
     column = tl.arange(0, plan.columns)
     inside = column < plan.half
     start = qkv + (row * count + head) * plan.head_dim + column
-    dtype: tl.constexpr = q_out.dtype.element_ty
+    dtype = q_out.dtype.element_ty
     low = tl.load(start, mask=inside, other=0).to(tl.float32)
     high = tl.load(start + plan.half, mask=inside, other=0).to(tl.float32)
-    for _ in tl.static_range(1, plan.parts):
+    for _ in tl.static_range(1, parts):
         start += plan.rows * count * plan.head_dim
         low += tl.load(start, mask=inside, other=0)
         high += tl.load(start + plan.half, mask=inside, other=0)

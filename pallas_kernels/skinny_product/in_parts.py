@@ -4,9 +4,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 MAX_ROWS = 32  # of x
-COLUMNS = 2**14  # times parts, at least: as many keep a GPU busy
-MIN_WIDTH = 512  # of a part
+COLUMNS = 14 * 2**10  # times parts, at least: as many keep a GPU busy
 MAX_PARTS = 8
+MIN_WIDTH, UNIT, SHORT = 128, 64, 512  # rows of a part: at least, and whole units where not short
 
 
 def skinny_product(
@@ -29,12 +29,12 @@ def skinny_product(
 
 def best_parts(width: int, out: int) -> int:
     """Returns the number of parts into which the rows of a matrix [in, out] are cut."""
+
+    def fit(parts: int) -> bool:
+        rows, left = divmod(width, parts)
+        return not left and rows >= MIN_WIDTH and (rows < SHORT or rows % UNIT == 0)
+
     parts = 1
-    while (
-        parts * out < COLUMNS
-        and parts < MAX_PARTS
-        and width % (2 * parts) == 0
-        and width // (2 * parts) >= MIN_WIDTH
-    ):
+    while parts * out < COLUMNS and parts < MAX_PARTS and fit(2 * parts):
         parts *= 2
     return parts

@@ -24,24 +24,28 @@ def test_rows_are_multiplied(case):
 @pytest.mark.parametrize(
     ("width", "out", "parts"),
     [
-        (2048, 96, 4),
+        (4096, 6144, 4),
+        (14336, 4096, 4),
+        (2048, 2048, 8),
         (2048, 8192, 2),
-        (2048, 16384, 1),
-        (1023, 96, 1),
-        (1536, 96, 2),
-        (2**15, 96, 8),
+        (4096, 28672, 1),
+        (1536, 576, 8),
+        (576, 960, 4),  # parts of 144
+        (8960, 1536, 4),  # 1120 is not a multiple of 64
+        (192, 960, 1),
+        (1023, 960, 1),
     ],
 )
-def test_a_matrix_is_cut_while_it_has_few_columns_and_long_ones(width, out, parts):
+def test_a_matrix_is_cut_while_it_has_few_columns_and_parts_are_not_short(width, out, parts):
     assert in_parts.best_parts(width, out) == parts
 
 
 def test_parts_add_up_to_the_product():
     x, matrix, _ = Case("long", batch=(3, 2), width=2048, out=96).build()
     parts = jax.jit(in_parts.skinny_product)(x, matrix)
-    assert (parts.shape, parts.dtype) == ((4, 3, 2, 96), jnp.float32)
+    assert (parts.shape, parts.dtype) == ((8, 3, 2, 96), jnp.float32)
     assert_is_the_product(total(parts, 3, x.dtype), x, matrix, None)
-    rows = x[..., :512], matrix[:512]
+    rows = x[..., :256], matrix[:256]
     assert_is_the_product(parts[0].astype(x.dtype), *rows, None)
 
 
@@ -81,7 +85,7 @@ def test_what_the_kernel_cannot_run_is_said(case, reason):
         (Case("bias", batch=(2,), bias=True), "takes no bias"),
         (Case("one_row"), r"takes 2 to 32 rows, not \[1, 1\]"),
         (Case("many", batch=(11, 3)), r"takes 2 to 32 rows, not \[11, 3\]"),
-        (Case("short", batch=(2,)), r"has no use for matrices like \[256, 192\]"),
+        (Case("short", batch=(2,), width=192), r"has no use for matrices like \[192, 192\]"),
         (Case("here", batch=(2,), width=1024), "needs an NVIDIA GPU"),
     ],
     ids=lambda it: getattr(it, "name", None),
