@@ -2,6 +2,7 @@
 """Runs the warpgroup that copies: it finds its team's splits and sends their tiles."""
 
 from functools import partial
+from itertools import cycle
 
 import jax
 import jax.numpy as jnp
@@ -139,11 +140,12 @@ def _share_out(p: Problem, g: GlobalRefs, s: SharedRefs, team) -> None:
         load = operations(p).load_heads
         dense = load(g.dense) if p.has_dense else None
         num_tiles = schedule.num_tiles(load(g.lengths), load(g.count), dense, p.page_size, p.tiles)
-        total = jnp.sum(num_tiles)
+        sums = _adder(p, s)
+        (total,) = sums(num_tiles)
         first = lax.axis_index("block") * p.tiles.teams
         # tiles, counted over all heads, where shares begin
         edges = [lax.div((first + i) * total, p.tiles.shares) for i in range(p.tiles.teams + 1)]
-        heads, bases = schedule.find(num_tiles, p.pairs, edges[:-1])
+        heads, bases = schedule.find(num_tiles, p.pairs, edges[:-1], sums)
         for i in range(p.tiles.teams):
             for j, value in enumerate((heads[i], bases[i], edges[i], edges[i + 1])):
                 s.share_s[i, j] = value
@@ -155,6 +157,22 @@ def _share_out(p: Problem, g: GlobalRefs, s: SharedRefs, team) -> None:
             g.splits[...] = schedule.num_splits(num_tiles, p.tiles)
 
     plgpu.barrier_wait(s.shared)
+
+
+def _adder(p: Problem, s: SharedRefs):
+    """Returns the function that adds up the numbers of each of some vectors of the warpgroup.
+
+    A call waits for the warpgroup once, whatever it adds up. What a call wrote is read before the
+    next one waits, so the one after that may overwrite it.
+    """
+    turns = cycle(range(2))
+
+    def sums(*vectors):
+        turn = next(turns)
+        operations(p).add_by_warp(s.sums_s.at[turn], *vectors)
+        return [sum(s.sums_s[turn, i, warp] for warp in range(WARPS)) for i in range(len(vectors))]
+
+    return sums
 
 
 def _wait_for_room(p: Problem, free, team, nth) -> None:

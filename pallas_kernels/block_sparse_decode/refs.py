@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jsparse.pallas_kernels.block_sparse_decode.problem import BIAS_ROW, M, Problem
+from jsparse.pallas_kernels.block_sparse_decode.problem import BIAS_ROW, WARPS, M, Problem
 
 
 class GlobalRefs(NamedTuple):
@@ -55,6 +55,7 @@ class SharedRefs(NamedTuple):
     q_s: Any
     k_s: Any  # [teams, stages, tokens, H]
     v_s: Any  # the same
+    sums_s: Any  # [2, teams, warps]: sums of vectors, a part by each warp; for two calls in turn
     share_s: Any  # [teams, 4]: first head, tiles before it, first tile, end tile
     # [teams · runs, 8]: head, first split, end split, tiles and splits of the head, extra tile,
     # tiles sent before, FIRST_ROW
@@ -87,6 +88,7 @@ def shared_types(p: Problem) -> dict[str, Any]:
         "q_s": plgpu.SMEM(windows, p.dtype, transforms=storage),
         "k_s": tile,
         "v_s": tile,
+        "sums_s": plgpu.SMEM((2, t.teams, WARPS), jnp.int32),
         "share_s": plgpu.SMEM((t.teams, 4), jnp.int32),
         "run_s": plgpu.SMEM((t.teams * p.runs, 8), jnp.int32),
         "words_s": plgpu.SMEM((t.teams * t.stages, 8), jnp.int32),

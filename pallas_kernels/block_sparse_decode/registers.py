@@ -2,6 +2,7 @@
 """Defines the register operations of a multiplying warpgroup, on a GPU and in the interpreter."""
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,18 +10,21 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
 from jsparse.pallas_kernels.block_sparse_decode.problem import FIRST_ROW, M, Problem
 from jsparse.pallas_kernels.mosaic_registers import (
+    THREADS,
     below,
     constant,
     divided,
     index,
     plus,
     position,
+    remainder,
 )
 
 LOG2_E = 1.4426950408889634
@@ -37,6 +41,8 @@ class Operations(NamedTuple):
         store_rows: (o, lse in memory; run; x, y) stores the head's rows of x and y.
         store_row: (row in memory; run; x) stores the mean query's row of x, the first of the
             head's.
+        add_by_warp: (int32[≥ n, warps] in shared memory; n vectors of the warpgroup) adds up what
+            each warp has of each vector, and waits until all have.
         load_heads: (int32[pairs] in memory) -> int32[padded], with zeros to a multiple of the
             warpgroup's threads.
 
@@ -48,6 +54,7 @@ class Operations(NamedTuple):
     add_bias: Callable[..., Any]
     store_rows: Callable[..., None]
     store_row: Callable[..., None]
+    add_by_warp: Callable[..., None]
     load_heads: Callable[..., Any]
 
 
@@ -55,7 +62,8 @@ def operations(p: Problem) -> Operations:
     """Returns the operations of the GPU, or of the interpreter."""
     if not p.interpret:
         return Operations(
-            _wgmma, _add_wgmma, _bias_adder(p), _store_rows, _store_row, _heads_loader(p)
+            *(_wgmma, _add_wgmma, _bias_adder(p), _store_rows, _store_row),
+            *(_add_by_warp, _heads_loader(p)),
         )
 
     def add_bias(bias_s, logits):  # [pages_a_tile, ≥ P], [M, tokens]
@@ -70,10 +78,14 @@ def operations(p: Problem) -> Operations:
     def store_row(row_ref, run_s, x):  # [tokens], [8], [M, tokens]
         row_ref[...] = rows(run_s, x)[0]
 
+    def add_by_warp(sums_s, *vectors):  # [≥ n, warps], n times [padded]
+        for i, x in enumerate(vectors):
+            sums_s[i] = jnp.zeros(sums_s.shape[1:], jnp.int32).at[0].set(jnp.sum(x))
+
     def load_heads(ref):  # [pairs]
         return jnp.pad(ref[...], (0, p.padded_pairs - p.pairs))
 
-    return Operations(_dot, _add_dot, add_bias, store_rows, store_row, load_heads)
+    return Operations(_dot, _add_dot, add_bias, store_rows, store_row, add_by_warp, load_heads)
 
 
 def _dot(q_s, k_s):  # [M, H], [tokens, H]
@@ -140,6 +152,23 @@ def _store_row(_, row_ref, run_s, x):  # [tokens], [8], [M, tokens]
     with mgpu.when(below(row, 1)):
         for i, part in enumerate(x.registers.reshape(-1, 2)[:, 0]):
             vector.store(part, row_ref, [index(plus(column, 8 * i))])
+
+
+def _add_by_warp(sums_s, *vectors):  # [≥ n, warps], n times [padded]
+    layouts = (plgpu.Layout.WG_STRIDED(x.shape, 1) for x in vectors)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *layouts))
+    def add(_, sums_s, *vectors):
+        warp = index(divided(remainder(mgpu.thread_idx(), THREADS), 32)[0])
+        for i, x in enumerate(vectors):
+            own = [vector.extract(register, [], [0]) for register in x.registers.flat]
+            number = reduce(arith.addi, own)
+            every_lane = constant(number, -1)
+            part = utils.redux(number, every_lane, utils.ReductionKind.ADD)
+            memref.store(part, sums_s, [constant(warp, i), warp])  # by all lanes, the same
+        utils.warpgroup_barrier()
+
+    add(sums_s, *vectors)
 
 
 def _position(run_s):

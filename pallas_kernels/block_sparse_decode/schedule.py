@@ -100,23 +100,23 @@ def beginning(tiles, splits, before):
     return jnp.maximum(lax.div(jnp.minimum(before, tiles) * splits + tiles - 1, tiles), 0)
 
 
-def find(num_tiles, pairs: int, starts):
+def find(num_tiles, pairs: int, starts, sums):
     """Finds the heads whose tiles include the tiles `starts` of all, and their first tiles.
 
-    `num_tiles` is the vector of all heads. The search goes bit by bit of a head's index, with a sum
-    over the warpgroup for each. On 256 heads of 64 to 16K tokens it took the kernel from 154 us,
-    with a loop over all heads, to 130 (bench/README.md).
+    `num_tiles` is the vector of all heads, and `sums` adds up the numbers of each of some vectors.
+    The search goes bit by bit of a head's index. On 256 heads of 64 to 16K tokens it took the
+    kernel from 154 us, with a loop over all heads, to 130 (bench/README.md).
     """
     index = plgpu.broadcasted_iota(
         jnp.int32, num_tiles.shape, 0, layout=STRIDED(num_tiles.shape, 1)
     )
     heads, bases = [jnp.int32(0)] * len(starts), [jnp.int32(0)] * len(starts)
     for bit in reversed(range((pairs - 1).bit_length())):
+        trials = [head | (1 << bit) for head in heads]
+        before = sums(*(jnp.where(index < trial, num_tiles, 0) for trial in trials))
         for i, start in enumerate(starts):
-            trial = heads[i] | (1 << bit)
-            before = jnp.sum(jnp.where(index < trial, num_tiles, 0))
-            heads[i] = jnp.where(before <= start, trial, heads[i])
-            bases[i] = jnp.where(before <= start, before, bases[i])
+            heads[i] = jnp.where(before[i] <= start, trials[i], heads[i])
+            bases[i] = jnp.where(before[i] <= start, before[i], bases[i])
     return heads, bases
 
 
