@@ -19,7 +19,6 @@ class Head(NamedTuple):
     splits: Any  # into which its tiles are cut
     tiles: Any  # of its list, or of all it holds where it is dense
     dense: Any  # not 0: it attends to everything
-    last: Any  # page that ends its list
     length: Any  # tokens that it holds
     count: Any  # pages that it lists
 
@@ -29,9 +28,8 @@ def load_head(p: Problem, g: GlobalRefs, h) -> Head:
     h = jnp.minimum(h, p.pairs - 1)
     length, count = g.lengths[h], g.count[h]
     dense = g.dense[h] if p.has_dense else jnp.int32(0)
-    last = g.ids[h, jnp.clip(count - 1, 0, p.capacity - 1)] if p.capacity else jnp.int32(0)
     tiles = schedule.num_tiles(length, count, dense, p.page_size, p.tiles)
-    return Head(schedule.num_splits(tiles, p.tiles), tiles, dense, last, length, count)
+    return Head(schedule.num_splits(tiles, p.tiles), tiles, dense, length, count)
 
 
 def next_with_tiles(p: Problem, g: GlobalRefs, h, base, head: Head, ahead: Head):
@@ -50,14 +48,21 @@ def next_with_tiles(p: Problem, g: GlobalRefs, h, base, head: Head, ahead: Head)
     )
 
 
-def lacks_newest(p: Problem, g: GlobalRefs, h, head: Head):
+def last_listed(p: Problem, g: GlobalRefs, h, head: Head):
+    """Loads the page that ends a head's list."""
+    if not p.capacity:
+        return jnp.int32(0)
+    return g.ids[jnp.minimum(h, p.pairs - 1), jnp.clip(head.count - 1, 0, p.capacity - 1)]
+
+
+def lacks_newest(p: Problem, g: GlobalRefs, h, head: Head, last):
     """Returns whether a list lacks the newest token's page; most lists end with it, or before."""
     if not p.capacity:
         return jnp.bool_(False)
     newest = lax.div(head.length - 1, p.page_size)
     sparse = head.dense == 0
-    search = sparse & (head.last > newest)
-    return sparse & lax.cond(search, lambda: _not_found(p, g, h, head), lambda: head.last < newest)
+    search = sparse & (last > newest)
+    return sparse & lax.cond(search, lambda: _not_found(p, g, h, head), lambda: last < newest)
 
 
 def _not_found(p: Problem, g: GlobalRefs, h, head: Head):

@@ -14,6 +14,7 @@ from jsparse.pallas_kernels.block_sparse_decode import schedule
 from jsparse.pallas_kernels.block_sparse_decode.entries import Entries
 from jsparse.pallas_kernels.block_sparse_decode.heads import (
     lacks_newest,
+    last_listed,
     load_head,
     next_with_tiles,
 )
@@ -31,8 +32,9 @@ def produce(
 ) -> None:
     """Finds the team's splits and sends their tiles: pages by TMA, and a bit per attended token.
 
-    The splits of one head that a team takes are a run. Whatever the next tile and the next run
-    need from memory is loaded one of them ahead; the warps share the pages of a tile.
+    The splits of one head that a team takes are a run. What the next tile and the next run need
+    from memory is loaded ahead, but nothing is waited for before a run's first tiles are on their
+    way that they do not need; the warps share the pages of a tile.
     """
     per_tile, team = p.pages_a_tile, lax.axis_index("warpgroup") - p.tiles.teams
     _share_out(p, g, s, team)
@@ -45,18 +47,18 @@ def produce(
     )
 
     def fetch(h, head, split):
-        """Loads the entries of a split's first tile."""
+        """Loads the entries of a split's first tile, and the last of the head's list."""
         pages, tile = Entries(p, g, h, head), schedule.bounds(head.tiles, head.splits, split)[0]
-        return tuple(pages.fetch(tile * per_tile + j) for j in range(per_tile))
+        found = tuple(pages.fetch(tile * per_tile + j) for j in range(per_tile))
+        return found, last_listed(p, g, h, head)
 
     def send(carry):
-        n, sent, (h, base, head, ahead), split, found = carry
-        following = settle(h + 1, base + head.tiles, ahead, load(h + 2))
-        found_next = fetch(following[0], following[2], 0)
+        n, sent, (h, base, head, ahead), split, (found, last) = carry
+        later = load(h + 2)
         # this team's are [split, splits): those that begin before its share ends
         splits = jnp.minimum(schedule.beginning(head.tiles, head.splits, end - base), head.splits)
         # the last split adds the newest page, in a tile of its own where the list fills its tiles
-        missing = lacks_newest(p, g, h, head) & (splits == head.splits)
+        missing = lacks_newest(p, g, h, head, last) & (splits == head.splits)
         t0, t1 = (schedule.bounds(head.tiles, head.splits, i)[0] for i in (split, splits))
         extra = jnp.where(missing & (lax.rem(head.count, per_tile) == 0), 1, 0)
         first_row = lax.rem(h, p.heads_a_window) * p.queries
@@ -71,6 +73,8 @@ def produce(
             )
         )
 
+        following = settle(h + 1, base + head.tiles, ahead, later)
+        found_next = fetch(following[0], following[2], 0)
         return n + 1, sent + t1 + extra - t0, following, jnp.int32(0), found_next
 
     def more(carry):

@@ -15,6 +15,8 @@ from jsparse.heads import apply_rope, rms_norm
 from jsparse.models.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
 from jsparse.models.layers import MLP, rope_frequencies, rope_scale, rope_table
 from jsparse.models.rope_scaling import rope_from_hf
+from jsparse.models.transformer import Decoder, hidden_states, random_weights
+from jsparse.pallas_kernels.skinny_product import api, in_parts
 
 rotate = jax.jit(apply_rope)
 
@@ -159,3 +161,30 @@ def test_mlp_is_gated_by_silu():
     residual, actual = jax.jit(MLP(6, 0.5).apply)(variables, x, delta, scale)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(residual, total, rtol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_products_in_parts_are_added_up_where_they_are_read(tokens, monkeypatch):
+    heads = {"num_heads": 2, "head_dim": 8, "qk_norm": True}
+    decoder = Decoder(config(hidden_size=16, intermediate_size=16, num_layers=2, **heads))
+    weights = random_weights(decoder.config, jnp.float32)
+    ids = jnp.arange(3 * tokens, dtype=jnp.int32).reshape(3, tokens) % 8
+
+    def to_itself(layer, q, k, v):
+        return jnp.repeat(v, 2, axis=2)
+
+    def hidden():
+        return jax.jit(lambda: hidden_states(decoder, weights, ids, ids, to_itself))()
+
+    whole, own, made = hidden(), in_parts.skinny_product, []
+
+    def cut(*given):
+        made.append(own(*given))
+        return made[-1]
+
+    monkeypatch.setattr(in_parts, "MIN_WIDTH", 4)
+    monkeypatch.setattr(in_parts, "skinny_product", cut)
+    monkeypatch.setattr(api, "compute_capability", lambda: (9, 0))
+    np.testing.assert_allclose(hidden(), whole, rtol=1e-4, atol=1e-5)
+    # of each layer the products of q, k and v, of attention, of gate and up, and of the MLP
+    assert [len(parts) for parts in made] == [4] * 8
