@@ -68,7 +68,7 @@ def rope_append(
         eps=heads.eps,
     )
     absent = layer.lengths  # stands in for arrays that the call lacks; never read
-    pools = layer.arrays
+    pools = layer.arrays if layer.bias is None else (*layer.arrays, layer.bias)
     given = (
         *(heads.qkv, *heads.table, *(heads.scales or (absent, absent))),
         *(layer.lengths, valid, absent if table is None else table),
@@ -80,20 +80,21 @@ def rope_append(
     q, k, v, *pools = triton_call(
         *given,
         *pools,
-        kernel=rope_kernel,
+        kernel=rope_kernel if layer.bias is None else rope_bias_kernel,
         out_shape=[
             shape(batch, 1, heads.num_heads, head_dim),
             shape(batch, 1, kv_heads, head_dim),
             shape(batch, 1, kv_heads, head_dim),
             *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
         ],
-        input_output_aliases={len(given): 3, len(given) + 1: 4},
+        input_output_aliases={len(given) + nth: 3 + nth for nth in range(len(pools))},
         grid=(count, batch),
         num_warps=1,
         plan=plan,
     )
-    layer = layer._replace(k=pools[0], v=pools[1])
-    return q, k, v, write_beside(layer, positions, valid, layer.lengths - valid[:, None])
+    layer = layer._replace(k=pools[0], v=pools[1], bias=None)
+    layer = write_beside(layer, positions, valid, layer.lengths - valid[:, None])
+    return q, k, v, layer._replace(bias=pools[2] if len(pools) > 2 else None)
 
 
 @triton.jit
@@ -116,6 +117,41 @@ def rope_kernel(
     plan: tl.constexpr,
 ):
     """Does what is to be done for one head of a row."""
+    inputs = (qkv, cos, sin, q_scale, k_scale, lengths, valid, table)
+    rotate(inputs, (q_out, k_out, v_out, k_pool, v_pool, None), plan)
+
+
+@triton.jit
+def rope_bias_kernel(
+    qkv,
+    cos,
+    sin,
+    q_scale,
+    k_scale,
+    lengths,
+    valid,
+    table,
+    _k,
+    _v,
+    _bias,
+    q_out,
+    k_out,
+    v_out,
+    k_pool,
+    v_pool,
+    bias_pool,  # [pages, P]
+    plan: tl.constexpr,
+):
+    """Does the same in a cache whose slots have biases: a new one's is 0."""
+    inputs = (qkv, cos, sin, q_scale, k_scale, lengths, valid, table)
+    rotate(inputs, (q_out, k_out, v_out, k_pool, v_pool, bias_pool), plan)
+
+
+@triton.jit
+def rotate(inputs, outputs, plan: tl.constexpr):
+    """Rotates one head of a row, and stores what becomes of it."""
+    qkv, cos, sin, q_scale, k_scale, lengths, valid, table = inputs
+    q_out, k_out, v_out, k_pool, v_pool, bias_pool = outputs
     head, row = tl.program_id(0), tl.program_id(1)
     parts: tl.constexpr = plan.parts
     count: tl.constexpr = plan.heads + 2 * plan.kv_heads
@@ -165,6 +201,8 @@ def rope_kernel(
         else:
             put(k_out, pair, low, high, column, inside, plan)
             put(k_pool, at, low, high, column, inside & ok, plan)
+            if bias_pool is not None:
+                tl.store(bias_pool + at, 0.0, mask=ok)
 
 
 @triton.jit
