@@ -15,7 +15,7 @@ from jsparse.pallas_kernels.dispatch import Backend, no_mosaic, run
 from jsparse.partials import AttentionOut, ListedLogits, StatsKind
 from jsparse.selection import Selection
 
-MAX_QUERIES = 64  # of a KV head, with the mean that a report takes: rows of a wgmma
+MAX_QUERIES = 64  # of a KV head, with the mean that a report takes
 # In the Triton kernel more bytes of queries do not fit beside K and V on some GPUs, and of float32,
 # which tensor cores do not multiply, more queries do not fit in registers.
 QUERY_BYTES, MAX_FLOAT32 = 16_384, 16
@@ -43,10 +43,10 @@ def _not_mosaic(
         q.dtype == layer.k.dtype == layer.v.dtype and q.dtype in (jnp.bfloat16, jnp.float16)
     ):
         reason = f"takes bfloat16 or float16, not {q.dtype} with {layer.k.dtype}"
-    elif reason is None and (head_dim % 32 or not 64 <= head_dim <= 256):
-        reason = f"takes head dimensions of 64 to 256 that 32 divides, not {head_dim}"
-    elif reason is None and size not in ((8, 16, 32, 64) if head_dim <= 128 else (8, 16, 32)):
-        reason = f"does not take pages of {size} tokens at head dimension {head_dim}"
+    elif reason is None and (head_dim % 64 or not 64 <= head_dim <= 256):
+        reason = f"takes head dimensions of 64, 128, 192 and 256, not {head_dim}"
+    elif reason is None and size not in (8, 16, 32, 64):
+        reason = f"takes pages of 8, 16, 32 or 64 tokens, not {size}"
     elif reason is None and queries > MAX_QUERIES:
         reason = f"takes at most {MAX_QUERIES} queries per KV head, not {queries}"
     return reason

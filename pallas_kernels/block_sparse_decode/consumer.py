@@ -1,4 +1,8 @@
-"""Runs the warpgroup that multiplies."""
+"""Runs the warpgroup that multiplies.
+
+A head has few queries, so they are the columns of the products, of which there may be 8, and tokens
+or channels are the rows, of which there are 64: logits are K·qᵀ, and the output is Vᵀ·weights.
+"""
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jsparse.pallas_kernels.block_sparse_decode import schedule
-from jsparse.pallas_kernels.block_sparse_decode.problem import WORD, M, Problem
+from jsparse.pallas_kernels.block_sparse_decode.problem import WORD, Problem
 from jsparse.pallas_kernels.block_sparse_decode.refs import GlobalRefs, SharedRefs
 from jsparse.pallas_kernels.block_sparse_decode.registers import LOG2_E, operations
 
@@ -20,12 +24,12 @@ def consume(
 ) -> None:
     """Attends to the tiles that arrive, run by run, until a run has no splits."""
     stages, tokens, width = p.tiles.stages, p.tiles.tokens, min(p.page_size, WORD)
-    by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+    by_token, by_query = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
     do = operations(p)
     team = lax.axis_index("warpgroup")
 
-    def across(x, like):
-        return lax.broadcast_in_dim(x, like.shape, [0])
+    def down(x, like):
+        return lax.broadcast_in_dim(x, like.shape, [1])
 
     def receive(n):  # the end of the nth run's splits; 0 where the producer has finished
         slot = team * p.runs + lax.rem(n, p.runs)
@@ -40,56 +44,61 @@ def consume(
         first_tile = schedule.bounds(num_tiles, splits, begin)[0]
 
         def tile(i, carry):
-            acc, top, total = carry
+            acc, top, sums = carry
             slot = lax.rem(sent + i - first_tile, stages)
             at = team * stages + slot
             plgpu.barrier_wait(s.k_full.at[at])
-            # each column's word of bits: 32 tokens of it, or one page if that is smaller
-            column = plgpu.broadcasted_iota(jnp.int32, (tokens,), 0, layout=by_column)
+            # each token's word of bits: 32 tokens have one, or a page if that is smaller
+            token = plgpu.broadcasted_iota(jnp.int32, (tokens,), 0, layout=by_token)
             word = s.words_s[at, 0]
             for w in range(1, tokens // width):
-                word = jnp.where(column >= w * width, s.words_s[at, w], word)
-            attended = (lax.shift_right_logical(word, lax.rem(column, width)) & 1) == 1
-            logits = do.product(
-                s.q_s.at[pl.ds(pl.multiple_of(run_slot * p.rows, 8), M)], s.k_s.at[team, slot]
-            )
+                word = jnp.where(token >= w * width, s.words_s[at, w], word)
+            attended = (lax.shift_right_logical(word, lax.rem(token, width)) & 1) == 1
+            logits = do.product(s.k_s.at[team, slot], s.q_s.at[run_slot])
             logits = logits * (p.scale * LOG2_E)  # in base 2, for exp2 below
             if p.has_bias:
                 logits = do.add_bias(s.bias_s.at[team, slot], logits)
             # K, bias and words of this slot are read: it may be refilled while V is used
             plgpu.barrier_arrive(s.k_free.at[at])
-            logits = jnp.where(lax.broadcast_in_dim(attended, logits.shape, [1]), logits, -jnp.inf)
+            logits = jnp.where(lax.broadcast_in_dim(attended, logits.shape, [0]), logits, -jnp.inf)
             if p.logits:
                 row = g.logits.at[h, pl.ds(i * tokens, tokens)]
-                do.store_row(row, s.run_s.at[run_slot], logits * (1 / LOG2_E))
+                do.store_column(row, s.run_s.at[run_slot], logits * (1 / LOG2_E))
             # online softmax: earlier sums shrink by 2^(old maximum - new maximum)
-            new_top = jnp.maximum(top, logits.max(axis=1))
-            weights = jnp.exp2(logits - across(new_top, logits))
+            new_top = jnp.maximum(top, do.over_tokens("max", logits, s.reduced_s.at[team, 0]))
+            weights = jnp.exp2(logits - down(new_top, logits))
             decay = jnp.exp2(top - new_top)
-            total = total * decay + weights.sum(axis=1)
-            acc = acc * across(decay, acc)
-            weights = weights.astype(p.dtype)
+            sums = sums * down(decay, sums) + weights
+            acc = acc * down(decay, acc)
+            do.store_weights(s.weights_s.at[team], weights.astype(p.dtype))
+            plgpu.commit_smem()
             plgpu.barrier_wait(s.v_full.at[at])
-            acc = do.add_product(acc, weights, s.v_s.at[team, slot])
+            acc = do.add_product(acc, s.v_s.at[team, slot], s.weights_s.at[team])
             plgpu.barrier_arrive(s.v_free.at[at])
-            return acc, new_top, total
+            return acc, new_top, sums
 
         def split(nth, _):
             t0, t1 = schedule.bounds(num_tiles, splits, nth)
+
+            def full(shape, value, layout):
+                return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
             nothing = (
-                plgpu.layout_cast(jnp.full((M, p.head_dim), 0.0, jnp.float32), plgpu.Layout.WGMMA),
-                plgpu.layout_cast(jnp.full((M,), NOTHING, jnp.float32), by_row),
-                plgpu.layout_cast(jnp.full((M,), 0.0, jnp.float32), by_row),
+                full((p.head_dim, p.rows), 0.0, plgpu.Layout.WGMMA),
+                full((p.rows,), NOTHING, by_query),
+                # of each token; they are added up at the end
+                full((tokens, p.rows), 0.0, plgpu.Layout.WGMMA),
             )
             # the last split takes the extra tile, which holds the newest page alone
-            acc, top, total = lax.fori_loop(
+            acc, top, sums = lax.fori_loop(
                 t0, t1 + jnp.where(nth == splits - 1, extra, 0), tile, nothing
             )
+            total = do.over_tokens("add", sums, s.reduced_s.at[team, 1])
             empty = total == 0.0
             inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
             lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) / LOG2_E)
-            acc = acc * across(inverse, acc)
-            do.store_rows(g.o.at[h, nth], g.lse.at[h, nth], s.run_s.at[run_slot], acc, lse)
+            acc = acc * down(inverse, acc)
+            do.store_columns(g.o.at[h, nth], g.lse.at[h, nth], s.run_s.at[run_slot], acc, lse)
             return _
 
         lax.fori_loop(begin, end, split, jnp.int32(0))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jsparse.pallas_kernels.block_sparse_decode.schedule import Tiles
 
-M = 64  # rows of a wgmma; a group's queries are padded to it
+LANE = 64  # numbers of a row of shared memory that are swizzled together
 WARPS, THREADS = 4, 128  # of a warpgroup
 FIRST_ROW = 7  # index in a run's description of the window's row that is the head's first
 WORD = 32  # most tokens whose bits one word holds

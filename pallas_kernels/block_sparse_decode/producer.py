@@ -110,9 +110,8 @@ def _announce(p: Problem, g: GlobalRefs, s: SharedRefs, team, n, *values) -> Non
     for i, value in enumerate(values):
         s.run_s[slot, i] = value
     plgpu.barrier_arrive(s.run_full.at[slot])
-    window = s.q_s.at[pl.ds(pl.multiple_of(slot * p.rows, 8), p.rows)]
     queries = g.q.at[lax.div(values[0], p.heads_a_window)]
-    plgpu.copy_gmem_to_smem(queries, window, s.q_full.at[slot])
+    plgpu.copy_gmem_to_smem(queries, s.q_s.at[slot], s.q_full.at[slot])
 
 
 def _drain(p: Problem, s: SharedRefs, team, n, sent) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jsparse.pallas_kernels.block_sparse_decode.problem import BIAS_ROW, WARPS, M, Problem
+from jsparse.pallas_kernels.block_sparse_decode.problem import BIAS_ROW, LANE, WARPS, Problem
 
 
 class GlobalRefs(NamedTuple):
@@ -50,11 +50,12 @@ class SharedRefs(NamedTuple):
     tiles go round in rings, so a slot's nth use is its barrier's nth phase.
     """
 
-    # [rows of all windows, H]: one of M rows per run, `rows` apart; they overlap, and only their
-    # first `rows` rows are read into results
-    q_s: Any
+    q_s: Any  # [teams · runs, rows, H]
     k_s: Any  # [teams, stages, tokens, H]
     v_s: Any  # the same
+    weights_s: Any  # [teams, rows, tokens]: those of a tile
+    # [teams, 2, warps, rows]: what the warps of a team have found of maxima, and of sums
+    reduced_s: Any
     sums_s: Any  # [2, teams, warps]: sums of vectors, a part by each warp; for two calls in turn
     share_s: Any  # [teams, 4]: first head, tiles before it, first tile, end tile
     # [teams · runs, 8]: head, first split, end split, tiles and splits of the head, extra tile,
@@ -77,17 +78,17 @@ class SharedRefs(NamedTuple):
 def shared_types(p: Problem) -> dict[str, Any]:
     """Returns the types of the fields of `SharedRefs`, by name."""
     t = p.tiles
-    # tiles of 8 rows by one swizzle, of 128 or 64 bytes: elements have 2 bytes
-    lane = 64 if p.head_dim % 64 == 0 and t.tokens % 64 == 0 else 32
-    storage = (plgpu.TilingTransform((8, lane)), plgpu.SwizzleTransform(2 * lane))
-    windows = (M + (t.teams * p.runs - 1) * p.rows, p.head_dim)
+    # tiles of 8 rows by one swizzle of 128 bytes: elements have 2 bytes
+    storage = (plgpu.TilingTransform((8, LANE)), plgpu.SwizzleTransform(2 * LANE))
     tile = plgpu.SMEM((t.teams, t.stages, t.tokens, p.head_dim), p.dtype, transforms=storage)
     ring = partial(plgpu.Barrier, num_barriers=t.teams * t.stages)
     runs = plgpu.Barrier(num_barriers=t.teams * p.runs)
     types = {
-        "q_s": plgpu.SMEM(windows, p.dtype, transforms=storage),
+        "q_s": plgpu.SMEM((t.teams * p.runs, p.rows, p.head_dim), p.dtype, transforms=storage),
         "k_s": tile,
         "v_s": tile,
+        "weights_s": plgpu.SMEM((t.teams, p.rows, t.tokens), p.dtype, transforms=storage),
+        "reduced_s": plgpu.SMEM((t.teams, 2, WARPS, p.rows), jnp.float32),
         "sums_s": plgpu.SMEM((2, t.teams, WARPS), jnp.int32),
         "share_s": plgpu.SMEM((t.teams, 4), jnp.int32),
         "run_s": plgpu.SMEM((t.teams * p.runs, 8), jnp.int32),

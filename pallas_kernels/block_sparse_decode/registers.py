@@ -2,7 +2,7 @@
 """Defines the register operations of a multiplying warpgroup, on a GPU and in the interpreter."""
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
-from jsparse.pallas_kernels.block_sparse_decode.problem import FIRST_ROW, M, Problem
+from jsparse.pallas_kernels.block_sparse_decode.problem import FIRST_ROW, LANE, WARPS, Problem
 from jsparse.pallas_kernels.mosaic_registers import (
     THREADS,
     below,
@@ -25,35 +25,44 @@ from jsparse.pallas_kernels.mosaic_registers import (
     plus,
     position,
     remainder,
+    times,
 )
 
 LOG2_E = 1.4426950408889634
+WGMMA = plgpu.Layout.WGMMA
 
 
 class Operations(NamedTuple):
-    """Collects the operations on float32[M, tokens] or [M, H] in registers.
+    """Collects the operations on float32[tokens, rows] or [H, rows] in registers; rows are queries.
 
     Attributes:
-        product: (q, k in shared memory) -> q·kᵀ.
-        add_product: (acc, weights, v in shared memory) -> acc + weights·v.
+        product: (k, q in shared memory) -> k·qᵀ.
+        add_product: (acc, v, weights in shared memory) -> acc + vᵀ·weightsᵀ.
         add_bias: (the bias of a tile's pages, each in a row of shared memory; logits in base 2) ->
             their sum.
-        store_rows: (o, lse in memory; run; x, y) stores the head's rows of x and y.
-        store_row: (row in memory; run; x) stores the mean query's row of x, the first of the
+        over_tokens: ("max" or "add"; x; float32[warps, rows] in shared memory) -> float32[rows], of
+            all tokens. It waits once for the warpgroup, and so does not keep others from what it
+            writes to shared memory.
+        store_weights: ([rows, tokens] in shared memory; x) stores xᵀ.
+        store_columns: (o, lse in memory; run; x, y) stores the head's columns of x as rows of o,
+            and those of y.
+        store_column: (row in memory; run; x) stores the mean query's column of x, the first of the
             head's.
         add_by_warp: (int32[≥ n, warps] in shared memory; n vectors of the warpgroup) adds up what
             each warp has of each vector, and waits until all have.
         load_heads: (int32[pairs] in memory) -> int32[padded], with zeros to a multiple of the
             warpgroup's threads.
 
-    The run is a row of run_s in shared memory; its entry FIRST_ROW is the head's first row.
+    The run is a row of run_s in shared memory; its entry FIRST_ROW is the head's first query.
     """
 
     product: Callable[..., Any]
     add_product: Callable[..., Any]
     add_bias: Callable[..., Any]
-    store_rows: Callable[..., None]
-    store_row: Callable[..., None]
+    over_tokens: Callable[..., Any]
+    store_weights: Callable[..., None]
+    store_columns: Callable[..., None]
+    store_column: Callable[..., None]
     add_by_warp: Callable[..., None]
     load_heads: Callable[..., Any]
 
@@ -62,21 +71,33 @@ def operations(p: Problem) -> Operations:
     """Returns the operations of the GPU, or of the interpreter."""
     if not p.interpret:
         return Operations(
-            *(_wgmma, _add_wgmma, _bias_adder(p), _store_rows, _store_row),
-            *(_add_by_warp, _heads_loader(p)),
+            *(_wgmma, _add_wgmma, _bias_adder(p), _over_tokens, _store_weights),
+            *(_store_columns, _store_column, _add_by_warp, _heads_loader(p)),
         )
 
-    def add_bias(bias_s, logits):  # [pages_a_tile, ≥ P], [M, tokens]
-        return logits + LOG2_E * bias_s[:, : p.page_size].reshape(-1)
+    def product(k_s, q_s):  # [tokens, H], [rows, H]
+        return jnp.dot(k_s[...], q_s[...].T, preferred_element_type=jnp.float32)
 
-    def rows(run_s, x):
-        return lax.dynamic_slice_in_dim(x, run_s[FIRST_ROW], p.queries)
+    def add_product(acc, v_s, weights_s):  # [H, rows], [tokens, H], [rows, tokens]
+        return acc + jnp.dot(v_s[...].T, weights_s[...].T, preferred_element_type=jnp.float32)
 
-    def store_rows(o_ref, lse_ref, run_s, x, y):  # [queries, H], [queries], [8], [M, H], [M]
-        o_ref[...], lse_ref[...] = rows(run_s, x), rows(run_s, y)
+    def add_bias(bias_s, logits):  # [pages_a_tile, ≥ P], [tokens, rows]
+        return logits + LOG2_E * bias_s[:, : p.page_size].reshape(-1, 1)
 
-    def store_row(row_ref, run_s, x):  # [tokens], [8], [M, tokens]
-        row_ref[...] = rows(run_s, x)[0]
+    def over_tokens(how, x, _):  # [tokens, rows]
+        return {"max": jnp.max, "add": jnp.sum}[how](x, axis=0)
+
+    def store_weights(weights_s, x):  # [rows, tokens], [tokens, rows]
+        weights_s[...] = x.T
+
+    def columns(run_s, x):
+        return lax.dynamic_slice_in_dim(x, run_s[FIRST_ROW], p.queries, axis=-1)
+
+    def store_columns(o_ref, lse_ref, run_s, x, y):  # [queries, H], [queries], [8], [H, rows], …
+        o_ref[...], lse_ref[...] = columns(run_s, x).T, columns(run_s, y)
+
+    def store_column(row_ref, run_s, x):  # [tokens], [8], [tokens, rows]
+        row_ref[...] = columns(run_s, x)[:, 0]
 
     def add_by_warp(sums_s, *vectors):  # [≥ n, warps], n times [padded]
         for i, x in enumerate(vectors):
@@ -85,37 +106,34 @@ def operations(p: Problem) -> Operations:
     def load_heads(ref):  # [pairs]
         return jnp.pad(ref[...], (0, p.padded_pairs - p.pairs))
 
-    return Operations(_dot, _add_dot, add_bias, store_rows, store_row, add_by_warp, load_heads)
+    return Operations(
+        *(product, add_product, add_bias, over_tokens, store_weights),
+        *(store_columns, store_column, add_by_warp, load_heads),
+    )
 
 
-def _dot(q_s, k_s):  # [M, H], [tokens, H]
-    return jnp.dot(q_s[...], k_s[...].T, preferred_element_type=jnp.float32)
-
-
-def _add_dot(acc, weights, v_s):  # [M, H], [M, tokens], [tokens, H]
-    return acc + jnp.dot(weights, v_s[...], preferred_element_type=jnp.float32)
-
-
-def _wgmma(q_s, k_s):  # [M, H], [tokens, H]
+def _wgmma(k_s, q_s):  # [tokens, H], [rows, H]
     def product(acc):
-        plgpu.wgmma(acc, q_s, k_s.transpose((1, 0)))
+        plgpu.wgmma(acc, k_s, q_s.transpose((1, 0)))
         return acc[...]
 
-    return pl.run_scoped(product, plgpu.ACC((q_s.shape[0], k_s.shape[0]), jnp.float32))
+    return pl.run_scoped(product, plgpu.ACC((k_s.shape[0], q_s.shape[0]), jnp.float32))
 
 
-def _add_wgmma(acc, weights, v_s):  # [M, H], [M, tokens], [tokens, H]
-    # the weights go in from registers, where the softmax left them
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v_s))(plgpu.ACC.init(acc))
+def _add_wgmma(acc, v_s, weights_s):  # [H, rows], [tokens, H], [rows, tokens]
+    def add(ref):
+        plgpu.wgmma(ref, v_s.transpose((1, 0)), weights_s.transpose((1, 0)))
+
+    return pl.run_state(add)(plgpu.ACC.init(acc))
 
 
 def _bias_adder(p: Problem):
-    shape = plgpu.ShapeDtypeStruct((M, p.tiles.tokens), jnp.float32, layout=plgpu.Layout.WGMMA)
+    shape = plgpu.ShapeDtypeStruct((p.tiles.tokens, p.rows), jnp.float32, layout=WGMMA)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA), return_type=shape)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA), return_type=shape)
     def add_bias(_, bias_ref, logits):
-        def biased(value, at):  # the row and the column, which is page · P + token
-            bias = memref.load(bias_ref, divided(at[1], p.page_size))
+        def biased(value, at):  # the row, which is page · P + token, and the column
+            bias = memref.load(bias_ref, divided(at[0], p.page_size))
             return arith.addf(value, arith.mulf(bias, arith.constant(value.type, LOG2_E)))
 
         return logits.foreach(biased, create_array=True)
@@ -123,35 +141,95 @@ def _bias_adder(p: Problem):
     return add_bias
 
 
+def _over_tokens(how, x, reduced_s):  # [tokens, rows], [warps, rows]
+    layout = WGMMA.reduce(0)
+    result = plgpu.ShapeDtypeStruct(x.shape[1:], jnp.float32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()), return_type=result)
+    def over(_, x, reduced_s):
+        combined = partial(reduce, arith.maximumf if how == "max" else arith.addf)
+        (warp, _), (_, column) = divided(remainder(mgpu.thread_idx(), THREADS), 32), position()
+        columns = [index(plus(column, 8 * i)) for i in range(x.shape[1] // 8)]
+        for i, at in enumerate(columns):
+            value = combined(_registers(x)[:, i].flat)
+            for distance in (4, 8, 16):  # to the lanes that have other rows of these columns
+                value = combined((value, utils.shfl_bfly(value, distance)))
+            vector.store(value, reduced_s, [index(warp), at])  # by all of them, the same
+        utils.warpgroup_barrier()
+        kind = ir.VectorType.get((2,), ir.F32Type.get())
+        first = arith.constant(ir.IndexType.get(), 0)
+        values = [
+            combined(
+                vector.load(kind, reduced_s, [arith.addi(first, constant(first, nth)), at])
+                for nth in range(WARPS)
+            )
+            for at in columns
+        ]
+        own = layout.to_mgpu()
+        registers = np.array(values, dtype=object).reshape(own.registers_shape(x.shape[1:]))
+        return mgpu.FragmentedArray(_registers=registers, _layout=own, _is_signed=None)
+
+    return over(x, reduced_s)
+
+
+def _store_weights(weights_s, x):  # [rows, tokens], [tokens, rows]
+    swizzled = (plgpu.TilingTransform((8, LANE)), plgpu.SwizzleTransform(2 * LANE))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzled), WGMMA))
+    def store(_, weights_s, x):
+        to = utils.memref_ptr(weights_s)
+        tokens, (row, column) = x.shape[0] // LANE, position()
+        for (m, i, half), two in np.ndenumerate(_registers(x)):
+            # the token's place in its tile of 8 queries, and 16 bytes of it are swizzled together
+            of_eight, rest = divided(plus(row, 8 * half), 8)
+            for nth in range(2):
+                query = plus(column, nth)
+                start = arith.addi(times(query, LANE), times(arith.xori(of_eight, query), 8))
+                at = plus(arith.addi(start, rest), (i * tokens + m) * 8 * LANE)
+                value = vector.extract(two, [], [nth])
+                llvm.store(value, utils.getelementptr(to, [at], value.type))
+
+    store(weights_s, x)
+
+
 @plgpu.inline_mgpu(
     arg_types=(
         plgpu.RefType(),
         plgpu.RefType(),
         plgpu.RefType(),
-        plgpu.Layout.WGMMA,
-        plgpu.Layout.WGMMA.reduce(1),
+        WGMMA,
+        WGMMA.reduce(0),
     ),
 )
-def _store_rows(_, o_ref, lse_ref, run_s, x, y):  # [queries, H], [queries], [8], [M, H], [M]
-    row, column = _position(run_s)
-    # parts[i, half]: columns 8 i + column and the next, of the row that lies 8 · half below
-    parts, scalars = x.registers.reshape(-1, 2), y.registers.reshape(2)
-    for half in range(2):
-        with mgpu.when(below(row, o_ref.type.shape[0])):
-            at = index(row)
-            for i, part in enumerate(parts[:, half]):
-                vector.store(part, o_ref, [at, index(plus(column, 8 * i))])
-            # the four threads that share a row store the same lse
-            memref.store(vector.extract(scalars[half], [], [0]), lse_ref, [at])
-        row = plus(row, 8)
+def _store_columns(_, o_ref, lse_ref, run_s, x, y):  # [queries, H], [queries], [8], [H, rows], …
+    channel, query = _position(run_s)
+    registers, scalars = _registers(x), y.registers.reshape(-1)
+    for i, nth in np.ndindex(registers.shape[1], 2):
+        own = plus(query, 8 * i + nth)
+        with mgpu.when(below(own, o_ref.type.shape[0])):
+            for (m, half), two in np.ndenumerate(registers[:, i]):
+                to = index(plus(channel, LANE * m + 8 * half))
+                memref.store(vector.extract(two, [], [nth]), o_ref, [index(own), to])
+            # the threads that share a column store the same lse
+            memref.store(vector.extract(scalars[i], [], [nth]), lse_ref, [index(own)])
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA))
-def _store_row(_, row_ref, run_s, x):  # [tokens], [8], [M, tokens]
-    row, column = _position(run_s)  # a head's first row is one of the first 8
-    with mgpu.when(below(row, 1)):
-        for i, part in enumerate(x.registers.reshape(-1, 2)[:, 0]):
-            vector.store(part, row_ref, [index(plus(column, 8 * i))])
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), WGMMA))
+def _store_column(_, row_ref, run_s, x):  # [tokens], [8], [tokens, rows]
+    token, query = _position(run_s)  # a head's first query is one of the first 8
+    for nth in range(2):
+        with mgpu.when(below(plus(query, nth), 1)):
+            for (m, half), two in np.ndenumerate(_registers(x)[:, 0]):
+                to = index(plus(token, LANE * m + 8 * half))
+                memref.store(vector.extract(two, [], [nth]), row_ref, [to])
+
+
+def _registers(x):
+    """Returns registers of [64 m, 8 n] by m, n and which of two rows, 8 apart.
+
+    Each holds two columns.
+    """
+    return x.registers.reshape(x.shape[0] // LANE, x.shape[1] // 8, 2)
 
 
 def _add_by_warp(sums_s, *vectors):  # [≥ n, warps], n times [padded]
@@ -172,10 +250,10 @@ def _add_by_warp(sums_s, *vectors):  # [≥ n, warps], n times [padded]
 
 
 def _position(run_s):
-    """Returns the first row and column that this thread holds; rows count from the head's first."""
+    """Returns the first row and column that this thread holds; columns count from the head's."""
     row, column = position()
     first = memref.load(run_s, [arith.constant(ir.IndexType.get(), FIRST_ROW)])
-    return arith.subi(row, first), column
+    return row, arith.subi(column, first)
 
 
 def _heads_loader(p: Problem):

@@ -25,7 +25,7 @@ class Tiles(NamedTuple):
 
     Attributes:
         blocks: persistent blocks of the grid.
-        tokens: tokens per tile.
+        tokens: tokens per tile; 64 divides them.
         stages: tiles of a team on their way into shared memory.
         teams: teams per block, each a warpgroup that copies and one that multiplies.
         splits: counts of splits per head, descending; shorter heads are cut into fewer.
@@ -59,7 +59,7 @@ def tiles(head_dim: int, mixed: bool = False) -> Tiles:
     # 10 / 11 of 132 blocks are 120 splits, 48 us where 132 took 56 (bench/README.md)
     splits = (*((10 * blocks // 11,) if mixed else ()), blocks // 2, blocks // 4, blocks // 8)
     if head_dim > 128:
-        return Tiles(blocks, tokens=32, stages=3, teams=1, splits=splits)
+        return Tiles(blocks, teams=1, splits=splits)
     return Tiles(blocks, stages=4 if head_dim <= 64 else 2, splits=splits)
 
 

@@ -91,6 +91,8 @@ def test_what_the_kernel_cannot_run_is_said(case, reason):
     ids=lambda it: getattr(it, "name", None),
 )
 def test_what_is_not_cut_into_parts_is_said(case, reason, monkeypatch):
-    monkeypatch.setattr("jsparse.pallas_kernels.skinny_product.api.compute_capability", lambda: None)
+    monkeypatch.setattr(
+        "jsparse.pallas_kernels.skinny_product.api.compute_capability", lambda: None
+    )
     with pytest.raises(ValueError, match=reason):
         skinny_product(*case.build(), implementation="parts")

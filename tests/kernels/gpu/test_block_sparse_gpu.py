@@ -49,7 +49,7 @@ SHAPES = [
     for h, p, g, dtype in [
         (64, 16, 3, "bfloat16"),
         (64, 8, 16, "float16"),
-        (96, 16, 7, "bfloat16"),
+        (192, 16, 7, "bfloat16"),
         (128, 8, 1, "bfloat16"),
         (128, 32, 16, "bfloat16"),
         (128, 64, 5, "float16"),
@@ -58,7 +58,7 @@ SHAPES = [
         (64, 16, 48, "bfloat16"),
         (128, 16, 63, "bfloat16"),
         (256, 32, 40, "float16"),
-        (256, 32, 4, "bfloat16"),
+        (256, 64, 4, "bfloat16"),
     ]
 ]
 MANY = replace(
@@ -66,8 +66,9 @@ MANY = replace(
 )
 LONG = replace(BASE, name="long", num_pages=2500, batch=3, dense="mixed", table="scrambled")
 # pages and head dimensions that mosaic does not take
-WIDE = [case for case in CASES if case.page_size > (64 if case.head_dim <= 128 else 32)]
-WHOLE = [case for case in CASES if case.page_size <= (64 if case.head_dim <= 128 else 32)]
+TAKEN = [case.page_size <= 64 and case.head_dim % 64 == 0 for case in CASES]
+WIDE = [case for case, taken in zip(CASES, TAKEN, strict=True) if not taken]
+WHOLE = [case for case, taken in zip(CASES, TAKEN, strict=True) if taken]
 
 
 @partial(jax.jit, static_argnames=("implementation", "sm_scale", "stats"))
