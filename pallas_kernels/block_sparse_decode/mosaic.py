@@ -6,7 +6,7 @@ Each head's pages are cut into tiles of 64 tokens and these, by a rule that know
 heads, into splits (`schedule`). Every team of two warpgroups takes an equal share of all tiles,
 rounded to whole splits, which it finds by itself: one copies pages by TMA and writes down which
 tokens of a tile count (`producer`), the other multiplies (`consumer`). The mean query of a group,
-where asked for, is one more row of the padded product.
+where asked for, is one more of its queries.
 """
 
 from functools import cache
@@ -25,7 +25,7 @@ from jsparse.pallas_kernels.block_sparse_decode.consumer import consume
 from jsparse.pallas_kernels.block_sparse_decode.problem import Problem
 from jsparse.pallas_kernels.block_sparse_decode.producer import produce
 from jsparse.pallas_kernels.block_sparse_decode.refs import GlobalRefs, SharedRefs, shared_types
-from jsparse.pallas_kernels.block_sparse_decode.schedule import Tiles
+from jsparse.pallas_kernels.block_sparse_decode.schedule import COPYING, Tiles
 from jsparse.pallas_kernels.merge_splits.api import merge_splits
 from jsparse.pallas_kernels.place_logits.api import place_logits
 from jsparse.partials import AttentionOut, MeanStatsKind, Stats
@@ -119,15 +119,14 @@ def _kernel(problem: Problem):
     def body(*refs, **scratch):
         g, s = GlobalRefs.of(p, refs), SharedRefs(**scratch)
 
-        # two teams, each of 128 threads at 208 and 128 at 40, take 63,488 of 65,536 registers
         @pl.when(lax.axis_index("warpgroup") < t.teams)
         def _():
-            plgpu.set_max_registers(208, action="increase")
+            plgpu.set_max_registers(t.registers, action="increase")
             consume(p, g, s)
 
         @pl.when(lax.axis_index("warpgroup") >= t.teams)
         def _():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(COPYING, action="decrease")
             produce(p, g, s)
 
     body.__name__ = "block_sparse_decode"
