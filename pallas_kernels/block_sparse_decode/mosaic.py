@@ -25,7 +25,7 @@ from jsparse.pallas_kernels.block_sparse_decode.consumer import consume
 from jsparse.pallas_kernels.block_sparse_decode.problem import Problem
 from jsparse.pallas_kernels.block_sparse_decode.producer import produce
 from jsparse.pallas_kernels.block_sparse_decode.refs import GlobalRefs, SharedRefs, shared_types
-from jsparse.pallas_kernels.block_sparse_decode.schedule import COPYING, Tiles
+from jsparse.pallas_kernels.block_sparse_decode.schedule import Tiles
 from jsparse.pallas_kernels.merge_splits.api import merge_splits
 from jsparse.pallas_kernels.place_logits.api import place_logits
 from jsparse.partials import AttentionOut, MeanStatsKind, Stats
@@ -119,14 +119,15 @@ def _kernel(problem: Problem):
     def body(*refs, **scratch):
         g, s = GlobalRefs.of(p, refs), SharedRefs(**scratch)
 
+        # two teams, each of 128 threads at 208 and 128 at 40, take 63,488 of 65,536 registers
         @pl.when(lax.axis_index("warpgroup") < t.teams)
         def _():
-            plgpu.set_max_registers(t.registers, action="increase")
+            plgpu.set_max_registers(208, action="increase")
             consume(p, g, s)
 
         @pl.when(lax.axis_index("warpgroup") >= t.teams)
         def _():
-            plgpu.set_max_registers(COPYING, action="decrease")
+            plgpu.set_max_registers(40, action="decrease")
             produce(p, g, s)
 
     body.__name__ = "block_sparse_decode"

@@ -18,7 +18,6 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 STRIDED = plgpu.Layout.WG_STRIDED
-COPYING = 40  # registers of a thread that copies
 
 
 class Tiles(NamedTuple):
@@ -41,11 +40,6 @@ class Tiles(NamedTuple):
     splits: tuple[int, ...] = (66, 33, 16)
     min_tiles: int = 4
     many: int = 8
-
-    @property
-    def registers(self) -> int:
-        """Returns the registers of a thread that multiplies, of 65,536 that a block has."""
-        return min(512 // self.teams - COPYING, 208) // 8 * 8
 
     @property
     def shares(self) -> int:
