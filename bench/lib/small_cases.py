@@ -326,7 +326,7 @@ OPS = {
     "block_sparse": Op(
         partial(attention, block_sparse_decode, "mosaic"),
         named(
-            MOSAIC_CASES, "bits_16 dense_and_bits all_dense head_dim_96 head_dim_256 many_splits"
+            MOSAIC_CASES, "bits_16 dense_and_bits all_dense head_dim_256 many_splits"
         ),
         lambda case: replace(case, dtype="bfloat16").build(),
     ),
