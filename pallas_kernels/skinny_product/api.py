@@ -35,8 +35,8 @@ def no_row_product(
 def _no_parts(
     x: Float[Array, "*batch in"], matrix: Float[Array, "in out"], bias: Float[Array, "out"] | None
 ) -> str | None:
-    if not 1 < math.prod(x.shape[:-1]) <= cut.MAX_ROWS:
-        return f"takes 2 to {cut.MAX_ROWS} rows, not {list(x.shape[:-1])}"
+    if not 0 < math.prod(x.shape[:-1]) <= cut.MAX_ROWS:
+        return f"takes 1 to {cut.MAX_ROWS} rows, not {list(x.shape[:-1])}"
     if bias is not None:
         return "takes no bias"
     if cut.best_parts(*matrix.shape) == 1:
@@ -88,7 +88,7 @@ def skinny_product(
         in_parts: whether the product may be left in parts, with an axis of them in front, for the
             caller to add up (jsparse.parts).
         implementation: "triton" (one row and a matrix of at most 32 MiB, of two bytes a number),
-            "parts" (2 to 32 rows on a GPU, where the matrix has few columns), "reference", or None
+            "parts" (1 to 32 rows on a GPU, where the matrix has few columns), "reference", or None
             to pick.
 
     Raises:

@@ -14,17 +14,20 @@ def skinny_product(
 ) -> Float32[Array, "parts *batch out"]:
     """Implements `api.skinny_product` with XLA, in parts that are still to be added up.
 
-    XLA cuts such products itself, and then adds the parts up in a launch.
+    XLA cuts such products itself, and then adds the parts up in a launch. One row it would multiply
+    without tensor cores; so it gets one of zeros beside it, whose products are more parts.
     """
     (width, out), rows = matrix.shape, x.reshape(-1, x.shape[-1])
     parts = best_parts(width, out)
+    if len(rows) == 1:
+        rows = jnp.where(jnp.arange(2)[:, None] == 0, rows, 0)
     sums = jnp.einsum(
         "rpi,pio->pro",
         rows.reshape(len(rows), parts, -1),
         matrix.reshape(parts, -1, out),
         preferred_element_type=jnp.float32,
     )
-    return sums.reshape(parts, *x.shape[:-1], out)
+    return sums.reshape(-1, *x.shape[:-1], out)
 
 
 def best_parts(width: int, out: int) -> int:

@@ -49,6 +49,13 @@ def test_parts_add_up_to_the_product():
     assert_is_the_product(parts[0].astype(x.dtype), *rows, None)
 
 
+def test_one_row_has_zeros_beside_it():
+    x, matrix, _ = Case("long", width=2048, out=96).build()
+    parts = jax.jit(in_parts.skinny_product)(x, matrix)
+    assert parts.shape == (16, 1, 1, 96)
+    assert_is_the_product(total(parts, 3, x.dtype), x, matrix, None)
+
+
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
@@ -83,8 +90,8 @@ def test_what_the_kernel_cannot_run_is_said(case, reason):
     ("case", "reason"),
     [
         (Case("bias", batch=(2,), bias=True), "takes no bias"),
-        (Case("one_row"), r"takes 2 to 32 rows, not \[1, 1\]"),
-        (Case("many", batch=(11, 3)), r"takes 2 to 32 rows, not \[11, 3\]"),
+        (Case("no_rows", batch=(0,)), r"takes 1 to 32 rows, not \[0\]"),
+        (Case("many", batch=(11, 3)), r"takes 1 to 32 rows, not \[11, 3\]"),
         (Case("short", batch=(2,), width=192), r"has no use for matrices like \[192, 192\]"),
         (Case("here", batch=(2,), width=1024), "needs an NVIDIA GPU"),
     ],
