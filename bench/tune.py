@@ -77,7 +77,6 @@ def _tiles(mosaic: Any) -> list[Any]:
     choices += [
         own._replace(stages=3),
         own._replace(teams=1, stages=4),
-        own._replace(tokens=128, stages=2, teams=1),
     ]
     return choices
 

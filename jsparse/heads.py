@@ -39,7 +39,7 @@ class Heads(NamedTuple):
 
     Attributes:
         qkv: all heads, q's first, then k's and v's; or parts of them, to be added up.
-        dtype: their type.
+        dtype: the type of q, k and v, to which a sum of parts is rounded.
         num_heads: N, the number of q's.
         table: cos and sin of the tokens' positions.
         scales: the weights of the norms of q's and k's heads; None where there are none.

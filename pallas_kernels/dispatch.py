@@ -23,8 +23,8 @@ class Backend:
     """Describes one way to run an op.
 
     Attributes:
-        name: the backend's name: "mosaic", "triton", "reference", or "separate" where ops run one
-            after the other.
+        name: the backend's name: "mosaic", "triton", "reference", "separate" where ops run one
+            after the other, or "parts" where XLA multiplies part by part.
         load: function that imports the kernel and returns it, so that no machine imports what it
             lacks.
         refusal: function of the op's own arguments. It returns the reason why this backend cannot

@@ -325,9 +325,7 @@ OPS = {
     ),
     "block_sparse": Op(
         partial(attention, block_sparse_decode, "mosaic"),
-        named(
-            MOSAIC_CASES, "bits_16 dense_and_bits all_dense head_dim_256 many_splits"
-        ),
+        named(MOSAIC_CASES, "bits_16 dense_and_bits all_dense head_dim_256 many_splits"),
         lambda case: replace(case, dtype="bfloat16").build(),
     ),
     "block_sparse_rows": Op(
@@ -397,7 +395,10 @@ OPS = {
     ),
     "norm_product": Op(
         multiplied_norm,
-        named(norm_product_cases.CASES, "one_row bias rows_left_over odd_sizes narrow"),
+        named(
+            norm_product_cases.CASES,
+            "one_row bias rows_left_over odd_sizes narrow delta_in_parts",
+        ),
         norm_product_cases.build,
     ),
     "gated_product": Op(

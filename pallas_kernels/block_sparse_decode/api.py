@@ -99,8 +99,9 @@ def block_sparse_decode(
             "listed_logits", which is empty for lists of pages, or None.
         dtype: the type to which o is rounded at the end; float32 where it is to be merged with
             another.
-        implementation: "mosaic" (Hopper; bfloat16 or float16), "triton" (compute capability 8 or
-            more), "reference", or None for the first of them that can run.
+        implementation: "mosaic" (Hopper; bfloat16 or float16, head dimensions that 64 divides),
+            "triton" (compute capability 8 or more), "reference", or None for the first of them that
+            can run.
 
     Returns:
         o, float32 lse, and stats if asked for.

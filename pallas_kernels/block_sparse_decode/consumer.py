@@ -13,6 +13,7 @@ from jsparse.pallas_kernels.block_sparse_decode import schedule
 from jsparse.pallas_kernels.block_sparse_decode.problem import WORD, Problem
 from jsparse.pallas_kernels.block_sparse_decode.refs import GlobalRefs, SharedRefs
 from jsparse.pallas_kernels.block_sparse_decode.registers import LOG2_E, operations
+from jsparse.pallas_kernels.block_sparse_decode.schedule import TOKENS
 
 NOTHING = -1e30  # the running maximum before any token; finite, so that differences are no NaN
 
@@ -23,7 +24,7 @@ def consume(
     s: SharedRefs,
 ) -> None:
     """Attends to the tiles that arrive, run by run, until a run has no splits."""
-    stages, tokens, width = p.tiles.stages, p.tiles.tokens, min(p.page_size, WORD)
+    stages, tokens, width = p.tiles.stages, TOKENS, min(p.page_size, WORD)
     by_token, by_query = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
     do = operations(p)
     team = lax.axis_index("warpgroup")
@@ -84,10 +85,10 @@ def consume(
                 return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
             nothing = (
-                full((p.head_dim, p.rows), 0.0, plgpu.Layout.WGMMA),
-                full((p.rows,), NOTHING, by_query),
+                full((p.head_dim, p.columns), 0.0, plgpu.Layout.WGMMA),
+                full((p.columns,), NOTHING, by_query),
                 # of each token; they are added up at the end
-                full((tokens, p.rows), 0.0, plgpu.Layout.WGMMA),
+                full((tokens, p.columns), 0.0, plgpu.Layout.WGMMA),
             )
             # the last split takes the extra tile, which holds the newest page alone
             acc, top, sums = lax.fori_loop(

@@ -74,8 +74,8 @@ def block_sparse_decode(
         grouped = jnp.concatenate([mean.astype(grouped.dtype), grouped], axis=1)
     # rows fill whole tiles of shared memory, by several heads or by zeros
     if problem.heads_a_window == 1:
-        grouped = jnp.pad(grouped, ((0, 0), (0, problem.rows - problem.queries), (0, 0)))
-    queries = grouped.reshape(-1, problem.rows, head_dim)
+        grouped = jnp.pad(grouped, ((0, 0), (0, problem.columns - problem.queries), (0, 0)))
+    queries = grouped.reshape(-1, problem.columns, head_dim)
     # in the order of Global
     operands = [queries, layer.k, layer.v, layer.lengths.reshape(-1), selection.count.reshape(-1)]
     if selection.dense is not None:
@@ -114,7 +114,7 @@ def _kernel(problem: Problem):
         jax.ShapeDtypeStruct((p.padded_pairs,), jnp.int32),
     ]
     if p.logits:
-        out.append(jax.ShapeDtypeStruct((p.pairs, p.max_tiles * t.tokens), jnp.float32))
+        out.append(jax.ShapeDtypeStruct((p.pairs, p.max_tiles * schedule.TOKENS), jnp.float32))
 
     def body(*refs, **scratch):
         g, s = GlobalRefs.of(p, refs), SharedRefs(**scratch)

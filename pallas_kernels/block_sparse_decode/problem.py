@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jsparse.pallas_kernels.block_sparse_decode.schedule import Tiles
+from jsparse.pallas_kernels.block_sparse_decode.schedule import TOKENS, Tiles
 
 LANE = 64  # numbers of a row of shared memory that are swizzled together
 WARPS, THREADS = 4, 128  # of a warpgroup
@@ -50,20 +50,20 @@ class Problem(NamedTuple):
         return self.group + self.logits
 
     @property
-    def rows(self) -> int:
-        """Returns the number of queries, rounded up to whole tiles of shared memory."""
+    def columns(self) -> int:
+        """Returns the number of queries, rounded up to what products and shared memory have."""
         return -(-self.queries // 8) * 8
 
     @property
     def heads_a_window(self) -> int:
-        """Returns how many heads' queries fill the rows and are copied at once; 1 means padding."""
+        """Returns how many heads' queries fill 8 columns and are copied at once; 1: padding."""
         fit = 8 % self.queries == 0 and self.pairs * self.queries % 8 == 0
         return 8 // self.queries if fit else 1
 
     @property
     def pages_a_tile(self) -> int:
         """Returns the number of pages per tile."""
-        return self.tiles.tokens // self.page_size
+        return TOKENS // self.page_size
 
     @property
     def runs(self) -> int:
@@ -71,7 +71,7 @@ class Problem(NamedTuple):
 
         With many query heads there is room for the queries of one.
         """
-        return 2 if self.rows <= 8 else 1
+        return 2 if self.columns <= 8 else 1
 
     @property
     def max_tiles(self) -> int:

@@ -32,9 +32,9 @@ def produce(
 ) -> None:
     """Finds the team's splits and sends their tiles: pages by TMA, and a bit per attended token.
 
-    The splits of one head that a team takes are a run. What the next tile and the next run need
-    from memory is loaded ahead, but nothing is waited for before a run's first tiles are on their
-    way that they do not need; the warps share the pages of a tile.
+    The splits of one head that a team takes are a run. Two of its tiles ahead their entries are
+    loaded, and what the next run's head is before this one's tiles are sent; its list is, once they
+    are. So the tiles of a run wait for nothing but what they need. The warps share a tile's pages.
     """
     per_tile, team = p.pages_a_tile, lax.axis_index("warpgroup") - p.tiles.teams
     _share_out(p, g, s, team)

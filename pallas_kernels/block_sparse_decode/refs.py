@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jsparse.pallas_kernels.block_sparse_decode.problem import BIAS_ROW, LANE, WARPS, Problem
+from jsparse.pallas_kernels.block_sparse_decode.schedule import TOKENS
 
 
 class GlobalRefs(NamedTuple):
@@ -50,11 +51,11 @@ class SharedRefs(NamedTuple):
     tiles go round in rings, so a slot's nth use is its barrier's nth phase.
     """
 
-    q_s: Any  # [teams · runs, rows, H]
+    q_s: Any  # [teams · runs, columns, H]
     k_s: Any  # [teams, stages, tokens, H]
     v_s: Any  # the same
-    weights_s: Any  # [teams, rows, tokens]: those of a tile
-    # [teams, 2, warps, rows]: what the warps of a team have found of maxima, and of sums
+    weights_s: Any  # [teams, columns, tokens]: those of a tile
+    # [teams, 2, warps, columns]: what the warps of a team have found of maxima, and of sums
     reduced_s: Any
     sums_s: Any  # [2, teams, warps]: sums of vectors, a part by each warp; for two calls in turn
     share_s: Any  # [teams, 4]: first head, tiles before it, first tile, end tile
@@ -75,20 +76,26 @@ class SharedRefs(NamedTuple):
     bias_s: Any = None  # [teams, stages, pages of a tile, ≥ P], where there is a bias
 
 
+def storage() -> tuple[Any, ...]:
+    """Returns how what wgmma reads lies in shared memory.
+
+    That is in tiles of 8 rows by one swizzle of 128 bytes; elements have 2 bytes.
+    """
+    return plgpu.TilingTransform((8, LANE)), plgpu.SwizzleTransform(2 * LANE)
+
+
 def shared_types(p: Problem) -> dict[str, Any]:
     """Returns the types of the fields of `SharedRefs`, by name."""
     t = p.tiles
-    # tiles of 8 rows by one swizzle of 128 bytes: elements have 2 bytes
-    storage = (plgpu.TilingTransform((8, LANE)), plgpu.SwizzleTransform(2 * LANE))
-    tile = plgpu.SMEM((t.teams, t.stages, t.tokens, p.head_dim), p.dtype, transforms=storage)
+    tile = plgpu.SMEM((t.teams, t.stages, TOKENS, p.head_dim), p.dtype, transforms=storage())
     ring = partial(plgpu.Barrier, num_barriers=t.teams * t.stages)
     runs = plgpu.Barrier(num_barriers=t.teams * p.runs)
     types = {
-        "q_s": plgpu.SMEM((t.teams * p.runs, p.rows, p.head_dim), p.dtype, transforms=storage),
+        "q_s": plgpu.SMEM((t.teams * p.runs, p.columns, p.head_dim), p.dtype, transforms=storage()),
         "k_s": tile,
         "v_s": tile,
-        "weights_s": plgpu.SMEM((t.teams, p.rows, t.tokens), p.dtype, transforms=storage),
-        "reduced_s": plgpu.SMEM((t.teams, 2, WARPS, p.rows), jnp.float32),
+        "weights_s": plgpu.SMEM((t.teams, p.columns, TOKENS), p.dtype, transforms=storage()),
+        "reduced_s": plgpu.SMEM((t.teams, 2, WARPS, p.columns), jnp.float32),
         "sums_s": plgpu.SMEM((2, t.teams, WARPS), jnp.int32),
         "share_s": plgpu.SMEM((t.teams, 4), jnp.int32),
         "run_s": plgpu.SMEM((t.teams * p.runs, 8), jnp.int32),

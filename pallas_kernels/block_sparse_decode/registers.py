@@ -16,6 +16,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from jsparse.pallas_kernels.block_sparse_decode.problem import FIRST_ROW, LANE, WARPS, Problem
+from jsparse.pallas_kernels.block_sparse_decode.refs import storage
+from jsparse.pallas_kernels.block_sparse_decode.schedule import TOKENS
 from jsparse.pallas_kernels.mosaic_registers import (
     THREADS,
     below,
@@ -33,17 +35,17 @@ WGMMA = plgpu.Layout.WGMMA
 
 
 class Operations(NamedTuple):
-    """Collects the operations on float32[tokens, rows] or [H, rows] in registers; rows are queries.
+    """Collects the operations on float32[tokens, queries] or [H, queries] in registers.
 
     Attributes:
         product: (k, q in shared memory) -> k·qᵀ.
         add_product: (acc, v, weights in shared memory) -> acc + vᵀ·weightsᵀ.
         add_bias: (the bias of a tile's pages, each in a row of shared memory; logits in base 2) ->
             their sum.
-        over_tokens: ("max" or "add"; x; float32[warps, rows] in shared memory) -> float32[rows], of
-            all tokens. It waits once for the warpgroup, and so does not keep others from what it
-            writes to shared memory.
-        store_weights: ([rows, tokens] in shared memory; x) stores xᵀ.
+        over_tokens: ("max" or "add"; x; float32[warps, queries] in shared memory) ->
+            float32[queries], of all tokens. It waits for the warpgroup before it reads what all
+            have written; before the same memory is used again, the caller must do so once more.
+        store_weights: ([queries, tokens] in shared memory; x) stores xᵀ.
         store_columns: (o, lse in memory; run; x, y) stores the head's columns of x as rows of o,
             and those of y.
         store_column: (row in memory; run; x) stores the mean query's column of x, the first of the
@@ -75,28 +77,28 @@ def operations(p: Problem) -> Operations:
             *(_store_columns, _store_column, _add_by_warp, _heads_loader(p)),
         )
 
-    def product(k_s, q_s):  # [tokens, H], [rows, H]
+    def product(k_s, q_s):  # [tokens, H], [queries, H]
         return jnp.dot(k_s[...], q_s[...].T, preferred_element_type=jnp.float32)
 
-    def add_product(acc, v_s, weights_s):  # [H, rows], [tokens, H], [rows, tokens]
+    def add_product(acc, v_s, weights_s):  # [H, queries], [tokens, H], [queries, tokens]
         return acc + jnp.dot(v_s[...].T, weights_s[...].T, preferred_element_type=jnp.float32)
 
-    def add_bias(bias_s, logits):  # [pages_a_tile, ≥ P], [tokens, rows]
+    def add_bias(bias_s, logits):  # [pages_a_tile, ≥ P], [tokens, queries]
         return logits + LOG2_E * bias_s[:, : p.page_size].reshape(-1, 1)
 
-    def over_tokens(how, x, _):  # [tokens, rows]
+    def over_tokens(how, x, _):  # [tokens, queries]
         return {"max": jnp.max, "add": jnp.sum}[how](x, axis=0)
 
-    def store_weights(weights_s, x):  # [rows, tokens], [tokens, rows]
+    def store_weights(weights_s, x):  # [queries, tokens], [tokens, queries]
         weights_s[...] = x.T
 
     def columns(run_s, x):
         return lax.dynamic_slice_in_dim(x, run_s[FIRST_ROW], p.queries, axis=-1)
 
-    def store_columns(o_ref, lse_ref, run_s, x, y):  # [queries, H], [queries], [8], [H, rows], …
+    def store_columns(o_ref, lse_ref, run_s, x, y):  # [queries, H], [queries], [8], [H, queries], …
         o_ref[...], lse_ref[...] = columns(run_s, x).T, columns(run_s, y)
 
-    def store_column(row_ref, run_s, x):  # [tokens], [8], [tokens, rows]
+    def store_column(row_ref, run_s, x):  # [tokens], [8], [tokens, queries]
         row_ref[...] = columns(run_s, x)[:, 0]
 
     def add_by_warp(sums_s, *vectors):  # [≥ n, warps], n times [padded]
@@ -112,7 +114,7 @@ def operations(p: Problem) -> Operations:
     )
 
 
-def _wgmma(k_s, q_s):  # [tokens, H], [rows, H]
+def _wgmma(k_s, q_s):  # [tokens, H], [queries, H]
     def product(acc):
         plgpu.wgmma(acc, k_s, q_s.transpose((1, 0)))
         return acc[...]
@@ -120,7 +122,7 @@ def _wgmma(k_s, q_s):  # [tokens, H], [rows, H]
     return pl.run_scoped(product, plgpu.ACC((k_s.shape[0], q_s.shape[0]), jnp.float32))
 
 
-def _add_wgmma(acc, v_s, weights_s):  # [H, rows], [tokens, H], [rows, tokens]
+def _add_wgmma(acc, v_s, weights_s):  # [H, queries], [tokens, H], [queries, tokens]
     def add(ref):
         plgpu.wgmma(ref, v_s.transpose((1, 0)), weights_s.transpose((1, 0)))
 
@@ -128,7 +130,7 @@ def _add_wgmma(acc, v_s, weights_s):  # [H, rows], [tokens, H], [rows, tokens]
 
 
 def _bias_adder(p: Problem):
-    shape = plgpu.ShapeDtypeStruct((p.tiles.tokens, p.rows), jnp.float32, layout=WGMMA)
+    shape = plgpu.ShapeDtypeStruct((TOKENS, p.columns), jnp.float32, layout=WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA), return_type=shape)
     def add_bias(_, bias_ref, logits):
@@ -141,7 +143,7 @@ def _bias_adder(p: Problem):
     return add_bias
 
 
-def _over_tokens(how, x, reduced_s):  # [tokens, rows], [warps, rows]
+def _over_tokens(how, x, reduced_s):  # [tokens, queries], [warps, queries]
     layout = WGMMA.reduce(0)
     result = plgpu.ShapeDtypeStruct(x.shape[1:], jnp.float32, layout=layout)
 
@@ -172,10 +174,8 @@ def _over_tokens(how, x, reduced_s):  # [tokens, rows], [warps, rows]
     return over(x, reduced_s)
 
 
-def _store_weights(weights_s, x):  # [rows, tokens], [tokens, rows]
-    swizzled = (plgpu.TilingTransform((8, LANE)), plgpu.SwizzleTransform(2 * LANE))
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzled), WGMMA))
+def _store_weights(weights_s, x):  # [queries, tokens], [tokens, queries]
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(storage()), WGMMA))
     def store(_, weights_s, x):
         to = utils.memref_ptr(weights_s)
         tokens, (row, column) = x.shape[0] // LANE, position()
@@ -201,7 +201,7 @@ def _store_weights(weights_s, x):  # [rows, tokens], [tokens, rows]
         WGMMA.reduce(0),
     ),
 )
-def _store_columns(_, o_ref, lse_ref, run_s, x, y):  # [queries, H], [queries], [8], [H, rows], …
+def _store_columns(_, o_ref, lse_ref, run_s, x, y):  # [queries, H], [queries], [8], [H, queries], …
     channel, query = _position(run_s)
     registers, scalars = _registers(x), y.registers.reshape(-1)
     for i, nth in np.ndindex(registers.shape[1], 2):
@@ -215,7 +215,7 @@ def _store_columns(_, o_ref, lse_ref, run_s, x, y):  # [queries, H], [queries], 
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), WGMMA))
-def _store_column(_, row_ref, run_s, x):  # [tokens], [8], [tokens, rows]
+def _store_column(_, row_ref, run_s, x):  # [tokens], [8], [tokens, queries]
     token, query = _position(run_s)  # a head's first query is one of the first 8
     for nth in range(2):
         with mgpu.when(below(plus(query, nth), 1)):

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 STRIDED = plgpu.Layout.WG_STRIDED
+TOKENS = 64  # of a tile: rows of a wgmma
 
 
 class Tiles(NamedTuple):
@@ -25,7 +26,6 @@ class Tiles(NamedTuple):
 
     Attributes:
         blocks: persistent blocks of the grid.
-        tokens: tokens per tile; 64 divides them.
         stages: tiles of a team on their way into shared memory.
         teams: teams per block, each a warpgroup that copies and one that multiplies.
         splits: counts of splits per head, descending; shorter heads are cut into fewer.
@@ -34,7 +34,6 @@ class Tiles(NamedTuple):
     """
 
     blocks: int
-    tokens: int = 64
     stages: int = 2  # three of 64 tokens were slower (bench/README.md)
     teams: int = 2  # two independent teams were faster than one (bench/README.md)
     splits: tuple[int, ...] = (66, 33, 16)
@@ -74,9 +73,9 @@ def num_tiles(length, count, dense, page_size: int, t: Tiles):
 
     Heads marked in `dense` read all their tokens; None: no head is dense.
     """
-    tiles = _divided_up(count, t.tokens // page_size)
+    tiles = _divided_up(count, TOKENS // page_size)
     if dense is not None:
-        tiles = jnp.where(dense != 0, _divided_up(length, t.tokens), tiles)
+        tiles = jnp.where(dense != 0, _divided_up(length, TOKENS), tiles)
     return jnp.where(length > 0, tiles, 0)
 
 

@@ -1,5 +1,6 @@
 """Adds what a part of a layer computed to the residual stream, and normalises the sum."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
@@ -28,11 +29,12 @@ BACKENDS = (
 
 def check_delta(x: Float[Array, "*batch D"], delta: Float[Array, "*parts_and_batch D"]) -> None:
     """Raises a ValueError unless x and delta, or delta's parts, can be added up."""
-    parts = delta.ndim == x.ndim + 1
-    if delta.shape[parts:] != x.shape or not (parts or delta.dtype == x.dtype):
+    whole = delta.shape == x.shape and delta.dtype == x.dtype
+    parts = delta.shape[1:] == x.shape and len(delta) > 0 and delta.dtype == jnp.float32
+    if not whole and not parts:
         raise ValueError(
             f"delta={delta.dtype}{list(delta.shape)}: must be as x is, {x.dtype}{list(x.shape)}, "
-            f"or parts of that"
+            f"or one or more parts of that, of float32"
         )
 
 
@@ -51,8 +53,8 @@ def residual_norm(
 
     Args:
         x: the residual stream, a row per token.
-        delta: what is added to it, of the same type; or parts of it, of any, which are added up in
-            float32 and rounded to that type first.
+        delta: what is added to it, of the same type; or parts of it, of float32, whose sum is
+            rounded to that type first (jsparse.parts).
         scale: the norm's weights.
         eps: what is added to the mean.
         implementation: "triton" (one launch), "reference", or None to pick.

@@ -19,7 +19,7 @@ def residual_norm(
     from jsparse.pallas_kernels.triton_call import triton_call
 
     rows, width = x.shape
-    columns = triton.next_power_of_2(width)
+    columns, in_parts = triton.next_power_of_2(width), delta.ndim > x.ndim
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     total, normed = triton_call(
         *(x, delta, scale),
@@ -27,8 +27,8 @@ def residual_norm(
         out_shape=[shape, shape],
         grid=(rows,),
         num_warps=min(max(columns // (32 * NUMBERS_A_THREAD), 1), 32),
-        PARTS=1 if delta.ndim == x.ndim else len(delta),
-        ROWS=rows,
+        PARTS=len(delta) if in_parts else 1,
+        PART=x.size if in_parts else 0,
         W=width,
         COLUMNS=columns,
         EPS=eps,
@@ -39,12 +39,12 @@ def residual_norm(
 @triton.jit
 def norm_kernel(
     x_ptr,  # [rows, W]
-    delta_ptr,  # [PARTS, ROWS, W]
+    delta_ptr,  # [PARTS, rows, W]
     scale_ptr,  # [W]
     total_ptr,  # [rows, W]
     normed_ptr,  # [rows, W]
     PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
+    PART: tl.constexpr,
     W: tl.constexpr,
     COLUMNS: tl.constexpr,
     EPS: tl.constexpr,
@@ -56,7 +56,7 @@ def norm_kernel(
     x = tl.load(x_ptr + at, mask=inside, other=0)
     delta = tl.load(delta_ptr + at, mask=inside, other=0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        delta += tl.load(delta_ptr + part * (ROWS * W) + at, mask=inside, other=0).to(tl.float32)
+        delta += tl.load(delta_ptr + part * PART + at, mask=inside, other=0).to(tl.float32)
     total = (x.to(tl.float32) + delta.to(x.dtype).to(tl.float32)).to(x.dtype)
     scale = tl.load(scale_ptr + column, mask=inside, other=0)
     tl.store(total_ptr + at, total, mask=inside)

@@ -6,6 +6,7 @@ from jsparse.cache import LayerCache
 from jsparse.heads import Heads
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run, wide_rows
 from jsparse.pallas_kernels.rope_append import reference
+from jsparse.parts import check_parts
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows
 
 
@@ -52,7 +53,8 @@ def rope_append(
         ValueError: there are several tokens per row, heads do not fit the layer, or the named
             implementation cannot run here.
     """
-    if heads.qkv.ndim not in (4, 5) or heads.qkv.shape[-3] != 1:
+    check_parts("qkv", heads.qkv, 4)
+    if heads.qkv.shape[-3] != 1:
         raise ValueError(f"qkv.shape={heads.qkv.shape}: must be [B, 1, N + 2K, H], or parts of it")
     batch, _, _, width = shape = heads.qkv.shape[-4:]
     half = (batch, 1, width // 2)

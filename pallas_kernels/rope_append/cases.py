@@ -98,5 +98,5 @@ CASES = (
     Case("odd_width", head_dim=48, paged=True, normed=True),
     Case("as_llama", heads=32, kv_heads=8, head_dim=128, dtype="bfloat16", kept="bfloat16"),
     Case("narrower_cache", dtype="float32", kept="bfloat16"),
-    Case("parts", parts=3, normed=True, dtype="bfloat16", kept="bfloat16"),
+    Case("parts", parts=3, normed=True, beside=True, dtype="bfloat16", kept="bfloat16"),
 )

@@ -22,7 +22,7 @@ class RopePlan:
 
     Attributes:
         parts: of q, k and v, to be added up.
-        rows: B.
+        part: the numbers of one; 0 where there is one.
         heads, kv_heads, head_dim, page_size, pages: N, K, H, P and M.
         half: H / 2.
         columns: the least power of two that is no less than that.
@@ -32,7 +32,7 @@ class RopePlan:
     """
 
     parts: int
-    rows: int
+    part: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -53,9 +53,10 @@ def rope_append(
 
     batch, _, count, head_dim = heads.qkv.shape[-4:]
     table, kv_heads = layer.block_table, heads.num_kv_heads
+    in_parts = heads.qkv.ndim > 4
     plan = RopePlan(
-        parts=1 if heads.qkv.ndim == 4 else len(heads.qkv),
-        rows=batch,
+        parts=len(heads.qkv) if in_parts else 1,
+        part=heads.qkv[0].size if in_parts else 0,
         heads=heads.num_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -162,7 +163,7 @@ def rotate(inputs, outputs, plan: tl.constexpr):
     low = tl.load(start, mask=inside, other=0).to(tl.float32)
     high = tl.load(start + plan.half, mask=inside, other=0).to(tl.float32)
     for _ in tl.static_range(1, parts):
-        start += plan.rows * count * plan.head_dim
+        start += plan.part
         low += tl.load(start, mask=inside, other=0)
         high += tl.load(start + plan.half, mask=inside, other=0)
     low, high = low.to(dtype), high.to(dtype)

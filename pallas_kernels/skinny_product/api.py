@@ -5,8 +5,7 @@ import math
 from jaxtyping import Array, Float
 
 from jsparse.pallas_kernels.dispatch import Backend, compute_capability, no_triton, run
-from jsparse.pallas_kernels.skinny_product import in_parts as cut
-from jsparse.pallas_kernels.skinny_product import reference
+from jsparse.pallas_kernels.skinny_product import reference, xla_parts
 from jsparse.parts import total
 
 # of a matrix; larger ones keep the memory busy in XLA's kernels, too
@@ -35,11 +34,14 @@ def no_row_product(
 def _no_parts(
     x: Float[Array, "*batch in"], matrix: Float[Array, "in out"], bias: Float[Array, "out"] | None
 ) -> str | None:
-    if not 0 < math.prod(x.shape[:-1]) <= cut.MAX_ROWS:
-        return f"takes 1 to {cut.MAX_ROWS} rows, not {list(x.shape[:-1])}"
+    rows = math.prod(x.shape[:-1])
+    if not 0 < rows <= xla_parts.MAX_ROWS:
+        return f"takes 1 to {xla_parts.MAX_ROWS} rows, not {list(x.shape[:-1])}"
+    if rows == 1 and x.dtype.itemsize != 2:  # tensor cores might round what XLA does not
+        return f"takes one row of bfloat16 or float16, not {x.dtype}"
     if bias is not None:
         return "takes no bias"
-    if cut.best_parts(*matrix.shape) == 1:
+    if xla_parts.best_parts(*matrix.shape) == 1:
         return f"has no use for matrices like {list(matrix.shape)}"
     return "needs an NVIDIA GPU" if compute_capability() is None else None
 
@@ -62,7 +64,7 @@ def check_matrix(
 
 BACKENDS = (
     Backend("triton", _load_triton, no_row_product),
-    Backend("parts", lambda: cut.skinny_product, _no_parts),
+    Backend("parts", lambda: xla_parts.skinny_product, _no_parts),
     Backend("reference", lambda: reference.skinny_product),
 )
 
@@ -88,8 +90,8 @@ def skinny_product(
         in_parts: whether the product may be left in parts, with an axis of them in front, for the
             caller to add up (jsparse.parts).
         implementation: "triton" (one row and a matrix of at most 32 MiB, of two bytes a number),
-            "parts" (1 to 32 rows on a GPU, where the matrix has few columns), "reference", or None
-            to pick.
+            "parts" (1 to 32 rows on a GPU, where the matrix has few columns; one has two bytes a
+            number), "reference", or None to pick.
 
     Raises:
         ValueError: shapes or types do not fit together, or the named implementation cannot run

@@ -4,13 +4,17 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from marks import slow_except_named
 
 from jsparse.models.quantized import to_blocks
+from jsparse.pallas_kernels import dispatch
 from jsparse.pallas_kernels.norm_product import norm_product
 from jsparse.pallas_kernels.norm_product.cases import CASES, EPS, OTHERS, build
+from jsparse.pallas_kernels.quantized_product import api as quantized
 from jsparse.pallas_kernels.weight_blocks import dequantized
+from jsparse.parts import total
 from tests.kernels.product_checks import assert_is_the_product_of_a_norm
 
 BLOCKS = {"values": jnp.zeros((3, 32), jnp.int8), "scales": jnp.zeros((1, 3), jnp.float16)}
@@ -18,7 +22,9 @@ product = jax.jit(partial(norm_product, eps=EPS), static_argnames="implementatio
 
 
 @pytest.mark.parametrize(
-    "case", slow_except_named((*CASES, *OTHERS), "bias", "many_rows"), ids=lambda case: case.name
+    "case",
+    slow_except_named((*CASES, *OTHERS), "bias", "many_rows", "delta_in_parts"),
+    ids=lambda case: case.name,
 )
 @pytest.mark.parametrize("implementation", ["separate", "reference"])
 def test_the_norm_is_multiplied(case, implementation):
@@ -58,6 +64,27 @@ def test_a_bias_fits_the_blocks():
     rows, scale = jnp.zeros((2, 32)), jnp.zeros(32)
     with pytest.raises(ValueError, match=r"bias=float32\[8\]: must be \[out\] .* float32\[3\]"):
         norm_product(rows, rows, scale, BLOCKS, jnp.zeros(8), eps=EPS)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_bias_is_added_to_blocks_products_once(in_parts, biased, monkeypatch):
+    """It is not added to each of the parts that a kernel returns."""
+    x, delta, scale, matrix, _ = build(CASES[1])
+    blocks, bias = to_blocks(matrix.T), jnp.arange(matrix.shape[1]).astype(x.dtype)
+    given = x, delta, scale, blocks, bias if biased else None
+    wanted = norm_product(*given, eps=EPS, implementation="reference")[1]
+
+    def halves(x, matrix, *, dtype):
+        y = quantized.reference.quantized_product(x, matrix, dtype=jnp.float32)
+        return jnp.stack([y / 2, y / 2])
+
+    backend = dispatch.Backend("halves", lambda: halves)
+    monkeypatch.setattr(quantized, "BACKENDS", (backend, *quantized.BACKENDS))
+    made = norm_product(*given, eps=EPS, in_parts=in_parts, implementation="separate")[1]
+    assert made.shape == ((2,) if in_parts and not biased else ()) + wanted.shape
+    close = partial(np.testing.assert_allclose, rtol=2e-2, atol=1e-2)
+    close(np.asarray(total(made, x.ndim, x.dtype), "f4"), np.asarray(wanted, "f4"))
 
 
 def test_what_the_kernel_cannot_run_is_said():

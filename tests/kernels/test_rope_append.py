@@ -74,6 +74,9 @@ def test_what_does_not_fit_is_refused():
     two = heads._replace(qkv=jnp.concatenate([heads.qkv] * 2, axis=1))
     with pytest.raises(ValueError, match=r"qkv.shape=\(3, 2, 10, 32\): must be \[B, 1, N"):
         rope_append(two, layer, positions, valid)
+    none = heads._replace(qkv=jnp.zeros((0, *heads.qkv.shape)))
+    with pytest.raises(ValueError, match=r"qkv=float32\[0, 3, 1, 10, 32\]: must have 4 axes, or"):
+        rope_append(none, layer, positions, valid)
     for wrong in (4, 5):
         with pytest.raises(ValueError, match=f"of {wrong} query heads: must fit lengths of shape"):
             rope_append(heads._replace(num_heads=wrong), layer, positions, valid)

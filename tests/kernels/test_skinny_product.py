@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from marks import slow_except_named
 
-from jsparse.pallas_kernels.skinny_product import in_parts, skinny_product
+from jsparse.pallas_kernels.skinny_product import skinny_product, xla_parts
 from jsparse.pallas_kernels.skinny_product.cases import CASES, OTHERS, Case
 from jsparse.parts import total
 from tests.kernels.product_checks import assert_is_the_product
@@ -37,12 +37,12 @@ def test_rows_are_multiplied(case):
     ],
 )
 def test_a_matrix_is_cut_while_it_has_few_columns_and_parts_are_not_short(width, out, parts):
-    assert in_parts.best_parts(width, out) == parts
+    assert xla_parts.best_parts(width, out) == parts
 
 
 def test_parts_add_up_to_the_product():
     x, matrix, _ = Case("long", batch=(3, 2), width=2048, out=96).build()
-    parts = jax.jit(in_parts.skinny_product)(x, matrix)
+    parts = jax.jit(xla_parts.skinny_product)(x, matrix)
     assert (parts.shape, parts.dtype) == ((8, 3, 2, 96), jnp.float32)
     assert_is_the_product(total(parts, 3, x.dtype), x, matrix, None)
     rows = x[..., :256], matrix[:256]
@@ -51,7 +51,7 @@ def test_parts_add_up_to_the_product():
 
 def test_one_row_has_zeros_beside_it():
     x, matrix, _ = Case("long", width=2048, out=96).build()
-    parts = jax.jit(in_parts.skinny_product)(x, matrix)
+    parts = jax.jit(xla_parts.skinny_product)(x, matrix)
     assert parts.shape == (16, 1, 1, 96)
     assert_is_the_product(total(parts, 3, x.dtype), x, matrix, None)
 

@@ -16,7 +16,7 @@ from jsparse.models.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
 from jsparse.models.layers import MLP, rope_frequencies, rope_scale, rope_table
 from jsparse.models.rope_scaling import rope_from_hf
 from jsparse.models.transformer import Decoder, hidden_states, random_weights
-from jsparse.pallas_kernels.skinny_product import api, in_parts
+from jsparse.pallas_kernels.skinny_product import api, xla_parts
 
 rotate = jax.jit(apply_rope)
 
@@ -176,14 +176,14 @@ def test_products_in_parts_are_added_up_where_they_are_read(tokens, monkeypatch)
     def hidden():
         return jax.jit(lambda: hidden_states(decoder, weights, ids, ids, to_itself))()
 
-    whole, own, made = hidden(), in_parts.skinny_product, []
+    whole, own, made = hidden(), xla_parts.skinny_product, []
 
     def cut(*given):
         made.append(own(*given))
         return made[-1]
 
-    monkeypatch.setattr(in_parts, "MIN_WIDTH", 4)
-    monkeypatch.setattr(in_parts, "skinny_product", cut)
+    monkeypatch.setattr(xla_parts, "MIN_WIDTH", 4)
+    monkeypatch.setattr(xla_parts, "skinny_product", cut)
     monkeypatch.setattr(api, "compute_capability", lambda: (9, 0))
     np.testing.assert_allclose(hidden(), whole, rtol=1e-4, atol=1e-5)
     # of each layer the products of q, k and v, of attention, of gate and up, and of the MLP

@@ -11,6 +11,7 @@ from jsparse.pallas_kernels.dispatch import no_mosaic
 from jsparse.pallas_kernels.quantized_product import quantized_product
 from jsparse.pallas_kernels.quantized_product.cases import CASES, OTHERS, Case
 from jsparse.pallas_kernels.quantized_product.mosaic import takes_few
+from jsparse.parts import total
 
 pytestmark = pytest.mark.gpu
 # products of Llama 3.1 8B, SmolLM2 and of a 70B's half
@@ -35,7 +36,7 @@ GIVEN = [
     for name, takes in TAKES.items()
     if takes(case, int(np.prod(case.batch)))
 ]
-product = partial(jax.jit(quantized_product, static_argnames=("dtype", "implementation")))
+product = jax.jit(quantized_product, static_argnames=("dtype", "in_parts", "implementation"))
 
 
 @pytest.mark.parametrize(("case", "implementation"), GIVEN)
@@ -107,6 +108,17 @@ def test_rows_have_the_same_bits_alone_and_among_others(implementation, most, pa
     for first, end in parts:
         own = product(x[first:end], matrix, implementation=implementation).astype(jnp.float32)
         np.testing.assert_array_equal(own, together[first:end])
+
+
+@pytest.mark.parametrize("rows", [3, 32])
+def test_parts_add_up_to_the_product(rows):
+    if reason := no_mosaic():
+        pytest.skip(reason)
+    x, matrix = Case("down", (rows,), 4096, 14336).build()
+    parts = product(x, matrix, in_parts=True, implementation="mosaic")
+    assert (parts.dtype, parts.shape[1:], len(parts) > 1) == (jnp.float32, (rows, 4096), True)
+    whole = product(x, matrix, implementation="mosaic")
+    np.testing.assert_array_equal(total(parts, 2, x.dtype), whole)
 
 
 def test_the_largest_number_is_a_number():

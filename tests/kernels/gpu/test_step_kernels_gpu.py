@@ -19,6 +19,7 @@ from jsparse.pallas_kernels.rope_append import rope_append
 from jsparse.pallas_kernels.skinny_product import cases as product_cases
 from jsparse.pallas_kernels.skinny_product import skinny_product
 from jsparse.pallas_kernels.weight_blocks import dequantized
+from jsparse.parts import total
 from tests.kernels.product_checks import (
     assert_is_the_product,
     assert_is_the_product_of_a_gate,
@@ -85,6 +86,16 @@ def test_a_row_is_multiplied(case):
     x, matrix, bias = case.build()
     multiply = jax.jit(partial(skinny_product, implementation="triton"))
     assert_is_the_product(multiply(x, matrix, bias), x, matrix, bias)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 32])
+@pytest.mark.parametrize(("width", "out"), [(4096, 6144), (1536, 576)])
+def test_rows_are_multiplied_in_parts(width, out, rows):
+    x, matrix, _ = product_cases.Case("parts", (rows, 1), width, out).build()
+    multiply = jax.jit(partial(skinny_product, in_parts=True, implementation="parts"))
+    parts = multiply(x, matrix)
+    assert (parts.dtype, parts.ndim) == (jnp.float32, 4)
+    assert_is_the_product(total(parts, 3, x.dtype), x, matrix, None)
 
 
 WIDE_ROWS = [product_cases.Case(f"{width}x320", width=width, out=320) for width in (5120, 8192)]

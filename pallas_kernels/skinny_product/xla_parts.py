@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Float32
 
 MAX_ROWS = 32  # of x
 COLUMNS = 14 * 2**10  # times parts, at least: as many keep a GPU busy
-MAX_PARTS = 8
+MAX_PARTS = 8  # one row returns twice as many, of which half are zeros
 MIN_WIDTH, UNIT, SHORT = 128, 64, 512  # rows of a part: at least, and whole units where not short
 
 
@@ -15,7 +15,7 @@ def skinny_product(
     """Implements `api.skinny_product` with XLA, in parts that are still to be added up.
 
     XLA cuts such products itself, and then adds the parts up in a launch. One row it would multiply
-    without tensor cores; so it gets one of zeros beside it, whose products are more parts.
+    without tensor cores; so it gets one of zeros beside it, whose products are parts, too.
     """
     (width, out), rows = matrix.shape, x.reshape(-1, x.shape[-1])
     parts = best_parts(width, out)
