@@ -8,21 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_cache import B, K, M, P, S, T, small_spec
 
 from jsparse import cache as kv
 
-B, K, P, M, H, T = 2, 2, 4, 3, 2, 6
-S = P * M
-SPEC = kv.CacheSpec(
-    num_layers=2,
-    batch=B,
-    num_heads=4,
-    num_kv_heads=K,
-    head_dim=H,
-    page_size=P,
-    num_pages=M,
-    dtype=jnp.float32,
-)
+H = 2
+SPEC = small_spec(head_dim=H, num_layers=2)
 FIELDS = kv.OPTIONAL_FIELDS  # bias, slot_positions
 HEADS = list(np.ndindex(B, K))
 

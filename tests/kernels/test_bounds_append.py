@@ -9,6 +9,7 @@ import pytest
 from bounds_checks import of, physical
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_cache import B, K, M, P, S, T, small_spec
 
 from jsparse import cache as kv
 from jsparse.pallas_kernels.bounds_append import bounds_append
@@ -20,18 +21,8 @@ ragged = next(case for case in CASES if case.name == "ragged")
 both_forms = pytest.mark.parametrize(
     "form", [PageBounds, PageBounds8], ids=lambda form: form.__name__
 )
-B, K, P, M, H, T = 2, 2, 4, 3, 2, 6
-S = P * M
-SPEC = kv.CacheSpec(
-    num_layers=1,
-    batch=B,
-    num_heads=4,
-    num_kv_heads=K,
-    head_dim=H,
-    page_size=P,
-    num_pages=M,
-    dtype=jnp.float32,
-)
+H = 2
+SPEC = small_spec(head_dim=H)
 
 
 counts = st.lists(st.integers(0, T), min_size=B, max_size=B)

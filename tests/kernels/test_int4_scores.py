@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import slow_except, slow_except_named
+from small_cache import B, K, M, S, T, small_spec
 
 from jsparse import cache as kv
 from jsparse.model_facts.key_constants import KeyFrame
@@ -34,18 +35,8 @@ by_name = {case.name: case for case in CASES}
 jitted = jax.jit(int4_scores, static_argnames="sm_scale")
 quantised = jax.jit(quantise)
 appended = jax.jit(int4_append)
-B, K, P, M, H, T = 2, 2, 4, 3, 4, 6
-S = P * M
-SPEC = kv.CacheSpec(
-    num_layers=1,
-    batch=B,
-    num_heads=4,
-    num_kv_heads=K,
-    head_dim=H,
-    page_size=P,
-    num_pages=M,
-    dtype=jnp.float32,
-)
+H = 4
+SPEC = small_spec(head_dim=H)
 
 
 def ones(*shape, dtype=np.float32):
