@@ -1,16 +1,17 @@
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportAbstractUsage=false
 """Implements `api.quantized_product` with Mosaic GPU for many rows, for Hopper.
 
-One persistent launch. A unit of work is 128 rows of the matrix by up to 256 of x, over a part of
-their columns. One warpgroup copies chunks of both by TMA, as many ahead as shared memory holds. Two
-take 64 rows of the matrix each: they widen their integers in registers, multiply them with the
-blocks' scales, round that to bfloat16, as the reference does, and multiply it with x in the tensor
-cores, which work while the next chunk is widened.
+One persistent launch. A unit of work is a tile of the matrix by up to 256 rows of x: all columns of
+it, or a part of them where that keeps the last programs busy, and then XLA adds the parts up. One
+warpgroup copies chunks of both by TMA, as many ahead as shared memory holds. Two take 64 rows of
+the matrix each: they widen their integers in registers (`mosaic_widening`), rounded to bfloat16, as
+the reference does, and multiply them with x in the tensor cores. Where there are many rows, two
+programs of a cluster take neighbouring rows of the matrix and the same rows of x, which memory then
+gives to both at once.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from operator import add
 from typing import Any, NamedTuple
 
@@ -22,64 +23,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jsparse.pallas_kernels.quantized_product.mosaic_many_problem import (
+    CHUNK,
+    PAIRED,
+    TILE,
+    TILES,
+    WARPGROUPS,
+    Problem,
+    best_split,
+)
 from jsparse.pallas_kernels.quantized_product.mosaic_shared import (
     BLOCKS_OF_H100,
     ROWS,
     store_registers,
     tiled,
 )
+from jsparse.pallas_kernels.quantized_product.mosaic_widening import widened
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
-WARPGROUPS = 2  # that multiply
-TILE = ROWS * WARPGROUPS  # rows of the matrix: 64 of each
-CHUNK = 64  # columns
 OUT = 64  # rows of x that are stored at once
-TILES, PARTS = (64, 128, 256), (1, 2, 4, 8)
-UNIT_CHUNKS = 4  # what a unit costs beside its chunks, in chunks
-SUMS_A_CHUNK = 2**18  # sums of parts that are written and read again in the time of a chunk
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Holds the sizes of one launch; it is the key of compiled kernels.
-
-    Attributes:
-        rows: of x, a multiple of 8.
-        out, width: the sizes of the matrix.
-        tile: the rows of x in a unit.
-        parts: the parts that columns are cut into.
-        stages: the chunks that shared memory holds.
-        blocks: the most programs.
-        dtype: of what is stored, bfloat16, or float32, as where there are parts.
-        interpret: whether it runs in the interpreter.
-    """
-
-    rows: int
-    out: int
-    width: int
-    tile: int
-    parts: int
-    stages: int
-    blocks: int
-    dtype: jnp.dtype
-    interpret: bool
-
-    @property
-    def row_tiles(self) -> int:
-        return -(-self.rows // self.tile)
-
-    @property
-    def units(self) -> int:
-        return -(-self.out // TILE) * self.row_tiles * self.parts
-
-    @property
-    def programs(self) -> int:
-        return min(self.blocks, self.units)
-
-    @property
-    def chunks(self) -> int:
-        """Of a part."""
-        return -(-self.width // (CHUNK * self.parts))
 
 
 def many_rows(
@@ -88,72 +50,74 @@ def many_rows(
     *,
     dtype: DTypeLike,
     tile: int | None = None,
-    parts: int | None = None,
-    stages: int = 4,
+    split: tuple[int, int] | None = None,
+    stages: int = 5,
     blocks: int = BLOCKS_OF_H100,
+    cluster: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "rows out"]:
     """Multiplies any number of rows, in one launch.
 
     How work is shared out, and with it the bits of a row, depends on the number of rows.
 
-    The integers override what was measured best; `interpret` runs on any machine, slowly, for
-    tests.
+    `tile` to `cluster` override what was measured best (`Problem`; `split`: `whole` and `parts`);
+    `interpret` runs on any machine, slowly, for tests.
     """
     (rows, width), out = x.shape, matrix["values"].shape[0]
     padded = -(-rows // 8) * 8  # TMA takes whole tiles of rows
     if tile is None:
         tile = next((size for size in TILES if rows <= size), TILES[-1])
-    if parts is None:
-        parts = best_parts(rows, out, width, tile)
+    if cluster is None:
+        cluster = 2 if tile >= PAIRED and not interpret else 1
+    whole, parts = best_split(rows, out, width, tile, cluster) if split is None else split
     assert stages > 1  # a chunk's slot is free after the next chunk is there
     problem = Problem(
-        *(padded, out, width, tile, parts, stages, blocks),
-        dtype=jnp.dtype(dtype if parts == 1 and dtype == jnp.bfloat16 else jnp.float32),
+        *(padded, out, width, tile, whole, parts, stages, blocks, cluster),
+        dtype=jnp.dtype(dtype if dtype == jnp.bfloat16 else jnp.float32),
         interpret=interpret,
     )
     if padded > rows:
         x = jnp.pad(x, ((0, padded - rows), (0, 0)))
-    sums = _kernel(problem)(x, matrix["values"], matrix["scales"])
-    return reduce(add, [sums[part, :rows] for part in range(parts)]).astype(dtype)
-
-
-def best_parts(rows: int, out: int, width: int, tile: int) -> int:
-    """Returns the number of parts with which the busiest program has least to do.
-
-    With more than one, XLA adds their sums up, which takes as long as some chunks do.
-    """
-
-    def cost(parts: int) -> int:
-        units = -(-out // TILE) * -(-rows // tile) * parts
-        chunks = -(-width // (CHUNK * parts)) + UNIT_CHUNKS
-        added = parts * rows * out // SUMS_A_CHUNK if parts > 1 else 0
-        return -(-units // BLOCKS_OF_H100) * chunks + added
-
-    return min(PARTS, key=cost)
+    made = list(_kernel(problem)(x, matrix["values"], matrix["scales"]))
+    y = made.pop(0).astype(dtype)[:rows] if problem.whole else None
+    if not made:
+        return y
+    (sums,) = made
+    rest = reduce(add, (sums[part, :rows] for part in range(parts))).astype(dtype)
+    return rest if y is None else y.at[:, problem.first_of_rest :].set(rest)
 
 
 class Refs(NamedTuple):
-    """Names a launch's arrays, and a program's shared memory and barriers, in their order."""
+    """Names a launch's arrays, and a program's shared memory and barriers."""
 
     x: Any  # [rows, in]
     values: Any  # [out, in]
     scales: Any  # [in / 32, out]
-    out: Any  # [parts, rows, out]
+    out: Any  # [rows, out], of which whole tiles are stored; None without these
+    sums: Any  # [parts, rows, the other columns]; None without these
     x_s: Any  # [stages, tile, CHUNK]
     values_s: Any  # [stages, TILE, CHUNK]
     scales_s: Any  # [stages, CHUNK / 32, TILE]
     out_s: Any  # [WARPGROUPS, OUT, ROWS]
     full: Any  # [stages]: a chunk is there
-    free: Any  # [stages]: it is used
+    free: Any  # [stages]: it is used, by all who share it
 
 
 @cache
 def _kernel(p: Problem):
-    """Builds the launch, which returns each part's sums [parts, rows, out]."""
+    """Builds the launch, which returns products of whole tiles, if any, and the others' sums."""
+    out_type = []
+    if p.whole:
+        out_type.append(jax.ShapeDtypeStruct((p.rows, p.out), p.dtype))
+    if p.rest:
+        shape = (p.parts, p.rows, p.out - p.first_of_rest)
+        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
 
     def body(*refs):
-        r, warpgroup = Refs(*refs), lax.axis_index("warpgroup")
+        given, made, own = refs[:3], list(refs[3 : 3 + len(out_type)]), refs[3 + len(out_type) :]
+        out = made.pop(0) if p.whole else None
+        r = Refs(*given, out, made.pop() if p.rest else None, *own)
+        warpgroup = lax.axis_index("warpgroup")
 
         # 128 threads at 40 and twice 128 at 232 take 64,512 of 65,536 registers
         @pl.when(warpgroup < WARPGROUPS)
@@ -167,19 +131,24 @@ def _kernel(p: Problem):
             _copy(p, r)
 
     body.__name__ = "quantized_product_of_many"
+    freed, paired = plgpu.Barrier, {}
+    if p.cluster > 1:  # a slot is free when both programs have used it
+        freed = partial(plgpu.ClusterBarrier, collective_axes=("program",))
+        paired = {"cluster": (p.cluster,), "cluster_names": ("program",)}
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((p.parts, p.rows, p.out), p.dtype),
+        out_type=out_type,
         scratch_types=[
             plgpu.SMEM((p.stages, p.tile, CHUNK), jnp.bfloat16, transforms=tiled(BLOCK, 2)),
             plgpu.SMEM((p.stages, TILE, CHUNK), jnp.int8, transforms=tiled(CHUNK, 1)),
             plgpu.SMEM((p.stages, CHUNK // BLOCK, TILE), jnp.float16),
             plgpu.SMEM((WARPGROUPS, OUT, ROWS), jnp.bfloat16, transforms=tiled(ROWS, 2)),
             plgpu.Barrier(num_arrivals=3, num_barriers=p.stages),
-            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=p.stages),
+            freed(num_arrivals=WARPGROUPS, num_barriers=p.stages),
         ],
-        grid=(p.programs,),
-        grid_names=("block",),
+        grid=(p.clusters,),
+        grid_names=("cluster",),
+        **paired,
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -187,35 +156,59 @@ def _kernel(p: Problem):
     )
 
 
-def _units(p: Problem) -> Any:
-    """Returns the number of this program's units."""
-    return lax.div(p.units - lax.axis_index("block") + p.programs - 1, p.programs)
+class Unit(NamedTuple):
+    """Holds what a program multiplies."""
+
+    whole: Any  # whether that is all columns
+    part: Any  # of the parts of the columns, which of them, else 0
+    first: Any  # row of the matrix
+    first_row: Any  # of x
+    column: Any  # the first chunk
+    chunks: Any  # their number
 
 
-def _place(p: Problem, nth: Any) -> tuple[Any, Any, Any]:
-    """Returns the part, the first row of the matrix and that of x of a program's nth unit.
+def _each_unit(p: Problem, do: Callable[[Unit, Any], None]) -> Any:
+    """Calls `do` with each unit of this program and the number of chunks before it.
 
-    Neighbours have the same rows of the matrix: all but the first find them in the cache.
+    Returns the number of all chunks. Neighbours have the same rows of the matrix: all but the first
+    find them in the cache.
     """
-    unit = lax.axis_index("block") + nth * p.programs
-    tile, row_tile = lax.div(unit, p.row_tiles), lax.rem(unit, p.row_tiles)
-    part, tile = lax.rem(tile, p.parts), lax.div(tile, p.parts)
-    return part, pl.multiple_of(tile * TILE, TILE), pl.multiple_of(row_tile * p.tile, p.tile)
+    cluster = lax.axis_index("cluster")
+
+    def one(nth, n):
+        place = cluster + nth * p.clusters
+        tile, row_tile = lax.div(place, p.row_tiles), lax.rem(place, p.row_tiles)
+        whole, part = tile < p.whole, jnp.int32(0)
+        if p.rest:
+            beyond = jnp.maximum(tile - p.whole, 0)
+            part = lax.rem(beyond, p.parts)
+            tile = jnp.minimum(tile, p.whole) + lax.div(beyond, p.parts)
+        if p.cluster > 1:
+            tile = tile * p.cluster + lax.axis_index("program")
+        unit = Unit(
+            whole,
+            part,
+            pl.multiple_of(tile * TILE, TILE),
+            pl.multiple_of(row_tile * p.tile, p.tile),
+            part * p.part_chunks,
+            jnp.where(whole, p.chunks, p.part_chunks),
+        )
+        do(unit, n)
+        return n + unit.chunks
+
+    units = lax.div(p.units - cluster + p.clusters - 1, p.clusters)
+    return lax.fori_loop(0, units, one, jnp.int32(0))
 
 
 def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
     """Multiplies every unit's chunks with 64 rows of the matrix, and stores the sums."""
     own = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
-    widened, sum_up, store = (
-        (_numbers, _sum_values, _store)
-        if p.interpret
-        else (_number_registers, _sum_registers, _store_registers)
-    )
+    numbers_of, sum_up = (_numbers, _sum_values) if p.interpret else (widened, _sum_registers)
 
     def widen(n):
         slot = lax.rem(n, p.stages)
         plgpu.barrier_wait(r.full.at[slot])
-        return widened(r.values_s.at[slot, own], r.scales_s.at[slot, :, own])
+        return numbers_of(r.values_s.at[slot, own], r.scales_s.at[slot, :, own])
 
     def x_of(n):
         return r.x_s.at[lax.rem(n, p.stages)]
@@ -223,20 +216,17 @@ def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
     def free(n):
         plgpu.barrier_arrive(r.free.at[lax.rem(n, p.stages)])
 
-    def unit(nth, none):
-        sums = sum_up(p, nth * p.chunks, widen, x_of, free)
-        part, first, first_row = _place(p, nth)
-        rows = pl.ds(first + pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
-        store(p, r, warpgroup, sums, (part, first_row, rows))
-        return none
+    def unit(unit, n):
+        sums = sum_up(p, n, n + unit.chunks - 1, widen, x_of, free)
+        _store(p, r, warpgroup, sums, unit)
 
-    lax.fori_loop(0, _units(p), unit, jnp.int32(0))
+    _each_unit(p, unit)
     if not p.interpret:  # before this memory is another program's
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _sum_registers(p: Problem, first: Any, widen: Any, x_of: Any, free: Any) -> Any:
-    """Returns the product of a unit's chunks, from the first on, of the tensor cores.
+def _sum_registers(p: Problem, first: Any, last: Any, widen: Any, x_of: Any, free: Any) -> Any:
+    """Returns the product of a unit's chunks, from the first to the last, of the tensor cores.
 
     While they multiply a chunk, threads widen the next one.
     """
@@ -254,7 +244,6 @@ def _sum_registers(p: Problem, first: Any, widen: Any, x_of: Any, free: Any) -> 
             free(n)
             return following
 
-        last = first + p.chunks - 1
         multiply(lax.fori_loop(first, last, chunk, widen(first)), x_of(last))
         plgpu.wgmma_wait(0)
         free(last)
@@ -263,47 +252,7 @@ def _sum_registers(p: Problem, first: Any, widen: Any, x_of: Any, free: Any) -> 
     return pl.run_scoped(run, plgpu.ACC((ROWS, p.tile), jnp.float32))
 
 
-def _number_registers(values_s: Any, scales_s: Any) -> tuple[Any, ...]:
-    """Returns a chunk's numbers as tensor cores take them, [64, 32] of each block."""
-    values = plgpu.load(values_s, layout=plgpu.Layout.WGMMA_UPCAST_2X)
-    values = plgpu.layout_cast(values.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
-    numbers = []
-    for nth in range(CHUNK // BLOCK):
-        scale = plgpu.load(scales_s.at[nth], layout=plgpu.Layout.WGMMA.reduce(1))
-        wide = values[:, nth * BLOCK : (nth + 1) * BLOCK].astype(jnp.float32)
-        wide = wide * lax.broadcast_in_dim(scale.astype(jnp.float32), wide.shape, [0])
-        numbers.append(wide.astype(jnp.bfloat16))
-    return tuple(numbers)
-
-
-def _store_registers(p: Problem, r: Refs, warpgroup: Any, sums: Any, place: Any) -> None:
-    """Stores the sums, whose columns are rows of x."""
-    part, first_row, rows = place
-    if p.dtype == jnp.float32:
-        _store_by_eight(p, r, sums, place, store_registers)
-        return
-    sums = sums.astype(p.dtype)
-    for at in range(0, p.tile, OUT):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        turned = plgpu.layout_cast(sums[:, at : at + OUT], plgpu.Layout.WGMMA_TRANSPOSED)
-        r.out_s.at[warpgroup].transpose((1, 0))[...] = turned
-        plgpu.commit_smem()
-        # what lies past the end is not stored
-        own = r.out.at[part, pl.ds(first_row + at, OUT), rows]
-        plgpu.copy_smem_to_gmem(r.out_s.at[warpgroup], own)
-
-
-def _store_by_eight(p: Problem, r: Refs, sums: Any, place: Any, store: Callable[..., None]) -> None:
-    """Stores what does not lie past the end, eight rows of x at a time."""
-    part, first_row, rows = place
-    for at in range(0, p.tile, 8):
-
-        @pl.when((first_row + at < p.rows) & (rows.start < p.out))
-        def _(at=at):
-            store(r.out.at[part, pl.ds(first_row + at, 8), rows], sums[:, at : at + 8])
-
-
-def _sum_values(p: Problem, first: Any, widen: Any, x_of: Any, free: Any) -> Any:
+def _sum_values(p: Problem, first: Any, last: Any, widen: Any, x_of: Any, free: Any) -> Any:
     """Returns the product of a unit's chunks, in the interpreter."""
 
     def chunk(n, acc):
@@ -311,8 +260,7 @@ def _sum_values(p: Problem, first: Any, widen: Any, x_of: Any, free: Any) -> Any
         free(n)
         return acc
 
-    zeros = jnp.zeros((ROWS, p.tile), jnp.float32)
-    return lax.fori_loop(first, first + p.chunks, chunk, zeros)
+    return lax.fori_loop(first, last + 1, chunk, jnp.zeros((ROWS, p.tile), jnp.float32))
 
 
 def _numbers(values_s: Any, scales_s: Any) -> Any:
@@ -322,42 +270,91 @@ def _numbers(values_s: Any, scales_s: Any) -> Any:
     return wide.astype(jnp.float32)
 
 
-def _store(p: Problem, r: Refs, warpgroup: Any, sums: Any, place: Any) -> None:
-    """Stores the sums, in the interpreter."""
+def _store(p: Problem, r: Refs, warpgroup: Any, sums: Any, unit: Unit) -> None:
+    """Stores what a unit's columns give, rows of x, or a part of it."""
+    first = unit.first + pl.multiple_of(warpgroup * ROWS, ROWS)
+    by_eight = _store_values if p.interpret else store_registers
 
-    def store(out: Any, some: Any) -> None:
-        out[...] = some.T.astype(p.dtype)
+    def products():
+        if p.interpret or p.dtype == jnp.float32:
+            _store_by_eight(p, r.out, sums, unit.first_row, first, by_eight)
+        else:
+            _store_tiles(p, r, warpgroup, sums, unit.first_row, first)
 
-    _store_by_eight(p, r, sums, place, store)
+    def parts():
+        at = first - p.first_of_rest
+        _store_by_eight(p, r.sums.at[unit.part], sums, unit.first_row, at, by_eight)
+
+    if p.whole and p.rest:
+        pl.when(unit.whole)(products)
+        pl.when(~unit.whole)(parts)
+    elif p.whole:
+        products()
+    else:
+        parts()
+
+
+def _store_tiles(
+    p: Problem, r: Refs, warpgroup: Any, sums: Any, first_row: Any, first: Any
+) -> None:
+    """Stores products by TMA; what lies past the end is not stored."""
+    sums = sums.astype(p.dtype)
+    for at in range(0, p.tile, OUT):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        turned = plgpu.layout_cast(sums[:, at : at + OUT], plgpu.Layout.WGMMA_TRANSPOSED)
+        r.out_s.at[warpgroup].transpose((1, 0))[...] = turned
+        plgpu.commit_smem()
+        own = r.out.at[pl.ds(first_row + at, OUT), pl.ds(first, ROWS)]
+        plgpu.copy_smem_to_gmem(r.out_s.at[warpgroup], own)
+
+
+def _store_by_eight(
+    p: Problem, out: Any, sums: Any, first_row: Any, first: Any, store: Callable[..., None]
+) -> None:
+    """Stores what does not lie past the end, eight rows of x at a time."""
+    for at in range(0, p.tile, 8):
+
+        @pl.when((first_row + at < p.rows) & (first < out.shape[-1]))
+        def _(at=at):
+            store(out.at[pl.ds(first_row + at, 8), pl.ds(first, ROWS)], sums[:, at : at + 8])
+
+
+def _store_values(out: Any, some: Any) -> None:
+    """Stores eight rows, in the interpreter."""
+    out[...] = some.T.astype(out.dtype)
 
 
 def _copy(p: Problem, r: Refs) -> None:
     """Copies chunk after chunk into slots that are free; what lies past the end becomes 0."""
+    both = "program" if p.cluster > 1 else None
 
-    def send(n, none):
-        slot = lax.rem(n, p.stages)
+    def copy(unit, n):
+        def send(nth, none):
+            slot = lax.rem(n + nth, p.stages)
 
-        @pl.when(n >= p.stages)
-        def _():
-            plgpu.barrier_wait(r.free.at[slot])
+            @pl.when(n + nth >= p.stages)
+            def _():
+                plgpu.barrier_wait(r.free.at[slot])
 
-        part, first, first_row = _place(p, lax.div(n, p.chunks))
-        chunk = part * p.chunks + lax.rem(n, p.chunks)
-        columns = pl.ds(pl.multiple_of(chunk * CHUNK, CHUNK), CHUNK)
-        blocks = pl.ds(chunk * (CHUNK // BLOCK), CHUNK // BLOCK)
-        copies = (
-            (r.values.at[pl.ds(first, TILE), columns], r.values_s),
-            (r.scales.at[blocks, pl.ds(first, TILE)], r.scales_s),
-            (r.x.at[pl.ds(first_row, p.tile), columns], r.x_s),
-        )
-        for source, target in copies:
-            plgpu.copy_gmem_to_smem(source, target.at[slot], r.full.at[slot])
-        return none
+            chunk = unit.column + nth
+            columns = pl.ds(pl.multiple_of(chunk * CHUNK, CHUNK), CHUNK)
+            blocks = pl.ds(chunk * (CHUNK // BLOCK), CHUNK // BLOCK)
+            rows = pl.ds(unit.first, TILE)
+            copies = (
+                (r.values.at[rows, columns], r.values_s, None),
+                (r.scales.at[blocks, rows], r.scales_s, None),
+                (r.x.at[pl.ds(unit.first_row, p.tile), columns], r.x_s, both),
+            )
+            for source, target, axes in copies:
+                full = r.full.at[slot]
+                plgpu.copy_gmem_to_smem(source, target.at[slot], full, collective_axes=axes)
+            return none
+
+        lax.fori_loop(0, unit.chunks, send, jnp.int32(0))
 
     def drain(n, none):
         plgpu.barrier_wait(r.free.at[lax.rem(n, p.stages)])
         return none
 
-    sent = _units(p) * p.chunks
-    lax.fori_loop(0, sent, send, jnp.int32(0))
+    sent = _each_unit(p, copy)
     lax.fori_loop(jnp.maximum(sent - p.stages, 0), sent, drain, jnp.int32(0))

@@ -27,8 +27,9 @@ class SelectTiling(NamedTuple):
         few: most entries that may be drawn out of a row, or listed, to end a search, a power of
             two; at most one per four threads. 0 draws none.
         part: entries of a long row that a block takes, a power of two; two or four times as many
-            where that would be more blocks than can meet, or than rows that are only counted are
-            worth. A thread takes 32 then, or more where there are 512.
+            where rows are weighed, where that would be more blocks than can meet, or than rows that
+            are only counted are worth. A thread takes up to 128 then, so that a multiprocessor
+            holds several blocks.
     """
 
     entries: int = 64
@@ -255,8 +256,8 @@ def shared_row(row: SearchedRow, rows: int, members: int, tiling: SelectTiling) 
     weighed = row.mass or (row.softmax and members > 1)
     if row.resident:
         return row
-    for tile in (tiling.part, 2 * tiling.part, 4 * tiling.part):
-        parts, threads = triton.next_power_of_2(-(-row.size // tile)), min(tile // 32, 512)
+    for tile in (2 * tiling.part, 4 * tiling.part) if weighed else (tiling.part * n for n in (1, 2, 4)):
+        parts, threads = triton.next_power_of_2(-(-row.size // tile)), max(tile // 128, 128)
         if not weighed and rows * parts > 2 * jax.local_devices()[0].core_count:
             continue
         if parts <= min(max_programs(), row.few, threads // 4):

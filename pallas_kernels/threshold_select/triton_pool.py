@@ -41,7 +41,7 @@ def pool_share(row, GROUP: tl.constexpr, met, plan: tl.constexpr):
     """
     SIZE: tl.constexpr = plan.size
     if plan.softmax:
-        for g in tl.static_range(GROUP):
+        for g in range(GROUP):
             x = read(row.scores + g * SIZE, row.share.begin, row.length, plan)
             top = tl.max(thread_top(x), 0)
             some = tl.where(top == NOTHING, 0.0, top)
@@ -49,7 +49,7 @@ def pool_share(row, GROUP: tl.constexpr, met, plan: tl.constexpr):
             post(row, met, 2 * g + 1, tl.sum(in_thread(weigh(x, some, plan)[0]), 0), plan)
         meet(row.share.arrived, met, plan.parts)
     best = tl.full([plan.threads, plan.runs, 4], NOTHING, tl.float32)
-    for g in tl.static_range(GROUP):
+    for g in range(GROUP):
         offset = 0.0
         if plan.softmax:
             tops, weights = posted(row, met, 2 * g, plan), posted(row, met, 2 * g + 1, plan)

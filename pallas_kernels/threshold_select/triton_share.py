@@ -25,14 +25,14 @@ class Share(NamedTuple):
 
 
 @triton.jit
-def post(row, met, i: tl.constexpr, value, plan: tl.constexpr):
+def post(row, met, i, value, plan: tl.constexpr):
     """Writes this program's ith number for the next meeting, which is number `met`."""
     part = tl.program_id(0) % plan.parts
     tl.store(row.share.posts + ((met % 2) * plan.parts + part) * plan.posts + i, value)
 
 
 @triton.jit
-def posted(row, met, i: tl.constexpr, plan: tl.constexpr):
+def posted(row, met, i, plan: tl.constexpr):
     """Returns the ith number of all programs, [parts], after a meeting."""
     part = tl.arange(0, plan.parts)
     at = row.share.posts + ((met % 2) * plan.parts + part) * plan.posts + i

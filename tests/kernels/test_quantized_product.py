@@ -108,8 +108,9 @@ MANY = (
 MANY_HOW = {
     "": {},
     # a program with several units, and sums of parts
-    "parts": {"tile": 64, "parts": 2, "blocks": 1, "stages": 2},
-    "two_blocks": {"tile": 64, "parts": 1, "blocks": 2, "stages": 3},
+    "parts": {"tile": 64, "split": (0, 2), "blocks": 1, "stages": 2},
+    "one_whole": {"tile": 64, "split": (1, 4), "blocks": 3, "stages": 2},
+    "two_blocks": {"tile": 64, "blocks": 2, "stages": 3},
 }
 
 

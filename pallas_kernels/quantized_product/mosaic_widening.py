@@ -1,0 +1,103 @@
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+"""Widens a matrix's blocks in registers, in Mosaic GPU, for tensor cores that take bfloat16.
+
+While a warp widens it multiplies nothing, so every instruction counts: three for two numbers, and
+half a load. A byte is put behind the exponent of 2^15, with its sign bit turned over: that is the
+float32 2^15 + 128 + n. Times the scale, less (2^15 + 128) · scale, it is n · scale: both products
+are exact, since a scale has 11 bits, and so is what one instruction makes of them.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, math, memref, vector
+
+from jsparse.pallas_kernels.mosaic_registers import (
+    constant,
+    divided,
+    index,
+    plus,
+    position,
+    times,
+)
+from jsparse.pallas_kernels.quantized_product.mosaic_shared import ROWS, tiled
+from jsparse.pallas_kernels.weight_blocks import BLOCK
+
+LINES, SEGMENT = 8, 16  # rows of a tile of shared memory; bytes that are swizzled together
+SIGNS = 0x8080  # of two bytes
+EXPONENT, OFFSET = 0x47000000, 2.0**15 + 128
+# which bytes of two, and of the exponent, make a float32
+PUT_BEHIND = (0x7604, 0x7614)
+
+
+def widened(values_s: Any, scales_s: Any) -> list[Any]:
+    """Returns numbers as tensor cores take them, [64, 32] of each block.
+
+    Args:
+        values_s: 64 rows of bytes, [64, columns].
+        scales_s: [columns / 32, 64].
+    """
+    width = values_s.shape[1]
+    made = plgpu.ShapeDtypeStruct((ROWS, BLOCK), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(tiled(width, 1)), plgpu.RefType()),
+        return_type=[made] * (width // BLOCK),
+    )
+    def widen(_, values, scales):
+        layout = made.layout.to_mgpu()
+        row, column = position()
+        (_, line), memory = divided(row, LINES), mgpu.utils.memref_ptr(values)
+        begin = arith.addi(times(row, width), column)
+        swizzle = times(divided(line, LINES * SEGMENT // width)[0], SEGMENT)
+
+        def two(segment, half, behind):
+            at = arith.addi(begin, arith.xori(swizzle, constant(swizzle, segment * SEGMENT)))
+            return _load_two(memory, plus(at, half * LINES * width + behind))
+
+        arrays = []
+        for block in range(width // BLOCK):
+            rates = [_scale(scales, block, plus(row, LINES * half)) for half in range(2)]
+            registers = [
+                _products(two(segment, half, behind), rates[half])
+                for segment in range(block * BLOCK // SEGMENT, (block + 1) * BLOCK // SEGMENT)
+                for behind in (0, SEGMENT // 2)
+                for half in range(2)
+            ]
+            shaped = np.array(registers, dtype=object).reshape(layout.registers_shape(made.shape))
+            arrays.append(mgpu.FragmentedArray(_registers=shaped, _layout=layout, _is_signed=None))
+        return arrays
+
+    return widen(values_s, scales_s)
+
+
+def _load_two(memory: Any, at: Any) -> Any:
+    """Returns two bytes, in a word."""
+    byte, two, word = (ir.IntegerType.get_signless(bits) for bits in (8, 16, 32))
+    place = mgpu.utils.getelementptr(memory, [at], byte)
+    return arith.extui(word, llvm.load(two, place, alignment=2))
+
+
+def _scale(scales: Any, block: int, row: Any) -> Any:
+    """Returns a row's scale."""
+    scale = memref.load(scales, [index(constant(row, block)), index(row)])
+    return arith.extf(ir.F32Type.get(), scale)
+
+
+def _products(two: Any, scale: Any) -> Any:
+    """Returns two integers times their scale, rounded to bfloat16."""
+    floats, rounded = (
+        ir.VectorType.get((2,), kind) for kind in (ir.F32Type.get(), ir.BF16Type.get())
+    )
+    two = arith.xori(two, constant(two, SIGNS))
+    less = arith.mulf(scale, constant(scale, -OFFSET))
+    numbers = [
+        arith.bitcast(ir.F32Type.get(), mgpu.utils.prmt(two, constant(two, EXPONENT), which))
+        for which in (constant(two, bytes_) for bytes_ in PUT_BEHIND)
+    ]
+    products = [math.fma(number, scale, less) for number in numbers]
+    return arith.truncf(rounded, vector.from_elements(floats, products))
