@@ -51,7 +51,7 @@ def many_rows(
     dtype: DTypeLike,
     tile: int | None = None,
     split: tuple[int, int] | None = None,
-    stages: int = 5,
+    stages: int = 4,
     blocks: int = BLOCKS_OF_H100,
     cluster: int | None = None,
     interpret: bool = False,
