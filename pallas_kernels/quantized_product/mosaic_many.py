@@ -78,13 +78,13 @@ def many_rows(
     )
     if padded > rows:
         x = jnp.pad(x, ((0, padded - rows), (0, 0)))
-    made = list(_kernel(problem)(x, matrix["values"], matrix["scales"]))
-    y = made.pop(0).astype(dtype)[:rows] if problem.whole else None
-    if not made:
-        return y
-    (sums,) = made
-    rest = reduce(add, (sums[part, :rows] for part in range(parts))).astype(dtype)
-    return rest if y is None else y.at[:, problem.first_of_rest :].set(rest)
+    made = _kernel(problem)(x, matrix["values"], matrix["scales"])
+    if not problem.rest:
+        return made[0][:rows].astype(dtype)
+    rest = reduce(add, (made[-1][part, :rows] for part in range(parts))).astype(dtype)
+    if not problem.whole:
+        return rest
+    return made[0][:rows].astype(dtype).at[:, problem.first_of_rest :].set(rest)
 
 
 class Refs(NamedTuple):
@@ -114,9 +114,8 @@ def _kernel(p: Problem):
         out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
 
     def body(*refs):
-        given, made, own = refs[:3], list(refs[3 : 3 + len(out_type)]), refs[3 + len(out_type) :]
-        out = made.pop(0) if p.whole else None
-        r = Refs(*given, out, made.pop() if p.rest else None, *own)
+        given, made, own = refs[:3], refs[3 : 3 + len(out_type)], refs[3 + len(out_type) :]
+        r = Refs(*given, *(None,) * (not p.whole), *made, *(None,) * (not p.rest), *own)
         warpgroup = lax.axis_index("warpgroup")
 
         # 128 threads at 40 and twice 128 at 232 take 64,512 of 65,536 registers

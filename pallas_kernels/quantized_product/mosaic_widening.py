@@ -1,10 +1,11 @@
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 """Widens a matrix's blocks in registers, in Mosaic GPU, for tensor cores that take bfloat16.
 
-While a warp widens it multiplies nothing, so every instruction counts: three for two numbers, and
-half a load. A byte is put behind the exponent of 2^15, with its sign bit turned over: that is the
-float32 2^15 + 128 + n. Times the scale, less (2^15 + 128) · scale, it is n · scale: both products
-are exact, since a scale has 11 bits, and so is what one instruction makes of them.
+Tensor cores wait for a good part of this, so instructions count: for two numbers a load, one that
+turns their signs over, two that put each behind the exponent of 2^15, which makes it the float32
+2^15 + 128 + n, two fused multiply-adds, and one that rounds. The multiply-add takes scale times
+(2^15 + 128) from scale times that. A scale has 11 bits, so both products are exact: what is rounded
+is scale times n.
 """
 
 from typing import Any

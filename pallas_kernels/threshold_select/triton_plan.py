@@ -256,7 +256,7 @@ def shared_row(row: SearchedRow, rows: int, members: int, tiling: SelectTiling) 
     weighed = row.mass or (row.softmax and members > 1)
     if row.resident:
         return row
-    for tile in (2 * tiling.part, 4 * tiling.part) if weighed else (tiling.part * n for n in (1, 2, 4)):
+    for tile in (tiling.part * n for n in ((2, 4) if weighed else (1, 2, 4))):
         parts, threads = triton.next_power_of_2(-(-row.size // tile)), max(tile // 128, 128)
         if not weighed and rows * parts > 2 * jax.local_devices()[0].core_count:
             continue

@@ -16,6 +16,8 @@ from jsparse.pallas_kernels.quantized_product import (
 )
 from jsparse.pallas_kernels.quantized_product.cases import CASES, OTHERS, Case
 from jsparse.pallas_kernels.quantized_product.mosaic_integers import fixed_point
+from jsparse.pallas_kernels.quantized_product.mosaic_many_problem import best_split, tiles_of
+from jsparse.pallas_kernels.quantized_product.mosaic_widening import EXPONENT, OFFSET
 from jsparse.pallas_kernels.weight_blocks import dequantized
 from jsparse.parts import total
 
@@ -155,6 +157,30 @@ def test_lowers_for_cuda(shape):
     ):
         traced = multiply.trace(spec((rows, width), jnp.bfloat16), matrix, dtype=dtype)
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_the_last_tiles_of_many_rows_are_shared_where_programs_would_wait():
+    # 112 tiles by two of x are 3.4 rounds of 66 pairs of programs
+    whole, parts = best_split(512, 28672, 4096, 256, 2)
+    assert 0 < whole < 112 and parts > 1
+    assert (112 - whole) * 2 * parts <= 66
+    # one round is too few for the first programs to wait for the last
+    assert best_split(512, 6144, 4096, 256, 2) == (24, 1)
+    for (out, width), rows in product_of(SHAPES, (50, 300, 1000)):
+        whole, parts = best_split(rows, out, width, 256, 2)
+        assert 0 <= whole <= tiles_of(out, 2)
+        assert (whole == tiles_of(out, 2)) == (parts == 1)
+
+
+def test_a_number_and_its_scale_are_multiplied_exactly():
+    """What is added and taken away again, times any scale, is a float32."""
+    scales = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    scales = scales[np.isfinite(scales)].astype(np.float32)
+    taken = np.float32(OFFSET) * scales
+    np.testing.assert_array_equal(taken, np.float64(OFFSET) * scales.astype(np.float64))
+    numbers = np.arange(-128, 128).astype(np.int8).view(np.uint8) ^ 0x80
+    put = (numbers.astype(np.uint32) << 8 | EXPONENT).view(np.float32)
+    np.testing.assert_array_equal(put, OFFSET + np.arange(-128, 128))
 
 
 def test_parts_keep_all_programs_busy():

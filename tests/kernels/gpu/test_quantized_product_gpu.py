@@ -57,7 +57,8 @@ def test_does_what_the_numbers_say(case, implementation):
     x = np.asarray(x, np.float64)
     terms = np.abs(x) @ np.abs(numbers).T
     off = np.abs(np.asarray(got, np.float64)[..., some] - x @ numbers.T)
-    allowed = 2.0**-20 * terms
+    # tensor cores cut sums off, which is more the longer they are
+    allowed = 2.0**-20 * max(case.width / 2**13, 1) * terms
     if not many:  # by half a unit of each block
         blocks = np.abs(x).reshape(*x.shape[:-1], -1, 32).max(-1)
         unit = 2.0 ** (np.floor(np.log2(blocks)) - (22 if case.dtype == "float32" else 14))
