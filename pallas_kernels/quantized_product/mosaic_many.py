@@ -2,15 +2,16 @@
 """Implements `api.quantized_product` with Mosaic GPU for many rows, for Hopper.
 
 One persistent launch. A unit of work is a tile of the matrix by up to 256 rows of x: all columns of
-it, or a part of them where that keeps the last programs busy, and then XLA adds the parts up. One
-warpgroup copies chunks of both by TMA, as many ahead as shared memory holds. Two take 64 rows of
-the matrix each: they widen their integers in registers (`mosaic_widening`), rounded to bfloat16, as
-the reference does, and multiply them with x in the tensor cores. Where there are many rows, two
-programs of a cluster take neighbouring rows of the matrix and the same rows of x, which memory then
-gives to both at once.
+it, or a part of them where that gives the last round of programs more to do, and then XLA adds the
+parts up. One warpgroup copies chunks of both by TMA, as many ahead as shared memory holds. Two take
+64 rows of the matrix each: they widen integers in registers (`mosaic_widening`), to numbers that
+are rounded to bfloat16 as the reference's are, and multiply these with x in the tensor cores. Where
+there are many rows, two programs of a cluster take neighbouring rows of the matrix and the same
+rows of x, which TMA multicasts to both.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial, reduce
 from operator import add
 from typing import Any, NamedTuple
@@ -19,15 +20,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jsparse.pallas_kernels.quantized_product.mosaic_many_problem import (
     CHUNK,
-    PAIRED,
+    MULTICAST,
+    ROW_TILES,
     TILE,
-    TILES,
     WARPGROUPS,
     Problem,
     best_split,
@@ -49,7 +51,7 @@ def many_rows(
     matrix: Blocks,
     *,
     dtype: DTypeLike,
-    tile: int | None = None,
+    row_tile: int | None = None,
     split: tuple[int, int] | None = None,
     stages: int = 4,
     blocks: int = BLOCKS_OF_H100,
@@ -60,35 +62,33 @@ def many_rows(
 
     How work is shared out, and with it the bits of a row, depends on the number of rows.
 
-    `tile` to `cluster` override what was measured best (`Problem`; `split`: `whole` and `parts`);
+    `row_tile` to `cluster` override what is chosen here (`split`: `Problem`'s `whole` and `parts`);
     `interpret` runs on any machine, slowly, for tests.
     """
     (rows, width), out = x.shape, matrix["values"].shape[0]
     padded = -(-rows // 8) * 8  # TMA takes whole tiles of rows
-    if tile is None:
-        tile = next((size for size in TILES if rows <= size), TILES[-1])
+    if row_tile is None:
+        row_tile = next((size for size in ROW_TILES if rows <= size), ROW_TILES[-1])
     if cluster is None:
-        cluster = 2 if tile >= PAIRED and not interpret else 1
-    whole, parts = best_split(rows, out, width, tile, cluster) if split is None else split
-    assert stages > 1  # a chunk's slot is free after the next chunk is there
-    problem = Problem(
-        *(padded, out, width, tile, whole, parts, stages, blocks, cluster),
-        dtype=jnp.dtype(dtype if dtype == jnp.bfloat16 else jnp.float32),
-        interpret=interpret,
-    )
+        cluster = 2 if row_tile >= MULTICAST and not interpret else 1
+    assert stages > 1  # a slot is freed once the next chunk is there: one alone never would be
+    dtype = jnp.dtype(dtype)
+    kept = dtype if dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
+    p = Problem(padded, out, width, row_tile, cluster, stages, blocks, kept, interpret)
+    p = best_split(p) if split is None else replace(p, whole=split[0], parts=split[1])
     if padded > rows:
         x = jnp.pad(x, ((0, padded - rows), (0, 0)))
-    made = _kernel(problem)(x, matrix["values"], matrix["scales"])
-    if not problem.rest:
-        return made[0][:rows].astype(dtype)
-    rest = reduce(add, (made[-1][part, :rows] for part in range(parts))).astype(dtype)
-    if not problem.whole:
+    made = [some[..., :rows, :] for some in _kernel(p)(x, matrix["values"], matrix["scales"])]
+    if not p.rest:
+        return made[0].astype(dtype)
+    rest = reduce(add, (made[-1][part] for part in range(p.parts))).astype(dtype)
+    if not p.whole:
         return rest
-    return made[0][:rows].astype(dtype).at[:, problem.first_of_rest :].set(rest)
+    return lax.dynamic_update_slice(made[0].astype(dtype), rest, (0, p.first_of_rest))
 
 
 class Refs(NamedTuple):
-    """Names a launch's arrays, and a program's shared memory and barriers."""
+    """Names a launch's arrays, and a program's shared memory and barriers, in their order."""
 
     x: Any  # [rows, in]
     values: Any  # [out, in]
@@ -114,8 +114,9 @@ def _kernel(p: Problem):
         out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
 
     def body(*refs):
-        given, made, own = refs[:3], refs[3 : 3 + len(out_type)], refs[3 + len(out_type) :]
-        r = Refs(*given, *(None,) * (not p.whole), *made, *(None,) * (not p.rest), *own)
+        others = iter(refs[3:])
+        out, sums = (next(others) if some else None for some in (p.whole, p.rest))
+        r = Refs(*refs[:3], out, sums, *others)
         warpgroup = lax.axis_index("warpgroup")
 
         # 128 threads at 40 and twice 128 at 232 take 64,512 of 65,536 registers
@@ -130,24 +131,24 @@ def _kernel(p: Problem):
             _copy(p, r)
 
     body.__name__ = "quantized_product_of_many"
-    freed, paired = plgpu.Barrier, {}
+    free_barrier, cluster = plgpu.Barrier, {}
     if p.cluster > 1:  # a slot is free when both programs have used it
-        freed = partial(plgpu.ClusterBarrier, collective_axes=("program",))
-        paired = {"cluster": (p.cluster,), "cluster_names": ("program",)}
+        free_barrier = partial(plgpu.ClusterBarrier, collective_axes=("program",))
+        cluster = {"cluster": (p.cluster,), "cluster_names": ("program",)}
     return plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=[
-            plgpu.SMEM((p.stages, p.tile, CHUNK), jnp.bfloat16, transforms=tiled(BLOCK, 2)),
+            plgpu.SMEM((p.stages, p.row_tile, CHUNK), jnp.bfloat16, transforms=tiled(BLOCK, 2)),
             plgpu.SMEM((p.stages, TILE, CHUNK), jnp.int8, transforms=tiled(CHUNK, 1)),
             plgpu.SMEM((p.stages, CHUNK // BLOCK, TILE), jnp.float16),
             plgpu.SMEM((WARPGROUPS, OUT, ROWS), jnp.bfloat16, transforms=tiled(ROWS, 2)),
             plgpu.Barrier(num_arrivals=3, num_barriers=p.stages),
-            freed(num_arrivals=WARPGROUPS, num_barriers=p.stages),
+            free_barrier(num_arrivals=WARPGROUPS, num_barriers=p.stages),
         ],
         grid=(p.clusters,),
         grid_names=("cluster",),
-        **paired,
+        **cluster,
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -159,10 +160,10 @@ class Unit(NamedTuple):
     """Holds what a program multiplies."""
 
     whole: Any  # whether that is all columns
-    part: Any  # of the parts of the columns, which of them, else 0
-    first: Any  # row of the matrix
-    first_row: Any  # of x
-    column: Any  # the first chunk
+    part: Any  # which of the parts of the columns, else 0
+    out_row: Any  # the first row of the matrix
+    x_row: Any  # the first row of x
+    first_chunk: Any
     chunks: Any  # their number
 
 
@@ -177,18 +178,16 @@ def _each_unit(p: Problem, do: Callable[[Unit, Any], None]) -> Any:
     def one(nth, n):
         place = cluster + nth * p.clusters
         tile, row_tile = lax.div(place, p.row_tiles), lax.rem(place, p.row_tiles)
-        whole, part = tile < p.whole, jnp.int32(0)
-        if p.rest:
-            beyond = jnp.maximum(tile - p.whole, 0)
-            part = lax.rem(beyond, p.parts)
-            tile = jnp.minimum(tile, p.whole) + lax.div(beyond, p.parts)
+        whole, beyond = tile < p.whole, jnp.maximum(tile - p.whole, 0)
+        part = lax.rem(beyond, p.parts)
+        tile = jnp.minimum(tile, p.whole) + lax.div(beyond, p.parts)
         if p.cluster > 1:
             tile = tile * p.cluster + lax.axis_index("program")
         unit = Unit(
             whole,
             part,
             pl.multiple_of(tile * TILE, TILE),
-            pl.multiple_of(row_tile * p.tile, p.tile),
+            pl.multiple_of(row_tile * p.row_tile, p.row_tile),
             part * p.part_chunks,
             jnp.where(whole, p.chunks, p.part_chunks),
         )
@@ -213,6 +212,8 @@ def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
         return r.x_s.at[lax.rem(n, p.stages)]
 
     def free(n):
+        if p.cluster > 1:  # one thread arrives for its warpgroup then: first all are to be done
+            _meet()
         plgpu.barrier_arrive(r.free.at[lax.rem(n, p.stages)])
 
     def unit(unit, n):
@@ -248,7 +249,13 @@ def _sum_registers(p: Problem, first: Any, last: Any, widen: Any, x_of: Any, fre
         free(last)
         return acc[...]
 
-    return pl.run_scoped(run, plgpu.ACC((ROWS, p.tile), jnp.float32))
+    return pl.run_scoped(run, plgpu.ACC((ROWS, p.row_tile), jnp.float32))
+
+
+@plgpu.inline_mgpu()
+def _meet(_) -> None:
+    """Lets a warpgroup's threads wait for each other."""
+    mgpu.utils.warpgroup_barrier()
 
 
 def _sum_values(p: Problem, first: Any, last: Any, widen: Any, x_of: Any, free: Any) -> Any:
@@ -259,7 +266,7 @@ def _sum_values(p: Problem, first: Any, last: Any, widen: Any, x_of: Any, free: 
         free(n)
         return acc
 
-    return lax.fori_loop(first, last + 1, chunk, jnp.zeros((ROWS, p.tile), jnp.float32))
+    return lax.fori_loop(first, last + 1, chunk, jnp.zeros((ROWS, p.row_tile), jnp.float32))
 
 
 def _numbers(values_s: Any, scales_s: Any) -> Any:
@@ -271,18 +278,18 @@ def _numbers(values_s: Any, scales_s: Any) -> Any:
 
 def _store(p: Problem, r: Refs, warpgroup: Any, sums: Any, unit: Unit) -> None:
     """Stores what a unit's columns give, rows of x, or a part of it."""
-    first = unit.first + pl.multiple_of(warpgroup * ROWS, ROWS)
+    out_row = unit.out_row + pl.multiple_of(warpgroup * ROWS, ROWS)
     by_eight = _store_values if p.interpret else store_registers
 
     def products():
         if p.interpret or p.dtype == jnp.float32:
-            _store_by_eight(p, r.out, sums, unit.first_row, first, by_eight)
+            _store_by_eight(p, r.out, sums, unit.x_row, out_row, by_eight)
         else:
-            _store_tiles(p, r, warpgroup, sums, unit.first_row, first)
+            _store_tiles(p, r, warpgroup, sums, unit.x_row, out_row)
 
     def parts():
-        at = first - p.first_of_rest
-        _store_by_eight(p, r.sums.at[unit.part], sums, unit.first_row, at, by_eight)
+        at = out_row - p.first_of_rest
+        _store_by_eight(p, r.sums.at[unit.part], sums, unit.x_row, at, by_eight)
 
     if p.whole and p.rest:
         pl.when(unit.whole)(products)
@@ -293,29 +300,27 @@ def _store(p: Problem, r: Refs, warpgroup: Any, sums: Any, unit: Unit) -> None:
         parts()
 
 
-def _store_tiles(
-    p: Problem, r: Refs, warpgroup: Any, sums: Any, first_row: Any, first: Any
-) -> None:
+def _store_tiles(p: Problem, r: Refs, warpgroup: Any, sums: Any, x_row: Any, out_row: Any) -> None:
     """Stores products by TMA; what lies past the end is not stored."""
     sums = sums.astype(p.dtype)
-    for at in range(0, p.tile, OUT):
+    for at in range(0, p.row_tile, OUT):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         turned = plgpu.layout_cast(sums[:, at : at + OUT], plgpu.Layout.WGMMA_TRANSPOSED)
         r.out_s.at[warpgroup].transpose((1, 0))[...] = turned
         plgpu.commit_smem()
-        own = r.out.at[pl.ds(first_row + at, OUT), pl.ds(first, ROWS)]
+        own = r.out.at[pl.ds(x_row + at, OUT), pl.ds(out_row, ROWS)]
         plgpu.copy_smem_to_gmem(r.out_s.at[warpgroup], own)
 
 
 def _store_by_eight(
-    p: Problem, out: Any, sums: Any, first_row: Any, first: Any, store: Callable[..., None]
+    p: Problem, out: Any, sums: Any, x_row: Any, out_row: Any, store: Callable[..., None]
 ) -> None:
     """Stores what does not lie past the end, eight rows of x at a time."""
-    for at in range(0, p.tile, 8):
+    for at in range(0, p.row_tile, 8):
 
-        @pl.when((first_row + at < p.rows) & (first < out.shape[-1]))
+        @pl.when((x_row + at < p.rows) & (out_row < out.shape[-1]))
         def _(at=at):
-            store(out.at[pl.ds(first_row + at, 8), pl.ds(first, ROWS)], sums[:, at : at + 8])
+            store(out.at[pl.ds(x_row + at, 8), pl.ds(out_row, ROWS)], sums[:, at : at + 8])
 
 
 def _store_values(out: Any, some: Any) -> None:
@@ -325,7 +330,7 @@ def _store_values(out: Any, some: Any) -> None:
 
 def _copy(p: Problem, r: Refs) -> None:
     """Copies chunk after chunk into slots that are free; what lies past the end becomes 0."""
-    both = "program" if p.cluster > 1 else None
+    multicast = "program" if p.cluster > 1 else None
 
     def copy(unit, n):
         def send(nth, none):
@@ -335,14 +340,14 @@ def _copy(p: Problem, r: Refs) -> None:
             def _():
                 plgpu.barrier_wait(r.free.at[slot])
 
-            chunk = unit.column + nth
+            chunk = unit.first_chunk + nth
             columns = pl.ds(pl.multiple_of(chunk * CHUNK, CHUNK), CHUNK)
             blocks = pl.ds(chunk * (CHUNK // BLOCK), CHUNK // BLOCK)
-            rows = pl.ds(unit.first, TILE)
+            rows = pl.ds(unit.out_row, TILE)
             copies = (
                 (r.values.at[rows, columns], r.values_s, None),
                 (r.scales.at[blocks, rows], r.scales_s, None),
-                (r.x.at[pl.ds(unit.first_row, p.tile), columns], r.x_s, both),
+                (r.x.at[pl.ds(unit.x_row, p.row_tile), columns], r.x_s, multicast),
             )
             for source, target, axes in copies:
                 full = r.full.at[slot]

@@ -1,20 +1,20 @@
 """Shares out the work of `mosaic_many` among the programs of its launch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import jax.numpy as jnp
 
-from jsparse.pallas_kernels.quantized_product.mosaic_shared import BLOCKS_OF_H100, ROWS
+from jsparse.pallas_kernels.quantized_product.mosaic_shared import ROWS
 
 WARPGROUPS = 2  # that multiply
 TILE = ROWS * WARPGROUPS  # rows of the matrix that a program has at a time: 64 of each
 CHUNK = 64  # columns
-TILES, PARTS = (64, 128, 256), (2, 4, 8)
-PAIRED = 256  # rows of x in a unit from which on two programs share them
-# what a unit costs beside its chunks, and adding up sums of parts, in chunks
-UNIT_CHUNKS, LAUNCH_CHUNKS = 4, 3
+ROW_TILES, PARTS = (64, 128, 256), (2, 4, 8)
+MULTICAST = 256  # row tiles from this size on are multicast to a cluster of two programs
+UNIT_CHUNKS = 4  # what a unit costs beside its chunks, in chunks
+LAUNCH_CHUNKS = 3  # what the launch costs that adds parts up
 SUMS_A_CHUNK = 2**18  # sums of parts that are written and read again in the time of a chunk
 
 
@@ -25,46 +25,51 @@ class Problem:
     Attributes:
         rows: of x, a multiple of 8.
         out, width: the sizes of the matrix.
-        tile: the rows of x in a unit.
-        whole: the first tiles of the matrix, which are multiplied in one piece.
-        parts: the parts that columns of the other tiles are cut into.
+        row_tile: the rows of x in a unit.
+        cluster: the programs that share rows of x, 1 or 2; a tile of the matrix is theirs together.
         stages: the chunks that shared memory holds.
         blocks: the most programs.
-        cluster: the programs that share rows of x, 1 or 2; a tile is theirs together.
         dtype: of products of whole tiles, bfloat16 or float32.
         interpret: whether it runs in the interpreter.
+        whole: the first tiles, which are multiplied in one piece.
+        parts: the parts that columns of the other tiles are cut into.
     """
 
     rows: int
     out: int
     width: int
-    tile: int
-    whole: int
-    parts: int
+    row_tile: int
+    cluster: int
     stages: int
     blocks: int
-    cluster: int
     dtype: jnp.dtype
     interpret: bool
+    whole: int = 0
+    parts: int = 1
 
     @property
     def row_tiles(self) -> int:
-        """Returns the tiles of x."""
-        return -(-self.rows // self.tile)
+        """Returns the number of tiles of x."""
+        return -(-self.rows // self.row_tile)
+
+    @property
+    def tiles(self) -> int:
+        """Returns the number of tiles of the matrix."""
+        return -(-self.out // (TILE * self.cluster))
 
     @property
     def rest(self) -> int:
         """Returns the number of tiles that are multiplied in parts."""
-        return tiles_of(self.out, self.cluster) - self.whole
+        return self.tiles - self.whole
 
     @property
     def first_of_rest(self) -> int:
         """Returns the first row of the matrix that is multiplied in parts."""
-        return min(self.whole * TILE * self.cluster, self.out)
+        return self.whole * TILE * self.cluster
 
     @property
     def whole_units(self) -> int:
-        """Returns the number of units whose tiles are multiplied in one piece, the first ones."""
+        """Returns the number of units in one piece, which are the first."""
         return self.whole * self.row_tiles
 
     @property
@@ -74,55 +79,42 @@ class Problem:
 
     @property
     def clusters(self) -> int:
-        """Returns the number of clusters."""
+        """Returns the number of clusters, which take units in turn."""
         return min(self.blocks // self.cluster, self.units)
 
     @property
     def chunks(self) -> int:
-        """Returns the chunks of a unit in one piece."""
+        """Returns the number of chunks of a unit in one piece."""
         return -(-self.width // CHUNK)
 
     @property
     def part_chunks(self) -> int:
-        """Returns the chunks of a part."""
+        """Returns the number of chunks of a part."""
         return -(-self.width // (CHUNK * self.parts))
 
-
-def tiles_of(out: int, cluster: int) -> int:
-    """Returns the number of tiles of a matrix."""
-    return -(-out // (TILE * cluster))
+    @property
+    def cost(self) -> int:
+        """Estimates the time of the first cluster, which has most to do, in chunks."""
+        pieces, units = (-(-n // self.clusters) for n in (self.whole_units, self.units))
+        cost = pieces * (self.chunks + UNIT_CHUNKS)
+        cost += (units - pieces) * (self.part_chunks + UNIT_CHUNKS)
+        if self.rest:
+            sums = self.parts * self.rows * (self.out - self.first_of_rest)
+            cost += LAUNCH_CHUNKS + sums // SUMS_A_CHUNK
+        return cost
 
 
 @cache
-def best_split(rows: int, out: int, width: int, tile: int, cluster: int) -> tuple[int, int]:
-    """Returns how many tiles are multiplied in one piece, and the parts of the others.
+def best_split(problem: Problem) -> Problem:
+    """Returns the problem with the split of least cost.
 
-    Programs take units in turn. With parts the last round keeps more of them busy, but XLA adds
-    their sums up, which takes as long as some chunks do. The busiest program is to have least.
+    Where a last round has units for a few clusters only, parts give more of them something to do,
+    but XLA adds their sums up.
     """
-    row_tiles, tiles = -(-rows // tile), tiles_of(out, cluster)
-    programs = BLOCKS_OF_H100 // cluster
-    chunks = -(-width // CHUNK) + UNIT_CHUNKS
 
-    def splits() -> Iterator[tuple[int, int]]:
-        yield tiles, 1
-        for whole in reversed(range(tiles)):
-            yield from ((whole, parts) for parts in PARTS)
+    def splits() -> Iterator[Problem]:
+        yield replace(problem, whole=problem.tiles, parts=1)
+        for whole in reversed(range(problem.tiles)):
+            yield from (replace(problem, whole=whole, parts=parts) for parts in PARTS)
 
-    def cost(split: tuple[int, int]) -> int:
-        whole, parts = split
-        first = whole * row_tiles
-        units = first + (tiles - whole) * parts * row_tiles
-        part_chunks = -(-width // (CHUNK * parts)) + UNIT_CHUNKS
-
-        def of(program: int) -> int:
-            pieces, all_units = (-(-(end - program) // programs) for end in (first, units))
-            return pieces * chunks + (all_units - pieces) * part_chunks
-
-        busiest = max(map(of, {0, first % programs, units % programs, programs - 1}))
-        if whole == tiles:
-            return busiest
-        sums = parts * rows * (out - whole * TILE * cluster)
-        return busiest + LAUNCH_CHUNKS + sums // SUMS_A_CHUNK
-
-    return min(splits(), key=cost)
+    return min(splits(), key=lambda split: split.cost)

@@ -1,11 +1,11 @@
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 """Widens a matrix's blocks in registers, in Mosaic GPU, for tensor cores that take bfloat16.
 
-Tensor cores wait for a good part of this, so instructions count: for two numbers a load, one that
-turns their signs over, two that put each behind the exponent of 2^15, which makes it the float32
-2^15 + 128 + n, two fused multiply-adds, and one that rounds. The multiply-add takes scale times
-(2^15 + 128) from scale times that. A scale has 11 bits, so both products are exact: what is rounded
-is scale times n.
+Tensor cores wait for a good part of this, so instructions count. For two numbers they are a load,
+one that flips the signs, two that make each number n the low bits of a float32 with the exponent of
+2^15, which then is 2^15 + 128 + n, two fused multiply-adds, and one that rounds. A multiply-add
+subtracts scale · (2^15 + 128) from scale · (2^15 + 128 + n). A scale has 11 bits, so the former is
+exact, and what is rounded is scale · n.
 """
 
 from typing import Any
@@ -31,8 +31,7 @@ from jsparse.pallas_kernels.weight_blocks import BLOCK
 LINES, SEGMENT = 8, 16  # rows of a tile of shared memory; bytes that are swizzled together
 SIGNS = 0x8080  # of two bytes
 EXPONENT, OFFSET = 0x47000000, 2.0**15 + 128
-# which bytes of two, and of the exponent, make a float32
-PUT_BEHIND = (0x7604, 0x7614)
+SELECTORS = (0x7604, 0x7614)  # of prmt: the first or second byte, and the exponent's others
 
 
 def widened(values_s: Any, scales_s: Any) -> list[Any]:
@@ -62,9 +61,9 @@ def widened(values_s: Any, scales_s: Any) -> list[Any]:
 
         arrays = []
         for block in range(width // BLOCK):
-            rates = [_scale(scales, block, plus(row, LINES * half)) for half in range(2)]
+            own = [_scale(scales, block, plus(row, LINES * half)) for half in range(2)]
             registers = [
-                _products(two(segment, half, behind), rates[half])
+                _products(two(segment, half, behind), *own[half])
                 for segment in range(block * BLOCK // SEGMENT, (block + 1) * BLOCK // SEGMENT)
                 for behind in (0, SEGMENT // 2)
                 for half in range(2)
@@ -83,22 +82,21 @@ def _load_two(memory: Any, at: Any) -> Any:
     return arith.extui(word, llvm.load(two, place, alignment=2))
 
 
-def _scale(scales: Any, block: int, row: Any) -> Any:
-    """Returns a row's scale."""
-    scale = memref.load(scales, [index(constant(row, block)), index(row)])
-    return arith.extf(ir.F32Type.get(), scale)
+def _scale(scales: Any, block: int, row: Any) -> tuple[Any, Any]:
+    """Returns a row's scale, and what is added to its products."""
+    block = arith.constant(ir.IndexType.get(), block)
+    scale = arith.extf(ir.F32Type.get(), memref.load(scales, [block, index(row)]))
+    return scale, arith.mulf(scale, constant(scale, -OFFSET))
 
 
-def _products(two: Any, scale: Any) -> Any:
+def _products(two: Any, scale: Any, offset: Any) -> Any:
     """Returns two integers times their scale, rounded to bfloat16."""
     floats, rounded = (
         ir.VectorType.get((2,), kind) for kind in (ir.F32Type.get(), ir.BF16Type.get())
     )
-    two = arith.xori(two, constant(two, SIGNS))
-    less = arith.mulf(scale, constant(scale, -OFFSET))
-    numbers = [
-        arith.bitcast(ir.F32Type.get(), mgpu.utils.prmt(two, constant(two, EXPONENT), which))
-        for which in (constant(two, bytes_) for bytes_ in PUT_BEHIND)
-    ]
-    products = [math.fma(number, scale, less) for number in numbers]
+    two, exponent = arith.xori(two, constant(two, SIGNS)), constant(two, EXPONENT)
+    products = []
+    for selector in SELECTORS:
+        number = mgpu.utils.prmt(two, exponent, constant(two, selector))
+        products.append(math.fma(arith.bitcast(ir.F32Type.get(), number), scale, offset))
     return arith.truncf(rounded, vector.from_elements(floats, products))

@@ -26,10 +26,9 @@ class SelectTiling(NamedTuple):
         threads: least number of threads per row.
         few: most entries that may be drawn out of a row, or listed, to end a search, a power of
             two; at most one per four threads. 0 draws none.
-        part: entries of a long row that a block takes, a power of two; two or four times as many
-            where rows are weighed, where that would be more blocks than can meet, or than rows that
-            are only counted are worth. A thread takes up to 128 then, so that a multiprocessor
-            holds several blocks.
+        part: entries of a long row that a block takes, a power of two. Of rows that are weighed it
+            takes twice as many, or four times; of others only where there would be too many blocks.
+            A thread holds 64 or 128 of them, so that a multiprocessor holds several blocks.
     """
 
     entries: int = 64
@@ -250,17 +249,20 @@ def searched_row(
 def shared_row(row: SearchedRow, rows: int, members: int, tiling: SelectTiling) -> SearchedRow:
     """Returns the row as several blocks share it, if it is long, and not too long for that.
 
-    Sums of weights depend on how many share a row, and may not depend on the number of rows. Of
-    many rows that are only counted, blocks of their own are faster.
+    Sums of weights depend on how many share a row, and may not depend on the number of rows: so
+    weighed rows have parts that are fast for many of them. Of many rows that are only counted,
+    blocks of their own are faster.
     """
     weighed = row.mass or (row.softmax and members > 1)
     if row.resident:
         return row
     for tile in (tiling.part * n for n in ((2, 4) if weighed else (1, 2, 4))):
-        parts, threads = triton.next_power_of_2(-(-row.size // tile)), max(tile // 128, 128)
+        parts = triton.next_power_of_2(-(-row.size // tile))
+        threads = max(tile // 128, tiling.threads)
         if not weighed and rows * parts > 2 * jax.local_devices()[0].core_count:
             continue
-        if parts <= min(max_programs(), row.few, threads // 4):
+        # each draws at least two entries
+        if parts <= min(max_programs(), row.few // 2, threads // 8):
             posts = max(5, 2 * members)  # what sums up a row, and the rows that become one
             return replace(row, max_tile=tile, threads=threads, parts=parts, posts=posts)
     return row

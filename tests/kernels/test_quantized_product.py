@@ -1,5 +1,6 @@
 """Tests quantized_product against numpy: the reference, and the Mosaic kernel interpreted."""
 
+from dataclasses import replace
 from itertools import product as product_of
 
 import jax
@@ -16,8 +17,17 @@ from jsparse.pallas_kernels.quantized_product import (
 )
 from jsparse.pallas_kernels.quantized_product.cases import CASES, OTHERS, Case
 from jsparse.pallas_kernels.quantized_product.mosaic_integers import fixed_point
-from jsparse.pallas_kernels.quantized_product.mosaic_many_problem import best_split, tiles_of
-from jsparse.pallas_kernels.quantized_product.mosaic_widening import EXPONENT, OFFSET
+from jsparse.pallas_kernels.quantized_product.mosaic_many_problem import (
+    ROW_TILES,
+    Problem,
+    best_split,
+)
+from jsparse.pallas_kernels.quantized_product.mosaic_widening import (
+    EXPONENT,
+    OFFSET,
+    SELECTORS,
+    SIGNS,
+)
 from jsparse.pallas_kernels.weight_blocks import dequantized
 from jsparse.parts import total
 
@@ -110,9 +120,9 @@ MANY = (
 MANY_HOW = {
     "": {},
     # a program with several units, and sums of parts
-    "parts": {"tile": 64, "split": (0, 2), "blocks": 1, "stages": 2},
-    "one_whole": {"tile": 64, "split": (1, 4), "blocks": 3, "stages": 2},
-    "two_blocks": {"tile": 64, "blocks": 2, "stages": 3},
+    "parts": {"row_tile": 64, "split": (0, 2), "blocks": 1, "stages": 2},
+    "one_whole": {"row_tile": 64, "split": (1, 4), "blocks": 3, "stages": 2},
+    "two_blocks": {"row_tile": 64, "blocks": 2, "stages": 3},
 }
 
 
@@ -154,33 +164,91 @@ def test_lowers_for_cuda(shape):
         (32, "bfloat16"),
         (33, "bfloat16"),
         (300, "float16"),
+        (512, "bfloat16"),
     ):
         traced = multiply.trace(spec((rows, width), jnp.bfloat16), matrix, dtype=dtype)
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+def problem_of(rows, out, width, cluster, blocks=132):
+    row_tile = next((size for size in ROW_TILES if rows <= size), ROW_TILES[-1])
+    rows = -(-rows // 8) * 8
+    return Problem(rows, out, width, row_tile, cluster, 4, blocks, jnp.dtype("bfloat16"), False)
+
+
+def busiest(p):
+    """The chunks of the program that has most, counted unit by unit."""
+    chunks = [0] * p.clusters
+    for unit in range(p.units):
+        chunks[unit % p.clusters] += p.chunks if unit < p.whole_units else p.part_chunks
+    return max(chunks)
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("rows", [50, 128, 300, 512, 1000])
+def test_parts_are_worth_their_sums(rows, cluster):
+    for out, width in (*SHAPES, (64, 64), (192, 576)):
+        split = best_split(problem_of(rows, out, width, cluster))
+        whole = replace(split, whole=split.tiles, parts=1)
+        assert 0 <= split.whole <= split.tiles
+        assert split == whole or (split.rest and split.parts > 1)
+        assert split == whole or busiest(split) < busiest(whole)
+        # no split of a few is estimated to be better
+        for parts in (2, 8):
+            for first in {0, split.tiles // 2, split.tiles - 1}:
+                assert split.cost <= replace(split, whole=first, parts=parts).cost
+
+
 def test_the_last_tiles_of_many_rows_are_shared_where_programs_would_wait():
     # 112 tiles by two of x are 3.4 rounds of 66 pairs of programs
-    whole, parts = best_split(512, 28672, 4096, 256, 2)
-    assert 0 < whole < 112 and parts > 1
-    assert (112 - whole) * 2 * parts <= 66
-    # one round is too few for the first programs to wait for the last
-    assert best_split(512, 6144, 4096, 256, 2) == (24, 1)
-    for (out, width), rows in product_of(SHAPES, (50, 300, 1000)):
-        whole, parts = best_split(rows, out, width, 256, 2)
-        assert 0 <= whole <= tiles_of(out, 2)
-        assert (whole == tiles_of(out, 2)) == (parts == 1)
+    split = best_split(problem_of(512, 28672, 4096, 2))
+    assert (split.whole_units, split.parts) == (198, 2)
+    assert busiest(split) <= 0.9 * busiest(replace(split, whole=112, parts=1))
+    # 48 units fit into one round: parts would gain nothing
+    assert best_split(problem_of(512, 6144, 4096, 2)).whole == 24
 
 
-def test_a_number_and_its_scale_are_multiplied_exactly():
-    """What is added and taken away again, times any scale, is a float32."""
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("rows", [50, 600])
+def test_programs_multiply_everything_once(rows, cluster, monkeypatch):
+    for (out, width), whole, parts in ((SHAPES[0], 13, 4), ((192, 576), 1, 2), ((64, 64), 0, 8)):
+        p = replace(problem_of(rows, out, width, cluster, blocks=10), parts=parts)
+        p = replace(p, whole=min(whole, p.tiles - 1))
+        done = np.zeros((p.tiles * cluster, p.row_tiles, p.chunks), int)
+        for of_cluster, program in product_of(range(p.clusters), range(cluster)):
+            index = {"cluster": jnp.int32(of_cluster), "program": jnp.int32(program)}
+            monkeypatch.setattr(mosaic_many.lax, "axis_index", index.get)
+            seen = []
+
+            def note(unit, before, seen=seen, p=p, done=done):
+                assert before == sum(seen)
+                seen.append(int(unit.chunks))
+                first, tile = int(unit.first_chunk), int(unit.out_row) // mosaic_many.TILE
+                assert unit.whole == (int(unit.out_row) < p.first_of_rest)
+                done[tile, int(unit.x_row) // p.row_tile, first : first + seen[-1]] += 1
+
+            with jax.disable_jit():
+                assert mosaic_many._each_unit(p, note) == sum(seen)
+        assert (done == 1).all()
+
+
+def test_numbers_are_made_of_their_bytes_and_scales_exactly():
+    """Does what the kernel's instructions do: all bytes, in both places of two, and many scales."""
+    numbers = np.arange(-128, 128)
+    pairs = np.stack([numbers, np.roll(numbers, 77)], 1).astype(np.int8)
+    words = pairs.view(np.uint16)[:, 0].astype(np.uint32) ^ SIGNS
+    # prmt: each digit of the selector names one of the four bytes of a word, or of the other's
+    sources = np.stack([words, np.full_like(words, EXPONENT)], 1).view(np.uint8)
+    digits = [[selector >> 4 * nth & 7 for nth in range(4)] for selector in SELECTORS]
+    made = np.stack([sources[:, own].copy().view(np.float32)[:, 0] for own in digits], 1)
+    np.testing.assert_array_equal(made, OFFSET + pairs)
     scales = np.arange(2**16, dtype=np.uint16).view(np.float16)
     scales = scales[np.isfinite(scales)].astype(np.float32)
-    taken = np.float32(OFFSET) * scales
-    np.testing.assert_array_equal(taken, np.float64(OFFSET) * scales.astype(np.float64))
-    numbers = np.arange(-128, 128).astype(np.int8).view(np.uint8) ^ 0x80
-    put = (numbers.astype(np.uint32) << 8 | EXPONENT).view(np.float32)
-    np.testing.assert_array_equal(put, OFFSET + np.arange(-128, 128))
+    offsets = np.float32(-OFFSET) * scales
+    np.testing.assert_array_equal(offsets, -OFFSET * scales.astype(np.float64))
+    some = scales[::97, None].astype(np.float64)
+    fused = made[:, 0].astype(np.float64) * some + offsets[::97, None]  # exact in float64
+    np.testing.assert_array_equal(fused, numbers * some)
 
 
 def test_parts_keep_all_programs_busy():
