@@ -84,8 +84,8 @@ def _load_two(memory: Any, at: Any) -> Any:
 
 def _scale(scales: Any, block: int, row: Any) -> tuple[Any, Any]:
     """Returns a row's scale, and what is added to its products."""
-    block = arith.constant(ir.IndexType.get(), block)
-    scale = arith.extf(ir.F32Type.get(), memref.load(scales, [block, index(row)]))
+    place = [arith.constant(ir.IndexType.get(), block), index(row)]
+    scale = arith.extf(ir.F32Type.get(), memref.load(scales, place))
     return scale, arith.mulf(scale, constant(scale, -OFFSET))
 
 
