@@ -223,13 +223,13 @@ def test_perplexity_of_a_text_is_that_of_plain_passes():
 @pytest.mark.slow
 def test_generating_together_is_generating_alone(monkeypatch):
     """One prefill serves all policies."""
-    chunks = []
-    real = prefill.prefill_chunk
-    monkeypatch.setattr(
-        prefill,
-        "prefill_chunk",
-        lambda *args, **options: chunks.append(1) or real(*args, **options),
-    )
+    chunks, program = [], prefill.prefill_chunk
+
+    def counted(*args, **options):
+        chunks.append(1)
+        return program(*args, **options)
+
+    monkeypatch.setattr(program, "on", lambda mesh: counted)
     options = {"max_new_tokens": 9, "page_size": PAGE, "eos_token_id": 7}
     policies = [bypass(), NEWEST]
     outs = shared_prefill.generate(params(), policies, PROMPTS, **options)
