@@ -381,7 +381,8 @@ OPS = {
         multiplied, named(quantized_cases.CASES, "few sixteen thirty chunks_left_over")
     ),
     "many_rows_product": Op(
-        multiplied, named(quantized_cases.OTHERS, "many_rows many_rows_left_over")
+        multiplied,
+        named(quantized_cases.OTHERS, "many_rows many_rows_left_over pairs_of_programs"),
     ),
     "few_rows_product": Op(
         multiplied_in_threads,

@@ -58,6 +58,7 @@ OTHERS = (
     Case("parts", batch=(2,), out=64, width=4160),
     Case("many_rows", batch=(7, 7)),
     Case("many_rows_left_over", batch=(100,), out=128, width=576),
+    Case("pairs_of_programs", batch=(200,), out=320, width=576),  # the last one lies past the end
     Case("no_rows", batch=(0,)),
     Case("float32", dtype="float32"),
     Case("float16", dtype="float16"),

@@ -12,8 +12,7 @@ rows of x, which TMA multicasts to both.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial, reduce
-from operator import add
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +41,7 @@ from jsparse.pallas_kernels.quantized_product.mosaic_shared import (
 )
 from jsparse.pallas_kernels.quantized_product.mosaic_widening import widened
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
+from jsparse.parts import total
 
 OUT = 64  # rows of x that are stored at once
 
@@ -81,7 +81,7 @@ def many_rows(
     made = [some[..., :rows, :] for some in _kernel(p)(x, matrix["values"], matrix["scales"])]
     if not p.rest:
         return made[0].astype(dtype)
-    rest = reduce(add, (made[-1][part] for part in range(p.parts))).astype(dtype)
+    rest = total(made[-1], 2, dtype)
     if not p.whole:
         return rest
     return lax.dynamic_update_slice(made[0].astype(dtype), rest, (0, p.first_of_rest))
@@ -95,7 +95,7 @@ class Refs(NamedTuple):
     scales: Any  # [in / 32, out]
     out: Any  # [rows, out], of which whole tiles are stored; None without these
     sums: Any  # [parts, rows, the other columns]; None without these
-    x_s: Any  # [stages, tile, CHUNK]
+    x_s: Any  # [stages, row_tile, CHUNK]
     values_s: Any  # [stages, TILE, CHUNK]
     scales_s: Any  # [stages, CHUNK / 32, TILE]
     out_s: Any  # [WARPGROUPS, OUT, ROWS]

@@ -2,10 +2,10 @@
 """Widens a matrix's blocks in registers, in Mosaic GPU, for tensor cores that take bfloat16.
 
 Tensor cores wait for a good part of this, so instructions count. For two numbers they are a load,
-one that flips the signs, two that make each number n the low bits of a float32 with the exponent of
-2^15, which then is 2^15 + 128 + n, two fused multiply-adds, and one that rounds. A multiply-add
-subtracts scale · (2^15 + 128) from scale · (2^15 + 128 + n). A scale has 11 bits, so the former is
-exact, and what is rounded is scale · n.
+one that flips the signs, two that put each number n into the mantissa of a float32 with the
+exponent of 2^15, which then is 2^15 + 128 + n, two fused multiply-adds, and one that rounds. A
+multiply-add subtracts scale · (2^15 + 128) from scale · (2^15 + 128 + n). A scale has 11 bits, so
+the former is exact, and what is rounded is scale · n.
 """
 
 from typing import Any

@@ -20,6 +20,7 @@ import triton.language as tl
 from jaxtyping import Array, Float
 
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
+from jsparse.parts import total
 
 WHOLE = 4096  # columns up to which a program has them all
 PART = 2048  # the most that it has where there are more
@@ -93,12 +94,8 @@ def _product(
         GATED=gated,
         **_launch(x, matrix, tiling, parts),
     )
-    # one by one, whatever the number of rows; XLA's own sum may go by it
-    total = y[0]
-    for part in range(1, parts):
-        total += y[part]
-    total = total.astype(dtype)
-    return total if bias is None else total + bias
+    y = total(y, x.ndim, dtype)
+    return y if bias is None else y + bias
 
 
 def norm_product(

@@ -1,8 +1,33 @@
-"""Checks 4-bit keys whose channels were computed in another order of float32's operations."""
+"""Finds 4-bit keys in numpy, and checks those whose channels were computed in another order."""
 
+import jax
 import numpy as np
 
-from jsparse.pallas_kernels.int4_keys import Int4Keys
+from jsparse.pallas_kernels.int4_keys import Int4Keys, quantise
+
+quantised = jax.jit(quantise)
+
+
+def ones(*shape, dtype=np.float32):
+    return jax.device_put(np.ones(shape, dtype))
+
+
+def lies(layer, b, n, page):
+    """Finds where a head's page lies."""
+    if layer.block_table is not None:
+        return int(layer.block_table[b, n, page])
+    return (b * layer.lengths.shape[1] + n) * layer.num_pages + page
+
+
+def around(frame, n, slot, head_dim):
+    """Returns the mean key of a head at a slot, and the reach of each channel: 0 and 1 without."""
+    if frame is None:
+        return np.zeros(head_dim), np.ones(head_dim)
+    mid, reach, angles = (np.asarray(x, np.float64) for x in frame)
+    half = head_dim // 2
+    turn = angles[slot // 128, :half] + 1j * angles[slot // 128, half:]
+    turned = (mid[n, :half] + 1j * mid[n, half:]) * turn
+    return np.concatenate([turned.real, turned.imag]), np.tile(reach[n], 2)
 
 
 def assert_keys_near(got: Int4Keys, want: Int4Keys) -> None:

@@ -1,0 +1,80 @@
+"""Tests how channels become 4-bit codes, a scale and a zero: how far off, and always finite."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from marks import slow_except
+
+from jsparse.pallas_kernels.int4_keys import dequantise, quantise
+from tests.kernels.int4_checks import quantised
+
+rows = st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=8).filter(
+    lambda row: len(row) % 2 == 0
+)
+
+
+@jax.jit
+def there_and_back(k):
+    return dequantise(*quantise(k))
+
+
+@given(row=rows)
+def test_a_channel_is_off_by_half_a_step(row):
+    k = np.array(row, np.float32)
+    back = np.asarray(there_and_back(k))
+    step = (k.max() - k.min()) / 15
+    # scale and zero carry 11 bits; below 2^-14 float16 has fewer
+    slack = 2.0**-11 * (abs(k.min()) + 15 * step) + 16 * 2.0**-24
+    assert np.abs(back - k).max() <= step / 2 + slack
+
+
+@pytest.mark.parametrize("value", [0.0, -3.5, 1e30, -1e30, 1e-30])
+def test_a_row_of_equal_channels_is_finite(value):
+    packed, scale, zero = quantised(np.full((3, 8), value, np.float32))
+    assert (np.asarray(scale) == 1).all()
+    np.testing.assert_allclose(
+        jax.jit(dequantise)(packed, scale, zero),
+        np.clip(value, -65504, 65504),
+        rtol=1e-3,
+        atol=1e-7,
+    )
+
+
+def test_rows_beyond_float16_stay_finite():
+    for part in quantised(np.array([[-1e30, 1e30], [0.0, 3e38]], np.float32)):
+        assert np.isfinite(np.asarray(part, np.float32)).all()
+
+
+def test_neighbours_share_a_byte_the_even_channel_low():
+    packed, scale, zero = quantised(np.array([0.0, 15.0, 3.0, 7.0], np.float32))
+    assert (packed.tolist(), float(scale), float(zero)) == ([0xF0, 0x73], 1.0, 0.0)
+    with pytest.raises(ValueError, match=r"k.shape=\(2, 3\): the last axis must be even"):
+        quantised(np.zeros((2, 3), np.float32))
+
+
+@pytest.mark.parametrize("jit", slow_except([True, False], True))
+def test_codes_are_rounded_the_same_jitted_or_not(jit):
+    """Codes are rounded by the stored scale and zero, halves to even.
+
+    XLA neither divides otherwise nor uses the unrounded minimum.
+    """
+    rng = np.random.default_rng(0)
+    halves = rng.integers(0, 31, (2000, 64)) / 2
+    halves[:, :2] = 0, 15
+    rows = np.concatenate(
+        [halves, *(rng.normal(size=(2000, 64)) * size for size in (1e-5, 1.0, 1e4))]
+    )
+    k = rows.astype(jnp.bfloat16).astype(np.float32)
+    zero = k.min(1).astype(np.float16)
+    scale = ((k.max(1) - k.min(1)) * np.float32(1 / 15)).astype(np.float16)
+    steps = (k - zero[:, None].astype(np.float32)) * (1 / scale.astype(np.float32))[:, None]
+    codes = np.clip(np.round(steps), 0, 15).astype(np.uint8)
+    with jax.default_device(jax.devices("cpu")[0]):  # a GPU's reciprocal may be off by an ulp
+        kept = (quantised if jit else quantise)(jax.device_put(k))
+        for part, want in zip(
+            kept, (codes[:, ::2] | codes[:, 1::2] << 4, scale, zero), strict=True
+        ):
+            np.testing.assert_array_equal(part, want)
