@@ -114,7 +114,7 @@ def norm_product(
     out, width = matrix["values"].shape
     tiling = tiling or default_tiling(width, whole=True)
     assert width <= tiling.columns
-    total, y = triton_call(
+    whole, y = triton_call(
         *(x, delta, scale, matrix["values"], matrix["scales"]),
         x if bias is None else bias,  # a stand-in, never read
         kernel=norm_product_kernel,
@@ -126,7 +126,7 @@ def norm_product(
         EPS=eps,
         **_launch(x, matrix, tiling, 1),
     )
-    return total, y
+    return whole, y
 
 
 def _launch(x: Array, matrix: Blocks, tiling: BlocksTiling, parts: int) -> dict[str, object]:
