@@ -230,7 +230,7 @@ def test_state(client, http, url):
     assert text == {"prompt": WORDS}
 
 
-def test_metrics(client, http):
+def test_metrics(client, service, http):
     from prometheus_client.parser import text_string_to_metric_families as families
 
     def read():
@@ -242,8 +242,10 @@ def test_metrics(client, http):
             if "le" not in sample.labels
         }
 
+    assert at_rest(service)
     before = read()
     text_of(client, 10)
+    assert at_rest(service)  # a slot is given back a moment after the answer has gone out
     after = read()
 
     def grew(name, reason=""):
