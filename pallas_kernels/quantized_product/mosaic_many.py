@@ -285,7 +285,11 @@ def _store(p: Problem, r: Refs, warpgroup: Any, sums: Any, unit: Unit) -> None:
         if p.interpret or p.dtype == jnp.float32:
             _store_by_eight(p, r.out, sums, unit.x_row, out_row, by_eight)
         else:
-            _store_tiles(p, r, warpgroup, sums, unit.x_row, out_row)
+            # of a matrix of one tile Mosaic drops that axis: TMA would store what lies past the
+            # end over the tile
+            pl.when(out_row < p.out)(
+                lambda: _store_tiles(p, r, warpgroup, sums, unit.x_row, out_row)
+            )
 
     def parts():
         at = out_row - p.first_of_rest

@@ -115,6 +115,8 @@ def best_split(problem: Problem) -> Problem:
     def splits() -> Iterator[Problem]:
         yield replace(problem, whole=problem.tiles, parts=1)
         for whole in reversed(range(problem.tiles)):
-            yield from (replace(problem, whole=whole, parts=parts) for parts in PARTS)
+            for parts in PARTS:
+                if parts <= problem.chunks:
+                    yield replace(problem, whole=whole, parts=parts)
 
     return min(splits(), key=lambda split: split.cost)

@@ -150,7 +150,6 @@ def attend(heads, pools, given, report, axes, head, split, plan: tl.constexpr):
         slot_ahead, at_ahead, valid_ahead = find(heads, head, ahead, plan)
         inside = valid[:, None] & (col < plan.head_dim)
         at_k, at_v = places(pools, head, own_first, slot, at, plan)
-        v = tl.load(pools.v + at_v[:, None] + col, mask=inside, other=0.0)
         if given.known is not None:
             lines = given.known + head.line * plan.group + row * (heads.capacity + 1)
             lines += (start + offset)[None, :]
@@ -158,6 +157,7 @@ def attend(heads, pools, given, report, axes, head, split, plan: tl.constexpr):
         else:
             k = tl.load(pools.k + at_k[:, None] + col, mask=inside, other=0.0)
             logits = tl.dot(q, tl.trans(k), input_precision=plan.precision) * plan.scale
+        v = tl.load(pools.v + at_v[:, None] + col, mask=inside, other=0.0)
         if given.bias is not None:
             logits += tl.load(given.bias + at, mask=valid, other=0.0)[None, :]
         if plan.mean:
