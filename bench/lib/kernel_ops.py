@@ -96,7 +96,7 @@ def jobs(*, on_gpu: bool, max_calls: int, shrink: int = 1) -> list[Job]:
         for where in ("pinned_host", "device") if on_gpu else ("device",):
             made.append(_gather(name, where, pages // shrink, 65536 // shrink, max_calls))
     made.append(compaction(name, batch, 32768 // shrink, 16384 // shrink))
-    for rows in (1, 8, 32, 64, 512, 2048):
+    for rows in (1, 8, 32, 64, 512, 1024, 2048, 4096):
         for what, out, width in PRODUCTS:
             product = "reference" if not on_gpu else "triton" if rows == 1 else "mosaic"
             sizes = (rows, max(out // shrink // 64, 1) * 64, max(width // shrink // 128, 1) * 128)

@@ -11,7 +11,7 @@ from jsparse.pallas_kernels.quantized_product import reference
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 from jsparse.parts import total
 
-MAX_ROWS = 1024  # with tensor cores; XLA multiplies more of them faster after widening the matrix
+MAX_ROWS = 4096  # with tensor cores; XLA multiplies more of them faster after widening the matrix
 MAX_FEW_ROWS = 4  # without tensor cores
 FASTER_WITHOUT = 2  # as many rows, where there are tensor cores that could be used
 
@@ -93,7 +93,7 @@ def quantized_product(
         dtype: the type of the result, by default that of x. Sums are float32.
         in_parts: whether the product may be left in parts, in float32 and with an axis of them in
             front, for the caller to add up (jsparse.parts).
-        implementation: "mosaic" (tensor cores of Hopper, 3 to 1024 rows of bfloat16), "triton"
+        implementation: "mosaic" (tensor cores of Hopper, 3 to 4096 rows of bfloat16), "triton"
             (any NVIDIA GPU, 1 to 4 rows), "reference", or None to pick.
 
     Raises:

@@ -6,10 +6,11 @@ owns a part of the slots and takes four steps:
 1. It counts a sample of its scores by their upper eight bits.
 2. All programs' counts tell a floor that more scores than are wanted probably reach. Where far too
    many would, the sample is counted by the lower bits too, for a higher floor. The slots that reach
-   it, the few, are gathered in their order, and counted by the upper bits.
+   it, the few, are gathered in their order, and counted, score by score, from the floor on.
 3. If all programs' few are too few, steps 1 and 2 are repeated with all scores in place of a
-   sample. The few in whose bin the threshold lies are counted by their lower bits, so that all
-   programs know it.
+   sample. If too many lie above those that are counted, which are two octaves, the few are counted
+   by the upper bits for a higher floor, and from there on again. So all programs know the
+   threshold.
 4. It lists its few that exceed the threshold, and as many that equal it as are wanted; the counts
    of the parts before its own tell where they begin.
 
@@ -121,8 +122,8 @@ def candidates_kernel(
     count_ptr,  # [pairs]
     few_ptr,  # [pairs, SLOTS], those of each part from its first slot on
     upper_ptr,  # [pairs, PARTS, UPPER], of a sample
-    few_upper_ptr,  # [pairs, PARTS, UPPER]
-    lower_ptr,  # [pairs, PARTS, LOWER]
+    few_counts_ptr,  # [pairs, PARTS, UPPER], of the few
+    lower_ptr,  # [pairs, PARTS, LOWER], of a sample
     arrived_ptr,  # [pairs], zeros where there are several parts
     SLOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -154,18 +155,19 @@ def candidates_kernel(
     few_ptr += row + begin
     ids_ptr += pair.to(tl.int64) * CAPACITY
     upper_ptr += pair * PARTS * UPPER
-    few_upper_ptr += pair * PARTS * UPPER
+    few_counts_ptr += pair * PARTS * UPPER
     lower_ptr += pair * PARTS * LOWER
 
     every = tl.minimum(tl.maximum(size // SAMPLE, 1), RAREST)
-    meetings, few = 0, 0
+    bins = tl.arange(0, UPPER)
+    meetings, few, floor = 0, 0, 0
     counts, earlier = tl.zeros([UPPER], tl.int32), tl.zeros([UPPER], tl.int32)
     searching = True
     while searching:
         upper = _sample(
             vertical_ptr, distance_ptr, begin, end, newest, every, 0, False, SINK, SAMPLE
         )
-        tl.store(upper_ptr + part * UPPER + tl.arange(0, UPPER), upper)
+        tl.store(upper_ptr + part * UPPER + bins, upper)
         meetings = meet(arrived_ptr + pair, meetings, PARTS)
 
         upper = _counts(upper_ptr, 0, PARTS, UPPER)[0]
@@ -175,7 +177,7 @@ def candidates_kernel(
             best += (SLACK * tl.sqrt(best.to(tl.float32))).to(tl.int32)
         bin, above = _end(upper, best)
         floor = bin << LOW
-        if tl.sum(tl.where(tl.arange(0, UPPER) >= bin, upper, 0), 0) > CROWD * best:
+        if tl.sum(tl.where(bins >= bin, upper, 0), 0) > CROWD * best:
             lower = _sample(
                 vertical_ptr, distance_ptr, begin, end, newest, every, bin, True, SINK, SAMPLE
             )
@@ -196,26 +198,26 @@ def candidates_kernel(
             tl.store(few_ptr + few + before, _rows(word, TILE, 8), mask=gathered)
             few += more
         tl.debug_barrier()
-        upper = _count(few_ptr, few, 0, False, FEW)
-        tl.store(few_upper_ptr + part * UPPER + tl.arange(0, UPPER), upper)
+        tl.store(few_counts_ptr + part * UPPER + bins, _count(few_ptr, few, floor, 0, FEW))
         meetings = meet(arrived_ptr + pair, meetings, PARTS)
 
-        counts, earlier = _counts(few_upper_ptr, part, PARTS, UPPER)
+        counts, earlier = _counts(few_counts_ptr, part, PARTS, UPPER)
         searching = (every > 1) & (tl.sum(counts, 0) < wanted)
         every = 1
 
+    # the threshold lies above those that are counted, or nothing is wanted
+    if tl.sum(tl.where(bins == UPPER - 1, counts, 0), 0) >= wanted:
+        tl.store(upper_ptr + part * UPPER + bins, _count(few_ptr, few, 0, LOW, FEW))
+        meetings = meet(arrived_ptr + pair, meetings, PARTS)
+        floor = _end(_counts(upper_ptr, 0, PARTS, UPPER)[0], wanted)[0] << LOW
+        tl.store(few_counts_ptr + part * UPPER + bins, _count(few_ptr, few, floor, 0, FEW))
+        meet(arrived_ptr + pair, meetings, PARTS)
+        counts, earlier = _counts(few_counts_ptr, part, PARTS, UPPER)
     bin, above = _end(counts, wanted)
-    lower = _count(few_ptr, few, bin, True, FEW)
-    tl.store(lower_ptr + part * LOWER + tl.arange(0, LOWER), lower)
-    meet(arrived_ptr + pair, meetings, PARTS)
-    lower, lower_earlier = _counts(lower_ptr, part, PARTS, LOWER)
-    lowest, above_lowest = _end(lower, wanted - above)
-    ties = wanted - above - above_lowest  # as many are listed, the lowest slots first
-    bins = tl.arange(0, LOWER)
-    ties_before = tl.sum(tl.where(bins == lowest, lower_earlier, 0), 0)
-    place = sinks + tl.sum(tl.where(bins > lowest, lower_earlier, 0), 0)
-    place += tl.sum(tl.where(tl.arange(0, UPPER) > bin, earlier, 0), 0)
-    lowest += bin << LOW
+    ties = wanted - above  # as many are listed, the lowest slots first
+    ties_before = tl.sum(tl.where(bins == bin, earlier, 0), 0)
+    place = sinks + tl.sum(tl.where(bins > bin, earlier, 0), 0)
+    lowest = floor + bin
     for start in range(0, few, FEW):
         nth = start + tl.arange(0, FEW)
         word = _rows(tl.load(few_ptr + nth, mask=nth < few, other=0), FEW, 4)
@@ -290,20 +292,21 @@ def _sample(
 def _count(
     few_ptr,  # [few]
     few,
-    bin,
-    BY_LOWER: tl.constexpr,
+    floor,
+    SHIFT: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Counts the few of a part by their upper bits, or those of a bin by the others."""
-    counts = tl.zeros([LOWER if BY_LOWER else UPPER], tl.int32)
+    """Counts the few of a part by how far their scores lie above the floor, over 2^SHIFT.
+
+    The last bin counts those that lie farther, too; what lies below the floor is not counted.
+    """
+    counts = tl.zeros([UPPER], tl.int32)
     for start in range(0, few, FEW):
         nth = start + tl.arange(0, FEW)
         key = (tl.load(few_ptr + nth, mask=nth < few, other=0) >> FIELD) & KEYS
-        if BY_LOWER:
-            inside = (nth < few) & (key >> LOW == bin)
-            counts += tl.histogram(key & (LOWER - 1), LOWER, mask=inside)
-        else:
-            counts += tl.histogram(key >> LOW, UPPER, mask=nth < few)
+        inside = (nth < few) & (key >= floor)
+        bin = tl.minimum(tl.maximum(key - floor, 0) >> SHIFT, UPPER - 1)
+        counts += tl.histogram(bin, UPPER, mask=inside)
     return counts
 
 

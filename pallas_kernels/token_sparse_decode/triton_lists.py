@@ -58,8 +58,10 @@ def find(heads, head, entry, plan: tl.constexpr):
     named = entry < head.listed
     T: tl.constexpr = plan.tokens
     nth = head.pair.to(tl.int64) * heads.capacity + entry // T
-    first = tl.load(heads.ids + nth, mask=named, other=0) * T
-    slot = tl.where(named, first + entry % T, unlisted)
+    # what is not listed takes the place of an id: a choice after the load would make ptxas wait for
+    # one load before it issues the next
+    unit = tl.load(heads.ids + nth, mask=named, other=unlisted // T)
+    slot = unit * T + tl.where(named, entry, unlisted) % T
     # the newest token counts once, as the last entry, whether or not it is listed
     valid = (entry < head.entries) & ((slot < head.newest) | (entry == head.entries - 1))
     if heads.bits is not None:

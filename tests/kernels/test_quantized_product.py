@@ -279,16 +279,16 @@ BLOCKS = Case("given").build()[1]
         ),
         (np.zeros((2, 256)), BLOCKS, {"implementation": "abacus"}, "quantized_product has"),
         (
-            np.zeros((1025, 256)),
+            np.zeros((4097, 256)),
             BLOCKS,
             {"implementation": "mosaic"},
-            "takes 3 to 1024 rows, not 1025",
+            "takes 3 to 4096 rows, not 4097",
         ),
         (
             np.zeros((2, 256)),
             BLOCKS,
             {"implementation": "mosaic"},
-            "takes 3 to 1024 rows, not 2",
+            "takes 3 to 4096 rows, not 2",
         ),
         (
             np.zeros((5, 256)),

@@ -22,9 +22,10 @@ LARGE = [
     for out, width in SHAPES
     for rows in (1, 4, 16, 32, 50, 256, 700)
 ]
+LARGE += [Case("long", (2500,), 4096, 4096)]
 TAKES = {
     "mosaic": lambda case, rows: (
-        ((2 < rows <= 4 and case.width % 128 == 0) or 4 < rows <= 1024)
+        ((2 < rows <= 4 and case.width % 128 == 0) or 4 < rows <= 4096)
         and case.dtype == "bfloat16"
         and case.width % 64 == 0
         and case.out % 64 == 0
