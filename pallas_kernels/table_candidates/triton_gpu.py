@@ -6,11 +6,10 @@ owns a part of the slots and takes four steps:
 1. It counts a sample of its scores by their upper eight bits.
 2. All programs' counts tell a floor that more scores than are wanted probably reach. Where far too
    many would, the sample is counted by the lower bits too, for a higher floor. The slots that reach
-   it, the few, are gathered in their order, and counted, score by score, from the floor on.
-3. If all programs' few are too few, steps 1 and 2 are repeated with all scores in place of a
-   sample. If too many lie above those that are counted, which are two octaves, the few are counted
-   by the upper bits for a higher floor, and from there on again. So all programs know the
-   threshold.
+   it, the few, are gathered in their order.
+3. The few are counted, score by score in the octave above the floor, and by octaves above that. If
+   the threshold lies there, they are counted again from its octave on; if all programs' few are too
+   few, everything is repeated with all scores in place of a sample. Then all programs know it.
 4. It lists its few that exceed the threshold, and as many that equal it as are wanted; the counts
    of the parts before its own tell where they begin.
 
@@ -160,8 +159,9 @@ def candidates_kernel(
 
     every = tl.minimum(tl.maximum(size // SAMPLE, 1), RAREST)
     bins = tl.arange(0, UPPER)
-    meetings, few, floor = 0, 0, 0
+    meetings, few, floor, bin, above = 0, 0, 0, 0, 0
     counts, earlier = tl.zeros([UPPER], tl.int32), tl.zeros([UPPER], tl.int32)
+    enough = True
     searching = True
     while searching:
         upper = _sample(
@@ -198,26 +198,22 @@ def candidates_kernel(
             tl.store(few_ptr + few + before, _rows(word, TILE, 8), mask=gathered)
             few += more
         tl.debug_barrier()
-        tl.store(few_counts_ptr + part * UPPER + bins, _count(few_ptr, few, floor, 0, FEW))
-        meetings = meet(arrived_ptr + pair, meetings, PARTS)
-
-        counts, earlier = _counts(few_counts_ptr, part, PARTS, UPPER)
-        searching = (every > 1) & (tl.sum(counts, 0) < wanted)
+        counting = True
+        while counting:
+            tl.store(few_counts_ptr + part * UPPER + bins, _count_few(few_ptr, few, floor, FEW))
+            meetings = meet(arrived_ptr + pair, meetings, PARTS)
+            counts, earlier = _counts(few_counts_ptr, part, PARTS, UPPER)
+            bin, above = _end(counts, wanted)
+            enough = tl.sum(counts, 0) >= wanted
+            counting = enough & (bin >= LOWER) & (wanted > 0)
+            floor += tl.where(counting, (bin - LOWER) << LOW, 0)
+        searching = (every > 1) & (not enough)
         every = 1
 
-    # the threshold lies above those that are counted, or nothing is wanted
-    if tl.sum(tl.where(bins == UPPER - 1, counts, 0), 0) >= wanted:
-        tl.store(upper_ptr + part * UPPER + bins, _count(few_ptr, few, 0, LOW, FEW))
-        meetings = meet(arrived_ptr + pair, meetings, PARTS)
-        floor = _end(_counts(upper_ptr, 0, PARTS, UPPER)[0], wanted)[0] << LOW
-        tl.store(few_counts_ptr + part * UPPER + bins, _count(few_ptr, few, floor, 0, FEW))
-        meet(arrived_ptr + pair, meetings, PARTS)
-        counts, earlier = _counts(few_counts_ptr, part, PARTS, UPPER)
-    bin, above = _end(counts, wanted)
     ties = wanted - above  # as many are listed, the lowest slots first
     ties_before = tl.sum(tl.where(bins == bin, earlier, 0), 0)
     place = sinks + tl.sum(tl.where(bins > bin, earlier, 0), 0)
-    lowest = floor + bin
+    lowest = tl.where(wanted > 0, floor + bin, KEYS)
     for start in range(0, few, FEW):
         nth = start + tl.arange(0, FEW)
         word = _rows(tl.load(few_ptr + nth, mask=nth < few, other=0), FEW, 4)
@@ -289,24 +285,24 @@ def _sample(
 
 
 @triton.jit
-def _count(
+def _count_few(
     few_ptr,  # [few]
     few,
     floor,
-    SHIFT: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Counts the few of a part by how far their scores lie above the floor, over 2^SHIFT.
+    """Counts the few of a part that reach the floor.
 
-    The last bin counts those that lie farther, too; what lies below the floor is not counted.
+    The lower bins are those of single scores from the floor on, as many as an octave has. Of the
+    upper ones, each is that of as many scores, but the last, which is that of all higher ones, too.
     """
     counts = tl.zeros([UPPER], tl.int32)
     for start in range(0, few, FEW):
         nth = start + tl.arange(0, FEW)
         key = (tl.load(few_ptr + nth, mask=nth < few, other=0) >> FIELD) & KEYS
-        inside = (nth < few) & (key >= floor)
-        bin = tl.minimum(tl.maximum(key - floor, 0) >> SHIFT, UPPER - 1)
-        counts += tl.histogram(bin, UPPER, mask=inside)
+        over = tl.maximum(key - floor, 0)
+        bin = tl.where(over < LOWER, over, LOWER + tl.minimum(over >> LOW, LOWER - 1))
+        counts += tl.histogram(bin, UPPER, mask=(nth < few) & (key >= floor))
     return counts
 
 
