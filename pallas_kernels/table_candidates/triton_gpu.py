@@ -7,9 +7,10 @@ owns a part of the slots and takes four steps:
 2. All programs' counts tell a floor that more scores than are wanted probably reach. Where far too
    many would, the sample is counted by the lower bits too, for a higher floor. The slots that reach
    it, the few, are gathered in their order.
-3. The few are counted, score by score in the octave above the floor, and by octaves above that. If
-   the threshold lies there, they are counted again from its octave on; if all programs' few are too
-   few, everything is repeated with all scores in place of a sample. Then all programs know it.
+3. The few are counted, score by score for almost two octaves above the floor, and by octaves above
+   that. If the threshold lies there, they are counted again from its octave on; if all programs'
+   few are too few, everything is repeated with all scores in place of a sample. Then all programs
+   know it.
 4. It lists its few that exceed the threshold, and as many that equal it as are wanted; the counts
    of the parts before its own tell where they begin.
 
@@ -42,6 +43,7 @@ SAMPLED = tl.constexpr(8)  # neighbouring slots of a sample
 UPPER = tl.constexpr(1 << 8)  # bins of the upper 8 bits of a score, which has 15
 LOW = tl.constexpr(7)  # the number of its other bits
 LOWER = tl.constexpr(1 << 7)  # bins of these
+SINGLE = tl.constexpr(224)  # bins of single scores among those that count the few
 CROWD = tl.constexpr(3)  # times as many slots as are wanted are too many to gather
 SLACK = tl.constexpr(8.0)  # by so many square roots a sample's number may be off
 GRAIN = tl.constexpr(64)  # parts begin at multiples of it
@@ -205,8 +207,8 @@ def candidates_kernel(
             counts, earlier = _counts(few_counts_ptr, part, PARTS, UPPER)
             bin, above = _end(counts, wanted)
             enough = tl.sum(counts, 0) >= wanted
-            counting = enough & (bin >= LOWER) & (wanted > 0)
-            floor += tl.where(counting, (bin - LOWER) << LOW, 0)
+            counting = enough & (bin >= SINGLE) & (wanted > 0)
+            floor += tl.where(counting, SINGLE + ((bin - SINGLE) << LOW), 0)
         searching = (every > 1) & (not enough)
         every = 1
 
@@ -293,15 +295,16 @@ def _count_few(
 ):
     """Counts the few of a part that reach the floor.
 
-    The lower bins are those of single scores from the floor on, as many as an octave has. Of the
-    upper ones, each is that of as many scores, but the last, which is that of all higher ones, too.
+    The first bins are those of single scores from the floor on, the others of octaves behind these;
+    the last counts all that is higher, too.
     """
     counts = tl.zeros([UPPER], tl.int32)
     for start in range(0, few, FEW):
         nth = start + tl.arange(0, FEW)
         key = (tl.load(few_ptr + nth, mask=nth < few, other=0) >> FIELD) & KEYS
         over = tl.maximum(key - floor, 0)
-        bin = tl.where(over < LOWER, over, LOWER + tl.minimum(over >> LOW, LOWER - 1))
+        octave = tl.minimum((over - SINGLE) >> LOW, UPPER - 1 - SINGLE)
+        bin = tl.where(over < SINGLE, over, SINGLE + octave)
         counts += tl.histogram(bin, UPPER, mask=(nth < few) & (key >= floor))
     return counts
 

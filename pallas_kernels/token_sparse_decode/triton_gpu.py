@@ -26,6 +26,7 @@ from jsparse.partials import AttentionOut, ListedLogits, Stats, StatsKind, softm
 from jsparse.selection import Selection
 
 MAX_SUMS = 64 * 128  # sums of V that the registers of four warps hold
+LONG = 2048  # ids of a list
 
 
 class TokenTiling(NamedTuple):
@@ -94,16 +95,21 @@ class LaunchPlan:
 
 
 def default_tiling(
-    head_dim: int, itemsize: int, *, listed: bool = False, rows: int = 16
+    head_dim: int, itemsize: int, capacity: int = 0, *, listed: bool = False, rows: int = 16
 ) -> TokenTiling:
     """Chooses blocks of 16 KB of K.
 
     Two of them and two of V in flight, in each of three programs, fill a multiprocessor; where
-    logits are listed, registers do not hold more than two programs.
+    logits are listed, registers do not hold more than two programs. Of long lists four programs of
+    two warps then have half of that each.
     """
-    block = min(max(16384 // (triton.next_power_of_2(head_dim) * itemsize), 16), 128)
-    many = rows * triton.next_power_of_2(head_dim) > MAX_SUMS
-    return TokenTiling(block, programs=2 if listed else 3, num_warps=8 if many else 4)
+    width = triton.next_power_of_2(head_dim)
+    block = min(max(16384 // (width * itemsize), 16), 128)
+    if rows * width > MAX_SUMS:
+        return TokenTiling(block, programs=2 if listed else 3, num_warps=8)
+    if listed and capacity >= LONG:
+        return TokenTiling(max(block // 2, 16), unit_blocks=4, programs=4, num_warps=2)
+    return TokenTiling(block, programs=2 if listed else 3)
 
 
 def sparse_decode(
@@ -126,7 +132,7 @@ def sparse_decode(
     queries = group + by_slot
     rows = max(16, triton.next_power_of_2(queries))  # 16 rows are the fewest of an MMA
     if tiling is None:
-        tiling = default_tiling(head_dim, q.dtype.itemsize, listed=listed, rows=rows)
+        tiling = default_tiling(head_dim, q.dtype.itemsize, capacity, listed=listed, rows=rows)
     tokens = 1 if selection.granularity == "token" else layer.page_size
     # a list, and the newest token behind it
     longest = capacity * tokens + 1
