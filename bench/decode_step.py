@@ -115,16 +115,24 @@ def jsparse_step(
     for _ in range(RUNS):
         result.tokens.block_until_ready()
         began = time.perf_counter()
+        steps = 0
         for _ in range(STEPS // count):
             result = next(results)
+            steps += 1 if drafts else len(result.tokens)  # fewer than usual before maintenance
         result.tokens.block_until_ready()
-        taken = (time.perf_counter() - began) / (STEPS // count)
-        times.append(taken if drafts else taken / count)
+        times.append((time.perf_counter() - began) / steps)
     shares = jax.tree.map(lambda x: x[-1], result.stats)
     found = {}
     if profiled:
-        events = traced(lambda: [next(results).tokens for _ in range(PROFILED)])
-        found = {"kernels": step_kernels(events, PROFILED * (1 if drafts else count))}
+        made: list[Any] = []
+
+        def some_programs() -> list[Any]:
+            made.extend(next(results).tokens for _ in range(PROFILED))
+            return made
+
+        events = traced(some_programs)
+        steps = PROFILED if drafts else sum(map(len, made))
+        found = {"kernels": step_kernels(events, steps)}
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     embedding = nbytes(weights["params"]["embed"])
