@@ -208,8 +208,6 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "lg2.approx.ftz": _log2,
     "mad.lo.s32": lambda x, by, plus: (x.astype(np.int64) * by + plus).astype(np.int32),
     "brev.b32": _list_bits,
-    # before that of words without copies, which has this one's instruction, too
-    "shr.b32 own": lambda w, at: tuple(_half(w >> at & m) for m in (0xF, 0xF0)),
     "lop3.b32": lambda w: tuple(_half(w >> at & m) for at in (0, 8) for m in (0xF, 0xF0)),
     # before that of bytes without a sign, which has this one's second instruction, too
     "dp4a.s32.s32": lambda w, high, low: 256 * _dp4a(w, high, "i1") + _dp4a(w, low, "u1"),

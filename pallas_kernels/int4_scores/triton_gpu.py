@@ -4,8 +4,7 @@ Codes become float16 by masking alone. A 16-bit word holds the codes of four cha
 joined with 0x6400, the bits of 1024, code n in bits 0-3 is the float16 1024 + n, and in bits 4-7 it
 is 1024 + 16·n: one instruction makes two operands, and a shift by a byte serves the other two
 codes. What 1024 and 16 add is taken out behind the MMA and out of the query, whose channels are
-parted like the words': channel 4w + j belongs to the jth code of word w. Where a key has four or
-eight words, an MMA's sixteen columns hold each of them several times, shifted to another code.
+parted like the words': channel 4w + j belongs to the jth code of word w.
 
 In a frame the query's channels are multiplied by key_scale, and a launch before makes the term of
 every span and query, which is added to its tokens' scores. Queries are scaled by a power of two
@@ -29,7 +28,6 @@ from jsparse.pallas_kernels.span_terms_triton import span_terms
 from jsparse.selection import Selection
 
 SPAN = tl.constexpr(key_constants.SPAN)
-COLUMNS = 16  # the least K of an MMA in float16
 
 
 class ScoresTiling(NamedTuple):
@@ -81,8 +79,6 @@ def int4_scores(
         1 + (selection is not None) + (layer.block_table is not None)
     )  # loads that wait for one another
     width, cols = 2 * keys.packed.shape[-1], max(8, triton.next_power_of_2(group))
-    words = triton.next_power_of_2(width // 4)
-    columns = max(words, COLUMNS)
     inputs = (
         q,
         *keys,
@@ -113,8 +109,7 @@ def int4_scores(
         COLS=cols,  # 8 is the least N of an MMA
         H=head_dim,
         R=width,
-        WORDS=columns,
-        COPIES=min(columns // words, 4),
+        WORDS=max(16, triton.next_power_of_2(width // 4)),  # 16 is its least K in float16
         # a page lies in one span; with all pages so does a tile
         UNIT=min(tiling.block, key_constants.SPAN) if selection is None else layer.page_size,
         SPANS=1 if frame is None else frame.angles.shape[0],
@@ -127,48 +122,25 @@ def int4_scores(
 
 
 @triton.jit
-def _operands(words, column, COPIES: tl.constexpr):
-    """Unpacks each word's codes into the float16 1024 + n, 1024 + 16n, 1024 + n and 1024 + 16n.
-
-    Where columns hold copies of words, each unpacks two that are its copy's turn; of four copies
-    the second is another's, too.
-    """
+def _operands(words):
+    """Unpacks each word's codes into the float16 1024 + n, 1024 + 16n, 1024 + n and 1024 + 16n."""
     # A 32-bit register holds two words (pack=2). lop3 with 0xea is (a & b) | c: both words' codes
     # are cut out and given the exponent of 1024 at once.
-    # Both words of a register are of the same copy.
-    OWN: tl.constexpr = words.shape[1] // COPIES
-    if COPIES == 1:
-        found = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 upper;
-            shr.b32 upper, $4, 8;
-            lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
-            lop3.b32 $2, upper, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 $3, upper, 0x00f000f0, 0x64006400, 0xea;
-            }""",
-            constraints="=&r,=&r,=&r,=&r,r",
-            args=[words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        found = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 own;
-            and.b32 own, $3, 0xffff;
-            shr.b32 own, $2, own;
-            lop3.b32 $0, own, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 $1, own, 0x00f000f0, 0x64006400, 0xea;
-            }""",
-            constraints="=&r,=&r,r,r",
-            args=[words, (column // OWN * (16 // COPIES)).to(tl.int16)],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    return found
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 upper;
+        shr.b32 upper, $4, 8;
+        lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
+        lop3.b32 $2, upper, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 $3, upper, 0x00f000f0, 0x64006400, 0xea;
+        }""",
+        constraints="=&r,=&r,=&r,=&r,r",
+        args=[words],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit
@@ -183,49 +155,41 @@ def _query(
     H: tl.constexpr,
     R: tl.constexpr,
     WORDS: tl.constexpr,
-    COPIES: tl.constexpr,
     FRAMED: tl.constexpr,
     HAS_CHANNELS: tl.constexpr,
 ):
     """Loads the queries of one KV head, scaled and parted like the words of keys.
 
-    Returns the parts [WORDS, COLS], and by query the sum of its channels and what 1024 adds to its
-    products; then the unit of all three.
+    Returns the four parts [WORDS, COLS], and by query the sum of its channels and what 1024 adds to
+    its products; then the unit of all three.
     """
-    PARTS: tl.constexpr = 4 // COPIES
-    head, column = tl.arange(0, COLS), tl.arange(0, WORDS)
-    OWN: tl.constexpr = WORDS // COPIES  # columns of one copy
-    parts, largest = (), 0.0
-    for part in tl.static_range(PARTS):
-        # the word's channel that this part, or a copy's share of it, meets
-        nth = column % OWN * 4 + column // OWN * PARTS + part
-        real = nth < R
-        channel = nth
-        if HAS_CHANNELS:
-            channel = tl.load(channels_ptr + pair * R + nth, mask=real, other=0)
-        at = (pair * G + head)[:, None] * H + channel[None, :]
-        q = tl.load(q_ptr + at, mask=(head < G)[:, None] & real[None, :], other=0.0).to(tl.float32)
-        if FRAMED:
-            pairs = tl.where(channel < H // 2, channel, channel - H // 2)
-            reach = tl.load(key_scale_ptr + pair % K * (H // 2) + pairs, mask=real, other=0.0)
-            q *= reach[None, :]
-        largest = tl.maximum(largest, tl.max(tl.max(tl.abs(q), 1), 0))
-        parts += (q,)
+    head, column = tl.arange(0, COLS), tl.arange(0, 4 * WORDS)
+    real = column < R
+    channel = column
+    if HAS_CHANNELS:
+        channel = tl.load(channels_ptr + pair * R + column, mask=real, other=0)
+    at = (pair * G + head)[:, None] * H + channel[None, :]
+    q = tl.load(q_ptr + at, mask=(head < G)[:, None] & real[None, :], other=0.0).to(tl.float32)
+    if FRAMED:
+        nth = tl.where(channel < H // 2, channel, channel - H // 2)
+        reach = tl.load(key_scale_ptr + pair % K * (H // 2) + nth, mask=real, other=0.0)
+        q *= reach[None, :]
     # By exponents: the group's largest channel goes to [2^14, 2^15), and `unit` undoes that. From
     # 24 on neither factor is subnormal or infinite.
-    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 24)
+    exponent = tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0).to(tl.int32, bitcast=True) >> 23, 24)
     up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     unit = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-    scaled, offset, total = (), tl.zeros([COLS], tl.float32), tl.zeros([COLS], tl.float32)
-    for part in tl.static_range(PARTS):
-        # every other part, if there are several, meets codes that are 16 times as large
-        larger = 16.0 if part % 2 == 1 else 1.0
-        q = (parts[part] * (up / larger)).to(tl.float16)
-        whole = tl.sum(q.to(tl.float32), 1)
-        offset += 1024 * whole
-        total += larger * whole
-        scaled += (tl.trans(q),)
-    return scaled, total, offset, unit
+    odd = (column % 2 == 1)[None, :]
+    # odd channels meet codes that are 16 times as large
+    q = (q * tl.where(odd, up / 16, up)).to(tl.float16)
+    wide = q.to(tl.float32)
+    offset = 1024 * tl.sum(wide, 1)
+    total = tl.sum(tl.where(odd, 16 * wide, wide), 1)
+    # channel 4w + 2a + b is [w, a, b]; split takes the last axis apart, b first and then a
+    evens, odds = tl.split(tl.reshape(q, [COLS, WORDS, 2, 2]))
+    q0, q2 = tl.split(evens)
+    q1, q3 = tl.split(odds)
+    return tl.trans(q0), tl.trans(q1), tl.trans(q2), tl.trans(q3), total, offset, unit
 
 
 @triton.jit
@@ -256,7 +220,6 @@ def scores_kernel(
     H: tl.constexpr,
     R: tl.constexpr,
     WORDS: tl.constexpr,
-    COPIES: tl.constexpr,
     UNIT: tl.constexpr,
     SPANS: tl.constexpr,
     FRAMED: tl.constexpr,
@@ -269,15 +232,14 @@ def scores_kernel(
     pair = tl.program_id(1)
     first = tl.program_id(0) * (BLOCK * TILES)
     last = tl.minimum(first + BLOCK * TILES, ENTRIES * P)
-    parts, total, offset, unit = _query(
-        *(q_ptr, key_scale_ptr, channels_ptr, pair),
-        *(K, G, COLS, H, R, WORDS, COPIES, FRAMED, HAS_CHANNELS),
+    q0, q1, q2, q3, total, offset, unit = _query(
+        q_ptr, key_scale_ptr, channels_ptr, pair, K, G, COLS, H, R, WORDS, FRAMED, HAS_CHANNELS
     )
     unit *= SCALE
     length = tl.load(lengths_ptr + pair)
     used = tl.load(count_ptr + pair) if LISTED else tl.minimum(tl.cdiv(length, P), M)
-    row, col, column = tl.arange(0, BLOCK), tl.arange(0, COLS), tl.arange(0, WORDS)
-    slot, word = row % P, column % (WORDS // COPIES)
+    row, col, word = tl.arange(0, BLOCK), tl.arange(0, COLS), tl.arange(0, WORDS)
+    slot = row % P
     words_ptr = packed_ptr.to(tl.pointer_type(tl.int16))  # [pages, P, R / 4]
     if not HAS_TABLE:
         head = pair.to(tl.int64) * (M * P)
@@ -302,16 +264,17 @@ def scores_kernel(
         words_at = words_ptr + at[:, None] * (R // 4) + word[None, :]
         words = (
             tl.load(words_at)
-            if WORDS == COPIES * (R // 4)
+            if WORDS == R // 4
             else tl.load(words_at, mask=(word < R // 4)[None, :])
         )
         scale = tl.load(scale_ptr + at).to(tl.float32) * unit
         zero = tl.load(zero_ptr + at).to(tl.float32) * unit
+        k0, k1, k2, k3 = _operands(words)
         # [BLOCK, COLS]: Σ q·code of the scaled query, and `offset`
-        dot = tl.zeros([BLOCK, COLS], tl.float32)
-        own = _operands(words, tl.broadcast_to(column[None, :], [BLOCK, WORDS]), COPIES)
-        for part in tl.static_range(4 // COPIES):
-            dot = tl.dot(own[part], parts[part], dot)
+        dot = tl.dot(k0, q0)
+        dot = tl.dot(k1, q1, dot)
+        dot = tl.dot(k2, q2, dot)
+        dot = tl.dot(k3, q3, dot)
         base = total[None, :] * zero[:, None] + tl.where(seen, 0.0, float("-inf"))[:, None]
         scores = (dot - offset[None, :]) * scale[:, None] + base
         if FRAMED:
