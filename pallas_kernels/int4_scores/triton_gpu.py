@@ -4,7 +4,9 @@ Codes become float16 by masking alone. A 16-bit word holds the codes of four cha
 joined with 0x6400, the bits of 1024, code n in bits 0-3 is the float16 1024 + n, and in bits 4-7 it
 is 1024 + 16·n: one instruction makes two operands, and a shift by a byte serves the other two
 codes. What 1024 and 16 add is taken out behind the MMA and out of the query, whose channels are
-parted like the words': channel 4w + j belongs to the jth code of word w.
+parted like the words': channel 4w + j belongs to the jth code of word w. Where keys have fewer
+words than an MMA takes, two or four neighbouring tokens share a row, and each query has as many
+columns, each of which meets the words of one of these tokens alone.
 
 In a frame the query's channels are multiplied by key_scale, and a launch before makes the term of
 every span and query, which is added to its tokens' scores. Queries are scaled by a power of two
@@ -28,6 +30,7 @@ from jsparse.pallas_kernels.span_terms_triton import span_terms
 from jsparse.selection import Selection
 
 SPAN = tl.constexpr(key_constants.SPAN)
+LEAST_WORDS, MAX_TOKENS = 16, 4  # an MMA's least K in float16; tokens of a row
 
 
 class ScoresTiling(NamedTuple):
@@ -79,6 +82,7 @@ def int4_scores(
         1 + (selection is not None) + (layer.block_table is not None)
     )  # loads that wait for one another
     width, cols = 2 * keys.packed.shape[-1], max(8, triton.next_power_of_2(group))
+    tokens = tokens_of_row(width // 4, layer.page_size)
     inputs = (
         q,
         *keys,
@@ -106,10 +110,12 @@ def int4_scores(
         P=layer.page_size,
         K=heads,
         G=group,
-        COLS=cols,  # 8 is the least N of an MMA
+        TOKENS=tokens,
+        COLS=max(8, tokens * triton.next_power_of_2(group)),  # 8 is the least N of an MMA
+        TERMS=cols,
         H=head_dim,
         R=width,
-        WORDS=max(16, triton.next_power_of_2(width // 4)),  # 16 is its least K in float16
+        WORDS=max(LEAST_WORDS, triton.next_power_of_2(width // 4)),
         # a page lies in one span; with all pages so does a tile
         UNIT=min(tiling.block, key_constants.SPAN) if selection is None else layer.page_size,
         SPANS=1 if frame is None else frame.angles.shape[0],
@@ -119,6 +125,12 @@ def int4_scores(
         HAS_BITS=bits is not None,
         HAS_TABLE=layer.block_table is not None,
     )
+
+
+def tokens_of_row(words: int, page_size: int) -> int:
+    """Returns how many neighbouring tokens of a page share a row of an MMA."""
+    tokens = min(max(LEAST_WORDS // words, 1), MAX_TOKENS)
+    return tokens if words & (words - 1) == 0 and page_size % tokens == 0 else 1
 
 
 @triton.jit
@@ -151,6 +163,7 @@ def _query(
     pair,
     K: tl.constexpr,
     G: tl.constexpr,
+    TOKENS: tl.constexpr,
     COLS: tl.constexpr,
     H: tl.constexpr,
     R: tl.constexpr,
@@ -160,20 +173,20 @@ def _query(
 ):
     """Loads the queries of one KV head, scaled and parted like the words of keys.
 
-    Returns the four parts [WORDS, COLS], and by query the sum of its channels and what 1024 adds to
-    its products; then the unit of all three.
+    Returns the four parts [WORDS, COLS], and by column the sum of its channels and what 1024 adds
+    to its products; then the unit of all three.
     """
-    head, column = tl.arange(0, COLS), tl.arange(0, 4 * WORDS)
-    real = column < R
-    channel = column
+    head, turn = tl.arange(0, COLS) // TOKENS, tl.arange(0, COLS) % TOKENS
+    column = tl.arange(0, 4 * WORDS)
+    channel = column[None, :] - (turn * R)[:, None]  # of the token whose turn it is
+    real = (channel >= 0) & (channel < R)
     if HAS_CHANNELS:
-        channel = tl.load(channels_ptr + pair * R + column, mask=real, other=0)
-    at = (pair * G + head)[:, None] * H + channel[None, :]
-    q = tl.load(q_ptr + at, mask=(head < G)[:, None] & real[None, :], other=0.0).to(tl.float32)
+        channel = tl.load(channels_ptr + pair * R + channel, mask=real, other=0)
+    at = (pair * G + head)[:, None] * H + channel
+    q = tl.load(q_ptr + at, mask=(head < G)[:, None] & real, other=0.0).to(tl.float32)
     if FRAMED:
         nth = tl.where(channel < H // 2, channel, channel - H // 2)
-        reach = tl.load(key_scale_ptr + pair % K * (H // 2) + nth, mask=real, other=0.0)
-        q *= reach[None, :]
+        q *= tl.load(key_scale_ptr + pair % K * (H // 2) + nth, mask=real, other=0.0)
     # By exponents: the group's largest channel goes to [2^14, 2^15), and `unit` undoes that. From
     # 24 on neither factor is subnormal or infinite.
     exponent = tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0).to(tl.int32, bitcast=True) >> 23, 24)
@@ -205,7 +218,7 @@ def scores_kernel(
     table_ptr,  # [B, K, M]
     channels_ptr,  # [B, K, R]
     key_scale_ptr,  # [K, H / 2]
-    terms_ptr,  # [B, K, SPANS, COLS]
+    terms_ptr,  # [B, K, SPANS, TERMS]
     out_ptr,  # [B, N, ENTRIES · P]
     STAGES: tl.constexpr,
     SCALE: tl.constexpr,
@@ -216,7 +229,9 @@ def scores_kernel(
     P: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
+    TOKENS: tl.constexpr,
     COLS: tl.constexpr,
+    TERMS: tl.constexpr,
     H: tl.constexpr,
     R: tl.constexpr,
     WORDS: tl.constexpr,
@@ -233,20 +248,33 @@ def scores_kernel(
     first = tl.program_id(0) * (BLOCK * TILES)
     last = tl.minimum(first + BLOCK * TILES, ENTRIES * P)
     q0, q1, q2, q3, total, offset, unit = _query(
-        q_ptr, key_scale_ptr, channels_ptr, pair, K, G, COLS, H, R, WORDS, FRAMED, HAS_CHANNELS
+        q_ptr,
+        key_scale_ptr,
+        channels_ptr,
+        pair,
+        K,
+        G,
+        TOKENS,
+        COLS,
+        H,
+        R,
+        WORDS,
+        FRAMED,
+        HAS_CHANNELS,
     )
     unit *= SCALE
     length = tl.load(lengths_ptr + pair)
     used = tl.load(count_ptr + pair) if LISTED else tl.minimum(tl.cdiv(length, P), M)
-    row, col, word = tl.arange(0, BLOCK), tl.arange(0, COLS), tl.arange(0, WORDS)
-    slot = row % P
+    ROWS: tl.constexpr = BLOCK // TOKENS
+    row, col, word = tl.arange(0, ROWS) * TOKENS, tl.arange(0, COLS), tl.arange(0, WORDS)
+    slot, turn, head = row % P, (tl.arange(0, TOKENS))[None, :], (col // TOKENS)[None, :]
     words_ptr = packed_ptr.to(tl.pointer_type(tl.int16))  # [pages, P, R / 4]
     if not HAS_TABLE:
-        head = pair.to(tl.int64) * (M * P)
-        words_ptr += head * (R // 4)
-        scale_ptr += head
-        zero_ptr += head
-    to_ptr = out_ptr + ((pair * G + col).to(tl.int64) * (ENTRIES * P))[None, :]
+        rows = pair.to(tl.int64) * (M * P)
+        words_ptr += rows * (R // 4)
+        scale_ptr += rows
+        zero_ptr += rows
+    to_ptr = out_ptr + (pair * G + head).to(tl.int64) * (ENTRIES * P) + (col % TOKENS)[None, :]
     tiles = tl.maximum(tl.cdiv(tl.minimum(used * P, last) - first, BLOCK), 0)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         entry = first // P + tile * (BLOCK // P) + row // P
@@ -255,40 +283,55 @@ def scores_kernel(
         page = near
         if LISTED:
             page = tl.load(ids_ptr + pair * ENTRIES + near)
-        seen = (page * P + slot < length) & (entry < used)
+        # [ROWS, TOKENS]: of every token
+        seen = ((page * P + slot)[:, None] + turn < length) & (entry < used)[:, None]
         if HAS_BITS:
-            seen &= (tl.load(bits_ptr + pair * ENTRIES + near) >> slot.to(tl.uint32)) & 1 != 0
+            bits = tl.load(bits_ptr + pair * ENTRIES + near)[:, None]
+            seen &= (bits >> (slot[:, None] + turn).to(tl.uint32)) & 1 != 0
         if HAS_TABLE:
             page = tl.load(table_ptr + pair * M + page).to(tl.int64)
-        at = tl.max_contiguous(tl.multiple_of(page * P + slot, P), P)
+        if TOKENS == 1:
+            at = tl.max_contiguous(tl.multiple_of(page * P + slot, P), P)
+        else:
+            at = tl.multiple_of(page * P + slot, TOKENS)
         words_at = words_ptr + at[:, None] * (R // 4) + word[None, :]
         words = (
             tl.load(words_at)
-            if WORDS == R // 4
-            else tl.load(words_at, mask=(word < R // 4)[None, :])
+            if WORDS == TOKENS * (R // 4)
+            else tl.load(words_at, mask=(word < TOKENS * (R // 4))[None, :])
         )
-        scale = tl.load(scale_ptr + at).to(tl.float32) * unit
-        zero = tl.load(zero_ptr + at).to(tl.float32) * unit
+        scale = tl.load(scale_ptr + at[:, None] + turn).to(tl.float32) * unit
+        zero = tl.load(zero_ptr + at[:, None] + turn).to(tl.float32) * unit
         k0, k1, k2, k3 = _operands(words)
-        # [BLOCK, COLS]: Σ q·code of the scaled query, and `offset`
+        # [ROWS, COLS]: Σ q·code of the scaled query, and `offset`
         dot = tl.dot(k0, q0)
         dot = tl.dot(k1, q1, dot)
         dot = tl.dot(k2, q2, dot)
         dot = tl.dot(k3, q3, dot)
-        base = total[None, :] * zero[:, None] + tl.where(seen, 0.0, float("-inf"))[:, None]
-        scores = (dot - offset[None, :]) * scale[:, None] + base
+        hidden = _by_column(tl.where(seen, 0.0, float("-inf")), COLS)
+        scores = (dot - offset[None, :]) * _by_column(scale, COLS)
+        scores += total[None, :] * _by_column(zero, COLS) + hidden
         if FRAMED:
             UNITS: tl.constexpr = BLOCK // UNIT
             nth = first // UNIT + tile * UNITS + tl.arange(0, UNITS)
             if LISTED:
                 nth = tl.load(ids_ptr + pair * ENTRIES + tl.minimum(nth, used - 1))
             span = tl.minimum(nth * UNIT // SPAN, SPANS - 1)
-            own = tl.load(terms_ptr + ((pair * SPANS + span) * COLS)[:, None] + col[None, :])
-            spread = tl.broadcast_to((SCALE * own)[:, None, :], [UNITS, UNIT, COLS])
-            scores += tl.reshape(spread, [BLOCK, COLS])
+            own = tl.load(terms_ptr + ((pair * SPANS + span) * TERMS)[:, None] + head)
+            spread = tl.broadcast_to((SCALE * own)[:, None, :], [UNITS, UNIT // TOKENS, COLS])
+            scores += tl.reshape(spread, [ROWS, COLS])
         to = (first + tile * BLOCK + row)[:, None]
-        tl.store(to_ptr + to, scores, mask=(col < G)[None, :] & (to < ENTRIES * P))
+        tl.store(to_ptr + to, scores, mask=(head < G) & (to < ENTRIES * P))
     for tile in range(tiles, tl.cdiv(last - first, BLOCK)):
         to = (first + tile * BLOCK + row)[:, None]
-        nothing = tl.full([BLOCK, COLS], float("-inf"), tl.float32)
-        tl.store(to_ptr + to, nothing, mask=(col < G)[None, :] & (to < ENTRIES * P))
+        nothing = tl.full([ROWS, COLS], float("-inf"), tl.float32)
+        tl.store(to_ptr + to, nothing, mask=(head < G) & (to < ENTRIES * P))
+
+
+@triton.jit
+def _by_column(numbers, COLS: tl.constexpr):
+    """Gives each column the number of its token: [rows, tokens] becomes [rows, COLS]."""
+    ROWS: tl.constexpr = numbers.shape[0]
+    TOKENS: tl.constexpr = numbers.shape[1]
+    wide = tl.broadcast_to(numbers[:, None, :], [ROWS, COLS // TOKENS, TOKENS])
+    return tl.reshape(wide, [ROWS, COLS])
