@@ -67,7 +67,10 @@ def int4_scores(
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, heads), head_dim = layer.lengths.shape, q.shape[2]
-    tiling = ScoresTiling() if tiling is None else tiling
+    width, group = 2 * keys.packed.shape[-1], q.shape[1] // heads
+    cols = max(8, triton.next_power_of_2(group))
+    tokens = tokens_of_row(width // 4, layer.page_size)
+    tiling = ScoresTiling(block=128 * tokens) if tiling is None else tiling
     entries = layer.num_pages if selection is None else selection.ids.shape[2]
     shape = (batch, q.shape[1], entries * layer.page_size)
     if not shape[2]:
@@ -75,14 +78,11 @@ def int4_scores(
     tiles = triton.cdiv(shape[2], tiling.block)
     everywhere = tiling.programs * jax.local_devices()[0].core_count
     per_program = min(triton.cdiv(tiles * batch * heads, everywhere), tiling.max_tiles)
-    group = q.shape[1] // heads
     absent = layer.lengths  # stands in for arrays that the call lacks; never read
     bits = None if selection is None else selection.bits
     chained = (
         1 + (selection is not None) + (layer.block_table is not None)
     )  # loads that wait for one another
-    width, cols = 2 * keys.packed.shape[-1], max(8, triton.next_power_of_2(group))
-    tokens = tokens_of_row(width // 4, layer.page_size)
     inputs = (
         q,
         *keys,
