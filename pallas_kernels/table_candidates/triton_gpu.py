@@ -176,7 +176,7 @@ def candidates_kernel(
         all_counted = tl.sum(upper, 0).to(tl.int64)
         best = tl.cdiv(wanted * all_counted, tl.maximum(newest - always, 1)).to(tl.int32)
         if every > 1:
-            best += (SLACK * tl.sqrt(best.to(tl.float32))).to(tl.int32)
+            best += (tl.sqrt(best.to(tl.float32)) * SLACK).to(tl.int32)
         bin, above = _end(upper, best)
         floor = bin << LOW
         if tl.sum(tl.where(bins >= bin, upper, 0), 0) > CROWD * best:
