@@ -98,7 +98,8 @@ def jsparse_step(
     )
     # maintenance that falls into any timing is compiled before the first
     measured, period = STEPS * RUNS + PROFILED * count, method.services.period
-    due = -(-period // count) + 1 if period <= WARM_UP * count + measured else 0
+    # programs up to the first: the last few steps before it are a program each
+    due = 1 + sum(divmod(period, count)) if period <= WARM_UP * count + measured else 0
     warm_up = max(WARM_UP, due)
     held = context - warm_up * count - measured - 1
     steps = None if drafts else count
@@ -118,7 +119,7 @@ def jsparse_step(
         steps = 0
         for _ in range(STEPS // count):
             result = next(results)
-            steps += 1 if drafts else len(result.tokens)  # fewer than usual before maintenance
+            steps += 1 if drafts else len(result.tokens)  # before maintenance it may be one
         result.tokens.block_until_ready()
         times.append((time.perf_counter() - began) / steps)
     shares = jax.tree.map(lambda x: x[-1], result.stats)

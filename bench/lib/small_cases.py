@@ -382,7 +382,7 @@ OPS = {
     ),
     "many_rows_product": Op(
         multiplied,
-        named(quantized_cases.OTHERS, "many_rows many_rows_left_over pairs_of_programs"),
+        named(quantized_cases.OTHERS, "many_rows many_rows_left_over pairs_of_programs one_tile"),
     ),
     "few_rows_product": Op(
         multiplied_in_threads,
@@ -435,7 +435,8 @@ OPS = {
         candidates,
         named(
             candidate_cases.CASES,
-            "best_ragged best_odd best_long best_striped best_gap paper_ragged paper_few paper_long",
+            "best_ragged best_odd best_long best_striped best_inverted best_gap "
+            "paper_ragged paper_few paper_long",
         ),
     ),
     "table_update": Op(tables_updated, named(table_cases.CASES, "any penalty odd one_slot long")),

@@ -205,4 +205,9 @@ CASES = (
         table="scrambled",
     ),
     FrameCase("8_channels_without_frame", chosen=8, framed=False, num_pages=21, table="scrambled"),
+    # neighbouring tokens in a row: as many as a page has, more than it has, other groups
+    FrameCase("in_frame_16_channels", chosen=16, page_size=4, num_pages=41, group=5, bits=True),
+    _kept("whole_16_channels_pages_of_2", chosen=16, page_size=2, num_pages=41, group=3),
+    _kept("whole_24_channels", head_dim=96, chosen=24, num_pages=21, group=16),
+    _kept("whole_32_channels", head_dim=128, chosen=32, num_pages=41, group=1, table="scrambled"),
 )

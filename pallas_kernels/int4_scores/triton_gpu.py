@@ -37,8 +37,8 @@ class ScoresTiling(NamedTuple):
     """Describes how the work is cut; the bits of a result do not depend on it.
 
     Attributes:
-        block: tokens per tile, whole pages. With 64 per warp each thread loads two scales: 4 bytes,
-            the fewest that can be copied asynchronously.
+        block: tokens per tile, whole pages. With 64 rows per warp each thread loads two scales or
+            more: 4 bytes, the fewest that can be copied asynchronously.
         max_tiles: most tiles per program.
         programs: programs per multiprocessor before any is given more than one tile.
         num_warps: warps per program.
@@ -68,7 +68,7 @@ def int4_scores(
 
     (batch, heads), head_dim = layer.lengths.shape, q.shape[2]
     width, group = 2 * keys.packed.shape[-1], q.shape[1] // heads
-    cols = max(8, triton.next_power_of_2(group))
+    terms = max(8, triton.next_power_of_2(group))
     tokens = tokens_of_row(width // 4, layer.page_size)
     tiling = ScoresTiling(block=128 * tokens) if tiling is None else tiling
     entries = layer.num_pages if selection is None else selection.ids.shape[2]
@@ -93,7 +93,7 @@ def int4_scores(
         absent if layer.block_table is None else layer.block_table,
         absent if channels is None else channels,
         absent if frame is None else frame.key_scale,
-        absent if frame is None else span_terms(q, frame, cols),
+        absent if frame is None else span_terms(q, frame, terms),
     )
     return triton_call(
         *inputs,
@@ -112,11 +112,11 @@ def int4_scores(
         G=group,
         TOKENS=tokens,
         COLS=max(8, tokens * triton.next_power_of_2(group)),  # 8 is the least N of an MMA
-        TERMS=cols,
+        TERMS=terms,
         H=head_dim,
         R=width,
         WORDS=max(LEAST_WORDS, triton.next_power_of_2(width // 4)),
-        # a page lies in one span; with all pages so does a tile
+        # a page lies in one span; with all pages so do UNIT tokens
         UNIT=min(tiling.block, key_constants.SPAN) if selection is None else layer.page_size,
         SPANS=1 if frame is None else frame.angles.shape[0],
         FRAMED=frame is not None,
@@ -176,9 +176,9 @@ def _query(
     Returns the four parts [WORDS, COLS], and by column the sum of its channels and what 1024 adds
     to its products; then the unit of all three.
     """
-    head, turn = tl.arange(0, COLS) // TOKENS, tl.arange(0, COLS) % TOKENS
+    head, place = tl.arange(0, COLS) // TOKENS, tl.arange(0, COLS) % TOKENS
     column = tl.arange(0, 4 * WORDS)
-    channel = column[None, :] - (turn * R)[:, None]  # of the token whose turn it is
+    channel = column[None, :] - (place * R)[:, None]  # of the token at that place in a row
     real = (channel >= 0) & (channel < R)
     if HAS_CHANNELS:
         channel = tl.load(channels_ptr + pair * R + channel, mask=real, other=0)
@@ -267,7 +267,7 @@ def scores_kernel(
     used = tl.load(count_ptr + pair) if LISTED else tl.minimum(tl.cdiv(length, P), M)
     ROWS: tl.constexpr = BLOCK // TOKENS
     row, col, word = tl.arange(0, ROWS) * TOKENS, tl.arange(0, COLS), tl.arange(0, WORDS)
-    slot, turn, head = row % P, (tl.arange(0, TOKENS))[None, :], (col // TOKENS)[None, :]
+    slot, place, head = row % P, (tl.arange(0, TOKENS))[None, :], (col // TOKENS)[None, :]
     words_ptr = packed_ptr.to(tl.pointer_type(tl.int16))  # [pages, P, R / 4]
     if not HAS_TABLE:
         rows = pair.to(tl.int64) * (M * P)
@@ -284,10 +284,10 @@ def scores_kernel(
         if LISTED:
             page = tl.load(ids_ptr + pair * ENTRIES + near)
         # [ROWS, TOKENS]: of every token
-        seen = ((page * P + slot)[:, None] + turn < length) & (entry < used)[:, None]
+        seen = ((page * P + slot)[:, None] + place < length) & (entry < used)[:, None]
         if HAS_BITS:
             bits = tl.load(bits_ptr + pair * ENTRIES + near)[:, None]
-            seen &= (bits >> (slot[:, None] + turn).to(tl.uint32)) & 1 != 0
+            seen &= (bits >> (slot[:, None] + place).to(tl.uint32)) & 1 != 0
         if HAS_TABLE:
             page = tl.load(table_ptr + pair * M + page).to(tl.int64)
         if TOKENS == 1:
@@ -300,8 +300,8 @@ def scores_kernel(
             if WORDS == TOKENS * (R // 4)
             else tl.load(words_at, mask=(word < TOKENS * (R // 4))[None, :])
         )
-        scale = tl.load(scale_ptr + at[:, None] + turn).to(tl.float32) * unit
-        zero = tl.load(zero_ptr + at[:, None] + turn).to(tl.float32) * unit
+        scale = tl.load(scale_ptr + at[:, None] + place).to(tl.float32) * unit
+        zero = tl.load(zero_ptr + at[:, None] + place).to(tl.float32) * unit
         k0, k1, k2, k3 = _operands(words)
         # [ROWS, COLS]: Σ q·code of the scaled query, and `offset`
         dot = tl.dot(k0, q0)

@@ -59,7 +59,8 @@ OTHERS = (
     Case("many_rows", batch=(7, 7)),
     Case("many_rows_left_over", batch=(100,), out=128, width=576),
     Case("pairs_of_programs", batch=(200,), out=320, width=576),  # the last one lies past the end
-    Case("one_tile", batch=(200,), out=64),  # and three past the end
+    Case("one_tile", batch=(200,), out=64),  # three more lie past the end
+    Case("one_chunk", batch=(40,), width=64),
     Case("no_rows", batch=(0,)),
     Case("float32", dtype="float32"),
     Case("float16", dtype="float16"),

@@ -285,8 +285,8 @@ def _store(p: Problem, r: Refs, warpgroup: Any, sums: Any, unit: Unit) -> None:
         if p.interpret or p.dtype == jnp.float32:
             _store_by_eight(p, r.out, sums, unit.x_row, out_row, by_eight)
         else:
-            # of a matrix of one tile Mosaic drops that axis: TMA would store what lies past the
-            # end over the tile
+            # with one tile along an axis Mosaic drops the axis: TMA would store a tile past the
+            # end over the first
             pl.when(out_row < p.out)(
                 lambda: _store_tiles(p, r, warpgroup, sums, unit.x_row, out_row)
             )

@@ -13,7 +13,7 @@ import numpy as np
 from jsparse.pallas_kernels.table_candidates.rules import Best, CandidateRule, Kurtosis
 
 type Like = Literal[
-    "past", "signed", "ties", "constant", "zeros", "large", "striped", "flat", "gap"
+    "past", "signed", "ties", "constant", "zeros", "large", "striped", "inverted", "flat", "gap"
 ]
 
 
@@ -40,9 +40,10 @@ class Case:
         like: distribution of the entries: "past", most near 0 and few large ones, as attention
             leaves them; "signed", normal; "ties", few different numbers; "constant"; "zeros";
             "large", up to 2^12 times as large as "past"; "striped", 0 for 8 slots in turn with
-            "past" for 8, over slots alone; "flat", all within a factor of two, as where attention
-            is nearly uniform; "gap", likewise, but nearly as many as are wanted lie 32 times as
-            high, as what steps list again and again does.
+            "past" for 8, over slots alone; "inverted", likewise 1 for 8 and 0.5 to 1 for 8, so
+            that a sample may see the largest alone; "flat", all within a factor of two, as where
+            attention is nearly uniform; "gap", likewise, but nearly as many as are wanted lie 32
+            times as high, as what steps list again and again does.
         ragged: whether heads hold different numbers of slots, 0, 1, sink and S among them.
     """
 
@@ -68,7 +69,8 @@ class Case:
             edges = [self.slots, 0, 1, min(self.sink, self.slots)][: lengths.size - 1]
             lengths.flat[: len(edges)] = edges
         newest, at = lengths[..., None] - 1, np.arange(self.slots)
-        entries = self._entries(rng), self._entries(rng) * (self.like != "striped")
+        by_slot = self.like in ("striped", "inverted")
+        entries = self._entries(rng), self._entries(rng) * (not by_slot)
         looked_at = (
             (at >= self.sink) & (at < newest),
             (at >= 1) & (at <= newest - self.sink),
@@ -99,6 +101,7 @@ class Case:
     def _entries(self, rng: np.random.Generator) -> np.ndarray:
         shape = self.batch, self.kv_heads, self.slots
         past, flat = rng.gamma(0.1, size=shape), rng.uniform(0.7, 1.4, shape)
+        stripes = np.arange(self.slots) // 8 % 2
         return {
             "past": past,
             "signed": rng.normal(size=shape),
@@ -106,7 +109,8 @@ class Case:
             "constant": np.full(shape, 0.5),
             "zeros": np.where(rng.random(shape) < 0.5, 0.0, -0.0),
             "large": past * 2.0 ** rng.uniform(0, 12, shape),
-            "striped": past * (np.arange(self.slots) // 8 % 2),
+            "striped": past * stripes,
+            "inverted": np.where(stripes, rng.uniform(0.5, 1.0, shape), 1.0),
             "flat": flat,
             "gap": flat * np.where(rng.random(shape) < 0.49 * self.number, 32.0, 1.0),
         }[self.like]
@@ -129,7 +133,8 @@ CASES = (
     Case("best_one_slot", batch=1, kv_heads=1, slots=1),
     Case("best_odd", slots=333, number=0.3, ragged=True),
     Case("best_long", batch=1, kv_heads=2, slots=5000, number=0.04, ragged=True),
-    Case("best_striped", batch=1, kv_heads=2, slots=5000, number=0.04, like="striped"),
+    Case("best_striped", batch=1, kv_heads=1, slots=8000, number=0.04, like="striped"),
+    Case("best_inverted", batch=1, kv_heads=1, slots=8000, number=0.7, like="inverted"),
     Case("best_flat", slots=2000, number=0.04, like="flat", ragged=True),
     Case("best_gap", slots=2000, number=0.04, like="gap", ragged=True),
     Case("paper", a=0.05),

@@ -8,9 +8,9 @@ owns a part of the slots and takes four steps:
    many would, the sample is counted by the lower bits too, for a higher floor. The slots that reach
    it, the few, are gathered in their order.
 3. The few are counted, score by score for almost two octaves above the floor, and by octaves above
-   that. If the threshold lies there, they are counted again from its octave on; if all programs'
-   few are too few, everything is repeated with all scores in place of a sample. Then all programs
-   know it.
+   that. If the threshold lies among the octaves, they are counted again from its octave on; if all
+   programs' few are too few, everything is repeated with all scores in place of a sample. Then all
+   programs know the threshold.
 4. It lists its few that exceed the threshold, and as many that equal it as are wanted; the counts
    of the parts before its own tell where they begin.
 
@@ -43,7 +43,8 @@ SAMPLED = tl.constexpr(8)  # neighbouring slots of a sample
 UPPER = tl.constexpr(1 << 8)  # bins of the upper 8 bits of a score, which has 15
 LOW = tl.constexpr(7)  # the number of its other bits
 LOWER = tl.constexpr(1 << 7)  # bins of these
-SINGLE = tl.constexpr(224)  # bins of single scores among those that count the few
+BINS = tl.constexpr(1 << 8)  # that count the few, as many as a thread block has threads
+SINGLE = tl.constexpr(224)  # of these, the bins of single scores; the others are of octaves
 CROWD = tl.constexpr(3)  # times as many slots as are wanted are too many to gather
 SLACK = tl.constexpr(8.0)  # by so many square roots a sample's number may be off
 GRAIN = tl.constexpr(64)  # parts begin at multiples of it
@@ -80,7 +81,7 @@ def table_candidates(
         # from here on memory that the kernel works in
         jax.ShapeDtypeStruct((pairs, slots), jnp.int32),
         jax.ShapeDtypeStruct((pairs, parts, UPPER.value), jnp.int32),
-        jax.ShapeDtypeStruct((pairs, parts, UPPER.value), jnp.int32),
+        jax.ShapeDtypeStruct((pairs, 2, parts, BINS.value), jnp.int32),
         jax.ShapeDtypeStruct((pairs, parts, LOWER.value), jnp.int32),
         jax.ShapeDtypeStruct((pairs,), jnp.int32),
     )
@@ -123,7 +124,7 @@ def candidates_kernel(
     count_ptr,  # [pairs]
     few_ptr,  # [pairs, SLOTS], those of each part from its first slot on
     upper_ptr,  # [pairs, PARTS, UPPER], of a sample
-    few_counts_ptr,  # [pairs, PARTS, UPPER], of the few
+    few_counts_ptr,  # [pairs, 2, PARTS, BINS], of the few
     lower_ptr,  # [pairs, PARTS, LOWER], of a sample
     arrived_ptr,  # [pairs], zeros where there are several parts
     SLOTS: tl.constexpr,
@@ -156,20 +157,20 @@ def candidates_kernel(
     few_ptr += row + begin
     ids_ptr += pair.to(tl.int64) * CAPACITY
     upper_ptr += pair * PARTS * UPPER
-    few_counts_ptr += pair * PARTS * UPPER
+    few_counts_ptr += pair * 2 * PARTS * BINS
     lower_ptr += pair * PARTS * LOWER
 
     every = tl.minimum(tl.maximum(size // SAMPLE, 1), RAREST)
-    bins = tl.arange(0, UPPER)
+    bins = tl.arange(0, BINS)
     meetings, few, floor, bin, above = 0, 0, 0, 0, 0
-    counts, earlier = tl.zeros([UPPER], tl.int32), tl.zeros([UPPER], tl.int32)
+    counts, earlier = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
     enough = True
     searching = True
     while searching:
         upper = _sample(
             vertical_ptr, distance_ptr, begin, end, newest, every, 0, False, SINK, SAMPLE
         )
-        tl.store(upper_ptr + part * UPPER + bins, upper)
+        tl.store(upper_ptr + part * UPPER + tl.arange(0, UPPER), upper)
         meetings = meet(arrived_ptr + pair, meetings, PARTS)
 
         upper = _counts(upper_ptr, 0, PARTS, UPPER)[0]
@@ -179,7 +180,7 @@ def candidates_kernel(
             best += (tl.sqrt(best.to(tl.float32)) * SLACK).to(tl.int32)
         bin, above = _end(upper, best)
         floor = bin << LOW
-        if tl.sum(tl.where(bins >= bin, upper, 0), 0) > CROWD * best:
+        if tl.sum(tl.where(tl.arange(0, UPPER) >= bin, upper, 0), 0) > CROWD * best:
             lower = _sample(
                 vertical_ptr, distance_ptr, begin, end, newest, every, bin, True, SINK, SAMPLE
             )
@@ -202,9 +203,11 @@ def candidates_kernel(
         tl.debug_barrier()
         counting = True
         while counting:
-            tl.store(few_counts_ptr + part * UPPER + bins, _count_few(few_ptr, few, floor, FEW))
+            # two places in turn: others may still read what this program told them last
+            told_ptr = few_counts_ptr + meetings % 2 * PARTS * BINS
+            tl.store(told_ptr + part * BINS + bins, _count_few(few_ptr, few, floor, FEW))
             meetings = meet(arrived_ptr + pair, meetings, PARTS)
-            counts, earlier = _counts(few_counts_ptr, part, PARTS, UPPER)
+            counts, earlier = _counts(told_ptr, part, PARTS, BINS)
             bin, above = _end(counts, wanted)
             enough = tl.sum(counts, 0) >= wanted
             counting = enough & (bin >= SINGLE) & (wanted > 0)
@@ -295,17 +298,17 @@ def _count_few(
 ):
     """Counts the few of a part that reach the floor.
 
-    The first bins are those of single scores from the floor on, the others of octaves behind these;
-    the last counts all that is higher, too.
+    The first bins are those of single scores from the floor on, the others of octaves above these;
+    the last counts everything above, too.
     """
-    counts = tl.zeros([UPPER], tl.int32)
+    counts = tl.zeros([BINS], tl.int32)
     for start in range(0, few, FEW):
         nth = start + tl.arange(0, FEW)
         key = (tl.load(few_ptr + nth, mask=nth < few, other=0) >> FIELD) & KEYS
         over = tl.maximum(key - floor, 0)
-        octave = tl.minimum((over - SINGLE) >> LOW, UPPER - 1 - SINGLE)
+        octave = tl.minimum((over - SINGLE) >> LOW, BINS - 1 - SINGLE)
         bin = tl.where(over < SINGLE, over, SINGLE + octave)
-        counts += tl.histogram(bin, UPPER, mask=(nth < few) & (key >= floor))
+        counts += tl.histogram(bin, BINS, mask=(nth < few) & (key >= floor))
     return counts
 
 

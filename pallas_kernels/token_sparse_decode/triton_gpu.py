@@ -2,9 +2,10 @@
 
 Rows are gathered one by one, those of K only where the list brings no logits. A page stands for its
 tokens, whose rows lie behind one another. The list of a head is cut into units, whose length
-depends on what that head lists alone, so that a row gives the same bits alone and in any batch. A
-fixed number of programs share out the units of all heads, which each of them finds by itself in a
-prefix sum over all counts; a second, small launch merges the units of every head.
+depends on what that head lists and on the capacity of lists alone, so that a row gives the same
+bits alone and in any batch. A fixed number of programs share out the units of all heads, which each
+of them finds by itself in a prefix sum over all counts; a second, small launch merges the units of
+every head.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from jsparse.partials import AttentionOut, ListedLogits, Stats, StatsKind, softm
 from jsparse.selection import Selection
 
 MAX_SUMS = 64 * 128  # sums of V that the registers of four warps hold
-LONG = 2048  # ids of a list
+LONG = 2048  # the capacity from which on lists are long
 
 
 class TokenTiling(NamedTuple):
@@ -100,8 +101,8 @@ def default_tiling(
     """Chooses blocks of 16 KB of K.
 
     Two of them and two of V in flight, in each of three programs, fill a multiprocessor; where
-    logits are listed, registers do not hold more than two programs. Of long lists four programs of
-    two warps then have half of that each.
+    logits are listed, registers do not hold more than two programs. With long lists, four programs
+    of two warps then have half of that in flight each.
     """
     width = triton.next_power_of_2(head_dim)
     block = min(max(16384 // (width * itemsize), 16), 128)

@@ -22,7 +22,7 @@ LARGE = [
     for out, width in SHAPES
     for rows in (1, 4, 16, 32, 50, 256, 700)
 ]
-LARGE += [Case("long", (2500,), 4096, 4096)]
+LARGE += [Case("long", (2500,), 4096, 4096), Case("longest", (4096,), 960, 576)]
 TAKES = {
     "mosaic": lambda case, rows: (
         ((2 < rows <= 4 and case.width % 128 == 0) or 4 < rows <= 4096)

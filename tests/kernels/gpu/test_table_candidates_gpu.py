@@ -19,6 +19,9 @@ LARGE = (
     # samples see zeros alone, half of the slots
     Case("large_striped", batch=4, kv_heads=8, slots=65536, number=0.04, like="striped"),
     Case("large_striped_ragged", batch=1, kv_heads=3, slots=65536, like="striped", ragged=True),
+    # samples see the largest alone: too few are gathered
+    Case("large_inverted", batch=4, kv_heads=8, slots=65536, number=0.7, like="inverted"),
+    Case("large_few", batch=1, kv_heads=8, slots=65536, number=1.6e-4),  # 6 are ranked
     Case("large_number", batch=2, kv_heads=8, slots=65536, number=0.5, ragged=True),
     Case("large_constant", batch=8, kv_heads=8, slots=32768, number=0.04, like="constant"),
     Case("large_flat", batch=1, kv_heads=8, slots=131072, number=0.04, like="flat"),
