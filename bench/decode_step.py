@@ -31,6 +31,7 @@ import itertools
 import json
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -116,24 +117,14 @@ def jsparse_step(
     for _ in range(RUNS):
         result.tokens.block_until_ready()
         began = time.perf_counter()
-        steps = 0
-        for _ in range(STEPS // count):
-            result = next(results)
-            steps += 1 if drafts else len(result.tokens)  # before maintenance it may be one
+        result, number = dispatched(results, STEPS // count, rounds=drafts > 0)
         result.tokens.block_until_ready()
-        times.append((time.perf_counter() - began) / steps)
+        times.append((time.perf_counter() - began) / number)
     shares = jax.tree.map(lambda x: x[-1], result.stats)
     found = {}
     if profiled:
-        made: list[Any] = []
-
-        def some_programs() -> list[Any]:
-            made.extend(next(results).tokens for _ in range(PROFILED))
-            return made
-
-        events = traced(some_programs)
-        steps = PROFILED if drafts else sum(map(len, made))
-        found = {"kernels": step_kernels(events, steps)}
+        (_, number), events = traced(lambda: dispatched(results, PROFILED, rounds=drafts > 0))
+        found = {"kernels": step_kernels(events, number)}
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     embedding = nbytes(weights["params"]["embed"])
@@ -149,6 +140,15 @@ def jsparse_step(
         "read_fraction": float(shares.read.mean()),
         "peak_bytes": stats.get("peak_bytes_in_use"),
     } | found
+
+
+def dispatched(results: Iterator[Any], programs: int, *, rounds: bool) -> tuple[Any, int]:
+    """Dispatches programs; returns the last one's result, and the steps or rounds of all."""
+    number = 0
+    for _ in range(programs):
+        result = next(results)
+        number += 1 if rounds else len(result.tokens)  # before maintenance it may be one
+    return result, number
 
 
 def shaped_model(shape: str, context: int, ranks: int, *, quantized: bool) -> Any:

@@ -139,12 +139,12 @@ def read_trace(folder: Path) -> list[Event]:
     return sorted(found, key=lambda event: event.start)
 
 
-def traced(run: Callable[[], Any]) -> list[Event]:
-    """Runs something, waits for what it returns, and returns what ran on the GPU."""
+def traced[Result](run: Callable[[], Result]) -> tuple[Result, list[Event]]:
+    """Runs something and waits for its result; also returns what ran on the GPU."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            jax.block_until_ready(run())
-        return read_trace(Path(folder))
+            result = jax.block_until_ready(run())
+        return result, read_trace(Path(folder))
 
 
 def step_kernels(events: Sequence[Event], steps: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ The programs of a head meet after each counting (triton_meeting.py).
 """
 
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +115,18 @@ def number_of_parts(pairs: int, slots: int) -> int:
     return max(1 << max(wanted.bit_length() - 1, 0), lowest)
 
 
+class Part(NamedTuple):
+    """Holds the slots of a head that a program owns."""
+
+    vertical: Any  # [SLOTS], of the head
+    distance: Any  # where the newest slot's distance, 0, stands
+    few: Any  # where those of its slots go that are gathered
+    begin: Any
+    end: Any  # of those that the head holds
+    room: Any  # the end of what may be read and is its own
+    newest: Any  # slot of the head
+
+
 @triton.jit
 def candidates_kernel(
     vertical_ptr,  # [pairs, SLOTS], the bits of bfloat16
@@ -152,9 +165,9 @@ def candidates_kernel(
     begin = part * size
     end = tl.minimum(begin + size, length)
     row = pair.to(tl.int64) * SLOTS
-    vertical_ptr += row
-    distance_ptr += row + newest
     few_ptr += row + begin
+    room = tl.minimum(begin + size, whole)
+    own = Part(vertical_ptr + row, distance_ptr + row + newest, few_ptr, begin, end, room, newest)
     ids_ptr += pair.to(tl.int64) * CAPACITY
     upper_ptr += pair * PARTS * UPPER
     few_counts_ptr += pair * 2 * PARTS * BINS
@@ -167,9 +180,7 @@ def candidates_kernel(
     enough = True
     searching = True
     while searching:
-        upper = _sample(
-            vertical_ptr, distance_ptr, begin, end, newest, every, 0, False, SINK, SAMPLE
-        )
+        upper = _sample(own, every, 0, False, SINK, SAMPLE)
         tl.store(upper_ptr + part * UPPER + tl.arange(0, UPPER), upper)
         meetings = meet(arrived_ptr + pair, meetings, PARTS)
 
@@ -181,26 +192,12 @@ def candidates_kernel(
         bin, above = _end(upper, best)
         floor = bin << LOW
         if tl.sum(tl.where(tl.arange(0, UPPER) >= bin, upper, 0), 0) > CROWD * best:
-            lower = _sample(
-                vertical_ptr, distance_ptr, begin, end, newest, every, bin, True, SINK, SAMPLE
-            )
+            lower = _sample(own, every, bin, True, SINK, SAMPLE)
             tl.store(lower_ptr + part * LOWER + tl.arange(0, LOWER), lower)
             meetings = meet(arrived_ptr + pair, meetings, PARTS)
             floor += _end(_counts(lower_ptr, 0, PARTS, LOWER)[0], best - above)[0]
 
-        few = 0
-        for start in range(begin, end, TILE):
-            nth = tl.arange(0, TILE)
-            slot = start + nth
-            inside = (slot < begin + size) & (slot < whole)
-            ranked = inside & (slot >= SINK) & (slot < newest)
-            key = _keys(vertical_ptr + start, distance_ptr - start, nth, inside, ranked)
-            gathered = _rows(ranked & (key >= floor), TILE, 8)
-            before, more = _before(gathered.to(tl.int32))
-            word = (key << FIELD) | (slot - begin)
-            tl.store(few_ptr + few + before, _rows(word, TILE, 8), mask=gathered)
-            few += more
-        tl.debug_barrier()
+        few = _gather(own, floor, SINK, TILE)
         counting = True
         while counting:
             # two places in turn: others may still read what this program told them last
@@ -219,21 +216,7 @@ def candidates_kernel(
     ties_before = tl.sum(tl.where(bins == bin, earlier, 0), 0)
     place = sinks + tl.sum(tl.where(bins > bin, earlier, 0), 0)
     lowest = tl.where(wanted > 0, floor + bin, KEYS)
-    for start in range(0, few, FEW):
-        nth = start + tl.arange(0, FEW)
-        word = _rows(tl.load(few_ptr + nth, mask=nth < few, other=0), FEW, 4)
-        key = tl.where(_rows(nth < few, FEW, 4), (word >> FIELD) & KEYS, -1)
-        best, tied = (key > lowest).to(tl.int32), (key == lowest).to(tl.int32)
-        before, found = _before(best | (tied << HALF))
-        nth_tie = ties_before + (before >> HALF)
-        tl.store(
-            ids_ptr + place + (before & HALF_MASK) + tl.minimum(nth_tie, ties),
-            begin + (word & MASK),
-            mask=(best | (tied & (nth_tie < ties))) != 0,
-        )
-        place += found & HALF_MASK
-        ties_before += found >> HALF
-
+    _list(own, few, lowest, ties, ties_before, ids_ptr + place, FEW)
     for start in range(count + part * FEW, CAPACITY, PARTS * FEW):
         behind = start + tl.arange(0, FEW)
         tl.store(ids_ptr + behind, tl.zeros([FEW], tl.int32), mask=behind < CAPACITY)
@@ -262,11 +245,7 @@ def _keys(
 
 @triton.jit
 def _sample(
-    vertical_ptr,  # [SLOTS]
-    distance_ptr,  # where the newest slot's distance, 0, stands
-    begin,
-    end,
-    newest,
+    own,
     every,
     bin,
     BY_LOWER: tl.constexpr,
@@ -277,16 +256,35 @@ def _sample(
     nth = tl.arange(0, SAMPLE)
     nth = nth // SAMPLED * SAMPLED * every + nth % SAMPLED
     counts = tl.zeros([LOWER if BY_LOWER else UPPER], tl.int32)
-    for start in range(begin, end, SAMPLE * every):
+    for start in range(own.begin, own.end, SAMPLE * every):
         slot = start + nth
-        ranked = (slot >= SINK) & (slot < newest) & (slot < end)
-        key = _keys(vertical_ptr + start, distance_ptr - start, nth, ranked, ranked)
+        ranked = (slot >= SINK) & (slot < own.newest) & (slot < own.end)
+        key = _keys(own.vertical + start, own.distance - start, nth, ranked, ranked)
         if BY_LOWER:
             ranked &= key >> LOW == bin
             counts += tl.histogram(key & (LOWER - 1), LOWER, mask=ranked)
         else:
             counts += tl.histogram(key >> LOW, UPPER, mask=ranked)
     return counts
+
+
+@triton.jit
+def _gather(own, floor, SINK: tl.constexpr, TILE: tl.constexpr):
+    """Stores the ranked slots that reach the floor, in their order; returns their number."""
+    few = 0
+    for start in range(own.begin, own.end, TILE):
+        nth = tl.arange(0, TILE)
+        slot = start + nth
+        inside = slot < own.room
+        ranked = inside & (slot >= SINK) & (slot < own.newest)
+        key = _keys(own.vertical + start, own.distance - start, nth, inside, ranked)
+        gathered = _rows(ranked & (key >= floor), TILE, 8)
+        before, more = _before(gathered.to(tl.int32))
+        word = (key << FIELD) | (slot - own.begin)
+        tl.store(own.few + few + before, _rows(word, TILE, 8), mask=gathered)
+        few += more
+    tl.debug_barrier()
+    return few
 
 
 @triton.jit
@@ -310,6 +308,33 @@ def _count_few(
         bin = tl.where(over < SINGLE, over, SINGLE + octave)
         counts += tl.histogram(bin, BINS, mask=(nth < few) & (key >= floor))
     return counts
+
+
+@triton.jit
+def _list(
+    own,
+    few,
+    lowest,
+    ties,
+    ties_before,  # of the parts before
+    ids_ptr,  # where those of this part begin
+    FEW: tl.constexpr,
+):
+    """Lists the few above the lowest score, and those that equal it and are wanted."""
+    for start in range(0, few, FEW):
+        nth = start + tl.arange(0, FEW)
+        word = _rows(tl.load(own.few + nth, mask=nth < few, other=0), FEW, 4)
+        key = tl.where(_rows(nth < few, FEW, 4), (word >> FIELD) & KEYS, -1)
+        best, tied = (key > lowest).to(tl.int32), (key == lowest).to(tl.int32)
+        before, found = _before(best | (tied << HALF))
+        nth_tie = ties_before + (before >> HALF)
+        tl.store(
+            ids_ptr + (before & HALF_MASK) + tl.minimum(nth_tie, ties),
+            own.begin + (word & MASK),
+            mask=(best | (tied & (nth_tie < ties))) != 0,
+        )
+        ids_ptr += found & HALF_MASK
+        ties_before += found >> HALF
 
 
 @triton.jit

@@ -3,19 +3,19 @@
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from bounds_checks import of, physical
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_cache import B, K, M, P, S, T, small_spec
+from small_cache import B, K, M, P, T, small_spec
 
 from jsparse import cache as kv
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import PageBounds, PageBounds8, init
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from jsparse.pallas_kernels.page_bounds.cases import CASES, build, frame_for
+from tests.kernels.histories import after_each, histories, step
 
 ragged = next(case for case in CASES if case.name == "ragged")
 both_forms = pytest.mark.parametrize(
@@ -25,31 +25,13 @@ H = 2
 SPEC = small_spec(head_dim=H)
 
 
-counts = st.lists(st.integers(0, T), min_size=B, max_size=B)
-histories = st.lists(
-    st.tuples(st.sampled_from(["append", "write"]), counts), min_size=1, max_size=8
-)
-
-
 @partial(jax.jit, static_argnums=(0, 1))
 def made(spec, form):
     return kv.init(spec), init(spec, form=form)
 
 
-@jax.jit
-def step(cache, bounds, k, valid):
-    positions = jnp.zeros((B, T), jnp.int32)
-    first = cache.layers[0].lengths
-    cache = kv.append(cache, 0, k, k, positions, valid)
-    return cache, bounds_append(bounds, cache.layers[0], valid, first, max_new=T)
-
-
-@jax.jit
-def rewrite(cache, bounds, k, valid):
-    layer = cache.layers[0]
-    first = layer.lengths - valid[:, None]
-    layer = kv.write(layer, k, k, jnp.zeros((B, T), jnp.int32), valid, first)
-    return kv.replace_layer(cache, 0, layer), bounds_append(bounds, layer, valid, first, max_new=T)
+def keep(bounds, layer, _, valid, first):
+    return bounds_append(bounds, layer, valid, first, max_new=T)
 
 
 @both_forms
@@ -57,15 +39,8 @@ def rewrite(cache, bounds, k, valid):
 @given(history=histories, paged=st.booleans(), seed=st.integers(0, 2**16))
 def test_bounds_are_those_of_the_tokens_held_whatever_the_history(form, history, paged, seed):
     """Bounds stay the tightest after chunks and rewrites, and no other page's change."""
-    rng = np.random.default_rng(seed)
-    pool = B * K * M + 1 if paged else None
-    cache, bounds = made(SPEC._replace(pool_pages=pool), form)
-    for kind, valid in history:
-        lengths = np.asarray(cache.layers[0].lengths)
-        room = S - lengths.max(1) if kind == "append" else lengths.min(1)
-        valid = np.minimum(valid, room).astype(np.int32)
-        k = rng.normal(size=(B, T, K, H)).astype(np.float32)
-        cache, bounds = (step if kind == "append" else rewrite)(cache, bounds, k, valid)
+    made_of = made(SPEC._replace(pool_pages=B * K * M + 1 if paged else None), form)
+    for cache, bounds in after_each(history, seed, *made_of, keep=keep):
         layer = cache.layers[0]
         keys = np.asarray(layer.k)
         for b, n, page in np.ndindex(B, K, M):
@@ -80,11 +55,11 @@ def test_bounds_are_those_of_the_tokens_held_whatever_the_history(form, history,
 def test_only_the_pages_written_are_touched():
     cache, bounds = made(SPEC, PageBounds)
     ones = np.ones((B, T, K, H), np.float32)
-    cache, bounds = step(cache, bounds, ones, np.array([5, 0], np.int32))
+    cache, bounds = step(cache, bounds, ones, np.array([5, 0], np.int32), keep=keep)
     cache = kv.replace_layer(
         cache, 0, cache.layers[0]._replace(k=np.asarray(cache.layers[0].k) + 1)
     )  # K changes without an append
-    _, bounds = step(cache, bounds, 4 * ones, np.array([1, 2], np.int32))
+    _, bounds = step(cache, bounds, 4 * ones, np.array([1, 2], np.int32), keep=keep)
     np.testing.assert_array_equal(
         np.asarray(bounds.high)[:, 0].reshape(B, K, M), [[[1, 4, 0]] * 2, [[4, 0, 0]] * 2]
     )
@@ -97,9 +72,9 @@ def test_tokens_without_room_change_no_page_of_another_head():
     cache, bounds = made(SPEC, PageBounds)
     for value in (1, 2):
         full = np.full((B, T, K, H), value, np.float32)
-        cache, bounds = step(cache, bounds, full, np.array([T, 0], np.int32))
+        cache, bounds = step(cache, bounds, full, np.array([T, 0], np.int32), keep=keep)
     full = np.full((B, T, K, H), 9, np.float32)
-    cache, bounds = step(cache, bounds, full, np.array([T, 0], np.int32))
+    cache, bounds = step(cache, bounds, full, np.array([T, 0], np.int32), keep=keep)
     assert cache.overflow.tolist() == [True, False]
     np.testing.assert_array_equal(
         np.asarray(bounds.high)[:, 0].reshape(B, K, M), [[[1, 2, 2]] * 2, [[0, 0, 0]] * 2]

@@ -3,7 +3,6 @@
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +14,7 @@ from jsparse.model_facts.key_constants import KeyFrame
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys, init
 from jsparse.pallas_kernels.int4_scores.cases import FrameCase, build, options, out_of_frame
+from tests.kernels.histories import after_each, histories, step
 from tests.kernels.int4_checks import around, assert_keys_near, lies, ones, quantised
 
 appended = jax.jit(int4_append)
@@ -23,45 +23,17 @@ SPEC = small_spec(head_dim=H)
 FRAME = KeyFrame(ones(K, H), ones(K, H // 2), ones(1, H))
 
 
-counts = st.lists(st.integers(0, T), min_size=B, max_size=B)
-histories = st.lists(
-    st.tuples(st.sampled_from(["append", "write"]), counts), min_size=1, max_size=8
-)
-
-
 @partial(jax.jit, static_argnums=0)
 def made(spec):
     return kv.init(spec), init(spec)
-
-
-@jax.jit
-def step(cache, keys, k, valid):
-    first = cache.layers[0].lengths
-    cache = kv.append(cache, 0, k, k, jnp.zeros((B, T), jnp.int32), valid)
-    return cache, int4_append(keys, cache.layers[0], k, valid, first)
-
-
-@jax.jit
-def rewrite(cache, keys, k, valid):
-    layer = cache.layers[0]
-    first = layer.lengths - valid[:, None]
-    layer = kv.write(layer, k, k, jnp.zeros((B, T), jnp.int32), valid, first)
-    return kv.replace_layer(cache, 0, layer), int4_append(keys, layer, k, valid, first)
 
 
 @settings(max_examples=25)
 @given(history=histories, paged=st.booleans(), seed=st.integers(0, 2**16))
 def test_appending_is_quantising_what_the_cache_holds(history, paged, seed):
     """The whole pool agrees after chunks and rewrites, so nothing else was touched."""
-    rng = np.random.default_rng(seed)
-    pool = B * K * M + 1 if paged else None
-    cache, keys = made(SPEC._replace(pool_pages=pool))
-    for kind, valid in history:
-        lengths = np.asarray(cache.layers[0].lengths)
-        room = S - lengths.max(1) if kind == "append" else lengths.min(1)
-        valid = np.minimum(valid, room).astype(np.int32)
-        k = rng.normal(size=(B, T, K, H)).astype(np.float32)
-        cache, keys = (step if kind == "append" else rewrite)(cache, keys, k, valid)
+    made_of = made(SPEC._replace(pool_pages=B * K * M + 1 if paged else None))
+    for cache, keys in after_each(history, seed, *made_of, keep=int4_append):
         for part, want in zip(keys, quantised(cache.layers[0].k), strict=True):
             np.testing.assert_array_equal(part, want)
 
@@ -171,9 +143,8 @@ def test_wrong_appends_are_refused(change, message):
 def test_tokens_without_room_are_dropped():
     cache, keys = made(SPEC)
     for _ in range(3):
-        cache, keys = step(
-            cache, keys, np.ones((B, T, K, H), np.float32), np.array([T, 0], np.int32)
-        )
+        k, valid = np.ones((B, T, K, H), np.float32), np.array([T, 0], np.int32)
+        cache, keys = step(cache, keys, k, valid, keep=int4_append)
     assert cache.overflow.tolist() == [True, False]
     np.testing.assert_array_equal(
         np.asarray(keys.zero).reshape(B, -1), [[1] * (K * S), [0] * (K * S)]
