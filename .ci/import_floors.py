@@ -53,6 +53,7 @@ FLOORS = (
 )
 # models stand apart: of what is below they use these modules, which know nothing of caches
 FOR_MODELS = {
+    "machine.jax_settings",
     "machine.memory",
     "machine.processes",
     "machine.extras",

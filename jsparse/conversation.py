@@ -6,6 +6,7 @@ from typing import Any, Unpack
 
 from jsparse.cache import CacheSpec
 from jsparse.generation import Message, generate
+from jsparse.machine.jax_settings import own_settings
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import GENERATE, takes
 from jsparse.policies.expressions import as_policy
@@ -41,6 +42,7 @@ class Conversation:
     """
 
     @takes(GENERATE, more=generate)
+    @own_settings()
     def __init__(self, params: Params, **options: Unpack[GenerateOptions]) -> None:
         """Begins a conversation.
 
@@ -81,6 +83,7 @@ class Conversation:
             reason = f"{short_name(running)} drops tokens" if running.evicts else error
             self.reads_anew = f"{reason}, so every turn reads the whole conversation again"
 
+    @own_settings()
     def answer(
         self,
         messages: Sequence[Message],
@@ -98,6 +101,7 @@ class Conversation:
 
         Raises:
             ValueError: the conversation and a new answer do not fit in the model or in memory.
+            FloatingPointError: the model's logits are NaN.
         """
         rows, _ = prompts.encode(self._params, messages)
         (options,) = per_prompt(self._sampling, len(rows))

@@ -6,6 +6,7 @@ from typing import Any, Unpack, overload
 import numpy as np
 from jaxtyping import Array
 
+from jsparse.machine.jax_settings import own_settings
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import GENERATE, takes
 from jsparse.policies.expressions import as_policy
@@ -53,6 +54,7 @@ def generate(
 
 
 @takes(GENERATE)
+@own_settings()
 def generate(
     params: Params,
     prompt: Any,
@@ -122,6 +124,7 @@ def generate(
     Raises:
         ValueError: an argument is out of range or refused, or the tokens do not fit.
         TypeError: there is no option of that name.
+        FloatingPointError: the model's logits are NaN.
     """
     require_params(params)
     rows, alone = prompts.encode(params, prompt)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jsparse.hyper_parameters import whole_number
+from jsparse.machine.jax_settings import own_settings
 from jsparse.models import orbax_files
 from jsparse.models.config import ModelConfig
 from jsparse.models.config_files import (
@@ -106,6 +107,7 @@ class Params:
 
 
 @takes(LOAD)
+@own_settings()
 def load(
     model: str | os.PathLike[str],
     *,
@@ -227,6 +229,7 @@ def require_in_one_process(params: Params) -> None:
         )
 
 
+@own_settings()
 def save(params: Params, path: str | os.PathLike[str]) -> None:
     """Writes a model into a folder that `load` reads.
 

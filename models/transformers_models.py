@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jsparse.machine.extras import install
+from jsparse.machine.jax_settings import own_settings
 from jsparse.models.checkpoint import Params, parse_dtype, parse_weights, read_store
 from jsparse.models.config_files import checked_config, family_of
 from jsparse.models.generation_config import resolve_settings
@@ -21,6 +22,7 @@ from jsparse.models.weights import OnProgress
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
+@own_settings()
 def from_transformers(
     model: Any,
     *,

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float32
 from jsparse.builder import builder, dense
 from jsparse.cache import CacheSpec
 from jsparse.hooks import PrefillView, State
+from jsparse.machine.jax_settings import own_settings
 from jsparse.model_facts.key_constants import (
     KEY_CONSTANTS,
     KeyFrame,
@@ -36,6 +37,7 @@ from jsparse.runtime.session import Session
 from jsparse.text import prompts
 
 
+@own_settings()
 def calibrate_channels(
     params: Params, prompt: Any, *, on_progress: OnChunk | None = None
 ) -> Ranking:

@@ -135,13 +135,17 @@ def flash(
 
     It uses cuDNN's flash attention where the GPU and dtype allow, plain XLA elsewhere.
     """
+    fused = has_flash(q.shape[-1], q.dtype)
+    if not fused and q.dtype == jnp.float16:
+        # jax asks for products of float16 with sums in float32, which XLA does not have on a CPU
+        q = q.astype(jnp.float32)
     o, lse = jax.nn.dot_product_attention(
         q,
         k.astype(q.dtype),
         v.astype(q.dtype),
         is_causal=causal,
         key_value_seq_lengths=kv_lengths,
-        implementation="cudnn" if has_flash(q.shape[-1], q.dtype) else "xla",
+        implementation="cudnn" if fused else "xla",
         return_residual=True,
     )
     o, lse = o.astype(jnp.float32), lse.astype(jnp.float32)

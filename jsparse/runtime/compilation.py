@@ -16,6 +16,7 @@ import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from jsparse.machine.folders import cache_folder
+from jsparse.machine.jax_settings import own_settings
 from jsparse.runtime.spread_programs import OWN, on_ranks
 from jsparse.runtime.stored import ProgramStore, Stored, packed, settings, unpacked
 
@@ -236,6 +237,7 @@ class Program:
             self._made[call.key] = made
         return made
 
+    @own_settings()
     def _make(self, call: _Call, made: Future[Callable[..., Any]]) -> None:
         """Reads a program from disk, or passes it on to be traced."""
         if made.cancelled():
@@ -253,6 +255,7 @@ class Program:
         except BaseException as error:
             made.set_exception(error)
 
+    @own_settings()
     def _trace(self, call: _Call, made: Future[Callable[..., Any]], name: str | None) -> None:
         """Traces a program and passes it on to be compiled, unless nobody waits for it any more."""
         if not made.set_running_or_notify_cancel():
@@ -281,6 +284,7 @@ class Program:
         return name, _store.get(name, (call.args, call.kwargs), self._devices)
 
 
+@own_settings()
 def _compile(lowered: Any, of: Any, finish: "Callable[[Future[_Compiled]], None]") -> None:
     """Compiles a program, or waits for one of the same form, and passes it on."""
     _compiled(lowered, of).add_done_callback(finish)
@@ -372,13 +376,14 @@ jax.monitoring.register_event_listener(_note_hit)
 def _as_elsewhere() -> bool:
     """Returns whether jax's settings, some of which are those of a thread, are the same in others.
 
-    They are not within `with jax.default_matmul_precision(…)` and its like.
+    They are not within `with jax.default_matmul_precision(…)` and its like. Other threads compile
+    under `own_settings`.
     """
     global _elsewhere
     here = settings()
     if here != _elsewhere:
         found = []
-        thread = Thread(target=lambda: found.append(settings()))
+        thread = Thread(target=own_settings()(lambda: found.append(settings())))
         thread.start()
         thread.join()
         (_elsewhere,) = found

@@ -116,8 +116,8 @@ class SamplingParams:
             _require_int("seed", self.seed, 0, 2**63 - 1, "an integer from 0 to 2^63 - 1")
         if self.logprobs is not None:
             _require_int("logprobs", self.logprobs, 0, 20, "None or an integer from 0 to 20")
-        if not isinstance(self.cache_salt, str):
-            raise ValueError(f"cache_salt={self.cache_salt!r}: must be a string")
+        if not isinstance(self.cache_salt, str) or not _is_unicode(self.cache_salt):
+            raise ValueError(f"cache_salt={self.cache_salt!r}: must be a string without surrogates")
         if not isinstance(self.policy, Mapping):
             raise ValueError(f"policy={self.policy!r}: must map names to values")
         object.__setattr__(self, "policy", dict(self.policy))
@@ -174,8 +174,10 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
         raise ValueError(f"stop={stop!r}: must be a string or a list of strings")
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     for text in stop:
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"stop={list(stop)!r}: must be strings of at least one character")
+        if not isinstance(text, str) or not text or not _is_unicode(text):
+            raise ValueError(
+                f"stop={list(stop)!r}: must be strings of at least one character without surrogates"
+            )
     return stop
 
 
@@ -220,6 +222,15 @@ def _require_int(name: str, value: Any, low: int, high: float, rule: str) -> Non
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_unicode(text: str) -> bool:
+    """Returns whether UTF-8 can encode a string: it has no lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_number(value: Any) -> bool:

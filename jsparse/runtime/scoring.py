@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from jsparse.machine import memory
+from jsparse.machine.jax_settings import own_settings
 from jsparse.models.checkpoint import Params, require_in_one_process
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
 from jsparse.runtime.chunk_attention import flash, has_flash
@@ -16,6 +17,7 @@ from jsparse.runtime.spread_programs import SAME, by_rank
 from jsparse.shapes import Tokens
 
 
+@own_settings()
 def logits(params: Params, tokens: Any) -> Float32[Array, "B T V"]:
     """Returns the model's logits after every token, with full causal attention and no cache.
 

@@ -36,7 +36,16 @@ MAX_BYTES = 4 * 2**30
 RUNTIMES = ("jax.experimental.mosaic.gpu", "jax_triton")
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "triton", "jax-triton")
 # settings that a process makes for itself or on which programs do not depend
-UNRELATED = ("cache", "_log_", "logging", "traceback", "tracer", "mock", "timeout")
+UNRELATED = (
+    "cache",
+    "_log_",
+    "logging",
+    "traceback",
+    "tracer",
+    "mock",
+    "timeout",
+    "transfer_guard",
+)
 
 
 class Stored(NamedTuple):
