@@ -1,6 +1,7 @@
 """Tests generate(): stopping, streaming, sampling, defaults, statistics, compilations, refusals."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import shared
-from tiny import random_prompts, tiny_params, traces
+from tiny import random_prompts, tiny_params, traces, with_nan
 
 import jsparse
 from jsparse import SamplingParams
@@ -72,6 +73,42 @@ def forced(params, rows, monkeypatch, prompt=None, **options):
     prompts = [[1, 2, 3]] * len(rows) if prompt is None else prompt
     usual = {} if "sampling" in options else {"max_new_tokens": steps, "eos_token_id": []}
     return generate(params, prompts, **(usual | options))
+
+
+def test_float16_runs_on_a_cpu(params):
+    weights = jax.tree.map(lambda x: x.astype(jnp.float16), params.weights)
+    half = dataclasses.replace(params, weights=weights)
+    ids = PROMPTS[0]
+    out = generate(half, ids, max_new_tokens=4, eos_token_id=[], logprobs=True)
+    rounded = dataclasses.replace(params, weights=jax.tree.map(jnp.float32, weights))
+    logits = jax.nn.log_softmax(
+        jsparse.logits(rounded, [ids + out.token_ids])[0, len(ids) - 1 : -1]
+    )
+    expected = logits[np.arange(4), np.asarray(out.token_ids)]
+    np.testing.assert_allclose(out.logprobs, expected, atol=0.02)
+    assert jsparse.logits(half, [ids]).dtype == jnp.float32
+
+
+def test_jax_settings_of_the_caller_change_nothing(params):
+    run = partial(generate, params, PROMPTS, max_new_tokens=20, eos_token_id=[], page_size=8)
+    policy = "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)"
+    expected = run(policy=policy)
+    with (
+        jax.enable_x64(True),
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+        jax.transfer_guard("disallow"),
+    ):
+        made, logits = run(policy=policy), jsparse.logits(params, [PROMPTS[0]])
+    assert [out.token_ids for out in made] == [out.token_ids for out in expected]
+    assert logits.dtype == jnp.float32
+
+
+def test_nan_logits_are_an_error(params):
+    with pytest.raises(
+        FloatingPointError, match=r"prompt\[1\], token 0: the model's logits are NaN"
+    ):
+        generate(with_nan(params, 7), [[1, 2, 3], [1, 7]], max_new_tokens=4, eos_token_id=[])
 
 
 # Shapes of results

@@ -33,6 +33,13 @@ def tiny_params(
     return replace(random_model(num_layers, num_heads, num_kv_heads, seed), name="tiny")
 
 
+def with_nan(params: Params, token: int) -> Params:
+    """The model with NaN for the embedding of one token."""
+    weights = params.weights["params"]
+    embed = weights["embed"].at[token].set(np.nan)
+    return replace(params, weights={"params": weights | {"embed": embed}})
+
+
 def random_prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
     """One prompt of random ids for each length."""
     rng = np.random.default_rng(seed)

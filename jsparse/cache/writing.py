@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from jsparse import ranks
 from jsparse.cache.layers import FreeList, KVCache, LayerCache, PagePool
@@ -178,11 +178,21 @@ def write(
 ) -> LayerCache:
     """Stores the first `valid[b]` of T tokens at the slots first, first + 1, … of each head.
 
-    The pages must already be there, as `grow` makes them; lengths do not change.
+    The pages must already exist, as `grow` makes them; lengths do not change.
     """
     put = _putter(layer, k.shape[1], valid, first)
+    k, v = finite(k), finite(v)
     layer = layer._replace(k=put(layer.k, k.swapaxes(1, 2)), v=put(layer.v, v.swapaxes(1, 2)))
     return write_beside(layer, positions, valid, first)
+
+
+def finite(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
+    """Returns x with 0 for NaN and infinities.
+
+    Pages pass from one request to another, and attention multiplies V of unused slots by weights of
+    0, which only finite numbers survive.
+    """
+    return jnp.where(jnp.isfinite(x), x, 0)
 
 
 def write_beside(

@@ -37,7 +37,7 @@ class _Commands(CommandGroup):
             raise typer.Exit(130) from None
         except BrokenPipeError:  # typer ends quietly then
             raise
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, FloatingPointError) as error:
             print_error(error)
             raise typer.Exit(2) from None
 

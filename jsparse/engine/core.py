@@ -1,6 +1,7 @@
 """Defines Engine: requests are added and aborted at any time, and `step` works on all of them."""
 
 import itertools
+import logging
 import math
 import os
 import time
@@ -24,11 +25,13 @@ from jsparse.engine.scheduler import Scheduler
 from jsparse.engine.step_plan import Answer, Decoding
 from jsparse.hyper_parameters import flag, whole_number
 from jsparse.machine import processes
+from jsparse.machine.jax_settings import own_settings
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import ENGINE, takes
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy
 from jsparse.runtime.compilation import keep_compilations
+from jsparse.runtime.host_reader import NAN_LOGITS
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.request import Request
 
@@ -36,6 +39,8 @@ from jsparse.runtime.request import Request
 LAG = 2
 # milliseconds of work in flight that are not worth waiting for: the device would be idle meanwhile
 AHEAD_MS = 50
+
+logger = logging.getLogger("jsparse.engine")
 
 
 class Engine:
@@ -56,6 +61,7 @@ class Engine:
     """
 
     @takes(ENGINE)
+    @own_settings()
     def __init__(
         self,
         params: Params,
@@ -174,6 +180,7 @@ class Engine:
             raise SystemExit(0)
         return LeaderPrograms(spec, link, check_ranks=check_ranks)
 
+    @own_settings()
     def prepare(self, choices: Sequence[SamplingMode], *, all_rows: bool = False) -> None:
         """Compiles programs as `Programs.prepare` does, and runs each of them once on a GPU."""
         self._run_first(self.programs.prepare(choices, all_rows=all_rows))
@@ -289,6 +296,7 @@ class Engine:
         self._forget(state)
         return state
 
+    @own_settings()
     def step(self) -> list[RequestState]:
         """Dispatches the next plan and reads results that have had time to arrive.
 
@@ -370,6 +378,8 @@ class Engine:
             state.metrics.token_times += [now] * count
             self.counters.new_tokens += count
             updates.append(state)
+            if builder.finish == "error":
+                logger.error("request %s: %s", state.request_id, NAN_LOGITS)
             if builder.finish is not None:
                 self.scheduler.stop(answer, builder.token_ids)
                 if self._log is not None:

@@ -1,8 +1,10 @@
 """Defines LLM: prompts in, answers out, as many at a time as there is room for."""
 
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from jsparse.engine.core import Engine
@@ -181,6 +183,7 @@ class LLM:
             clock=clock,
         )
         self._seed = seed
+        self._turn, self._running = threading.RLock(), False
 
     @takes(ANSWER)
     def generate(
@@ -191,7 +194,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         on_output: Callable[[RequestOutput], Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers prompts.
+        """Answers prompts; calls from other threads wait for their turn.
 
         Args:
             prompts: text, chat messages, token ids, or a list of any of these; vLLM's
@@ -263,13 +266,33 @@ class LLM:
         texts = [each if isinstance(each, str) else None for each in ([given] if alone else given)]
         options = SamplingParams() if sampling_params is None else sampling_params
         asked = requests(self.engine.params, rows, options, self.engine.policy, seed=self._seed)
-        for request in asked:
-            self.engine.check(request)
         programs = self.engine.programs
-        with progress(
-            use_tqdm, len(asked), doing=lambda: "compiling" if programs.compiling else ""
-        ) as bar:
-            return self._run(asked, texts, on_output, bar)
+        with self._alone():
+            for request in asked:
+                self.engine.check(request)
+            with progress(
+                use_tqdm, len(asked), doing=lambda: "compiling" if programs.compiling else ""
+            ) as bar:
+                return self._run(asked, texts, on_output, bar)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Waits until no other thread runs the engine.
+
+        Raises:
+            ValueError: this thread runs it already, so that waiting would never end.
+        """
+        with self._turn:
+            if self._running:
+                raise ValueError(
+                    "on_output: must not call the LLM that calls it; collect the outputs, and call "
+                    "it afterwards"
+                )
+            self._running = True
+            try:
+                yield
+            finally:
+                self._running = False
 
     def _run(
         self,

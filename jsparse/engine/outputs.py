@@ -1,5 +1,6 @@
 """Collects the tokens of requests as they arrive, and decodes their text on demand."""
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,8 @@ class CompletionOutput:
             unless requested.
         top_logprobs: per token, the likeliest tokens and their log-probabilities; None unless
             requested.
-        finish_reason: "stop" (end token or stop string), "length", "abort", or None while it grows.
+        finish_reason: "stop" (end token or stop string), "length", "abort", "error" (the model's
+            logits were NaN), or None while it grows.
         attended_fraction: tokens attended over positions so far, averaged over decode steps, layers
             and KV heads; None before the first decode step.
         read_fraction: the same for tokens whose K and V were read.
@@ -180,11 +182,14 @@ class AnswerBuilder:
         self._lock = threading.Lock()
 
     def take(self, new: NewTokens) -> int:
-        """Takes in the next tokens, up to the answer's end; returns how many these are."""
+        """Adds the next tokens, up to the answer's end or NaN logits; returns their number."""
+        numbers = next((nth for nth, x in enumerate(new.logprobs) if math.isnan(x)), len(new.ids))
         with self._lock:
-            count = 0 if self.finish else self._end_within(new.ids)
+            count = 0 if self.finish else self._end_within(new.ids[:numbers])
             if count:
                 self._keep(new, count)
+            if numbers < len(new.ids):
+                self.finish = self.finish or "error"
         return count
 
     def _end_within(self, ids: Sequence[int]) -> int:

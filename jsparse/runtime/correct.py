@@ -6,7 +6,16 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jsparse.cache import NOTHING, KVCache, ReadOnly, replace_layer, step_view, without_host, write
+from jsparse.cache import (
+    NOTHING,
+    KVCache,
+    ReadOnly,
+    finite,
+    replace_layer,
+    step_view,
+    without_host,
+    write,
+)
 from jsparse.hooks import State
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.partials import ListedLogits, Stats
@@ -85,6 +94,7 @@ def recomputed(
         held = write(held, k, v, positions, valid, held.lengths - valid[:, None])
         cache = replace_layer(cache, layer, held)
         o, stats = attend_new(q, k, v, held, valid)
+        k, v = finite(k), finite(v)  # as the cache holds them
         now = view._replace(cache=cache)
         state = policy.append(state, layer, k, v, tokens, positions, now)
         if stats is not None and checked is not None:

@@ -22,6 +22,7 @@ from jsparse.text.stream import TextStream
 
 # steps that the device may be ahead of the host; one program, where that is more
 HOST_LAG = 2
+NAN_LOGITS = "the model's logits are NaN: weights hold NaN, or activations overflow their dtype"
 
 
 @runtime_checkable
@@ -212,6 +213,8 @@ class Reader:
                 if results.stats is not None:
                     row.attended.append(float(shares(results.stats.attended[nth, b])))
                     row.read.append(float(shares(results.stats.read[nth, b])))
+                if np.isnan(logprobs[b]):
+                    raise FloatingPointError(f"prompt[{b}], token {len(row.ids)}: {NAN_LOGITS}")
                 row.take(int(tokens[b]), float(logprobs[b]))
             self._report("decode", self._done, self._maximum)
 

@@ -19,6 +19,7 @@ from jsparse.cache import (
     KVCache,
     ReadOnly,
     append,
+    finite,
     read_slots,
     replace_layer,
     step_view,
@@ -153,6 +154,7 @@ def prefill_chunk(
         cache = append(cache, layer, k, v, positions, valid)
         held, q = whole(cache.layers[layer], q, (k, v), positions, valid)
         o = attend_chunk(q, k, v, held, valid)
+        k, v = finite(k), finite(v)  # as the cache holds them
         if windows:
             windows[layer] = _shift_in(windows[layer], q, valid)
         window = windows[layer] if windows else q[:, :0]

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from jsparse.engine.outputs import CompletionOutput, RequestOutput
 from jsparse.engine.request_state import RequestState
+from jsparse.runtime.host_reader import NAN_LOGITS
 from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.server import log
+from jsparse.server.errors import ApiError
 
 if TYPE_CHECKING:
     from jsparse.server.service import Service
@@ -38,8 +40,8 @@ class PromptStream:
 
     async def deltas(self) -> AsyncGenerator[RequestOutput]:
         """Yields new output as it comes; the last one is `finished`."""
-        async for state in self._followed():
-            output = await self._service.texts.output(state, new=True)
+        async for _ in self._followed():
+            output = await self._output(new=True)
             if output.finished or any(answer.token_ids for answer in output.outputs):
                 yield output
             if output.finished:
@@ -50,7 +52,18 @@ class PromptStream:
         async for state in self._followed():
             if state.finished:
                 break
-        return await self._service.texts.output(self.state, new=False)
+        return await self._output(new=False)
+
+    async def _output(self, *, new: bool) -> RequestOutput:
+        """Returns all output or the new part.
+
+        Raises:
+            ApiError: the model's logits were NaN.
+        """
+        output = await self._service.texts.output(self.state, new=new)
+        if any(answer.finish_reason == "error" for answer in output.outputs):
+            raise ApiError(500, NAN_LOGITS, code="nan_logits")
+        return output
 
     async def close(self) -> None:
         """Leaves the engine, which drops unfinished answers."""

@@ -47,7 +47,8 @@ def rope_append(
         implementation: "triton" (one launch, in place), "reference", or None to pick.
 
     Returns:
-        q and k after their norms and rotation, v, and the layer that holds K and V.
+        q and k after their norms and rotation, v, and the layer that holds K and V. NaN and
+        infinities in k and v are 0, as `jsparse.cache.finite` explains.
 
     Raises:
         ValueError: there are several tokens per row, heads do not fit the layer, or the named

@@ -30,6 +30,7 @@ class Case:
         normed: whether heads of q and k are normalised.
         beside: whether the cache keeps biases and positions of slots, too.
         parts: of what is rotated; None where it is whole.
+        broken: whether heads of K and V have a NaN and infinities.
         dtype: of the heads; the cache's is `kept`.
     """
 
@@ -44,6 +45,7 @@ class Case:
     normed: bool = False
     beside: bool = False
     parts: int | None = None
+    broken: bool = False
     dtype: str = "float32"
     kept: str = "float32"
 
@@ -57,6 +59,9 @@ class Case:
         count = self.heads + 2 * self.kv_heads
         parts = () if self.parts is None else (self.parts,)
         qkv = rng.normal(size=(*parts, self.rows, 1, count, self.head_dim))
+        if self.broken:
+            for head, value in ((self.heads, np.nan), (self.heads + 1, np.inf), (-1, -np.inf)):
+                qkv[0, 0, head, head] = value
         positions = rng.integers(0, 5000, (self.rows, 1))
         frequencies = 1e4 ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
         angles = positions.astype(np.float32)[..., None] * frequencies.astype(np.float32)
@@ -98,5 +103,6 @@ CASES = (
     Case("odd_width", head_dim=48, paged=True, normed=True),
     Case("as_llama", heads=32, kv_heads=8, head_dim=128, dtype="bfloat16", kept="bfloat16"),
     Case("narrower_cache", dtype="float32", kept="bfloat16"),
+    Case("broken", broken=True),
     Case("parts", parts=3, normed=True, beside=True, dtype="bfloat16", kept="bfloat16"),
 )

@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Int32
 
-from jsparse.cache import LayerCache, write
+from jsparse.cache import LayerCache, finite, write
 from jsparse.heads import Heads
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows
 
@@ -12,5 +12,6 @@ def rope_append(
 ) -> tuple[ChunkQueries, ChunkKV, ChunkKV, LayerCache]:
     """Implements `api.rope_append` in plain jnp."""
     q, k, v = heads.rotated()
+    k, v = finite(k), finite(v)
     layer = write(layer, k, v, positions, valid, layer.lengths - valid[:, None])
     return q, k, v, layer

@@ -185,6 +185,7 @@ def rotate(inputs, outputs, plan: tl.constexpr):
     if head < plan.heads:
         put(q_out, row * plan.heads + head, low, high, column, inside, plan)
     else:
+        low, high = finite(low), finite(high)
         kv_head = head - plan.heads
         if of_value:
             kv_head -= plan.kv_heads
@@ -204,6 +205,12 @@ def rotate(inputs, outputs, plan: tl.constexpr):
             put(k_pool, at, low, high, column, inside & ok, plan)
             if bias_pool is not None:
                 tl.store(bias_pool + at, 0.0, mask=ok)
+
+
+@triton.jit
+def finite(x):
+    """Returns x with 0 for NaN and infinities."""
+    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
 
 
 @triton.jit

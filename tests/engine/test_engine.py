@@ -3,12 +3,13 @@
 import dataclasses
 import itertools
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 import pytest
 from serving import asked, assert_at_rest, bits, greedy, tiny_llm, until
-from tiny import random_prompts, tiny_params
+from tiny import random_prompts, tiny_params, with_nan
 
 import jsparse
 from jsparse import SamplingParams
@@ -230,6 +231,24 @@ def test_who_interrupts_finds_the_engine_ready(dense):
     assert len(dense.generate(PROMPTS, greedy(2))) == 6
 
 
+def test_calls_from_several_threads_take_turns(dense):
+    expected = [bits(out) for out in dense.generate(PROMPTS[:2], greedy(9))]
+    with ThreadPoolExecutor(3) as threads:
+        outs = threads.map(lambda _: dense.generate(PROMPTS[:2], greedy(9)), range(3))
+        assert [[bits(out) for out in each] for each in outs] == [expected] * 3
+    assert_at_rest(dense)
+
+
+def test_on_output_must_not_call_the_same_llm(dense):
+    def again(output):
+        dense.generate(PROMPTS[0], greedy(2))
+
+    with pytest.raises(ValueError, match="on_output: must not call the LLM that calls it"):
+        dense.generate(PROMPTS[0], greedy(2), on_output=again)
+    assert len(dense.generate(PROMPTS[0], greedy(2))) == 1
+    assert_at_rest(dense)
+
+
 def test_outputs_come_as_they_finish(dense):
     """In whatever order prompts were read: their lengths and what is cached decide on that."""
     order = []
@@ -246,6 +265,27 @@ def test_outputs_come_as_they_finish(dense):
     assert metrics.arrived <= metrics.scheduled <= times[0] < times[-1]
     assert times == sorted(times)
     assert metrics.time_to_first_token == times[0] - metrics.arrived
+
+
+def test_nan_logits_end_their_request_alone(caplog):
+    """Neither those beside it nor those that get its pages notice."""
+    llm = tiny_llm(
+        params=with_nan(tiny_params(num_layers=2), 7),
+        steps_per_program=2,
+        ladder=LADDER,
+        enable_prefix_caching=False,
+    )
+    good, bad = [[5, 8, 13, 21], [34, 55, 89]], [7] * 41
+    expected = [bits(out) for out in llm.generate(good, greedy(9))]
+    outs = llm.generate([good[0], bad, good[1]], greedy(9))
+    assert [out.outputs[0].finish_reason for out in outs] == ["length", "error", "length"]
+    assert outs[1].outputs[0].token_ids == []
+    assert [bits(outs[0]), bits(outs[2])] == expected
+    assert "request 3: the model's logits are NaN" in caplog.text
+    for _ in range(3):
+        llm.generate([bad] * 4, greedy(9))
+    assert [bits(out) for out in llm.generate(good, greedy(9))] == expected
+    assert_at_rest(llm)
 
 
 @pytest.mark.parametrize("where", ["dispatch", "results"])

@@ -9,7 +9,7 @@ from marks import slow_except
 from policy_table import TABLE
 from programs import shared
 from serving import PAGE, assert_at_rest, bits, greedy, tiny_llm
-from tiny import VOCAB, random_prompts, tiny_params
+from tiny import VOCAB, random_prompts, tiny_params, with_nan
 
 import jsparse
 from jsparse.engine import plan_log, replay, setup
@@ -74,6 +74,22 @@ def test_a_request_gets_in_a_crowd_the_tokens_of_generate(expression):
         max_length=96,
     )
     assert crowd[7].outputs[0].token_ids == made.token_ids
+
+
+@pytest.mark.parametrize("expression", slow_except(TABLE, DEFAULT[0]))
+def test_pages_and_rows_forget_nan(expression):
+    """Requests get the same tokens in memory that one with NaN in its K and V had before."""
+    usual, _ = served(expression)
+    params = with_nan(usual.engine.params, 7)
+    options = {"max_num_seqs": 3, "ladder": ((0, 16),), "enable_prefix_caching": False}
+    room = {"kv_cache_tokens": 384} if parse(expression).evicts else {}
+    llm = tiny_llm(expression, params=params, **options, **room)
+    good = [[5, 8, 13, 21] * 5, [34, 55, 89]]
+    expected = [bits(out) for out in llm.generate(good, greedy(9))]
+    broken = llm.generate([[7] * 41] * 4, greedy(9))
+    assert {out.outputs[0].finish_reason for out in broken} == {"error"}
+    assert [bits(out) for out in llm.generate(good, greedy(9))] == expected
+    assert_at_rest(llm)
 
 
 @pytest.fixture(scope="module")
