@@ -83,7 +83,8 @@ def generate(
 ) -> Any:
     """Continues a prompt, or a batch of prompts.
 
-    Each batch size, capacity and policy is compiled once, greedy decoding and sampling apart.
+    Programs are compiled for each policy, batch size and capacity, greedy decoding and sampling
+    apart.
 
     Args:
         params: the model that `jsparse.load` returned.

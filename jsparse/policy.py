@@ -207,6 +207,11 @@ class Policy(NamedTuple):
         return tuple(name for name in self.needs if name not in OPTIONAL_FIELDS)
 
     @property
+    def reads_last(self) -> bool:
+        """Whether `prefill` can tell the last chunk of a prompt from others."""
+        return self.prefill is not _keep_state
+
+    @property
     def evicts(self) -> bool:
         """Whether heads lose tokens."""
         return self.eviction is not None

@@ -616,7 +616,8 @@ def compilations():
 
 def test_other_prompts_of_the_same_size_compile_nothing(params):
     def run(prompts, policy, **options):
-        generate(params, prompts, policy=policy, max_new_tokens=20, page_size=8, **options)
+        options = {"max_new_tokens": 20, "page_size": 8, "max_length": None} | options
+        generate(params, prompts, policy=policy, **options)
 
     run(PROMPTS, "streaming(sink=4, recent=11)")
     before = compilations()
@@ -624,6 +625,10 @@ def test_other_prompts_of_the_same_size_compile_nothing(params):
     run(random_prompts((33, 5, 40), seed=9), "streaming( recent = 11 )", seed=8, eos_token_id=[1])
     run(PROMPTS, jsparse.streaming(recent=11), stop=())
     run(PROMPTS, jsparse.parse_policy("streaming(4, 11)"))
+    assert compilations() == before
+    # another number of new tokens, and prompts of one chunk and of several
+    run(random_prompts((3, 130, 70), seed=9), "streaming(sink=4, recent=11)")
+    run(PROMPTS, "streaming(4, 11)", max_new_tokens=200)
     assert compilations() == before
     assert before[0] > 0
 
@@ -642,15 +647,6 @@ def test_a_model_loaded_twice_shares_its_compilations():
     assert once == twice
 
 
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 128, 500, 513, 5000, 100_000])
-@pytest.mark.parametrize("page_size", [8, 64])
-def test_buckets_are_few_and_close(tokens, page_size):
-    size = capacity.bucket(tokens, page_size)
-    assert size >= tokens
-    assert size % page_size == 0
-    assert size <= max(tokens + 64, tokens * 1.25)
-
-
 class Stopped(Exception):
     """Raised in place of the work that a test does not need."""
 
@@ -666,7 +662,7 @@ def test_max_length_is_the_capacity(params, monkeypatch):
     for options in ({"max_length": 100, "page_size": 16}, {"page_size": 64}):
         with pytest.raises(Stopped):
             jsparse.generate(params, PROMPTS[2], max_new_tokens=2, **options)
-    assert [(s.page_size, s.num_pages, s.capacity) for s in specs] == [(16, 7, 112), (64, 1, 64)]
+    assert [(s.page_size, s.num_pages, s.capacity) for s in specs] == [(16, 7, 112), (64, 8, 512)]
 
 
 # Refusals
@@ -771,7 +767,7 @@ def test_memory_counts_the_policy_s_state(params, monkeypatch):
 def test_speed_counts_only_tokens_that_are_given(params, monkeypatch):
     """A step takes a second. One row ends at once, the others go on at two tokens per second."""
     clock = iter(range(1000))
-    monkeypatch.setattr(session.Session, "clock", lambda _: float(next(clock)))
+    monkeypatch.setattr(answers, "clock", lambda: float(next(clock)))
     free = generate(params, PROMPTS, max_new_tokens=12, eos_token_id=[])
     assert free[0].stats.decode_tokens_per_second == pytest.approx(3.0)
     end = free[0].token_ids[0]

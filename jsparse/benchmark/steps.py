@@ -31,6 +31,7 @@ from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime import capacity
 from jsparse.runtime.admission import STEPS_PER_PROGRAM, admit
+from jsparse.runtime.compilation import clock
 from jsparse.runtime.sampling import greedy
 from jsparse.runtime.session import StepResult
 
@@ -198,14 +199,14 @@ def _measured(params: Params, run: _Run) -> dict[str, Any]:
 
     def advance(count: int) -> tuple[float, StepResult]:
         """Runs at least `count` steps; returns the seconds per step and the last result."""
-        began = session.clock()
+        began = clock()
         result = next(results)
         done = len(result.tokens)
         while done < count:
             result = next(results)
             done += len(result.tokens)
         jax.block_until_ready(result)
-        return (session.clock() - began) / done, result
+        return (clock() - began) / done, result
 
     with capacity.exhaustion(run.spec):
         jax.block_until_ready(next(results))

@@ -160,6 +160,8 @@ def print_stats(generation: "Generation") -> None:
         kept = stats.accepted_tokens / stats.drafted_tokens
         parts.append(f"kept {kept:.1%} of {stats.drafted_tokens} drafts")
     parts.append(f"first token after {stats.prefill_seconds:.2f} s")
+    if stats.compile_seconds >= 0.1:
+        parts.append(f"compiled for {stats.compile_seconds:.1f} s")
     parts.append(f"policy {short_name(stats.policy)}")
     console = Console(stderr=True, highlight=False)
     for line in in_lines(parts, " · ", console.width):

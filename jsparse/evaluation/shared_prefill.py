@@ -7,7 +7,6 @@ besides the shared one while a policy decodes.
 """
 
 import functools
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime import answers, capacity, generate_options
 from jsparse.runtime.admission import admit
-from jsparse.runtime.compilation import keep_compilations
+from jsparse.runtime.compilation import clock, keep_compilations, waited
 from jsparse.runtime.host_reader import Generation, OnChunk
 from jsparse.runtime.request import requests
 from jsparse.runtime.sampling_params import OFF
@@ -185,17 +184,17 @@ def generate(
     chosen = as_policies(policies)
     # no option is a policy's own: the requests are those of any policy
     asked = requests(params, rows, options, dense())
-    began = time.perf_counter()
+    began, waits = clock(), waited()
     shared = prime(params, chosen, rows, spec, report, drafts=drafts)
     jax.block_until_ready(shared.held)
-    read = time.perf_counter() - began
+    read, waits = clock() - began, waited() - waits
 
     def decode(index: int) -> list[Generation]:
         silent = [lambda piece: None] * len(rows)
-        began = time.perf_counter() - read
+        since = clock() - read, waited() - waits
         with capacity.exhaustion(spec):
             session = shared.session(index, drafts=drafts)
-            made = answers.answers(session, asked, silent, report, began, questions)
+            made = answers.answers(session, asked, silent, report, *since, questions)
         if any(out.finish_reason == "overflow" for out in made):
             raise ValueError(
                 f"policy={chosen[index]}: must leave room in the cache for the whole answer"

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jsparse.runtime import capacity
-from jsparse.runtime.compilation import keep_compilations
+from jsparse.runtime.compilation import clock, keep_compilations, waited
 from jsparse.runtime.host_reader import (
     AnswerRow,
     Generation,
@@ -38,7 +38,7 @@ def run(
         ValueError: the device's memory does not suffice.
     """
     keep_compilations()
-    began = session.clock()
+    began, waits = clock(), waited()
     for request, streamer in zip(asked, streamers, strict=True):
         if isinstance(streamer, TokenStreamer):
             streamer.put(np.array([request.ids]))
@@ -52,7 +52,7 @@ def run(
         begins = [0] * len(asked) if start is None else start
         read = [request.ids[at:] for request, at in zip(asked, begins, strict=True)]
         session.read(read, report, start=start)
-        return answers(session, asked, streamers, report, began)
+        return answers(session, asked, streamers, report, began, waits)
 
 
 def answers(
@@ -61,12 +61,14 @@ def answers(
     streamers: Sequence[Streamer],
     report: OnChunk,
     began: float,
+    waits: float,
     questions: Sequence[Sequence[int]] | None = None,
 ) -> list[Generation]:
-    """Decodes the answers to prompts that the session has read, since the time `began`.
+    """Decodes the answers to prompts that the session has read.
 
-    `questions` are tokens that follow each prompt and that decode steps take in, one by one, before
-    they answer greedily: a policy that compresses the prompt does not know them then.
+    `began` and `waits` are `clock` and `waited` when the prompts were given. `questions` are tokens
+    that follow each prompt and that decode steps take in, one by one, before they answer greedily:
+    a policy that compresses the prompt does not know them then.
     """
     tokenizer = session.params.tokenizer
     turns = [()] * len(asked) if questions is None else questions
@@ -74,7 +76,7 @@ def answers(
         AnswerRow(request, text_stream(tokenizer, request.sampling), emit, len(turn))
         for request, emit, turn in zip(asked, streamers, turns, strict=True)
     ]
-    reader = Reader(rows, report, session.clock)
+    reader = Reader(rows, report, clock)
     if questions is None:
         choose, given = chooser(asked, session.params.config.vocab_size)
     else:
@@ -84,7 +86,7 @@ def answers(
     # so that the session is at rest even while someone looks at an exception
     with closing(steps):
         reader.read_all(steps)
-    return reader.generations(began, session.policy.name)
+    return reader.generations(began, waited() - waits, session.policy.name)
 
 
 def _table(questions: Sequence[Sequence[int]]) -> Int32[Array, "n B"]:

@@ -18,29 +18,44 @@ from jsparse.policy import Policy
 from jsparse.runtime import chunk_attention
 
 PAGE_SIZES = (8, 16, 32, 64)
-# of the host memory that K and V may have, what an engine takes unasked
+# Capacities that are powers of two on a CPU: it takes as long to compile the programs of a capacity
+# as to read 3,000 tokens with SmolLM2.
+MIN_COARSE, MAX_COARSE = 512, 8192
+# the default share of the free host memory for an engine's K and V
 DEFAULT_HOST_SHARE = 0.8
 
 
 def bucket(tokens: int, page_size: int) -> int:
     """Rounds `tokens` up to a capacity, so that few sizes are compiled.
 
-    Capacities go in steps of an eighth of their power of two.
+    Capacities go in steps of an eighth of their power of two; on a CPU, those up to MAX_COARSE are
+    powers of two.
     """
-    step = max(64, page_size, 2 ** (tokens.bit_length() - 1) // 8)
-    return -(-tokens // step) * step
+    if _coarse(tokens):
+        return max(MIN_COARSE, 2 ** (tokens - 1).bit_length())
+    return _eighths(tokens, page_size)
 
 
 def slots_left(tokens: int, spec: CacheSpec) -> int:
     """Returns the slots per head to leave after the prompt where `tokens` may be needed.
 
     A policy that bounds its memory needs the same number after every long prompt, so finer steps
-    than those of `bucket` compile no more sizes. If they would save nothing, all slots are left.
+    than those of `bucket` compile few more sizes. Where little would be saved, all slots are left.
     """
-    if bucket(tokens, spec.page_size) >= spec.capacity:
+    if _eighths(tokens, spec.page_size) >= spec.capacity:
         return spec.capacity
     step = max(64, spec.page_size)
-    return min(-(-tokens // step) * step, spec.capacity)
+    slots = -(-tokens // step) * step
+    return min(2 ** (slots - 1).bit_length() if _coarse(slots) else slots, spec.capacity)
+
+
+def _coarse(tokens: int) -> bool:
+    return tokens <= MAX_COARSE and jax.default_backend() == "cpu"
+
+
+def _eighths(tokens: int, page_size: int) -> int:
+    step = max(64, page_size, 2 ** (tokens.bit_length() - 1) // 8)
+    return -(-tokens // step) * step
 
 
 def cache_spec(

@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +12,7 @@ from contextlib import suppress
 from functools import cache, partial
 from threading import Lock, Thread, get_native_id, local
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import jax
 from jax.sharding import Mesh, SingleDeviceSharding
@@ -57,11 +59,15 @@ _compilers = ThreadPoolExecutor(
 )
 # one alone: tracing is Python
 _tracer = ThreadPoolExecutor(1, thread_name_prefix="jsparse-trace")
-# what is being compiled, by what determines the result
+# programs in compilation, by their form: all that determines the result
 _compiling: "dict[Any, Future[_Compiled]]" = {}
+# compiled programs in use, likewise
+_in_use: "WeakValueDictionary[Any, Any]" = WeakValueDictionary()
 _changing = Lock()
 # whether the thread's last program came from jax's cache
 _cached = local()
+# the seconds for which the thread has waited for programs
+_waits = local()
 
 
 class _Call(NamedTuple):
@@ -145,12 +151,14 @@ class Program:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program."""
-        if _store is None:
-            return self._jitted(*args, **kwargs)
-        call = self._call(args, kwargs)
-        if not call.storable:
-            return self._jitted(*args, **kwargs)
-        return self._begin(call).result()(*call.args, **call.kwargs)
+        call = None if _store is None else self._call(args, kwargs)
+        if call is not None and call.storable:
+            return when_made(self._begin(call))(*call.args, **call.kwargs)
+        known, began = self._cache_size(), time.perf_counter()
+        results = self._jitted(*args, **kwargs)
+        if self._cache_size() != known:
+            _add_wait(time.perf_counter() - began)
+        return results
 
     def on(self, mesh: Mesh | None) -> "Program":
         """Returns the program for a model that is spread over these devices; None is one."""
@@ -291,10 +299,10 @@ def _compile(lowered: Any, of: Any, finish: "Callable[[Future[_Compiled]], None]
 
 
 def _compiled(lowered: Any, of: Any = None) -> "Future[_Compiled]":
-    """Compiles a program, or returns the future of one of the same form that is being compiled.
+    """Compiles a program, or returns the future of one of the same form that has been compiled.
 
-    `of` is what else they must have in common. Static arguments often make no difference, as one
-    for policies which this policy ignores.
+    `of` is the rest of what they must have in common. Static arguments often make no difference, as
+    one for policies which this policy ignores.
     """
     text = lowered.as_text().encode()
     form = of, hashlib.sha256(text).digest(), lowered.in_tree, lowered.out_tree
@@ -302,7 +310,11 @@ def _compiled(lowered: Any, of: Any = None) -> "Future[_Compiled]":
         job = _compiling.get(form)
         if job is not None:
             return job
-        job = _compiling[form] = Future()
+        job = Future()
+        if (compiled := _in_use.get(form)) is not None:
+            job.set_result(_Compiled(compiled, storable=True))
+            return job
+        _compiling[form] = job
     _cached.hit = False
     try:
         compiled = lowered.compile()
@@ -311,6 +323,8 @@ def _compiled(lowered: Any, of: Any = None) -> "Future[_Compiled]":
     else:
         # on a CPU a program from jax's cache cannot be stored: it has lost its functions' code
         lost = _cached.hit and jax.default_backend() == "cpu"
+        if not lost:
+            _in_use[form] = compiled
         job.set_result(_Compiled(compiled, storable=not lost))
     finally:
         with _changing:
@@ -398,6 +412,31 @@ def _default_place() -> jax.sharding.Sharding:
 def inlined(made: Any) -> Callable[..., Any]:
     """Returns the function that `program` has compiled, for use in another program."""
     return made.__wrapped__
+
+
+def when_made[Made](program: Future[Made]) -> Made:
+    """Returns a program once it has been compiled or read from disk; `waited` counts the time."""
+    if program.done():
+        return program.result()
+    began = time.perf_counter()
+    try:
+        return program.result()
+    finally:
+        _add_wait(time.perf_counter() - began)
+
+
+def waited() -> float:
+    """Returns the seconds for which this thread has waited for programs so far."""
+    return getattr(_waits, "seconds", 0.0)
+
+
+def clock() -> float:
+    """Returns a time in seconds that stands still while this thread waits for programs."""
+    return time.perf_counter() - waited()
+
+
+def _add_wait(seconds: float) -> None:
+    _waits.seconds = waited() + seconds
 
 
 def note_trace() -> None:

@@ -4,7 +4,6 @@ The host reads each step a few steps after it was dispatched, so that the device
 A stop rule that it finds then ends the loop; the few steps made in the meantime are dropped.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 
 from jsparse.models.tokenizer import Tokenizer
+from jsparse.runtime.compilation import clock
 from jsparse.runtime.decoding import Drafts, StepResult
 from jsparse.runtime.prefill import OnChunk
 from jsparse.runtime.request import Request
@@ -62,8 +62,7 @@ class GenerationStats:
 
     Attributes:
         prompt_tokens, new_tokens: this prompt's number of tokens, and of new tokens.
-        prefill_seconds: the time until the first token of the batch was known, including prefill's
-            compilation, if there was any.
+        prefill_seconds: the time until the first token of the batch was known, without compilation.
         decode_tokens_per_second: the speed of all rows together after their first tokens, without
             compilation; None if no decode step was run.
         attended_fraction: tokens attended over positions so far, averaged over steps, layers and KV
@@ -73,6 +72,7 @@ class GenerationStats:
         drafted_tokens, accepted_tokens: with `exact`, how many tokens the policy drafted, and how
             many of them dense attention accepted; 0 without. A token's fractions are the means of
             the drafts that were made with it, 1 where none was.
+        compile_seconds: the time spent waiting for programs to be compiled or read from disk.
     """
 
     prompt_tokens: int
@@ -84,6 +84,7 @@ class GenerationStats:
     policy: str
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    compile_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Reader:
         self,
         rows: list[AnswerRow],
         report: OnChunk = lambda *_: None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = clock,
     ) -> None:
         """Prepares to read the steps of these rows; `clock` times them, in seconds."""
         self.rows, self._report, self._clock = rows, report, clock
@@ -230,16 +231,19 @@ class Reader:
         """The tokens of the row that has come furthest."""
         return max(row.given + len(row.ids) for row in self.rows)
 
-    def generations(self, began: float, policy: str) -> list[Generation]:
-        """Returns the answer.
+    def generations(self, began: float, compiling: float, policy: str) -> list[Generation]:
+        """Returns the answers.
 
         Args:
             began: when, by the clock, the prompts were given.
+            compiling: the seconds spent waiting for programs since then.
             policy: the name of the policy that decoded.
         """
-        return [self._generation(row, began, policy) for row in self.rows]
+        return [self._generation(row, began, compiling, policy) for row in self.rows]
 
-    def _generation(self, row: AnswerRow, began: float, policy: str) -> Generation:
+    def _generation(
+        self, row: AnswerRow, began: float, compiling: float, policy: str
+    ) -> Generation:
         times = self._times
         made = sum(max(len(row.ids) - 1, 0) for row in self.rows)
         stats = GenerationStats(
@@ -252,6 +256,7 @@ class Reader:
             policy=policy,
             drafted_tokens=row.drafted,
             accepted_tokens=row.accepted,
+            compile_seconds=compiling,
         )
         return Generation(
             row.stream.text,

@@ -104,7 +104,7 @@ def read_prompts(
                 valid,
                 carry,
                 beside if store is None else beside._replace(host=store.pages),
-                last=done + size >= longest,
+                last=policy.reads_last and done + size >= longest,
             )
             if store is not None:
                 store.after_chunk(carry.cache, valid, size)

@@ -9,7 +9,6 @@ jsparse.runtime.host_reader). On a GPU several steps are one program, since the 
 start a program than the device to run a small model's step.
 """
 
-import time
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from jsparse.models.checkpoint import Params
 from jsparse.policy import AnyPolicy, is_dense
 from jsparse.runtime import chunk_attention, room
 from jsparse.runtime.admission import admit
-from jsparse.runtime.compilation import traces
+from jsparse.runtime.compilation import when_made
 from jsparse.runtime.decoding import (
     Decoding,
     Speculating,
@@ -73,7 +72,6 @@ class Session:
     Attributes:
         params, policy, spec: the model, the policy that runs and the sizes of the cache.
         store: where K and V lie.
-        compiling: the seconds that steps have spent being compiled.
     """
 
     def __init__(
@@ -117,7 +115,6 @@ class Session:
         )
         self.params, self.policy, self.spec = params, admitted.policy, spec
         self.store, self._admitted = admitted.store, admitted
-        self.compiling = 0.0
         self._reading = Reading(params, self.policy, spec, self.store, resumable=resumable)
         self._stage: Stage = Fresh()
         self._expected: Future[Any] | None = None
@@ -148,10 +145,6 @@ class Session:
     def _positions(self) -> list[int]:
         """The tokens that each row holds."""
         return on_host(self.held.cache.positions, self.params.mesh).tolist()
-
-    def clock(self) -> float:
-        """Returns a time in seconds that stands still while steps are compiled."""
-        return time.perf_counter() - self.compiling
 
     @property
     def keeps_answers(self) -> bool:
@@ -331,15 +324,11 @@ class Session:
         return (Speculating if self._admitted.drafts else Decoding)(*arguments)
 
     def _advanced(self, decoding: Decoding) -> StepResult:
-        """Dispatches the next program; returns its results, and counts the time of compiling it."""
-        began, traced = time.perf_counter(), traces()
+        """Dispatches the next program, once it has been compiled; returns its results."""
         expected, self._expected = self._expected, None
         if expected is not None:
-            expected.result()
-        result = decoding.advance()
-        if expected is not None or traces() != traced:
-            self.compiling += time.perf_counter() - began
-        return result
+            when_made(expected)
+        return decoding.advance()
 
     def _last_end(self) -> PromptEnd | None:
         """Returns where the next prompt begins; None is in an empty cache.

@@ -403,7 +403,7 @@ def test_info_counts_what_the_policy_keeps_to_the_byte(policy, growth, fixed, mo
     [
         ("dense", 512),
         ("quest(budget=64)", 512),
-        ("snapkv(budget=64)", 192),  # 64 + 112, in steps of 64
+        ("snapkv(budget=64)", 256),  # 64 + 112
         ("hard_kv(budget=64, floor=48, cap=96, window=8, period=16)", 128),  # 96 + 16
         ("hard_kv()", 512),
     ],

@@ -30,22 +30,38 @@ def test_bucket_holds_the_tokens_in_whole_pages_with_little_to_spare(tokens, pag
     size = capacity.bucket(tokens, page_size)
     assert size >= tokens
     assert size % page_size == 0
-    assert size - tokens < max(64, tokens / 8 + 1)
+    assert size <= 512 or size < 2 * tokens
+    assert size <= 8192 or size - tokens < tokens / 8 + 1
     assert capacity.bucket(size, page_size) == size
 
 
 def test_buckets_are_few():
-    assert len({capacity.bucket(tokens, 16) for tokens in range(1, 2**17, 7)}) <= 8 * 17
+    assert {capacity.bucket(tokens, 16) for tokens in range(1, 2**13, 7)} == {
+        2**n for n in range(9, 14)
+    }
+    assert len({capacity.bucket(tokens, 16) for tokens in range(1, 2**17, 7)}) <= 5 + 8 * 4
+
+
+def test_buckets_of_a_gpu_are_close(monkeypatch):
+    monkeypatch.setattr(capacity.jax, "default_backend", lambda: "gpu")
+    sizes = [capacity.bucket(tokens, 16) for tokens in (1, 64, 65, 600, 5000)]
+    assert sizes == [64, 64, 128, 640, 5120]
 
 
 @pytest.mark.parametrize(
     ("tokens", "left"),
     [(1, 64), (640, 640), (641, 704), (896, 896), (897, 960), (961, 1024), (5000, 1024)],
 )
-def test_what_is_left_after_the_prompt_is_close_to_what_is_needed(tokens, left):
+def test_what_is_left_after_the_prompt_is_close_to_what_is_needed(tokens, left, monkeypatch):
     """Or all that there is, where a bucket would take that."""
+    monkeypatch.setattr(capacity.jax, "default_backend", lambda: "gpu")
     assert SPEC.capacity == 1024
     assert capacity.slots_left(tokens, SPEC) == left
+
+
+def test_few_sizes_are_left_after_the_prompt_on_a_cpu():
+    left = {capacity.slots_left(tokens, SPEC) for tokens in range(1, 2000)}
+    assert left == {64, 128, 256, 512, 1024}
 
 
 def test_available_bytes_of_a_cpu_are_the_hosts():

@@ -219,17 +219,23 @@ def test_attend_chunk_over_several_blocks(pages, monkeypatch):
 
 @pytest.mark.parametrize(
     ("length", "chunk", "sizes"),
-    [(1, 64, [16]), (16, 64, [16]), (17, 64, [32]), (64, 64, [64]), (65, 64, [64, 16]),
-     (200, 64, [64, 64, 64, 16]), (127, 64, [64, 64]), (5, 8, [8])],
+    [(1, 512, [64]), (64, 512, [64]), (65, 512, [128]), (512, 512, [512]), (513, 512, [512, 64]),
+     (1700, 512, [512, 512, 512, 256]), (1, 64, [64]), (127, 64, [64, 64]), (5, 8, [8])],
 )  # fmt: skip
 def test_chunk_sizes(length, chunk, sizes):
     assert chunk_attention.chunk_sizes(length, chunk) == sizes
 
 
-def test_chunks_shrink_with_the_batch_and_stay_powers_of_two():
+def test_chunks_shrink_with_the_batch_and_stay_powers_of_two(monkeypatch):
+    monkeypatch.setattr(chunk_attention.jax, "default_backend", lambda: "gpu")
     decoder = tiny_params(num_layers=2).decoder
     sizes = [chunk_attention.chunk_tokens(decoder, batch) for batch in (1, 2, 3, 8, 10_000)]
     assert sizes == [512, 256, 128, 64, 64]
+
+
+def test_a_cpu_has_one_size_of_chunks_and_of_short_prompts():
+    decoder = tiny_params(num_layers=2).decoder
+    assert {chunk_attention.chunk_tokens(decoder, batch) for batch in (1, 3, 10_000)} == {64}
 
 
 def test_corrections_leave_rows_that_ran_out_of_room_alone():

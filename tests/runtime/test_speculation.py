@@ -69,7 +69,7 @@ def asked_of(session, sampling, **more):
 def decoded(policy, drafts, sampling):
     """What was decoded, and the session."""
     session = session_of(policy, drafts)
-    outs = answers(session, asked_of(session, sampling), SILENT, lambda *_: None, 0.0)
+    outs = answers(session, asked_of(session, sampling), SILENT, lambda *_: None, 0.0, 0.0)
     return outs, session
 
 
@@ -152,7 +152,7 @@ def test_k_and_v_are_dense_attentions(policy):
 def test_a_further_turn_reads_only_what_is_new(policy, less):
     """Rows keep all of an answer that the cache holds, or all but some tokens."""
     session = session_of(policy, DRAFTS, resumable=True)
-    outs = answers(session, asked_of(session, DRAWN), SILENT, lambda *_: None, 0.0)
+    outs = answers(session, asked_of(session, DRAWN), SILENT, lambda *_: None, 0.0, 0.0)
     more = random_prompts((35, 33, 34), seed=7)
     rows = zip(PROMPTS, outs, more, strict=True)
     whole = [[*prompt, *out.token_ids, *new] for prompt, out, new in rows]
@@ -181,7 +181,7 @@ def test_rows_keep_no_more_than_they_may():
         with pytest.raises(ValueError, match=message):
             session.read(PROMPTS, start=start)
     sparse = session_of(QUEST, 0, resumable=True)
-    answers(sparse, asked_of(sparse, GREEDY), SILENT, lambda *_: None, 0.0)
+    answers(sparse, asked_of(sparse, GREEDY), SILENT, lambda *_: None, 0.0, 0.0)
     with pytest.raises(ValueError, match=r"to \[30, 9, 17\]"):
         sparse.read(PROMPTS, start=[at + 1 for at in lengths])
 
@@ -190,7 +190,7 @@ def test_rows_keep_no_more_than_they_may():
 def test_the_last_queries_must_be_read_again():
     """LFPS looks at 32 of them."""
     session = session_of("lfps(budget=0.3)", DRAFTS, resumable=True)
-    answers(session, asked_of(session, GREEDY), SILENT, lambda *_: None, 0.0)
+    answers(session, asked_of(session, GREEDY), SILENT, lambda *_: None, 0.0, 0.0)
     start = [len(prompt) + 1 for prompt in PROMPTS]
     with pytest.raises(ValueError, match=r"rows of \[3, 40, 40\] tokens: must have at least 32"):
         session.read(random_prompts((3, 40, 40)), start=start)
@@ -202,7 +202,7 @@ def test_a_row_decodes_until_its_capacity():
     for policy, drafts in (("dense", 0), (QUEST, DRAFTS)):
         session = session_of(policy, drafts, random_prompts((125, 90, 120), seed=9))
         asked = asked_of(session, GREEDY)
-        made.append(answers(session, asked, SILENT, lambda *_: None, 0.0))
+        made.append(answers(session, asked, SILENT, lambda *_: None, 0.0, 0.0))
     for dense, out in zip(*made, strict=True):
         assert out.token_ids == dense.token_ids
         assert out.finish_reason == dense.finish_reason
@@ -247,7 +247,7 @@ def test_no_round_is_traced_again():
     for _ in range(2):
         session = session_of(QUEST, DRAFTS)
         before = compilation.traces()
-        answers(session, asked_of(session, DRAWN), SILENT, lambda *_: None, 0.0)
+        answers(session, asked_of(session, DRAWN), SILENT, lambda *_: None, 0.0, 0.0)
         traced.append(compilation.traces() - before)
     assert traced[1] == 0
 
@@ -257,7 +257,7 @@ def test_an_end_within_a_round_ends_the_text(place):
     expected = decoded("dense", 0, GREEDY)[0][0].token_ids
     session = session_of(QUEST, DRAFTS)
     asked = asked_of(session, GREEDY, stop_token_ids=(expected[place],))
-    out = answers(session, asked, SILENT, lambda *_: None, 0.0)[0]
+    out = answers(session, asked, SILENT, lambda *_: None, 0.0, 0.0)[0]
     assert out.token_ids == expected[: expected.index(expected[place]) + 1]
     assert out.finish_reason == "stop"
 
