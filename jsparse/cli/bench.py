@@ -97,8 +97,8 @@ def throughput(
         max_num_seqs=max_num_seqs,
         max_model_len=longest if max_model_len is None else max_model_len,
         enable_prefix_caching=prefix_caching,
-        prepare=True,
     )
+    engine.prepare(["sampled"])
     measured = {"model": model, "policy": engine.policy.name} | measure(engine, workload)
     if as_json:
         print(json.dumps(measured))

@@ -18,6 +18,7 @@ from jsparse.engine.core import Engine
 from jsparse.engine.errors import EngineError
 from jsparse.engine.outputs import RequestOutput
 from jsparse.engine.request_state import RequestState
+from jsparse.engine.runner import choice_of
 from jsparse.models.checkpoint import Params, given_params
 from jsparse.names import ENGINE, takes
 from jsparse.policy import AnyPolicy
@@ -28,6 +29,8 @@ from jsparse.text import prompts
 MAX_WAITING = 1024
 MAX_STALL_MS = 200.0
 STREAMS = 2**20
+# seconds between two looks at programs that are being compiled
+POLL_SECONDS = 0.05
 
 
 def drawn_seed() -> int:
@@ -166,6 +169,9 @@ class AsyncEngine:
             request = replace(request, stream=request.stream + nth % STREAMS)
             text = prompt if isinstance(prompt, str) else None
             del prompt, rows  # the request has them as an array
+            choice = choice_of(request)
+            while self.alive and not listener.aborted and self.engine.programs.coming(choice):
+                await asyncio.sleep(POLL_SECONDS)
             self._tell(lambda: self._add(request, name, text, listener))
             finished = False
             while not finished:

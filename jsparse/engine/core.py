@@ -153,7 +153,8 @@ class Engine:
             choices: list[SamplingMode] = ["sampled"]
             if prepare == "logprobs":
                 choices.append("top")
-            new = self.programs.prepare(choices)
+            # a CPU takes a minute for all, and can answer before that
+            new = self.programs.prepare(choices, wait=jax.default_backend() == "gpu")
         else:
             self.programs.require_evictable()
         self._live: dict[int, tuple[RequestState, Answer, AnswerBuilder]] = {}

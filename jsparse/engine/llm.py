@@ -132,7 +132,8 @@ class LLM:
                 32; None lets that be chosen, from the drafts accepted and the time rounds took.
             record: a file for a log of all plans (jsparse.engine.plan_log).
             prepare: whether all programs, but those that return likely tokens, are compiled now
-                and not on first use; "logprobs" is that these are, too. None is true on a GPU,
+                and not on first use; "logprobs": these, too. On a CPU those that any request needs
+                are waited for, and the rest are compiled in the background. None is true on a GPU,
                 which then also runs each once, since a first run takes longer.
             clock: returns the time in seconds.
             tensor_parallel_size: the number of devices that the model is spread over, each with

@@ -110,13 +110,14 @@ class Programs(ProgramSet):
             self.expect(map(self.usable, keys))
 
     def prepare(
-        self, choices: Sequence[SamplingMode], *, all_rows: bool = False
+        self, choices: Sequence[SamplingMode], *, all_rows: bool = False, wait: bool = True
     ) -> list[ProgramKey]:
         """Compiles the programs that requests of these kinds need; returns those that are new.
 
         Of decode programs these are those of the fewest rows and of all, unless `all_rows`; the
-        others, and those for rows that read together what they have in common, are compiled when
-        there is use for them, while the engine does without.
+        others, and those for rows that read shared prefixes together, are compiled when there is
+        use for them, while the engine does without. Unless it should `wait`, the same holds for all
+        but the programs that any request needs: the first of `choices`, in programs of all rows.
         """
         sizes = self._sizes
         if not all_rows:
@@ -125,9 +126,24 @@ class Programs(ProgramSet):
         if all_rows and sizes.family_rows:
             for rows in sizes.rows:
                 keys += decode_keys(choices, rows, *sizes.families(rows))
-        new = self.compile(keys, logger)
+        needed = keys
+        if not wait:
+            needed = engine_keys(sizes.of_rows(-1), self._made_for.policy, choices[:1])
+        new = self.compile(needed, logger)
+        self.expect(keys)
         self._prepared = tuple({*self._prepared, *choices})
         return new
+
+    def coming(self, choice: SamplingMode) -> bool:
+        """Returns whether programs that choose tokens so are prepared but still being compiled.
+
+        A request that needs one would stall all others until then.
+        """
+        if choice not in self._prepared:
+            return False
+        needed = engine_keys(self._sizes.of_rows(-1), self._made_for.policy, [choice])
+        jobs = (self._made.get(each) for each in needed)
+        return any(job is not None and not job.done() for job in jobs)
 
     def usable_rows(self, count: int, *, exact: bool = False) -> int:
         """Returns the rows of the smallest program that decodes as many and is there.

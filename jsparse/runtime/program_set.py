@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ class ProgramKey(NamedTuple):
 
 
 logger = logging.getLogger("jsparse.runtime")
+# seconds between two lines of the log while programs compile
+LOG_SECONDS = 10
 
 
 class ProgramSet:
@@ -110,16 +112,22 @@ class ProgramSet:
         return self._fixed[wanted.name] | dict(wanted.static)
 
     def compile(self, wanted: Iterable[ProgramKey], logger: logging.Logger) -> list[ProgramKey]:
-        """Compiles programs, and waits for them; an interrupt does not wait for the rest.
+        """Compiles programs and waits for them; an interrupt does not wait for the rest.
 
-        Returns those that were not there.
+        Returns those that nobody had asked for before.
         """
+        wanted = [*wanted]
         new = [each for each in wanted if each not in self._made]
         self.expect(new)
+        began, jobs = time.perf_counter(), {self._made[each] for each in wanted}
+        pending = {job for job in jobs if not job.done()}
         try:
-            for nth, each in enumerate(new):
-                logger.info("compiled %d of %d programs", nth, len(new))
-                self._made[each].result()
+            while pending:
+                seconds, ready = time.perf_counter() - began, len(jobs) - len(pending)
+                logger.info("compiling: %d of %d programs ready, %.0f s", ready, len(jobs), seconds)
+                _, pending = wait(pending, LOG_SECONDS, return_when=FIRST_EXCEPTION)
+                for job in jobs - pending:
+                    job.result()
         except BaseException:
             for each in new:
                 if self._made[each].cancel():

@@ -376,6 +376,29 @@ def test_a_thread_that_dies_takes_nobody_along(monkeypatch):
         asyncio.run(last(engine, PROMPTS[1], options(70)))
 
 
+def test_a_request_waits_for_programs_that_are_being_compiled_and_others_do_not(
+    engine, monkeypatch
+):
+    compiling = threading.Event()
+    compiling.set()
+    monkeypatch.setattr(
+        engine.engine.programs, "coming", lambda choice: choice == "top" and compiling.is_set()
+    )
+
+    async def run():
+        likely = asyncio.create_task(last(engine, PROMPTS[0], options(2, logprobs=2)))
+        dropped = asyncio.create_task(last(engine, PROMPTS[0], options(2, logprobs=2), "dropped"))
+        other = await last(engine, PROMPTS[1], options(2))
+        assert not likely.done()
+        await engine.abort("dropped")
+        assert (await dropped).outputs[0].finish_reason == "abort"
+        compiling.clear()
+        return await likely, other
+
+    assert all(len(out.outputs[0].token_ids) == 2 for out in asyncio.run(run()))
+    assert at_rest(engine)
+
+
 def test_an_abort_that_comes_before_the_prompt_is_ids_counts(engine, monkeypatch):
     held, encode = threading.Event(), prompts.encode
 

@@ -1,6 +1,7 @@
 """Tests which programs an engine compiles and runs, and what it learns of their times."""
 
 import itertools
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,35 @@ def test_all_programs_can_be_compiled_ahead():
     llm.generate(PROMPTS, greedy(5))
     assert llm.engine.programs.compiled == before
     assert llm.engine.programs.seconds == 0
+
+
+def test_a_cpu_answers_before_all_programs_are_compiled(monkeypatch):
+    """What any request needs is compiled first, and a request that needs more stalls nobody."""
+    programs = tiny_llm(decode_rows=[1, 4]).engine.programs
+    waited = []
+
+    def compile_nothing(keys, logger):
+        waited.extend(keys)
+        return keys
+
+    monkeypatch.setattr(programs, "compile", compile_nothing)
+    monkeypatch.setattr(
+        programs, "expect", lambda keys: programs._made.update((key, Future()) for key in keys)
+    )
+    programs.prepare(["sampled", "top"], wait=False)
+    assert {(key.name, key.size) for key in waited if key.name == "decode"} == {("decode", (4,))}
+    assert all(dict(key.static).get("choice") != "top" for key in waited)
+    later = programs._made.keys() - set(waited)
+    assert {key.size for key in later if key.name == "decode"} == {(1,), (4,)}
+    assert programs.coming("top")
+    for key in later:
+        if dict(key.static).get("choice") == "top":
+            programs._made[key].set_result(None)
+    for key in waited:
+        programs._made[key] = Future()
+        programs._made[key].set_result(None)
+    assert not programs.coming("top")
+    assert not programs.coming("sampled")
 
 
 @pytest.mark.parametrize("policy", slow_except(["dense", HANDS_ON, "lfps(budget=0.5)"], "dense"))
