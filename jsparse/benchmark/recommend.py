@@ -27,6 +27,7 @@ from jsparse.models.checkpoint import Params, require_on_one_device
 from jsparse.policies.choices import Choice, known_as
 from jsparse.policies.expressions import parse
 from jsparse.runtime import capacity
+from jsparse.text.signatures import short_name
 
 OnPart = Callable[[str, int, int], Any]
 
@@ -57,13 +58,35 @@ def recommend(
     require_on_one_device(params)
     requirements = checked(requirements, params.config.max_position_embeddings)
     store = _store(params, requirements)
+    try:
+        return _measured(params, requirements, store, report, tell)
+    except KeyboardInterrupt:
+        tell(
+            f"Interrupted: {len(store.entries)} measurements are kept, and the same command "
+            "continues from there."
+        )
+        raise
+
+
+def _measured(
+    params: Params,
+    requirements: Requirements,
+    store: ResultStore,
+    report: OnPart,
+    tell: Callable[[str], Any],
+) -> dict[str, Any]:
+    """Measures what the store lacks; arguments and result are as for `recommend`."""
     resumed = bool(store.entries)
     if resumed:
         tell(f"An unfinished run goes on: {store.journal}")
+    else:
+        tell("Measuring dense attention first, to estimate how long the rest takes.")
+    report("dense attention", 0, 2)
     began = time.monotonic()
     _time(params, requirements, DENSE, store)
     of_one = time.monotonic() - began
     length = _longest(params, requirements)
+    report("dense attention", 1, 2)
     began = time.monotonic()
     first = _plan(requirements, [DENSE], TURNS[:1], length)._replace(samples=_rows(requirements))
     run(params, first, store)
@@ -71,8 +94,9 @@ def recommend(
     if not resumed:  # else nothing was measured now that could tell how long the rest takes
         tell(_outlook(params, requirements, length, of_one, of_batch))
     for nth, policy in enumerate(requirements.policies):
-        report("decode steps", nth, len(requirements.policies))
+        report(f"decode steps of {short_name(policy)}", nth, len(requirements.policies))
         _time(params, requirements, policy, store)
+        tell(_timed(store, policy))
     faster = _with(store, requirements, NO_KL)
     for group in _groups(params, requirements, faster, length):
         _compare(params, requirements, _plan(requirements, group, (KL,), length), store, report)
@@ -148,6 +172,16 @@ def _time(params: Params, requirements: Requirements, policy: str, store: Result
     else:
         of_step = {"ms": timing["ms"]["median"], "attended": timing["attended"]}
         store.add([Entry(**cells[0]._asdict(), index=0, values=of_step, meta={})])
+
+
+def _timed(store: ResultStore, policy: str) -> str:
+    """Returns a line on the steps of a policy."""
+    ms = {
+        entry["policy"]: entry["values"]["ms"] for entry in store.entries if entry["task"] == STEPS
+    }
+    if policy not in ms:
+        return f"{short_name(policy)}: cannot run here"
+    return f"{short_name(policy)}: {ms[policy]:.3g} ms a step, dense attention {ms[DENSE]:.3g}"
 
 
 def _compare(
@@ -233,11 +267,12 @@ def _outlook(
     of texts.
     """
     count = len(requirements.policies)
+    steps = f"steps of {count} policies" if count > 1 else "steps of one policy"
     groups = len(list(_groups(params, requirements, requirements.policies, length)))
     batches = -(-requirements.samples // _rows(requirements)) * (1 + len(TURNS))
     minutes = round((count * of_one + batches * groups * of_batch) / 60)
     return (
-        f"Timing steps of {count} policies at {requirements.batch} x {requirements.context} "
+        f"Timing {steps} at {requirements.batch} x {requirements.context} "
         "tokens, then comparing the faster ones with dense attention on "
         f"{requirements.samples} texts and {len(TURNS) * requirements.samples} pass keys of "
         f"{length} tokens: about {f'{minutes} minutes' if minutes > 1 else 'a minute'}. What is "

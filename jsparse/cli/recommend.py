@@ -4,11 +4,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Event, Thread
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from typer import Option
 
@@ -24,6 +25,8 @@ from jsparse.cli.options import (
 )
 from jsparse.text.signatures import short_name
 
+# seconds between two lines on the progress
+LINE_SECONDS = 10
 STAYS_DENSE = 1
 """The exit status where nothing faster than dense attention is close enough to it."""
 
@@ -182,19 +185,26 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def _shown() -> Iterator[Callable[[str, int, int], None]]:
-    """Shows the progress on standard error: a bar on a terminal, else a line per part."""
+    """Shows the progress on standard error: a bar on a terminal, else a line every ten seconds."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not sys.stderr.isatty()
-    ) as progress:
-        task = progress.add_task("", total=None)
-        notes: list[str] = []
+    bar = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = TextColumn("{task.description}"), *bar
+    ended, on_terminal = Event(), sys.stderr.isatty()
+    with Progress(*columns, console=console, transient=True, disable=not on_terminal) as progress:
+        task = progress.add_task("loading", total=None)
 
         def report(now: str, done: int, total: int) -> None:
             progress.update(task, description=now, completed=done, total=total)
-            if not sys.stderr.isatty() and now not in notes:
-                notes.append(now)
-                console.print(now)
 
-        yield report
+        def tell() -> None:
+            while not ended.wait(LINE_SECONDS):
+                now = progress.tasks[task]
+                of = "" if now.total is None else f", {now.completed:.0f} of {now.total:.0f}"
+                console.print(f"{now.description}{of}, {now.elapsed or 0:.0f} s")
+
+        if not on_terminal:
+            Thread(target=tell, daemon=True).start()
+        try:
+            yield report
+        finally:
+            ended.set()

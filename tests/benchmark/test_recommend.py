@@ -165,7 +165,11 @@ def test_an_interrupted_run_goes_on_and_what_cannot_run_says_why(
     monkeypatch.setattr(module, "_compare", compare)
     found = recommend(model, wanted, tell=said.append)
     assert times == ["dense()", FAR, NEAR, SLOW]
-    assert ["goes on" in line for line in said] == [False, True]  # the first says how long
+    assert [line.split(":")[0] for line in said if "measurements" in line] == ["Interrupted"]
+    assert sum("An unfinished run goes on" in line for line in said) == 1
+    assert sum("about a minute" in line for line in said) == 1  # before the interrupt
+    assert "streaming(recent=240): 5 ms a step, dense attention 10" in said
+    assert f"{SLOW}: cannot run here" in said
     assert [(row["policy"], row["verdict"]) for row in found["rows"]] == [
         (NEAR, ""),
         ("dense()", ""),
