@@ -29,6 +29,10 @@ from jsparse.policies.expressions import parse
 from jsparse.runtime import capacity
 from jsparse.text.signatures import short_name
 
+# How much longer than dense attention's a CPU compiles a policy's steps: SmolLM2's take 8 CPU seconds
+# with dense attention, 28 with quest
+CPU_COMPILING = 3
+
 OnPart = Callable[[str, int, int], Any]
 
 
@@ -270,7 +274,8 @@ def _outlook(
     steps = f"steps of {count} policies" if count > 1 else "steps of one policy"
     groups = len(list(_groups(params, requirements, requirements.policies, length)))
     batches = -(-requirements.samples // _rows(requirements)) * (1 + len(TURNS))
-    minutes = round((count * of_one + batches * groups * of_batch) / 60)
+    of_policy = of_one * (CPU_COMPILING if jax.default_backend() == "cpu" else 1)
+    minutes = round((count * of_policy + batches * groups * of_batch) / 60)
     return (
         f"Timing {steps} at {requirements.batch} x {requirements.context} "
         "tokens, then comparing the faster ones with dense attention on "
