@@ -173,7 +173,7 @@ def serve(
     Example: jsparse serve smollm2 --policy "quest(budget=1024)" --max-model-len 2048
     """
     try:
-        from jsparse.server import log, run
+        from jsparse.server import descriptors, log, run
         from jsparse.server.engines import describe, load_engine
         from jsparse.server.front import Options
         from jsparse.server.replicas import serve as replicas
@@ -202,6 +202,7 @@ def serve(
         headless=headless,
     )
     log.show(log_level)
+    descriptors.raise_limit(2 if data_parallel_size > 1 else 1)
     make_engine = partial(
         *(load_engine, model, policy),
         **vars(loading),

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from jsparse.server.descriptors import Room
 from jsparse.server.errors import ApiError
 
 # of a head, which may be a quarter of a MiB longer: what came with its end is not counted
@@ -17,7 +18,6 @@ MAX_BYTES = 2**16
 SECONDS = 60
 # of an answer that is to be read in that time
 MIN_READ = 2**16
-MAX_CONNECTIONS = 4096
 # closes a socket at once and drops unsent data
 DROP = struct.pack("ii", 1, 0)
 
@@ -39,16 +39,22 @@ class BoundedConnection(HttpToolsProtocol):
     _deaf = False  # to what comes after a request that has not been answered
     _late: asyncio.TimerHandle | None = None
 
+    def __init__(self, *args: Any, room: Room, **options: Any) -> None:
+        """Makes the protocol of a connection as uvicorn does, in the room of its server."""
+        super().__init__(*args, **options)
+        self._room = room
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Waits for a request."""
         super().connection_made(transport)  # pyright: ignore[reportArgumentType]
         self._watch()
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > self._room.most:
             # those that are being dropped are among them for a moment
             there = [each for each in self._all if not each.transport.is_closing()]
             idle = (each for each in there if not each._answering)
-            if len(there) > MAX_CONNECTIONS:
+            if len(there) > self._room.most:
                 min(idle, key=lambda each: each._since)._drop()
+                self._room.count_closed()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends the wait."""

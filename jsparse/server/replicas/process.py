@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from jsparse.engine.async_engine import AsyncEngine
 from jsparse.server import log, run
+from jsparse.server.descriptors import bounds
 from jsparse.server.engines import describe
 from jsparse.server.front import Options
 
@@ -157,7 +158,7 @@ def _main(
     try:
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(str(path))
-            listening.listen(2048)
+            listening.listen(bounds(1).backlog)
             run.serve(options, make_engine, listening, on_start=on_start, on_ready=on_ready)
     except (ValueError, OSError) as error:
         pipe.send(str(error))

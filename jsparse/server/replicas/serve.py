@@ -67,7 +67,7 @@ def serve(
             for nth, make_engine in enumerate(make_engines)
         ]
         router = Router(options, replicas)
-        server = Server(make_app(router), router)
+        server = Server(make_app(router), router, descriptors=2)  # to the client and to a replica
 
         async def watch(replica: Replica) -> None:
             try:
