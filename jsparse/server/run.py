@@ -22,6 +22,8 @@ from jsparse.server.descriptors import Room, bounds
 from jsparse.server.front import Front, Options
 from jsparse.server.service import Service
 
+# of all answers: what is sent as JSON, events or text is never taken for something else
+HEADERS = [("X-Content-Type-Options", "nosniff")]
 POLL_SECONDS = 0.05
 # seconds that connections may still take once all requests are answered
 CLOSE_SECONDS = 5
@@ -60,7 +62,9 @@ def configured(app: ASGIApp, descriptors: int = 1) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=partial(BoundedConnection, room=Room(most)),  # pyright: ignore[reportArgumentType]
+        ws="none",
         backlog=backlog,
+        headers=HEADERS,
         log_level="warning",
         timeout_keep_alive=2 * SECONDS,  # the connection itself waits SECONDS
         timeout_graceful_shutdown=CLOSE_SECONDS,

@@ -23,10 +23,12 @@ from starlette.routing import Route
 from jsparse.server import run
 from jsparse.server.errors import ApiError
 from jsparse.server.front import Options
+from jsparse.server.replicas import folder as folder_module
 from jsparse.server.replicas import pictures, process, replica, totals
 from jsparse.server.replicas import router as router_module
 from jsparse.server.replicas.answer import Answer, Lost
 from jsparse.server.replicas.balance import PREFIX_CHARS, Balance, Work, work_of
+from jsparse.server.replicas.folder import PREFIX, socket_folder
 from jsparse.server.replicas.process import About
 from jsparse.server.replicas.replica import NeverReady, Replica
 from jsparse.server.replicas.router import Router
@@ -577,6 +579,37 @@ def test_a_model_that_is_being_loaded_is_waited_for(folder, monkeypatch):
     with routed(folder, 1) as (_, router):
         assert not any(asked[:9])
         assert router.replicas[0].ready
+
+
+def test_a_request_that_offers_another_protocol_reaches_a_replica(folder):
+    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEA"}
+    with routed(folder) as (url, _), httpx.Client(base_url=url) as client:
+        for prompt in "ab":
+            got = client.post(COMPLETIONS, json={"prompt": prompt}, headers=offer)
+            assert got.json() == {"answer": prompt}
+            assert got.headers["x-content-type-options"] == "nosniff"
+
+
+def test_folders_of_routers_that_were_killed_are_removed(folder, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    left, other = folder / f"{PREFIX}left", folder / "jsparse-other"
+    for each in (left, other):
+        each.mkdir()
+        (each / "replica 0").touch()
+    with socket_folder() as own:
+        assert not left.exists()
+        assert own.stat().st_mode & 0o777 == 0o700
+        with socket_folder() as second:
+            assert second != own and own.exists()
+    assert [each.name for each in folder.iterdir()] == ["jsparse-other"]
+
+
+def test_folders_of_other_users_are_left_alone(folder, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    (folder / f"{PREFIX}theirs").mkdir()
+    monkeypatch.setattr(folder_module.os, "getuid", lambda: -1)
+    with socket_folder():
+        assert (folder / f"{PREFIX}theirs").exists()
 
 
 def test_all_clients_of_live_share_one_stream_of_each_replica(folder):

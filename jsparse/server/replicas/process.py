@@ -64,7 +64,7 @@ class ReplicaProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         # clients have been checked by the router
-        options = replace(options, api_key=None, hosts=None)
+        options = replace(options, api_key=None, hosts=None, origins=frozenset())
         arguments = options, make_engine, path, gpus, theirs, log.level()
         self._process = context.Process(target=_main, args=arguments, name=path.stem)
         # the process inherits what is blocked, and ignores it once it runs
