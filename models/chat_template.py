@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import jinja2
 
 PART = {"type", "text"}
+# hints to other servers, without effect on a text
+HINTS = {"cache_control"}
 
 
 def render(
@@ -47,6 +49,8 @@ def render(
 def joined(content: Any) -> str:
     """Returns a message's text, which may come in parts of {"type": "text", "text": …}.
 
+    A part may also have `cache_control`, and keys whose values are None or empty.
+
     Raises:
         ValueError: it is no text, or a part is none; the message is the rule that it breaks.
     """
@@ -56,11 +60,16 @@ def joined(content: Any) -> str:
         raise ValueError("must be text, or a list of parts of type text")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(part.get("text"), str) or part.keys() != PART:
+        if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(
                 f"has a part of type {reprlib.repr(kind)}: must be parts with type 'text' and a "
                 "text; images and audio are not supported"
             )
+        for key, value in part.items():
+            if key not in PART | HINTS and value not in (None, [], {}):
+                raise ValueError(
+                    f"has a part with the key {reprlib.repr(key)}: must have type and text alone"
+                )
     return "".join(part["text"] for part in content)
 
 

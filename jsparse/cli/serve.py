@@ -117,6 +117,14 @@ AllowedHostOption = Annotated[
         "has no key; * is any. Repeatable.",
     ),
 ]
+AllowedOriginsOption = Annotated[
+    list[str] | None,
+    Option(
+        metavar="<origin>",
+        help="Origin, such as http://localhost:3000, whose pages may use the server from a "
+        "browser; * is any. Repeatable.",
+    ),
+]
 SpecialTokensInMessagesOption = Annotated[
     bool,
     Option(help="Whether special tokens spelled in messages count: users could write turns."),
@@ -163,6 +171,7 @@ def serve(
     seed: SeedOption = None,
     drain_seconds: DrainSecondsOption = 30.0,
     allowed_host: AllowedHostOption = None,
+    allowed_origins: AllowedOriginsOption = None,
     special_tokens_in_messages: SpecialTokensInMessagesOption = False,
     log_level: LogLevelOption = "info",
 ) -> None:
@@ -173,7 +182,7 @@ def serve(
     Example: jsparse serve smollm2 --policy "quest(budget=1024)" --max-model-len 2048
     """
     try:
-        from jsparse.server import log, run
+        from jsparse.server import descriptors, log, origins, run
         from jsparse.server.engines import describe, load_engine
         from jsparse.server.front import Options
         from jsparse.server.replicas import serve as replicas
@@ -190,6 +199,7 @@ def serve(
     for option, size in (("data", data_parallel_size), ("tensor", tensor_parallel_size)):
         require(f"--{option}-parallel-size", size, size >= 1, "at least 1")
     _check_key(api_key)
+    allowed = origins.checked(allowed_origins or ())
     if data_parallel_size > 1:
         _leave_gpus_to_engines()
     resolve(policy)  # what is wrong with it is told before anything is loaded
@@ -202,6 +212,7 @@ def serve(
         headless=headless,
     )
     log.show(log_level)
+    descriptors.raise_limit(2 if data_parallel_size > 1 else 1)
     make_engine = partial(
         *(load_engine, model, policy),
         **vars(loading),
@@ -231,7 +242,8 @@ def serve(
         where = f"[{address}]" if ":" in address else address
         name, (run_by, what) = options.name, about
         by = f"{run_by} in {data_parallel_size} processes" if data_parallel_size > 1 else run_by
-        by += f" on {tensor_parallel_size} GPUs each" if tensor_parallel_size > 1 else ""
+        if tensor_parallel_size > 1:
+            by += f" on {tensor_parallel_size} devices{' each' * (data_parallel_size > 1)}"
         print(f"jsparse serves {name} with {by} at http://{where}:{at}", flush=True)
         print(what, flush=True)
         print(f"A page to chat and to see what is read: http://{where}:{at}/", flush=True)
@@ -243,6 +255,7 @@ def serve(
         max_logprobs=max_logprobs,
         default_max_tokens=default_max_tokens,
         hosts=None if api_key else run.own_names(address, host, allowed_host or ()),
+        origins=allowed,
         special_tokens=special_tokens_in_messages,
         drain_seconds=drain_seconds,
     )

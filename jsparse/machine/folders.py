@@ -1,4 +1,4 @@
-"""Says where jsparse keeps files of its own; this module imports nothing else of jsparse."""
+"""Names the folder for files of jsparse's own; this module imports nothing else of jsparse."""
 
 import os
 from pathlib import Path
@@ -11,3 +11,21 @@ def cache_folder() -> Path:
     """
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("JSPARSE_CACHE_DIR") or Path(home) / "jsparse")
+
+
+def distrust(folder: Path) -> str | None:
+    """Returns the reason why code in a folder must not be run, or None.
+
+    Whoever can write there could run code as this user. A folder that does not exist passes.
+    """
+    if os.name != "posix":
+        return None
+    try:
+        status = folder.stat()
+    except OSError:
+        return None
+    if status.st_uid not in (os.getuid(), 0):
+        return f"its owner is user {status.st_uid}: must be this user or root"
+    if status.st_mode & 0o022:
+        return f"its mode is {status.st_mode & 0o777:o}: must be writable by its owner alone"
+    return None

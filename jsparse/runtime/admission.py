@@ -145,6 +145,12 @@ def _require_spreadable(policy: Policy, mesh: Mesh) -> None:
         )
 
 
+def settable(policy: Policy) -> frozenset[str]:
+    """Returns the names that `per_request` may have under a policy."""
+    dense = () if policy.evicts else ("dense",)  # dropped tokens cannot be attended to
+    return frozenset((*dense, *policy.per_row))
+
+
 def _require_joinable(policy: Policy, spec: CacheSpec, per_request: Sequence[str]) -> None:
     """Raises ValueError if rows cannot share a pool of pages, or may not set one of these names."""
     if policy.evicts and any(owner.kind == "page" for owner in owners(policy, spec)):
@@ -154,8 +160,7 @@ def _require_joinable(policy: Policy, spec: CacheSpec, per_request: Sequence[str
         )
     if isinstance(per_request, str) or not isinstance(per_request, Sequence):
         raise ValueError(f"per_request={per_request!r}: must be a list of names")
-    # what was dropped cannot be attended to
-    allowed = {*policy.per_row} if policy.evicts else {"dense", *policy.per_row}
+    allowed = settable(policy)
     for name in per_request:
         if name not in allowed:
             raise ValueError(

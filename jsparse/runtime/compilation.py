@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import logging
 import os
 import sys
 import time
@@ -17,7 +18,7 @@ from weakref import WeakValueDictionary
 import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from jsparse.machine.folders import cache_folder
+from jsparse.machine.folders import cache_folder, distrust
 from jsparse.machine.jax_settings import own_settings
 from jsparse.runtime.spread_programs import OWN, on_ranks
 from jsparse.runtime.stored import ProgramStore, Stored, packed, settings, unpacked
@@ -36,6 +37,7 @@ COMPILES_ALONE = {"xla_gpu_shard_autotuning": False}
 # how much less than others they claim the processor (nice): all wait for the one that traces
 YIELDING = 10
 
+logger = logging.getLogger("jsparse.programs")
 _traced = 0
 _store: ProgramStore | None = None
 # jax's settings in other threads, as they were when someone looked last
@@ -460,8 +462,16 @@ def keep_compilations() -> None:
     everything else, lies beside them, under jax.
     """
     global _store
-    if jax.config.jax_compilation_cache_dir is not None or jax.config.jax_disable_jit:
+    if _store is not None or jax.config.jax_compilation_cache_dir is not None:
+        return
+    if jax.config.jax_disable_jit:
         return
     _store = ProgramStore(cache_folder() / "programs")
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
+    folder = cache_folder() / "jax"
+    with suppress(OSError):  # jax warns where it cannot write
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if reason := distrust(folder):
+        logger.warning("jax's programs in %s are not used: %s", folder, reason)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import serialize_executable
 
+from jsparse.machine.folders import distrust
 from jsparse.runtime import fingerprint
 
 logger = logging.getLogger("jsparse.programs")
@@ -60,7 +61,7 @@ class ProgramStore:
 
     def __init__(self, folder: Path) -> None:
         """Prepares a store; the folder is made when something is stored."""
-        self.folder = folder
+        self.folder, self._warned = folder, False
 
     def key(self, function: Callable[..., Any], static: Any, shapes: Any) -> str | None:
         """Returns the name under which a program is stored, or None if it cannot be.
@@ -78,6 +79,8 @@ class ProgramStore:
 
     def get(self, key: str, arguments: Any, devices: Sequence[Any]) -> Stored | None:
         """Returns the program stored under a name, as `unpacked`, or None if there is none."""
+        if self._distrusted():
+            return None
         file = self.folder / key
         try:
             data = file.read_bytes()
@@ -100,13 +103,23 @@ class ProgramStore:
             logger.debug("a program is not stored: %r", error)
             return
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._distrusted():
+                return
             with NamedTemporaryFile(dir=self.folder, delete=False) as file:
                 file.write(data)
             Path(file.name).replace(self.folder / key)
             self._make_room()
         except OSError as error:
             logger.warning("a program cannot be stored in %s: %s", self.folder, error)
+
+    def _distrusted(self) -> bool:
+        """Whether the folder is distrusted; the first time, a warning has the reason."""
+        reason = distrust(self.folder)
+        if reason is not None and not self._warned:
+            self._warned = True
+            logger.warning("programs in %s are not used: %s", self.folder, reason)
+        return reason is not None
 
     def _make_room(self) -> None:
         files = []

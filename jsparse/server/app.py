@@ -11,10 +11,11 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jsparse import __version__
 from jsparse.engine.errors import EngineError
+from jsparse.server import origins
 from jsparse.server.errors import ApiError
 from jsparse.server.front import Front
 from jsparse.server.routes import router, schemas
@@ -28,7 +29,6 @@ PAGE_HEADERS = {
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
-    "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
@@ -67,7 +67,7 @@ def gated(
     app.add_exception_handler(HTTPException, _not_found)
     app.add_exception_handler(ClientGone, _nobody)
     app.add_exception_handler(ClientDisconnect, _nobody)
-    app.add_exception_handler(Exception, _unforeseen)
+    origins.allow(app, front.options.origins)
     app.include_router(routes)
     for name, data in files.items():
         _add_file(app, f"/{name}", name, data)
@@ -90,9 +90,21 @@ class Gate:
         refusal = self._refusal(scope)
         if refusal is not None:
             return await refusal.response(scope, receive, send)
+        begun = False
+
+        async def sent(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
         self._front.inside += 1
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, sent)
+        except Exception:
+            if not begun:  # our own fault; the server logs it with its traceback
+                failed = ApiError(500, "the server has failed", code="server_error")
+                await failed.response(scope, receive, send)
+            raise
         finally:
             self._front.inside -= 1
 
@@ -154,8 +166,3 @@ async def _not_found(_: Request, error: Exception) -> Response:
 
 async def _nobody(_: Request, __: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it
-
-
-async def _unforeseen(_: Request, __: Exception) -> Response:
-    """Answers our own faults; the server logs them with their traceback."""
-    return ApiError(500, "the server has failed", code="server_error").response

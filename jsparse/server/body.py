@@ -3,9 +3,11 @@
 Unknown fields are refused by name.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from jsparse.names import SAMPLING
 from jsparse.server.errors import ApiError, shown
@@ -21,33 +23,41 @@ REFUSED = {
     "functions": "functions are not supported",
     "guided_json": "structured output is not supported",
     "modalities": "answers are text alone",
-    "parallel_tool_calls": "tools are not supported",
     "response_format": "structured output is not supported",
     "suffix": "text is continued, never filled in",
+    "tool_call_id": "tools are not supported",
+    "tool_calls": "tools are not supported",
     "tool_choice": "tools are not supported",
     "tools": "tools are not supported",
 }
 # values that clients send without asking for anything; they are dropped
-NOTHING_ASKED: dict[str, Any] = {
-    **{name: refused.nothing for name, refused in SAMPLING.items()},
-    "continuous_usage_stats": False,
-    "include_obfuscation": False,
-    "metadata": {},
-    "parallel_tool_calls": False,
-    "response_format": {"type": "text"},
-    "store": False,
-    "tool_calls": [],
-    "tool_choice": "none",
-    "tools": [],
+NOTHING_ASKED: dict[str, tuple[Any, ...]] = {
+    **{name: (refused.nothing,) for name, refused in SAMPLING.items()},
+    "annotations": ([],),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "continuous_usage_stats": (False,),
+    "documents": ([],),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_obfuscation": (False,),
+    "modalities": (["text"],),
+    "priority": (0,),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "suffix": ("",),
+    "tool_calls": ([],),
+    "tool_choice": ("none", "auto"),  # tools themselves are refused
+    "tools": ([],),
+    "verbosity": ("medium",),
 }
 
 
 def _asks_nothing(name: str, value: Any) -> bool:
-    if value is None:
-        return True
     # True is no 1
-    known = name in NOTHING_ASKED and type(value) is type(NOTHING_ASKED[name])
-    return known and value == NOTHING_ASKED[name]
+    nothing = NOTHING_ASKED.get(name, ())
+    return value is None or any(type(value) is type(each) and value == each for each in nothing)
 
 
 class RequestBody(BaseModel):
@@ -79,14 +89,10 @@ def parse[Body: RequestBody](kind: type[Body], data: bytes) -> Body:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        first = _foremost(error.errors(include_url=False))
     where, rule = _place(first["loc"]), first["msg"].removeprefix("Value error, ")
-    name = first["loc"][0] if first["loc"] else None
     if first["type"] == "extra_forbidden":
-        rule = (
-            REFUSED.get(str(name), "unknown field") if len(first["loc"]) == 1 else "unknown field"
-        )
-        message = f"{where}: {rule}"
+        message = f"{where}: {REFUSED.get(str(first['loc'][-1]), 'unknown field')}"
     elif first["type"] == "missing":
         message = f"{where}: must be given"
     elif not where:  # the whole body, or a rule about several fields, which names them
@@ -95,6 +101,17 @@ def parse[Body: RequestBody](kind: type[Body], data: bytes) -> Body:
     else:
         message = f"{where}={shown(first['input'])}: {rule}"
     raise ApiError(400, message, param=where or None)
+
+
+def _foremost(errors: Sequence[ErrorDetails]) -> ErrorDetails:
+    """Returns the error to report: the first, unless a refused field explains a missing one."""
+    first = errors[0]
+    if first["type"] == "missing":
+        for each in errors[1:]:
+            beside = each["type"] == "extra_forbidden" and each["loc"][:-1] == first["loc"][:-1]
+            if beside and each["loc"][-1] in REFUSED:
+                return each
+    return first
 
 
 def _place(loc: tuple[int | str, ...]) -> str:

@@ -6,9 +6,11 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
+import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from jsparse.server.descriptors import Room
 from jsparse.server.errors import ApiError
 
 # of a head, which may be a quarter of a MiB longer: what came with its end is not counted
@@ -17,7 +19,6 @@ MAX_BYTES = 2**16
 SECONDS = 60
 # of an answer that is to be read in that time
 MIN_READ = 2**16
-MAX_CONNECTIONS = 4096
 # closes a socket at once and drops unsent data
 DROP = struct.pack("ii", 1, 0)
 
@@ -39,16 +40,22 @@ class BoundedConnection(HttpToolsProtocol):
     _deaf = False  # to what comes after a request that has not been answered
     _late: asyncio.TimerHandle | None = None
 
+    def __init__(self, *args: Any, room: Room, **options: Any) -> None:
+        """Makes the protocol of a connection as uvicorn does, in the room of its server."""
+        super().__init__(*args, **options)
+        self._room = room
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Waits for a request."""
         super().connection_made(transport)  # pyright: ignore[reportArgumentType]
         self._watch()
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > self._room.most:
             # those that are being dropped are among them for a moment
             there = [each for each in self._all if not each.transport.is_closing()]
             idle = (each for each in there if not each._answering)
-            if len(there) > MAX_CONNECTIONS:
+            if len(there) > self._room.most:
                 min(idle, key=lambda each: each._since)._drop()
+                self._room.count_closed()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends the wait."""
@@ -60,7 +67,8 @@ class BoundedConnection(HttpToolsProtocol):
         if self._deaf:
             return
         self._moved = False
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._take(data)
         if self._moved or self._deaf or self.transport.is_closing():
             return
         self._bytes += len(data)
@@ -68,10 +76,10 @@ class BoundedConnection(HttpToolsProtocol):
             self.send_400_response(f"The head is too large: must have at most {MAX_BYTES} bytes.")
 
     def on_headers_complete(self) -> None:
-        """Begins the request, unless it must not have come yet."""
+        """Begins the request, unless it must not have come yet, or offers another protocol."""
         if self._answering:
             self._stop_listening()
-        if not self._deaf:
+        if not (self._deaf or self._offers):
             self._unwatch()
             self._move()
             super().on_headers_complete()
@@ -85,7 +93,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Ends the request; another may follow once it is answered."""
-        if not self._deaf:
+        if not (self._deaf or self._offers):
             self._move()
             super().on_message_complete()
 
@@ -113,7 +121,8 @@ class BoundedConnection(HttpToolsProtocol):
         body = orjson.dumps(ApiError(400, msg).body)
         head = (
             "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            f"content-length: {len(body)}\r\nx-content-type-options: nosniff\r\n"
+            "connection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
         self.hang_up()
@@ -138,6 +147,31 @@ class BoundedConnection(HttpToolsProtocol):
     @property
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _offers(self) -> bool:
+        """Whether the request offers to go on in another protocol, such as h2c."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _take(self, data: bytes) -> None:
+        """Parses bytes; a request that offers another protocol is parsed again without the offer.
+
+        The parser ends at the offer and skips the request's body. We may ignore an offer, and
+        answer over HTTP/1.1 (RFC 9110, section 7.8).
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            if not self._deaf and self._offers:
+                version = self.parser.get_http_version().encode()
+                head = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, version)
+                for name, value in self.headers:
+                    head += b"" if name == b"upgrade" else b"%s: %s\r\n" % (name, value)
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+                self._take(head + b"\r\n" + data[offer.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
 
     def _stop_listening(self) -> None:
         self._deaf, self.cycle.keep_alive = True, False

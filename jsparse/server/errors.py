@@ -13,7 +13,8 @@ MAX_VALUE_CHARS = 80
 # characters of a message, which may repeat a client's input
 MAX_MESSAGE_CHARS = 300
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
-RETRY_SECONDS = 1
+# of answers after which the client may try again
+RETRY_SECONDS, RETRIED = 1, (429, 503)
 
 
 class ApiError(Exception):
@@ -38,7 +39,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = dict(headers or {})
+        retry = {"Retry-After": str(RETRY_SECONDS)} if status in RETRIED else {}
+        self.headers = {**retry, **(headers or {})}
 
     @property
     def body(self) -> dict[str, Any]:
@@ -88,8 +90,7 @@ def as_api_error(error: Exception, names: Mapping[str, str]) -> ApiError:
 
 def full(message: str) -> ApiError:
     """Returns the refusal of a request that would have to wait too long."""
-    wait = {"Retry-After": str(RETRY_SECONDS)}
-    return ApiError(429, message, code="too_many_requests", headers=wait)
+    return ApiError(429, message, code="too_many_requests")
 
 
 def shown(value: Any) -> str:

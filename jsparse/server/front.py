@@ -13,6 +13,7 @@ from starlette.requests import Request as HttpRequest
 
 from jsparse.engine.async_engine import MAX_WAITING
 from jsparse.server.errors import ApiError, full, shown
+from jsparse.server.origins import ANY
 from jsparse.server.protocol import MAX_LOGPROBS
 
 # a body may have this many bytes per token that a prompt can have, and at least MIN_BODY
@@ -35,6 +36,7 @@ class Options:
         default_max_tokens: the most tokens of answers to chats that name no number; None is as many
             as there is room for.
         hosts: the names under which browsers may reach the server, lower-case; None is any.
+        origins: the origins whose pages may use the server from a browser; "*" is any.
         special_tokens: whether special tokens that are spelled in messages count as such.
         drain_seconds: seconds that requests may still take when the server shuts down.
     """
@@ -45,6 +47,7 @@ class Options:
     max_logprobs: int = MAX_LOGPROBS
     default_max_tokens: int | None = None
     hosts: frozenset[str] | None = None
+    origins: frozenset[str] = frozenset()
     special_tokens: bool = False
     drain_seconds: float = 30.0
 
@@ -56,6 +59,8 @@ class Options:
         """
         for name in ("host", "origin") if self.hosts is not None else ():
             address = headers.get(name)
+            if name == "origin" and self.origins & {address, ANY}:
+                continue
             if address and _host_of(address) not in (self.hosts or ()):
                 hosts = ", ".join(sorted(self.hosts or ()))
                 return f"{name}={shown(address)}: must be among {hosts} (--allowed-host)"

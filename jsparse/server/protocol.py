@@ -125,7 +125,14 @@ class GenerationRequest(RequestBody):
     cache_salt: str = Field("", max_length=MAX_SALT_CHARS)
     stream: bool = False
     stream_options: StreamOptions | None = None
+    # of OpenAI's services; without effect on an answer
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def likely(self) -> int | None:
@@ -223,7 +230,7 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> "ChatRequest":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError(f"top_logprobs={self.top_logprobs}: must have logprobs=true beside it")
         return self
 

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from ipaddress import ip_address
 from types import FrameType
 from typing import Any
@@ -17,9 +18,12 @@ from jsparse.engine.async_engine import AsyncEngine
 from jsparse.server import log
 from jsparse.server.app import make_app
 from jsparse.server.connections import SECONDS, BoundedConnection
+from jsparse.server.descriptors import Room, bounds
 from jsparse.server.front import Front, Options
 from jsparse.server.service import Service
 
+# of all answers: what is sent as JSON, events or text is never taken for something else
+HEADERS = [("X-Content-Type-Options", "nosniff")]
 POLL_SECONDS = 0.05
 # seconds that connections may still take once all requests are answered
 CLOSE_SECONDS = 5
@@ -33,7 +37,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return socket.create_server((host, port), family=family, backlog=bounds(1).backlog)
     except (OSError, OverflowError) as error:
         raise OSError(f"--host {host} --port {port}: {error}") from None
 
@@ -52,11 +56,15 @@ def own_names(address: str, host: str, more: Sequence[str]) -> frozenset[str] | 
     return frozenset(name.lower() for name in names)
 
 
-def configured(app: ASGIApp) -> uvicorn.Config:
-    """Returns how the application is served."""
+def configured(app: ASGIApp, descriptors: int = 1) -> uvicorn.Config:
+    """Returns how the application is served, with this many descriptors per connection."""
+    most, backlog = bounds(descriptors)
     return uvicorn.Config(
         app,
-        http=BoundedConnection,
+        http=partial(BoundedConnection, room=Room(most)),  # pyright: ignore[reportArgumentType]
+        ws="none",
+        backlog=backlog,
+        headers=HEADERS,
         log_level="warning",
         timeout_keep_alive=2 * SECONDS,  # the connection itself waits SECONDS
         timeout_graceful_shutdown=CLOSE_SECONDS,
@@ -85,7 +93,7 @@ def serve(
         on_ready: called when requests are answered.
 
     Raises:
-        ValueError, OSError: `make_engine` raised it.
+        ValueError, OSError: `make_engine` raised it; an OSError also for a RuntimeError.
     """
     service = Service(options)
     server = Server(make_app(service), service)
@@ -115,9 +123,15 @@ class Server(uvicorn.Server):
 
     heeds_signals = True
 
-    def __init__(self, app: ASGIApp, front: Front) -> None:
-        """Prepares to serve an application, before which `front` stands."""
-        super().__init__(configured(app))
+    def __init__(self, app: ASGIApp, front: Front, descriptors: int = 1) -> None:
+        """Prepares to serve an application, before which `front` stands.
+
+        Args:
+            app: the application.
+            front: the handler of its requests.
+            descriptors: the file descriptors that a connection takes.
+        """
+        super().__init__(configured(app, descriptors))
         self._front = front
         self.failed: BaseException | None = None
 
@@ -178,5 +192,8 @@ def _load(
         engine = make_engine()
         service.begin(engine)
         loop.call_soon_threadsafe(on_ready, engine)
+    except RuntimeError as error:  # of XLA, as where it can open no file
+        log.logger.debug("the engine could not be prepared", exc_info=error)
+        server.fail(OSError(f"the engine could not be prepared: {error}"))
     except BaseException as error:
         server.fail(error)

@@ -2,7 +2,7 @@
 
 import math
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ import jax
 from starlette.requests import Request as HttpRequest
 
 from jsparse.engine.async_engine import AsyncEngine
+from jsparse.runtime.admission import settable
 from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.server.body import RequestBody, parse
 from jsparse.server.errors import ApiError, full
@@ -158,6 +159,15 @@ class Service(Front):
         """Returns the field in which requests set each of the policy's hyper-parameters."""
         return dict.fromkeys(("dense", *self.ready.engine.policy.per_row), "policy")
 
+    def _require_settable(self, names: Collection[str]) -> None:
+        """Refuses hyper-parameters that the server was not started for."""
+        engine = self.ready.engine
+        for name in sorted((settable(engine.policy) & {*names}) - {*engine.per_request}):
+            raise ValueError(
+                f"policy={{{name!r}: …}}: must not be set by requests to this server; start the "
+                f"server with --per-request {name}"
+            )
+
     @property
     def temperature(self) -> float | None:
         """Returns the temperature of requests that name none; None is the model's own."""
@@ -171,6 +181,7 @@ class Service(Front):
         Raises:
             ValueError, EngineFull, EngineError: one was refused; none is worked on then.
         """
+        self._require_settable({name for each in options for name in each.policy})
         num_answers = sum(each.n for each in options)
         slots = self.ready.engine.sizes.num_slots
         # no request fills the queue alone

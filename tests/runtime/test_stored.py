@@ -1,12 +1,14 @@
 """Tests programs on disk: they are found again, and never where anything has changed."""
 
 import os
+import stat
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from threading import Semaphore
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from tiny import random_prompts, tiny_params
 
 import jsparse
 from jsparse.builder import dense
+from jsparse.machine import folders
 from jsparse.models.checkpoint import spread
 from jsparse.policies.expressions import parse
 from jsparse.runtime import chunk_attention, compilation, fingerprint, prefill, stored
@@ -323,6 +326,67 @@ def test_what_cannot_be_stored_runs_all_the_same(store):
     assert run(made)["sum"] == 6
     assert store.asked == 0
     assert not store.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("uid", "mode", "reason"),
+    [
+        (0, 0o755, None),
+        (1000, 0o700, None),
+        (1000, 0o750, None),
+        (1001, 0o700, "its owner is user 1001: must be this user or root"),
+        (1000, 0o770, "its mode is 770: must be writable by its owner alone"),
+        (0, 0o1777, "its mode is 777: must be writable by its owner alone"),
+    ],
+)
+def test_folders_that_others_can_write_to_are_named(monkeypatch, uid, mode, reason):
+    monkeypatch.setattr(folders.os, "getuid", lambda: 1000)
+    status = SimpleNamespace(st_uid=uid, st_mode=stat.S_IFDIR | mode)
+    assert folders.distrust(cast(Path, SimpleNamespace(stat=lambda: status))) == reason
+
+
+def test_programs_that_others_could_have_written_are_not_run(store, monkeypatch, caplog):
+    read = []
+    monkeypatch.setattr(stored, "unpacked", lambda data, *_: read.append(data))
+    store.folder.mkdir(mode=0o700)
+    (store.folder / "a").write_bytes(b"program")
+    store.get("a", (), [])
+    assert read == [b"program"]
+    store.folder.chmod(0o777)
+    for _ in range(2):
+        assert store.get("a", (), []) is None
+        store.put("b", SimpleNamespace(data=b"other"))
+    assert read == [b"program"]
+    assert [file.name for file in store.folder.iterdir()] == ["a"]
+    (warning,) = caplog.messages
+    assert f"programs in {store.folder} are not used: its mode is 777" in warning
+
+
+def test_the_folder_of_programs_is_the_user_s_alone(store):
+    before = os.umask(0)
+    try:
+        store.put("a", SimpleNamespace(data=b"program"))
+    finally:
+        os.umask(before)
+    assert store.folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o777])
+def test_jax_s_own_cache_is_used_where_nobody_else_can_write(tmp_path, monkeypatch, mode):
+    used = []
+    monkeypatch.setattr(compilation, "_store", None)
+    monkeypatch.setenv("JSPARSE_CACHE_DIR", str(tmp_path))
+    config = SimpleNamespace(
+        jax_compilation_cache_dir=None,
+        jax_disable_jit=False,
+        update=lambda *pair: used.append(pair),
+    )
+    monkeypatch.setattr(compilation, "jax", SimpleNamespace(config=config))
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax").chmod(mode)
+    compilation.keep_compilations()
+    folder = ("jax_compilation_cache_dir", str(tmp_path / "jax"))
+    assert (folder in used) == (mode == 0o700)
 
 
 def test_what_was_used_longest_ago_makes_room(store, monkeypatch):

@@ -2,6 +2,7 @@
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "w1"}]
+CALL = [{"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]}]
 
 
 def part(kind, **more):
@@ -55,8 +56,15 @@ MALFORMED = [
     (CHATS, {"messages": part("image_url", image_url={})}, "messages[0].content", "images"),
     (CHATS, {"messages": part("input_audio")}, "messages[0].content", "audio"),
     (CHATS, {"messages": HI, "tools": [{}]}, "tools", "tools are not supported"),
-    (CHATS, {"messages": HI, "tool_choice": "auto"}, "tool_choice", "not supported"),
-    (CHATS, {"messages": HI, "functions": []}, "functions", "not supported"),
+    (CHATS, {"messages": HI, "tool_choice": "required"}, "tool_choice", "not supported"),
+    (CHATS, {"messages": HI, "functions": [{}]}, "functions", "not supported"),
+    (CHATS, {"messages": CALL}, "messages[0].tool_calls", "tools are not supported"),
+    (CHATS, {"messages": part("text", text="w1", bold=1)}, "messages[0].content", "key 'bold'"),
+    (CHATS, {"messages": HI, "modalities": ["audio"]}, "modalities", "text alone"),
+    (CHATS, {"messages": HI, "service_tier": "flex"}, "service_tier", "'auto' or 'default'"),
+    (CHATS, {"messages": HI, "store": "yes"}, "store", "boolean"),
+    (CHATS, {"messages": HI, "metadata": "a"}, "metadata", "object"),
+    (CHATS, {"messages": HI, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs", "own"),
     (CHATS, {"messages": HI, "response_format": {"type": "json_object"}}, "response_format", "not"),
     (CHATS, {"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template", "never run"),
     (CHATS, {"messages": HI, "top_logprobs": 2}, "top_logprobs", "must have logprobs=true"),

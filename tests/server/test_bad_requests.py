@@ -93,6 +93,16 @@ def test_more_likely_tokens_than_the_server_has_are_refused():
         assert http.post(CHATS, json=chat).json()["error"]["param"] == "top_logprobs"
 
 
+def test_a_policy_that_the_server_was_not_started_for_names_the_option():
+    with serving(a_service(), an_engine(per_request=("p",))) as url:
+        got = httpx.post(f"{url}{COMPLETIONS}", json={"prompt": [1], "policy": {"dense": True}})
+        error = got.json()["error"]
+        assert (got.status_code, error["param"]) == (400, "policy")
+        assert error["message"].endswith("start the server with --per-request dense")
+        got = httpx.post(f"{url}{COMPLETIONS}", json={"prompt": [1], "policy": {"q": 1}})
+        assert "--per-request" not in got.text
+
+
 def test_null_is_absent(http):
     body = {"prompt": [1], "max_tokens": 1, "tools": None, "stop": None, "seed": None, "user": "me"}
     assert http.post(COMPLETIONS, json=body).status_code == 200

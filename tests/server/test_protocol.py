@@ -67,6 +67,35 @@ def test_what_asks_for_nothing_is_dropped():
     assert made == plain == SamplingParams(max_tokens=2, temperature=0.5)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"metadata": {"a": "b"}, "store": True, "user": "me"},
+        {"safety_identifier": "me", "prompt_cache_key": "me"},
+        {"service_tier": "auto", "verbosity": "medium", "modalities": ["text"]},
+        {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "functions": []},
+        {"service_tier": "default", "parallel_tool_calls": False, "tool_choice": "none"},
+        {"function_call": "auto", "documents": [], "chat_template_kwargs": {}},
+        {"logprobs": False, "top_logprobs": 0, "priority": 0, "return_token_ids": False},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_fields_that_change_no_answer_are_accepted(more):
+    plain, made = (
+        parse(ChatRequest, json.dumps({"messages": HI} | given).encode()) for given in ({}, more)
+    )
+    assert made.sampling(2, 0.5) == plain.sampling(2, 0.5)
+    assert made.chat == plain.chat
+
+
+def test_parts_and_messages_may_have_fields_that_ask_for_nothing():
+    hint = {"type": "ephemeral"}
+    part = {"type": "text", "text": "w1", "cache_control": hint, "annotations": [], "id": None}
+    message = {"role": "user", "content": [part], "annotations": [], "tool_calls": []}
+    made = parse(ChatRequest, json.dumps({"messages": [message]}).encode())
+    assert made.chat == [{"role": "user", "content": "w1"}]
+
+
 def test_what_sampling_params_refuses_a_body_may_not_hold():
     for name, refused in SAMPLING.items():
         error = refusal(COMPLETIONS, {"prompt": "w1", name: "something"})

@@ -1,6 +1,7 @@
 """Tests the router of several replicas: where requests go, and what is seen when one is lost."""
 
 import asyncio
+import errno
 import json
 import socket
 import tempfile
@@ -20,10 +21,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from jsparse.server import run
+from jsparse.server.errors import ApiError
 from jsparse.server.front import Options
-from jsparse.server.replicas import process, replica, totals
+from jsparse.server.replicas import folder as folder_module
+from jsparse.server.replicas import pictures, process, replica, totals
 from jsparse.server.replicas import router as router_module
+from jsparse.server.replicas.answer import Answer, Lost
 from jsparse.server.replicas.balance import PREFIX_CHARS, Balance, Work, work_of
+from jsparse.server.replicas.folder import PREFIX, socket_folder
 from jsparse.server.replicas.process import About
 from jsparse.server.replicas.replica import NeverReady, Replica
 from jsparse.server.replicas.router import Router
@@ -181,6 +186,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(replica, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(replica, "PAUSE_SECONDS", 0.1)
     monkeypatch.setattr(router_module, "INTERVAL", 0.02)
+    monkeypatch.setattr(pictures, "INTERVAL", 0.02)
 
 
 @pytest.fixture
@@ -435,6 +441,190 @@ def test_a_replica_that_says_nothing_is_waited_for_no_longer_than_that(folder, m
         silent._path = folder / "0"
         with pytest.raises(TimeoutError):
             asyncio.run(silent._unhealthy())
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"),
+    [
+        (errno.ECONNREFUSED, Lost),
+        (errno.ENOENT, Lost),
+        (errno.ECONNRESET, Lost),
+        (errno.EMFILE, ApiError),
+        (errno.ENFILE, ApiError),
+        (errno.ENOBUFS, ApiError),
+    ],
+)
+def test_only_the_replica_s_own_faults_count_as_lost(folder, monkeypatch, number, raised):
+    async def connect():
+        async def refuse(*_):
+            raise OSError(number, "")
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_unix_connection", refuse)
+        await Answer.to(folder / "0", "GET", "/health")
+
+    with pytest.raises(raised) as caught:
+        asyncio.run(connect())
+    if isinstance(caught.value, ApiError):
+        assert (caught.value.status, caught.value.headers["Retry-After"]) == (503, "1")
+
+
+def test_a_replica_whose_backlog_is_full_is_tried_again(folder, monkeypatch):
+    tries = []
+
+    async def connect():
+        async def busy(make, _):
+            tries.append(1)
+            if len(tries) < 3:
+                raise BlockingIOError(errno.EAGAIN, "")
+            return None, make()
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_unix_connection", busy)
+        return await Answer.to(folder / "0", "GET", "/health")
+
+    assert isinstance(asyncio.run(connect()), Answer)
+    assert len(tries) == 3
+
+
+def test_a_router_without_descriptors_says_so_and_keeps_its_replicas(folder, monkeypatch):
+    monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.0)
+    to, asked = Answer.to, []
+
+    async def full(path, method, target, body=None):
+        asked.append(target)
+        raise ApiError(503, "the server is full")
+
+    with routed(folder) as (url, router):
+        before = [each._process for each in router.replicas]
+        monkeypatch.setattr(Answer, "to", full)
+        refused = post(url, "a")
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        asked.clear()
+        assert soon(lambda: asked.count("/health") > 10)
+        monkeypatch.setattr(Answer, "to", to)
+        assert post(url, "a").json() == {"answer": "a"}
+        assert [each._process for each in router.replicas] == before
+
+
+def test_one_failed_health_check_ends_no_replica(folder, monkeypatch):
+    monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.0)
+    ask, failures = Replica._unhealthy, []
+
+    async def unhealthy(each):
+        if len(failures) % 3 != 2:  # two in a row
+            failures.append(each)
+            raise Lost("no answer")
+        failures.append(None)
+        return await ask(each)
+
+    with routed(folder, 1) as (_, router):
+        before = router.replicas[0]._process
+        monkeypatch.setattr(Replica, "_unhealthy", unhealthy)
+        assert soon(lambda: len(failures) > 12)
+        assert router.replicas[0]._process is before
+
+
+class Loading:
+    """Stands for a replica's process that is still loading its model."""
+
+    path, alive, ended = "/nowhere", True, False
+
+    def told(self):
+        return None
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize("begin", [0.0, 1000.0], ids=["never listens", "stops listening"])
+def test_a_replica_that_hangs_while_it_starts_is_started_again(monkeypatch, begin):
+    """Also at the first start; the first answer may take longer than later ones."""
+    monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.0)
+    monkeypatch.setattr(replica, "BEGIN_SECONDS", begin)
+    asked, started, counts = [], [], []
+
+    async def unhealthy(_):
+        asked.append(1)
+        if begin and len(asked) == 6:  # after more failures than are allowed later
+            return "the model is being loaded"
+        raise Lost("nobody listens")
+
+    def start():
+        counts.append(len(asked))
+        started.append(Loading())
+        return started[-1]
+
+    async def watch():
+        watching = asyncio.create_task(Replica(0, start).watch(lambda: None))
+        while len(started) < 2:
+            await asyncio.sleep(0.01)
+        watching.cancel()
+
+    monkeypatch.setattr(Replica, "_unhealthy", unhealthy)
+    asyncio.run(asyncio.wait_for(watch(), 20))
+    assert started[0].ended
+    assert counts == [0, replica.MAX_SILENT + (6 if begin else 0)]
+
+
+def test_a_model_that_is_being_loaded_is_waited_for(folder, monkeypatch):
+    monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.0)
+    asked, told, ask = [], FakeProcess.told, Replica._unhealthy
+
+    async def unhealthy(each):
+        asked.append(each.ready)
+        return "the model is being loaded" if len(asked) < 9 else await ask(each)
+
+    monkeypatch.setattr(Replica, "_unhealthy", unhealthy)
+    monkeypatch.setattr(FakeProcess, "told", lambda fake: told(fake) if len(asked) > 8 else None)
+    with routed(folder, 1) as (_, router):
+        assert not any(asked[:9])
+        assert router.replicas[0].ready
+
+
+def test_a_request_that_offers_another_protocol_reaches_a_replica(folder):
+    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEA"}
+    with routed(folder) as (url, _), httpx.Client(base_url=url) as client:
+        for prompt in "ab":
+            got = client.post(COMPLETIONS, json={"prompt": prompt}, headers=offer)
+            assert got.json() == {"answer": prompt}
+            assert got.headers["x-content-type-options"] == "nosniff"
+
+
+def test_folders_of_routers_that_were_killed_are_removed(folder, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    left, other = folder / f"{PREFIX}left", folder / "jsparse-other"
+    for each in (left, other):
+        each.mkdir()
+        (each / "replica 0").touch()
+    with socket_folder() as own:
+        assert not left.exists()
+        assert own.stat().st_mode & 0o777 == 0o700
+        with socket_folder() as second:
+            assert second != own and own.exists()
+    assert [each.name for each in folder.iterdir()] == ["jsparse-other"]
+
+
+def test_folders_of_other_users_are_left_alone(folder, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    (folder / f"{PREFIX}theirs").mkdir()
+    monkeypatch.setattr(folder_module.os, "getuid", lambda: -1)
+    with socket_folder():
+        assert (folder / f"{PREFIX}theirs").exists()
+
+
+def test_all_clients_of_live_share_one_stream_of_each_replica(folder):
+    with routed(folder, 1) as (url, router):
+        fake = router.replicas[0]._process
+        assert isinstance(fake, FakeProcess)
+        with (
+            httpx.stream("GET", f"{url}/live") as one,
+            httpx.stream("GET", f"{url}/live") as two,
+        ):
+            lines = [each.iter_lines() for each in (one, two)]
+            assert all(next(each).startswith("data: ") for each in lines)
+            assert len(fake.server.server_state.connections) == 1
+        assert soon(lambda: not fake.server.server_state.connections)
+        assert not router.pictures.newest
 
 
 def test_a_restart_that_fails_is_tried_again(folder, monkeypatch):

@@ -5,7 +5,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import pytest
 from serving_http import a_service, an_engine, serving
+
+from jsparse.server import run
+from jsparse.server.front import Options
 
 WORDS = "w3 w14 w15 w92 w65"
 
@@ -75,3 +79,15 @@ def test_before_and_after(monkeypatch):
         assert got.status_code == 500 and "secret" not in got.text
         assert httpx.get(f"{url}/health").status_code == 503
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "w1"}).status_code == 503
+
+
+def test_a_runtime_error_while_starting_is_reported_like_other_refusals():
+    """The command prints an OSError as one line."""
+
+    def fail():
+        raise RuntimeError("device not available")
+
+    with run.listen("127.0.0.1", 0) as listening:
+        message = "^the engine could not be prepared: device not available$"
+        with pytest.raises(OSError, match=message):
+            run.serve(Options("tiny"), fail, listening)

@@ -15,9 +15,12 @@ from urllib.parse import quote
 from httptools import HttpParserError, HttpResponseParser
 
 from jsparse.engine.errors import EngineError
+from jsparse.server.errors import ApiError
 
 # a replica that has sent so much more than was read waits, but for what is under way
 MAX_BYTES = 2**16
+# between two tries to connect to a replica whose backlog is full
+RETRY_SECONDS = 0.01
 
 
 class Lost(EngineError):
@@ -48,17 +51,23 @@ class Answer(asyncio.Protocol):
 
         Raises:
             Lost: nobody listens.
+            ApiError: this process cannot connect, as where it has no file descriptors left.
         """
         head = f"{method} {quote(target)} HTTP/1.1\r\nHost: replica\r\n"
         if body is not None:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         request = f"{head}\r\n".encode() + (body or b"")
-        try:
-            connect = asyncio.get_running_loop().create_unix_connection
-            _, answer = await connect(lambda: cls(request), str(path))
-        except OSError as error:
-            raise Lost(f"{error!r}") from None
-        return answer
+        connect = asyncio.get_running_loop().create_unix_connection
+        while True:
+            try:
+                _, answer = await connect(lambda: cls(request), str(path))
+                return answer
+            except BlockingIOError:  # the replica's backlog is full
+                await asyncio.sleep(RETRY_SECONDS)
+            except (ConnectionRefusedError, ConnectionResetError, FileNotFoundError) as error:
+                raise Lost(f"{error!r}") from None
+            except OSError as error:
+                raise ApiError(503, "the server is full", code="unavailable") from error
 
     async def begun(self) -> bytes:
         """Waits until some of the body has come, or all of it; returns it, and keeps it, too.

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from jsparse.engine.async_engine import AsyncEngine
 from jsparse.server import log, run
+from jsparse.server.descriptors import bounds
 from jsparse.server.engines import describe
 from jsparse.server.front import Options
 
@@ -63,7 +64,7 @@ class ReplicaProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         # clients have been checked by the router
-        options = replace(options, api_key=None, hosts=None)
+        options = replace(options, api_key=None, hosts=None, origins=frozenset())
         arguments = options, make_engine, path, gpus, theirs, log.level()
         self._process = context.Process(target=_main, args=arguments, name=path.stem)
         # the process inherits what is blocked, and ignores it once it runs
@@ -157,7 +158,7 @@ def _main(
     try:
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(str(path))
-            listening.listen(2048)
+            listening.listen(bounds(1).backlog)
             run.serve(options, make_engine, listening, on_start=on_start, on_ready=on_ready)
     except (ValueError, OSError) as error:
         pipe.send(str(error))

@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import orjson
 
+from jsparse.server.errors import ApiError
 from jsparse.server.replicas.answer import Answer, Lost
 from jsparse.server.replicas.process import About, ReplicaProcess
 
@@ -21,6 +22,8 @@ HEALTH_SECONDS = 1.0
 PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0
 # how long it may take to answer that, and how often in a row it may take longer, without requests
 SILENT_SECONDS, MAX_SILENT = 10.0, 3
+# how long a process may take to its first answer: it imports jax before it listens
+BEGIN_SECONDS = 120.0
 # in an answer, or in the first event of one, that could not be begun
 FAILED = b'"code":"engine_error"'
 log = logging.getLogger("jsparse.server")
@@ -62,8 +65,6 @@ class Replica:
                 if self.about is None:
                     raise
                 reason = f"replica {self.nth} could not be started: {error}"
-            if self.about is None:
-                raise NeverReady(reason)
             log.error("%s; it is started again", reason)
             forget()
             await asyncio.to_thread(self.end)
@@ -88,31 +89,37 @@ class Replica:
         return self._process
 
     async def _until_lost(self, process: ReplicaProcess) -> str:
-        """Waits until a process has ended or does not answer any more; returns why."""
-        running, asked, silent = False, time.monotonic(), 0
+        """Waits until a process has ended or does not answer any more; returns why.
+
+        Raises:
+            NeverReady: it ended before it was ever ready.
+        """
+        began = asked = time.monotonic()
+        running, heard, silent = False, False, 0
         while True:
-            alive = process.alive  # before it is asked what it has told, which may be its last word
+            alive = process.alive  # first: what it has told may be its last word
             told = process.told()
             if isinstance(told, About):
                 self.about, self.ready, running = told, True, True
-            elif told is not None:
-                return f"replica {self.nth}: {told}" if self.about else told
-            elif not alive:
-                return f"replica {self.nth} has ended"
-            if running and time.monotonic() - asked > HEALTH_SECONDS:
+            elif told is not None or not alive:
+                if self.about is None:
+                    raise NeverReady(told or f"replica {self.nth} has ended")
+                return f"replica {self.nth}{f': {told}' if told else ' has ended'}"
+            if time.monotonic() - asked > HEALTH_SECONDS:
                 try:
                     reason = await self._unhealthy()
-                except TimeoutError:
+                except (TimeoutError, Lost):
                     silent, self.ready = silent + 1, False
-                except Lost as error:
-                    if process.alive:
-                        return f"replica {self.nth} does not answer: {error}"
+                    slow = time.monotonic() - began > BEGIN_SECONDS
+                    if silent >= MAX_SILENT and (heard or slow):
+                        return f"replica {self.nth} does not answer"
+                except ApiError as error:  # no word about the replica
+                    if self.ready:
+                        log.warning("replica %d cannot be asked: %r", self.nth, error.__cause__)
                 else:
-                    silent, self.ready = 0, reason is None
-                    if reason is not None:
+                    heard, silent, self.ready = True, 0, running and reason is None
+                    if running and reason is not None:
                         return f"replica {self.nth} has failed: {reason}"
-                if silent >= MAX_SILENT:
-                    return f"replica {self.nth} does not answer"
                 asked = time.monotonic()
             await asyncio.sleep(POLL_SECONDS)
 
@@ -126,6 +133,7 @@ class Replica:
 
         Raises:
             Lost: it has not begun to answer, and will not. Pieces raise it as well.
+            ApiError: this process cannot connect.
         """
         answer = await self._sent(method, path, body)
         try:
@@ -139,7 +147,7 @@ class Replica:
 
     async def pictures(self) -> AsyncGenerator[dict[str, Any]]:
         """Yields what it shows of itself, as long as it runs."""
-        with suppress(Lost), closing(await self.ask("GET", "/live")) as answer:
+        with suppress(Lost, ApiError), closing(await self.ask("GET", "/live")) as answer:
             rest = b""
             async with aclosing(answer.pieces()) as pieces:
                 async for piece in pieces:
@@ -152,6 +160,7 @@ class Replica:
 
         Raises:
             Lost, TimeoutError: it does not answer.
+            ApiError: this process cannot ask it.
         """
         async with asyncio.timeout(SILENT_SECONDS):
             with closing(await self._sent("GET", "/health")) as answer:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, closing, suppress
-from typing import Annotated, Any
+from typing import Annotated
 
 import orjson
 from fastapi import APIRouter, Depends, Request
@@ -15,6 +15,7 @@ from jsparse.server.live import INTERVAL
 from jsparse.server.replicas import totals
 from jsparse.server.replicas.answer import Lost
 from jsparse.server.replicas.balance import Balance, Work, work_of
+from jsparse.server.replicas.pictures import Pictures
 from jsparse.server.replicas.replica import SILENT_SECONDS, Replica
 from jsparse.server.sse import EventStream, event, unless_gone
 
@@ -32,6 +33,7 @@ class Router(Front):
     Attributes:
         replicas: the replicas.
         totals: what they have counted.
+        pictures: their newest pictures, for /live.
     """
 
     def __init__(self, options: Options, replicas: Sequence[Replica]) -> None:
@@ -39,6 +41,7 @@ class Router(Front):
         super().__init__(options)
         self.replicas = replicas
         self._balance, self.totals = Balance(len(replicas)), totals.Totals()
+        self.pictures = Pictures(replicas)
 
     async def watch(self, replica: Replica) -> None:
         """Keeps a replica running."""
@@ -186,22 +189,9 @@ async def _live(router: RouterOfApp) -> Response:
 
 
 async def _pictures(router: Router) -> AsyncGenerator[bytes]:
-    newest: dict[int, dict[str, Any]] = {}
-
-    async def look(replica: Replica) -> None:
-        while True:
-            async for picture in replica.pictures():
-                newest[replica.nth] = picture
-            newest.pop(replica.nth, None)
-            await asyncio.sleep(INTERVAL)
-
-    tasks = [asyncio.create_task(look(replica)) for replica in router.replicas]
-    try:
+    newest = router.pictures.newest
+    async with router.pictures.shown():
         while not router.draining:
             if newest:
                 yield event(totals.picture([newest[nth] for nth in sorted(newest)]))
             await asyncio.sleep(INTERVAL)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

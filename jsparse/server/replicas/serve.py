@@ -2,17 +2,16 @@
 
 import asyncio
 import socket
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 from fastapi import FastAPI
 
 from jsparse.engine.async_engine import AsyncEngine
 from jsparse.server.app import gated
 from jsparse.server.front import Options
+from jsparse.server.replicas.folder import socket_folder
 from jsparse.server.replicas.process import ReplicaProcess, visible_gpus
 from jsparse.server.replicas.replica import POLL_SECONDS, Replica
 from jsparse.server.replicas.router import Router, routes
@@ -54,20 +53,20 @@ def serve(
             f"{len(gpus)} GPUs are visible"
         )
     own = [",".join(gpus[nth * gpus_each :][:gpus_each]) if gpus else None for nth in range(count)]
-    with tempfile.TemporaryDirectory(prefix="jsparse-") as folder:
+    with socket_folder() as folder:
         replicas = [
             Replica(
                 nth,
                 partial(
                     *(ReplicaProcess, options, make_engine),
-                    path=Path(folder, f"replica {nth}"),
+                    path=folder / f"replica {nth}",
                     gpus=own[nth],
                 ),
             )
             for nth, make_engine in enumerate(make_engines)
         ]
         router = Router(options, replicas)
-        server = Server(make_app(router), router)
+        server = Server(make_app(router), router, descriptors=2)  # to the client and to a replica
 
         async def watch(replica: Replica) -> None:
             try:

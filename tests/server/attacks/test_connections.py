@@ -9,7 +9,7 @@ import pytest
 from raw_http import answer, connected, crowd, get, post, told
 from serving_http import a_service, an_engine, at_rest, serving, soon
 
-from jsparse.server import connections
+from jsparse.server import connections, descriptors
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "w1 w2", "max_tokens": 90, "temperature": 0, "ignore_eos": True}
@@ -146,18 +146,23 @@ def test_a_connection_without_a_request_ends(url, monkeypatch, request_, status,
         assert told(peer) == b""
 
 
-def test_the_connection_that_has_waited_longest_makes_room(url, service, unhurried, monkeypatch):
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 8)
-    with connected(url) as busy:
-        busy.sendall(post(COMPLETIONS, LONG))
-        assert soon(lambda: service.live)
-        with crowd(url, 20) as idle:
-            assert httpx.get(f"{url}/health").status_code == 200
-            assert all(told(peer) == b"" for peer in idle[:10])
-            idle[-1].sendall(get("/health"))
-            assert answer(idle[-1])[0] == 200
-        assert answer(busy)[0] == 200
-    assert at_rest(service)
+def test_the_connection_that_has_waited_longest_makes_room(monkeypatch, caplog):
+    monkeypatch.setattr(descriptors, "MAX_CONNECTIONS", 8)
+    service, engine = a_service(), an_engine()
+    step = engine.engine.step
+    monkeypatch.setattr(engine.engine, "step", lambda: (time.sleep(0.02), step())[1])
+    with serving(service, engine) as url:
+        with connected(url) as busy:
+            busy.sendall(post(COMPLETIONS, LONG))
+            assert soon(lambda: service.live)
+            with crowd(url, 20) as idle:
+                assert httpx.get(f"{url}/health").status_code == 200
+                assert all(told(peer) == b"" for peer in idle[:10])
+                idle[-1].sendall(get("/health"))
+                assert answer(idle[-1])[0] == 200
+            assert answer(busy)[0] == 200
+        assert at_rest(service)
+    assert "idle connections closed to make room for new ones: 1; at most 8 fit" in caplog.text
 
 
 def test_a_peer_that_reads_nothing_is_dropped(url, service, monkeypatch):

@@ -1,0 +1,89 @@
+"""Fits the number of connections to the file descriptors that this process may open."""
+
+import logging
+import resource
+import time
+from typing import NamedTuple
+
+# where descriptors suffice: connections, and those that wait to be accepted
+MAX_CONNECTIONS, MAX_BACKLOG = 4096, 2048
+# descriptors for files of the model, compiled programs and pipes, or a quarter of a small limit
+RESERVED = 256
+# a higher limit has no use here, and slows down programs that close all possible descriptors
+MAX_LIMIT = 2**16
+# between two lines of the log
+TELL_SECONDS = 60
+logger = logging.getLogger("jsparse.server")
+
+
+class Bounds(NamedTuple):
+    """Bounds the connections of a server.
+
+    Attributes:
+        connections: the maximum number of accepted connections.
+        backlog: the maximum number of connections that wait to be accepted.
+    """
+
+    connections: int
+    backlog: int
+
+
+def bounds(each: int) -> Bounds:
+    """Returns the bounds under the current limit.
+
+    The event loop may accept a whole backlog at once, while it still closes another one.
+
+    Args:
+        each: descriptors per connection: 2 where a router connects it with a replica, else 1.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        limit = MAX_LIMIT
+    backlog = min(MAX_BACKLOG, limit // 8)
+    free = limit - min(RESERVED, limit // 4) - 2 * backlog
+    return Bounds(max(1, min(MAX_CONNECTIONS, free // each)), backlog)
+
+
+def raise_limit(each: int) -> None:
+    """Raises the soft limit to the hard one, and logs if it is too low for MAX_CONNECTIONS.
+
+    Args:
+        each: as `bounds` takes it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_LIMIT if hard == resource.RLIM_INFINITY else min(hard, MAX_LIMIT)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (ValueError, OSError) as error:  # the system has a lower limit of its own
+            logger.debug("the limit of %d file descriptors stays: %s", soft, error)
+    connections = bounds(each).connections
+    if connections < MAX_CONNECTIONS:
+        logger.warning(
+            "the limit of %d file descriptors allows %d connections at a time: %d need a limit of "
+            "%d (ulimit -n)",
+            *(resource.getrlimit(resource.RLIMIT_NOFILE)[0], connections, MAX_CONNECTIONS),
+            (each * MAX_CONNECTIONS + RESERVED) * 4 // 3,
+        )
+
+
+class Room:
+    """The room for connections of a server, and a log of those that were closed to make room.
+
+    Attributes:
+        most: the maximum number of connections.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._closed, self._told = 0, float("-inf")
+
+    def count_closed(self) -> None:
+        """Counts a connection that was closed to make room; logs the count once a minute."""
+        self._closed += 1
+        if time.monotonic() - self._told >= TELL_SECONDS:
+            logger.warning(
+                "idle connections closed to make room for new ones: %d; at most %d fit",
+                *(self._closed, self.most),
+            )
+            self._told, self._closed = time.monotonic(), 0

@@ -1,0 +1,47 @@
+"""Collects the pictures of replicas for /live, once for all clients that look."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from jsparse.server.live import INTERVAL
+from jsparse.server.replicas.replica import Replica
+
+
+class Pictures:
+    """The newest pictures of replicas, which send them as long as a client looks.
+
+    Attributes:
+        newest: the picture of each replica that has sent one, by its number.
+    """
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        """Makes an empty collection."""
+        self.newest: dict[int, dict[str, Any]] = {}
+        self._replicas, self._looking = replicas, 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @asynccontextmanager
+    async def shown(self) -> AsyncGenerator[None]:
+        """Keeps `newest` up to date meanwhile."""
+        self._looking += 1
+        if self._looking == 1:
+            self._tasks = [asyncio.create_task(self._look(each)) for each in self._replicas]
+        try:
+            yield
+        finally:
+            self._looking -= 1
+            if not self._looking:
+                tasks, self._tasks = self._tasks, []
+                self.newest.clear()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _look(self, replica: Replica) -> None:
+        while True:
+            async for picture in replica.pictures():
+                self.newest[replica.nth] = picture
+            self.newest.pop(replica.nth, None)
+            await asyncio.sleep(INTERVAL)
