@@ -197,8 +197,7 @@ def default_sampling(params: "Params") -> SamplingParams:
 
 
 def end_tokens(params: "Params") -> frozenset[int]:
-    """Returns the model's own end tokens."""
-    named = params.generation_defaults.get("eos_token_id")
-    if named is None:
-        return frozenset(params.tokenizer.eos_token_ids if params.tokenizer else ())
-    return frozenset(named if isinstance(named, Sequence) else [named])
+    """Returns the model's own end tokens: those of its generation_config and of its tokenizer."""
+    named = params.generation_defaults.get("eos_token_id", ())
+    own = params.tokenizer.eos_token_ids if params.tokenizer else ()
+    return frozenset((*(named if isinstance(named, Sequence) else [named]), *own))

@@ -69,7 +69,7 @@ def test_smollm2_splits_digits_one_by_one():
 
 @pytest.mark.parametrize(
     ("case", "bos", "eos", "size"),
-    [("smollm", 1, (2,), 49152), ("qwen2", 1157, (1159,), 1162),
+    [("smollm", 1, (2, 0), 49152), ("qwen2", 1157, (1159, 1157), 1162),
      ("llama-bpe", 1157, (1158, 1161), 1162), ("llama", 1, (2,), 1226)],
 )  # fmt: skip
 def test_special_ids_come_from_the_metadata(case, bos, eos, size):
@@ -79,6 +79,23 @@ def test_special_ids_come_from_the_metadata(case, bos, eos, size):
         eos,
         size,
     )
+
+
+@pytest.mark.parametrize(
+    ("case", "text", "eos_id"),
+    [("qwen2", "<|im_end|>", 1157), ("qwen2", "<|endoftext|>", 1159),
+     ("llama-bpe", "<|eot_id|>", 1158), ("llama-bpe", "<|end_of_text|>", 1161)],
+)  # fmt: skip
+def test_gguf_ends_are_known_by_their_text(case, text, eos_id):
+    keys = ("eot_token_id", "eom_token_id", "chat_template")
+    metadata = {k: v for k, v in metadata_of(case).items() if not k.endswith(keys)}
+    metadata["tokenizer.ggml.eos_token_id"] = eos_id
+    end = metadata["tokenizer.ggml.tokens"].index(text)
+    assert {eos_id, end} <= set(Tokenizer.from_gguf(metadata).eos_token_ids)
+    types = list(metadata["tokenizer.ggml.token_type"])
+    types[end] = 1  # ordinary text, which a prompt may spell
+    plain = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.token_type": types})
+    assert end not in plain.eos_token_ids
 
 
 def test_sentencepiece_ids_default_to_one_and_two():
@@ -355,6 +372,23 @@ def test_folder_chat_templates_by_name_and_by_file(tmp_path):
     assert Tokenizer.from_folder(tmp_path).chat_template == "yes"
     (tmp_path / "chat_template.jinja").write_text("from the file")
     assert Tokenizer.from_folder(tmp_path).chat_template == "from the file"
+
+
+@pytest.mark.parametrize(
+    ("after", "ends"),
+    [
+        ("<turn>\n", (2, 3)),
+        (" <turn>", (2, 3)),
+        ("</s>", (2,)),
+        ("\n", (2,)),
+        ("{{ raise_exception('no') }}", (2,)),
+    ],
+)
+def test_the_token_after_an_assistants_message_ends_a_turn(tmp_path, after, ends):
+    template = "{% for m in messages %}<s>{{ m.content }}" + after + "{% endfor %}"
+    config = {"eos_token": "</s>", "chat_template": template}
+    folder = write_folder(tmp_path, tokenizer_config=config, generation_config={"eos_token_id": 2})
+    assert Tokenizer.from_folder(folder).eos_token_ids == ends
 
 
 def test_missing_folder(tmp_path):
