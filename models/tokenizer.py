@@ -122,7 +122,22 @@ class Tokenizer:
         Raises:
             ValueError: the tokenizer spells its tokens in a way that is not known.
         """
+        return self._token_bytes
+
+    @cached_property
+    def _token_bytes(self) -> list[bytes]:
         return bytes_of_tokens.token_bytes(self._core)
+
+    def token_text(self, token_id: int) -> str:
+        """Returns the text of a token inside a text, with the space that it may begin with.
+
+        Bytes that do not make up a character become U+FFFD; ids without a token give no text.
+        """
+        try:
+            table = self.token_bytes()
+        except ValueError:  # an unknown spelling: as at the beginning of a text
+            return self.decode([token_id], skip_special_tokens=False)
+        return table[token_id].decode(errors="replace") if token_id < len(table) else ""
 
     @cached_property
     def max_characters_per_token(self) -> int | None:
@@ -138,10 +153,14 @@ class Tokenizer:
         except ValueError:
             return None
 
+    @property
+    def control_tokens(self) -> Mapping[str, int]:
+        """The ids of the special tokens by their text, which `decode` leaves out by default."""
+        return self._spelled_tokens.ids
+
     def control_token_ids(self) -> list[int]:
         """Returns the ids of the tokens that are no text, such as the end of a turn."""
-        added = self._core.get_added_tokens_decoder()
-        special = {token_id for token_id, token in added.items() if token.special}
+        special = set(self.control_tokens.values())
         bos = () if self.bos_token_id is None else (self.bos_token_id,)
         return sorted(special.union(bos, self.eos_token_ids))
 
