@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jsparse.hyper_parameters import whole_number
 from jsparse.machine.jax_settings import own_settings
@@ -25,7 +26,11 @@ from jsparse.models.config_files import (
 )
 from jsparse.models.constants_file import read_constants, write_constants
 from jsparse.models.families import Family
-from jsparse.models.generation_config import read_generation_config, write_generation_config
+from jsparse.models.generation_config import (
+    read_generation_config,
+    read_gguf_settings,
+    write_generation_config,
+)
 from jsparse.models.gguf import GGUFFile
 from jsparse.models.hub import locate
 from jsparse.models.safetensors_files import SafetensorsFolder
@@ -46,6 +51,7 @@ from jsparse.names import LOAD, takes
 _DTYPES = ("float32", "bfloat16", "float16")
 _WEIGHTS = "weights"
 _CONSTANTS = "constants.safetensors"
+_ADAPTER = "adapter_config.json"
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"), (0.1, ""))
 
 
@@ -58,8 +64,8 @@ class Params:
         config: the decoder's sizes.
         tokenizer: the tokenizer, or None if the files hold none; then only token ids can be given.
         generation_defaults: temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, as
-            far as generation_config.json states them; without a temperature the model wants greedy
-            decoding.
+            far as generation_config.json or a GGUF file's general.sampling keys state them; without
+            a temperature the model wants greedy decoding.
         name: the name under which the model was loaded, for messages.
         constants: arrays that policies need of the model, by name, such as the mean keys that
             jsparse.model_facts.key_constants describes. They belong to the weights, are made when a
@@ -290,17 +296,22 @@ def parse_weights(weights: Any) -> bool:
 
 def _load_folder(folder: Path, name: str, tokenizer: Any, how: _How) -> Params:
     config, is_saved = folder_config(folder)
-    family, spreading = FAMILIES[config.family], how.spreading(config)
+    family = FAMILIES[config.family]
     defaults = read_generation_config(folder)
     if tokenizer is not None:
         tokenizer = as_tokenizer(tokenizer, stated_ends(folder))
     elif (folder / "tokenizer.json").is_file():
         tokenizer = Tokenizer.from_folder(folder)
     if is_saved:
+        spreading = how.spreading(config)
         what = folder / _WEIGHTS, config, family.hf_names, how.dtype, how.on_progress, spreading
         weights = orbax_files.load_weights(*what, quantized=how.quantized)
     else:
-        weights = _load_safetensors(folder, config, family, how, spreading)
+        store = _safetensors(folder)
+        config = with_own_head(config, family, store)
+        spreading = how.spreading(config)
+        options = how.dtype, how.on_progress, spreading
+        weights = read_store(store, config, family, *options, quantized=how.quantized)
     constants = read_constants(folder / _CONSTANTS) if is_saved else {}
     return _made(spreading, weights, config, tokenizer, defaults, name, constants)
 
@@ -314,9 +325,7 @@ def _made(
     return dataclasses.replace(Params(weights, spreading.config, *others), mesh=spreading.mesh)
 
 
-def _load_safetensors(
-    folder: Path, config: ModelConfig, family: Family, how: _How, spreading: Spreading | None
-) -> Weights:
+def _safetensors(folder: Path) -> SafetensorsFolder:
     if not any(folder.glob("*.safetensors*")):
         if pickles := sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES):
             raise ValueError(
@@ -324,9 +333,27 @@ def _load_safetensors(
                 "safetensors"
             )
         raise FileNotFoundError(f"{folder} holds no safetensors file")
-    store = SafetensorsFolder(folder)
-    options = how.dtype, how.on_progress, spreading
-    return read_store(store, config, family, *options, quantized=how.quantized)
+    if (folder / _ADAPTER).is_file():
+        raise ValueError(
+            f"{folder} holds {_ADAPTER}: must be a model without an adapter; merge it into the "
+            "weights first"
+        )
+    return SafetensorsFolder(folder)
+
+
+def with_own_head(config: ModelConfig, family: Family, store: TensorStore) -> ModelConfig:
+    """Returns the config, untied if the checkpoint's head differs from its embedding.
+
+    So does transformers 5: an equal copy of the embedding stays tied.
+    """
+    (head,), (embedding,) = family.hf_names["lm_head"], family.hf_names["embed"]
+    if not config.tie_word_embeddings or not {head, embedding} <= store.shapes.keys():
+        return config
+    if store.shapes[head] == store.shapes[embedding] and np.array_equal(
+        store.read(head), store.read(embedding)
+    ):
+        return config
+    return dataclasses.replace(config, tie_word_embeddings=False)
 
 
 def read_store(
@@ -370,4 +397,5 @@ def _load_gguf(path: Path, name: str, tokenizer: Any, how: _How) -> Params:
         tokenizer = Tokenizer.from_gguf(store.metadata)
     spreading, options = how.spreading(config), (how.dtype, how.on_progress)
     arrays = read_weights(weights, store, *options, spreading, quantized=how.quantized)
-    return _made(spreading, arrays, config, tokenizer, {}, name)
+    defaults = read_gguf_settings(store.metadata, path)
+    return _made(spreading, arrays, config, tokenizer, defaults, name)

@@ -9,7 +9,7 @@ from typing import Any
 from jsparse.models.config import ModelConfig
 from jsparse.models.families import Family
 from jsparse.models.gguf import GGUFFile
-from jsparse.models.hub import locate
+from jsparse.models.hub import is_gguf, locate
 from jsparse.models.llama import LLAMA
 from jsparse.models.qwen import QWEN2, QWEN3
 from jsparse.models.rope_scaling import rope_from_saved
@@ -32,13 +32,13 @@ def read_config(model: str | os.PathLike[str], *, revision: str | None = None) -
 
 def checked_path(path: Path, model: str | os.PathLike[str]) -> Path:
     """Raises ValueError unless the path is a folder or a GGUF file."""
-    if path.is_dir() or path.suffix == ".gguf":
+    if path.is_dir() or is_gguf(path):
         return path
-    if path.suffix in PICKLES:
+    if path.suffix.lower() in PICKLES:
         raise ValueError(
             f"model={str(model)!r} is a pickle: these run code when read and are never loaded"
         )
-    if path.suffix == ".safetensors":
+    if path.suffix.lower() == ".safetensors":
         raise ValueError(
             f"model={str(model)!r} is a file: pass its folder {str(path.parent)!r}, which has "
             "config.json"

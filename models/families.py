@@ -4,6 +4,7 @@ Names of weights are paths in the decoder's tree ("layers_{i}/mlp/down/kernel"),
 tensors that a checkpoint stores for it, in the order in which they are joined.
 """
 
+import reprlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -65,6 +66,11 @@ GGUF_NAMES: Names = {
 
 def sizes_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields that every config.json states alike, under ModelConfig's names."""
+    if quantization := config.get("quantization_config") or config.get("compression_config"):
+        raise ValueError(
+            f"the checkpoint is quantised with {_quantization_method(quantization)}: must be in "
+            "float32, float16 or bfloat16, or a GGUF file; weights='q8_0' makes blocks of 8 bits"
+        )
     refuse(config, "hidden_act", ("silu",))
     refuse(config, "use_sliding_window", (False,))
     for fields in (config, config.get("rope_parameters") or {}):
@@ -114,6 +120,12 @@ def sizes_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) 
         "tie_word_embeddings": "output.weight" not in tensor_names,
         **rope_from_gguf(fields),
     }
+
+
+def _quantization_method(quantization: Any) -> Any:
+    """Returns the method that a config.json's quantization_config names, or all of its fields."""
+    fields = quantization if isinstance(quantization, dict) else {}
+    return fields.get("quant_method", reprlib.repr(quantization))
 
 
 def _count(config: dict[str, Any], key: str) -> int:

@@ -1,6 +1,10 @@
-"""Reads and writes generation_config.json: how a model's authors want it to be sampled."""
+"""Reads how a model's authors want it to be sampled, and writes generation_config.json.
+
+A folder states it there, a GGUF file in its general.sampling keys.
+"""
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,34 @@ from jsparse.models.safetensors_files import read_json
 _NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p")
 _FILE = "generation_config.json"
+_GGUF = "general.sampling."
+_GGUF_NAMES = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+# settings of transformers that would change a text, with the values that change none
+_UNSUPPORTED = {
+    "num_beams": 1,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "penalty_alpha": 0,
+    "guidance_scale": 1,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "stop_strings": None,
+}
+
+logger = logging.getLogger("jsparse.models")
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
@@ -42,6 +74,14 @@ def resolve_settings(fields: Mapping[str, Any], source: Path | str) -> dict[str,
         value = settings.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{source}: {key}={value!r}: must be a number")
+    _warn_of(
+        [
+            name
+            for name, neutral in _UNSUPPORTED.items()
+            if fields.get(name) not in (None, neutral, [], {})
+        ],
+        source,
+    )
     eos = settings.get("eos_token_id", [])
     if not all(
         type(token) is int and token >= 0 for token in (eos if isinstance(eos, list) else [eos])
@@ -50,6 +90,46 @@ def resolve_settings(fields: Mapping[str, Any], source: Path | str) -> dict[str,
     if fields.get("do_sample"):
         return {"temperature": 1.0} | settings
     return {key: value for key, value in settings.items() if key not in _SAMPLING_ONLY}
+
+
+def read_gguf_settings(metadata: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
+    """Returns the settings that `generate` knows among a GGUF file's general.sampling keys.
+
+    A file that states any of temp, top_k, top_p and min_p wants sampling, at temperature 1 unless
+    it states another.
+
+    Raises:
+        ValueError: a setting is malformed.
+    """
+    stated = {
+        key.removeprefix(_GGUF): value for key, value in metadata.items() if key.startswith(_GGUF)
+    }
+    fields: dict[str, Any] = {}
+    for name in _GGUF_NAMES.keys() & stated.keys():
+        value = stated[name]
+        # the shortest decimal number that float32 stores so: 0.6, not 0.6000000238418579
+        fields[_GGUF_NAMES[name]] = float(f"{value:.7g}") if isinstance(value, float) else value
+    _warn_of([_GGUF + name for name in _unsupported(stated)], source)
+    samples = any(name in fields for name in _SAMPLING_ONLY)
+    return resolve_settings(fields | {"do_sample": samples}, source)
+
+
+def _unsupported(stated: Mapping[str, Any]) -> list[str]:
+    """Returns the keys that have an effect in llama.cpp and none here."""
+    unused = set(stated) - _GGUF_NAMES.keys()
+    if not stated.get("mirostat"):
+        unused -= {"mirostat", "mirostat_tau", "mirostat_eta"}
+    if not stated.get("xtc_probability"):
+        unused -= {"xtc_probability", "xtc_threshold"}
+    # -1 is all tokens, as here
+    if stated.get("penalty_repeat", 1) == 1 or stated.get("penalty_last_n") == -1:
+        unused -= {"penalty_last_n"}
+    return sorted(unused)
+
+
+def _warn_of(names: list[str], source: Path | str) -> None:
+    if names:
+        logger.warning("%s: not supported and ignored: %s", source, ", ".join(names))
 
 
 def write_generation_config(folder: Path, settings: dict[str, Any]) -> None:

@@ -25,6 +25,23 @@ _SPACE = "\u2581"  # SentencePiece writes a space as this
 _USER_DEFINED = 4
 _ADDED = (2, 3, _USER_DEFINED)
 
+# Files often name one end by id and none of the others, so llama.cpp ends at these tokens too.
+_ENDS_BY_TEXT = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<end_of_utterance>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)
+
 
 class _PreTokenizer(NamedTuple):
     """Says how a byte-level BPE cuts text into words before it merges."""
@@ -180,7 +197,11 @@ def _finish(
             for name in around
         ]
         core.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
-    ends = tuple(ids[name] for name in ("eos", "eot", "eom") if name in ids)
+    by_text = [vocabulary.ids[text] for text in _ENDS_BY_TEXT if text in vocabulary.ids]
+    ends = (
+        *(ids[name] for name in ("eos", "eot", "eom") if name in ids),
+        *(token_id for token_id in by_text if vocabulary.types[token_id] in _ADDED),
+    )
     return GGUFTokenizer(core, ids.get("bos"), ends)
 
 

@@ -35,10 +35,7 @@ def locate(
     path = Path(model)
     exists = os.path.exists(path)  # which, unlike Path.exists, takes any string
     is_hub_id = (
-        isinstance(model, str)
-        and not exists
-        and path.suffix != ".gguf"
-        and _HUB_ID.fullmatch(model)
+        isinstance(model, str) and not exists and not is_gguf(path) and _HUB_ID.fullmatch(model)
     )
     if revision is not None and not is_hub_id:
         raise ValueError(
@@ -49,10 +46,15 @@ def locate(
     if is_hub_id:
         return _download(str(model), revision, weights)
     if not os.path.exists(path):
-        if path.suffix == ".gguf" or len(path.parts) > 1 or not isinstance(model, str):
+        if is_gguf(path) or len(path.parts) > 1 or not isinstance(model, str):
             raise FileNotFoundError(f"model={str(model)!r} does not exist: {_ACCEPTED}")
         raise ValueError(f"model={model!r} is unknown: {_ACCEPTED}")
     return path
+
+
+def is_gguf(path: Path) -> bool:
+    """Returns whether a path is named as a GGUF file, in letters of any case."""
+    return path.suffix.lower() == ".gguf"
 
 
 def _find_smollm2() -> Path:

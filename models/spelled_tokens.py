@@ -10,6 +10,7 @@ class SpelledTokens:
     """Hides the special tokens that messages spell, so that they are not taken for such.
 
     Attributes:
+        ids: the id of each special token by its text.
         as_text: the ids of each special token's spelling, as text, by the token's id.
     """
 
@@ -19,18 +20,19 @@ class SpelledTokens:
 
     def hide(self, content: str, mark: str) -> str:
         """Returns the text with each special token replaced by its id, between two marks."""
-        if not self._ids:
+        if not self.ids:
             return content
-        return self._pattern.sub(lambda match: f"{mark}{self._ids[match[0]]}{mark}", content)
+        return self._pattern.sub(lambda match: f"{mark}{self.ids[match[0]]}{mark}", content)
 
     @cached_property
-    def _ids(self) -> dict[str, int]:
+    def ids(self) -> dict[str, int]:
+        """The id of each special token by its text."""
         added = self._core.get_added_tokens_decoder()
         return {token.content: nth for nth, token in added.items() if token.special}
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        longest_first = sorted(self._ids, key=len, reverse=True)
+        longest_first = sorted(self.ids, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)))
 
     @cached_property
@@ -40,5 +42,5 @@ class SpelledTokens:
         plain.encode_special_tokens = True
         return {
             nth: plain.encode(spelled, add_special_tokens=False).ids
-            for spelled, nth in self._ids.items()
+            for spelled, nth in self.ids.items()
         }

@@ -18,13 +18,16 @@ from jsparse.models import gguf_tokenizer, tokenizer_files
 from jsparse.models import token_bytes as bytes_of_tokens
 from jsparse.models.spelled_tokens import SpelledTokens
 
+_ANSWER = "\uf8ffanswer\uf8ff"  # an assistant's message, to find its end in a rendered chat
+
 
 class Tokenizer:
     """Wraps a `tokenizers.Tokenizer`, which turns text into ids and back.
 
     Attributes:
         bos_token_id: the beginning-of-sequence id, or None.
-        eos_token_ids: the ids that end a text or a turn; generation stops at any of them.
+        eos_token_ids: the ids that end a text or a turn, with the token that the chat template puts
+            after an assistant's message; generation stops at any of them.
         vocab_size: the number of ids it knows. The model's embedding may have more rows (padding).
         chat_template: the Jinja source of the chat template, or None.
     """
@@ -59,9 +62,9 @@ class Tokenizer:
         eos_tokens = {
             self._token("eos_token_ids", token_id): token_id for token_id in eos_token_ids
         }
-        self.eos_token_ids = tuple(eos_tokens.values())
         self._eos_token = next(iter(eos_tokens), None)
         self._named_tokens = dict(named_tokens or {})
+        self.eos_token_ids = tuple(dict.fromkeys([*eos_tokens.values(), *self._turn_ends()]))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of `text`; special tokens written in the text are recognised.
@@ -119,7 +122,22 @@ class Tokenizer:
         Raises:
             ValueError: the tokenizer spells its tokens in a way that is not known.
         """
+        return self._token_bytes
+
+    @cached_property
+    def _token_bytes(self) -> list[bytes]:
         return bytes_of_tokens.token_bytes(self._core)
+
+    def token_text(self, token_id: int) -> str:
+        """Returns the text of a token inside a text, with the space that it may begin with.
+
+        Bytes that do not make up a character become U+FFFD; ids without a token give no text.
+        """
+        try:
+            table = self.token_bytes()
+        except ValueError:  # an unknown spelling: as at the beginning of a text
+            return self.decode([token_id], skip_special_tokens=False)
+        return table[token_id].decode(errors="replace") if token_id < len(table) else ""
 
     @cached_property
     def max_characters_per_token(self) -> int | None:
@@ -135,10 +153,14 @@ class Tokenizer:
         except ValueError:
             return None
 
+    @property
+    def control_tokens(self) -> Mapping[str, int]:
+        """The ids of the special tokens by their text, which `decode` leaves out by default."""
+        return self._spelled_tokens.ids
+
     def control_token_ids(self) -> list[int]:
         """Returns the ids of the tokens that are no text, such as the end of a turn."""
-        added = self._core.get_added_tokens_decoder()
-        special = {token_id for token_id, token in added.items() if token.special}
+        special = set(self.control_tokens.values())
         bos = () if self.bos_token_id is None else (self.bos_token_id,)
         return sorted(special.union(bos, self.eos_token_ids))
 
@@ -265,6 +287,22 @@ class Tokenizer:
             **self._named_tokens,
         }
         tokenizer_files.write(Path(path), self._core, config)
+
+    def _turn_ends(self) -> list[int]:
+        """Returns the token that the chat template puts after an assistant's message, if any."""
+        if self.chat_template is None:
+            return []
+        roles = ("user", "assistant")
+        messages = [{"role": role, "content": _ANSWER} for role in roles]
+        try:
+            text = self.apply_chat_template(messages, add_generation_prompt=False)
+        except ValueError:  # a template that only renders other chats; `encode_chat` reports it
+            return []
+        _, found, after = text.rpartition(_ANSWER)
+        added = self._core.get_added_tokens_decoder().items()
+        begins = [(len(token.content), token_id) for token_id, token in added
+                  if found and after.lstrip().startswith(token.content)]  # fmt: skip
+        return [max(begins)[1]] if begins else []
 
     def _token(self, name: str, token_id: int | None) -> str | None:
         """Returns the text of a special token, for templates; None for the id None."""

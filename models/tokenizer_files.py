@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tokenizers
+from tokenizers import AddedToken
 
 _NAMED_TOKENS = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Tokens that chat templates may name, besides bos_token and eos_token."""
+_FLAGS = {"special", "normalized", "lstrip", "rstrip", "single_word"}
 
 
 class TokenizerParts(NamedTuple):
@@ -36,13 +38,16 @@ def folder_parts(folder: Path) -> TokenizerParts:
     config = _read_json(folder / "special_tokens_map.json") | _read_json(
         folder / "tokenizer_config.json"
     )
+    _add_stated_tokens(core, config, folder)
+    bos_id = _special_id(core, config, "bos_token")
     eos_ids = config.get("eos_token_ids")
     if eos_ids is None:
         eos_id = _special_id(core, config, "eos_token")
         eos_ids = _flat([eos_id, *stated_ends(folder)])
+    _add_named_tokens(core, config)
     return TokenizerParts(
         core,
-        bos_token_id=_special_id(core, config, "bos_token"),
+        bos_token_id=bos_id,
         eos_token_ids=eos_ids,
         chat_template=_read_chat_template(folder, config),
         named_tokens=_named_tokens(config),
@@ -111,6 +116,54 @@ def _read_json(file: Path) -> dict[str, Any]:
             f"{str(file)!r} holds a {type(values).__name__}; it must hold a JSON object"
         )
     return values
+
+
+def _add_stated_tokens(core: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> None:
+    """Adds the tokens of added_tokens_decoder, whose flags win over those of tokenizer.json.
+
+    As in transformers, a new token gets the next id, whatever id is stated, and added_tokens.json
+    stands in where there is no added_tokens_decoder.
+
+    Raises:
+        ValueError: it is no object of tokens.
+    """
+    added = core.get_added_tokens_decoder().values()
+    named = {_content(value) for key, value in config.items() if key.endswith("_token")}
+    stated = config.get("added_tokens_decoder")
+    if stated is None:
+        older = _read_json(folder / "added_tokens.json")
+        new = older.keys() - {token.content for token in added}
+        stated = {older[text]: {"content": text, "special": text in named} for text in new}
+    try:
+        by_id = sorted((int(token_id), fields) for token_id, fields in stated.items())
+        tokens = [
+            AddedToken(fields["content"], **{name: fields[name] for name in _FLAGS & fields.keys()})
+            for _, fields in by_id
+        ]
+    except (TypeError, ValueError, AttributeError, KeyError):
+        raise ValueError(
+            f"{str(folder)!r}: added_tokens_decoder must map ids to objects with a content and "
+            f"flags, among {', '.join(sorted(_FLAGS))}"
+        ) from None
+    known = {repr(token) for token in added}
+    for token in tokens:
+        if repr(token) not in known:
+            token.special = token.special or token.content in named
+            core.add_tokens([token])
+
+
+def _add_named_tokens(core: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Adds the special tokens that the config names and no file describes."""
+    further = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    further = further.values() if isinstance(further, dict) else further
+    tokens = [value for key, value in config.items() if key.endswith("_token")] + [*further]
+    known = {token.content for token in core.get_added_tokens_decoder().values()}
+    for token in tokens:
+        content = _content(token)
+        if isinstance(content, str) and content and content not in known:
+            flags = token if isinstance(token, dict) else {}
+            strips = {name: flags.get(name, False) for name in ("lstrip", "rstrip", "single_word")}
+            core.add_tokens([AddedToken(content, special=True, **strips)])
 
 
 def _special_id(core: tokenizers.Tokenizer, config: Mapping[str, Any], name: str) -> int | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jsparse.machine.extras import install
 from jsparse.machine.jax_settings import own_settings
-from jsparse.models.checkpoint import Params, parse_dtype, parse_weights, read_store
+from jsparse.models.checkpoint import Params, parse_dtype, parse_weights, read_store, with_own_head
 from jsparse.models.config_files import checked_config, family_of
 from jsparse.models.generation_config import resolve_settings
 from jsparse.models.tokenizer import as_tokenizer
@@ -58,7 +58,9 @@ def from_transformers(
         tokenizer = as_tokenizer(tokenizer, ends)
     options = weights_dtype, on_progress
     quantized = parse_weights(weights)
-    made = read_store(StateDict(model), config, family, *options, quantized=quantized)
+    store = StateDict(model)
+    config = with_own_head(config, family, store)
+    made = read_store(store, config, family, *options, quantized=quantized)
     name = getattr(model, "name_or_path", "") or type(model).__name__
     return Params(made, config, tokenizer, defaults, name)
 

@@ -17,12 +17,15 @@ from jsparse.builder import dense
 from jsparse.conversation import Conversation
 from jsparse.host_memory import store
 from jsparse.machine import memory
+from jsparse.models.gguf import GGUFFile
+from jsparse.models.tokenizer import Tokenizer
 from jsparse.policy import Policy, Services
 from jsparse.runtime import answers, capacity, prefill, reading, sampling, session
 from jsparse.runtime import rows as driver
 from jsparse.selection import everything
 
 GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama" / "model.gguf"
+TOKENIZERS = Path(__file__).parent / "fixtures" / "tokenizers"
 PROMPTS = random_prompts((37, 18, 3))
 ALL = tuple(map(tuple, PROMPTS))
 
@@ -222,6 +225,41 @@ def test_stop_strings_are_cut_off_even_across_tokens(texts, text, stop, expected
     assert out.finish_reason == ("length" if expected == text else "stop")
     assert "".join(pieces) == expected
     assert texts.tokenizer.decode(out.token_ids).startswith(expected)
+
+
+@pytest.fixture(scope="module")
+def pieces(texts):
+    """Makes the same model with a SentencePiece tokenizer, whose words begin with a space."""
+    metadata = GGUFFile(TOKENIZERS / "llama.gguf").metadata
+    return dataclasses.replace(texts, tokenizer=Tokenizer.from_gguf(metadata))
+
+
+def test_the_space_between_prompt_and_answer_stays(pieces, monkeypatch):
+    words = [264, 266, 264]  # " t", " a"
+    streamed = []
+    (out,) = forced(pieces, [words], monkeypatch, prompt=[[275]], streamer=[streamed.append])
+    assert out.text == "".join(streamed) == " t a t"
+    (out,) = forced(pieces, [words], monkeypatch, prompt=[[275]], stop=" t")
+    assert (out.text, out.token_ids) == ("", words[:1])
+
+
+@pytest.mark.parametrize(("keep", "text"), [(False, " t"), (True, " t</s>")])
+def test_a_stop_string_may_be_a_control_token(pieces, monkeypatch, keep, text):
+    options = SamplingParams(
+        max_tokens=3, stop=["</s>"], ignore_eos=True, include_stop_str_in_output=keep
+    )
+    (out,) = forced(pieces, [[264, 2, 266]], monkeypatch, prompt=[[275]], sampling=options)
+    assert (out.text, out.token_ids, out.finish_reason) == (text, [264, 2], "stop")
+
+
+def test_a_stop_string_that_can_never_match_is_refused(pieces, monkeypatch):
+    with pytest.raises(ValueError, match=r"stop='</s>\\n': can never match.*'</s>'.*must be"):
+        generate(pieces, [275], stop="</s>\n", max_new_tokens=3)
+    options = SamplingParams(
+        max_tokens=3, stop="</s> a", skip_special_tokens=False, ignore_eos=True
+    )
+    (out,) = forced(pieces, [[264, 2, 266]], monkeypatch, prompt=[[275]], sampling=options)
+    assert (out.text, out.finish_reason) == (" t", "stop")
 
 
 def test_stopping_is_as_early_as_the_text_allows(texts, monkeypatch):

@@ -89,7 +89,7 @@ class CompletionOutput:
     def _text(self, token: int) -> str | None:
         if self.tokenizer is None:
             return None
-        return self.tokenizer.decode([token], skip_special_tokens=False)
+        return self.tokenizer.token_text(token)
 
 
 @dataclass
@@ -165,7 +165,6 @@ class AnswerBuilder:
         keep_layers: bool = True,
     ) -> None:
         """Begins an answer without tokens, which keeps each layer's shares of all steps or not."""
-        options = request.sampling
         self.request, self.index = request, index
         self.finish: str | None = None
         self.token_ids: list[int] = []
@@ -176,7 +175,7 @@ class AnswerBuilder:
         self._layers: list[np.ndarray] = []
         self._keep_layers = keep_layers
         self._logprob = 0.0
-        self._tokenizer, self._stream = tokenizer, text_stream(tokenizer, options)
+        self._tokenizer, self._stream = tokenizer, text_stream(tokenizer, request)
         self._unread: list[int] = []
         self._emitted = 0, 0  # tokens and characters that outputs have had
         self._lock = threading.Lock()

@@ -224,10 +224,4 @@ def _texts(params: Params, ids: list[int]) -> list[str]:
     """
     if params.tokenizer is None:
         return [f"<{token}>" for token in ids]
-    try:
-        spelled = params.tokenizer.token_bytes()
-    except ValueError:  # in a way that is not known
-        return [params.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
-    return [
-        spelled[token].decode("utf-8", "replace") if token < len(spelled) else "" for token in ids
-    ]
+    return [params.tokenizer.token_text(token) for token in ids]

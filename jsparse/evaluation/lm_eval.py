@@ -46,7 +46,6 @@ from jsparse.policies.expressions import as_policy
 from jsparse.policies.own_code import resolve
 from jsparse.policy import AnyPolicy
 from jsparse.runtime.capacity import PAGE_SIZES
-from jsparse.runtime.request import end_tokens
 from jsparse.text.prompts import tokenizer_of
 
 _log = logging.getLogger(__name__)
@@ -288,16 +287,9 @@ class JSparseLM(TemplateLM):
 
     def _options(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Converts a request's arguments to those of `jsparse.generate`."""
-        options = generation_options(
+        return generation_options(
             arguments, max_gen_toks=self.max_gen_toks, max_length=self.max_length
         )
-        ends = end_tokens(self._params) | self._control_tokens(options["stop"])
-        return options | {"eos_token_id": sorted(ends)}
-
-    def _control_tokens(self, texts: list[str]) -> set[int]:
-        """Returns the ids of texts that are one control token, which generated text never shows."""
-        encoded = [self.tok_encode(text, add_special_tokens=False) for text in texts]
-        return {ids[0] for ids in encoded if len(ids) == 1 and not self.tokenizer.decode(ids)}
 
 
 if __name__ == "__main__":

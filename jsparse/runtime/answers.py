@@ -73,7 +73,7 @@ def answers(
     tokenizer = session.params.tokenizer
     turns = [()] * len(asked) if questions is None else questions
     rows = [
-        AnswerRow(request, text_stream(tokenizer, request.sampling), emit, len(turn))
+        AnswerRow(request, text_stream(tokenizer, request, turn), emit, len(turn))
         for request, emit, turn in zip(asked, streamers, turns, strict=True)
     ]
     reader = Reader(rows, report, clock)

@@ -5,7 +5,7 @@ A stop rule that it finds then ends the loop; the few steps made in the meantime
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,7 +17,6 @@ from jsparse.runtime.compilation import clock
 from jsparse.runtime.decoding import Drafts, StepResult
 from jsparse.runtime.prefill import OnChunk
 from jsparse.runtime.request import Request
-from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.text.stream import TextStream
 
 # steps that the device may be ahead of the host; one program, where that is more
@@ -39,14 +38,18 @@ class TokenStreamer(Protocol):
 Streamer = Callable[[str], Any] | TokenStreamer
 
 
-def text_stream(tokenizer: Tokenizer | None, own: SamplingParams) -> TextStream:
-    """Returns the text stream of an answer with these options."""
+def text_stream(
+    tokenizer: Tokenizer | None, request: Request, turn: Sequence[int] = ()
+) -> TextStream:
+    """Returns the text stream of a request's answer, which `turn` precedes beside the prompt."""
+    own = request.sampling
     return TextStream(
         tokenizer,
         tuple(own.stop or ()),
         include_stop=own.include_stop_str_in_output,
         min_tokens=own.min_tokens,
         skip_special=own.skip_special_tokens,
+        before=np.concatenate([request.ids, np.asarray(turn, np.int32)]),
     )
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
     from jsparse.models.checkpoint import Params
+    from jsparse.models.tokenizer import Tokenizer
     from jsparse.policy import Policy
 
 
@@ -132,7 +133,7 @@ def _request(
         if name != "dense":
             require_knob(policy, name, value)
     if sampling.stop:
-        prompts.tokenizer_of(params, "stop")
+        _require_possible(sampling, prompts.tokenizer_of(params, "stop"))
     last = params.config.vocab_size - 1
     for name in ("stop_token_ids", "logit_bias"):
         for token in getattr(sampling, name):
@@ -153,6 +154,18 @@ def _request(
             f"the text; here {len(ends)} do"
         )
     return Request(np.asarray(ids, np.int32), resolved, ends, 0 if own_seed else row)
+
+
+def _require_possible(sampling: SamplingParams, tokenizer: "Tokenizer") -> None:
+    """Raises ValueError if a stop string contains a control token, which gives no text."""
+    for stop in sampling.stop or () if sampling.skip_special_tokens else ():
+        for token in tokenizer.control_tokens:
+            if token in stop and token != stop:
+                raise ValueError(
+                    f"stop={stop!r}: can never match, because the text leaves out the control "
+                    f"token {token!r}: must be {token!r} alone, or come with "
+                    "skip_special_tokens=False"
+                )
 
 
 def _ends(params: "Params", sampling: SamplingParams) -> frozenset[int]:
@@ -197,8 +210,7 @@ def default_sampling(params: "Params") -> SamplingParams:
 
 
 def end_tokens(params: "Params") -> frozenset[int]:
-    """Returns the model's own end tokens."""
-    named = params.generation_defaults.get("eos_token_id")
-    if named is None:
-        return frozenset(params.tokenizer.eos_token_ids if params.tokenizer else ())
-    return frozenset(named if isinstance(named, Sequence) else [named])
+    """Returns the model's own end tokens: those of its generation_config and of its tokenizer."""
+    named = params.generation_defaults.get("eos_token_id", ())
+    own = params.tokenizer.eos_token_ids if params.tokenizer else ()
+    return frozenset((*(named if isinstance(named, Sequence) else [named]), *own))

@@ -145,7 +145,7 @@ class Texts:
             return known[token] if token < len(known) else b""
         if self.tokenizer is None:
             return f"token_id:{token}".encode()
-        return self.tokenizer.decode([token], skip_special_tokens=False).encode()
+        return self.tokenizer.token_text(token).encode()
 
     @cached_property
     def _token_bytes(self) -> list[bytes] | None:

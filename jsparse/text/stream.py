@@ -1,5 +1,9 @@
 """Turns token ids into pieces of text as they arrive, cut at stop strings."""
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from jsparse.models.tokenizer import Tokenizer
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -22,24 +26,30 @@ class TextStream:
         include_stop: bool = False,
         min_tokens: int = 0,
         skip_special: bool = True,
+        before: Sequence[int] | np.ndarray = (),
     ) -> None:
         """Prepares an empty text.
 
         Args:
             tokenizer: the tokenizer that decodes ids; None gives no text.
-            stop: strings that end the text; of several, the one that begins first.
+            stop: strings that end the text; of several, the one that begins first. One that is a
+                control token ends it at that token, also where such tokens give no text.
             include_stop: whether the stop string stays in the text.
             min_tokens: the number of ids whose text completes no stop string. One may begin there
                 and end in a later id's text.
             skip_special: whether special tokens give no text.
+            before: the ids of the prompt. Decoders drop the space that begins a text, which an
+                answer's first token must keep.
         """
         self.stopped = False
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._stop, self._include_stop, self._min_tokens = stop, include_stop, min_tokens
-        self._ids: list[int] = []
-        self._settled = (
-            0  # ids whose text is final; decoding starts a few ids before the rest, for context
-        )
+        control = tokenizer.control_tokens if tokenizer and stop and skip_special else {}
+        self._stop_tokens = {control[text]: text for text in stop if text in control}
+        self._ids = self._last_of(before) if tokenizer else []
+        self._given = len(self._ids)
+        # ids whose text is final; decoding starts a few ids before the rest, for context
+        self._settled = self._given
         self._context = 0
         self._text = ""
         self._emitted = 0
@@ -58,8 +68,22 @@ class TextStream:
         """Takes ids and returns the text that is now certain, possibly none."""
         if self._tokenizer is None:
             return ""
-        self._ids.extend(tokens)
+        for token in tokens:
+            new = len(self._ids) - self._given
+            if token in self._stop_tokens and new >= self._min_tokens:
+                return self._end_at(self._stop_tokens[token])
+            self._ids.append(token)
         return self._advance(final=False)
+
+    def _end_at(self, stop: str) -> str:
+        """Returns the rest of the text, which ends at a stop string that is a control token."""
+        piece = self._advance(final=True)
+        if not self.stopped:
+            self.stopped = True
+            if self._include_stop:
+                self._text, self._emitted = self._text + stop, self._emitted + len(stop)
+                return piece + stop
+        return piece
 
     def finish(self) -> str:
         """Returns the text that was still held back."""
@@ -70,6 +94,13 @@ class TextStream:
     def _decode(self, ids: list[int]) -> str:
         assert self._tokenizer is not None
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
+
+    def _last_of(self, before: Sequence[int] | np.ndarray) -> list[int]:
+        """Returns the last ids that have a text, from the beginning of a character on."""
+        size = 2 * LONGEST
+        while size < len(before) and self._decode([*before[-size:]])[:1] in ("", UNFINISHED):
+            size *= 2
+        return [*before[-size:]]
 
     def _advance(self, *, final: bool) -> str:
         grown = self._decode(self._ids[self._context :])
@@ -90,13 +121,16 @@ class TextStream:
     def _settle(self, end: int, grown: str) -> None:
         """Takes in the text up to `end`, of which `grown` is the part after the context's start."""
         known = self._decode(self._ids[self._context : self._settled])
-        self._text += grown[len(known) :]
+        # a prompt may end within a character, which `known` has as U+FFFD
+        pairs = enumerate(zip(known, grown, strict=False))
+        same = next((nth for nth, (old, new) in pairs if old != new), len(known))
+        self._text += grown[same:]
         if len(grown) > len(known):  # ids without text are no context: a decoder may drop a space
             self._context = self._settled
         self._settled = end
 
     def _cut(self) -> None:
-        if len(self._ids) > self._min_tokens:
+        if len(self._ids) - self._given > self._min_tokens:
             starts = [(self._found(stop), len(stop)) for stop in self._stop]
             matches = [(at, at + size) for at, size in starts if at >= 0]
             if matches:

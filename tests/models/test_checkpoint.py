@@ -222,6 +222,52 @@ def test_generation_defaults(stated, expected, folder, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("stated", "ignored"),
+    [
+        ({"num_beams": 1, "no_repeat_ngram_size": 0, "bad_words_ids": None, "max_length": 9}, ""),
+        ({"num_beams": 4, "suppress_tokens": [3]}, "num_beams, suppress_tokens"),
+    ],
+)
+def test_generation_settings_without_effect_here_are_named(stated, ignored, folder, caplog):
+    (folder / "generation_config.json").write_text(json.dumps(stated))
+    assert load(folder).generation_defaults == {}
+    said = [record.getMessage().partition("ignored: ")[2] for record in caplog.records]
+    assert said == ([ignored] if ignored else [])
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected", "ignored"),
+    [
+        ({}, {}, []),
+        (
+            {"temp": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01},
+            {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01},
+            [],
+        ),
+        ({"top_k": -1}, {"temperature": 1.0, "top_k": -1}, []),
+        ({"penalty_repeat": 1.05}, {"repetition_penalty": 1.05}, []),
+        ({"penalty_repeat": 1.05, "penalty_last_n": -1}, {"repetition_penalty": 1.05}, []),
+        ({"penalty_repeat": 1.05, "penalty_last_n": 64}, {"repetition_penalty": 1.05},
+         ["penalty_last_n"]),
+        ({"mirostat": 0, "mirostat_tau": 5.0, "xtc_probability": 0.0, "penalty_last_n": 9}, {}, []),
+        ({"mirostat": 2, "mirostat_tau": 5.0, "sequence": "k;p"}, {},
+         ["mirostat", "mirostat_tau", "sequence"]),
+    ],
+)  # fmt: skip
+def test_a_gguf_files_sampling_keys_are_defaults(stated, expected, ignored, tmp_path, caplog):
+    file = write_gguf(tmp_path / "m.gguf", CONFIG, TENSORS, settings=stated)
+    assert load(file).generation_defaults == expected
+    said = [record.getMessage().partition("ignored: ")[2] for record in caplog.records]
+    named = ", ".join(f"general.sampling.{key}" for key in ignored)
+    assert said == ([named] if named else [])
+
+
+def test_a_gguf_files_malformed_sampling_key_is_refused(tmp_path):
+    file = write_gguf(tmp_path / "m.gguf", CONFIG, TENSORS, settings={"temp": "hot"})
+    assert_refused(file, "m.gguf: temperature='hot': must be a number")
+
+
+@pytest.mark.parametrize(
     "stated",
     [
         {"temperature": "hot"},

@@ -95,6 +95,16 @@ def test_a_config_that_cannot_be_decoded_is_refused(family, change, tmp_path):
         load(folder)
 
 
+@pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "bitsandbytes", "compressed-tensors"])
+def test_a_quantised_checkpoint_is_refused_with_its_method(method, tmp_path):
+    config = hf_config("llama", quantization_config={"quant_method": method, "bits": 4})
+    folder = write_folder(tmp_path, config, hf_tensors(config))
+    with pytest.raises(ValueError, match=rf"config\.json: .*quantised with {method}: must be"):
+        load(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+    load(folder)
+
+
 @pytest.mark.parametrize("model_type", ["mistral", None, 3, ["llama"]])
 def test_an_unknown_family_is_refused_with_those_known(model_type, tmp_path):
     config = hf_config("llama")

@@ -8,7 +8,14 @@ import jax
 import numpy as np
 import pytest
 from huggingface_hub import errors
-from writers import assert_refused, expected_weights, hf_config, hf_tensors, write_folder
+from writers import (
+    assert_refused,
+    expected_weights,
+    hf_config,
+    hf_tensors,
+    write_folder,
+    write_gguf,
+)
 
 from jsparse.models.checkpoint import load
 
@@ -34,6 +41,12 @@ def test_a_missing_gguf_file_is_not_looked_for_on_the_hub(monkeypatch):
         huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub")
     )
     assert_refused("folder/model.gguf", "does not exist", FileNotFoundError)
+
+
+def test_a_gguf_file_may_be_named_in_capitals(tmp_path):
+    file = write_gguf(tmp_path / "MODEL.GGUF", CONFIG, TENSORS)
+    assert load(file).config.num_layers == 1
+    assert_refused("folder/MODEL.GGUF", "does not exist", FileNotFoundError)
 
 
 def test_revisions_are_for_hub_ids(folder):

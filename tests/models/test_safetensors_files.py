@@ -117,10 +117,27 @@ def test_a_config_that_lies_about_the_tensors_is_refused(change, match, folder):
 def test_unknown_tensors_are_refused_and_harmless_ones_are_not(tmp_path):
     tied = CONFIG | {"tie_word_embeddings": True}
     harmless = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
-    params = load(write_folder(tmp_path / "tied", tied, TENSORS | harmless))
+    twice = {"lm_head.weight": TENSORS["model.embed_tokens.weight"]}
+    params = load(write_folder(tmp_path / "tied", tied, TENSORS | twice | harmless))
     assert "lm_head" not in params.weights["params"]
+    assert params.config.tie_word_embeddings
     bias = {"model.layers.0.mlp.up_proj.bias": np.zeros(48, np.float32)}
     assert_refused(write_folder(tmp_path / "bias", CONFIG, TENSORS | bias), "mlp.up_proj.bias")
+
+
+def test_a_head_that_differs_from_the_embedding_is_used_whatever_the_config_says(tmp_path):
+    tied = CONFIG | {"tie_word_embeddings": True}
+    params = load(write_folder(tmp_path / "own", tied, TENSORS))
+    head = params.weights["params"]["lm_head"]
+    np.testing.assert_array_equal(head, TENSORS["lm_head.weight"].T)
+    assert not params.config.tie_word_embeddings
+    smaller = {"lm_head.weight": TENSORS["lm_head.weight"][1:]}
+    assert_refused(write_folder(tmp_path / "small", tied, TENSORS | smaller), "lm_head.*has shape")
+
+
+def test_an_adapter_beside_the_weights_is_refused(folder):
+    (folder / "adapter_config.json").write_text("{}")
+    assert_refused(folder, "adapter_config.json: must be a model without an adapter")
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_smollm2_splits_digits_one_by_one():
 
 @pytest.mark.parametrize(
     ("case", "bos", "eos", "size"),
-    [("smollm", 1, (2,), 49152), ("qwen2", 1157, (1159,), 1162),
+    [("smollm", 1, (2, 0), 49152), ("qwen2", 1157, (1159, 1157), 1162),
      ("llama-bpe", 1157, (1158, 1161), 1162), ("llama", 1, (2,), 1226)],
 )  # fmt: skip
 def test_special_ids_come_from_the_metadata(case, bos, eos, size):
@@ -79,6 +79,23 @@ def test_special_ids_come_from_the_metadata(case, bos, eos, size):
         eos,
         size,
     )
+
+
+@pytest.mark.parametrize(
+    ("case", "text", "eos_id"),
+    [("qwen2", "<|im_end|>", 1157), ("qwen2", "<|endoftext|>", 1159),
+     ("llama-bpe", "<|eot_id|>", 1158), ("llama-bpe", "<|end_of_text|>", 1161)],
+)  # fmt: skip
+def test_gguf_ends_are_known_by_their_text(case, text, eos_id):
+    keys = ("eot_token_id", "eom_token_id", "chat_template")
+    metadata = {k: v for k, v in metadata_of(case).items() if not k.endswith(keys)}
+    metadata["tokenizer.ggml.eos_token_id"] = eos_id
+    end = metadata["tokenizer.ggml.tokens"].index(text)
+    assert {eos_id, end} <= set(Tokenizer.from_gguf(metadata).eos_token_ids)
+    types = list(metadata["tokenizer.ggml.token_type"])
+    types[end] = 1  # ordinary text, which a prompt may spell
+    plain = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.token_type": types})
+    assert end not in plain.eos_token_ids
 
 
 def test_sentencepiece_ids_default_to_one_and_two():
@@ -357,6 +374,66 @@ def test_folder_chat_templates_by_name_and_by_file(tmp_path):
     assert Tokenizer.from_folder(tmp_path).chat_template == "from the file"
 
 
+def stated(content: str, **flags: bool) -> dict[str, Any]:
+    """Makes a token as added_tokens_decoder has it."""
+    usual = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    return {"content": content, "special": True} | usual | flags
+
+
+NEW = {"added_tokens_decoder": {"6": stated("<tool>")}}
+
+
+# what transformers 5.24 gives for these folders
+@pytest.mark.parametrize(
+    ("files", "text", "ids", "decoded"),
+    [
+        ({}, "a<turn>b", [4, 3, 5], "a b"),
+        ({"tokenizer_config": NEW}, "a<tool>b", [4, 6, 5], "a b"),
+        # ids follow each other in the order of those that are stated
+        ({"tokenizer_config": {"added_tokens_decoder": {"90": stated("<x>"), "9": stated("<y>")}}},
+         "<x><y>", [7, 6], ""),
+        ({"tokenizer_config": {"added_tokens_decoder": {"3": stated("<turn>", special=False)}}},
+         "a<turn>", [4, 3], "a"),
+        ({"tokenizer_config": {"added_tokens_decoder": {"6": stated("b a", special=False)}}},
+         "b a b", [6, 5], "b a b"),
+        ({"tokenizer_config": {"additional_special_tokens": ["<x>", "<turn>", "<y>"]}},
+         "<y><turn><x>", [7, 3, 6], ""),
+        ({"tokenizer_config": {"extra_special_tokens": {"new_token": "<x>"}}}, "<x>a", [6, 4], "a"),
+        ({"tokenizer_config": {"pad_token": "<pad>"}}, "a<pad>", [4, 6], "a"),
+        ({"tokenizer_config": NEW | {"additional_special_tokens": ["<x>", "<tool>"]}},
+         "<x><tool>", [7, 6], ""),
+        ({"special_tokens_map": {"pad_token": "<pad>"}}, "a<pad>", [4, 6], "a"),
+        ({"added_tokens": {"<x>": 6}}, "a<x>", [4, 6], "a <x>"),
+    ],
+)  # fmt: skip
+def test_tokens_that_tokenizer_json_lacks_are_added(tmp_path, files, text, ids, decoded):
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, **files))
+    assert tokenizer.encode(text, add_special_tokens=False) == ids
+    assert tokenizer.decode(ids) == decoded
+
+
+def test_end_tokens_may_be_named_in_the_config_alone(tmp_path):
+    folder = write_folder(tmp_path, tokenizer_config=NEW | {"eos_token": "<tool>"})
+    assert Tokenizer.from_folder(folder).eos_token_ids == (6,)
+
+
+@pytest.mark.parametrize(
+    ("after", "ends"),
+    [
+        ("<turn>\n", (2, 3)),
+        (" <turn>", (2, 3)),
+        ("</s>", (2,)),
+        ("\n", (2,)),
+        ("{{ raise_exception('no') }}", (2,)),
+    ],
+)
+def test_the_token_after_an_assistants_message_ends_a_turn(tmp_path, after, ends):
+    template = "{% for m in messages %}<s>{{ m.content }}" + after + "{% endfor %}"
+    config = {"eos_token": "</s>", "chat_template": template}
+    folder = write_folder(tmp_path, tokenizer_config=config, generation_config={"eos_token_id": 2})
+    assert Tokenizer.from_folder(folder).eos_token_ids == ends
+
+
 def test_missing_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere.*no tokenizer\.json"):
         Tokenizer.from_folder(tmp_path / "nowhere")
@@ -370,6 +447,9 @@ def test_missing_folder(tmp_path):
         ("tokenizer_config.json", "[]", "JSON object"),
         ("tokenizer_config.json", '{"eos_token": "<nope>"}', "eos_token is '<nope>'"),
         ("tokenizer_config.json", '{"chat_template": {"a": 1}}', "chat_template is of type dict"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "added_tokens_decoder must map"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"6": {"a": 1}}}', "must map ids"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}', "must map ids"),
         ("generation_config.json", '{"eos_token_id": 6}', "eos_token_ids holds 6"),
         ("generation_config.json", '{"eos_token_id": [-1]}', "eos_token_ids holds -1"),
         ("config.json", '{"eos_token_id": "</s>"}', "eos_token_ids holds '</s>'"),

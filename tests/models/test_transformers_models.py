@@ -103,6 +103,9 @@ def test_a_model_in_memory_equals_its_files(family, tied, tmp_path):
     # a tied model's state_dict names the embedding twice
     twice = {"lm_head.weight": tensors["model.embed_tokens.weight"]} if tied else {}
     made = jsparse.from_transformers(LlamaForCausalLM(config, tensors | twice, generation))
+    # a config may say tied of a model whose head is its own
+    said = LlamaForCausalLM(config | {"tie_word_embeddings": True}, tensors | twice, generation)
+    assert jsparse.from_transformers(said).config == made.config
     read = jsparse.load(folder)
     assert_same(made.weights, read.weights)
     assert (made.config, made.generation_defaults) == (read.config, read.generation_defaults)

@@ -173,6 +173,7 @@ def write_gguf(
     extra: Tensors | None = None,
     metadata: dict[str, Any] | None = None,
     tokens: list[str] | None = None,
+    settings: dict[str, int | float | str] | None = None,
 ) -> Path:
     """Writes a GGUF file as llama.cpp's converter lays it out, with the format's own library.
 
@@ -185,6 +186,7 @@ def write_gguf(
         metadata: integers that replace or join what the config gives, by their names without the
             architecture.
         tokens: a vocabulary; without one the file has no tokenizer.
+        settings: general.sampling keys, without that prefix.
     """
     writer = gguf.GGUFWriter(file, config["model_type"])
     integers = {
@@ -203,6 +205,9 @@ def write_gguf(
             writer.add_uint32(f"{config['model_type']}.{key}", value)
     if tokens is not None:
         writer.add_token_list(tokens)
+    add = {int: writer.add_int32, float: writer.add_float32, str: writer.add_string}
+    for key, value in (settings or {}).items():
+        add[type(value)](f"general.sampling.{key}", value)
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     for name, tensor in tensors.items():

@@ -102,6 +102,8 @@ def test_end_tokens_are_the_model_s_and_ones_own(params):
     texts = jsparse.load(GGUF, dtype="float32")
     assert texts.tokenizer is not None
     assert end_tokens(texts) == set(texts.tokenizer.eos_token_ids) != set()
+    both = dataclasses.replace(texts, generation_defaults={"eos_token_id": 8})
+    assert end_tokens(both) == {8, *texts.tokenizer.eos_token_ids}
     with pytest.raises(ValueError, match="stop_token_ids=300: must be token ids from 0 to 299"):
         requests(params, [[1]], SamplingParams(stop_token_ids=[300]), dense())
     with pytest.raises(ValueError, match="logit_bias=300: must be token ids from 0 to 299"):

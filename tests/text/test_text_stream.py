@@ -1,6 +1,6 @@
 """Tests that pieces add up to the text, whatever the tokens and stop strings."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import example, given, settings
@@ -19,12 +19,16 @@ class ByteTokenizer:
     SPECIAL has no text.
     """
 
+    control_tokens: ClassVar = {"<turn>": SPECIAL}
+
     def decode(self, ids, skip_special_tokens=True):
         return bytes(i for i in ids if i != SPECIAL).decode("utf-8", errors="replace")
 
 
 class WordTokenizer:
     """Ids name pieces; as in sentencepiece, one leading space of the decoded text is dropped."""
+
+    control_tokens: ClassVar = {"<turn>": SPECIAL}
 
     def __init__(self, *pieces: str):
         self.pieces = pieces
@@ -60,6 +64,39 @@ def test_spaces_survive_decoders_that_strip():
     tokenizer = WordTokenizer(" one", " two", "!")
     assert run(tokenizer, [0, 1, 2, 0])[0] == ["one", " two", "!", " one", ""]
     assert run(tokenizer, [0, SPECIAL, 1, SPECIAL, SPECIAL, 1])[1].text == "one two two"
+
+
+def test_the_first_space_after_a_prompt_stays():
+    tokenizer = WordTokenizer(" one", " two", "!")
+    for before in ([0], [2, SPECIAL], [1] + 40 * [SPECIAL]):
+        pieces, stream, _ = run(tokenizer, [0, 1], before=before)
+        assert (pieces, stream.text) == ([" one", " two", ""], " one two")
+        _, stream, taken = run(tokenizer, [0, 1], [" one"], before=before)
+        assert (stream.text, taken) == ("", 1)
+    assert run(tokenizer, [0, 1], before=[SPECIAL])[1].text == "one two"  # the text's own beginning
+
+
+def test_a_prompt_that_ends_within_a_character_leaves_it_to_the_answer():
+    before, after = b"ab" + "→".encode()[:1], "→".encode()[1:] + b"c"
+    assert run(ByteTokenizer(), after, before=before)[1].text == "→c"
+    assert run(ByteTokenizer(), b"c", before="→→→→→".encode())[1].text == "c"
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "text", "taken"),
+    [
+        ([97, SPECIAL, 98], {}, "a", 2),
+        ([97, SPECIAL, 98], {"include_stop": True}, "a<turn>", 2),
+        ([SPECIAL, 97, SPECIAL, 98], {"min_tokens": 2}, "a", 3),
+        ([SPECIAL, 97, SPECIAL, 98], {"min_tokens": 2, "before": [99]}, "a", 3),
+        ([*"→".encode()[:2], SPECIAL], {}, "\N{REPLACEMENT CHARACTER}", 3),
+        (b"<turn>b", {}, "", 6),
+        ([97, 33, SPECIAL], {}, "a", 2),
+    ],
+)
+def test_a_stop_string_that_is_a_control_token_ends_at_it(ids, options, text, taken):
+    pieces, stream, count = run(ByteTokenizer(), ids, ["<turn>", "!"], **options)
+    assert (stream.text, "".join(pieces), count, stream.stopped) == (text, text, taken, True)
 
 
 @pytest.mark.parametrize(
