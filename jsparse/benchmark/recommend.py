@@ -29,8 +29,8 @@ from jsparse.policies.expressions import parse
 from jsparse.runtime import capacity
 from jsparse.text.signatures import short_name
 
-# How much longer than dense attention's a CPU compiles a policy's steps: SmolLM2's take 8 CPU seconds
-# with dense attention, 28 with quest
+# How much longer a CPU compiles steps of a policy than of dense attention: those of SmolLM2 take 8
+# CPU seconds with dense attention, 28 with quest
 CPU_COMPILING = 3
 
 OnPart = Callable[[str, int, int], Any]
