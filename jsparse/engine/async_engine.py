@@ -204,6 +204,16 @@ class AsyncEngine:
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
+    def fail(self, why: str) -> None:
+        """Ends all requests with an EngineError at once; any thread may call it.
+
+        It waits for no program, as one never ends where another process of the model is lost.
+        """
+        with self._awake:
+            self._closing = True
+            self._awake.notify()
+        self._fail(EngineError(why))
+
     def close(self) -> None:
         """Ends all requests and the thread; later calls get an EngineError."""
         with self._awake:

@@ -2,7 +2,8 @@
 
 Tensors go from device to device as XLA sends them. What else processes have to tell each other goes
 over one TCP connection each from process 0, which plans, to the others. Both ends read all the
-time: where one ends without a word, the other ends within seconds, whatever it waits for.
+time, and send a beat every few seconds: where one ends without a word, or hangs, the other ends
+within seconds, whatever it waits for.
 """
 
 import atexit
@@ -15,7 +16,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, NoReturn
@@ -27,13 +28,21 @@ from jax.experimental.compilation_cache import compilation_cache
 
 # seconds until processes must have found each other, and until a host that is gone is noticed
 MEETING, NOTICED = 300, 8
+# seconds between two beats of a process, and without any until it counts as hung
+BEAT, SILENT = 2.0, 16.0
+# until XLA ends this process, with a stack trace: later than SILENT, which ends it with a line
+XLA_NOTICED = 4 * NOTICED
 _ENDED = "{} has ended, without which this one cannot go on"
+_HUNG = "{} has not been heard of for {:g} seconds, without which this one cannot go on"
 _ADDRESS_BYTES = 1024
 _HEAD = struct.Struct("!II")
 
 
 # where processes meet, if it was said
 _meeting: str | None = None
+# run before this process ends for the loss of another; each takes a few seconds at most
+farewells: list[Callable[[], None]] = []
+_ending = threading.Lock()
 
 
 def join(nnodes: int, node_rank: int, master_addr: str, master_port: int) -> None:
@@ -70,7 +79,7 @@ def _initialize(*where: Any, how: str | None = None) -> None:
         *where,
         cluster_detection_method=how,
         initialization_timeout=MEETING,
-        heartbeat_timeout_seconds=NOTICED,
+        heartbeat_timeout_seconds=XLA_NOTICED,
         shutdown_timeout_seconds=NOTICED,
     )
     link()
@@ -101,9 +110,13 @@ class Peer:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(None)
+        silent = struct.pack("ll", int(SILENT), int(SILENT % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, silent)
         self.name, self.messages = name, SimpleQueue[tuple[Any, list[np.ndarray]]]()
         self.connection, self._sending, self.ended = connection, threading.Lock(), False
-        threading.Thread(target=self._read, name=f"jsparse-{name}", daemon=True).start()
+        self._done = threading.Event()
+        for work in (self._read, self._beat):
+            threading.Thread(target=work, name=f"jsparse-{name}", daemon=True).start()
 
     def send(self, value: Any, arrays: Sequence[np.ndarray] = (), *, last: bool = False) -> None:
         """Sends a value of JSON, and arrays; after the last nothing more can be sent."""
@@ -113,6 +126,7 @@ class Peer:
         with suppress(OSError), self._sending:  # whether it has ended, the reading thread says
             self.connection.sendall(_HEAD.pack(len(head), len(body)) + head + body)
             if last:
+                self._done.set()
                 self.connection.shutdown(socket.SHUT_WR)
 
     def receive(self, *, to_the_end: bool = False) -> tuple[Any, list[np.ndarray]]:
@@ -127,23 +141,50 @@ class Peer:
             raise SystemExit(1)
         return value, arrays
 
+    def _beat(self) -> None:
+        """Shows the other end that this process lives, until nothing more can be sent."""
+        while not self._done.wait(BEAT):
+            self.send({"beat": True})
+
     def _read(self) -> None:
+        why = _ENDED.format(self.name)
         try:
-            with self.connection, self.connection.makefile("rb") as stream:
-                while sizes := stream.read(_HEAD.size):
-                    head, body = map(stream.read, _HEAD.unpack(sizes))
+            with self.connection:
+                while sizes := _received(self.connection, _HEAD.size):
+                    head, body = (_received(self.connection, n) for n in _HEAD.unpack(sizes))
                     value, shapes = json.loads(head)
                     if "failed" in value:
                         return lost(f"{self.name} has failed: {value['failed']}")
                     self.ended = self.ended or "end" in value
-                    self.messages.put((value, _arrays(shapes, body)))
-        except (OSError, ValueError, struct.error):  # in the middle of a message, or none of ours
+                    if "beat" not in value:
+                        self.messages.put((value, _arrays(shapes, body)))
+        except BlockingIOError:  # SO_RCVTIMEO; one that was told to end has nothing more to send
+            why = _HUNG.format(self.name, SILENT)
+        except OSError:  # reset, as where it has ended without reading the last beat
+            pass
+        except (ValueError, struct.error):  # in the middle of a message, or none of ours
             self.ended = False
+        finally:
+            self._done.set()
         if not self.ended:
-            lost(_ENDED.format(self.name))
+            lost(why)
 
 
-def _arrays(shapes: Sequence[tuple[str, Sequence[int]]], body: bytes) -> list[np.ndarray]:
+def _received(connection: socket.socket, size: int) -> bytearray:
+    """Returns this many bytes, or fewer where the connection ends.
+
+    Raises:
+        BlockingIOError: none came for SILENT seconds.
+    """
+    data, at = bytearray(size), 0
+    with memoryview(data) as view:
+        while at < size and (count := connection.recv_into(view[at:])):
+            at += count
+    del data[at:]
+    return data
+
+
+def _arrays(shapes: Sequence[tuple[str, Sequence[int]]], body: bytearray) -> list[np.ndarray]:
     arrays, at = [], 0
     for kind, shape in shapes:
         array = np.frombuffer(body, kind, int(np.prod(shape)), at).reshape(shape)
@@ -153,9 +194,13 @@ def _arrays(shapes: Sequence[tuple[str, Sequence[int]]], body: bytes) -> list[np
 
 
 def lost(why: str) -> NoReturn:
-    """Ends this process at once, whatever its threads wait for."""
-    print(f"jsparse: {why}", file=sys.stderr, flush=True)
-    os._exit(1)
+    """Ends this process after its farewells, whatever its other threads wait for."""
+    with _ending:  # for good: the first reason alone is printed
+        print(f"jsparse: {why}", file=sys.stderr, flush=True)
+        for farewell in farewells:
+            with suppress(Exception):
+                farewell()
+        os._exit(1)
 
 
 class Link:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -15,6 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from jsparse.engine.async_engine import AsyncEngine
+from jsparse.machine import processes
 from jsparse.server import log
 from jsparse.server.app import make_app
 from jsparse.server.connections import SECONDS, BoundedConnection
@@ -27,6 +29,8 @@ HEADERS = [("X-Content-Type-Options", "nosniff")]
 POLL_SECONDS = 0.05
 # seconds that connections may still take once all requests are answered
 CLOSE_SECONDS = 5
+# in which clients may read that the server has failed, where other processes have to end as well
+FAREWELL_SECONDS = 2
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -99,18 +103,37 @@ def serve(
     server = Server(make_app(service), service)
     on_start(server)
 
+    def farewell() -> None:
+        tell_clients(service)
+
     async def load() -> None:
         arguments = server, service, make_engine, on_ready, asyncio.get_running_loop()
         threading.Thread(target=_load, args=arguments, daemon=True).start()
 
+    processes.farewells.append(farewell)
     try:
         server.answer(listening, load(), log.tell_speed(service))
         if service.engine is None and server.failed is None:
             os._exit(0)  # a thread loads the model, and nothing can stop it
     finally:
         service.close()
+        processes.farewells.remove(farewell)
     if server.failed is not None:
         raise server.failed
+
+
+def tell_clients(service: Service) -> None:
+    """Ends all requests with an error, since this process is about to end; waits until it is sent.
+
+    Runs in a thread, and takes FAREWELL_SECONDS at most.
+    """
+    if service.engine is None:
+        return
+    service.engine.fail("another process of the model is lost")
+    deadline = time.monotonic() + FAREWELL_SECONDS
+    while service.inside and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    time.sleep(POLL_SECONDS)  # the event loop writes at the end of its turn
 
 
 class Server(uvicorn.Server):

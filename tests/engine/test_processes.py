@@ -114,6 +114,55 @@ def test_a_process_that_ends_without_a_word_ends_the_others(gone, half):
     assert gone == ["process 1 has ended, without which this one cannot go on"]
 
 
+@pytest.mark.parametrize("part", [b"", b"\0\0\0\5", b"\0\0\0\5\0\0\0\0[1"])
+def test_a_process_that_hangs_ends_the_others(gone, monkeypatch, part):
+    """In whatever part of a message it stops."""
+    monkeypatch.setattr(processes, "SILENT", 0.05)
+    here, there = _tcp_pair()
+    Peer(here, "process 1")
+    with there:
+        there.sendall(part)
+        wait_for(lambda: gone)
+    wanted = "process 1 has not been heard of for 0.05 seconds, without which this one cannot go on"
+    assert gone == [wanted]
+
+
+def test_processes_show_that_they_live(monkeypatch, gone):
+    """Beats are sent while there is nothing to say, and none is taken for a message."""
+    monkeypatch.setattr(processes, "BEAT", 0.01)
+    here, there = _tcp_pair()
+    peer = Peer(here, "process 1")
+    with there, there.makefile("rb") as stream:
+        for _ in range(3):
+            head, body = processes._HEAD.unpack(stream.read(processes._HEAD.size))
+            said = stream.read(head)
+            assert (json.loads(said), body) == ([{"beat": True}, []], 0)
+            there.sendall(processes._HEAD.pack(head, body) + said)
+        last = b'[{"end": true}, []]'
+        there.sendall(processes._HEAD.pack(len(last), 0) + last)
+        assert peer.receive(to_the_end=True) == ({"end": True}, [])
+    assert gone == []
+
+
+def test_clients_hear_of_a_loss_before_the_end(monkeypatch, capsys):
+    order = []
+
+    def fail():
+        order.append("farewell")
+        raise ValueError
+
+    def end(status):
+        order.append(status)
+        raise SystemExit
+
+    monkeypatch.setattr(processes, "farewells", [fail])
+    monkeypatch.setattr(processes.os, "_exit", end)
+    with pytest.raises(SystemExit):
+        processes.lost("process 1 has ended")
+    assert order == ["farewell", 1]
+    assert capsys.readouterr().err == "jsparse: process 1 has ended\n"
+
+
 def test_why_a_process_has_failed_is_told(linked, gone):
     leader, other = linked
     other.tell({"failed": "ValueError('too small')"})
@@ -320,6 +369,21 @@ def test_a_process_that_dies_ends_the_other_with_one_line(two, killed):
     (line,) = (line for line in lines if line.startswith("jsparse: "))
     assert line.startswith(f"jsparse: process {killed}")
     assert line.endswith("has ended, without which this one cannot go on")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_process_that_hangs_ends_the_other_with_one_line(two, stopped):
+    both = two(new=450)
+    both.until_made()
+    both.processes[stopped].send_signal(signal.SIGSTOP)
+    assert both.processes[1 - stopped].wait(60) == 1
+    lines = both.complained(1 - stopped).splitlines()
+    (line,) = (line for line in lines if line.startswith("jsparse: "))
+    assert line.startswith(f"jsparse: process {stopped}")
+    assert line.endswith(
+        "has not been heard of for 16 seconds, without which this one cannot go on"
+    )
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import logging
 import resource
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,7 +92,7 @@ def test_a_limit_that_cannot_be_raised_is_kept(limits, monkeypatch):
 
 def test_closed_connections_are_logged_once_a_minute(monkeypatch, caplog):
     now = [0.0]
-    monkeypatch.setattr(descriptors.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(descriptors, "time", SimpleNamespace(monotonic=lambda: now[0]))
     room = Room(8)
     for now[0] in (1, 2, 3, 62, 63):
         room.count_closed()
