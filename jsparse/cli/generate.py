@@ -94,12 +94,8 @@ def _generate_json(
     finally:
         bars.close()
         if generation is not None or isinstance(sys.exception(), KeyboardInterrupt):
-            print(
-                json.dumps(
-                    _result(generation, "".join(pieces)) | _origin(params, options),
-                    ensure_ascii=False,
-                )
-            )
+            # in ASCII, whatever the encoding of standard output
+            print(json.dumps(_result(generation, "".join(pieces)) | _origin(params, options)))
 
 
 def _result(generation: "Generation | None", text: str) -> dict[str, Any]:

@@ -410,7 +410,9 @@ def traces() -> int:
 
 
 def keep_compilations() -> None:
-    """Keeps programs for later processes, unless the user has set up jax's own cache already.
+    """Keeps programs for later processes, if there is a folder for them.
+
+    They are not kept where the user has set up jax's own cache already.
 
     Programs are stored in `cache_folder`, under programs; jax's compilation cache, for
     everything else, lies beside them, under jax.
@@ -418,6 +420,10 @@ def keep_compilations() -> None:
     global _store
     if jax.config.jax_compilation_cache_dir is not None or jax.config.jax_disable_jit:
         return
-    _store = ProgramStore(cache_folder() / "programs")
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
+    try:
+        folder = cache_folder()
+    except FileNotFoundError:
+        return
+    _store = ProgramStore(folder / "programs")
+    jax.config.update("jax_compilation_cache_dir", str(folder / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
