@@ -60,7 +60,7 @@ def _raise_again(report: Any, lost: Any) -> None:
 
     def interrupt() -> None:
         time.sleep(AGAIN_AFTER)
-        _thread.interrupt_main()
+        os.kill(os.getpid(), signal.SIGINT)  # which also ends a wait of the main thread
 
     # not threading.Thread, whose locks the interrupted code may hold
     _thread.start_new_thread(interrupt, ())
