@@ -136,13 +136,16 @@ def test_characters_that_standard_output_lacks_are_replaced(encoding, monkeypatc
     assert stdout.buffer.getvalue() == b"a ?cat?\n"
 
 
-def test_json_is_ascii(monkeypatch):
+def test_json_is_ascii_with_short_names_of_policies(monkeypatch):
     made = jsparse.generate(jsparse.load(TINY), "the cat", max_new_tokens=6)
-    made = dataclasses.replace(made, text="a “cat” \N{GRINNING FACE}")
+    stats = dataclasses.replace(made.stats, policy=jsparse.quest(budget=64).name)
+    made = dataclasses.replace(made, text="a “cat” \N{GRINNING FACE}", stats=stats)
     monkeypatch.setattr(generation, "generate", lambda *_, **__: made)
-    ran = run("generate", "the cat", "--json", *ON_TINY)
+    ran = run("generate", "the cat", "--json", "--policy", "quest(64)", *ON_TINY)
     assert ran.stdout.isascii()
-    assert json.loads(ran.stdout)["text"] == made.text
+    told = json.loads(ran.stdout)
+    assert told["text"] == made.text
+    assert told["policy"] == told["stats"]["policy"] == "quest(budget=64)"
 
 
 def test_text_goes_to_standard_output_alone(expected):
