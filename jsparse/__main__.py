@@ -1,5 +1,20 @@
-"""Runs the command `jsparse` as `python -m jsparse`."""
+"""Runs the command `jsparse`, also as `python -m jsparse`."""
 
-from jsparse.cli.app import main
+import sys
 
-main()
+from jsparse.runtime.interrupts import lose_no_interrupts
+
+
+def main() -> None:
+    """Runs the command; an interrupt ends it from here on, also while modules are imported."""
+    lose_no_interrupts()
+    try:
+        from jsparse.cli.app import main as run
+
+        run()
+    except KeyboardInterrupt:  # while the commands are put together, which takes 0.2 s
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

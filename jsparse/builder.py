@@ -126,7 +126,10 @@ def require_knob(policy: Policy, name: str, value: Any) -> None:
 def require_stays(name: str, policy: Policy, reason: str) -> None:
     """Raises ValueError if a policy evicts; `reason` says why its tokens must stay."""
     if policy.evicts:
-        raise ValueError(f"{name}={policy}: must leave tokens in their slots, {reason}")
+        raise ValueError(
+            f"{name}={policy}: must keep every token, {reason}; {policy.name.partition('(')[0]} "
+            "drops some"
+        )
 
 
 def require_offloadable(name: str, policy: Policy, offload: Offload) -> None:

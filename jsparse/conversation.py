@@ -1,6 +1,7 @@
 """Defines Conversation, which answers the turns of a chat and reads each of them once."""
 
 import itertools
+import reprlib
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -100,9 +101,16 @@ class Conversation:
             on_progress: a callable that gets ("prefill" | "decode", done, total), in tokens.
 
         Raises:
-            ValueError: the conversation and a new answer do not fit in the model or in memory.
+            ValueError: the conversation and a new answer do not fit in the model or in memory, or
+                it is a text.
             FloatingPointError: the model's logits are NaN.
         """
+        if isinstance(messages, str):
+            message = [{"role": "user", "content": messages}]
+            raise ValueError(
+                f"messages={reprlib.repr(messages)}: must be the whole conversation, such as "
+                f"{reprlib.repr(message)}; generate continues a text"
+            )
         rows, _ = prompts.encode(self._params, messages)
         (options,) = per_prompt(self._sampling, len(rows))
         session, start = self._session_for(rows[0], options)

@@ -17,7 +17,8 @@ class Refusal(NamedTuple):
     """Holds the reason why an option is refused.
 
     Attributes:
-        rule: the alternative, as a sentence goes on after the option's name and value.
+        rule: the alternative, as a sentence goes on after the option's name and value; {value} in
+            it stands for the value.
         nothing: the value at which the option does nothing, beside None.
     """
 
@@ -32,9 +33,12 @@ class Refusal(NamedTuple):
 _BEAMS = "beam search is not supported; jsparse.LLM draws up to n=16 answers"
 _STRUCTURE = "structured output is not supported; logit_bias forbids or favours single tokens"
 _PROCESSORS = "functions of logits are not supported; logit_bias adds to those of chosen tokens"
+_XLA = "programs are compiled by XLA, whose flags are those of XLA_FLAGS"
 _NO_CODE = "no code that comes with a checkpoint is ever run; must be False"
 _PADDING = "prompts need no padding; give a list of prompts of any lengths"
 _LORA = "adapters are not supported; merge them into the weights before loading"
+
+_GUIDED = ("choice", "decoding", "grammar", "json", "regex")
 
 SAMPLING: Mapping[str, Refusal] = {
     "allowed_token_ids": Refusal("must not be given; logit_bias favours up to 300 tokens"),
@@ -43,7 +47,7 @@ SAMPLING: Mapping[str, Refusal] = {
     "detokenize": Refusal("must be True; answers have a text and token_ids", True),
     "early_stopping": Refusal(_BEAMS, False),
     "extra_args": Refusal("must not be given; policy holds what the policy takes"),
-    "guided_decoding": Refusal(_STRUCTURE),
+    **{f"guided_{kind}": Refusal(_STRUCTURE) for kind in _GUIDED},
     "length_penalty": Refusal(_BEAMS, 1.0),
     "logits_processors": Refusal(_PROCESSORS, []),
     "output_kind": Refusal("must not be given; outputs hold everything so far"),
@@ -51,6 +55,7 @@ SAMPLING: Mapping[str, Refusal] = {
         "log-probabilities of the prompt are not supported; jsparse.logits(params, ids) gives them"
     ),
     "spaces_between_special_tokens": Refusal("must be True", True),
+    "response_format": Refusal(_STRUCTURE),
     "structured_outputs": Refusal(_STRUCTURE),
     "truncate_prompt_tokens": Refusal("must not be given; cut the prompt's token ids"),
     "use_beam_search": Refusal(_BEAMS, False),
@@ -74,8 +79,8 @@ GENERATE: Mapping[str, Refusal] = {
     "no_repeat_ngram_size": Refusal("must be 0; use repetition_penalty", 0),
     "num_beams": Refusal(f"must be 1: {_BEAMS}", 1),
     "num_return_sequences": Refusal(
-        "must be 1; give the prompt as often as you want answers, [prompt] * 4, or "
-        "SamplingParams(n=4) to jsparse.LLM",
+        "must be 1; give the prompt as often as you want answers, [prompt] * {value}, or "
+        "SamplingParams(n={value}) to jsparse.LLM",
         1,
     ),
     "output_attentions": Refusal("use `jsparse inspect`, or out.stats.attended_fraction", False),
@@ -98,11 +103,13 @@ LOAD: Mapping[str, Refusal] = {
     "device_map": Refusal(
         "a model lies on jax's default device; CUDA_VISIBLE_DEVICES or JAX_PLATFORMS choose it"
     ),
+    "hf_overrides": Refusal("config.json holds by itself; change it in a folder of your own", {}),
     "load_in_4bit": Refusal('weights="q8_0" keeps them in 8 bits', False),
     "load_in_8bit": Refusal('weights="q8_0" keeps them in 8 bits', False),
     "low_cpu_mem_usage": Refusal("tensors are always read one by one", True),
     "quantization": Refusal('only weights="q8_0" is there'),
     "quantization_config": Refusal('only weights="q8_0" is there'),
+    "rope_scaling": Refusal("write it into the config.json of a folder of your own", {}),
     "token": Refusal("log in with `hf auth login`, or set HF_TOKEN"),
     "torch_dtype": Refusal('use dtype, such as dtype="bfloat16"'),
     "trust_remote_code": Refusal(_NO_CODE, False),
@@ -112,6 +119,7 @@ LOAD: Mapping[str, Refusal] = {
 ENGINE: Mapping[str, Refusal] = {
     **LOAD,
     "block_size": Refusal("use page_size, the number of tokens per page"),
+    "compilation_config": Refusal(_XLA, {}),
     "cpu_offload_gb": Refusal(
         "use the policy offloaded(…), which keeps K and V in host memory, or swap_space",
         0,
@@ -121,18 +129,30 @@ ENGINE: Mapping[str, Refusal] = {
         1,
     ),
     "disable_cascade_attn": Refusal("use cascade_attention=False", False),
+    "disable_custom_all_reduce": Refusal("must be False; XLA reduces over devices", False),
+    "disable_log_stats": Refusal("must be True; LLM logs no statistics", True),
     "enable_chunked_prefill": Refusal("must be True; prompts are always read in chunks", True),
+    "enable_expert_parallel": Refusal("mixtures of experts are not supported", False),
     "enable_lora": Refusal(_LORA, False),
+    "enable_sleep_mode": Refusal("must be False; weights stay on the device", False),
     "enforce_eager": Refusal(
         "programs are always compiled; prepare=False compiles each when it is first needed", False
     ),
     "kv_cache_dtype": Refusal("K and V have the dtype of the model", "auto"),
     "load_format": Refusal("the format is that of the model's files", "auto"),
-    "max_num_batched_tokens": Refusal("use ladder, the sizes of prompt chunks"),
+    "limit_mm_per_prompt": Refusal("prompts are text alone", {}),
+    "max_num_batched_tokens": Refusal(
+        "use ladder, the sizes of prompt chunks by their position: ladder=[(0, 512)] is chunks of "
+        "512 tokens"
+    ),
+    "override_generation_config": Refusal("give SamplingParams to generate", {}),
     "pipeline_parallel_size": Refusal("must be 1; use tensor_parallel_size", 1),
     "speculative_config": Refusal(
         "use exact=True and num_speculative_tokens: the model drafts for itself, under policy"
     ),
+    "runner": Refusal("models generate text alone", "generate"),
+    "skip_tokenizer_init": Refusal("must be False; the tokenizer is always read", False),
+    "task": Refusal("models generate text alone", "generate"),
     "tokenizer_mode": Refusal("tokenizers are always fast ones", "auto"),
 }
 """vLLM's names, for LLM and AsyncEngine."""
@@ -160,6 +180,22 @@ CHAT: Mapping[str, Refusal] = {
 """vLLM's names, for `LLM.chat`."""
 
 
+METHODS: Mapping[str, str] = {
+    "beam_search": _BEAMS,
+    "classify": "models generate text alone",
+    "collective_rpc": "the engine runs in this process; LLM.engine is it",
+    "embed": "models generate text alone",
+    "encode": "models generate text alone; get_tokenizer().encode(text) returns token ids",
+    "reward": "models generate text alone",
+    "score": "models generate text alone; jsparse.logits(params, ids) scores tokens",
+    "shutdown": "an engine ends with its last reference: del llm",
+    "sleep": "weights stay on the device",
+    "start_profile": "jax.profiler traces programs",
+    "wake_up": "weights stay on the device",
+}
+"""vLLM's methods of LLM that it lacks here, with the reason or the alternative."""
+
+
 def takes[**P, R](
     refused: Mapping[str, Refusal], /, *, more: Callable[..., Any] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -185,11 +221,13 @@ def takes[**P, R](
             kept = dict(given)
             for name, value in given.items():
                 if name in refused and not refused[name].allows(value):
-                    raise ValueError(f"{name}={reprlib.repr(value)}: {refused[name].rule}")
+                    shown = reprlib.repr(value)
+                    rule = refused[name].rule.replace("{value}", shown)
+                    raise ValueError(f"{name}={shown}: {rule}")
                 if name in named:
                     continue
                 if name not in refused:
-                    raise TypeError(unknown(f"{title}()", name, named, refused))
+                    raise TypeError(unknown(f"{title}()", name, named))
                 del kept[name]
             return run(*args, **kept)
 
@@ -199,17 +237,16 @@ def takes[**P, R](
     return decorate
 
 
-def unknown(title: str, name: str, names: Iterable[str], others: Iterable[str] = ()) -> str:
+def unknown(title: str, name: str, names: Iterable[str]) -> str:
     """Returns the message that there is no such name, with one like it and all that there are.
 
     Args:
         title: the kind of thing that has names.
         name: the name that it lacks.
         names: the names that it has.
-        others: further names that may be meant.
     """
     names = list(names)
-    near = get_close_matches(name, [*names, *others], 1)
+    near = get_close_matches(name, names, 1)
     meant = f", did you mean {near[0]}?" if near else "."
     return f"{title} has no {name}{meant} It has {', '.join(names) or 'none'}"
 

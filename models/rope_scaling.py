@@ -58,6 +58,8 @@ def rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
 
 def _stated_rule(config: dict[str, Any]) -> dict[str, Any]:
     nested, older = (dict(config.get(key) or {}) for key in ("rope_parameters", "rope_scaling"))
+    for kind in (key for key, value in nested.items() if isinstance(value, dict)):
+        raise ValueError(f"config field rope_parameters={kind!r}: must be one rule for all layers")
     for rule in (nested, older):
         if "type" in rule:  # the name before transformers 4.45
             rule["rope_type"] = rule.get("rope_type", rule.pop("type"))

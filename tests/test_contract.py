@@ -663,7 +663,7 @@ def test_a_pool_too_small_for_max_length_is_an_error():
 def test_wrappers_refuse_policies_that_evict(policy, argument, wrapped):
     with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
         wrapped(policy)
-    assert str(error.value).startswith(f"{argument}={policy}: must leave tokens in their slots, ")
+    assert str(error.value).startswith(f"{argument}={policy}: must keep every token, ")
 
 
 def test_corrections_and_further_turns_refuse_policies_that_evict():

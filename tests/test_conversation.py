@@ -48,6 +48,11 @@ def params():
     return loaded()
 
 
+def test_a_bare_text_is_no_conversation(params):
+    with pytest.raises(ValueError, match=r"messages='hi': must be the whole.*'content': 'hi'"):
+        Conversation(params, **OPTIONS).answer("hi")
+
+
 @shared
 def generated(template, said, **options):
     """What generate() makes of a whole conversation, alternately the user's and the model's."""

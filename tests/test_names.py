@@ -4,7 +4,8 @@ import inspect
 
 import pytest
 
-from jsparse import SamplingParams, names
+import jsparse
+from jsparse import LLM, SamplingParams, names
 from jsparse.names import Refusal, takes
 
 pytestmark = pytest.mark.pure
@@ -55,7 +56,8 @@ def test_what_is_refused_names_option_value_and_rule(given, message):
             "Model() has no seat, did you mean seats? It has path, eager, seats, share",
         ),
         (lambda: Model("a", xyz=1), "Model() has no xyz. It has path, eager, seats, share"),
-        (lambda: Model("a", beam=1), "did you mean beams?"),
+        # beams is refused, so it is nothing that one may mean
+        (lambda: Model("a", beam=1), "Model() has no beam. It has path"),
         (lambda: Model("a").run("b", token=1), "Model.run() has no token, did you mean tokens?"),
     ],
 )
@@ -69,6 +71,20 @@ def test_the_signature_lists_every_option():
     assert str(inspect.signature(Model)) == (
         "(path, *, eager: bool = False, seats: int = 4, share: float = 0.9)"
     )
+
+
+def test_a_rule_may_repeat_the_value():
+    with pytest.raises(ValueError, match=r"\[prompt\] \* 2, or SamplingParams\(n=2\)"):
+        jsparse.generate(None, "a", num_return_sequences=2)
+
+
+@pytest.mark.parametrize("name", names.METHODS)
+def test_methods_of_vllm_s_llm_are_refused_by_name(name):
+    llm = object.__new__(LLM)
+    with pytest.raises(AttributeError) as error:
+        getattr(llm, name)
+    assert str(error.value) == f"LLM has no {name}: {names.METHODS[name]}"
+    assert not hasattr(llm, "no_such")
 
 
 @pytest.mark.parametrize("name", names.SAMPLING)

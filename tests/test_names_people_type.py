@@ -221,7 +221,7 @@ def test_an_engine_refuses_vllm_s_options_by_name(llm, made):
     for name, refused in names.ENGINE.items():
         with pytest.raises(ValueError, match=f"^{name}='something': ") as error:
             made(llm.engine.params, **{name: "something"})
-        assert str(error.value).endswith(refused.rule)
+        assert str(error.value).endswith(refused.rule.replace("{value}", "'something'"))
     with pytest.raises(TypeError, match="has no max_seqs, did you mean max_num_seqs"):
         made(llm.engine.params, max_seqs=3)
     with pytest.raises(ValueError, match="^gpu_memory_utilization=2: must be a number above 0"):
@@ -349,7 +349,7 @@ def test_generate_refuses_hugging_face_s_options_by_name(params, name):
     ):
         with pytest.raises(ValueError, match=f"^{name}='something': ") as error:
             call(**{name: "something"})
-        assert str(error.value).endswith(refused.rule)
+        assert str(error.value).endswith(refused.rule.replace("{value}", "'something'"))
 
 
 def test_what_asks_for_nothing_changes_nothing(params):

@@ -4,6 +4,8 @@ jax and the modules that need it are imported inside the commands, so that `--he
 options appear at once.
 """
 
+import os
+import traceback
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +15,7 @@ from jsparse.cli.bench import bench
 from jsparse.cli.calibrate import calibrate_channels
 from jsparse.cli.chat import chat
 from jsparse.cli.check_policy import check_policy
-from jsparse.cli.console import print_error, quiet_jax
+from jsparse.cli.console import print_error, quiet_jax, write_any_text
 from jsparse.cli.evaluate import evaluate
 from jsparse.cli.generate import generate
 from jsparse.cli.info import info, policies
@@ -25,7 +27,7 @@ from jsparse.cli.train_gates import train_gates
 
 
 class _Commands(CommandGroup):
-    """Prints the library's refusals as one line on standard error.
+    """Prints the library's refusals, and jax's of a platform, as one line on standard error.
 
     Other exceptions keep their traceback.
     """
@@ -40,6 +42,22 @@ class _Commands(CommandGroup):
         except (ValueError, OSError, FloatingPointError) as error:
             print_error(error)
             raise typer.Exit(2) from None
+        except (RuntimeError, AssertionError) as error:
+            if not _lacks_platform(error):
+                raise
+            named, reason = os.environ.get("JAX_PLATFORMS", ""), f": {error}" if str(error) else ""
+            print_error(f"JAX_PLATFORMS={named!r}: must be platforms that JAX finds here{reason}")
+            raise typer.Exit(2) from None
+
+
+def _lacks_platform(error: BaseException) -> bool:
+    """Returns whether jax raised the error while it looked for its devices."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(
+        frame.f_globals.get("__name__") == "jax._src.xla_bridge"
+        and frame.f_code.co_name == "backends"
+        for frame in frames
+    )
 
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -48,6 +66,7 @@ app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=
 def main() -> None:
     """Runs the command `jsparse`."""
     quiet_jax()
+    write_any_text()
     app(prog_name="jsparse")
 
 

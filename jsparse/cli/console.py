@@ -1,5 +1,6 @@
 """Prints the progress bars, errors and statistics of commands."""
 
+import io
 import logging
 import os
 import sys
@@ -36,7 +37,13 @@ def quiet_jax() -> None:
         warnings.simplefilter("ignore")
 
 
-def print_error(error: BaseException) -> None:
+def write_any_text() -> None:
+    """Lets standard output replace characters that its encoding lacks, instead of failing."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def print_error(error: BaseException | str) -> None:
     """Prints `error: …` on standard error, as one line."""
     print("error:", " ".join(str(error).split("\n")), file=sys.stderr, flush=True)
 

@@ -10,6 +10,7 @@ from typer import Argument, Option
 
 from jsparse.cli.console import Bars, TextOutput, print_stats
 from jsparse.cli.options import GenerationOptions, LoadingOptions, read_prompt, takes_options
+from jsparse.text.signatures import short_name
 
 if TYPE_CHECKING:
     from jsparse.models.checkpoint import Params
@@ -94,18 +95,15 @@ def _generate_json(
     finally:
         bars.close()
         if generation is not None or isinstance(sys.exception(), KeyboardInterrupt):
-            print(
-                json.dumps(
-                    _result(generation, "".join(pieces)) | _origin(params, options),
-                    ensure_ascii=False,
-                )
-            )
+            # in ASCII, whatever the encoding of standard output
+            print(json.dumps(_result(generation, "".join(pieces)) | _origin(params, options)))
 
 
 def _result(generation: "Generation | None", text: str) -> dict[str, Any]:
     if generation is None:
         return {"text": text, "finish_reason": "interrupted"}
     fields = dataclasses.asdict(generation)
+    fields["stats"]["policy"] = short_name(generation.stats.policy)
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -119,6 +117,6 @@ def _origin(params: "Params", options: GenerationOptions) -> dict[str, Any]:
     return {
         "model": options.model,
         "dtype": params.types,
-        "policy": as_policy(options.policy).name,
+        "policy": short_name(as_policy(options.policy)),
         "versions": {"jsparse": __version__, "jax": jax.__version__},
     }

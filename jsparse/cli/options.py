@@ -5,6 +5,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
@@ -235,7 +236,27 @@ class _PlainFlags:
 
 
 class Command(_PlainFlags, TyperCommand):
-    """A command."""
+    """A command; of an unknown option it names those like it, the likeliest first."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # the class of the error is private to typer, which sorts by the alphabet
+            if near := getattr(error, "possibilities", None):
+                given = str(getattr(error, "option_name", ""))
+                ordered = sorted(near, key=lambda option: _unlike(given, option))
+                error.__dict__.update(
+                    message=f"No such option: {given} (Possible options: {', '.join(ordered)})",
+                    possibilities=None,
+                )
+            raise
+
+
+def _unlike(given: str, option: str) -> tuple[int, float]:
+    """Returns how unlike two options are: by the words that one lacks, then by their letters."""
+    words, others = (set(name.strip("-").split("-")) for name in (given, option))
+    return len(words - others), -SequenceMatcher(None, given, option).ratio()
 
 
 class CommandGroup(_PlainFlags, TyperGroup):

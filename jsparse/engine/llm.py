@@ -5,14 +5,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from jsparse.engine.core import Engine
 from jsparse.engine.outputs import RequestOutput
 from jsparse.engine.progress import OnAnswer, progress
 from jsparse.models.checkpoint import Params, given_params
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.names import ANSWER, CHAT, ENGINE, takes
+from jsparse.names import ANSWER, CHAT, ENGINE, METHODS, takes
 from jsparse.policy import AnyPolicy
 from jsparse.runtime.interrupts import interrupts_wait
 from jsparse.runtime.request import Request, default_sampling, requests
@@ -246,6 +246,11 @@ class LLM:
                 "list of conversations"
             )
         return self._answer(list(talks), sampling_params, use_tqdm, on_output)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Names what vLLM's LLM has and this one lacks."""
+        reason = f": {METHODS[name]}" if name in METHODS else ""
+        raise AttributeError(f"LLM has no {name}{reason}", name=name, obj=self)
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the model's tokenizer; raises ValueError if it has none."""

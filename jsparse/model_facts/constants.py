@@ -194,10 +194,12 @@ def _found_or_made(
     params: Params, make: Callable[[Params, OnChunk], dict[str, Array]], report: OnChunk
 ) -> dict[str, Array]:
     """Returns the constants that `make` computes, from disk if they are there."""
-    path = cache_folder() / make.__name__ / f"{fingerprint(params)}.safetensors"
-    arrays = {}
+    path, arrays = None, {}
     try:
+        path = cache_folder() / make.__name__ / f"{fingerprint(params)}.safetensors"
         arrays = read_constants(path)
+    except FileNotFoundError as error:  # no folder
+        logger.debug("%s", error)
     except ValueError as error:
         logger.warning("%s; made again", error)
     # several processes make them together, unless all have them
@@ -208,7 +210,8 @@ def _found_or_made(
         logger.debug("%s: read from %s", make.__name__, path)
         return arrays
     arrays = make(params, report)
-    _keep(arrays, path)
+    if path is not None:
+        _keep(arrays, path)
     return arrays
 
 

@@ -27,6 +27,31 @@ ALIASES = {
     "topk": "oracle_top_k",
     "topp": "oracle_top_p",
 }
+# other projects' methods that are not here, with the nearest of ours
+ABSENT = {
+    "chunkkv": "snapkv",
+    "compactor": "snapkv",
+    "criticaladakv": "ada_kv",
+    "criticalkv": "snapkv",
+    "cur": "snapkv",
+    "expectedattention": "snapkv",
+    "fastkvzip": "snapkv",
+    "finch": "snapkv",
+    "keydiff": "r_kv",
+    "knorm": "snapkv",
+    "kvzap": "snapkv",
+    "kvzip": "snapkv",
+    "lagkv": "snapkv",
+    "leveragescore": "snapkv",
+    "noncausalattn": "snapkv",
+    "pyramidkv": "ada_kv",
+    "qfilter": "snapkv",
+    "qfilters": "snapkv",
+    "scissorhands": "h2o",
+    "simlayerkv": "duo_attention",
+    "think": "double_sparsity",
+    "tova": "h2o",
+}
 # policies of the user's own code that jsparse.policies.own_code has found, by the text they came by
 _FOUND: dict[str, AnyPolicy] = {}
 
@@ -106,6 +131,9 @@ def _tree(text: str, expression: str) -> ast.expr:
         return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         own = "; path.py:function stands alone, on a command line" if ".py:" in text else ""
+        said = error.msg if isinstance(error, SyntaxError) else ""
+        if said.endswith("was never closed"):
+            own = f"; its bracket {said[:3]} is not closed"
         raise ValueError(
             f"policy={expression!r}: must be an expression such as {EXAMPLE}{own}"
         ) from error
@@ -120,8 +148,7 @@ def _build(node: ast.expr, expression: str) -> AnyPolicy:
         )
     name = function.id
     if name not in POLICIES:
-        near = _nearest(name)
-        rule = f"must be one of {', '.join(POLICIES)}" if near is None else f"did you mean {near}?"
+        rule = _meant(name) or f"must be one of {', '.join(POLICIES)}"
         raise ValueError(f"policy={expression!r}: unknown policy {name!r}, {rule}")
     return _call(name, POLICIES[name], node, expression)
 
@@ -156,12 +183,14 @@ def _refuse_bare(name: str, function: Callable[..., Any], node: ast.expr, expres
         raise ValueError(f"policy={expression!r}: {node.id} of {name} needs a value{example}")
 
 
-def _nearest(name: str) -> str | None:
-    """Returns the policy that a name stands for elsewhere or is a misspelling of, if any."""
+def _meant(name: str) -> str:
+    """Returns a hint to the policy that a name stands for, is near to or misspells, or ""."""
     plain = re.sub(r"(press|cache)$|[\W_]", "", name.lower())
+    if plain in ABSENT:
+        return f"not here, the nearest is {ABSENT[plain]}"
     known = {policy.replace("_", ""): policy for policy in POLICIES} | ALIASES
     near = difflib.get_close_matches(plain, known, n=1, cutoff=0.75)
-    return known[near[0]] if near else None
+    return f"did you mean {known[near[0]]}?" if near else ""
 
 
 def _value(node: ast.expr, expression: str) -> Any:
@@ -170,11 +199,10 @@ def _value(node: ast.expr, expression: str) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
-        near = _nearest(node.id) if isinstance(node, ast.Name) else None
-        meant = f"; did you mean {near}?" if near else ""
+        meant = _meant(node.id) if isinstance(node, ast.Name) else ""
         raise ValueError(
             f"policy={expression!r}: {_source(expression, node)} must be a literal or a policy"
-            f"{meant}"
+            + (f"; {meant}" if meant else "")
         ) from error
 
 

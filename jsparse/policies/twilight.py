@@ -82,7 +82,7 @@ def twilight(
     one_of("prune", prune, get_args(Prune))
     if dense_below != "auto" and (type(dense_below) is not int or dense_below < 0):
         raise ValueError(f"dense_below={dense_below!r}: must be 'auto' or an integer of at least 0")
-    require_stays("base", base, "where their 4-bit copies are")
+    require_stays("base", base, "since twilight chooses by their 4-bit copies")
     if prune != "token" and base.stats(0) == "listed_logits":
         raise ValueError(
             f"prune={prune!r}: must be 'token' over {base}, which learns from the tokens that are "

@@ -456,7 +456,9 @@ def traces() -> int:
 
 
 def keep_compilations() -> None:
-    """Keeps programs for later processes, unless the user has set up jax's own cache already.
+    """Keeps programs for later processes, if there is a folder for them.
+
+    They are not kept where the user has set up jax's own cache already.
 
     Programs are stored in `cache_folder`, under programs; jax's compilation cache, for
     everything else, lies beside them, under jax.
@@ -466,8 +468,12 @@ def keep_compilations() -> None:
         return
     if jax.config.jax_disable_jit:
         return
-    _store = ProgramStore(cache_folder() / "programs")
-    folder = cache_folder() / "jax"
+    try:
+        folder = cache_folder()
+    except FileNotFoundError:
+        return
+    _store = ProgramStore(folder / "programs")
+    folder /= "jax"
     with suppress(OSError):  # jax warns where it cannot write
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if reason := distrust(folder):

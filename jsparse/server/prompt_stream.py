@@ -1,6 +1,7 @@
 """Defines PromptStream, one prompt on its way through the engine, and the usage of several."""
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from jsparse.runtime.host_reader import NAN_LOGITS
 from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.server import log
 from jsparse.server.errors import ApiError
+from jsparse.text.signatures import short_name
 
 if TYPE_CHECKING:
     from jsparse.server.service import Service
@@ -103,6 +105,7 @@ def usage(outputs: Sequence[RequestOutput], new_tokens: int) -> dict[str, Any]:
     """Returns the usage of requests, by the last output of each and the number of new tokens."""
     prompt = sum(len(output.prompt_ids) for output in outputs)
     answers = [answer for output in outputs for answer in output.outputs]
+    policy, *changed = re.split("(?= with )", outputs[0].policy, maxsplit=1)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new_tokens,
@@ -113,7 +116,7 @@ def usage(outputs: Sequence[RequestOutput], new_tokens: int) -> dict[str, Any]:
         "jsparse": {
             "attended": _mean(answers, "attended"),
             "read": _mean(answers, "read"),
-            "policy": outputs[0].policy,
+            "policy": short_name(policy) + "".join(changed),
         },
     }
 

@@ -1,12 +1,16 @@
 """Tests the command: what it prints where, its exit codes, and its messages for mistakes."""
 
+import dataclasses
+import io
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from programs import shared
 from typer.testing import CliRunner
@@ -14,6 +18,7 @@ from typer.testing import CliRunner
 import jsparse
 from jsparse import generation
 from jsparse.cli.app import app
+from jsparse.cli.console import write_any_text
 from jsparse.conversation import Conversation
 from jsparse.models.gguf import GGUFFile
 from jsparse.models.tokenizer import Tokenizer
@@ -94,6 +99,53 @@ def test_smollm2_says_what_gravity_is():
     )
     assert (made["model"], made["policy"], len(made["token_ids"])) == ("smollm2", "dense()", 25)
     assert ran.stderr == ""
+
+
+@pytest.mark.parametrize("platform", ["cuda", "no_such"])
+def test_a_platform_that_is_not_here_is_one_line(platform):
+    if platform == "cuda" and jax.default_backend() != "cpu":
+        pytest.skip("this platform is here")
+    ran = subprocess.run(
+        [*COMMAND, "info", TINY],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"JAX_PLATFORMS": platform},
+    )
+    assert (ran.returncode, ran.stdout) == (2, "")
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith(f"error: JAX_PLATFORMS='{platform}': must be platforms that JAX finds")
+
+
+def test_other_runtime_errors_keep_their_traceback(monkeypatch):
+    def broken(*args, **options):
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(generation, "generate", broken)
+    ran = run("generate", "the cat", *ON_TINY)
+    assert isinstance(ran.exception, RuntimeError)
+    assert ran.stderr == ""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_characters_that_standard_output_lacks_are_replaced(encoding, monkeypatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    write_any_text()
+    print("a “cat”", flush=True)
+    assert stdout.buffer.getvalue() == b"a ?cat?\n"
+
+
+def test_json_is_ascii_with_short_names_of_policies(monkeypatch):
+    made = jsparse.generate(jsparse.load(TINY), "the cat", max_new_tokens=6)
+    stats = dataclasses.replace(made.stats, policy=jsparse.quest(budget=64).name)
+    made = dataclasses.replace(made, text="a “cat” \N{GRINNING FACE}", stats=stats)
+    monkeypatch.setattr(generation, "generate", lambda *_, **__: made)
+    ran = run("generate", "the cat", "--json", "--policy", "quest(64)", *ON_TINY)
+    assert ran.stdout.isascii()
+    told = json.loads(ran.stdout)
+    assert told["text"] == made.text
+    assert told["policy"] == told["stats"]["policy"] == "quest(budget=64)"
 
 
 def test_text_goes_to_standard_output_alone(expected):

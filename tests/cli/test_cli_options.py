@@ -116,6 +116,22 @@ def test_help_shows_no_types_that_nobody_types(command):
     assert "{model}" not in shown
 
 
+@pytest.mark.parametrize(
+    ("option", "first"),
+    [
+        ("--max-tokens", "--max-new-tokens"),
+        ("--new-tokens", "--max-new-tokens"),
+        ("--top-q", "--top-"),
+        ("--temprature", "--temperature"),
+    ],
+)
+def test_of_an_unknown_option_the_likeliest_is_named_first(option, first):
+    ran = run("generate", "a", option, "3")
+    assert ran.exit_code == 2
+    said = " ".join(ran.stderr.replace("│", " ").split())
+    assert f"No such option: {option} (Possible options: {first}" in said
+
+
 def test_the_shell_completes_policies(monkeypatch):
     assert "--install-completion" in run("--help").stdout
     assert "--install-completion" not in run("bench", "--help").stdout

@@ -144,6 +144,15 @@ def test_a_folder_that_cannot_be_written_only_costs_time(made, tmp_path, monkeyp
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_constants_are_made_without_a_folder_for_them(made, monkeypatch, caplog):
+    def none():
+        raise FileNotFoundError("there is no home folder")
+
+    monkeypatch.setattr(module, "cache_folder", none)
+    assert constants(fresh(), jsparse.twilight(jsparse.all_pages()))
+    assert caplog.text == ""
+
+
 def test_save_writes_what_was_made(made, tmp_path):
     params = fresh()
     jsparse.save(params, tmp_path / "without")

@@ -79,6 +79,69 @@ def test_yarn_and_linear_scaling_are_read_in_either_style(family, stated, rule):
 
 
 @pytest.mark.parametrize(
+    ("stated", "theta"),
+    [
+        ({}, 1e4),
+        ({"rope_theta": 5e5}, 5e5),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e5}, 5e5),
+        ({"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e6}, 5e5),
+        ({"rope_parameters": None, "rope_scaling": None, "rope_theta": 5e5}, 5e5),
+        ({"rope_parameters": {}, "rope_theta": 5e5}, 5e5),
+    ],
+)
+def test_theta_stands_in_the_rule_or_at_the_top(stated, theta):
+    config = hf_config("llama")
+    del config["rope_theta"]
+    read = LLAMA.config_from_hf(config | stated)
+    assert (read.rope_theta, read.rope_scaling) == (theta, None)
+
+
+def test_rules_by_layer_type_are_refused():
+    rules = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}
+    with pytest.raises(ValueError, match="rope_parameters='full_attention': must be one rule"):
+        FROM_HF["qwen3"](hf_config("qwen3", rope_parameters=rules))
+
+
+@pytest.mark.parametrize(
+    ("stated", "changes", "rule"),
+    [
+        # 0.1 mscale ln(factor) + 1, over the same with mscale_all_dim
+        ({"mscale": 0.707, "mscale_all_dim": 1}, {}, YarnRope(4.0, 64, attention_factor=0.964327)),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, {}, YarnRope(4.0, 64, attention_factor=1.0)),
+        ({"mscale": 0.707}, {}, YarnRope(4.0, 64)),
+        ({"mscale": 2.0, "mscale_all_dim": 1.0, "attention_factor": 1.2}, {},
+         YarnRope(4.0, 64, attention_factor=1.2)),
+        ({"beta_fast": None, "truncate": None, "attention_factor": None}, {}, YarnRope(4.0, 64)),
+        ({}, {"original_max_position_embeddings": 32}, YarnRope(4.0, 32)),
+        ({"original_max_position_embeddings": None}, {}, YarnRope(4.0, 128)),
+    ],
+)  # fmt: skip
+def test_yarn_has_the_defaults_of_transformers(stated, changes, rule):
+    config = hf_config("llama", rope_parameters=YARN | stated | {"rope_theta": 5e5}, **changes)
+    read = LLAMA.config_from_hf(config).rope_scaling
+    assert isinstance(read, YarnRope)
+    assert read.attention_factor == pytest.approx(rule.attention_factor)
+    assert replace(read, attention_factor=rule.attention_factor) == rule
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"head_dim": None}, {"head_dim": 8}),
+        ({"num_key_value_heads": None}, {"num_kv_heads": 4}),
+        ({"sliding_window": 64, "use_sliding_window": False}, {}),
+        ({"sliding_window": 64, "layer_types": ["full_attention"] * 2}, {}),
+        ({"dtype": "bfloat16", "torch_dtype": "float16"}, {}),
+        ({"tie_word_embeddings": None}, {"tie_word_embeddings": False}),
+    ],
+)
+def test_fields_that_may_be_null_or_off(changes, expected):
+    config = LLAMA.config_from_hf(hf_config("llama", **changes))
+    assert config == replace(LLAMA.config_from_hf(hf_config("llama")), **expected)
+
+
+@pytest.mark.parametrize(
     ("stated", "longest", "expected"),
     [
         # as Qwen's instructions turn it on, and as a config that is scaled already

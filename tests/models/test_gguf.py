@@ -6,6 +6,7 @@ import gguf
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from writers import (
 )
 
 from jsparse.models.checkpoint import load
+from jsparse.models.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -197,6 +199,18 @@ def test_unknown_tensors_and_misshapen_rope_factors_are_refused(tmp_path):
         write_gguf(tmp_path / "rope.gguf", SMALL, TENSORS, extra=factors),
         "rope_factors has 5 entries",
     )
+
+
+@pytest.mark.parametrize("stated", [42, 40, None])
+def test_an_embedding_has_rows_of_no_token_only_if_the_file_says_so(stated, tmp_path):
+    config = SMALL | {"vocab_size": 42}
+    made = {"metadata": {"vocab_size": stated}, "tokens": [f"t{n}" for n in range(40)]}
+    file = write_gguf(tmp_path / "m.gguf", config, hf_tensors(config), **made)
+    if stated == 42:
+        core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+        assert load(file, tokenizer=Tokenizer(core)).config.vocab_size == 42
+    else:
+        assert_refused(file, r"has shape \(42, \d+\): the config asks for \(40, ")
 
 
 def test_a_split_file_is_refused(tmp_path):

@@ -468,7 +468,7 @@ def test_rows_may_have_smaller_budgets():
         ("twilight(lfps(), p=0.9)", r"prune='page_mass': must be 'token' over lfps\("),
         ("twilight(keep(lfps()), prune='bits')", r"prune='bits': must be 'token' over keep\("),
         ("retrieval_heads(lfps(), ((0, 2),))", r"gates=\(\(0, 2\),\): must be a name, a path, or"),
-        ("retrieval_heads(h2o(), ((0, 1),))", "policy=h2o.*must leave tokens in their slots"),
+        ("retrieval_heads(h2o(), ((0, 1),))", "policy=h2o.*must keep every token"),
         ("retrieval_heads(auto(), ((0, 1),))", "policy=auto.*must not stand inside another policy"),
     ],
 )

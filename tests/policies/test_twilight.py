@@ -238,7 +238,7 @@ def test_below_the_measured_break_even_everything_is_attended(monkeypatch):
             {"base": jsparse.all_pages(), "dense_below": "always"},
             "dense_below='always': must be 'auto' or an integer of at least 0",
         ),
-        ({"base": shrink()}, r"base=shrink\(.*must leave tokens in their slots"),
+        ({"base": shrink()}, r"base=shrink\(.*must keep every token"),
     ],
 )
 def test_wrong_hyper_parameters_are_refused(arguments, message):
