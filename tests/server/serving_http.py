@@ -53,7 +53,8 @@ def an_engine(policy="twilight(all_pages(), p=0.9)", **options) -> jsparse.Async
         "layer_stats": True,
         "max_waiting": 200,
     }
-    return jsparse.AsyncEngine(with_words(), policy, **given | options)
+    params = options.pop("params", None) or with_words()
+    return jsparse.AsyncEngine(params, policy, **given | options)
 
 
 @contextmanager

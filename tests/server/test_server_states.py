@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from serving_http import a_service, an_engine, serving
+from serving_http import a_service, an_engine, serving, with_words
+from tiny import with_nan
 
 from jsparse.server import run
 from jsparse.server.front import Options
@@ -33,6 +34,20 @@ def test_a_full_engine_says_when_to_come_back():
         assert refused.json()["error"]["type"] == "rate_limit_error"
         never = httpx.post(f"{url}/v1/completions", json=body | {"n": 6})
         assert never.status_code == 400 and never.json()["error"]["param"] == "n"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nan_logits_are_an_error_of_the_server(stream):
+    engine = an_engine(params=with_nan(with_words(), 7))
+    body = {"prompt": "w7 w3", "max_tokens": 3, "temperature": 0, "stream": stream}
+    with serving(a_service(), engine) as url:
+        got = httpx.post(f"{url}/v1/completions", json=body)
+        fine = httpx.post(f"{url}/v1/completions", json=body | {"prompt": "w3"})
+    assert got.status_code == (200 if stream else 500)
+    text = got.text.removeprefix("data: ").split("\n")[0]
+    assert json.loads(text)["error"]["code"] == "nan_logits"
+    assert "logits are NaN" in json.loads(text)["error"]["message"]
+    assert fine.status_code == 200 and "error" not in fine.text
 
 
 def test_an_engine_that_hangs_is_not_healthy(monkeypatch):
