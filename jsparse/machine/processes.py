@@ -160,6 +160,8 @@ class Peer:
                         self.messages.put((value, _arrays(shapes, body)))
         except BlockingIOError:  # SO_RCVTIMEO; one that was told to end has nothing more to send
             why = _HUNG.format(self.name, SILENT)
+        except TimeoutError:  # of TCP: its host is gone, or it reads nothing
+            why = _HUNG.format(self.name, NOTICED)
         except OSError:  # reset, as where it has ended without reading the last beat
             pass
         except (ValueError, struct.error):  # in the middle of a message, or none of ours

@@ -410,9 +410,10 @@ def test_a_replica_that_hangs_gets_no_requests_and_is_started_again(folder, monk
 def test_streams_of_a_replica_that_hangs_end_before_its_process(folder, monkeypatch):
     monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.05)
     end, told, in_time = FakeProcess.end, threading.Event(), []
+    begun = threading.Event()  # the client has the first event
 
     async def unhealthy(each):
-        if ALL[each.nth] == ["hangs"]:
+        if begun.is_set() and ALL[each.nth] == ["hangs"]:
             raise TimeoutError
 
     def ends(fake):
@@ -424,9 +425,13 @@ def test_streams_of_a_replica_that_hangs_end_before_its_process(folder, monkeypa
     monkeypatch.setattr(Replica, "_unhealthy", unhealthy)
     monkeypatch.setattr(FakeProcess, "end", ends)
     with routed(folder, 1) as (url, _):
-        first, error, rest = post(url, "hangs", stream=True).text.split("\n\n")
+        body = {"prompt": "hangs", "stream": True}
+        with httpx.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=30) as stream:
+            lines = stream.iter_lines()
+            assert next(lines) == "data: 1"
+            begun.set()
+            (error,) = filter(None, lines)
         told.set()
-        assert (first, rest) == ("data: 1", "")
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_error"
         assert soon(lambda: in_time)
         assert in_time[0]
