@@ -55,7 +55,6 @@ SAMPLING: Mapping[str, Refusal] = {
         "log-probabilities of the prompt are not supported; jsparse.logits(params, ids) gives them"
     ),
     "spaces_between_special_tokens": Refusal("must be True", True),
-    "response_format": Refusal(_STRUCTURE),
     "structured_outputs": Refusal(_STRUCTURE),
     "truncate_prompt_tokens": Refusal("must not be given; cut the prompt's token ids"),
     "use_beam_search": Refusal(_BEAMS, False),

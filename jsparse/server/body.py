@@ -21,7 +21,6 @@ REFUSED = {
     "documents": "documents are not supported: write them into a message",
     "function_call": "functions are not supported",
     "functions": "functions are not supported",
-    "guided_json": "structured output is not supported",
     "modalities": "answers are text alone",
     "response_format": "structured output is not supported",
     "suffix": "text is continued, never filled in",
