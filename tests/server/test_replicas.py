@@ -571,6 +571,23 @@ def test_a_replica_that_hangs_while_it_starts_is_started_again(monkeypatch, begi
     assert counts == [0, replica.MAX_SILENT + (6 if begin else 0)]
 
 
+def test_a_replica_that_hangs_right_after_its_start_is_started_again(folder, monkeypatch):
+    """It has said that it is ready: no two minutes are left to its first answer."""
+    monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.0)
+    ask, silent = Replica._unhealthy, []
+
+    async def unhealthy(each):
+        if len(silent) < replica.MAX_SILENT:
+            silent.append(each._process)
+            raise TimeoutError
+        return await ask(each)
+
+    monkeypatch.setattr(Replica, "_unhealthy", unhealthy)
+    with routed(folder, 1) as (_, router):
+        only = router.replicas[0]
+        assert soon(lambda: only.ready and silent and only._process is not silent[0])
+
+
 def test_a_model_that_is_being_loaded_is_waited_for(folder, monkeypatch):
     monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.0)
     asked, told, ask = [], FakeProcess.told, Replica._unhealthy

@@ -100,7 +100,7 @@ class Replica:
             alive = process.alive  # first: what it has told may be its last word
             told = process.told()
             if isinstance(told, About):
-                self.about, self.ready, running = told, True, True
+                self.about, self.ready, running, heard = told, True, True, True
             elif told is not None or not alive:
                 if self.about is None:
                     raise NeverReady(told or f"replica {self.nth} has ended")
