@@ -51,7 +51,7 @@ def test_the_readme_is_short_and_has_its_two_commands():
 
 
 def test_the_policies_of_the_docs_are_those_of_the_examples():
-    quest, newest, _ = blocks(ROOT / "docs" / "own_policy.md", "python")
+    quest, newest, *_ = blocks(ROOT / "docs" / "own_policy.md", "python")
     assert len(quest.splitlines()) <= 25
     for block, example in ((quest, "my_quest"), (newest, "own_policy")):
         _, _, code = block.partition("\n\n\n")

@@ -38,8 +38,8 @@ REGISTRY: tuple[Method, ...] = (
         dense,
         attends="everything",
         when=(
-            "as the baseline, and for short contexts: with fewer than about 37,000 tokens in a "
-            "batch on an H100, or 59,000 on an H200, it beat Twilight"
+            "as the baseline, and for short contexts: below about 37,000 tokens per batch on an "
+            "H100, or 59,000 on an H200, it is faster than Twilight"
         ),
     ),
     Method(
@@ -191,7 +191,7 @@ REGISTRY: tuple[Method, ...] = (
             "rare, `raas` what was used last"
         ),
         when=(
-            "`ada_kv` or `snapkv` for one question at the end of a long prompt, though they lose "
+            "`ada_kv` or `snapkv` for one question at the end of a long prompt, but they miss "
             "needles in real text; the others to compare with `hard_kv` in long answers"
         ),
     ),
@@ -240,7 +240,7 @@ REGISTRY: tuple[Method, ...] = (
         ),
         paper="Twilight",
         calls="twilight(base, p)",
-        gist="the least of what `base` selects that carries p of the attention mass",
+        gist="the smallest part of what `base` selects that carries a share p of the attention mass",
         when=(
             "around a generous base (`all_pages()` when quality comes first), so that each head "
             "and step takes what it needs; pays in large batches"
@@ -254,7 +254,10 @@ REGISTRY: tuple[Method, ...] = (
         ),
         calls="verified(budget)",
         gist="the newest pages, and those that dense attention weighed most at its last check",
-        when="to draft with `exact=True`, which chooses for it; alone it forgets",
+        when=(
+            "as the draft policy for `exact=True`; not on its own: it cannot find tokens that it "
+            "has stopped reading"
+        ),
     ),
     Method(
         keep,

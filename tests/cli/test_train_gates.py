@@ -64,8 +64,10 @@ def test_prints_what_came_out_and_a_policy_that_uses_it(done):
     ran, out = done
     assert ran.exit_code == 0, ran.output
     *told, expression = ran.stdout.splitlines()
+    assert command.LEGEND in ran.stdout
     record = json.loads((out / "record.json").read_text())
-    assert f"the distance is {record['distance_of_layer_0_alone']:.4g}." in told[-1]
+    alone = record["distance_of_layer_0_alone"]
+    assert any(f"the distance is {alone:.4g}." in line for line in told)
     assert all(f"{seed['distance_of_hard_gates']:.4g}" in ran.stdout for seed in record["seeds"])
     paths = [str(out / f"gates_{i}.safetensors") for i in (0, 1)]
     assert expression in [f"lychee_decode({path!r})" for path in paths]
@@ -83,6 +85,15 @@ def test_the_gates_at_the_least_distance_are_named(far, tmp_path, text, monkeypa
     assert all(str(each) in ran.stdout for each in far)
     assert "the distance is 0.7625." in told[-2]
     assert told[-1] == f"lychee_decode({str(out / f'gates_{far.index(0.1)}.safetensors')!r})"
+
+
+@pytest.mark.parametrize(("least", "short"), [(0.1, False), (0.38, False), (0.39, True)])
+def test_gates_that_leave_half_of_the_distance_were_trained_too_short(least, short, capsys):
+    command._show(made_up(0.7, least))
+    told = capsys.readouterr().out
+    assert command.LEGEND in told
+    assert (f"These gates find little: at {least} they leave" in told) == short
+    assert ("Train with more --steps" in told) == short
 
 
 @pytest.mark.slow
