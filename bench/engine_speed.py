@@ -152,7 +152,7 @@ class Bench:
         spec = capacity.cache_spec(self.params, rows, limits, None, 16)
         session = Session(self.params, parse(policy), spec)
         if warm:
-            few = 2 * chunk_attention.chunk_tokens(self.params.decoder, len(rows))
+            few = 2 * chunk_attention.chunk_tokens(spec)
             rows = [ids[:few] for ids in rows]
             limits = [min(limit, 18) for limit in limits]
         began = time.perf_counter()

@@ -3,11 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from tiny import read_only
 
 from jsparse.cache import StepView
-from jsparse.runtime import chunk_attention, prefill
+from jsparse.runtime import prefill
 from jsparse.runtime import rows as driver
 from jsparse.runtime.decoding import with_logits
 from jsparse.runtime.owners import clear_rows
@@ -51,12 +50,11 @@ class Crowd:
         carry = prefill.start(p.decoder, policy, part.cache, part.state)
         new = np.array([prompt], np.int32)
         tokens = np.pad(new, ((0, 0), (0, -new.size % self.chunk)))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chunk_attention, "chunk_tokens", lambda decoder, batch: self.chunk)
-            carry = prefill.read_prompts(
-                *(p.decoder, policy, p.weights, tokens, np.array([new.size]), carry),
-                beside=self.beside,
-            )
+        carry = prefill.read_prompts(
+            *(p.decoder, policy, p.weights, tokens, np.array([new.size]), carry),
+            chunk=self.chunk,
+            beside=self.beside,
+        )
         cache, state = carry.cache, carry.state
         if policy.eviction is not None and policy.eviction.after_prompt is not None:
             view = StepView(cache, self.beside.constants)

@@ -94,7 +94,8 @@ def test_float16_runs_on_a_cpu(params):
 
 def test_jax_settings_of_the_caller_change_nothing(params):
     run = partial(generate, params, PROMPTS, max_new_tokens=20, eos_token_id=[], page_size=8)
-    policy = "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)"
+    fixed = "budget=12, sink=1, recent=3, lengths=(1, 3), period=2, chunks='fixed'"
+    policy = f"lychee_cluster({fixed})"
     expected = run(policy=policy)
     with (
         jax.enable_x64(True),

@@ -72,7 +72,7 @@ def engine_logits(
     spec = capacity.cache_spec(params, prompts, steps, max_length, page_size)
     session = Session(params, as_policy(policy), spec, steps_per_program=steps_per_program)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_attention, "chunk_tokens", lambda decoder, batch: chunk)
+        patch.setattr(chunk_attention, "chunk_tokens", lambda spec: chunk)
         session.read(prompts)
     return forced_logits(session, forced, knobs)
 
@@ -121,12 +121,11 @@ def pooled_logits(
         tokens = np.zeros((len(rows), lengths.max()), np.int32)
         for b, ids in enumerate(rows):
             tokens[b, : len(ids)] = ids
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chunk_attention, "chunk_tokens", lambda decoder, batch: chunk)
-            carry = prefill.read_prompts(
-                *(params.decoder, policy, params.weights, tokens, lengths, carry),
-                beside=read_only(params, policy),
-            )
+        carry = prefill.read_prompts(
+            *(params.decoder, policy, params.weights, tokens, lengths, carry),
+            chunk=chunk,
+            beside=read_only(params, policy),
+        )
     session = Session(params, policy, spec, steps_per_program=1)
     logits = first_logits(params.decoder, params.weights, carry.last_hidden)
     session.adopt(PrefillResult(logits, carry.cache, carry.state))

@@ -25,7 +25,7 @@ from jsparse import cache as kv_cache
 from jsparse.builder import dense
 from jsparse.cache import CacheSpec, read_heads
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
-from jsparse.runtime import prefill
+from jsparse.runtime import chunk_attention, prefill
 from jsparse.shapes import Rows, Tokens
 from jsparse.threshold import top_k_mask
 from jsparse.train.data import TrainingBatch
@@ -74,7 +74,8 @@ def read_context(decoder: Decoder, weights: Weights, context: Tokens, held: Rows
     shape = (config.num_layers, rows, config.num_heads, config.num_kv_heads, config.head_dim)
     spec = CacheSpec(*shape, page_size=16, num_pages=-(-size // 16), dtype=decoder.dtype)
     carry = prefill.start(decoder, dense(), kv_cache.init(spec), ())
-    carry = prefill.read_prompts(decoder, dense(), weights, context, held, carry, within=True)
+    given = decoder, dense(), weights, context, held, carry
+    carry = prefill.read_prompts(*given, chunk=chunk_attention.chunk_tokens(spec), within=True)
     return tuple(
         (read_heads(held.k, held), read_heads(held.v, held)) for held in carry.cache.layers
     )

@@ -26,12 +26,12 @@ from jsparse.runtime.room import max_length
 # as longer ones. Further on, attention gains by longer ones, the longest of which take too long
 # where rows decode beside them. Of a model whose matrices take less than BUSY operations for 512
 # tokens, chunks are longer: a program keeps the host busy for several milliseconds.
-# Without flash attention scores are stored, and chunks are smaller; on a CPU they have one size, as
-# those of `generate`.
+# Without flash attention scores are stored, and chunks are smaller; on a CPU all have the smallest
+# size, since compiling a program takes longer than reading a short prompt.
 LADDER = ((0, 512), (4096, 2048))
 UNHURRIED_LADDER = (*LADDER, (8192, 8192))
 SMALL_LADDER = ((0, 2048), (8192, 8192))
-PLAIN_LADDER, CPU_LADDER = ((0, 512),), ((0, chunk_attention.CPU_CHUNK),)
+PLAIN_LADDER, CPU_LADDER = ((0, 512),), ((0, chunk_attention.MIN_CHUNK),)
 TAILS = (64, 256, 512, 1024)
 BUSY = 2e12
 BLOCK_TOKENS = 512

@@ -59,7 +59,7 @@ def calibrate_channels(
     rows, _ = prompts.encode(params, prompt)
     spec = cache_spec(params, rows, 1, None, 16)._replace(batch=1)
     chunk, report = (
-        chunk_attention.chunk_tokens(params.decoder, 1),
+        chunk_attention.chunk_tokens(spec),
         on_progress or (lambda *_: None),
     )
     weights = np.zeros((spec.num_layers, spec.num_kv_heads, spec.head_dim))

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from jsparse.cache import LayerCache, read_pages
-from jsparse.models.transformer import Decoder
+from jsparse.cache import CacheSpec, LayerCache, read_pages
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.api import MAX_QUERIES
 from jsparse.partials import ListedLogits, Stats, StatsKind, merge, softmax_partial
@@ -18,9 +17,8 @@ from jsparse.shapes import ChunkKV, ChunkQueries, Rows
 # Tokens per chunk, and per block of the cache that it attends to. Flash attention stores nothing of
 # that size squared; without it the scores are stored.
 FLASH_CHUNK, PLAIN_CHUNK = 8192, 512
-# A CPU is as fast with chunks of this size as with longer ones (SmolLM2 on two cores: 185 ms for 64
-# tokens, 1,541 ms for 512), and compiles a program for each size.
-CPU_CHUNK = MIN_CHUNK = 64
+# The fewest tokens that a chunk is padded to.
+MIN_CHUNK = 64
 # Tokens of all rows whose K and V are copied at a time for flash attention: 0.3 GB of an 8B model
 FLASH_COPIED = 8 * FLASH_CHUNK
 
@@ -180,27 +178,26 @@ def _by_token(pages: Float[Array, "B K n P H"]) -> ChunkKV:
     return pages.reshape(batch, heads, n * size, head_dim).swapaxes(1, 2)
 
 
-def chunk_tokens(decoder: Decoder, batch: int) -> int:
-    """Returns the number of tokens per prompt chunk.
+def chunk_tokens(spec: CacheSpec) -> int:
+    """Returns the number of tokens per prompt chunk, of each row of a cache of these sizes.
 
-    It is large enough to fill the device, and small enough to keep activations and scores small.
+    It is large enough to fill the device, and small enough to keep activations and scores small. A
+    CPU compiles for longer than it computes, and has one size of chunks for each capacity: one that
+    pads no prompt by more than an eighth of the capacity.
     """
-    return tokens_per_chunk(decoder.config.head_dim, decoder.dtype, batch)
-
-
-def tokens_per_chunk(head_dim: int, dtype: Any, batch: int) -> int:
-    """Returns `chunk_tokens` of a decoder with this head dimension and dtype."""
+    maximum = _flash_tokens(spec.head_dim, spec.dtype) // spec.batch
     if jax.default_backend() == "cpu":
-        return CPU_CHUNK
-    maximum = _flash_tokens(head_dim, dtype)
-    return max(64, 2 ** int(math.log2(max(maximum // batch, 1))))
+        maximum = min(maximum, spec.capacity // 8)
+    return max(MIN_CHUNK, 2 ** int(math.log2(max(maximum, 1))))
 
 
 def chunk_sizes(length: int, chunk: int) -> list[int]:
     """Cuts a prompt of `length` tokens into whole chunks and one padded up to a power of two.
 
-    No chunk has fewer than MIN_CHUNK tokens, unless all have.
+    No chunk has fewer than MIN_CHUNK tokens, unless all have; on a CPU all have the same size.
     """
+    if jax.default_backend() == "cpu":
+        return [chunk] * -(-length // chunk)
     whole, rest = divmod(length, chunk)
     sizes = [chunk] * whole
     return [*sizes, min(chunk, max(MIN_CHUNK, 2 ** math.ceil(math.log2(rest))))] if rest else sizes

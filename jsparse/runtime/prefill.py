@@ -73,13 +73,14 @@ def read_prompts(
     lengths: Rows | np.ndarray,
     carry: PrefillCarry,
     *,
+    chunk: int,
     beside: ReadOnly = NOTHING,
     store: KVStore | None = None,
     report: OnChunk = lambda *_: None,
     within: bool = False,
     mesh: Mesh | None = None,
 ) -> PrefillCarry:
-    """Reads the first `lengths[b]` tokens of each row, chunk by chunk, all rows side by side.
+    """Reads the first `lengths[b]` tokens of each row, `chunk` at a time, all rows side by side.
 
     A store, if K and V have one, is notified of each chunk. Chunks follow the tokens already in
     `carry`, which is donated. `report` gets ("prefill", tokens done, tokens) after each chunk. With
@@ -87,8 +88,7 @@ def read_prompts(
     is spread over.
     """
     read_chunk = inlined(prefill_chunk) if within else prefill_chunk.on(mesh)
-    batch, longest = tokens.shape
-    chunk = chunk_attention.chunk_tokens(decoder, batch)
+    longest = tokens.shape[1]
     sizes = chunk_attention.chunk_sizes(longest, chunk)
     array = np if isinstance(tokens, np.ndarray) else jnp
     tokens = array.pad(tokens, ((0, 0), (0, sum(sizes) - longest)))

@@ -112,6 +112,7 @@ class Reading:
             prompts.tokens,
             prompts.lengths,
             carry,
+            chunk=chunk_attention.chunk_tokens(spec),
             beside=ReadOnly(constants(params, policy, report)),
             store=store,
             report=report,
@@ -127,7 +128,7 @@ class Reading:
     def _begin(self) -> PrefillCarry:
         """Returns the carry of the first prompts."""
         decoder, mesh = self._params.decoder, self._params.mesh
-        empty = self._store.begin(chunk_attention.chunk_tokens(decoder, self._spec.batch))
+        empty = self._store.begin(chunk_attention.chunk_tokens(self._spec))
         own, static = ("cache", "state"), ("decoder", "policy")
         return by_rank(prefill.start, mesh, own=own, static=static)(decoder, self._policy, *empty)
 

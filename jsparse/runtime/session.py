@@ -232,7 +232,7 @@ class Session:
         They go where the session's store keeps them; `pages` are those in host memory, if they have
         been copied there.
         """
-        chunk = chunk_attention.chunk_tokens(self.params.decoder, self.spec.batch)
+        chunk = chunk_attention.chunk_tokens(self.spec)
         held = held._replace(cache=self.store.adopt(held.cache, chunk, pages))
         self._stage = Ready(held, None)
 

@@ -82,7 +82,7 @@ def plain():
 def chunked(policies):
     """Runs the policies along random tokens, with their prompts read in pieces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_attention, "chunk_tokens", lambda decoder, batch: CHUNK)
+        patch.setattr(chunk_attention, "chunk_tokens", lambda spec: CHUNK)
         return run(policies, continuation=FORCED, layers=2)
 
 
@@ -143,7 +143,7 @@ def test_every_policy_is_measured_as_if_it_had_been_alone(policies):
 def test_a_shared_prefill_changes_no_bit():
     """Its window of queries is among wider ones and none, without and with bias."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_attention, "chunk_tokens", lambda decoder, batch: CHUNK)
+        patch.setattr(chunk_attention, "chunk_tokens", lambda spec: CHUNK)
         alone = run([bypass()], continuation=FORCED, layers=2)
     together = chunked(FEW)
     for name in ("kl", "agreement", "logprob", "attended", "read"):
@@ -152,7 +152,7 @@ def test_a_shared_prefill_changes_no_bit():
 
 @pytest.mark.slow
 def test_policies_see_their_own_window_and_fields(monkeypatch):
-    monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda decoder, batch: CHUNK)
+    monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda spec: CHUNK)
     policies = [newest_queries(), newest_queries(5), newest_queries(0), shrink()]
     shared = force(params(), policies, PROMPTS, max_new_tokens=1, page_size=PAGE).shared
     alone = force(params(), policies[:1], PROMPTS, max_new_tokens=1, page_size=PAGE).shared

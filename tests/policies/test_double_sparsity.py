@@ -64,7 +64,7 @@ def primed(policy, prompts=PROMPTS, *, chunk=512, num_pages=8):
     params = tiny_params(LAYERS)
     spec = spec_of(params, len(prompts), page_size=PAGE, num_pages=num_pages)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_attention, "chunk_tokens", lambda decoder, batch: chunk)
+        patch.setattr(chunk_attention, "chunk_tokens", lambda spec: chunk)
         session = Session(params, policy, spec)
         session.read(prompts)
     return session.held.cache, session.held.state
@@ -442,7 +442,7 @@ def slow_weights(row):
 @pytest.mark.parametrize("chunk", slow_except([16, 512], 16))
 def test_calibration_ranks_by_the_products_of_queries_and_keys(chunk, monkeypatch):
     params = tiny_params(LAYERS)
-    monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda decoder, batch: chunk)
+    monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda spec: chunk)
     model = SlowModel(params)
     weights = [slow_weights(SlowRow(model, prompt)) for prompt in PROMPTS]
     one = jsparse.calibrate_channels(params, PROMPTS[0])

@@ -575,9 +575,7 @@ def test_chunks_do_not_depend_on_how_the_prompt_was_read():
     for chunk in (512, 16):
         session = Session(params, parse(policy), spec_of(params, 2))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                chunk_attention, "chunk_tokens", lambda decoder, batch, chunk=chunk: chunk
-            )
+            patch.setattr(chunk_attention, "chunk_tokens", lambda spec, chunk=chunk: chunk)
             session.read(prompts)
         states.append(jax.device_get(session.held.state))
     for whole, pieces in zip(states[0][:2], states[1][:2], strict=True):

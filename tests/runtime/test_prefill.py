@@ -222,20 +222,25 @@ def test_attend_chunk_over_several_blocks(pages, monkeypatch):
     [(1, 512, [64]), (64, 512, [64]), (65, 512, [128]), (512, 512, [512]), (513, 512, [512, 64]),
      (1700, 512, [512, 512, 512, 256]), (1, 64, [64]), (127, 64, [64, 64]), (5, 8, [8])],
 )  # fmt: skip
-def test_chunk_sizes(length, chunk, sizes):
+def test_chunk_sizes(length, chunk, sizes, monkeypatch):
+    monkeypatch.setattr(chunk_attention.jax, "default_backend", lambda: "gpu")
     assert chunk_attention.chunk_sizes(length, chunk) == sizes
+
+
+def sizes_of_chunks(batches, pages=256):
+    spec = spec_of(tiny_params(num_layers=2), 1, page_size=16)._replace(num_pages=pages)
+    return [chunk_attention.chunk_tokens(spec._replace(batch=batch)) for batch in batches]
 
 
 def test_chunks_shrink_with_the_batch_and_stay_powers_of_two(monkeypatch):
     monkeypatch.setattr(chunk_attention.jax, "default_backend", lambda: "gpu")
-    decoder = tiny_params(num_layers=2).decoder
-    sizes = [chunk_attention.chunk_tokens(decoder, batch) for batch in (1, 2, 3, 8, 10_000)]
-    assert sizes == [512, 256, 128, 64, 64]
+    assert sizes_of_chunks((1, 2, 3, 8, 10_000)) == [512, 256, 128, 64, 64]
 
 
-def test_a_cpu_has_one_size_of_chunks_and_of_short_prompts():
-    decoder = tiny_params(num_layers=2).decoder
-    assert {chunk_attention.chunk_tokens(decoder, batch) for batch in (1, 3, 10_000)} == {64}
+@pytest.mark.parametrize(("pages", "size"), [(4, 64), (32, 64), (64, 128), (100, 128), (512, 512)])
+def test_chunks_of_a_cpu_have_one_size_by_capacity(pages, size):
+    assert sizes_of_chunks((1,), pages) == [size]
+    assert chunk_attention.chunk_sizes(size + 1, size) == [size, size]
 
 
 def test_corrections_leave_rows_that_ran_out_of_room_alone():

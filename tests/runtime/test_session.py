@@ -28,7 +28,7 @@ PROMPTS = random_prompts((37, 18, 3))
 @pytest.fixture
 def short_chunks(monkeypatch):
     """Prompts are read in chunks of 16 tokens."""
-    monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda decoder, batch: 16)
+    monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda spec: 16)
 
 
 # Several steps in one program

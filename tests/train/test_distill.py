@@ -47,7 +47,7 @@ def taught(batch):
 def given():
     """Reads contexts in three pieces, the last two without tokens of the shorter rows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_attention, "chunk_tokens", lambda decoder, rows: 16)
+        patch.setattr(chunk_attention, "chunk_tokens", lambda spec: 16)
         return taught(batch_of(40))
 
 
