@@ -240,7 +240,9 @@ REGISTRY: tuple[Method, ...] = (
         ),
         paper="Twilight",
         calls="twilight(base, p)",
-        gist="the smallest part of what `base` selects that carries a share p of the attention mass",
+        gist=(
+            "the smallest part of what `base` selects that carries a share p of the attention mass"
+        ),
         when=(
             "around a generous base (`all_pages()` when quality comes first), so that each head "
             "and step takes what it needs; pays in large batches"
