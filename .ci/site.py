@@ -3,7 +3,8 @@
 A hook of mkdocs. Pages write the links that GitHub follows, such as ../bench/README.md. Whatever a
 page links to outside docs/ becomes a file of the site: Markdown becomes a page, code a page that
 shows it, a folder a page with its names, anything else a copy. README.md becomes the home page.
-In the navigation, a folder stands for its pages.
+A link whose text is the name of a page gets the page's title. In the navigation, a folder stands
+for its pages.
 """
 
 import os
@@ -22,6 +23,13 @@ LINK = re.compile(
     r"^(`{3,}|~{3,}).*?^\1|`[^`\n]+`|(\]\()(?!https?://|mailto:)([^)#\s]+)",
     re.MULTILINE | re.DOTALL,
 )
+# code, which is passed over, or a link whose text is a page's file
+NAMED = re.compile(
+    r"^(`{3,}|~{3,}).*?^\1|`[^`\n]+`|\[[\w./-]+\.md\]\((?P<target>(?!https?://)[^)#\s]+)",
+    re.MULTILINE | re.DOTALL,
+)
+# code in the cells of a table, where lines may also break after an opening bracket
+CELL_CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>[^\n]*</td>)")
 # what a browser would fetch from another host to show a page
 FETCHED = re.compile(
     r'<(?:script|img|iframe|source)\b[^>]*\bsrc="(?:https?:)?//[^"]+'
@@ -109,6 +117,15 @@ def source(page: Page) -> str:
     return file.src_uri if file.generated_by else f"docs/{file.src_uri}"
 
 
+def title(path: str, otherwise: str) -> str:
+    """Returns the title of a page of the repository."""
+    there = ROOT / path
+    if not there.is_file():
+        return otherwise
+    heading = re.search(r"^# (.+)$", there.read_text(encoding="utf-8"), re.MULTILINE)
+    return heading[1] if heading else otherwise
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turns links of the repository into links of the site."""
     here, folder = posixpath.dirname(page.file.src_uri), posixpath.dirname(source(page))
@@ -119,7 +136,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = place(posixpath.normpath(posixpath.join(folder, link[3])))
         return link[2] + posixpath.relpath(target, here or ".")
 
-    return LINK.sub(moved, markdown)
+    def titled(link: re.Match) -> str:
+        target = link["target"]
+        if target is None:
+            return link[0]
+        path = posixpath.normpath(posixpath.join(folder, target))
+        return f"[{title(path, posixpath.basename(path))}]({target}"
+
+    return LINK.sub(moved, NAMED.sub(titled, markdown))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lets long expressions in tables break."""
+    return CELL_CODE.sub(lambda code: code[0].replace("(", "(<wbr>"), html)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

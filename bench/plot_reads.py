@@ -2,7 +2,8 @@
 
 SmolLM2 reads the first tokens of the text of `jsparse eval` and decodes a few with each method. A
 figure has a row per KV head, 30 layers of 3 from the top, and a column per token: blue is attended
-to, orange is passed over though dense attention gives it weight, on the same query and cache.
+to, orange is passed over though dense attention gives it weight, on the same query and cache. A
+figure has this key below it.
 
     python -m bench.plot_reads --out docs/images/papers
 
@@ -54,21 +55,26 @@ def main() -> None:
 def draw(shown: "Inspection", expression: str, file: Path) -> None:
     """Draws one step, in few colours so that the file is small."""
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
     from PIL import Image
 
     layers, heads, length = shown.attended.shape
-    figure, axis = plt.subplots(figsize=(9, 3.6), dpi=100, facecolor="white")
+    figure, axis = plt.subplots(figsize=(9, 3.9), dpi=100, facecolor="white")
     axis.imshow(
         picture(shown), aspect="auto", interpolation="nearest", extent=(0, length, layers, 0)
     )
     axis.set_xlabel("position")
     axis.set_ylabel(f"layer, {heads} KV heads each")
     axis.set_title(f"{expression}: {shown.description}", fontsize=9, loc="left")
-    figure.tight_layout()
+    key = {"attended to": INK, "passed over, with weight in dense attention": FAINT}
+    key["passed over, without weight, or dropped"] = GROUND
+    patches = [Patch(facecolor=color, edgecolor="grey", label=name) for name, color in key.items()]
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.legend(handles=patches, loc="lower center", ncols=3, fontsize=8, frameon=False)
     figure.savefig(file)
     plt.close(figure)
     with Image.open(file) as drawn:
-        small = drawn.convert("RGB").quantize(48, dither=Image.Dither.NONE)
+        small = drawn.convert("RGB").quantize(128, dither=Image.Dither.NONE)
     small.save(file, optimize=True)
 
 

@@ -67,8 +67,10 @@ def _plain(finding: "Finding") -> dict[str, str | bool | None]:
 def _show(finding: "Finding") -> None:
     rule = finding.rule
     print(f"{MARKS[finding.kept]:6}  {rule.name:10}  {rule.promise}")
-    if finding.kept is None:
+    if finding.kept and finding.detail:
+        print(f"{'':20}measured: {finding.detail}")
+    elif finding.kept is None:
         print(f"{'':20}not checked: {finding.detail}")
-    elif not finding.kept:
+    elif finding.kept is False:
         for name, text in (("seen", finding.detail), ("rule", rule.contract), ("fix", rule.fix)):
             print(f"{'':20}{name}: {text}")

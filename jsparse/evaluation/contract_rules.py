@@ -99,6 +99,13 @@ RULES = (
         "With a budget of all tokens a method equals dense attention.",
         "Cap the budget at what is held, and list every page that holds a token, the newest too.",
     ),
+    ContractRule(
+        "mass",
+        "selections carry no less attention than random ones",
+        "On a model whose heads weigh near tokens most, a selection has at least three quarters of "
+        "the attention mass that a random one of its size has.",
+        "Rank tokens by q and the keys, the greatest first, or attend to the newest ones as well.",
+    ),
 )
 
 

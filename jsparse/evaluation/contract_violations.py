@@ -2,7 +2,7 @@
 
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from jsparse.runtime.owners import owners
 from jsparse.selection import Selection
 
 CLOSE = 1e-4  # differences over the largest logit that rounding may make
+# of the mass of a random selection; selection_mass.py has the measured shares
+BLIND = 0.75
 
 
 class Violation(Exception):
@@ -52,6 +54,28 @@ def check_close(how: str, logits: Any, expected: Any, than: str = "before") -> N
         raise Violation(f"logits {how} differ from {than} by {off:.1g} of the largest")
 
 
+def check_mass(chosen: Sequence[LayerSelection]) -> str:
+    """Returns the mass of selections in words; raises Violation if it is far below that of chance.
+
+    Heads that attend to all tokens, or to none but the newest, do not count.
+    """
+    tokens, mass = (
+        np.stack([np.asarray(each) for each in shares])
+        for shares in zip(*((one.tokens, one.mass) for one in chosen), strict=True)
+    )
+    some = (tokens > 0) & (tokens < 1)
+    if not some.any():
+        return ""
+    chance, found = tokens[some].mean(), mass[some].mean()
+    seen = (
+        f"selects {chance:.0%} of the tokens before the newest, with {found:.0%} of their "
+        "attention mass"
+    )
+    if not found >= BLIND * chance:
+        raise Violation(f"{seen}; a random selection of the same size has {chance:.0%}")
+    return seen
+
+
 def row_arrays(
     policy: Policy, spec: CacheSpec, rows: TrialRows, row: int
 ) -> list[tuple[str, np.ndarray]]:
@@ -74,7 +98,7 @@ def row_arrays(
 
 def leaves_out(chosen: LayerSelection) -> bool:
     """Returns whether some head attends to less than it holds."""
-    selection, lengths = chosen
+    selection, lengths, *_ = chosen
     unit = PAGE if selection.granularity == "page" else 1
     part = np.asarray(selection.count) * unit < np.asarray(lengths)
     part |= selection.bits is not None

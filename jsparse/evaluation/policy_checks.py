@@ -17,6 +17,7 @@ from jsparse.evaluation.contract_rules import NAMES, RULES, ContractRule
 from jsparse.evaluation.contract_violations import (
     Violation,
     check_close,
+    check_mass,
     check_selection,
     leaves_out,
     one_line,
@@ -36,6 +37,7 @@ from jsparse.evaluation.policy_trial import (
     random_prompts,
     traces,
 )
+from jsparse.evaluation.selection_mass import with_recency
 from jsparse.models.checkpoint import Params
 from jsparse.policy import AnyPolicy, Policy, resolved
 from jsparse.runtime.admission import admit
@@ -45,7 +47,7 @@ from jsparse.runtime.owners import owners
 class Finding(NamedTuple):
     """Says whether a policy keeps a rule; `kept` is None where the rule was not checked.
 
-    `detail` describes the violation, or why the rule was not checked.
+    `detail` describes the violation or a measurement, or why the rule was not checked.
     """
 
     rule: ContractRule
@@ -112,18 +114,18 @@ class _Checks:
 
     def finding(self, rule: ContractRule) -> Finding:
         """Checks one rule."""
-        look: Callable[[], None] = getattr(self, f"_{rule.name}")
+        look: Callable[[], str | None] = getattr(self, f"_{rule.name}")
         try:
             if rule.name not in ("types", "runs", "owners") and self._failure:
                 raise _Skip("the policy does not run")
-            look()
+            detail = look()
         except Violation as broken:
             return Finding(rule, False, str(broken))
         except _Skip as reason:
             return Finding(rule, None, str(reason))
         except Exception as error:  # the policy's code may raise any error
             return Finding(rule, False, one_line(error))
-        return Finding(rule, True)
+        return Finding(rule, True, detail or "")
 
     @cached_property
     def _failure(self) -> Exception | None:
@@ -216,7 +218,7 @@ class _Checks:
         if not self._base.chosen:
             raise _Skip("short rows are dense under this policy")
         layers = self._params.config.num_layers
-        for nth, (selection, lengths) in enumerate(self._base.chosen):
+        for nth, (selection, lengths, *_) in enumerate(self._base.chosen):
             where = f"in step {nth // layers + 1}, layer {nth % layers}"
             check_selection(selection, np.asarray(lengths), where)
 
@@ -274,6 +276,17 @@ class _Checks:
         result = Trial(self._params, self._full, owned=self._owned).run(self._prompts, self._forced)
         exact = Trial(self._params, dense()).run(self._prompts, self._forced)
         check_close("with a budget for all", result.logits, exact.logits, "dense attention")
+
+    def _mass(self) -> str:
+        if self.policy.evicts:
+            raise _Skip("it drops tokens, so that dense attention over the rest is no yardstick")
+        if not self._base.chosen:
+            raise _Skip("short rows are dense under this policy")
+        trial = Trial(with_recency(self._params), self.policy, owned=self._owned)
+        measured = check_mass(trial.run(self._prompts, self._forced).chosen)
+        if not measured:
+            raise _Skip("heads attend to all of these few tokens, or to the newest alone")
+        return measured
 
     @property
     def leaves_out(self) -> bool | None:

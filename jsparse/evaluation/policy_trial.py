@@ -16,12 +16,13 @@ from jaxtyping import Array, Bool, Float32
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, KVCache, ReadOnly, StepView, replace_layer, truncate
+from jsparse.evaluation.selection_mass import covered
 from jsparse.hooks import State
 from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
 from jsparse.models.transformer import Decoder, Weights, weight_shapes
-from jsparse.policy import Policy, never_dense
+from jsparse.policy import Policy, never_dense, selected
 from jsparse.runtime import correct, prefill, room, rows
 from jsparse.runtime.compilation import inlined
 from jsparse.runtime.decode_step import decode_step
@@ -43,10 +44,12 @@ class TrialRows(NamedTuple):
 
 
 class LayerSelection(NamedTuple):
-    """Holds the selection of one step in one layer, and the number of tokens of each head."""
+    """Holds one step's selection in one layer, each head's length, and the results of `covered`."""
 
     selection: Selection
     lengths: Lengths
+    tokens: Float32[Array, "B K"]
+    mass: Float32[Array, "B K"]
 
 
 class TrialResult(NamedTuple):
@@ -232,8 +235,9 @@ def _step(
 
     def select(state: State, layer: int, q: Queries, view: StepView):
         choice = policy.select(state, layer, q, view)
-        if policy.dense_below is never_dense and isinstance(choice, tuple):
-            chosen.append(LayerSelection(choice[0], view.layers[layer].lengths))
+        if policy.dense_below is never_dense:
+            selection, held = selected(policy, state, choice)[0], view.layers[layer]
+            chosen.append(LayerSelection(selection, held.lengths, *covered(q, held, selection)))
         return choice
 
     watched = policy._replace(select=select)

@@ -216,3 +216,14 @@ def budget(budget: int = 1024) -> Policy:
         return jnp.mean(keys, axis=0, where=held[:, None])
 
     return page_policy(mean_key, score, budget)
+
+
+@builder
+def mass() -> Policy:
+    """Attends to the first page, whatever the query."""
+
+    def select(state, layer, q, view):
+        count = jnp.ones_like(view.layers[layer].lengths)
+        return Selection(jnp.zeros((*count.shape, 1), jnp.int32), count), None, state
+
+    return Policy(select)

@@ -16,7 +16,11 @@ from jsparse.policies.expressions import parse
 from jsparse.policies.own_code import with_budget
 
 # what else is seen of a policy that breaks a rule
-FOLLOWS = {"rows": {"alone"}, "finite": set(NAMES) - {"types", "runs", "owners", "selections"}}
+FOLLOWS = {
+    "rows": {"alone"},
+    "finite": set(NAMES) - {"types", "runs", "owners", "selections"},
+    **{name: {"mass"} for name in ("pool", "inactive")},  # they choose pages without the query
+}
 
 
 def checked(name, rules):
@@ -60,7 +64,8 @@ def test_methods_keep_all_rules(expression):
     assert found.broken == []
     assert (found.leaves_out is False) == (expression in ("dense()", "all_pages()"))
     asked = {finding.rule.name for finding in found.findings if finding.kept}
-    assert asked >= set(NAMES) - {"selections", "budget"}
+    assert asked >= set(NAMES) - {"selections", "budget", "mass"}
+    assert ("mass" in asked) == (found.leaves_out is True)
     assert "budget" in asked or outermost(expression) != "quest"
 
 
