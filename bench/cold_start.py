@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,6 @@ from bench.lib.arguments import report_parser
 from bench.lib.environment import REPOSITORY, describe
 from bench.lib.subprocesses import spread, write_report
 
-PORT = 8437
 # tokens of the prompt, new tokens
 CALLS = ((3, 8), (40, 8), (300, 8), (10, 200), (600, 100))
 # runs in either checkout, and so imports nothing of bench
@@ -89,12 +89,16 @@ def prompts(checkout: Path) -> dict[str, Any]:
 
 def serve(checkout: Path, policy: str) -> dict[str, float]:
     """Measures a server from its start until nothing is compiled any more."""
-    url, began = f"http://127.0.0.1:{PORT}", time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    url, began = f"http://127.0.0.1:{port}", time.monotonic()
     with tempfile.TemporaryDirectory() as cache:
-        arguments = ["-m", "jsparse", "serve", "smollm2", "--port", f"{PORT}", "--policy", policy]
+        arguments = ["-m", "jsparse", "serve", "smollm2", "--port", f"{port}", "--policy", policy]
         server = start(checkout, arguments, cache)
         try:
             while not healthy(url):
+                if server.poll() is not None:
+                    raise RuntimeError(f"{checkout}: the server has ended with {server.returncode}")
                 time.sleep(0.2)
             row = {"ready_seconds": time.monotonic() - began, "ready_cpu": cpu_seconds(server)}
             body = {"prompt": "Gravity is", "max_tokens": 8, "temperature": 0}

@@ -115,6 +115,16 @@ def test_nan_logits_are_an_error(params):
         generate(with_nan(params, 7), [[1, 2, 3], [1, 7]], max_new_tokens=4, eos_token_id=[])
 
 
+@pytest.mark.parametrize("place", [3, 70])
+def test_nan_anywhere_in_a_prompt_is_an_error(params, place):
+    """In a chunk before the last, and in the middle of the last."""
+    (prompt,) = random_prompts((80,), seed=4)
+    prompt = [5 if token == 7 else token for token in prompt]
+    prompt[place] = 7
+    with pytest.raises(FloatingPointError, match="prompt.0., token 0"):
+        generate(with_nan(params, 7), prompt, max_new_tokens=4, eos_token_id=[])
+
+
 # Shapes of results
 
 

@@ -202,9 +202,12 @@ def _shown() -> Iterator[Callable[[str, int, int], None]]:
                 of = "" if now.total is None else f", {now.completed:.0f} of {now.total:.0f}"
                 console.print(f"{now.description}{of}, {now.elapsed or 0:.0f} s")
 
+        lines = Thread(target=tell, daemon=True)
         if not on_terminal:
-            Thread(target=tell, daemon=True).start()
+            lines.start()
         try:
             yield report
         finally:
             ended.set()
+            if not on_terminal:
+                lines.join()

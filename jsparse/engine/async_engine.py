@@ -15,8 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from jsparse.engine.core import Engine
-from jsparse.engine.errors import EngineError
+from jsparse.engine.errors import EngineError, EngineFull
 from jsparse.engine.outputs import RequestOutput
+from jsparse.engine.program_keys import SamplingMode
 from jsparse.engine.request_state import RequestState
 from jsparse.engine.runner import choice_of
 from jsparse.models.checkpoint import Params, given_params
@@ -30,7 +31,7 @@ MAX_WAITING = 1024
 MAX_STALL_MS = 200.0
 STREAMS = 2**20
 # seconds between two looks at programs that are being compiled
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.25
 
 
 def drawn_seed() -> int:
@@ -105,6 +106,7 @@ class AsyncEngine:
         self._listeners: dict[str, _Listener] = {}
         self._awake = threading.Condition()
         self._closing = False
+        self._waiting, self._max_waiting = 0, max_waiting  # for programs in compilation
         # when the thread began its step; None while it sleeps
         self._began: float | None = None
         self._thread = threading.Thread(target=self._work, name="jsparse-engine", daemon=True)
@@ -169,9 +171,7 @@ class AsyncEngine:
             request = replace(request, stream=request.stream + nth % STREAMS)
             text = prompt if isinstance(prompt, str) else None
             del prompt, rows  # the request has them as an array
-            choice = choice_of(request)
-            while self.alive and not listener.aborted and self.engine.programs.coming(choice):
-                await asyncio.sleep(POLL_SECONDS)
+            await self._compiled(choice_of(request), listener)
             self._tell(lambda: self._add(request, name, text, listener))
             finished = False
             while not finished:
@@ -185,6 +185,25 @@ class AsyncEngine:
         finally:
             with suppress(EngineError):
                 self._tell(lambda: self._leave(name, listener))
+
+    async def _compiled(self, choice: SamplingMode, listener: _Listener) -> None:
+        """Waits for programs in compilation that a request would otherwise stall all others for.
+
+        Raises:
+            EngineFull: as many requests wait as may wait.
+        """
+        if not self.engine.programs.coming(choice):
+            return
+        if self._waiting >= self._max_waiting:
+            raise EngineFull(
+                f"{self._waiting} requests wait: must be at most max_waiting={self._max_waiting}"
+            )
+        self._waiting += 1
+        try:
+            while self.alive and not listener.aborted and self.engine.programs.coming(choice):
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            self._waiting -= 1
 
     async def abort(self, request_id: str) -> None:
         """Ends a request in any phase; its generator yields the answer so far and ends."""

@@ -124,9 +124,17 @@ class BlockPool:
         """
         for block in reversed(blocks):
             block.holders -= 1
-            if block.holders == 0:
+            if block.holders == 0 and self._blocks.get(block.key) is block:
                 self._idle[block.key] = block
                 self._idle_groups += len(block.groups)
+            elif block.holders == 0:
+                self._free.extend(reversed(block.groups))
+
+    def forget(self, blocks: Sequence[CacheBlock]) -> None:
+        """Hides blocks in use from later requests; their groups are free once they are dropped."""
+        for block in blocks:
+            if self._blocks.get(block.key) is block:
+                del self._blocks[block.key]
 
 
 def block_keys(ids: np.ndarray, block_tokens: int, root: str) -> list[bytes]:

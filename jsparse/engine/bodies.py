@@ -170,7 +170,7 @@ class Bodies:
         return PrefillCarry(
             cache,
             keep_inactive(policy, spec, ~asked.fresh, state, empty),
-            slots.hidden.at[asked.slots].get(mode="clip"),
+            jnp.where(asked.fresh[:, None], 0, slots.hidden.at[asked.slots].get(mode="clip")),
             tuple(
                 jnp.where(fresh, 0, each.at[asked.places].get(mode="clip"))
                 for each in slots.windows

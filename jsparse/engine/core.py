@@ -153,7 +153,7 @@ class Engine:
             choices: list[SamplingMode] = ["sampled"]
             if prepare == "logprobs":
                 choices.append("top")
-            # a CPU takes a minute for all, and can answer before that
+            # compiling all takes a minute on a CPU; requests need only the first of them
             new = self.programs.prepare(choices, wait=jax.default_backend() == "gpu")
         else:
             self.programs.require_evictable()
@@ -381,8 +381,10 @@ class Engine:
             updates.append(state)
             if builder.finish == "error":
                 logger.error("request %s: %s", state.request_id, NAN_LOGITS)
+                self.scheduler.memory.pool.forget(answer.blocks)
             if builder.finish is not None:
-                self.scheduler.stop(answer, builder.token_ids)
+                made = builder.token_ids if builder.finish != "error" else ()
+                self.scheduler.stop(answer, made)
                 if self._log is not None:
                     self._log.answered(number, builder)
                 if state.finished:

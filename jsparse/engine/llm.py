@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from jsparse.engine.core import Engine
 from jsparse.engine.outputs import RequestOutput
@@ -132,9 +132,9 @@ class LLM:
                 32; None lets that be chosen, from the drafts accepted and the time rounds took.
             record: a file for a log of all plans (jsparse.engine.plan_log).
             prepare: whether all programs, but those that return likely tokens, are compiled now
-                and not on first use; "logprobs": these, too. On a CPU those that any request needs
-                are waited for, and the rest are compiled in the background. None is true on a GPU,
-                which then also runs each once, since a first run takes longer.
+                and not on first use; "logprobs": also these. On a CPU this waits only for the
+                programs that any request needs; the rest are compiled in the background. None is
+                true on a GPU, which then also runs each once, since a first run takes longer.
             clock: returns the time in seconds.
             tensor_parallel_size: the number of devices that the model is spread over, each with
                 some of its heads; None is one, or those that `jsparse.load` has spread it over. The
@@ -247,10 +247,12 @@ class LLM:
             )
         return self._answer(list(talks), sampling_params, use_tqdm, on_output)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Names what vLLM's LLM has and this one lacks."""
-        reason = f": {METHODS[name]}" if name in METHODS else ""
-        raise AttributeError(f"LLM has no {name}{reason}", name=name, obj=self)
+    if not TYPE_CHECKING:  # which would take every name for an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raises AttributeError, with the reason for methods of vLLM's LLM that are missing."""
+            reason = f": {METHODS[name]}" if name in METHODS else ""
+            raise AttributeError(f"LLM has no {name}{reason}", name=name, obj=self)
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the model's tokenizer; raises ValueError if it has none."""
@@ -294,8 +296,8 @@ class LLM:
                     "on_output: must not call the LLM that calls it; collect the outputs, and call "
                     "it afterwards"
                 )
-            self._running = True
             try:
+                self._running = True
                 yield
             finally:
                 self._running = False

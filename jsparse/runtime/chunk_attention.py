@@ -137,8 +137,8 @@ def flash(
     It uses cuDNN's flash attention where the GPU and dtype allow, plain XLA elsewhere.
     """
     fused = has_flash(q.shape[-1], q.dtype)
-    if not fused and q.dtype == jnp.float16:
-        # jax asks for products of float16 with sums in float32, which XLA does not have on a CPU
+    if q.dtype == jnp.float16 and jax.default_backend() == "cpu":
+        # jax asks for products of float16 with sums in float32, which XLA lacks there
         q = q.astype(jnp.float32)
     o, lse = jax.nn.dot_product_attention(
         q,
@@ -182,8 +182,8 @@ def chunk_tokens(spec: CacheSpec) -> int:
     """Returns the number of tokens per prompt chunk, of each row of a cache of these sizes.
 
     It is large enough to fill the device, and small enough to keep activations and scores small. A
-    CPU compiles for longer than it computes, and has one size of chunks for each capacity: one that
-    pads no prompt by more than an eighth of the capacity.
+    CPU compiles for longer than it computes, and has one size of chunks for each capacity: no
+    prompt is padded by more than an eighth of the capacity, or 63 tokens.
     """
     maximum = _flash_tokens(spec.head_dim, spec.dtype) // spec.batch
     if jax.default_backend() == "cpu":

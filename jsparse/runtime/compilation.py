@@ -5,13 +5,14 @@ import inspect
 import logging
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
-from threading import Lock, Thread, get_native_id, local
+from threading import Event, Lock, Thread, get_native_id, local
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -61,6 +62,12 @@ _compilers = ThreadPoolExecutor(
 )
 # one alone: tracing is Python
 _tracer = ThreadPoolExecutor(1, thread_name_prefix="jsparse-trace")
+
+
+# set when the interpreter ends: queued programs are not compiled, finished ones are still stored
+_ending = Event()
+# runs before the function of concurrent.futures that waits for queued work
+threading._register_atexit(_ending.set)  # pyright: ignore[reportAttributeAccessIssue]
 # programs in compilation, by their form: all that determines the result
 _compiling: "dict[Any, Future[_Compiled]]" = {}
 # compiled programs in use, likewise
@@ -250,6 +257,8 @@ class Program:
     @own_settings()
     def _make(self, call: _Call, made: Future[Callable[..., Any]]) -> None:
         """Reads a program from disk, or passes it on to be traced."""
+        if _ending.is_set():
+            made.cancel()
         if made.cancelled():
             return
         try:
@@ -263,24 +272,26 @@ class Program:
             else:
                 self._trace(call, made, name)
         except BaseException as error:
-            made.set_exception(error)
+            made.set_exception(CancelledError() if _ending.is_set() else error)
 
     @own_settings()
     def _trace(self, call: _Call, made: Future[Callable[..., Any]], name: str | None) -> None:
         """Traces a program and passes it on to be compiled, unless nobody waits for it any more."""
+        if _ending.is_set():
+            made.cancel()
         if not made.set_running_or_notify_cancel():
             return
         try:
             lowered = self.lower(*call.given.args, **call.given.kwargs)
             # its text does not tell for which devices it is
-            of = self, tuple(shape[-1] for shape in call.key[2])
+            of = self, settings(), tuple(shape[-1] for shape in call.key[2])
             finish = partial(_finish, made, name, self._of_several)
             if call.plain:
                 _compilers.submit(_compile, lowered, of, finish)
             else:
                 _compile(lowered, of, finish)
         except BaseException as error:
-            made.set_exception(error)
+            made.set_exception(CancelledError() if _ending.is_set() else error)
 
     def _stored(self, call: _Call) -> tuple[str | None, Stored | None]:
         """Returns the name of a program on disk, if it may be stored, and what is stored there."""
@@ -297,13 +308,15 @@ class Program:
 @own_settings()
 def _compile(lowered: Any, of: Any, finish: "Callable[[Future[_Compiled]], None]") -> None:
     """Compiles a program, or waits for one of the same form, and passes it on."""
+    if _ending.is_set():
+        return
     _compiled(lowered, of).add_done_callback(finish)
 
 
 def _compiled(lowered: Any, of: Any = None) -> "Future[_Compiled]":
     """Compiles a program, or returns the future of one of the same form that has been compiled.
 
-    `of` is the rest of what they must have in common. Static arguments often make no difference, as
+    `of`: the other parts of their key. Static arguments often make no difference, as
     one for policies which this policy ignores.
     """
     text = lowered.as_text().encode()

@@ -1,4 +1,4 @@
-"""Holds interrupts back while work must not be left half done, and loses none of a command's."""
+"""Holds interrupts back while work must not be left half done, and keeps them from being lost."""
 
 import _thread
 import os
@@ -33,7 +33,7 @@ def interrupts_wait() -> Iterator[None]:
 
 
 def lose_no_interrupts() -> None:
-    """Lets Ctrl-C end a command at any time; to be called before jax is imported.
+    """Makes Ctrl-C end a command at any time; to be called before jax is imported.
 
     Python drops the exception of a callback, such as jax's of the garbage collector, and an
     extension module may drop one while it is imported. A user's or shell's own handler stays.
@@ -44,8 +44,8 @@ def lose_no_interrupts() -> None:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    """Raises KeyboardInterrupt, or exits within an import, which has nothing to clean up."""
-    while frame is not None:
+    """Raises KeyboardInterrupt, or exits while jax is imported: nothing is to be cleaned up."""
+    while frame is not None and not hasattr(sys.modules.get("jax"), "jit"):
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             os._exit(128 + number)
         frame = frame.f_back

@@ -43,7 +43,8 @@ class PrefillCarry(NamedTuple):
 
     Attributes:
         cache, state: the cache and the policy's state so far.
-        last_hidden: the hidden state of each row's newest token.
+        last_hidden: the hidden state of each row's newest token; NaN once any token's is not
+            finite, since the cache does not hold NaN.
         windows: the last W queries of each row, per layer; empty if the policy wants none.
     """
 
@@ -169,10 +170,14 @@ def prefill_chunk(
 
     hidden = hidden_states(decoder, weights, tokens, positions, attend)
     newest = jnp.take_along_axis(hidden, jnp.maximum(valid - 1, 0)[:, None, None], axis=1)[:, 0]
+    newest = jnp.where((valid > 0)[:, None], newest, carry.last_hidden)
+    padding = jnp.arange(tokens.shape[1]) >= valid[:, None]
+    sound = jnp.all(jnp.isfinite(hidden).all(-1) | padding, axis=1)
+    sound &= jnp.all(jnp.isfinite(carry.last_hidden), axis=1)
     return PrefillCarry(
         without_host(cache)._replace(positions=before + valid),
         state,
-        jnp.where((valid > 0)[:, None], newest, carry.last_hidden),
+        jnp.where(sound[:, None], newest, jnp.nan),
         tuple(windows),
     )
 

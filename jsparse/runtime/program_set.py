@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -114,7 +114,7 @@ class ProgramSet:
     def compile(self, wanted: Iterable[ProgramKey], logger: logging.Logger) -> list[ProgramKey]:
         """Compiles programs and waits for them; an interrupt does not wait for the rest.
 
-        Returns those that nobody had asked for before.
+        Returns the newly requested ones.
         """
         wanted = [*wanted]
         new = [each for each in wanted if each not in self._made]
@@ -128,6 +128,8 @@ class ProgramSet:
                 _, pending = wait(pending, LOG_SECONDS, return_when=FIRST_EXCEPTION)
                 for job in jobs - pending:
                     job.result()
+            for job in jobs:
+                job.result()
         except BaseException:
             for each in new:
                 if self._made[each].cancel():
@@ -138,5 +140,6 @@ class ProgramSet:
 
 def _log_error(key: ProgramKey, job: Future[Callable[..., Any]]) -> None:
     """Logs that a program cannot be compiled: callers that need it get the error, too."""
-    if not job.cancelled() and job.exception() is not None:
-        logger.warning("%s cannot be compiled: %r", key, job.exception())
+    error = None if job.cancelled() else job.exception()
+    if error is not None and not isinstance(error, CancelledError):
+        logger.warning("%s cannot be compiled: %r", key, error)

@@ -288,6 +288,20 @@ def test_nan_logits_end_their_request_alone(caplog):
     assert_at_rest(llm)
 
 
+def test_no_request_gets_blocks_of_a_prompt_with_nan():
+    """Wherever the NaN is: the cache holds zeros in its place."""
+    llm = tiny_llm(params=with_nan(tiny_params(num_layers=2), 7), ladder=LADDER)
+    for place in (0, 20, 37):
+        prompt = [13] * 41
+        prompt[place] = 7
+        for _ in range(2):
+            (out,) = llm.generate(prompt, greedy(9))
+            assert (out.outputs[0].finish_reason, out.num_cached_tokens) == ("error", 0), place
+    assert_at_rest(llm)
+    (out,) = llm.generate([13] * 41, greedy(9))
+    assert out.outputs[0].finish_reason == "length"
+
+
 @pytest.mark.parametrize("where", ["dispatch", "results"])
 def test_an_error_of_the_device_fails_all_requests_and_the_engine(where, monkeypatch):
     llm = tiny_llm()
