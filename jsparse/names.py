@@ -17,8 +17,8 @@ class Refusal(NamedTuple):
     """Holds the reason why an option is refused.
 
     Attributes:
-        rule: the alternative, as a sentence goes on after the option's name and value; {value} in
-            it stands for the value.
+        rule: the alternative, as a sentence goes on after the option's name and value; {value} is
+            replaced by the value.
         nothing: the value at which the option does nothing, beside None.
     """
 
@@ -106,8 +106,8 @@ LOAD: Mapping[str, Refusal] = {
     "load_in_4bit": Refusal('weights="q8_0" keeps them in 8 bits', False),
     "load_in_8bit": Refusal('weights="q8_0" keeps them in 8 bits', False),
     "low_cpu_mem_usage": Refusal("tensors are always read one by one", True),
-    "quantization": Refusal('only weights="q8_0" is there'),
-    "quantization_config": Refusal('only weights="q8_0" is there'),
+    "quantization": Refusal('only weights="q8_0" is supported'),
+    "quantization_config": Refusal('only weights="q8_0" is supported'),
     "rope_scaling": Refusal("write it into the config.json of a folder of your own", {}),
     "token": Refusal("log in with `hf auth login`, or set HF_TOKEN"),
     "torch_dtype": Refusal('use dtype, such as dtype="bfloat16"'),

@@ -208,7 +208,7 @@ class Policy(NamedTuple):
 
     @property
     def reads_last(self) -> bool:
-        """Whether `prefill` can tell the last chunk of a prompt from others."""
+        """Whether a `prefill` hook receives `view.last`."""
         return self.prefill is not _keep_state
 
     @property

@@ -22,7 +22,7 @@ _GGUF_NAMES = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-# settings of transformers that would change a text, with the values that change none
+# settings of transformers that affect text, with their neutral values
 _UNSUPPORTED = {
     "num_beams": 1,
     "no_repeat_ngram_size": 0,

@@ -122,7 +122,7 @@ def _add_stated_tokens(core: tokenizers.Tokenizer, config: Mapping[str, Any], fo
     """Adds the tokens of added_tokens_decoder, whose flags win over those of tokenizer.json.
 
     As in transformers, a new token gets the next id, whatever id is stated, and added_tokens.json
-    stands in where there is no added_tokens_decoder.
+    is used if added_tokens_decoder is missing.
 
     Raises:
         ValueError: it is no object of tokens.

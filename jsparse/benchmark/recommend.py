@@ -79,7 +79,7 @@ def _measured(
     report: OnPart,
     tell: Callable[[str], Any],
 ) -> dict[str, Any]:
-    """Measures what the store lacks; arguments and result are as for `recommend`."""
+    """Measures the missing entries; arguments and result are as for `recommend`."""
     resumed = bool(store.entries)
     if resumed:
         tell(f"An unfinished run goes on: {store.journal}")

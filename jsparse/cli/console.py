@@ -38,7 +38,7 @@ def quiet_jax() -> None:
 
 
 def write_any_text() -> None:
-    """Lets standard output replace characters that its encoding lacks, instead of failing."""
+    """Makes standard output replace characters that its encoding lacks, instead of failing."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 

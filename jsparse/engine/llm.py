@@ -112,7 +112,8 @@ class LLM:
                 runs the smallest that fits. None is 8, 16, … and all on a GPU, 1 and all on a CPU.
             prefill_rows: the numbers of prompts that programs read short chunks of, ascending from
                 1; None is 1 and 8 on a GPU, 1 on a CPU.
-            ladder: the sizes of prompt chunks, as (position, size) pairs, from position 0 on.
+            ladder: the sizes of prompt chunks, as (position, size) pairs, from position 0 on;
+                None: 512 and more on a GPU, by the model, and 64 on a CPU.
             max_stall_ms: the milliseconds for which an answer may wait for its next tokens while
                 prompts are read, as far as chunks of the ladder's sizes allow, and twice those that
                 a decode program takes; 0 is one step at a time, after each chunk. None, the fastest

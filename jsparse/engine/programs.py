@@ -135,7 +135,7 @@ class Programs(ProgramSet):
         return new
 
     def coming(self, choice: SamplingMode) -> bool:
-        """Returns whether programs that choose tokens so are prepared but still being compiled.
+        """Returns whether prepared programs of this sampling mode are still being compiled.
 
         A request that needs one would stall all others until then.
         """

@@ -39,8 +39,8 @@ def covered(
 ) -> tuple[Float32[Array, "B K"], Float32[Array, "B K"]]:
     """Returns the shares that each head's selection covers of the tokens before the newest.
 
-    The first is the share of their number, which is also the mass that a random choice of as many
-    has on average; the second is the share of dense attention's mass on them.
+    The first is the share of their number, which is also the mass that a random selection of the
+    same size has on average; the second is the share of dense attention's mass on them.
     """
     older = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None] - 1
     listed = older & token_mask(

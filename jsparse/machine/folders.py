@@ -27,7 +27,7 @@ def cache_folder() -> Path:
 def distrust(folder: Path) -> str | None:
     """Returns the reason why code in a folder must not be run, or None.
 
-    Whoever can write there could run code as this user. A folder that does not exist passes.
+    Write access there allows running code as this user. A folder that does not exist passes.
     """
     if os.name != "posix":
         return None

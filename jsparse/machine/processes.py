@@ -2,7 +2,7 @@
 
 Tensors go from device to device as XLA sends them. What else processes have to tell each other goes
 over one TCP connection each from process 0, which plans, to the others. Both ends read all the
-time, and send a beat every few seconds: where one ends without a word, or hangs, the other ends
+time, and send a beat every few seconds: if one ends or hangs, the other ends
 within seconds, whatever it waits for.
 """
 
@@ -32,8 +32,8 @@ MEETING, NOTICED = 300, 8
 BEAT, SILENT = 2.0, 16.0
 # until XLA ends this process, with a stack trace: later than SILENT, which ends it with a line
 XLA_NOTICED = 4 * NOTICED
-_ENDED = "{} has ended, without which this one cannot go on"
-_HUNG = "{} has not been heard of for {:g} seconds, without which this one cannot go on"
+_ENDED = "{} has ended; this process cannot continue without it"
+_HUNG = "{} has sent nothing for {:g} seconds; this process cannot continue without it"
 _ADDRESS_BYTES = 1024
 _HEAD = struct.Struct("!II")
 
@@ -158,7 +158,7 @@ class Peer:
                     self.ended = self.ended or "end" in value
                     if "beat" not in value:
                         self.messages.put((value, _arrays(shapes, body)))
-        except BlockingIOError:  # SO_RCVTIMEO; one that was told to end has nothing more to send
+        except BlockingIOError:  # SO_RCVTIMEO; silence is expected after an "end" message
             why = _HUNG.format(self.name, SILENT)
         except TimeoutError:  # of TCP: its host is gone, or it reads nothing
             why = _HUNG.format(self.name, NOTICED)

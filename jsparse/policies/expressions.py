@@ -27,7 +27,7 @@ ALIASES = {
     "topk": "oracle_top_k",
     "topp": "oracle_top_p",
 }
-# other projects' methods that are not here, with the nearest of ours
+# methods of other projects that are not implemented, with the nearest of ours
 ABSENT = {
     "chunkkv": "snapkv",
     "compactor": "snapkv",
@@ -184,10 +184,10 @@ def _refuse_bare(name: str, function: Callable[..., Any], node: ast.expr, expres
 
 
 def _meant(name: str) -> str:
-    """Returns a hint to the policy that a name stands for, is near to or misspells, or ""."""
+    """Returns a hint to the policy that a name abbreviates, resembles or misspells, or ""."""
     plain = re.sub(r"(press|cache)$|[\W_]", "", name.lower())
     if plain in ABSENT:
-        return f"not here, the nearest is {ABSENT[plain]}"
+        return f"not implemented; the nearest is {ABSENT[plain]}"
     known = {policy.replace("_", ""): policy for policy in POLICIES} | ALIASES
     near = difflib.get_close_matches(plain, known, n=1, cutoff=0.75)
     return f"did you mean {known[near[0]]}?" if near else ""

@@ -67,8 +67,8 @@ def answers(
     """Decodes the answers to prompts that the session has read.
 
     `began` and `waits` are `clock` and `waited` when the prompts were given. `questions` are tokens
-    that follow each prompt and that decode steps take in, one by one, before they answer greedily:
-    a policy that compresses the prompt does not know them then.
+    that follow each prompt and that decode steps process one by one, before they answer greedily: a
+    policy that compresses the prompt has not seen them.
     """
     tokenizer = session.params.tokenizer
     turns = [()] * len(asked) if questions is None else questions

@@ -446,7 +446,7 @@ def waited() -> float:
 
 
 def clock() -> float:
-    """Returns a time in seconds that stands still while this thread waits for programs."""
+    """Returns a time in seconds that excludes the time that this thread waits for programs."""
     return time.perf_counter() - waited()
 
 

@@ -1,4 +1,4 @@
-"""Lets pages of other origins use a server from a browser (CORS), where it was started for that."""
+"""Allows pages of configured origins to use a server from a browser (CORS)."""
 
 import re
 from collections.abc import Iterable, Set

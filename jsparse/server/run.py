@@ -24,7 +24,7 @@ from jsparse.server.descriptors import Room, bounds
 from jsparse.server.front import Front, Options
 from jsparse.server.service import Service
 
-# of all answers: what is sent as JSON, events or text is never taken for something else
+# of all answers: browsers must not guess another content type
 HEADERS = [("X-Content-Type-Options", "nosniff")]
 POLL_SECONDS = 0.05
 # seconds that connections may still take once all requests are answered

@@ -112,7 +112,7 @@ def test_a_process_that_ends_without_a_word_ends_the_others(gone, half):
     there.sendall(half)
     there.close()
     wait_for(lambda: gone)
-    assert gone == ["process 1 has ended, without which this one cannot go on"]
+    assert gone == ["process 1 has ended; this process cannot continue without it"]
 
 
 @pytest.mark.parametrize("part", [b"", b"\0\0\0\5", b"\0\0\0\5\0\0\0\0[1"])
@@ -124,7 +124,7 @@ def test_a_process_that_hangs_ends_the_others(gone, monkeypatch, part):
     with there:
         there.sendall(part)
         wait_for(lambda: gone)
-    wanted = "process 1 has not been heard of for 0.05 seconds, without which this one cannot go on"
+    wanted = "process 1 has sent nothing for 0.05 seconds; this process cannot continue without it"
     assert gone == [wanted]
 
 
@@ -137,7 +137,7 @@ def test_a_host_that_is_gone_ends_the_others(gone, monkeypatch):
     Peer(here, "process 1")
     with there:
         wait_for(lambda: gone)
-    wanted = "process 1 has not been heard of for 8 seconds, without which this one cannot go on"
+    wanted = "process 1 has sent nothing for 8 seconds; this process cannot continue without it"
     assert gone == [wanted]
 
 
@@ -191,7 +191,7 @@ def test_an_end_before_the_beginning_ends_all(linked, capsys):
     with pytest.raises(SystemExit, match="1"):
         other.everyone("free memory", 5)
     said = capsys.readouterr().err
-    assert said == "jsparse: process 0 has ended, without which this one cannot go on\n"
+    assert said == "jsparse: process 0 has ended; this process cannot continue without it\n"
 
 
 def test_after_the_end_nobody_is_missed(linked, gone):
@@ -382,7 +382,7 @@ def test_a_process_that_dies_ends_the_other_with_one_line(two, killed):
     lines = both.complained(1 - killed).splitlines()
     (line,) = (line for line in lines if line.startswith("jsparse: "))
     assert line.startswith(f"jsparse: process {killed}")
-    assert line.endswith("has ended, without which this one cannot go on")
+    assert line.endswith("has ended; this process cannot continue without it")
 
 
 @pytest.mark.slow
@@ -396,7 +396,7 @@ def test_a_process_that_hangs_ends_the_other_with_one_line(two, stopped):
     (line,) = (line for line in lines if line.startswith("jsparse: "))
     assert line.startswith(f"jsparse: process {stopped}")
     # 8 seconds where something was on its way to it
-    words = "has not been heard of for (8|16) seconds, without which this one cannot go on"
+    words = "has sent nothing for (8|16) seconds; this process cannot continue without it"
     assert re.search(f"{words}$", line), line
 
 

@@ -15,8 +15,8 @@ PREFIX = "jsparse-router-"
 def socket_folder() -> Iterator[Path]:
     """Yields a new folder of this user alone, and removes it in the end.
 
-    A router locks its folder as long as it lives, so that another one sees that it does, also from
-    another container.
+    A router holds a lock on its folder; others, also in other containers, remove unlocked ones
+    alone.
     """
     _sweep()
     while True:

@@ -10,7 +10,7 @@ from jsparse.server.replicas.replica import Replica
 
 
 class Pictures:
-    """The newest pictures of replicas, which send them as long as a client looks.
+    """The newest pictures of replicas, which send them while a client is connected to /live.
 
     Attributes:
         newest: the picture of each replica that has sent one, by its number.

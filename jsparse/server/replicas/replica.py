@@ -97,7 +97,7 @@ class Replica:
         began = asked = time.monotonic()
         running, heard, silent = False, False, 0
         while True:
-            alive = process.alive  # first: what it has told may be its last word
+            alive = process.alive  # first: its last message may arrive after its end
             told = process.told()
             if isinstance(told, About):
                 self.about, self.ready, running, heard = told, True, True, True
