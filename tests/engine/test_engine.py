@@ -297,6 +297,8 @@ def test_no_request_gets_blocks_of_a_prompt_with_nan():
         for _ in range(2):
             (out,) = llm.generate(prompt, greedy(9))
             assert (out.outputs[0].finish_reason, out.num_cached_tokens) == ("error", 0), place
+    while not llm.engine.idle:
+        llm.engine.step()
     assert_at_rest(llm)
     (out,) = llm.generate([13] * 41, greedy(9))
     assert out.outputs[0].finish_reason == "length"

@@ -66,6 +66,7 @@ def test_the_host_waits_for_long_programs_before_it_plans_the_next(maximum, ahea
 def test_all_programs_can_be_compiled_ahead():
     """What follows compiles nothing, whatever it brings."""
     llm = tiny_llm(prepare=True, steps_per_program=2, ladder=((0, 32),))
+    llm.engine.prepare(["sampled"])  # which waits for the rest
     before = llm.engine.programs.compiled
     assert before <= 21
     llm.generate(PROMPTS, greedy(5))
