@@ -4,8 +4,7 @@ import inspect
 
 import pytest
 
-import jsparse
-from jsparse import LLM, SamplingParams, names
+from jsparse import SamplingParams, names
 from jsparse.names import Refusal, takes
 
 pytestmark = pytest.mark.pure
@@ -71,20 +70,6 @@ def test_the_signature_lists_every_option():
     assert str(inspect.signature(Model)) == (
         "(path, *, eager: bool = False, seats: int = 4, share: float = 0.9)"
     )
-
-
-def test_a_rule_may_repeat_the_value():
-    with pytest.raises(ValueError, match=r"\[prompt\] \* 2, or SamplingParams\(n=2\)"):
-        jsparse.generate(None, "a", num_return_sequences=2)
-
-
-@pytest.mark.parametrize("name", names.METHODS)
-def test_methods_of_vllm_s_llm_are_refused_by_name(name):
-    llm = object.__new__(LLM)
-    with pytest.raises(AttributeError) as error:
-        getattr(llm, name)
-    assert str(error.value) == f"LLM has no {name}: {names.METHODS[name]}"
-    assert not hasattr(llm, "no_such")
 
 
 @pytest.mark.parametrize("name", names.SAMPLING)

@@ -479,3 +479,17 @@ def test_a_share_is_never_above_one(params, monkeypatch):
     # a policy of its own, since programs are kept by policy
     stats = generate(params, TEXTS[1], policy=dense()._replace(name="over")).stats
     assert stats.attended_fraction == stats.read_fraction == 1.0
+
+
+def test_a_rule_may_repeat_the_value():
+    with pytest.raises(ValueError, match=r"\[prompt\] \* 2, or SamplingParams\(n=2\)"):
+        jsparse.generate(None, "a", num_return_sequences=2)
+
+
+@pytest.mark.parametrize("name", names.METHODS)
+def test_methods_of_vllm_s_llm_are_refused_by_name(name):
+    llm = object.__new__(jsparse.LLM)
+    with pytest.raises(AttributeError) as error:
+        getattr(llm, name)
+    assert str(error.value) == f"LLM has no {name}: {names.METHODS[name]}"
+    assert not hasattr(llm, "no_such")
