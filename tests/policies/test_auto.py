@@ -115,7 +115,12 @@ def test_only_a_policy_is_parsed_as_one():
 @pytest.mark.slow
 def test_it_runs_densely_where_there_is_little_to_save(measured):
     made = jsparse.generate(
-        tiny_params(num_layers=1), PROMPT, max_new_tokens=4, policy="auto", page_size=8
+        tiny_params(num_layers=1),
+        PROMPT,
+        max_new_tokens=4,
+        policy="auto",
+        page_size=8,
+        max_length=64,
     )
     assert made.stats.policy == "dense()"
 
