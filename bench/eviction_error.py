@@ -49,13 +49,18 @@ from jsparse.runtime.sampling import forced
 from jsparse.runtime.session import Session
 
 WINDOW, PERIOD, STEPS_PER_MEAN = 32, 128, 8
-MERGE = ("True", "False")
 SCORED = ("attention", "snapkv", "r_kv")  # h2o needs the attention of every step of a real run
-RULES = ("joint", "uniform", "n_star", "calibrated")
+RULES = {  # whether slots may be merged
+    "joint": (True, False),
+    "uniform": (True, False),
+    "n_star": (True,),
+    "calibrated": (True,),
+    "union": (True, False),
+}
 
 
 def expressions(budget: int, metrics: Sequence[str], rules: Sequence[str]) -> list[str]:
-    """Returns hard_kv by metric and budget rule, each with and without merging.
+    """Returns hard_kv by metric and budget rule, with and without merging where both can be.
 
     Every metric runs under the first rule and, where it is one of them, under "calibrated"; the
     first metric runs under all.
@@ -70,7 +75,7 @@ def expressions(budget: int, metrics: Sequence[str], rules: Sequence[str]) -> li
     return [
         f"hard_kv({bounds}, metric={metric!r}, budgets={rule!r}, merge={merge})"
         for metric, rule in pairs
-        for merge in MERGE
+        for merge in RULES[rule]
     ]
 
 
@@ -314,7 +319,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=512, help="decode steps (default 512)")
     parser.add_argument("--budget", type=int, help="slots per head (default an eighth of --prompt)")
     parser.add_argument("--metrics", nargs="+", choices=SCORED, default=SCORED)
-    parser.add_argument("--budgets", nargs="+", choices=RULES, default=RULES)
+    parser.add_argument("--budgets", nargs="+", choices=RULES, default=list(RULES))
     args = parser.parse_args()
     environment, params = describe(allow_modified=args.allow_modified), load("smollm2")
     tokens, length = text_tokens(params), args.prompt + args.steps

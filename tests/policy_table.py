@@ -105,6 +105,7 @@ TABLE = (
     "hard_kv(budget=9, period=5, window=4, sink=1, metric='r_kv', budgets='uniform')",
     "hard_kv(floor=7, cap=12, p=0.5, period=6, window=3, sink=2, metric='h2o', budgets='n_star')",
     "hard_kv(floor=7, cap=14, p=0.7, period=4, window=4, sink=2, budgets='calibrated')",
+    "hard_kv(floor=7, cap=14, p=0.6, period=5, window=3, sink=2, budgets='union', merge=False)",
     "hard_kv(budget=8, floor=7, cap=12, period=5, window=4, sink=2, patience=2)",
 )
 

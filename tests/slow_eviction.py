@@ -259,13 +259,66 @@ def joint(budget, min_count, max_count):
 def num_needed(weights, p):
     """The number of the heaviest weights that carry the share p."""
     sums = np.cumsum(np.sort(weights)[::-1])
-    return 0 if not len(sums) or not sums[-1] else int(np.argmax(sums >= p * sums[-1])) + 1
+    return (
+        0 if p <= 0 or not len(sums) or not sums[-1] else int(np.argmax(sums >= p * sums[-1])) + 1
+    )
 
 
-def n_star(p, min_count, max_count):
-    """The fewest slots that carry p of real attention, whatever the scores."""
+def needed_of(shares, lost, p):
+    """The fewest of `shares`, heaviest first, without which no more than 1 - p is lost.
+
+    `lost` is the share of what was dropped before.
+    """
+    order = np.sort(shares)[::-1]
+    for count in range(len(order) + 1):
+        if lost + order[count:].sum() <= 1 - p:
+            return count
+    return len(order)
+
+
+def lost_by(seen: Seen, merged):
+    """The share of attention of the merged slot; 0 where no slot competes."""
+    return attention_to_all(seen, [merged])[0] if seen.competing else 0.0
+
+
+def n_star(p, min_count, max_count, merged):
+    """The fewest slots that bring what is kept to p of real attention, whatever the scores.
+
+    `merged` is the place of the merged slot.
+    """
+
+    def counts(scores, seen):
+        return [
+            int(
+                np.clip(needed_of(attention_to_all(x), lost_by(x, merged), p), min_count, max_count)
+            )
+            for x in seen
+        ]
+
+    return counts
+
+
+def union_scores(p):
+    """Attention among the competing slots, and 1 more for those in any query's own top-p."""
+
+    def score(seen):
+        marked = np.zeros(len(seen.keys))
+        held = len(seen.keys)
+        for age, group in zip(reversed(range(len(seen.window))), seen.window, strict=True):
+            keys, bias = seen.keys[: held - age], seen.head.bias[: held - age]
+            for q in group:
+                weights = softmax(np.add(logits_of(q, keys), bias))
+                best = np.argsort(-weights)
+                marked[best[: num_needed(weights, p)]] = 1
+        return attention(seen) + marked[seen.competing]
+
+    return score
+
+
+def marked(min_count, max_count):
+    """As many slots as have a score of 1 or more."""
     return lambda scores, seen: [
-        int(np.clip(num_needed(attention(x), p), min_count, max_count)) for x in seen
+        int(np.clip(np.sum(np.asarray(x) >= 1), min_count, max_count)) for x in scores
     ]
 
 
@@ -294,17 +347,25 @@ def logarithm(scores):
         return np.log(scores)
 
 
-def calibrated(p, min_count, max_count, logits=logarithm):
-    """What top-p keeps of Ŝ, at the temperature found first: there it is n* of real attention."""
+def calibrated(p, min_count, max_count, merged, logits=logarithm):
+    """What top-p keeps of Ŝ, at the temperature found first: there it is n* of real attention.
+
+    Of Ŝ it keeps the share that the competing slots must keep of their attention.
+    """
 
     def counts(scores, seen):
         found = []
         for own, x in zip(scores, seen, strict=True):
-            count = num_needed(attention(x), p)  # 0 where no slot competes
-            if count and x.head.temperature is None:
-                x.head.temperature = solved(logits(own), count, p)
-            elif count:
-                count = at_temperature(logits(own), x.head.temperature, p)
+            count = 0
+            if x.competing:
+                shares, lost = attention_to_all(x), lost_by(x, merged)
+                share = 1 - max(1 - p - lost, 0) / shares.sum()
+                needed = needed_of(shares, lost, p)
+                if x.head.temperature is None:
+                    x.head.temperature = solved(logits(own), needed, share)
+                    count = needed
+                else:
+                    count = at_temperature(logits(own), x.head.temperature, share)
             found.append(int(np.clip(count, min_count, max_count)))
         return found
 

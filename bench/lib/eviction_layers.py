@@ -202,8 +202,8 @@ def compression_jobs(batch: int, sizes: LayerSizes) -> list[Job]:
         for budgets, merge in (
             ("uniform", False),
             ("joint", False),
-            ("calibrated", False),
             ("joint", True),
+            ("calibrated", True),
         )
     }
     typical = replayed_lengths(batch, 0, sizes)
@@ -284,8 +284,8 @@ def part_jobs(batch: int, sizes: LayerSizes, *, on_gpu: bool) -> list[Job]:
 
     def counting(rule):
         def count(layer, _, __, scores):
-            temperatures = jnp.zeros(scores.shape[:2])
-            return rule(scores, competing(layer), temperatures, lambda: scores)[0]
+            none = jnp.zeros(scores.shape[:2])
+            return rule(scores, competing(layer), none, lambda: rules.Attended(scores, none))[0]
 
         return count
 

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from bench.lib.equal_reads import BY_SHARE
-from jsparse.policies.hard_kv import Metric
 
 BUDGETS, MASSES = (128, 256, 512, 1024, 2048), (0.8, 0.9, 0.95, 0.99)
 # jsparse calibrate-channels --text bench/README.md --tokens 4096, at revision 5ba8027
@@ -50,7 +49,9 @@ TIDAL_DENSE = 4 / 30  # the share of layers that are dense then
 PAGE = 16
 RULE = "candidates='threshold', exact=True"  # the paper's, of LFPS
 AT_BUDGET = "joint", "uniform"  # rules of hard_kv
-SHARES = (0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+METRICS = "attention", "snapkv", "r_kv"
+SHARES = (0.8, 0.85, 0.9, 0.95)
+UNION_SHARES = (0.3, 0.5, 0.7, 0.8, 0.9)  # of each query of the window
 DUO_RETRIEVAL = 11 / 90  # the share of retrieval heads in direct.safetensors
 GATE_FILES = "hard_kuma.safetensors", "direct.safetensors"
 DENSITIES = "hard_kuma", "hard_kuma_quarter", "hard_kuma_half"  # of retrieval heads: 12.5 % first
@@ -187,10 +188,15 @@ def ablation(gates: Path, length: int) -> tuple[str, ...]:
 
     return tuple(
         policy
-        for metric in get_args(Metric)
+        for metric in METRICS
         for policy in (
             *(made(metric, rule, merge=merge) for rule in AT_BUDGET for merge in (True, False)),
-            *(made(metric, rule, p=p) for rule in BY_SHARE for p in SHARES),
+            *(
+                made(metric, rule, p=p)
+                for rule in BY_SHARE
+                if rule != "union" or metric == "attention"
+                for p in (UNION_SHARES if rule == "union" else SHARES)
+            ),
         )
     )
 

@@ -6,11 +6,11 @@ with a logit that is never above theirs together (jsparse.policies.eviction.merg
 
 Paper: "HARD-KV: Head-Adaptive Regularization for Decoding-time KV Compression".
 
-Where we differ: slots are shared out among a layer's heads together ("joint", as in Ada-KV), where
-the paper counts by top-p of each head's metric, calibrated towards real attention. That is an
-option, "calibrated"; "n_star" is what it is calibrated to. The paper's tier of masked pages is
-`patience`. Of the paper the abstract, the captions of the figures and pieces of its text were there
-to build on; its published code computes something else (docs/papers/hard_kv.md).
+Where we differ: by default a layer's heads share its slots ("joint", as in Ada-KV), where the paper
+counts by top-p of each head's metric, calibrated towards real attention. That is an option,
+"calibrated"; "n_star" counts by attention itself, towards which it calibrates, and "union" as the
+paper's published code does. The paper's tier of masked pages is `patience`. We built from the
+paper's abstract, the captions of its figures and pieces of its text (docs/papers/hard_kv.md).
 """
 
 import functools
@@ -24,13 +24,14 @@ from jsparse.hyper_parameters import flag, fraction, one_of, whole_number
 from jsparse.policies.eviction import budgets as rules
 from jsparse.policies.eviction.engine import evicting
 from jsparse.policies.eviction.settings import ScoreFn, Settings
+from jsparse.policies.eviction.top_p import or_in_top_p
 from jsparse.policies.h2o import SUMS, accumulated
 from jsparse.policies.r_kv import IMPORTANCE, important_and_rare
 from jsparse.policies.snapkv import POOL, POOLING, pooled_attention
 from jsparse.policy import Policy
 
 Metric = Literal["attention", "snapkv", "r_kv", "h2o"]
-Budgets = Literal["joint", "uniform", "n_star", "calibrated"]
+Budgets = Literal["joint", "uniform", "n_star", "calibrated", "union"]
 # as many last queries as lie within a question; of more, most belong to the text before it
 QUESTION = 8
 
@@ -58,20 +59,24 @@ def hard_kv(
 
     Args:
         budget: the slots per KV head, on average over a layer's heads with budgets="joint", of each
-            with "uniform"; the other two do not use it.
+            with "uniform"; the others do not use it.
         floor: the least slots of a head, where heads differ.
         cap: the most slots of a head, where heads differ.
-        p: the share of the window's attention by which "n_star" and "calibrated" count.
+        p: the share of the window's attention that a head keeps with "n_star" and "calibrated",
+            counted over all that it holds or ever dropped; with "union" the share that each query
+            of the window keeps of its attention to all that the head holds.
         period: new tokens of a row between compressions.
         window: the number of newest tokens whose queries score the others.
         sink: the number of first tokens that are kept.
         metric: the way slots are scored: by the window's "attention" among those that compete, or
             as in "snapkv", "r_kv" or "h2o".
         budgets: the way slots are shared out: "joint" gives a layer's heads their best together,
-            "uniform" all heads the same, "n_star" each as many as carry p of the attention,
-            "calibrated" as many as carry p of the metric's softmax, whose temperature is found
-            once, so that they are as many as those.
-        merge: whether what is dropped is merged into one slot.
+            "uniform" all heads the same, "n_star" each the fewest that keep the share p of
+            attention, "calibrated" as many by the metric's softmax, whose temperature is found at
+            the first compression, so that they are as many as those, and "union" all slots that
+            some query of the window has in its own top-p.
+        merge: whether what is dropped is merged into one slot; "n_star" and "calibrated" need it,
+            since its share of attention is that of all they dropped.
         patience: the compressions for which the `period` best that a head would drop wait unread.
         recent: the number of newest tokens that are kept, at least the window; None is the window.
 
@@ -86,6 +91,13 @@ def hard_kv(
     one_of("metric", metric, get_args(Metric))
     one_of("budgets", budgets, get_args(Budgets))
     flag("merge", merge)
+    if budgets in ("n_star", "calibrated") and not merge:
+        raise ValueError(
+            f"merge={merge}: must be True with budgets={budgets!r}, which counts the merged slot's "
+            "share of attention as dropped"
+        )
+    if budgets == "union" and metric != "attention":
+        raise ValueError(f"metric={metric!r}: must be 'attention' with budgets='union'")
     whole_number("window", window, 1)
     newest = window if recent is None else recent
     whole_number("recent", newest, 1)
@@ -107,12 +119,12 @@ def hard_kv(
         "uniform": rules.uniform(room),
         "n_star": rules.n_star(room, p),
         "calibrated": rules.calibrated(room, p, logits),
+        "union": rules.union(room),
     }
     largest = (budget if budgets == "uniform" else cap) + period * (2 if patience else 1)
     settings = Settings(
-        score[metric],
+        or_in_top_p(score[metric], p) if budgets == "union" else score[metric],
         counts[budgets],
-        attention=None if metric == "attention" else score["attention"],
         kept=room.budget if budgets == "uniform" else room.max_count,
         max_length=lambda prompt_tokens, new_tokens: min(prompt_tokens + new_tokens, largest),
         window=window,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench import quality
-from bench.lib.quality_sets import DENSITIES, GATES, SETS, SHARES
+from bench.lib.quality_sets import DENSITIES, GATES, SETS, SHARES, UNION_SHARES
 from bench.quality import devices, joined, main, parts
 from jsparse.evaluation.plan import plan
 from jsparse.evaluation.report.statistics import averages, summarize
@@ -125,41 +125,55 @@ def test_eviction_has_budgets_for_its_lengths():
 
 def test_the_ablation_has_every_combination_once(gates):
     built = [parse(policy).name for policy in SETS["eviction_ablation"].policies(gates, 4096)]
-    assert len(set(built)) == len(built) == 4 * (2 * 2 + 2 * len(SHARES))
-    assert len([name for name in built if "p=0.95" in name]) == 4 * 2
+    assert len(set(built)) == len(built) == 3 * (2 * 2 + 2 * len(SHARES)) + len(UNION_SHARES)
+    assert len([name for name in built if "p=0.95" in name]) == 3 * 2
     assert all("budget=512, floor=1, cap=1024" in name for name in built)
 
 
 def test_rules_that_count_by_p_are_compared_where_they_read_as_much_as_uniform_budgets(gates):
-    """KL is 0.1 per halving of what is read here; h2o never reads as little, r_kv lacks a rule."""
+    """KL is 0.1 per halving of what is read here, and 1 more for uniform budgets; snapkv never
+    reads as little, r_kv lacks a rule. After each compression all read 0.01 more.
+    """
 
     def cell(policy):
         p = float(policy.partition(" p=")[2].partition(",")[0])
-        read = 0.15 if "'uniform'" in policy else 0.1 + 0.4 * (p - 0.8) + 0.3 * ("'h2o'" in policy)
-        kl = 0.1 * -np.log2(read) + ("'uniform'" in policy)
-        means = {name: {"mean": value} for name, value in (("read", read), ("kl", kl))}
-        return {"policy": policy, "task": "kl", "length": 4096, "metrics": means}
+        read = 0.15 if "'uniform'" in policy else 0.1 + 0.4 * (p - 0.8)
+        read += 0.3 * ("'snapkv'" in policy and "'uniform'" not in policy) + 0.2 * (
+            "'union'" in policy
+        )
+        by_step = [read + 0.01 * (block // 2) for block in range(8)]
+        kl = [0.1 * -np.log2(x) + ("'uniform'" in policy) for x in (read, *by_step)]
+        return {
+            "policy": policy,
+            "task": "kl",
+            "length": 4096,
+            "metrics": {"read": {"mean": read}, "kl": {"mean": kl[0]}},
+            "by_step": {"read": by_step, "kl": kl[1:]},
+        }
 
     names = [parse(policy).name for policy in SETS["eviction_ablation"].policies(gates, 4096)]
     cells = [cell(name) for name in names if not ("'r_kv'" in name and "'calibrated'" in name)]
     rows = quality.equal_reads([*cells, {**cells[0], "task": "ppl"}])
-    kinds = [(row.metric, row.rule) for row in rows]
-    metrics = ("attention", "snapkv", "r_kv", "h2o")
-    every = [(metric, rule) for metric in metrics for rule in ("n_star", "calibrated")]
-    every.remove(("r_kv", "calibrated"))
-    assert kinds == every
+    kinds = [(row.metric, row.rule, row.compression) for row in rows]
+    every = [
+        ("attention", "n_star"),
+        ("attention", "calibrated"),
+        ("attention", "union"),
+        ("snapkv", "n_star"),
+        ("snapkv", "calibrated"),
+        ("r_kv", "n_star"),
+    ]
+    assert kinds == [(*kind, nth) for kind in every for nth in (None, 0, 1, 2, 3)]
     for row in rows:
-        assert (row.read, row.uniform) == (0.15, pytest.approx(0.1 * -np.log2(0.15) + 1))
-        if row.metric == "h2o":
+        read = 0.15 + 0.01 * (row.compression or 0)
+        assert (row.read, row.uniform) == pytest.approx((read, 0.1 * -np.log2(read) + 1))
+        if row.metric == "snapkv":
             assert row.p is row.kl is None
         else:
             assert row.kl == pytest.approx(row.uniform - 1)
-            assert row.p == pytest.approx(0.925, abs=0.005)
+            p = 0.425 if row.rule == "union" else 0.925
+            assert row.p == pytest.approx(p, abs=0.02)
     quality.show_equal_reads(rows)
-    uniform = next(cell for cell in cells if "'uniform', merge=True" in cell["policy"])
-    means = {name: {"mean": value} for name, value in (("read", 0.2), ("kl", 0.0))}
-    twice = quality.equal_reads([*cells, {**uniform, "metrics": means}])
-    assert [row.read for row in twice][:4] == [0.15, 0.2, 0.15, 0.2]
 
 
 def test_steps_are_the_sets_unless_others_are_named(monkeypatch, tmp_path):

@@ -113,14 +113,15 @@ def hard_kv(metric, budgets, *, merge=True, patience=0, recent=WINDOW):
     counts = {
         "uniform": slow.uniform(budget),
         "joint": slow.joint(budget, minimum, max_length),
-        "n_star": slow.n_star(P, minimum, max_length),
+        "n_star": slow.n_star(P, minimum, max_length, SINK),
         "calibrated": slow.calibrated(
-            P, minimum, max_length, *([np.asarray] if metric == "r_kv" else [])
+            P, minimum, max_length, SINK, *([np.asarray] if metric == "r_kv" else [])
         ),
+        "union": slow.marked(minimum, max_length),
     }
     tracks = metric == "h2o"
     method = slow.SlowMethod(
-        SCORES[metric],
+        slow.union_scores(P) if budgets == "union" else SCORES[metric],
         counts[budgets],
         window=WINDOW,
         recent=recent,
@@ -146,6 +147,7 @@ PAIRS = [
     ("attention", "uniform"),
     ("attention", "n_star"),
     ("attention", "calibrated"),
+    ("attention", "union"),
     ("snapkv", "n_star"),
     ("snapkv", "calibrated"),
     ("r_kv", "joint"),

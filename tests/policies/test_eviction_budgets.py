@@ -5,22 +5,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import slow_eviction as slow
+from one_layer import OneLayer
 
+from jsparse.cache import StepView
 from jsparse.policies.eviction import budgets
-from jsparse.policies.eviction.budgets import CountBounds
+from jsparse.policies.eviction.budgets import Attended, CountBounds
+from jsparse.policies.hard_kv import hard_kv
 
 SLOTS, WIDE = 200, CountBounds(0, 10**6, 0)
 # of heads: nearly flat, plain, peaked
 SHARPNESS = (0.3, 1.5, 4.0)
 UNKNOWN = np.zeros((1, 3), np.float32)
-TEMPERATURE = jax.jit(budgets.temperature, static_argnames="p")
+TEMPERATURE = jax.jit(budgets.temperature)
 
 
-def counted(count, scores, competing, temperatures=UNKNOWN, attention=None):
-    """What a rule gives for one row: counts and temperatures; scores are attention by default."""
+def counted(count, scores, competing, temperatures=UNKNOWN, attention=None, lost=0.0):
+    """What a rule gives for one row: counts and temperatures; scores are attention by default.
+
+    `lost` is the share of attention of what was dropped before.
+    """
     run = jax.jit(lambda *given: count(*given[:-1], lambda: given[-1]))
-    given = scores, competing, temperatures, scores if attention is None else attention
-    return jax.tree.map(np.asarray, run(*given))
+    shares = scores if attention is None else attention
+    attended = Attended(shares, np.full(shares.shape[:2], lost, np.float32))
+    return jax.tree.map(np.asarray, run(scores, competing, temperatures, attended))
 
 
 def attention_like(seed, slots=SLOTS):
@@ -57,6 +64,29 @@ def n_stars(attention, competing, p):
     return [slow.num_needed(x, p) for (x,) in heads_of(attention, competing)]
 
 
+def for_heads(p):
+    return np.full((1, 3), p, np.float32)
+
+
+@pytest.mark.parametrize(("p", "kept", "lost"), [(0.9, 0.3, 0.05), (0.9, 0.0, 0.12), (0.5, 0.6, 0)])
+def test_n_star_is_the_fewest_slots_that_bring_what_is_kept_to_p(p, kept, lost):
+    """Sinks and newest tokens are kept whatever happens; what was dropped before is lost.
+
+    Where more was lost than 1 - p, nothing more may go; where enough is kept already, all may.
+    """
+    attention, competing = attention_like(4)
+    shares = (1 - kept - lost) * attention
+    counts, _ = counted(budgets.n_star(WIDE, p), shares, competing, lost=lost)
+    for head, (x,) in enumerate(heads_of(shares, competing)):
+        best, n = np.sort(x)[::-1], int(counts[0, head])
+        if lost > 1 - p:
+            assert n == len(best)
+        elif kept >= p:
+            assert n == 0
+        else:
+            assert kept + best[: n - 1].sum() < p <= kept + best[:n].sum() + 1e-6
+
+
 @pytest.mark.parametrize("p", [0.5, 0.9])
 def test_a_temperature_makes_top_p_keep_so_many(p):
     """Of logits colder and warmer than attention's, and of those smoothed: it is that of a float64
@@ -67,15 +97,43 @@ def test_a_temperature_makes_top_p_keep_so_many(p):
     z = slow.logarithm(attention).astype(np.float32)
     pooled = slow.logarithm(largest_of(attention, 3)).astype(np.float32)
     for logits in (z / 2, 3 * z, pooled):
-        found = np.asarray(TEMPERATURE(logits, competing, count, p=p))
+        found = np.asarray(TEMPERATURE(logits, competing, count, for_heads(p)))
         for head, (x,) in enumerate(heads_of(logits, competing)):
             n, t = count[0, head], float(found[0, head])
             assert t == pytest.approx(slow.solved(x, n, p), rel=1e-4)
             away, nearer = t ** (1 + 1e-3), t ** (1 - 1e-3)
             assert slow.at_temperature(x, away, p) == n
             assert slow.at_temperature(x, nearer, p) != n
-    assert (np.asarray(TEMPERATURE(z / 2, competing, count, p=p)) < 0.6).all()
-    assert (np.asarray(TEMPERATURE(3 * z, competing, count, p=p)) > 2.5).all()
+    assert (np.asarray(TEMPERATURE(z / 2, competing, count, for_heads(p))) < 0.6).all()
+    assert (np.asarray(TEMPERATURE(3 * z, competing, count, for_heads(p))) > 2.5).all()
+
+
+@pytest.mark.parametrize(
+    ("rule", "metric"), [("n_star", "attention"), ("n_star", "r_kv"), ("calibrated", "snapkv")]
+)
+def test_unchanged_attention_keeps_the_same_slots_at_eight_compressions(rule, metric):
+    """The window is one query for the whole group, so that the merged slot has the exact logit of
+    what it stands for: top-p of attention to everything, held or dropped, stays what it was.
+    """
+    p, sink, window, length = 0.9, 2, 1, 700
+    policy = hard_kv(floor=7, cap=700, p=p, sink=sink, window=window, metric=metric, budgets=rule)
+    one = OneLayer(policy, length=length, batch=1, group=2, page_size=16)
+    queries = 0.4 * np.repeat(np.asarray(one.q)[:, None, ::2], window, 1).repeat(2, 2)
+    state = (one.state[0]._replace(ring=jnp.asarray(queries)),)
+    cache = one.view.cache._replace(positions=jnp.full(1, length, jnp.int32))
+    run = jax.jit(policy.services.maintain)
+    lengths = []
+    for _ in range(8):
+        state, cache = run(state, StepView(cache))
+        lengths.append(np.asarray(cache.layers[0].lengths)[0])
+    assert (np.asarray(lengths) == lengths[0]).all()
+    shares = [slow.softmax(x @ q / 4) for x, q in zip(one.k[0], queries[0, 0, ::2], strict=True)]
+    for count, x in zip(lengths[0], shares, strict=True):
+        always = x[:sink].sum() + x[-window:].sum()
+        best = np.sort(x[sink + 1 : -window])[::-1]
+        n = count - sink - window - 1
+        assert 50 < n < length - 100
+        assert always + best[: n - 1].sum() < p <= always + best[:n].sum() + 1e-5
 
 
 def test_attention_itself_has_temperature_1():
@@ -98,7 +156,7 @@ def test_adam_finds_the_same_temperature():
     attention, competing = attention_like(0)
     count = np.array([n_stars(attention, competing, p)], np.int32)
     logits = 3 * slow.logarithm(attention).astype(np.float32)
-    found = np.asarray(TEMPERATURE(logits, competing, count, p=p))
+    found = np.asarray(TEMPERATURE(logits, competing, count, for_heads(p)))
     for head, (x,) in enumerate(heads_of(logits, competing)):
         assert found[0, head] == pytest.approx(descended(x, count[0, head], p), rel=0.01)
 
@@ -154,18 +212,23 @@ def test_one_p_keeps_as_many_slots_under_every_metric(rule):
 def test_temperatures_are_kept_and_counts_follow_the_scores():
     """As heads grow flat at their temperatures, they keep more, whatever attention is by then; a
     temperature found for those scores is another one.
+
+    A lost share leaves less to lose: the competing slots must keep more than p of Ŝ.
     """
-    p, rule = 0.9, budgets.calibrated(WIDE, 0.9, jnp.log)
+    p, lost, rule = 0.9, 0.04, budgets.calibrated(WIDE, 0.9, jnp.log)
     attention, competing = attention_like(1)
     scores = largest_of(attention, 3)
     first, found = counted(rule, scores, competing, attention=attention)
     flatter = np.where(competing, np.sqrt(scores), 0.0).astype(np.float32)
-    unread = np.full_like(flatter, np.nan)
-    later, kept = counted(rule, flatter, competing, found, attention=unread)
+    other = (1 - lost) * attention_like(8)[0] * competing
+    later, kept = counted(rule, flatter, competing, found, attention=other, lost=lost)
     np.testing.assert_array_equal(kept, found)
     assert (later > first).all()
-    for head, (x,) in enumerate(heads_of(flatter, competing)):
-        assert later[0, head] == slow.at_temperature(np.log(x), float(found[0, head]), p)
+    heads = heads_of(flatter, other, competing)
+    for head, (x, shares) in enumerate(heads):
+        share = 1 - (1 - p - lost) / shares.sum()
+        assert share > p
+        assert later[0, head] == slow.at_temperature(np.log(x), float(found[0, head]), share)
     _, anew = counted(rule, flatter, competing, attention=attention)
     np.testing.assert_allclose(anew, found / 2, rtol=0.02)
 
@@ -189,13 +252,13 @@ def test_more_equal_slots_than_are_needed_leave_the_coldest_temperature():
 
 def test_ties_are_kept_within_the_plateau():
     """Of 100 equal scores behind 5 large ones as many are kept as the mass needs."""
-    scores = np.full((1, 1, 105), 0.01, np.float32)
-    scores[..., :5] = 0.2
+    scores = np.full((1, 1, 105), 0.005, np.float32)
+    scores[..., :5] = 0.1
     competing = np.ones(scores.shape, bool)
     counts, found = counted(
         budgets.calibrated(WIDE, 0.75, jnp.log), scores, competing, UNKNOWN[:, :1]
     )
-    assert counts.item() == 55  # 5 of 0.2 and 50 of 0.01 are 0.75 of 2
+    assert counts.item() == 55  # 5 of 0.1 and 50 of 0.005 are 0.75
     assert found.item() == pytest.approx(1.0, rel=1e-3)
 
 

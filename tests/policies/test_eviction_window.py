@@ -16,6 +16,8 @@ from slow_model import softmax
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec
 from jsparse.pallas_kernels.window_attention import reference, window_attention
+from jsparse.policies.eviction.settings import LayerView
+from jsparse.policies.eviction.top_p import in_top_p
 from jsparse.policies.eviction.window import as_ring, pooled
 
 BATCH, HEADS, GROUP, DIM, PAGE, PAGES, SIZE = 2, 2, 3, 16, 8, 7, 5
@@ -69,6 +71,38 @@ def test_a_ring_holds_position_p_at_p_modulo_its_size():
     for row, count in enumerate(positions):
         for age in range(min(4, count)):
             assert ring[row, (count - 1 - age) % 4] == newest[row, 3 - age]
+
+
+def test_a_slot_is_marked_if_any_query_has_it_in_its_top_p():
+    """HARD-KV's public code: each query's softmax is over all that its head holds up to its token.
+
+    The second row has had fewer tokens than the window is long.
+    """
+    rng, p, positions = np.random.default_rng(0), 0.7, np.array([70, 4], np.int32)
+    _, held, competing = inputs()
+    assert held.bias is not None
+    keys, bias = (rng.normal(size=x.shape).astype(np.float32) for x in (held.k, held.bias))
+    ring = rng.normal(size=(BATCH, SIZE, HEADS * GROUP, DIM)).astype(np.float32)
+    lengths = np.array([[50, 31], [4, 4]], np.int32)
+    held = held._replace(k=keys, bias=bias, lengths=jnp.asarray(lengths))
+    view = LayerView(held, jnp.asarray(competing), jnp.asarray(ring), jnp.asarray(positions), None)
+    found = np.asarray(jax.jit(in_top_p, static_argnums=1)(view, p))
+    keys, bias = keys.reshape(BATCH, HEADS, -1, DIM), bias.reshape(BATCH, HEADS, -1)
+    for row, head in np.ndindex(BATCH, HEADS):
+        expected = np.zeros(PAGE * PAGES, bool)
+        for age in range(min(SIZE, positions[row])):
+            group = ring[row, (positions[row] - 1 - age) % SIZE].reshape(HEADS, GROUP, DIM)[head]
+            seen = slice(0, lengths[row, head] - age)
+            for query in group:
+                logits = (
+                    keys[row, head, seen] @ query.astype(np.float64) / 4 + bias[row, head, seen]
+                )
+                weights = softmax(logits)
+                best = np.argsort(-weights)
+                expected[best[: slow.num_needed(weights, p)]] = True
+        np.testing.assert_array_equal(found[row, head], expected)
+    assert found[0].any(-1).all()
+    assert (found[0].sum(-1) < LENGTHS[0]).all()
 
 
 @pytest.mark.parametrize("pooling", ["mean", "max"])

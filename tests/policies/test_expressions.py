@@ -144,6 +144,11 @@ def test_equal_arguments_give_one_object_and_others_another():
         ("hard_kv(floor=2049)", "floor=2049: must be at most cap=2048"),
         ("hard_kv(budget=511)", "budget=511: must be from floor=512 to cap=2048"),
         ("hard_kv(budget=2049)", "budget=2049: must be from floor=512 to cap=2048"),
+        (
+            "hard_kv(budgets='n_star', merge=False)",
+            "merge=False: must be True with budgets='n_star'",
+        ),
+        ("hard_kv(budgets='union', metric='r_kv')", "metric='r_kv': must be 'attention' with budg"),
         ("hard_kv(p=0)", "p=0: must be a number above 0 and at most 1"),
         ("hard_kv(p=1.01)", "p=1.01: must be a number above 0 and at most 1"),
         ("hard_kv(metric='lru')", "metric='lru': must be one of \\['attention', 'snapkv', "),

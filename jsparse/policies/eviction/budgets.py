@@ -1,6 +1,6 @@
 """Counts the competing slots that each KV head keeps.
 
-Which slots these are, the scores say; `n_star` and `calibrated` ask attention itself how many.
+The scores rank the slots; `n_star` and `calibrated` count them by attention itself.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from jsparse.ranks import gathered, own_part
 from jsparse.shapes import Lengths
 
 MAX_SLOTS = 2**30  # slots: counts are of int32
+MARKED = 1.0  # least score of the slots that `union` keeps
 LOG_TEMPERATURES, STEPS = (-24.0, 12.0), 40
 
 
@@ -32,11 +33,32 @@ class CountBounds(NamedTuple):
         return jnp.clip(counts, self.min_count, self.max_count)
 
 
-class CountFn(Protocol):
-    """Returns the number of slots to keep and the temperatures that stay for the next time.
+class Attended(NamedTuple):
+    """Holds the window's attention to a layer's slots, as shares of its attention to all of them.
 
-    `attention` returns the competing slots' shares of the window's attention, 0 for all others,
-    and computes them only where it is called.
+    Attributes:
+        competing: the share of each competing slot, 0 for all others.
+        merged: the share of the merged slot, which stands for all that was dropped before.
+    """
+
+    competing: Float32[Array, "B K S"]
+    merged: Float32[Array, "B K"]
+
+    def share_needed(self, p: float) -> Float32[Array, "B K"]:
+        """Returns the share of the competing slots' attention that brings all that is kept to p.
+
+        Sinks and newest tokens are kept, and what was dropped cannot come back: the share of the
+        dropped slots, 1 - p at most, is what the competing slots may still lose.
+        """
+        whole = jnp.sum(self.competing, -1)
+        may_lose = jnp.maximum(1.0 - p - self.merged, 0.0)
+        return jnp.maximum(1.0 - may_lose / jnp.maximum(whole, 1e-30), 0.0)
+
+
+class CountFn(Protocol):
+    """Returns the number of slots to keep and the temperatures for the next compression.
+
+    `attended` computes the window's attention, only where it is called.
     """
 
     def __call__(
@@ -44,7 +66,7 @@ class CountFn(Protocol):
         scores: Float32[Array, "B K S"],
         competing: Bool[Array, "B K S"],
         temperatures: Float32[Array, "B K"] | None,
-        attention: Callable[[], Float32[Array, "B K S"]],
+        attended: Callable[[], Attended],
         /,
     ) -> tuple[Lengths, Float32[Array, "B K"] | None]: ...
 
@@ -67,7 +89,7 @@ def competing_room(budget: int, protected: int) -> int:
 def uniform(bounds: CountBounds) -> CountFn:
     """Gives every head `budget` slots."""
 
-    def count(scores, competing, temperatures, attention):
+    def count(scores, competing, temperatures, attended):
         return jnp.full(scores.shape[:2], bounds.budget, jnp.int32), temperatures
 
     return count
@@ -79,7 +101,7 @@ def joint(bounds: CountBounds) -> CountFn:
     Source: Ada-KV (Feng et al., arXiv:2407.11550).
     """
 
-    def count(scores, competing, temperatures, attention):
+    def count(scores, competing, temperatures, attended):
         ranked = gathered(jnp.where(competing, scores, -jnp.inf), 1)
         heads, slots = ranked.shape[1:]
         total = jnp.full(scores.shape[:1], heads * min(bounds.budget, slots), jnp.int32)
@@ -92,13 +114,26 @@ def joint(bounds: CountBounds) -> CountFn:
 
 
 def n_star(bounds: CountBounds, p: float) -> CountFn:
-    """Gives a head n* slots: the fewest that carry the share p of the window's attention.
+    """Gives a head n* slots: the fewest with which all that is kept has the share p of attention.
 
-    The scores only rank slots and do not count them: p means the same with any scores.
+    Attention is that of the window to all slots, sinks, newest tokens and the merged slot included:
+    as long as it does not change, no compression drops more than the first. The scores only rank
+    slots and do not count them: p means the same with any scores.
     """
 
-    def count(scores, competing, temperatures, attention):
-        return bounds.clip(_num_needed(attention(), p)), temperatures
+    def count(scores, competing, temperatures, attended):
+        found = attended()
+        return bounds.clip(_num_needed(found.competing, found.share_needed(p))), temperatures
+
+    return count
+
+
+def union(bounds: CountBounds) -> CountFn:
+    """Gives a head all competing slots of a score of at least MARKED."""
+
+    def count(scores, competing, temperatures, attended):
+        marked = competing & (scores >= MARKED)
+        return bounds.clip(jnp.sum(marked, -1, dtype=jnp.int32)), temperatures
 
     return count
 
@@ -108,10 +143,11 @@ def calibrated(
     p: float,
     logits: Callable[[Float32[Array, "B K S"]], Float32[Array, "B K S"]],
 ) -> CountFn:
-    """Gives a head the fewest slots that carry p of Ŝ, the softmax of its metric's logits over T.
+    """Gives a head its top-p slots of Ŝ, the softmax of its metric's logits over T.
 
-    T is found at a head's first compression, as the one at which these are n* of `n_star`, and
-    kept: later counts follow how scores have moved, without looking at attention again.
+    T is found at a head's first compression, as the one at which these are the n* slots of
+    `n_star`, and kept: later counts follow the scores. Ŝ is of the competing slots; the share of it
+    that they must keep is the one that `n_star` asks of their attention.
 
     Source: HARD-KV, which has Ŝ = S(g(z/T)) of logits z, a metric g and the softmax S. Here
     `logits` makes g(z) of scores, and T divides that. For metrics with g(z/T) = g(z)/T, such as
@@ -124,22 +160,23 @@ def calibrated(
         logits: the logarithm where scores are shares of attention; T is then 1.
     """
 
-    def count(scores, competing, temperatures, attention):
+    def count(scores, competing, temperatures, attended):
         assert temperatures is not None
-        found = logits(scores)
-        some = jnp.any(competing, -1)
+        found, attention = logits(scores), attended()
+        some, p_competing = jnp.any(competing, -1), attention.share_needed(p)
         new = (temperatures == 0) & some
 
         def find() -> tuple[Array, Array]:
-            needed = _num_needed(attention(), p)
-            return jnp.where(new, temperature(found, competing, needed, p), temperatures), needed
+            needed = _num_needed(attention.competing, p_competing)
+            at = temperature(found, competing, needed, p_competing)
+            return jnp.where(new, at, temperatures), needed
 
         temperatures, needed = jax.lax.cond(
             jnp.any(new), find, lambda: (temperatures, jnp.zeros(new.shape, jnp.int32))
         )
         weights = _softmax(found, competing, jnp.where(temperatures == 0, 1.0, temperatures))
         # at a temperature just found rounding, or slots that tie, could add to n*
-        counts = jnp.where(new, needed, _num_needed(weights, p))
+        counts = jnp.where(new, needed, _num_needed(weights, p_competing))
         return bounds.clip(jnp.where(some, counts, 0)), temperatures
 
     return count
@@ -149,7 +186,7 @@ def temperature(
     logits: Float32[Array, "B K S"],
     competing: Bool[Array, "B K S"],
     count: Lengths,
-    p: float,
+    p: Float32[Array, "B K"],
 ) -> Float32[Array, "B K"]:
     """Returns the T nearest 1 at which `count` slots are the fewest that carry p of S(logits / T).
 
@@ -188,7 +225,8 @@ def _softmax(
     return weights / jnp.maximum(jnp.sum(weights, -1, keepdims=True), 1e-30)
 
 
-def _num_needed(weights: Float32[Array, "B K S"], p: float) -> Int32[Array, "B K"]:
+def _num_needed(weights: Float32[Array, "B K S"], p: Float32[Array, "B K"]) -> Int32[Array, "B K"]:
     """Counts the fewest slots, heaviest first, that carry the share p of each head's weights."""
     slots = weights.shape[-1]
-    return threshold_select(weights[:, :, None], TopP(p), capacity=slots, weights="raw").count
+    found = threshold_select(weights[:, :, None], TopP(p), capacity=slots, weights="raw")
+    return jnp.where(p > 0, found.count, 0)

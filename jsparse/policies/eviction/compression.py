@@ -8,6 +8,8 @@ from jsparse.attended import token_mask
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.compact_pages import compact_pages
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
+from jsparse.pallas_kernels.window_attention import window_attention
+from jsparse.policies.eviction.budgets import Attended
 from jsparse.policies.eviction.merging import merged_slot, put_slot
 from jsparse.policies.eviction.settings import EvictionState, LayerView, Settings
 from jsparse.policies.eviction.window import mean_query
@@ -23,8 +25,8 @@ def compress(
     view = LayerView(held, competing, entry.ring, positions, entry.tracked)
     scores = settings.score(view)
 
-    def attended() -> Float32[Array, "B K S"]:
-        return settings.attention(view) if settings.attention else scores
+    def attended() -> Attended:
+        return attention(settings, view)
 
     wanted, temperatures = settings.rule(scores, competing, entry.temperatures, attended)
     scores = jnp.where(competing, scores, -jnp.inf)
@@ -43,6 +45,19 @@ def compress(
         compacted = compact_pages(held, keep)
     tracked, missed = (x if x is None else _moved(x, keep) for x in (entry.tracked, missed))
     return EvictionState(entry.ring, tracked, temperatures, missed), compacted
+
+
+def attention(settings: Settings, view: LayerView) -> Attended:
+    """Measures the window's attention to the competing slots and to the merged one.
+
+    A query's shares are its softmax over all slots up to its own token.
+    """
+    held = view.held
+    slots = jnp.arange(held.capacity, dtype=jnp.int32)
+    older = slots < held.lengths[..., None] - settings.newest
+    shares = window_attention(view.ring, view.positions, held, older, over="held")
+    merged = shares[..., settings.sink] if settings.merge else jnp.zeros_like(shares[..., 0])
+    return Attended(jnp.where(view.competing, shares, 0.0), merged)
 
 
 def competing_in(settings: Settings, held: LayerCache) -> Bool[Array, "B K S"]:

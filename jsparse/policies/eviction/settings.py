@@ -81,7 +81,6 @@ class Settings(NamedTuple):
         rule: returns how many competing slots each head keeps.
         max_length: the slots that a head can come to hold, as in Policy.
         window: W, the number of newest queries that are kept for `score`.
-        attention: returns the window's attention, for `rule`; None if scores are that.
         kept: the most that `rule` returns.
         sink: the number of protected slots at the front, the merged one not counted.
         recent: the number of protected newest slots; None is W.
@@ -97,7 +96,6 @@ class Settings(NamedTuple):
     rule: CountFn
     max_length: MaxLengthFn
     window: int
-    attention: ScoreFn | None = None
     kept: int = MAX_SLOTS
     sink: int = 0
     recent: int | None = None
