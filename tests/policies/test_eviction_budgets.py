@@ -115,10 +115,12 @@ def test_unchanged_attention_keeps_the_same_slots_at_eight_compressions(rule, me
     """The window is one query for the whole group, so that the merged slot has the exact logit of
     what it stands for: top-p of attention to everything, held or dropped, stays what it was.
     """
-    p, sink, window, length = 0.9, 2, 1, 700
-    policy = hard_kv(floor=7, cap=700, p=p, sink=sink, window=window, metric=metric, budgets=rule)
+    p, sink, newest, length = 0.9, 2, 64, 700
+    policy = hard_kv(
+        floor=7, cap=700, p=p, sink=sink, window=1, recent=newest, metric=metric, budgets=rule
+    )
     one = OneLayer(policy, length=length, batch=1, group=2, page_size=16)
-    queries = 0.4 * np.repeat(np.asarray(one.q)[:, None, ::2], window, 1).repeat(2, 2)
+    queries = 0.4 * np.asarray(one.q)[:, None, ::2].repeat(2, 2)
     state = (one.state[0]._replace(ring=jnp.asarray(queries)),)
     cache = one.view.cache._replace(positions=jnp.full(1, length, jnp.int32))
     run = jax.jit(policy.services.maintain)
@@ -129,9 +131,9 @@ def test_unchanged_attention_keeps_the_same_slots_at_eight_compressions(rule, me
     assert (np.asarray(lengths) == lengths[0]).all()
     shares = [slow.softmax(x @ q / 4) for x, q in zip(one.k[0], queries[0, 0, ::2], strict=True)]
     for count, x in zip(lengths[0], shares, strict=True):
-        always = x[:sink].sum() + x[-window:].sum()
-        best = np.sort(x[sink + 1 : -window])[::-1]
-        n = count - sink - window - 1
+        always = x[:sink].sum() + x[-newest:].sum()
+        best = np.sort(x[sink + 1 : -newest])[::-1]
+        n = count - sink - newest - 1
         assert 50 < n < length - 100
         assert always + best[: n - 1].sum() < p <= always + best[:n].sum() + 1e-5
 
