@@ -193,6 +193,7 @@ def test_a_template_that_rewrites_is_read_anew():
 
 @pytest.mark.slow
 def test_a_conversation_that_outgrows_its_cache_is_read_anew(params, monkeypatch):
+    monkeypatch.setattr(capacity, "MIN_COARSE", 16)  # the model has 512 positions
     chat = Chat(params, max_length=None)
     chat.say(SAID[0], checked=False)
     small = slots(chat)
