@@ -362,8 +362,8 @@ def calibrated(p, min_count, max_count, merged, logits=logarithm):
                 share = 1 - max(1 - p - lost, 0) / shares.sum()
                 needed = needed_of(shares, lost, p)
                 if x.head.temperature is None:
-                    x.head.temperature = solved(logits(own), needed, share)
                     count = needed
+                    x.head.temperature = solved(logits(own), needed, share) if needed else None
                 else:
                     count = at_temperature(logits(own), x.head.temperature, share)
             found.append(int(np.clip(count, min_count, max_count)))

@@ -47,6 +47,7 @@ ANSWERED_WHEN_LONG = TASKS[:4]
 AGAIN = 14  # the layer of SmolLM2 that picks again, by bench.layer_overlap
 TIDAL_DENSE = 4 / 30  # the share of layers that are dense then
 PAGE = 16
+PAPERS_QUEST = "slack=1.0, group='max'"
 RULE = "candidates='threshold', exact=True"  # the paper's, of LFPS
 AT_BUDGET = "joint", "uniform"  # rules of hard_kv
 METRICS = "attention", "snapkv", "r_kv"
@@ -100,11 +101,14 @@ def densities(gates: Path) -> tuple[str, ...]:
 
 def defaults(gates: Path) -> tuple[str, ...]:
     """Returns the policies of the set "defaults", given the folder of the gates."""
-    labels, paper = f"double_sparsity(calibration={CHANNELS!r}, ", "slack=1.0, group='max'"
+    labels = f"double_sparsity(calibration={CHANNELS!r}, "
     picked = f"lychee_decode({str(gates / 'hard_kuma.safetensors')!r}, value=512"
     behind_two = (
         "quest(budget=1024)",
-        *(f"quest(budget=2048{more})" for more in ("", f", {paper}", ", bounds_dtype='uint8'")),
+        *(
+            f"quest(budget=2048{more})"
+            for more in ("", f", {PAPERS_QUEST}", ", bounds_dtype='uint8'")
+        ),
         *(f"{labels}budget={budget})" for budget in (256, 2048)),
         *(f"double_sparsity(budget={budget})" for budget in (512, 1024)),
         "twilight(quest(budget=2048), p=0.95)",
@@ -260,6 +264,8 @@ def lychee_cluster(length: int) -> tuple[str, ...]:
             f"cluster_kv(budget={budget})",
             f"arkvale(budget={budget})",
             f"quest(budget={budget})",
+            f"quest(budget={budget}, {PAPERS_QUEST})",
+            f"quest_chunks(budget={budget}, {PAPERS_QUEST})",
             f"lfps(budget={budget / length:.5f})",
             f"streaming(sink=16, recent={budget - 16})",
             f"oracle_top_k(budget={budget}, granularity='page')",
@@ -285,16 +291,20 @@ def every_method(gates: Path, length: int) -> tuple[str, ...]:
         f"streaming(sink=4, recent={budget - 4})",
         f"oracle_top_k(budget={budget})",
         f"quest(budget={budget})",
-        f"quest(budget={budget}, slack=1.0, group='max')",
+        f"quest(budget={budget}, {PAPERS_QUEST})",
+        f"quest_chunks(budget={budget}, {PAPERS_QUEST})",
         f"double_sparsity(budget={budget})",
-        f"tidal(budget={in_layers}, again={AGAIN})",
+        *(
+            f"tidal(budget={in_layers}, again={AGAIN}, heads={heads!r})"
+            for heads in ("all", "each")
+        ),
         *(f"lychee_decode({str(gates / name)!r}, value={in_heads})" for name in GATE_FILES),
         f"duo_attention({str(gates / GATE_FILES[1])!r}, sink=4, recent={in_heads - 4})",
         f"lfps(budget={budget / length:.5f})",
         f"lfps(budget={budget / length:.5f}, exact=True)",
-        f"lychee_cluster(budget={budget})",
+        *(f"lychee_cluster(budget={budget}, rank={rank!r})" for rank in ("centroid", "bound")),
         f"cluster_kv(budget={budget})",
-        f"arkvale(budget={budget})",
+        *(f"arkvale(budget={budget}, volume={volume!r})" for volume in ("cuboid", "ball")),
         *(f"{name}(budget={budget})" for name in ("snapkv", "ada_kv", "h2o", "r_kv")),
         hard_kv(budget),
         hard_kv(budget, ", window=8, metric='snapkv'"),

@@ -291,6 +291,19 @@ def test_counts_stay_between_floor_and_cap(rule):
         assert counts.sum() == wild.sum() == 3 * 45
 
 
+def test_a_temperature_waits_until_a_head_needs_any_slot():
+    """Sinks and newest tokens have p of attention at first: no slot is needed, at any T."""
+    p, rule = 0.9, budgets.calibrated(WIDE, 0.9, jnp.log)
+    attention, competing = attention_like(1)
+    scores = np.where(competing, np.sqrt(attention), 0.0).astype(np.float32)
+    counts, found = counted(rule, scores, competing, attention=0.05 * attention)
+    assert not counts.any()
+    assert not found.any()
+    counts, found = counted(rule, scores, competing, found, attention=attention)
+    assert counts[0].tolist() == n_stars(attention, competing, p)
+    np.testing.assert_allclose(found, 0.5, rtol=0.1)
+
+
 def test_negative_scores_have_their_ranks():
     """R-KV's scores may be negative: among them the greatest are shared out first."""
     scores = np.array([[[-1.0, 3.0, 1.0, -2.0]]], np.float32)

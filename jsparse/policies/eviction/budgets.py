@@ -145,8 +145,8 @@ def calibrated(
 ) -> CountFn:
     """Gives a head its top-p slots of Ŝ, the softmax of its metric's logits over T.
 
-    T is found at a head's first compression, as the one at which these are the n* slots of
-    `n_star`, and kept: later counts follow the scores. Ŝ is of the competing slots; the share of it
+    T is found at the first compression at which `n_star` gives the head any slots, as the one at
+    which these are as many, and kept: later counts follow the scores. Ŝ is of the competing slots; the share of it
     that they must keep is the one that `n_star` asks of their attention.
 
     Source: HARD-KV, which has Ŝ = S(g(z/T)) of logits z, a metric g and the softmax S. Here
@@ -169,7 +169,7 @@ def calibrated(
         def find() -> tuple[Array, Array]:
             needed = _num_needed(attention.competing, p_competing)
             at = temperature(found, competing, needed, p_competing)
-            return jnp.where(new, at, temperatures), needed
+            return jnp.where(new & (needed > 0), at, temperatures), needed
 
         temperatures, needed = jax.lax.cond(
             jnp.any(new), find, lambda: (temperatures, jnp.zeros(new.shape, jnp.int32))
