@@ -56,7 +56,7 @@ TABLE = (
     "dense_layers(lychee_cluster(budget=12, sink=1, recent=2, lengths=(2, 3), period=2), n=1)",
     "cluster_kv(budget=9, cluster_size=4, sink=1, recent=3, period=3)",
     "arkvale(budget=16)",
-    "arkvale(budget=8, rank='centroid')",
+    "arkvale(budget=8, volume='ball')",
     "retrieval_heads(quest(budget=16), ((0, 1), (1, 0)))",
     "retrieval_heads(lfps(budget=0.2, bypass=True), ((1, 1), (0, 1)))",
     "offloaded(quest(budget=16), tail=8)",

@@ -137,8 +137,8 @@ REGISTRY: tuple[Method, ...] = (
         paper="LycheeCluster",
         calls="lychee_cluster(budget), cluster_kv(budget), arkvale(budget)",
         gist=(
-            "chunks that follow the text, single tokens, or pages, chosen by centroids of their "
-            "keys"
+            "chunks that follow the text, or single tokens, by centroids of their keys; pages, by "
+            "cuboids around them"
         ),
         when=(
             "in large batches of long contexts; single tokens may be missed, least by "
@@ -153,7 +153,7 @@ REGISTRY: tuple[Method, ...] = (
     ),
     Method(
         arkvale,
-        attends="the pages whose balls around their keys allow the greatest logits",
+        attends="the pages whose cuboids around their keys allow the greatest logits",
         paper="ArkVale, NeurIPS 2024",
     ),
     Method(
