@@ -32,6 +32,7 @@ TABLE = (
     "keep(double_sparsity(budget=4, channels=16), sink=2, recent=5)",
     "tidal(budget=8, first=0, again=5, sink=1, recent=3)",
     "tidal(budget=3, first=0, again=5, correct_every=4)",
+    "tidal(budget=8, first=0, again=5, sink=1, recent=3, heads='each')",
     "lychee_decode(((1, 1), (0, 1)), value=24, sink=1, recent=6)",
     "lychee_decode(((1, 1), (0, 0)), value=3, granularity='token', correct_every=4)",
     "lychee_decode(((1, 1), (1, 0)), rule='top_p', value=0.6, sink=1, recent=2)",

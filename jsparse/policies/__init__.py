@@ -85,7 +85,10 @@ REGISTRY: tuple[Method, ...] = (
     ),
     Method(
         tidal,
-        attends="in all later layers, the tokens that two layers weigh most",
+        attends=(
+            "in all later layers, the tokens that two layers weigh most, the same for all heads or "
+            "each head's own"
+        ),
         paper="TidalDecode",
         calls="tidal(budget)",
         gist="the tokens that two layers weigh most, in all later layers",
