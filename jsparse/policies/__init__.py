@@ -200,13 +200,19 @@ REGISTRY: tuple[Method, ...] = (
     ),
     Method(
         ada_kv,
-        attends="the same, with a layer's heads competing for its slots",
+        attends=(
+            "the same, with a layer's heads competing for its slots, all but the part `floor`, of "
+            "which they get equal shares"
+        ),
         paper="Ada-KV",
         kind="evicts",
     ),
     Method(
         h2o,
-        attends="the newest tokens and those attended to most over all steps",
+        attends=(
+            "the newest tokens, and those attended to most by the prompt's last `window` queries "
+            "and in all decode steps"
+        ),
         paper="H2O",
         kind="evicts",
     ),
