@@ -5,7 +5,9 @@ head, one that says how many of them each head of a layer keeps, and the sizes o
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
+from fractions import Fraction
 
 import numpy as np
 from slow_model import SlowRow, attend, logits_of, logsumexp, softmax
@@ -254,6 +256,28 @@ def shared(scores, total, min_count, max_count):
 def joint(budget, min_count, max_count):
     """A layer's heads share their slots."""
     return lambda scores, seen: shared(scores, budget * len(seen), min_count, max_count)
+
+
+def blended(counts, alpha):
+    """(1 - α) of each count and α of their mean, α an exact fraction; rounded up are as many of the
+    largest remainders as bring the sum back.
+    """
+    mean = Fraction(sum(counts), len(counts))
+    wanted = [(1 - alpha) * c + alpha * mean for c in counts]
+    kept = [math.floor(x) for x in wanted]
+    for head in sorted(range(len(kept)), key=lambda h: kept[h] - wanted[h])[
+        : sum(counts) - sum(kept)
+    ]:
+        kept[head] += 1
+    return kept
+
+
+def ada_kv(budget, alpha, max_count):
+    """Ada-KV with its safeguard: heads share (1 - α) of their slots, and α they have anyway; the
+    competition ends where the blend would be above the most slots of a head.
+    """
+    most = math.floor((max_count - alpha * budget) / (1 - alpha))
+    return lambda scores, seen: blended(shared(scores, budget * len(seen), 0, most), alpha)
 
 
 def num_needed(weights, p):

@@ -85,7 +85,10 @@ REGISTRY: tuple[Method, ...] = (
     ),
     Method(
         tidal,
-        attends="in all later layers, the tokens that two layers weigh most",
+        attends=(
+            "in all later layers, the tokens that two layers weigh most, the same for all heads or "
+            "each head's own"
+        ),
         paper="TidalDecode",
         calls="tidal(budget)",
         gist="the tokens that two layers weigh most, in all later layers",
@@ -137,8 +140,8 @@ REGISTRY: tuple[Method, ...] = (
         paper="LycheeCluster",
         calls="lychee_cluster(budget), cluster_kv(budget), arkvale(budget)",
         gist=(
-            "chunks that follow the text, single tokens, or pages, chosen by centroids of their "
-            "keys"
+            "chunks that follow the text, or single tokens, by centroids of their keys; pages, by "
+            "cuboids around them"
         ),
         when=(
             "in large batches of long contexts; single tokens may be missed, least by "
@@ -153,7 +156,7 @@ REGISTRY: tuple[Method, ...] = (
     ),
     Method(
         arkvale,
-        attends="the pages whose balls around their keys allow the greatest logits",
+        attends="the pages whose cuboids around their keys allow the greatest logits",
         paper="ArkVale, NeurIPS 2024",
     ),
     Method(
@@ -197,13 +200,19 @@ REGISTRY: tuple[Method, ...] = (
     ),
     Method(
         ada_kv,
-        attends="the same, with a layer's heads competing for its slots",
+        attends=(
+            "the same, with a layer's heads competing for its slots, all but the part `floor`, of "
+            "which they get equal shares"
+        ),
         paper="Ada-KV",
         kind="evicts",
     ),
     Method(
         h2o,
-        attends="the newest tokens and those attended to most over all steps",
+        attends=(
+            "the newest tokens, and those attended to most by the prompt's last `window` queries "
+            "and in all decode steps"
+        ),
         paper="H2O",
         kind="evicts",
     ),

@@ -32,7 +32,9 @@ def ada_kv(
         window: as in `snapkv`.
         pool: as in `snapkv`.
         pooling: as in `snapkv`.
-        floor: the share of the budget that every head has for itself.
+        floor: the part of the budget that every head has for itself: of the slots besides the
+            window's it gets (1 - floor) times its share of the layer's best, and floor times the
+            mean.
         cap: the most slots of a head, in budgets.
     """
     whole_number("window", window, 1)
@@ -40,10 +42,10 @@ def ada_kv(
     fraction("floor", floor)
     number_in("cap", cap, "[1, inf)")
     largest = min(int(cap * budget), MAX_SLOTS)
-    bounds = CountBounds(int(floor * room), largest - window, room)
+    bounds = CountBounds(0, largest - window, room)
     settings = Settings(
         pooled_attention(pool, pooling),
-        joint(bounds),
+        joint(bounds, floor),
         kept=bounds.max_count,
         max_length=lambda prompt_tokens, new_tokens: min(prompt_tokens, largest) + new_tokens,
         window=window,

@@ -1,105 +1,119 @@
-"""ArkVale attends to the pages whose enclosing balls allow the greatest logits.
+"""ArkVale attends to the pages whose bounding volumes allow the greatest logits.
 
-A page's keys lie in a ball: around their mean c, with the radius r of the farthest. So q·c + |q|·r
-bounds q·k for all its tokens; pages are ranked by that.
+A page is summarised by a cuboid around the middle c of its keys, which reaches as far in each
+channel as they lie from c on average, h. The greatest q·k in it, q·c + |q|·h, ranks the pages.
 
 Paper: "ArkVale: Efficient Generative LLM Inference with Recallable Key-Value Eviction" (Chen et
-al.), NeurIPS 2024.
+al.), NeurIPS 2024. It compares six volumes, spheres and cuboids; this one, cuboid-mean, finds most
+of the best pages and is the default, and a sphere is the option "ball". The paper was not at hand:
+formulas are those of public accounts of it and of its code.
 
-Where we differ: no page is evicted to slow memory, so that none need be recalled. The query heads
-of a group share their pages, ranked by the greatest bound among them.
+Where we differ: no page is evicted to slow memory, so that none need be recalled; `offloaded` keeps
+all of them there. The page that is being filled is summarised like the others. The query heads of a
+group share their pages, ranked by the greatest score among them.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32
 
 from jsparse.builder import builder
-from jsparse.cache import CacheSpec, LayerCache, StepView, physical_pages, read_pages
+from jsparse.cache import LayerCache, StepView
 from jsparse.hooks import State
 from jsparse.hyper_parameters import one_of, whole_number
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
+from jsparse.pallas_kernels.key_bounds import PageBounds
+from jsparse.pallas_kernels.page_bounds import page_bounds
 from jsparse.pallas_kernels.threshold_select import Always, TopK, threshold_select
-from jsparse.policies.sidecars import sidecar
+from jsparse.policies.page_policy import Summarise, page_summaries
 from jsparse.policy import Policy
-from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
+from jsparse.shapes import Queries
 
-BallRank = Literal["bound", "centroid"]
+Volume = Literal["cuboid", "ball"]
 
 
-class Balls(NamedTuple):
-    """Holds one layer's balls, indexed by physical page; those of empty pages mean nothing."""
+class Ball(NamedTuple):
+    """Holds the ball around the keys of a page, in K's dtype and float32."""
 
-    center: Float[Array, "pages H"]
-    radius: Float32[Array, "pages"]
+    center: Float[Array, "*pages H"]
+    radius: Float32[Array, "*pages"]
+
+
+class Settings(NamedTuple):
+    """Holds the budget and the score of the volume."""
+
+    budget: int
+    score: Callable[[Queries, LayerCache, State], Float32[Array, "B K M"]]
 
 
 @builder
-def arkvale(budget: int = 1024, rank: BallRank = "bound") -> Policy:
-    """Attends to `budget` tokens, in the pages whose balls allow the greatest logits.
+def arkvale(budget: int = 1024, volume: Volume = "cuboid") -> Policy:
+    """Attends to `budget` tokens, in the pages whose volumes allow the greatest logits.
 
     These are budget // P pages, always including the newest, which is still being filled.
 
     Args:
         budget: the number of tokens that a KV head attends to.
-        rank: "bound" ranks pages by q·c + |q|·r, "centroid" by q·c.
+        volume: "cuboid" is the paper's cuboid-mean, of 2H numbers per page in K's dtype. "ball"
+            lies around the mean of a page's keys and reaches to the farthest; it bounds every q·k,
+            by q·c + |q|·r, and takes H numbers and r.
     """
     whole_number("budget", budget, 1)
-    one_of("rank", rank, get_args(BallRank))
-
-    def select(state: State, layer: int, q: Queries, view: StepView):
-        held = view.layers[layer]
-        pages = min(max(budget // held.page_size, 1), held.num_pages)
-        center, radius = by_head(held, state[layer])
-        newest = (held.lengths[..., None] - 1) // held.page_size
-        balls = jnp.minimum(newest[..., 0] + 1, held.num_pages)
-        scores = centroid_scores(q, center, balls, radius if rank == "bound" else None)
-        chosen = threshold_select(
-            scores[:, :, None],
-            TopK(pages),
-            capacity=pages,
-            granularity="page",
-            weights="raw",
-            always=Always(held.lengths, sink=0, recent=1, unit=held.page_size),
-        )
-        return chosen, None, state
-
-    return Policy(select, **sidecar(empty, taken_in)._asdict(), shares="pages", reads=0)
-
-
-def empty(spec: CacheSpec) -> Balls:
-    """Returns a layer's balls of no tokens."""
-    centers = jnp.zeros((spec.pages, spec.head_dim), spec.dtype)
-    return Balls(centers, jnp.zeros(spec.pages, jnp.float32))
-
-
-def taken_in(entry: Balls, held: LayerCache, k: ChunkKV, valid: Rows, first: Lengths, /) -> Balls:
-    """Measures the pages anew that the new tokens lie in."""
-    touched = min(-(-k.shape[1] // held.page_size) + 1, held.num_pages)
-    pages = first[..., None] // held.page_size + jnp.arange(touched, dtype=jnp.int32)
-    within = jnp.clip(pages, 0, held.num_pages - 1)
-    keys = read_pages(held.k, held, within).astype(jnp.float32)
-    nth = jnp.arange(held.page_size, dtype=jnp.int32)
-    there = pages[..., None] * held.page_size + nth < held.lengths[..., None, None]
-    some = jnp.maximum(jnp.sum(there, -1), 1)[..., None]
-    center = jnp.sum(jnp.where(there[..., None], keys, 0.0), axis=3) / some
-    center = center.astype(entry.center.dtype)
-    away = keys - center[:, :, :, None].astype(jnp.float32)
-    squares = jnp.sum(jnp.square(away), axis=-1)
-    radius = jnp.sqrt(jnp.max(jnp.where(there, squares, 0.0), axis=-1))
-    new = (pages == within) & there[..., 0] & (valid > 0)[:, None, None]
-    at = jnp.where(new, physical_pages(held, within), entry.radius.size)
-    return Balls(
-        entry.center.at[at].set(center, mode="drop"), entry.radius.at[at].set(radius, mode="drop")
+    one_of("volume", volume, get_args(Volume))
+    summarise, score = VOLUMES[volume]
+    kept = page_summaries(summarise)
+    return Policy(
+        partial(select, Settings(budget, score)), **kept._asdict(), shares="pages", reads=0
     )
 
 
-def by_head(
-    held: LayerCache, balls: Balls
-) -> tuple[Float[Array, "B K M H"], Float32[Array, "B K M"]]:
-    """Returns the centers and radii of all pages of every head."""
+def cuboid(keys: Float[Array, "P H"], held: Bool[Array, "P"]) -> PageBounds:
+    """Returns c ± h: c the middle of each channel's range, h the mean of |k - c|."""
+    k = keys.astype(jnp.float32)
+    center = (jnp.min(k, axis=0) + jnp.max(k, axis=0)) / 2  # empty slots repeat the newest key
+    half = jnp.mean(jnp.abs(k - center), axis=0, where=held[:, None])
+    return PageBounds((center - half).astype(keys.dtype), (center + half).astype(keys.dtype))
+
+
+def ball(keys: Float[Array, "P H"], held: Bool[Array, "P"]) -> Ball:
+    """Returns the mean key as it is kept, and its distance to the farthest."""
+    k = keys.astype(jnp.float32)
+    center = jnp.mean(k, axis=0, where=held[:, None]).astype(keys.dtype)
+    squares = jnp.sum(jnp.square(k - center.astype(jnp.float32)), axis=-1)
+    return Ball(center, jnp.sqrt(jnp.max(squares)))
+
+
+def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
+    """Lists the pages of greatest score, and the newest."""
+    held = view.layers[layer]
+    pages = min(max(settings.budget // held.page_size, 1), held.num_pages)
+    scores = settings.score(q, held, state[layer])
+    newest = Always(held.lengths, sink=0, recent=1, unit=held.page_size)
+    chosen = threshold_select(
+        scores[:, :, None],
+        TopK(pages),
+        capacity=pages,
+        granularity="page",
+        weights="raw",
+        always=newest,
+    )
+    return chosen, None, state
+
+
+def in_balls(q: Queries, held: LayerCache, balls: Ball) -> Float32[Array, "B K M"]:
+    """Scores pages by the greatest q·c + |q|·r of a group."""
     heads = *held.lengths.shape, held.num_pages
     if held.block_table is not None:
-        balls = Balls(*(x[held.block_table] for x in balls))
-    return balls.center.reshape(*heads, -1), balls.radius.reshape(heads)
+        balls = Ball(*(pool[held.block_table] for pool in balls))
+    filled = (held.lengths + held.page_size - 1) // held.page_size
+    center, radius = balls.center.reshape(*heads, -1), balls.radius.reshape(heads)
+    return centroid_scores(q, center, filled, radius)
+
+
+VOLUMES: dict[Volume, tuple[Summarise, Callable]] = {
+    "cuboid": (cuboid, page_bounds),
+    "ball": (ball, in_balls),
+}

@@ -1,4 +1,4 @@
-"""H2O keeps the newest tokens and the heavy hitters, those attended to most over all steps.
+"""H2O keeps the newest tokens and the heavy hitters, those attended to most so far.
 
 Paper: "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (Zhang
 et al.), arXiv:2306.14048.

@@ -16,7 +16,7 @@ from jsparse.cache import CacheSpec, LayerCache, StepView, physical_pages, read_
 from jsparse.hooks import State
 from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
-from jsparse.policies.sidecars import sidecar
+from jsparse.policies.sidecars import Sidecar, sidecar
 from jsparse.policy import Policy, knob
 from jsparse.selection import Selection
 from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
@@ -64,10 +64,9 @@ def page_policy(summarise: Summarise, score: Score, budget: int = 1024) -> Polic
     """
     whole_number("budget", budget, 1)
     settings = Settings(summarise, score, budget)
-    kept = sidecar(partial(empty, settings), partial(taken_in, settings))
     return Policy(
         partial(select, settings),
-        **kept._asdict(),
+        **page_summaries(summarise)._asdict(),
         shares="pages",
         per_row={"budget": partial(whole_number, minimum=1)},
         reads=0,
@@ -75,16 +74,25 @@ def page_policy(summarise: Summarise, score: Score, budget: int = 1024) -> Polic
     )
 
 
-def empty(settings: Settings, spec: CacheSpec) -> Any:
+def page_summaries(summarise: Summarise) -> Sidecar:
+    """Keeps the summaries of all pages, of each layer by physical page.
+
+    Args:
+        summarise: as in `page_policy`.
+    """
+    return sidecar(partial(empty, summarise), partial(taken_in, summarise))
+
+
+def empty(summarise: Summarise, spec: CacheSpec) -> Any:
     """Returns a layer's summaries of no tokens, indexed by physical page; they mean nothing."""
     keys = jax.ShapeDtypeStruct((spec.page_size, spec.head_dim), spec.dtype)
     held = jax.ShapeDtypeStruct((spec.page_size,), jnp.bool_)
-    kept = jax.eval_shape(settings.summarise, keys, held)
+    kept = jax.eval_shape(summarise, keys, held)
     return jax.tree.map(lambda x: jnp.zeros((spec.pages, *x.shape), x.dtype), kept)
 
 
 def taken_in(
-    settings: Settings,
+    summarise: Summarise,
     entry: Any,
     held: LayerCache,
     k: ChunkKV,
@@ -93,11 +101,12 @@ def taken_in(
     /,
 ) -> Any:
     """Summarises the pages anew that the new tokens lie in."""
-    touched = min(-(-k.shape[1] // held.page_size) + 1, held.num_pages)
+    # T slots that do not start on a page's edge touch one page more
+    touched = min((k.shape[1] + held.page_size - 2) // held.page_size + 1, held.num_pages)
     pages = first[..., None] // held.page_size + jnp.arange(touched, dtype=jnp.int32)
     within = jnp.clip(pages, 0, held.num_pages - 1)
     keys, there = _filled_up(read_pages(held.k, held, within), held, within)
-    new = _over(3, settings.summarise)(keys, there)
+    new = _over(3, summarise)(keys, there)
     fresh = (pages == within) & there[..., 0] & (valid > 0)[:, None, None]
     # those of other pages fall out of range, and are dropped
     at = jnp.where(fresh, physical_pages(held, within), held.k.shape[0])

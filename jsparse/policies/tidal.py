@@ -5,27 +5,30 @@ Tokens that matter in one layer matter in the next ones too, so two layers' pick
 Paper: "TidalDecode: Fast and Accurate LLM Decoding with Position Persistent Sparse Attention" (Yang
 et al.), arXiv:2410.05076.
 
-Where we differ: the weights of a group's mean query stand for its query heads, since dense
-attention can report them without a second pass over K. The weights of all KV heads are averaged, so
-that every head attends to the same tokens. Sinks and recent text are always among them; `sink=0,
-recent=0` is the paper's.
+Where we differ: the paper's code picks for each query head. Here the weights of a group's mean
+query stand for its query heads, since dense attention can report them without a second pass over K,
+and a group reads its K and V once: heads="each" picks for each KV head, and heads="all" lets all KV
+heads attend to the tokens of the greatest mean weight. Sinks and recent text are always among them;
+`sink=0, recent=0` is the paper's.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 
 from jsparse.builder import builder
 from jsparse.cache import CacheSpec, StepView
 from jsparse.hooks import State
-from jsparse.hyper_parameters import whole_number
+from jsparse.hyper_parameters import one_of, whole_number
 from jsparse.pallas_kernels.threshold_select import TopK
 from jsparse.policies.picks import pick
 from jsparse.policy import Policy, Services
 from jsparse.ranks import across
 from jsparse.selection import Selection, everything
 from jsparse.shapes import Queries
+
+Heads = Literal["all", "each"]
 
 
 class Settings(NamedTuple):
@@ -35,6 +38,7 @@ class Settings(NamedTuple):
     picking: tuple[int, int]
     sink: int
     recent: int
+    heads: Heads
 
 
 @builder
@@ -45,10 +49,9 @@ def tidal(
     sink: int = 4,
     recent: int = 64,
     correct_every: int = 0,
+    heads: Heads = "all",
 ) -> Policy:
     """Attends to the `budget` tokens that layer `first`, and later `again`, weighs most.
-
-    All heads of a row must hold the same number of tokens.
 
     Args:
         budget: the number of tokens that are picked.
@@ -61,12 +64,16 @@ def tidal(
             them take all of it. 0 and 0 are the paper's.
         correct_every: the number of new tokens after which K and V of the newest tokens are
             recomputed densely; 0 is never. Table 2 of LycheeDecode compares with 32.
+        heads: "all" picks the same tokens for all heads, by the mean weight in KV heads, which must
+            hold the same number of tokens. "each" picks for each KV head, by the logits of its
+            group's mean query, and hands the picks to the KV head of the same index.
     """
     whole_number("budget", budget, 1)
     counts = {"first": first, "again": again, "sink": sink, "recent": recent}
     for name, value in (counts | {"correct_every": correct_every}).items():
         whole_number(name, value, 0)
-    settings = Settings(budget, (first, again), sink, recent)
+    one_of("heads", heads, get_args(Heads))
+    settings = Settings(budget, (first, again), sink, recent, heads)
     return Policy(
         partial(select, settings),
         init=partial(init, settings),
@@ -78,9 +85,10 @@ def tidal(
 
 
 def init(settings: Settings, spec: CacheSpec) -> State:
-    """Returns no picks: ids [B, C] and their count [B]."""
+    """Returns no picks: ids [B, K, C] and their count [B, K], K = 1 where all heads share them."""
+    heads = spec.batch, spec.num_kv_heads if settings.heads == "each" else 1
     capacity = min(settings.budget, spec.capacity)
-    return jnp.zeros((spec.batch, capacity), jnp.int32), jnp.zeros(spec.batch, jnp.int32)
+    return jnp.zeros((*heads, capacity), jnp.int32), jnp.zeros(heads, jnp.int32)
 
 
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
@@ -89,23 +97,25 @@ def select(settings: Settings, state: State, layer: int, q: Queries, view: StepV
     if layer < settings.picking[0] or layer in settings.picking:
         return everything(lengths), None, state
     ids, count = state
-    ids = jnp.broadcast_to(ids[:, None], (*lengths.shape, ids.shape[-1]))
-    count = jnp.broadcast_to(count[:, None], lengths.shape)
+    ids = jnp.broadcast_to(ids, (*lengths.shape, ids.shape[-1]))
+    count = jnp.broadcast_to(count, lengths.shape)
     return Selection(ids, count, granularity="token"), None, state
 
 
 def update(settings: Settings, state: State, layer: int, stats, view: StepView) -> State:
-    """Picks the tokens of largest weight, the mean of all KV heads."""
+    """Picks the tokens of largest weight: each head's own, or the mean of all KV heads."""
     if layer not in settings.picking:
         return state
-    weights = jnp.mean(jnp.exp(stats.scores - stats.lse[..., None]), axis=1, keepdims=True)
-    weights = across(weights, "mean")
-    held = stats.scores[:, :1] > -jnp.inf
+    scores, lengths = stats.scores, view.layers[layer].lengths
+    if settings.heads == "all":
+        held, lengths = scores[:, :1] > -jnp.inf, lengths[:, :1]
+        weights = jnp.mean(jnp.exp(scores - stats.lse[..., None]), axis=1, keepdims=True)
+        scores = jnp.where(held, across(weights, "mean"), -jnp.inf)
     capacity = state[0].shape[-1]
     chosen = pick(
-        jnp.where(held, weights, -jnp.inf),
+        scores,
         TopK(capacity),
-        view.layers[layer].lengths[:, :1],
+        lengths,
         sink=settings.sink,
         recent=settings.recent,
         capacity=capacity,
@@ -113,4 +123,4 @@ def update(settings: Settings, state: State, layer: int, stats, view: StepView) 
         unit=1,
         weights="raw",
     )
-    return chosen.ids[:, 0], chosen.count[:, 0]
+    return chosen.ids, chosen.count

@@ -74,8 +74,16 @@ def asked(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "small", "full"),
     [
-        ("arkvale", "arkvale(budget=16, rank='bound')", "arkvale(budget=1048576, rank='bound')"),
-        ("arkvale(8)", "arkvale(budget=8, rank='bound')", "arkvale(budget=1048576, rank='bound')"),
+        (
+            "arkvale",
+            "arkvale(budget=16, volume='cuboid')",
+            "arkvale(budget=1048576, volume='cuboid')",
+        ),
+        (
+            "arkvale(8)",
+            "arkvale(budget=8, volume='cuboid')",
+            "arkvale(budget=1048576, volume='cuboid')",
+        ),
         ("streaming(1, 4)", "streaming(sink=1, recent=4)", None),
         (f"{BROKEN}:budget", f"{BROKEN}:budget(budget=16)", f"{BROKEN}:budget(budget=1048576)"),
     ],

@@ -1,5 +1,7 @@
-"""ArkVale against its formula, page by page and query by query."""
+"""ArkVale against its formulas, page by page and query by query."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from one_layer import OneLayer
@@ -7,17 +9,37 @@ from one_layer import OneLayer
 import jsparse
 
 
-def pages_of(layer: OneLayer, budget: int, rank: str) -> list[set[int]]:
-    """Returns the pages that ArkVale keeps, of each row and head."""
+def cuboid(keys):
+    """The least and the greatest corner of ArkVale's cuboid-mean."""
+    center = (keys.min(axis=0) + keys.max(axis=0)) / 2
+    half = np.abs(keys - center).mean(axis=0)
+    return center - half, center + half
+
+
+def in_cuboid(q, keys):
+    """The greatest q·k in the cuboid: the better corner of every channel."""
+    return np.maximum(*(q * corner for corner in cuboid(keys))).sum()
+
+
+def in_ball(q, keys):
+    """The greatest q·k in the ball around the mean key that reaches to the farthest."""
+    center = keys.mean(axis=0)
+    radius = np.linalg.norm(keys - center, axis=-1).max()
+    return q @ (center + q * radius / np.linalg.norm(q))
+
+
+GREATEST = {"cuboid": in_cuboid, "ball": in_ball}
+
+
+def pages_of(layer: OneLayer, budget: int, volume: str) -> list[set[int]]:
+    """The pages that ArkVale keeps, of each row and head."""
     found, size = [], layer.page_size
     for b, head in np.ndindex(layer.k.shape[:2]):
         group = np.asarray(layer.q, np.float64)[b, head * layer.group : (head + 1) * layer.group]
-        scores = []
-        for first in range(0, layer.length, size):
-            keys = layer.k[b, head, first : first + size]
-            center = keys.mean(0)
-            radius = np.linalg.norm(keys - center, axis=-1).max() if rank == "bound" else 0.0
-            scores.append(max(q @ center + np.linalg.norm(q) * radius for q in group))
+        scores = [
+            max(GREATEST[volume](q, layer.k[b, head, first : first + size]) for q in group)
+            for first in range(0, layer.length, size)
+        ]
         newest = len(scores) - 1
         best = sorted(range(newest), key=lambda page: -scores[page])
         found.append({newest, *best[: budget // size - 1]})
@@ -25,13 +47,41 @@ def pages_of(layer: OneLayer, budget: int, rank: str) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("length", [41, 48])
-@pytest.mark.parametrize("rank", ["bound", "centroid"])
-def test_keeps_the_newest_page_and_those_of_the_greatest_scores(rank, length):
+@pytest.mark.parametrize("volume", GREATEST)
+def test_keeps_the_newest_page_and_those_of_the_greatest_scores(volume, length):
     for seed in range(4):
-        layer = OneLayer(jsparse.arkvale(budget=24, rank=rank), length=length, seed=seed)
+        layer = OneLayer(jsparse.arkvale(budget=24, volume=volume), length=length, seed=seed)
         chosen = layer.select()
         listed = [
             set(ids[:n].tolist())
             for ids, n in zip(chosen.ids.reshape(4, -1), chosen.count.reshape(4), strict=True)
         ]
-        assert listed == pages_of(layer, 24, rank)
+        assert listed == pages_of(layer, 24, volume)
+
+
+@pytest.mark.parametrize("length", [41, 45, 48])
+def test_a_page_is_summarised_by_the_tokens_that_it_holds(length):
+    layer = OneLayer(jsparse.arkvale(), length=length)
+    size = layer.page_size
+    low, high = (np.asarray(x).reshape(2, 2, -1, 16) for x in layer.state[0])
+    for b, head, page in np.ndindex(2, 2, -(-length // size)):
+        wanted = cuboid(layer.k[b, head, page * size : (page + 1) * size])
+        kept = low[b, head, page], high[b, head, page]
+        np.testing.assert_allclose(kept, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_page_that_is_written_again_forgets_its_former_keys():
+    """The last three of the five tokens of page 5 are written over a layer of other keys."""
+    before, after = (OneLayer(jsparse.arkvale(), length=45, seed=seed) for seed in (0, 1))
+    new, at = jnp.zeros((2, 3, 2, 16)), jnp.zeros((2, 3), jnp.int32)  # the cache has the keys
+    append = jax.jit(after.policy.append, static_argnums=1)
+    (kept,) = append(before.state, 0, new, new, at, at, after.view)
+    for pool, old, fresh in zip(kept, before.state[0], after.state[0], strict=True):
+        pages, old, fresh = (np.asarray(x).reshape(4, -1, 16) for x in (pool, old, fresh))
+        np.testing.assert_allclose(pages[:, 5], fresh[:, 5], rtol=1e-6)
+        np.testing.assert_array_equal(np.delete(pages, 5, 1), np.delete(old, 5, 1))
+
+
+def test_volumes_have_names():
+    with pytest.raises(ValueError, match="volume='box': must be one of"):
+        jsparse.arkvale(volume="box")

@@ -1,5 +1,6 @@
 """The policies that evict, run by the engine, against slow numpy models of the same rules."""
 
+from fractions import Fraction
 from functools import cache
 
 import jax
@@ -210,9 +211,9 @@ METHODS = {
     "snapkv(budget=9, window=4, pool=5)": slow.SlowMethod(
         lambda seen: slow.pooled(slow.attention_to_all(seen), 5, np.mean), slow.uniform(5), window=4
     ),
-    "ada_kv(budget=9, window=4, pool=3, floor=0.4, cap=2)": slow.SlowMethod(
+    "ada_kv(budget=15, window=4, pool=3, floor=0.5, cap=2)": slow.SlowMethod(
         lambda seen: slow.pooled(slow.attention_to_all(seen), 3, np.max),
-        slow.joint(5, 2, 14),
+        slow.ada_kv(11, Fraction(1, 2), 26),
         window=4,
     ),
     "h2o(budget=11, window=4, period=6)": slow.SlowMethod(

@@ -1,5 +1,7 @@
 """Budget rules against float64 numpy: what temperatures keep, and how many slots heads get."""
 
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -309,3 +311,42 @@ def test_negative_scores_have_their_ranks():
     scores = np.array([[[-1.0, 3.0, 1.0, -2.0]]], np.float32)
     competing = np.ones(scores.shape, bool)
     assert counted(budgets.joint(CountBounds(0, 4, 3)), scores, competing)[0].item() == 3
+
+
+def with_best(*counts):
+    """Scores of one row's heads, of which a competition leaves each head this many."""
+    scores = np.random.default_rng(5).uniform(0.1, 0.4, (1, len(counts), SLOTS))
+    for head, count in enumerate(counts):
+        scores[0, head, :count] += 0.5
+    return scores.astype(np.float32), np.ones(scores.shape, bool)
+
+
+@pytest.mark.parametrize(
+    ("floor", "best", "kept"),
+    [
+        (0.2, (87, 103, 110, 84), (89, 102, 107, 86)),  # 88.8, 101.6, 107.2 and 86.4
+        (0.5, (91, 92, 101, 100), (94, 94, 98, 98)),  # 93.5, 94, 98.5 and 98: the first half is up
+        (0.2, (0, 180, 195, 9), (19, 163, 175, 27)),  # 19.2, 163.2, 175.2 and 26.4: the last is up
+        (1, (0, 200, 184, 0), (96, 96, 96, 96)),
+    ],
+)
+def test_a_floor_moves_counts_towards_their_mean(floor, best, kept):
+    """(1 - α) · count + α · mean, rounded so that the sum stays; α is 1/5 in Ada-KV's code."""
+    scores, competing = with_best(*best)
+    mean = sum(best) // 4
+    rule = budgets.joint(CountBounds(0, 10**6, mean), floor)
+    assert tuple(counted(rule, scores, competing)[0][0]) == kept
+    assert tuple(slow.blended(best, Fraction(str(floor)))) == kept
+
+
+def test_a_floor_keeps_the_sum_and_the_bounds():
+    """Of many layouts, some of which press against the most slots of a head."""
+    rng, alpha = np.random.default_rng(6), Fraction(1, 5)
+    spread = rng.uniform(0.2, 3, (20, 4, 1))
+    scores = rng.exponential(spread, (20, 4, SLOTS)).astype(np.float32)
+    rule = budgets.joint(CountBounds(0, 120, 96), float(alpha))
+    kept, _ = counted(rule, scores, np.ones(scores.shape, bool))
+    expected = slow.ada_kv(96, alpha, 120)
+    assert kept.tolist() == [expected(row.tolist(), range(4)) for row in scores]
+    assert (kept.sum(-1) == 4 * 96).all()
+    assert kept.max() == 120

@@ -34,7 +34,7 @@ PAGE, PROMPTS, FORCED = 8, random_prompts((37, 9)), random_tokens(2, 20)
 
 # Models whose q and k of each pair are scaled by s and 1/s. Methods that compare keys with keys are
 # not among those here: cosines and distances of keys are others then.
-KEYS_WITH_KEYS = "r_kv", "lychee_cluster", "cluster_kv", "arkvale"
+KEYS_WITH_KEYS = "r_kv", "lychee_cluster", "cluster_kv", "volume='ball'"
 # Nor are those that choose by position alone, or leave the choice to the policy they wrap.
 NO_KEYS = "dense", "streaming", "all_pages", "duo", "keep", "retrieval_heads", "offloaded"
 SCALE_FREE = [

@@ -140,7 +140,7 @@ def test_expressions_are_resolved_as_ever():
     [
         ("quest", "quest(budget=64, bounds_dtype=None, slack=0.5, group='mean')"),
         ("quest(16, slack=1.0)", "quest(budget=64, bounds_dtype=None, slack=1.0, group='mean')"),
-        ("arkvale(rank='bound', budget=8)", "arkvale(budget=64, rank='bound')"),
+        ("arkvale(volume='cuboid', budget=8)", "arkvale(budget=64, volume='cuboid')"),
         ("lfps(budget=0.3)", None),  # a share
         ("keep(quest(budget=16))", None),  # not the outermost's
         ("own_policies.py:newest", None),

@@ -47,10 +47,16 @@ def mean_key(keys, held):
     return jnp.mean(keys, axis=0, where=held[:, None])
 
 
+def cuboid(keys, held):
+    """Keeps ArkVale's cuboid: the middle of the keys' range ± their mean distance to it."""
+    middle = (keys.min(axis=0) + keys.max(axis=0)) / 2
+    half = jnp.mean(jnp.abs(keys - middle), axis=0, where=held[:, None])
+    return middle - half, middle + half
+
+
 @builder
-def my_centroids(budget: int = 1024) -> Policy:
-    """Ranks pages by their mean key, as ArkVale does with rank="centroid"."""
-    return page_policy(mean_key, lambda q, center: (q @ center).max(), budget)
+def my_arkvale(budget: int = 1024) -> Policy:
+    return page_policy(cuboid, greatest_logit, budget)
 
 
 @builder
@@ -76,7 +82,7 @@ def logits(policy, length=None):
 BUILT_IN = [
     (my_quest(16), "quest(budget=16, slack=1.0, group='max')"),
     (my_default_quest(16), "quest(budget=16)"),
-    (my_centroids(16), "arkvale(budget=16, rank='centroid')"),
+    (my_arkvale(16), "arkvale(budget=16)"),
 ]
 
 

@@ -17,11 +17,16 @@ def stats_of(logits):
     return Stats(jnp.asarray(logits, jnp.float32), jnp.asarray(lse, jnp.float32))
 
 
+def deeper(layer):
+    """The cache with its layer four times."""
+    return layer.view.cache._replace(layers=layer.view.layers * 4)
+
+
 def updated(layer, logits, state=None, nth=0):
     """The state after layer `nth` of four has reported these logits."""
-    deep = StepView(layer.view.cache._replace(layers=layer.view.layers * 4))
     update = jax.jit(layer.policy.update, static_argnums=1)
-    return update(layer.state if state is None else state, nth, stats_of(logits), deep)
+    state = layer.state if state is None else state
+    return update(state, nth, stats_of(logits), StepView(deeper(layer)))
 
 
 def test_heads_share_the_tokens_of_greatest_mean_weight():
@@ -33,14 +38,31 @@ def test_heads_share_the_tokens_of_greatest_mean_weight():
     weights = np.exp(logits)
     mean = (weights / weights.sum(-1, keepdims=True)).mean(1)
     ids, count = state
-    assert count.tolist() == [budget, budget]
+    assert count.tolist() == [[budget], [budget]]
     for b in range(2):
-        assert ids[b].tolist() == sorted(np.argsort(-mean[b])[:budget].tolist())
+        assert ids[b, 0].tolist() == sorted(np.argsort(-mean[b])[:budget].tolist())
     # the layers between hand it on as it is, the second pick replaces it
     assert layer.policy.update(state, 1, None, layer.view) is state
     ids, count = updated(layer, np.roll(logits, 5, axis=-1), state, nth=3)
-    assert count.tolist() == [budget, budget]
+    assert count.tolist() == [[budget], [budget]]
     assert ids[0].tolist() != state[0][0].tolist()
+
+
+@pytest.mark.parametrize(("sink", "recent"), [(0, 0), (2, 3)])
+def test_each_head_attends_to_its_own_heaviest_tokens(sink, recent):
+    budget = 9
+    policy = jsparse.tidal(budget, first=0, again=3, sink=sink, recent=recent, heads="each")
+    layer = OneLayer(policy)
+    logits = 2 * np.random.default_rng(1).normal(size=(2, 2, layer.held.capacity))
+    logits[..., layer.length :] = -np.inf
+    state = updated(layer, logits)
+    chosen, _, _ = policy.select(state, 1, layer.q, StepView(deeper(layer)))
+    logits[..., [*range(sink), *range(layer.length - recent, layer.length)]] += 100
+    assert (chosen.count == budget).all()
+    for b, head in np.ndindex(2, 2):
+        best = np.argsort(-logits[b, head])[:budget]
+        assert chosen.ids[b, head].tolist() == sorted(best.tolist())
+    assert chosen.ids[0, 0].tolist() != chosen.ids[0, 1].tolist()
 
 
 @pytest.mark.parametrize("budget", [5, 12])
@@ -53,9 +75,9 @@ def test_sinks_and_recent_text_are_picked_within_the_budget(budget):
     weights = np.exp(logits)
     mean = (weights / weights.sum(-1, keepdims=True)).mean(1)
     mean[:, [*range(3), *range(layer.length - 4, layer.length)]] += 1
-    assert count.tolist() == [budget, budget]
+    assert count.tolist() == [[budget], [budget]]
     for b in range(2):
-        assert ids[b].tolist() == sorted(np.argsort(-mean[b])[:budget].tolist())
+        assert ids[b, 0].tolist() == sorted(np.argsort(-mean[b])[:budget].tolist())
 
 
 def test_a_head_that_holds_less_than_the_budget_lists_it_all():
@@ -63,8 +85,8 @@ def test_a_head_that_holds_less_than_the_budget_lists_it_all():
     logits = np.full((2, 2, layer.held.capacity), -np.inf)
     logits[..., :5] = 0.0
     ids, count = updated(layer, logits)
-    assert count.tolist() == [5, 5]
-    assert ids[:, :5].tolist() == [[0, 1, 2, 3, 4]] * 2
+    assert count.tolist() == [[5], [5]]
+    assert ids[:, 0, :5].tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
 def test_layers_are_dense_up_to_the_first_pick_and_at_the_second():
@@ -102,3 +124,8 @@ def test_wrong_hyper_parameters_are_refused(wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(ValueError, match=f"{name}={value}: must be an integer"):
         jsparse.tidal(**wrong)
+
+
+def test_heads_share_or_pick_each():
+    with pytest.raises(ValueError, match="heads='some': must be one of"):
+        jsparse.tidal(heads="some")

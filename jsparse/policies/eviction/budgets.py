@@ -95,22 +95,48 @@ def uniform(bounds: CountBounds) -> CountFn:
     return count
 
 
-def joint(bounds: CountBounds) -> CountFn:
+def joint(bounds: CountBounds, floor: float = 0.0) -> CountFn:
     """Gives a layer's heads K · budget slots together: its best, whichever head has them.
 
-    Source: Ada-KV (Feng et al., arXiv:2407.11550).
+    A head that has c of the best gets (1 - floor) · c + floor · budget slots. These are rounded so
+    that the heads still have K · budget together.
+
+    Source: Ada-KV (Feng et al., arXiv:2407.11550), whose published code blends counts this way and
+    rounds each by itself.
+
+    Args:
+        bounds: the least and the most slots of a head, and their mean.
+        floor: the part of the budget that heads do not compete for, from 0 to 1.
     """
+    least, most = (_without_floor(limit, bounds.budget, floor) for limit in bounds[:2])
 
     def count(scores, competing, temperatures, attended):
         ranked = gathered(jnp.where(competing, scores, -jnp.inf), 1)
         heads, slots = ranked.shape[1:]
         total = jnp.full(scores.shape[:1], heads * min(bounds.budget, slots), jnp.int32)
-        counts = shared_counts(
-            ranked, total, min_count=bounds.min_count, max_count=bounds.max_count
-        )
-        return own_part(counts, 1), temperatures
+        counts = shared_counts(ranked, total, min_count=least, max_count=most)
+        return own_part(_towards_mean(counts, floor) if floor else counts, 1), temperatures
 
     return count
+
+
+def _without_floor(limit: int, budget: int, floor: float) -> int:
+    """Returns the c of which (1 - floor) · c + floor · budget is the limit, nearer the budget."""
+    away = (limit - budget) / max(1 - floor, 1 / MAX_SLOTS)
+    return budget + int(min(max(away, -budget), MAX_SLOTS - budget))
+
+
+def _towards_mean(counts: Lengths, part: float) -> Lengths:
+    """Moves counts a part of the way to their mean, in whole slots, and keeps their sum.
+
+    The largest remainders are rounded up; of equal ones, those of the first heads.
+    """
+    heads = counts.shape[1]
+    shift = part * (jnp.sum(counts, -1, keepdims=True) - heads * counts) / heads
+    whole = jnp.floor(shift)
+    remainder = jnp.round(1024 * (shift - whole))  # float32 would tell equal ones apart
+    rank = jnp.argsort(jnp.argsort(-remainder))
+    return counts + whole.astype(jnp.int32) + (rank < -jnp.sum(whole, -1, keepdims=True))
 
 
 def n_star(bounds: CountBounds, p: float) -> CountFn:

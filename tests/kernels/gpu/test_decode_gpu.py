@@ -29,6 +29,8 @@ RUNS: dict[str | Policy, tuple[int, str]] = {
     "oracle_top_k(budget=64, granularity='page')": (16, "threshold_select: triton"),
     "quest(budget=64)": (16, "bounds_append: triton"),
     "quest(budget=48, bounds_dtype='uint8')": (16, "page_bounds: triton"),
+    "arkvale(budget=64)": (16, "page_bounds: triton"),
+    "arkvale(budget=64, volume='ball')": (16, "centroid_scores: triton"),
     "double_sparsity(budget=64)": (16, "int4_scores: triton"),
     "tidal(budget=64, first=0, again=5, recent=16)": (16, "place_logits: triton"),
     "lychee_decode([[1, 1], [0, 1], [0, 0]], value=64, recent=16)": (16, "place_logits: triton"),
