@@ -44,6 +44,7 @@ from jsparse.policies.offloaded import offloaded as offloaded
 from jsparse.policies.oracle import oracle_top_k as oracle_top_k
 from jsparse.policies.oracle import oracle_top_p as oracle_top_p
 from jsparse.policies.quest import quest as quest
+from jsparse.policies.quest_chunks import quest_chunks as quest_chunks
 from jsparse.policies.r_kv import r_kv as r_kv
 from jsparse.policies.raas import raas as raas
 from jsparse.policies.snapkv import snapkv as snapkv

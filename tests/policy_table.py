@@ -26,6 +26,8 @@ TABLE = (
     "quest(budget=1)",
     "quest(budget=16, slack=1.0, group='max')",
     "quest(budget=8, bounds_dtype='uint8')",
+    "quest_chunks(budget=12, recent=3, lengths=(1, 3), period=2)",
+    "quest_chunks(12, 'fixed', 1.0, 'max', sink=1, recent=1, lengths=(1, 2), period=3)",
     "double_sparsity(budget=8)",
     "double_sparsity(budget=1, channels=2)",
     "double_sparsity(budget=16, channels=6, granularity='page')",
@@ -157,7 +159,15 @@ DENSE_AT: dict[str, dict[str, Any]] = {
     **{
         name: {"budget": EVERYTHING}
         for name in (
-            *("quest", "double_sparsity", "tidal", "arkvale", "lychee_cluster", "cluster_kv"),
+            *(
+                "quest",
+                "quest_chunks",
+                "double_sparsity",
+                "tidal",
+                "arkvale",
+                "lychee_cluster",
+                "cluster_kv",
+            ),
             *("oracle_top_k", "verified", "snapkv", "ada_kv", "h2o", "r_kv", "raas"),
         )
     },

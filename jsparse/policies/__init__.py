@@ -24,6 +24,7 @@ from jsparse.policies.method import Method
 from jsparse.policies.offloaded import offloaded
 from jsparse.policies.oracle import oracle_top_k, oracle_top_p
 from jsparse.policies.quest import quest
+from jsparse.policies.quest_chunks import quest_chunks
 from jsparse.policies.r_kv import r_kv
 from jsparse.policies.raas import raas
 from jsparse.policies.snapkv import snapkv
@@ -68,9 +69,14 @@ REGISTRY: tuple[Method, ...] = (
             "kept in K's type or in 8 bits"
         ),
         paper="Quest",
-        calls="quest(budget)",
-        gist="the pages whose key bounds allow the greatest logits",
+        calls="quest(budget), quest_chunks(budget)",
+        gist="the pages, or chunks of the text, whose key bounds allow the greatest logits",
         when="with nothing to train or calibrate; give it a large budget",
+    ),
+    Method(
+        quest_chunks,
+        attends="the newest tokens, and the chunks of text whose keys allow the greatest logits",
+        paper="Quest over chunks, LycheeCluster section 3.1",
     ),
     Method(
         double_sparsity,

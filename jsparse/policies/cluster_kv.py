@@ -11,7 +11,7 @@ budget reaches, oldest first. The query heads of a group share their tokens.
 
 from jsparse.builder import builder
 from jsparse.hyper_parameters import whole_number
-from jsparse.policies.clusters.engine import Settings, cluster_policy, require_budget
+from jsparse.policies.clusters.engine import Settings, chunk_policy, cluster_index, require_budget
 from jsparse.policies.clusters.index import Form
 from jsparse.policy import Policy
 
@@ -42,6 +42,6 @@ def cluster_kv(
     whole_number("recent", recent, 1)
     whole_number("period", period, 1)
     form = Form(longest=1, cluster_size=cluster_size, normalise=False)
-    settings = Settings(budget, 1, None, form, sink, recent, period)
+    settings = Settings(budget, 1, 1, None, cluster_index(form), sink, recent, period)
     require_budget(settings)
-    return cluster_policy(settings)
+    return chunk_policy(settings)

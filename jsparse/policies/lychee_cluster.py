@@ -27,18 +27,20 @@ from typing import Literal, get_args
 
 from jsparse.builder import builder
 from jsparse.hyper_parameters import flag, one_of, whole_number
-from jsparse.policies.clusters.engine import Classes, Settings, cluster_policy, require_budget
+from jsparse.policies.clusters.engine import (
+    CLASSES,
+    Chunking,
+    Settings,
+    chunk_policy,
+    cluster_index,
+    require_budget,
+    require_chunks,
+)
 from jsparse.policies.clusters.index import CentroidPooling, Form
 from jsparse.policy import Policy
 
-Chunking = Literal["structure", "fixed"]
 Rank = Literal["centroid", "bound"]
 CentroidDtype = Literal["int8"]
-CLASSES: dict[str | None, Classes | None] = {
-    None: "boundary_classes_or_none",
-    "structure": "boundary_classes",
-    "fixed": None,
-}
 
 
 @builder
@@ -83,7 +85,6 @@ def lychee_cluster(
         centroid_dtype: "int8" holds centroids in bytes, which nearly halves the index; None in K's
             type.
     """
-    one_of("chunks", chunks, CLASSES)
     one_of("rank", rank, get_args(Rank))
     one_of("pooling", pooling, get_args(CentroidPooling))
     one_of("centroid_dtype", centroid_dtype, (None, *get_args(CentroidDtype)))
@@ -96,14 +97,7 @@ def lychee_cluster(
     whole_number("cluster_size", cluster_size, 1)
     whole_number("sink", sink, 0)
     whole_number("period", period, 1)
-    if not isinstance(lengths, tuple) or len(lengths) != 2:
-        raise ValueError(f"lengths={lengths!r}: must be the fewest and the most tokens of a chunk")
-    shortest, longest = lengths
-    whole_number("lengths[0]", shortest, 1)
-    whole_number("lengths[1]", longest, shortest)
-    if chunks == "fixed":
-        shortest = longest
-    whole_number("recent", recent, longest - shortest + 1)  # what decides where a chunk ends
+    shortest, longest = require_chunks(chunks, lengths, recent)
     form = Form(
         longest=longest,
         cluster_size=cluster_size,
@@ -113,6 +107,7 @@ def lychee_cluster(
         units=levels == 2,
         in_bytes=centroid_dtype == "int8",
     )
-    settings = Settings(budget, shortest, CLASSES[chunks], form, sink, recent, period, exact)
+    index, classes = cluster_index(form), CLASSES[chunks]
+    settings = Settings(budget, shortest, longest, classes, index, sink, recent, period, exact)
     require_budget(settings)
-    return cluster_policy(settings)
+    return chunk_policy(settings)

@@ -1,1 +1,1 @@
-"""Holds the common parts of methods that cluster the keys of chunks of text."""
+"""Holds the common parts of methods that rank chunks of text."""

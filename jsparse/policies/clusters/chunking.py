@@ -153,6 +153,23 @@ def cut_on(
     return Chunks(starts, count)
 
 
+def chunks_after(
+    chunks: Chunks, before: Rows, max_new: int
+) -> tuple[Int32[Array, "B n"], Bool[Array, "B n"], Int32[Array, "B n"], Int32[Array, "B n"]]:
+    """Returns the chunks of each row after the first `before`, up to `max_new`.
+
+    Returns:
+        Their indices, whether they exist, their first slots, and their lengths, 0 for those that do
+        not exist.
+    """
+    nth = before[:, None] + jnp.arange(max_new, dtype=jnp.int32)
+    there = nth < chunks.count[:, None]
+    at = jnp.where(there, nth, 0)
+    first = jnp.take_along_axis(chunks.starts, at, axis=1)
+    lengths = jnp.where(there, jnp.take_along_axis(chunks.starts, at + 1, axis=1) - first, 0)
+    return nth, there, first, lengths
+
+
 def _check(classes: UInt8[Array, "B S"] | None, min_length: int, max_length: int) -> None:
     if not 1 <= (max_length if classes is None else min_length) <= max_length:
         raise ValueError(

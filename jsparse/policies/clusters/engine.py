@@ -1,36 +1,76 @@
-"""Runs every method that finds tokens by clusters of chunks: one engine, a few settings per method.
+"""Runs every method that ranks chunks: one engine, an index and a few settings per method.
 
 A row's tokens are its sinks, its chunks and its open tokens: the newest, which are in no chunk yet.
-Sinks and open tokens are always attended to. The rest of the budget goes to chunks: each has the
-score of its cluster's centroid for the query, and the best are taken, cluster by cluster, until the
-next no longer fits. So a head never attends to more than the budget.
+Sinks and open tokens are always attended to. The rest of the budget goes to chunks: the index
+scores them for the query, with clusters by the centroid of a chunk's cluster, and the best are
+taken until the next no longer fits. So a head never attends to more than the budget.
 
-Chunks are cut and clustered when the prompt ends; every `period` tokens the oldest open ones are
-cut into chunks, which join the clusters. Chunks are the same for all layers and heads.
+Chunks are cut and indexed when the prompt ends; every `period` tokens the oldest open ones are cut
+into chunks, which join the index. Chunks are the same for all layers and heads.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, UInt8
+from jaxtyping import Array, Float32, UInt8
 
-from jsparse.cache import CacheSpec, KVCache, StepView, taking_part
+from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView, taking_part
 from jsparse.hooks import PrefillView
+from jsparse.hyper_parameters import one_of, whole_number
 from jsparse.pallas_kernels.runs_to_tokens import runs_to_tokens
 from jsparse.pallas_kernels.threshold_select import Budget, threshold_select
 from jsparse.policies.clusters.chunking import Chunks, boundaries, cut, cut_on, marks
-from jsparse.policies.clusters.index import Clusters, Form, build, empty, num_clusters
+from jsparse.policies.clusters.index import Form, build, empty
 from jsparse.policies.clusters.joining import join
-from jsparse.policies.clusters.search import cluster_scores
+from jsparse.policies.clusters.search import chunk_scores
 from jsparse.policy import Policy, Services, at_layer
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths, Queries, Rows, Tokens
 
+Chunking = Literal["structure", "fixed"]
 Classes = Literal["boundary_classes", "boundary_classes_or_none"]
+CLASSES: dict[str | None, Classes | None] = {
+    None: "boundary_classes_or_none",
+    "structure": "boundary_classes",
+    "fixed": None,
+}
 WIDER = 4  # units are chosen that hold this times the budget
+
+
+class ChunkIndex(NamedTuple):
+    """Holds the functions of an index of chunks; each layer has an index of its own.
+
+    Attributes:
+        empty: (spec, chunks) -> an index that holds nothing, with room for `chunks` chunks per row.
+        build: (the layer's cache, the chunks) -> an index of all chunks.
+        join: (each layer's index, each layer's cache, the number of chunks before, the chunks,
+            max_new) -> each layer's index with the chunks past those before, at most max_new.
+        scores: (index, q, count, tokens, worst) -> the scores of chunks. Those past the `count` of
+            a head mean anything; -inf: the search did not look at the chunk. It looks at `tokens`
+            tokens at least, and with `worst`, which returns the least score that matters, at all
+            chunks that may have that score.
+    """
+
+    empty: Callable[[CacheSpec, int], Any]
+    build: Callable[[LayerCache, Chunks], Any]
+    join: Callable[[Sequence[Any], Sequence[LayerCache], Rows, Chunks, int], tuple[Any, ...]]
+    scores: Callable[
+        [Any, Queries, Lengths, int, Callable[[Array], Array] | None], Float32[Array, "B K C"]
+    ]
+
+
+def cluster_index(form: Form) -> ChunkIndex:
+    """Returns the index by clusters of chunks."""
+    return ChunkIndex(
+        partial(empty, form=form),
+        partial(build, form=form),
+        partial(join, form=form),
+        partial(chunk_scores, form),
+    )
 
 
 class Settings(NamedTuple):
@@ -39,9 +79,10 @@ class Settings(NamedTuple):
     Attributes:
         budget: the most tokens that a head attends to; rows that are no longer are dense.
         shortest: the fewest tokens of a chunk.
+        longest: the most tokens of a chunk.
         classes: the model's constant that marks boundaries; None cuts every chunk at its greatest
             length.
-        form: how chunks are clustered.
+        chunk_index: the functions of the index that ranks chunks.
         sink: the number of first tokens that are always attended to.
         recent: the number of newest tokens that are in no chunk.
         period: the new tokens of a row after which it cuts chunks.
@@ -51,17 +92,13 @@ class Settings(NamedTuple):
 
     budget: int
     shortest: int
+    longest: int
     classes: Classes | None
-    form: Form
+    chunk_index: ChunkIndex
     sink: int
     recent: int
     period: int
     exact: bool = False
-
-    @property
-    def longest(self) -> int:
-        """Returns the most tokens of a chunk."""
-        return self.form.longest
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -89,6 +126,26 @@ class Settings(NamedTuple):
         return min(-(-8 * slots // (5 * self.longest)), -(-slots // self.shortest))
 
 
+def require_chunks(
+    chunks: Chunking | None, lengths: tuple[int, int], recent: int
+) -> tuple[int, int]:
+    """Returns the fewest and the most tokens of a chunk.
+
+    Raises:
+        ValueError: an argument is not one that LycheeCluster's docstring allows.
+    """
+    one_of("chunks", chunks, CLASSES)
+    if not isinstance(lengths, tuple) or len(lengths) != 2:
+        raise ValueError(f"lengths={lengths!r}: must be the fewest and the most tokens of a chunk")
+    shortest, longest = lengths
+    whole_number("lengths[0]", shortest, 1)
+    whole_number("lengths[1]", longest, shortest)
+    if chunks == "fixed":
+        shortest = longest
+    whole_number("recent", recent, longest - shortest + 1)  # they decide where a chunk ends
+    return shortest, longest
+
+
 def require_budget(settings: Settings) -> None:
     """Raises ValueError if a budget does not hold the tokens always attended to and one chunk."""
     minimum = settings.sink + settings.max_open + settings.longest
@@ -107,15 +164,15 @@ class Index(NamedTuple):
         marks: each token's marks for the boundaries around it; None where chunks are of one
             length.
         chunks: the chunks of each row, whose last ends where the open tokens begin.
-        layers: the clusters of each layer.
+        layers: the index of each layer.
     """
 
     marks: UInt8[Array, "B S"] | None
     chunks: Chunks
-    layers: tuple[Clusters, ...]
+    layers: tuple[Any, ...]
 
 
-def cluster_policy(settings: Settings) -> Policy:
+def chunk_policy(settings: Settings) -> Policy:
     """Builds the policy that these settings describe."""
     return Policy(
         partial(select, settings),
@@ -136,12 +193,12 @@ def init(settings: Settings, spec: CacheSpec) -> Index:
     return Index(
         jnp.zeros(slots, jnp.uint8) if settings.classes else None,
         Chunks(starts, jnp.zeros(spec.batch, jnp.int32)),
-        tuple(empty(spec, chunks, settings.form) for _ in range(spec.num_layers)),
+        tuple(settings.chunk_index.empty(spec, chunks) for _ in range(spec.num_layers)),
     )
 
 
 def prefill(settings: Settings, state: Index, layer: int, view: PrefillView) -> Index:
-    """Notes boundaries; when the prompt ends, cut it into chunks and cluster each layer's keys."""
+    """Notes boundaries; when the prompt ends, cut it into chunks and index each layer's keys."""
     held = view.step.layers[layer]
     if layer == 0:
         length = held.lengths[:, 0]
@@ -155,7 +212,7 @@ def prefill(settings: Settings, state: Index, layer: int, view: PrefillView) -> 
             state = state._replace(chunks=chunks)
     if not view.last:
         return state
-    made = build(held, state.chunks, settings.form)
+    made = settings.chunk_index.build(held, state.chunks)
     return state._replace(layers=at_layer(state.layers, layer, made))
 
 
@@ -170,15 +227,14 @@ def append(
 
 
 def select(settings: Settings, state: Index, layer: int, q: Queries, view: StepView):
-    """Lists sinks, open tokens and, as far as the budget reaches, chunks of the best clusters."""
+    """Lists sinks, open tokens and, as far as the budget reaches, the best chunks."""
     # all layers hold the same tokens: values that depend on these alone are computed once per step
-    held, chunks, index = view.layers[0].lengths, state.chunks, state.layers[layer]
-    budget, fine = min(settings.budget, view.layers[0].capacity), index.fine
+    held, chunks = view.layers[0].lengths, state.chunks
+    budget = min(settings.budget, view.layers[0].capacity)
     count = jnp.broadcast_to(chunks.count[:, None], held.shape)
     narrow = np.min_scalar_type(settings.longest)  # bytes, which choosing reads faster
 
     def best_chunks(scores: Array, budget: int) -> Selection:
-        scores = jnp.take_along_axis(scores, fine.of_point, axis=-1, mode="clip")
         there = jnp.arange(scores.shape[-1]) < count[..., None]
         sizes = jnp.diff(chunks.starts)[:, None].astype(narrow)
         return threshold_select(
@@ -194,24 +250,23 @@ def select(settings: Settings, state: Index, layer: int, q: Queries, view: StepV
         There is one among the scores, since more tokens than the budget are looked at.
         """
         chosen = best_chunks(scores, budget + settings.longest)
-        cluster = jnp.take_along_axis(fine.of_point, chosen.ids, axis=-1)
-        scores = jnp.take_along_axis(scores, cluster, axis=-1)
+        scores = jnp.take_along_axis(scores, chosen.ids, axis=-1)
         there = jnp.arange(scores.shape[-1]) < chosen.count[..., None]
         return jnp.min(jnp.where(there, scores, jnp.inf), axis=-1)
 
-    number, looked = num_clusters(count, settings.form), worst if settings.exact else None
-    scores = cluster_scores(index, q, number, WIDER * budget, looked)
+    looked = worst if settings.exact else None
+    scores = settings.chunk_index.scores(state.layers[layer], q, count, WIDER * budget, looked)
     chosen = best_chunks(scores, budget)
     tokens = runs_to_tokens(chosen.ids, chosen.count, chunks.starts[:, None], held, capacity=budget)
     return replace(tokens, dense=held <= budget), None, state
 
 
 def maintain(settings: Settings, state: Index, view: StepView) -> tuple[Index, KVCache]:
-    """Cuts the oldest open tokens into chunks, which join the clusters of each layer."""
+    """Cuts the oldest open tokens into chunks, which join the index of each layer."""
     before, ends = state.chunks.count, view.layers[0].lengths[:, 0] - settings.recent
     max_new = settings.max_new
     chunks = cut_on(classes(state), state.chunks, ends, max_new=max_new, **settings.lengths)
-    layers = join(state.layers, view.layers, before, chunks, max_new, settings.form)
+    layers = settings.chunk_index.join(state.layers, view.layers, before, chunks, max_new)
     return state._replace(chunks=chunks, layers=layers), view.cache
 
 

@@ -174,7 +174,7 @@ def representatives(
 
     def block(i: Array, values: Array) -> Array:
         some = blocks.cut(lengths, i, 1)
-        keys = keys_of_chunks(held, blocks.cut(first, i, 1), some, form)
+        keys = keys_of_chunks(held, blocks.cut(first, i, 1), some, form.longest)
         return blocks.put(values, pooled(keys, some, form), i)
 
     values = jnp.zeros((rows, heads, number, width), jnp.float32)
@@ -182,15 +182,15 @@ def representatives(
 
 
 def keys_of_chunks(
-    held: LayerCache, first: Int32[Array, "B n"], lengths: Int32[Array, "B n"], form: Form
+    held: LayerCache, first: Int32[Array, "B n"], lengths: Int32[Array, "B n"], longest: int
 ) -> Float[Array, "B K n m H"]:
     """Reads the keys of slots first … first + lengths - 1; past a chunk's end there is anything."""
     (rows, heads), number = held.lengths.shape, first.shape[1]
-    nth = jnp.arange(form.longest, dtype=jnp.int32)
+    nth = jnp.arange(longest, dtype=jnp.int32)
     inside = nth < lengths[..., None]
     slots = jnp.where(inside, first[..., None] + nth, 0).reshape(rows, 1, -1)
     slots = jnp.broadcast_to(slots, (rows, heads, slots.shape[-1]))
-    return read_slots(held.k, held, slots).reshape(rows, heads, number, form.longest, -1)
+    return read_slots(held.k, held, slots).reshape(rows, heads, number, longest, -1)
 
 
 def pooled(

@@ -20,7 +20,7 @@ from jsparse.pallas_kernels.point_groups import (
     distances,
     unit_length,
 )
-from jsparse.policies.clusters.chunking import Chunks
+from jsparse.policies.clusters.chunking import Chunks, chunks_after
 from jsparse.policies.clusters.index import (
     Clusters,
     Form,
@@ -63,11 +63,7 @@ def join(
     All chunks of one call choose their clusters before any centroid moves. Their pooled keys are
     computed for all layers at once, since with so few chunks only launches cost time.
     """
-    nth = before[:, None] + jnp.arange(max_new, dtype=jnp.int32)
-    there = nth < chunks.count[:, None]
-    at = jnp.where(there, nth, 0)
-    first = jnp.take_along_axis(chunks.starts, at, axis=1)
-    lengths = jnp.where(there, jnp.take_along_axis(chunks.starts, at + 1, axis=1) - first, 0)
+    nth, there, first, lengths = chunks_after(chunks, before, max_new)
     cluster, had = nth // form.cluster_size, num_clusters(before, form)
     fine = NewPoints(nth, there, nth % form.cluster_size == 0, cluster, had)
 
@@ -76,7 +72,7 @@ def join(
     opens = now > jnp.maximum(had[:, None], jnp.pad(now, [(0, 0), (1, 0)])[:, :-1])
     coarse = NewPoints(cluster, there & fine.opens, opens, now - 1, had)
 
-    keys = jnp.stack([keys_of_chunks(held, first, lengths, form) for held in caches])
+    keys = jnp.stack([keys_of_chunks(held, first, lengths, form.longest) for held in caches])
     of_layers = pooled(keys, lengths, form)
     directions_of_layers = unit_length(of_layers).astype(keys.dtype)
 

@@ -12,11 +12,37 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from jsparse.pallas_kernels.point_groups import Groups
-from jsparse.policies.clusters.index import Clusters
+from jsparse.policies.clusters.index import Clusters, Form, num_clusters
 from jsparse.shapes import Lengths, Queries
 
 MIN_UNITS = 8  # the least number that are chosen
 PRODUCT_ERROR = 2.0**-14  # bounds the error of a product of vectors of length 1
+
+
+def chunk_scores(
+    form: Form,
+    index: Clusters,
+    q: Queries,
+    count: Lengths,
+    tokens: int,
+    worst: Callable[[Float32[Array, "B K C"]], Float32[Array, "B K"]] | None = None,
+) -> Float32[Array, "B K C"]:
+    """Returns the scores of chunks, each that of its cluster.
+
+    Args:
+        form: how chunks are clustered.
+        index: one layer's.
+        q: the queries of one step.
+        count: the number of chunks of each head.
+        tokens: as in `cluster_scores`.
+        worst: likewise, but of the scores of chunks.
+    """
+
+    def of_chunks(scores: Float32[Array, "B K L"]) -> Float32[Array, "B K C"]:
+        return jnp.take_along_axis(scores, index.fine.of_point, axis=-1, mode="clip")
+
+    least = None if worst is None else lambda scores: worst(of_chunks(scores))
+    return of_chunks(cluster_scores(index, q, num_clusters(count, form), tokens, least))
 
 
 def cluster_scores(
