@@ -172,8 +172,8 @@ def calibrated(
     """Gives a head its top-p slots of Ŝ, the softmax of its metric's logits over T.
 
     T is found at the first compression at which `n_star` gives the head any slots, as the one at
-    which these are as many, and kept: later counts follow the scores. Ŝ is of the competing slots; the share of it
-    that they must keep is the one that `n_star` asks of their attention.
+    which these are as many, and kept: later counts follow the scores. Ŝ is of the competing slots;
+    the share of it that they must keep is the one that `n_star` asks of their attention.
 
     Source: HARD-KV, which has Ŝ = S(g(z/T)) of logits z, a metric g and the softmax S. Here
     `logits` makes g(z) of scores, and T divides that. For metrics with g(z/T) = g(z)/T, such as
