@@ -110,7 +110,7 @@ def ways(batch: int, context: int, tokens: int) -> dict[str, Callable[[], Any]]:
 
     @jax.jit
     def by_host(q: Array, k: Array, v: Array, rows: Array) -> Array:
-        computed = compute_on(attend, compute_type="device_host", out_memory_spaces=space.Host)
+        computed: Any = compute_on(attend, compute_type="device_host", out_memory_spaces=space.Host)
         return jax.device_put(computed(jax.device_put(q, space.Host), k, v, rows), space.Device)
 
     on_cores = jax.jit(attend)

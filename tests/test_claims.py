@@ -5,8 +5,10 @@ docs/papers/claims.toml says where each measured figure in a page's table of cla
 
 import json
 import re
+import subprocess
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from datetime import datetime
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -18,14 +20,18 @@ pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).parents[1]
 PAPERS = ROOT / "docs" / "papers"
+RESULTS = ROOT / "bench" / "results"
 CLAIMS = tomllib.loads((PAPERS / "claims.toml").read_text("utf-8"))
+EACH = [(page, claim) for page, claims in CLAIMS.items() for claim in claims]
+# the settings of a row that older records do not name
+UNNAMED = {"weights": "bf16", "shape": "8b", "ranks": 1}
 UNITS = "%|times|µs|ms|GB|tokens/s"
 MEASURED = re.compile(rf"(?<![\w.-])(?:\d[\d,]*(?:\.\d+)?(?= (?:{UNITS}))|\d+\.\d+(?!\w))")
 
 
 @cache
 def record(name: str) -> Any:
-    return json.loads((ROOT / "bench" / "results" / name).read_text("utf-8"))
+    return json.loads((RESULTS / name).read_text("utf-8"))
 
 
 def fits(row: Any, wanted: Mapping[str, Any]) -> bool:
@@ -65,10 +71,96 @@ def here(page: Path) -> list[str]:
     return [re.sub(r"`[^`]*`|\]\([^)]*\)", " ", cell) for cell in cells[2:]]
 
 
+@cache
+def commit_dates() -> Mapping[str, float]:
+    """Returns the seconds at which each commit was made; {} without git's history."""
+    command = ["git", "log", "--all", "--format=%H %ct"]
+    log = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = map(str.split, log.stdout.splitlines())
+    return {commit: float(seconds) for commit, seconds in lines}
+
+
+@cache
+def made(revision: str) -> float:
+    """Returns the seconds at which a revision, perhaps shortened, was made; 0 if it is unknown."""
+    return next((at for full, at in commit_dates().items() if full.startswith(revision)), 0.0)
+
+
+def date(run: Mapping[str, Any]) -> float:
+    """Returns the seconds at which a run began; of older records, at which its code was made."""
+    if stamp := run["environment"].get("timestamp", run.get("timestamp")):
+        return datetime.fromisoformat(stamp).timestamp()
+    revision = run["environment"].get("git_revision")
+    return made(revision) if revision else 0.0
+
+
+def runs(name: str) -> Iterator[Mapping[str, Any]]:
+    """Yields the runs of a record that list their rows as results; each names its benchmark."""
+    whole = record(name)
+    for run in whole.get("runs", [whole]) if isinstance(whole, dict) else []:
+        if isinstance(run, dict) and {"benchmark", "environment", "results"} <= run.keys():
+            yield run
+
+
+@cache
+def timed_runs() -> Mapping[str, list[tuple[str, Mapping[str, Any]]]]:
+    """Returns all runs, with the names of their records, by benchmark."""
+    found: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
+    for path in sorted(RESULTS.rglob("*.json")):
+        name = path.relative_to(RESULTS).as_posix()
+        for run in runs(name):
+            found.setdefault(run["benchmark"], []).append((name, run))
+    return found
+
+
+def named(run: Mapping[str, Any], row: Mapping[str, Any], setting: str) -> Any:
+    """Returns a setting of a row, named by the row, by its run, or by neither."""
+    return row.get(setting, run.get("settings", {}).get(setting, UNNAMED[setting]))
+
+
+def later(name: str, path: list[Any]) -> set[str]:
+    """Returns the records of later runs of a claim's row: same benchmark, device and settings."""
+    if path[0] != "results" or not isinstance(path[1], dict):
+        return set()
+    measured = path[2]
+
+    def same(other: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+        alike = all(named(run, own, x) == named(other, row, x) for x in UNNAMED)
+        return alike and fits(row, path[1]) and measured in row
+
+    found = set()
+    for run in runs(name):
+        (own,) = (row for row in run["results"] if fits(row, path[1]))
+        found |= {
+            other
+            for other, its in timed_runs()[run["benchmark"]]
+            if device(its) == device(run) and date(its) > date(run)
+            if any(same(its, row) for row in its["results"])
+        }
+    return found
+
+
+def device(run: Mapping[str, Any]) -> str | None:
+    """Returns the model of a run's GPU, or of its CPU where there is no GPU."""
+    gpus = run["environment"].get("gpus")
+    return gpus[0]["name"] if gpus else run["environment"].get("cpu")
+
+
 @pytest.mark.parametrize(
-    ("page", "claim"),
-    [(page, claim) for page, claims in CLAIMS.items() for claim in claims],
-    ids=lambda x: x if isinstance(x, str) else x["figure"],
+    ("page", "claim"), EACH, ids=lambda x: x if isinstance(x, str) else x["figure"]
+)
+def test_a_timed_figure_is_of_the_newest_run_or_says_why_not(page, claim):
+    if not commit_dates():
+        pytest.skip("needs the history that git has of the records' revisions")
+    record_of = {"of": claim["record"], "less": claim["record"]}
+    record_of["over"] = claim.get("over_record", claim["record"])
+    paths = [(name, claim[key]) for key, name in record_of.items() if key in claim]
+    newer = set().union(*(later(*at) for at in paths))
+    assert bool(newer) == ("older" in claim), newer
+
+
+@pytest.mark.parametrize(
+    ("page", "claim"), EACH, ids=lambda x: x if isinstance(x, str) else x["figure"]
 )
 def test_a_figure_is_that_of_its_record(page, claim):
     assert any(claim["figure"] in MEASURED.findall(cell) for cell in here(PAPERS / f"{page}.md"))

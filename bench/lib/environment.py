@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,13 @@ def describe(*, allow_modified: bool = False) -> dict[str, Any]:
         allow_modified: record a modified working tree instead of refusing it.
 
     Returns:
-        argv (the script, relative to the repository, and its arguments), python, platform, cpu,
-        cores (those this process may use), load_average (of the last minute: timings taken while
-        other processes use the machine are worth little), versions (of the installed ones among
-        jax, jaxlib, numpy, torch and transformers), gpus (name and driver of each, from
-        nvidia-smi), git_revision, and modified (whether tracked files differ from that revision).
-        JSPARSE_REVISION, where it is set, states the revision, as for a copy of the source without
-        git; modified is then None.
+        timestamp (of the call, UTC, in ISO 8601), argv (the script, relative to the repository, and
+        its arguments), python, platform, cpu, cores (those this process may use), load_average (of
+        the last minute: timings taken while other processes use the machine are worth little),
+        versions (of the installed ones among jax, jaxlib, numpy, torch and transformers), gpus
+        (name and driver of each, from nvidia-smi), git_revision, and modified (whether tracked
+        files differ from that revision). JSPARSE_REVISION, where it is set, states the revision, as
+        for a copy of the source without git; modified is then None.
 
     Raises:
         SystemExit: the working tree is modified and `allow_modified` is not set.
@@ -44,6 +45,7 @@ def describe(*, allow_modified: bool = False) -> dict[str, Any]:
             "commit the changes, or pass --allow-modified to measure them and record so"
         )
     return {
+        "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": [_script(sys.argv[0]), *sys.argv[1:]],
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -1,6 +1,7 @@
 """Tests the record of a run: command line, revision, and the refusal of a modified tree."""
 
 import subprocess
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -64,6 +65,11 @@ def test_without_git_the_revision_is_what_the_variable_states(folder, monkeypatc
     for variable in reversed(REVISION_VARIABLES):
         monkeypatch.setenv(variable, variable)
         assert (describe()["git_revision"], describe()["modified"]) == (variable, None)
+
+
+def test_the_time_of_a_run_is_recorded_in_utc(folder):
+    age = datetime.now(UTC) - datetime.fromisoformat(describe()["timestamp"])
+    assert timedelta(0) <= age < timedelta(hours=1)
 
 
 def test_another_repository_around_a_copy_says_nothing(repository, monkeypatch):
