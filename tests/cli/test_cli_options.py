@@ -145,7 +145,7 @@ def test_the_shell_completes_policies(monkeypatch):
         check=True,
         env=os.environ | complete,
     )
-    assert ran.stdout.split() == ["quest"]
+    assert ran.stdout.split() == ["quest", "quest_chunks"]
 
 
 class Terminal(io.StringIO):
