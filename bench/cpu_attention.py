@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32
 from rich.console import Console
 from rich.table import Table
@@ -173,9 +174,9 @@ class Layer(NamedTuple):
 
     cache: KVCache
     state: State
-    q: Array
-    k: Array
-    v: Array
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
 
 
 def after_prompt(
@@ -188,20 +189,22 @@ def after_prompt(
     heads, dim = shape.num_kv_heads, shape.head_dim
     pages = -(-context // PAGE)
     spec = CacheSpec(1, batch, shape.num_heads, heads, dim, PAGE, pages, jnp.float32)
-    keys = jax.random.split(jax.random.key(0), 6)
+    rng = np.random.default_rng(0)  # in numpy, which compiles nothing
     held = init(spec).layers[0]
     lengths = jnp.full_like(held.lengths, context - steps)
     one_row = held.k.shape[0] // batch, *held.k.shape[1:]
-    k, v = (jnp.tile(jax.random.normal(key, one_row), (batch, 1, 1)) for key in keys[:2])
-    held = LayerCache(k, v, lengths)
+    k, v = (np.tile(rng.standard_normal(one_row, np.float32), (batch, 1, 1)) for _ in "kv")
+    held = LayerCache(jnp.array(k), jnp.array(v), lengths)
     cache = KVCache((held,), lengths[:, 0], jnp.zeros(batch, jnp.bool_))
-    state = () if policy is None else jax.jit(partial(take_in, policy, spec))(cache, keys[2])
+    state = (
+        () if policy is None else jax.jit(partial(take_in, policy, spec))(cache, jax.random.key(0))
+    )
     return Layer(
         cache,
         state,
-        jax.random.normal(keys[3], (steps, batch, shape.num_heads, dim)),
-        jax.random.normal(keys[4], (steps, batch, 1, heads, dim)),
-        jax.random.normal(keys[5], (steps, batch, 1, heads, dim)),
+        rng.standard_normal((steps, batch, shape.num_heads, dim), np.float32),
+        rng.standard_normal((steps, batch, 1, heads, dim), np.float32),
+        rng.standard_normal((steps, batch, 1, heads, dim), np.float32),
     )
 
 
@@ -233,7 +236,8 @@ def steps(
     attend, policy = contender(name, context, share)
     layer = after_prompt(shape, context, max_steps, policy, batch)
     cache, state = layer.cache, layer.state
-    for new in zip(layer.q, layer.k, layer.v, strict=True):
+    for given in zip(layer.q, layer.k, layer.v, strict=True):
+        new = jax.device_put(given)
         jax.block_until_ready((new, cache, state))
         began = time.perf_counter()
         out, cache, state = jax.block_until_ready(step(attend, cache, state, *new))
