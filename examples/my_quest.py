@@ -1,4 +1,4 @@
-"""Decode with Quest written in two functions; `--policy examples/my_quest.py:my_quest` names it."""
+"""Decode with Quest (paper) in two functions; `--policy examples/my_quest.py:my_quest` names it."""
 
 import jax.numpy as jnp
 

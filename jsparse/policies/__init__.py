@@ -71,7 +71,10 @@ REGISTRY: tuple[Method, ...] = (
         paper="Quest",
         calls="quest(budget), quest_chunks(budget)",
         gist="the pages, or chunks of the text, whose key bounds allow the greatest logits",
-        when="with nothing to train or calibrate; give it a large budget",
+        when=(
+            'with nothing to train or calibrate; give it a large budget. `slack=1, group="max"` is '
+            "its paper's ranking"
+        ),
     ),
     Method(
         quest_chunks,
@@ -85,8 +88,8 @@ REGISTRY: tuple[Method, ...] = (
         calls="double_sparsity(budget)",
         gist="the tokens or pages that rank best by a few heavy channels of K",
         when=(
-            "when a small budget must still find what matters; slower per step than Quest, better "
-            "once calibrated"
+            "when a small budget must still find what matters; slower per step than `quest`, "
+            "better once calibrated"
         ),
     ),
     Method(

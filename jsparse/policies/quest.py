@@ -9,10 +9,11 @@ arXiv:2406.10774. It leaves the first two layers dense: dense_layers(quest(…),
 Where we differ: pages are ranked by q·mid + slack · |q|·half. The bound asks for one token that has
 the worst value in every channel at once, which no real one comes near, so it ranks pages by how far
 their channels reach rather than by what they hold for q. The query heads of a group share their
-pages, ranked for their mean query (the paper has as many KV heads as query heads). slack=1 and
-group="max", the greatest bound of the group, are the paper's rule. The bounds can be kept in 8 bits
-per channel, in the frame of the model's key constants, without which constant channels, such as
-those of Qwen2, would make every step of the codes coarse.
+pages, ranked for their mean query (the paper has as many KV heads as query heads). This is Quest
+(ours), quest(budget). The paper's rule, the greatest bound of the group, is Quest (paper),
+quest(budget, slack=1, group="max"). The bounds can be kept in 8 bits per channel, in the frame of
+the model's key constants, without which constant channels, such as those of Qwen2, would make every
+step of the codes coarse.
 """
 
 from functools import partial

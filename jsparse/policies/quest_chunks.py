@@ -8,10 +8,11 @@ and Hierarchical KV Indexing" (Li et al.), arXiv:2603.08453, a pilot study: Ques
 arXiv:2406.10774, with its scores unchanged and its pages of 16 tokens replaced by chunks that end
 where the text does.
 
-Where we differ: chunks are LycheeCluster's, of 8 to 16 tokens; the pilot study's were as long as
-its pages on average. The newest tokens are in no chunk and are always attended to. As in `quest`,
-chunks are ranked by q·mid + slack · |q|·half for the group's mean query; slack=1 and group="max"
-are the paper's rule of Quest. This is a baseline for quality, so it has no kernel of its own.
+Where we differ: chunks are LycheeCluster's, of 8 to 16 tokens; those of the pilot study were as
+long as its pages on average, as with lengths=(8, 20). The newest tokens are in no chunk and are
+always attended to. As in `quest`, chunks are ranked by q·mid + slack · |q|·half for the group's
+mean query; slack=1 and group="max" rank them by the rule of Quest's paper. This is a baseline for
+quality, so it has no kernel of its own.
 """
 
 from collections.abc import Callable, Sequence
