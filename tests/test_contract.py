@@ -617,7 +617,8 @@ def test_too_little_room_after_the_prompt_is_an_error(case):
             with pytest.raises(ValueError, match=said.format(minimum)):
                 begin(policy, limits)
     elif case == "no max_length":  # a head may come to hold the prompt and all new tokens
-        with pytest.raises(ValueError, match=said.format(192)):
+        minimum = 256 if jax.default_backend() == "cpu" else 192  # on a CPU a power of two
+        with pytest.raises(ValueError, match=said.format(minimum)):
             begin(policy._replace(eviction=Eviction(cramped)), [1, 25, 4])
     else:  # heads never hold more than the cache did
         vast = Eviction(lambda state, view, slots: (state, view.cache), lambda *_: 10**9)
