@@ -276,17 +276,16 @@ def distinct_first(cores: Iterable[int]) -> list[int]:
 @contextmanager
 def on_cores(number: int) -> Iterator[None]:
     """Binds this process, and those that it starts meanwhile, to `number` of its cores."""
-    before, threads = os.sched_getaffinity(0), os.environ.get("NPROC")
+    before, variables = os.sched_getaffinity(0), dict(os.environ)
     os.sched_setaffinity(0, distinct_first(before)[:number])
-    os.environ["NPROC"] = str(number)
+    os.environ.update(NPROC=str(number), JAX_PLATFORMS="cpu")
     try:
         yield
     finally:
         os.sched_setaffinity(0, before)
-        if threads is None:
-            del os.environ["NPROC"]
-        else:
-            os.environ["NPROC"] = threads
+        for name in ("NPROC", "JAX_PLATFORMS"):
+            os.environ.pop(name, None)
+            os.environ.update({name: variables[name]} if name in variables else {})
 
 
 def speedups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -368,6 +367,8 @@ def main() -> None:
     if not all(1 <= n <= available for n in cores):
         parser.error(f"--cores {cores}: must be from 1 to {available}, those available")
     if args.child:
+        if jax.default_backend() != "cpu":
+            parser.error(f"--child {args.child}: must run with JAX_PLATFORMS=cpu")
         shape = TINY if args.tiny else LLAMA
         sizes = [(context, batch) for batch in args.batch for context in args.context]
         found = [measure(args.child, shape, n, args.share, batch) for n, batch in sizes]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jsparse import cache as kv_cache
+from jsparse.attended import token_mask
 from jsparse.cache import CacheSpec, StepView
 from jsparse.hooks import PrefillView
 from jsparse.policies.expressions import parse
@@ -52,6 +53,12 @@ class Layer:
         q = self.q[row, self.lengths]
         self.lengths, self.steps = self.lengths + 1, self.steps + 1
         return chosen, q
+
+    def slots(self, chosen):
+        """The slots that a selection lists: bool[ROWS, HEADS, S]."""
+        lengths = jnp.asarray(self.lengths)[:, None] * jnp.ones(HEADS, jnp.int32)
+        pages = self.k.shape[1] // PAGE
+        return np.asarray(token_mask(chosen, lengths, num_pages=pages, page_size=PAGE))
 
     def maintain(self):
         """Does so if it is due, and says whether it was."""

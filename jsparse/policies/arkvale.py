@@ -27,8 +27,8 @@ from jsparse.hyper_parameters import one_of, whole_number
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from jsparse.pallas_kernels.key_bounds import PageBounds
 from jsparse.pallas_kernels.page_bounds import page_bounds
-from jsparse.pallas_kernels.threshold_select import Always, TopK, threshold_select
 from jsparse.policies.page_policy import Summarise, page_summaries
+from jsparse.policies.picks import best_pages
 from jsparse.policy import Policy
 from jsparse.shapes import Queries
 
@@ -89,18 +89,8 @@ def ball(keys: Float[Array, "P H"], held: Bool[Array, "P"]) -> Ball:
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
     """Lists the pages of greatest score, and the newest."""
     held = view.layers[layer]
-    pages = min(max(settings.budget // held.page_size, 1), held.num_pages)
     scores = settings.score(q, held, state[layer])
-    newest = Always(held.lengths, sink=0, recent=1, unit=held.page_size)
-    chosen = threshold_select(
-        scores[:, :, None],
-        TopK(pages),
-        capacity=pages,
-        granularity="page",
-        weights="raw",
-        always=newest,
-    )
-    return chosen, None, state
+    return best_pages(scores, held, settings.budget), None, state
 
 
 def in_balls(q: Queries, held: LayerCache, balls: Ball) -> Float32[Array, "B K M"]:

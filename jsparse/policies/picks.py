@@ -1,4 +1,4 @@
-"""Picks tokens by weight for later layers, with sinks and recent text among them.
+"""Picks pages by score, and tokens by weight for later layers.
 
 The weight of sinks and recent text in the layer that picks says little about the needs of later
 layers, so they are picked regardless of it.
@@ -8,10 +8,24 @@ from dataclasses import replace
 
 from jaxtyping import Array, Float32
 
+from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.threshold_select import Always, TopK, threshold_select
 from jsparse.pallas_kernels.threshold_select.api import Rule, WeightKind
 from jsparse.selection import Granularity, Selection, union, window
 from jsparse.shapes import Lengths
+
+
+def best_pages(scores: Float32[Array, "B K M"], held: LayerCache, budget: int) -> Selection:
+    """Lists the pages of greatest score, budget // P of them but at least one, and the newest."""
+    pages = min(max(budget // held.page_size, 1), held.num_pages)
+    return threshold_select(
+        scores[:, :, None],
+        TopK(pages),
+        capacity=pages,
+        granularity="page",
+        weights="raw",
+        always=Always(held.lengths, sink=0, recent=1, unit=held.page_size),
+    )
 
 
 def pick(

@@ -29,7 +29,7 @@ from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from jsparse.pallas_kernels.page_bounds.api import GroupQueries
-from jsparse.pallas_kernels.threshold_select import Always, TopK, threshold_select
+from jsparse.policies.picks import best_pages
 from jsparse.policies.sidecars import framed_sidecar, sidecar
 from jsparse.policy import Policy
 from jsparse.shapes import Queries
@@ -98,18 +98,8 @@ def taken_in(
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
     """Lists the pages of largest q·mid + slack · |q|·half, and the newest."""
     held = view.layers[layer]
-    pages = min(max(settings.budget // held.page_size, 1), held.num_pages)
     frame = frame_at(view, layer) if settings.framed else None
     scores = page_bounds(
         q, held, state[layer], frame=frame, slack=settings.slack, group=settings.group
     )
-    newest = Always(held.lengths, sink=0, recent=1, unit=held.page_size)
-    chosen = threshold_select(
-        scores[:, :, None],
-        TopK(pages),
-        capacity=pages,
-        granularity="page",
-        weights="raw",
-        always=newest,
-    )
-    return chosen, None, state
+    return best_pages(scores, held, settings.budget), None, state

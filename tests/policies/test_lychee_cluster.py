@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chunk_layer import DIM, GROUP, HEADS, PAGE, ROWS, Layer, chunks_of
+from chunk_layer import DIM, GROUP, HEADS, ROWS, Layer, chunks_of
 from marks import slow_except
 from tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_params
 
 from jsparse import cache as kv_cache
-from jsparse.attended import token_mask
 from jsparse.cache import CacheSpec
 from jsparse.pallas_kernels import point_blocks
 from jsparse.pallas_kernels.point_groups import centroids_of
@@ -211,12 +210,7 @@ def test_the_index_and_what_is_selected_are_the_definition_s(expression):
     left_out = 0
     while max(layer.lengths) < layer.k.shape[1]:
         chosen, q = layer.step()
-        slots = token_mask(
-            chosen,
-            jnp.asarray(layer.lengths)[:, None] * jnp.ones(HEADS, jnp.int32),
-            num_pages=layer.k.shape[1] // PAGE,
-            page_size=PAGE,
-        )
+        slots = layer.slots(chosen)
         q = q.reshape(ROWS, HEADS, GROUP, DIM)
         for b, h in np.ndindex(ROWS, HEADS):
             wanted = models[b][h].select(q[b, h], layer.lengths[b], budget=28, sink=2, **ranked)

@@ -1,13 +1,11 @@
 """Quest over chunks against its definition, channel by channel and chunk by chunk."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from chunk_layer import DIM, GROUP, HEADS, PAGE, ROWS, Layer, chunks_of
 from marks import slow_except
 
 import jsparse
-from jsparse.attended import token_mask
 
 BUDGET, SINK = 28, 2
 SMALL = f"quest_chunks({BUDGET}, recent=3, period=4, "
@@ -53,12 +51,7 @@ def test_the_chunks_of_the_greatest_bounds_are_attended_to(expression):
     left_out, lengths = 0, set()
     while max(layer.lengths) < layer.k.shape[1]:
         chosen, q = layer.step()
-        slots = token_mask(
-            chosen,
-            jnp.asarray(layer.lengths)[:, None] * jnp.ones(HEADS, jnp.int32),
-            num_pages=layer.k.shape[1] // PAGE,
-            page_size=PAGE,
-        )
+        slots = layer.slots(chosen)
         q = q.reshape(ROWS, HEADS, GROUP, DIM)
         for b, h in np.ndindex(ROWS, HEADS):
             chunks = chunks_of(layer.state, b)
