@@ -126,7 +126,7 @@ def test_eviction_has_budgets_for_its_lengths():
 def test_the_ablation_has_every_combination_once(gates):
     built = [parse(policy).name for policy in SETS["eviction_ablation"].policies(gates, 4096)]
     assert len(set(built)) == len(built) == 3 * (2 * 2 + 2 * len(SHARES)) + len(UNION_SHARES)
-    assert len([name for name in built if "p=0.95" in name]) == 3 * 2
+    assert len([name for name in built if "p=0.96" in name]) == 3 * 2
     assert all("budget=512, floor=1, cap=1024" in name for name in built)
 
 
@@ -137,10 +137,11 @@ def test_rules_that_count_by_p_are_compared_where_they_read_as_much_as_uniform_b
 
     def cell(policy):
         p = float(policy.partition(" p=")[2].partition(",")[0])
-        read = 0.15 if "'uniform'" in policy else 0.1 + 0.4 * (p - 0.8)
-        read += 0.3 * ("'snapkv'" in policy and "'uniform'" not in policy) + 0.2 * (
-            "'union'" in policy
-        )
+        read = 0.1 + 2 * (p - 0.95) + 0.3 * ("'snapkv'" in policy)
+        if "'uniform'" in policy:
+            read = 0.15
+        elif "'union'" in policy:
+            read = 0.1 + 0.2 * (p - 0.5)
         by_step = [read + 0.01 * (block // 2) for block in range(8)]
         kl = [0.1 * -np.log2(x) + ("'uniform'" in policy) for x in (read, *by_step)]
         return {
@@ -171,8 +172,8 @@ def test_rules_that_count_by_p_are_compared_where_they_read_as_much_as_uniform_b
             assert row.p is row.kl is None
         else:
             assert row.kl == pytest.approx(row.uniform - 1)
-            p = 0.425 if row.rule == "union" else 0.925
-            assert row.p == pytest.approx(p, abs=0.02)
+            p = 0.75 if row.rule == "union" else 0.975
+            assert row.p == pytest.approx(p, abs=0.01)
     quality.show_equal_reads(rows)
 
 
