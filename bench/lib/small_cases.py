@@ -437,8 +437,7 @@ OPS = {
         candidates,
         named(
             candidate_cases.CASES,
-            "best_ragged best_odd best_long best_striped best_inverted best_gap "
-            "paper_ragged paper_few paper_long",
+            "best_ragged best_odd best_long best_striped best_inverted best_gap",
         ),
     ),
     "table_update": Op(tables_updated, named(table_cases.CASES, "any penalty odd one_slot long")),
