@@ -53,8 +53,6 @@ TABLE = (
     "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)",
     "lychee_cluster(budget=14, sink=0, recent=3, lengths=(2, 3), period=3, rank='bound', levels=2)",
     "lychee_cluster(budget=8, sink=1, recent=1, lengths=(2, 2), period=1, normalise=False)",
-    "lychee_cluster(12, sink=1, recent=1, lengths=(2, 2), period=2, centroid_dtype='int8')",
-    "lychee_cluster(9, None, 'bound', 2, sink=1, recent=1, lengths=(2, 2), period=2, exact=True)",
     "twilight(lychee_cluster(14, sink=1, recent=1, lengths=(2, 2), period=2), prune='token')",
     "dense_layers(lychee_cluster(budget=12, sink=1, recent=2, lengths=(2, 3), period=2), n=1)",
     "cluster_kv(budget=9, cluster_size=4, sink=1, recent=3, period=3)",

@@ -425,9 +425,7 @@ OPS = {
         listed_runs,
         named(runs_cases.CASES, "shared cut_in_a_long_run one_slot many_blocks outside odd"),
     ),
-    "nearest_centroid": Op(
-        nearest, named(nearest_cases.CASES, "any float32 few_points odd wide bytes")
-    ),
+    "nearest_centroid": Op(nearest, named(nearest_cases.CASES, "any float32 few_points odd wide")),
     "group_means": Op(averaged, named(means_cases.CASES, "any float32 few_groups odd wide")),
     "centroid_update": Op(updated, named(update_cases.CASES, "any radii_of_points odd all_in_one")),
     "listed_products": Op(
