@@ -298,7 +298,7 @@ OPS = {
             select_cases.CASES,
             "top_p_union_capped top_k_per_head top_k_max_raw threshold_max "
             "top_p_bfloat16 top_k_long top_k_long_max always always_masked always_max always_long "
-            "budget_ties budget_capped mass_top_p mass_capped bits_capped touched",
+            "budget_ties budget_capped mass_top_p mass_capped named_mass_pairs",
         ),
     ),
     "page_bounds": Op(

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, BFloat16
 
-from jsparse.pallas_kernels.table_candidates.rules import CandidateRule
+from jsparse.pallas_kernels.table_candidates.rules import Best
 from jsparse.pallas_kernels.triton_meeting import max_programs, meet
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
@@ -60,7 +60,7 @@ def table_candidates(
     vertical: BFloat16[Array, "B K S"],
     distance: BFloat16[Array, "B K S"],
     lengths: Lengths,
-    rule: CandidateRule,
+    rule: Best,
     *,
     capacity: int,
     sink: int,

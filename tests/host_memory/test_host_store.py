@@ -43,7 +43,7 @@ POLICIES = (
     f"dense_layers({QUEST}, n=1)",
     "double_sparsity(budget=8)",
     f"twilight({LFPS}, p=0.7, prune='token')",
-    "twilight(all_pages(), p=0.7, prune='bits')",
+    "twilight(all_pages(), p=0.7)",
     "streaming(sink=4, recent=8)",
     "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)",
     "lfps(budget=0.2, bypass=True)",
