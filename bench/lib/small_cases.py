@@ -362,7 +362,7 @@ OPS = {
         centroids_scored,
         named(
             centroid_cases.CASES,
-            "any radii_bfloat16 group_of_20 odd many_blocks float16 units bytes",
+            "any radii_bfloat16 group_of_20 odd many_blocks float16 units",
         ),
     ),
     "compact_pages": Op(
