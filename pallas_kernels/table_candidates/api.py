@@ -61,7 +61,7 @@ def table_candidates(
         distance: a number per distance from the newest slot. Distances 0 and those above t - sink
             are not looked at.
         lengths: the number of slots that each head holds, at most S; 0 is possible.
-        rule: `Best` or `Kurtosis`.
+        rule: `Best`, or `Kurtosis`, which runs in plain jnp on every backend.
         capacity: C, at most S.
         sink: the number of first slots that are always listed; static.
         implementation: "triton", "reference", or None to pick.
