@@ -21,21 +21,13 @@ most policies always attend to, do not count. Means over layers, KV heads and bl
     jaccard     |now and before| / |now or before|
     hits        part of what is chosen now that was chosen in one of the 32 steps before
 
-With --bounds it counts instead how far the bounds of LycheeCluster's units carry (equation 2), of
-the units and of the clusters that a head has, each a mean over heads and steps:
-
-    units       their number
-    chosen      the part of the units, and of the clusters, that levels=2 chooses
-    reached     the part whose bound reaches the worst chunk taken, which an exact search cannot
-                leave out
-
     python -m bench.chunk_recall --json build/chunk_recall.json
 """
 
 import argparse
 import inspect
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,9 +51,6 @@ from jsparse.evaluation.tasks import parse as tasks_of
 from jsparse.hooks import State
 from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params, load
-from jsparse.pallas_kernels.centroid_scores import centroid_scores
-from jsparse.policies.clusters.engine import WIDER
-from jsparse.policies.clusters.search import best_units, unit_scores, units_that_reach
 from jsparse.policies.combinators import WrappedState, with_state
 from jsparse.policies.expressions import parse
 from jsparse.policies.oracle import attention_logits
@@ -132,54 +121,6 @@ def found(
     return replay(policy, heads, steps, look, tokens=tokens, constants=known)
 
 
-class ReachCounts(NamedTuple):
-    """Counts of units and clusters, each a mean over heads, by step."""
-
-    units: Float32[Array, "steps"]
-    chosen_units: Float32[Array, "steps"]
-    chosen_clusters: Float32[Array, "steps"]
-    reached_units: Float32[Array, "steps"]
-    reached_clusters: Float32[Array, "steps"]
-
-
-@partial(jax.jit, static_argnames=("policy", "steps", "budget"))
-def reached(
-    policy: Policy,
-    heads: RecordedHeads,
-    tokens: Int32[Array, "S"] | None,
-    known: Mapping[str, Array] | None,
-    steps: int,
-    budget: int,
-) -> ReachCounts:
-    """Counts the units that bounds leave to an exact search, for the last `steps` queries."""
-
-    def look(q: Array, held: LayerCache, chosen: Selection, state: State) -> ReachCounts:
-        (index,), starts = state.layers, state.chunks.starts
-        fine, coarse = index.fine, index.coarse
-        attended = token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=PAGE)
-        at = jnp.broadcast_to(starts[:, None, :-1], fine.of_point.shape)
-        taken = jnp.take_along_axis(attended, at, axis=-1, mode="clip")
-        taken &= at < starts[:, None, -1:]
-        number = jnp.full(fine.size.shape[:2], fine.size.shape[2], jnp.int32)
-        scores = centroid_scores(q, fine.centroid, number, fine.radius)
-        scores = jnp.take_along_axis(scores, fine.of_point, axis=-1)
-        worst = jnp.min(jnp.where(taken, scores, jnp.inf), axis=-1)
-        units = unit_scores(coarse, q)
-        there = coarse.size > 0
-        first = best_units(units, index.tokens, WIDER * budget) & there
-        reach = units_that_reach(units, coarse, q, worst)
-
-        def part(of: Array, weights: Array) -> Array:
-            return jnp.mean(jnp.sum(of * weights, -1) / jnp.sum(weights, -1))
-
-        return ReachCounts(
-            jnp.mean(jnp.sum(there, -1)),
-            *(part(of, weights) for of in (first, reach) for weights in (there, coarse.size)),
-        )
-
-    return replay(policy, heads, steps, look, tokens=tokens, constants=known)
-
-
 class HeadSource(NamedTuple):
     """Holds recorded heads; `tokens` is None where their text is not known."""
 
@@ -193,7 +134,6 @@ def measure(
     steps: int,
     budget: int,
     params: Params | None = None,
-    measured: Callable[..., ChunkMeasures | ReachCounts] = found,
 ) -> list[dict[str, Any]]:
     """Returns a row per policy, its figures the mean over equally long sources.
 
@@ -203,7 +143,7 @@ def measure(
     for expression in policies:
         policy = parse(expression)
         known = None if params is None else constants(params, policy)
-        each = [measured(policy, heads, ids, known, steps, budget) for heads, ids in sources]
+        each = [found(policy, heads, ids, known, steps, budget) for heads, ids in sources]
         mean = jax.tree.map(lambda *values: float(jnp.mean(jnp.stack(values))), *each)
         rows.append({"budget": budget, "policy": expression, **mean._asdict()})
     return rows
@@ -321,8 +261,8 @@ def table_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Table
 
 
 def recalls(args: Namespace, params: Params, report: dict[str, Any]) -> Table:
-    """Measures recall, or how far bounds reach, on all texts, and on the heads of the file."""
-    rows, measured = report["results"], reached if args.bounds else found
+    """Measures recall on all texts, and on the heads of the file."""
+    rows = report["results"]
 
     def widest(*, fixed: bool) -> int:
         of_all = (e for budget in args.budget for e in chosen(args, budget, fixed=fixed))
@@ -334,7 +274,7 @@ def recalls(args: Namespace, params: Params, report: dict[str, Any]) -> Table:
         sources = [HeadSource(recorded(params, one, window), jnp.asarray(one)) for one in cut]
         for budget in args.budget:
             policies = chosen(args, budget, fixed=False)
-            for row in measure(policies, sources, args.steps, budget, params, measured):
+            for row in measure(policies, sources, args.steps, budget, params):
                 rows.append({"text": name, "tokens": args.length, **row})
             write_report(args.json, report)
     if args.keys:
@@ -343,10 +283,10 @@ def recalls(args: Namespace, params: Params, report: dict[str, Any]) -> Table:
         steps = min(args.steps, queries - widest(fixed=True))
         for budget in args.budget:
             policies = chosen(args, budget, fixed=True)
-            for row in measure(policies, [HeadSource(heads, None)], steps, budget, None, measured):
+            for row in measure(policies, [HeadSource(heads, None)], steps, budget):
                 rows.append({"text": args.keys.stem, "tokens": tokens, **row})
         write_report(args.json, report)
-    return table_of(rows, (ReachCounts if args.bounds else ChunkMeasures)._fields)
+    return table_of(rows, ChunkMeasures._fields)
 
 
 def follows(args: Namespace, params: Params, report: dict[str, Any]) -> Table:
@@ -365,9 +305,6 @@ def chosen(args: Namespace, budget: int, *, fixed: bool) -> list[str]:
     """Returns the policies that are asked for, at a budget."""
     if args.policy:
         return [expression.replace("BUDGET", str(budget)) for expression in args.policy]
-    if args.bounds:
-        chunks = ", chunks='fixed'" if fixed else ""
-        return [f"lychee_cluster(budget={budget}{chunks}, rank='bound', levels=2, exact=True)"]
     return expressions(budget, fixed=fixed)
 
 
@@ -395,9 +332,6 @@ def main() -> None:
     )
     parser.add_argument(
         "--follow", type=int, default=0, metavar="N", help="follow the choices over N tokens"
-    )
-    parser.add_argument(
-        "--bounds", action="store_true", help="count the units that an exact search looks into"
     )
     args = parser.parse_args()
     if args.length % PAGE or args.length <= args.steps:

@@ -3,15 +3,13 @@
 One layer of the 8B shape selects, attends and takes in what it attended to, as in the decode step,
 over a cache full of random K and V. Tables are of the prompt's random queries, and steps follow
 each other on several caches in turn, so that no list is still in the device's cache. Quest lists as
-many tokens. "exact" lists three times as many and attends to the best; "paper" does so with the
-paper's rule, penalty and alignment, cut off at three times the budget: how many tokens it marks
-depends on the text, and here on tables of random queries. In the table, microseconds per call on
-the device, launch gaps included, or the host's where there is no profile; the times of the parts
-are sums over kernels:
+many tokens. "exact" lists three times as many and attends to the best. In the table, microseconds
+per call on the device, launch gaps included, or the host's where there is no profile; the times of
+the parts are sums over kernels:
 
-    candidates  the two tables' best positions, or the paper's ranks of all
+    candidates  the two tables' best positions
     products    of exact weights: the candidates' logits
-    choose      the candidates of greatest weight; the paper's rule also lists candidates so
+    choose      the candidates of greatest weight
     attend      attention over the list, its logits' report, and the merge of its splits
     update      both tables take in the weights
 
@@ -53,13 +51,9 @@ SHAPES = (
     (8, 2048),
 )
 BUDGETS, CALLS, COPIES = (0.02, 0.04), 8, 4
-FORMS = {
-    "lfps": "",
-    "exact": ", exact=True",
-    "paper": ", exact=True, candidates='threshold', penalty=0.5, aligned=False",
-}
+FORMS = {"lfps": "", "exact": ", exact=True"}
 SIGNS = {
-    "candidates": ("candidates_kernel", "table_moments_kernel", "table_ranks_kernel"),
+    "candidates": ("candidates_kernel",),
     "products": ("listed_products_kernel",),
     "choose": ("select_kernel",),
     "attend": ("attend_kernel", "_merge"),

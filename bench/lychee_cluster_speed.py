@@ -83,7 +83,6 @@ def expressions(budget: int) -> dict[str, str]:
         OURS: f"lychee_cluster(budget={budget})",
         f"{OURS}, bound": f"lychee_cluster(budget={budget}, rank='bound')",
         f"{OURS}, levels": f"lychee_cluster(budget={budget}, levels=2)",
-        f"{OURS}, int8": f"lychee_cluster(budget={budget}, centroid_dtype='int8')",
     }
 
 
@@ -361,11 +360,8 @@ def of_length(part: str, context: int, expression: str, tiny: bool) -> list[dict
     """Measures the index or the prefill of one length in child processes."""
     shared = {"part": part, "context": context}
     if part == "index":
-        in_bytes = expression.replace(")", ", centroid_dtype='int8')")
-        children = [
-            ("bench.lychee_cluster_speed", one, ["--child", str(context), one, *["--tiny"] * tiny])
-            for one in (expression, in_bytes)
-        ]
+        asked = ["--child", str(context), expression, *["--tiny"] * tiny]
+        children = [("bench.lychee_cluster_speed", expression, asked)]
     else:
         children = [
             ("bench.prefill", policy, ["--child", "jsparse", str(context), policy])

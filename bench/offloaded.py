@@ -40,7 +40,6 @@ TWILIGHT = f"twilight({BASE}, p=0.95)"
 STEPS = {
     "lfps, in place": f"offloaded({LFPS})",
     "lfps, gathered": f"offloaded({LFPS}, reads='gather')",
-    "lfps, fetched ahead": f"offloaded({LFPS}, prefetch=True)",
     "copy K and V": None,
     "copy K, exact top-k": None,
     "dense, device": "dense",

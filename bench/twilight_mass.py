@@ -42,7 +42,7 @@ from jsparse.policy import Policy, at_layer
 from jsparse.selection import Selection
 
 BASES = ("all_pages()", "quest(budget=512)", "streaming(sink=4, recent=508)", "tidal(budget=512)")
-PRUNES: tuple[Prune, ...] = ("page_mass", "bits", "token")
+PRUNES: tuple[Prune, ...] = ("page_mass", "token")
 THRESHOLDS = (0.8, 0.9, 0.95, 0.99)
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from jsparse.cache import StepView
 from jsparse.hooks import State
-from jsparse.policy import Offload, Policy, StandIn, never_dense
+from jsparse.policy import Policy, StandIn, never_dense
 from jsparse.selection import everything
 
 SOME_TOKENS = 8192  # of a prompt, as an example in messages
@@ -132,8 +132,8 @@ def require_stays(name: str, policy: Policy, reason: str) -> None:
         )
 
 
-def require_offloadable(name: str, policy: Policy, offload: Offload) -> None:
-    """Raises ValueError if a policy cannot decode with K and V in host memory in this way."""
+def require_offloadable(name: str, policy: Policy) -> None:
+    """Raises ValueError if a policy cannot decode with K and V in host memory."""
     reasons = {
         "evicts tokens, which moves others": policy.evicts,
         "reads K or V of all tokens": policy.reads is None,
@@ -146,11 +146,6 @@ def require_offloadable(name: str, policy: Policy, offload: Offload) -> None:
             raise ValueError(
                 f"{name}={policy}: must decode without K and V on the device, but {reason}"
             )
-    if offload.prefetch and not policy.foresees:
-        raise ValueError(
-            f"prefetch=True: {policy} must know what it selects without a query, as lfps does "
-            "with exact=False and bypass=False"
-        )
 
 
 def require_policy(name: str, value: Any) -> None:

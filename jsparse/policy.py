@@ -131,12 +131,10 @@ class Offload(NamedTuple):
         tail: the least number of newest tokens of a row that stay on the device.
         reads: "in_place" lets attention read host memory, "gather" fetches the selection to the
             device first; None is the better one that the op supports.
-        prefetch: whether a layer's rows are fetched before the layer above attends.
     """
 
     tail: int
     reads: Literal["in_place", "gather"] | None = None
-    prefetch: bool = False
 
 
 class Policy(NamedTuple):
@@ -184,10 +182,6 @@ class Policy(NamedTuple):
     """The newest tokens whose K and V hooks other than `select` read while decoding, beside the
     last page; `select` reads a few rows at most. None is that hooks read any number: such a policy
     cannot be `offloaded`.
-    """
-    foresees: bool = False
-    """Whether `select` reads neither its query nor K nor V, gives no summary and returns the state
-    as it got it, so that it may be called before the layer's query exists.
     """
     dense_heads: DenseHeadsFn = _no_heads
     """Names the KV heads of a layer that always attend to everything."""

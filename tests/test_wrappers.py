@@ -22,12 +22,12 @@ CHANGED = {
     ),
     "twilight": (
         lambda base: jsparse.twilight(base, dense_below=9),
-        HOOKS | {"dense_below", "needs", "per_row", "foresees"},
+        HOOKS | {"dense_below", "needs", "per_row"},
     ),
     "with_state": (lambda base: with_state(base, lambda spec: (), shares="pages"), HOOKS),
     "a state of one row": (
         lambda base: with_state(base, lambda spec: (), select=base.select),
-        HOOKS | {"shares", "foresees"},
+        HOOKS | {"shares"},
     ),
 }
 
@@ -51,7 +51,6 @@ def test_wrappers_pass_every_trait_on(case):
         shares="pages",
         per_row={"q": fraction},
         reads=3,
-        foresees=True,
         dense_heads=lambda layer, heads: (1,),
         name="base",
     )

@@ -5,7 +5,6 @@ clusters as the policy makes them. The contenders:
 
     flat        centroid_scores over all centroids
     levels      the units' scores, their choice, and the centroids of those that were chosen
-    …, int8     the same over centroids in bytes
     chunks      what follows either: the scores of chunks, and threshold_select over all of them
 """
 
@@ -18,7 +17,7 @@ from jaxtyping import Array
 
 from bench.lib.kernel_cases import HEAD_DIM, ITEM_BYTES, KV_HEADS, ROTATED_BYTES
 from bench.lib.kernel_programs import Job, in_turn
-from jsparse.pallas_kernels.point_groups import Groups, held_in_bytes, unit_length
+from jsparse.pallas_kernels.point_groups import Groups, unit_length
 from jsparse.pallas_kernels.threshold_select import Budget, threshold_select
 from jsparse.policies.clusters.engine import WIDER
 from jsparse.policies.clusters.index import Clusters, Form, max_units, units_of
@@ -57,15 +56,13 @@ def read_bytes(index: Clusters, q: Array, budget: int) -> dict[str, int]:
     """Returns the bytes that each contender has to read for a query."""
     assert index.coarse is not None
     assert index.tokens is not None
-    row, in_bytes = HEAD_DIM * ITEM_BYTES, HEAD_DIM + 4  # with its scale
+    row = HEAD_DIM * ITEM_BYTES
     units = best_units(unit_scores(index.coarse, q), index.tokens, WIDER * budget)
     scored = int(jnp.sum(jnp.where(units, index.coarse.size, 0)))
     clusters, chunks = index.fine.size.size, index.fine.of_point.size
     return {
         "flat": clusters * row,
         "levels": scored * row + units.size * row + 4 * clusters,
-        "flat, int8": clusters * in_bytes,
-        "levels, int8": scored * in_bytes + units.size * row + 4 * clusters,
         "chunks": chunks * (4 + 4 + 1),  # its cluster, its score and its size
     }
 
@@ -73,7 +70,6 @@ def read_bytes(index: Clusters, q: Array, budget: int) -> dict[str, int]:
 def search_job(batch: int, context: int, budget: int) -> tuple[Job, dict[str, int]]:
     """Returns the job of the contenders, whose bytes are the flat search's, and what each reads."""
     first = made(0, batch, context)
-    as_bytes = jax.jit(held_in_bytes)(first.fine)
     size = first.fine.centroid.nbytes
     copies = min(max(-(-ROTATED_BYTES // size), 2), CALLS)
     queries = [
@@ -85,18 +81,18 @@ def search_job(batch: int, context: int, budget: int) -> tuple[Job, dict[str, in
     room = jnp.full((batch, KV_HEADS), budget, jnp.int32)
 
     def build() -> tuple[None, list[Any]]:
-        both = first, first._replace(fine=as_bytes)
-        indices = [jax.tree.map(jnp.copy, both) for _ in range(copies)]
-        return None, [(*indices[nth % copies], q) for nth, q in enumerate(queries)]
+        indices = [jax.tree.map(jnp.copy, first) for _ in range(copies)]
+        return None, [(indices[nth % copies], q) for nth, q in enumerate(queries)]
 
-    def flat(nth: int, _: None, one: Any) -> Array:
-        return cluster_scores(Clusters(one[nth].fine, None, None), one[-1], number, 0)
+    def flat(_: None, one: Any) -> Array:
+        index, q = one
+        return cluster_scores(Clusters(index.fine, None, None), q, number, 0)
 
-    def levels(nth: int, _: None, one: Any) -> Array:
-        return cluster_scores(one[nth], one[-1], number, WIDER * budget)
+    def levels(_: None, one: Any) -> Array:
+        return cluster_scores(*one, number, WIDER * budget)
 
     def chunks(_: None, one: Any) -> Array:
-        index, _, q = one
+        index, q = one
         # scores that cost a launch of their own would hide what is timed
         scores = jnp.resize(q.reshape(batch, KV_HEADS, -1), index.fine.size.shape)
         scores = jnp.take_along_axis(scores.astype(jnp.float32), index.fine.of_point, axis=-1)
@@ -104,13 +100,7 @@ def search_job(batch: int, context: int, budget: int) -> tuple[Job, dict[str, in
             scores[:, :, None], Budget(room, sizes), capacity=budget // 8, weights="raw"
         ).ids
 
-    ops = {
-        "flat": partial(flat, 0),
-        "levels": partial(levels, 0),
-        "flat, int8": partial(flat, 1),
-        "levels, int8": partial(levels, 1),
-        "chunks": chunks,
-    }
+    ops = {"flat": flat, "levels": levels, "chunks": chunks}
     contenders = {name: in_turn(op) for name, op in ops.items()}
     assert first.coarse is not None
     assert first.coarse.size.shape[2] == max_units(clusters_of(context))

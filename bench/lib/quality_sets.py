@@ -29,7 +29,7 @@ TWILIGHT = (
     *(
         _behind_two(f"twilight(all_pages(), p={p}, prune={way!r})")
         for p in MASSES
-        for way in ("page_mass", "bits", "token")
+        for way in ("page_mass", "token")
     ),
 )
 TASKS = (

@@ -298,7 +298,7 @@ OPS = {
             select_cases.CASES,
             "top_p_union_capped top_k_per_head top_k_max_raw threshold_max "
             "top_p_bfloat16 top_k_long top_k_long_max always always_masked always_max always_long "
-            "budget_ties budget_capped mass_top_p mass_capped bits_capped touched",
+            "budget_ties budget_capped mass_top_p mass_capped named_mass_pairs",
         ),
     ),
     "page_bounds": Op(
@@ -362,7 +362,7 @@ OPS = {
         centroids_scored,
         named(
             centroid_cases.CASES,
-            "any radii_bfloat16 group_of_20 odd many_blocks float16 units bytes",
+            "any radii_bfloat16 group_of_20 odd many_blocks float16 units",
         ),
     ),
     "compact_pages": Op(
@@ -425,9 +425,7 @@ OPS = {
         listed_runs,
         named(runs_cases.CASES, "shared cut_in_a_long_run one_slot many_blocks outside odd"),
     ),
-    "nearest_centroid": Op(
-        nearest, named(nearest_cases.CASES, "any float32 few_points odd wide bytes")
-    ),
+    "nearest_centroid": Op(nearest, named(nearest_cases.CASES, "any float32 few_points odd wide")),
     "group_means": Op(averaged, named(means_cases.CASES, "any float32 few_groups odd wide")),
     "centroid_update": Op(updated, named(update_cases.CASES, "any radii_of_points odd all_in_one")),
     "listed_products": Op(
@@ -437,8 +435,7 @@ OPS = {
         candidates,
         named(
             candidate_cases.CASES,
-            "best_ragged best_odd best_long best_striped best_inverted best_gap "
-            "paper_ragged paper_few paper_long",
+            "best_ragged best_odd best_long best_striped best_inverted best_gap",
         ),
     ),
     "table_update": Op(tables_updated, named(table_cases.CASES, "any penalty odd one_slot long")),

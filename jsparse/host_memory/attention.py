@@ -8,43 +8,25 @@ to those; the result is the same. Dense heads always read in place.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Bool, Int32
 
-from jsparse.cache import LayerCache, StepView
-from jsparse.hooks import State
-from jsparse.host_memory.pool import GatherFn, HostPool, pools
-from jsparse.pallas_kernels.row_gather import row_gather
+from jsparse.cache import LayerCache
+from jsparse.host_memory.pool import pools
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.partials import AttentionOut, ListedLogits, StatsKind
-from jsparse.policy import Offload, Policy, selected
+from jsparse.policy import Offload
 from jsparse.selection import Selection, everything
 from jsparse.shapes import Ids, Lengths, Queries
 
 
-class Prefetch(NamedTuple):
-    """Holds the rows of host memory that a layer selects, before its newest tokens exist.
-
-    Attributes:
-        selection: the selection.
-        k, v: its rows or pages, [B, K, C + 1, …]; zeros where the tail has them.
-    """
-
-    selection: Selection
-    k: Array
-    v: Array
-
-
 def attention(
-    op: Callable[..., AttentionOut], offload: Offload | None, fetched: Prefetch | None
+    op: Callable[..., AttentionOut], offload: Offload | None
 ) -> Callable[..., AttentionOut]:
     """Returns an attention op like `op` that takes layers with K and V in host memory, too."""
-    reads = None if offload is None else offload.reads
-    return partial(attend, op, reads=reads, fetched=fetched)
+    return partial(attend, op, reads=None if offload is None else offload.reads)
 
 
 def attend(
@@ -56,14 +38,12 @@ def attend(
     stats: StatsKind | None,
     dtype,
     reads: str | None = None,
-    fetched: Prefetch | None = None,
 ) -> AttentionOut:
-    """Attends as `op` does; `reads` is that of `Offload`, `fetched` the result of `fetch`."""
+    """Attends as `op` does; `reads` is that of `Offload`."""
     options = {"stats": stats, "dtype": dtype}
-    on_device = layer.page_pools is None
-    if on_device or (fetched is None and _way(reads, selection) == "in_place"):
+    if layer.page_pools is None or _way(reads, selection) == "in_place":
         return op(q, layer, selection, **options)
-    pages, listed, ids = compacted(layer, _sparse(selection), fetched)
+    pages, listed, ids = compacted(layer, _sparse(selection))
     out = op(q, pages, listed, **options)
     if isinstance(out.stats, ListedLogits):
         out = out._replace(stats=_named(out.stats, ids))
@@ -86,48 +66,6 @@ def _way(reads: str | None, selection: Selection) -> str:
     return reads or ("gather" if fetches else "in_place")
 
 
-def fetch_ahead(
-    policy: Policy, layer: int, q: Queries, view: StepView, state: State
-) -> Prefetch | None:
-    """Fetches a layer's selected rows while the layer above runs, if the policy asks for it.
-
-    On a GPU the rows are fetched by a stream of their own, which XLA lets run beside what does not
-    need them. q only has the shape of the layer's queries, which the policy does not read.
-    """
-    offload = policy.offload
-    if offload is None or not offload.prefetch or layer == len(view.layers):
-        return None
-    if view.layers[layer].page_pools is None:
-        return None
-    selection, summary, _ = selected(policy, state, policy.select(state, layer, q, view))
-    if summary is not None:
-        raise ValueError(f"prefetch=True: {policy} must not give a summary")
-    return fetch(view.layers[layer], selection, beside)
-
-
-def beside(*args, **kwargs) -> Array:
-    """Gathers rows as `row_gather` does, on a GPU in a stream of its own."""
-    gather = partial(row_gather, **kwargs)
-    if jax.default_backend() != "gpu":
-        return gather(*args)
-    run: Any = compute_on(
-        gather, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device
-    )
-    return run(*args)
-
-
-def fetch(layer: LayerCache, selection: Selection, gather: GatherFn = row_gather) -> Prefetch:
-    """Fetches the listed rows from host memory; the tail is read when attention runs."""
-    ids, number = _with_newest(layer, _sparse(selection))
-
-    def from_host(pool: HostPool) -> Array:
-        rows = pool.fetched(layer, *_place(layer, selection, ids), number, gather)
-        assert rows is not None
-        return rows
-
-    return Prefetch(selection, *map(from_host, pools(layer)))
-
-
 def _sparse(selection: Selection) -> Selection:
     """Returns a selection whose dense heads list nothing and are not dense."""
     if selection.dense is None:
@@ -136,14 +74,13 @@ def _sparse(selection: Selection) -> Selection:
 
 
 def compacted(
-    layer: LayerCache, selection: Selection, fetched: Prefetch | None = None
+    layer: LayerCache, selection: Selection
 ) -> tuple[LayerCache, Selection, Int32[Array, "B K entries"]]:
     """Returns the rows that a selection lists as a layer of their own.
 
     Its pages and slots are numbered in the order of the list. The third result is their
     numbers in the whole layer.
     """
-    fetched = fetch(layer, selection) if fetched is None else fetched
     ids, number = _with_newest(layer, selection)
     size = layer.page_size if selection.granularity == "page" else 1
     capacity = ids.shape[-1]
@@ -155,9 +92,9 @@ def compacted(
     bits = None if selection.bits is None else jnp.where(valid, selection.bits, jnp.uint32(0))
     # the newest token is the last one listed, and everything before it is whole
     lengths = jnp.where(layer.lengths > 0, (number - 1) * size + (layer.lengths - 1) % size + 1, 0)
-    pages = []
-    for pool, rows in zip(pools(layer), fetched[1:], strict=True):
-        rows = pool.with_ring(layer, *_place(layer, selection, ids), rows)
+    place, pages = _place(layer, selection, ids), []
+    for pool in pools(layer):
+        rows = pool.with_ring(layer, *place, pool.fetched(layer, *place, number))
         pad = -capacity % layer.page_size if size == 1 else 0
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, pad), *((0, 0),) * (rows.ndim - 3)))
         pages.append(rows.reshape(-1, layer.page_size, rows.shape[-1]))

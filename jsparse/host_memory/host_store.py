@@ -47,7 +47,7 @@ class OnHost:
         The tail must hold the tokens that hooks of the policy look back at.
         """
         policy, spec, tail = self._policy, self._spec, self._offload.tail
-        require_offloadable("policy", policy, self._offload)
+        require_offloadable("policy", policy)
         for layer in range(spec.num_layers):
             if policy.stats(layer) not in (None, "listed_logits"):
                 raise ValueError(

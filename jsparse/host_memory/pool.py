@@ -23,8 +23,6 @@ from jsparse.cache import LayerCache, PagePool, physical_pages
 from jsparse.pallas_kernels.row_gather import row_gather
 from jsparse.shapes import BlockTable, Lengths
 
-GatherFn = Callable[..., Array]
-
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -109,18 +107,17 @@ class HostPool(PagePool):
         page: Int32[Array, "B K n"],
         offset: Int32[Array, "B K n"] | None,
         count: Lengths | None = None,
-        gather: GatherFn = row_gather,
     ) -> Array | None:
         """Returns the first `count` slots from host memory, or pages if offset is None.
 
-        The others, and those in the ring, are zeros. `gather` has the interface of `row_gather`.
+        The others, and those in the ring, are zeros.
         """
         if self.host is None:
             return None
         at, row_axes = self.host_pages(layer, page), 1
         if offset is not None:
             at, row_axes = at * layer.page_size + offset, 2
-        return gather(
+        return row_gather(
             self.host, jnp.where(self.on_ring(layer, page), -1, at), count, row_axes=row_axes
         )
 

@@ -22,4 +22,4 @@ def all_pages() -> Policy:
         page = jnp.arange(held.num_pages, dtype=jnp.int32)
         return Selection(jnp.where(page < used[..., None], page, 0), used), None, state
 
-    return Policy(select, shares="pages", reads=0, foresees=True)
+    return Policy(select, shares="pages", reads=0)

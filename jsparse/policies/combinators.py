@@ -64,7 +64,6 @@ def with_state(
         select=select or partial(_selected, base.select),
         update=partial(_taken_in, base.update, None),
         services=services,
-        foresees=base.foresees and select is None,
         eviction=eviction,
         shares=minimum,
         needs=(*base.needs, *(name for name in needs if name not in base.needs)),

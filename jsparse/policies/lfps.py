@@ -176,7 +176,6 @@ def lfps(
         shares="keys",
         per_row={"budget": fraction},
         reads=0,
-        foresees=not exact and not bypass,
     )
 
 

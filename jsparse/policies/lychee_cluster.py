@@ -10,17 +10,14 @@ dense_layers(lychee_cluster(…), n=2).
 Where we differ: clusters are ranked by q·μ (`rank="bound"` is the paper's q·μ + |q|·r, equation 2),
 which finds more of the true top-k on SmolLM2. All centroids are scored; the paper's units of
 clusters come before them with `levels=2`, and a unit's radius then takes in the clusters' own, so
-that it bounds chunks. By these bounds `exact=True` looks for what the best units may have missed,
-which the paper does not. Chunks are taken one by one, best cluster first, until the budget is full,
+that it bounds chunks. Chunks are taken one by one, best cluster first, until the budget is full,
 so that a large cluster is not left out whole. The query heads of a group share their chunks, ranked
 by the greatest score among them. While decoding, every `cluster_size`-th chunk founds a cluster, as
 in the prompt; the paper lets all of them join, so that the clusters of a short prompt would come to
 hold the whole of a long answer. Tokens are cut into chunks every `period` steps, by the same rule
 as the prompt's, and wait in a buffer that is attended to. A row whose chunks are so short that the
 index would overflow cuts the rest at the greatest length. Centroids have K's type: in bfloat16 the
-centroid of some hundred chunks hardly moves when another joins. With `centroid_dtype="int8"` they
-have a scale each, around their mean when the prompt ends, and one that moves by less than half a
-scale stays.
+centroid of some hundred chunks hardly moves when another joins.
 """
 
 from typing import Literal, get_args
@@ -40,7 +37,6 @@ from jsparse.policies.clusters.index import CentroidPooling, Form
 from jsparse.policy import Policy
 
 Rank = Literal["centroid", "bound"]
-CentroidDtype = Literal["int8"]
 
 
 @builder
@@ -56,8 +52,6 @@ def lychee_cluster(
     recent: int = 112,
     lengths: tuple[int, int] = (8, 16),
     period: int = 16,
-    exact: bool = False,
-    centroid_dtype: CentroidDtype | None = None,
 ) -> Policy:
     """Attends to at most `budget` tokens: sinks, the newest, and the chunks of the best clusters.
 
@@ -80,19 +74,11 @@ def lychee_cluster(
         recent: the newest tokens that are always attended to, at the least; they are in no chunk.
         lengths: the fewest and the most tokens of a chunk.
         period: new tokens of a row between two times that it cuts chunks.
-        exact: whether to look on, with levels=2 and rank="bound", in all units whose bound exceeds
-            the worst that was found, so that the chunks are those of levels=1.
-        centroid_dtype: "int8" holds centroids in bytes, which nearly halves the index; None in K's
-            type.
     """
     one_of("rank", rank, get_args(Rank))
     one_of("pooling", pooling, get_args(CentroidPooling))
-    one_of("centroid_dtype", centroid_dtype, (None, *get_args(CentroidDtype)))
     one_of("levels", levels, (1, 2))
     flag("normalise", normalise)
-    flag("exact", exact)
-    if exact and (rank, levels) != ("bound", 2):
-        raise ValueError("exact=True: needs rank='bound' and levels=2")
     whole_number("budget", budget, 1)
     whole_number("cluster_size", cluster_size, 1)
     whole_number("sink", sink, 0)
@@ -105,9 +91,8 @@ def lychee_cluster(
         normalise=normalise,
         radii=rank == "bound",
         units=levels == 2,
-        in_bytes=centroid_dtype == "int8",
     )
     index, classes = cluster_index(form), CLASSES[chunks]
-    settings = Settings(budget, shortest, longest, classes, index, sink, recent, period, exact)
+    settings = Settings(budget, shortest, longest, classes, index, sink, recent, period)
     require_budget(settings)
     return chunk_policy(settings)

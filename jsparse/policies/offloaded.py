@@ -9,16 +9,14 @@ host memory itself, and any policy whose index is small beside K and V works.
 from typing import Literal, get_args
 
 from jsparse.builder import builder, require_offloadable, require_policy
-from jsparse.hyper_parameters import flag, one_of, whole_number
+from jsparse.hyper_parameters import one_of, whole_number
 from jsparse.policy import Offload, Policy
 
 Reads = Literal["in_place", "gather"]
 
 
 @builder
-def offloaded(
-    policy: Policy, tail: int = 4096, reads: Reads | None = None, prefetch: bool = False
-) -> Policy:
+def offloaded(policy: Policy, tail: int = 4096, reads: Reads | None = None) -> Policy:
     """Attends to what `policy` selects, with K and V in host memory.
 
     Each prompt chunk leaves the device once it has been read. KV heads that attend to everything
@@ -30,17 +28,11 @@ def offloaded(
         tail: the number of newest tokens that stay on the device, at the least.
         reads: "in_place" lets attention read host memory, "gather" fetches what is selected to the
             device first. None reads tokens in place and fetches pages.
-        prefetch: whether a layer's rows are fetched before the layer above attends, for a policy
-            that knows them without a query.
     """
     require_policy("policy", policy)
     whole_number("tail", tail, 1)
     one_of("reads", reads, (None, *get_args(Reads)))
-    flag("prefetch", prefetch)
-    if prefetch and reads == "in_place":
-        raise ValueError("reads='in_place': must be None or 'gather' where prefetch=True")
     if policy.offload is not None:
         raise ValueError(f"policy={policy}: must not be offloaded already")
-    offload = Offload(tail, reads, prefetch)
-    require_offloadable("policy", policy, offload)
-    return policy._replace(offload=offload)
+    require_offloadable("policy", policy)
+    return policy._replace(offload=Offload(tail, reads))

@@ -15,7 +15,7 @@ mean query; slack=1 and group="max" rank them by the rule of Quest's paper. This
 quality, so it has no kernel of its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple, get_args
 
@@ -136,13 +136,7 @@ def bounds_of(
 
 
 def scores(
-    slack: float,
-    group: GroupQueries,
-    bounds: ChunkBounds,
-    q: Queries,
-    count: Lengths,
-    tokens: int,
-    worst: Callable[[Array], Array] | None = None,
+    slack: float, group: GroupQueries, bounds: ChunkBounds, q: Queries, count: Lengths, tokens: int
 ) -> Float32[Array, "B K C"]:
     """Returns q·mid + slack · |q|·half of every chunk, the greatest of the group's queries."""
     rows, heads, _, width = bounds.low.shape

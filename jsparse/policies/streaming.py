@@ -35,9 +35,4 @@ def streaming(sink: int = 4, recent: int = 512) -> Policy:
         )
         return chosen, None, state
 
-    return Policy(
-        select,
-        reads=0,
-        foresees=True,
-        shares="pages",
-    )
+    return Policy(select, reads=0, shares="pages")

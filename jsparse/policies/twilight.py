@@ -8,8 +8,8 @@ Paper: "Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning" (
 arXiv:2502.02770. It leaves the first two layers dense: dense_layers(twilight(…), n=2).
 
 Where we differ: the copy of K is kept in the frame of the model's key constants, without which
-constant channels, such as those of Qwen2, use up its 4 bits. Whole pages are one of three forms in
-which survivors are listed (`prune`), since attention reads whole pages. The mass is that of the
+constant channels, such as those of Qwen2, use up its 4 bits. By default whole
+pages survive (`prune`), since attention reads whole pages. The mass is that of the
 base's list: the newest token, attended in any case, counts if it was listed.
 """
 
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jsparse.builder import builder, require_policy, require_stays
-from jsparse.cache import CacheSpec, LayerCache, StepView, read_pages
+from jsparse.cache import LayerCache, StepView, read_pages
 from jsparse.hyper_parameters import fraction, one_of
 from jsparse.model_facts.key_constants import KEY_CONSTANTS, frame_at
 from jsparse.pallas_kernels import int4_keys
@@ -32,10 +32,10 @@ from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
 from jsparse.policies.combinators import WrappedState, with_state
 from jsparse.policies.sidecars import framed_sidecar
 from jsparse.policy import Policy, knob, without_knob
-from jsparse.selection import MAX_BITS_PAGE, Selection, paged
+from jsparse.selection import Selection, paged
 from jsparse.shapes import Bits, Ids, Queries
 
-Prune = Literal["page_mass", "bits", "token"]
+Prune = Literal["page_mass", "token"]
 # By device: bytes of a layer's K and V, all rows together, at which dense attention takes as long
 # as Twilight over a Quest of a quarter of the context, in one row and in 8 (bench.twilight_speed).
 # Of 8 KV heads, 128 channels and 16 bits these are 36,600 and 58,600 tokens. Other devices take the
@@ -67,15 +67,14 @@ def twilight(
         base: the base selector.
         p: the share of the estimated mass that every query head keeps.
         prune: the form of the result. "page_mass" keeps the fewest whole pages that weigh p;
-            "bits" the fewest tokens that do, as bits of their pages, which are read whole; "token"
-            the same tokens, read one by one.
+            "token" the fewest tokens that do, read one by one.
         dense_below: the number of tokens below which a row is dense; where all rows are, nothing is
             selected. "auto" is the context at which dense attention was measured to be as fast, on
             this GPU or else on an H200, by the bytes of K and V of the whole batch.
 
-    Pages of more than 32 tokens carry no bits: with them `prune` must not be "bits", and the base
-    must not list tokens. Over a base that learns from the tokens that are attended to, as `lfps`
-    does, it must be "token": lists of pages report no logits.
+    The base must not list tokens where pages have more than 32, which carry no bits. Over a base
+    that learns from the tokens that are attended to, as `lfps` does, `prune` must be "token": lists
+    of pages report no logits.
     """
     require_policy("base", base)
     fraction("p", p)
@@ -89,22 +88,13 @@ def twilight(
             "attended to"
         )
     settings = Settings(base, p, prune, dense_below)
-    keys = framed_sidecar(partial(empty_copy, settings), int4_append)
+    keys = framed_sidecar(int4_keys.init, int4_append)
     pruning = partial(select, settings)
     kept = with_state(base, **keys._asdict(), select=pruning, shares="pages", needs=KEY_CONSTANTS)
     return kept._replace(
         dense_below=base.dense_below if dense_below == 0 else partial(shortest, settings),
         per_row={**base.per_row, "p": fraction},  # a row's p is this one, never the base's
     )
-
-
-def empty_copy(settings: Settings, spec: CacheSpec) -> Int4Keys:
-    """Returns a layer's 4-bit copy of no keys."""
-    if settings.prune == "bits" and spec.page_size > MAX_BITS_PAGE:
-        raise ValueError(
-            f"prune='bits': pages must have at most {MAX_BITS_PAGE} tokens, not {spec.page_size}"
-        )
-    return int4_keys.init(spec)
 
 
 def select(settings: Settings, state: WrappedState, layer: int, q: Queries, view: StepView):

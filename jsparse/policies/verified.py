@@ -84,7 +84,6 @@ def verified(budget: int = 1024, recent: int = 64) -> Policy:
         window=WINDOW,
         shares="pages",
         reads=0,
-        foresees=True,
     )
 
 

@@ -27,7 +27,6 @@ from jsparse.cache import (
 from jsparse.heads import Heads
 from jsparse.hooks import State
 from jsparse.host_memory import attention as host_attention
-from jsparse.host_memory.attention import Prefetch, fetch_ahead
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.rope_append import rope_append
@@ -94,7 +93,7 @@ def decode_step(
     cache = grow(cache, one, 1)
     one = taken(cache, one)
     view = view._replace(valid=one)
-    counts, ahead = [], None
+    counts = []
 
     def rotate(layer: int, heads: Heads) -> tuple[ChunkQueries, ChunkKV, ChunkKV]:
         nonlocal cache
@@ -103,12 +102,11 @@ def decode_step(
         return q, k, v
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        nonlocal state, ahead
+        nonlocal state
         now = view._replace(cache=cache)
         grown = policy.append(state, layer, k, v, tokens[:, None], positions, now)
         state = kept(policy, "append", state, grown)
-        ready, ahead = ahead, fetch_ahead(policy, layer + 1, q[:, 0], now, state)
-        out, state, counted = attend_layer(policy, layer, q[:, 0], now, state, ready)
+        out, state, counted = attend_layer(policy, layer, q[:, 0], now, state)
         state = kept(policy, "update", state, policy.update(state, layer, out.stats, now))
         counts.append(counted)
         return out.o[:, None]
@@ -125,28 +123,19 @@ def decode_step(
 
 
 def attend_layer(
-    policy: Policy,
-    layer: int,
-    q: Queries,
-    view: StepView,
-    state: State,
-    fetched: Prefetch | None = None,
+    policy: Policy, layer: int, q: Queries, view: StepView, state: State
 ) -> tuple[AttentionOut, State, tuple[Lengths, Lengths]]:
     """Selects and attends in one layer.
 
-    The last two arrays are the number of tokens that each head attended to and read. `fetched` is
-    a selection that was made and fetched earlier.
+    The last two arrays are the number of tokens that each head attended to and read.
     """
     held = view.layers[layer]
-    if fetched is None:
-        selection, summary, state = _select(policy, layer, q, view, state)
-    else:
-        selection, summary = fetched.selection, None
+    selection, summary, state = _select(policy, layer, q, view, state)
     if summary is not None:
         summary = _of_active(summary, view)
     selection, summary = dense_rows(policy, layer, selection, summary, view)
     dtype = q.dtype if summary is None else jnp.float32
-    run = host_attention.attention(ATTENTION[selection.granularity], policy.offload, fetched)
+    run = host_attention.attention(ATTENTION[selection.granularity], policy.offload)
     out = run(q, held, selection, stats=policy.stats(layer), dtype=dtype)
     counted = count_tokens(selection, held.lengths, held.page_size)
     if summary is not None:

@@ -1,7 +1,7 @@
 """Scores centroids by the queries of one decode step."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32, Num
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jsparse.pallas_kernels.centroid_scores import reference
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run, wide_rows
@@ -26,13 +26,11 @@ BACKENDS = (
 
 def centroid_scores(
     q: Queries,
-    centroids: Num[Array, "B K L H"],
+    centroids: Float[Array, "B K L H"],
     number: Lengths,
     radius: Float32[Array, "B K L"] | None = None,
     unit: Int32[Array, "B K L"] | None = None,
     chosen: Bool[Array, "B K U"] | None = None,
-    scale: Float32[Array, "B K L"] | None = None,
-    middle: Float32[Array, "B K H"] | None = None,
     implementation: str | None = None,
 ) -> Float32[Array, "B K L"]:
     """Returns the largest q·centroid that the query heads of a KV head have for each centroid.
@@ -45,15 +43,11 @@ def centroid_scores(
 
     Args:
         q: the queries of one step.
-        centroids: the centroids, in K's type, or int8 with `scale` and `middle`; those past a
-            head's number are not looked at.
+        centroids: the centroids, in K's type; those past a head's number are not looked at.
         number: the number of centroids of each head. Those past it get -inf.
         radius: the radius around each centroid, if any.
         unit: the unit of each centroid, from 0 to U - 1, if there are units.
         chosen: the units whose centroids are scored; those of the others get -inf.
-        scale: the scale of each centroid that is in bytes, which stands for centroid · scale +
-            middle.
-        middle: the vector that is added to all centroids of a head.
         implementation: "triton", "reference", or None to pick.
 
     Raises:
@@ -69,18 +63,8 @@ def centroid_scores(
         )
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q.dtype={q.dtype}: must be floating")
-    if scale is None and not jnp.issubdtype(centroids.dtype, jnp.floating):
-        raise ValueError(f"centroids.dtype={centroids.dtype}: must be floating, or have a scale")
-    if (scale is None) != (middle is None):
-        raise ValueError("scale, middle: must be given together")
-    if scale is not None and centroids.dtype != jnp.int8:
-        raise ValueError(f"centroids.dtype={centroids.dtype}: must be int8, which have a scale")
-    for name, array, wanted in (
-        ("scale", scale, centroids.shape[:3]),
-        ("middle", middle, (batch, heads, width)),
-    ):
-        if array is not None and (array.shape, array.dtype) != (wanted, jnp.float32):
-            raise ValueError(f"{name}={array.dtype}{[*array.shape]}: must be float32{[*wanted]}")
+    if not jnp.issubdtype(centroids.dtype, jnp.floating):
+        raise ValueError(f"centroids.dtype={centroids.dtype}: must be floating")
     if number.shape != (batch, heads) or number.dtype != jnp.int32:
         raise ValueError(f"number={number.dtype}{[*number.shape]}: must be int32[{batch}, {heads}]")
     if radius is not None and (radius.shape, radius.dtype) != (centroids.shape[:3], jnp.float32):
@@ -102,5 +86,5 @@ def centroid_scores(
         raise ValueError(
             f"chosen={chosen.dtype}{[*chosen.shape]}: must be bool[{batch}, {heads}, U], U above 0"
         )
-    arrays = q, centroids, number, radius, unit, chosen, scale, middle
+    arrays = q, centroids, number, radius, unit, chosen
     return run("centroid_scores", implementation, BACKENDS, *arrays)

@@ -23,8 +23,6 @@ class Inputs(NamedTuple):
     radius: jnp.ndarray | None
     unit: jnp.ndarray | None
     chosen: jnp.ndarray | None
-    scale: jnp.ndarray | None
-    middle: jnp.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,6 @@ class Case:
         radii: whether centroids have radii.
         units: U; 0 is none. A quarter of a head's units are chosen, none of the second head's.
         dtype: type of queries and centroids.
-        in_bytes: whether centroids are.
     """
 
     name: str
@@ -51,7 +48,6 @@ class Case:
     radii: bool = False
     units: int = 0
     dtype: str = "float32"
-    in_bytes: bool = False
 
     def build(self, seed: int = 0) -> Inputs:
         """Builds the arrays; equal seeds give equal ones."""
@@ -78,17 +74,9 @@ class Case:
             radius = jax.device_put(
                 np.asarray(np.where(past, JUNK, rng.random(past.shape)), np.float32)
             )
-        scale = middle = None
-        if self.in_bytes:
-            centroids = rng.integers(-127, 128, centroids.shape).astype(np.int8)
-            scale = np.where(past, JUNK, rng.random(past.shape) / 127).astype(np.float32)
-            middle = rng.normal(size=(*heads, self.head_dim)).astype(np.float32)
-            scale, middle = jax.device_put(scale), jax.device_put(middle)
-        else:
-            centroids = np.asarray(centroids, self.dtype)
-        q, centroids = jax.device_put(np.asarray(q, self.dtype)), jax.device_put(centroids)
+        q, centroids = (jax.device_put(np.asarray(x, self.dtype)) for x in (q, centroids))
         number = jax.device_put(np.asarray(number, np.int32))
-        return Inputs(q, centroids, number, radius, unit, chosen, scale, middle)
+        return Inputs(q, centroids, number, radius, unit, chosen)
 
 
 CASES = (
@@ -110,7 +98,4 @@ CASES = (
     Case("units_radii_bfloat16", clusters=301, units=18, radii=True, dtype="bfloat16"),
     Case("one_unit", units=1, number="all", group=1),
     Case("units_many_blocks", clusters=901, units=64, dtype="bfloat16", head_dim=128),
-    Case("bytes", in_bytes=True),
-    Case("bytes_bfloat16", in_bytes=True, clusters=301, units=18, radii=True, dtype="bfloat16"),
-    Case("bytes_float16", in_bytes=True, dtype="float16", head_dim=80, group=7),
 )

@@ -1,29 +1,22 @@
 """Implements `api.centroid_scores` in plain jnp, as CPU path and oracle of the kernel."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32, Num
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jsparse.shapes import Lengths, Queries
 
 
 def centroid_scores(
     q: Queries,
-    centroids: Num[Array, "B K L H"],
+    centroids: Float[Array, "B K L H"],
     number: Lengths,
     radius: Float32[Array, "B K L"] | None,
     unit: Int32[Array, "B K L"] | None,
     chosen: Bool[Array, "B K U"] | None,
-    scale: Float32[Array, "B K L"] | None,
-    middle: Float32[Array, "B K H"] | None,
 ) -> Float32[Array, "B K L"]:
     """Implements `api.centroid_scores` in plain jnp."""
     q = q.reshape(*centroids.shape[:2], -1, q.shape[-1])
-    if scale is not None:
-        centroids = centroids.astype(q.dtype)
     products = jnp.einsum("bkgh,bklh->bkgl", q, centroids, preferred_element_type=jnp.float32)
-    if scale is not None and middle is not None:
-        common = jnp.einsum("bkgh,bkh->bkg", q.astype(jnp.float32), middle)
-        products = products * scale[:, :, None] + common[..., None]
     if radius is not None:
         length = jnp.sqrt(jnp.sum(jnp.square(q.astype(jnp.float32)), -1, keepdims=True))
         products += length * radius[:, :, None]

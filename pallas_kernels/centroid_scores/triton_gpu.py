@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jaxtyping import Array, Bool, Float32, Int32, Num
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jsparse.shapes import Lengths, Queries
 
@@ -21,13 +21,11 @@ MIN_BLOCK = 16  # rows and columns of a product
 
 def centroid_scores(
     q: Queries,
-    centroids: Num[Array, "B K L H"],
+    centroids: Float[Array, "B K L H"],
     number: Lengths,
     radius: Float32[Array, "B K L"] | None,
     unit: Int32[Array, "B K L"] | None,
     chosen: Bool[Array, "B K U"] | None,
-    scale: Float32[Array, "B K L"] | None,
-    middle: Float32[Array, "B K H"] | None,
 ) -> Float32[Array, "B K L"]:
     """Implements `api.centroid_scores` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
@@ -46,8 +44,6 @@ def centroid_scores(
         centroids if radius is None else radius,
         number if unit is None else unit,
         number if chosen is None else chosen.astype(jnp.int32),
-        number if scale is None else scale,
-        number if middle is None else middle,
     )
     return triton_call(
         *inputs,
@@ -62,10 +58,9 @@ def centroid_scores(
         BLOCK=block,
         WIDTH=padded,
         GROUP=max(triton.next_power_of_2(group), MIN_BLOCK),
-        SAME=scale is not None or q.dtype == centroids.dtype,
+        SAME=q.dtype == centroids.dtype,
         RADII=radius is not None,
         UNITS=0 if chosen is None else chosen.shape[2],
-        BYTES=scale is not None,
     )
 
 
@@ -77,8 +72,6 @@ def score_kernel(
     radius_ptr,  # [pairs, L], read where RADII
     unit_ptr,  # [pairs, L], read where UNITS
     chosen_ptr,  # [pairs, UNITS], likewise
-    scale_ptr,  # [pairs, L], read where BYTES
-    middle_ptr,  # [pairs, H], likewise
     scores_ptr,  # [pairs, L]
     BLOCKS: tl.constexpr,
     L: tl.constexpr,
@@ -90,7 +83,6 @@ def score_kernel(
     SAME: tl.constexpr,
     RADII: tl.constexpr,
     UNITS: tl.constexpr,
-    BYTES: tl.constexpr,
 ):
     """Scores one block of a head's centroids."""
     pair = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -115,16 +107,9 @@ def score_kernel(
             mask=there[:, None] & (channel[None, :] < H),
             other=0.0,
         )
-        if BYTES:
-            centroids = centroids.to(q.dtype)
         if not SAME:
             q, centroids = q.to(tl.float32), centroids.to(tl.float32)
         products = tl.dot(centroids, q, input_precision="ieee")  # [BLOCK, GROUP]
-        if BYTES:
-            middle = tl.load(middle_ptr + pair * H + channel, mask=channel < H, other=0.0)
-            scale = tl.load(scale_ptr + pair * L + cluster, mask=there, other=0.0)
-            common = tl.sum(q.to(tl.float32) * middle[:, None], 0)
-            products = products * scale[:, None] + common[None, :]
         if RADII:
             long = q.to(tl.float32)
             length = tl.sqrt_rn(tl.sum(long * long, 0))

@@ -69,30 +69,17 @@ def centroid_update(
         raise ValueError(
             f"radius.shape={radius.shape}: must be {shape[:3]}, for groups that have radii"
         )
-    if (groups.centroid.dtype == jnp.int8) != (groups.scale is not None) or (
-        (groups.scale is None) != (groups.middle is None)
-    ):
-        raise ValueError("groups: those of centroids in int8 must have scale and middle, no others")
     if groups.of_point.shape[:2] != (batch, heads) or groups.of_point.dtype != jnp.int32:
         raise ValueError(
             f"groups.of_point: must be int32 [{batch}, {heads}, C], not {groups.of_point.dtype} "
             f"{list(groups.of_point.shape)}"
         )
-    for name, array in (
-        ("groups.radius", groups.radius),
-        ("groups.scale", groups.scale),
-        ("groups.middle", groups.middle),
-        ("radius", radius),
-    ):
+    for name, array in (("groups.radius", groups.radius), ("radius", radius)):
         if array is not None and array.dtype != jnp.float32:
             raise ValueError(f"{name}.dtype={array.dtype}: must be float32")
-    for name, array, wanted in (
-        ("radius", groups.radius, (batch, heads, max_groups)),
-        ("scale", groups.scale, (batch, heads, max_groups)),
-        ("middle", groups.middle, (batch, heads, width)),
-    ):
-        if array is not None and array.shape != wanted:
-            raise ValueError(f"groups.{name}.shape={array.shape}: must be {wanted}")
+    wanted = batch, heads, max_groups
+    if groups.radius is not None and groups.radius.shape != wanted:
+        raise ValueError(f"groups.radius.shape={groups.radius.shape}: must be {wanted}")
     for name, array, wanted in (
         ("groups.size", groups.size, (batch, heads, max_groups)),
         ("group", group, shape[:3]),

@@ -36,7 +36,6 @@ class Case:
         joined: the number of groups among which the new points choose.
         radii: whether groups have radii.
         own: whether the new points have radii as well.
-        in_bytes: whether centroids are, in place of `dtype`.
     """
 
     name: str
@@ -51,7 +50,6 @@ class Case:
     normalise: bool = True
     radii: bool = False
     own: bool = False
-    in_bytes: bool = False
 
     def build(self, seed: int = 0) -> Inputs:
         """Builds the arrays; equal seeds give equal ones."""
@@ -61,22 +59,13 @@ class Case:
         if self.normalise:
             centroid /= np.linalg.norm(centroid, axis=-1, keepdims=True)
         size = rng.integers(0, 3, (*heads, self.groups)) * rng.integers(1, 4)
-        held, scale, middle = np.asarray(centroid, self.dtype), None, None
-        if self.in_bytes:
-            middle = jax.device_put(centroid.mean(2).astype(np.float32))
-            rest = centroid - centroid.mean(2, keepdims=True)
-            scale = (np.abs(rest).max(-1) / 127).astype(np.float32)
-            held = np.rint(rest / scale[..., None]).astype(np.int8)
-            scale = jax.device_put(scale)
         groups = Groups(
-            jax.device_put(held),
+            jax.device_put(np.asarray(centroid, self.dtype)),
             jax.device_put(np.asarray(size, np.int32)),
             jax.device_put(
                 np.asarray(rng.integers(0, self.groups, (*heads, self.points)), np.int32)
             ),
             jax.device_put(np.asarray(rng.random(size.shape), np.float32)) if self.radii else None,
-            scale,
-            middle,
         )
         points = rng.standard_normal((*heads, self.new, self.head_dim))
         some = rng.integers(0, self.groups, (*heads, self.joined))
@@ -104,7 +93,5 @@ CASES = (
     Case("one_point", batch=1, kv_heads=1, new=1, joined=1, points=1, groups=1),
     Case("odd", new=23, joined=11, head_dim=40),
     Case("many_points", new=100, joined=30, head_dim=128, radii=True),
-    Case("bytes", in_bytes=True, joined=3),
-    Case("bytes_radii", in_bytes=True, radii=True, own=True, normalise=False, head_dim=40),
     Case("wide", new=3, joined=2, head_dim=256, normalise=False, radii=True),
 )

@@ -9,7 +9,6 @@ from jsparse.pallas_kernels.point_groups import (
     Groups,
     centroids_of,
     distances,
-    in_bytes,
     unit_length,
 )
 
@@ -43,17 +42,10 @@ def centroid_update(
     centroid = (had[..., None] * old + added) / jnp.maximum(size, 1)[..., None]
     if normalise:
         centroid = unit_length(centroid)
-    # radii reach out from the centroid as it is stored
-    scale = None
-    if groups.middle is None:
-        # XLA may drop a conversion that is undone
-        kind = jnp.finfo(groups.centroid.dtype)
-        centroid = jax.lax.reduce_precision(centroid, kind.nexp, kind.nmant)
-        stored = centroid.astype(groups.centroid.dtype)
-    else:
-        middle = groups.middle[:, :, None]
-        stored, scale = in_bytes(centroid, middle)
-        centroid = stored.astype(jnp.float32) * scale[..., None] + middle
+    # radii reach out from the centroid as it is stored; XLA may drop a conversion that is undone
+    kind = jnp.finfo(groups.centroid.dtype)
+    centroid = jax.lax.reduce_precision(centroid, kind.nexp, kind.nmant)
+    stored = centroid.astype(groups.centroid.dtype)
 
     row, head = (i[..., None] for i in jnp.indices(group.shape[:2]))
     into = jnp.where(there, group, groups.size.shape[-1])
@@ -64,9 +56,6 @@ def centroid_update(
         groups.of_point.at[row, head, at].set(group, mode="drop"),
         None,
     )
-    if scale is not None and groups.scale is not None:
-        scale = groups.scale.at[row, head, into].set(scale, mode="drop")
-        made = made._replace(scale=scale, middle=groups.middle)
     if groups.radius is None:
         return made
     own = distances(points, centroid) + (0.0 if radius is None else radius)

@@ -30,23 +30,20 @@ def centroid_update(
 
     batch, heads, count, width = points.shape
     block, channels = triton.next_power_of_2(count), max(16, triton.next_power_of_2(width))
-    radii, in_bytes = groups.radius is not None, groups.scale is not None
-    arrays = (groups.centroid, groups.size, groups.of_point, groups.radius, groups.scale)
-    kept = [i for i, x in enumerate(arrays) if x is not None]
+    radii = groups.radius is not None
     none = jax.ShapeDtypeStruct((1,), jnp.float32)
     inputs = (
-        *(points if x is None else x for x in arrays),  # stand-ins are never read
+        *(points if x is None else x for x in groups),  # stand-ins are never read
         points,
         points if radius is None else radius,
         group,
         nth,
-        points if groups.middle is None else groups.middle,
     )
-    centroid, size, of_point, grown, scale = triton_call(
+    centroid, size, of_point, grown = triton_call(
         *inputs,
         kernel=update_kernel,
-        out_shape=[none if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays],
-        input_output_aliases={i: i for i in kept},
+        out_shape=[none if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in groups],
+        input_output_aliases={i: i for i in range(3 + radii)},
         grid=(batch * heads,),
         num_warps=min(max(block * channels // NUMBERS_PER_WARP, 2), 16),
         N=count,
@@ -59,18 +56,9 @@ def centroid_update(
         NORMALISE=normalise,
         RADII=radii,
         OWN=radius is not None,
-        BYTES=in_bytes,
         ROUNDING=point_groups.ROUNDING,
-        MAX_BYTE=point_groups.MAX_BYTE,
     )
-    return Groups(
-        centroid=centroid,
-        size=size,
-        of_point=of_point,
-        radius=grown if radii else None,
-        scale=scale if in_bytes else None,
-        middle=groups.middle,
-    )
+    return Groups(centroid, size, of_point, grown if radii else None)
 
 
 @triton.jit
@@ -95,17 +83,14 @@ def update_kernel(
     _size,  # an alias of size_ptr
     _of_point,  # an alias of of_point_ptr
     _radius,  # an alias of radius_ptr with RADII
-    _scale,  # an alias of scale_ptr with BYTES
     points_ptr,  # [pairs, N, H]
     own_ptr,  # [pairs, N] with OWN
     group_ptr,  # [pairs, N]
     nth_ptr,  # [rows, N]
-    middle_ptr,  # [pairs, H] with BYTES
     centroid_ptr,  # [pairs, L, H]
     size_ptr,  # [pairs, L]
     of_point_ptr,  # [pairs, C]
     radius_ptr,  # [pairs, L] with RADII
-    scale_ptr,  # [pairs, L] with BYTES
     N: tl.constexpr,
     L: tl.constexpr,
     C: tl.constexpr,
@@ -116,9 +101,7 @@ def update_kernel(
     NORMALISE: tl.constexpr,
     RADII: tl.constexpr,
     OWN: tl.constexpr,
-    BYTES: tl.constexpr,
     ROUNDING: tl.constexpr,
-    MAX_BYTE: tl.constexpr,
 ):
     """Moves the centroids of the groups that one head's new points join."""
     pair = tl.program_id(0).to(tl.int64)
@@ -135,10 +118,6 @@ def update_kernel(
     inside = there[:, None] & (channel < H)[None, :]
     had = tl.load(size_ptr + into, mask=there, other=0)
     old = tl.load(centroid_ptr + cells, mask=inside, other=0.0).to(tl.float32)
-    middle = tl.zeros([BLOCK, CHANNELS], tl.float32)
-    if BYTES:
-        middle += tl.load(middle_ptr + pair * H + channel, mask=channel < H, other=0.0)[None, :]
-        old = old * tl.load(scale_ptr + into, mask=there, other=0.0)[:, None] + middle
     added = tl.zeros([BLOCK, CHANNELS], tl.float32)
     size = had
     for other in range(N):
@@ -151,18 +130,10 @@ def update_kernel(
     ]
     if NORMALISE:
         centroid = unit_length(centroid)
-    scale = tl.zeros([BLOCK], tl.float32)
-    if BYTES:
-        rest = centroid - middle
-        scale += tl.max(tl.abs(rest), 1) / MAX_BYTE
-        rest = tl.floor(rest / tl.where(scale > 0, scale, 1.0)[:, None] + 0.5)
-        centroid = tl.minimum(tl.maximum(rest, -MAX_BYTE), MAX_BYTE)
     rounded = centroid.to(centroid_ptr.dtype.element_ty)
     radius = tl.zeros([BLOCK], tl.float32)
     if RADII:
         centroid = rounded.to(tl.float32)
-        if BYTES:
-            centroid = centroid * scale[:, None] + middle
         radius += tl.load(radius_ptr + into, mask=there, other=0.0)
         radius += tl.sqrt(tl.sum((centroid - old) * (centroid - old), 1))
         radius = tl.where(had > 0, radius, 0.0)
@@ -179,7 +150,5 @@ def update_kernel(
     tl.store(centroid_ptr + cells, rounded, mask=inside)
     tl.store(size_ptr + into, size, mask=there)
     tl.store(of_point_ptr + pair * C + nth, group, mask=there)
-    if BYTES:
-        tl.store(scale_ptr + into, scale, mask=there)
     if RADII:
         tl.store(radius_ptr + into, radius * (1 + ROUNDING), mask=there)

@@ -1,7 +1,7 @@
 """Assigns each point to the centroid with which it has the largest product."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, Num
+from jaxtyping import Array, Float, Int32
 
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run, wide_rows
 from jsparse.pallas_kernels.nearest_centroid import reference
@@ -22,10 +22,9 @@ BACKENDS = (
 
 def nearest_centroid(
     points: Float[Array, "B K C H"],
-    centroid: Num[Array, "B K L H"],
+    centroid: Float[Array, "B K L H"],
     number: Rows,
     groups: Rows,
-    scale: Float32[Array, "B K L"] | None = None,
     implementation: str | None = None,
 ) -> Int32[Array, "B K C"]:
     """Returns the index of the centroid that has the largest product with each point.
@@ -35,11 +34,9 @@ def nearest_centroid(
 
     Args:
         points: the points of each head, finite.
-        centroid: the centroids of each head, finite, in the points' dtype, or int8 with `scale`.
+        centroid: the centroids of each head, finite, in the points' dtype.
         number: how many points each row has; those behind them are not read.
         groups: how many centroids each row has; those behind them are never the nearest.
-        scale: what each centroid that is in bytes is multiplied by. What all centroids of a head
-            have in common makes none the nearest, and is not needed.
         implementation: "triton", "reference", or None to pick.
 
     Returns:
@@ -55,20 +52,14 @@ def nearest_centroid(
         raise ValueError(f"centroid.shape={centroid.shape}: must be [{batch}, {heads}, L, {width}]")
     if centroid.shape[2] == 0:
         raise ValueError(f"centroid.shape={centroid.shape}: must hold at least one centroid")
-    wanted = points.dtype if scale is None else jnp.int8
-    if not jnp.issubdtype(points.dtype, jnp.floating) or centroid.dtype != wanted:
+    if not jnp.issubdtype(points.dtype, jnp.floating) or centroid.dtype != points.dtype:
         raise ValueError(
-            f"centroid.dtype={centroid.dtype}: must be that of points, {points.dtype}, a float "
-            "type, or int8 with a scale"
-        )
-    if scale is not None and (scale.shape, scale.dtype) != (centroid.shape[:3], jnp.float32):
-        raise ValueError(
-            f"scale: must be float32 {[*centroid.shape[:3]]}, not {scale.dtype} {[*scale.shape]}"
+            f"centroid.dtype={centroid.dtype}: must be that of points, {points.dtype}, a float type"
         )
     for name, array in (("number", number), ("groups", groups)):
         if array.shape != (batch,) or array.dtype != jnp.int32:
             raise ValueError(
                 f"{name}: must be int32 [{batch}], not {array.dtype} {list(array.shape)}"
             )
-    arrays = points, centroid, number, groups, scale
+    arrays = points, centroid, number, groups
     return run("nearest_centroid", implementation, BACKENDS, *arrays)

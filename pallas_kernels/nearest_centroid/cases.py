@@ -20,7 +20,6 @@ class Inputs(NamedTuple):
     centroid: jnp.ndarray
     number: jnp.ndarray
     groups: jnp.ndarray
-    scale: jnp.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,6 @@ class Case:
             "three_quarters" of them.
         like: "whole", small numbers whose products are exact and often equal; "directions", vectors
             of length 1.
-        in_bytes: whether centroids are, by scales that are powers of two.
     """
 
     name: str
@@ -46,7 +44,6 @@ class Case:
     dtype: str = "bfloat16"
     used: Literal["any", "all", "three_quarters"] = "any"
     like: Literal["whole", "directions"] = "whole"
-    in_bytes: bool = False
 
     def build(self, seed: int = 0) -> Inputs:
         """Builds the arguments; equal seeds give equal ones."""
@@ -54,16 +51,8 @@ class Case:
         number, groups = self._used(rng, self.points), self._used(rng, self.groups)
         points = self._vectors(rng, self.points, number)
         centroid = self._vectors(rng, self.groups, groups)
-        scale = None
-        if self.in_bytes:
-            shape = self.batch, self.kv_heads, self.groups
-            codes = rng.integers(-127, 128, (*shape, self.head_dim))
-            powers = np.where(np.arange(self.groups) < groups[:, None, None], 0, 99)
-            powers = np.broadcast_to(powers, shape) + rng.integers(-9, -6, shape)
-            scale = jax.device_put(np.exp2(powers).astype(np.float32))
-            centroid = jax.device_put(codes.astype(np.int8))
         number, groups = (jax.device_put(np.asarray(x, np.int32)) for x in (number, groups))
-        return Inputs(points, centroid, number, groups, scale)
+        return Inputs(points, centroid, number, groups)
 
     def _used(self, rng: np.random.Generator, maximum: int) -> np.ndarray:
         if self.used == "any":
@@ -94,6 +83,4 @@ CASES = (
     Case("odd", points=333, groups=257, head_dim=40),
     Case("wide", points=130, groups=70, head_dim=256),
     Case("directions", points=300, groups=150, head_dim=128, like="directions"),
-    Case("bytes", in_bytes=True),
-    Case("few_points_bytes", points=9, groups=700, head_dim=128, in_bytes=True),
 )

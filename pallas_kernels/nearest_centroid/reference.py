@@ -1,7 +1,7 @@
 """Implements `api.nearest_centroid` in plain jnp, as CPU path and oracle of the kernel."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, Num
+from jaxtyping import Array, Float, Int32
 
 from jsparse.pallas_kernels.point_blocks import Blocks
 from jsparse.shapes import Rows
@@ -9,10 +9,9 @@ from jsparse.shapes import Rows
 
 def nearest_centroid(
     points: Float[Array, "B K C H"],
-    centroid: Num[Array, "B K L H"],
+    centroid: Float[Array, "B K L H"],
     number: Rows,
     groups: Rows,
-    scale: Float32[Array, "B K L"] | None,
 ) -> Int32[Array, "B K C"]:
     """Implements `api.nearest_centroid` in plain jnp, over blocks of points."""
     rows, heads, max_points, _ = points.shape
@@ -23,11 +22,9 @@ def nearest_centroid(
         products = jnp.einsum(
             "bkmh,bklh->bkml",
             blocks.cut(points, i, 2),
-            centroid.astype(points.dtype),
+            centroid,
             preferred_element_type=jnp.float32,
         )
-        if scale is not None:
-            products *= scale[:, :, None]
         nearest = jnp.argmax(jnp.where(real, products, -jnp.inf), axis=-1)
         return blocks.put(found, nearest.astype(jnp.int32), i)
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jaxtyping import Array, Float, Float32, Int32, Num
+from jaxtyping import Array, Float, Int32
 
 from jsparse.shapes import Rows
 
@@ -34,10 +34,9 @@ def blocks_for(points: int, width: int, itemsize: int) -> tuple[int, int, int]:
 
 def nearest_centroid(
     points: Float[Array, "B K C H"],
-    centroid: Num[Array, "B K L H"],
+    centroid: Float[Array, "B K L H"],
     number: Rows,
     groups: Rows,
-    scale: Float32[Array, "B K L"] | None,
 ) -> Int32[Array, "B K C"]:
     """Implements `api.nearest_centroid` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
@@ -52,7 +51,6 @@ def nearest_centroid(
         centroid,
         number,
         groups,
-        number if scale is None else scale,
         kernel=nearest_kernel,
         out_shape=[
             jax.ShapeDtypeStruct(parts if splits > 1 else (1,), jnp.float32),
@@ -70,7 +68,6 @@ def nearest_centroid(
         SPAN=SPAN if splits > 1 else max_groups,
         BLOCK=block,
         TILE=tile,
-        BYTES=scale is not None,
         CHANNELS=max(16, triton.next_power_of_2(width)),
     )
     if splits > 1:
@@ -101,7 +98,6 @@ def nearest_kernel(
     centroid_ptr,  # [pairs, L, H]
     number_ptr,  # [rows]
     groups_ptr,  # [rows]
-    scale_ptr,  # [pairs, L], read where BYTES
     best_ptr,  # [pairs, SPLITS, C] where SPLITS is above 1
     nearest_ptr,  # [pairs, SPLITS, C]
     C: tl.constexpr,
@@ -113,7 +109,6 @@ def nearest_kernel(
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    BYTES: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
     """Finds the nearest of SPAN centroids to each point of a block."""
@@ -142,12 +137,7 @@ def nearest_kernel(
             mask=(nth < groups)[None, :] & (channel < H)[:, None],
             other=0.0,
         )
-        if BYTES:
-            centroid = centroid.to(x.dtype)
         products = tl.dot(x, centroid, input_precision="ieee")  # [BLOCK, TILE]
-        if BYTES:
-            scale = tl.load(scale_ptr + pair * L + nth, mask=nth < groups, other=0.0)
-            products *= scale[None, :]
         # an equal product comes later and does not count
         better = (products > best) & (nth < groups)[None, :]
         best = tl.where(better, products, best)

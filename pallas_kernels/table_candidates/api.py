@@ -9,7 +9,7 @@ from jsparse.pallas_kernels.table_candidates.rules import Best, CandidateRule, K
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
-MAX_SLOTS = 2**21  # the kernel for the rule Best counts slots in fields of 21 bits
+MAX_SLOTS = 2**21  # the kernel counts slots in fields of 21 bits
 
 
 def _triton():
@@ -19,8 +19,10 @@ def _triton():
 
 
 def _refusal(vertical, distance, lengths, rule: CandidateRule, **_) -> str | None:
-    if isinstance(rule, Best) and vertical.shape[2] >= MAX_SLOTS:
-        return f"takes fewer than {MAX_SLOTS} slots under the rule Best, not {vertical.shape[2]}"
+    if isinstance(rule, Kurtosis):
+        return "takes the rule Best alone"
+    if vertical.shape[2] >= MAX_SLOTS:
+        return f"takes fewer than {MAX_SLOTS} slots, not {vertical.shape[2]}"
     return many_heads(lengths.size) or no_triton()
 
 
@@ -59,7 +61,7 @@ def table_candidates(
         distance: a number per distance from the newest slot. Distances 0 and those above t - sink
             are not looked at.
         lengths: the number of slots that each head holds, at most S; 0 is possible.
-        rule: `Best` or `Kurtosis`.
+        rule: `Best`, or `Kurtosis`, which runs in plain jnp on every backend.
         capacity: C, at most S.
         sink: the number of first slots that are always listed; static.
         implementation: "triton", "reference", or None to pick.

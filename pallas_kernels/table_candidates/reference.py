@@ -1,4 +1,4 @@
-"""Implements `api.table_candidates` in plain jnp, as CPU path and oracle of the kernel."""
+"""Implements `api.table_candidates` in plain jnp: the kernel's oracle, and Kurtosis everywhere."""
 
 from functools import partial
 

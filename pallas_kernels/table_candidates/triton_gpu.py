@@ -1,4 +1,4 @@
-"""Implements `api.table_candidates` with jax-triton, under the rule Best in one launch.
+"""Implements the rule Best of `api.table_candidates` with jax-triton, in one launch.
 
 Scores are not negative, so that their bits order them. Every head has P programs, each of which
 owns a part of the slots and takes four steps:
@@ -26,8 +26,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, BFloat16
 
-from jsparse.pallas_kernels.table_candidates import kurtosis_triton
-from jsparse.pallas_kernels.table_candidates.rules import CandidateRule, Kurtosis
+from jsparse.pallas_kernels.table_candidates.rules import Best
 from jsparse.pallas_kernels.triton_meeting import max_programs, meet
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
@@ -61,18 +60,14 @@ def table_candidates(
     vertical: BFloat16[Array, "B K S"],
     distance: BFloat16[Array, "B K S"],
     lengths: Lengths,
-    rule: CandidateRule,
+    rule: Best,
     *,
     capacity: int,
     sink: int,
 ) -> Selection:
-    """Implements `api.table_candidates` with jax-triton."""
+    """Implements `api.table_candidates` under the rule Best with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
-    if isinstance(rule, Kurtosis):
-        return kurtosis_triton.table_candidates(
-            vertical, distance, lengths, rule, capacity=capacity, sink=sink
-        )
     slots, pairs = vertical.shape[2], lengths.size
     parts = number_of_parts(pairs, slots)
     tile = min(max(triton.next_power_of_2(triton.cdiv(slots, parts)), SMALLEST), TILE)

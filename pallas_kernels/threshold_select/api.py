@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32, Integer
 
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
-from jsparse.selection import MAX_BITS_PAGE, Selection
+from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
 
@@ -69,7 +69,7 @@ class Always(NamedTuple):
     unit: int
 
 
-OutputGranularity = Literal["token", "page", "page_mass", "bits", "touched"]
+OutputGranularity = Literal["token", "page", "page_mass"]
 WeightKind = Literal["softmax", "raw"]
 GroupMerge = Literal["union", "max"]
 
@@ -95,18 +95,16 @@ def threshold_select(
     set weighs at least p of its row to within 1e-5, and less without its lightest unit; TopK is
     exact, and so is Budget where a row's sizes add up to at most 2^24. Where the union is more than
     `capacity`, the units of lowest score are dropped. A unit's score is then the largest that any
-    row, or chosen token of it, gives it, and logits of several rows are compared as logarithms of
-    their normalised weights.
+    row gives it, and logits of several rows are compared as logarithms of their normalised weights.
 
     Args:
         scores: the rows, one per query head; -inf and NaN are never chosen.
         rule: TopK, TopP, Threshold or, where ids are of the units scored, Budget.
         capacity: C.
         granularity: the units that scores and ids stand for. With "token" and "page", ids are of
-            the units scored. The others score tokens and list pages: "page_mass" applies the rule
-            to the pages' weights, each the sum of its tokens'; "bits" to tokens, which pages then
-            carry as bits; "touched" lists the same pages whole.
-        page_size: P, where scores are of tokens and pages are listed.
+            the units scored. With "page_mass" scores are of tokens and ids of pages: the rule
+            applies to the pages' weights, each the sum of its tokens'.
+        page_size: P under "page_mass", else None.
         weights: the quantity that TopP and Threshold compare. "softmax": scores are logits, and it
             is their softmax over the row; "raw": the scores themselves, at least 0 under TopP.
         group: the way a group chooses. "union": each row chooses for itself. "max": the group
@@ -121,8 +119,7 @@ def threshold_select(
         implementation: "triton", "reference", or None to pick.
 
     Returns:
-        ids ascending, 0 past the count; bits for "bits" alone. The granularity is "token" for
-        "token", else "page".
+        ids ascending, 0 past the count. The granularity is "token" for "token", else "page".
 
     Raises:
         ValueError: an argument is not one of the above, or shapes do not fit together.
@@ -210,10 +207,6 @@ def _check_shapes(
         raise ValueError(
             f"page_size={page_size}: must divide n={scores.shape[-1]} for "
             f"granularity={granularity!r}"
-        )
-    elif granularity == "bits" and page_size > MAX_BITS_PAGE:
-        raise ValueError(
-            f"page_size={page_size}: must be at most {MAX_BITS_PAGE} for granularity='bits'"
         )
 
 

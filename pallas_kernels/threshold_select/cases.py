@@ -159,7 +159,6 @@ def _names(number: int, heads: tuple[int, int], rng: np.random.Generator) -> jnp
 _top_k = partial(Case, rule="top_k")
 _budget = partial(Case, rule="budget")
 _mass = partial(Case, granularity="page_mass", page_size=8)
-_bits = partial(Case, granularity="bits", page_size=8)
 
 CASES = (
     Case("top_p"),
@@ -245,21 +244,6 @@ CASES = (
     _mass("mass_capped", value=0.99, group=2, capacity=6, like="masked"),
     _mass("mass_weights", weights="raw", value=0.5, like="masked"),
     _mass("mass_large_page", page_size=64, size=640, value=0.7),
-    _bits("bits_8", group=2),
-    _bits("bits_16", page_size=16, size=640, value=0.95, like="sink", ragged=True),
-    _bits("bits_32", page_size=32, size=640, rule="top_k", value=30, group=4),
-    _bits("bits_capped", group=2, capacity=5, value=0.95, ragged=True),
-    _bits("bits_max", group=3, pool="max", rule="top_k", value=30, capacity=9),
-    Case("touched", granularity="touched", page_size=8, group=2),
-    _top_k(
-        "touched_large_page",
-        granularity="touched",
-        page_size=64,
-        size=640,
-        value=5,
-        capacity=3,
-        group=2,
-    ),
     Case("named", span=1, size=333, group=2, ragged=True),
     _top_k("named_few", span=1, value=40, granularity="page", capacity=25, group=2, like="ties"),
     Case("named_tokens", span=8, group=2, ragged=True),
@@ -267,8 +251,5 @@ CASES = (
     Case("named_tokens_capped", span=16, size=336, capacity=60, group=2),
     _mass("named_mass", span=1, value=0.7, group=2, ragged=True),
     _mass("named_mass_capped", span=1, value=0.99, group=2, capacity=6, like="masked"),
-    _bits("named_bits", span=1, group=2, capacity=20, ragged=True),
-    _top_k(
-        "named_touched", span=2, granularity="touched", page_size=64, size=640, value=5, group=2
-    ),
+    _mass("named_mass_pairs", span=2, page_size=64, size=640, rule="top_k", value=5, group=2),
 )

@@ -46,17 +46,10 @@ def threshold_select(
     if granularity == "token" and isinstance(rule, TopK) and rows.shape[2] == 1:
         listed = heaviest(rows[:, :, 0], rule, capacity)
         return listed if names is None else named(listed, names, rows.shape[-1] // names.shape[-1])
-    marks = chosen(rows, rule, softmax, normalised)
-    size = page_size if granularity in ("bits", "touched") else 1
-    by_unit = marks.any(2).reshape(*marks.shape[:2], -1, size)
-    kept = by_unit.any(-1)
+    kept = chosen(rows, rule, softmax, normalised).any(2)
     if capacity < kept.shape[-1]:
-        best = jnp.where(by_unit, pooled(rows, softmax).reshape(by_unit.shape), -jnp.inf).max(-1)
-        kept &= top_k_mask(best, capacity)
-    if granularity == "bits":
-        mask = (by_unit & kept[..., None]).reshape(*kept.shape[:2], -1)
-        listed = from_token_mask(mask, capacity, page_size=size, granularity="page")
-    elif granularity == "token":
+        kept &= top_k_mask(jnp.where(kept, pooled(rows, softmax), -jnp.inf), capacity)
+    if granularity == "token":
         listed = from_token_mask(kept, capacity, page_size=1)
     else:
         listed = from_page_mask(kept, capacity)

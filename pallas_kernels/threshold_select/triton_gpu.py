@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int32
 from jsparse.pallas_kernels.threshold_select.api import Always, Budget, Rule
 from jsparse.pallas_kernels.threshold_select.triton_bits import (
     list_entries,
-    list_units,
     number_of,
     unite,
 )
@@ -67,41 +66,35 @@ def threshold_select(
         always=always,
         tiling=tiling or SelectTiling(),
     )
-    units = scored // page_size
     # no list can be too long: there are no more units, or one row chooses, and the kernel lowers
     # its k to the capacity
-    fits = capacity >= units or (
-        row.rule == "top_k" and row.size == units and (pooled or members == 1)
-    )
-    whole = not (by_mass or (members > 1 and not pooled) or granularity == "bits")
-    if fits and whole and units == row.size and row.rule in ("top_k", "top_p"):
+    once = pooled or members == 1
+    fits = capacity >= row.size or (row.rule == "top_k" and once)
+    if fits and once and not by_mass and row.rule in ("top_k", "top_p"):
         row = shared_row(row, batch * heads, members, tiling or SelectTiling())
     by_score = {"rule": "top_k", "value": None, "softmax": False, "normalised": False}
     plan = Lists(
         row=row,
-        cap=None if fits else replace(row, size=units, **by_score),
+        cap=None if fits else replace(row, **by_score),
         group=members,
         sharing=1 if sizes is None else heads // sizes.shape[1],
         pooled=pooled,
         by_mass=by_mass,
         page_size=page_size,
         capacity=capacity,
-        with_bits=granularity == "bits",
         with_lengths=lengths is not None,
         names=0 if names is None else names.shape[-1],
     )
-    listed = jax.ShapeDtypeStruct((batch, heads, capacity), jnp.int32)
     outputs = (
-        listed,
+        jax.ShapeDtypeStruct((batch, heads, capacity), jnp.int32),  # ids
         jax.ShapeDtypeStruct((batch, heads), jnp.int32),  # count
-        jax.ShapeDtypeStruct(listed.shape if plan.with_bits else (1,), jnp.uint32),
         # from here on memory that the kernel works in: bitmaps, floats, rows that have finished
         jax.ShapeDtypeStruct((batch * heads, plan.words), jnp.uint32),
         jax.ShapeDtypeStruct((batch * heads, max(plan.floats, 1)), jnp.float32),
         jax.ShapeDtypeStruct((batch * heads,), jnp.int32),
     )
     alone = row.parts == 1
-    ids, count, bits, *_ = triton_call(
+    ids, count, *_ = triton_call(
         scores,
         scores if static else setting,  # scores stand in for arrays that the call lacks
         scores if sizes is None else sizes,
@@ -116,10 +109,7 @@ def threshold_select(
         zeroed_outputs=() if alone and plan.rows == 1 else (len(outputs) - 1,),
         plan=plan,
     )
-    bits = bits if plan.with_bits else None
-    return Selection(
-        ids, count, bits=bits, granularity="token" if granularity == "token" else "page"
-    )
+    return Selection(ids, count, granularity="token" if granularity == "token" else "page")
 
 
 @triton.jit
@@ -132,7 +122,6 @@ def select_kernel(
     held,  # [B, K], read where plan.row.unit
     ids,  # [B, K, C]
     count,  # [B, K]
-    bits,  # [B, K, C], or [1] without bits
     bitmaps,  # [B · K, plan.words]
     floats,  # [B · K, plan.floats], or [B · K, 1] where none are needed
     arrived,  # [B · K], zeros where a head has several rows
@@ -150,12 +139,12 @@ def select_kernel(
     bitmaps += wide * plan.words
     if plan.by_mass:  # all of the group's rows where they are pooled, else the program's own
         for r in range(plan.group // plan.rows):
-            sum_pages(row + r * plan.scores, floats + (g + r) * plan.units, length, plan)
+            sum_pages(row + r * plan.scores, floats + (g + r) * plan.row.size, length, plan)
         tl.debug_barrier()
-        row = floats + g * plan.units
+        row = floats + g * plan.row.size
         length = tl.cdiv(length, plan.page_size)
     if plan.pooled:
-        pool(row, length, None, floats + plan.pooled_at, plan.group, 1, plan.row.size, plan)
+        pool(row, length, None, floats + plan.pooled_at, plan.group, plan)
         tl.debug_barrier()
         row = floats + plan.pooled_at
     words = bitmaps + 2 * g * plan.row.words
@@ -167,8 +156,8 @@ def select_kernel(
         last = tl.atomic_add(arrived + head, 1, sem="acq_rel") == plan.rows - 1
     if last:
         rows, names = row - g * plan.row.size, names + wide * plan.names
-        ids, bits = ids + wide * plan.capacity, bits + wide * plan.capacity
-        write_list(rows, bitmaps, floats, length, names, ids, count + head, bits, plan)
+        ids += wide * plan.capacity
+        write_list(rows, bitmaps, floats, length, names, ids, count + head, plan)
 
 
 @triton.jit
@@ -182,7 +171,7 @@ def asked(lengths, settings, head, plan: tl.constexpr):
         if plan.row.value is None
         else tl.full([], plan.row.value, tl.float32)
     )
-    if plan.row.rule == "top_k" and plan.entries == 1:
+    if plan.row.rule == "top_k":
         # what is not among a row's C best is not in the list
         setting = tl.minimum(setting, plan.capacity)
     return length, setting
@@ -198,7 +187,6 @@ def select_shared_kernel(
     held,  # [B, K], read where plan.row.unit
     ids,  # [B, K, C]
     count,  # [B, K]
-    bits,  # not written
     bitmaps,  # [B · K, plan.words]
     floats,  # [B · K, plan.floats]
     arrived,  # [B · K], zeros
@@ -241,37 +229,36 @@ def write_list(
     names,  # [m]
     ids,  # [C]
     count,  # []
-    bits,  # [C]
     plan: tl.constexpr,
 ):
     """Writes one head's list from the bitmaps of its rows, with 0 past its end.
 
     The bitmaps are united, and the list is cut to the capacity if it is too long.
     """
+    ROW: tl.constexpr = plan.row
+    CAPACITY: tl.constexpr = plan.capacity
     if plan.rows > 1:
         unite(bitmaps, length, plan)
         tl.debug_barrier()
-    total = list_units(bitmaps, bitmaps, length, names, ids, bits, False, plan)
+    none = length * 0
+    total = list_entries(bitmaps, 0, length, none, names, ids, CAPACITY, plan.shift, ROW)
     if plan.cap is not None:
         CAP: tl.constexpr = plan.cap
         # too long: search for the best units by the best score of each, and list those
-        if total > plan.capacity:
+        if total > CAPACITY:
             best = floats + plan.cap_at
             kept = bitmaps + plan.cap_word
-            pool(rows, length, bitmaps, best, plan.rows, plan.entries, plan.units, plan)
+            pool(rows, length, bitmaps, best, plan.rows, plan)
             tl.debug_barrier()
             every, limit = (
-                tl.full([], plan.units, tl.int32),
-                tl.full([], plan.capacity, tl.float32),
+                tl.full([], ROW.size, tl.int32),
+                tl.full([], CAPACITY, tl.float32),
             )
             # it has no sizes
             units = take(best, best, every, kept, Share(0, best, best), None, CAP)
             choose(units, kept, limit, 0, CAP)
-            total = list_units(bitmaps, kept, length, names, ids, bits, True, plan)
+            total = list_entries(kept, 0, length, none, names, ids, CAPACITY, plan.shift, ROW)
     tl.store(count, total)
-    for start in range(0, plan.capacity, 4 * plan.row.threads):
-        slot = start + tl.arange(0, 4 * plan.row.threads)
-        past = (slot >= total) & (slot < plan.capacity)
-        tl.store(ids + slot, slot * 0, mask=past)
-        if plan.with_bits:
-            tl.store(bits + slot, (slot * 0).to(tl.uint32), mask=past)
+    for start in range(0, CAPACITY, 4 * ROW.threads):
+        slot = start + tl.arange(0, 4 * ROW.threads)
+        tl.store(ids + slot, slot * 0, mask=(slot >= total) & (slot < CAPACITY))

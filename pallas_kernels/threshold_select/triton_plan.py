@@ -131,16 +131,15 @@ class Lists:
     """Holds the static parameters of one launch.
 
     Attributes:
-        row: the row that is searched, of units or of their tokens.
+        row: the row of units that is searched.
         cap: the search that cuts a list to the capacity; None where none can be too long.
         group: rows of scores per KV head.
         sharing: KV heads that share a row of sizes.
         pooled: whether the rows of a group become one before the search. If not, each is searched,
             and the results are united.
-        by_mass: whether pages are searched by their mass. If not, their tokens are searched.
-        page_size: tokens per unit, where scores are of tokens and units are pages, else 1.
+        by_mass: whether units are pages, searched by the mass of their tokens.
+        page_size: tokens per unit, 1 unless by_mass.
         capacity: C.
-        with_bits: whether pages carry token bits.
         with_lengths: whether heads have their own lengths.
         names: m, per head; 0 lists units as their indices.
     """
@@ -153,7 +152,6 @@ class Lists:
     by_mass: bool
     page_size: int
     capacity: int
-    with_bits: bool
     with_lengths: bool
     names: int
 
@@ -163,24 +161,14 @@ class Lists:
         return 1 if self.pooled else self.group
 
     @property
-    def entries(self) -> int:
-        """Returns the number of entries of the searched row per unit."""
-        return 1 if self.by_mass else self.page_size
-
-    @property
-    def units(self) -> int:
-        """Returns the number of units."""
-        return self.row.size // self.entries
-
-    @property
     def shift(self) -> int:
         """Returns log2 of the number of neighbouring units that share a name; -1 without names."""
-        return (self.units // self.names).bit_length() - 1 if self.names else -1
+        return (self.row.size // self.names).bit_length() - 1 if self.names else -1
 
     @property
     def scores(self) -> int:
         """Returns the number of scores per row that is given."""
-        return self.row.size * (self.page_size if self.by_mass else 1)
+        return self.row.size * self.page_size
 
     @property
     def pages_at_once(self) -> int:
@@ -202,7 +190,7 @@ class Lists:
         """Returns the number of floats in memory that a head needs meanwhile."""
         if self.row.parts > 1:
             return 2 * self.row.parts * self.row.posts
-        return self.cap_at + (0 if self.cap is None else self.units)
+        return self.cap_at + (0 if self.cap is None else self.row.size)
 
     @property
     def cap_word(self) -> int:

@@ -1,4 +1,4 @@
-"""Makes rows from rows: masses of pages, and the best score of each unit.
+"""Makes rows from rows: masses of pages, and the best score of each entry.
 
 `plan` is Lists, and a SearchedRow in `log_sum` and `pool_share`.
 """
@@ -74,7 +74,7 @@ def sum_pages(scores, pages, length, plan: tl.constexpr):
     P: tl.constexpr = plan.page_size
     AT_ONCE: tl.constexpr = plan.pages_at_once
     t = tl.arange(0, P)[None, :]
-    for start in range(0, plan.units, AT_ONCE):
+    for start in range(0, plan.row.size, AT_ONCE):
         page = start + tl.arange(0, AT_ONCE)[:, None]
         # whole runs of four are loaded, so that loads stay wide
         score = tl.load(
@@ -89,7 +89,7 @@ def sum_pages(scores, pages, length, plan: tl.constexpr):
             mass = tl.sum(tl.where(score > NOTHING, score, 0.0), 1)
         mass = tl.where(top == NOTHING, NOTHING, mass)
         page = start + tl.arange(0, AT_ONCE)
-        tl.store(pages + page, mass, mask=page < plan.units)
+        tl.store(pages + page, mass, mask=page < plan.row.size)
 
 
 @triton.jit
@@ -97,16 +97,14 @@ def pool(
     rows,  # [ROWS, plan.row.size]
     length,
     members,  # the bitmap of entries, or None
-    pooled,  # [UNITS]
+    pooled,  # [plan.row.size]
     ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    UNITS: tl.constexpr,
     plan: tl.constexpr,
 ):
-    """Writes the largest score of each unit among its `SIZE` entries in `ROWS` rows.
+    """Writes the largest score of each entry in `ROWS` rows.
 
     Logits of several rows are compared as logarithms of normalised weights. Entries that `members`
-    does not list do not count (None: all do); a unit without any gets -inf.
+    does not list get -inf (None: all count).
     """
     AT_ONCE: tl.constexpr = 16 * plan.row.threads
     ROW: tl.constexpr = plan.row
@@ -116,17 +114,15 @@ def pool(
             offsets += (log_sum(rows + g * plan.row.size, length, ROW),)
         else:
             offsets += (0.0,)
-    for start in range(0, UNITS, AT_ONCE):
-        unit = start + tl.arange(0, AT_ONCE)
+    for start in range(0, plan.row.size, AT_ONCE):
+        entry = start + tl.arange(0, AT_ONCE)
         best = tl.full([AT_ONCE], NOTHING, tl.float32)
-        for t in range(SIZE):
-            entry = unit * SIZE + t
-            inside = (unit < UNITS) & (entry < length)
-            if members is not None:
-                word = tl.load(members + entry // 32, mask=inside, other=0)
-                inside &= (word >> (entry % 32).to(tl.uint32)) & 1 == 1
-            for g in tl.static_range(ROWS):
-                at = rows + g * plan.row.size + entry
-                score = tl.load(at, mask=inside, other=NOTHING).to(tl.float32)
-                best = tl.maximum(best, score - offsets[g])
-        tl.store(pooled + unit, best, mask=unit < UNITS)
+        inside = (entry < plan.row.size) & (entry < length)
+        if members is not None:
+            word = tl.load(members + entry // 32, mask=inside, other=0)
+            inside &= (word >> (entry % 32).to(tl.uint32)) & 1 == 1
+        for g in tl.static_range(ROWS):
+            at = rows + g * plan.row.size + entry
+            score = tl.load(at, mask=inside, other=NOTHING).to(tl.float32)
+            best = tl.maximum(best, score - offsets[g])
+        tl.store(pooled + entry, best, mask=entry < plan.row.size)

@@ -19,7 +19,6 @@ from bench.chunk_recall import (
     compared,
     follow,
     measure,
-    reached,
     texts,
 )
 from bench.lib.head_replay import RecordedHeads
@@ -63,22 +62,6 @@ def test_recall_and_mass_are_those_of_a_window():
     assert row["recall"] == pytest.approx(np.mean(recalls))
     assert row["mass"] == pytest.approx(np.mean(masses), rel=1e-4)
     assert row["attended"] == 8
-
-
-@pytest.mark.slow
-def test_bounds_reach_all_units_that_hold_what_was_taken():
-    """Of 28 chunks in 14 clusters and 4 units: nearly all are taken, or the best alone."""
-    policy = "lychee_cluster(budget={}, sink=1, recent=1, lengths=(2, 2), period=1, rank='bound'"
-    policy += ", levels=2, exact=True, chunks='fixed')"
-    maximum, minimum = (
-        measure([policy.format(budget)], [random_source()], STEPS, budget, None, reached)[0]
-        for budget in (56, 6)
-    )
-    assert maximum["units"] == minimum["units"] == 4
-    assert maximum["chosen_units"] == maximum["chosen_clusters"] == minimum["chosen_units"] == 1
-    assert maximum["reached_units"] == maximum["reached_clusters"] == 1
-    assert 1 / 4 <= minimum["reached_units"] < 1
-    assert 1 / 14 <= minimum["reached_clusters"] < 1
 
 
 def test_too_few_queries_are_refused():

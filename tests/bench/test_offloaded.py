@@ -14,7 +14,7 @@ def run(monkeypatch, *arguments):
 
 @pytest.mark.slow
 def test_a_tiny_run_has_a_line_for_each_step(monkeypatch, capsys, tmp_path):
-    names = ["lfps, fetched ahead", "copy K and V", "copy K, exact top-k", "dense, device"]
+    names = ["lfps, gathered", "copy K and V", "copy K, exact top-k", "dense, device"]
     names += ["quest, a quarter", "twilight"]
     path = tmp_path / "report.json"
     run(monkeypatch, "steps", "--context", "4096", "--only", *names, "--json", str(path))

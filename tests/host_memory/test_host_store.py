@@ -43,7 +43,7 @@ POLICIES = (
     f"dense_layers({QUEST}, n=1)",
     "double_sparsity(budget=8)",
     f"twilight({LFPS}, p=0.7, prune='token')",
-    "twilight(all_pages(), p=0.7, prune='bits')",
+    "twilight(all_pages(), p=0.7)",
     "streaming(sink=4, recent=8)",
     "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)",
     "lfps(budget=0.2, bypass=True)",
@@ -78,13 +78,10 @@ def test_host_memory_gives_the_bits_of_the_device(expression):
     assert traces(driver.decode_steps)[0] <= before + 1
 
 
-@pytest.mark.parametrize("options", [{"reads": "gather"}, {"prefetch": True}], ids=str)
 @pytest.mark.slow
 @pytest.mark.parametrize("expression", POLICIES[:3])
-def test_rows_that_are_fetched_first_give_the_same(expression, options):
-    if "prefetch" in options and not parse(expression).foresees:
-        pytest.skip("reads its query")
-    got, want = logits(offloaded(expression, **options)), logits(expression)
+def test_rows_that_are_fetched_first_give_the_same(expression):
+    got, want = logits(offloaded(expression, reads="gather")), logits(expression)
     if "retrieval_heads" in expression:  # dense heads are attended to apart
         assert_close(got, want, rtol=1e-5)
     else:
@@ -183,10 +180,6 @@ def test_host_memory_that_is_too_small_is_refused_before_anything_moves(monkeypa
         ("offloaded(3)", "policy=3: must be a policy"),
         ("offloaded(quest(), tail=0)", "tail=0: must be an integer of at least 1"),
         ("offloaded(quest(), reads='slowly')", "reads='slowly': must be one of"),
-        ("offloaded(lfps(), prefetch=2)", "prefetch=2: must be True or False"),
-        ("offloaded(quest(), prefetch=True)", r"prefetch=True: quest\(.* must know what it"),
-        ("offloaded(lfps(exact=True), prefetch=True)", "prefetch=True: .* without a query"),
-        ("offloaded(lfps(), reads='in_place', prefetch=True)", "reads='in_place': must be"),
     ],
 )
 def test_wrong_arguments_are_refused(expression, message):
@@ -206,11 +199,7 @@ def test_a_tail_must_hold_what_hooks_look_back_at():
     ("policy", "message"),
     [
         (
-            parse(f"twilight(offloaded({LFPS}, prefetch=True), p=0.7, prune='token')"),
-            r"prefetch=True: twilight\(.* must know what it selects without a query",
-        ),
-        (
-            measured(parse(offloaded(LFPS, prefetch=True))),
+            measured(parse(offloaded(LFPS))),
             "must decode without K and V on the device, but reads K or V of all tokens",
         ),
         (

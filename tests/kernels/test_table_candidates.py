@@ -197,6 +197,11 @@ def part(x, *of):
             r"rule.max_count.shape=\(4,\): must be \[B, K\]",
         ),
         ({"rule": 7}, {}, "rule=7: must be Best or Kurtosis"),
+        (
+            {"rule": Kurtosis(0.2, INPUTS.lengths, INPUTS.lengths)},
+            {"implementation": "triton"},
+            "implementation='triton': .*takes the rule Best alone",
+        ),
         ({}, {"capacity": 0}, "capacity=0: must be an integer from 1 to S = 200"),
         ({}, {"capacity": 201}, "capacity=201: must be an integer from 1 to S = 200"),
         ({}, {"sink": -1}, "sink=-1: must be an integer of at least 0"),

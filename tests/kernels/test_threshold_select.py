@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from marks import slow_except_named
 
-from jsparse.attended import token_mask
 from jsparse.pallas_kernels.threshold_select import (
     Always,
     Budget,
@@ -18,7 +17,7 @@ from jsparse.pallas_kernels.threshold_select import (
     threshold_select,
 )
 from jsparse.pallas_kernels.threshold_select.cases import CASES, JUNK
-from jsparse.selection import Selection, unpack_bits
+from jsparse.selection import Selection
 
 by_name = {case.name: case for case in CASES}
 
@@ -65,8 +64,8 @@ def come_first(always, head: tuple[int, int]) -> set[int]:
     return {slot // always.unit for slot in (*first, *last)}
 
 
-def expected(scores, rule, kwargs) -> dict[tuple[int, int], dict[int, set[int]]]:
-    """Returns for each head the units that must be listed, and the tokens chosen in each."""
+def expected(scores, rule, kwargs) -> dict[tuple[int, int], list[int]]:
+    """Returns the units that must be listed for each head."""
     softmax, unit, size = (
         kwargs["weights"] == "softmax",
         kwargs["granularity"],
@@ -105,15 +104,8 @@ def expected(scores, rule, kwargs) -> dict[tuple[int, int], dict[int, set[int]]]
             if always is not None:  # one row, of which the best are listed
                 chosen = [chosen[0][: kwargs["capacity"]]]
             chosen = {i for row in chosen for i in row}
-        per_unit = size if unit in ("bits", "touched") else 1
-        units: dict[int, set[int]] = {}
-        for i in chosen:
-            units.setdefault(i // per_unit, set()).add(i % per_unit)
-        worth = {u: max(best[u * per_unit + t] for t in tokens) for u, tokens in units.items()}
-        kept = sorted(units, key=lambda u: (-worth[u], u))[: kwargs["capacity"]]
-        listed[head] = {
-            name(u, kwargs["names"], head, scores.shape[-1] // size): units[u] for u in sorted(kept)
-        }
+        kept = sorted(chosen, key=lambda i: (-best[i], i))[: kwargs["capacity"]]
+        listed[head] = [name(i, kwargs["names"], head, best.size) for i in sorted(kept)]
     return listed
 
 
@@ -128,16 +120,10 @@ def assert_lists(got: Selection, want, kwargs) -> None:
     ids, count = np.asarray(got.ids), np.asarray(got.count)
     assert (ids.dtype, count.dtype, ids.shape[-1]) == (np.int32, np.int32, kwargs["capacity"])
     assert got.granularity == ("token" if kwargs["granularity"] == "token" else "page")
-    assert (got.bits is not None) == (kwargs["granularity"] == "bits")
+    assert got.bits is None
     for head, units in want.items():
-        assert ids[head][: count[head]].tolist() == list(units)
+        assert ids[head][: count[head]].tolist() == units
         assert not ids[head][count[head] :].any()
-        if got.bits is not None:
-            flags = np.asarray(unpack_bits(got.bits, kwargs["page_size"]))[head]
-            assert [set(np.flatnonzero(row)) for row in flags[: count[head]]] == list(
-                units.values()
-            )
-            assert not flags[count[head] :].any()
 
 
 @partial(jax.jit, static_argnames=("form", "numbers", "static"))
@@ -187,8 +173,7 @@ SOME = (
     "budget_max",
     "mass_capped",
     "mass_weights",
-    "bits_capped",
-    "named_touched",
+    "named_mass_pairs",
 )
 
 
@@ -214,23 +199,11 @@ def test_cases_are_what_they_say():
         "top_p_union_capped",
         "top_k_union_capped",
         "mass_capped",
-        "bits_capped",
         "budget_capped",
     ):
         inputs = by_name[name].build()
         free = expected(inputs.scores, inputs.rule, inputs.kwargs | {"capacity": 1000})
         assert max(map(len, free.values())) > inputs.kwargs["capacity"]
-
-
-def test_bits_and_tokens_say_the_same():
-    inputs = by_name["bits_8"].build()
-    by_page = call(inputs)
-    by_token = call(inputs._replace(kwargs={"lengths": None, "names": None, "capacity": 200}))
-    lengths = np.full((2, 2), 200, np.int32)
-    mask = jax.jit(partial(token_mask, num_pages=25, page_size=8))
-    np.testing.assert_array_equal(*(mask(chosen, lengths) for chosen in (by_page, by_token)))
-    whole = call(inputs._replace(kwargs=inputs.kwargs | {"granularity": "touched"}))
-    np.testing.assert_array_equal(whole.ids, by_page.ids)
 
 
 def test_names_of_odd_pages_do_for_their_tokens():
@@ -347,20 +320,14 @@ WRONG = {
     "no page size": (
         SCORES,
         TopK(1),
-        {"granularity": "bits"},
-        "page_size=None: must divide n=32 for granularity='bits'",
+        {"granularity": "page_mass"},
+        "page_size=None: must divide n=32 for granularity='page_mass'",
     ),
     "page size": (
         SCORES,
         TopK(1),
-        {"granularity": "touched", "page_size": 5},
+        {"granularity": "page_mass", "page_size": 5},
         "page_size=5: must divide n=32",
-    ),
-    "bits": (
-        zeros(1, 1, 1, 128),
-        TopK(1),
-        {"granularity": "bits", "page_size": 64},
-        "page_size=64: must be at most 32",
     ),
     "lengths": (
         SCORES,
@@ -377,7 +344,7 @@ WRONG = {
     "names of no units": (
         SCORES,
         TopK(1),
-        {"names": zeros(2, 3, 32, dtype=np.int32), "granularity": "touched", "page_size": 8},
+        {"names": zeros(2, 3, 32, dtype=np.int32), "granularity": "page_mass", "page_size": 8},
         r"names=int32\[2, 3, 32\]: must be int32\[B, K, m\], \[B, K\] = \[2, 3\], m a divisor of 4",
     ),
     "no names": (SCORES, TopK(1), {"names": zeros(2, 3, 0, dtype=np.int32)}, "m a divisor of 32"),
@@ -410,8 +377,8 @@ WRONG = {
     "sizes of tokens": (
         SCORES,
         Budget(9, SIZES),
-        {"granularity": "touched", "page_size": 8},
-        "granularity='touched': must be 'token' or 'page' under Budget",
+        {"granularity": "page_mass", "page_size": 8},
+        "granularity='page_mass': must be 'token' or 'page' under Budget",
     ),
     "always of weights": (
         ONE_ROW,
@@ -468,14 +435,14 @@ WRONG = {
     "odd pages": (
         zeros(1, 1, 1, 48),
         TopK(1),
-        {"granularity": "touched", "page_size": 24, "implementation": "triton"},
+        {"granularity": "page_mass", "page_size": 24, "implementation": "triton"},
         "needs page_size to be a power of two, not 24",
     ),
     "odd names": (
         zeros(1, 1, 1, 48),
         TopK(1),
         {
-            "granularity": "touched",
+            "granularity": "page_mass",
             "page_size": 4,
             "names": zeros(1, 1, 4, dtype=np.int32),
             "implementation": "triton",

@@ -466,7 +466,7 @@ def test_rows_may_have_smaller_budgets():
         ("lfps(candidates='threshold')", "candidates='threshold': must be 'top' where exact=False"),
         ("lfps(floor=True)", "floor=True: must be False where candidates='top'"),
         ("twilight(lfps(), p=0.9)", r"prune='page_mass': must be 'token' over lfps\("),
-        ("twilight(keep(lfps()), prune='bits')", r"prune='bits': must be 'token' over keep\("),
+        ("twilight(keep(lfps()))", r"prune='page_mass': must be 'token' over keep\("),
         ("retrieval_heads(lfps(), ((0, 2),))", r"gates=\(\(0, 2\),\): must be a name, a path, or"),
         ("retrieval_heads(h2o(), ((0, 1),))", "policy=h2o.*must keep every token"),
         ("retrieval_heads(auto(), ((0, 1),))", "policy=auto.*must not stand inside another policy"),

@@ -15,7 +15,6 @@ from tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_par
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec
 from jsparse.pallas_kernels import point_blocks
-from jsparse.pallas_kernels.point_groups import centroids_of
 from jsparse.policies.clusters import engine, index, search
 from jsparse.policies.clusters.chunking import Chunks, cut_on
 from jsparse.policies.clusters.engine import outside
@@ -327,76 +326,6 @@ def test_chunks_come_from_the_units_that_were_chosen_alone(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_exact_search_by_units_takes_the_chunks_of_a_flat_one(monkeypatch):
-    """Also where nearly all keys agree, and where all do."""
-    monkeypatch.setattr(search, "MIN_UNITS", 1)
-    monkeypatch.setattr(engine, "WIDER", 1)
-    rng, shape = np.random.default_rng(0), (ROWS, 160, HEADS, DIM)
-    alike = np.ones(shape) + 1e-3 * rng.normal(size=shape)
-    few = alike.copy()
-    few[:, ::17] = rng.normal(size=few[:, ::17].shape)
-    opposite = np.where(np.arange(160)[:, None, None] % 64 < 60, alike, -alike)
-    # runs of like keys: units so narrow that one may lie between the last chunk taken and the next
-    rng = np.random.default_rng(6)
-    runs = rng.normal(size=(ROWS, 40, HEADS, DIM)).repeat(4, 1) + 1e-3 * rng.normal(size=shape)
-    flat, exact, pruned = (
-        f"lychee_cluster({FAR}, rank='bound'{more})"
-        for more in ("", ", levels=2, exact=True", ", levels=2")
-    )
-    missed = 0
-    for keys in (None, rng.normal(size=shape), np.ones(shape), few, opposite, runs):
-        layers = [
-            Layer(policy, (140, 121), 160, seed=6, k=keys) for policy in (flat, exact, pruned)
-        ]
-        for _ in range(5):
-            wanted, got, without = (layer.step()[0] for layer in layers)
-            np.testing.assert_array_equal(got.count, wanted.count)
-            np.testing.assert_array_equal(got.ids, wanted.ids)
-            missed += int((np.asarray(without.ids) != wanted.ids).sum())
-            for layer in layers:
-                layer.maintain()
-    assert missed > 100
-
-
-@pytest.mark.slow
-def test_centroids_in_bytes_are_the_definition_s_to_half_a_scale():
-    """When the prompt ends and as chunks join; what is chosen is the best by what is held."""
-    layer = Layer(f"lychee_cluster({FAR}, centroid_dtype='int8')", (140, 121), 160)
-    models = [
-        [Model(layer.k[b, :, h], chunks_of(layer.state, b), size=2) for h in range(HEADS)]
-        for b in range(ROWS)
-    ]
-    read = jax.jit(centroids_of)
-
-    def held(b, h):
-        return np.asarray(read(layer.state.layers[0].fine), np.float64)[b, h]
-
-    for nth in range(13):
-        fine, ends = layer.state.layers[0].fine, layer.lengths.copy()
-        assert fine.centroid.dtype == np.int8
-        if nth % 4 == 0:
-            for b, h in np.ndindex(ROWS, HEADS):
-                model, got = models[b][h], held(b, h)
-                model.join(chunks_of(layer.state, b)[len(model.chunks) :])
-                assert np.asarray(fine.of_point)[b, h, : len(model.chunks)].tolist() == (
-                    model.of_chunk
-                )
-                for i, group in enumerate(model.fine):
-                    half = 0.501 * float(fine.scale[b, h, i]) + 1e-6
-                    np.testing.assert_allclose(got[i], group.centroid, rtol=0, atol=half)
-                    model.fine[i] = group._replace(centroid=got[i])
-        chosen, q = layer.step()
-        q = q.reshape(ROWS, HEADS, GROUP, DIM)
-        for b, h in np.ndindex(ROWS, HEADS):
-            ids = np.asarray(chosen.ids)[b, h, : int(chosen.count[b, h])]
-            wanted = models[b][h].select(
-                q[b, h], ends[b] + 1, budget=33, sink=2, bound=False, levels=1
-            )
-            assert set(ids.tolist()) == wanted
-        layer.maintain()
-
-
-@pytest.mark.slow
 def test_radii_bound_chunks_of_bfloat16():
     layer = Layer(FORMS[1], (45, 33), 72, dtype=jnp.bfloat16)
     for _ in range(24):
@@ -566,12 +495,8 @@ def test_keys_of_any_size_have_a_direction():
     [
         ("budget=100", r"budget=100: must be at least 175"),
         ("budget=0", r"budget=0: must be an integer of at least 1"),
-        ("centroid_dtype='int4'", r"centroid_dtype='int4': must be one of \[None, 'int8'\]"),
         ("levels=3", r"levels=3: must be one of \[1, 2\]"),
         ("levels=True", r"levels=True: must be one of \[1, 2\]"),
-        ("exact=1", r"exact=1: must be True or False"),
-        ("exact=True", r"exact=True: needs rank='bound' and levels=2"),
-        ("exact=True, levels=2", r"exact=True: needs rank='bound' and levels=2"),
         ("rank='radius'", r"rank='radius': must be one of \['centroid', 'bound'\]"),
         ("pooling='sum'", r"pooling='sum': must be one of \['mean', 'max'\]"),
         ("chunks='pages'", r"chunks='pages': must be one of \[None, 'structure', 'fixed'\]"),

@@ -289,7 +289,7 @@ def test_a_budget_below_a_page_picks_one_page():
 def test_twilight_prunes_sparse_heads_alone(arguments):
     gates, seen = GATES[:3], []
     base = parse(f"lychee_decode({gates}, {arguments})")
-    policy = jsparse.twilight(base, p=0.5, prune="bits")
+    policy = jsparse.twilight(base, p=0.5, prune="token")
 
     def mask(held, chosen):
         return token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size)

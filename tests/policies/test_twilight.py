@@ -94,7 +94,7 @@ def expected(layer: OneLayer, base, prune):
     return left
 
 
-@pytest.mark.parametrize("prune", ["page_mass", "bits", "token"])
+@pytest.mark.parametrize("prune", ["page_mass", "token"])
 @pytest.mark.parametrize("base", slow_except(BASES, BASES[1]))
 def test_leaves_what_the_slow_model_leaves(base, prune):
     left_out = 0
@@ -108,7 +108,7 @@ def test_leaves_what_the_slow_model_leaves(base, prune):
     assert left_out > 12
 
 
-@pytest.mark.parametrize("prune", slow_except(["page_mass", "bits", "token"], "bits"))
+@pytest.mark.parametrize("prune", slow_except(["page_mass", "token"], "page_mass"))
 def test_heads_that_the_base_makes_dense_stay_so(prune):
     base = jsparse.all_pages()
 
@@ -156,23 +156,12 @@ def test_the_base_works_as_it_does_alone(base):
 @pytest.mark.slow
 def test_a_prompt_may_come_in_pieces():
     prompts, forced = random_prompts((37, 20)), random_tokens(2, 4)
-    policy = "twilight(quest(budget=24), p=0.8, prune='bits')"
+    policy = "twilight(quest(budget=24), p=0.8)"
     whole, pieces = (
         engine_logits(tiny_params(num_layers=1), policy, prompts, forced, chunk=chunk, page_size=8)
         for chunk in (512, 16)
     )
     assert_close(pieces, whole, rtol=2e-5)
-
-
-def test_bits_of_large_pages_are_refused_before_the_prompt_is_read():
-    with pytest.raises(ValueError, match="prune='bits': pages must have at most 32 tokens, not 64"):
-        engine_logits(
-            tiny_params(num_layers=2),
-            "twilight(all_pages(), prune='bits')",
-            random_prompts((9,)),
-            random_tokens(1, 2),
-            page_size=64,
-        )
 
 
 @pytest.mark.slow
@@ -183,8 +172,8 @@ def test_below_dense_below_everything_is_attended():
     def logits(policy):
         return engine_logits(params, policy, prompt, forced, page_size=8)
 
-    sparse = logits("twilight(all_pages(), p=0.5, prune='bits')")
-    switching = logits("twilight(all_pages(), p=0.5, prune='bits', dense_below=33)")
+    sparse = logits("twilight(all_pages(), p=0.5)")
+    switching = logits("twilight(all_pages(), p=0.5, dense_below=33)")
     exact = logits("dense")
     # steps 1 … 4 append the 29th … 32nd token
     assert_close(switching[:5], exact[:5], rtol=1e-5)

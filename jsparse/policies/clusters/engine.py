@@ -28,7 +28,6 @@ from jsparse.policies.clusters.index import Form, build, empty
 from jsparse.policies.clusters.joining import join
 from jsparse.policies.clusters.search import chunk_scores
 from jsparse.policy import Policy, Services, at_layer
-from jsparse.selection import Selection
 from jsparse.shapes import Lengths, Queries, Rows, Tokens
 
 Chunking = Literal["structure", "fixed"]
@@ -49,18 +48,15 @@ class ChunkIndex(NamedTuple):
         build: (the layer's cache, the chunks) -> an index of all chunks.
         join: (each layer's index, each layer's cache, the number of chunks before, the chunks,
             max_new) -> each layer's index with the chunks past those before, at most max_new.
-        scores: (index, q, count, tokens, worst) -> the scores of chunks. Those past the `count` of
-            a head mean anything; -inf: the search did not look at the chunk. It looks at `tokens`
-            tokens at least, and with `worst`, which returns the least score that matters, at all
-            chunks that may have that score.
+        scores: (index, q, count, tokens) -> the scores of chunks. Those past the `count` of a head
+            mean anything; -inf: the search did not look at the chunk. It looks at `tokens` tokens
+            at least.
     """
 
     empty: Callable[[CacheSpec, int], Any]
     build: Callable[[LayerCache, Chunks], Any]
     join: Callable[[Sequence[Any], Sequence[LayerCache], Rows, Chunks, int], tuple[Any, ...]]
-    scores: Callable[
-        [Any, Queries, Lengths, int, Callable[[Array], Array] | None], Float32[Array, "B K C"]
-    ]
+    scores: Callable[[Any, Queries, Lengths, int], Float32[Array, "B K C"]]
 
 
 def cluster_index(form: Form) -> ChunkIndex:
@@ -86,8 +82,6 @@ class Settings(NamedTuple):
         sink: the number of first tokens that are always attended to.
         recent: the number of newest tokens that are in no chunk.
         period: the new tokens of a row after which it cuts chunks.
-        exact: whether units that were not chosen are looked into where their bounds require it, so
-            that the chunks are the same as without units.
     """
 
     budget: int
@@ -98,7 +92,6 @@ class Settings(NamedTuple):
     sink: int
     recent: int
     period: int
-    exact: bool = False
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -233,30 +226,15 @@ def select(settings: Settings, state: Index, layer: int, q: Queries, view: StepV
     budget = min(settings.budget, view.layers[0].capacity)
     count = jnp.broadcast_to(chunks.count[:, None], held.shape)
     narrow = np.min_scalar_type(settings.longest)  # bytes, which choosing reads faster
-
-    def best_chunks(scores: Array, budget: int) -> Selection:
-        there = jnp.arange(scores.shape[-1]) < count[..., None]
-        sizes = jnp.diff(chunks.starts)[:, None].astype(narrow)
-        return threshold_select(
-            jnp.where(there, scores, -jnp.inf)[:, :, None],
-            Budget(budget - outside(chunks, held), sizes),
-            capacity=max(min(budget // settings.shortest, scores.shape[-1]), 1),
-            weights="raw",
-        )
-
-    def worst(scores: Array) -> Array:
-        """Returns at most the score of the first chunk that the budget has no room for.
-
-        There is one among the scores, since more tokens than the budget are looked at.
-        """
-        chosen = best_chunks(scores, budget + settings.longest)
-        scores = jnp.take_along_axis(scores, chosen.ids, axis=-1)
-        there = jnp.arange(scores.shape[-1]) < chosen.count[..., None]
-        return jnp.min(jnp.where(there, scores, jnp.inf), axis=-1)
-
-    looked = worst if settings.exact else None
-    scores = settings.chunk_index.scores(state.layers[layer], q, count, WIDER * budget, looked)
-    chosen = best_chunks(scores, budget)
+    scores = settings.chunk_index.scores(state.layers[layer], q, count, WIDER * budget)
+    there = jnp.arange(scores.shape[-1]) < count[..., None]
+    sizes = jnp.diff(chunks.starts)[:, None].astype(narrow)
+    chosen = threshold_select(
+        jnp.where(there, scores, -jnp.inf)[:, :, None],
+        Budget(budget - outside(chunks, held), sizes),
+        capacity=max(min(budget // settings.shortest, scores.shape[-1]), 1),
+        weights="raw",
+    )
     tokens = runs_to_tokens(chosen.ids, chosen.count, chunks.starts[:, None], held, capacity=budget)
     return replace(tokens, dense=held <= budget), None, state
 

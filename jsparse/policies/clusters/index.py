@@ -26,7 +26,6 @@ from jsparse.pallas_kernels.point_groups import (
     Groups,
     centroids_of,
     distances,
-    held_in_bytes,
     unit_length,
 )
 from jsparse.policies.clusters.chunking import Chunks
@@ -47,7 +46,6 @@ class Form(NamedTuple):
         normalise: whether these are scaled to length 1.
         radii: whether radii are kept.
         units: whether units are kept.
-        in_bytes: whether the centroids of clusters are held in bytes.
     """
 
     longest: int
@@ -56,7 +54,6 @@ class Form(NamedTuple):
     normalise: bool = True
     radii: bool = False
     units: bool = False
-    in_bytes: bool = False
 
 
 class Clusters(NamedTuple):
@@ -92,7 +89,7 @@ def max_units(clusters: int) -> int:
 def empty(spec: CacheSpec, chunks: int, form: Form) -> Clusters:
     """Returns the index of one layer that holds nothing, with room for `chunks` chunks per head."""
     clusters = num_clusters(chunks, form)
-    fine = _no_groups(spec, clusters, chunks, form, in_bytes=form.in_bytes)
+    fine = _no_groups(spec, clusters, chunks, form)
     if not form.units:
         return Clusters(fine, None, None)
     units = max_units(clusters)
@@ -100,17 +97,13 @@ def empty(spec: CacheSpec, chunks: int, form: Form) -> Clusters:
     return Clusters(fine, coarse, jnp.zeros((spec.batch, spec.num_kv_heads, units), jnp.int32))
 
 
-def _no_groups(
-    spec: CacheSpec, groups: int, points: int, form: Form, *, in_bytes: bool = False
-) -> Groups:
+def _no_groups(spec: CacheSpec, groups: int, points: int, form: Form) -> Groups:
     heads = spec.batch, spec.num_kv_heads
     return Groups(
-        jnp.zeros((*heads, groups, spec.head_dim), jnp.int8 if in_bytes else spec.dtype),
+        jnp.zeros((*heads, groups, spec.head_dim), spec.dtype),
         jnp.zeros((*heads, groups), jnp.int32),
         jnp.zeros((*heads, points), jnp.int32),
         jnp.zeros((*heads, groups), jnp.float32) if form.radii else None,
-        jnp.zeros((*heads, groups), jnp.float32) if in_bytes else None,
-        jnp.zeros((*heads, spec.head_dim), jnp.float32) if in_bytes else None,
     )
 
 
@@ -139,7 +132,7 @@ def _build(held: LayerCache, chunks: Chunks, form: Form) -> Clusters:
         jnp.arange(max_points, dtype=jnp.int32) * form.cluster_size, (len(clusters), max_points)
     )
     dtype = held.k.dtype
-    fine = k_means(values, chunks.count, starts, clusters, dtype, form, in_bytes=form.in_bytes)
+    fine = k_means(values, chunks.count, starts, clusters, dtype, form)
     if not form.units:
         return Clusters(fine, None, None)
     coarse = units_of(fine, clusters, dtype, form)
@@ -216,8 +209,6 @@ def k_means(
     dtype: Any,
     form: Form,
     radius: Float32[Array, "B K C"] | None = None,
-    *,
-    in_bytes: bool = False,
 ) -> Groups:
     """Groups the first `number` points of each row by spherical k-means.
 
@@ -231,7 +222,6 @@ def k_means(
         dtype: the type of centroids, in which points meet them.
         form: whether centroids have length 1, and whether there are radii.
         radius: the points' own radii, which the groups' then take in.
-        in_bytes: whether centroids are held in bytes in the end, around their mean.
     """
     rows, heads, max_points, _ = points.shape
     max_groups = starts.shape[1]
@@ -269,8 +259,6 @@ def k_means(
         raw = points if max_groups == max_points else averaged(points, of_point)[0]
         centroid = jnp.where(sizes[..., None] > 0, raw, centroid).astype(dtype)
     made = Groups(centroid, sizes, of_point, None)
-    if in_bytes:
-        made = held_in_bytes(made)
     if not form.radii:
         return made
     away = distances(points, centroids_of(made, of_point))

@@ -142,10 +142,10 @@ def add_points(
     """
     nth = jnp.arange(1, new.there.shape[1] + 1, dtype=jnp.int32)
     number = jnp.max(jnp.where(new.there, nth, 0), -1)
-    centroid, scale = groups.centroid, groups.scale
+    centroid = groups.centroid
     if not form.normalise:
-        centroid, scale = unit_length(centroids_of(groups)).astype(directions.dtype), None
-    chosen = nearest_centroid(directions, centroid, number, new.had, scale)
+        centroid = unit_length(centroids_of(groups)).astype(directions.dtype)
+    chosen = nearest_centroid(directions, centroid, number, new.had)
     own = new.opens | (new.had == 0)[:, None]
     group = jnp.where(own[:, None], new.opened[:, None], chosen)
     group = jnp.where(new.there[:, None], group, 0)

@@ -15,7 +15,6 @@ LARGE = (
     Case("large", 1, 8, clusters=6554, head_dim=128, number=4915, dtype="bfloat16"),
     Case("large_batch", 8, 8, clusters=6554, head_dim=128, dtype="bfloat16", radii=True),
     Case("large_float32", 2, 4, clusters=3000, head_dim=128, radii=True),
-    Case("large_bytes", 8, 8, clusters=6554, head_dim=128, in_bytes=True, dtype="bfloat16"),
     Case("large_units", 8, 8, clusters=6554, head_dim=128, units=64, dtype="bfloat16"),
 )
 scored = jax.jit(centroid_scores, static_argnames="implementation")

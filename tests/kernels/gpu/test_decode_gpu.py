@@ -47,7 +47,7 @@ RUNS: dict[str | Policy, tuple[int, str]] = {
         "block_sparse_decode: mosaic",
     ),
     "twilight(all_pages(), p=0.9)": (16, "int4_append: triton"),
-    "twilight(quest(budget=128), p=0.7, prune='bits')": (16, "block_sparse_decode: mosaic"),
+    "twilight(quest(budget=128), p=0.7)": (16, "block_sparse_decode: mosaic"),
     "twilight(quest(budget=128), p=0.9, prune='token')": (16, "token_sparse_decode: triton"),
     echo(sink=5, recent=61): (16, "token_sparse_decode: triton"),
 }

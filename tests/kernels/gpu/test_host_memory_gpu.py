@@ -98,19 +98,17 @@ def test_tokens_are_read_in_place(case, heads, stats):
     same(attend(tailed, pages), attend(layer, None))
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("case", [TOKENS("some"), TOKENS("mixed", dense="mixed")])
-def test_tokens_are_gathered(case, ahead):
+def test_tokens_are_gathered(case):
     q, layer, selection = case.build()
     tailed, pages = in_host_memory(layer, 4)
 
     @jax.jit
     def attend(layer, pages):
         layer = lent(layer, pages)
-        fetched = host_attention.fetch(layer, selection, host_attention.beside) if ahead else None
         return host_attention.attend(
             token_sparse_decode, q, layer, selection,
-            stats="listed_logits", dtype=jnp.float32, reads="gather", fetched=fetched,
+            stats="listed_logits", dtype=jnp.float32, reads="gather",
         )  # fmt: skip
 
     want = jax.jit(token_sparse_decode, static_argnames="stats")(

@@ -140,7 +140,7 @@ def test_the_smallest_set_of_a_long_row(case):
         assert weights[ids].sum() - weights[ids].min() < rule[0] + 1e-5
 
 
-@pytest.mark.parametrize("granularity", ["token", "bits", "page_mass"])
+@pytest.mark.parametrize("granularity", ["token", "page_mass"])
 def test_a_long_union_that_is_cut(granularity):
     """The cut list has C ids, those that sorting takes from the list of all."""
     case = Case("", size=32768, group=4, value=0.95, capacity=600, granularity=granularity)
@@ -157,14 +157,6 @@ def test_a_long_union_that_is_cut(granularity):
     for head in np.ndindex(2, 2):
         there = np.asarray(free.ids)[head][: int(free.count[head])]
         worth = best[head]
-        if granularity == "bits":
-            assert free.bits is not None
-            flags = (
-                np.asarray(free.bits)[head][: there.size, None] >> np.arange(16, dtype=np.uint32)
-                & 1
-            )
-            worth = np.full(2048, -np.inf)
-            worth[there] = np.where(flags == 1, best[head].reshape(-1, 16)[there], -np.inf).max(-1)
         kept = np.asarray(cut.ids)[head]
         assert set(kept) <= set(there)
         assert worth[kept].min() >= np.sort(worth[there])[-600] - 1e-5
@@ -211,9 +203,7 @@ def test_equal_scores_of_one_thread(copies):
 
 
 def test_the_same_bits_every_time_and_in_any_batch():
-    inputs = Case(
-        "", batch=8, kv_heads=8, size=7712, group=4, capacity=400, granularity="bits", page_size=16
-    ).build()
+    inputs = Case("", batch=8, kv_heads=8, size=7712, group=4, capacity=400).build()
     first = call(inputs)
     for _ in range(50):
         assert_same(first, call(inputs))
