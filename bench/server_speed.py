@@ -27,6 +27,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from bench.engine_speed import (
     LONG,
     NEW,
@@ -100,35 +102,102 @@ def others(workload: "Sequence[WorkloadRequest]", vocab_size: int) -> "list[Work
 
 
 def over_http(address: str, workload: "Sequence[WorkloadRequest]") -> dict[str, Any]:
-    """Sends requests from another process; returns what `jsparse bench serve` reports of them."""
+    """Sends requests from another process; returns the figures of their answers."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "workload.json"
         path.write_text(json.dumps([dataclasses.asdict(each) for each in workload]))
         return run_child("bench.server_speed", ["--client", address, str(path)])
 
 
+@dataclasses.dataclass
+class Answer:
+    """Records a streamed answer; times are in seconds of one clock.
+
+    Attributes:
+        due: the time at which the request was to be sent.
+        times: the time at which each part came that holds a token or its text.
+        prompt_tokens, output_tokens: the lengths that the server counts.
+        error: a description of the failure, or "".
+    """
+
+    due: float
+    times: list[float] = dataclasses.field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: str = ""
+
+
 def client(address: str, path: Path) -> dict[str, Any]:
-    """Sends the requests in a file to a server, each when its time has come."""
-    from jsparse.benchmark import serve
-    from jsparse.benchmark.latency import figures
+    """Sends the requests in a file to a server, each at its time of arrival."""
+    import httpx
 
     workload = json.loads(path.read_text())
 
-    async def drive() -> list[serve.RequestResult]:
-        async with serve.client(address) as server:
-            name, endpoint = await serve.first_model(server), serve.ENDPOINTS[0]
-            options = {"ignore_eos": True, "options": {"temperature": 0}}
-            bodies = [
-                serve.body_of(
-                    serve.BenchRequest(each["ids"], each["tokens"]), endpoint, name, **options
-                )
-                for each in workload
-            ]
-            return await serve.drive(
-                server, endpoint, bodies, [each["arrival"] for each in workload]
+    async def ask(server: httpx.AsyncClient, model: str, request: dict, due: float) -> Answer:
+        clock = asyncio.get_running_loop().time
+        await asyncio.sleep(max(due - clock(), 0.0))
+        body = {"model": model, "prompt": request["ids"], "max_tokens": request["tokens"]}
+        body |= {"temperature": 0, "ignore_eos": True, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        answer = Answer(due)
+        try:
+            async with server.stream("POST", "/v1/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    if not line.startswith("data: {"):
+                        answer.error += line if response.status_code != 200 else ""
+                        continue
+                    part = json.loads(line.removeprefix("data: "))
+                    answer.error += str(part.get("error") or "")
+                    if any(each["text"] or not each["finish_reason"] for each in part["choices"]):
+                        answer.times.append(clock())
+                    if usage := part.get("usage"):
+                        answer.prompt_tokens = usage["prompt_tokens"]
+                        answer.output_tokens = usage["completion_tokens"]
+        except (httpx.HTTPError, LookupError) as error:
+            answer.error += repr(error)
+        if not (answer.times and answer.output_tokens):
+            answer.error = answer.error or "the answer is empty"
+        return answer
+
+    async def drive() -> list[Answer]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=address, timeout=600, limits=limits) as server:
+            model = (await server.get("/v1/models")).json()["data"][0]["id"]
+            began = asyncio.get_running_loop().time()
+            return await asyncio.gather(
+                *(ask(server, model, each, began + each["arrival"]) for each in workload)
             )
 
-    return figures(asyncio.run(drive()), percentiles=(50, 90, 99))
+    return figures(asyncio.run(drive()))
+
+
+def figures(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Returns the figures of a run; rates and delays leave failed requests out."""
+    done = [answer for answer in answers if not answer.error]
+    delays = {
+        "ttft": [answer.times[0] - answer.due for answer in done],
+        "itl": [gap for answer in done for gap in np.diff(answer.times)],
+        "e2el": [answer.times[-1] - answer.due for answer in done],
+    }
+    seconds = max((answer.times[-1] for answer in done), default=0.0)
+    seconds -= min(answer.due for answer in answers)
+    tokens = sum(answer.output_tokens for answer in done)
+    return {
+        "duration": seconds,
+        "completed": len(done),
+        "failed": len(answers) - len(done),
+        "total_input_tokens": sum(answer.prompt_tokens for answer in done),
+        "total_output_tokens": tokens,
+        "output_throughput": tokens / seconds if done else None,
+        **{
+            f"p{p}_{name}_ms": 1e3 * float(np.percentile(times, p))
+            for name, times in delays.items()
+            for p in (50, 90, 99)
+            if times
+        },
+        "ttfts": delays["ttft"],
+        "errors": [answer.error for answer in answers],
+    }
 
 
 @contextmanager

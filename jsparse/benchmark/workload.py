@@ -61,24 +61,15 @@ def random_workload(
     ]
 
 
-def arrivals(
-    rng: np.random.Generator, count: int, request_rate: float, burstiness: float = 1.0
-) -> list[float]:
-    """Returns the times at which requests come, in seconds from the beginning.
-
-    The times between them follow a gamma distribution with the mean 1 / request_rate. At a
-    burstiness of 1 that is a Poisson process; below 1 requests come in bursts, above 1 more evenly.
+def arrivals(rng: np.random.Generator, count: int, request_rate: float) -> list[float]:
+    """Returns the times at which requests come, in seconds from the beginning: a Poisson process.
 
     Raises:
-        ValueError: request_rate or burstiness is not above 0. An infinite rate is all at once.
+        ValueError: request_rate is not above 0. At an infinite rate all come at once.
     """
     if not request_rate > 0:
         raise ValueError(f"request_rate={request_rate!r}: must be a number above 0")
-    if not 0 < burstiness < math.inf:
-        raise ValueError(f"burstiness={burstiness!r}: must be a finite number above 0")
-    if math.isinf(request_rate):
-        return [0.0] * count
-    return np.cumsum(rng.gamma(burstiness, 1 / (request_rate * burstiness), count)).tolist()
+    return np.cumsum(rng.exponential(1 / request_rate, count)).tolist()
 
 
 def _log_uniform(

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from jsparse.cli.bench_serve import serve
 from jsparse.cli.options import (
     Command,
     CommandGroup,
@@ -30,10 +29,7 @@ LENGTH = "a number, or MIN:MAX to draw from log-uniformly"
 
 @bench.callback()
 def _only_a_group() -> None:
-    """Measure decode steps, the engine, or a server."""
-
-
-bench.command(cls=Command)(serve)
+    """Measure decode steps or the engine."""
 
 
 @bench.command(cls=Command)

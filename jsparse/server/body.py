@@ -35,7 +35,6 @@ NOTHING_ASKED: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
-    "continuous_usage_stats": (False,),
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),

@@ -85,6 +85,8 @@ class ResponseWriter:
                 # see `whole`; quick work need not wait for another thread
                 slow = self.request.likely is not None
                 choices = await self.service.texts.made(make) if slow else make()
+                if self.request.with_usage_so_far:
+                    extra = {"usage": usage([last[nth] for nth in sorted(last)], new)}
                 # a chunk has one choice: many clients look at the first alone
                 frames = [self._frame(self.piece_kind, [choice]) | extra for choice in choices]
                 if frames:

@@ -97,6 +97,7 @@ class StreamOptions(RequestBody):
     """Says what a stream holds beside the answers."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class GenerationRequest(RequestBody):
@@ -165,6 +166,12 @@ class GenerationRequest(RequestBody):
     def with_usage(self) -> bool:
         """Returns whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def with_usage_so_far(self) -> bool:
+        """Whether each chunk of a stream has the usage so far."""
+        options = self.stream_options or StreamOptions()
+        return options.include_usage and options.continuous_usage_stats
 
 
 class CompletionRequest(GenerationRequest):

@@ -71,7 +71,6 @@ TAKE_A_MODEL = {
     "calibrate-channels": ["--text", "x"],
     "bench throughput": [],
     "bench latency": [],
-    "bench serve": [],
 }
 OTHERS = ("", "generate", "inspect", "policies", "check-policy", "bench")
 

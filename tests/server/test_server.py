@@ -90,6 +90,17 @@ def test_pieces_add_up(client, service, monkeypatch):
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
+def test_each_chunk_has_the_usage_so_far(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = client.completions.create(
+        prompt=WORDS, max_tokens=10, stream=True, stream_options=options, **GREEDY
+    )
+    usages = [chunk.usage for chunk in stream]
+    counts = [usage.completion_tokens for usage in usages]
+    assert counts == sorted(counts) and counts[0] > 0 and counts[-2:] == [10, 10]
+    assert {usage.prompt_tokens for usage in usages} == {5}
+
+
 def test_ids_lists_and_echo(client):
     ids = [int(word[1:]) for word in WORDS.split()]
     plain = text_of(client)
