@@ -175,24 +175,28 @@ def wrong_calls():
         "axes of q": (
             (part(q, 0), layer, selection),
             {},
-            r"q.shape=\(8, 64\): must be \[B, N, H\]",
+            r"q=float32\[8, 64\]: must be float\[",
         ),
         "heads of q": (
             (part(q, slice(None), slice(5)), layer, selection),
             {},
-            r"q.shape=\(2, 5, 64\).*N a multiple of K",
+            r"layer.lengths=int32\[2, 2\].*K a divisor of N=5",
         ),
-        "rows of q": ((part(q, slice(1)), layer, selection), {}, r"q.shape=\(1, 8, 64\)"),
+        "rows of q": (
+            (part(q, slice(1)), layer, selection),
+            {},
+            r"layer.lengths=int32\[2, 2\]: must be int32\[",
+        ),
         "head dimension": (
             (part(q, ..., slice(32)), layer, selection),
             {},
-            "must equal the cache's head dimension, 64",
+            r"layer.k=float32\[24, 16, 64\]: must be float\[",
         ),
         "rows of the cache": ((q, small, selection), {}, "must be"),
         "rows of ids": (
             (q, layer, Selection(part(ids, slice(1)), part(count, slice(1)))),
             {},
-            r"selection.ids.shape=\(1, 2, 6\)",
+            r"selection.ids=int32\[1, 2, 6\]: must be int32\[",
         ),
         "granularity": (
             (q, layer, nothing(layer.lengths, "token")),

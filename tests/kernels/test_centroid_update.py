@@ -91,31 +91,31 @@ POINTS, GROUP = np.asarray(INPUTS.points), np.asarray(INPUTS.group)
     [
         (
             {"points": jax.device_put(POINTS[..., :8])},
-            r"points: must be float32 \[3, 2, n, 32\], not float32 \[3, 2, 7, 8\]",
+            r"points=float32\[3, 2, 7, 8\]: must be float32\[",
         ),
         (
             {"points": jax.device_put(POINTS[:, :, :0])},
-            r"points: must be .*, not float32 \[3, 2, 0, 32\]",
+            r"points=float32\[3, 2, 0, 32\]: must be float32\[",
         ),
         (
             {"points": jax.device_put(POINTS.astype(jnp.bfloat16))},
-            r"points: must be .*, not bfloat16",
+            r"points=bfloat16\[3, 2, 7, 32\]: must be float32\[",
         ),
         (
             {"radius": jax.device_put(GROUP[..., :2] * 1.0)},
-            r"radius.shape=\(3, 2, 2\): must be \(3, 2, 7\)",
+            r"radius=float32\[3, 2, 2\]: must be float32\[",
         ),
         (
             {"groups": INPUTS.groups._replace(radius=None)},
-            r"radius.shape=\(3, 2, 7\): must be .* for groups that have radii",
+            "radius: must be None for groups that have none",
         ),
         (
             {"group": jax.device_put(GROUP[..., :3])},
-            r"group: must be int32 \[3, 2, 7\], not int32 \[3, 2, 3\]",
+            r"group=int32\[3, 2, 3\]: must be int32\[",
         ),
         (
             {"nth": jax.device_put(np.asarray(INPUTS.nth) * 1.0)},
-            r"nth: must be int32 \[3, 7\], not float32 \[3, 7\]",
+            r"nth=float32\[3, 7\]: must be int32\[",
         ),
         ({"implementation": "abacus"}, "implementation='abacus': centroid_update has"),
     ],

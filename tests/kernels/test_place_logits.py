@@ -126,7 +126,7 @@ LENGTHS, LOGITS = np.asarray(INPUTS.lengths), np.asarray(INPUTS.logits)
         (
             {"lengths": jax.device_put(LENGTHS[:1])},
             {},
-            r"selection.ids.shape=.*must begin with \[B, K\] = \(1, 4\)",
+            r"lengths=int32\[1, 4\]: must be int32\[",
         ),
         (
             {"logits": jax.device_put(LOGITS[1:])},

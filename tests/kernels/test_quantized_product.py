@@ -269,13 +269,13 @@ BLOCKS = Case("given").build()[1]
             np.zeros((2, 99)),
             BLOCKS,
             {},
-            r"x.shape=\(2, 99\): the last axis must be the matrix's width, 256",
+            r"matrix.values=int8\[192, 256\]: must be int8\[",
         ),
         (
             np.zeros((2, 256)),
             BLOCKS | {"scales": np.zeros((4, 192), np.float16)},
             {},
-            r"scales.shape=\(4, 192\): must be \[in / 32, out\], \(8, 192\)",
+            "matrix: 4 scales must be one per 32 of 256 values",
         ),
         (np.zeros((2, 256)), BLOCKS, {"implementation": "abacus"}, "quantized_product has"),
         (

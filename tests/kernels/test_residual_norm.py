@@ -35,11 +35,11 @@ def test_the_sum_is_normalised(case):
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        (((2, 8), (3, 8), (8,)), r"delta=float32\[3, 8\]: must be as x is, float32\[2, 8\], or"),
-        (((2, 8), (2, 3, 8), (8,)), r"delta=float32\[2, 3, 8\]: must be as x is"),
+        (((2, 8), (3, 8), (8,)), r"delta=float32\[3, 8\]: must be float\["),
+        (((2, 8), (2, 3, 8), (8,)), r"delta=float32\[2, 3, 8\]: must be float\["),
         (((2, 8), (0, 2, 8), (8,)), r"delta=float32\[0, 2, 8\]: must be as x is"),
-        (((8,), (8,), (8,)), r"x.shape=\(8,\): must be \[rows, D\]"),
-        (((2, 8), (2, 8), (4,)), r"scale=float32\[4\]: must be \[D\] as x is wide, float32\[8\]"),
+        (((8,), (8,), (8,)), r"x=float32\[8\]: must be float\["),
+        (((2, 8), (2, 8), (4,)), r"scale=float32\[4\]: must be float\["),
     ],
 )
 def test_wrong_shapes_are_refused(shapes, message):

@@ -107,14 +107,17 @@ def zeros(*shape, dtype=np.float32):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scores": zeros(3, 200)}, r"scores.shape=\(3, 200\): must be \[B, K, S\]"),
-        ({"scores": zeros(2, 0, 200)}, r"scores.shape=\(2, 0, 200\): must be \[B, K, S\], none"),
-        ({"scores": zeros(2, 3, 200, dtype=np.int32)}, "scores.dtype=int32: must be floating"),
+        ({"scores": zeros(3, 200)}, r"scores=float32\[3, 200\]: must be float\["),
+        ({"scores": zeros(2, 0, 200)}, r"scores=float32\[2, 0, 200\]: must be float\["),
+        (
+            {"scores": zeros(2, 3, 200, dtype=np.int32)},
+            r"scores=int32\[2, 3, 200\]: must be float\[",
+        ),
         (
             {"total": zeros(1, dtype=np.int32)},
-            r"total=int32\[1\]: must be integers of shape \[B\] = \[2\]",
+            r"total=int32\[1\]: must be int32\[",
         ),
-        ({"total": zeros(2)}, r"total=float32\[2\]: must be integers"),
+        ({"total": zeros(2)}, r"total=float32\[2\]: must be int32\["),
         ({"min_count": -1}, "min_count=-1: must be at least 0 and at most max_count=150"),
         ({"min_count": 151}, "min_count=151: must be at least 0 and at most max_count=150"),
         ({"implementation": "abacus"}, "implementation='abacus': shared_counts has"),

@@ -81,11 +81,11 @@ def test_blocks_change_nothing(name, way, monkeypatch):
 def test_bad_input_is_refused():
     inputs = jax.tree.map(np.asarray, Case("x").build())
     bad = {
-        "queries.shape": {"queries": inputs.queries[:, :, :3]},
-        "at least one query": {"queries": inputs.queries[:, :0]},
-        "competing=bool": {"competing": inputs.competing[..., 1:]},
+        r"layer.lengths=int32.*K a divisor of N=3": {"queries": inputs.queries[:, :, :3]},
+        r"queries=float32.*W>0": {"queries": inputs.queries[:, :0]},
+        "competing.shape": {"competing": inputs.competing[..., 1:]},
         "competing=int32": {"competing": inputs.competing.astype(np.int32)},
-        "positions.shape": {"positions": inputs.positions[:1]},
+        "positions=int32": {"positions": inputs.positions[:1]},
     }
     for said, change in bad.items():
         with pytest.raises(ValueError, match=said):
