@@ -17,8 +17,8 @@ from jsparse.pallas_kernels.threshold_select import (
     TopP,
     threshold_select,
 )
-from jsparse.pallas_kernels.threshold_select.cases import CASES, JUNK
 from jsparse.selection import Selection, unpack_bits
+from tests.kernels.cases.threshold_select import CASES, JUNK
 
 by_name = {case.name: case for case in CASES}
 
@@ -192,7 +192,7 @@ SOME = (
 )
 
 
-@pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=str)
 def test_lists_what_sorting_finds(case):
     inputs = case.build()
     assert_lists(call(inputs), expected(*inputs), inputs.kwargs)

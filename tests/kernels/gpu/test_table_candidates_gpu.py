@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jsparse.pallas_kernels.table_candidates import Best, Kurtosis, table_candidates
-from jsparse.pallas_kernels.table_candidates.cases import CASES, Case
+from tests.kernels.cases.table_candidates import CASES, Case
 
 pytestmark = pytest.mark.gpu
 LARGE = (
@@ -47,7 +47,7 @@ def listed(vertical, distance, lengths, rule, **options):
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("case", BEST, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", BEST, ids=str)
 def test_lists_what_the_reference_lists(case, seed):
     inputs = case.build(seed)
     assert isinstance(inputs.rule, Best)
@@ -79,7 +79,7 @@ def marked(vertical, distance, lengths, a, min_count, max_count, implementation,
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("case", PAPER, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", PAPER, ids=str)
 def test_marks_what_the_reference_marks(case, seed):
     """Sums may be rounded otherwise: of long tables, a slot right at the threshold may differ."""
     inputs = case.build(seed)

@@ -1,31 +1,24 @@
-"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
+"""Cases of `nearest_centroid`.
 
-Points behind a row's number and centroids behind its groups are `JUNK`, so that reading them shows.
+Points past a row's number and centroids past its groups are `JUNK`, so that reading them shows.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.kernels.cases.named import Named, put
+
 JUNK = 1e30
-
-
-class Inputs(NamedTuple):
-    """Holds the op's arguments."""
-
-    points: jnp.ndarray
-    centroid: jnp.ndarray
-    number: jnp.ndarray
-    groups: jnp.ndarray
-    scale: jnp.ndarray | None
+Inputs = namedtuple("Inputs", "points centroid number groups scale")
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
+class Case(Named):
+    """A call of `nearest_centroid`.
 
     Attributes:
         points: C.
@@ -37,7 +30,6 @@ class Case:
         in_bytes: whether centroids are, by scales that are powers of two.
     """
 
-    name: str
     batch: int = 3
     kv_heads: int = 2
     points: int = 200
@@ -48,9 +40,7 @@ class Case:
     like: Literal["whole", "directions"] = "whole"
     in_bytes: bool = False
 
-    def build(self, seed: int = 0) -> Inputs:
-        """Builds the arguments; equal seeds give equal ones."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> Inputs:
         number, groups = self._used(rng, self.points), self._used(rng, self.groups)
         points = self._vectors(rng, self.points, number)
         centroid = self._vectors(rng, self.groups, groups)
@@ -60,10 +50,8 @@ class Case:
             codes = rng.integers(-127, 128, (*shape, self.head_dim))
             powers = np.where(np.arange(self.groups) < groups[:, None, None], 0, 99)
             powers = np.broadcast_to(powers, shape) + rng.integers(-9, -6, shape)
-            scale = jax.device_put(np.exp2(powers).astype(np.float32))
-            centroid = jax.device_put(codes.astype(np.int8))
-        number, groups = (jax.device_put(np.asarray(x, np.int32)) for x in (number, groups))
-        return Inputs(points, centroid, number, groups, scale)
+            scale, centroid = put(np.exp2(powers), np.float32), put(codes, np.int8)
+        return Inputs(points, centroid, put(number, np.int32), put(groups, np.int32), scale)
 
     def _used(self, rng: np.random.Generator, maximum: int) -> np.ndarray:
         if self.used == "any":
@@ -80,7 +68,7 @@ class Case:
             x = rng.standard_normal(shape, np.float32)
             x /= np.linalg.norm(x, axis=-1, keepdims=True)
         x[np.broadcast_to(np.arange(maximum) >= used[:, None, None], shape[:3])] = JUNK
-        return jax.device_put(np.asarray(x, self.dtype))
+        return put(x, self.dtype)
 
 
 CASES = (

@@ -1,33 +1,20 @@
-"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
+"""Cases of `centroid_update`. Groups of points that are not there are `JUNK`: using them shows."""
 
-Groups of points that are not there are `JUNK`, so that using them shows.
-"""
-
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jsparse.pallas_kernels.point_groups import Groups
+from tests.kernels.cases.named import Named, put
 
 JUNK = 10**9
-
-
-class Inputs(NamedTuple):
-    """Holds the op's arrays."""
-
-    groups: Groups
-    points: jnp.ndarray
-    radius: jnp.ndarray | None
-    group: jnp.ndarray
-    nth: jnp.ndarray
+Inputs = namedtuple("Inputs", "groups points radius group nth")
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
+class Case(Named):
+    """A call of `centroid_update`.
 
     Attributes:
         new: n.
@@ -39,7 +26,6 @@ class Case:
         in_bytes: whether centroids are, in place of `dtype`.
     """
 
-    name: str
     batch: int = 3
     kv_heads: int = 2
     new: int = 7
@@ -53,9 +39,7 @@ class Case:
     own: bool = False
     in_bytes: bool = False
 
-    def build(self, seed: int = 0) -> Inputs:
-        """Builds the arrays; equal seeds give equal ones."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> Inputs:
         heads = (self.batch, self.kv_heads)
         centroid = rng.standard_normal((*heads, self.groups, self.head_dim))
         if self.normalise:
@@ -63,20 +47,17 @@ class Case:
         size = rng.integers(0, 3, (*heads, self.groups)) * rng.integers(1, 4)
         held, scale, middle = np.asarray(centroid, self.dtype), None, None
         if self.in_bytes:
-            middle = jax.device_put(centroid.mean(2).astype(np.float32))
+            middle = centroid.mean(2)
             rest = centroid - centroid.mean(2, keepdims=True)
             scale = (np.abs(rest).max(-1) / 127).astype(np.float32)
             held = np.rint(rest / scale[..., None]).astype(np.int8)
-            scale = jax.device_put(scale)
         groups = Groups(
-            jax.device_put(held),
-            jax.device_put(np.asarray(size, np.int32)),
-            jax.device_put(
-                np.asarray(rng.integers(0, self.groups, (*heads, self.points)), np.int32)
-            ),
-            jax.device_put(np.asarray(rng.random(size.shape), np.float32)) if self.radii else None,
-            scale,
-            middle,
+            put(held),
+            put(size, np.int32),
+            put(rng.integers(0, self.groups, (*heads, self.points)), np.int32),
+            put(rng.random(size.shape), np.float32) if self.radii else None,
+            put(scale),
+            put(middle, np.float32),
         )
         points = rng.standard_normal((*heads, self.new, self.head_dim))
         some = rng.integers(0, self.groups, (*heads, self.joined))
@@ -87,10 +68,10 @@ class Case:
         group[np.broadcast_to(~there[:, None], group.shape)] = JUNK
         return Inputs(
             groups,
-            jax.device_put(np.asarray(points, np.float32)),
-            jax.device_put(np.asarray(rng.random(group.shape), np.float32)) if self.own else None,
-            jax.device_put(np.asarray(group, np.int32)),
-            jax.device_put(np.asarray(np.where(there, first + np.arange(self.new), -1), np.int32)),
+            put(points, np.float32),
+            put(rng.random(group.shape), np.float32) if self.own else None,
+            put(group, np.int32),
+            put(np.where(there, first + np.arange(self.new), -1), np.int32),
         )
 
 
