@@ -13,7 +13,7 @@ from bench import page_ranking
 from bench.lib.head_replay import PAGE, RecordedHeads
 from bench.page_ranking import SCORES, WINDOW, described, measure, recorded
 from jsparse.pallas_kernels.page_bounds import page_bounds
-from jsparse.pallas_kernels.page_bounds.cases import CASES, build
+from tests.kernels.cases.page_bounds import CASES, build
 
 
 def random_heads(heads=3, tokens=160, group=4, head_dim=8):

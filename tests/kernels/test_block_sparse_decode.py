@@ -9,10 +9,10 @@ from marks import slow_except_named
 
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.cascade import cascade
-from jsparse.pallas_kernels.block_sparse_decode.cases import CASES, JUNK, Case
 from jsparse.pallas_kernels.block_sparse_decode.reference import gathered, masked
 from jsparse.partials import merge
 from jsparse.selection import Selection, everything, nothing
+from tests.kernels.cases.block_sparse_decode import CASES, JUNK, Case
 from tests.kernels.decode_checks import (
     assert_matches_dense,
     assert_reports_rounded_mean,
@@ -29,15 +29,13 @@ SPARSE = [case for case in CASES if case.dense == "none"]
 @pytest.mark.parametrize(
     "case",
     slow_except_named(CASES, "few_listed", "head_dim_96", "bits_newest_unlisted", "dense_and_bits"),
-    ids=lambda case: case.name,
+    ids=str,
 )
 def test_matches_dense_attention(case):
     assert_matches_dense(block_sparse_decode, case)
 
 
-@pytest.mark.parametrize(
-    "case", slow_except_named(SPARSE[::3], "bits_32"), ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", slow_except_named(SPARSE[::3], "bits_32"), ids=str)
 def test_reading_all_and_masking_is_reading_what_is_listed(case):
     inputs, scale = case.build(1), 0.1
 

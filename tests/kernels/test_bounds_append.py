@@ -14,7 +14,7 @@ from jsparse import cache as kv
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import PageBounds, PageBounds8, init
 from jsparse.pallas_kernels.page_bounds import page_bounds
-from jsparse.pallas_kernels.page_bounds.cases import CASES, build, frame_for
+from tests.kernels.cases.page_bounds import CASES, build, frame_for
 from tests.kernels.histories import after_each, histories, step
 
 ragged = next(case for case in CASES if case.name == "ragged")

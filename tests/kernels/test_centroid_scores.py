@@ -6,15 +6,13 @@ import pytest
 from marks import slow_except_named
 
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
-from jsparse.pallas_kernels.centroid_scores.cases import CASES, Case
+from tests.kernels.cases.centroid_scores import CASES, Case
 
 compiled = jax.jit(centroid_scores, static_argnames="implementation")
 
 
 @pytest.mark.parametrize(
-    "case",
-    slow_except_named(CASES, "any", "radii_bfloat16", "odd", "units"),
-    ids=lambda case: case.name,
+    "case", slow_except_named(CASES, "any", "radii_bfloat16", "odd", "units"), ids=str
 )
 def test_scores_what_a_loop_scores(case):
     inputs = case.build()

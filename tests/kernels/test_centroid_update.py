@@ -7,7 +7,7 @@ import pytest
 from marks import slow_except_named
 
 from jsparse.pallas_kernels.centroid_update import centroid_update
-from jsparse.pallas_kernels.centroid_update.cases import CASES, JUNK, Case
+from tests.kernels.cases.centroid_update import CASES, JUNK, Case
 
 update = jax.jit(centroid_update, static_argnames="normalise")
 
@@ -51,11 +51,7 @@ def check(case: Case, seed: int = 0, wider: float = 0.0) -> None:
             assert max(far) <= made.radius[b, k, g] <= max(far) * (1 + 1e-4) + 2e-5
 
 
-@pytest.mark.parametrize(
-    "case",
-    slow_except_named(CASES, "any", "radii_of_points", "odd"),
-    ids=lambda case: case.name,
-)
+@pytest.mark.parametrize("case", slow_except_named(CASES, "any", "radii_of_points", "odd"), ids=str)
 def test_moves_centroids_as_a_loop_does(case):
     check(case)
 

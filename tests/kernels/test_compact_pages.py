@@ -9,8 +9,8 @@ from marks import slow_except, slow_except_named
 
 from jsparse import cache
 from jsparse.pallas_kernels.compact_pages import compact_pages
-from jsparse.pallas_kernels.compact_pages.cases import CASES, Case
 from jsparse.selection import Selection, nothing
+from tests.kernels.cases.compact_pages import CASES, Case
 
 by_name = {case.name: case for case in CASES}
 POOLS = ("k", "v", "bias", "slot_positions")
@@ -48,7 +48,7 @@ def heads_of(layer):
     return {name: np.asarray(read_heads(pool, bare(layer))) for name, pool in pools.items()}
 
 
-@pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=str)
 def test_rows_move_in_order(case):
     inputs = case.build()
     out = compact(inputs.layer, inputs.keep, rewrite=inputs.rewrite)

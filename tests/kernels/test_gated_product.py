@@ -8,15 +8,15 @@ from marks import slow_except_named
 
 from jsparse.models.quantized import to_blocks
 from jsparse.pallas_kernels.gated_product import gated_product
-from jsparse.pallas_kernels.gated_product.cases import CASES, OTHERS, build
 from jsparse.pallas_kernels.weight_blocks import dequantized
+from tests.kernels.cases.gated_product import CASES, OTHERS, build
 from tests.kernels.product_checks import assert_is_the_product_of_a_gate
 
 product = jax.jit(gated_product, static_argnames="implementation")
 
 
 @pytest.mark.parametrize(
-    "case", slow_except_named((*CASES, *OTHERS), "one_row", "many_rows"), ids=lambda case: case.name
+    "case", slow_except_named((*CASES, *OTHERS), "one_row", "many_rows"), ids=str
 )
 @pytest.mark.parametrize("implementation", ["separate", "reference"])
 def test_the_gated_row_is_multiplied(case, implementation):

@@ -9,7 +9,7 @@ from marks import slow_except_named
 
 from jsparse.pallas_kernels import point_blocks
 from jsparse.pallas_kernels.group_means import group_means
-from jsparse.pallas_kernels.group_means.cases import CASES, Case
+from tests.kernels.cases.group_means import CASES, Case
 
 
 def check(case: Case, seed: int = 0) -> None:
@@ -29,9 +29,7 @@ def check(case: Case, seed: int = 0) -> None:
             np.testing.assert_allclose(means[b, k, group], wanted, atol=1e-6 * scale)
 
 
-@pytest.mark.parametrize(
-    "case", slow_except_named(CASES, "any", "spread", "odd"), ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", slow_except_named(CASES, "any", "spread", "odd"), ids=str)
 def test_averages_as_a_loop_does(case):
     check(case)
 

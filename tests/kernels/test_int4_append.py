@@ -13,7 +13,7 @@ from jsparse import cache as kv
 from jsparse.model_facts.key_constants import KeyFrame
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys, init
-from jsparse.pallas_kernels.int4_scores.cases import FrameCase, build, options, out_of_frame
+from tests.kernels.cases.int4_scores import FrameCase, build, options, out_of_frame
 from tests.kernels.histories import after_each, histories, step
 from tests.kernels.int4_checks import around, assert_keys_near, lies, ones, quantised
 

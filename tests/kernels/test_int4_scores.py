@@ -11,13 +11,13 @@ from marks import slow_except_named
 from jsparse import cache as kv
 from jsparse.pallas_kernels.int4_keys import Int4Keys
 from jsparse.pallas_kernels.int4_scores import int4_scores
-from jsparse.pallas_kernels.int4_scores.cases import (
+from jsparse.selection import everything, nothing
+from tests.kernels.cases.int4_scores import (
     CASES,
     build,
     frame_for,
     options,
 )
-from jsparse.selection import everything, nothing
 from tests.kernels.int4_checks import around, lies, ones, quantised
 
 by_name = {case.name: case for case in CASES}
@@ -70,7 +70,7 @@ def slow(q, layer, keys, selection, sm_scale, frame=None, channels=None):
         "head_dim_40",
         "in_frame_bits",
     ),
-    ids=lambda case: case.name,
+    ids=str,
 )
 def test_matches_the_slow_formula(case):
     inputs = build(case)

@@ -7,7 +7,7 @@ from marks import slow_except, slow_except_named
 
 from jsparse.pallas_kernels import point_blocks
 from jsparse.pallas_kernels.nearest_centroid import nearest_centroid
-from jsparse.pallas_kernels.nearest_centroid.cases import CASES, Case
+from tests.kernels.cases.nearest_centroid import CASES, Case
 
 
 def check(case: Case, seed: int = 0) -> None:
@@ -30,11 +30,7 @@ def check(case: Case, seed: int = 0) -> None:
             np.testing.assert_allclose(chosen, products.max(-1, initial=-1), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "case",
-    slow_except_named(CASES, "any", "directions", "odd"),
-    ids=lambda case: case.name,
-)
+@pytest.mark.parametrize("case", slow_except_named(CASES, "any", "directions", "odd"), ids=str)
 def test_finds_what_a_loop_finds(case):
     check(case)
 

@@ -11,10 +11,10 @@ from marks import slow_except_named
 from jsparse.models.quantized import to_blocks
 from jsparse.pallas_kernels import dispatch
 from jsparse.pallas_kernels.norm_product import norm_product
-from jsparse.pallas_kernels.norm_product.cases import CASES, EPS, OTHERS, build
 from jsparse.pallas_kernels.quantized_product import api as quantized
 from jsparse.pallas_kernels.weight_blocks import dequantized
 from jsparse.parts import total
+from tests.kernels.cases.norm_product import CASES, EPS, OTHERS, build
 from tests.kernels.product_checks import assert_is_the_product_of_a_norm
 
 BLOCKS = {"values": jnp.zeros((3, 32), jnp.int8), "scales": jnp.zeros((1, 3), jnp.float16)}
@@ -22,9 +22,7 @@ product = jax.jit(partial(norm_product, eps=EPS), static_argnames="implementatio
 
 
 @pytest.mark.parametrize(
-    "case",
-    slow_except_named((*CASES, *OTHERS), "bias", "many_rows", "delta_in_parts"),
-    ids=lambda case: case.name,
+    "case", slow_except_named((*CASES, *OTHERS), "bias", "many_rows", "delta_in_parts"), ids=str
 )
 @pytest.mark.parametrize("implementation", ["separate", "reference"])
 def test_the_norm_is_multiplied(case, implementation):

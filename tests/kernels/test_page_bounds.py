@@ -19,7 +19,7 @@ from jsparse import cache as kv
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import PageBounds, PageBounds8
 from jsparse.pallas_kernels.page_bounds import page_bounds
-from jsparse.pallas_kernels.page_bounds.cases import CASES, Codes, build, frame_for
+from tests.kernels.cases.page_bounds import CASES, Codes, build, frame_for
 
 by_name = {case.name: case for case in CASES}
 compiled = jax.jit(page_bounds, static_argnames=("slack", "sm_scale", "group"))
@@ -57,7 +57,7 @@ def slow(q, layer, bounds, slack, sm_scale, mean=False):
 
 
 @pytest.mark.parametrize(
-    "case", slow_except_named(CASES, "head_dim_40", "codes_group_of_7"), ids=lambda case: case.name
+    "case", slow_except_named(CASES, "head_dim_40", "codes_group_of_7"), ids=str
 )
 def test_matches_the_slow_formula(case):
     assert_matches(case, 0.6)
@@ -97,7 +97,7 @@ def assert_matches(case, slack):
 
 
 @pytest.mark.parametrize(
-    "case", slow_except_named(CASES, "group_of_7", "codes_head_dim_40"), ids=lambda case: case.name
+    "case", slow_except_named(CASES, "group_of_7", "codes_head_dim_40"), ids=str
 )
 def test_no_token_scores_above_its_page(case):
     q, layer, bounds = build(case, 1)
@@ -111,9 +111,7 @@ def test_no_token_scores_above_its_page(case):
     np.testing.assert_array_equal(np.isneginf(out), ~held.any(-1))
 
 
-@pytest.mark.parametrize(
-    "case", slow_except_named(in_codes, "codes_group_of_7"), ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", slow_except_named(in_codes, "codes_group_of_7"), ids=str)
 def test_codes_bound_what_the_exact_bounds_do_and_hardly_more(case):
     q, layer, codes = build(case, 1)
     exact = appended(case, layer, PageBounds)

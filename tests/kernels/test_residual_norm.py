@@ -7,14 +7,12 @@ import pytest
 from marks import slow_except_named
 
 from jsparse.pallas_kernels.residual_norm import residual_norm
-from jsparse.pallas_kernels.residual_norm.cases import CASES
+from tests.kernels.cases.residual_norm import CASES
 
 norm = jax.jit(residual_norm, static_argnames=("eps", "implementation"))
 
 
-@pytest.mark.parametrize(
-    "case", slow_except_named(CASES, "few", "loud", "parts"), ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", slow_except_named(CASES, "few", "loud", "parts"), ids=str)
 def test_the_sum_is_normalised(case):
     x, delta, scale = case.build()
     total, normed = norm(x, delta, scale, eps=case.eps)

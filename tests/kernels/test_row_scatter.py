@@ -6,7 +6,7 @@ import pytest
 from marks import slow_except_named
 
 from jsparse.pallas_kernels.row_scatter import row_scatter
-from jsparse.pallas_kernels.row_scatter.cases import CASES
+from tests.kernels.cases.row_scatter import CASES
 
 scatter = jax.jit(row_scatter)
 
@@ -14,7 +14,7 @@ scatter = jax.jit(row_scatter)
 @pytest.mark.parametrize(
     "case",
     slow_except_named(CASES, "rows", "one_list", "nothing_written", "no_rows", "pages_of_96"),
-    ids=lambda case: case.name,
+    ids=str,
 )
 def test_rows_are_written_where_ids_say(case):
     inputs = case.build()

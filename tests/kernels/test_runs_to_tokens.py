@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from marks import slow_except_named
 
 from jsparse.pallas_kernels.runs_to_tokens import runs_to_tokens
-from jsparse.pallas_kernels.runs_to_tokens.cases import CASES, JUNK, Case
+from tests.kernels.cases.runs_to_tokens import CASES, JUNK, Case
 
 by_name = {case.name: case for case in CASES}
 cases = st.builds(
@@ -55,7 +55,7 @@ def check(case: Case, seed: int = 0) -> None:
 @pytest.mark.parametrize(
     "case",
     slow_except_named(CASES, "all", "cut_in_a_long_run", "outside", "outside_cut", "odd"),
-    ids=lambda case: case.name,
+    ids=str,
 )
 def test_lists_what_a_loop_lists(case):
     check(case)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from marks import slow_except_named
 
 from jsparse.pallas_kernels.table_candidates import Best, Kurtosis, table_candidates
-from jsparse.pallas_kernels.table_candidates.cases import CASES, Case
+from tests.kernels.cases.table_candidates import CASES, Case
 
 cases = st.builds(
     Case,
@@ -120,7 +120,7 @@ SOME = (
 )
 
 
-@pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=str)
 def test_the_best_slots_are_listed(case):
     check(case)
 

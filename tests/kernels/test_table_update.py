@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from marks import slow_except_named
 
 from jsparse.pallas_kernels.table_update import table_update
-from jsparse.pallas_kernels.table_update.cases import CASES, Case
+from tests.kernels.cases.table_update import CASES, Case
 
 cases = st.builds(
     Case,
@@ -70,7 +70,7 @@ SLOW = {"one_head", "group_of_7", "one_entry", "one_slot", "long", "all"}
 SOME = tuple(case.name for case in CASES if case.name not in SLOW)
 
 
-@pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=str)
 def test_weights_are_added_to_both_tables(case):
     check(case)
 

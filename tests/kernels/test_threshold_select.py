@@ -16,8 +16,8 @@ from jsparse.pallas_kernels.threshold_select import (
     TopP,
     threshold_select,
 )
-from jsparse.pallas_kernels.threshold_select.cases import CASES, JUNK
 from jsparse.selection import Selection
+from tests.kernels.cases.threshold_select import CASES, JUNK
 
 by_name = {case.name: case for case in CASES}
 
@@ -177,7 +177,7 @@ SOME = (
 )
 
 
-@pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=str)
 def test_lists_what_sorting_finds(case):
     inputs = case.build()
     assert_lists(call(inputs), expected(*inputs), inputs.kwargs)

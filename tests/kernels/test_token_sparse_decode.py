@@ -11,11 +11,11 @@ from marks import slow_except_named
 
 from jsparse.attended import token_mask
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
-from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
-from jsparse.pallas_kernels.token_sparse_decode.cases import CASES
 from jsparse.partials import ListedLogits
 from jsparse.selection import Selection, from_token_mask, nothing
+from tests.kernels.cases.block_sparse_decode import Case
+from tests.kernels.cases.token_sparse_decode import CASES
 from tests.kernels.decode_checks import (
     assert_matches_dense,
     assert_reports_rounded_mean,
@@ -26,7 +26,7 @@ from tests.kernels.decode_checks import (
 @pytest.mark.parametrize(
     "case",
     slow_except_named(CASES, "few_listed", "head_dim_96", "dense_and_sparse", "scrambled"),
-    ids=lambda case: case.name,
+    ids=str,
 )
 def test_matches_dense_attention(case):
     assert_matches_dense(token_sparse_decode, case)

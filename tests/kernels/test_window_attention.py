@@ -8,7 +8,7 @@ import pytest
 from marks import slow_except, slow_except_named
 
 from jsparse.pallas_kernels.window_attention import reference, window_attention
-from jsparse.pallas_kernels.window_attention.cases import CASES, Case
+from tests.kernels.cases.window_attention import CASES, Case
 
 by_name = {case.name: case for case in CASES}
 
@@ -56,7 +56,7 @@ WAYS = [(group, over) for group in ("mean", "max") for over in ("competing", "he
 
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 @pytest.mark.parametrize(
-    "case", slow_except_named(CASES, "short", "scrambled", "group_of_7"), ids=lambda case: case.name
+    "case", slow_except_named(CASES, "short", "scrambled", "group_of_7"), ids=str
 )
 def test_shares_are_means_of_softmaxes(case, way):
     inputs, (group, over) = case.build(), way
