@@ -1,6 +1,6 @@
 """Appends new tokens to a 4-bit copy of K."""
 
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
 from jsparse.cache import LayerCache
 from jsparse.model_facts.key_constants import KeyFrame
@@ -8,7 +8,7 @@ from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.int4_append import reference
 from jsparse.pallas_kernels.int4_keys import Int4Keys, check_frame
-from jsparse.shapes import ChunkKV, Lengths, Rows
+from jsparse.shapes import Lengths, Rows
 
 
 def _load_triton():
@@ -27,7 +27,7 @@ BACKENDS = (
 def int4_append(
     keys: Int4Keys,
     layer: LayerCache,
-    k: ChunkKV,
+    k: Float[Array, "B T K width"],
     valid: Rows,
     first: Lengths,
     *,

@@ -98,7 +98,7 @@ def slow_append(keys, layer, k, valid, first, frame=None, channels=None):
     [
         (
             {"k": ones(B, T, K, 2)},
-            r"k=float32\[2, 6, 2, 2\]: must be float\[",
+            r"k.shape=\(2, 6, 2, 2\): must have the keys' 4 channels",
         ),
         ({"implementation": "abacus"}, "implementation='abacus': int4_append has"),
         (
