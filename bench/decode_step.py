@@ -9,7 +9,7 @@ step, fed back on the device, by the session's own loop. Contenders, each in its
     hf-cudagraphs       the same under torch.compile(mode="reduce-overhead")
 
 A policy's state is that after a prompt that filled the cache. path.py:function names one of your
-own. replayed(…) around an expression replays counts of a trace; see bench.twilight_trace.
+own. replayed(…) around an expression replays counts of bench/results/twilight_trace.
 
 --shape takes SmolLM2's shape or that of Llama 3.1 70B instead, for our steps. --weights q8_0 keeps
 matrices as 8-bit blocks. --ranks spreads the model over so many GPUs; bytes are then those of one.

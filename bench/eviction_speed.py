@@ -1,18 +1,15 @@
-"""How fast is hard_kv by part, and what memory does it take, next to dense attention?
+"""How fast are steps of hard_kv, and what memory does it take, next to dense attention?
 
 The shape of Llama 3.1 8B, random bf16 weights, K and V. Every part runs in its own process:
 
-    a  attention of one layer over heads of 512 to 2176 tokens, and dense over 128K
-    b  compression of one layer's heads from 2176 slots to 2048, whole and by part
     c  decode steps after a prompt of 128K, dense and with hard_kv
     d  decode steps of all rows that fit: 1K prompts, 32K new tokens
     e  memory of one row after a prompt of 128K
 
-Heads of hard_kv in c and d have the lengths that they had on SmolLM2 (bench.eviction_trace), and so
-they have in the compressions called replayed. Microseconds are the device's, launch gaps included;
-seconds are the host's over whole periods of 128 steps, one compression of all layers in each. In d
-tokens per second are integrated over the steps' times, with no prompt read: dense at eight lengths,
-hard_kv at the size that it keeps.
+Heads of hard_kv in c and d have the lengths that they had on SmolLM2
+(bench/results/eviction_trace). Seconds are the host's over whole periods of 128 steps, one
+compression of all layers in each. In d tokens per second are integrated over the steps' times, with
+no prompt read: dense at eight lengths, hard_kv at the size that it keeps.
 
     python -m bench.eviction_speed --json build/eviction_speed.json
 """
@@ -30,47 +27,14 @@ from bench.lib.environment import describe
 from bench.lib.llama_8b import READ_BANDWIDTH
 from bench.lib.subprocesses import run_child, write_report
 
-PARTS = ("a", "b", "c", "d", "e")
-BATCHES, STEP_BATCHES = (1, 8, 64), (1, 4)
+PARTS = ("c", "d", "e")
+STEP_BATCHES = (1, 4)
 DENSE_ROWS, EVICTING_ROWS = 27, 256  # that fit beside the weights
 PROMPT, NEW, LENGTHS = 1024, 32768, 8  # of d
 DEFAULT = "hard_kv()"
 STATIC = "hard_kv(metric='snapkv', budgets='uniform', merge=False)"
 TINY = "hard_kv(budget=64, floor=48, cap=128, period=16, window=8{})"
 TINY_STATIC = ", metric='snapkv', budgets='uniform', merge=False"
-
-
-def layers_part(part: str, tiny: bool) -> list[dict[str, Any]]:
-    """Measures part a or b here."""
-    import jax
-
-    from bench.lib import eviction_layers as layers
-    from bench.lib.kernel_rows import Bandwidth, Settings, job_rows
-    from bench.lib.kernel_timing import LEAD_BYTES, lead
-
-    on_gpu = jax.default_backend() == "gpu"
-    sizes = layers.LayerSizes()
-    if tiny:
-        sizes = layers.LayerSizes(192, 128, 48, 16, 8, 4, prompt=256, layers=2)
-    before = lead(LEAD_BYTES // (1000 if tiny else 1))
-    settings, rate = (
-        Settings(calls=40, repeats=3, runs=6),
-        Bandwidth(READ_BANDWIDTH, READ_BANDWIDTH),
-    )
-    rows = []
-    for batch in (2,) if tiny else BATCHES:
-        if part == "a":
-            jobs = [
-                *layers.attention_jobs(batch, sizes, on_gpu=on_gpu),
-                layers.dense_job(batch, sizes),
-            ]
-        else:
-            jobs = layers.part_jobs(batch, sizes, on_gpu=on_gpu)
-        for job in jobs:
-            rows += job_rows(job, before, rate, settings)
-        for job in layers.compression_jobs(batch, sizes) if part == "b" else ():
-            rows += layers.per_layer(job_rows(job, before, rate, settings), sizes.layers)
-    return rows
 
 
 def steps_part(part: str, case: str, policy: str, tiny: bool) -> dict[str, Any]:
@@ -106,10 +70,9 @@ def cases(part: str, tiny: bool, policies: Sequence[str]) -> list[tuple[str, str
 def measured(part: str, tiny: bool, policies: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
     """Yields the rows of a part, each measured in a child process; a failure is a row too."""
     flags = ["--tiny"] * tiny
-    wanted = [("", "")] if part in "ab" else cases(part, tiny, policies)
     rows = []
-    for case, policy in wanted:
-        named = {"part": part} | ({"case": case, "policy": policy} if case else {})
+    for case, policy in cases(part, tiny, policies):
+        named = {"part": part, "case": case, "policy": policy}
         try:
             child = [*flags, "--child", part, case, policy]
             found = run_child("bench.eviction_speed", child, timeout_s=590)
@@ -152,15 +115,6 @@ def throughput(rows: Sequence[dict[str, Any]], tiny: bool) -> list[dict[str, Any
 
 def line(row: dict[str, Any]) -> str:
     """Formats one line of the table."""
-    if row["part"] in "ab" and "contender" in row:
-        text = f"{row['part']} {row['case']:26}{row['contender']:22}"
-        if "us" not in row:
-            return f"{text}{row.get('refused') or row.get('error')}".replace("\n", " ")[:200]
-        kernels = f"  kernels {row['kernels']['median']:.1f}" if "kernels" in row else ""
-        return (
-            f"{text}{row['us']['median']:9.1f} us  floor {row['floor_at_4400_us']:.1f}"
-            f"{kernels}  launches {row.get('launches', 0):.0f}"
-        )
     text = f"{row['part']} {row.get('case', ''):8}{row.get('policy', ''):12.60}"
     if "error" in row:
         return f"{text} failed: {row['error'][-300:]}".replace("\n", " ")
@@ -189,7 +143,7 @@ def line(row: dict[str, Any]) -> str:
 def main() -> None:
     """Measures the requested parts and prints a table last."""
     parser = report_parser("eviction_speed", "Time hard_kv by part, and measure its memory.")
-    parser.add_argument("--parts", default=",".join(PARTS), help="such as a,b (default all)")
+    parser.add_argument("--parts", default=",".join(PARTS), help="such as c,d (default all)")
     parser.add_argument(
         "--policy", nargs="+", help="policies of c, d and e; c and e take the first"
     )
@@ -207,11 +161,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         part, case, policy = args.child
-        if part in "ab":
-            found = layers_part(part, args.tiny)
-        else:
-            found = steps_part(part, case, policy, args.tiny)
-        print(json.dumps(found))
+        print(json.dumps(steps_part(part, case, policy, args.tiny)))
         return
     parts = args.parts.split(",")
     if unknown := set(parts) - set(PARTS):

@@ -5,29 +5,12 @@ unless others are named:
 
     yardsticks   dense, StreamingLLM, and the oracles, which show what a perfect selector would
                  keep, given the number of tokens or the share of the attention mass
-    twilight     base selectors at several budgets, and Twilight over them, the first two layers
-                 dense as in its paper
-    lychee       LycheeDecode with trained gates and with those of `bench.head_baselines`, its rules
-                 of picking, and other policies that attend to about as much
-    densities    LycheeDecode with an eighth, a quarter and half of the heads as retrieval heads, at
-                 several budgets
-    defaults     policies as they are by default next to their papers' versions, and what `auto`
-                 could choose
     eviction     policies that evict, at 12.5 % and 25 % of the length, next to what reads or keeps
                  about as much; 512 decode steps, since at 64 little is evicted
-    eviction_ablation   hard_kv by metric, budget rule and merging. Uniform and joint budgets have
-                 12.5 %; the rules that count by p have several p, and the report tells their KL
-                 where they read as much as uniform budgets do, between the nearest two
     second_turn  the same policies at 25 %, where the question comes only after the context was
                  compressed
     every_method   every method at a quarter of the length, evicting or selecting, on the real texts
                  of `bench.real_text` (--files, --text)
-    lfps         LFPS, exact, with the paper's rule, penalty and alignment, one at a time and
-                 together, next to an oracle, Quest and StreamingLLM; then exact LFPS at the shares
-                 that the forms with the paper's rule attended to, which may be less than the budget
-    lychee_cluster   LycheeCluster at three budgets, next to Quest, ClusterKV, ArkVale, LFPS,
-                 StreamingLLM and oracles that attend to as many tokens, and one argument of it
-                 changed at a time
 
 Each length, and each group of policies, is a process of its own. Several run side by side, since
 much of the time goes into compiling; they share the GPUs in turn. PATH holds the report of them
@@ -50,7 +33,6 @@ from typing import Any, NamedTuple
 
 from bench.lib.arguments import report_parser
 from bench.lib.environment import REPOSITORY, describe
-from bench.lib.equal_reads import equal_reads, show_equal_reads
 from bench.lib.quality_sets import SETS
 from bench.lib.subprocesses import write_report
 from jsparse.cli.evaluate import draw, show
@@ -265,16 +247,8 @@ def run(args: argparse.Namespace) -> None:
         wanted = parts(policies, args.groups)
         reports = list(pool.map(lambda part: measure(args, part, free), wanted))
         report = joined(reports, environment)
-        if not args.policy and (more := chosen.afterwards(report)):
-            wanted = [part._replace(name=f"{part.name}_more") for part in parts(more, args.groups)]
-            reports += pool.map(lambda part: measure(args, part, free), wanted)
-            report = joined(reports, environment)
-    if rows := equal_reads(report["cells"]):
-        report["equal_reads"] = [row._asdict() for row in rows]
     write_report(args.json, report)
     show(report)
-    if rows:
-        show_equal_reads(rows)
     draw(report, args.json.parent / args.json.stem)
 
 

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.lib.eviction_layers import LayerSizes, replayed_lengths
 from bench.lib.kernel_programs import random
 from bench.lib.llama_8b import LLAMA_8B
+from bench.lib.replay import lengths_kept, spread_evenly
 from bench.lib.subprocesses import spread
 from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView
 from jsparse.host_memory.store import empty_rows
@@ -30,6 +30,31 @@ from jsparse.runtime.sampling import greedy
 from jsparse.runtime.session import PrefillResult, Session
 
 PAGE = 16
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Holds the sizes of a policy's layer.
+
+    Attributes:
+        capacity: the slots that a head has room for.
+        cap, floor: the most and the least that a compression leaves.
+        period: the steps between compressions.
+        prompt: the tokens of the dense baseline's heads.
+    """
+
+    capacity: int = 2304
+    cap: int = 2048
+    floor: int = 512
+    period: int = 128
+    prompt: int = 131072
+
+
+def replayed_lengths(batch: int, layer: int, sizes: LayerSizes) -> np.ndarray:
+    """Returns lengths of a layer's heads [B, K] as they were on SmolLM2, within `sizes`."""
+    shape = (batch, LLAMA_8B.num_kv_heads)
+    lengths = spread_evenly(lengths_kept(), layer, shape) * sizes.cap // LayerSizes.cap
+    return np.clip(lengths, sizes.floor, sizes.cap).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -308,4 +333,4 @@ def tiny() -> Scale:
         max_position_embeddings=4096,
         rope_theta=10000.0,
     )
-    return Scale(model, LayerSizes(192, 128, 48, 16, 8, 4, prompt=256, layers=2), count=4, runs=2)
+    return Scale(model, LayerSizes(192, 128, 48, 16, prompt=256), count=4, runs=2)

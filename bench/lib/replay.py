@@ -1,6 +1,6 @@
 """Replays what was recorded on SmolLM2: the pages that Twilight kept and the lengths of heads.
 
-The records are those of bench.twilight_trace and bench.eviction_trace.
+The records are bench/results/twilight_trace and eviction_trace.
 """
 
 import json

@@ -23,11 +23,11 @@ class Table:
         machine: h200 or h100 (NVIDIA H200, H100) or cpu (two cores of an AMD EPYC).
         files: its files; a script writes the first, and the plots with it.
         page: the page that shows it.
-        script: the module that makes it; "" if it cannot be run again.
+        script: the module that makes it; "" if none does today.
+        revision: the last one with the script that made it, where its question is answered.
         arguments: the arguments of every run.
         runs: further arguments of each run, if there are several.
         output: the option that takes the report's path; "" if the script only prints.
-        plot: the module that draws the report, given its path.
         note: what the record does not tell, or how it was made by hand.
     """
 
@@ -37,10 +37,10 @@ class Table:
     files: Sequence[str]
     page: str
     script: str = ""
+    revision: str = ""
     arguments: Sequence[str] = ()
     runs: Sequence[Sequence[str]] = ((),)
     output: str = "--json"
-    plot: str = ""
     note: str = ""
 
     @property
@@ -63,6 +63,10 @@ class Table:
         Raises:
             ValueError: no command makes the result.
         """
+        if self.revision:
+            raise ValueError(
+                f"name={self.name!r}: check out revision {self.revision}, the last with its script"
+            )
         if not self.script:
             raise ValueError(f"name={self.name!r}: no command makes it. {self.note}")
         commands = []
@@ -72,8 +76,6 @@ class Table:
             target = path if self.output != "--out" else path.with_suffix("")
             written = [self.output, str(target)] if self.output else []
             commands.append(_python(self.script, *self.arguments, *run, *more, *written))
-            if self.plot:
-                commands.append(_python(self.plot, str(path)))
         return commands
 
 

@@ -25,7 +25,7 @@ from jsparse.policy import Policy, StandIn
 # at 4K and 8K tokens (docs/results/twilight.md).
 CHOICE = twilight(all_pages(), p=0.95)
 # By device: the bytes of a layer's K and V, all rows together, from which it was faster than dense
-# attention in batches of 1 to 64 (bench.twilight_speed).
+# attention in batches of 1 to 64 (bench/results/twilight_speed).
 BREAK_EVENS = {"NVIDIA H100 80GB HBM3": 165e6, "NVIDIA H200": 400e6}
 
 # What drafts where dense attention checks it, the fastest of those measured (docs/exact.md), and

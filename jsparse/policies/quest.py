@@ -68,7 +68,7 @@ def quest(
             per channel, with a scale and a zero per page, in the frame of the model's key
             constants. Per page 2H + 4 bytes are kept and read, instead of K's 4H.
         slack: the part of the bounds' half range that counts, from 0 to 1; 1 in the paper. The
-            default is the best on average of two models (bench.page_ranking).
+            default is the best on average of two models (bench/results/page_ranking).
         group: "mean" ranks pages for the mean query of the heads that share a KV head, "max" by the
             greatest score among them.
     """

@@ -58,7 +58,7 @@ def tidal(
         first: the first layer that picks; it and the layers before it are dense.
         again: the layer that is dense and picks anew, for all layers behind it; a model without it
             picks once. The paper chooses it for each model, and 13 for one of 32 layers
-            (`bench.layer_overlap` shows how, by weight instead of by needles).
+            (bench/results/layer_overlap shows how, by weight instead of by needles).
         sink: the number of first tokens that are among the `budget`, whatever their weight.
         recent: the same of the last tokens; where both are more than the budget, the heaviest of
             them take all of it. 0 and 0 are the paper's.

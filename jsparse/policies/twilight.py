@@ -37,9 +37,9 @@ from jsparse.shapes import Bits, Ids, Queries
 
 Prune = Literal["page_mass", "token"]
 # By device: bytes of a layer's K and V, all rows together, at which dense attention takes as long
-# as Twilight over a Quest of a quarter of the context, in one row and in 8 (bench.twilight_speed).
-# Of 8 KV heads, 128 channels and 16 bits these are 36,600 and 58,600 tokens. Other devices take the
-# last.
+# as Twilight over a Quest of a quarter of the context, in one row and in 8
+# (bench/results/twilight_speed). Of 8 KV heads, 128 channels and 16 bits these are 36,600 and
+# 58,600 tokens. Other devices take the last.
 BREAK_EVENS = {"NVIDIA H100 80GB HBM3": 150e6, "NVIDIA H200": 240e6}
 
 

@@ -47,7 +47,7 @@ class Tiles(NamedTuple):
 
 
 def tiles(head_dim: int, mixed: bool = False) -> Tiles:
-    """Returns the best schedule of bench.tune on an H200, scaled to this device's multiprocessors.
+    """Returns the best schedule tried on an H200, scaled to this device's multiprocessors.
 
     Where some heads may list pages and others attend to all (`mixed`), a long head may be the only
     one and is cut finer, but into fewer splits than there are blocks: a team may take two splits

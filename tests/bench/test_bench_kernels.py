@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 from marks import slow_except
 
-from bench import plot_kernels
 from bench.kernels import measure
 from bench.lib import kernel_timing
-from bench.lib.environment import REPOSITORY
 from bench.lib.kernel_cases import CASES, dense_shapes, grid, hybrid, shrunk
 from bench.lib.kernel_programs import inputs
 from bench.lib.kernel_table import lines
@@ -112,23 +110,6 @@ def test_every_row_of_a_hybrid_has_so_many_sparse_heads():
         assert (sparse == (0, 4, 6, 7, 8)[nth % 5]).all()
         listed = 4096 if nth // 5 % 2 else case.context / 10
         assert set(case.counts()[~case.dense_heads()]) <= {listed // 16}
-
-
-@pytest.mark.slow
-def test_what_a_report_holds_is_drawn(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    committed = json.loads((REPOSITORY / "bench/results/kernels/h200.json").read_text())
-    shapes = {
-        (row["batch"], row["context"]): row for row in committed["grid"] if row["heads"] == 32
-    }
-    row = shapes[1, 16384] | {"case": "10% listed, batch 1"}
-    hybrids = [row | {"sparse_heads": n} for n in (0, 4, 6, 7, 8)]
-    for more, drawn in (({}, {"time", "speedup"}), ({"grid": [], "hybrid": hybrids}, {"report"})):
-        path, out = tmp_path / "report.json", tmp_path / "_".join(drawn)
-        path.write_text(json.dumps(committed | more))
-        monkeypatch.setattr("sys.argv", ["plot_kernels", str(path), "--out", str(out)])
-        plot_kernels.main()
-        assert {file.name for file in out.iterdir()} == {f"{name}.png" for name in drawn}
 
 
 def test_calls_that_refuse_or_fail_are_lines_too():

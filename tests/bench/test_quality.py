@@ -3,14 +3,13 @@
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bench import quality
-from bench.lib.quality_sets import DENSITIES, GATES, SETS, SHARES, UNION_SHARES
+from bench.lib.quality_sets import GATE_FILES, SETS
 from bench.quality import devices, joined, main, parts
 from jsparse.evaluation.plan import plan
 from jsparse.evaluation.report.statistics import averages, summarize
@@ -21,8 +20,8 @@ from jsparse.policies.head_gates import HeadGates, retrieval_heads, save
 @pytest.fixture
 def gates(tmp_path):
     """Returns a folder of gates of a model of one head."""
-    for name in {*GATES, *DENSITIES}:
-        save(HeadGates(np.ones((1, 1), np.bool_)), tmp_path / f"{name}.safetensors")
+    for name in GATE_FILES:
+        save(HeadGates(np.ones((1, 1), np.bool_)), tmp_path / name)
     return tmp_path
 
 
@@ -36,24 +35,6 @@ def test_every_policy_of_a_set_is_one(name, gates):
 def test_a_sets_own_tasks_and_lengths_can_be_measured(name):
     made = plan([], SETS[name].tasks, SETS[name].lengths, 1)
     assert (made.tasks, made.lengths) == (tuple(SETS[name].tasks), tuple(SETS[name].lengths))
-
-
-def test_lychee_compares_all_gates_and_names_them_as_given(gates):
-    names = [parse(expression).name for expression in SETS["lychee"].policies(gates, 4096)]
-    at_512 = [
-        name for name in names if name.startswith("lychee") and "value=512, rule='top_k'" in name
-    ]
-    usual = "granularity='page', correct_every=0, sink=4, recent=64"
-    compared = [name for name in at_512 if usual in name]
-    assert [name.partition("'")[2].partition("'")[0] for name in compared] == [
-        str(gates / f"{name}.safetensors") for name in GATES
-    ]
-    assert Counter(name.partition("(")[0] for name in names) == {
-        "lychee_decode": 9 + 3 + 3 + 3 + 3 + 3 + 2,
-        "duo_attention": 2,
-        "tidal": 4,
-        "dense_layers": 1,
-    }
 
 
 @pytest.fixture
@@ -83,30 +64,18 @@ def measured(monkeypatch, tmp_path):
 
 
 def test_a_set_is_measured_in_its_own_tasks_and_lengths_unless_others_are_named(measured, gates):
-    policies = SETS["lychee"].policies(gates, 4096)
-    few = ("kl", "ppl", "passkey", "niah_single_1")
-    assert measured("--set", "lychee", "--gates", str(gates)) == [
-        (length, few, policies) for length in (8192, 4096)
-    ]
-    others = ("--tasks", "vt", "--lengths", "512")
-    assert measured("--set", "lychee", "--gates", str(gates), *others) == [(512, ("vt",), policies)]
+    chosen = SETS["every_method"]
+    named = ("--set", "every_method", "--gates", str(gates))
+    policies = {length: tuple(chosen.policies(gates, length)) for length in (1024, 4096)}
+    assert measured(*named) == [(4096, tuple(chosen.tasks), policies[4096])]
+    others = ("--tasks", "vt", "--lengths", "1024")
+    assert measured(*named, *others) == [(1024, ("vt",), policies[1024])]
     assert measured("--policy", "quest(budget=16)", "--lengths", "512", "--tasks", "kl") == [
         (512, ("kl",), ("quest(budget=16)",))
     ]
     assert [(length, len(tasks)) for length, tasks, _ in measured()] == [
         (length, 9) for length in (8192, 4096, 2048, 1024)
     ]
-
-
-def test_lfps_is_measured_again_at_the_share_that_the_papers_rule_attends_to(measured):
-    """All forms are measured first; no candidate of the rule is cut off."""
-    asked = measured("--set", "lfps", "--lengths", "4096", "--tasks", "vt", "--groups", "2")
-    first = SETS["lfps"].policies(Path(), 4096)
-    assert sorted(policy for part in asked[:2] for policy in part[2]) == sorted(first)
-    assert [part[2] for part in asked[2:]] == [("lfps(budget=0.0147, exact=True)",)]
-    of_rule = [policy for policy in first if "threshold" in policy]
-    assert of_rule and all("wider=50" in policy for policy in of_rule)
-    assert not [part for part in measured("--policy", *of_rule, "--set", "lfps")][2:]
 
 
 def test_eviction_has_budgets_for_its_lengths():
@@ -121,59 +90,6 @@ def test_eviction_has_budgets_for_its_lengths():
         window = 64 + int(duo.rpartition("=")[2].rstrip(")"))
         mask = retrieval_heads("bench/gates/direct.safetensors")
         assert np.mean(np.where(mask, length, window)) == pytest.approx(length / 4, abs=1)
-
-
-def test_the_ablation_has_every_combination_once(gates):
-    built = [parse(policy).name for policy in SETS["eviction_ablation"].policies(gates, 4096)]
-    assert len(set(built)) == len(built) == 3 * (2 * 2 + 2 * len(SHARES)) + len(UNION_SHARES)
-    assert len([name for name in built if "p=0.95" in name]) == 3 * 2
-    assert all("budget=512, floor=1, cap=1024" in name for name in built)
-
-
-def test_rules_that_count_by_p_are_compared_where_they_read_as_much_as_uniform_budgets(gates):
-    """KL is 0.1 per halving of what is read here, and 1 more for uniform budgets; snapkv never
-    reads as little, r_kv lacks a rule. After each compression all read 0.01 more.
-    """
-
-    def cell(policy):
-        p = float(policy.partition(" p=")[2].partition(",")[0])
-        read = 0.15 if "'uniform'" in policy else 0.1 + 0.4 * (p - 0.8)
-        read += 0.3 * ("'snapkv'" in policy and "'uniform'" not in policy) + 0.2 * (
-            "'union'" in policy
-        )
-        by_step = [read + 0.01 * (block // 2) for block in range(8)]
-        kl = [0.1 * -np.log2(x) + ("'uniform'" in policy) for x in (read, *by_step)]
-        return {
-            "policy": policy,
-            "task": "kl",
-            "length": 4096,
-            "metrics": {"read": {"mean": read}, "kl": {"mean": kl[0]}},
-            "by_step": {"read": by_step, "kl": kl[1:]},
-        }
-
-    names = [parse(policy).name for policy in SETS["eviction_ablation"].policies(gates, 4096)]
-    cells = [cell(name) for name in names if not ("'r_kv'" in name and "'calibrated'" in name)]
-    rows = quality.equal_reads([*cells, {**cells[0], "task": "ppl"}])
-    kinds = [(row.metric, row.rule, row.compression) for row in rows]
-    every = [
-        ("attention", "n_star"),
-        ("attention", "calibrated"),
-        ("attention", "union"),
-        ("snapkv", "n_star"),
-        ("snapkv", "calibrated"),
-        ("r_kv", "n_star"),
-    ]
-    assert kinds == [(*kind, nth) for kind in every for nth in (None, 0, 1, 2, 3)]
-    for row in rows:
-        read = 0.15 + 0.01 * (row.compression or 0)
-        assert (row.read, row.uniform) == pytest.approx((read, 0.1 * -np.log2(read) + 1))
-        if row.metric == "snapkv":
-            assert row.p is row.kl is None
-        else:
-            assert row.kl == pytest.approx(row.uniform - 1)
-            p = 0.425 if row.rule == "union" else 0.925
-            assert row.p == pytest.approx(p, abs=0.02)
-    quality.show_equal_reads(rows)
 
 
 def test_steps_are_the_sets_unless_others_are_named(monkeypatch, tmp_path):
@@ -228,10 +144,10 @@ def test_methods_that_are_dense_somewhere_read_a_quarter_too():
 
 
 def test_missing_gates_are_named_before_anything_is_measured(measured, gates, capsys):
-    missing = gates / "mass.safetensors"
+    missing = gates / GATE_FILES[0]
     missing.unlink()
     with pytest.raises(SystemExit, match="1"):
-        measured("--set", "lychee", "--gates", str(gates))
+        measured("--set", "every_method", "--gates", str(gates))
     assert f"error: gates={str(missing)!r}: must be" in capsys.readouterr().err
 
 

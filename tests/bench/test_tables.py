@@ -29,9 +29,8 @@ def test_an_entry_names_what_exists(table):
     if table.script:
         assert find_spec(table.script) is not None
     else:
-        assert table.note
-    if table.plot:
-        assert find_spec(table.plot) is not None
+        assert table.revision or table.note
+    assert not (table.script and table.revision)
 
 
 def test_every_result_is_named_by_an_entry():
@@ -80,10 +79,9 @@ def test_results_of_one_run_lie_where_reproduce_says():
     assert all(words[-2] == "--json" for words in several.commands(several.build))
 
 
-def test_plots_follow_reports_and_folders_have_no_suffix():
-    run, plot = TABLES["kernels"].commands(Path("a/b.json"), ["--allow-modified"])
+def test_further_arguments_come_last_and_folders_have_no_suffix():
+    (run,) = TABLES["kernels"].commands(Path("a/b.json"), ["--allow-modified"])
     assert run[2:] == ["bench.kernels", "--grid", "--allow-modified", "--json", "a/b.json"]
-    assert plot[2:] == ["bench.plot_kernels", "a/b.json"]
     folders = [words[-2:] for words in TABLES["gates_smollm2"].commands(Path("a/b.json"))]
     assert folders == [["--out", f"a/b_{nth}"] for nth in range(1, 9)]
     assert "--json" not in TABLES["gpu_tests"].commands(Path("a.txt"))[0]
@@ -105,7 +103,12 @@ def test_list_prints_every_table(bench):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("no_such", "must be one of quality, "), ("products", "no command makes it")]
+    ("name", "said"),
+    [
+        ("no_such", "must be one of quality, "),
+        ("products", "no command makes it"),
+        ("page_ranking", "check out revision e930a3a"),
+    ],
 )
 def test_a_table_that_cannot_be_reproduced_is_one_line(bench, name, said):
     failed = bench("reproduce", name)
@@ -140,8 +143,8 @@ def test_readme_has_every_script_and_table():
     listed = {row.split("`")[1].removeprefix("python -m bench."): row for row in rows}
     assert set(listed) == SCRIPTS
     for name, table in TABLES.items():
-        script = table.script.removeprefix("bench.")
-        assert f"`{name}`" in listed.get(script, readme)
+        if table.script.startswith("bench."):
+            assert f"`{name}`" in listed[table.script.removeprefix("bench.")]
 
 
 def test_unknown_names_are_refused():
