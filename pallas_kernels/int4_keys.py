@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float16, Float32, Int32, UInt8
+from jaxtyping import Array, Float, Float16, Float32, UInt8
 
 from jsparse.cache import CacheSpec, LayerCache
 from jsparse.model_facts.key_constants import KeyFrame, num_spans
@@ -30,7 +30,7 @@ class Int4Keys(NamedTuple):
         zero: the least channel of each token.
     """
 
-    packed: UInt8[Array, "pages P half"]
+    packed: UInt8[Array, "pages P bytes"]
     scale: Float16[Array, "pages P"]
     zero: Float16[Array, "pages P"]
 
@@ -82,22 +82,14 @@ def dequantise(
     ].astype(jnp.float32)
 
 
-def check_frame(
-    name: str,
-    head_dim: int,
-    layer: LayerCache,
-    frame: KeyFrame | None,
-    channels: Int32[Array, "B K r"] | None,
-) -> None:
-    """Raises ValueError where a frame or channels do not fit argument `name` of H channels."""
-    heads = layer.lengths.shape
-    if channels is not None and channels.shape[:2] != heads:
-        raise ValueError(f"channels.shape={channels.shape}: must begin with [B, K] = {heads}")
+def check_frame(head_dim: int, layer: LayerCache, frame: KeyFrame | None) -> None:
+    """Raises ValueError where a frame has other channels, or other spans than the layer."""
     if frame is None:
         return
-    wanted = (heads[1], head_dim), (heads[1], head_dim // 2), (num_spans(layer), head_dim)
-    for field, given, fits in zip(frame._fields, frame, wanted, strict=True):
-        if given.shape != fits:
-            raise ValueError(
-                f"frame.{field}.shape={given.shape}: must be {fits}, to fit the cache and {name}"
-            )
+    given = frame.key_scale.shape[1], len(frame.angles)
+    wanted = head_dim // 2, num_spans(layer)
+    if given != wanted:
+        raise ValueError(
+            "frame: must have {} pairs of channels and {} spans, ".format(*wanted)
+            + "not {} and {}".format(*given)
+        )

@@ -105,4 +105,4 @@ def check_frame(bounds: Bounds, layer: LayerCache, frame: KeyFrame | None) -> No
         return
     if isinstance(bounds, PageBounds):
         raise ValueError("frame: must be None with PageBounds, which bound K as it is")
-    int4_keys.check_frame("bounds", bounds.low.shape[-1], layer, frame, None)
+    int4_keys.check_frame(bounds.low.shape[-1], layer, frame)

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
+from jsparse.pallas_kernels.checked import check_dtypes, checked
 from jsparse.pallas_kernels.dispatch import no_triton
 from jsparse.pallas_kernels.quantized_product import quantized_product
 from jsparse.pallas_kernels.quantized_product.api import check_blocks
@@ -13,12 +14,13 @@ from jsparse.pallas_kernels.quantized_product.reference import (
     quantized_product as reference_of_blocks,
 )
 from jsparse.pallas_kernels.skinny_product import skinny_product
-from jsparse.pallas_kernels.skinny_product.api import check_matrix, no_row_product
+from jsparse.pallas_kernels.skinny_product.api import no_row_product
 from jsparse.pallas_kernels.weight_blocks import Blocks
 
 Matrix = Float[Array, "in out"] | Blocks
 
 
+@checked()
 def product(
     x: Float[Array, "*batch in"],
     matrix: Matrix,
@@ -32,7 +34,7 @@ def product(
     """
     if not isinstance(matrix, Mapping):
         return skinny_product(x, matrix, bias, in_parts=in_parts)
-    check_product(x, matrix, bias)
+    check_product(matrix, bias, x=x)
     y = quantized_product(x, matrix, in_parts=in_parts and bias is None)
     return y if bias is None else y + bias
 
@@ -50,17 +52,13 @@ def plain_product(
     return y if bias is None else y + bias
 
 
-def check_product(x: Any, matrix: Matrix, bias: Float[Array, "out"] | None = None) -> None:
-    """Raises a ValueError unless rows of x, of which it needs shape and type, fit the matrix."""
-    if not isinstance(matrix, Mapping):
-        check_matrix(x, matrix, bias)
-        return
-    check_blocks(x, matrix)
-    if bias is not None and (bias.shape != matrix["values"].shape[:1] or bias.dtype != x.dtype):
-        raise ValueError(
-            f"bias={bias.dtype}{list(bias.shape)}: must be [out] for the matrix, "
-            f"{x.dtype}{list(matrix['values'].shape[:1])}"
-        )
+def check_product(matrix: Matrix, bias: Float[Array, "out"] | None, **rows: Any) -> None:
+    """Raises ValueError where dtypes differ from the rows', or blocks lack scales."""
+    if isinstance(matrix, Mapping):
+        check_blocks(matrix)
+        check_dtypes(**rows, bias=bias)
+    else:
+        check_dtypes(**rows, matrix=matrix, bias=bias)
 
 
 def no_one_launch(x: Float[Array, "*batch numbers"], matrix: Matrix, *_: Any) -> str | None:

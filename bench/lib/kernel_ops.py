@@ -1,4 +1,7 @@
-"""Builds jobs of the other ops for bench.kernels: scores, selection, runs, gather, compaction."""
+"""Builds jobs of the other ops for bench.kernels: scores, selection, runs, gather, compaction.
+
+The folder `tests` is imported by jobs alone that use its cases.
+"""
 
 from functools import partial
 from typing import Any
@@ -12,25 +15,19 @@ from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, ROTATED_BYTES, AttentionC
 from bench.lib.kernel_programs import Contender, Job, in_turn, random
 from bench.lib.kernel_timing import TimedProgram
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.centroid_scores.api import centroid_scores
-from jsparse.pallas_kernels.centroid_scores.cases import Case as Centroids
 from jsparse.pallas_kernels.compact_pages.api import compact_pages
 from jsparse.pallas_kernels.gated_product.api import gated_product
 from jsparse.pallas_kernels.group_means.api import group_means
-from jsparse.pallas_kernels.group_means.cases import Case as Means
 from jsparse.pallas_kernels.int4_keys import Int4Keys
 from jsparse.pallas_kernels.int4_scores.api import int4_scores
-from jsparse.pallas_kernels.int4_scores.cases import frame_for
 from jsparse.pallas_kernels.key_bounds import PageBounds
 from jsparse.pallas_kernels.nearest_centroid.api import nearest_centroid
-from jsparse.pallas_kernels.nearest_centroid.cases import Case as Nearest
 from jsparse.pallas_kernels.norm_product.api import norm_product
 from jsparse.pallas_kernels.page_bounds.api import page_bounds
 from jsparse.pallas_kernels.quantized_product.api import MAX_ROWS, quantized_product
 from jsparse.pallas_kernels.row_gather.api import row_gather
 from jsparse.pallas_kernels.runs_to_tokens.api import runs_to_tokens
-from jsparse.pallas_kernels.runs_to_tokens.cases import Case as Runs
 from jsparse.pallas_kernels.skinny_product.api import skinny_product
 from jsparse.pallas_kernels.threshold_select import Budget, TopK, TopP, threshold_select
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
@@ -194,6 +191,8 @@ def _bounds(name: str, batch: int, context: int) -> Job:
 def _int4(
     name: str, batch: int, context: int, *, quarter: bool = False, framed: bool = False
 ) -> Job:
+    from tests.kernels.cases.int4_scores import Case, frame_for
+
     pages = context // PAGE
     rows = (batch * KV_HEADS * pages, PAGE)
     listed = AttentionCase("", batch, context, context // 4)
@@ -266,9 +265,11 @@ def _budget(name: str, batch: int, runs: int, max_calls: int) -> Job:
 
 
 def _runs(name: str, batch: int, shrink: int) -> Job:
+    from tests.kernels.cases.runs_to_tokens import Case
+
     runs, few = max(RUNS // shrink, PAGE), max(CHOSEN_RUNS // shrink, 1)
     capacity = max(BUDGET // shrink, 1)
-    case = Runs("", batch, KV_HEADS, runs, few, count="all", capacity=capacity)
+    case = Case("", batch, KV_HEADS, runs, few, count="all", capacity=capacity)
 
     def build():
         return None, [case.build(seed)[0] for seed in range(4)]
@@ -281,7 +282,9 @@ def _runs(name: str, batch: int, shrink: int) -> Job:
 
 
 def _nearest(name: str, batch: int, points: int, groups: int) -> Job:
-    case = Nearest(
+    from tests.kernels.cases.nearest_centroid import Case
+
+    case = Case(
         "", batch, KV_HEADS, points, groups, HEAD_DIM, used="three_quarters", like="directions"
     )
 
@@ -297,7 +300,9 @@ def _nearest(name: str, batch: int, points: int, groups: int) -> Job:
 
 
 def _means(name: str, points: int, groups: int) -> Job:
-    case = Means("", 1, KV_HEADS, points, groups, HEAD_DIM, used="three_quarters", like="normal")
+    from tests.kernels.cases.group_means import Case
+
+    case = Case("", 1, KV_HEADS, points, groups, HEAD_DIM, used="three_quarters", like="normal")
 
     def build():
         return None, [case.build(seed) for seed in range(4)]
@@ -310,7 +315,9 @@ def _means(name: str, points: int, groups: int) -> Job:
 
 
 def _centroids(name: str, batch: int, clusters: int, max_calls: int) -> Job:
-    case = Centroids("", batch, KV_HEADS, GROUP, clusters, HEAD_DIM, "all", dtype="bfloat16")
+    from tests.kernels.cases.centroid_scores import Case
+
+    case = Case("", batch, KV_HEADS, GROUP, clusters, HEAD_DIM, "all", dtype="bfloat16")
     size = 2 * batch * KV_HEADS * clusters * HEAD_DIM
     calls = min(max(-(-ROTATED_BYTES // size), 4), 32, max_calls)
 

@@ -15,56 +15,56 @@ from jax.sharding import SingleDeviceSharding
 
 from jsparse.models.quantized import to_blocks
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
-from jsparse.pallas_kernels.block_sparse_decode import cases as block_sparse_cases
 from jsparse.pallas_kernels.bounds_append import bounds_append
-from jsparse.pallas_kernels.centroid_scores import cases as centroid_cases
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
-from jsparse.pallas_kernels.centroid_update import cases as update_cases
 from jsparse.pallas_kernels.centroid_update import centroid_update
-from jsparse.pallas_kernels.compact_pages import cases as compact_cases
 from jsparse.pallas_kernels.compact_pages import compact_pages
-from jsparse.pallas_kernels.gated_product import cases as gated_cases
 from jsparse.pallas_kernels.gated_product import gated_product
-from jsparse.pallas_kernels.group_means import cases as means_cases
 from jsparse.pallas_kernels.group_means import group_means
 from jsparse.pallas_kernels.int4_append import int4_append
-from jsparse.pallas_kernels.int4_scores import cases as int4_cases
 from jsparse.pallas_kernels.int4_scores import int4_scores
-from jsparse.pallas_kernels.nearest_centroid import cases as nearest_cases
 from jsparse.pallas_kernels.nearest_centroid import nearest_centroid
-from jsparse.pallas_kernels.norm_product import cases as norm_product_cases
 from jsparse.pallas_kernels.norm_product import norm_product
-from jsparse.pallas_kernels.page_bounds import cases as bounds_cases
 from jsparse.pallas_kernels.page_bounds import page_bounds
-from jsparse.pallas_kernels.place_logits import cases as place_cases
 from jsparse.pallas_kernels.place_logits import place_logits
-from jsparse.pallas_kernels.quantized_product import cases as quantized_cases
 from jsparse.pallas_kernels.quantized_product import quantized_product
-from jsparse.pallas_kernels.residual_norm import cases as norm_cases
 from jsparse.pallas_kernels.residual_norm import residual_norm
-from jsparse.pallas_kernels.rope_append import cases as rope_cases
 from jsparse.pallas_kernels.rope_append import rope_append
-from jsparse.pallas_kernels.row_gather import cases as gather_cases
 from jsparse.pallas_kernels.row_gather import row_gather
-from jsparse.pallas_kernels.row_scatter import cases as scatter_cases
 from jsparse.pallas_kernels.row_scatter import row_scatter
-from jsparse.pallas_kernels.runs_to_tokens import cases as runs_cases
 from jsparse.pallas_kernels.runs_to_tokens import runs_to_tokens
-from jsparse.pallas_kernels.shared_counts import cases as shared_cases
 from jsparse.pallas_kernels.shared_counts import shared_counts
-from jsparse.pallas_kernels.skinny_product import cases as skinny_cases
 from jsparse.pallas_kernels.skinny_product import skinny_product
-from jsparse.pallas_kernels.table_candidates import cases as candidate_cases
 from jsparse.pallas_kernels.table_candidates import table_candidates
-from jsparse.pallas_kernels.table_update import cases as table_cases
 from jsparse.pallas_kernels.table_update import table_update
-from jsparse.pallas_kernels.threshold_select import cases as select_cases
 from jsparse.pallas_kernels.threshold_select import threshold_select
-from jsparse.pallas_kernels.token_sparse_decode import cases as token_sparse_cases
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products
-from jsparse.pallas_kernels.window_attention import cases as window_cases
 from jsparse.pallas_kernels.window_attention import window_attention
+from tests.kernels.cases import block_sparse_decode as block_sparse_cases
+from tests.kernels.cases import centroid_scores as centroid_cases
+from tests.kernels.cases import centroid_update as update_cases
+from tests.kernels.cases import compact_pages as compact_cases
+from tests.kernels.cases import gated_product as gated_cases
+from tests.kernels.cases import group_means as means_cases
+from tests.kernels.cases import int4_scores as int4_cases
+from tests.kernels.cases import nearest_centroid as nearest_cases
+from tests.kernels.cases import norm_product as norm_product_cases
+from tests.kernels.cases import page_bounds as bounds_cases
+from tests.kernels.cases import place_logits as place_cases
+from tests.kernels.cases import quantized_product as quantized_cases
+from tests.kernels.cases import residual_norm as norm_cases
+from tests.kernels.cases import rope_append as rope_cases
+from tests.kernels.cases import row_gather as gather_cases
+from tests.kernels.cases import row_scatter as scatter_cases
+from tests.kernels.cases import runs_to_tokens as runs_cases
+from tests.kernels.cases import shared_counts as shared_cases
+from tests.kernels.cases import skinny_product as skinny_cases
+from tests.kernels.cases import table_candidates as candidate_cases
+from tests.kernels.cases import table_update as table_cases
+from tests.kernels.cases import threshold_select as select_cases
+from tests.kernels.cases import token_sparse_decode as token_sparse_cases
+from tests.kernels.cases import window_attention as window_cases
 
 
 class Op(NamedTuple):

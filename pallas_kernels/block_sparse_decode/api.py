@@ -8,9 +8,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.attention_arguments import check_shapes, check_stats, no_rows
+from jsparse.pallas_kernels.attention_arguments import check_list, no_rows
 from jsparse.pallas_kernels.block_sparse_decode import reference
 from jsparse.pallas_kernels.block_sparse_decode.cascade import cascade, lists_nothing
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_mosaic, run
 from jsparse.partials import AttentionOut, ListedLogits, StatsKind
 from jsparse.selection import Selection
@@ -76,6 +77,7 @@ BACKENDS = (
 )
 
 
+@checked()
 def block_sparse_decode(
     q: Float[Array, "B N H"],
     layer: LayerCache,
@@ -109,8 +111,7 @@ def block_sparse_decode(
     Raises:
         ValueError: shapes, granularity or page size do not fit together.
     """
-    check_shapes("block_sparse_decode", "page", q, layer, selection)
-    check_stats(stats)
+    check_list("block_sparse_decode", "page", layer, selection)
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     if layer.prefixes is not None and stats is None and lists_nothing(selection):
         attend = partial(block_sparse_decode, sm_scale=sm_scale, implementation=implementation)

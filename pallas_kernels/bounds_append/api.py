@@ -3,6 +3,7 @@
 from jsparse.cache import LayerCache
 from jsparse.model_facts.key_constants import KeyFrame
 from jsparse.pallas_kernels.bounds_append import reference
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.key_bounds import Bounds, check_frame
 from jsparse.shapes import Lengths, Rows
@@ -20,6 +21,7 @@ BACKENDS = (
 )
 
 
+@checked()
 def bounds_append(
     bounds: Bounds,
     layer: LayerCache,

@@ -1,9 +1,9 @@
 """Scores centroids by the queries of one decode step."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jsparse.pallas_kernels.centroid_scores import reference
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run, wide_rows
 from jsparse.shapes import Lengths, Queries
 
@@ -24,6 +24,7 @@ BACKENDS = (
 )
 
 
+@checked(nonempty="B K L H U")
 def centroid_scores(
     q: Queries,
     centroids: Float[Array, "B K L H"],
@@ -54,37 +55,7 @@ def centroid_scores(
         ValueError: shapes or types do not fit together, or of two that go together one is
             missing.
     """
-    if centroids.ndim != 4 or 0 in centroids.shape:
-        raise ValueError(f"centroids.shape={centroids.shape}: must be [B, K, L, H], none of them 0")
-    batch, heads, clusters, width = centroids.shape
-    if q.ndim != 3 or (q.shape[0], q.shape[2]) != (batch, width) or q.shape[1] % heads:
-        raise ValueError(
-            f"q.shape={q.shape}: must be [{batch}, N, {width}], N a multiple of {heads}"
-        )
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise ValueError(f"q.dtype={q.dtype}: must be floating")
-    if not jnp.issubdtype(centroids.dtype, jnp.floating):
-        raise ValueError(f"centroids.dtype={centroids.dtype}: must be floating")
-    if number.shape != (batch, heads) or number.dtype != jnp.int32:
-        raise ValueError(f"number={number.dtype}{[*number.shape]}: must be int32[{batch}, {heads}]")
-    if radius is not None and (radius.shape, radius.dtype) != (centroids.shape[:3], jnp.float32):
-        raise ValueError(
-            f"radius={radius.dtype}{[*radius.shape]}: must be float32[{batch}, {heads}, {clusters}]"
-        )
     if (unit is None) != (chosen is None):
         raise ValueError("unit, chosen: must be given together")
-    if unit is not None and (unit.shape, unit.dtype) != (centroids.shape[:3], jnp.int32):
-        raise ValueError(
-            f"unit={unit.dtype}{[*unit.shape]}: must be int32[{batch}, {heads}, {clusters}]"
-        )
-    if chosen is not None and (
-        chosen.ndim != 3
-        or chosen.shape[:2] != (batch, heads)
-        or 0 in chosen.shape
-        or chosen.dtype != jnp.bool_
-    ):
-        raise ValueError(
-            f"chosen={chosen.dtype}{[*chosen.shape]}: must be bool[{batch}, {heads}, U], U above 0"
-        )
     arrays = q, centroids, number, radius, unit, chosen
     return run("centroid_scores", implementation, BACKENDS, *arrays)

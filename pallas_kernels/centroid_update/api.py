@@ -1,9 +1,9 @@
 """Adds a few new points to groups, whose centroids move."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
 from jsparse.pallas_kernels.centroid_update import reference
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run, wide_rows
 from jsparse.pallas_kernels.point_groups import Groups
 
@@ -28,6 +28,7 @@ BACKENDS = (
 )
 
 
+@checked(nonempty="B K n H")
 def centroid_update(
     groups: Groups,
     points: Float32[Array, "B K n H"],
@@ -58,37 +59,8 @@ def centroid_update(
         ValueError: shapes or types do not fit together, or there are radii of points but not of
             groups.
     """
-    batch, heads, max_groups, width = groups.centroid.shape
-    shape = (batch, heads, *points.shape[2:3], width)
-    if points.shape != shape or points.dtype != jnp.float32 or 0 in shape:
-        raise ValueError(
-            f"points: must be float32 [{batch}, {heads}, n, {width}], not {points.dtype} "
-            f"{list(points.shape)}"
-        )
-    if radius is not None and (radius.shape != shape[:3] or groups.radius is None):
-        raise ValueError(
-            f"radius.shape={radius.shape}: must be {shape[:3]}, for groups that have radii"
-        )
-    if groups.of_point.shape[:2] != (batch, heads) or groups.of_point.dtype != jnp.int32:
-        raise ValueError(
-            f"groups.of_point: must be int32 [{batch}, {heads}, C], not {groups.of_point.dtype} "
-            f"{list(groups.of_point.shape)}"
-        )
-    for name, array in (("groups.radius", groups.radius), ("radius", radius)):
-        if array is not None and array.dtype != jnp.float32:
-            raise ValueError(f"{name}.dtype={array.dtype}: must be float32")
-    wanted = batch, heads, max_groups
-    if groups.radius is not None and groups.radius.shape != wanted:
-        raise ValueError(f"groups.radius.shape={groups.radius.shape}: must be {wanted}")
-    for name, array, wanted in (
-        ("groups.size", groups.size, (batch, heads, max_groups)),
-        ("group", group, shape[:3]),
-        ("nth", nth, (batch, shape[2])),
-    ):
-        if array.shape != wanted or array.dtype != jnp.int32:
-            raise ValueError(
-                f"{name}: must be int32 {list(wanted)}, not {array.dtype} {list(array.shape)}"
-            )
+    if radius is not None and groups.radius is None:
+        raise ValueError("radius: must be None for groups that have none")
     return run(
         "centroid_update",
         implementation,

@@ -1,9 +1,9 @@
 """Rewrites the tokens that each KV head keeps into its first slots, in place."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
 
 from jsparse.cache import LayerCache, truncate
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.compact_pages import reference
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.selection import Selection
@@ -22,6 +22,7 @@ BACKENDS = (
 )
 
 
+@checked()
 def compact_pages(
     layer: LayerCache,
     keep: Selection,
@@ -50,7 +51,10 @@ def compact_pages(
     Raises:
         ValueError: `keep` is no list of tokens, or shapes do not fit together.
     """
-    _check(layer, keep, rewrite)
+    if keep.granularity != "token":
+        raise ValueError(f"keep.granularity={keep.granularity!r}: compact_pages takes 'token'")
+    if keep.bits is not None:
+        raise ValueError(f"keep.bits.shape={keep.bits.shape}: must be None, tokens carry no bits")
     rewrite = jnp.ones(layer.lengths.shape, jnp.bool_) if rewrite is None else rewrite
     if keep.dense is not None:
         rewrite = rewrite & ~keep.dense
@@ -63,21 +67,3 @@ def compact_pages(
         jnp.where(rewrite, keep.count, 0),
     )
     return truncate(moved, jnp.where(rewrite, keep.count, layer.lengths))
-
-
-def _check(layer: LayerCache, keep: Selection, rewrite: Bool[Array, "..."] | None) -> None:
-    if keep.granularity != "token":
-        raise ValueError(f"keep.granularity={keep.granularity!r}: compact_pages takes 'token'")
-    if keep.bits is not None:
-        raise ValueError(f"keep.bits.shape={keep.bits.shape}: must be None, tokens carry no bits")
-    if keep.ids.ndim != 3 or keep.ids.shape[:2] != layer.lengths.shape:
-        raise ValueError(
-            f"keep.ids.shape={keep.ids.shape}: must be [B, K, C], where [B, K] is "
-            f"{layer.lengths.shape}"
-        )
-    flags = {"keep.count": keep.count, "keep.dense": keep.dense, "rewrite": rewrite}
-    for name, flag in flags.items():
-        if flag is not None and flag.shape != layer.lengths.shape:
-            raise ValueError(f"{name}.shape={flag.shape}: must be [B, K] = {layer.lengths.shape}")
-    if rewrite is not None and rewrite.dtype != jnp.bool_:
-        raise ValueError(f"rewrite.dtype={rewrite.dtype}: must be bool")

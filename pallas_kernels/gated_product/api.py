@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-import jax
 from jaxtyping import Array, Float
 
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, run
 from jsparse.pallas_kernels.gated_product import reference
 from jsparse.pallas_kernels.linear import Matrix, check_product, no_one_launch, product
@@ -36,6 +36,7 @@ BACKENDS = (
 )
 
 
+@checked()
 def gated_product(
     gate_up: Float[Array, "*batch two_in"],
     matrix: Matrix,
@@ -63,16 +64,9 @@ def gated_product(
         ValueError: shapes or types do not fit together, or the named implementation cannot run
             here.
     """
-    blocks = isinstance(matrix, Mapping)
-    sizes = matrix["values"].shape[::-1] if blocks else matrix.shape
-    if len(sizes) != 2 or gate_up.shape[-1] != 2 * sizes[0]:
-        raise ValueError(
-            f"gate_up.shape={gate_up.shape}: the last axis must be gate and up, twice as wide as "
-            f"the matrix [in, out], {list(sizes)}"
-        )
-    if not blocks and matrix.dtype != gate_up.dtype:
-        raise ValueError(f"gate_up.dtype={gate_up.dtype}: must be the matrix's, {matrix.dtype}")
-    half = jax.ShapeDtypeStruct((*gate_up.shape[:-1], sizes[0]), gate_up.dtype)
-    check_product(half, matrix, bias)
+    width = matrix["values"].shape[1] if isinstance(matrix, Mapping) else len(matrix)
+    if gate_up.shape[-1] != 2 * width:
+        raise ValueError(f"gate_up.shape={gate_up.shape}: the last axis must be 2 · {width}")
+    check_product(matrix, bias, gate_up=gate_up)
     y = run("gated_product", implementation, BACKENDS, gate_up, matrix, bias)
     return y if in_parts else total(y, gate_up.ndim, gate_up.dtype)

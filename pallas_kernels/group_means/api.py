@@ -1,8 +1,8 @@
 """Averages the points of each group, and counts them."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run, wide_rows
 from jsparse.pallas_kernels.group_means import reference
 from jsparse.shapes import Rows
@@ -20,6 +20,7 @@ BACKENDS = (
 )
 
 
+@checked(nonempty="B K C H")
 def group_means(
     points: Float[Array, "B K C H"],
     of_point: Int32[Array, "B K C"],
@@ -46,20 +47,6 @@ def group_means(
     Raises:
         ValueError: shapes or types do not fit together, or `max_groups` is below 1.
     """
-    if points.ndim != 4 or 0 in points.shape:
-        raise ValueError(f"points.shape={points.shape}: must be [B, K, C, H], none of them 0")
-    if not jnp.issubdtype(points.dtype, jnp.floating):
-        raise ValueError(f"points.dtype={points.dtype}: must be a float type")
-    if of_point.shape != points.shape[:3] or of_point.dtype != jnp.int32:
-        raise ValueError(
-            f"of_point: must be int32 {list(points.shape[:3])}, not {of_point.dtype} "
-            f"{list(of_point.shape)}"
-        )
-    for name, array in (("number", number), ("groups", groups)):
-        if array.shape != points.shape[:1] or array.dtype != jnp.int32:
-            raise ValueError(
-                f"{name}: must be int32 [{len(points)}], not {array.dtype} {list(array.shape)}"
-            )
     if type(max_groups) is not int or max_groups < 1:
         raise ValueError(f"max_groups={max_groups!r}: must be an integer of at least 1")
     return run(

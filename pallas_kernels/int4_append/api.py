@@ -1,13 +1,14 @@
 """Appends new tokens to a 4-bit copy of K."""
 
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
 from jsparse.cache import LayerCache
 from jsparse.model_facts.key_constants import KeyFrame
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.int4_append import reference
 from jsparse.pallas_kernels.int4_keys import Int4Keys, check_frame
-from jsparse.shapes import ChunkKV, Lengths, Rows
+from jsparse.shapes import Lengths, Rows
 
 
 def _load_triton():
@@ -22,10 +23,11 @@ BACKENDS = (
 )
 
 
+@checked()
 def int4_append(
     keys: Int4Keys,
     layer: LayerCache,
-    k: ChunkKV,
+    k: Float[Array, "B T K width"],
     valid: Rows,
     first: Lengths,
     *,
@@ -53,15 +55,10 @@ def int4_append(
     Raises:
         ValueError: shapes do not fit together.
     """
-    width = k.shape[-1] if channels is None else channels.shape[-1]
-    if (k.shape[0], k.shape[2]) != first.shape or width != 2 * keys.packed.shape[-1]:
-        wanted = (*first.shape, 2 * keys.packed.shape[-1])
-        raise ValueError(
-            f"k.shape={k.shape}: [B, K, H] must be {wanted}, to fit `first` and the keys"
-            if channels is None
-            else f"channels.shape={channels.shape}: [B, K, r] must be {wanted}, to fit the keys"
-        )
-    check_frame("k", k.shape[-1], layer, frame, channels)
+    name, given = ("k", k) if channels is None else ("channels", channels)
+    if given.shape[-1] != (width := 2 * keys.packed.shape[-1]):
+        raise ValueError(f"{name}.shape={given.shape}: must have the keys' {width} channels")
+    check_frame(k.shape[-1], layer, frame)
     return run(
         "int4_append",
         implementation,

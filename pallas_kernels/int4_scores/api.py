@@ -7,11 +7,12 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse.cache import LayerCache
 from jsparse.model_facts.key_constants import KeyFrame
-from jsparse.pallas_kernels.attention_arguments import check_shapes
+from jsparse.pallas_kernels.attention_arguments import check_list
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.int4_keys import Int4Keys, check_frame
 from jsparse.pallas_kernels.int4_scores import reference
-from jsparse.selection import Selection, nothing
+from jsparse.selection import Selection
 
 MAX_TRITON_PAGE = 128
 
@@ -39,8 +40,9 @@ BACKENDS = (
 )
 
 
+@checked()
 def int4_scores(
-    q: Float[Array, "B N H"],
+    q: Float[Array, "B N width"],
     layer: LayerCache,
     keys: Int4Keys,
     selection: Selection | None,
@@ -77,18 +79,17 @@ def int4_scores(
     Raises:
         ValueError: shapes, granularity or page size do not fit together.
     """
-    width, pages = 2 * keys.packed.shape[-1], layer.k.shape[:2]
-    listed = nothing(layer.lengths) if selection is None else selection
+    if selection is not None:
+        check_list("int4_scores", "page", layer, selection)
+    width = 2 * keys.packed.shape[-1]
     head_dim = width if channels is None else layer.k.shape[-1]
-    check_shapes("int4_scores", "page", q, layer, listed, head_dim=head_dim)
-    for name, wanted in {"packed": (*pages, width // 2), "scale": pages, "zero": pages}.items():
-        if (shape := getattr(keys, name).shape) != wanted:
-            raise ValueError(
-                f"keys.{name}.shape={shape}: must be {wanted}, to fit the cache's pages"
-            )
+    if q.shape[-1] != head_dim:
+        raise ValueError(
+            f"q.shape={q.shape}: the last axis must equal the keys' head dimension, {head_dim}"
+        )
     if channels is not None and channels.shape[-1] != width:
         raise ValueError(f"channels.shape={channels.shape}: the keys have {width} channels")
-    check_frame("q", q.shape[-1], layer, frame, channels)
+    check_frame(q.shape[-1], layer, frame)
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     return run(
         "int4_scores",

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.merge_splits import reference
 
@@ -20,6 +21,7 @@ BACKENDS = (
 )
 
 
+@checked()
 def merge_splits(
     o: Float32[Array, "pairs splits R H"],
     lse: Float32[Array, "pairs splits R"],
@@ -48,18 +50,11 @@ def merge_splits(
     Raises:
         ValueError: the shapes do not fit together.
     """
-    if (
-        o.ndim != 4
-        or lse.shape != o.shape[:3]
-        or used.ndim != 1
-        or used.size < o.shape[0]
-        or not 0 <= lse_only < rows <= o.shape[2]
-    ):
+    if len(used) < len(o):
+        raise ValueError(f"used.shape={used.shape}: must have an entry for each of {len(o)} pairs")
+    if not 0 <= lse_only < rows <= o.shape[2]:
         raise ValueError(
-            f"o.shape={o.shape}, lse.shape={lse.shape}, used.shape={used.shape}, rows={rows}, "
-            f"lse_only={lse_only}: must be [pairs, splits, R, H], [pairs, splits, R], at least "
-            "[pairs], from 1 to R "
-            "and from 0 to rows - 1"
+            f"lse_only={lse_only}, rows={rows}: must be 0 <= lse_only < rows <= R = {o.shape[2]}"
         )
     return run(
         "merge_splits", implementation, BACKENDS, o, lse, used, rows, lse_only=lse_only, dtype=dtype

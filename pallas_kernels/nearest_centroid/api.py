@@ -1,8 +1,8 @@
 """Assigns each point to the centroid with which it has the largest product."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from jsparse.pallas_kernels.checked import check_dtypes, checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run, wide_rows
 from jsparse.pallas_kernels.nearest_centroid import reference
 from jsparse.shapes import Rows
@@ -20,6 +20,7 @@ BACKENDS = (
 )
 
 
+@checked(nonempty="B K C L H")
 def nearest_centroid(
     points: Float[Array, "B K C H"],
     centroid: Float[Array, "B K L H"],
@@ -45,21 +46,6 @@ def nearest_centroid(
     Raises:
         ValueError: shapes or types do not fit together.
     """
-    if points.ndim != 4 or 0 in points.shape:
-        raise ValueError(f"points.shape={points.shape}: must be [B, K, C, H], none of them 0")
-    batch, heads, _, width = points.shape
-    if centroid.ndim != 4 or centroid.shape != (batch, heads, centroid.shape[2], width):
-        raise ValueError(f"centroid.shape={centroid.shape}: must be [{batch}, {heads}, L, {width}]")
-    if centroid.shape[2] == 0:
-        raise ValueError(f"centroid.shape={centroid.shape}: must hold at least one centroid")
-    if not jnp.issubdtype(points.dtype, jnp.floating) or centroid.dtype != points.dtype:
-        raise ValueError(
-            f"centroid.dtype={centroid.dtype}: must be that of points, {points.dtype}, a float type"
-        )
-    for name, array in (("number", number), ("groups", groups)):
-        if array.shape != (batch,) or array.dtype != jnp.int32:
-            raise ValueError(
-                f"{name}: must be int32 [{batch}], not {array.dtype} {list(array.shape)}"
-            )
+    check_dtypes(points=points, centroid=centroid)
     arrays = points, centroid, number, groups
     return run("nearest_centroid", implementation, BACKENDS, *arrays)

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
+from jsparse.pallas_kernels.checked import check_dtypes, checked
 from jsparse.pallas_kernels.dispatch import Backend, run
 from jsparse.pallas_kernels.linear import Matrix, check_product, no_one_launch, product
 from jsparse.pallas_kernels.norm_product import reference
@@ -57,6 +58,7 @@ BACKENDS = (
 )
 
 
+@checked()
 def norm_product(
     x: Float[Array, "*batch in"],
     delta: Float[Array, "*parts_and_batch in"],
@@ -91,13 +93,9 @@ def norm_product(
         ValueError: shapes or types do not fit together, or the named implementation cannot run
             here.
     """
-    check_product(x, matrix, bias)
+    check_product(matrix, bias, x=x)
     check_delta(x, delta)
-    if scale.shape != x.shape[-1:] or scale.dtype != x.dtype:
-        raise ValueError(
-            f"scale={scale.dtype}{list(scale.shape)}: must be [in] as x is wide, "
-            f"{x.dtype}{list(x.shape[-1:])}"
-        )
+    check_dtypes(x=x, scale=scale)
     given = x, delta, scale, matrix, bias
     whole, y = run("norm_product", implementation, BACKENDS, *given, eps=eps)
     return whole, y if in_parts else total(y, x.ndim, x.dtype)

@@ -1,17 +1,15 @@
 """Scores pages by how much a token of theirs could score: Quest ranks pages by it."""
 
-from typing import Literal, get_args
+from typing import Literal
 
-import jax
 from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache
 from jsparse.model_facts.key_constants import KeyFrame
-from jsparse.pallas_kernels.attention_arguments import check_shapes
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8, check_frame
 from jsparse.pallas_kernels.page_bounds import reference
-from jsparse.selection import nothing
 
 GroupQueries = Literal["mean", "max"]
 
@@ -49,6 +47,7 @@ BACKENDS = {
 }
 
 
+@checked()
 def page_bounds(
     q: Float[Array, "B N H"],
     layer: LayerCache,
@@ -96,19 +95,9 @@ def page_bounds(
         ValueError: shapes do not fit together, bounds in K's dtype are given a frame, slack is not
             from 0 to 1, there is no such `group`, or sm_scale is not above 0.
     """
-    check_shapes("page_bounds", "page", q, layer, nothing(layer.lengths))
-    pages = jax.ShapeDtypeStruct((layer.k.shape[0], layer.k.shape[2]), layer.k.dtype)
-    wanted = jax.eval_shape(bounds.of, pages, pages)
-    for name, kept, fits in zip(bounds._fields, bounds, wanted, strict=True):
-        if kept.shape != fits.shape:
-            raise ValueError(
-                f"bounds.{name}.shape={kept.shape}: must be {fits.shape}, to fit the cache's K"
-            )
     check_frame(bounds, layer, frame)
     if not 0 <= slack <= 1:
         raise ValueError(f"slack={slack}: must be a number from 0 to 1")
-    if group not in get_args(GroupQueries):
-        raise ValueError(f"group={group!r}: must be one of {list(get_args(GroupQueries))}")
     if sm_scale is not None and not sm_scale > 0:
         raise ValueError(
             f"sm_scale={sm_scale}: must be above 0, or what bounds q·k does not bound the logit"

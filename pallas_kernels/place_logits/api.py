@@ -1,9 +1,8 @@
 """Puts logits from the order in which pages were read into the order that `Stats` reports."""
 
-from typing import get_args
-
 from jaxtyping import Array, Float32
 
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.place_logits import reference
 from jsparse.partials import MeanStatsKind
@@ -23,6 +22,7 @@ BACKENDS = (
 )
 
 
+@checked()
 def place_logits(
     logits: Float32[Array, "pairs slots"],
     selection: Selection,
@@ -55,21 +55,13 @@ def place_logits(
     Raises:
         ValueError: shapes or granularity do not fit together, or there is no such report.
     """
-    if stats not in get_args(MeanStatsKind):
-        raise ValueError(f"stats={stats!r}: must be one of {list(get_args(MeanStatsKind))}")
     if selection.granularity != "page":
         raise ValueError(
             f"selection.granularity={selection.granularity!r}: place_logits takes 'page'"
         )
-    for name in ("ids", "count", "dense"):
-        field = getattr(selection, name)
-        if field is not None and field.shape[:2] != lengths.shape:
-            raise ValueError(
-                f"selection.{name}.shape={field.shape}: must begin with [B, K] = {lengths.shape}"
-            )
     capacity = selection.ids.shape[-1]
     maximum = max(capacity + 1 if capacity else 0, num_pages if selection.dense is not None else 0)
-    if logits.ndim != 2 or logits.shape[0] != lengths.size or logits.shape[1] % page_size:
+    if logits.shape[0] != lengths.size or logits.shape[1] % page_size:
         raise ValueError(
             f"logits.shape={logits.shape}: must be [{lengths.size}, a multiple of {page_size}]"
         )

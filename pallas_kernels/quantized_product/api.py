@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_mosaic, no_triton, run
 from jsparse.pallas_kernels.quantized_product import reference
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
@@ -47,19 +48,11 @@ def _too_many(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) -> str 
     return no_triton()
 
 
-def check_blocks(x: Float[Array, "*batch in"], matrix: Blocks) -> None:
-    """Raises a ValueError unless rows of x can be multiplied with the matrix."""
-    values, scales = matrix["values"], matrix["scales"]
-    wanted = (values.shape[-1] // BLOCK, values.shape[0])
-    if scales.shape != wanted or values.shape[-1] % BLOCK:
-        raise ValueError(
-            f"scales.shape={scales.shape}: must be [in / {BLOCK}, out], {wanted}, for values of "
-            f"shape {values.shape}"
-        )
-    if x.shape[-1] != values.shape[-1]:
-        raise ValueError(
-            f"x.shape={x.shape}: the last axis must be the matrix's width, {values.shape[-1]}"
-        )
+def check_blocks(matrix: Blocks) -> None:
+    """Raises ValueError unless each block of a matrix has a scale."""
+    width, blocks = matrix["values"].shape[1], matrix["scales"].shape[0]
+    if width != blocks * BLOCK:
+        raise ValueError(f"matrix: {blocks} scales must be one per {BLOCK} of {width} values")
 
 
 BACKENDS = (
@@ -69,6 +62,7 @@ BACKENDS = (
 )
 
 
+@checked()
 def quantized_product(
     x: Float[Array, "*batch in"],
     matrix: Blocks,
@@ -99,7 +93,7 @@ def quantized_product(
     Raises:
         ValueError: shapes do not fit together, or the named implementation cannot run here.
     """
-    check_blocks(x, matrix)
+    check_blocks(matrix)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     dtype = x.dtype if dtype is None else dtype
     y = run("quantized_product", implementation, BACKENDS, rows, matrix, dtype=dtype)

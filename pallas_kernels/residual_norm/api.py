@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jsparse.pallas_kernels.checked import check_dtypes, checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.residual_norm import reference
 
@@ -38,6 +39,7 @@ def check_delta(x: Float[Array, "*batch D"], delta: Float[Array, "*parts_and_bat
         )
 
 
+@checked()
 def residual_norm(
     x: Float[Array, "rows D"],
     delta: Float[Array, "rows D"] | Float[Array, "parts rows D"],
@@ -62,12 +64,6 @@ def residual_norm(
     Raises:
         ValueError: shapes or types differ, or the named implementation cannot run here.
     """
-    if x.ndim != 2:
-        raise ValueError(f"x.shape={x.shape}: must be [rows, D]")
     check_delta(x, delta)
-    if scale.shape != x.shape[1:] or scale.dtype != x.dtype:
-        raise ValueError(
-            f"scale={scale.dtype}{list(scale.shape)}: must be [D] as x is wide, "
-            f"{x.dtype}{list(x.shape[1:])}"
-        )
+    check_dtypes(x=x, scale=scale)
     return run("residual_norm", implementation, BACKENDS, x, delta, scale, eps=eps)

@@ -4,6 +4,7 @@ from jaxtyping import Array, Int32
 
 from jsparse.cache import LayerCache
 from jsparse.heads import Heads
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run, wide_rows
 from jsparse.pallas_kernels.rope_append import reference
 from jsparse.parts import check_parts
@@ -28,6 +29,7 @@ BACKENDS = (
 )
 
 
+@checked()
 def rope_append(
     heads: Heads,
     layer: LayerCache,
@@ -57,13 +59,12 @@ def rope_append(
     check_parts("qkv", heads.qkv, 4)
     if heads.qkv.shape[-3] != 1:
         raise ValueError(f"qkv.shape={heads.qkv.shape}: must be [B, 1, N + 2K, H], or parts of it")
-    batch, _, _, width = shape = heads.qkv.shape[-4:]
+    batch, _, count, width = heads.qkv.shape[-4:]
     half = (batch, 1, width // 2)
-    wanted = batch, 1, heads.num_heads + 2 * layer.lengths.shape[1], layer.k.shape[-1]
-    if shape != wanted or len(layer.lengths) != batch:
+    if count != heads.num_heads + 2 * layer.lengths.shape[1]:
         raise ValueError(
             f"qkv.shape={heads.qkv.shape} of {heads.num_heads} query heads: must fit lengths of "
-            f"shape {layer.lengths.shape} and pages of shape {layer.k.shape}"
+            f"shape {layer.lengths.shape}"
         )
     for name, part in zip(("cos", "sin"), heads.table, strict=True):
         if part.shape != half:

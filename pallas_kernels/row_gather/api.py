@@ -1,8 +1,8 @@
 """Gathers rows, or whole pages, of a pool on the device or in host memory."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Int32, Shaped
 
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.row_gather import reference
 
@@ -27,6 +27,7 @@ BACKENDS = (
 )
 
 
+@checked()
 def row_gather(
     pool: Shaped[Array, "rows *W"],
     ids: Int32[Array, "*lists C"],
@@ -60,13 +61,6 @@ def row_gather(
         raise ValueError(f"row_axes={row_axes}: must be at least 1 and leave axes of {pool.shape}")
     if pool.ndim < 2:
         raise ValueError(f"pool.shape={pool.shape}: must be [rows, W] or have more axes")
-    if ids.ndim < 1 or ids.dtype != jnp.int32:
-        raise ValueError(f"ids={ids.dtype}{list(ids.shape)}: must be int32[..., C]")
     if 0 in pool.shape[:row_axes] and ids.size:
         raise ValueError(f"pool.shape={pool.shape}: must have a row where ids lists any")
-    if count is not None and (count.shape != ids.shape[:-1] or count.dtype != jnp.int32):
-        raise ValueError(
-            f"count={count.dtype}{list(count.shape)}: must be int32{list(ids.shape[:-1])}, one for "
-            "each list"
-        )
     return run("row_gather", implementation, BACKENDS, pool, ids, count, row_axes=row_axes)

@@ -1,8 +1,8 @@
 """Writes rows, or whole pages, into a pool on the device or in host memory."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Int32, Shaped
 
+from jsparse.pallas_kernels.checked import check_dtypes, checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.row_scatter import reference
 
@@ -27,6 +27,7 @@ BACKENDS = (
 )
 
 
+@checked()
 def row_scatter(
     pool: Shaped[Array, "rows *W"],
     ids: Int32[Array, "*lists"],
@@ -52,11 +53,7 @@ def row_scatter(
     """
     if pool.ndim < 2:
         raise ValueError(f"pool.shape={pool.shape}: must be [rows, W] or have more axes")
-    if ids.dtype != jnp.int32:
-        raise ValueError(f"ids={ids.dtype}{list(ids.shape)}: must be int32")
-    if rows.shape != (*ids.shape, *pool.shape[1:]) or rows.dtype != pool.dtype:
-        raise ValueError(
-            f"rows={rows.dtype}{list(rows.shape)}: must be {pool.dtype}"
-            f"{[*ids.shape, *pool.shape[1:]]}, a row of the pool for each id"
-        )
+    check_dtypes(pool=pool, rows=rows)
+    if rows.shape != (wanted := (*ids.shape, *pool.shape[1:])):
+        raise ValueError(f"rows.shape={rows.shape}: must be {wanted}, a row of the pool per id")
     return run("row_scatter", implementation, BACKENDS, pool, ids, rows)

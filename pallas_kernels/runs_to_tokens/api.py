@@ -1,8 +1,8 @@
 """Turns chosen runs of neighbouring slots into the list of their slots."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.runs_to_tokens import reference
 from jsparse.selection import Selection
@@ -21,6 +21,7 @@ BACKENDS = (
 )
 
 
+@checked(nonempty="B K R")
 def runs_to_tokens(
     ids: Int32[Array, "B K R"],
     count: Lengths,
@@ -51,19 +52,8 @@ def runs_to_tokens(
     Raises:
         ValueError: shapes or types do not fit together, or `capacity` is below 1.
     """
-    if ids.ndim != 3 or 0 in ids.shape:
-        raise ValueError(f"ids.shape={ids.shape}: must be [B, K, R], none of them 0")
-    batch, heads, _ = ids.shape
-    if edges.ndim != 3 or edges.shape[:2] not in ((batch, heads), (batch, 1)) or edges.shape[2] < 2:
-        raise ValueError(
-            f"edges.shape={edges.shape}: must be [{batch}, {heads} or 1, n + 1], n at least 1"
-        )
-    for name, array in (("count", count), ("lengths", lengths)):
-        if array is not None and array.shape != ids.shape[:2]:
-            raise ValueError(f"{name}.shape={array.shape}: must be [B, K] = {ids.shape[:2]}")
-    for name, array in (("ids", ids), ("count", count), ("edges", edges), ("lengths", lengths)):
-        if array is not None and array.dtype != jnp.int32:
-            raise ValueError(f"{name}.dtype={array.dtype}: must be int32")
+    if edges.shape[2] < 2:
+        raise ValueError(f"edges.shape={edges.shape}: must have at least two edges per head")
     if type(capacity) is not int or capacity < 1:
         raise ValueError(f"capacity={capacity!r}: must be an integer of at least 1")
     return run(

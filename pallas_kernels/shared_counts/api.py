@@ -1,8 +1,8 @@
 """Counts how many of a row's best scores lie in each of its lists: heads' shares of a budget."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.shared_counts import reference
 from jsparse.shapes import Lengths, Rows
@@ -35,6 +35,7 @@ BACKENDS = (
 )
 
 
+@checked(nonempty="B K S")
 def shared_counts(
     scores: Float[Array, "B K S"],
     total: Rows,
@@ -58,15 +59,6 @@ def shared_counts(
     Raises:
         ValueError: shapes do not fit together, or `min_count` is negative or above `max_count`.
     """
-    if scores.ndim != 3 or 0 in scores.shape:
-        raise ValueError(f"scores.shape={scores.shape}: must be [B, K, S], none of them 0")
-    if not jnp.issubdtype(scores.dtype, jnp.floating):
-        raise ValueError(f"scores.dtype={scores.dtype}: must be floating")
-    if total.shape != scores.shape[:1] or not jnp.issubdtype(total.dtype, jnp.integer):
-        raise ValueError(
-            f"total={total.dtype}{[*total.shape]}: must be integers of shape [B] = "
-            f"{[*scores.shape[:1]]}"
-        )
     if not 0 <= min_count <= max_count:
         raise ValueError(
             f"min_count={min_count}: must be at least 0 and at most max_count={max_count}"
@@ -76,7 +68,7 @@ def shared_counts(
         implementation,
         BACKENDS,
         scores,
-        total.astype(jnp.int32),
+        total,
         min_count=min_count,
         max_count=max_count,
     )

@@ -4,6 +4,7 @@ import math
 
 from jaxtyping import Array, Float
 
+from jsparse.pallas_kernels.checked import check_dtypes, checked
 from jsparse.pallas_kernels.dispatch import Backend, compute_capability, no_triton, run
 from jsparse.pallas_kernels.skinny_product import reference, xla_parts
 from jsparse.parts import total
@@ -46,22 +47,6 @@ def _no_parts(
     return "needs an NVIDIA GPU" if compute_capability() is None else None
 
 
-def check_matrix(
-    x: Float[Array, "*batch in"], matrix: Float[Array, "in out"], bias: Float[Array, "out"] | None
-) -> None:
-    """Raises a ValueError unless rows of x can be multiplied with the matrix."""
-    if matrix.ndim != 2 or x.shape[-1:] != matrix.shape[:1] or x.dtype != matrix.dtype:
-        raise ValueError(
-            f"matrix={matrix.dtype}{list(matrix.shape)}: must be [in, out] for rows of x, "
-            f"{x.dtype}{list(x.shape)}"
-        )
-    if bias is not None and (bias.shape != matrix.shape[1:] or bias.dtype != x.dtype):
-        raise ValueError(
-            f"bias={bias.dtype}{list(bias.shape)}: must be [out] for the matrix, "
-            f"{x.dtype}{list(matrix.shape[1:])}"
-        )
-
-
 BACKENDS = (
     Backend("triton", _load_triton, no_row_product),
     Backend("parts", lambda: xla_parts.skinny_product, _no_parts),
@@ -69,6 +54,7 @@ BACKENDS = (
 )
 
 
+@checked()
 def skinny_product(
     x: Float[Array, "*batch in"],
     matrix: Float[Array, "in out"],
@@ -97,6 +83,6 @@ def skinny_product(
         ValueError: shapes or types do not fit together, or the named implementation cannot run
             here.
     """
-    check_matrix(x, matrix, bias)
+    check_dtypes(x=x, matrix=matrix, bias=bias)
     y = run("skinny_product", implementation, BACKENDS, x, matrix, bias)
     return y if in_parts else total(y, x.ndim, x.dtype)

@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, BFloat16
 
-from jsparse.pallas_kernels.attention_tables import check_tables
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, many_heads, no_triton, run
 from jsparse.pallas_kernels.table_candidates import reference
 from jsparse.pallas_kernels.table_candidates.rules import Best, CandidateRule, Kurtosis
@@ -32,6 +32,7 @@ BACKENDS = (
 )
 
 
+@checked()
 def table_candidates(
     vertical: BFloat16[Array, "B K S"],
     distance: BFloat16[Array, "B K S"],
@@ -72,17 +73,13 @@ def table_candidates(
     Raises:
         ValueError: shapes or types do not fit together, or `capacity`, `sink` or `rule` is invalid.
     """
-    heads = lengths.shape
-    check_tables(vertical, distance, lengths, sink)
+    if type(sink) is not int or sink < 0:
+        raise ValueError(f"sink={sink!r}: must be an integer of at least 0")
     slots = vertical.shape[2]
     if type(capacity) is not int or not 1 <= capacity <= slots:
         raise ValueError(f"capacity={capacity!r}: must be an integer from 1 to S = {slots}")
     if not isinstance(rule, Best | Kurtosis):
         raise ValueError(f"rule={rule!r}: must be Best or Kurtosis")
-    for name in ("number", "min_count", "max_count"):
-        value = getattr(rule, name, lengths)
-        if value.shape != heads:
-            raise ValueError(f"rule.{name}.shape={value.shape}: must be [B, K] = {heads}")
     return run(
         "table_candidates",
         implementation,

@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, BFloat16, Float32
 
-from jsparse.pallas_kernels.attention_tables import check_tables
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, many_heads, no_triton, run
 from jsparse.pallas_kernels.table_update import reference
 from jsparse.partials import ListedLogits
@@ -25,6 +25,7 @@ BACKENDS = (
 )
 
 
+@checked()
 def table_update(
     vertical: BFloat16[Array, "B K S"],
     distance: BFloat16[Array, "B K S"],
@@ -66,23 +67,8 @@ def table_update(
     Raises:
         ValueError: shapes or types do not fit together, or `sink` or `penalty` is out of range.
     """
-    heads = lengths.shape
-    check_tables(vertical, distance, lengths, sink)
-    entries = listed.ids.shape[-1]
-    for name, rank, wanted in (("ids", 3, (*heads, entries)), ("count", 2, heads)):
-        shape = getattr(listed, name).shape
-        if len(shape) != rank or shape != wanted:
-            raise ValueError(f"listed.{name}.shape={shape}: must be {wanted}")
-    logits = listed.logits.shape
-    if len(logits) != 4 or (*logits[:2], logits[3]) != (*heads, entries):
-        raise ValueError(
-            f"listed.logits.shape={logits}: must be [B, K, G, entries], where [B, K] is {heads} "
-            f"and ids has {entries} entries"
-        )
-    if listed.lse.shape != logits[:3]:
-        raise ValueError(f"listed.lse.shape={listed.lse.shape}: must be [B, K, G] = {logits[:3]}")
-    if scale.shape != heads[:1]:
-        raise ValueError(f"scale.shape={scale.shape}: must be [B] = {heads[:1]}")
+    if type(sink) is not int or sink < 0:
+        raise ValueError(f"sink={sink!r}: must be an integer of at least 0")
     if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not 0 <= penalty < 1:
         raise ValueError(f"penalty={penalty!r}: must be a number from 0 to below 1")
     return run(

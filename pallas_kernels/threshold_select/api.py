@@ -3,11 +3,11 @@
 A rule's number is static; an array gives every KV head its own.
 """
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32, Integer
 
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
@@ -74,6 +74,7 @@ WeightKind = Literal["softmax", "raw"]
 GroupMerge = Literal["union", "max"]
 
 
+@checked(nonempty="B K G n m")
 def threshold_select(
     scores: Float[Array, "B K G n"],
     rule: Rule,
@@ -124,12 +125,10 @@ def threshold_select(
     Raises:
         ValueError: an argument is not one of the above, or shapes do not fit together.
     """
-    _check_options(granularity, weights, group, capacity)
-    _check_shapes(scores, lengths, granularity, page_size)
-    _check_names(names, scores.shape[:2], scores.shape[-1] // (page_size or 1))
-    _check_rule(rule, scores)
-    if isinstance(rule, Budget):
-        _check_sizes(rule.sizes, scores, granularity)
+    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+        raise ValueError(f"capacity={capacity!r}: must be an integer of at least 1")
+    _check_units(scores, granularity, page_size, names)
+    _check_rule(rule, granularity)
     if always is not None:
         _check_always(always, rule, scores, granularity, group)
     return run(
@@ -176,27 +175,9 @@ BACKENDS = (
 )
 
 
-def _check_options(granularity: str, weights: str, group: str, capacity: int) -> None:
-    for name, value, kinds in (
-        ("granularity", granularity, OutputGranularity),
-        ("weights", weights, WeightKind),
-        ("group", group, GroupMerge),
-    ):
-        if value not in get_args(kinds):
-            raise ValueError(f"{name}={value!r}: must be one of {list(get_args(kinds))}")
-    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-        raise ValueError(f"capacity={capacity!r}: must be an integer of at least 1")
-
-
-def _check_shapes(
-    scores: Array, lengths: Array | None, granularity: str, page_size: int | None
+def _check_units(
+    scores: Array, granularity: str, page_size: int | None, names: Array | None
 ) -> None:
-    if scores.ndim != 4 or 0 in scores.shape:
-        raise ValueError(f"scores.shape={scores.shape}: must be [B, K, G, n], none of them 0")
-    if not jnp.issubdtype(scores.dtype, jnp.floating):
-        raise ValueError(f"scores.dtype={scores.dtype}: must be floating")
-    if lengths is not None and lengths.shape != scores.shape[:2]:
-        raise ValueError(f"lengths.shape={lengths.shape}: must be [B, K] = {scores.shape[:2]}")
     if granularity in ("token", "page"):
         if page_size is not None:
             raise ValueError(
@@ -208,24 +189,12 @@ def _check_shapes(
             f"page_size={page_size}: must divide n={scores.shape[-1]} for "
             f"granularity={granularity!r}"
         )
+    units = scores.shape[-1] // (page_size or 1)
+    if names is not None and units % names.shape[-1]:
+        raise ValueError(f"names.shape={names.shape}: the last axis must divide {units} units")
 
 
-def _check_names(names: Array | None, heads: tuple[int, ...], units: int) -> None:
-    if names is None:
-        return
-    if (
-        names.dtype != jnp.int32
-        or names.shape[:-1] != heads
-        or names.shape[-1] == 0
-        or units % names.shape[-1]
-    ):
-        raise ValueError(
-            f"names={names.dtype}{[*names.shape]}: must be int32[B, K, m], [B, K] = {[*heads]}, m "
-            f"a divisor of {units}"
-        )
-
-
-def _check_rule(rule: Rule, scores: Array) -> None:
+def _check_rule(rule: Rule, granularity: str) -> None:
     if not isinstance(rule, TopK | TopP | Threshold | Budget):
         raise ValueError(f"rule={rule!r}: must be a TopK, a TopP, a Threshold or a Budget")
     name, value = rule._fields[0], rule[0]
@@ -240,24 +209,10 @@ def _check_rule(rule: Rule, scores: Array) -> None:
         must |= dict.fromkeys(("k", "tokens"), "an integer of at least 1")
         if isinstance(value, bool) or not fits[name](value):
             raise ValueError(f"{name}={value!r}: must be {must[name]}")
-    elif value.shape != scores.shape[:2]:
-        raise ValueError(
-            f"{name}.shape={value.shape}: must be [B, K] = {scores.shape[:2]}, or {name} one number"
-        )
-
-
-def _check_sizes(sizes: Array, scores: Array, granularity: str) -> None:
-    if granularity not in ("token", "page"):
+    if isinstance(rule, Budget) and granularity == "page_mass":
         raise ValueError(
             f"granularity={granularity!r}: must be 'token' or 'page' under Budget, whose sizes are "
             "of the units scored"
-        )
-    (batch, heads, _, units), shape = scores.shape, sizes.shape
-    fits = shape in ((batch, heads, units), (batch, 1, units))
-    if not fits or not jnp.issubdtype(sizes.dtype, jnp.integer):
-        raise ValueError(
-            f"sizes={sizes.dtype}{[*shape]}: must be integers [B, K or 1, n], [B, K, n] = "
-            f"{[batch, heads, units]}"
         )
 
 
@@ -268,12 +223,6 @@ def _check_always(always: Always, rule: Rule, scores: Array, granularity: str, g
             "always: must be None unless a TopK chooses once per KV head among the units "
             f"scored, not {type(rule).__name__} with granularity={granularity!r}, "
             f"group={group!r} and G={scores.shape[2]}"
-        )
-    held = always.lengths
-    if held.shape != scores.shape[:2] or not jnp.issubdtype(held.dtype, jnp.integer):
-        raise ValueError(
-            f"always.lengths={held.dtype}{[*held.shape]}: must be integers [B, K] = "
-            f"{[*scores.shape[:2]]}"
         )
     for name, least in (("sink", 0), ("recent", 0), ("unit", 1)):
         value = getattr(always, name)

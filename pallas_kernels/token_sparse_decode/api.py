@@ -5,7 +5,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.attention_arguments import check_shapes, check_stats, no_rows
+from jsparse.pallas_kernels.attention_arguments import check_list, no_rows
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, run
 from jsparse.pallas_kernels.token_sparse_decode import reference
 from jsparse.partials import AttentionOut, StatsKind
@@ -30,6 +31,7 @@ BACKENDS = (
 )
 
 
+@checked()
 def token_sparse_decode(
     q: Float[Array, "B N H"],
     layer: LayerCache,
@@ -46,8 +48,7 @@ def token_sparse_decode(
     except that `selection` lists tokens, that `stats="listed_logits"` therefore reports on them,
     and that `implementation` is "triton", "reference", or None to pick.
     """
-    check_shapes("token_sparse_decode", "token", q, layer, selection)
-    check_stats(stats)
+    check_list("token_sparse_decode", "token", layer, selection)
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     options = {"sm_scale": sm_scale, "stats": stats, "dtype": dtype}
     return run("token_sparse_decode", implementation, BACKENDS, q, layer, selection, **options)

@@ -1,11 +1,11 @@
 """Measures each slot's share of a window's attention, by which evicting methods rank."""
 
-from typing import Literal, get_args
+from typing import Literal
 
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
 from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.window_attention import reference
 from jsparse.shapes import Rows
@@ -32,6 +32,7 @@ BACKENDS = (
 )
 
 
+@checked(nonempty="W")
 def window_attention(
     queries: Float[Array, "B W N H"],
     positions: Rows,
@@ -64,28 +65,8 @@ def window_attention(
     Raises:
         ValueError: shapes do not fit together, or `group` or `over` is neither.
     """
-    heads = layer.lengths.shape
-    if queries.ndim != 4 or queries.shape[0] != heads[0] or queries.shape[2] % heads[1]:
-        raise ValueError(
-            f"queries.shape={queries.shape}: must be [B, W, N, H], N a multiple of K, where [B, K] "
-            f"is {heads}"
-        )
-    if queries.shape[3] != layer.k.shape[-1] or queries.shape[1] < 1:
-        raise ValueError(
-            f"queries.shape={queries.shape}: must have at least one query per row, of "
-            f"{layer.k.shape[-1]} channels as K has"
-        )
-    if competing.shape != (*heads, layer.capacity) or competing.dtype != jnp.bool_:
-        raise ValueError(
-            f"competing={competing.dtype}{list(competing.shape)}: must be "
-            f"bool{[*heads, layer.capacity]}"
-        )
-    if positions.shape != heads[:1]:
-        raise ValueError(f"positions.shape={positions.shape}: must be {heads[:1]}")
-    if group not in get_args(GroupReduction):
-        raise ValueError(f"group={group!r}: must be one of {list(get_args(GroupReduction))}")
-    if over not in get_args(NormaliseOver):
-        raise ValueError(f"over={over!r}: must be one of {list(get_args(NormaliseOver))}")
+    if competing.shape[2] != layer.capacity:
+        raise ValueError(f"competing.shape={competing.shape}: must have {layer.capacity} slots")
     return run(
         "window_attention",
         implementation,

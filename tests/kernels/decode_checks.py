@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jsparse.cache import SharedPrefixes
-from jsparse.pallas_kernels.block_sparse_decode.cases import Case, Inputs
 from jsparse.partials import StatsKind
 from jsparse.selection import Granularity, Selection
+from tests.kernels.cases.block_sparse_decode import Case, Inputs
 from tests.kernels.dense_attention import expected
 
 

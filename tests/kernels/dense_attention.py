@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jsparse.pallas_kernels.block_sparse_decode.cases import Inputs
+from tests.kernels.cases.block_sparse_decode import Inputs
 
 
 class Expected(NamedTuple):

@@ -19,8 +19,8 @@ from jsparse.cache import LayerCache
 from jsparse.pallas_kernels import dispatch
 from jsparse.pallas_kernels.block_sparse_decode import api, mosaic, schedule
 from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
-from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.selection import Selection
+from tests.kernels.cases.block_sparse_decode import Case
 from tests.kernels.dense_attention import expected
 
 # two blocks of two teams; every head of up to four tiles is cut into single tiles
@@ -45,7 +45,7 @@ CASES = [
 SOME = (CASES[1],)
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, *SOME), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_except(CASES, *SOME), ids=str)
 def test_the_interpreted_body_matches_dense_attention(case):
     inputs = case.build()
     tiles = TILES if case.head_dim <= 128 else TILES._replace(teams=1)

@@ -6,15 +6,13 @@ import pytest
 from marks import slow_except_named
 
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
-from jsparse.pallas_kernels.centroid_scores.cases import CASES, Case
+from tests.kernels.cases.centroid_scores import CASES, Case
 
 compiled = jax.jit(centroid_scores, static_argnames="implementation")
 
 
 @pytest.mark.parametrize(
-    "case",
-    slow_except_named(CASES, "any", "radii_bfloat16", "odd", "units"),
-    ids=lambda case: case.name,
+    "case", slow_except_named(CASES, "any", "radii_bfloat16", "odd", "units"), ids=str
 )
 def test_scores_what_a_loop_scores(case):
     inputs = case.build()
@@ -56,21 +54,24 @@ Q, CENTROIDS, NUMBER = (np.asarray(x) for x in INPUTS[:3])
     [
         (
             {"centroids": jax.device_put(CENTROIDS[0])},
-            r"centroids.shape=\(3, 40, 64\): must be \[B, K, L, H\], none of them 0",
+            r"centroids=float32\[3, 40, 64\]: must be float\[.*>0",
         ),
         (
             {"centroids": jax.device_put(CENTROIDS[:, :, :0])},
-            r"centroids.shape=\(2, 3, 0, 64\): must be",
+            r"centroids=float32\[2, 3, 0, 64\]: must be float\[",
         ),
         (
             {"q": jax.device_put(Q[:1])},
-            r"q.shape=\(1, 12, 64\): must be \[2, N, 64\], N a multiple of 3",
+            r"centroids=float32\[2, 3, 40, 64\].*K a divisor of N=12",
         ),
-        ({"q": jax.device_put(Q[:, :11])}, r"q.shape=\(2, 11, 64\): must be .* N a multiple of 3"),
-        ({"q": jax.device_put(Q.astype(np.int32))}, "q.dtype=int32: must be floating"),
+        (
+            {"q": jax.device_put(Q[:, :11])},
+            r"centroids=float32\[2, 3, 40, 64\].*K a divisor of N=11",
+        ),
+        ({"q": jax.device_put(Q.astype(np.int32))}, r"q=int32\[2, 12, 64\]: must be float\["),
         (
             {"centroids": jax.device_put(np.zeros(CENTROIDS.shape, np.int8))},
-            "centroids.dtype=int8: must be floating",
+            r"centroids=int8\[2, 3, 40, 64\]: must be float\[",
         ),
         ({"chosen": jax.device_put(np.zeros((2, 3, 5), bool))}, "unit, chosen: must be"),
         (
@@ -78,23 +79,23 @@ Q, CENTROIDS, NUMBER = (np.asarray(x) for x in INPUTS[:3])
                 "unit": jax.device_put(np.zeros((2, 3, 40), np.int32)),
                 "chosen": jax.device_put(np.zeros((2, 3, 0), bool)),
             },
-            r"chosen=bool\[2, 3, 0\]: must be bool\[2, 3, U\], U above 0",
+            r"chosen=bool\[2, 3, 0\]: must be bool\[",
         ),
         (
             {
                 "unit": jax.device_put(np.zeros((2, 3, 39), np.int32)),
                 "chosen": jax.device_put(np.zeros((2, 3, 5), bool)),
             },
-            r"unit=int32\[2, 3, 39\]: must be int32\[2, 3, 40\]",
+            r"unit=int32\[2, 3, 39\]: must be int32\[",
         ),
-        ({"number": jax.device_put(NUMBER[:1])}, r"number=int32\[1, 3\]: must be int32\[2, 3\]"),
+        ({"number": jax.device_put(NUMBER[:1])}, r"number=int32\[1, 3\]: must be int32\["),
         (
             {"number": jax.device_put(NUMBER * 1.0)},
-            r"number=float32\[2, 3\]: must be int32\[2, 3\]",
+            r"number=float32\[2, 3\]: must be int32\[",
         ),
         (
             {"radius": jax.device_put(np.zeros((2, 3, 39), np.float32))},
-            r"radius=float32\[2, 3, 39\]: must be float32\[2, 3, 40\]",
+            r"radius=float32\[2, 3, 39\]: must be float32\[",
         ),
         ({"implementation": "abacus"}, "implementation='abacus': centroid_scores has"),
     ],

@@ -7,7 +7,7 @@ import pytest
 from marks import slow_except_named
 
 from jsparse.pallas_kernels.centroid_update import centroid_update
-from jsparse.pallas_kernels.centroid_update.cases import CASES, JUNK, Case
+from tests.kernels.cases.centroid_update import CASES, JUNK, Case
 
 update = jax.jit(centroid_update, static_argnames="normalise")
 
@@ -51,11 +51,7 @@ def check(case: Case, seed: int = 0, wider: float = 0.0) -> None:
             assert max(far) <= made.radius[b, k, g] <= max(far) * (1 + 1e-4) + 2e-5
 
 
-@pytest.mark.parametrize(
-    "case",
-    slow_except_named(CASES, "any", "radii_of_points", "odd"),
-    ids=lambda case: case.name,
-)
+@pytest.mark.parametrize("case", slow_except_named(CASES, "any", "radii_of_points", "odd"), ids=str)
 def test_moves_centroids_as_a_loop_does(case):
     check(case)
 
@@ -91,31 +87,31 @@ POINTS, GROUP = np.asarray(INPUTS.points), np.asarray(INPUTS.group)
     [
         (
             {"points": jax.device_put(POINTS[..., :8])},
-            r"points: must be float32 \[3, 2, n, 32\], not float32 \[3, 2, 7, 8\]",
+            r"points=float32\[3, 2, 7, 8\]: must be float32\[",
         ),
         (
             {"points": jax.device_put(POINTS[:, :, :0])},
-            r"points: must be .*, not float32 \[3, 2, 0, 32\]",
+            r"points=float32\[3, 2, 0, 32\]: must be float32\[",
         ),
         (
             {"points": jax.device_put(POINTS.astype(jnp.bfloat16))},
-            r"points: must be .*, not bfloat16",
+            r"points=bfloat16\[3, 2, 7, 32\]: must be float32\[",
         ),
         (
             {"radius": jax.device_put(GROUP[..., :2] * 1.0)},
-            r"radius.shape=\(3, 2, 2\): must be \(3, 2, 7\)",
+            r"radius=float32\[3, 2, 2\]: must be float32\[",
         ),
         (
             {"groups": INPUTS.groups._replace(radius=None)},
-            r"radius.shape=\(3, 2, 7\): must be .* for groups that have radii",
+            "radius: must be None for groups that have none",
         ),
         (
             {"group": jax.device_put(GROUP[..., :3])},
-            r"group: must be int32 \[3, 2, 7\], not int32 \[3, 2, 3\]",
+            r"group=int32\[3, 2, 3\]: must be int32\[",
         ),
         (
             {"nth": jax.device_put(np.asarray(INPUTS.nth) * 1.0)},
-            r"nth: must be int32 \[3, 7\], not float32 \[3, 7\]",
+            r"nth=float32\[3, 7\]: must be int32\[",
         ),
         ({"implementation": "abacus"}, "implementation='abacus': centroid_update has"),
     ],

@@ -9,8 +9,8 @@ from marks import slow_except, slow_except_named
 
 from jsparse import cache
 from jsparse.pallas_kernels.compact_pages import compact_pages
-from jsparse.pallas_kernels.compact_pages.cases import CASES, Case
 from jsparse.selection import Selection, nothing
+from tests.kernels.cases.compact_pages import CASES, Case
 
 by_name = {case.name: case for case in CASES}
 POOLS = ("k", "v", "bias", "slot_positions")
@@ -48,7 +48,7 @@ def heads_of(layer):
     return {name: np.asarray(read_heads(pool, bare(layer))) for name, pool in pools.items()}
 
 
-@pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=str)
 def test_rows_move_in_order(case):
     inputs = case.build()
     out = compact(inputs.layer, inputs.keep, rewrite=inputs.rewrite)
@@ -172,24 +172,24 @@ def wrong_calls():
         "rows of ids": (
             (layer, tokens(ids=part(ids, slice(1)))),
             {},
-            r"keep.ids.shape=\(1, 2, 96\): must be \[B, K, C\]",
+            r"keep.ids=int32\[1, 2, 96\]: must be int32\[",
         ),
         "count": (
             (layer, tokens(count=part(count, slice(1)))),
             {},
-            r"keep.count.shape=\(1, 2\): must be \[B, K\] = \(2, 2\)",
+            r"keep.count=int32\[1, 2\]: must be int32\[",
         ),
         "dense": (
             (layer, tokens(dense=jax.device_put(np.asarray(count)[0] > 0))),
             {},
-            r"keep.dense.shape=\(2,\): must be",
+            r"keep.dense=bool\[2\]: must be bool\[",
         ),
         "rewrite": (
             (layer, keep),
             {"rewrite": jax.device_put(np.asarray(count)[:, :1] > 0)},
-            r"rewrite.shape=\(2, 1\): must be",
+            r"rewrite=bool\[2, 1\]: must be bool\[",
         ),
-        "numbers": ((layer, keep), {"rewrite": count}, "rewrite.dtype=int32: must be bool"),
+        "numbers": ((layer, keep), {"rewrite": count}, r"rewrite=int32\[2, 2\]: must be bool\["),
         "backend": (
             (layer, keep),
             {"implementation": "abacus"},

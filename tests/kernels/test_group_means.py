@@ -9,7 +9,7 @@ from marks import slow_except_named
 
 from jsparse.pallas_kernels import point_blocks
 from jsparse.pallas_kernels.group_means import group_means
-from jsparse.pallas_kernels.group_means.cases import CASES, Case
+from tests.kernels.cases.group_means import CASES, Case
 
 
 def check(case: Case, seed: int = 0) -> None:
@@ -29,9 +29,7 @@ def check(case: Case, seed: int = 0) -> None:
             np.testing.assert_allclose(means[b, k, group], wanted, atol=1e-6 * scale)
 
 
-@pytest.mark.parametrize(
-    "case", slow_except_named(CASES, "any", "spread", "odd"), ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", slow_except_named(CASES, "any", "spread", "odd"), ids=str)
 def test_averages_as_a_loop_does(case):
     check(case)
 
@@ -65,21 +63,24 @@ POINTS, OF_POINT, NUMBER, GROUPS = (np.asarray(x) for x in INPUTS)
     [
         (
             {"points": jax.device_put(POINTS[0])},
-            r"points.shape=\(2, 200, 32\): must be \[B, K, C, H\]",
+            r"points=bfloat16\[2, 200, 32\]: must be float\[",
         ),
         (
             {"points": jax.device_put(POINTS.astype(np.int32))},
-            "points.dtype=int32: must be a float type",
+            r"points=int32\[3, 2, 200, 32\]: must be float\[",
         ),
         (
             {"of_point": jax.device_put(OF_POINT[..., :9])},
-            r"of_point: must be int32 \[3, 2, 200\], not int32 \[3, 2, 9\]",
+            r"of_point=int32\[3, 2, 9\]: must be int32\[",
         ),
-        ({"of_point": jax.device_put(OF_POINT * 1.0)}, r"of_point: must be int32 .*, not float32"),
-        ({"number": jax.device_put(NUMBER[:2])}, r"number: must be int32 \[3\], not int32 \[2\]"),
+        (
+            {"of_point": jax.device_put(OF_POINT * 1.0)},
+            r"of_point=float32\[3, 2, 200\]: must be int32\[",
+        ),
+        ({"number": jax.device_put(NUMBER[:2])}, r"number=int32\[2\]: must be int32\["),
         (
             {"groups": jax.device_put(GROUPS * 1.0)},
-            r"groups: must be int32 \[3\], not float32 \[3\]",
+            r"groups=float32\[3\]: must be int32\[",
         ),
         ({"max_groups": 0}, "max_groups=0: must be an integer of at least 1"),
         ({"implementation": "abacus"}, "implementation='abacus': group_means has"),

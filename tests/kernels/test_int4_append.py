@@ -13,7 +13,7 @@ from jsparse import cache as kv
 from jsparse.model_facts.key_constants import KeyFrame
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys, init
-from jsparse.pallas_kernels.int4_scores.cases import FrameCase, build, options, out_of_frame
+from tests.kernels.cases.int4_scores import FrameCase, build, options, out_of_frame
 from tests.kernels.histories import after_each, histories, step
 from tests.kernels.int4_checks import around, assert_keys_near, lies, ones, quantised
 
@@ -98,28 +98,28 @@ def slow_append(keys, layer, k, valid, first, frame=None, channels=None):
     [
         (
             {"k": ones(B, T, K, 2)},
-            r"k.shape=\(2, 6, 2, 2\): \[B, K, H\] must be \(2, 2, 4\)",
+            r"k.shape=\(2, 6, 2, 2\): must have the keys' 4 channels",
         ),
         ({"implementation": "abacus"}, "implementation='abacus': int4_append has"),
         (
             {"channels": ones(B, K, 2, dtype=np.int32)},
-            r"channels.shape=\(2, 2, 2\): \[B, K, r\] must be \(2, 2, 4\), to fit the keys",
+            r"channels.shape=\(2, 2, 2\): must have the keys' 4 channels",
         ),
         (
             {"channels": ones(B, K + 1, H, dtype=np.int32)},
-            r"channels.shape=\(2, 3, 4\): must begin with \[B, K\] = \(2, 2\)",
+            r"channels=int32\[2, 3, 4\]: must be int32\[",
         ),
         (
             {"frame": FRAME._replace(mid=ones(K, 2 * H))},
-            r"frame.mid.shape=\(2, 8\): must be \(2, 4\), to fit the cache and k",
+            r"frame.mid=float32\[2, 8\]: must be float32\[",
         ),
         (
             {"frame": FRAME._replace(key_scale=ones(K + 1, H // 2))},
-            r"frame.key_scale.shape=\(3, 2\): must be \(2, 2\), to fit the cache and k",
+            r"frame.key_scale=float32\[3, 2\]: must be float32\[",
         ),
         (
             {"frame": FRAME._replace(angles=ones(2, H))},
-            r"frame.angles.shape=\(2, 4\): must be \(1, 4\), to fit the cache and k",
+            "frame: must have 2 pairs of channels and 1 spans, not 2 and 2",
         ),
         *(
             []

@@ -46,21 +46,22 @@ def test_what_is_not_used_may_be_anything():
 
 def test_rows_may_be_wanted_for_their_lse_alone():
     o, lse = partials()
-    used = np.array([5, 0, 2])
+    used = np.array([5, 0, 2], np.int32)
     want, want_lse = merged(o, lse, used, 3)
     got, got_lse = merged(o, lse, used, 3, lse_only=1)
     np.testing.assert_array_equal(got, np.asarray(want)[:, 1:])
     np.testing.assert_array_equal(got_lse, want_lse)
-    with pytest.raises(ValueError, match="lse_only=3: must be .* from 0 to rows - 1"):
+    with pytest.raises(ValueError, match="lse_only=3, rows=3: must be .* <= R = 4"):
         merge_splits(o, lse, used, 3, lse_only=3)
 
 
 def test_shapes_must_fit():
     o, lse = partials()
-    for args in (
-        (o[0], lse, np.ones(3, np.int32), 1),
-        (o, lse, np.ones(2, np.int32), 1),
-        (o, lse, lse[:, 0, 0], 9),
+    for args, message in (
+        ((o[0], lse, np.ones(3, np.int32), 1), r"o=float32\[5, 4, 8\]: must be float32\["),
+        ((o, lse, np.ones(2, np.int32), 1), r"used.shape=\(2,\): must have an entry"),
+        ((o, lse, lse[:, 0, 0], 1), r"used=float32\[3\]: must be int32\["),
+        ((o, lse, np.ones(3, np.int32), 9), "rows=9: must be .* <= R = 4"),
     ):
-        with pytest.raises(ValueError, match=r"o.shape="):
+        with pytest.raises(ValueError, match=message):
             merge_splits(*args)

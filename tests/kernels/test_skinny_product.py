@@ -6,16 +6,14 @@ import pytest
 from marks import slow_except_named
 
 from jsparse.pallas_kernels.skinny_product import skinny_product, xla_parts
-from jsparse.pallas_kernels.skinny_product.cases import CASES, OTHERS, Case
 from jsparse.parts import total
+from tests.kernels.cases.skinny_product import CASES, OTHERS, Case
 from tests.kernels.product_checks import assert_is_the_product
 
 product = jax.jit(skinny_product, static_argnames="implementation")
 
 
-@pytest.mark.parametrize(
-    "case", slow_except_named((*CASES, *OTHERS), "bias", "many_rows"), ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", slow_except_named((*CASES, *OTHERS), "bias", "many_rows"), ids=str)
 def test_rows_are_multiplied(case):
     x, matrix, bias = case.build()
     assert_is_the_product(product(x, matrix, bias), x, matrix, bias)
@@ -59,9 +57,9 @@ def test_one_row_has_zeros_beside_it():
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        (((2, 8), (4, 8), None), r"matrix=float32\[4, 8\]: must be \[in, out\] .* float32\[2, 8\]"),
-        (((2, 8), (8,), None), r"matrix=float32\[8\]: must be \[in, out\]"),
-        (((2, 8), (8, 4), (8,)), r"bias=float32\[8\]: must be \[out\] .* float32\[4\]"),
+        (((2, 8), (4, 8), None), r"matrix=float32\[4, 8\]: must be float\["),
+        (((2, 8), (8,), None), r"matrix=float32\[8\]: must be float\["),
+        (((2, 8), (8, 4), (8,)), r"bias=float32\[8\]: must be float\["),
     ],
 )
 def test_wrong_shapes_are_refused(shapes, message):

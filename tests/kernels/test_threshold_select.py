@@ -16,8 +16,8 @@ from jsparse.pallas_kernels.threshold_select import (
     TopP,
     threshold_select,
 )
-from jsparse.pallas_kernels.threshold_select.cases import CASES, JUNK
 from jsparse.selection import Selection
+from tests.kernels.cases.threshold_select import CASES, JUNK
 
 by_name = {case.name: case for case in CASES}
 
@@ -177,7 +177,7 @@ SOME = (
 )
 
 
-@pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=str)
 def test_lists_what_sorting_finds(case):
     inputs = case.build()
     assert_lists(call(inputs), expected(*inputs), inputs.kwargs)
@@ -294,13 +294,18 @@ ALWAYS = Always(zeros(2, 3, dtype=np.int32), 4, 64, 16)
 ONE_ROW = zeros(2, 3, 1, 32)
 SIZES = jax.device_put(np.ones((2, 3, 32), np.int32))
 WRONG = {
-    "axes": (zeros(3, 4, 32), TopK(1), {}, r"scores.shape=\(3, 4, 32\): must be \[B, K, G, n\]"),
-    "no scores": (zeros(2, 3, 4, 0), TopK(1), {}, "none of them 0"),
+    "axes": (zeros(3, 4, 32), TopK(1), {}, r"scores=float32\[3, 4, 32\]: must be float\["),
+    "no scores": (
+        zeros(2, 3, 4, 0),
+        TopK(1),
+        {},
+        r"scores=float32\[2, 3, 4, 0\]: must be float\[.*>0",
+    ),
     "dtype": (
         zeros(2, 3, 4, 32, dtype=np.int32),
         TopK(1),
         {},
-        "scores.dtype=int32: must be floating",
+        r"scores=int32\[2, 3, 4, 32\]: must be float\[",
     ),
     "capacity": (SCORES, TopK(1), {"capacity": 0}, "capacity=0: must be an integer of at least 1"),
     "granularity": (
@@ -333,21 +338,26 @@ WRONG = {
         SCORES,
         TopK(1),
         {"lengths": zeros(2, dtype=np.int32)},
-        r"lengths.shape=\(2,\): must be \[B, K\]",
+        r"lengths=int32\[2\]: must be int32\[",
     ),
     "names": (
         SCORES,
         TopK(1),
         {"names": zeros(3, 32, dtype=np.int32)},
-        r"\[3, 32\]: must be int32\[B, K, m\]",
+        r"names=int32\[3, 32\]: must be int32\[",
     ),
     "names of no units": (
         SCORES,
         TopK(1),
         {"names": zeros(2, 3, 32, dtype=np.int32), "granularity": "page_mass", "page_size": 8},
-        r"names=int32\[2, 3, 32\]: must be int32\[B, K, m\], \[B, K\] = \[2, 3\], m a divisor of 4",
+        r"names.shape=\(2, 3, 32\): the last axis must divide 4 units",
     ),
-    "no names": (SCORES, TopK(1), {"names": zeros(2, 3, 0, dtype=np.int32)}, "m a divisor of 32"),
+    "no names": (
+        SCORES,
+        TopK(1),
+        {"names": zeros(2, 3, 0, dtype=np.int32)},
+        r"names=int32\[2, 3, 0\]: must be int32\[",
+    ),
     "dtype of names": (
         SCORES,
         TopK(1),
@@ -360,19 +370,19 @@ WRONG = {
         SCORES,
         Budget(zeros(3, 2, dtype=np.int32), SIZES),
         {},
-        r"tokens.shape=\(3, 2\): must be \[B, K\] = \(2, 3\)",
+        r"rule.tokens=int32\[3, 2\]: must be int\[",
     ),
     "sizes": (
         SCORES,
         Budget(9, zeros(2, 2, 32, dtype=np.int32)),
         {},
-        r"sizes=int32\[2, 2, 32\]: must be integers \[B, K or 1, n\], .* = \[2, 3, 32\]",
+        r"rule.sizes=int32\[2, 2, 32\]: must be integer\[",
     ),
     "dtype of sizes": (
         SCORES,
         Budget(9, zeros(2, 3, 32)),
         {},
-        r"sizes=float32\[2, 3, 32\]: must be integers",
+        r"rule.sizes=float32\[2, 3, 32\]: must be integer\[",
     ),
     "sizes of tokens": (
         SCORES,
@@ -397,13 +407,13 @@ WRONG = {
         ONE_ROW,
         TopK(1),
         {"always": ALWAYS._replace(lengths=zeros(2, 1, dtype=np.int32))},
-        r"always.lengths=int32\[2, 1\]: must be integers \[B, K\] = \[2, 3\]",
+        r"always.lengths=int32\[2, 1\]: must be int32\[",
     ),
     "dtype of always": (
         ONE_ROW,
         TopK(1),
         {"always": ALWAYS._replace(lengths=zeros(2, 3))},
-        r"always.lengths=float32\[2, 3\]: must be integers",
+        r"always.lengths=float32\[2, 3\]: must be int32\[",
     ),
     "recent": (
         ONE_ROW,
@@ -424,7 +434,7 @@ WRONG = {
         SCORES,
         TopP(zeros(2)),
         {},
-        r"p.shape=\(2,\): must be \[B, K\] = \(2, 3\)",
+        r"rule.p=float32\[2\]: must be float\[",
     ),
     "backend": (
         SCORES,

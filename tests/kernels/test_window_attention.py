@@ -8,7 +8,7 @@ import pytest
 from marks import slow_except, slow_except_named
 
 from jsparse.pallas_kernels.window_attention import reference, window_attention
-from jsparse.pallas_kernels.window_attention.cases import CASES, Case
+from tests.kernels.cases.window_attention import CASES, Case
 
 by_name = {case.name: case for case in CASES}
 
@@ -56,7 +56,7 @@ WAYS = [(group, over) for group in ("mean", "max") for over in ("competing", "he
 
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 @pytest.mark.parametrize(
-    "case", slow_except_named(CASES, "short", "scrambled", "group_of_7"), ids=lambda case: case.name
+    "case", slow_except_named(CASES, "short", "scrambled", "group_of_7"), ids=str
 )
 def test_shares_are_means_of_softmaxes(case, way):
     inputs, (group, over) = case.build(), way
@@ -81,11 +81,11 @@ def test_blocks_change_nothing(name, way, monkeypatch):
 def test_bad_input_is_refused():
     inputs = jax.tree.map(np.asarray, Case("x").build())
     bad = {
-        "queries.shape": {"queries": inputs.queries[:, :, :3]},
-        "at least one query": {"queries": inputs.queries[:, :0]},
-        "competing=bool": {"competing": inputs.competing[..., 1:]},
+        r"layer.lengths=int32.*K a divisor of N=3": {"queries": inputs.queries[:, :, :3]},
+        r"queries=float32.*W>0": {"queries": inputs.queries[:, :0]},
+        "competing.shape": {"competing": inputs.competing[..., 1:]},
         "competing=int32": {"competing": inputs.competing.astype(np.int32)},
-        "positions.shape": {"positions": inputs.positions[:1]},
+        "positions=int32": {"positions": inputs.positions[:1]},
     }
     for said, change in bad.items():
         with pytest.raises(ValueError, match=said):

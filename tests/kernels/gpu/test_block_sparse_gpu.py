@@ -13,10 +13,10 @@ import pytest
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
-from jsparse.pallas_kernels.block_sparse_decode.cases import CASES, Case, Inputs
 from jsparse.pallas_kernels.dispatch import no_mosaic
 from jsparse.pallas_kernels.merge_splits import merge_splits
 from jsparse.selection import Selection
+from tests.kernels.cases.block_sparse_decode import CASES, Case, Inputs
 from tests.kernels.decode_checks import (
     assert_reports_rounded_mean,
     assert_rounds_o,
@@ -111,18 +111,18 @@ def assert_matches_the_reference(case, implementation):
 
 
 @on_both
-@pytest.mark.parametrize("case", [*WHOLE, *SHAPES, MANY, LONG], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*WHOLE, *SHAPES, MANY, LONG], ids=str)
 def test_matches_the_reference(case, implementation):
     assert_matches_the_reference(case, implementation)
 
 
-@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", WIDE, ids=str)
 def test_triton_takes_what_mosaic_does_not(case):
     assert_matches_the_reference(case, "triton")
 
 
 @pytest.mark.parametrize("stats", [None, "page_mass"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_triton_takes_float32(case, stats):
     if case.head_dim == 256 and case.group > (15 if stats else 16):
         pytest.skip("more queries than that kernel takes in float32")
@@ -188,7 +188,7 @@ def test_listed_logits_are_those_of_no_token_and_change_nothing(implementation):
 
 
 @on_both
-@pytest.mark.parametrize("case", [MANY, LONG], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [MANY, LONG], ids=str)
 def test_the_same_call_gives_the_same_bits(case, implementation):
     inputs = build(case)
     first = jax.device_get(attend(inputs, implementation))
@@ -197,7 +197,7 @@ def test_the_same_call_gives_the_same_bits(case, implementation):
 
 
 @on_both
-@pytest.mark.parametrize("case", [MANY, LONG], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [MANY, LONG], ids=str)
 def test_a_row_alone_is_bitwise_the_row_in_a_batch(case, implementation):
     q, layer, selection = build(case)
     whole = attend(Inputs(q, layer, selection), implementation)

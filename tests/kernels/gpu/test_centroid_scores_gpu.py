@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
-from jsparse.pallas_kernels.centroid_scores.cases import CASES, Case
+from tests.kernels.cases.centroid_scores import CASES, Case
 
 pytestmark = pytest.mark.gpu
 LARGE = (
@@ -29,7 +29,7 @@ def assert_close(inputs, got):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=str)
 def test_scores_as_the_reference_does(case, seed):
     inputs = case.build(seed)
     assert_close(inputs, scored(*inputs, implementation="triton"))
@@ -46,7 +46,7 @@ def test_blocks_of_any_size(size, monkeypatch):
         assert_close(inputs, jax.jit(triton_gpu.centroid_scores)(*inputs))
 
 
-@pytest.mark.parametrize("case", [LARGE[1], LARGE[-1]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [LARGE[1], LARGE[-1]], ids=str)
 def test_a_row_alone_gets_the_bits_that_it_gets_in_a_batch(case):
     inputs = case.build()
     together = scored(*inputs, implementation="triton")

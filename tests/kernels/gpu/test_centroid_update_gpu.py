@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jsparse.pallas_kernels.centroid_update import centroid_update
-from jsparse.pallas_kernels.centroid_update.cases import CASES, Case
 from jsparse.pallas_kernels.point_groups import centroids_of
+from tests.kernels.cases.centroid_update import CASES, Case
 
 pytestmark = pytest.mark.gpu
 LARGE = (
@@ -25,7 +25,7 @@ def updated(*arrays, normalise, implementation="triton"):
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=str)
 def test_moves_centroids_as_the_reference_does(case, seed):
     inputs = case.build(seed)
     got = updated(*inputs, normalise=case.normalise)

@@ -9,8 +9,8 @@ import pytest
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.compact_pages import compact_pages, reference
-from jsparse.pallas_kernels.compact_pages.cases import CASES, Case
 from jsparse.selection import Selection
+from tests.kernels.cases.compact_pages import CASES, Case
 
 pytestmark = pytest.mark.gpu
 ON_GPU = partial(compact_pages, implementation="triton")
@@ -23,7 +23,7 @@ def assert_same(got, want):
 
 
 @pytest.mark.parametrize("donate", [False, True], ids=["copied", "in_place"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_does_what_the_reference_does(case, donate):
     layer, keep, rewrite = case.build()
     want = jax.jit(partial(compact_pages, implementation="reference"))(layer, keep, rewrite=rewrite)

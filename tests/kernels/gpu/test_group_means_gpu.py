@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jsparse.pallas_kernels.group_means import group_means
-from jsparse.pallas_kernels.group_means.cases import CASES, Case
+from tests.kernels.cases.group_means import CASES, Case
 
 pytestmark = pytest.mark.gpu
 LARGE = (
@@ -23,7 +23,7 @@ def averaged(*arrays, max_groups, implementation="triton"):
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=str)
 def test_averages_as_the_reference_does(case, seed):
     inputs, maximum = case.build(seed), case.max_groups
     means, sizes = averaged(*inputs, max_groups=maximum)

@@ -11,14 +11,14 @@ import pytest
 from jsparse.host_memory import attention as host_attention
 from jsparse.host_memory.pages import host_sharding
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
-from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import PageBounds
 from jsparse.pallas_kernels.row_gather import row_gather
 from jsparse.pallas_kernels.row_scatter import row_scatter
-from jsparse.pallas_kernels.row_scatter.cases import CASES
-from jsparse.pallas_kernels.row_scatter.cases import Case as RowCase
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
+from tests.kernels.cases.block_sparse_decode import Case
+from tests.kernels.cases.row_scatter import CASES
+from tests.kernels.cases.row_scatter import Case as RowCase
 from tests.kernels.host_layers import in_host_memory, lent, on_host
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +33,7 @@ def same(got, want):
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
-@pytest.mark.parametrize("case", [*CASES, MANY], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, MANY], ids=str)
 def test_rows_are_written_in_host_memory(case, implementation):
     inputs = case.build()
     want = row_scatter(*inputs, implementation="reference")
@@ -83,7 +83,7 @@ def test_negative_ids_are_not_fetched():
         TOKENS("mixed", dense="mixed"),
         TOKENS("float32", dtype="float32", head_dim=64),
     ],
-    ids=lambda case: case.name,
+    ids=str,
 )
 def test_tokens_are_read_in_place(case, heads, stats):
     q, layer, selection = case.build()
@@ -126,7 +126,7 @@ def test_tokens_are_gathered(case):
         PAGES("mixed", dense="mixed"),
         PAGES("all", listed="all"),
     ],
-    ids=lambda case: case.name,
+    ids=str,
 )
 def test_pages_are_gathered(case):
     q, layer, selection = case.build()

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys, dequantise, quantise
 from jsparse.pallas_kernels.int4_scores import int4_scores
-from jsparse.pallas_kernels.int4_scores.cases import (
+from tests.kernels.cases.block_sparse_decode import Case
+from tests.kernels.cases.int4_scores import (
     CASES,
     FrameCase,
     build,
@@ -86,7 +86,7 @@ def assert_near(inputs, got, want, sm_scale, kept=None, *, of_terms=1e-3):
     ).all()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_the_reference(case):
     inputs, kept = build(case), options(case)
     scale = case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
@@ -310,7 +310,7 @@ def assert_as_on_cpu(got, arguments, kept=None):
 
 
 @pytest.mark.parametrize("count", [1, 37])
-@pytest.mark.parametrize("case", OWN_PAGES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", OWN_PAGES, ids=str)
 def test_appends_what_the_reference_does(case, count):
     arguments, kept = tokens_for(case, count), options(case)
     before = jax.tree.map(np.array, arguments[0])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jsparse.pallas_kernels.nearest_centroid import nearest_centroid
-from jsparse.pallas_kernels.nearest_centroid.cases import CASES, Case
+from tests.kernels.cases.nearest_centroid import CASES, Case
 
 pytestmark = pytest.mark.gpu
 LARGE = (
@@ -24,7 +24,7 @@ def found(*arrays, implementation="triton"):
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=str)
 def test_finds_what_the_reference_finds(case, seed):
     inputs = case.build(seed)
     got, want = found(*inputs), found(*inputs, implementation="reference")

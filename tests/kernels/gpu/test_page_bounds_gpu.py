@@ -13,11 +13,11 @@ import pytest
 
 from jsparse.cache import LayerCache
 from jsparse.model_facts.key_constants import scaled_queries, span_terms
-from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import PageBounds, PageBounds8
 from jsparse.pallas_kernels.page_bounds import page_bounds
-from jsparse.pallas_kernels.page_bounds.cases import CASES, Codes, build, frame_for
+from tests.kernels.cases.block_sparse_decode import Case
+from tests.kernels.cases.page_bounds import CASES, Codes, build, frame_for
 
 pytestmark = pytest.mark.gpu
 by_name = {case.name: case for case in CASES}
@@ -91,9 +91,7 @@ def test_matches_the_reference_in_half_precision(name, dtype):
     assert_near(inputs, *both(inputs, sm_scale=1.0), 1.0)
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if isinstance(case, Codes)], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", [case for case in CASES if isinstance(case, Codes)], ids=str)
 def test_codes_match_the_reference_for_queries_in_float16(case):
     inputs = build(case)
     inputs = inputs._replace(q=inputs.q.astype("float16"))
@@ -104,7 +102,7 @@ IN_CODES = [*(case for case in CASES if isinstance(case, Codes)), LARGE_CODES]
 
 
 @pytest.mark.parametrize(("slack", "group"), [(1.0, "max"), (0.5, "max"), (0.5, "mean")])
-@pytest.mark.parametrize("case", IN_CODES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", IN_CODES, ids=str)
 def test_codes_in_a_frame_match_the_reference(case, slack, group):
     """Queries times key_scale are rounded to float16, terms to float32."""
     frame = frame_for(case)
@@ -231,7 +229,7 @@ APPENDED = (
 
 
 @both_forms
-@pytest.mark.parametrize("case", APPENDED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", APPENDED, ids=str)
 def test_append_matches_the_reference_to_the_bit(case, form):
     """Bounds agree after steps of one token and after chunks of many.
 
@@ -261,9 +259,7 @@ def test_append_matches_the_reference_to_the_bit(case, form):
                 np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in APPENDED if case.head_dim % 2 == 0], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", [case for case in APPENDED if case.head_dim % 2 == 0], ids=str)
 def test_append_into_a_frame_matches_the_reference(case):
     """Bounds that lie halfway between two codes may get either."""
     _, layer, _ = case.build()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jsparse.pallas_kernels.place_logits import place_logits
-from jsparse.pallas_kernels.place_logits.cases import CASES, Case
 from jsparse.selection import Selection, everything
+from tests.kernels.cases.place_logits import CASES, Case
 
 pytestmark = pytest.mark.gpu
 LONG = Case("long", batch=8, kv_heads=8, num_pages=8192, capacity=819)
@@ -22,7 +22,7 @@ def place(inputs, case, stats, implementation="triton"):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("case", [*CASES, LONG, LONG_DENSE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, LONG, LONG_DENSE], ids=str)
 def test_does_what_the_reference_does(case, seed):
     """The results agree in all cases, whose unread logits are NaN."""
     inputs = case.build(seed)

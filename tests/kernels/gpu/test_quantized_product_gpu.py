@@ -9,9 +9,9 @@ import pytest
 
 from jsparse.pallas_kernels.dispatch import no_mosaic
 from jsparse.pallas_kernels.quantized_product import quantized_product
-from jsparse.pallas_kernels.quantized_product.cases import CASES, OTHERS, Case
 from jsparse.pallas_kernels.quantized_product.mosaic import takes_few
 from jsparse.parts import total
+from tests.kernels.cases.quantized_product import CASES, OTHERS, Case
 
 pytestmark = pytest.mark.gpu
 # products of Llama 3.1 8B, SmolLM2 and of a 70B's half

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jsparse.pallas_kernels.row_gather import row_gather
-from jsparse.pallas_kernels.row_gather.cases import CASES, Case
+from tests.kernels.cases.row_gather import CASES, Case
 
 pytestmark = pytest.mark.gpu
 MANY = Case("many", rows=5000, width=(16, 128), lists=(8, 8), capacity=70, dtype="bfloat16")
@@ -29,7 +29,7 @@ def on_host(pool):
 
 
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
-@pytest.mark.parametrize("case", [*CASES, MANY, LONG], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, MANY, LONG], ids=str)
 def test_does_what_the_reference_does(case, memory):
     pool, ids, count = case.build()
     got = gather(on_host(pool) if memory == "pinned_host" else pool, ids, count)

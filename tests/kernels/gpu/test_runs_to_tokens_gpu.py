@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jsparse.pallas_kernels.runs_to_tokens import runs_to_tokens
-from jsparse.pallas_kernels.runs_to_tokens.cases import CASES, Case
+from tests.kernels.cases.runs_to_tokens import CASES, Case
 
 pytestmark = pytest.mark.gpu
 LARGE = (
@@ -31,7 +31,7 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=str)
 def test_lists_what_the_reference_lists(case, seed):
     inputs, capacity = case.build(seed)
     want = listed(*inputs, capacity=capacity, implementation="reference")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jsparse.pallas_kernels.shared_counts import shared_counts
-from jsparse.pallas_kernels.shared_counts.cases import CASES, LARGE
+from tests.kernels.cases.shared_counts import CASES, LARGE
 
 pytestmark = pytest.mark.gpu
 run = jax.jit(shared_counts, static_argnames=("min_count", "max_count", "implementation"))
@@ -16,14 +16,14 @@ by_kernel = partial(run, implementation="triton")
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=str)
 def test_counts_as_the_reference(case, seed):
     inputs = case.build(seed)
     want = run(*inputs, **case.bounds, implementation="reference")
     np.testing.assert_array_equal(by_kernel(*inputs, **case.bounds), want)
 
 
-@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", LARGE, ids=str)
 def test_any_total(case):
     """Totals from none to more than there are."""
     case = replace(case, batch=100)

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 from jsparse.models.quantized import to_blocks
-from jsparse.pallas_kernels.gated_product import cases as gated_cases
 from jsparse.pallas_kernels.gated_product import gated_product
-from jsparse.pallas_kernels.norm_product import cases as norm_product_cases
 from jsparse.pallas_kernels.norm_product import norm_product
-from jsparse.pallas_kernels.residual_norm import cases as norm_cases
 from jsparse.pallas_kernels.residual_norm import residual_norm
-from jsparse.pallas_kernels.rope_append import cases as rope_cases
 from jsparse.pallas_kernels.rope_append import rope_append
-from jsparse.pallas_kernels.skinny_product import cases as product_cases
 from jsparse.pallas_kernels.skinny_product import skinny_product
 from jsparse.pallas_kernels.weight_blocks import dequantized
 from jsparse.parts import total
+from tests.kernels.cases import gated_product as gated_cases
+from tests.kernels.cases import norm_product as norm_product_cases
+from tests.kernels.cases import residual_norm as norm_cases
+from tests.kernels.cases import rope_append as rope_cases
+from tests.kernels.cases import skinny_product as product_cases
 from tests.kernels.product_checks import (
     assert_is_the_product,
     assert_is_the_product_of_a_gate,
@@ -47,7 +47,7 @@ def close(got, want, ulps=2):
     assert (np.abs(got - want) <= ulps * step * size).all()
 
 
-@pytest.mark.parametrize("case", [*norm_cases.CASES, WIDE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*norm_cases.CASES, WIDE], ids=str)
 def test_the_norm_does_what_the_reference_does(case):
     given = case.build()
     made = {
@@ -63,7 +63,7 @@ def test_the_norm_does_what_the_reference_does(case):
         np.testing.assert_array_equal(row[0], all_rows[-1])
 
 
-@pytest.mark.parametrize("case", rope_cases.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", rope_cases.CASES, ids=str)
 def test_rope_append_does_what_the_reference_does(case):
     heads, layer, positions, valid = case.build()
 
@@ -81,7 +81,7 @@ def test_rope_append_does_what_the_reference_does(case):
             np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("case", [*product_cases.CASES, *PRODUCTS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*product_cases.CASES, *PRODUCTS], ids=str)
 def test_a_row_is_multiplied(case):
     x, matrix, bias = case.build()
     multiply = jax.jit(partial(skinny_product, implementation="triton"))
@@ -110,7 +110,7 @@ def in_blocks(matrix):
     return blocks, dequantized(blocks, jnp.float32).T
 
 
-@pytest.mark.parametrize("case", [*norm_product_cases.CASES, *PRODUCTS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*norm_product_cases.CASES, *PRODUCTS], ids=str)
 def test_a_norm_is_multiplied(case):
     given, eps = norm_product_cases.build(case), norm_product_cases.EPS
     multiply = jax.jit(partial(norm_product, eps=eps), static_argnames="implementation")
@@ -120,7 +120,7 @@ def test_a_norm_is_multiplied(case):
     np.testing.assert_array_equal(made[0], total)
 
 
-@pytest.mark.parametrize("case", BLOCKED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", BLOCKED, ids=str)
 def test_a_norm_is_multiplied_with_blocks(case):
     (x, delta, scale, matrix, bias), eps = norm_product_cases.build(case), norm_product_cases.EPS
     blocks, numbers = in_blocks(matrix)
@@ -140,7 +140,7 @@ def test_an_infinite_number_is_not_lost():
         assert np.isnan(np.asarray(y, np.float32)).all()
 
 
-@pytest.mark.parametrize("case", [*gated_cases.CASES, *PRODUCTS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*gated_cases.CASES, *PRODUCTS], ids=str)
 def test_a_gate_is_multiplied(case):
     gate_up, matrix = gated_cases.build(case)
     multiply = jax.jit(partial(gated_product, implementation="triton"))

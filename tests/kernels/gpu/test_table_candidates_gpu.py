@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jsparse.pallas_kernels.table_candidates import table_candidates
-from jsparse.pallas_kernels.table_candidates.cases import CASES, Case
+from tests.kernels.cases.table_candidates import CASES, Case
 
 pytestmark = pytest.mark.gpu
 LARGE = (
@@ -41,7 +41,7 @@ def listed(vertical, distance, lengths, rule, **options):
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("case", BEST, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", BEST, ids=str)
 def test_lists_what_the_reference_lists(case, seed):
     inputs = case.build(seed)
     got, want = (

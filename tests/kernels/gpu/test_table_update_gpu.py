@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jsparse.pallas_kernels.table_update import table_update
-from jsparse.pallas_kernels.table_update.cases import CASES, Case
+from tests.kernels.cases.table_update import CASES, Case
 
 pytestmark = pytest.mark.gpu
 LARGE = (
@@ -24,7 +24,7 @@ def updated(vertical, distance, listed, lengths, scale, **options):
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=str)
 def test_adds_what_the_reference_adds(case, seed):
     inputs = case.build(seed)
     got, want = (

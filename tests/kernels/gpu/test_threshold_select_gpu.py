@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jsparse.pallas_kernels.threshold_select import Budget, Threshold, TopK, TopP, threshold_select
-from jsparse.pallas_kernels.threshold_select.cases import CASES, JUNK, Case
+from tests.kernels.cases.threshold_select import CASES, JUNK, Case
 
 pytestmark = pytest.mark.gpu
 LONG = (
@@ -103,19 +103,19 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_lists_what_the_reference_lists(case, seed):
     inputs = case.build(seed)
     assert_same(call(inputs), call(inputs, "reference"))
 
 
-@pytest.mark.parametrize("case", LONG, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", LONG, ids=str)
 def test_long_rows(case):
     inputs = case.build()
     assert_same(call(inputs), call(inputs, "reference"))
 
 
-@pytest.mark.parametrize("case", HEAVY, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", HEAVY, ids=str)
 def test_the_smallest_set_of_a_long_row(case):
     """The set has the likeliest entries and, within the rounding of sums, the mass asked for."""
     scores, rule, kwargs = case.build()

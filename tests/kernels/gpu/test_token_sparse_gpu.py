@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from jsparse.cache import physical_pages, read_slots
-from jsparse.pallas_kernels.block_sparse_decode.cases import JUNK, Case, Inputs
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
-from jsparse.pallas_kernels.token_sparse_decode.cases import CASES
 from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products
 from jsparse.partials import StatsKind
 from jsparse.selection import Selection
+from tests.kernels.cases.block_sparse_decode import JUNK, Case, Inputs
+from tests.kernels.cases.token_sparse_decode import CASES
 from tests.kernels.decode_checks import assert_reports_rounded_mean, assert_rounds_o
 
 gpu = pytest.mark.gpu
@@ -71,7 +71,7 @@ def assert_same(got, want):
 
 @gpu
 @pytest.mark.parametrize("stats", [None, *get_args(StatsKind)])
-@pytest.mark.parametrize("case", [*CASES, MANY_HEADS, LONG, LONG_LISTS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, MANY_HEADS, LONG, LONG_LISTS], ids=str)
 def test_matches_the_reference(case, stats):
     inputs = case.build()
     want = attend(cast(inputs, jnp.float32), "reference", case.sm_scale, stats)
@@ -149,7 +149,7 @@ def test_equal_logits_weigh_the_same():
 
 @gpu
 @pytest.mark.parametrize("stats", ["token_logits", "listed_logits"])
-@pytest.mark.parametrize("case", [MANY_HEADS, LONG], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [MANY_HEADS, LONG], ids=str)
 def test_a_row_alone_gives_the_same_bits(case, stats):
     q, layer, chosen = case.build()
     whole = attend(Inputs(q, layer, chosen), stats=stats)
@@ -164,7 +164,7 @@ def test_a_row_alone_gives_the_same_bits(case, stats):
 
 
 @gpu
-@pytest.mark.parametrize("case", [LONG, LONG_LISTS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [LONG, LONG_LISTS], ids=str)
 @pytest.mark.parametrize("stats", ["token_logits", "listed_logits"])
 def test_the_same_call_gives_the_same_bits(stats, case):
     inputs = case.build()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jsparse.pallas_kernels.window_attention import window_attention
-from jsparse.pallas_kernels.window_attention.cases import CASES, Case
+from tests.kernels.cases.window_attention import CASES, Case
 
 pytestmark = pytest.mark.gpu
 LONG = Case("long", batch=1, kv_heads=1, group=4, window=32, num_pages=600, dtype="bfloat16")
@@ -21,7 +21,7 @@ def shares(inputs, group, implementation, over="competing"):
 
 @pytest.mark.parametrize("over", ["competing", "held"])
 @pytest.mark.parametrize("group", ["mean", "max"])
-@pytest.mark.parametrize("case", [*CASES, LONG], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, LONG], ids=str)
 def test_matches_the_reference(case, group, over):
     inputs = case.build()
     exact = inputs._replace(

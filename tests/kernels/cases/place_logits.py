@@ -1,29 +1,20 @@
-"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
+"""Cases of `place_logits`. Values that the op must not read are NaN."""
 
-Values that the op must not read are NaN.
-"""
-
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jsparse.selection import Selection
+from tests.kernels.cases.named import Named, put, ragged
 
-
-class Inputs(NamedTuple):
-    """Holds the op's arguments."""
-
-    logits: jnp.ndarray
-    selection: Selection
-    lengths: jnp.ndarray
+Inputs = namedtuple("Inputs", "logits selection lengths")
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
+class Case(Named):
+    """A call of `place_logits`.
 
     Attributes:
         lengths: tokens that heads hold: "full", all M·P; "ragged", any number, with a full head, an
@@ -35,7 +26,6 @@ class Case:
         spare: pages that the logits have room for beyond what any head reads.
     """
 
-    name: str
     batch: int = 2
     kv_heads: int = 4
     page_size: int = 16
@@ -48,14 +38,14 @@ class Case:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Returns M and P as the op takes them."""
+        """M and P as the op takes them."""
         return {"num_pages": self.num_pages, "page_size": self.page_size}
 
-    def build(self, seed: int = 0) -> Inputs:
-        """Builds the inputs; equal seeds give equal ones."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> Inputs:
         heads, size = (self.batch, self.kv_heads), self.page_size
-        lengths = self._lengths(rng).reshape(heads)
+        lengths = np.full(heads, self.num_pages * size, np.int32)
+        if self.lengths == "ragged":
+            lengths = ragged(rng, heads, self.num_pages * size, least=0).astype(np.int32)
         capacity = self.num_pages if self.capacity is None else self.capacity
         ids, count = np.zeros((*heads, capacity), np.int32), np.zeros(heads, np.int32)
         dense = {"none": None, "all": np.ones(heads, bool), "mixed": rng.random(heads) < 0.5}[
@@ -81,25 +71,8 @@ class Case:
                 logits[head][: len(slots)] = np.where(
                     attended, rng.normal(scale=5, size=slots.shape), -np.inf
                 )
-        selection = Selection(
-            jax.device_put(ids),
-            jax.device_put(count),
-            dense=None if dense is None else jax.device_put(dense),
-        )
-        return Inputs(
-            jax.device_put(logits.reshape(lengths.size, -1)),
-            selection,
-            jax.device_put(lengths),
-        )
-
-    def _lengths(self, rng: np.random.Generator) -> np.ndarray:
-        everything = self.num_pages * self.page_size
-        lengths = np.full(self.batch * self.kv_heads, everything, np.int32)
-        if self.lengths == "ragged":
-            lengths[:] = rng.integers(0, everything + 1, lengths.size)
-            edges = [everything, 0, 1][: lengths.size - 1]
-            lengths[: len(edges)] = edges
-        return lengths
+        selection = Selection(put(ids), put(count), dense=put(dense))
+        return Inputs(put(logits.reshape(lengths.size, -1)), selection, put(lengths))
 
     def _pages(self, rng: np.random.Generator, used: int, capacity: int) -> np.ndarray:
         """Draws the list of a head that holds tokens in its first `used` pages."""

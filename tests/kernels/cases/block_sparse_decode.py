@@ -1,34 +1,29 @@
-"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
+"""Cases of `block_sparse_decode`, and of other ops that read a layer by a selection.
 
 A slot that no head attends to holds `JUNK`, so that reading too much shows. It is finite, as a
 cache always is: a weight of 0 times NaN would be NaN.
 """
 
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jsparse.cache import LayerCache
+from jsparse.model_facts.key_constants import SPAN, KeyFrame, angles_at
 from jsparse.selection import Granularity, Selection
+from tests.kernels.cases.named import Named, packed, put, ragged
 
 JUNK = 1e30
-
-
-class Inputs(NamedTuple):
-    """Holds an op's arguments."""
-
-    q: jnp.ndarray
-    layer: LayerCache
-    selection: Selection
+Inputs = namedtuple("Inputs", "q layer selection")
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
+class Case(Named):
+    """A call of a decode op.
 
     Attributes:
         lengths: tokens that heads hold: "full", all M·P; "ragged", any number, with a full head, an
@@ -43,7 +38,6 @@ class Case:
             logits are exact.
     """
 
-    name: str
     batch: int = 2
     kv_heads: int = 2
     group: int = 4
@@ -64,17 +58,15 @@ class Case:
 
     @property
     def slots(self) -> int:
-        """Returns S, the number of slots per head."""
+        """S, the number of slots per head."""
         return self.num_pages * self.page_size
 
     @property
     def unit(self) -> int:
-        """Returns the number of slots that one id stands for."""
+        """The number of slots that one id stands for."""
         return self.page_size if self.granularity == "page" else 1
 
-    def build(self, seed: int = 0) -> Inputs:
-        """Builds the inputs; equal seeds give equal ones."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> Inputs:
         lengths = _lengths(self, rng)
         table, pool_pages = _table(self, rng)
         selection = _selection(self, rng, lengths)
@@ -86,30 +78,28 @@ class Case:
         bias = rng.normal(size=shape[:2]) if self.bias else None
         q = whole(rng.normal(size=(self.batch, self.kv_heads * self.group, self.head_dim)))
         with np.errstate(over="ignore"):  # JUNK is infinite in float16
-            k, v = (
-                jax.device_put(np.asarray(k, self.dtype)),
-                jax.device_put(np.asarray(v, self.dtype)),
-            )
-        layer = LayerCache(
-            k=k,
-            v=v,
-            lengths=jax.device_put(lengths),
-            block_table=None if self.table == "identity" else jax.device_put(table),
-            bias=None if bias is None else jax.device_put(np.asarray(bias, np.float32)),
-        )
-        return Inputs(jax.device_put(np.asarray(q, self.dtype)), layer, selection)
+            k, v = put(k, self.dtype), put(v, self.dtype)
+        table = None if self.table == "identity" else put(table)
+        layer = LayerCache(k, v, put(lengths), block_table=table, bias=put(bias, np.float32))
+        return Inputs(put(q, self.dtype), layer, selection)
+
+
+def frame_around(case: Case, rng: np.random.Generator, mid: np.ndarray, theta: float) -> KeyFrame:
+    """Returns a frame of these means [K, H], for RoPE of this base."""
+    half = case.head_dim // 2
+    frequencies = put(theta ** -(np.arange(half) / half), np.float32)
+    first = np.arange(0, case.slots, SPAN, dtype=np.int32)
+    key_scale = np.exp(rng.normal(size=(case.kv_heads, half)))
+    return KeyFrame(
+        put(mid, np.float32), put(key_scale, np.float32), jax.jit(angles_at)(first, frequencies)
+    )
 
 
 def _lengths(case: Case, rng: np.random.Generator) -> np.ndarray:
     heads = (case.batch, case.kv_heads)
-    if case.lengths == "one":
-        return np.ones(heads, np.int32)
-    if case.lengths == "full":
-        return np.full(heads, case.slots, np.int32)
-    lengths = rng.integers(1, case.slots + 1, case.batch * case.kv_heads)
-    edges = [case.slots, 0, 1][: lengths.size - 1]
-    lengths[: len(edges)] = edges
-    return lengths.reshape(heads).astype(np.int32)
+    if case.lengths == "ragged":
+        return ragged(rng, heads, case.slots).astype(np.int32)
+    return np.full(heads, 1 if case.lengths == "one" else case.slots, np.int32)
 
 
 def _table(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, int]:
@@ -135,11 +125,8 @@ def _selection(case: Case, rng: np.random.Generator, lengths: np.ndarray) -> Sel
         "first": lambda used: np.arange(min(used, 1)),
         "newest": lambda used: np.arange(used)[-1:],
     }
-    ids = np.zeros((*lengths.shape, capacity), np.int32)
-    count = np.zeros(lengths.shape, np.int32)
-    for head in np.ndindex(*lengths.shape):
-        chosen = np.sort(pick[case.listed](-(-int(lengths[head]) // case.unit)))
-        ids[head][: chosen.size], count[head] = chosen, chosen.size
+    lists = (np.sort(pick[case.listed](-(-int(held) // case.unit))) for held in lengths.flat)
+    ids, count = packed(lists, lengths.shape, capacity)
     bits = None
     if case.bits:
         bits = rng.integers(0, 2**case.page_size, ids.shape).astype(np.uint32)
@@ -147,14 +134,10 @@ def _selection(case: Case, rng: np.random.Generator, lengths: np.ndarray) -> Sel
     dense = {
         "none": None,
         "all": np.ones(lengths.shape, bool),
-        "mixed": np.arange(lengths.size) % 2 == 0,
+        "mixed": np.arange(lengths.size).reshape(lengths.shape) % 2 == 0,
     }[case.dense]
     return Selection(
-        jax.device_put(ids),
-        jax.device_put(count),
-        bits=None if bits is None else jax.device_put(bits),
-        dense=None if dense is None else jax.device_put(dense.reshape(lengths.shape)),
-        granularity=case.granularity,
+        put(ids), put(count), bits=put(bits), dense=put(dense), granularity=case.granularity
     )
 
 

@@ -1,34 +1,22 @@
-"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
+"""Cases of `table_update`. Logits of sinks are large, so that a kernel that counts them shows."""
 
-Logits of sinks are large, so that a kernel that counts them shows.
-"""
-
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jsparse.partials import ListedLogits
+from tests.kernels.cases.named import Named, packed, put, ragged
 
 _SINK_LOGIT = 60.0
-
-
-class Inputs(NamedTuple):
-    """Holds the op's arguments."""
-
-    vertical: jnp.ndarray
-    distance: jnp.ndarray
-    listed: ListedLogits
-    lengths: jnp.ndarray
-    scale: jnp.ndarray
-    kwargs: dict[str, Any]
+Inputs = namedtuple("Inputs", "vertical distance listed lengths scale kwargs")
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
+class Case(Named):
+    """A call of `table_update`.
 
     Attributes:
         group: G.
@@ -41,7 +29,6 @@ class Case:
         penalty, sink: the op's.
     """
 
-    name: str
     batch: int = 2
     kv_heads: int = 4
     group: int = 4
@@ -53,18 +40,11 @@ class Case:
     penalty: float = 0.0
     sink: int = 4
 
-    def build(self, seed: int = 0) -> Inputs:
-        """Builds the inputs; equal seeds give equal ones."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> Inputs:
         heads = self.batch, self.kv_heads
-        lengths = rng.integers(1, self.slots + 1, heads)
-        edges = [self.slots, 0, 1][: lengths.size - 1]
-        lengths.flat[: len(edges)] = edges
-        ids, count = np.zeros((*heads, self.entries), np.int32), np.zeros(heads, np.int32)
-        for nth, head in enumerate(np.ndindex(*heads)):
-            chosen = self._tokens(rng, nth, int(lengths[head]))
-            count[head] = chosen.size
-            ids[head][: chosen.size] = chosen
+        lengths = ragged(rng, heads, self.slots)
+        lists = (self._tokens(rng, nth, int(held)) for nth, held in enumerate(lengths.flat))
+        ids, count = packed(lists, heads, self.entries)
         logits = rng.normal(scale=self.spread, size=(*heads, self.group, self.entries))
         logits = np.where(ids[:, :, None] < self.sink, _SINK_LOGIT, logits)
         valid = np.arange(self.entries) < count[..., None]
@@ -72,16 +52,16 @@ class Case:
         vertical, distance = rng.gamma(0.1, size=(2, *heads, self.slots)) * self.scale
         scale = np.linspace(self.scale, 1.0, self.batch)
         return Inputs(
-            jax.device_put(np.asarray(vertical, jnp.bfloat16)),
-            jax.device_put(np.asarray(distance, jnp.bfloat16)),
+            put(vertical, jnp.bfloat16),
+            put(distance, jnp.bfloat16),
             ListedLogits(
-                jax.device_put(ids),
-                jax.device_put(count),
-                jax.device_put(np.asarray(logits, np.float32)),
-                jax.device_put(np.asarray(np.logaddexp.reduce(logits, axis=-1), np.float32)),
+                put(ids),
+                put(count),
+                put(logits, np.float32),
+                put(np.logaddexp.reduce(logits, axis=-1), np.float32),
             ),
-            jax.device_put(np.asarray(lengths, np.int32)),
-            jax.device_put(np.asarray(scale, np.float32)),
+            put(lengths, np.int32),
+            put(scale, np.float32),
             {"sink": self.sink, "penalty": self.penalty},
         )
 

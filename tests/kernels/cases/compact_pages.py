@@ -1,31 +1,26 @@
-"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
+"""Cases of `compact_pages`.
 
 No two numbers of K and V are equal, so that a row that goes astray shows; slots that no head holds
 have numbers too.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jsparse.cache import FreeList, LayerCache
 from jsparse.selection import Selection
+from tests.kernels.cases.named import Named, packed, put
 
-
-class Inputs(NamedTuple):
-    """Holds the op's arguments."""
-
-    layer: LayerCache
-    keep: Selection
-    rewrite: jnp.ndarray | None
+Inputs = namedtuple("Inputs", "layer keep rewrite")
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
+class Case(Named):
+    """A call of `compact_pages`.
 
     Attributes:
         lengths: tokens that heads hold: "full", all M·P; "ragged", any number, an empty head and a
@@ -40,7 +35,6 @@ class Case:
         fields: whether the layer has bias and slot_positions.
     """
 
-    name: str
     batch: int = 2
     kv_heads: int = 2
     head_dim: int = 64
@@ -57,12 +51,10 @@ class Case:
 
     @property
     def slots(self) -> int:
-        """Returns S, the number of slots per head."""
+        """S, the number of slots per head."""
         return self.num_pages * self.page_size
 
-    def build(self, seed: int = 0) -> Inputs:
-        """Builds the inputs; equal seeds give equal ones."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> Inputs:
         heads = (self.batch, self.kv_heads)
         lengths = np.full(heads, self.slots, np.int32)
         if self.lengths == "ragged":
@@ -74,7 +66,7 @@ class Case:
         layer = LayerCache(
             k=_numbers(rng, (*shape, self.head_dim), self.dtype),
             v=_numbers(rng, (*shape, self.head_dim), self.dtype),
-            lengths=jax.device_put(lengths),
+            lengths=put(lengths),
             block_table=table,
             free=free,
             bias=_numbers(rng, shape, "float32") if self.fields else None,
@@ -83,21 +75,19 @@ class Case:
         rewrite = {"all": None, "mixed": every_other, "none": np.zeros(heads, bool)}[self.rewrite]
         ids, count = _keep(self, rng, lengths)
         keep = Selection(
-            jax.device_put(ids),
-            jax.device_put(count),
-            dense=jax.device_put(~every_other) if self.dense else None,
+            put(ids),
+            put(count),
+            dense=put(~every_other) if self.dense else None,
             granularity="token",
         )
-        return Inputs(layer, keep, None if rewrite is None else jax.device_put(rewrite))
+        return Inputs(layer, keep, put(rewrite))
 
 
 def _numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jnp.ndarray:
     """Draws numbers, distinct where the type has enough values."""
     if dtype in ("float32", "int32"):
-        return jax.device_put(
-            np.asarray(rng.permutation(int(np.prod(shape))).reshape(shape), dtype)
-        )
-    return jax.device_put(np.asarray(rng.normal(size=shape), dtype))
+        return put(rng.permutation(int(np.prod(shape))).reshape(shape), dtype)
+    return put(rng.normal(size=shape), dtype)
 
 
 def _pages(
@@ -114,25 +104,19 @@ def _pages(
     table[used] = order[:taken]
     free = np.zeros(size + 4, np.int32)
     free[: order.size - taken] = order[taken:]
-    return (
-        jax.device_put(table),
-        FreeList(jax.device_put(free), jax.device_put(np.int32(order.size - taken))),
-        size + 4,
-    )
+    return put(table), FreeList(put(free), put(order.size - taken, np.int32)), size + 4
 
 
 def _keep(
     case: Case, rng: np.random.Generator, lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     capacity = case.slots if case.capacity is None else case.capacity
-    ids, count = np.zeros((*lengths.shape, capacity), np.int32), np.zeros(lengths.shape, np.int32)
-    for head in np.ndindex(*lengths.shape):
-        held = np.arange(int(lengths[head]))
-        half = held.size // 2
+
+    def kept(length: int) -> np.ndarray:
+        held, half = np.arange(length), length // 2
+        some = rng.choice(held, rng.integers(0, length + 1), replace=False) if length else held
         chosen = {
-            "some": rng.choice(held, rng.integers(0, held.size + 1), replace=False)
-            if held.size
-            else held,
+            "some": some,
             "none": held[:0],
             "all": held,
             "first": held[:half],
@@ -140,9 +124,9 @@ def _keep(
             "one": held[-1:],
             "but_first": held[1:],
         }[case.kept]
-        chosen = np.sort(chosen[:capacity])
-        ids[head][: chosen.size], count[head] = chosen, chosen.size
-    return ids, count
+        return np.sort(chosen[:capacity])
+
+    return packed(map(kept, lengths.flat), lengths.shape, capacity)
 
 
 CASES = (

@@ -1,14 +1,16 @@
-"""Builds the inputs that tests share: named cases, each from a seed."""
+"""Cases of `skinny_product`."""
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
+
+from tests.kernels.cases.named import Named, put
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the sizes of one call.
+class Case(Named):
+    """A call of `skinny_product`.
 
     Attributes:
         batch: the axes of x but for its last.
@@ -17,7 +19,6 @@ class Case:
         bias: whether one is added.
     """
 
-    name: str
     batch: tuple[int, ...] = (1, 1)
     width: int = 256
     out: int = 192
@@ -25,13 +26,12 @@ class Case:
     bias: bool = False
     dtype: str = "bfloat16"
 
-    def build(self, seed: int = 0) -> tuple[jnp.ndarray, jnp.ndarray, jnp.ndarray | None]:
-        """Builds x, the matrix and the bias; equal seeds give equal ones."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> tuple[Array, Array, Array | None]:
+        """Draws x, the matrix and the bias."""
         x = self.size * rng.normal(size=(*self.batch, self.width))
         matrix = rng.normal(size=(self.width, self.out)) / self.width**0.5
-        bias = jnp.asarray(rng.normal(size=self.out), self.dtype) if self.bias else None
-        return jnp.asarray(x, self.dtype), jnp.asarray(matrix, self.dtype), bias
+        bias = rng.normal(size=self.out) if self.bias else None
+        return put(x, self.dtype), put(matrix, self.dtype), put(bias, self.dtype)
 
 
 # one row of two bytes a number

@@ -1,32 +1,23 @@
-"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
+"""Cases of `threshold_select`. Scores past a head's length are `JUNK`: reading too much shows."""
 
-Scores past a head's length are `JUNK`, so that reading too much shows.
-"""
-
+from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jsparse.pallas_kernels.threshold_select.api import Always, Budget, Rule, Threshold, TopK, TopP
+from jsparse.pallas_kernels.threshold_select import Always, Budget, Threshold, TopK, TopP
+from tests.kernels.cases.named import Named, put
 
 JUNK = 1e30
-
-
-class Inputs(NamedTuple):
-    """Holds the op's arguments."""
-
-    scores: jnp.ndarray
-    rule: Rule
-    kwargs: dict[str, Any]
+Inputs = namedtuple("Inputs", "scores rule kwargs")
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
+class Case(Named):
+    """A call of `threshold_select`.
 
     Attributes:
         size: n.
@@ -47,7 +38,6 @@ class Case:
         dtype: type of the scores.
     """
 
-    name: str
     batch: int = 2
     kv_heads: int = 2
     group: int = 1
@@ -70,12 +60,10 @@ class Case:
 
     @property
     def units(self) -> int:
-        """Returns the number of units that can be listed."""
+        """The number of units that can be listed."""
         return self.size // (self.page_size or 1)
 
-    def build(self, seed: int = 0) -> Inputs:
-        """Builds the inputs; equal seeds give equal ones."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> Inputs:
         heads = (self.batch, self.kv_heads)
         scores = _scores(self, rng)
         lengths = None
@@ -87,21 +75,18 @@ class Case:
         if self.always is not None:
             held = rng.integers(1, self.size * self.always[2] + 1, heads)
             held.flat[:3] = self.size * self.always[2], 0, 1
-            always = Always(jax.device_put(np.asarray(held, np.int32)), *self.always)
+            always = Always(put(held, np.int32), *self.always)
         value = self.value
         if self.per_head:
             value = self.value * rng.uniform(0.5, 1.0, heads)
             whole = self.rule in ("top_k", "budget")
-            value = jax.device_put(np.asarray(value, np.int32 if whole else np.float32))
+            value = put(value, np.int32 if whole else np.float32)
         rule = {
             "top_k": TopK,
             "top_p": TopP,
             "threshold": Threshold,
             "budget": lambda tokens: Budget(
-                tokens,
-                jax.device_put(
-                    np.asarray(_sizes(self, rng), np.uint8 if self.sizes == "few" else np.int32)
-                ),
+                tokens, put(_sizes(self, rng), np.uint8 if self.sizes == "few" else np.int32)
             ),
         }[self.rule](value)
         kwargs = {
@@ -110,11 +95,11 @@ class Case:
             "page_size": self.page_size,
             "weights": self.weights,
             "group": self.pool,
-            "lengths": None if lengths is None else jax.device_put(np.asarray(lengths, np.int32)),
+            "lengths": put(lengths, np.int32),
             "names": None if self.span is None else _names(self.units // self.span, heads, rng),
             "always": always,
         }
-        return Inputs(jax.device_put(np.asarray(scores, self.dtype)), rule, kwargs)
+        return Inputs(put(scores, self.dtype), rule, kwargs)
 
 
 def _scores(case: Case, rng: np.random.Generator) -> np.ndarray:
@@ -153,7 +138,7 @@ def _names(number: int, heads: tuple[int, int], rng: np.random.Generator) -> jnp
     names = [
         np.sort(rng.choice(4 * number, number, replace=False)) for _ in range(heads[0] * heads[1])
     ]
-    return jax.device_put(np.asarray(np.reshape(names, (*heads, number)), np.int32))
+    return put(np.reshape(names, (*heads, number)), np.int32)
 
 
 _top_k = partial(Case, rule="top_k")

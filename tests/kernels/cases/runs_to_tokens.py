@@ -1,30 +1,20 @@
-"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
+"""Cases of `runs_to_tokens`. Ids past a head's count are `JUNK`, so that reading them shows."""
 
-Ids past a head's count are `JUNK`, so that reading them shows.
-"""
-
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from tests.kernels.cases.named import Named, put
+
 JUNK = 10**9
-
-
-class Inputs(NamedTuple):
-    """Holds the op's arrays; `number` is the argument `count`."""
-
-    ids: jnp.ndarray
-    number: jnp.ndarray
-    edges: jnp.ndarray
-    lengths: jnp.ndarray | None
+Inputs = namedtuple("Inputs", "ids number edges lengths")  # `number` is the argument `count`
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
+class Case(Named):
+    """A call of `runs_to_tokens`.
 
     Attributes:
         runs: n.
@@ -34,11 +24,10 @@ class Case:
             "mixed", from 0 to `long`, half of them 0.
         shared: whether all heads of a row have the same runs.
         outside: whether heads have lengths. The first edge lies from 0 to 5, and heads hold up to
-            `long` slots behind the last; the last head holds 2 slots.
+            `long` slots past the last; the last head holds 2 slots.
         capacity: C; None is the most that any head needs.
     """
 
-    name: str
     batch: int = 2
     kv_heads: int = 3
     runs: int = 40
@@ -50,9 +39,8 @@ class Case:
     outside: bool = False
     capacity: int | None = None
 
-    def build(self, seed: int = 0) -> tuple[Inputs, int]:
-        """Builds the arrays and the capacity; equal seeds give equal ones."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> tuple[Inputs, int]:
+        """Draws the arrays and the capacity."""
         heads = (self.batch, self.kv_heads)
         sizes = self._sizes(rng, (self.batch, 1 if self.shared else self.kv_heads, self.runs))
         first = rng.integers(0, 6, (*sizes.shape[:2], 1))
@@ -75,12 +63,8 @@ class Case:
                 own = np.broadcast_to(edges, (*heads, self.runs + 1))[head]
                 number += own[0] + lengths[head] - own[-1]
             maximum = max(maximum, int(number))
-        if lengths is not None:
-            lengths = jax.device_put(np.asarray(lengths, np.int32))
-        ids, count, edges = (jax.device_put(np.asarray(x, np.int32)) for x in (ids, count, edges))
-        return Inputs(
-            ids, count, edges, lengths
-        ), maximum if self.capacity is None else self.capacity
+        arrays = Inputs(*(put(x, np.int32) for x in (ids, count, edges, lengths)))
+        return arrays, maximum if self.capacity is None else self.capacity
 
     def _sizes(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         if self.like == "mixed":

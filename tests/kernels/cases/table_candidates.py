@@ -1,35 +1,24 @@
-"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
+"""Cases of `table_candidates`. Entries that must not be looked at are NaN."""
 
-Entries that must not be looked at are NaN.
-"""
-
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jsparse.pallas_kernels.table_candidates.rules import Best, CandidateRule, Kurtosis
+from jsparse.pallas_kernels.table_candidates import Best, Kurtosis
+from tests.kernels.cases.named import Named, put, ragged
 
 type Like = Literal[
     "past", "signed", "ties", "constant", "zeros", "large", "striped", "inverted", "flat", "gap"
 ]
-
-
-class Inputs(NamedTuple):
-    """Holds the op's arguments."""
-
-    vertical: jnp.ndarray
-    distance: jnp.ndarray
-    lengths: jnp.ndarray
-    rule: CandidateRule
-    kwargs: dict[str, int]
+Inputs = namedtuple("Inputs", "vertical distance lengths rule kwargs")
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
+class Case(Named):
+    """A call of `table_candidates`.
 
     Attributes:
         slots: S.
@@ -47,7 +36,6 @@ class Case:
         ragged: whether heads hold different numbers of slots, 0, 1, sink and S among them.
     """
 
-    name: str
     batch: int = 2
     kv_heads: int = 4
     slots: int = 200
@@ -59,15 +47,11 @@ class Case:
     like: Like = "past"
     ragged: bool = False
 
-    def build(self, seed: int = 0) -> Inputs:
-        """Builds the inputs; equal seeds give equal ones."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> Inputs:
         heads = self.batch, self.kv_heads
         lengths = np.full(heads, self.slots)
         if self.ragged:
-            lengths = rng.integers(1, self.slots + 1, heads)
-            edges = [self.slots, 0, 1, min(self.sink, self.slots)][: lengths.size - 1]
-            lengths.flat[: len(edges)] = edges
+            lengths = ragged(rng, heads, self.slots, min(self.sink, self.slots))
         newest, at = lengths[..., None] - 1, np.arange(self.slots)
         by_slot = self.like in ("striped", "inverted")
         entries = self._entries(rng), self._entries(rng) * (not by_slot)
@@ -76,27 +60,18 @@ class Case:
             (at >= 1) & (at <= newest - self.sink),
         )
         vertical, distance = (
-            jax.device_put(np.asarray(np.where(ok, x, np.nan), jnp.bfloat16))
+            put(np.where(ok, x, np.nan), jnp.bfloat16)
             for ok, x in zip(looked_at, entries, strict=True)
         )
         wanted = np.ceil(self.number * lengths).astype(np.int32)
         maximum = wanted if self.a is None else 3 * wanted
         capacity = min(max(int(maximum.max()), 1), self.slots)
         if self.a is None:
-            rule = Best(jax.device_put(wanted))
+            rule = Best(put(wanted))
         else:
-            rule = Kurtosis(
-                self.a,
-                jax.device_put(wanted * self.floor),
-                jax.device_put(maximum),
-            )
-        return Inputs(
-            vertical,
-            distance,
-            jax.device_put(np.asarray(lengths, np.int32)),
-            rule,
-            {"capacity": self.capacity or capacity, "sink": self.sink},
-        )
+            rule = Kurtosis(self.a, put(wanted * self.floor), put(maximum))
+        kwargs = {"capacity": self.capacity or capacity, "sink": self.sink}
+        return Inputs(vertical, distance, put(lengths, np.int32), rule, kwargs)
 
     def _entries(self, rng: np.random.Generator) -> np.ndarray:
         shape = self.batch, self.kv_heads, self.slots

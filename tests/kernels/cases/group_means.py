@@ -1,30 +1,23 @@
-"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
+"""Cases of `group_means`.
 
-Points behind a row's number are `JUNK`, and so are their groups, so that reading them shows.
+Points past a row's number are `JUNK`, and so are their groups, so that reading them shows.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from tests.kernels.cases.named import Named, put
+
 JUNK = 10**9
-
-
-class Inputs(NamedTuple):
-    """Holds the op's arrays."""
-
-    points: jnp.ndarray
-    of_point: jnp.ndarray
-    number: jnp.ndarray
-    groups: jnp.ndarray
+Inputs = namedtuple("Inputs", "points of_point number groups")
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
+class Case(Named):
+    """A call of `group_means`.
 
     Attributes:
         points: C.
@@ -35,7 +28,6 @@ class Case:
             different sizes.
     """
 
-    name: str
     batch: int = 3
     kv_heads: int = 2
     points: int = 200
@@ -45,9 +37,7 @@ class Case:
     used: Literal["any", "all", "three_quarters"] = "any"
     like: Literal["whole", "normal", "spread"] = "whole"
 
-    def build(self, seed: int = 0) -> Inputs:
-        """Builds the arrays; equal seeds give equal ones."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> Inputs:
         number = self._used(rng, self.points, 0)
         groups = self._used(rng, self.max_groups, 1)
         shape = (self.batch, self.kv_heads, self.points, self.head_dim)
@@ -61,8 +51,7 @@ class Case:
         past = np.broadcast_to(np.arange(self.points) >= number[:, None, None], shape[:3])
         points[past], of_point[past] = JUNK, JUNK
         return Inputs(
-            jax.device_put(np.asarray(points, self.dtype)),
-            *(jax.device_put(np.asarray(x, np.int32)) for x in (of_point, number, groups)),
+            put(points, self.dtype), *(put(x, np.int32) for x in (of_point, number, groups))
         )
 
     def _used(self, rng: np.random.Generator, maximum: int, minimum: int) -> np.ndarray:

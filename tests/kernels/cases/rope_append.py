@@ -1,27 +1,21 @@
-"""Builds the inputs that tests share: named cases, each from a seed."""
+"""Cases of `rope_append`."""
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jsparse.cache import LayerCache
 from jsparse.heads import Heads
+from tests.kernels.cases.named import Named, put
 
-
-class Inputs(NamedTuple):
-    """Holds the op's arguments."""
-
-    heads: Heads
-    layer: LayerCache
-    positions: jnp.ndarray
-    valid: jnp.ndarray
+Inputs = namedtuple("Inputs", "heads layer positions valid")
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the sizes of one call.
+class Case(Named):
+    """A call of `rope_append`.
 
     Attributes:
         rows, heads, kv_heads, head_dim: B, N, K and H.
@@ -34,7 +28,6 @@ class Case:
         dtype: of the heads; the cache's is `kept`.
     """
 
-    name: str
     rows: int = 3
     heads: int = 6
     kv_heads: int = 2
@@ -49,12 +42,8 @@ class Case:
     dtype: str = "float32"
     kept: str = "float32"
 
-    def build(self, seed: int = 0) -> Inputs:
-        """Builds the inputs; equal seeds give equal ones.
-
-        One row takes no part, and one head's slot lies behind its last.
-        """
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> Inputs:
+        """Draws the inputs: one row takes no part, and one head's slot lies past its last."""
         pairs, capacity = self.rows * self.kv_heads, self.pages * self.page_size
         count = self.heads + 2 * self.kv_heads
         parts = () if self.parts is None else (self.parts,)
@@ -65,11 +54,11 @@ class Case:
         positions = rng.integers(0, 5000, (self.rows, 1))
         frequencies = 1e4 ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
         angles = positions.astype(np.float32)[..., None] * frequencies.astype(np.float32)
-        table = jnp.asarray(1.1 * np.cos(angles)), jnp.asarray(1.1 * np.sin(angles))
+        table = put(1.1 * np.cos(angles)), put(1.1 * np.sin(angles))
         scales = 1 + 0.3 * rng.normal(size=(2, self.head_dim))
-        q_scale, k_scale = (jnp.asarray(scale, self.dtype) for scale in scales)
+        q_scale, k_scale = (put(scale, self.dtype) for scale in scales)
         heads = Heads(
-            jnp.asarray(qkv, "float32" if parts else self.dtype),
+            put(qkv, "float32" if parts else self.dtype),
             jnp.dtype(self.dtype),
             self.heads,
             table,
@@ -78,7 +67,7 @@ class Case:
         )
         spare = 3 if self.paged else 0
         pool = rng.normal(size=(2, pairs * self.pages + spare, self.page_size, self.head_dim))
-        k, v = (jnp.asarray(part, self.kept) for part in pool)
+        k, v = (put(part, self.kept) for part in pool)
         table = rng.permutation(pool.shape[1])[: pairs * self.pages]
         lengths = rng.integers(1, capacity + 1, (self.rows, self.kv_heads))
         lengths[0, 0], lengths[-1, 0], lengths[-1, -1] = 1, capacity, capacity + 5
@@ -86,14 +75,14 @@ class Case:
         layer = LayerCache(
             k,
             v,
-            jnp.asarray(lengths, jnp.int32),
-            jnp.asarray(table.reshape(*lengths.shape, -1), jnp.int32) if self.paged else None,
-            bias=jnp.ones(slots) if self.beside else None,
-            slot_positions=jnp.full(slots, -1, jnp.int32) if self.beside else None,
+            put(lengths, np.int32),
+            put(table.reshape(*lengths.shape, -1), np.int32) if self.paged else None,
+            bias=put(np.ones(slots), np.float32) if self.beside else None,
+            slot_positions=put(np.full(slots, -1), np.int32) if self.beside else None,
         )
         valid = np.ones(self.rows, np.int32)
         valid[self.rows // 2] = 0
-        return Inputs(heads, layer, jnp.asarray(positions, jnp.int32), jnp.asarray(valid))
+        return Inputs(heads, layer, put(positions, np.int32), put(valid))
 
 
 CASES = (

@@ -1,11 +1,11 @@
-"""Builds the inputs that tests share: those of `skinny_product`, with gates before them."""
+"""Cases of `gated_product`: those of `skinny_product`, with gates before them."""
 
 from dataclasses import replace
 
 import jax.numpy as jnp
 
-from jsparse.pallas_kernels.skinny_product.cases import CASES as PRODUCTS
-from jsparse.pallas_kernels.skinny_product.cases import OTHERS, Case
+from tests.kernels.cases.skinny_product import CASES as PRODUCTS
+from tests.kernels.cases.skinny_product import OTHERS, Case
 
 CASES = tuple(replace(case, bias=False) for case in PRODUCTS if case.name != "bias")
 

@@ -1,8 +1,8 @@
-"""Lists the inputs that tests and benchmarks share, from the `Case` of block_sparse_decode."""
+"""Cases of `token_sparse_decode`: those of `block_sparse_decode`, with lists of tokens."""
 
 from functools import partial
 
-from jsparse.pallas_kernels.block_sparse_decode.cases import Case
+from tests.kernels.cases.block_sparse_decode import Case
 
 _case = partial(Case, granularity="token")
 

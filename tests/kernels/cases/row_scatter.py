@@ -1,24 +1,18 @@
-"""Builds the inputs that tests share: named cases, each from a seed."""
+"""Cases of `row_scatter`."""
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from tests.kernels.cases.named import Named, put
 
-class Inputs(NamedTuple):
-    """Holds the op's arguments."""
-
-    pool: jnp.ndarray
-    ids: jnp.ndarray
-    rows: jnp.ndarray
+Inputs = namedtuple("Inputs", "pool ids rows")
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the shapes and contents of one call.
+class Case(Named):
+    """A call of `row_scatter`.
 
     Attributes:
         rows: number of rows of the pool.
@@ -27,27 +21,20 @@ class Case:
         outside: the share of ids that name no row, half of them negative, half too large.
     """
 
-    name: str
     rows: int = 50
     width: tuple[int, ...] = (64,)
     lists: tuple[int, ...] = (2, 3, 5)
     outside: float = 0.3
     dtype: str = "float32"
 
-    def build(self, seed: int = 0) -> Inputs:
-        """Builds the inputs; equal seeds give equal ones."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> Inputs:
         pool = rng.integers(0, 100, (self.rows, *self.width))
         ids = rng.permutation(self.rows)[: int(np.prod(self.lists))].reshape(self.lists)
         outside = rng.random(self.lists) < self.outside
         negative = rng.random(self.lists) < 0.5
         ids = np.where(outside, np.where(negative, -1 - ids, self.rows + 2**30), ids)
         rows = rng.integers(100, 120, (*self.lists, *self.width))
-        return Inputs(
-            jax.device_put(np.asarray(pool, self.dtype)),
-            jax.device_put(np.asarray(ids, np.int32)),
-            jax.device_put(np.asarray(rows, self.dtype)),
-        )
+        return Inputs(put(pool, self.dtype), put(ids, np.int32), put(rows, self.dtype))
 
 
 CASES = (

@@ -1,8 +1,9 @@
-"""Builds the inputs that tests and benchmarks share, from the `Case` of block_sparse_decode."""
+"""Cases of `int4_scores` and `int4_append`, from the `Case` of block_sparse_decode."""
 
+from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,35 +11,27 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse.cache import LayerCache, physical_pages, read_heads
-from jsparse.model_facts.key_constants import SPAN, KeyFrame, angles_at, rotated
-from jsparse.pallas_kernels.block_sparse_decode.cases import JUNK, Case
+from jsparse.model_facts.key_constants import SPAN, KeyFrame, rotated
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys, quantise
-from jsparse.selection import Selection
+from tests.kernels.cases.block_sparse_decode import JUNK, Case, frame_around
+from tests.kernels.cases.named import put
 
 LARGE = 200.0  # the size of the biases of Qwen2's keys
 THETA = 1e6  # RoPE's base
-
-
-class Inputs(NamedTuple):
-    """Holds the op's arguments."""
-
-    q: jnp.ndarray
-    layer: LayerCache
-    keys: Int4Keys
-    selection: Selection | None
+Inputs = namedtuple("Inputs", "q layer keys selection")
 
 
 @dataclass(frozen=True)
 class NarrowCase(Case):
-    """Describes a call with queries and 4-bit keys of the first `channels` channels of K."""
+    """A call with queries and 4-bit keys of the first `channels` channels of K."""
 
     channels: int = 16
 
 
 @dataclass(frozen=True)
 class FrameCase(Case):
-    """Describes a call whose 4-bit keys lie in a frame, or have channels of each head's own.
+    """A call whose 4-bit keys lie in a frame, or have channels of each head's own.
 
     Attributes:
         framed: whether there is a frame.
@@ -59,19 +52,12 @@ def options(case: Case, seed: int = 0) -> dict[str, Any]:
 
 
 def frame_for(case: Case, seed: int = 0) -> KeyFrame:
-    """Builds a frame with three large constant channels per head, as keys of Qwen2 have them."""
+    """Returns a frame with three large constant channels per head, as keys of Qwen2 have them."""
     rng, half = np.random.default_rng(seed), case.head_dim // 2
     mid = rng.normal(size=(case.kv_heads, case.head_dim))
     for at in (3 % half, half - 1, case.head_dim - 2):
         mid[:, at] = LARGE * rng.choice([-1, 1], case.kv_heads)
-    frequencies = jax.device_put(np.asarray(THETA ** -(np.arange(half) / half), np.float32))
-    first = np.arange(0, case.slots, SPAN, dtype=np.int32)
-    key_scale = np.exp(rng.normal(size=(case.kv_heads, half)))
-    return KeyFrame(
-        jax.device_put(np.asarray(mid, np.float32)),
-        jax.device_put(np.asarray(key_scale, np.float32)),
-        jax.jit(angles_at)(first, frequencies),
-    )
+    return frame_around(case, rng, mid, THETA)
 
 
 def out_of_frame(
@@ -91,8 +77,9 @@ def build(case: Case, seed: int = 0) -> Inputs:
     given = None if case.dense == "all" else selection
     if not isinstance(case, FrameCase):
         channels = case.channels if isinstance(case, NarrowCase) else case.head_dim
-        keys = _quantised(layer.k, channels)
-        return Inputs(jax.device_put(np.asarray(q)[..., :channels]), layer, keys, given)
+        return Inputs(
+            put(np.asarray(q)[..., :channels]), layer, _quantised(layer.k, channels), given
+        )
     kept = options(case, seed)
     if case.framed:
         layer = _moved(layer, kept["frame"])
@@ -106,10 +93,10 @@ def _quantised(k: Float[Array, "F P H"], channels: int) -> Int4Keys:
 
 def _channels(case: FrameCase, seed: int) -> Int32[Array, "B K r"]:
     """Chooses ascending channels for each row and head."""
-    rng = np.random.default_rng(seed)
     heads = (case.batch, case.kv_heads)
-    order = rng.permuted(np.broadcast_to(np.arange(case.head_dim), (*heads, case.head_dim)), axis=2)
-    return jax.device_put(np.asarray(np.sort(order[..., : case.chosen]), np.int32))
+    order = np.broadcast_to(np.arange(case.head_dim), (*heads, case.head_dim))
+    order = np.random.default_rng(seed).permuted(order, axis=2)
+    return put(np.sort(order[..., : case.chosen]), np.int32)
 
 
 @jax.jit
@@ -170,7 +157,6 @@ CASES = (
     Case("all_listed", listed="all"),
     Case("nothing_listed", listed="none"),
     Case("empty_list", listed="none", capacity=0),
-    Case("newest_only", listed="newest"),
     Case("newest_unlisted", listed="first", lengths="full"),
     Case("head_dim_40", head_dim=40, group=3, page_size=8),
     Case("head_dim_128", head_dim=128, group=1, page_size=32, num_pages=3),

@@ -1,23 +1,17 @@
-"""Builds the inputs that tests and benchmarks share: named cases, each from a seed."""
+"""Cases of `shared_counts`."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import jax
 import numpy as np
 from jaxtyping import Array
 
-
-class Inputs(NamedTuple):
-    """Holds the op's arrays."""
-
-    scores: Array
-    total: Array
+from tests.kernels.cases.named import Named, put
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the shapes and contents of one call.
+class Case(Named):
+    """A call of `shared_counts`.
 
     Attributes:
         kind: scores are "normal", "uniform", "shares" (positive, over many orders of magnitude,
@@ -28,7 +22,6 @@ class Case:
         empty: whether the first list of each row has no finite score.
     """
 
-    name: str
     batch: int = 2
     lists: int = 3
     slots: int = 200
@@ -42,12 +35,11 @@ class Case:
 
     @property
     def bounds(self) -> dict[str, int]:
-        """Returns the floor and the cap as the op takes them."""
+        """The floor and the cap as the op takes them."""
         return {"min_count": self.min_count, "max_count": self.max_count}
 
-    def build(self, seed: int = 0) -> Inputs:
-        """Builds the inputs; equal seeds give equal ones. Each row has its own total."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> tuple[Array, Array]:
+        """Draws scores and totals. Each row has its own total."""
         shape = (self.batch, self.lists, self.slots)
         x = rng.normal(size=shape)
         scores = {
@@ -64,10 +56,7 @@ class Case:
             scores[:, 0] = -np.inf
         fair = self.share * self.lists * self.slots
         total = fair * rng.uniform(0.9, 1.1, self.batch)
-        return Inputs(
-            jax.device_put(np.asarray(scores, self.dtype)),
-            jax.device_put(np.asarray(total, np.int32)),
-        )
+        return put(scores, self.dtype), put(total, np.int32)
 
 
 CASES = (

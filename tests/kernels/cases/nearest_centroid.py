@@ -1,30 +1,24 @@
-"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
+"""Cases of `nearest_centroid`.
 
-Points behind a row's number and centroids behind its groups are `JUNK`, so that reading them shows.
+Points past a row's number and centroids past its groups are `JUNK`, so that reading them shows.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.kernels.cases.named import Named, put
+
 JUNK = 1e30
-
-
-class Inputs(NamedTuple):
-    """Holds the op's arguments."""
-
-    points: jnp.ndarray
-    centroid: jnp.ndarray
-    number: jnp.ndarray
-    groups: jnp.ndarray
+Inputs = namedtuple("Inputs", "points centroid number groups")
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
+class Case(Named):
+    """A call of `nearest_centroid`.
 
     Attributes:
         points: C.
@@ -35,7 +29,6 @@ class Case:
             of length 1.
     """
 
-    name: str
     batch: int = 3
     kv_heads: int = 2
     points: int = 200
@@ -45,14 +38,11 @@ class Case:
     used: Literal["any", "all", "three_quarters"] = "any"
     like: Literal["whole", "directions"] = "whole"
 
-    def build(self, seed: int = 0) -> Inputs:
-        """Builds the arguments; equal seeds give equal ones."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> Inputs:
         number, groups = self._used(rng, self.points), self._used(rng, self.groups)
         points = self._vectors(rng, self.points, number)
         centroid = self._vectors(rng, self.groups, groups)
-        number, groups = (jax.device_put(np.asarray(x, np.int32)) for x in (number, groups))
-        return Inputs(points, centroid, number, groups)
+        return Inputs(points, centroid, put(number, np.int32), put(groups, np.int32))
 
     def _used(self, rng: np.random.Generator, maximum: int) -> np.ndarray:
         if self.used == "any":
@@ -69,7 +59,7 @@ class Case:
             x = rng.standard_normal(shape, np.float32)
             x /= np.linalg.norm(x, axis=-1, keepdims=True)
         x[np.broadcast_to(np.arange(maximum) >= used[:, None, None], shape[:3])] = JUNK
-        return jax.device_put(np.asarray(x, self.dtype))
+        return put(x, self.dtype)
 
 
 CASES = (

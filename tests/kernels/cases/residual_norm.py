@@ -1,16 +1,17 @@
-"""Builds the inputs that tests share: named cases, each from a seed."""
+"""Cases of `residual_norm`."""
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
+
+from tests.kernels.cases.named import Named, put
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the shapes of one call, and how large numbers are; delta may be in parts."""
+class Case(Named):
+    """A call of `residual_norm`; `size` is the magnitude of numbers, and delta may be in parts."""
 
-    name: str
     rows: int = 3
     width: int = 96
     size: float = 1.0
@@ -18,15 +19,14 @@ class Case:
     dtype: str = "float32"
     parts: int | None = None
 
-    def build(self, seed: int = 0) -> tuple[jnp.ndarray, jnp.ndarray, jnp.ndarray]:
-        """Builds x, delta and scale; equal seeds give equal ones."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> tuple[Array, Array, Array]:
+        """Draws x, delta and scale."""
         x, delta = self.size * rng.normal(size=(2, self.rows, self.width))
         scale = 1 + 0.3 * rng.normal(size=self.width)
-        x, delta, scale = (jnp.asarray(each, self.dtype) for each in (x, delta, scale))
         if self.parts is not None:
-            delta = jnp.asarray(self.size * rng.normal(size=(self.parts, *x.shape)), jnp.float32)
-        return x, delta, scale
+            delta = self.size * rng.normal(size=(self.parts, *x.shape))
+        delta = put(delta, self.dtype if self.parts is None else np.float32)
+        return put(x, self.dtype), delta, put(scale, self.dtype)
 
 
 CASES = (

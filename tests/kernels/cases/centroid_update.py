@@ -1,33 +1,20 @@
-"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
+"""Cases of `centroid_update`. Groups of points that are not there are `JUNK`: using them shows."""
 
-Groups of points that are not there are `JUNK`, so that using them shows.
-"""
-
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jsparse.pallas_kernels.point_groups import Groups
+from tests.kernels.cases.named import Named, put
 
 JUNK = 10**9
-
-
-class Inputs(NamedTuple):
-    """Holds the op's arrays."""
-
-    groups: Groups
-    points: jnp.ndarray
-    radius: jnp.ndarray | None
-    group: jnp.ndarray
-    nth: jnp.ndarray
+Inputs = namedtuple("Inputs", "groups points radius group nth")
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
+class Case(Named):
+    """A call of `centroid_update`.
 
     Attributes:
         new: n.
@@ -38,7 +25,6 @@ class Case:
         own: whether the new points have radii as well.
     """
 
-    name: str
     batch: int = 3
     kv_heads: int = 2
     new: int = 7
@@ -51,21 +37,17 @@ class Case:
     radii: bool = False
     own: bool = False
 
-    def build(self, seed: int = 0) -> Inputs:
-        """Builds the arrays; equal seeds give equal ones."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> Inputs:
         heads = (self.batch, self.kv_heads)
         centroid = rng.standard_normal((*heads, self.groups, self.head_dim))
         if self.normalise:
             centroid /= np.linalg.norm(centroid, axis=-1, keepdims=True)
         size = rng.integers(0, 3, (*heads, self.groups)) * rng.integers(1, 4)
         groups = Groups(
-            jax.device_put(np.asarray(centroid, self.dtype)),
-            jax.device_put(np.asarray(size, np.int32)),
-            jax.device_put(
-                np.asarray(rng.integers(0, self.groups, (*heads, self.points)), np.int32)
-            ),
-            jax.device_put(np.asarray(rng.random(size.shape), np.float32)) if self.radii else None,
+            put(centroid, self.dtype),
+            put(size, np.int32),
+            put(rng.integers(0, self.groups, (*heads, self.points)), np.int32),
+            put(rng.random(size.shape), np.float32) if self.radii else None,
         )
         points = rng.standard_normal((*heads, self.new, self.head_dim))
         some = rng.integers(0, self.groups, (*heads, self.joined))
@@ -76,10 +58,10 @@ class Case:
         group[np.broadcast_to(~there[:, None], group.shape)] = JUNK
         return Inputs(
             groups,
-            jax.device_put(np.asarray(points, np.float32)),
-            jax.device_put(np.asarray(rng.random(group.shape), np.float32)) if self.own else None,
-            jax.device_put(np.asarray(group, np.int32)),
-            jax.device_put(np.asarray(np.where(there, first + np.arange(self.new), -1), np.int32)),
+            put(points, np.float32),
+            put(rng.random(group.shape), np.float32) if self.own else None,
+            put(group, np.int32),
+            put(np.where(there, first + np.arange(self.new), -1), np.int32),
         )
 
 

@@ -1,47 +1,33 @@
-"""Builds the inputs that tests and benchmarks share, from the `Case` of block_sparse_decode."""
+"""Cases of `page_bounds` and `bounds_append`, from the `Case` of block_sparse_decode."""
 
+from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jsparse.cache import LayerCache
-from jsparse.model_facts.key_constants import SPAN, KeyFrame, angles_at
-from jsparse.pallas_kernels.block_sparse_decode.cases import JUNK, Case
+from jsparse.model_facts.key_constants import KeyFrame
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
+from tests.kernels.cases.block_sparse_decode import JUNK, Case, frame_around
 
-
-class Inputs(NamedTuple):
-    """Holds the op's arguments."""
-
-    q: jnp.ndarray
-    layer: LayerCache
-    bounds: Bounds
+Inputs = namedtuple("Inputs", "q layer bounds")
 
 
 @dataclass(frozen=True)
 class Codes(Case):
-    """Describes a call with bounds in 8 bits."""
+    """A call with bounds in 8 bits."""
 
 
 def frame_for(case: Case, seed: int = 0) -> KeyFrame:
-    """Builds a frame with a few large constant channels, as Qwen2's keys have them."""
+    """Returns a frame with a few large constant channels, as Qwen2's keys have them."""
     rng, half = np.random.default_rng(seed), case.head_dim // 2
     mid = rng.normal(size=(case.kv_heads, case.head_dim))
     mid[:, half - 2 : half] *= 100
-    frequencies = 10000.0 ** -(np.arange(half) / half)
-    return KeyFrame(
-        jax.device_put(np.asarray(mid, np.float32)),
-        jax.device_put(np.asarray(np.exp(rng.normal(size=(case.kv_heads, half))), np.float32)),
-        jax.jit(angles_at)(
-            np.arange(0, case.slots, SPAN, dtype=np.int32),
-            jax.device_put(np.asarray(frequencies, np.float32)),
-        ),
-    )
+    return frame_around(case, rng, mid, 10000.0)
 
 
 def build(case: Case, seed: int = 0, *, frame: KeyFrame | None = None) -> Inputs:

@@ -1,27 +1,20 @@
-"""Builds the inputs that tests and benchmarks share: named cases, each from a seed."""
+"""Cases of `window_attention`."""
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import jax
 import numpy as np
-from jaxtyping import Array
 
 from jsparse.cache import LayerCache
+from tests.kernels.cases.named import Named, put
 
-
-class Inputs(NamedTuple):
-    """Holds the op's arguments."""
-
-    queries: Array
-    positions: Array
-    layer: LayerCache
-    competing: Array
+Inputs = namedtuple("Inputs", "queries positions layer competing")
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the shapes and contents of one call.
+class Case(Named):
+    """A call of `window_attention`.
 
     Attributes:
         window: W.
@@ -31,7 +24,6 @@ class Case:
         first: the number of slots at the front that do not compete; as many as W at the end.
     """
 
-    name: str
     batch: int = 2
     kv_heads: int = 2
     group: int = 3
@@ -45,9 +37,7 @@ class Case:
     first: int = 5
     dtype: str = "float32"
 
-    def build(self, seed: int = 0) -> Inputs:
-        """Builds the inputs; equal seeds give equal ones."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> Inputs:
         heads, slots = (self.batch, self.kv_heads), self.num_pages * self.page_size
         pages = self.batch * self.kv_heads * self.num_pages
         held = {
@@ -65,18 +55,16 @@ class Case:
         )
         at = np.arange(slots)
         return Inputs(
-            jax.device_put(np.asarray(queries, self.dtype)),
-            jax.device_put(np.asarray(held.max(1) + (self.lengths != "short"), np.int32)),
+            put(queries, self.dtype),
+            put(held.max(1) + (self.lengths != "short"), np.int32),
             LayerCache(
-                jax.device_put(np.asarray(k, self.dtype)),
-                jax.device_put(np.zeros(k.shape, self.dtype)),
-                jax.device_put(np.asarray(held, np.int32)),
-                block_table=jax.device_put(np.asarray(table, np.int32))
-                if self.table == "scrambled"
-                else None,
-                bias=jax.device_put(np.asarray(bias, np.float32)) if self.bias else None,
+                put(k, self.dtype),
+                put(np.zeros(k.shape), self.dtype),
+                put(held, np.int32),
+                block_table=put(table, np.int32) if self.table == "scrambled" else None,
+                bias=put(bias, np.float32) if self.bias else None,
             ),
-            jax.device_put((at >= self.first) & (at < held[..., None] - self.window)),
+            put((at >= self.first) & (at < held[..., None] - self.window)),
         )
 
 

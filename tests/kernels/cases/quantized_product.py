@@ -1,17 +1,17 @@
-"""Builds the inputs that tests share: named cases, each from a seed."""
+"""Cases of `quantized_product`."""
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
+from tests.kernels.cases.named import Named, put
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the sizes of one call.
+class Case(Named):
+    """A call of `quantized_product`.
 
     Attributes:
         batch: the axes of x but for its last.
@@ -19,24 +19,22 @@ class Case:
         size: how large numbers of x are.
     """
 
-    name: str
     batch: tuple[int, ...] = (3,)
     out: int = 192
     width: int = 256
     size: float = 1.0
     dtype: str = "bfloat16"
 
-    def build(self, seed: int = 0) -> tuple[Float[Array, "*batch in"], Blocks]:
-        """Builds x and the matrix, of which some blocks are 0; equal seeds give equal ones."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> tuple[Float[Array, "*batch in"], Blocks]:
+        """Draws x and the matrix, of which some blocks are 0."""
         blocks = self.width // BLOCK
         values = rng.integers(-128, 128, (self.out, blocks, BLOCK), np.int8)
         values *= rng.random((self.out, blocks, 1)) > 0.1
         scales = rng.uniform(1e-4, 1e-2, (blocks, self.out))
-        x = jnp.asarray(self.size * rng.normal(size=(*self.batch, self.width)), self.dtype)
-        return x, {
-            "values": jnp.asarray(values.reshape(self.out, -1), jnp.int8),
-            "scales": jnp.asarray(scales, jnp.float16),
+        x = self.size * rng.normal(size=(*self.batch, self.width))
+        return put(x, self.dtype), {
+            "values": put(values.reshape(self.out, -1)),
+            "scales": put(scales, np.float16),
         }
 
 

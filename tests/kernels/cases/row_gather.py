@@ -1,24 +1,19 @@
-"""Builds the inputs that tests and benchmarks share: named cases, each from a seed."""
+"""Cases of `row_gather`."""
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from tests.kernels.cases.named import Named, put
 
-class Inputs(NamedTuple):
-    """Holds the op's arguments."""
-
-    pool: jnp.ndarray
-    ids: jnp.ndarray
-    count: jnp.ndarray | None  # pyright: ignore[reportIncompatibleMethodOverride]
+Inputs = namedtuple("Inputs", "pool ids count")
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the shapes and contents of one call.
+class Case(Named):
+    """A call of `row_gather`.
 
     Attributes:
         rows: number of rows of the pool.
@@ -29,7 +24,6 @@ class Case:
         far: whether ids past the count are far out of range.
     """
 
-    name: str
     rows: int = 50
     width: tuple[int, ...] = (64,)
     lists: tuple[int, ...] = (2, 3)
@@ -38,9 +32,7 @@ class Case:
     far: bool = False
     dtype: str = "float32"
 
-    def build(self, seed: int = 0) -> Inputs:
-        """Builds the inputs; equal seeds give equal ones."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> Inputs:
         pool = rng.integers(0, 100, (self.rows, *self.width))
         ids = rng.integers(0, max(self.rows, 1), (*self.lists, self.capacity))
         count = (
@@ -52,11 +44,8 @@ class Case:
             count.flat[:2] = 0, self.capacity
         if self.far:
             ids[np.arange(self.capacity) >= count[..., None]] = 2**31 - 1
-        return Inputs(
-            jax.device_put(np.asarray(pool, self.dtype)),
-            jax.device_put(np.asarray(ids, np.int32)),
-            None if self.count == "all" else jax.device_put(np.asarray(count, np.int32)),
-        )
+        count = None if self.count == "all" else count
+        return Inputs(put(pool, self.dtype), put(ids, np.int32), put(count, np.int32))
 
 
 CASES = (

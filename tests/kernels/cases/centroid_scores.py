@@ -1,33 +1,24 @@
-"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
+"""Cases of `centroid_scores`.
 
 Centroids and radii past a head's number, or in no chosen unit, are `JUNK`, so that reading them
 shows.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from tests.kernels.cases.named import Named, put
+
 JUNK = np.nan
-
-
-class Inputs(NamedTuple):
-    """Holds the op's arrays."""
-
-    q: jnp.ndarray
-    centroids: jnp.ndarray
-    number: jnp.ndarray
-    radius: jnp.ndarray | None
-    unit: jnp.ndarray | None
-    chosen: jnp.ndarray | None
+Inputs = namedtuple("Inputs", "q centroids number radius unit chosen")
 
 
 @dataclass(frozen=True)
-class Case:
-    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
+class Case(Named):
+    """A call of `centroid_scores`.
 
     Attributes:
         group: G.
@@ -38,7 +29,6 @@ class Case:
         dtype: type of queries and centroids.
     """
 
-    name: str
     batch: int = 2
     kv_heads: int = 3
     group: int = 4
@@ -49,9 +39,7 @@ class Case:
     units: int = 0
     dtype: str = "float32"
 
-    def build(self, seed: int = 0) -> Inputs:
-        """Builds the arrays; equal seeds give equal ones."""
-        rng = np.random.default_rng(seed)
+    def inputs(self, rng: np.random.Generator) -> Inputs:
         heads = (self.batch, self.kv_heads)
         number = np.full(heads, self.clusters if self.number == "all" else self.number)
         if self.number == "any":
@@ -67,16 +55,16 @@ class Case:
             chosen = rng.random((*heads, self.units)) < 0.25
             chosen.reshape(-1, self.units)[1:2] = False
             past |= ~np.take_along_axis(chosen, unit, -1)
-            unit, chosen = jax.device_put(unit), jax.device_put(chosen)
         centroids[past] = JUNK
-        radius = None
-        if self.radii:
-            radius = jax.device_put(
-                np.asarray(np.where(past, JUNK, rng.random(past.shape)), np.float32)
-            )
-        q, centroids = (jax.device_put(np.asarray(x, self.dtype)) for x in (q, centroids))
-        number = jax.device_put(np.asarray(number, np.int32))
-        return Inputs(q, centroids, number, radius, unit, chosen)
+        radius = np.where(past, JUNK, rng.random(past.shape)) if self.radii else None
+        return Inputs(
+            put(q, self.dtype),
+            put(centroids, self.dtype),
+            put(number, np.int32),
+            put(radius, np.float32),
+            put(unit),
+            put(chosen),
+        )
 
 
 CASES = (

@@ -1,0 +1,55 @@
+"""Named cases of an op's inputs, each made from a seed: what the cases of all ops share.
+
+Tests, benchmarks and compute-sanitizer use the same cases.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Named(ABC):
+    """The shapes and contents of one call, with the letters of jsparse.shapes."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    def build(self, seed: int = 0) -> Any:
+        """Returns the op's inputs; equal seeds give equal ones."""
+        return self.inputs(np.random.default_rng(seed))
+
+    @abstractmethod
+    def inputs(self, rng: np.random.Generator) -> Any:
+        """Draws the op's inputs."""
+
+
+def put(x: Any, dtype: Any = None) -> Any:
+    """Returns a numpy array on the device, without compiling a program; None stays None."""
+    return None if x is None else jax.device_put(np.asarray(x, dtype))
+
+
+def ragged(
+    rng: np.random.Generator, shape: tuple[int, ...], most: int, *edges: int, least: int = 1
+) -> np.ndarray:
+    """Draws lengths up to `most`; all but one may be edges: `most`, 0, 1 and those given."""
+    lengths = rng.integers(least, most + 1, shape)
+    edges = (most, 0, 1, *edges)[: lengths.size - 1]
+    lengths.flat[: len(edges)] = edges
+    return lengths
+
+
+def packed(
+    lists: Iterable[np.ndarray], shape: tuple[int, ...], capacity: int, *, past: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns int32 ids [*shape, capacity], `past` after each list's end, and counts [*shape]."""
+    ids, count = np.full((*shape, capacity), past, np.int32), np.zeros(shape, np.int32)
+    for head, listed in zip(np.ndindex(*shape), lists, strict=True):
+        ids[head][: listed.size], count[head] = listed, listed.size
+    return ids, count
