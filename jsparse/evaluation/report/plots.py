@@ -21,7 +21,7 @@ from jsparse.evaluation.report.drawings import (
 from jsparse.evaluation.report.figures import COLUMNS, DrawFn, save_figure, svg
 from jsparse.evaluation.report.statistics import BY_STEP, YARDSTICK, family, is_dense
 from jsparse.evaluation.report.table import tokens
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 QUALITY = ("kl", "agreement", "score")
 STEPPED = ("kl", "perplexity")
