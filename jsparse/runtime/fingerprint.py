@@ -60,13 +60,15 @@ def _text(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"{type(value).__qualname__}({', '.join(map(_text, value))})"
     if isinstance(value, MethodType):
-        return f"{_text(value.__func__)} of {_text(value.__self__.made_from())}"
+        return f"{_text(value.__func__)} of {_text(value.__self__)}"
     if isinstance(value, FunctionType | type):
         name = f"{value.__module__}.{value.__qualname__}"
         # a function within another one may close over anything
         if name.partition(".")[0] not in KNOWN or "<" in name:
             raise NoFingerprint(name)
         return name
+    if hasattr(value, "made_from"):
+        return f"{_text(type(value))} from {_text(value.made_from())}"
     if " at 0x" in (text := repr(value)):
         raise NoFingerprint(text)
     return text

@@ -58,7 +58,7 @@ def test_quality_has_a_line_a_family_against_log_attended(made, figures):
     axes = panels(made, figures)
     titles = [f"{m}, {at} tokens" for m in ("KL", "agreement %", "score %") for at in ("1K", "4K")]
     assert list(axes)[: len(titles)] == titles
-    for axis in map(axes.get, titles):
+    for axis in (axes[title] for title in titles):
         assert axis.get_xscale() == "log"
         assert axis.get_legend_handles_labels()[1] == ["dense", "streaming", "oracle_top_k"]
     lines = {line.get_label(): line for line in axes["agreement %, 1K tokens"].get_lines()}
