@@ -5,16 +5,18 @@ Usage: python .ci/policy_tables.py
 It writes parts of files, each between two comments that name it, and prints the files that changed.
 """
 
-import ast
+import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jsparse.text.signatures import Signature, registered
+from jsparse.policies import REGISTRY
+from jsparse.policies.method import Method
 
 ROOT = Path(__file__).parents[1]
 COMMAND = "python3 -m uv run python .ci/policy_tables.py"
-type Policies = Mapping[str, Signature]
+type Policies = Sequence[Method]
 
 
 def table(*rows: Iterable[str]) -> str:
@@ -23,66 +25,65 @@ def table(*rows: Iterable[str]) -> str:
     return "\n".join(["", head, "|---" * (head.count("|") - 1) + "|", *lines, "", ""])
 
 
-def uses(root: Path, policies: Policies) -> str:
+def uses(policies: Policies) -> str:
     """Returns the README's table: what policies attend to, and when to use them."""
     rows = (
         (
-            re.sub(r"\w+\(.*?\)", r"`\g<0>`", policy.texts.get("calls", f"{name}()")),
-            policy.texts.get("gist", policy.texts["attends"]),
-            policy.texts["when"],
+            re.sub(r"\w+\(.*?\)", r"`\g<0>`", policy.calls or f"{policy.build.__name__}()"),
+            policy.gist or policy.attends,
+            policy.when,
         )
-        for name, policy in policies.items()
-        if "when" in policy.texts
+        for policy in policies
+        if policy.when
     )
     return table(("policy", "what it attends to", "when to use it"), *rows)
 
 
-def arguments(root: Path, policies: Policies) -> str:
+def arguments(policies: Policies) -> str:
     """Returns the table of docs/policies.md: all policies, with their arguments and papers."""
     rows = (
         (
-            f"`{name}({', '.join(policy.parameters)})`",
-            policy.texts["attends"],
-            ", ".join(paper(root, policy)),
+            f"`{policy.build.__name__}({', '.join(inspect.signature(policy.build).parameters)})`",
+            policy.attends,
+            ", ".join(paper(policy)),
         )
-        for name, policy in policies.items()
+        for policy in policies
     )
     return table(("policy", "attends to", "paper"), *rows)
 
 
-def paper(root: Path, policy: Signature) -> Iterator[str]:
+def paper(policy: Method) -> Iterator[str]:
     """Yields the name of a policy's paper and a link to it, as far as there are any."""
-    if "paper" in policy.texts:
-        yield policy.texts["paper"]
-        module = (root / policy.module.replace(".", "/")).with_suffix(".py")
-        docstring = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
+    if policy.paper:
+        yield policy.paper
+        docstring = sys.modules[policy.build.__module__].__doc__ or ""
         if found := re.search(r"arXiv:([\d.]+\d)", docstring):
             yield f"[{found[1]}](https://arxiv.org/abs/{found[1]})"
 
 
-def reference(kind: str) -> Callable[[Path, Policies], str]:
+def reference(kind: str) -> Callable[[Policies], str]:
     """Returns what lists the policies of a kind for the API reference."""
 
-    def listed(root: Path, policies: Policies) -> str:
+    def listed(policies: Policies) -> str:
         lines = (
-            f"::: {policy.module}.{name}"
-            for name, policy in policies.items()
-            if policy.texts.get("kind", "selects") == kind
+            f"::: {policy.build.__module__}.{policy.build.__name__}"
+            for policy in policies
+            if policy.kind == kind
         )
         return "\n".join(["", *lines, "", ""])
 
     return listed
 
 
-def imports(root: Path, policies: Policies) -> str:
+def imports(policies: Policies) -> str:
     """Returns the stub's imports of policies, sorted as ruff sorts them."""
-    homes = sorted((policy.module, name) for name, policy in policies.items())
+    homes = sorted((policy.build.__module__, policy.build.__name__) for policy in policies)
     lines = (f"from {module} import {name} as {name}" for module, name in homes)
     return "\n".join([*lines, "", ""])
 
 
 # what is written of each file, by the names in the comments around it
-PARTS: Mapping[str, Mapping[str, Callable[[Path, Policies], str]]] = {
+PARTS: Mapping[str, Mapping[str, Callable[[Policies], str]]] = {
     "README.md": {"policies": uses},
     "docs/policies.md": {"policies": arguments},
     "docs/api.md": {
@@ -103,7 +104,7 @@ def written(root: Path, file: str, policies: Policies) -> str:
         found = re.search(comments, text, re.MULTILINE)
         if found is None:
             raise SystemExit(f"{file} must have the comments '{begin}' and '{end}'")
-        text = text[: found.start(1)] + make(root, policies) + text[found.end(1) :]
+        text = text[: found.start(1)] + make(policies) + text[found.end(1) :]
     return text
 
 
@@ -119,7 +120,7 @@ def outdated(root: Path, policies: Policies) -> dict[str, str]:
 
 def main() -> None:
     """Writes the files that differ."""
-    for file, text in outdated(ROOT, registered()).items():
+    for file, text in outdated(ROOT, REGISTRY).items():
         (ROOT / file).write_text(text, encoding="utf-8")
         print(file)
 

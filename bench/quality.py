@@ -35,7 +35,7 @@ from bench.lib.arguments import report_parser
 from bench.lib.environment import REPOSITORY, describe
 from bench.lib.quality_sets import SETS
 from bench.lib.subprocesses import write_report
-from jsparse.cli.evaluate import draw, show
+from jsparse.cli.evaluate import show, write_page
 from jsparse.evaluation.plan import plan
 from jsparse.evaluation.report.statistics import averages
 
@@ -224,7 +224,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measures, prints the tables and draws the plots beside the JSON.
+    """Measures, prints the tables and writes a page with plots beside the JSON.
 
     Raises:
         RuntimeError: a process failed.
@@ -249,7 +249,7 @@ def run(args: argparse.Namespace) -> None:
         report = joined(reports, environment)
     write_report(args.json, report)
     show(report)
-    draw(report, args.json.parent / args.json.stem)
+    write_page(report, args.json.with_suffix(".html"))
 
 
 if __name__ == "__main__":

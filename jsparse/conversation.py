@@ -21,7 +21,7 @@ from jsparse.runtime.request import per_prompt, requests
 from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.runtime.session import Session
 from jsparse.text import prompts
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 # options of `generate` that belong to one answer, not to a conversation
 OF_A_TURN = ("streamer", "on_progress", "logprobs")

@@ -17,7 +17,6 @@ from jsparse.machine.jax_settings import own_settings
 from jsparse.models import orbax_files
 from jsparse.models.config import ModelConfig
 from jsparse.models.config_files import (
-    FAMILIES,
     PICKLES,
     ROPE_FACTORS,
     checked_path,
@@ -25,7 +24,7 @@ from jsparse.models.config_files import (
     gguf_config,
 )
 from jsparse.models.constants_file import read_constants, write_constants
-from jsparse.models.families import Family
+from jsparse.models.families import FAMILIES, Family
 from jsparse.models.generation_config import (
     read_generation_config,
     read_gguf_settings,

@@ -7,16 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from jsparse.models.config import ModelConfig
-from jsparse.models.families import Family
+from jsparse.models.families import FAMILIES, Family
 from jsparse.models.gguf import GGUFFile
 from jsparse.models.hub import is_gguf, locate
-from jsparse.models.llama import LLAMA
-from jsparse.models.qwen import QWEN2, QWEN3
 from jsparse.models.rope_scaling import rope_from_saved
 from jsparse.models.safetensors_files import read_json
 
-FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
-"""Families that can be loaded, by config.json's `model_type` and GGUF's `general.architecture`."""
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
 ROPE_FACTORS = "rope_freqs.weight"
 

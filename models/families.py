@@ -5,7 +5,7 @@ tensors that a checkpoint stores for it, in the order in which they are joined.
 """
 
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from jsparse.models.config import ModelConfig, refuse, require
@@ -18,20 +18,38 @@ class Family(NamedTuple):
     """Describes one model family.
 
     Attributes:
-        config_from_hf: a function from a parsed config.json to its ModelConfig.
-        config_from_gguf: a function from a GGUF file's metadata and tensor names to its
-            ModelConfig.
+        name: config.json's `model_type` and GGUF's `general.architecture`.
         hf_names, gguf_names: one or more names per weight; those of a tied lm_head or an absent
             bias are not used.
+        switches: the fields of ModelConfig that all of its models have alike.
+        without: the fields that config.json must not set.
+        required: the fields that config.json must have beside those of all families.
         gguf_interleaved: whether GGUF stores the rows of q and k for a rotation of neighbours, not
             of halves.
     """
 
-    config_from_hf: Callable[[dict[str, Any]], ModelConfig]
-    config_from_gguf: Callable[[Mapping[str, Any], Collection[str]], ModelConfig]
+    name: str
     hf_names: Names
     gguf_names: Names
+    switches: Mapping[str, bool] = {}
+    without: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
     gguf_interleaved: bool = False
+
+    def config_from_hf(self, config: dict[str, Any]) -> ModelConfig:
+        """Returns the ModelConfig of a parsed config.json."""
+        for field in self.without:
+            refuse(config, field, (False,))
+        for field in self.required:
+            require(config, field)
+        return ModelConfig(family=self.name, **self.switches, **sizes_from_hf(config))
+
+    def config_from_gguf(
+        self, metadata: Mapping[str, Any], tensor_names: Collection[str]
+    ) -> ModelConfig:
+        """Returns the ModelConfig of a GGUF file's metadata and tensor names."""
+        sizes = sizes_from_gguf(metadata, tensor_names)
+        return ModelConfig(family=self.name, **self.switches, **sizes)
 
 
 HF_NAMES: Names = {
@@ -62,6 +80,43 @@ GGUF_NAMES: Names = {
     "layers_{i}/mlp/gate_up/kernel": ("blk.{i}.ffn_gate.weight", "blk.{i}.ffn_up.weight"),
     "layers_{i}/mlp/down/kernel": ("blk.{i}.ffn_down.weight",),
 }
+
+
+_BIAS = "layers_{i}/attention/qkv/bias"
+_Q_NORM, _K_NORM = "layers_{i}/attention/q_norm/scale", "layers_{i}/attention/k_norm/scale"
+_FAMILIES = (
+    # Llama 2 and 3.x and models built alike (SmolLM2)
+    Family(
+        "llama",
+        HF_NAMES,
+        GGUF_NAMES,
+        without=("attention_bias", "mlp_bias"),
+        gguf_interleaved=True,
+    ),
+    # Qwen2 and Qwen2.5
+    Family(
+        "qwen2",
+        HF_NAMES | {_BIAS: tuple(f"model.layers.{{i}}.self_attn.{p}_proj.bias" for p in "qkv")},
+        GGUF_NAMES | {_BIAS: tuple(f"blk.{{i}}.attn_{p}.bias" for p in "qkv")},
+        switches={"qkv_bias": True},
+    ),
+    # its head_dim does not follow from hidden_size
+    Family(
+        "qwen3",
+        HF_NAMES
+        | {
+            _Q_NORM: ("model.layers.{i}.self_attn.q_norm.weight",),
+            _K_NORM: ("model.layers.{i}.self_attn.k_norm.weight",),
+        },
+        GGUF_NAMES
+        | {_Q_NORM: ("blk.{i}.attn_q_norm.weight",), _K_NORM: ("blk.{i}.attn_k_norm.weight",)},
+        switches={"qk_norm": True},
+        without=("attention_bias",),
+        required=("head_dim",),
+    ),
+)
+FAMILIES = {family.name: family for family in _FAMILIES}
+"""Families that can be loaded."""
 
 
 def sizes_from_hf(config: dict[str, Any]) -> dict[str, Any]:

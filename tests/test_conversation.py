@@ -15,7 +15,7 @@ from jsparse.builder import dense
 from jsparse.conversation import Conversation
 from jsparse.policy import Eviction
 from jsparse.runtime import capacity
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama3" / "model.gguf"
 # control tokens, so that no merge joins a prompt's end to its answer

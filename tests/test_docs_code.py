@@ -20,7 +20,7 @@ from tiny import VOCAB, random_prompts, tiny_params
 import jsparse
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.policies import POLICIES
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 ROOT = Path(__file__).parents[1]
 

@@ -1,16 +1,17 @@
 """Tests that what the docs and the stub list of policies is what the registry says."""
 
 import importlib.util
+import inspect
 import re
 import shutil
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from jsparse.text import signatures
-from jsparse.text.signatures import registered
-
-pytestmark = pytest.mark.pure
+from jsparse.policies import POLICIES, REGISTRY
+from jsparse.policies.method import Method
 
 ROOT = Path(__file__).parents[1]
 spec = importlib.util.spec_from_file_location("policy_tables", ROOT / ".ci" / "policy_tables.py")
@@ -18,67 +19,47 @@ assert spec is not None and spec.loader is not None
 policy_tables = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(policy_tables)
 
-REGISTRY = "jsparse/policies/__init__.py"
-ENTRY = """    Method(
-        newest,
-        attends="the newest tokens",
-        paper="Newest",
-        when="never",
-    ),
-"""
-MODULE = '''"""Newest attends to the newest tokens.
-
-Paper: "Newest", arXiv:2601.00001.
-"""
-
-
-def newest(recent=8):
-    """Attend to the newest tokens."""
-'''
+HOME = "jsparse/policies/__init__.py"
 
 
 def test_every_list_of_policies_is_what_the_registry_says():
-    stale = list(policy_tables.outdated(ROOT, registered()))
+    stale = list(policy_tables.outdated(ROOT, REGISTRY))
     assert not stale, f"{', '.join(stale)}: run {policy_tables.COMMAND}"
 
 
 def test_the_readme_names_every_policy():
-    table = policy_tables.uses(ROOT, registered())
-    missing = [name for name in registered() if not re.search(rf"\b{name}\(", table)]
+    table = policy_tables.uses(REGISTRY)
+    missing = [name for name in POLICIES if not re.search(rf"\b{name}\(", table)]
     assert not missing, (
-        f"{missing}: set `when` in its entry of {REGISTRY}, or add it to another's `calls`"
+        f"{missing}: set `when` in its entry of {HOME}, or add it to another's `calls`"
     )
 
 
 def test_wrappers_are_the_methods_that_take_a_policy():
-    for name, policy in registered().items():
-        wraps = policy.texts.get("kind") == "wraps"
-        assert wraps == ("policy" in policy.parameters), f"{name}: set `kind` in {REGISTRY}"
+    for policy in REGISTRY:
+        takes = "policy" in inspect.signature(policy.build).parameters
+        assert takes == (policy.kind == "wraps"), f"{policy.build}: set `kind` in {HOME}"
 
 
 @pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """Returns a folder with the registry, all policies and the files that list just these."""
-    shutil.copytree(ROOT / "jsparse" / "policies", tmp_path / "jsparse" / "policies")
-    for file in ("jsparse/builder.py", *policy_tables.PARTS):
+def checkout(tmp_path):
+    """Returns a folder with the files that list policies."""
+    for file in policy_tables.PARTS:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / file, tmp_path / file)
-    for file, text in policy_tables.outdated(tmp_path, registered()).items():
-        (tmp_path / file).write_text(text, "utf-8")
-    monkeypatch.setattr(signatures, "PACKAGE", tmp_path / "jsparse")
     return tmp_path
 
 
-def test_a_method_and_its_entry_are_all_that_the_lists_need(checkout):
-    (checkout / "jsparse" / "policies" / "newest.py").write_text(MODULE)
-    text = (checkout / REGISTRY).read_text("utf-8")
-    text = text.replace(
-        "\n\nREGISTRY", "\nfrom jsparse.policies.newest import newest\n\nREGISTRY", 1
-    )
-    text = text.replace("    Method(\n        quest,", f"{ENTRY}    Method(\n        quest,")
-    (checkout / REGISTRY).write_text(text, "utf-8")
+def test_a_method_and_its_entry_are_all_that_the_lists_need(checkout, monkeypatch):
+    module = ModuleType("jsparse.policies.newest", 'Paper: "Newest", arXiv:2601.00001.')
+    monkeypatch.setitem(sys.modules, module.__name__, module)
 
-    policies = registered.__wrapped__()
+    def newest(recent=8):
+        """Attend to the newest tokens."""
+
+    newest.__module__ = module.__name__
+    entry = Method(newest, attends="the newest tokens", paper="Newest", when="never")
+    policies = [*REGISTRY, entry]
     changed = policy_tables.outdated(checkout, policies)
     assert list(changed) == list(policy_tables.PARTS)
     for file, line in (
@@ -101,4 +82,4 @@ def test_a_file_without_its_comments_is_refused_by_name(checkout):
     text = (checkout / "README.md").read_text("utf-8")
     (checkout / "README.md").write_text(text.replace("<!-- end of policies -->", ""), "utf-8")
     with pytest.raises(SystemExit, match=r"README.md must have the comments 'policies: written by"):
-        policy_tables.outdated(checkout, registered())
+        policy_tables.outdated(checkout, REGISTRY)

@@ -27,7 +27,7 @@ from jsparse.models.checkpoint import Params, require_on_one_device
 from jsparse.policies.choices import Choice, known_as
 from jsparse.policies.expressions import parse
 from jsparse.runtime import capacity
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 # How much longer a CPU compiles steps of a policy than of dense attention: those of SmolLM2 take 8
 # CPU seconds with dense attention, 28 with quest

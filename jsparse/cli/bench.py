@@ -21,7 +21,7 @@ from jsparse.cli.options import (
     takes_options,
     whole_numbers,
 )
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 bench = typer.Typer(cls=CommandGroup, no_args_is_help=True, add_completion=False)
 LENGTH = "a number, or MIN:MAX to draw from log-uniformly"

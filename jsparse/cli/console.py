@@ -19,7 +19,7 @@ from rich.progress import (
     TextColumn,
 )
 
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 if TYPE_CHECKING:
     from jsparse.runtime.host_reader import Generation

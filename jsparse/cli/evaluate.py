@@ -19,7 +19,6 @@ from jsparse.cli.evaluate_options import (
     LengthsOption,
     MaxNewTokensOption,
     OutOption,
-    PlotsOption,
     ReportOption,
     ResumeOption,
     SamplesOption,
@@ -63,13 +62,14 @@ def evaluate(
     files: FilesOption = None,
     out: OutOption = None,
     resume: ResumeOption = False,
-    plots: PlotsOption = None,
     report: ReportOption = None,
 ) -> None:
     """Measure the quality of policies: closeness to dense attention and long-context tasks.
 
     Example: jsparse eval --policy "streaming(sink=4, recent=256)" --lengths 1024,4096
     """
+    from importlib.util import find_spec
+
     from jsparse.evaluation.plan import plan
     from jsparse.policies.own_code import resolve
 
@@ -87,15 +87,12 @@ def evaluate(
     }
     chosen = [resolve(text).name for text in policy or []]
     wanted = plan(chosen, names, whole_numbers("lengths", lengths), samples, **more)
-    if report is not None:
-        require_plots("--report")
+    if report is not None and find_spec("matplotlib") is None:
+        raise ValueError(f"--report needs matplotlib: {install('eval')}")
     result = carry_out(wanted, model, out, _environment(), resume=resume, **vars(loading))
     # a pipe that closes while tables are printed ends the process: files are written first
     if out is not None:
         print_wrote(out)
-    if plots is not None:
-        draw(result, plots)
-        print_wrote(plots)
     if report is not None:
         write_page(result, report)
         print_wrote(report)
@@ -158,29 +155,6 @@ def show(report: dict[str, Any]) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     for table in tables(report):
         console.print(table)
-
-
-def draw(report: dict[str, Any], folder: Path) -> None:
-    """Draws the measurements: quality by attended fraction, by step, needles, heads."""
-    from jsparse.evaluation.report import plots
-
-    folder.mkdir(parents=True, exist_ok=True)
-    tasks = report["settings"]["tasks"]
-    plots.plot_quality(report, folder / "quality.png")
-    if any("by_step" in cell for cell in report["cells"]):
-        plots.plot_by_step(report, folder / "by_step.png")
-    if "niah_grid" in tasks:
-        plots.plot_niah(report, folder / "niah.png")
-    if "attention" in tasks:
-        plots.plot_heads(report, folder / "heads.png")
-
-
-def require_plots(option: str) -> None:
-    """Raises ValueError where nothing can be drawn, before anything is measured."""
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        raise ValueError(f"{option} needs matplotlib: {install('eval')}")
 
 
 def write_page(report: dict[str, Any], file: Path) -> None:

@@ -56,9 +56,6 @@ OutOption = Annotated[
 ResumeOption = Annotated[
     bool, Option("--resume", help="Continue an unfinished run that used --json.")
 ]
-PlotsOption = Annotated[
-    Path | None, Option(help="Folder to draw the plots in: quality, by step, needles, heads.")
-]
 ReportOption = Annotated[
     Path | None,
     Option(help="File to write a page to, for a browser: tables, plots, samples; no network."),

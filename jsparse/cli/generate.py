@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from jsparse.cli.console import Bars, TextOutput, print_stats
 from jsparse.cli.options import GenerationOptions, LoadingOptions, read_prompt, takes_options
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 if TYPE_CHECKING:
     from jsparse.models.checkpoint import Params

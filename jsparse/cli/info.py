@@ -1,5 +1,6 @@
 """Defines the commands `jsparse info` and `jsparse policies`."""
 
+import inspect
 import json
 from typing import Annotated
 
@@ -73,13 +74,16 @@ def policies() -> None:
 
     Example: jsparse chat --policy "keep(oracle_top_k(budget=256), sink=4, recent=64)"
     """
-    from jsparse.text.signatures import REQUIRED, registered
+    from jsparse.policies import POLICIES
 
     table = Table("policy", "what it does")
-    for name, signature in registered().items():
+    for name, build in POLICIES.items():
         shown = ", ".join(
-            argument if default is REQUIRED else f"{argument}={default!r}"
-            for argument, default in signature.parameters.items()
+            parameter.name
+            if parameter.default is parameter.empty
+            else f"{parameter.name}={parameter.default!r}"
+            for parameter in inspect.signature(build).parameters.values()
         )
-        table.add_row(f"{name}({shown})" if shown else name, signature.summary)
+        summary = str(inspect.getdoc(build)).partition("\n\n")[0].replace("\n", " ")
+        table.add_row(f"{name}({shown})" if shown else name, summary)
     Console(highlight=False).print(table)

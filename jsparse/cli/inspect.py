@@ -18,7 +18,7 @@ from jsparse.cli.options import (
     read_prompt,
     takes_options,
 )
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 if TYPE_CHECKING:
     from jsparse.evaluation.inspection import Inspection

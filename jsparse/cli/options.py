@@ -56,9 +56,9 @@ class LoadingOptions:
 
 def complete_policy(incomplete: str) -> list[str]:
     """Returns the names of policies that begin so, for the shell."""
-    from jsparse.text.signatures import registered
+    from jsparse.policies import POLICIES
 
-    return [name for name in registered() if name.startswith(incomplete)]
+    return [name for name in POLICIES if name.startswith(incomplete)]
 
 
 POLICY_FORMS = (

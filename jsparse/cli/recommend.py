@@ -23,7 +23,7 @@ from jsparse.cli.options import (
     complete_policy,
     takes_model,
 )
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 # seconds between two lines on the progress
 LINE_SECONDS = 10

@@ -3,7 +3,6 @@
 import itertools
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from typing import Literal
 
 import jax
 
-from jsparse.engine import plan_log, setup
+from jsparse.engine import setup
 from jsparse.engine.errors import EngineError, EngineFull
 from jsparse.engine.follower import LeaderPrograms, agree, follow
 from jsparse.engine.outputs import AnswerBuilder, RequestMetrics
@@ -87,7 +86,6 @@ class Engine:
         exact: bool = False,
         num_speculative_tokens: int | None = None,
         check_ranks: bool = False,
-        record: str | os.PathLike[str] | None = None,
         prepare: bool | Literal["logprobs"] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -147,7 +145,6 @@ class Engine:
         usable = self.programs.usable_rows, self._can_run
         self.scheduler = Scheduler(self.sizes, rules, self._pace, *usable)
         self.per_request, self._layer_stats, self._clock = spec.knobs, layer_stats, clock
-        self._log = None if record is None else plan_log.PlanLog(record, spec)
         new = []
         if prepare or (prepare is None and jax.default_backend() == "gpu"):
             choices: list[SamplingMode] = ["sampled"]
@@ -273,8 +270,6 @@ class Engine:
                 salt=own.sampling.cache_salt,
                 exact=self.sizes.in_rounds(own.sampling.exact),
             )
-            if self._log is not None:
-                self._log.asked(answer.number, own)
             state.answers.append(answer)
             keep = self._layer_stats is True
             state.builders.append(
@@ -326,8 +321,6 @@ class Engine:
     def _step(self) -> list[RequestState]:
         begun, plan, planned = self._clock(), self.scheduler.plan(), self._clock()
         if not plan.empty:
-            if self._log is not None:
-                self._log.planned(plan)
             self.counters.count(plan, self.policy)
             for chunk in plan.reading.chunks if plan.reading else ():
                 metrics = self._live[chunk.answer][0].metrics
@@ -385,8 +378,6 @@ class Engine:
             if builder.finish is not None:
                 made = builder.token_ids if builder.finish != "error" else ()
                 self.scheduler.stop(answer, made)
-                if self._log is not None:
-                    self._log.answered(number, builder)
                 if state.finished:
                     self._forget(state)
         if drafted and isinstance(pending.work, Decoding):

@@ -26,6 +26,7 @@ from jsparse.engine.programs import Programs
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.slots import Slots
 from jsparse.machine.processes import Link
+from jsparse.runtime import fingerprint
 from jsparse.runtime.compilation import Sendable
 from jsparse.runtime.program_set import ProgramKey
 
@@ -122,6 +123,7 @@ def agree(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
     packages = {"jsparse": __version__, "jax": jax.__version__, "jaxlib": version("jaxlib")}
     own = {
         "versions": packages | {"Python": platform.python_version()},
+        "sources": fingerprint.SOURCES,
         "kinds of devices": jax.local_devices()[0].device_kind,
         "check_ranks": check_ranks,
         "jax settings": f"{flags.jax_default_matmul_precision}, x64 {flags.jax_enable_x64}",

@@ -65,7 +65,6 @@ class LLM:
         cascade_attention: bool | None = None,
         exact: bool = False,
         num_speculative_tokens: int | None = None,
-        record: str | os.PathLike[str] | None = None,
         prepare: bool | Literal["logprobs"] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         tensor_parallel_size: int | None = None,
@@ -131,7 +130,6 @@ class LLM:
                 shares are the means of the drafts that were made with it, 1 where none was.
             num_speculative_tokens: with `exact`, the tokens drafted between two checks, up to
                 32; None lets that be chosen, from the drafts accepted and the time rounds took.
-            record: a file for a log of all plans (jsparse.engine.plan_log).
             prepare: whether all programs, but those that return likely tokens, are compiled now
                 and not on first use; "logprobs": also these. On a CPU this waits only for the
                 programs that any request needs; the rest are compiled in the background. None is
@@ -180,7 +178,6 @@ class LLM:
             exact=exact,
             num_speculative_tokens=num_speculative_tokens,
             check_ranks=check_ranks,
-            record=record,
             prepare=prepare,
             clock=clock,
         )

@@ -1,7 +1,7 @@
 """Plans the next prompt chunks and decode batch, and allocates their memory.
 
-It uses neither jax nor a clock, so that it can be tested by many simulated events.
-A plan is plain numbers: a log of plans replays a session (jsparse.engine.plan_log).
+It uses neither jax nor a clock, so that it can be tested by many simulated events. A plan is plain
+numbers: carried out again, the same plans give the same bits.
 """
 
 import heapq

@@ -22,7 +22,7 @@ from jsparse.policies.auto import auto, choose
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy, resolved
 from jsparse.runtime import capacity
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PAGE_SIZE = 16

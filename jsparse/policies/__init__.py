@@ -1,7 +1,7 @@
 """Registers the methods: each has one entry in REGISTRY, and POLICIES maps its name to its builder.
 
 The tables of README.md, docs/policies.md and docs/api.md and the names in jsparse/__init__.pyi are
-written from these entries by .ci/policy_tables.py, which reads them without importing jax.
+written from these entries by .ci/policy_tables.py.
 """
 
 from collections.abc import Callable

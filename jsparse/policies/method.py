@@ -9,8 +9,8 @@ from jsparse.policy import AnyPolicy
 class Method(NamedTuple):
     """Registers a method, with its texts for the docs.
 
-    All texts are literals, given by name. The arguments in docs/policies.md are those of the
-    builder, and the link to a paper comes from the arXiv id in the docstring of its module.
+    The arguments in docs/policies.md are those of the builder, and the link to a paper comes from
+    the arXiv id in the docstring of its module.
 
     Attributes:
         build: the builder.

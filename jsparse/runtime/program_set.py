@@ -96,11 +96,7 @@ class ProgramSet:
                 job.add_done_callback(partial(_log_error, each))
 
     def adopt(self, given: ProgramKey, data: bytes) -> None:
-        """Takes a program from another process.
-
-        Raises:
-            ValueError: that process runs other code of jsparse.
-        """
+        """Takes a program from another process."""
         program, job = self._programs[given.name], Future[Callable[..., Any]]()
         job.set_result(program.unpacked(data, *self._shapes(given), **self._named(given)))
         self._made[given] = job

@@ -2,12 +2,11 @@
 
 jax's own cache is looked up by a program's text. To have it, a process must trace and lower the
 program, which takes most of a server's start. Here a program is looked up by the ingredients of
-that text: the versions and options of everything that takes part, the device, the
-function and its static arguments, and the shapes of the others. A file also lists the modules of
-jsparse that were loaded when it was written: where the code of one is no longer the same, in memory
-or on disk, the program is made anew.
+that text: the versions and options of everything that takes part, the device, jsparse's source
+files, the function and its static arguments, and the shapes of the others.
 """
 
+import inspect
 import logging
 import os
 import pickle
@@ -72,7 +71,7 @@ class ProgramStore:
             shapes: the structure and the shapes of its other arguments.
         """
         try:
-            return fingerprint.of(environment(), function, static, str(shapes))
+            return fingerprint.of(environment(), inspect.unwrap(function), static, str(shapes))
         except fingerprint.NoFingerprint as unknown:
             logger.debug("%s is not stored: nothing is known of %s", function, unknown)
             return None
@@ -92,7 +91,7 @@ class ProgramStore:
             return None
         with suppress(OSError):
             os.utime(file)
-        return None if made is None else Stored(made, data)
+        return Stored(made, data)
 
     def put(self, key: str, made: Any) -> None:
         """Stores a program, which may have been packed already."""
@@ -144,7 +143,6 @@ def packed(made: Any) -> bytes:
     """
     program, _, results = serialize_executable.serialize(made)
     stored = {
-        "modules": fingerprint.of_modules(),
         "program": program,
         "runtimes": [name for name in RUNTIMES if name in sys.modules],
         # a structure has no text of its own: one of numbers has
@@ -153,8 +151,8 @@ def packed(made: Any) -> bytes:
     return zlib.compress(pickle.dumps(stored), 1)
 
 
-def unpacked(data: bytes, arguments: Any, devices: Sequence[Any]) -> Callable[..., Any] | None:
-    """Returns a program for these devices, or None if jsparse's code is no longer the same.
+def unpacked(data: bytes, arguments: Any, devices: Sequence[Any]) -> Callable[..., Any]:
+    """Returns a program for these devices.
 
     Args:
         data: what `packed` returned.
@@ -165,8 +163,6 @@ def unpacked(data: bytes, arguments: Any, devices: Sequence[Any]) -> Callable[..
         Exception: it cannot be read.
     """
     stored = pickle.loads(zlib.decompress(data))
-    if not fingerprint.still_hold(stored["modules"]):
-        return None
     for name in stored["runtimes"]:
         import_module(name)
     return serialize_executable.deserialize_and_load(

@@ -6,7 +6,7 @@ from jsparse.engine.async_engine import AsyncEngine
 from jsparse.models.checkpoint import load
 from jsparse.policies.own_code import resolve
 from jsparse.server import log
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 
 def load_engine(

@@ -11,7 +11,7 @@ from jsparse.runtime.host_reader import NAN_LOGITS
 from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.server import log
 from jsparse.server.errors import ApiError
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 if TYPE_CHECKING:
     from jsparse.server.service import Service

@@ -22,7 +22,7 @@ from jsparse.server.protocol import (
 )
 from jsparse.server.service import Service
 from jsparse.server.sse import EventStream, event
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 BODIES = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 SCHEMA = "#/components/schemas/{model}"

@@ -51,7 +51,7 @@ def measured(monkeypatch, tmp_path):
         for name, stub in (
             ("measure", measure),
             ("show", lambda report: None),
-            ("draw", lambda *_: None),
+            ("write_page", lambda *_: None),
         ):
             monkeypatch.setattr(quality, name, stub)
         monkeypatch.setattr(

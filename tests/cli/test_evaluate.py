@@ -41,10 +41,10 @@ def common(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_writes_every_sample_and_the_plots(common, tmp_path):
+def test_writes_every_sample_and_the_page(common, tmp_path):
     out = tmp_path / "out.json"
     page = tmp_path / "report.html"
-    given = ("--json", out, "--plots", tmp_path / "plots", "--report", page)
+    given = ("--json", out, "--report", page)
     done = run(*common, "--tasks", "kl,ppl,attention", *given)
     assert done.exit_code == 0, done.output
     # both plots are inside
@@ -59,30 +59,27 @@ def test_writes_every_sample_and_the_plots(common, tmp_path):
     assert abs(dense) < 1e-6 < sparse
     assert cells["dense()", "attention"]["metrics"]["recall"]["mean"] == 1.0
     assert cells[SINK, "attention"]["metrics"]["attended"]["mean"] < 0.1
-    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"quality.png", "heads.png"}
     assert not list(tmp_path.glob("*.jsonl"))
 
 
 @pytest.fixture(scope="module")
 def by_step(common, tmp_path_factory):
-    """What comes of an evaluation of many steps, the file and the folder of its plots."""
+    """The result of an evaluation of many steps, its file and its page."""
     folder = tmp_path_factory.mktemp("by_step")
-    out, plots = folder / "out.json", folder / "plots"
+    out, page = folder / "out.json", folder / "report.html"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluators, "STEP_BLOCK", 3)
-        patch.setattr(
-            evaluate, "show", lambda report: print(out.exists(), len(list(plots.iterdir())))
-        )
-        done = run(*common, "--tasks", "kl,ppl", "--json", out, "--plots", plots)
-    return done, out, plots
+        patch.setattr(evaluate, "show", lambda report: print(out.exists(), page.exists()))
+        done = run(*common, "--tasks", "kl,ppl", "--json", out, "--report", page)
+    return done, out, page
 
 
 @pytest.mark.slow
 def test_many_steps_have_means_by_step(by_step):
     """Their mean, weighed by the steps of each block, is the metric's."""
-    done, out, plots = by_step
+    done, out, page = by_step
     assert done.exit_code == 0
-    assert {path.name for path in plots.iterdir()} == {"quality.png", "by_step.png"}
+    assert page.read_text().count('"panels": ') == 2
     for cell in json.loads(out.read_text())["cells"]:
         blocks = cell["by_step"]
         for name in {"kl", "logprob", "attended"} & cell["metrics"].keys():
@@ -93,13 +90,13 @@ def test_many_steps_have_means_by_step(by_step):
 
 
 def test_files_are_written_before_tables_and_named(by_step):
-    done, out, plots = by_step
-    assert done.stdout == "True 2\n"
+    done, out, page = by_step
+    assert done.stdout == "True True\n"
     lines = done.stderr.splitlines()
     for line, task, count in zip(lines, ("kl", "ppl"), (6, 12), strict=False):
         assert line.startswith(f"{task} at 32 tokens: 6 samples in ")
         assert line.endswith(f"({count} of 12 in all)")
-    assert lines[2:] == [f"wrote {out}", f"wrote {plots}"]
+    assert lines[2:] == [f"wrote {out}", f"wrote {page}"]
 
 
 def test_lines_estimate_after_the_first_batch_of_what_takes_long(capsys, monkeypatch):
@@ -153,7 +150,7 @@ def test_goes_on_where_it_was(common, tmp_path, monkeypatch):
 def test_yardsticks_are_rows_that_resume(common, tmp_path, monkeypatch):
     whole, killed = tmp_path / "whole.json", tmp_path / "killed.json"
     args = ["--policy", "quest(budget=16)", "--tasks", "kl,ppl", "--yardstick", "--lengths", "64"]
-    done = run(*common, *args, "--json", whole, "--plots", tmp_path / "plots")
+    done = run(*common, *args, "--json", whole)
     assert done.exit_code == 0, done.output
     assert "yardstick" in done.output and "×" in done.output
     report = json.loads(whole.read_text())

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
+from replaying import Recording
 from serving import asked, assert_at_rest, bits, greedy, tiny_llm, until
 from tiny import random_prompts, tiny_params, with_nan
 
 import jsparse
 from jsparse import SamplingParams
-from jsparse.engine import plan_log, setup
-from jsparse.engine.replay import replay
+from jsparse.engine import setup
 from jsparse.engine.request_state import policy_of
 from jsparse.runtime.compilation import traces
 
@@ -332,42 +332,16 @@ def test_an_error_of_the_device_fails_all_requests_and_the_engine(where, monkeyp
     assert not engine._requests
 
 
-@pytest.fixture(scope="module")
-def logged(tmp_path_factory):
-    """A log of plans, and what the requests behind it got."""
-    file = tmp_path_factory.mktemp("log") / "plans.jsonl"
-    llm = tiny_llm(HANDS_ON, record=file, **OF_LLM)
-    outs = llm.generate(PROMPTS[:4], [mixed(nth) for nth in (0, 3, 6, 9)])
+def test_plans_give_the_same_bits_again():
+    """Without the scheduler and its clock; one request was aborted meanwhile."""
+    llm = tiny_llm(HANDS_ON, **OF_LLM)
+    recording = Recording(llm)
+    llm.generate(PROMPTS[:4], [mixed(nth) for nth in (0, 3, 6, 9)])
     gone = llm.engine.add(asked(llm, PROMPTS[3][::-1], mixed(3))).request_id
     llm.engine.step()
     llm.engine.abort(gone)
-    while not llm.engine.idle:
-        llm.engine.step()
-    return file, outs
-
-
-def test_a_log_of_plans_replays_bit_for_bit(logged):
-    file, outs = logged
-    got = plan_log.read(file).got
-    assert [got[nth] for nth in range(4)] == [
-        (out.outputs[0].token_ids, out.outputs[0].token_logprobs) for out in outs
-    ]
-    again = replay(tiny_params(num_layers=2), file)
-    assert {nth: again[nth] for nth in got} == got
-
-
-def test_a_log_of_another_model_and_what_is_no_log(tmp_path):
-    file = tmp_path / "plans.jsonl"
-    tiny_llm(record=file)
-    other = tiny_params(num_layers=2)
-    with pytest.raises(ValueError, match=r"params is 'other' .*must be 'tiny'"):
-        replay(dataclasses.replace(other, name="other"), file)
-    file.write_text('{"engine": {"model": "tiny"}}\n{"what": 1}\n{"half')
-    with pytest.raises(ValueError, match=r"plans.jsonl, line 2: must be of a plan log"):
-        plan_log.read(file)
-    file.write_text("")
-    with pytest.raises(ValueError, match="must begin with what there is to know of the engine"):
-        plan_log.read(file)
+    until(llm, lambda: llm.engine.idle)
+    recording.assert_replays(4)
 
 
 def test_answers_arrive_while_a_long_prompt_is_read():

@@ -10,11 +10,11 @@ import pytest
 from marks import slow_except
 from policy_table import METHODS
 from programs import shared
+from replaying import Recording
 from serving import asked, assert_at_rest, greedy, tiny_llm, until
 from tiny import random_prompts
 
 import jsparse
-from jsparse.engine import plan_log, replay
 from jsparse.engine.pace import Pace
 from jsparse.engine.packing import pack_round, unpack
 from jsparse.engine.program_keys import decode_key, engine_keys
@@ -216,14 +216,12 @@ def test_some_requests_are_not_exact(expression):
 
 
 @pytest.mark.slow
-def test_a_log_is_replayed(tmp_path):
-    llm = engine(QUEST, record=tmp_path / "log.jsonl")
+def test_plans_give_the_same_bits_again():
+    llm = engine(QUEST)
+    recording = Recording(llm)
     wanted = [replace(each, exact=nth != 2) for nth, each in enumerate(OPTIONS[:5])]
     llm.generate(ASKED[:5], wanted)
-    recorded = plan_log.read(tmp_path / "log.jsonl")
-    assert len(recorded.got) == 5
-    again = replay.replay(llm.engine.params, tmp_path / "log.jsonl")
-    assert {nth: again[nth] for nth in recorded.got} == recorded.got
+    recording.assert_replays(5)
 
 
 def test_programs_that_are_prepared_are_those_that_are_looked_for():

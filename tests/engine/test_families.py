@@ -12,7 +12,7 @@ from tiny import random_prompts, tiny_params
 from bench.lib.llama_8b import LLAMA_8B
 from bench.lib.smollm2 import SMOLLM2
 from jsparse.cache import CacheSpec
-from jsparse.engine import families, plan_log, setup
+from jsparse.engine import families, setup
 from jsparse.engine.blocks import CacheBlock
 from jsparse.engine.families import families as families_of
 from jsparse.engine.step_plan import Family
@@ -116,14 +116,13 @@ def test_no_other_families_save_much_more(paths):
     assert sum((len(x.slots) - 1) * x.tokens for x in made) >= 0.8 * BLOCK * best
 
 
-def test_rows_read_together_what_their_prompts_have_in_common(monkeypatch, tmp_path):
+def test_rows_read_together_what_their_prompts_have_in_common(monkeypatch):
     """They get what they get apart: others join and leave, and one has nothing in common."""
     options = {"steps_per_program": 3, "decode_rows": [3, 4], "ladder": ((0, 16),)}
     (beginning, *ends), lengths = random_prompts((32, 9, 3, 16, 5, 60), seed=3), (14, 2, 6, 13, 12)
     prompts = [[*beginning, *end] for end in ends[:4]] + ends[4:]
     params = tiny_params(num_layers=2)
-    options |= {"kv_cache_tokens": 512, "record": tmp_path / "log"}
-    llm = tiny_llm(cascade_attention=True, params=params, **options)
+    llm = tiny_llm(cascade_attention=True, params=params, kv_cache_tokens=512, **options)
     scheduler = llm.engine.scheduler
     planned, plan = [], scheduler._decoding
     monkeypatch.setattr(scheduler, "_decoding", lambda: planned.append(plan()) or planned[-1])
@@ -134,8 +133,6 @@ def test_rows_read_together_what_their_prompts_have_in_common(monkeypatch, tmp_p
         return outs, {len(x.slots) for each in planned if each for x in each.families}
 
     outs, together = made()
-    logged = [each.decoding for each in plan_log.read(tmp_path / "log").plans]
-    assert [each for each in logged if each] == [each for each in planned if each]
     scheduler.sizes = scheduler.sizes._replace(family_rows=0)
     plain, apart = made()
     assert {2, 3} <= together

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from marks import slow_except
 from programs import shared
+from replaying import Recording
 from serving import PAGE, asked, assert_at_rest, bits, greedy, tiny_llm
 from tiny import random_prompts, tiny_params
 
 import jsparse
-from jsparse.engine import plan_log, replay, setup
+from jsparse.engine import setup
 from jsparse.engine.llm import LLM
 from jsparse.host_memory import host_store
 from jsparse.host_memory.pool import HostPool
@@ -100,11 +101,11 @@ def test_an_abort_frees_what_others_take_in_its_place():
 
 
 @pytest.mark.slow
-def test_a_log_gives_the_same_bits_again(tmp_path):
-    llm = tiny_llm(QUEST, record=tmp_path / "log", ladder=((0, 16),))
+def test_plans_give_the_same_bits_again():
+    llm = tiny_llm(QUEST, ladder=((0, 16),))
+    recording = Recording(llm)
     llm.generate([ids for ids, _ in ASKED], [greedy(tokens) for _, tokens in ASKED])
-    again = replay.replay(llm.engine.params, tmp_path / "log")
-    assert again == plan_log.read(tmp_path / "log").got
+    recording.assert_replays(len(ASKED))
 
 
 def test_host_memory_is_accounted_for_all_requests_together(monkeypatch):

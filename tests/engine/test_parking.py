@@ -3,10 +3,11 @@
 import pytest
 from marks import slow_except
 from planning import RULES, Pace, answer
+from replaying import Recording
 from serving import asked, assert_at_rest, bits, greedy, tiny_llm, until
 from tiny import random_prompts
 
-from jsparse.engine import plan_log, replay, runner, setup
+from jsparse.engine import runner, setup
 from jsparse.engine.scheduler import Scheduler
 from jsparse.engine.sizes import EngineSizes
 
@@ -82,12 +83,12 @@ def test_parked_requests_may_be_aborted():
 
 
 @pytest.mark.slow
-def test_a_log_of_parked_answers_is_replayed(tmp_path):
-    llm = tiny_llm("quest(budget=16)", **SCARCE, record=tmp_path / "log.jsonl")
+def test_plans_that_swap_out_give_the_same_bits_again():
+    llm = tiny_llm("quest(budget=16)", **SCARCE)
+    recording = Recording(llm)
     llm.generate(PROMPTS, LONG)
-    recorded = plan_log.read(tmp_path / "log.jsonl")
-    assert any(plan.parked for plan in recorded.plans)
-    assert replay.replay(llm.engine.params, tmp_path / "log.jsonl") == recorded.got
+    assert any(plan.parked for plan in recording.plans)
+    recording.assert_replays(len(PROMPTS))
 
 
 def test_swap_space_is_checked(monkeypatch):

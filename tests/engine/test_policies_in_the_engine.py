@@ -8,11 +8,12 @@ import pytest
 from marks import slow_except
 from policy_table import TABLE
 from programs import shared
+from replaying import Recording
 from serving import PAGE, assert_at_rest, bits, greedy, tiny_llm
 from tiny import VOCAB, random_prompts, tiny_params, with_nan
 
 import jsparse
-from jsparse.engine import plan_log, replay, setup
+from jsparse.engine import setup
 from jsparse.engine.setup import bound, cache_spec, evicted_pages
 from jsparse.policies.expressions import parse
 from jsparse.policy import Eviction
@@ -164,12 +165,11 @@ def test_heads_hold_no_more_than_their_rows_have():
 
 
 @pytest.mark.slow
-def test_a_log_of_rows_that_are_compressed_is_replayed(tmp_path):
-    llm = tiny_llm(HARD_KV, record=tmp_path / "log.jsonl")
+def test_plans_that_compress_give_the_same_bits_again():
+    llm = tiny_llm(HARD_KV)
+    recording = Recording(llm)
     llm.generate(ASKED[:5], OPTIONS[:5])
-    recorded = plan_log.read(tmp_path / "log.jsonl")
-    again = replay.replay(llm.engine.params, tmp_path / "log.jsonl")
-    assert len(recorded.got) == 5 and again == recorded.got
+    recording.assert_replays(5)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from marks import slow_except
 from policy_table import METHODS
 from programs import shared, sharing
+from replaying import Recording
 from serving import assert_at_rest, greedy, tiny_llm
 from tiny import VOCAB, random_prompts, tiny_params
 
@@ -19,7 +20,6 @@ import jsparse
 from jsparse import ranks
 from jsparse.benchmark.recommend import recommend
 from jsparse.benchmark.requirements import Requirements
-from jsparse.engine import plan_log, replay
 from jsparse.model_facts.channel_calibration import calibrate_channels
 from jsparse.model_facts.constants import constants
 from jsparse.model_facts.info import describe
@@ -117,10 +117,11 @@ def test_drafts_and_checks_on_two_devices():
 
 
 @pytest.mark.slow
-def test_a_log_is_replayed_on_two_devices(tmp_path):
-    llm = tiny_llm("quest(budget=16)", params=halves(), record=tmp_path / "log")
+def test_plans_give_the_same_bits_again_on_two_devices():
+    llm = tiny_llm("quest(budget=16)", params=halves())
+    recording = Recording(llm)
     llm.generate(PROMPTS, greedy(9))
-    assert replay.replay(llm.engine.params, tmp_path / "log") == plan_log.read(tmp_path / "log").got
+    recording.assert_replays(len(PROMPTS))
 
 
 @pytest.mark.parametrize(

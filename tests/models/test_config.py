@@ -3,19 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from writers import FAMILIES, hf_config
+from writers import hf_config
 
 from jsparse.models.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
-from jsparse.models.llama import LLAMA
-from jsparse.models.qwen import QWEN2, QWEN3
+from jsparse.models.families import FAMILIES
 
 pytestmark = pytest.mark.pure
 
-FROM_HF = {
-    "llama": LLAMA.config_from_hf,
-    "qwen2": QWEN2.config_from_hf,
-    "qwen3": QWEN3.config_from_hf,
-}
+LLAMA = FAMILIES["llama"]
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -27,7 +22,7 @@ LLAMA3 = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_config_json_becomes_a_model_config(family):
-    assert FROM_HF[family](hf_config(family)) == ModelConfig(
+    assert FAMILIES[family].config_from_hf(hf_config(family)) == ModelConfig(
         family=family,
         vocab_size=40,
         hidden_size=32,
@@ -73,8 +68,8 @@ def test_yarn_and_linear_scaling_are_read_in_either_style(family, stated, rule):
     old = hf_config(family, rope_theta=5e5, rope_scaling=older)
     new = hf_config(family, rope_parameters=stated | {"rope_theta": 5e5})
     del new["rope_theta"]
-    config = FROM_HF[family](new)
-    assert config == FROM_HF[family](old) == FROM_HF[family](named)
+    config = FAMILIES[family].config_from_hf(new)
+    assert config == FAMILIES[family].config_from_hf(old) == FAMILIES[family].config_from_hf(named)
     assert (config.rope_theta, config.rope_scaling) == (5e5, rule)
 
 
@@ -100,7 +95,7 @@ def test_theta_stands_in_the_rule_or_at_the_top(stated, theta):
 def test_rules_by_layer_type_are_refused():
     rules = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}
     with pytest.raises(ValueError, match="rope_parameters='full_attention': must be one rule"):
-        FROM_HF["qwen3"](hf_config("qwen3", rope_parameters=rules))
+        FAMILIES["qwen3"].config_from_hf(hf_config("qwen3", rope_parameters=rules))
 
 
 @pytest.mark.parametrize(
@@ -155,12 +150,12 @@ def test_fields_that_may_be_null_or_off(changes, expected):
 )
 def test_yarn_lengthens_the_longest_text(stated, longest, expected):
     config = hf_config("qwen2", rope_scaling=stated, max_position_embeddings=longest)
-    assert FROM_HF["qwen2"](config).max_position_embeddings == expected
+    assert FAMILIES["qwen2"].config_from_hf(config).max_position_embeddings == expected
 
 
 def test_yarn_lacks_no_factor_that_its_lengths_imply():
     stated = {"type": "yarn", "factor": None, "original_max_position_embeddings": 32}
-    config = FROM_HF["qwen2"](hf_config("qwen2", rope_scaling=stated))
+    config = FAMILIES["qwen2"].config_from_hf(hf_config("qwen2", rope_scaling=stated))
     assert config.rope_scaling == YarnRope(4.0, 32)
 
 

@@ -3,19 +3,11 @@
 import json
 
 import pytest
-from writers import FAMILIES, hf_config, hf_tensors, write_folder, write_gguf
+from writers import hf_config, hf_tensors, write_folder, write_gguf
 
 from jsparse.models.checkpoint import load
 from jsparse.models.config import ModelConfig
-from jsparse.models.llama import LLAMA
-from jsparse.models.qwen import QWEN2, QWEN3
-
-FROM_HF = {
-    "llama": LLAMA.config_from_hf,
-    "qwen2": QWEN2.config_from_hf,
-    "qwen3": QWEN3.config_from_hf,
-}
-
+from jsparse.models.families import FAMILIES
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -24,7 +16,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_gguf_metadata_gives_the_config_of_config_json(family, tmp_path):
     config = hf_config(family, tie_word_embeddings=True)
     loaded = load(write_gguf(tmp_path / "m.gguf", config, hf_tensors(config))).config
-    expected = FROM_HF[family](config)
+    expected = FAMILIES[family].config_from_hf(config)
     assert loaded.rms_norm_eps == pytest.approx(expected.rms_norm_eps)
     assert loaded == ModelConfig(**{**vars(expected), "rms_norm_eps": loaded.rms_norm_eps})
 

@@ -13,7 +13,7 @@ import pytest
 from serving import hand_over, hold
 from serving_http import a_service, an_engine, at_rest, serving, soon
 
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 WORDS = "w3 w14 w15 w92 w65"
 GREEDY = {"model": "tiny", "temperature": 0}

@@ -10,7 +10,7 @@ import numpy as np
 from jsparse.evaluation.report.figures import DrawFn
 from jsparse.evaluation.report.statistics import STEP_BLOCK, is_dense
 from jsparse.evaluation.report.table import FORMATS, tokens
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 RATIO = "ratio"
 LABELS = {**FORMATS, RATIO: ("KL / yardstick's KL", 1, ".3g")}

@@ -14,7 +14,7 @@ from jsparse.evaluation.report.table import (
     number,
     tokens,
 )
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 # titles of plots in the page
 PLOTS = {

@@ -6,7 +6,7 @@ import numpy as np
 
 from jsparse.evaluation.inspection import Inspection
 from jsparse.evaluation.report.pages import fill
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 ATTENDED, LEVELS = 128, 127
 

@@ -1,10 +1,10 @@
 """Plots a run's result from its JSON: quality over attended fraction, needle and head heat maps.
 
-Plots need nothing but that JSON and matplotlib, whose settings and windows they leave alone.
+The page of `jsparse eval --report` shows these panels, which need nothing but that JSON and
+matplotlib.
 """
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,58 +18,30 @@ from jsparse.evaluation.report.drawings import (
     quality_curves,
     step_curves,
 )
-from jsparse.evaluation.report.figures import COLUMNS, DrawFn, save_figure, svg
+from jsparse.evaluation.report.figures import DrawFn, svg
 from jsparse.evaluation.report.statistics import BY_STEP, YARDSTICK, family, is_dense
 from jsparse.evaluation.report.table import tokens
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 QUALITY = ("kl", "agreement", "score")
 STEPPED = ("kl", "perplexity")
 STEP = 0.05  # the range of depths in one row of the needle's map
 
 
-def plot_quality(report: Mapping[str, Any], path: Path | str) -> None:
-    """Plots KL, agreement and score over the attended fraction.
-
-    There is one panel per metric and length, a row per metric where there are several lengths, with
-    one line per family of policies, and one of KL over the yardstick's where that was measured.
-    """
-    lengths = {cell["length"] for cell in report["cells"]}
-    columns = len(lengths) if len(lengths) > 1 else COLUMNS
-    needed = "kl, agreement or an averaged score beside attended"
-    save_figure(report, _quality_panels(report), path, needed, columns)
-
-
-def plot_niah(report: Mapping[str, Any], path: Path | str, task: str = "niah_grid") -> None:
-    """Plots the mean score over depth and length, one panel per policy.
-
-    A row holds the depths that round to it, in steps of 5 %.
-    """
-    save_figure(report, _niah_panels(report, task), path, f"samples of {task} with a depth")
-
-
-def plot_heads(report: Mapping[str, Any], path: Path | str) -> None:
-    """Plots the attended fraction of each layer and KV head, mean over samples.
-
-    There is one panel per policy and length.
-    """
-    save_figure(report, _heads_panels(report), path, "samples with attended_heads")
-
-
-def plot_by_step(report: Mapping[str, Any], path: Path | str) -> None:
-    """Plots KL and perplexity over the decode step, with one line per policy.
-
-    There is one panel per metric, task and length.
-    """
-    save_figure(report, _by_step_panels(report), path, "means by step", 2)
-
-
 def pictures(report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Returns all that can be drawn, as SVGs by plot and title of the panel, for light and dark."""
+    """Returns the plots of a report as SVGs, by plot and title of the panel.
+
+    "quality" has KL, agreement and score over the attended fraction: a panel per metric and length,
+    with a line per family of policies, and one of KL over the yardstick's where that was measured.
+    "by_step" has KL and perplexity over the decode step, per task and length, "niah" the mean score
+    of the needle grid over depth and length, per policy, and "heads" the attended fraction of each
+    layer and KV head, mean over samples, per policy and length. A row of the grid holds the depths
+    that round to it, in steps of 5 %.
+    """
     plots = {
         "quality": _quality_panels(report),
         "by_step": _by_step_panels(report),
-        "niah": _niah_panels(report, "niah_grid"),
+        "niah": _niah_panels(report),
         "heads": _heads_panels(report),
     }
     return {
@@ -90,10 +62,10 @@ def _quality_panels(report: Mapping[str, Any]) -> dict[str, DrawFn]:
     }
 
 
-def _niah_panels(report: Mapping[str, Any], task: str) -> dict[str, DrawFn]:
+def _niah_panels(report: Mapping[str, Any]) -> dict[str, DrawFn]:
     scores: dict[str, dict[tuple[float, int], list[float]]] = {}
     for cell, sample in _samples(report, "depth"):
-        if cell["task"] == task:
+        if cell["task"] == "niah_grid":
             place = STEP * round(sample["meta"]["depth"] / STEP), cell["length"]
             scores.setdefault(cell["policy"], {}).setdefault(place, []).append(
                 sample["values"]["score"]

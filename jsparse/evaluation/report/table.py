@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jsparse.evaluation.report.statistics import YARDSTICK
-from jsparse.text.signatures import short_name
+from jsparse.text.short_names import short_name
 
 # metric: its name, the factor and the format of its numbers
 FORMATS = {

@@ -36,7 +36,6 @@ def data_of(text):
     return json.loads(data)
 
 
-@pytest.mark.pure
 def test_it_has_every_policy_column_and_sample(made):
     data = data_of(made)
     assert [row["policy"] for row in data["rows"]] == list(SHORT)
@@ -65,7 +64,6 @@ def test_it_has_every_policy_column_and_sample(made):
     ]
 
 
-@pytest.mark.pure
 def test_answers_cannot_end_the_page():
     given = report()
     given["cells"][0]["samples"][0]["meta"] = {"text": "</script><b>", "answers": ["7", "8"]}

@@ -1,9 +1,6 @@
-"""Plots are PNGs of the size that their panels ask for, drawn from the JSON alone."""
+"""Tests the plots of a report, which are drawn from its JSON alone."""
 
-import builtins
-import copy
 import json
-import struct
 import subprocess
 import sys
 
@@ -12,15 +9,7 @@ import pytest
 from made_up_report import DENSE, POLICIES, SHORT, TOP_K, entry, report
 
 from jsparse.evaluation.report.drawings import log_ticks
-from jsparse.evaluation.report.figures import COLUMNS, DPI, HEADING, PANEL
-from jsparse.evaluation.report.plots import (
-    pictures,
-    plot_by_step,
-    plot_heads,
-    plot_niah,
-    plot_quality,
-    quality_points,
-)
+from jsparse.evaluation.report.plots import pictures, quality_points
 from jsparse.evaluation.report.statistics import BY_STEP, YARDSTICK, averages, summarize
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -31,41 +20,22 @@ def made():
     return json.loads(json.dumps(report()))
 
 
-def panels(figure):
-    """Returns the axes by title; colour bars and empty places have none."""
-    return {axis.get_title().replace("\n", " "): axis for axis in figure.axes if axis.get_title()}
+def panels(report, figures):
+    """Draws a report; returns the axes by title. Colour bars have none."""
+    pictures(report)
+    axes = [axis for figure in figures for axis in figure.axes]
+    return {axis.get_title().replace("\n", " "): axis for axis in axes if axis.get_title()}
 
 
-def png_size(path):
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 5000
-    return struct.unpack(">II", data[16:24])
-
-
-def size(columns, rows):
-    return columns * PANEL[0] * DPI, round((rows * PANEL[1] + HEADING) * DPI)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("plot", "columns", "rows"), [(plot_quality, 2, 3), (plot_niah, 4, 1), (plot_heads, COLUMNS, 2)]
-)
-def test_a_png_of_the_right_size(made, tmp_path, plot, columns, rows):
-    before = copy.deepcopy(made)
-    plot(made, tmp_path / "plot.png")
-    assert png_size(tmp_path / "plot.png") == size(columns, rows)
-    assert made == before
-
-
-def test_lines_over_steps(made, tmp_path, figures):
+def test_lines_over_steps(made, figures):
     """Dense attention has no KL; tasks without means by step have no panel."""
     cells = [
         {**cell, BY_STEP: {"kl": [0.01 * (i + 1), 0.02], "perplexity": [9.0, 8.0 + i]}}
         for i, cell in enumerate(cell for cell in made["cells"] if cell["task"] == "drift")
     ]
     others = [cell for cell in made["cells"] if cell["task"] != "drift"]
-    plot_by_step({**made, "cells": [*cells, *others]}, tmp_path / "steps.png")
-    drawn = panels(figures[0])
+    drawn = panels({**made, "cells": [*cells, *others]}, figures)
+    drawn = {title: axis for title, axis in drawn.items() if " of " in title}
     assert list(drawn) == [
         f"{name} of drift, {length} tokens"
         for name in ("KL", "perplexity")
@@ -81,28 +51,23 @@ def test_lines_over_steps(made, tmp_path, figures):
             assert line.get_xdata().tolist() == [32.0, 96.0]
             values = by_policy[line.get_label().replace("\n", " ")][BY_STEP][metric]
             assert line.get_ydata().tolist() == values
-    with pytest.raises(ValueError, match="means by step"):
-        plot_by_step(made, tmp_path / "none.png")
+    assert "by_step" not in pictures(made)
 
 
-def test_quality_has_a_line_a_family_against_log_attended(made, tmp_path, figures):
-    plot_quality(made, str(tmp_path / "q.png"))
-    axes = panels(figures[0])
-    assert list(axes) == [
-        f"{m}, {at} tokens" for m in ("KL", "agreement %", "score %") for at in ("1K", "4K")
-    ]
-    for axis in axes.values():
+def test_quality_has_a_line_a_family_against_log_attended(made, figures):
+    axes = panels(made, figures)
+    titles = [f"{m}, {at} tokens" for m in ("KL", "agreement %", "score %") for at in ("1K", "4K")]
+    assert list(axes)[: len(titles)] == titles
+    for axis in (axes[title] for title in titles):
         assert axis.get_xscale() == "log"
         assert axis.get_legend_handles_labels()[1] == ["dense", "streaming", "oracle_top_k"]
     lines = {line.get_label(): line for line in axes["agreement %, 1K tokens"].get_lines()}
     np.testing.assert_allclose(lines["oracle_top_k"].get_xydata(), [[0.125, 80], [0.1875, 70]])
     np.testing.assert_allclose(lines["dense"].get_xydata(), [[1, 100]])
-    assert figures[0].get_suptitle() == "made-up, float32, CPU, 2026-01-02"
 
 
-def test_shares_have_round_ticks_in_percent_and_no_others(made, tmp_path, figures):
-    plot_quality(made, tmp_path / "q.png")
-    axis = panels(figures[0])["agreement %, 1K tokens"]  # 6.25 %, 12.5 %, 18.75 %, 100 %
+def test_shares_have_round_ticks_in_percent_and_no_others(made, figures):
+    axis = panels(made, figures)["agreement %, 1K tokens"]  # 6.25 %, 12.5 %, 18.75 %, 100 %
     ticks = ["5 %", "10 %", "20 %", "50 %", "100 %"]
     assert [label.get_text() for label in axis.get_xticklabels()] == ticks
     assert list(axis.get_xticks(minor=True)) == []
@@ -139,13 +104,12 @@ def test_pictures_are_svgs_for_light_and_dark(made, figures):
     assert pictures(report() | {"cells": [], "averages": []}) == {}
 
 
-def test_a_family_has_one_colour_also_where_others_lack(tmp_path, figures):
+def test_a_family_has_one_colour_also_where_others_lack(figures):
     places = [("a()", 64), ("b()", 64), ("b()", 128), ("a()", 256)]
     made = report() | {
         "cells": summarize(entry(p, "p", at, 0, kl=1, attended=0.5) for p, at in places)
     }
-    plot_quality(made, tmp_path / "q.png")
-    lines = [line for axis in panels(figures[0]).values() for line in axis.get_lines()]
+    lines = [line for axis in panels(made, figures).values() for line in axis.get_lines()]
     assert [(line.get_label(), line.get_color()) for line in lines] == [
         ("a", "C0"),
         ("b", "C1"),
@@ -174,7 +138,7 @@ def test_quality_points_are_means_over_the_tasks_that_count():
     assert quality_points(result, "kl", 128) == {"oracle_top_k": [(TOP_K, 0.1, 0.5)]}
 
 
-def test_the_ratio_to_a_yardstick_has_a_panel(tmp_path, figures):
+def test_the_ratio_to_a_yardstick_has_a_panel(figures):
     """At the fraction that the policy attended to; samples without a yardstick have no point."""
     made = [
         entry(policy, task, 64, i, kl=kl, **more)
@@ -189,8 +153,7 @@ def test_the_ratio_to_a_yardstick_has_a_panel(tmp_path, figures):
         "quest": [("quest(budget=8)", 0.25, 2)],
     }
     assert quality_points(result, "ratio", 128) == {}
-    plot_quality(result, tmp_path / "q.png")
-    axes = panels(figures[0])
+    axes = panels(result, figures)
     assert list(axes) == ["KL, 64 tokens", "KL / yardstick's KL, 64 tokens"]
     assert len(axes["KL, 64 tokens"].get_lines()) == 3
 
@@ -204,73 +167,35 @@ def test_points_are_joined_by_attended():
     assert [point.attended for point in points] == [0.1, 0.2, 0.4]
 
 
-def test_the_needle_map_by_hand(made, tmp_path, figures):
-    plot_niah(made, tmp_path / "n.png")
-    axes = panels(figures[0])
-    assert list(axes) == list(SHORT)
-    axis = axes[SHORT[1]]
+def test_the_needle_map_by_hand(made, figures):
+    axis = panels(made, figures)[SHORT[1]]
     assert [label.get_text() for label in axis.get_xticklabels()] == ["1K", "4K"]
     depths = ["0%", "15%", "30%", "45%", "55%", "70%", "85%", "100%"]
     assert [label.get_text() for label in axis.get_yticklabels()] == depths
     assert axis.get_images()[0].get_array().tolist() == [[0, 0]] + [[1, 1]] * 7
 
 
-def test_needles_of_one_place_are_averaged_and_missing_places_blank(tmp_path, figures):
+def test_needles_of_one_place_are_averaged_and_missing_places_blank(figures):
     needles = [(0.5, 64, 1), (0.51, 64, 0), (0.0, 128, 1)]
     made = report() | {
         "cells": summarize(
-            entry(DENSE, "p", at, i, {"depth": d}, score=s) for i, (d, at, s) in enumerate(needles)
+            entry(DENSE, "niah_grid", at, i, {"depth": d}, score=s)
+            for i, (d, at, s) in enumerate(needles)
         )
     }
-    plot_niah(made, tmp_path / "n.png", task="p")
-    (image,) = panels(figures[0])[DENSE].get_images()
+    (image,) = panels(made, figures)[DENSE].get_images()
     assert image.get_array().filled(-1).tolist() == [[-1, 1], [0.5, -1]]
 
 
-def test_the_rest_of_a_last_row_stays_empty(tmp_path, figures):
-    policies = [TOP_K.format(budget) for budget in range(COLUMNS + 1)]
-    made = report() | {
-        "cells": summarize(entry(p, "p", 64, 0, {"depth": 0.5}, score=1) for p in policies)
-    }
-    plot_niah(made, tmp_path / "n.png", task="p")
-    assert png_size(tmp_path / "n.png") == size(COLUMNS, 2)
-    assert list(panels(figures[0])) == [f"oracle_top_k(budget={n})" for n in range(COLUMNS + 1)]
-    assert sum(not axis.axison for axis in figures[0].axes) == COLUMNS - 1
-
-
-def test_the_head_map_is_the_mean_over_samples(tmp_path, figures):
+def test_the_head_map_is_the_mean_over_samples(figures):
     heads = [[[1.0, None], [0.5, 0.0]], [[0.5, None], [None, 0.5]]]
     made = report() | {
         "cells": summarize(
             entry(DENSE, "a", 64, i, {"attended_heads": h}, kl=0) for i, h in enumerate(heads)
         )
     }
-    plot_heads(made, tmp_path / "h.png")
-    (image,) = panels(figures[0])["dense(), 64 tokens"].get_images()
+    (image,) = panels(made, figures)["dense(), 64 tokens"].get_images()
     assert image.get_array().filled(-1).tolist() == [[0.75, -1], [0.5, 0.25]]
-
-
-@pytest.mark.parametrize("plot", [plot_quality, plot_niah, plot_heads])
-def test_a_result_that_lacks_what_is_drawn_is_refused(tmp_path, plot):
-    empty = report() | {"cells": [], "averages": []}
-    with pytest.raises(ValueError, match=r"nothing to draw for .*p\.png: the result must hold "):
-        plot(empty, tmp_path / "p.png")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize("plot", [plot_quality, plot_niah, plot_heads])
-def test_without_matplotlib_the_error_says_what_to_install(made, tmp_path, plot, monkeypatch):
-    found = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.partition(".")[0] == "matplotlib":
-            raise ModuleNotFoundError(f"No module named {name!r}", name="matplotlib")
-        return found(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ValueError, match=r"plots need matplotlib: .*pip install '\.\[eval\]'"):
-        plot(made, tmp_path / "p.png")
 
 
 @pytest.mark.pure

@@ -19,8 +19,6 @@ from jsparse.evaluation.report.table import (
     tokens,
 )
 
-pytestmark = pytest.mark.pure
-
 
 def of(entries, model="made-up"):
     cells = summarize(entries)

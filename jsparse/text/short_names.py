@@ -1,0 +1,59 @@
+"""Shortens the names of policies for readers."""
+
+import ast
+import inspect
+from typing import Any, Protocol
+
+SHOWN = ("budget",)  # arguments that policies are compared by
+
+
+class HasName(Protocol):
+    """An object with a policy's name: a Policy, which this module does not import."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def short_name(policy: HasName | str) -> str:
+    """Returns a policy's name without the arguments that have their default values, for readers.
+
+    The result is an expression of the same policy; its budget always shows. Results that are stored
+    keep the whole name, since a default may change. A name that is no expression of registered
+    policies, such as that of the user's own code, stays as it is.
+    """
+    name = policy if isinstance(policy, str) else policy.name
+    try:
+        return _short(ast.parse(name, mode="eval").body, name)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return name
+
+
+def _short(node: ast.expr, source: str) -> str:
+    from jsparse.policies import POLICIES  # imports jax, which not every command needs
+
+    if not (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in POLICIES
+    ):
+        return str(ast.get_source_segment(source, node))
+    parameters = inspect.signature(POLICIES[node.func.id]).parameters
+    arguments = [
+        *zip(parameters, node.args, strict=False),
+        *((str(k.arg), k.value) for k in node.keywords),
+    ]
+    shown = []
+    for name, value in arguments:
+        text = _short(value, source)
+        default = parameters[name].default if name in parameters else None
+        if default is inspect.Parameter.empty:  # these come first, and are known by their place
+            shown.append(text)
+        elif name in SHOWN or not _is(value, default):
+            shown.append(f"{name}={text}")
+    return f"{node.func.id}({', '.join(shown)})"
+
+
+def _is(node: ast.expr, default: Any) -> bool:
+    """Returns whether an argument is spelled like its default; True, 1 and 1.0 differ."""
+    try:
+        return repr(ast.literal_eval(node)) == repr(default)
+    except ValueError:
+        return False
