@@ -1,9 +1,10 @@
-"""Counts the programs that tests ask XLA for, and fails default tests that ask for too many.
+"""Counts the programs that tests ask XLA for, and reports default tests that ask for too many.
 
 A pytest plugin. Compiling is most of what the tests take: a program of ours costs a tenth of a
 second to a whole one, whatever it computes. What jax compiles for a single operation outside of
 jit, such as jnp.zeros, takes some hundredths, and is counted apart. A program that the compilation
-cache holds counts, too.
+cache holds counts, too. How much a test asks for depends on what ran before it in its process:
+tests over the budget are reported, and fail only with JSPARSE_PROGRAM_BUDGET set, as in .ci/run.
 """
 
 import functools
@@ -33,6 +34,7 @@ _counted: Counts = Counter()
 _shared: Counts = Counter()  # what several tests share
 _of_workers: Counts = Counter()
 _by_test: dict[str, Counts] = {}
+_over_budget: dict[str, str] = {}
 _listening = False
 _looked = 0  # programs when the memory maps were last counted
 BEGUN = pytest.StashKey[Counts]()
@@ -119,14 +121,16 @@ def pytest_runtest_protocol(item, nextitem):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Fails a test of the default run that asked for too many programs."""
+    """Notes a test of the default run that asked for too many programs; in CI it fails."""
     result = yield
     made = _by_test[item.nodeid] = _counted - _shared - item.stash[BEGUN]
     if not {"slow", "gpu"} & {mark.name for mark in item.iter_markers()}:
         for kind, maximum in ((PROGRAMS, MAX_PROGRAMS), (OPERATIONS, MAX_OPERATIONS)):
             if made[kind] > maximum:
                 message = f"{made[kind]} {kind}: must compile at most {maximum}: {ADVICE}"
-                pytest.fail(message, pytrace=False)
+                if os.environ.get("JSPARSE_PROGRAM_BUDGET"):
+                    pytest.fail(message, pytrace=False)
+                _over_budget[item.nodeid] = message
     return result
 
 
@@ -147,6 +151,7 @@ def pytest_sessionfinish(session):
         session.config.workeroutput["programs"] = dict(_counted)
         by_test = {test: dict(made) for test, made in _by_test.items()}
         session.config.workeroutput["programs_by_test"] = by_test
+        session.config.workeroutput["over_budget"] = _over_budget
     else:
         trim(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]), MAX_BYTES)
 
@@ -158,10 +163,11 @@ def pytest_testnodedown(node, error):
     _of_workers.update(output.get("programs", {}))
     for test, made in output.get("programs_by_test", {}).items():
         _by_test[test] = Counter(made)
+    _over_budget.update(output.get("over_budget", {}))
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Prints one line on the compilation cache, and with --programs the dearest tests."""
+    """Prints the use of the compilation cache, tests over budget, and --programs the dearest."""
     total = _counted + _of_workers
     if total[PROGRAMS] or total[OPERATIONS]:
         terminalreporter.write_line(
@@ -169,6 +175,8 @@ def pytest_terminal_summary(terminalreporter, config):
             f"{total[HIT]} from the compilation cache, {total[MISSED]} compiled "
             f"({os.environ['JAX_COMPILATION_CACHE_DIR']})"
         )
+    for test, message in sorted(_over_budget.items()):
+        terminalreporter.write_line(f"{test}: {message}")
     if config.option.programs:
         dearest = sorted(_by_test, key=lambda test: (-_by_test[test][PROGRAMS], test))
         for test in dearest[:20]:

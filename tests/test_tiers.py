@@ -42,13 +42,14 @@ def test_the_files_used_last_are_kept(tmp_path):
     trim(tmp_path / "none", 30)
 
 
-def run(folder: Path, *options: str) -> str:
+def run(folder: Path, *options: str, **environment: str) -> str:
     """Runs pytest over a folder of tests, with this project's plugins."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tiers"]
     ran = subprocess.run(
         [*command, "-p", "programs", *options],
         cwd=folder,
-        env={"PYTHONPATH": str(TESTS), "JAX_COMPILATION_CACHE_DIR": str(folder), "PATH": ""},
+        env={"PYTHONPATH": str(TESTS), "JAX_COMPILATION_CACHE_DIR": str(folder), "PATH": ""}
+        | environment,
         capture_output=True,
         text=True,
         check=False,
@@ -71,7 +72,7 @@ def test_what_cannot_run_here_is_counted_and_a_part_of_the_slow_tests_is_taken(t
 
 
 @pytest.mark.slow
-def test_a_test_of_too_many_programs_fails(tmp_path):
+def test_a_test_of_too_many_programs_is_reported_and_fails_in_ci(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
     (tmp_path / "test_x.py").write_text(
         "import jax, numpy, pytest\nfrom programs import shared\n"
@@ -83,6 +84,8 @@ def test_a_test_of_too_many_programs_fails(tmp_path):
         "def test_shared(): shared(ask)(13)\n"
         "@pytest.mark.slow\ndef test_slow(): ask(13)\n"
     )
+    said = "13 programs: must compile at most 12: share a shape or mark it slow"
+    output = run(tmp_path, JSPARSE_PROGRAM_BUDGET="1")
+    assert "1 failed, 3 passed" in output and said in output
     output = run(tmp_path)
-    assert "1 failed, 3 passed" in output
-    assert "13 programs: must compile at most 12: share a shape or mark it slow" in output
+    assert "4 passed" in output and f"test_x.py::test_many: {said}" in output
