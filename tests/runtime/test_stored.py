@@ -145,6 +145,7 @@ def test_values_that_differ_have_different_fingerprints(one, other):
         dense()._replace(init=lambda spec: ()),
         keep(dense()._replace(init=lambda spec: ()), sink=4, recent=4),
         expressions.remember("own.py:mine", dense()),
+        np.arange(2000),  # whose repr leaves the middle out
     ],
 )
 def test_code_that_is_not_ours_has_no_fingerprint(value):
