@@ -57,7 +57,7 @@ from hypothesis import settings
 from jaxtyping import install_import_hook
 
 # what runs, and what it compiles
-pytest_plugins = ("tiers", "programs")
+pytest_plugins = ("tests.support.tiers", "tests.support.programs")
 
 # The modules that take arrays. The others take what users write and check it themselves.
 ARRAY_MODULES = (

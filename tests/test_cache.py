@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_cache import B, K, M, P, S, T, small_spec
 
 from jsparse import cache as kv
+from tests.support.small_cache import B, K, M, P, S, T, small_spec
 
 H = 2
 SPEC = small_spec(head_dim=H, num_layers=2)

@@ -8,30 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from programs import shared
-from slow_model import SlowModel, SlowRow, attend, logits_of, logsumexp, softmax
-from tiny import (
-    assert_close,
-    engine_logits,
-    forced_logits,
-    random_prompts,
-    random_tokens,
-    spec_of,
-    tiny_params,
-    traces,
-)
-from toy_policies import (
-    bypass,
-    counted,
-    echo,
-    even_ids,
-    inherit,
-    page_bound,
-    parity,
-    prompt_ends,
-    shrink,
-)
 
 import jsparse
 from jsparse import SamplingParams
@@ -50,6 +26,30 @@ from jsparse.runtime import capacity, prefill, sampling, session
 from jsparse.runtime import rows as driver
 from jsparse.runtime.decode_step import decode_step
 from jsparse.runtime.request import knobs, requests
+from tests.support.marks import slow_except
+from tests.support.programs import shared
+from tests.support.slow_model import SlowModel, SlowRow, attend, logits_of, logsumexp, softmax
+from tests.support.tiny import (
+    assert_close,
+    engine_logits,
+    forced_logits,
+    random_prompts,
+    random_tokens,
+    spec_of,
+    tiny_params,
+    traces,
+)
+from tests.support.toy_policies import (
+    bypass,
+    counted,
+    echo,
+    even_ids,
+    inherit,
+    page_bound,
+    parity,
+    prompt_ends,
+    shrink,
+)
 
 PAGE = 8
 LENGTHS = (37, 18, 3)

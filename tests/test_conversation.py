@@ -5,9 +5,6 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from marks import slow_except
-from programs import shared
-from toy_policies import prompt_ends, shrink
 
 import jsparse
 from jsparse import SamplingParams
@@ -16,6 +13,9 @@ from jsparse.conversation import Conversation
 from jsparse.policy import Eviction
 from jsparse.runtime import capacity
 from jsparse.text.short_names import short_name
+from tests.support.marks import slow_except
+from tests.support.programs import shared
+from tests.support.toy_policies import prompt_ends, shrink
 
 GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama3" / "model.gguf"
 # control tokens, so that no merge joins a prompt's end to its answer

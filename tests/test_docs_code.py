@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from tiny import VOCAB, random_prompts, tiny_params
 
 import jsparse
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.policies import POLICIES
 from jsparse.text.short_names import short_name
+from tests.support.tiny import VOCAB, random_prompts, tiny_params
 
 ROOT = Path(__file__).parents[1]
 

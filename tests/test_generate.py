@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import shared
-from tiny import random_prompts, tiny_params, traces, with_nan
 
 import jsparse
 from jsparse import SamplingParams
@@ -23,6 +21,8 @@ from jsparse.policy import Policy, Services
 from jsparse.runtime import answers, capacity, prefill, reading, sampling, session
 from jsparse.runtime import rows as driver
 from jsparse.selection import everything
+from tests.support.programs import shared
+from tests.support.tiny import random_prompts, tiny_params, traces, with_nan
 
 GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama" / "model.gguf"
 TOKENIZERS = Path(__file__).parent / "fixtures" / "tokenizers"

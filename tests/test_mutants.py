@@ -4,7 +4,19 @@ import os
 from dataclasses import replace
 
 import pytest
-from mutants import LIST, Mutant, Run, Verdict, check, first_failure, judged, load, put_in, shares
+
+from tests.mutants import (
+    LIST,
+    Mutant,
+    Run,
+    Verdict,
+    check,
+    first_failure,
+    judged,
+    load,
+    put_in,
+    shares,
+)
 
 FAULT = Mutant("a fault", "source.py", "x < y", "x <= y", ("test_source.py",))
 RUN = Run(1, "test_source.py::test_less", False, 2.0, "")

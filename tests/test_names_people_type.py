@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
-from tiny import tiny_params
 
 import jsparse
 from jsparse import SamplingParams, names
@@ -21,6 +20,7 @@ from jsparse.partials import Summary
 from jsparse.policy import Policy, Services, selected
 from jsparse.runtime.decode_step import StepStats
 from jsparse.selection import everything
+from tests.support.tiny import tiny_params
 
 GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama3" / "model.gguf"
 TEMPLATE = "{% for m in messages %}{{ m.role }}<|eot_id|>{{ m.content }}<|eot_id|>{% endfor %}"

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from marks import slow_except
 
 from jsparse.attended import attended_tokens, read_tokens, token_mask
 from jsparse.selection import (
@@ -23,6 +22,7 @@ from jsparse.selection import (
     unpack_bits,
     window,
 )
+from tests.support.marks import slow_except
 
 B, K, P, M = 2, 2, 8, 5
 S = P * M

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import slow_except
 
 from jsparse.threshold import budget_mask, compact, top_k_ids, top_k_mask, top_p_mask
+from tests.support.marks import slow_except
 
 SIZE = 12
 TINY = float(np.finfo(np.float32).tiny)

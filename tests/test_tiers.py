@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import trim
-from tiers import PARTS, NoJax, part_of
+
+from tests.support.programs import trim
+from tests.support.tiers import PARTS, NoJax, part_of
 
 pytestmark = pytest.mark.pure
 TESTS = Path(__file__).parent
@@ -18,12 +19,6 @@ def test_every_slow_test_has_one_part_and_parts_are_alike():
     sizes = [sum(part_of(name) == part for name in names) for part in range(PARTS)]
     assert sum(sizes) == 800
     assert min(sizes) > 60
-
-
-def test_no_two_files_of_tests_have_one_name():
-    """Python would take one of them for the other, wherever both run in one process."""
-    names = [path.name for path in TESTS.rglob("test_*.py")]
-    assert sorted(names) == sorted(set(names))
 
 
 def test_pure_tests_cannot_import_jax():
@@ -44,11 +39,11 @@ def test_the_files_used_last_are_kept(tmp_path):
 
 def run(folder: Path, *options: str, **environment: str) -> str:
     """Runs pytest over a folder of tests, with this project's plugins."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tiers"]
+    plugins = ("no:cacheprovider", "tests.support.tiers", "tests.support.programs")
     ran = subprocess.run(
-        [*command, "-p", "programs", *options],
+        [sys.executable, "-m", "pytest", "-q", *(f"-p{each}" for each in plugins), *options],
         cwd=folder,
-        env={"PYTHONPATH": str(TESTS), "JAX_COMPILATION_CACHE_DIR": str(folder), "PATH": ""}
+        env={"PYTHONPATH": str(TESTS.parent), "JAX_COMPILATION_CACHE_DIR": str(folder), "PATH": ""}
         | environment,
         capture_output=True,
         text=True,
@@ -75,7 +70,7 @@ def test_what_cannot_run_here_is_counted_and_a_part_of_the_slow_tests_is_taken(t
 def test_a_test_of_too_many_programs_is_reported_and_fails_in_ci(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
     (tmp_path / "test_x.py").write_text(
-        "import jax, numpy, pytest\nfrom programs import shared\n"
+        "import jax, numpy, pytest\nfrom tests.support.programs import shared\n"
         "def ask(count):\n"
         "    for nth in range(count):\n"
         "        jax.jit(lambda x, nth=nth: x * nth + 1)(numpy.ones(3))\n"

@@ -1,7 +1,6 @@
 """Tests that wrappers pass on what a policy declares, and that its hooks see its own state."""
 
 import pytest
-from tiny import spec_of, tiny_params
 
 import jsparse
 from jsparse import cache as kv_cache
@@ -10,6 +9,7 @@ from jsparse.cache import StepView
 from jsparse.hyper_parameters import fraction
 from jsparse.policies.combinators import with_state
 from jsparse.policy import Eviction, Policy, Services
+from tests.support.tiny import spec_of, tiny_params
 
 HOOKS = {"init", "prefill", "append", "select", "update", "services"}
 # the fields that each wrapper may change; all others are the base's own

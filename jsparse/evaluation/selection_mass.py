@@ -13,7 +13,7 @@ from jsparse.policies.oracle import attention_logits
 from jsparse.selection import Selection
 from jsparse.shapes import Queries
 
-# a random model's embeddings have a deviation of 1. With these, selections of tests/policy_table.py
+# a random model's embeddings have a deviation of 1. With these, selections of our policies
 # have 1.0 to 13 times the mass of random ones, and the first page alone has half of it
 FIRST_CHANNEL, COMMON_PART = 4.0, 1.3
 

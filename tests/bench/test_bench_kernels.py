@@ -8,7 +8,6 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from marks import slow_except
 
 from bench.kernels import measure
 from bench.lib import kernel_timing
@@ -26,6 +25,7 @@ from bench.lib.kernel_timing import (
     summary,
 )
 from jsparse.attended import read_tokens
+from tests.support.marks import slow_except
 
 on_a_cpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="would time the GPU")
 

@@ -1,9 +1,9 @@
 """Tests that the engine's benchmark measures what it says, on a tiny model."""
 
 import pytest
-from tiny import tiny_params
 
 from bench import engine_speed, server_speed
+from tests.support.tiny import tiny_params
 
 
 @pytest.fixture

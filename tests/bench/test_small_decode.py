@@ -3,11 +3,11 @@
 import sys
 
 import pytest
-from tiny import VOCAB, random_prompts, tiny_params
 
 from bench import small_decode
 from bench.small_decode import contenders, jsparse_decode, main, summary
 from jsparse import generation
+from tests.support.tiny import VOCAB, random_prompts, tiny_params
 
 
 def test_only_jsparse_has_policies_and_steps_per_program():

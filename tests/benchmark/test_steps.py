@@ -7,9 +7,6 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from marks import slow_except
-from programs import shared
-from tiny import tiny_params
 from typer.testing import CliRunner
 
 import jsparse
@@ -19,6 +16,9 @@ from jsparse.cache import CacheSpec
 from jsparse.cli.app import app
 from jsparse.models.checkpoint import spread
 from jsparse.runtime.session import Session
+from tests.support.marks import slow_except
+from tests.support.programs import shared
+from tests.support.tiny import tiny_params
 
 STREAMING = "streaming(sink=2, recent=6)"
 

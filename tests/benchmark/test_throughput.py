@@ -3,8 +3,6 @@
 import json
 
 import pytest
-from serving import tiny_llm
-from tiny import tiny_params
 from typer.testing import CliRunner
 
 import jsparse
@@ -13,6 +11,8 @@ from jsparse.benchmark.workload import WorkloadRequest, random_workload
 from jsparse.cli.app import app
 from jsparse.engine import core
 from jsparse.engine.core import Engine
+from tests.support.serving import tiny_llm
+from tests.support.tiny import tiny_params
 
 SIZES = {"num_prompts": 5, "input_len": 6, "output_len": 3}
 

@@ -11,7 +11,7 @@ from jsparse.evaluation import policy_checks
 from jsparse.evaluation.contract_rules import RULES
 from jsparse.evaluation.policy_checks import CheckResult, Finding
 
-BROKEN = Path(__file__).parents[1] / "evaluation" / "broken_policies.py"
+BROKEN = Path(__file__).parents[1] / "support" / "broken_policies.py"
 
 
 def run(*args):

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import jax
 import pytest
-from programs import shared
 from typer.testing import CliRunner
 
 import jsparse
@@ -23,6 +22,7 @@ from jsparse.conversation import Conversation
 from jsparse.models.gguf import GGUFFile
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.text import prompts
+from tests.support.programs import shared
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
 TINY = str(FIXTURES / "llama3" / "model.gguf")

@@ -12,9 +12,6 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from marks import slow_except
-from serving import hand_over, small
-from tiny import VOCAB, random_prompts, tiny_params
 
 import jsparse
 from jsparse import SamplingParams
@@ -23,6 +20,9 @@ from jsparse.models.checkpoint import Params
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.compilation import traces
 from jsparse.text import prompts
+from tests.support.marks import slow_except
+from tests.support.serving import hand_over, small
+from tests.support.tiny import VOCAB, random_prompts, tiny_params
 
 PROMPTS = random_prompts((9, 21, 3, 41, 16, 5), seed=5)
 

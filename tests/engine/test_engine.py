@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
-from replaying import Recording
-from serving import asked, assert_at_rest, bits, greedy, tiny_llm, until
-from tiny import random_prompts, tiny_params, with_nan
 
 import jsparse
 from jsparse import SamplingParams
 from jsparse.engine import setup
 from jsparse.engine.request_state import policy_of
 from jsparse.runtime.compilation import traces
+from tests.support.replaying import Recording
+from tests.support.serving import asked, assert_at_rest, bits, greedy, tiny_llm, until
+from tests.support.tiny import random_prompts, tiny_params, with_nan
 
 PROMPTS = random_prompts((9, 21, 3, 41, 16, 5), seed=5)
 HANDS_ON = "lychee_decode(((1, 1), (0, 0)), value=3, granularity='token', correct_every=5)"

@@ -9,13 +9,13 @@ from functools import cache
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from serving import bits
-from tiny import random_prompts, with_nan
 
 import jsparse
 from bench.lib.smollm2 import SMOLLM2
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import random_weights
+from tests.support.serving import bits
+from tests.support.tiny import random_prompts, with_nan
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (700, 33, 1500, 512, 90, 1024, 1300, 260, 5, 801)

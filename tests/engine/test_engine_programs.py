@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from serving import asked, bits, greedy, tiny_llm, until
-from tiny import random_prompts, tiny_params
 
 from jsparse.engine.runner import PendingResults
 from jsparse.engine.slots import ReadRows
 from jsparse.engine.step_plan import Decoding
 from jsparse.runtime.owners import owners, row_arrays
 from jsparse.runtime.program_set import ProgramKey
+from tests.support.marks import slow_except
+from tests.support.serving import asked, bits, greedy, tiny_llm, until
+from tests.support.tiny import random_prompts, tiny_params
 
 PROMPTS = random_prompts((9, 21, 3, 41, 16, 5), seed=5)
 HANDS_ON = "lychee_decode(((1, 1), (0, 0)), value=3, granularity='token', correct_every=5)"

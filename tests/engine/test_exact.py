@@ -7,12 +7,6 @@ from itertools import cycle
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from policy_table import METHODS
-from programs import shared
-from replaying import Recording
-from serving import asked, assert_at_rest, greedy, tiny_llm, until
-from tiny import random_prompts
 
 import jsparse
 from jsparse.engine.pace import Pace
@@ -22,6 +16,12 @@ from jsparse.policies.expressions import parse
 from jsparse.runtime import draft_length
 from jsparse.runtime.decode_step import StepStats
 from jsparse.runtime.speculation import Round
+from tests.support.marks import slow_except
+from tests.support.policy_table import METHODS
+from tests.support.programs import shared
+from tests.support.replaying import Recording
+from tests.support.serving import asked, assert_at_rest, greedy, tiny_llm, until
+from tests.support.tiny import random_prompts
 
 *PROMPTS, BEGINNING = random_prompts((9, 21, 3, 41, 16, 5, 32), seed=5)
 ASKED = [*PROMPTS, BEGINNING + PROMPTS[0], BEGINNING + PROMPTS[5]]

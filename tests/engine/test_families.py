@@ -5,9 +5,6 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning import answer
-from serving import assert_at_rest, greedy, tiny_llm
-from tiny import random_prompts, tiny_params
 
 from bench.lib.llama_8b import LLAMA_8B
 from bench.lib.smollm2 import SMOLLM2
@@ -18,6 +15,9 @@ from jsparse.engine.families import families as families_of
 from jsparse.engine.step_plan import Family
 from jsparse.policies.expressions import parse
 from jsparse.runtime.program_set import ProgramKey
+from tests.support.planning import answer
+from tests.support.serving import assert_at_rest, greedy, tiny_llm
+from tests.support.tiny import random_prompts, tiny_params
 
 BLOCK = 512
 

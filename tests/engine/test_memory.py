@@ -3,9 +3,19 @@
 from collections import Counter
 
 import pytest
-from planning import ALONE, PACE, PACKED, RULES, SIZES, VARIANT, answer, chunks_of, served
 
 from jsparse.engine.scheduler import Scheduler
+from tests.support.planning import (
+    ALONE,
+    PACE,
+    PACKED,
+    RULES,
+    SIZES,
+    VARIANT,
+    answer,
+    chunks_of,
+    served,
+)
 
 pytestmark = pytest.mark.pure
 

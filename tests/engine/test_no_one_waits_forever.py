@@ -4,9 +4,9 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
-from planning import PACE, RULES, VARIANT, answer
 
 from jsparse.engine.scheduler import Scheduler
+from tests.support.planning import PACE, RULES, VARIANT, answer
 
 pytestmark = pytest.mark.pure
 

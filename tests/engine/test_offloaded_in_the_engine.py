@@ -7,11 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from programs import shared
-from replaying import Recording
-from serving import PAGE, asked, assert_at_rest, bits, greedy, tiny_llm
-from tiny import random_prompts, tiny_params
 
 import jsparse
 from jsparse.engine import setup
@@ -20,6 +15,11 @@ from jsparse.host_memory import host_store
 from jsparse.host_memory.pool import HostPool
 from jsparse.machine import memory
 from jsparse.policies.expressions import parse
+from tests.support.marks import slow_except
+from tests.support.programs import shared
+from tests.support.replaying import Recording
+from tests.support.serving import PAGE, asked, assert_at_rest, bits, greedy, tiny_llm
+from tests.support.tiny import random_prompts, tiny_params
 
 QUEST = "offloaded(quest(budget=16), tail=8)"
 # heads that stay on the device; rows that are fetched first; state that is replayed from K and V

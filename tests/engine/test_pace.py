@@ -7,7 +7,7 @@ import pytest
 from bench.lib.smollm2 import SMOLLM2
 from jsparse.engine.pace import NEWEST, Pace
 from jsparse.engine.step_plan import Chunk, Decoding, Reading
-from tests.engine.planning import SIZES
+from tests.support.planning import SIZES
 
 pytestmark = pytest.mark.pure
 

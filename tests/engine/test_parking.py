@@ -1,15 +1,15 @@
 """Tests that answers leave the device for others and come back, with the same bits."""
 
 import pytest
-from marks import slow_except
-from planning import RULES, Pace, answer
-from replaying import Recording
-from serving import asked, assert_at_rest, bits, greedy, tiny_llm, until
-from tiny import random_prompts
 
 from jsparse.engine import runner, setup
 from jsparse.engine.scheduler import Scheduler
 from jsparse.engine.sizes import EngineSizes
+from tests.support.marks import slow_except
+from tests.support.planning import RULES, Pace, answer
+from tests.support.replaying import Recording
+from tests.support.serving import asked, assert_at_rest, bits, greedy, tiny_llm, until
+from tests.support.tiny import random_prompts
 
 BEGINNING, *OTHERS = random_prompts((32, 9, 5, 17, 13), seed=5)
 PROMPTS = [*(BEGINNING + ids for ids in OTHERS[:2]), *OTHERS[2:]]

@@ -5,12 +5,6 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from policy_table import TABLE
-from programs import shared
-from replaying import Recording
-from serving import PAGE, assert_at_rest, bits, greedy, tiny_llm
-from tiny import VOCAB, random_prompts, tiny_params, with_nan
 
 import jsparse
 from jsparse.engine import setup
@@ -18,6 +12,12 @@ from jsparse.engine.setup import bound, cache_spec, evicted_pages
 from jsparse.policies.expressions import parse
 from jsparse.policy import Eviction
 from jsparse.runtime.request import requests
+from tests.support.marks import slow_except
+from tests.support.policy_table import TABLE
+from tests.support.programs import shared
+from tests.support.replaying import Recording
+from tests.support.serving import PAGE, assert_at_rest, bits, greedy, tiny_llm
+from tests.support.tiny import VOCAB, random_prompts, tiny_params, with_nan
 
 # by default: state that is replayed from K and V, heads that hold different tokens, and K and V in
 # host memory, with state in pages; dense attention and lychee_decode, with its sets and

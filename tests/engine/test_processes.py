@@ -19,8 +19,6 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
-from serving import tiny_llm
-from tiny import random_prompts, tiny_params
 
 import jsparse
 from jsparse.engine import core, follower
@@ -31,6 +29,8 @@ from jsparse.models.checkpoint import spread
 from jsparse.runtime import compilation
 from jsparse.runtime.compilation import Program
 from jsparse.runtime.spread_programs import OWN
+from tests.support.serving import tiny_llm
+from tests.support.tiny import random_prompts, tiny_params
 
 PROMPTS = random_prompts((9, 41, 21), seed=5)
 
@@ -295,13 +295,13 @@ class Two:
         caches = given.pop("caches", [None, None])
         changes: Sequence[dict[str, Any]] = given.pop("changes", ({}, {}))
         options = {"policy": "quest(budget=16)", "new": 12, "devices": 1, "check": True} | given
-        folder = Path(__file__).parent
-        path = f"{folder.parents[1]}{os.pathsep}{folder.parent}"
-        environment = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=path)
+        root = Path(__file__).parents[2]
+        program = root / "tests" / "support" / "one_process.py"
+        environment = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=f"{root}")
         environment.pop("JAX_NUM_CPU_DEVICES", None)
         self.processes = []
         for nth, (files, change) in enumerate(zip(self._files, changes, strict=True)):
-            command = [sys.executable, f"{folder / 'one_process.py'}", f"{nth}", f"{port}"]
+            command = [sys.executable, f"{program}", f"{nth}", f"{port}"]
             command.append(json.dumps(options | change))
             out, err = (file.open("w") for file in files)
             if caches[nth] is not None:

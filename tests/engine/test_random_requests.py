@@ -8,11 +8,11 @@ from collections import Counter
 from random import Random
 
 import pytest
-from serving import PAGE, asked, assert_at_rest, greedy, tiny_llm
-from tiny import random_prompts
 
 import jsparse
 from jsparse.engine import setup
+from tests.support.serving import PAGE, asked, assert_at_rest, greedy, tiny_llm
+from tests.support.tiny import random_prompts
 
 REQUESTS = int(os.environ.get("JSPARSE_SOAK", "200"))
 MODEL_LEN = 96

@@ -9,12 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
-from marks import slow_except
-from policy_table import METHODS
-from programs import shared, sharing
-from replaying import Recording
-from serving import assert_at_rest, greedy, tiny_llm
-from tiny import VOCAB, random_prompts, tiny_params
 
 import jsparse
 from jsparse import ranks
@@ -30,6 +24,12 @@ from jsparse.policies import channel_ranking
 from jsparse.policies.expressions import parse
 from jsparse.runtime.chunk_attention import flash
 from jsparse.runtime.spread_programs import SAME, on_ranks
+from tests.support.marks import slow_except
+from tests.support.policy_table import METHODS
+from tests.support.programs import shared, sharing
+from tests.support.replaying import Recording
+from tests.support.serving import assert_at_rest, greedy, tiny_llm
+from tests.support.tiny import VOCAB, random_prompts, tiny_params
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
 # what heads of all ranks decide together: a mean, a layer's budget, and gates; and a model's

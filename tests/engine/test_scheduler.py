@@ -1,7 +1,11 @@
 """Tests the scheduler by simulated events: no memory is lost, no plan is wrong, nobody starves."""
 
 import pytest
-from planning import (
+
+from jsparse.engine.patience import MARGIN
+from jsparse.engine.scheduler import Scheduler
+from jsparse.engine.sizes import MAX_READING
+from tests.support.planning import (
     PACE,
     PACKED,
     RULES,
@@ -14,11 +18,7 @@ from planning import (
     served,
     took,
 )
-from random_events import MACHINES, run_events
-
-from jsparse.engine.patience import MARGIN
-from jsparse.engine.scheduler import Scheduler
-from jsparse.engine.sizes import MAX_READING
+from tests.support.random_events import MACHINES, run_events
 
 pytestmark = pytest.mark.pure
 

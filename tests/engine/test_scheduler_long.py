@@ -1,7 +1,8 @@
 """Tests the scheduler with a hundred thousand random events, too many for the pure tests."""
 
 import pytest
-from random_events import MACHINES, run_events
+
+from tests.support.random_events import MACHINES, run_events
 
 
 @pytest.mark.slow

@@ -8,10 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from programs import shared
-from tiny import random_prompts, tiny_params
-from toy_policies import bypass, even_ids, inherit
 
 from jsparse import cache as kv_cache
 from jsparse.builder import dense
@@ -22,6 +18,10 @@ from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.oracle import oracle_top_k
 from jsparse.policy import Policy, Services
 from jsparse.selection import Selection
+from tests.support.marks import slow_except
+from tests.support.programs import shared
+from tests.support.tiny import random_prompts, tiny_params
+from tests.support.toy_policies import bypass, even_ids, inherit
 
 BATCH, HEADS, GROUP, HEAD_DIM, PAGE, PAGES = 2, 3, 2, 8, 4, 5
 SPEC = kv_cache.CacheSpec(

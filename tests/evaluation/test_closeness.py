@@ -9,9 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import shared
-from tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_params
-from toy_policies import bypass, even_ids, inherit, page_bound, shrink
 
 import jsparse
 from jsparse import cache as kv_cache
@@ -25,6 +22,9 @@ from jsparse.policies.streaming import streaming
 from jsparse.policy import Policy, Services
 from jsparse.runtime import chunk_attention, prefill
 from jsparse.runtime.decode_step import decode_step
+from tests.support.programs import shared
+from tests.support.tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_params
+from tests.support.toy_policies import bypass, even_ids, inherit, page_bound, shrink
 
 PAGE, CHUNK, STEPS = 8, 16, 10
 PROMPTS = random_prompts((37, 18, 3))

@@ -1,12 +1,12 @@
 """Tests the task `drafts` of `jsparse eval`: how many drafts dense attention accepts."""
 
 import pytest
-from tiny import random_tokens, tiny_params
 
 import jsparse
 from jsparse.evaluation.evaluators import DRAFTED, Drafting, _of_drafts, excerpt
 from jsparse.evaluation.report.table import number
 from jsparse.runtime.host_reader import GenerationStats
+from tests.support.tiny import random_tokens, tiny_params
 
 TEXT = random_tokens(1, 200)[0].tolist()
 LENGTH, STEPS = 60, 20

@@ -6,12 +6,12 @@ import re
 
 import numpy as np
 import pytest
-from programs import shared
-from tiny import random_prompts, tiny_params
 
 import jsparse
 from jsparse.evaluation.inspection import Inspection, inspect_step
 from jsparse.evaluation.report.inspect_page import page
+from tests.support.programs import shared
+from tests.support.tiny import random_prompts, tiny_params
 
 (PROMPT,) = random_prompts([30])
 WINDOW = "streaming(sink=2, recent=3)"

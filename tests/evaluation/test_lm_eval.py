@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from encoders import smollm2
 
 import jsparse
+from tests.support.encoders import smollm2
 
 harness = pytest.importorskip("lm_eval", reason="needs the package lm-eval")
 

@@ -3,17 +3,17 @@
 import inspect
 from pathlib import Path
 
-import broken_policies
 import pytest
-from marks import slow_except
-from policy_table import METHODS, outermost
-from programs import shared
 
 from jsparse.evaluation.contract_rules import NAMES, RULES
 from jsparse.evaluation.policy_checks import check
 from jsparse.evaluation.policy_trial import random_model
 from jsparse.policies.expressions import parse
 from jsparse.policies.own_code import with_budget
+from tests.support import broken_policies
+from tests.support.marks import slow_except
+from tests.support.policy_table import METHODS, outermost
+from tests.support.programs import shared
 
 # what else is seen of a policy that breaks a rule
 FOLLOWS = {

@@ -2,15 +2,15 @@
 
 import numpy as np
 import pytest
-from encoders import smollm2, smollm2_tokenizer
-from programs import shared
-from tiny import random_prompts, tiny_params
 
 import jsparse
 from jsparse.evaluation import evaluators
 from jsparse.evaluation.shared_prefill import generate
 from jsparse.evaluation.tasks import parse
 from jsparse.evaluation.tasks.second_turn import ASKED
+from tests.support.encoders import smollm2, smollm2_tokenizer
+from tests.support.programs import shared
+from tests.support.tiny import random_prompts, tiny_params
 
 PROMPTS, QUESTIONS = random_prompts((70, 33, 50)), random_prompts((3, 9, 1), seed=4)
 NEW = 12

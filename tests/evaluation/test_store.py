@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from made_up_report import DENSE, entry
 
 from jsparse.evaluation.store import Cell, ResultStore
+from tests.support.made_up_report import DENSE, entry
 
 pytestmark = pytest.mark.pure
 

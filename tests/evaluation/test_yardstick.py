@@ -4,14 +4,14 @@ from functools import cache
 
 import numpy as np
 import pytest
-from programs import shared
-from tiny import random_prompts, random_tokens, tiny_params
 
 from jsparse.evaluation.closeness import closeness
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.evaluation.yardstick import yardsticks
 from jsparse.policies.expressions import parse
 from jsparse.runtime.compilation import traces
+from tests.support.programs import shared
+from tests.support.tiny import random_prompts, random_tokens, tiny_params
 
 PAGE, STEPS = 8, 4
 PROMPTS = random_prompts((37, 18, 6))

@@ -6,18 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from programs import shared
-from tiny import (
-    assert_close,
-    engine_logits,
-    forced_logits,
-    random_prompts,
-    random_tokens,
-    spec_of,
-    tiny_params,
-    traces,
-)
 
 import jsparse
 from jsparse.evaluation.attention_metrics import measured
@@ -31,6 +19,18 @@ from jsparse.policies.expressions import parse
 from jsparse.runtime import capacity, chunk_attention
 from jsparse.runtime import rows as driver
 from jsparse.runtime.session import Session
+from tests.support.marks import slow_except
+from tests.support.programs import shared
+from tests.support.tiny import (
+    assert_close,
+    engine_logits,
+    forced_logits,
+    random_prompts,
+    random_tokens,
+    spec_of,
+    tiny_params,
+    traces,
+)
 
 PAGE = TAIL = CHUNK = 8
 PROMPTS, FORCED = random_prompts((37, 9)), random_tokens(2, 29)

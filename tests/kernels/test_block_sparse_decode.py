@@ -5,7 +5,6 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from marks import slow_except_named
 
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.cascade import cascade
@@ -13,14 +12,15 @@ from jsparse.pallas_kernels.block_sparse_decode.reference import gathered, maske
 from jsparse.partials import merge
 from jsparse.selection import Selection, everything, nothing
 from tests.kernels.cases.block_sparse_decode import CASES, JUNK, Case
-from tests.kernels.decode_checks import (
+from tests.support.decode_checks import (
     assert_matches_dense,
     assert_reports_rounded_mean,
     assert_rounds_o,
     in_families,
     tolerance,
 )
-from tests.kernels.dense_attention import expected
+from tests.support.dense_attention import expected
+from tests.support.marks import slow_except_named
 
 by_name = {case.name: case for case in CASES}
 SPARSE = [case for case in CASES if case.dense == "none"]

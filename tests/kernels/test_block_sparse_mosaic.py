@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import slow_except
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels import dispatch
@@ -21,7 +20,8 @@ from jsparse.pallas_kernels.block_sparse_decode import api, mosaic, schedule
 from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
 from jsparse.selection import Selection
 from tests.kernels.cases.block_sparse_decode import Case
-from tests.kernels.dense_attention import expected
+from tests.support.dense_attention import expected
+from tests.support.marks import slow_except
 
 # two blocks of two teams; every head of up to four tiles is cut into single tiles
 TILES = schedule.Tiles(blocks=2, splits=(4, 2, 1), min_tiles=1, many=1)

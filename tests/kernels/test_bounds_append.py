@@ -5,17 +5,17 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from bounds_checks import of, physical
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_cache import B, K, M, P, T, small_spec
 
 from jsparse import cache as kv
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import PageBounds, PageBounds8, init
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from tests.kernels.cases.page_bounds import CASES, build, frame_for
-from tests.kernels.histories import after_each, histories, step
+from tests.support.bounds_checks import of, physical
+from tests.support.histories import after_each, histories, step
+from tests.support.small_cache import B, K, M, P, T, small_spec
 
 ragged = next(case for case in CASES if case.name == "ragged")
 both_forms = pytest.mark.parametrize(

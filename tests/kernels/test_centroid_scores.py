@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from marks import slow_except_named
 
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from tests.kernels.cases.centroid_scores import CASES, Case
+from tests.support.marks import slow_except_named
 
 compiled = jax.jit(centroid_scores, static_argnames="implementation")
 

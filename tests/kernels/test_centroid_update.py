@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except_named
 
 from jsparse.pallas_kernels.centroid_update import centroid_update
 from tests.kernels.cases.centroid_update import CASES, JUNK, Case
+from tests.support.marks import slow_except_named
 
 update = jax.jit(centroid_update, static_argnames="normalise")
 

@@ -5,12 +5,12 @@ import functools
 import jax
 import numpy as np
 import pytest
-from marks import slow_except, slow_except_named
 
 from jsparse import cache
 from jsparse.pallas_kernels.compact_pages import compact_pages
 from jsparse.selection import Selection, nothing
 from tests.kernels.cases.compact_pages import CASES, Case
+from tests.support.marks import slow_except, slow_except_named
 
 by_name = {case.name: case for case in CASES}
 POOLS = ("k", "v", "bias", "slot_positions")

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except_named
 
 from jsparse.models.quantized import to_blocks
 from jsparse.pallas_kernels.gated_product import gated_product
 from jsparse.pallas_kernels.weight_blocks import dequantized
 from tests.kernels.cases.gated_product import CASES, OTHERS, build
-from tests.kernels.product_checks import assert_is_the_product_of_a_gate
+from tests.support.marks import slow_except_named
+from tests.support.product_checks import assert_is_the_product_of_a_gate
 
 product = jax.jit(gated_product, static_argnames="implementation")
 

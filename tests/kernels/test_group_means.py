@@ -5,11 +5,11 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from marks import slow_except_named
 
 from jsparse.pallas_kernels import point_blocks
 from jsparse.pallas_kernels.group_means import group_means
 from tests.kernels.cases.group_means import CASES, Case
+from tests.support.marks import slow_except_named
 
 
 def check(case: Case, seed: int = 0) -> None:

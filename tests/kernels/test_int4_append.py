@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_cache import B, K, M, S, T, small_spec
 
 from jsparse import cache as kv
 from jsparse.model_facts.key_constants import KeyFrame
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys, init
 from tests.kernels.cases.int4_scores import FrameCase, build, options, out_of_frame
-from tests.kernels.histories import after_each, histories, step
-from tests.kernels.int4_checks import around, assert_keys_near, lies, ones, quantised
+from tests.support.histories import after_each, histories, step
+from tests.support.int4_checks import around, assert_keys_near, lies, ones, quantised
+from tests.support.small_cache import B, K, M, S, T, small_spec
 
 appended = jax.jit(int4_append)
 H = 4

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from marks import slow_except
 
 from jsparse.pallas_kernels.int4_keys import dequantise, quantise
-from tests.kernels.int4_checks import quantised
+from tests.support.int4_checks import quantised
+from tests.support.marks import slow_except
 
 rows = st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=8).filter(
     lambda row: len(row) % 2 == 0

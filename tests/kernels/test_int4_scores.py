@@ -6,7 +6,6 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from marks import slow_except_named
 
 from jsparse import cache as kv
 from jsparse.pallas_kernels.int4_keys import Int4Keys
@@ -18,7 +17,8 @@ from tests.kernels.cases.int4_scores import (
     frame_for,
     options,
 )
-from tests.kernels.int4_checks import around, lies, ones, quantised
+from tests.support.int4_checks import around, lies, ones, quantised
+from tests.support.marks import slow_except_named
 
 by_name = {case.name: case for case in CASES}
 jitted = jax.jit(int4_scores, static_argnames="sm_scale")

@@ -5,10 +5,10 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from marks import slow_except
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.token_sparse_decode.listed_rows import BLOCK, products, weighted_sum
+from tests.support.marks import slow_except
 
 BATCH, HEADS, GROUP, DIM, PAGE, PAGES = 2, 2, 3, 8, 4, 400
 

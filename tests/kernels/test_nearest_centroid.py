@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from marks import slow_except, slow_except_named
 
 from jsparse.pallas_kernels import point_blocks
 from jsparse.pallas_kernels.nearest_centroid import nearest_centroid
 from tests.kernels.cases.nearest_centroid import CASES, Case
+from tests.support.marks import slow_except, slow_except_named
 
 
 def check(case: Case, seed: int = 0) -> None:

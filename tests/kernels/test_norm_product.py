@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except_named
 
 from jsparse.models.quantized import to_blocks
 from jsparse.pallas_kernels import dispatch
@@ -15,7 +14,8 @@ from jsparse.pallas_kernels.quantized_product import api as quantized
 from jsparse.pallas_kernels.weight_blocks import dequantized
 from jsparse.parts import total
 from tests.kernels.cases.norm_product import CASES, EPS, OTHERS, build
-from tests.kernels.product_checks import assert_is_the_product_of_a_norm
+from tests.support.marks import slow_except_named
+from tests.support.product_checks import assert_is_the_product_of_a_norm
 
 BLOCKS = {"values": jnp.zeros((3, 32), jnp.int8), "scales": jnp.zeros((1, 3), jnp.float16)}
 product = jax.jit(partial(norm_product, eps=EPS), static_argnames="implementation")

@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bounds_checks import of, physical
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from marks import slow_except, slow_except_named
 
 from jsparse import cache as kv
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import PageBounds, PageBounds8
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from tests.kernels.cases.page_bounds import CASES, Codes, build, frame_for
+from tests.support.bounds_checks import of, physical
+from tests.support.marks import slow_except, slow_except_named
 
 by_name = {case.name: case for case in CASES}
 compiled = jax.jit(page_bounds, static_argnames=("slack", "sm_scale", "group"))

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import slow_except_named
 
 from jsparse.pallas_kernels.place_logits import place_logits
 from tests.kernels.cases.place_logits import CASES, Case
-from tests.kernels.dense_attention import logsumexp
+from tests.support.dense_attention import logsumexp
+from tests.support.marks import slow_except_named
 
 BASE = Case("")
 cases = st.builds(

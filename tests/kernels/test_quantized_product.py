@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except, slow_except_named
 
 from jsparse.pallas_kernels.quantized_product import (
     mosaic,
@@ -30,6 +29,7 @@ from jsparse.pallas_kernels.quantized_product.mosaic_widening import (
 from jsparse.pallas_kernels.weight_blocks import dequantized
 from jsparse.parts import total
 from tests.kernels.cases.quantized_product import CASES, OTHERS, Case
+from tests.support.marks import slow_except, slow_except_named
 
 product = jax.jit(quantized_product, static_argnames="dtype")
 

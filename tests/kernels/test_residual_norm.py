@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except_named
 
 from jsparse.pallas_kernels.residual_norm import residual_norm
 from tests.kernels.cases.residual_norm import CASES
+from tests.support.marks import slow_except_named
 
 norm = jax.jit(residual_norm, static_argnames=("eps", "implementation"))
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except_named
 
 from jsparse.pallas_kernels.rope_append import rope_append
 from tests.kernels.cases.rope_append import CASES, Case
+from tests.support.marks import slow_except_named
 
 
 @partial(jax.jit, static_argnames="dtype")

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
-from marks import slow_except, slow_except_named
 
 from jsparse.pallas_kernels.row_gather import row_gather
 from tests.kernels.cases.row_gather import CASES, Case
+from tests.support.marks import slow_except, slow_except_named
 
 SOME = ("rows", "all_of_them", "nothing_wanted", "far_ids", "empty_lists", "pages_of_96", "uint32")
 gather = jax.jit(row_gather, static_argnames="row_axes")

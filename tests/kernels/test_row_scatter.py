@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from marks import slow_except_named
 
 from jsparse.pallas_kernels.row_scatter import row_scatter
 from tests.kernels.cases.row_scatter import CASES
+from tests.support.marks import slow_except_named
 
 scatter = jax.jit(row_scatter)
 

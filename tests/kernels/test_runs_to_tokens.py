@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import slow_except_named
 
 from jsparse.pallas_kernels.runs_to_tokens import runs_to_tokens
 from tests.kernels.cases.runs_to_tokens import CASES, JUNK, Case
+from tests.support.marks import slow_except_named
 
 by_name = {case.name: case for case in CASES}
 cases = st.builds(

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import slow_except_named
 
 from jsparse.pallas_kernels.shared_counts import shared_counts
 from jsparse.pallas_kernels.shared_counts.api import BACKENDS
 from tests.kernels.cases.shared_counts import CASES, LARGE, Case
+from tests.support.marks import slow_except_named
 
 counts = jax.jit(shared_counts, static_argnames=("min_count", "max_count", "implementation"))
 # several of a shape share a program

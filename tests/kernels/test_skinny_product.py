@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from marks import slow_except_named
 
 from jsparse.pallas_kernels.skinny_product import skinny_product, xla_parts
 from jsparse.parts import total
 from tests.kernels.cases.skinny_product import CASES, OTHERS, Case
-from tests.kernels.product_checks import assert_is_the_product
+from tests.support.marks import slow_except_named
+from tests.support.product_checks import assert_is_the_product
 
 product = jax.jit(skinny_product, static_argnames="implementation")
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import slow_except_named
 
 from jsparse.pallas_kernels.table_candidates import Best, Kurtosis, table_candidates
 from tests.kernels.cases.table_candidates import CASES, Case
+from tests.support.marks import slow_except_named
 
 cases = st.builds(
     Case,

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import slow_except_named
 
 from jsparse.pallas_kernels.table_update import table_update
 from tests.kernels.cases.table_update import CASES, Case
+from tests.support.marks import slow_except_named
 
 cases = st.builds(
     Case,

@@ -6,7 +6,6 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from marks import slow_except_named
 
 from jsparse.pallas_kernels.threshold_select import (
     Always,
@@ -18,6 +17,7 @@ from jsparse.pallas_kernels.threshold_select import (
 )
 from jsparse.selection import Selection
 from tests.kernels.cases.threshold_select import CASES, JUNK
+from tests.support.marks import slow_except_named
 
 by_name = {case.name: case for case in CASES}
 

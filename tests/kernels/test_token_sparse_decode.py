@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except_named
 
 from jsparse.attended import token_mask
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
@@ -16,11 +15,12 @@ from jsparse.partials import ListedLogits
 from jsparse.selection import Selection, from_token_mask, nothing
 from tests.kernels.cases.block_sparse_decode import Case
 from tests.kernels.cases.token_sparse_decode import CASES
-from tests.kernels.decode_checks import (
+from tests.support.decode_checks import (
     assert_matches_dense,
     assert_reports_rounded_mean,
     assert_rounds_o,
 )
+from tests.support.marks import slow_except_named
 
 
 @pytest.mark.parametrize(

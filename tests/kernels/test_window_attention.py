@@ -5,10 +5,10 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from marks import slow_except, slow_except_named
 
 from jsparse.pallas_kernels.window_attention import reference, window_attention
 from tests.kernels.cases.window_attention import CASES, Case
+from tests.support.marks import slow_except, slow_except_named
 
 by_name = {case.name: case for case in CASES}
 

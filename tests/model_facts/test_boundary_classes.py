@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from model_tokenizers import NAMES, tokenizer_of
 
 from jsparse.model_facts.boundary_classes import (
     ENDS_IN_NEWLINE,
@@ -10,6 +9,7 @@ from jsparse.model_facts.boundary_classes import (
     STARTS_WITH_BLANK,
     boundary_classes,
 )
+from tests.support.model_tokenizers import NAMES, tokenizer_of
 
 pytestmark = pytest.mark.pure
 

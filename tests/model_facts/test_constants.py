@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_tokenizers import tokenizer_of
-from tiny import random_prompts, tiny_params
 
 import jsparse
 from jsparse.model_facts import constants as module
@@ -23,6 +21,8 @@ from jsparse.model_facts.constants import (
 )
 from jsparse.model_facts.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
 from jsparse.selection import everything
+from tests.support.model_tokenizers import tokenizer_of
+from tests.support.tiny import random_prompts, tiny_params
 
 PROMPT = random_prompts((20,))[0]
 POLICY = "twilight(all_pages(), p=0.6)"

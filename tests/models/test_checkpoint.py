@@ -12,8 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from marks import slow_except
-from writers import (
+
+from jsparse.models.checkpoint import load, save
+from jsparse.models.orbax_files import save_weights
+from jsparse.models.tokenizer import Tokenizer
+from jsparse.models.transformer import Decoder, weight_shapes
+from tests.support.marks import slow_except
+from tests.support.writers import (
     FAMILIES,
     assert_refused,
     expected_weights,
@@ -22,11 +27,6 @@ from writers import (
     write_folder,
     write_gguf,
 )
-
-from jsparse.models.checkpoint import load, save
-from jsparse.models.orbax_files import save_weights
-from jsparse.models.tokenizer import Tokenizer
-from jsparse.models.transformer import Decoder, weight_shapes
 
 CONFIG = hf_config("llama", num_hidden_layers=1)
 TENSORS = hf_tensors(CONFIG)

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from writers import hf_config
 
 from jsparse.models.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
 from jsparse.models.families import FAMILIES
+from tests.support.writers import hf_config
 
 pytestmark = pytest.mark.pure
 

@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from writers import hf_config, hf_tensors, write_folder, write_gguf
 
 from jsparse.models.checkpoint import load
 from jsparse.models.config import ModelConfig
 from jsparse.models.families import FAMILIES
+from tests.support.writers import hf_config, hf_tensors, write_folder, write_gguf
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 

@@ -10,7 +10,10 @@ import tokenizers
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from writers import (
+
+from jsparse.models.checkpoint import load
+from jsparse.models.tokenizer import Tokenizer
+from tests.support.writers import (
     PACKAGE_CAN,
     SMALL,
     TENSORS,
@@ -20,9 +23,6 @@ from writers import (
     hf_tensors,
     write_gguf,
 )
-
-from jsparse.models.checkpoint import load
-from jsparse.models.tokenizer import Tokenizer
 
 
 @pytest.fixture

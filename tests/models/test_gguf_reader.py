@@ -4,9 +4,17 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
-from writers import PACKAGE_CAN, SMALL, TENSORS, WIDE, gguf_name, hf_tensors, write_gguf
 
 from jsparse.models.gguf import QUANTISATIONS, GGUFFile
+from tests.support.writers import (
+    PACKAGE_CAN,
+    SMALL,
+    TENSORS,
+    WIDE,
+    gguf_name,
+    hf_tensors,
+    write_gguf,
+)
 
 pytestmark = pytest.mark.pure
 

@@ -8,7 +8,9 @@ import jax
 import numpy as np
 import pytest
 from huggingface_hub import errors
-from writers import (
+
+from jsparse.models.checkpoint import load
+from tests.support.writers import (
     assert_refused,
     expected_weights,
     hf_config,
@@ -16,8 +18,6 @@ from writers import (
     write_folder,
     write_gguf,
 )
-
-from jsparse.models.checkpoint import load
 
 CONFIG = hf_config("llama", num_hidden_layers=1)
 TENSORS = hf_tensors(CONFIG)

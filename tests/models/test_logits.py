@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from programs import shared
-from tiny import engine_logits
 
 import jsparse
 from jsparse.models.checkpoint import load
+from tests.support.marks import slow_except
+from tests.support.programs import shared
+from tests.support.tiny import engine_logits
 
 HF = Path(__file__).parents[1] / "fixtures" / "hf"
 FOLDERS = ("llama", "llama3", "smollm2", "qwen2", "qwen2_untied", "qwen2_sharded", "qwen3")

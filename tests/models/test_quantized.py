@@ -9,17 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf.quants import dequantize, quantize
-from marks import slow_except
-from programs import shared, sharing
-from tiny import random_prompts, tiny_params
-from writers import (
-    expected_weights,
-    hf_config,
-    hf_tensors,
-    interleave_halves,
-    write_folder,
-    write_gguf,
-)
 
 import jsparse
 from jsparse.model_facts.info import describe
@@ -31,6 +20,17 @@ from jsparse.models.weights import in_blocks
 from jsparse.pallas_kernels.weight_blocks import BLOCK, dequantized
 from jsparse.runtime.scoring import dense_pass
 from jsparse.server.engines import load_engine
+from tests.support.marks import slow_except
+from tests.support.programs import shared, sharing
+from tests.support.tiny import random_prompts, tiny_params
+from tests.support.writers import (
+    expected_weights,
+    hf_config,
+    hf_tensors,
+    interleave_halves,
+    write_folder,
+    write_gguf,
+)
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 SIZES = {"intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 1}

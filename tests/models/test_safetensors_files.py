@@ -7,9 +7,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from writers import assert_refused, hf_config, hf_tensors, write_folder, write_raw_safetensors
 
 from jsparse.models.checkpoint import load
+from tests.support.writers import (
+    assert_refused,
+    hf_config,
+    hf_tensors,
+    write_folder,
+    write_raw_safetensors,
+)
 
 CONFIG = hf_config("llama", num_hidden_layers=1)
 TENSORS = hf_tensors(CONFIG)

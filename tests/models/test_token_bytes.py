@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from model_tokenizers import NAMES, tokenizer_of
 
 from jsparse.models.tokenizer import Tokenizer
+from tests.support.model_tokenizers import NAMES, tokenizer_of
 
 pytestmark = pytest.mark.pure
 

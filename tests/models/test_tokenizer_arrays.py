@@ -1,7 +1,8 @@
 """Tests that tokenizers decode arrays of jax."""
 
 import jax.numpy as jnp
-from test_tokenizer import tokenizer_of
+
+from tests.models.test_tokenizer import tokenizer_of
 
 
 def test_decode_takes_arrays_of_jax():

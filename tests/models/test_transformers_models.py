@@ -12,10 +12,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers
-from writers import FAMILIES, expected_weights, hf_config, hf_tensors, write_folder, write_gguf
 
 import jsparse
 from jsparse.models.tokenizer import Tokenizer
+from tests.support.writers import (
+    FAMILIES,
+    expected_weights,
+    hf_config,
+    hf_tensors,
+    write_folder,
+    write_gguf,
+)
 
 CONFIG = hf_config("llama", num_hidden_layers=1)
 TENSORS = hf_tensors(CONFIG)

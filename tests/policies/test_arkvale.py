@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from one_layer import OneLayer
 
 import jsparse
+from tests.support.one_layer import OneLayer
 
 
 def cuboid(keys):

@@ -7,7 +7,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny import random_prompts, tiny_params
 from typer.testing import CliRunner
 
 import jsparse
@@ -19,6 +18,7 @@ from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.auto import auto, layer_bytes
 from jsparse.policies.expressions import parse
 from jsparse.policy import resolved
+from tests.support.tiny import random_prompts, tiny_params
 
 MODULE = sys.modules[layer_bytes.__module__]
 MODEL = str(Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf")

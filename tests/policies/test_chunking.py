@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_tokenizers import NAMES, tokenizer_of
 
 from jsparse.evaluation.texts import read
 from jsparse.model_facts.boundary_classes import boundary_classes
 from jsparse.policies.clusters.chunking import Chunks, boundaries, cut, cut_on, marks
+from tests.support.model_tokenizers import NAMES, tokenizer_of
 
 SLOTS = 160
 TEXTS = {

@@ -5,10 +5,10 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from marks import slow_except
 
 from jsparse import cache as kv_cache
 from jsparse.policies.hard_kv import hard_kv
+from tests.support.marks import slow_except
 
 
 @pytest.mark.parametrize("merge", slow_except([False, True], True))

@@ -9,19 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
 from safetensors.numpy import save_file
-from slow_model import SlowModel, SlowRow, softmax
-from tiny import (
-    assert_close,
-    engine_logits,
-    no_constants,
-    random_prompts,
-    random_tokens,
-    read_only,
-    spec_of,
-    tiny_params,
-)
 from typer.testing import CliRunner
 
 import jsparse
@@ -37,6 +25,18 @@ from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import decode_step
 from jsparse.runtime.session import Session
 from jsparse.text import prompts
+from tests.support.marks import slow_except
+from tests.support.slow_model import SlowModel, SlowRow, softmax
+from tests.support.tiny import (
+    assert_close,
+    engine_logits,
+    no_constants,
+    random_prompts,
+    random_tokens,
+    read_only,
+    spec_of,
+    tiny_params,
+)
 
 LAYERS, K, H, GROUP, PAGE = 2, 2, 16, 2, 8
 PROMPTS = random_prompts((37, 9))

@@ -6,15 +6,21 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-import slow_eviction as slow
-from marks import slow_except
-from slow_model import SlowModel, SlowRow
-from tiny import assert_close, forced_logits, random_prompts, random_tokens, tiny_params
 
 from jsparse.cache import KVCache, slot_positions
 from jsparse.policies.expressions import parse
 from jsparse.policy import Eviction, Policy
 from jsparse.runtime import capacity, session
+from tests.support import slow_eviction as slow
+from tests.support.marks import slow_except
+from tests.support.slow_model import SlowModel, SlowRow
+from tests.support.tiny import (
+    assert_close,
+    forced_logits,
+    random_prompts,
+    random_tokens,
+    tiny_params,
+)
 
 PAGE, PERIOD, STEPS = 8, 6, 20
 PROMPTS, FORCED = random_prompts((37, 18, 3)), random_tokens(3, STEPS)

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import slow_eviction as slow
-from one_layer import OneLayer
 
 from jsparse.cache import StepView
 from jsparse.policies.eviction import budgets
 from jsparse.policies.eviction.budgets import Attended, CountBounds
 from jsparse.policies.hard_kv import hard_kv
+from tests.support import slow_eviction as slow
+from tests.support.one_layer import OneLayer
 
 SLOTS, WIDE = 200, CountBounds(0, 10**6, 0)
 # of heads: nearly flat, plain, peaked

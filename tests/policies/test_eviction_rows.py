@@ -6,17 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from crowd import Crowd
-from test_foreign_heads import kl
-from tiny import (
-    assert_close,
-    engine_logits,
-    pooled_logits,
-    random_prompts,
-    random_tokens,
-    spec_of,
-    tiny_params,
-)
 
 import jsparse
 from jsparse import cache as kv_cache
@@ -26,6 +15,17 @@ from jsparse.policies.expressions import parse
 from jsparse.runtime import capacity, prefill, sampling, session
 from jsparse.runtime import rows as driver
 from jsparse.runtime.decode_step import decode_step
+from tests.policies.test_foreign_heads import kl
+from tests.support.crowd import Crowd
+from tests.support.tiny import (
+    assert_close,
+    engine_logits,
+    pooled_logits,
+    random_prompts,
+    random_tokens,
+    spec_of,
+    tiny_params,
+)
 
 PAGE = 8
 SMALL = "hard_kv(budget=10, floor=7, cap=14, period=6, window=4, sink=2)"

@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import slow_eviction as slow
-from slow_model import softmax
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec
@@ -19,6 +17,8 @@ from jsparse.pallas_kernels.window_attention import reference, window_attention
 from jsparse.policies.eviction.settings import LayerView
 from jsparse.policies.eviction.top_p import in_top_p
 from jsparse.policies.eviction.window import as_ring, pooled
+from tests.support import slow_eviction as slow
+from tests.support.slow_model import softmax
 
 BATCH, HEADS, GROUP, DIM, PAGE, PAGES, SIZE = 2, 2, 3, 16, 8, 7, 5
 KEYS = Path(__file__).parents[1] / "fixtures" / "keys" / "qwen2_5_0_5b.npz"

@@ -12,9 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from policy_table import METHODS
-from tiny import assert_close, engine_logits, random_prompts, random_tokens, tiny_params
 
 import jsparse
 from jsparse import cache as kv_cache
@@ -27,6 +24,15 @@ from jsparse.models.config import ModelConfig
 from jsparse.models.transformer import weight_shapes
 from jsparse.policies import channel_ranking
 from jsparse.policies.expressions import parse
+from tests.support.marks import slow_except
+from tests.support.policy_table import METHODS
+from tests.support.tiny import (
+    assert_close,
+    engine_logits,
+    random_prompts,
+    random_tokens,
+    tiny_params,
+)
 
 KEYS = Path(__file__).parents[1] / "fixtures" / "keys" / "qwen2_5_0_5b.npz"
 PAGE, PROMPTS, FORCED = 8, random_prompts((37, 9)), random_tokens(2, 20)

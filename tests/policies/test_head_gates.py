@@ -7,15 +7,21 @@ from functools import partial
 
 import numpy as np
 import pytest
-from marks import slow_except
 from safetensors.numpy import save_file
-from slow_model import SlowModel, SlowRow
-from tiny import assert_close, engine_logits, random_prompts, random_tokens, tiny_params
 
 import jsparse
 from jsparse.policies import head_gates
 from jsparse.policies.expressions import parse
 from jsparse.policies.head_gates import HeadGates
+from tests.support.marks import slow_except
+from tests.support.slow_model import SlowModel, SlowRow
+from tests.support.tiny import (
+    assert_close,
+    engine_logits,
+    random_prompts,
+    random_tokens,
+    tiny_params,
+)
 
 MASK = np.array([[True, True], [False, True], [True, False]])
 ROWS = ((1, 1), (0, 1), (1, 0))

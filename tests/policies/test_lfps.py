@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import slow_except
-from tiny import engine_logits, random_prompts, random_tokens, tiny_params
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, StepView
@@ -21,6 +19,8 @@ from jsparse.partials import ListedLogits
 from jsparse.policies.expressions import parse
 from jsparse.policies.lfps import History, Tables
 from jsparse.runtime.decode_step import attend_layer
+from tests.support.marks import slow_except
+from tests.support.tiny import engine_logits, random_prompts, random_tokens, tiny_params
 
 SINKS, PAGE, BATCH, HEADS, GROUP, DIM = 4, 8, 2, 2, 2, 16
 N = HEADS * GROUP

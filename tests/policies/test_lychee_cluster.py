@@ -8,9 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chunk_layer import DIM, GROUP, HEADS, ROWS, Layer, chunks_of
-from marks import slow_except
-from tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_params
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec
@@ -22,6 +19,9 @@ from jsparse.policies.clusters.joining import join
 from jsparse.policies.expressions import parse
 from jsparse.runtime import chunk_attention
 from jsparse.runtime.session import Session
+from tests.support.chunk_layer import DIM, GROUP, HEADS, ROWS, Layer, chunks_of
+from tests.support.marks import slow_except
+from tests.support.tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_params
 
 SMALL = "budget=28, sink=2, recent=3, period=4"
 FORMS = (

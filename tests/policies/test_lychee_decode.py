@@ -9,10 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from one_layer import OneLayer
-from slow_model import SlowModel, SlowRow, logits_of, softmax
-from tiny import assert_close, engine_logits, random_prompts, random_tokens, tiny_params
 
 import jsparse
 from jsparse import cache as kv_cache
@@ -21,6 +17,16 @@ from jsparse.cache import CacheSpec, StepView
 from jsparse.partials import Stats
 from jsparse.policies.expressions import parse
 from jsparse.runtime import rows as driver
+from tests.support.marks import slow_except
+from tests.support.one_layer import OneLayer
+from tests.support.slow_model import SlowModel, SlowRow, logits_of, softmax
+from tests.support.tiny import (
+    assert_close,
+    engine_logits,
+    random_prompts,
+    random_tokens,
+    tiny_params,
+)
 
 # head 0 picks in layers 0 and 3, head 1 in layer 1; layer 2 hands on what it was handed
 GATES = ((1, 1), (0, 1), (0, 0), (1, 0), (0, 0))

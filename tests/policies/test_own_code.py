@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-from tiny import spec_of, tiny_params
 
 import jsparse
 from jsparse import extend
@@ -11,6 +10,7 @@ from jsparse.evaluation.plan import plan
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.policies.own_code import resolve, with_budget
 from jsparse.policy import Policy, resolved
+from tests.support.tiny import spec_of, tiny_params
 
 OWN = """
 from jsparse.extend import Policy, StandIn, builder, everything, whole_number

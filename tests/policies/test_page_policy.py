@@ -4,11 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from one_layer import OneLayer
-from programs import shared
-from serving import greedy, tiny_llm
-from tiny import (
+
+import jsparse
+from examples.my_quest import bounds, greatest_logit, my_quest
+from jsparse.extend import Policy, builder, page_policy
+from tests.support.marks import slow_except
+from tests.support.one_layer import OneLayer
+from tests.support.programs import shared
+from tests.support.serving import greedy, tiny_llm
+from tests.support.tiny import (
     assert_close,
     engine_logits,
     pooled_logits,
@@ -17,10 +21,6 @@ from tiny import (
     spec_of,
     tiny_params,
 )
-
-import jsparse
-from examples.my_quest import bounds, greatest_logit, my_quest
-from jsparse.extend import Policy, builder, page_policy
 
 PAGE = 8
 PROMPTS = random_prompts((37, 9))

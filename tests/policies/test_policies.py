@@ -4,23 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from policy_table import MECHANISMS, METHODS, TABLE, at_dense, firsts, outermost
-from programs import shared
-from tiny import (
-    VOCAB,
-    assert_close,
-    engine_logits,
-    forced_logits,
-    pooled_logits,
-    random_prompts,
-    random_tokens,
-    read_only,
-    spec_of,
-    tiny_params,
-    traces,
-)
-from toy_policies import bypass, even_ids, inherit, page_bound, shrink
 
 import jsparse
 from jsparse import cache as kv_cache
@@ -38,6 +21,23 @@ from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import decode_step
 from jsparse.runtime.owners import owners
 from jsparse.selection import Granularity, nothing
+from tests.support.marks import slow_except
+from tests.support.policy_table import MECHANISMS, METHODS, TABLE, at_dense, firsts, outermost
+from tests.support.programs import shared
+from tests.support.tiny import (
+    VOCAB,
+    assert_close,
+    engine_logits,
+    forced_logits,
+    pooled_logits,
+    random_prompts,
+    random_tokens,
+    read_only,
+    spec_of,
+    tiny_params,
+    traces,
+)
+from tests.support.toy_policies import bypass, even_ids, inherit, page_bound, shrink
 
 PAGE = 8
 PROMPTS = random_prompts((37, 9))
@@ -101,7 +101,7 @@ def table_logits(expression):
 def test_every_registered_policy_is_in_the_table():
     listed = {outermost(expression) for expression in TABLE}
     listed.add("auto")  # never runs itself: tests/policies/test_auto.py
-    assert listed == set(POLICIES), "add expressions of the new method to tests/policy_table.py"
+    assert listed == set(POLICIES), "add expressions of it to tests/support/policy_table.py"
 
 
 def test_methods_are_registered_as_evicting_that_evict():

@@ -3,12 +3,12 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from one_layer import OneLayer
 
 import jsparse
 from jsparse.cache import CacheSpec
 from jsparse.runtime.capacity import policy_bytes
+from tests.support.marks import slow_except
+from tests.support.one_layer import OneLayer
 
 
 def exact(layer: OneLayer, b: int, head: int, page: int):

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from chunk_layer import DIM, GROUP, HEADS, PAGE, ROWS, Layer, chunks_of
-from marks import slow_except
 
 import jsparse
+from tests.support.chunk_layer import DIM, GROUP, HEADS, PAGE, ROWS, Layer, chunks_of
+from tests.support.marks import slow_except
 
 BUDGET, SINK = 28, 2
 SMALL = f"quest_chunks({BUDGET}, recent=3, period=4, "

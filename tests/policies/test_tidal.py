@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from one_layer import OneLayer
-from tiny import engine_logits, random_prompts, random_tokens, tiny_params
 
 import jsparse
 from jsparse.cache import StepView
 from jsparse.partials import Stats
+from tests.support.one_layer import OneLayer
+from tests.support.tiny import engine_logits, random_prompts, random_tokens, tiny_params
 
 
 def stats_of(logits):

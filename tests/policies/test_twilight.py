@@ -10,10 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from one_layer import OneLayer
-from tiny import assert_close, engine_logits, random_prompts, random_tokens, tiny_params
-from toy_policies import bypass, shrink
 
 import jsparse
 from jsparse.attended import token_mask
@@ -22,6 +18,16 @@ from jsparse.evaluation.attention_metrics import attention_metrics, measured
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.expressions import parse
 from jsparse.policies.twilight import break_even
+from tests.support.marks import slow_except
+from tests.support.one_layer import OneLayer
+from tests.support.tiny import (
+    assert_close,
+    engine_logits,
+    random_prompts,
+    random_tokens,
+    tiny_params,
+)
+from tests.support.toy_policies import bypass, shrink
 
 BASES = (
     "all_pages()",

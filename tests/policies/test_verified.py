@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import random_prompts, spec_of, tiny_params
 
 import jsparse
 from jsparse.cache import StepView, init
 from jsparse.partials import Stats
 from jsparse.policies.verified import Settings, verified
 from jsparse.selection import Selection
+from tests.support.tiny import random_prompts, spec_of, tiny_params
 
 PAGE = 8
 

@@ -3,8 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny import spec_of, tiny_params
-from toy_policies import page_bound
 
 from jsparse.builder import dense
 from jsparse.host_memory.host_store import OnHost
@@ -13,6 +11,8 @@ from jsparse.machine import memory
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.runtime.admission import admit
 from jsparse.runtime.session import Session
+from tests.support.tiny import spec_of, tiny_params
+from tests.support.toy_policies import page_bound
 
 
 def asked(policy="dense", **options):

@@ -8,11 +8,11 @@ import threading
 import jax.numpy as jnp
 import pytest
 from jax.stages import Lowered
-from serving import greedy, tiny_llm
 
 from jsparse.runtime import compilation
 from jsparse.runtime.compilation import inlined, program
 from jsparse.runtime.program_set import ProgramKey, ProgramSet
+from tests.support.serving import greedy, tiny_llm
 
 
 @pytest.fixture

@@ -9,16 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from tiny import (
-    assert_close,
-    dense_pass,
-    engine_logits,
-    random_prompts,
-    random_tokens,
-    spec_of,
-    tiny_params,
-)
 
 import jsparse
 from jsparse import cache as kv_cache
@@ -33,6 +23,16 @@ from jsparse.runtime.decoding import without_logits
 from jsparse.runtime.rows import Batch, decode_steps, no_recent
 from jsparse.runtime.sampling import greedy
 from jsparse.selection import everything
+from tests.support.marks import slow_except
+from tests.support.tiny import (
+    assert_close,
+    dense_pass,
+    engine_logits,
+    random_prompts,
+    random_tokens,
+    spec_of,
+    tiny_params,
+)
 
 LENGTHS = (37, 18, 3)
 PROMPTS = random_prompts(LENGTHS)

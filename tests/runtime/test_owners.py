@@ -4,10 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from policy_table import TABLE
-from tiny import spec_of, tiny_params
-from toy_policies import bypass, echo, even_ids, inherit, page_bound, shrink
 
 from jsparse import cache as kv_cache
 from jsparse.builder import dense
@@ -23,6 +19,10 @@ from jsparse.runtime.owners import (
     take_rows,
     with_row_arrays,
 )
+from tests.support.marks import slow_except
+from tests.support.policy_table import TABLE
+from tests.support.tiny import spec_of, tiny_params
+from tests.support.toy_policies import bypass, echo, even_ids, inherit, page_bound, shrink
 
 SPEC = spec_of(tiny_params(num_layers=2), 3, page_size=8, num_pages=4)._replace(pool_pages=26)
 TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids(), echo())

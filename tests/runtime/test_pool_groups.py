@@ -2,11 +2,11 @@
 
 import jax
 import pytest
-from tiny import tiny_params
 
 from jsparse.machine import memory
 from jsparse.policies.expressions import parse
 from jsparse.runtime import capacity
+from tests.support.tiny import tiny_params
 
 ROWS, LONGEST, PAGE = 3, 64, 8
 

@@ -4,9 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from slow_model import SlowModel, SlowRow
-from tiny import assert_close, dense_pass, random_prompts, spec_of, tiny_params
 
 from jsparse import cache as kv_cache
 from jsparse.builder import dense
@@ -17,6 +14,9 @@ from jsparse.policy import at_layer
 from jsparse.runtime import chunk_attention, prefill
 from jsparse.runtime.correct import correct
 from jsparse.runtime.reading import first_logits
+from tests.support.marks import slow_except
+from tests.support.slow_model import SlowModel, SlowRow
+from tests.support.tiny import assert_close, dense_pass, random_prompts, spec_of, tiny_params
 
 LENGTHS = (37, 18, 3)
 PROMPTS = random_prompts(LENGTHS)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import tiny_params
 
 import jsparse
 from jsparse import SamplingParams
@@ -13,6 +12,7 @@ from jsparse.builder import dense
 from jsparse.conversation import Conversation
 from jsparse.policies.expressions import as_policy
 from jsparse.runtime.request import end_tokens, knobs, requests, require_alone
+from tests.support.tiny import tiny_params
 
 GGUF = Path(__file__).parents[1] / "fixtures" / "hf" / "llama" / "model.gguf"
 

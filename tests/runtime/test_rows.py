@@ -11,18 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from crowd import Crowd
-from marks import slow_except
-from policy_table import METHODS
-from programs import shared
-from tiny import random_prompts, spec_of, tiny_params
-from toy_policies import bypass, echo, even_ids, inherit, page_bound, shrink
 
 import jsparse
 from jsparse import cache as kv_cache
 from jsparse.policies import channel_ranking
 from jsparse.policies.double_sparsity import double_sparsity
 from jsparse.policies.expressions import as_policy, parse
+from tests.support.crowd import Crowd
+from tests.support.marks import slow_except
+from tests.support.policy_table import METHODS
+from tests.support.programs import shared
+from tests.support.tiny import random_prompts, spec_of, tiny_params
+from tests.support.toy_policies import bypass, echo, even_ids, inherit, page_bound, shrink
 
 PAGE, SLOTS, PAGES, HEADS, CHUNK = 8, 4, 5, 2, 16
 GROUPS = 13  # of one page per head; too few for all requests at once, so that pages are used again

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import random_prompts, tiny_params
 
 import jsparse
 from jsparse.runtime import sampling as ways
@@ -24,6 +23,7 @@ from jsparse.runtime.sampling import (
     top_logprobs,
 )
 from jsparse.runtime.sampling_params import OFF, SamplingParams
+from tests.support.tiny import random_prompts, tiny_params
 
 V = 12
 draw = jax.jit(sampled)

@@ -6,10 +6,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from marks import slow_except
-from policy_table import METHODS, TABLE, outermost
-from tiny import assert_close, forced_logits, random_prompts, random_tokens, spec_of, tiny_params
-from toy_policies import bypass, echo, even_ids, inherit, page_bound, prompt_ends, shrink
 
 import jsparse
 from jsparse import SamplingParams, generation
@@ -20,6 +16,25 @@ from jsparse.runtime import chunk_attention, compilation, decoding, sampling
 from jsparse.runtime import rows as driver
 from jsparse.runtime.request import requests
 from jsparse.runtime.session import Session
+from tests.support.marks import slow_except
+from tests.support.policy_table import METHODS, TABLE, outermost
+from tests.support.tiny import (
+    assert_close,
+    forced_logits,
+    random_prompts,
+    random_tokens,
+    spec_of,
+    tiny_params,
+)
+from tests.support.toy_policies import (
+    bypass,
+    echo,
+    even_ids,
+    inherit,
+    page_bound,
+    prompt_ends,
+    shrink,
+)
 
 PAGE = 8
 PROMPTS = random_prompts((37, 18, 3))

@@ -8,9 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from policy_table import METHODS
-from tiny import assert_close, random_prompts, spec_of, tiny_params
 
 import jsparse
 from jsparse import SamplingParams
@@ -27,6 +24,9 @@ from jsparse.runtime.request import requests
 from jsparse.runtime.sampling import chooser, forced, greedy
 from jsparse.runtime.session import Session
 from jsparse.runtime.speculation import speculate
+from tests.support.marks import slow_except
+from tests.support.policy_table import METHODS
+from tests.support.tiny import assert_close, random_prompts, spec_of, tiny_params
 
 PROMPTS = random_prompts((30, 9, 17))
 LIMITS = (40, 23, 31)

@@ -10,10 +10,6 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
-from policy_table import METHODS
-from programs import shared
-from tiny import random_prompts, tiny_params
 from typer.testing import CliRunner
 
 import jsparse
@@ -28,6 +24,10 @@ from jsparse.models.checkpoint import load, spread
 from jsparse.policies.expressions import parse
 from jsparse.runtime.compilation import traces
 from jsparse.runtime.session import Session
+from tests.support.marks import slow_except
+from tests.support.policy_table import METHODS
+from tests.support.programs import shared
+from tests.support.tiny import random_prompts, tiny_params
 
 GGUF = Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf"
 PROMPTS = random_prompts((9, 41, 21), seed=5)

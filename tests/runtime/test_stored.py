@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from serving import bits, greedy, tiny_llm
-from tiny import random_prompts, tiny_params
 
 import jsparse
 from jsparse.builder import dense
@@ -32,6 +30,8 @@ from jsparse.runtime.compilation import Program
 from jsparse.runtime.sampling import greedy as greedy_choice
 from jsparse.runtime.sampling import sampled as sampled_choice
 from jsparse.runtime.stored import ProgramStore
+from tests.support.serving import bits, greedy, tiny_llm
+from tests.support.tiny import random_prompts, tiny_params
 
 EXPRESSIONS = [
     "dense()",

@@ -6,8 +6,9 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from malformed import CHATS, COMPLETIONS, HI, MALFORMED, UNFIT
-from serving_http import a_service, an_engine, at_rest, serving
+
+from tests.support.malformed import CHATS, COMPLETIONS, HI, MALFORMED, UNFIT
+from tests.support.serving_http import a_service, an_engine, at_rest, serving
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ import time
 
 import httpx
 import pytest
-from serving_http import a_service, an_engine, at_rest, serving
 
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.server import connections
+from tests.support.serving_http import a_service, an_engine, at_rest, serving
 
 BODY = {"prompt": "w1 w2", "max_tokens": 3, "temperature": 0}
 

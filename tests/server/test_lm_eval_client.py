@@ -2,7 +2,8 @@
 
 import httpx
 import pytest
-from serving_http import a_service, an_engine, at_rest, serving
+
+from tests.support.serving_http import a_service, an_engine, at_rest, serving
 
 pytest.importorskip("lm_eval", reason="needs the package lm-eval")
 

@@ -2,10 +2,10 @@
 
 import httpx
 import pytest
-from serving_http import a_service, an_engine, serving
 
 from jsparse.server.origins import checked
 from jsparse.server.run import own_names
+from tests.support.serving_http import a_service, an_engine, serving
 
 PAGE, OTHER = "http://localhost:3000", "http://evil.example"
 BODY = {"prompt": "w1", "max_tokens": 1}

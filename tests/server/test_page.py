@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 try:
-    from browser import CHROMIUM, Browser
+    from tests.support.browser import CHROMIUM, Browser
 except ModuleNotFoundError:
     CHROMIUM = None
 

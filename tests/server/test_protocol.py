@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from malformed import CHATS, COMPLETIONS, HI, MALFORMED, UNFIT
 from pydantic import ValidationError
 
 from jsparse.engine.errors import EngineFull
@@ -19,6 +18,7 @@ from jsparse.server.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
+from tests.support.malformed import CHATS, COMPLETIONS, HI, MALFORMED, UNFIT
 
 pytestmark = pytest.mark.pure
 

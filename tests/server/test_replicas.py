@@ -15,7 +15,6 @@ import httpx
 import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
-from serving_http import soon
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -33,6 +32,7 @@ from jsparse.server.replicas.process import About
 from jsparse.server.replicas.replica import NeverReady, Replica
 from jsparse.server.replicas.router import Router
 from jsparse.server.replicas.serve import make_app, serve
+from tests.support.serving_http import soon
 
 COMPLETIONS = "/v1/completions"
 

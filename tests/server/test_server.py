@@ -10,10 +10,10 @@ import threading
 import httpx
 import openai
 import pytest
-from serving import hand_over, hold
-from serving_http import a_service, an_engine, at_rest, serving, soon
 
 from jsparse.text.short_names import short_name
+from tests.support.serving import hand_over, hold
+from tests.support.serving_http import a_service, an_engine, at_rest, serving, soon
 
 WORDS = "w3 w14 w15 w92 w65"
 GREEDY = {"model": "tiny", "temperature": 0}

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from serving_http import a_service, an_engine, serving, with_words
-from tiny import with_nan
 
 from jsparse.server import run
 from jsparse.server.front import Options
+from tests.support.serving_http import a_service, an_engine, serving, with_words
+from tests.support.tiny import with_nan
 
 WORDS = "w3 w14 w15 w92 w65"
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from raw_http import get, post
-from serving_http import at_rest, serving
 
 import jsparse
 from jsparse.server import connections
 from jsparse.server.front import Options
 from jsparse.server.service import Service
+from tests.support.raw_http import get, post
+from tests.support.serving_http import at_rest, serving
 
 REQUESTS = int(os.environ.get("JSPARSE_SOAK", "200"))
 TINY = Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf"

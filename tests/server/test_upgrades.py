@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from raw_http import answer, connected, get, post
-from serving_http import a_service, an_engine, serving
+
+from tests.support.raw_http import answer, connected, get, post
+from tests.support.serving_http import a_service, an_engine, serving
 
 COMPLETIONS = "/v1/completions"
 BODY = json.dumps({"prompt": "w1 w2", "max_tokens": 2, "temperature": 0}).encode()

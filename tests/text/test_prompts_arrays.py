@@ -1,9 +1,9 @@
 """Tests that arrays of jax are prompts."""
 
 import jax.numpy as jnp
-from test_prompts import LETTERS
 
 from jsparse.text.prompts import encode
+from tests.text.test_prompts import LETTERS
 
 
 def test_an_array_of_ids_is_a_prompt():

@@ -5,10 +5,10 @@ import subprocess
 import sys
 
 import pytest
-from policy_table import TABLE
 
 from jsparse.policies.expressions import parse
 from jsparse.text.short_names import short_name
+from tests.support.policy_table import TABLE
 
 
 @pytest.mark.parametrize("expression", TABLE)

@@ -9,15 +9,15 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from marks import slow_except
-from slow_model import SlowModel, SlowRow, attend, logits_of, softmax
-from tiny import VOCAB, assert_close, tiny_params
 
 from jsparse.models.transformer import to_logits
 from jsparse.runtime import chunk_attention
 from jsparse.runtime.scoring import dense_pass
 from jsparse.train import distill
 from jsparse.train.data import Source, TrainingSample
+from tests.support.marks import slow_except
+from tests.support.slow_model import SlowModel, SlowRow, attend, logits_of, softmax
+from tests.support.tiny import VOCAB, assert_close, tiny_params
 
 PARAMS = tiny_params()
 LENGTHS, ANSWERS = (23, 1, 7), (5, 5, 3)

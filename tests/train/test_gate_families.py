@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
 from scipy import integrate, special
 
 from jsparse.train import families, hard_kuma
 from jsparse.train.families import Gates, hardened, noise
 from jsparse.train.hard_kuma import CLAMP, Kuma
+from tests.support.marks import slow_except
 
 # compiled whole: op by op takes a program for each operation
 FAMILIES = {

@@ -6,10 +6,10 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from marks import slow_except
 
 from jsparse.train import hard_kuma
 from jsparse.train.plots import densities, heat_map
+from tests.support.marks import slow_except
 
 pytestmark = pytest.mark.filterwarnings("error")
 

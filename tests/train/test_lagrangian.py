@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
 
 from jsparse.train import lagrangian
 from jsparse.train.families import FAMILIES
 from jsparse.train.lagrangian import Lagrangian
 from jsparse.train.settings import Settings
+from tests.support.marks import slow_except
 
 SHAPE = LAYERS, HEADS = 3, 4
 ALL = LAYERS * HEADS

@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 import pytest
-from model_tokenizers import NAMES, tokenizer_of
 
 from jsparse.train.questions import questions
+from tests.support.model_tokenizers import NAMES, tokenizer_of
 
 pytestmark = pytest.mark.pure
 

@@ -8,10 +8,10 @@ import re
 
 import numpy as np
 import pytest
-from model_tokenizers import NAMES, joining, tokenizer_of
 
 from jsparse.train.data import continued
 from jsparse.train.passkey import ALPHABET, INTRODUCTION, passkeys
+from tests.support.model_tokenizers import NAMES, joining, tokenizer_of
 
 pytestmark = pytest.mark.pure
 

@@ -15,18 +15,18 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from small_training import HEADS, LAYERS, SEEDS, STEPS, left, model, timeless, trainer
-from tiny import engine_logits, random_prompts, random_tokens
 
 from jsparse.policies import head_gates
 from jsparse.policies.lychee_decode import lychee_decode
 from jsparse.train.families import hardened
 from jsparse.train.run_folder import Log, read_lines, read_log
+from tests.support.small_training import HEADS, LAYERS, SEEDS, STEPS, left, model, timeless, trainer
+from tests.support.tiny import engine_logits, random_prompts, random_tokens
 
 TESTS = Path(__file__).parents[1]
 ON_TWO_DEVICES = """
 import json, pathlib, sys
-from small_training import left, trainer
+from tests.support.small_training import left, trainer
 
 folder = pathlib.Path(sys.argv[1])
 print(trainer(folder / "alone", devices=2, batch=1)._mesh.size)

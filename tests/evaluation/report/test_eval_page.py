@@ -9,12 +9,12 @@ import re
 from pathlib import Path
 
 import pytest
-from made_up_report import SHORT, report
 
 from jsparse.evaluation.report.eval_page import page
+from tests.support.made_up_report import SHORT, report
 
 try:
-    from browser import CHROMIUM, Browser
+    from tests.support.browser import CHROMIUM, Browser
 except ModuleNotFoundError:
     CHROMIUM = None
 

@@ -13,7 +13,7 @@ from jsparse.evaluation.inspection import Inspection
 from jsparse.evaluation.report.inspect_page import page
 
 try:
-    from browser import CHROMIUM, Browser
+    from tests.support.browser import CHROMIUM, Browser
 except ModuleNotFoundError:
     CHROMIUM = None
 

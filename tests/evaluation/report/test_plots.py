@@ -6,11 +6,11 @@ import sys
 
 import numpy as np
 import pytest
-from made_up_report import DENSE, POLICIES, SHORT, TOP_K, entry, report
 
 from jsparse.evaluation.report.drawings import log_ticks
 from jsparse.evaluation.report.plots import pictures, quality_points
 from jsparse.evaluation.report.statistics import BY_STEP, YARDSTICK, averages, summarize
+from tests.support.made_up_report import DENSE, POLICIES, SHORT, TOP_K, entry, report
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_up_report import DENSE, entry
 
 from jsparse.evaluation.report.statistics import (
     BY_STEP,
@@ -20,6 +19,7 @@ from jsparse.evaluation.report.statistics import (
     ratio,
     summarize,
 )
+from tests.support.made_up_report import DENSE, entry
 
 pytestmark = pytest.mark.pure
 

@@ -4,7 +4,6 @@ import io
 import re
 
 import pytest
-from made_up_report import DENSE, SHORT, TOP_K, entry, report
 from rich.console import Console
 
 from jsparse.evaluation.report.statistics import YARDSTICK, averages, summarize
@@ -18,6 +17,7 @@ from jsparse.evaluation.report.table import (
     tables,
     tokens,
 )
+from tests.support.made_up_report import DENSE, SHORT, TOP_K, entry, report
 
 
 def of(entries, model="made-up"):

@@ -4,9 +4,9 @@ import json
 from collections import Counter
 
 import pytest
-from encoders import words
 
 from jsparse.evaluation.tasks import parse
+from tests.support.encoders import words
 
 pytestmark = pytest.mark.pure
 

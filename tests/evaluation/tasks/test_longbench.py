@@ -5,12 +5,12 @@ import json
 import zipfile
 
 import pytest
-from encoders import characters, smollm2, spent, words
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jsparse.evaluation.tasks import longbench, parse
 from jsparse.evaluation.tasks import longbench_metrics as metrics
+from tests.support.encoders import characters, smollm2, spent, words
 
 pytestmark = pytest.mark.pure
 

@@ -3,11 +3,11 @@
 import re
 
 import pytest
-from encoders import smollm2, words
 
 from jsparse.evaluation.tasks import parse
 from jsparse.evaluation.tasks.niah import NOISE
 from jsparse.evaluation.tasks.passkey import GRID_DEPTHS, niah_grid
+from tests.support.encoders import smollm2, words
 
 pytestmark = pytest.mark.pure
 

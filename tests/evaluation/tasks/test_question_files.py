@@ -4,13 +4,13 @@ import json
 import re
 
 import pytest
-from encoders import words
 from hypothesis import given
 from hypothesis import strategies as st
-from own_questions import ROWS, written
 
 from jsparse.evaluation.tasks import parse
 from jsparse.evaluation.tasks.questions import final_answer, same
+from tests.support.encoders import words
+from tests.support.own_questions import ROWS, written
 
 pytestmark = pytest.mark.pure
 

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-from own_questions import ROWS, written
 
 import jsparse
 from jsparse.evaluation import evaluators
@@ -13,6 +12,7 @@ from jsparse.evaluation.plan import plan, run
 from jsparse.evaluation.store import ResultStore
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.host_reader import Generation, GenerationStats
+from tests.support.own_questions import ROWS, written
 
 TINY = Path(__file__).parents[2] / "fixtures" / "hf" / "llama3" / "model.gguf"
 

@@ -8,11 +8,11 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from encoders import smollm2, spent, words
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jsparse.evaluation.tasks import niah, parse, ruler, ruler_files
+from tests.support.encoders import smollm2, spent, words
 
 pytestmark = pytest.mark.pure
 

@@ -4,13 +4,13 @@ import random
 import string
 
 import pytest
-from encoders import smollm2, spent, words
 from hypothesis import given
 from hypothesis import strategies as st
-from marks import slow_except
 
 from jsparse.evaluation.tasks import TASKS, parse
 from jsparse.evaluation.tasks.sample import Sample, filled, largest, score_all, score_any
+from tests.support.encoders import smollm2, spent, words
+from tests.support.marks import slow_except
 
 pytestmark = pytest.mark.pure
 

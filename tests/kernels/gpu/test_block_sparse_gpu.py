@@ -17,7 +17,7 @@ from jsparse.pallas_kernels.dispatch import no_mosaic
 from jsparse.pallas_kernels.merge_splits import merge_splits
 from jsparse.selection import Selection
 from tests.kernels.cases.block_sparse_decode import CASES, Case, Inputs
-from tests.kernels.decode_checks import (
+from tests.support.decode_checks import (
     assert_reports_rounded_mean,
     assert_rounds_o,
     in_families,

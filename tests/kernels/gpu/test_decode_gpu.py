@@ -13,8 +13,8 @@ from jsparse.models.config import ModelConfig
 from jsparse.models.transformer import weight_shapes
 from jsparse.pallas_kernels import dispatch
 from jsparse.policy import Policy
-from tests.tiny import VOCAB, assert_close, engine_logits, random_prompts, random_tokens
-from tests.toy_policies import echo
+from tests.support.tiny import VOCAB, assert_close, engine_logits, random_prompts, random_tokens
+from tests.support.toy_policies import echo
 
 pytestmark = pytest.mark.gpu
 LENGTHS, STEPS = (37, 150, 301), 6

@@ -19,7 +19,7 @@ from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from tests.kernels.cases.block_sparse_decode import Case
 from tests.kernels.cases.row_scatter import CASES
 from tests.kernels.cases.row_scatter import Case as RowCase
-from tests.kernels.host_layers import in_host_memory, lent, on_host
+from tests.support.host_layers import in_host_memory, lent, on_host
 
 pytestmark = pytest.mark.gpu
 MANY = RowCase("many", rows=5000, width=(16, 128), lists=(8, 70), dtype="bfloat16")

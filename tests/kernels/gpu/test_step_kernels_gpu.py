@@ -20,7 +20,7 @@ from tests.kernels.cases import norm_product as norm_product_cases
 from tests.kernels.cases import residual_norm as norm_cases
 from tests.kernels.cases import rope_append as rope_cases
 from tests.kernels.cases import skinny_product as product_cases
-from tests.kernels.product_checks import (
+from tests.support.product_checks import (
     assert_is_the_product,
     assert_is_the_product_of_a_gate,
     assert_is_the_product_of_a_norm,

@@ -16,7 +16,7 @@ from jsparse.partials import StatsKind
 from jsparse.selection import Selection
 from tests.kernels.cases.block_sparse_decode import JUNK, Case, Inputs
 from tests.kernels.cases.token_sparse_decode import CASES
-from tests.kernels.decode_checks import assert_reports_rounded_mean, assert_rounds_o
+from tests.support.decode_checks import assert_reports_rounded_mean, assert_rounds_o
 
 gpu = pytest.mark.gpu
 by_name = {case.name: case for case in CASES}

@@ -5,14 +5,14 @@ import threading
 
 import httpx
 import pytest
-from raw_http import answer, connected, crowd, get, post
-from serving_http import a_service, an_engine, at_rest, serving, soon
 
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.server import front
 from jsparse.server.app import make_app
 from jsparse.server.run import Server, own_names
 from jsparse.text import prompts
+from tests.support.raw_http import answer, connected, crowd, get, post
+from tests.support.serving_http import a_service, an_engine, at_rest, serving, soon
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 BRIEF = {"prompt": "w1 w2", "max_tokens": 2, "temperature": 0}

@@ -6,10 +6,10 @@ import time
 
 import httpx
 import pytest
-from raw_http import answer, connected, crowd, get, post, told
-from serving_http import a_service, an_engine, at_rest, serving, soon
 
 from jsparse.server import connections, descriptors
+from tests.support.raw_http import answer, connected, crowd, get, post, told
+from tests.support.serving_http import a_service, an_engine, at_rest, serving, soon
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "w1 w2", "max_tokens": 90, "temperature": 0, "ignore_eos": True}

@@ -7,13 +7,13 @@ from concurrent.futures import wait
 from typing import Any
 
 import pytest
-from tiny import tiny_params
 
 import jsparse
 from jsparse.engine.llm import LLM
 from jsparse.engine.request_state import RequestState
 from jsparse.engine.sizes import MAX_READING
 from jsparse.runtime.request import Request, requests
+from tests.support.tiny import tiny_params
 
 # chunks of two sizes, so that a prompt's chunks begin where position says
 LADDER = ((0, 16), (32, 8))

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tiny import read_only
 
 from jsparse.cache import StepView
 from jsparse.runtime import prefill
@@ -13,6 +12,7 @@ from jsparse.runtime.owners import clear_rows
 from jsparse.runtime.pauses import due
 from jsparse.runtime.reading import first_logits
 from jsparse.runtime.sampling import greedy
+from tests.support.tiny import read_only
 
 static = {"static_argnames": ("policy", "spec")}
 take, put, clear = (jax.jit(f, **static) for f in (driver.take, driver.put, clear_rows))

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
-from slow_model import SlowRow, attend, logits_of, logsumexp, softmax
+
+from tests.support.slow_model import SlowRow, attend, logits_of, logsumexp, softmax
 
 
 @dataclasses.dataclass

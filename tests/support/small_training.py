@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-from tiny import VOCAB, tiny_params
 
 from jsparse.policies.head_gates import load
 from jsparse.runtime.compilation import keep_compilations
@@ -11,6 +10,7 @@ from jsparse.train.data import Source, TrainingSample
 from jsparse.train.run_folder import read_log
 from jsparse.train.settings import Settings
 from jsparse.train.trainer import Trainer
+from tests.support.tiny import VOCAB, tiny_params
 
 STEPS, SEEDS = 6, 2
 LAYERS, HEADS = 2, 4

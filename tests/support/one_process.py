@@ -22,10 +22,12 @@ def main(number: int, port: int, given: dict[str, Any]) -> None:
     jax.config.update("jax_num_cpu_devices", given["devices"])
     processes.join(2, number, "127.0.0.1", port)
 
-    from tiny import random_prompts, tiny_params  # makes arrays: jax has to know its processes
-
     import jsparse
     from jsparse.models.checkpoint import spread
+    from tests.support.tiny import (  # makes arrays: jax has to know its processes
+        random_prompts,
+        tiny_params,
+    )
 
     ranks = given.get("ranks", jax.device_count())
     params = spread(tiny_params(num_layers=2, num_heads=2 * ranks, num_kv_heads=ranks), ranks)

@@ -7,11 +7,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tiny import no_constants
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, StepView
 from jsparse.policy import Policy
+from tests.support.tiny import no_constants
 
 
 @partial(jax.jit, static_argnames=("policy", "spec"))

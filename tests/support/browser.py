@@ -11,8 +11,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tiers import BROWSERS
 from websockets.sync.client import connect
+
+from tests.support.tiers import BROWSERS
 
 CHROMIUM = next((found for name in BROWSERS if (found := shutil.which(name))), None)
 PATIENCE = 20.0

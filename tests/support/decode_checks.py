@@ -10,7 +10,7 @@ from jsparse.cache import SharedPrefixes
 from jsparse.partials import StatsKind
 from jsparse.selection import Granularity, Selection
 from tests.kernels.cases.block_sparse_decode import Case, Inputs
-from tests.kernels.dense_attention import expected
+from tests.support.dense_attention import expected
 
 
 def in_families(inputs: Inputs, families: list[list[int]], tokens: list[int]) -> Inputs:

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
-from small_cache import B, K, S, T
 
 from jsparse import cache as kv
+from tests.support.small_cache import B, K, S, T
 
 counts = st.lists(st.integers(0, T), min_size=B, max_size=B)
 histories = st.lists(

@@ -9,8 +9,6 @@ from typing import Any
 
 import tokenizers
 import uvicorn
-from serving import LADDER, PAGE
-from tiny import VOCAB, tiny_params
 
 import jsparse
 from jsparse.models.checkpoint import Params
@@ -20,6 +18,8 @@ from jsparse.server.app import make_app
 from jsparse.server.front import Options
 from jsparse.server.run import configured, listen
 from jsparse.server.service import Service
+from tests.support.serving import LADDER, PAGE
+from tests.support.tiny import VOCAB, tiny_params
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }} {% endfor %}"

@@ -8,12 +8,12 @@ from unittest.mock import patch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from planning import PACE, PACKED, RULES, SIZES, VARIANT, answer
 
 from jsparse.engine import families
 from jsparse.engine.scheduler import Scheduler
 from jsparse.engine.sizes import MAX_READING
 from jsparse.engine.step_plan import Phase
+from tests.support.planning import PACE, PACKED, RULES, SIZES, VARIANT, answer
 
 
 class Serving(RuleBasedStateMachine):
