@@ -268,7 +268,6 @@ class Engine:
                 max_tokens=own.sampling.max_tokens,
                 born=now,
                 salt=own.sampling.cache_salt,
-                exact=self.sizes.in_rounds(own.sampling.exact),
             )
             state.answers.append(answer)
             keep = self._layer_stats is True
@@ -365,7 +364,7 @@ class Engine:
                 continue  # it ended while this was on its way
             self.scheduler.gave(answer, planned, len(tokens.ids))
             count = builder.take(tokens)
-            if isinstance(pending.work, Decoding) and pending.work.exact:
+            if isinstance(pending.work, Decoding) and self.sizes.drafts:
                 self.counters.count_drafts(tokens.drafted, len(tokens.ids))
                 drafted.append(tokens.drafted)
                 accepted.append(len(tokens.ids) - 1)

@@ -28,12 +28,12 @@ class Pace:
         self._even = config.layer_weights / (2 * config.num_heads * config.head_dim)
         newest = partial(deque[float], maxlen=NEWEST)
         self._per_work: dict[tuple[int, int], deque[float]] = defaultdict(newest)
-        self._per_step: dict[tuple[int, bool], deque[float]] = defaultdict(newest)
+        self._per_step: dict[int, deque[float]] = defaultdict(newest)
 
     def observe(self, work: Reading | Decoding, milliseconds: float) -> None:
         """Takes in how long a program took."""
         if isinstance(work, Decoding):
-            self._per_step[work.num_rows, work.exact].append(milliseconds / work.steps)
+            self._per_step[work.num_rows].append(milliseconds / work.steps)
         elif not work.replay:
             per_work = milliseconds / self._work(*_shape(work))
             self._per_work[work.num_rows, work.size].append(per_work)
@@ -48,7 +48,7 @@ class Pace:
 
     def drafts(self, rows: int) -> int:
         """Returns how many tokens the rows of a program of so many draft next."""
-        return self._length.choose(self._sizes.drafts_for(rows), rows)
+        return self._length.choose(self._sizes.drafts_for(rows) or 0, rows)
 
     @property
     def idles(self) -> bool:
@@ -58,7 +58,7 @@ class Pace:
     def expected(self, work: Reading | Decoding) -> float:
         """Returns how many milliseconds a program will take; 0 before anything is known."""
         if isinstance(work, Decoding):
-            return work.steps * (self.step(work.num_rows, exact=work.exact) or 0)
+            return work.steps * (self.step(work.num_rows) or 0)
         return self.reading(*_shape(work)) or 0
 
     def reading(self, rows: int, size: int, start: int) -> float | None:
@@ -72,13 +72,12 @@ class Pace:
         per_work = min(smaller) if smaller else max(known.values(), default=None)
         return None if per_work is None else per_work * self._work(rows, size, start)
 
-    def step(self, rows: int, *, exact: bool = False) -> float | None:
-        """Returns the milliseconds of a decode step of so many rows; if exact, of a round.
+    def step(self, rows: int) -> float | None:
+        """Returns the milliseconds of a decode step, or a round, of `rows` rows.
 
         It is the slowest known where programs of so many have not been observed, None before any.
         """
-        of_kind = {own: each for (own, kind), each in self._per_step.items() if kind == exact}
-        known = [of_kind[rows]] if rows in of_kind else of_kind.values()
+        known = [self._per_step[rows]] if rows in self._per_step else self._per_step.values()
         return max(map(statistics.median, known), default=None)
 
     def _work(self, rows: int, size: int, start: int) -> float:

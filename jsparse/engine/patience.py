@@ -21,8 +21,8 @@ class Estimates(Protocol):
     def reading(self, rows: int, size: int, start: int) -> float | None:
         """Returns the time to read `rows` chunks of `size` tokens, from the position `start` on."""
 
-    def step(self, rows: int, *, exact: bool) -> float | None:
-        """Returns the time of a decode step in a program of `rows` rows; if exact, of a round."""
+    def step(self, rows: int) -> float | None:
+        """Returns the time of a decode step, or a round, in a program of `rows` rows."""
 
     @property
     def idles(self) -> bool:
@@ -68,7 +68,7 @@ class Patience:
 
     def most_steps(self, steps: int) -> int:
         """Returns the most steps of a program, up to `steps`, whose tokens come soon enough."""
-        of_one = self._of_a_step(exact=False)
+        of_one = self._of_a_step()
         maximum = PROGRAM_MS if self._maximum is None else self._maximum / 2
         return max(1, int(maximum / of_one)) if steps * of_one > maximum else steps
 
@@ -77,20 +77,16 @@ class Patience:
         """The milliseconds for which reading may go on, if the next program decodes."""
         if self._maximum is None:
             return math.inf
-        return MARGIN * self._maximum - sum(map(self._of_a_step, (False, True)))
+        return MARGIN * self._maximum - self._of_a_step()
 
     def _milliseconds(self, rows: int, size: int, start: int) -> float:
         """Returns the time that a program takes to read these chunks; infinity if unknown."""
         took = self._pace.reading(rows, size, start)
         return math.inf if took is None else took
 
-    def _of_a_step(self, exact: bool) -> float:
-        """Returns the time of a round if exact, else of a step; 0 if no row decodes so.
-
-        It is infinity if unknown.
-        """
-        count = sum(answer.exact == exact for answer in self._decoding)
-        if not count:
+    def _of_a_step(self) -> float:
+        """Returns the time of a step or round; 0 if no row decodes, infinity if unknown."""
+        if not self._decoding:
             return 0
-        took = self._pace.step(self._rows_for(count, exact=exact), exact=exact)
+        took = self._pace.step(self._rows_for(len(self._decoding)))
         return math.inf if took is None else took

@@ -29,13 +29,11 @@ def answer_keys(
     new_tokens: int,
     rows: int,
     choice: SamplingMode,
-    *,
-    exact: bool,
 ) -> list[ProgramKey]:
     """Returns the programs of an answer whose prompt is read alone.
 
     The prompt is read from the token `start` on up to `end`, and the answer decodes in a program
-    that has `rows` rows at least; if it is exact, in rounds.
+    that has `rows` rows at least.
     """
     keys = [ProgramKey.of("read", 1, size, last=last) for size, last in sizes.chunks(start, end)]
     if sizes.evicted_pages:
@@ -44,8 +42,7 @@ def answer_keys(
     keys.append(ProgramKey.of("join", 1, choice=choice))
     if new_tokens > 1:
         rows = sizes.rows_for(rows)
-        drafts = sizes.drafts_for(rows) if exact else None
-        keys.append(decode_key(choice, rows, drafts=drafts))
+        keys.append(decode_key(choice, rows, drafts=sizes.drafts_for(rows)))
     keys += [LEAVE] if 0 < sizes.tail_tokens < new_tokens else []
     return keys
 
@@ -60,10 +57,10 @@ def engine_keys(
     keys = [ProgramKey.of("start")]
     # these take longest
     for rows, choice in product(sizes.rows, choices):
-        drafts = sizes.drafts_for(rows) if sizes.drafts else None
-        keys.append(decode_key(choice, rows, drafts=drafts))
+        keys.append(decode_key(choice, rows, drafts=sizes.drafts_for(rows)))
     if not sizes.drafts:  # a round has its services within
-        keys += service_keys(sizes, policy)
+        services = policy.services.every
+        keys += [ProgramKey.of("service", sizes.service_rows, service=name) for name in services]
     full = sizes.full_sizes
     for rows in sizes.prefill_rows:
         for size in {*full, *sizes.tails}:
@@ -79,12 +76,6 @@ def engine_keys(
     for choice in choices:
         keys += [ProgramKey.of("join", rows, choice=choice) for rows in sizes.prefill_rows]
     return keys
-
-
-def service_keys(sizes: EngineSizes, policy: Policy) -> list[ProgramKey]:
-    """Returns the keys of the programs that serve rows between their steps."""
-    rows = sizes.service_rows
-    return [ProgramKey.of("service", rows, service=name) for name in policy.services.every]
 
 
 def decode_key(choice: SamplingMode, *size: int, drafts: int | None = None) -> ProgramKey:

@@ -1,8 +1,7 @@
 """Defines the engine's few programs, and says which of them requests will run.
 
 A program is compiled for the shapes of its arguments and for nothing that a request brings: no
-request ever waits for a compilation but the first that samples, that asks for likely tokens, or
-that is not exact where others are.
+request ever waits for a compilation but the first that samples, or that asks for likely tokens.
 Where they are not compiled ahead, the first request begins to compile all that it will run, several
 at a time.
 """
@@ -23,7 +22,6 @@ from jsparse.engine.program_keys import (
     decode_keys,
     engine_keys,
     evict_key,
-    service_keys,
 )
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.slots import (
@@ -98,15 +96,15 @@ class Programs(ProgramSet):
             jax.eval_shape(inlined(self._programs[key.name]), *shapes, **self._fixed[key.name])
 
     def expect_answer(
-        self, start: int, end: int, new_tokens: int, rows: int, choice: SamplingMode, *, exact: bool
+        self, start: int, end: int, new_tokens: int, rows: int, choice: SamplingMode
     ) -> None:
         """Begins to compile the programs of a request, unless all have been prepared.
 
         Its prompt is read from the token `start` on up to `end`, and it decodes in a program that
-        has `rows` rows at least; if it is exact, in rounds.
+        has `rows` rows at least.
         """
         if not self._prepared:
-            keys = answer_keys(self._sizes, start, end, new_tokens, rows, choice, exact=exact)
+            keys = answer_keys(self._sizes, start, end, new_tokens, rows, choice)
             self.expect(map(self.usable, keys))
 
     def prepare(
@@ -145,25 +143,22 @@ class Programs(ProgramSet):
         jobs = (self._made.get(each) for each in needed)
         return any(job is not None and not job.done() for job in jobs)
 
-    def usable_rows(self, count: int, *, exact: bool = False) -> int:
+    def usable_rows(self, count: int) -> int:
         """Returns the rows of the smallest program that decodes as many and is there.
 
-        That is a round if it is exact. If a smaller one would do that is not there yet, it begins
-        to be compiled. If none of the kind is there, that of all rows is waited for, and where
-        programs have not been prepared, the smallest.
+        If a smaller one would do that is not there yet, it begins to be compiled. If none is there,
+        that of all rows is waited for, and where programs have not been prepared, the smallest.
         """
         fitting = [rows for rows in self._sizes.rows if rows >= count]
 
         def keys(rows: int) -> list[ProgramKey]:
-            drafts = self._sizes.drafts_for(rows) if exact else None
-            return decode_keys(self._prepared, rows, drafts=drafts)
+            return decode_keys(self._prepared, rows, drafts=self._sizes.drafts_for(rows))
 
         self.expect(keys(fitting[0]))
         there = (rows for rows in fitting if all(map(self.ready, keys(rows))))
         if (rows := next(there, None)) is not None:
             return rows
-        # an engine that checks answers has prepared nothing for those that nothing checks
-        self.expect(keys(fitting[-1]) + service_keys(self._sizes, self._made_for.policy))
+        self.expect(keys(fitting[-1]))
         return fitting[-1]
 
     def can_run(self, rows: int, wanted: SamplingMode, *, drafts: int | None = None) -> bool:

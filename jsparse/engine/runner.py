@@ -127,7 +127,7 @@ class Runner:
             self._park(move)
         if plan.decoding is not None:
             pending.append(self._decode(plan.decoding))
-            if not plan.decoding.exact:  # a round has them within
+            if not self._spec.sizes.drafts:  # a round has them within
                 self._service(plan.decoding.rows)
                 self._store_tails(plan.decoding.rows)
         # whoever is moved keeps what is needed
@@ -169,7 +169,6 @@ class Runner:
             new_tokens=request.sampling.max_tokens,
             rows=min(live, self._spec.sizes.num_slots),
             choice=choice_of(request),
-            exact=self._spec.sizes.in_rounds(request.sampling.exact),
         )
 
     def _read(self, reading: Reading) -> PendingResults:

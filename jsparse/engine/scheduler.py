@@ -51,14 +51,14 @@ class Scheduler:
             sizes: the static sizes.
             rules: the policy's traits.
             pace: how long programs take.
-            rows_for: returns the rows of the smallest program that decodes as many, in a round if
-                `exact`, and that may be planned now; None is of the smallest.
+            rows_for: returns the rows of the smallest program that decodes as many and that may be
+                planned now; None is of the smallest.
             can_run: returns whether a special program of so many rows, for the answers of these
                 numbers, may be planned now: one that reads once what rows have in common, or a
                 round with room for so many `drafts`.
         """
         self.sizes, self.rules, self._pace = sizes, rules, pace
-        self._rows_for = rows_for or (lambda count, *, exact: sizes.rows_for(count))
+        self._rows_for = rows_for or sizes.rows_for
         self._can_run = can_run
         self.memory = Memory(sizes, rules)
         self.pool = self.memory.pool
@@ -71,9 +71,6 @@ class Scheduler:
         self._joins = itertools.count()
         self._slots = list(range(sizes.num_slots))
         self._some_stopped = False
-        # whether the next program is to be a round, where there are rows of both kinds, and whether
-        # those of that kind have waited while the others decoded
-        self._exact_next, self._owed = True, False
 
     @property
     def reading(self) -> list[Answer]:
@@ -124,8 +121,7 @@ class Scheduler:
         self._let_go()
         self._resume()
         self._admit()
-        reading = None if self._owed else self._reading()
-        return StepPlan(reading, self._decoding(), resumed, parked, forgotten)
+        return StepPlan(self._reading(), self._decoding(), resumed, parked, forgotten)
 
     def _let_go(self) -> None:
         """Frees the memory of answers that were stopped or have all their tokens planned."""
@@ -138,7 +134,7 @@ class Scheduler:
             heapq.heapify(self.waiting)
         for answer in self.begun:
             # what a round gives is known later, and stops an answer then
-            if answer.stopped or (answer.sent == answer.max_tokens and not answer.exact):
+            if answer.stopped or (answer.sent == answer.max_tokens and not self.sizes.drafts):
                 self._end(answer)
 
     def _end(self, answer: Answer) -> None:
@@ -153,7 +149,7 @@ class Scheduler:
                 self.decoding.remove(answer)
         heapq.heappush(self._slots, answer.slot)
         in_place = answer.phase is not Phase.PARKED
-        if in_place and (self.rules.answers or answer.exact) and len(answer.made) > 1:
+        if in_place and (self.rules.answers or self.sizes.drafts) and len(answer.made) > 1:
             # K and V of the newest have not been computed
             text = np.concatenate([answer.ids, np.asarray(answer.made[:-1], np.int32)])
             answer.keys, answer.read = self._keys(answer, text), len(text)
@@ -196,9 +192,10 @@ class Scheduler:
         if it is the last, unless it is alone: prompts that are being read will join. Nobody is
         where one has all its tokens planned: the next plan has its memory.
         """
-        if any(o.sent == o.max_tokens and not o.exact for o in self.decoding if o not in planned):
+        others = [answer for answer in self.decoding if answer not in planned]
+        if not self.sizes.drafts and any(o.sent == o.max_tokens for o in others):
             return False
-        later = [o for o in self.decoding if o not in planned and o.joined >= answer.joined]
+        later = [o for o in others if o.joined >= answer.joined]
         last = next((o for o in reversed(later) if self.memory.can_park(o)), None)
         if last is None or len(self.decoding) == 1:
             return False
@@ -232,34 +229,18 @@ class Scheduler:
 
     def _decoding(self) -> Decoding | None:
         """Plans the next decode steps, unless prompts are read first."""
-        following = [] if self._owed else self.prompts.candidates()
-        if following:
+        if following := self.prompts.candidates():
             size = self.prompts.next_chunk(following[0]).size
             if self._patience.allows_more(size, following[0].read):
                 return None
         self._patience.decoded()
-        # rounds and programs of steps take turns, and both have had theirs before one reads on
-        owed, self._owed = self._owed, False
-        for exact in (self._exact_next, not self._exact_next):
-            if (planned := self._steps_or_round(exact)) is not None:
-                self._exact_next = not exact
-                self._owed = not owed and any(answer.exact != exact for answer in self.decoding)
-                return planned
-        return None
-
-    def _steps_or_round(self, exact: bool) -> Decoding | None:
-        """Plans a round of the rows that are exact, or steps of the others, if there are any."""
-        wanting = [
-            answer
-            for answer in self.decoding
-            if answer.exact == exact and answer.sent < answer.max_tokens
-        ]
+        wanting = [answer for answer in self.decoding if answer.sent < answer.max_tokens]
         if not wanting:
             return None
         rows, answers = [], []
-        most = steps = 1 if exact else self._steps()
-        if exact:
-            most += self._pace.drafts(self._rows_for(len(wanting), exact=True))
+        most = steps = 1 if self.sizes.drafts else self._steps()
+        if self.sizes.drafts:
+            most += self._pace.drafts(self._rows_for(len(wanting)))
         for answer in wanting:
             while answer.phase is Phase.DECODING and self.memory.lacks_pages(answer, self.begun):
                 if not self._park_for(answer, answers):
@@ -277,8 +258,8 @@ class Scheduler:
                 answers.append(answer)
         if not rows:
             return None
-        num_rows = self._rows_for(len(rows), exact=exact)
-        if exact:
+        num_rows = self._rows_for(len(rows))
+        if self.sizes.drafts:
             drafts, numbers = self.sizes.drafts_for(num_rows), [row.answer for row in rows]
             if most == 1 and self._pace.idles and self._can_run(num_rows, numbers, 0):
                 drafts = 0
@@ -299,19 +280,15 @@ class Scheduler:
         It is the maximum unless something waits for the program's end: a prompt that is being read,
         a row that is due for service before, an answer that gets the slot or the memory of a row
         that ends, or whoever waits for tokens. What comes in the meantime waits for two programs.
-        Rows that decode in rounds get about as many tokens in between.
         """
         if self.reading or not self.decoding:
             return 1
         some_wait = self.waiting or self.parked
         steps = min(self.sizes.steps, BUSY_STEPS) if some_wait else self.sizes.steps
-        rows = [answer for answer in self.decoding if not answer.exact]
-        if len(rows) < len(self.decoding):
-            steps = min(steps, 1 + max(self.sizes.drafts))
-        left = [answer.max_tokens - answer.sent for answer in rows]
-        ends = [max(left, default=0)]
+        left = [answer.max_tokens - answer.sent for answer in self.decoding]
+        ends = [max(left)]
         if some_wait:
             ends += [steps for steps in left if steps > 0]
-        for answer in rows:
+        for answer in self.decoding:
             ends += until_due(self.rules.periods, answer.sent - 1)
         return min(self._patience.most_steps(steps), *ends)

@@ -224,9 +224,10 @@ def bound(policy: Policy) -> Callable[[int, int], int]:
 
 def require_exact(policy: Policy, spec: CacheSpec, sizes: EngineSizes, exact: bool | None) -> None:
     """Raises ValueError unless an engine can give an answer that asks for `exact`."""
-    if exact and not sizes.drafts and not is_dense(policy, spec):
+    started = bool(sizes.drafts)
+    if exact not in (None, started) and not is_dense(policy, spec):
         raise ValueError(
-            f"exact={exact}: must be False or None unless the engine was started with exact=True"
+            f"exact={exact}: must be {started} or None: the engine was started with exact={started}"
         )
 
 

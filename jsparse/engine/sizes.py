@@ -136,13 +136,9 @@ class EngineSizes(NamedTuple):
         """Returns the pages per head of the program that compresses a prompt of so many tokens."""
         return next(pages for pages in self.prompt_pages if pages >= self.groups_for(prompt))
 
-    def in_rounds(self, exact: bool | None) -> bool:
-        """Returns whether an answer comes from rounds; None is that it does if there are any."""
-        return bool(self.drafts) and exact is not False
-
-    def drafts_for(self, rows: int) -> int:
-        """Returns the most drafts of each row in a round of so many."""
-        return dict(zip(self.rows, self.drafts, strict=True))[rows]
+    def drafts_for(self, rows: int) -> int | None:
+        """Returns the most drafts of each row in a round of `rows`; None if nothing is drafted."""
+        return dict(zip(self.rows, self.drafts, strict=True))[rows] if self.drafts else None
 
     def families(self, rows: int) -> tuple[int, int]:
         """Returns the most families of a program of so many rows, and the most rows of each."""

@@ -37,7 +37,6 @@ class Answer:
             there, the most that it can give.
         stopped: whether it wants no more tokens.
         salt: the secret that answers must have in common to share its blocks.
-        exact: whether its tokens come from rounds of speculation, and not from steps of the policy.
         made: its tokens, where it has stopped and others may share them.
         blocks: the blocks that it holds, from the prompt's beginning on.
         own: the groups behind them.
@@ -52,7 +51,6 @@ class Answer:
     born: float
     keys: list[bytes] = field(default_factory=list)
     salt: str = ""
-    exact: bool = False
     phase: Phase = Phase.WAITING
     slot: int = -1
     place: int = -1
@@ -174,11 +172,6 @@ class Decoding(NamedTuple):
     rows: list[Decode]
     families: Sequence[Family] = ()
     drafts: int | None = None
-
-    @property
-    def exact(self) -> bool:
-        """Returns whether it is a round of speculation."""
-        return self.drafts is not None
 
 
 class Move(NamedTuple):

@@ -57,10 +57,8 @@ class SamplingParams:
             returns none. `generate` takes None and 0.
         policy: hyper-parameters of the policy for this prompt: any that the policy lists in
             `per_row`, such as {"p": 0.9}, and {"dense": True} to attend to everything.
-        exact: whether the policy only drafts, and dense attention checks what it drafts, so that
-            the text is dense attention's own; None is as the engine was started. True takes an
-            engine that was started with exact=True, or whose policy is dense. `generate` has an
-            argument of its own for it.
+        exact: the engine's own `exact`, for requests that rely on it: another value is refused,
+            unless the policy is dense. `generate` has an argument of its own for it.
         cache_salt: a secret of users who may share the prefixes of their prompts: an engine's
             prefix cache serves only requests with the same salt, so that the number of cached
             tokens reveals nothing about the prompts of others.

@@ -28,7 +28,7 @@ def a_scheduler(random, kind):
         host_groups=random.randint(0, 128),
         moved_groups=random.choice([1, 4]),
         evicted_pages=pages,
-        drafts=(3, 3) if kind in ("exact", "mixed") else (),
+        drafts=(3, 3) if kind == "exact" else (),
     )
     root = random.choice(["root", None])
     return Scheduler(sizes, RULES._replace(root=root, periods=(), slots=slots), PACE)
@@ -40,7 +40,6 @@ def served(scheduler, random, kind):
     for number in range(random.randint(2, 8)):
         prompt = random.randint(1, 50)
         made = answer(number, [number // 2] * prompt, random.randint(1, 64 - prompt))
-        made.exact = kind == "exact" or (kind == "mixed" and number % 2 == 0)
         answers[number] = SimpleNamespace(answer=made, tokens=0)
         scheduler.add(made)
     while not scheduler.idle:
@@ -48,7 +47,7 @@ def served(scheduler, random, kind):
         parked += len(plan.parked)
         if plan.reading is not None and plan.reading.last:
             given += [(chunk.answer, 1, 1) for chunk in plan.reading.chunks]
-        if plan.decoding is not None and plan.decoding.exact:
+        if plan.decoding is not None and plan.decoding.drafts is not None:
             given += [
                 (row.answer, row.steps, random.randint(1, row.steps)) for row in plan.decoding.rows
             ]
@@ -56,7 +55,7 @@ def served(scheduler, random, kind):
         while late and (len(late) > LAG or plan.empty):
             for number, planned, tokens in late.pop(0):
                 own = answers[number]
-                if own.answer.exact and not own.answer.stopped:
+                if kind == "exact" and not own.answer.stopped:
                     own.tokens += tokens
                     scheduler.gave(own.answer, planned, tokens)
                     if own.tokens >= own.answer.max_tokens:
@@ -68,7 +67,7 @@ def served(scheduler, random, kind):
     return parked
 
 
-@pytest.mark.parametrize("kind", ["steps", "exact", "mixed", *SLOTS])
+@pytest.mark.parametrize("kind", ["steps", "exact", *SLOTS])
 def test_every_answer_ends(kind):
     parked = 0
     for seed in range(250):

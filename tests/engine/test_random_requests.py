@@ -30,7 +30,7 @@ SCARCE = {"kv_cache_tokens": 136, "swap_space": 1}
 EXACT = {"exact": True, "num_speculative_tokens": 3, "batch_invariant": False}
 
 
-def soak(llm, rng, exact):
+def soak(llm, rng):
     """Runs REQUESTS random requests; returns what each was and got, None where it was aborted."""
     engine, waiting, got = llm.engine, {}, {}
     left = REQUESTS
@@ -38,9 +38,8 @@ def soak(llm, rng, exact):
         while left and len(waiting) < rng.randint(1, 10):
             left -= 1
             name = f"{left}"
-            case = rng.randrange(len(PROMPTS)), rng.randrange(len(SAMPLING)), exact(rng)
-            options = jsparse.SamplingParams(**vars(SAMPLING[case[1]]) | {"exact": case[2]})
-            engine.add(asked(llm, PROMPTS[case[0]], options), request_id=name)
+            case = rng.randrange(len(PROMPTS)), rng.randrange(len(SAMPLING))
+            engine.add(asked(llm, PROMPTS[case[0]], SAMPLING[case[1]]), request_id=name)
             waiting[name] = case
         for state in engine.step():
             if state.finished and state.request_id in waiting:
@@ -68,24 +67,23 @@ def soak(llm, rng, exact):
 def test_answers_are_those_of_generate_in_any_company(expression, options, monkeypatch):
     monkeypatch.setattr(setup, "GROWTH_TOKENS", 8)  # answers grow by a page
     llm, rng = tiny_llm(expression, **options), Random(0)
-    drafts = "exact" in options
-    got = soak(llm, rng, lambda rng: rng.random() < 0.67 if drafts else None)
+    got = soak(llm, rng)
     ends = Counter("aborted" if tokens is None else "ended" for _, tokens in got)
     assert sum(ends.values()) == REQUESTS and ends["ended"] > ends["aborted"] > 0
     alone = {}
-    for (prompt, nth, exact), tokens in got:
+    for (prompt, nth), tokens in got:
         if tokens is None:
             continue
-        if (prompt, nth, exact) not in alone:
+        if (prompt, nth) not in alone:
             out = jsparse.generate(
                 llm.engine.params,
                 PROMPTS[prompt],
-                policy="dense" if exact else llm.engine.policy,
+                policy="dense" if "exact" in options else llm.engine.policy,
                 sampling=SAMPLING[nth],
                 page_size=PAGE,
                 max_length=MODEL_LEN,
             )
-            alone[prompt, nth, exact] = out.token_ids
-        assert tokens == alone[prompt, nth, exact]
+            alone[prompt, nth] = out.token_ids
+        assert tokens == alone[prompt, nth]
     assert_at_rest(llm)
     assert (llm.engine.counters.parked_answers > 0) == ("swap_space" in options)

@@ -74,29 +74,23 @@ def test_two_programs_take_no_longer_than_rows_may_wait(maximum, step, longest):
     assert max(plan.steps for plan in plans) == longest
 
 
-@pytest.mark.parametrize("kinds", [(True, True), (False, False), (True, False)])
-def test_rows_of_both_kinds_wait_no_longer_than_they_may(kinds):
-    """Rounds and steps take turns, and both have had theirs before a prompt is read on."""
+def test_rows_wait_no_longer_than_they_may_for_a_round():
     sizes = VARIANT._replace(max_stall_ms=100, drafts=(3, 3), max_model_len=512, num_groups=300)
     pace = Pace(lambda rows, size, start: 20, step=10)
     scheduler = Scheduler(sizes, RULES._replace(periods=()), pace)
-    rows = [answer(number, range(4), 200) for number in range(2)]
-    for row, row.exact in zip(rows, kinds, strict=True):
-        scheduler.add(row)
+    row = answer(0, range(4), 200)
+    scheduler.add(row)
     while scheduler.reading or scheduler.waiting:
         scheduler.plan()
-    scheduler.add(answer(2, range(1000, 1400), 1))
-    now, decoded, longest = 0.0, dict.fromkeys({*kinds}, 0.0), 0.0
+    scheduler.add(answer(1, range(1000, 1400), 1))
+    now = decoded = longest = 0.0
     while scheduler.reading or scheduler.waiting:
         plan = scheduler.plan()
         now += 20 * (plan.reading is not None)
         if plan.decoding is not None:
             now += 10
-            longest = max(longest, now - decoded[plan.decoding.exact])
-            decoded[plan.decoding.exact] = now
-            for row in plan.decoding.rows:
-                if rows[row.answer].exact:
-                    scheduler.gave(rows[row.answer], row.steps, 1)
+            longest, decoded = max(longest, now - decoded), now
+            scheduler.gave(row, plan.decoding.rows[0].steps, 1)
     assert 50 <= longest <= 100
 
 
@@ -167,7 +161,7 @@ def test_rows_are_computed_for_those_that_decode_in_whatever_slots_they_are():
     assert [(plan.num_rows, len(plan.rows)) for plan in plans][:3] == [(6, 3), (2, 1), (2, 1)]
     assert plans[-1].rows[0].slot == 2
     # while the program of few rows is not there
-    scheduler = Scheduler(PACKED, RULES, PACE, rows_for=lambda count, exact: 6)
+    scheduler = Scheduler(PACKED, RULES, PACE, rows_for=lambda count: 6)
     scheduler.add(answer(0, range(3), 3))
     last = [plan.decoding for plan in served(scheduler)[1] if plan.decoding is not None]
     assert {plan.num_rows for plan in last} == {6}
@@ -248,14 +242,13 @@ def test_without_a_limit_all_prompts_are_read_first():
 
 
 @pytest.mark.parametrize(
-    ("answers", "exact", "shared"), [(True, False, 8), (False, False, 0), (False, True, 8)]
+    ("answers", "drafts", "shared"), [(True, (), 8), (False, (), 0), (False, (3, 3), 8)]
 )
-def test_an_answer_is_shared_but_for_its_newest_token(answers, exact, shared):
+def test_an_answer_is_shared_but_for_its_newest_token(answers, drafts, shared):
     """Of 7 and 9 tokens 15 are in the cache, which fill one block of 8."""
     rules = RULES._replace(periods=(), window=0, answers=answers)
-    scheduler = Scheduler(VARIANT._replace(drafts=(3, 3)), rules, PACE)
+    scheduler = Scheduler(VARIANT._replace(drafts=drafts), rules, PACE)
     first = answer(0, range(7), 20)
-    first.exact = exact
     scheduler.add(first)
     while first.sent < 9:
         scheduler.plan()

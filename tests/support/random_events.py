@@ -43,7 +43,6 @@ class Serving(RuleBasedStateMachine):
         prompt = [(nth // 16) % alphabet for nth in range(size)]
         tokens = min(tokens, self.sizes.max_model_len - size)
         made = answer(len(self.asked), prompt, tokens, self.clock)
-        made.exact = bool(self.sizes.drafts) and made.number % 3 > 0
         self.scheduler.add(made)
         self.asked.append(made)
 
@@ -85,13 +84,13 @@ class Serving(RuleBasedStateMachine):
         self.follow_decoding(plan.decoding)
 
     def follow_decoding(self, decoding):
-        assert not decoding.exact
+        assert decoding.drafts is None
         slots = [row.slot for row in decoding.rows]
         assert 1 <= len(slots) == len(set(slots)) <= decoding.num_rows
         assert decoding.num_rows in self.sizes.rows
         for row in decoding.rows:
             asked = self.asked[row.answer]
-            assert self.slots[row.slot] == row.answer and not asked.exact
+            assert self.slots[row.slot] == row.answer
             assert 1 <= row.steps <= decoding.steps
             before = self.steps[row.answer] - 1
             self.steps[row.answer] += row.steps
@@ -288,7 +287,7 @@ class ParkingCompressed(Keeping):
 
 
 class Drafting(Variant):
-    """The same, where some rows decode in rounds, and others beside them in steps.
+    """The same, where rows decode in rounds.
 
     What a round gives is anything from a token to all that were planned. The device knows it at
     once, the host later.
@@ -306,20 +305,14 @@ class Drafting(Variant):
         if reading.last:
             # the first tokens
             read = [self.asked[chunk.answer] for chunk in reading.chunks]
-            self.on_their_way.append([(asked, 1, 1, 1) for asked in read if asked.exact])
+            self.on_their_way.append([(asked, 1, 1, 1) for asked in read])
 
     def follow_decoding(self, decoding):
-        if not decoding.exact:
-            # rows of rounds get about as many in between
-            if any(held.exact for held in self.scheduler.decoding):
-                assert decoding.steps <= 4
-            super().follow_decoding(decoding)
-            return
         assert (decoding.steps, decoding.drafts) == (1, 3)
         given = []
         for row in decoding.rows:
             asked = self.asked[row.answer]
-            assert self.slots[row.slot] == row.answer and asked.exact
+            assert self.slots[row.slot] == row.answer
             assert 1 <= row.steps <= 1 + max(self.sizes.drafts)
             # whatever rounds before it give, there is room, and it is not too much
             assert self.steps[row.answer] + row.steps <= asked.max_tokens
