@@ -101,10 +101,11 @@ class Bench:
     def new_engine(self, policy: str, max_model_len: int = SERVED, **options: Any) -> Any:
         """Returns an engine."""
         from jsparse.engine.core import Engine
+        from jsparse.engine.options import EngineOptions
 
         own = {"max_num_seqs": self.slots, "decode_rows": self.decode_rows}
         options = {"prepare": True} | own | options
-        return Engine(self.params, policy, max_model_len=max_model_len, **options)
+        return Engine(self.params, policy, EngineOptions(max_model_len=max_model_len, **options))
 
     def release(self) -> None:
         """Lets the engine's memory go."""

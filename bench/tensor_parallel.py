@@ -50,18 +50,18 @@ def measured(part: str, policy: str, ranks: int) -> dict[str, Any]:
     from jsparse.benchmark.throughput import measure
     from jsparse.benchmark.workload import random_workload
     from jsparse.engine.core import Engine
+    from jsparse.engine.options import EngineOptions
 
     shape, rows, length, new, _ = PARTS[part]
     began = time.perf_counter()
-    made = Engine(
-        random_model(shape, ranks),
-        policy,
+    options = EngineOptions(
         max_num_seqs=rows,
         max_model_len=length + new,
         kv_cache_tokens=rows * (length + new),
         decode_rows=[rows],
         prepare=True,
     )
+    made = Engine(random_model(shape, ranks), policy, options)
     started = time.perf_counter() - began
     print(f"{part} on {ranks}: started after {started:.0f} s", flush=True)
     asked = random_workload(

@@ -14,6 +14,7 @@ import jsparse
 from jsparse import SamplingParams, names
 from jsparse.builder import dense
 from jsparse.engine.core import Engine
+from jsparse.engine.options import EngineOptions
 from jsparse.engine.packing import unpack
 from jsparse.engine.progress import progress
 from jsparse.partials import Summary
@@ -216,7 +217,7 @@ def test_what_an_llm_lacks_is_refused(llm, call, message):
     assert str(error.value).startswith(message)
 
 
-@pytest.mark.parametrize("made", [jsparse.LLM, jsparse.AsyncEngine, Engine])
+@pytest.mark.parametrize("made", [jsparse.LLM, jsparse.AsyncEngine])
 def test_an_engine_refuses_vllm_s_options_by_name(llm, made):
     for name, refused in names.ENGINE.items():
         with pytest.raises(ValueError, match=f"^{name}='something': ") as error:
@@ -229,15 +230,14 @@ def test_an_engine_refuses_vllm_s_options_by_name(llm, made):
 
 
 def test_signatures_name_every_option_of_an_engine():
-    known = set(inspect.signature(Engine).parameters) - {"params", "policy"}
+    options = inspect.signature(EngineOptions).parameters
     for made in (jsparse.LLM, jsparse.AsyncEngine):
         parameters = inspect.signature(made).parameters
-        assert known <= set(parameters)
+        assert options.keys() <= set(parameters)
         assert {"dtype", "revision", "tokenizer", "seed"} <= set(parameters)
         assert not [p for p in parameters.values() if p.kind is p.VAR_KEYWORD]
-    for name, parameter in inspect.signature(Engine).parameters.items():
-        if name in known:
-            assert inspect.signature(jsparse.LLM).parameters[name].default == parameter.default
+    for name, parameter in options.items():
+        assert inspect.signature(jsparse.LLM).parameters[name].default == parameter.default
 
 
 @pytest.mark.parametrize(

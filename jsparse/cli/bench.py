@@ -72,6 +72,7 @@ def throughput(
     from jsparse.benchmark.throughput import measure
     from jsparse.benchmark.workload import random_workload
     from jsparse.engine.core import Engine
+    from jsparse.engine.options import EngineOptions
     from jsparse.policies.own_code import resolve
 
     inputs, outputs = _length("--input-len", input_len), _length("--output-len", output_len)
@@ -87,13 +88,12 @@ def throughput(
         seed=seed,
     )
     longest = max(len(each.ids) + each.tokens for each in workload)
-    engine = Engine(
-        params,
-        chosen,
+    options = EngineOptions(
         max_num_seqs=max_num_seqs,
         max_model_len=longest if max_model_len is None else max_model_len,
         enable_prefix_caching=prefix_caching,
     )
+    engine = Engine(params, chosen, options)
     engine.prepare(["sampled"])
     measured = {"model": model, "policy": engine.policy.name} | measure(engine, workload)
     if as_json:

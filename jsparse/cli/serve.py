@@ -1,12 +1,13 @@
 """Defines the command `jsparse serve`."""
 
 import re
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from typer import Option
 
-from jsparse.cli import hosts
+from jsparse.cli.hosts import HostsOptions
 from jsparse.cli.options import (
     LoadingOptions,
     ModelOption,
@@ -17,163 +18,169 @@ from jsparse.cli.options import (
 )
 from jsparse.machine.extras import install
 
-HostOption = Annotated[str, Option(help="Address to listen on; 0.0.0.0 is every one.")]
-PortOption = Annotated[int, Option(help="Port to listen on; 0 picks a free one.")]
-MaxModelLenOption = Annotated[
-    int | None,
-    Option(help="Most tokens of prompt and answer; the default is the model's on a GPU."),
-]
-MaxNumSeqsOption = Annotated[
-    int | None,
-    Option(help="Most requests that decode together; the default is 64 on a GPU, else 8."),
-]
-GpuMemoryUtilizationOption = Annotated[
-    float,
-    Option(help="Share of the memory that model, K and V and the policy's state may take."),
-]
-SwapSpaceOption = Annotated[
-    float,
-    Option(help="GiB of host memory for K and V of answers that make room for others."),
-]
-DataParallelSizeOption = Annotated[
-    int,
-    Option(
-        help="Number of engines, each in a process and on GPUs of its own, to which requests are "
-        "sent by their beginnings and by what each engine has to do."
-    ),
-]
-CheckRanksOption = Annotated[
-    bool,
-    Option(
-        "--check-ranks",
-        help="Compare what the GPUs of a model have chosen after each program, and fail if it "
-        "differs; slower.",
-    ),
-]
-EnablePrefixCachingOption = Annotated[
-    bool, Option(help="Whether requests share what others have read of the same prompt.")
-]
-ApiKeyOption = Annotated[
-    str | None,
-    Option(envvar="JSPARSE_API_KEY", help="Key that clients must send.", show_envvar=True),
-]
-ServedModelNameOption = Annotated[
-    str | None, Option(help="Name of the model for clients; the default is the model as given.")
-]
-MaxWaitingOption = Annotated[int, Option(help="Most requests that wait; further ones get 429.")]
-MaxStallMsOption = Annotated[
-    float,
-    Option(help="Milliseconds for which an answer may wait for its next tokens."),
-]
-ExactOption = Annotated[
-    bool,
-    Option(
-        "--exact",
-        help="Let dense attention check what the policy drafts: answers are the ones that dense "
-        "attention gives.",
-    ),
-]
-NumSpeculativeTokensOption = Annotated[
-    int | None,
-    Option(
-        help="With --exact, the tokens drafted between two checks. By default that is chosen as it "
-        "goes, from the drafts accepted and the time that rounds took."
-    ),
-]
-BatchInvariantOption = Annotated[
-    bool, Option(help="Whether a request gets the same bits in any company; slower.")
-]
-MaxLogprobsOption = Annotated[
-    int,
-    Option(help="Most likely tokens that requests may ask for; without any it starts sooner."),
-]
-DefaultMaxTokensOption = Annotated[
-    int | None,
-    Option(
-        help="Most tokens of answers to chats that name no number; the default is as many as "
-        "there is room for."
-    ),
-]
-PerRequestOption = Annotated[
-    list[str] | None,
-    Option(
-        metavar="<name>",
-        help="Hyper-parameter of the policy that requests may set, such as p, or dense. "
-        "Repeatable.",
-    ),
-]
-SeedOption = Annotated[
-    int | None,
-    Option(help="Random seed of requests that name none; the default is drawn at the start."),
-]
-DrainSecondsOption = Annotated[
-    float, Option(help="Seconds that SIGTERM leaves to the requests that have begun.")
-]
-AllowedHostOption = Annotated[
-    list[str] | None,
-    Option(
-        metavar="<host>",
-        help="Further name under which browsers may reach a server of this machine alone that "
-        "has no key; * is any. Repeatable.",
-    ),
-]
-AllowedOriginsOption = Annotated[
-    list[str] | None,
-    Option(
-        metavar="<origin>",
-        help="Origin, such as http://localhost:3000, whose pages may use the server from a "
-        "browser; * is any. Repeatable.",
-    ),
-]
-SpecialTokensInMessagesOption = Annotated[
-    bool,
-    Option(help="Whether special tokens spelled in messages count: users could write turns."),
-]
-LogLevelOption = Annotated[
-    Literal["debug", "info", "warning", "error"],
-    Option(
-        help="Least level of what is logged: info has a line for each request, and how fast "
-        "the engine is every ten seconds; warning only what goes wrong."
-    ),
-]
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """Holds the options of the engine: keyword arguments of AsyncEngine."""
+
+    max_model_len: Annotated[
+        int | None,
+        Option(help="Most tokens of prompt and answer; the default is the model's on a GPU."),
+    ] = None
+    max_num_seqs: Annotated[
+        int | None,
+        Option(help="Most requests that decode together; the default is 64 on a GPU, else 8."),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Option(help="Share of the memory that model, K and V and the policy's state may take."),
+    ] = 0.9
+    swap_space: Annotated[
+        float, Option(help="GiB of host memory for K and V of answers that make room for others.")
+    ] = 0.0
+    enable_prefix_caching: Annotated[
+        bool, Option(help="Whether requests share what others have read of the same prompt.")
+    ] = True
+    max_waiting: Annotated[int, Option(help="Most requests that wait; further ones get 429.")] = (
+        1024
+    )
+    max_stall_ms: Annotated[
+        float, Option(help="Milliseconds for which an answer may wait for its next tokens.")
+    ] = 200.0
+    batch_invariant: Annotated[
+        bool, Option(help="Whether a request gets the same bits in any company; slower.")
+    ] = False
+    exact: Annotated[
+        bool,
+        Option(
+            "--exact",
+            help="Let dense attention check what the policy drafts: answers are the ones that "
+            "dense attention gives.",
+        ),
+    ] = False
+    num_speculative_tokens: Annotated[
+        int | None,
+        Option(
+            help="With --exact, the tokens drafted between two checks. By default that is chosen "
+            "as it goes, from the drafts accepted and the time that rounds took."
+        ),
+    ] = None
+    per_request: Annotated[
+        list[str] | None,
+        Option(
+            metavar="<name>",
+            help="Hyper-parameter of the policy that requests may set, such as p, or dense. "
+            "Repeatable.",
+        ),
+    ] = None
+    check_ranks: Annotated[
+        bool,
+        Option(
+            "--check-ranks",
+            help="Compare what the GPUs of a model have chosen after each program, and fail if it "
+            "differs; slower.",
+        ),
+    ] = False
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the keyword arguments of AsyncEngine."""
+        return vars(self) | {"per_request": tuple(self.per_request or ())}
+
+
+@dataclass(frozen=True)
+class ServerFlags:
+    """Holds the options of the server around the engine."""
+
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1"
+    port: Annotated[int, Option(help="Port to listen on; 0 picks a free one.")] = 8000
+    data_parallel_size: Annotated[
+        int,
+        Option(
+            help="Number of engines, each in a process and on GPUs of its own, to which requests "
+            "are sent by their beginnings and by what each engine has to do."
+        ),
+    ] = 1
+    api_key: Annotated[
+        str | None,
+        Option(envvar="JSPARSE_API_KEY", help="Key that clients must send.", show_envvar=True),
+    ] = None
+    served_model_name: Annotated[
+        str | None,
+        Option(help="Name of the model for clients; the default is the model as given."),
+    ] = None
+    max_logprobs: Annotated[
+        int,
+        Option(help="Most likely tokens that requests may ask for; without any it starts sooner."),
+    ] = 20
+    default_max_tokens: Annotated[
+        int | None,
+        Option(
+            help="Most tokens of answers to chats that name no number; the default is as many as "
+            "there is room for."
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        Option(help="Random seed of requests that name none; the default is drawn at the start."),
+    ] = None
+    drain_seconds: Annotated[
+        float, Option(help="Seconds that SIGTERM leaves to the requests that have begun.")
+    ] = 30.0
+    allowed_host: Annotated[
+        list[str] | None,
+        Option(
+            metavar="<host>",
+            help="Further name under which browsers may reach a server of this machine alone that "
+            "has no key; * is any. Repeatable.",
+        ),
+    ] = None
+    allowed_origins: Annotated[
+        list[str] | None,
+        Option(
+            metavar="<origin>",
+            help="Origin, such as http://localhost:3000, whose pages may use the server from a "
+            "browser; * is any. Repeatable.",
+        ),
+    ] = None
+    special_tokens_in_messages: Annotated[
+        bool,
+        Option(help="Whether special tokens spelled in messages count: users could write turns."),
+    ] = False
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Option(
+            help="Least level of what is logged: info has a line for each request, and how fast "
+            "the engine is every ten seconds; warning only what goes wrong."
+        ),
+    ] = "info"
+
+    def check(self) -> None:
+        """Raises ValueError if a number is out of range, or clients could not send the key."""
+        most, tokens, seed = self.max_logprobs, self.default_max_tokens, self.seed
+        require("--port", self.port, 0 <= self.port <= 65535, "from 0 to 65535")
+        require("--max-logprobs", most, 0 <= most <= 20, "from 0 to 20")
+        require("--default-max-tokens", tokens, tokens is None or tokens > 0, "at least 1")
+        require("--seed", seed, seed is None or 0 <= seed < 2**63, "from 0 to 2^63 - 1")
+        require("--drain-seconds", self.drain_seconds, self.drain_seconds >= 0, "at least 0")
+        number = self.data_parallel_size
+        require("--data-parallel-size", number, number >= 1, "at least 1")
+        # the key itself stays out of the message
+        if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
+            raise ValueError("--api-key: must be one or more visible ASCII characters")
 
 
 @takes_model
+@takes_options(HostsOptions, "hosts")
+@takes_options(EngineFlags, "flags")
+@takes_options(ServerFlags, "server")
 @takes_options(LoadingOptions, "loading")
 def serve(
     loading: LoadingOptions,
+    server: ServerFlags,
+    flags: EngineFlags,
+    hosts: HostsOptions,
     model: ModelOption = "smollm2",
     policy: PolicyOption = "dense",
-    host: HostOption = "127.0.0.1",
-    port: PortOption = 8000,
-    max_model_len: MaxModelLenOption = None,
-    max_num_seqs: MaxNumSeqsOption = None,
-    gpu_memory_utilization: GpuMemoryUtilizationOption = 0.9,
-    swap_space: SwapSpaceOption = 0.0,
-    data_parallel_size: DataParallelSizeOption = 1,
-    nnodes: hosts.NnodesOption = 1,
-    node_rank: hosts.NodeRankOption = 0,
-    master_addr: hosts.MasterAddrOption = None,
-    master_port: hosts.MasterPortOption = 29500,
-    headless: hosts.HeadlessOption = False,
-    check_ranks: CheckRanksOption = False,
-    enable_prefix_caching: EnablePrefixCachingOption = True,
-    api_key: ApiKeyOption = None,
-    served_model_name: ServedModelNameOption = None,
-    max_waiting: MaxWaitingOption = 1024,
-    max_stall_ms: MaxStallMsOption = 200.0,
-    batch_invariant: BatchInvariantOption = False,
-    exact: ExactOption = False,
-    num_speculative_tokens: NumSpeculativeTokensOption = None,
-    max_logprobs: MaxLogprobsOption = 20,
-    default_max_tokens: DefaultMaxTokensOption = None,
-    per_request: PerRequestOption = None,
-    seed: SeedOption = None,
-    drain_seconds: DrainSecondsOption = 30.0,
-    allowed_host: AllowedHostOption = None,
-    allowed_origins: AllowedOriginsOption = None,
-    special_tokens_in_messages: SpecialTokensInMessagesOption = False,
-    log_level: LogLevelOption = "info",
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API.
 
@@ -194,78 +201,61 @@ def serve(
         ) from None
     from jsparse.policies.own_code import resolve
 
-    _check_numbers(port, max_waiting, max_logprobs, default_max_tokens, seed, drain_seconds)
-    tensor_parallel_size = loading.tensor_parallel_size
-    for option, size in (("data", data_parallel_size), ("tensor", tensor_parallel_size)):
-        require(f"--{option}-parallel-size", size, size >= 1, "at least 1")
-    _check_key(api_key)
-    allowed = origins.checked(allowed_origins or ())
-    if data_parallel_size > 1:
+    server.check()
+    require("--max-waiting", flags.max_waiting, flags.max_waiting >= 0, "at least 0")
+    size, engines = loading.tensor_parallel_size, server.data_parallel_size
+    require("--tensor-parallel-size", size, size >= 1, "at least 1")
+    allowed = origins.checked(server.allowed_origins or ())
+    if engines > 1:
         _leave_gpus_to_engines()
     resolve(policy)  # what is wrong with it is told before anything is loaded
-    answers = hosts.join(
-        *(tensor_parallel_size, data_parallel_size),
-        nnodes=nnodes,
-        node_rank=node_rank,
-        master_addr=master_addr,
-        master_port=master_port,
-        headless=headless,
-    )
-    log.show(log_level)
-    descriptors.raise_limit(2 if data_parallel_size > 1 else 1)
+    answers = hosts.join(size, engines)
+    log.show(server.log_level)
+    descriptors.raise_limit(2 if engines > 1 else 1)
     make_engine = partial(
         *(load_engine, model, policy),
         **vars(loading),
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        gpu_memory_utilization=gpu_memory_utilization,
-        swap_space=swap_space,
-        enable_prefix_caching=enable_prefix_caching,
-        max_waiting=max_waiting,
-        max_stall_ms=max_stall_ms,
-        batch_invariant=batch_invariant,
-        exact=exact,
-        check_ranks=check_ranks,
-        num_speculative_tokens=num_speculative_tokens,
-        per_request=tuple(per_request or ()),
+        **flags.arguments(),
         layer_stats="newest",
         # else the first request for likely tokens would wait for them, and all others with it
-        prepare="logprobs" if max_logprobs else True,
+        prepare="logprobs" if server.max_logprobs else True,
     )
     if not answers:
         make_engine()  # and works for process 0, until that ends
         return
-    listening = run.listen(host, port)
+    listening = run.listen(server.host, server.port)
     address, at = listening.getsockname()[:2]
 
     def on_ready(about: tuple[str, str]) -> None:
         where = f"[{address}]" if ":" in address else address
         name, (run_by, what) = options.name, about
-        by = f"{run_by} in {data_parallel_size} processes" if data_parallel_size > 1 else run_by
-        if tensor_parallel_size > 1:
-            by += f" on {tensor_parallel_size} devices{' each' * (data_parallel_size > 1)}"
+        by = f"{run_by} in {engines} processes" if engines > 1 else run_by
+        if size > 1:
+            by += f" on {size} devices{' each' * (engines > 1)}"
         print(f"jsparse serves {name} with {by} at http://{where}:{at}", flush=True)
         print(what, flush=True)
         print(f"A page to chat and to see what is read: http://{where}:{at}/", flush=True)
 
+    names = run.own_names(address, server.host, server.allowed_host or ())
     options = Options(
-        served_model_name or model,
-        api_key,
-        max_waiting,
-        max_logprobs=max_logprobs,
-        default_max_tokens=default_max_tokens,
-        hosts=None if api_key else run.own_names(address, host, allowed_host or ()),
+        server.served_model_name or model,
+        server.api_key,
+        flags.max_waiting,
+        max_logprobs=server.max_logprobs,
+        default_max_tokens=server.default_max_tokens,
+        hosts=None if server.api_key else names,
         origins=allowed,
-        special_tokens=special_tokens_in_messages,
-        drain_seconds=drain_seconds,
+        special_tokens=server.special_tokens_in_messages,
+        drain_seconds=server.drain_seconds,
     )
-    if data_parallel_size == 1:
-        make = partial(make_engine, seed=seed)
+    if engines == 1:
+        make = partial(make_engine, seed=server.seed)
         run.serve(options, make, listening, on_ready=lambda engine: on_ready(describe(engine)))
     else:
-        seeds = [seed if seed is None else seed + nth for nth in range(data_parallel_size)]
-        engines = [partial(make_engine, seed=each) for each in seeds]
-        replicas.serve(options, engines, tensor_parallel_size, listening, on_ready=on_ready)
+        first = server.seed
+        seeds = [first if first is None else first + nth for nth in range(engines)]
+        makers = [partial(make_engine, seed=each) for each in seeds]
+        replicas.serve(options, makers, size, listening, on_ready=on_ready)
 
 
 def _leave_gpus_to_engines() -> None:
@@ -273,27 +263,3 @@ def _leave_gpus_to_engines() -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-
-
-def _check_numbers(
-    port: int,
-    max_waiting: int,
-    max_logprobs: int,
-    default_max_tokens: int | None,
-    seed: int | None,
-    drain_seconds: float,
-) -> None:
-    """Raises ValueError if a number is out of range."""
-    require("--port", port, 0 <= port <= 65535, "from 0 to 65535")
-    require("--max-waiting", max_waiting, max_waiting >= 0, "at least 0")
-    require("--max-logprobs", max_logprobs, 0 <= max_logprobs <= 20, "from 0 to 20")
-    if default_max_tokens is not None:
-        require("--default-max-tokens", default_max_tokens, default_max_tokens > 0, "at least 1")
-    require("--seed", seed, seed is None or 0 <= seed < 2**63, "from 0 to 2^63 - 1")
-    require("--drain-seconds", drain_seconds, drain_seconds >= 0, "at least 0")
-
-
-def _check_key(api_key: str | None) -> None:
-    """Raises ValueError if clients could not send the key; it stays out of the message."""
-    if api_key is not None and not re.fullmatch(r"[!-~]+", api_key):
-        raise ValueError("--api-key: must be one or more visible ASCII characters")

@@ -14,13 +14,13 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
-from jsparse.engine.core import Engine
 from jsparse.engine.errors import EngineError, EngineFull
+from jsparse.engine.loading import load_engine
 from jsparse.engine.outputs import RequestOutput
 from jsparse.engine.program_keys import SamplingMode
 from jsparse.engine.request_state import RequestState
 from jsparse.engine.runner import choice_of
-from jsparse.models.checkpoint import Params, given_params
+from jsparse.models.checkpoint import Params
 from jsparse.names import ENGINE, takes
 from jsparse.policy import AnyPolicy
 from jsparse.runtime.request import Request, requests
@@ -64,7 +64,7 @@ class AsyncEngine:
         engine: the engine; only its thread may use it.
     """
 
-    @takes(ENGINE, more=Engine.__init__)
+    @takes(ENGINE, more=load_engine)
     def __init__(
         self,
         model: str | os.PathLike[str] | Params,
@@ -73,11 +73,6 @@ class AsyncEngine:
         max_waiting: int = MAX_WAITING,
         max_stall_ms: float | None = MAX_STALL_MS,
         seed: int | None = None,
-        dtype: Any = None,
-        weights: str | None = None,
-        revision: str | None = None,
-        tokenizer: Any = None,
-        tensor_parallel_size: int | None = None,
         **options: Any,
     ) -> None:
         """Loads the model, prepares the engine and starts its thread; arguments are those of LLM.
@@ -89,16 +84,8 @@ class AsyncEngine:
                 memory does not suffice.
             TypeError: there is no option of that name.
         """
-        params = given_params(
-            model,
-            dtype=dtype,
-            weights=weights,
-            revision=revision,
-            tokenizer=tokenizer,
-            tensor_parallel_size=tensor_parallel_size,
-        )
-        self.engine = Engine(
-            params, policy, max_waiting=max_waiting, max_stall_ms=max_stall_ms, **options
+        self.engine = load_engine(
+            model, policy, max_waiting=max_waiting, max_stall_ms=max_stall_ms, **options
         )
         self._seed = drawn_seed() if seed is None else seed
         self._streams, self._names = itertools.count(), itertools.count()

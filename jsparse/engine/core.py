@@ -5,15 +5,15 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 import jax
 
 from jsparse.engine import setup
 from jsparse.engine.errors import EngineError, EngineFull
 from jsparse.engine.follower import LeaderPrograms, agree, follow
+from jsparse.engine.options import EngineOptions
 from jsparse.engine.outputs import AnswerBuilder, RequestMetrics
 from jsparse.engine.pace import Pace
 from jsparse.engine.program_keys import SamplingMode
@@ -22,11 +22,9 @@ from jsparse.engine.request_state import Counters, RequestState, policy_of
 from jsparse.engine.runner import PendingResults, Runner
 from jsparse.engine.scheduler import Scheduler
 from jsparse.engine.step_plan import Answer, Decoding
-from jsparse.hyper_parameters import flag, whole_number
 from jsparse.machine import processes
 from jsparse.machine.jax_settings import own_settings
 from jsparse.models.checkpoint import Params, require_params
-from jsparse.names import ENGINE, takes
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy
 from jsparse.runtime.compilation import keep_compilations
@@ -59,93 +57,43 @@ class Engine:
         error: the error that made the engine fail, or None.
     """
 
-    @takes(ENGINE)
     @own_settings()
     def __init__(
         self,
         params: Params,
         policy: AnyPolicy | str = "dense",
-        *,
-        max_num_seqs: int | None = None,
-        max_model_len: int | None = None,
-        max_waiting: int | None = None,
-        kv_cache_tokens: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        swap_space: float = 0.0,
-        page_size: int = 16,
-        enable_prefix_caching: bool = True,
-        per_request: Sequence[str] = (),
-        layer_stats: bool | Literal["newest"] = False,
-        steps_per_program: int | None = None,
-        decode_rows: Sequence[int] | None = None,
-        prefill_rows: Sequence[int] | None = None,
-        ladder: Sequence[tuple[int, int]] | None = None,
-        max_stall_ms: float | None = None,
-        batch_invariant: bool = False,
-        cascade_attention: bool | None = None,
-        exact: bool = False,
-        num_speculative_tokens: int | None = None,
-        check_ranks: bool = False,
-        prepare: bool | Literal["logprobs"] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        options: EngineOptions | None = None,
     ) -> None:
         """Allocates the memory and compiles the programs.
 
-        `params` is a model that `jsparse.load` returned; LLM documents the other arguments.
+        Args:
+            params: a model that `jsparse.load` returned.
+            policy: the policy or its expression.
+            options: None: the defaults.
 
         Raises:
-            ValueError: an argument is out of its range, the policy cannot be served, or memory does
-                not suffice.
+            ValueError: the policy cannot be served, or memory does not suffice.
         """
+        options = options or EngineOptions()
         keep_compilations()
         require_params(params)
-        if max_waiting is not None:
-            whole_number("max_waiting", max_waiting, 0)
-        flag("enable_prefix_caching", enable_prefix_caching)
-        flag("check_ranks", check_ranks)
-        if prepare not in (None, "logprobs"):
-            flag("prepare", prepare)
         link = None if params.mesh is None else processes.link()
         if link is not None and link.works:
             raise ValueError(
                 f"params={params!r} has an engine: must have one alone, where several processes "
                 "run it"
             )
-        spec = setup.engine_spec(
-            params,
-            as_policy(policy),
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            kv_cache_tokens=kv_cache_tokens,
-            gpu_memory_utilization=gpu_memory_utilization,
-            swap_space=swap_space,
-            page_size=page_size,
-            per_request=per_request,
-            layer_stats=bool(layer_stats),
-            steps_per_program=steps_per_program,
-            decode_rows=decode_rows,
-            prefill_rows=prefill_rows,
-            ladder=ladder,
-            max_stall_ms=max_stall_ms,
-            batch_invariant=batch_invariant,
-            cascade_attention=cascade_attention,
-            exact=exact,
-            num_speculative_tokens=num_speculative_tokens,
-        )
-        self._link = link
-        self.params, self.policy, self.spec, self.sizes = (
-            params,
-            spec.policy,
-            spec.cache,
-            spec.sizes,
-        )
+        spec = setup.engine_spec(params, as_policy(policy), options)
+        self._link, self._options = link, options
+        self.params, self.policy = params, spec.policy
+        self.spec, self.sizes = spec.cache, spec.sizes
         self._pace = Pace(params.config, spec.sizes)
-        rules = setup.rules(spec.policy, spec.cache, spec.sizes, share=enable_prefix_caching)
-        self.programs = self._programs_of(spec, link, check_ranks=check_ranks)
+        rules = setup.rules(spec, share=options.enable_prefix_caching)
+        self.programs = self._programs_of(spec, link, check_ranks=options.check_ranks)
         usable = self.programs.usable_rows, self._can_run
         self.scheduler = Scheduler(self.sizes, rules, self._pace, *usable)
-        self.per_request, self._layer_stats, self._clock = spec.knobs, layer_stats, clock
-        new = []
+        self.per_request, self._clock = spec.knobs, time.perf_counter
+        new, prepare = [], options.prepare
         if prepare or (prepare is None and jax.default_backend() == "gpu"):
             choices: list[SamplingMode] = ["sampled"]
             if prepare == "logprobs":
@@ -159,7 +107,7 @@ class Engine:
         self._numbers, self._names = itertools.count(), itertools.count()
         self._in_flight: deque[PendingResults] = deque()
         self._taken = -math.inf  # when the last results were taken
-        self._max_waiting, self.counters = max_waiting, Counters()
+        self.counters = Counters()
         self.error: BaseException | None = None
         self._runner = Runner(spec, self.programs, lambda number: self._live[number][2].request)
         self._run_first(new)
@@ -221,7 +169,7 @@ class Engine:
                 )
         setup.require_exact(self.policy, self.spec, self.sizes, request.sampling.exact)
         self.scheduler.memory.require_room(len(request.ids), request.sampling.max_tokens)
-        n, limit = request.sampling.n, self._max_waiting
+        n, limit = request.sampling.n, self._options.max_waiting
         if limit is not None and n > limit + self.sizes.num_slots:
             raise ValueError(
                 f"n={n}: must be at most {limit + self.sizes.num_slots}, max_waiting and the slots"
@@ -270,7 +218,7 @@ class Engine:
                 salt=own.sampling.cache_salt,
             )
             state.answers.append(answer)
-            keep = self._layer_stats is True
+            keep = self._options.layer_stats is True
             state.builders.append(
                 AnswerBuilder(own, index, self.params.tokenizer, keep_layers=keep)
             )

@@ -2,15 +2,14 @@
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from jsparse.engine.core import Engine
+from jsparse.engine.loading import load_engine
 from jsparse.engine.outputs import RequestOutput
 from jsparse.engine.progress import OnAnswer, progress
-from jsparse.models.checkpoint import Params, given_params
+from jsparse.models.checkpoint import Params
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.names import ANSWER, CHAT, ENGINE, METHODS, takes
 from jsparse.policy import AnyPolicy
@@ -35,42 +34,14 @@ class LLM:
         engine: the engine that does the work.
     """
 
-    @takes(ENGINE)
+    @takes(ENGINE, more=load_engine)
     def __init__(
         self,
         model: str | os.PathLike[str] | Params,
         policy: AnyPolicy | str = "dense",
         *,
         seed: int = 0,
-        dtype: Any = None,
-        weights: str | None = None,
-        revision: str | None = None,
-        tokenizer: Any = None,
-        max_num_seqs: int | None = None,
-        max_model_len: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        swap_space: float = 0.0,
-        kv_cache_tokens: int | None = None,
-        max_waiting: int | None = None,
-        enable_prefix_caching: bool = True,
-        per_request: Sequence[str] = (),
-        layer_stats: bool | Literal["newest"] = False,
-        page_size: int = 16,
-        steps_per_program: int | None = None,
-        decode_rows: Sequence[int] | None = None,
-        prefill_rows: Sequence[int] | None = None,
-        ladder: Sequence[tuple[int, int]] | None = None,
-        max_stall_ms: float | None = None,
-        batch_invariant: bool = False,
-        cascade_attention: bool | None = None,
-        exact: bool = False,
-        num_speculative_tokens: int | None = None,
-        prepare: bool | Literal["logprobs"] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        tensor_parallel_size: int | None = None,
-        check_ranks: bool = False,
-        enforce_eager: bool = False,
-        trust_remote_code: bool = False,
+        **options: Any,
     ) -> None:
         """Loads the model and prepares the engine.
 
@@ -78,109 +49,14 @@ class LLM:
             model: an argument of `jsparse.load`, or its result.
             policy: the policy or its expression.
             seed: the seed of requests whose SamplingParams names none.
-            dtype: "float32", "bfloat16" or "float16"; None is bfloat16 on a GPU and float32
-                elsewhere. It and the next three are for `jsparse.load`.
-            weights: "q8_0" keeps matrices in blocks of 8 bits; None is numbers of `dtype`.
-            revision: a branch, tag or commit, for Hub ids.
-            tokenizer: a fast transformers tokenizer, or a jsparse one, instead of the model's.
-            max_num_seqs: the most requests that decode together; None is 64 on a GPU, 8 where the
-                policy is offloaded, and 8 on a CPU. A step computes this many rows whether or not
-                they hold requests.
-            max_model_len: the most tokens of prompt and answer together; None is the model's
-                maximum on a GPU and at most 2048 on a CPU, where attention walks through all of it.
-            max_waiting: the most requests that may wait for a slot; None is any number.
-            kv_cache_tokens: the tokens whose K and V the engine holds; None is as many as
-                `gpu_memory_utilization` allows, on a CPU, or in host memory, no more than all slots
-                and a prompt can use.
-            gpu_memory_utilization: the share of the device's memory, on a CPU of its free memory,
-                that model, K and V and the policy's state may take; programs need the rest.
-            swap_space: the GiB of host memory for K and V of answers that have to leave the device
-                for a while, since those of others need theirs; 0 is that these wait instead. It is
-                of use where it and the device's memory hold all that answers can come to need.
-            page_size: the number of tokens per page.
-            enable_prefix_caching: whether prompts that begin alike, or as a prompt and its answer,
-                are read once, if `policy` can.
-            per_request: the names of the hyper-parameters that requests may set, among those that
-                the policy lists in `per_row`, and "dense". Each makes the step a little slower.
-            layer_stats: whether outputs hold the shares attended and read of each layer and step;
-                "newest" keeps those of the newest step alone, for live views.
-            steps_per_program: the most decode steps per program; None is 32 on a GPU, 1 on a CPU.
-                A program has fewer where they take more than 100 ms, or half of `max_stall_ms`, and
-                8 at most while requests wait.
-            decode_rows: the numbers of rows of decode programs, ascending to `max_num_seqs`; a step
-                runs the smallest that fits. None is 8, 16, … and all on a GPU, 1 and all on a CPU.
-            prefill_rows: the numbers of prompts that programs read short chunks of, ascending from
-                1; None is 1 and 8 on a GPU, 1 on a CPU.
-            ladder: the sizes of prompt chunks, as (position, size) pairs, from position 0 on;
-                None: 512 and more on a GPU, by the model, and 64 on a CPU.
-            max_stall_ms: the milliseconds for which an answer may wait for its next tokens while
-                prompts are read, as far as chunks of the ladder's sizes allow, and twice those that
-                a decode program takes; 0 is one step at a time, after each chunk. None, the fastest
-                where nobody waits for single tokens, reads all prompts first for which there is
-                room. AsyncEngine and servers have 200.
-            batch_invariant: whether a request gets the same bits in any company, and whether or not
-                others have read the beginning of its prompt. Programs then have one step, read one
-                prompt and decode all rows, and chunks begin where position alone says.
-            cascade_attention: whether dense layers read what prompts have in common once for all
-                rows that share it, where that is much. Such programs are compiled when there is use
-                for them. None is true on a GPU if half of the policy's layers are dense.
-            exact: whether the policy only drafts, and dense attention checks what it drafts, so
-                that answers are dense attention's own; not with `batch_invariant` or
-                `cascade_attention`. SamplingParams may say otherwise for a request. A token's
-                shares are the means of the drafts that were made with it, 1 where none was.
-            num_speculative_tokens: with `exact`, the tokens drafted between two checks, up to
-                32; None lets that be chosen, from the drafts accepted and the time rounds took.
-            prepare: whether all programs, but those that return likely tokens, are compiled now
-                and not on first use; "logprobs": also these. On a CPU this waits only for the
-                programs that any request needs; the rest are compiled in the background. None is
-                true on a GPU, which then also runs each once, since a first run takes longer.
-            clock: returns the time in seconds.
-            tensor_parallel_size: the number of devices that the model is spread over, each with
-                some of its heads; None is one, or those that `jsparse.load` has spread it over. The
-                devices may be those of several processes (jax.distributed), which all make the same
-                LLM: all but process 0 then work for it, and exit when it does.
-            check_ranks: whether the devices of such a model are compared after each program: they
-                must have chosen the same tokens, or the engine fails. It is slower.
-            enforce_eager: false; programs are always compiled.
-            trust_remote_code: false; no code that comes with a checkpoint is ever run.
+            options: those of `EngineOptions`, and dtype, weights, revision, tokenizer and
+                tensor_parallel_size of `jsparse.load`.
 
         Raises:
             ValueError: an option is refused, the policy cannot be served, or memory is too small.
             TypeError: there is no option of that name.
         """
-        self.engine = Engine(
-            given_params(
-                model,
-                dtype=dtype,
-                weights=weights,
-                revision=revision,
-                tokenizer=tokenizer,
-                tensor_parallel_size=tensor_parallel_size,
-            ),
-            policy,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            max_waiting=max_waiting,
-            kv_cache_tokens=kv_cache_tokens,
-            gpu_memory_utilization=gpu_memory_utilization,
-            swap_space=swap_space,
-            page_size=page_size,
-            enable_prefix_caching=enable_prefix_caching,
-            per_request=per_request,
-            layer_stats=layer_stats,
-            steps_per_program=steps_per_program,
-            decode_rows=decode_rows,
-            prefill_rows=prefill_rows,
-            ladder=ladder,
-            max_stall_ms=max_stall_ms,
-            batch_invariant=batch_invariant,
-            cascade_attention=cascade_attention,
-            exact=exact,
-            num_speculative_tokens=num_speculative_tokens,
-            check_ranks=check_ranks,
-            prepare=prepare,
-            clock=clock,
-        )
+        self.engine = load_engine(model, policy, **options)
         self._seed = seed
         self._turn, self._running = threading.RLock(), False
 

@@ -58,9 +58,7 @@ def engine_keys(
     # these take longest
     for rows, choice in product(sizes.rows, choices):
         keys.append(decode_key(choice, rows, drafts=sizes.drafts_for(rows)))
-    if not sizes.drafts:  # a round has its services within
-        services = policy.services.every
-        keys += [ProgramKey.of("service", sizes.service_rows, service=name) for name in services]
+    keys += service_keys(sizes, policy)
     full = sizes.full_sizes
     for rows in sizes.prefill_rows:
         for size in {*full, *sizes.tails}:
@@ -76,6 +74,14 @@ def engine_keys(
     for choice in choices:
         keys += [ProgramKey.of("join", rows, choice=choice) for rows in sizes.prefill_rows]
     return keys
+
+
+def service_keys(sizes: EngineSizes, policy: Policy) -> list[ProgramKey]:
+    """Returns the keys of the programs that serve rows between their steps."""
+    if sizes.drafts:  # a round has its services within
+        return []
+    rows = sizes.service_rows
+    return [ProgramKey.of("service", rows, service=name) for name in policy.services.every]
 
 
 def decode_key(choice: SamplingMode, *size: int, drafts: int | None = None) -> ProgramKey:

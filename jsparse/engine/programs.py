@@ -22,6 +22,7 @@ from jsparse.engine.program_keys import (
     decode_keys,
     engine_keys,
     evict_key,
+    service_keys,
 )
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.slots import (
@@ -158,7 +159,7 @@ class Programs(ProgramSet):
         there = (rows for rows in fitting if all(map(self.ready, keys(rows))))
         if (rows := next(there, None)) is not None:
             return rows
-        self.expect(keys(fitting[-1]))
+        self.expect(keys(fitting[-1]) + service_keys(self._sizes, self._made_for.policy))
         return fitting[-1]
 
     def can_run(self, rows: int, wanted: SamplingMode, *, drafts: int | None = None) -> bool:

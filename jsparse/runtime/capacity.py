@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from jsparse.cache import CacheSpec
 from jsparse.host_memory import host_store, store
-from jsparse.hyper_parameters import whole_number
 from jsparse.machine import memory
 from jsparse.models.checkpoint import Params
 from jsparse.policy import Policy
@@ -245,18 +244,8 @@ def pool_groups(
         chunk: the tokens of all their chunks.
 
     Raises:
-        ValueError: an argument is out of its range, or memory does not suffice.
+        ValueError: memory does not suffice.
     """
-    if (
-        isinstance(gpu_memory_utilization, bool)
-        or not isinstance(gpu_memory_utilization, int | float)
-        or not 0 < gpu_memory_utilization <= 1
-    ):
-        raise ValueError(
-            f"gpu_memory_utilization={gpu_memory_utilization!r}: must be a number above 0 and at "
-            "most 1"
-        )
-
     per_group, rows = _bytes_of(spec, policy)
     rows += _leaving_bytes(spec, policy, prompts, chunk) if policy.offload else 0
     rows += state_bytes(reading, policy) if reading else 0
@@ -273,7 +262,6 @@ def pool_groups(
         all_rows = spec.batch * spec.num_pages + (reading.num_pages if reading else 0)
         wanted = maximum if keeps_prompts else min(maximum, all_rows + 1)
     else:
-        whole_number("kv_cache_tokens", tokens, 1)
         wanted = -(-tokens // spec.page_size) + 1
     if max(wanted, 2) > most_on_host:
         raise ValueError(

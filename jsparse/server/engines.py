@@ -3,42 +3,15 @@
 from typing import Any
 
 from jsparse.engine.async_engine import AsyncEngine
-from jsparse.models.checkpoint import load
 from jsparse.policies.own_code import resolve
 from jsparse.server import log
 from jsparse.text.short_names import short_name
 
 
-def load_engine(
-    model: str,
-    policy: str,
-    *,
-    dtype: Any,
-    weights: str | None,
-    revision: str | None,
-    tensor_parallel_size: int,
-    **options: Any,
-) -> AsyncEngine:
-    """Returns an engine for a model and a policy that are named as on the command line.
-
-    Args:
-        model: as `load` takes it.
-        policy: an expression, or one of your own.
-        dtype: as `load` takes it.
-        weights: as `load` takes it.
-        revision: as `load` takes it.
-        tensor_parallel_size: as `load` takes it.
-        options: AsyncEngine's.
-    """
+def load_engine(model: str, policy: str, **options: Any) -> AsyncEngine:
+    """Returns an engine for a model and a policy that are named as on the command line."""
     log.logger.info("loading %s", model)
-    params = load(
-        model,
-        dtype=dtype,
-        weights=weights,
-        revision=revision,
-        tensor_parallel_size=tensor_parallel_size,
-    )
-    return AsyncEngine(params, resolve(policy), **options)
+    return AsyncEngine(model, resolve(policy), **options)
 
 
 def describe(engine: AsyncEngine) -> tuple[str, str]:

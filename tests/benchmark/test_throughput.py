@@ -1,6 +1,7 @@
 """Tests workloads and what is measured of them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -87,6 +88,10 @@ def test_requests_come_when_they_are_due_and_outputs_keep_their_order():
     assert times[0] - times[1] >= 0.25
 
 
+def unprepared(options):
+    return replace(options, prepare=False)
+
+
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     """What the command says of three prompts."""
@@ -96,9 +101,7 @@ def result(tmp_path_factory):
     given += ["--input-len", "4:8", "--output-len", "3", "--max-num-seqs", "2"]
     with pytest.MonkeyPatch.context() as patch:
         # programs are compiled when they are needed
-        patch.setattr(
-            core, "Engine", lambda *model, **sizes: Engine(*model, **sizes | {"prepare": False})
-        )
+        patch.setattr(core, "Engine", lambda *model: Engine(*model[:-1], unprepared(model[-1])))
         return CliRunner().invoke(app, [*given, "--policy", "streaming(sink=1, recent=2)"])
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import jsparse
 from jsparse import SamplingParams
-from jsparse.engine import setup
+from jsparse.engine import sizing
 from jsparse.engine.request_state import policy_of
 from jsparse.runtime.compilation import traces
 from tests.support.replaying import Recording
@@ -200,7 +200,7 @@ def test_abort_in_every_phase(dense, phase):
 
 def test_answers_grow_into_memory_that_does_not_suffice_for_all(dense, monkeypatch):
     """More run than could if each had the memory of all its tokens; some wait for others' ends."""
-    monkeypatch.setattr(setup, "GROWTH_TOKENS", 8)
+    monkeypatch.setattr(sizing, "GROWTH_TOKENS", 8)
     llm = tiny_llm(steps_per_program=2, ladder=LADDER, kv_cache_tokens=128)
     prompts = [PROMPTS[nth] for nth in (0, 2, 4, 5)]
     outs = llm.generate(prompts, greedy(40))

@@ -41,7 +41,8 @@ def test_the_first_request_has_all_its_programs_compiled_side_by_side():
 
 def test_the_engine_learns_how_long_its_programs_take():
     clock = itertools.count()
-    llm = tiny_llm(clock=lambda: float(next(clock)))
+    llm = tiny_llm()
+    llm.engine._clock = lambda: float(next(clock))
     pace = llm.engine._pace
     assert (pace.reading(1, 16, 0), pace.step(4)) == (None, None)
     llm.generate(PROMPTS[:2], greedy(9))

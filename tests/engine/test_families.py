@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from bench.lib.llama_8b import LLAMA_8B
 from bench.lib.smollm2 import SMOLLM2
 from jsparse.cache import CacheSpec
-from jsparse.engine import families, setup
+from jsparse.engine import families, sizing
 from jsparse.engine.blocks import CacheBlock
 from jsparse.engine.families import families as families_of
+from jsparse.engine.options import EngineOptions
 from jsparse.engine.step_plan import Family
 from jsparse.policies.expressions import parse
 from jsparse.runtime.program_set import ProgramKey
@@ -178,23 +179,21 @@ def test_a_program_that_is_not_there_is_done_without(monkeypatch):
 def test_where_half_of_the_layers_are_dense_rows_read_together(
     asked, policy, on_gpu, rows, monkeypatch
 ):
-    monkeypatch.setattr(setup, "_on_gpu", lambda: on_gpu)
+    monkeypatch.setattr(sizing, "on_gpu", lambda: on_gpu)
     spec = CacheSpec(8, 64, 32, 8, head_dim=128, page_size=16, num_pages=9, dtype="bfloat16")
-    assert setup._family_rows(asked, parse(policy), spec) == rows
-    assert setup._family_rows(asked, parse(policy), spec._replace(num_heads=512)) == 0
+    assert sizing.family_rows(asked, parse(policy), spec) == rows
+    assert sizing.family_rows(asked, parse(policy), spec._replace(num_heads=512)) == 0
 
 
 def test_small_models_are_read_in_larger_chunks(monkeypatch):
-    monkeypatch.setattr(setup.chunk_attention, "has_flash", lambda *_: True)
-    options = {"kv_cache_tokens": 65536, "gpu_memory_utilization": 0.9, "steps": 1}
-    options["swap_space"] = 0.0
-    none = dict.fromkeys(("decode_rows", "prefill_rows", "ladder", "max_model_len"))
+    monkeypatch.setattr(sizing.chunk_attention, "has_flash", lambda *_: True)
 
     def sizes(config, stall):
         params = tiny_params(num_layers=2)
-        spec = setup.cache_spec(params, max_num_seqs=2, max_model_len=512, page_size=16)
-        spec = spec._replace(num_pages=2048)
-        made = setup.sizes_of(parse("dense"), config, spec, max_stall_ms=stall, **options, **none)
+        rows = EngineOptions(max_num_seqs=2, max_model_len=512)
+        spec = sizing.cache_spec(params, rows)._replace(num_pages=2048)
+        options = EngineOptions(kv_cache_tokens=65536, max_stall_ms=stall)
+        made = sizing.sizes_of(parse("dense"), config, spec, options, steps=1)
         return made.ladder, made.packed_tokens
 
     assert sizes(SMOLLM2, None) == sizes(SMOLLM2, 200) == (((0, 2048), (8192, 8192)), 2048)

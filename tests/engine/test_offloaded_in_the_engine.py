@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jsparse
-from jsparse.engine import setup
+from jsparse.engine import sizing
 from jsparse.engine.llm import LLM
 from jsparse.host_memory import host_store
 from jsparse.host_memory.pool import HostPool
@@ -126,7 +126,7 @@ def test_host_memory_is_accounted_for_all_requests_together(monkeypatch):
 
 
 def test_a_gpu_runs_few_rows_all_together(monkeypatch):
-    monkeypatch.setattr(setup, "_on_gpu", lambda: True)
+    monkeypatch.setattr(sizing, "on_gpu", lambda: True)
     llm = LLM(tiny_params(num_layers=2), QUEST, max_model_len=96, page_size=PAGE, prepare=False)
     sizes = llm.engine.sizes
     assert (sizes.num_slots, sizes.rows, sizes.prefill_rows) == (8, (8,), (1,))

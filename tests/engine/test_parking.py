@@ -2,7 +2,7 @@
 
 import pytest
 
-from jsparse.engine import runner, setup
+from jsparse.engine import runner, sizing
 from jsparse.engine.scheduler import Scheduler
 from jsparse.engine.sizes import EngineSizes
 from tests.support.marks import slow_except
@@ -28,7 +28,7 @@ SCARCE = {"kv_cache_tokens": 136, "swap_space": 1}
 
 @pytest.fixture(autouse=True)
 def answers_grow_by_a_page(monkeypatch):
-    monkeypatch.setattr(setup, "GROWTH_TOKENS", 8)
+    monkeypatch.setattr(sizing, "GROWTH_TOKENS", 8)
 
 
 def moves_of(llm, prompts):
@@ -46,7 +46,7 @@ def test_who_was_parked_gets_the_same_bits(expression, monkeypatch):
 
     What two of them have in common stays on the device, if the policy shares so short a text.
     """
-    monkeypatch.setattr(setup, "MOVED_GROUPS", 2)
+    monkeypatch.setattr(sizing, "MOVED_GROUPS", 2)
     monkeypatch.setattr(runner, "AT_A_TIME", 1)
     llm = tiny_llm(expression, **SCARCE)
     outs, parked, resumed = moves_of(llm, PROMPTS)
@@ -94,7 +94,7 @@ def test_plans_that_swap_out_give_the_same_bits_again():
 def test_swap_space_is_checked(monkeypatch):
     with pytest.raises(ValueError, match="swap_space=-1: must be a finite number of at least 0"):
         tiny_llm("dense", swap_space=-1)
-    monkeypatch.setattr(setup, "available_host_bytes", lambda: 2**31)
+    monkeypatch.setattr(sizing, "available_host_bytes", lambda: 2**31)
     with pytest.raises(ValueError, match=r"swap_space=3: must be at most 2.0, the GiB of host"):
         tiny_llm("dense", swap_space=3)
 

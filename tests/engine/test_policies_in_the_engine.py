@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import jsparse
-from jsparse.engine import setup
-from jsparse.engine.setup import bound, cache_spec, evicted_pages
+from jsparse.engine import sizing
+from jsparse.engine.options import EngineOptions
+from jsparse.engine.sizing import bound, cache_spec, evicted_pages
 from jsparse.policies.expressions import parse
 from jsparse.policy import Eviction
 from jsparse.runtime.request import requests
@@ -112,7 +113,8 @@ def by_the_text():
 def test_a_state_that_depends_on_the_text_is_built_from_what_others_have_read(by_the_text, steps):
     """From a prompt's beginning, and from the middle of one that another has overtaken."""
     params, expression, prompt, expected = by_the_text
-    llm = tiny_llm(expression, params=params, ladder=((0, 8),), clock=lambda: 0.0)
+    llm = tiny_llm(expression, params=params, ladder=((0, 8),))
+    llm.engine._clock = lambda: 0.0
     (asked,) = requests(params, [prompt], greedy(16), llm.engine.policy)
     if steps:
         llm.engine.add(asked, request_id="overtaken")
@@ -139,7 +141,7 @@ def test_rows_are_compressed_by_their_own_age():
 @pytest.mark.slow
 def test_prompts_are_compressed_by_programs_of_their_size(monkeypatch):
     """Of two pages per head, where three are kept, of eight, and of all twelve."""
-    monkeypatch.setattr(setup, "PROMPT_PAGES", 2)
+    monkeypatch.setattr(sizing, "PROMPT_PAGES", 2)
     llm, (_, crowd) = tiny_llm(HARD_KV, ladder=((0, 16),), kv_cache_tokens=384), served(HARD_KV)
     assert (llm.engine.sizes.prompt_pages, llm.engine.sizes.evicted_pages) == ((2, 8, 12), 3)
     for nth in (0, 3):
@@ -156,7 +158,8 @@ def test_heads_hold_no_more_than_their_rows_have():
     """Whatever a policy says; what it does not drop keeps the groups that it was read into."""
     policy = parse(HARD_KV)
     assert policy.eviction is not None
-    rows = cache_spec(tiny_params(), max_num_seqs=1, max_model_len=96, page_size=PAGE)
+    options = EngineOptions(max_num_seqs=1, max_model_len=96, page_size=PAGE)
+    rows = cache_spec(tiny_params(), options)
     wide = policy._replace(eviction=policy.eviction._replace(max_length=lambda prompt, new: 128))
     assert (bound(wide)(41, 7), evicted_pages(wide, rows, 96)) == (48, 12)
     late = policy._replace(eviction=Eviction(None, lambda prompt, new: 24))

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 import jsparse
-from jsparse.engine import setup
+from jsparse.engine import sizing
 from tests.support.serving import PAGE, asked, assert_at_rest, greedy, tiny_llm
 from tests.support.tiny import random_prompts
 
@@ -65,7 +65,7 @@ def soak(llm, rng):
     ids=["offloaded", "swapped out", "swapped out, compressed", "exact"],
 )
 def test_answers_are_those_of_generate_in_any_company(expression, options, monkeypatch):
-    monkeypatch.setattr(setup, "GROWTH_TOKENS", 8)  # answers grow by a page
+    monkeypatch.setattr(sizing, "GROWTH_TOKENS", 8)  # answers grow by a page
     llm, rng = tiny_llm(expression, **options), Random(0)
     got = soak(llm, rng)
     ends = Counter("aborted" if tokens is None else "ended" for _, tokens in got)

@@ -1,0 +1,54 @@
+"""Defines `load_engine`, with which LLM and AsyncEngine begin."""
+
+import os
+from typing import Any
+
+from jsparse.engine.core import Engine
+from jsparse.engine.options import EngineOptions
+from jsparse.models.checkpoint import Params, given_params
+from jsparse.names import ENGINE, takes
+from jsparse.policy import AnyPolicy
+
+
+@takes(ENGINE, more=EngineOptions)
+def load_engine(
+    model: str | os.PathLike[str] | Params,
+    policy: AnyPolicy | str = "dense",
+    *,
+    dtype: Any = None,
+    weights: str | None = None,
+    revision: str | None = None,
+    tokenizer: Any = None,
+    tensor_parallel_size: int | None = None,
+    **options: Any,
+) -> Engine:
+    """Loads a model and returns an engine for it.
+
+    Args:
+        model: an argument of `jsparse.load`, or its result.
+        policy: the policy or its expression.
+        dtype: "float32", "bfloat16" or "float16"; None: bfloat16 on a GPU and float32 elsewhere.
+            It and the next three are for `jsparse.load`.
+        weights: "q8_0" keeps matrices in blocks of 8 bits; None: numbers of `dtype`.
+        revision: a branch, tag or commit, for Hub ids.
+        tokenizer: a fast transformers tokenizer, or a jsparse one, instead of the model's.
+        tensor_parallel_size: the number of devices that the model is spread over, each with some of
+            its heads; None: one, or those that `jsparse.load` has spread it over. The devices may
+            be those of several processes (jax.distributed), which all make the same engine: all but
+            process 0 then work for it, and exit when it does.
+        options: those of `EngineOptions`.
+
+    Raises:
+        ValueError: an option is refused, the policy cannot be served, or memory is too small.
+        TypeError: there is no option of that name.
+    """
+    checked = EngineOptions(**options)  # before anything is loaded
+    params = given_params(
+        model,
+        dtype=dtype,
+        weights=weights,
+        revision=revision,
+        tokenizer=tokenizer,
+        tensor_parallel_size=tensor_parallel_size,
+    )
+    return Engine(params, policy, checked)
