@@ -5,8 +5,6 @@ from jsparse.engine.async_engine import AsyncEngine as AsyncEngine
 from jsparse.engine.errors import EngineError as EngineError
 from jsparse.engine.errors import EngineFull as EngineFull
 from jsparse.engine.llm import LLM as LLM
-from jsparse.engine.outputs import CompletionOutput as CompletionOutput
-from jsparse.engine.outputs import Logprob as Logprob
 from jsparse.engine.outputs import RequestOutput as RequestOutput
 from jsparse.generation import generate as generate
 from jsparse.model_facts.channel_calibration import calibrate_channels as calibrate_channels
@@ -16,6 +14,8 @@ from jsparse.models.checkpoint import save as save
 from jsparse.models.transformers_models import from_transformers as from_transformers
 from jsparse.policies.expressions import as_policy as parse_policy  # noqa: F401  another name
 from jsparse.policy import Policy as Policy
+from jsparse.runtime.collecting import CompletionOutput as CompletionOutput
+from jsparse.runtime.collecting import Logprob as Logprob
 from jsparse.runtime.host_reader import Generation as Generation
 from jsparse.runtime.host_reader import GenerationStats as GenerationStats
 from jsparse.runtime.sampling_params import SamplingParams as SamplingParams

@@ -14,7 +14,7 @@ from jsparse.engine import setup
 from jsparse.engine.errors import EngineError, EngineFull
 from jsparse.engine.follower import LeaderPrograms, agree, follow
 from jsparse.engine.options import EngineOptions
-from jsparse.engine.outputs import AnswerBuilder, RequestMetrics
+from jsparse.engine.outputs import RequestMetrics
 from jsparse.engine.pace import Pace
 from jsparse.engine.program_keys import SamplingMode
 from jsparse.engine.programs import Programs
@@ -27,8 +27,8 @@ from jsparse.machine.jax_settings import own_settings
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy
+from jsparse.runtime.collecting import NAN_LOGITS, AnswerBuilder
 from jsparse.runtime.compilation import keep_compilations
-from jsparse.runtime.host_reader import NAN_LOGITS
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.request import Request
 

@@ -1,14 +1,14 @@
 """Packs what leaves the device into one array per program: each transfer to the host costs time."""
 
 from collections import defaultdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32, Shaped
 
-from jsparse.runtime.host_reader import shares
+from jsparse.runtime.collecting import NewTokens, shares
 from jsparse.runtime.rows import Step
 from jsparse.runtime.sampling import top_logprobs
 from jsparse.runtime.speculation import Round
@@ -23,25 +23,6 @@ Packed = Int32[Array, "n B w"]
 # What stands in place of a token behind the last that a round gave: a draft that did not agree, or
 # was drafted behind such a one; and no draft.
 REJECTED, NOT_DRAFTED = -1, -2
-
-
-class NewTokens(NamedTuple):
-    """Holds the tokens that an answer got from one program, and the numbers of their n steps.
-
-    Attributes:
-        ids, logprobs: the tokens and their log-probabilities under the model's own softmax.
-        shares: the shares of the positions so far that were attended and read, [n, 2].
-        layers: these two shares for each layer, [n, 2, L]; None unless the engine keeps them.
-        top: the likeliest tokens and their log-probabilities, [n, top]; None unless requested.
-        drafted: after a round of speculation, how many tokens were drafted.
-    """
-
-    ids: list[int]
-    logprobs: list[float]
-    shares: np.ndarray
-    layers: np.ndarray | None = None
-    top: tuple[np.ndarray, np.ndarray] | None = None
-    drafted: int = 0
 
 
 def pack(step: Step, num_layers: int, *, layer_stats: bool, top: bool) -> Int32[Array, "B w"]:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jsparse.engine.outputs import AnswerBuilder, RequestMetrics, RequestOutput
+from jsparse.engine.outputs import RequestMetrics, RequestOutput
 from jsparse.engine.step_plan import Answer, StepPlan
 from jsparse.policy import Policy
+from jsparse.runtime.collecting import AnswerBuilder
 
 
 @dataclass

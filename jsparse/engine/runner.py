@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jsparse.engine.bodies import CHOICES
-from jsparse.engine.packing import NewTokens, unpack
+from jsparse.engine.packing import unpack
 from jsparse.engine.program_keys import (
     LEAVE,
     PARK,
@@ -30,6 +30,7 @@ from jsparse.engine.slots import MovedGroups, Parked, Slots, neutral
 from jsparse.engine.step_plan import Chunk, Decode, Decoding, Move, Reading, StepPlan
 from jsparse.host_memory import pages as host_pages
 from jsparse.host_memory.pages import HostLayers, Leaving, device_sharding, host_sharding
+from jsparse.runtime.collecting import NewTokens
 from jsparse.runtime.prefill import settle
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.request import Request, knob_rows

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jsparse.runtime import capacity
+from jsparse.runtime.collecting import AnswerBuilder
 from jsparse.runtime.compilation import clock, keep_compilations, waited
 from jsparse.runtime.host_reader import (
     AnswerRow,
@@ -16,7 +17,6 @@ from jsparse.runtime.host_reader import (
     Reader,
     Streamer,
     TokenStreamer,
-    text_stream,
 )
 from jsparse.runtime.request import Request, knobs
 from jsparse.runtime.sampling import chooser, forced_then_greedy
@@ -73,7 +73,7 @@ def answers(
     tokenizer = session.params.tokenizer
     turns = [()] * len(asked) if questions is None else questions
     rows = [
-        AnswerRow(request, text_stream(tokenizer, request, turn), emit, len(turn))
+        AnswerRow(AnswerBuilder(request, 0, tokenizer, turn=turn), emit, len(turn))
         for request, emit, turn in zip(asked, streamers, turns, strict=True)
     ]
     reader = Reader(rows, report, clock)
@@ -81,7 +81,7 @@ def answers(
         choose, given = chooser(asked, session.params.config.vocab_size)
     else:
         choose, given = forced_then_greedy, _table(questions)
-    limits = [row.given + row.request.sampling.max_tokens for row in rows]
+    limits = [row.limit for row in rows]
     steps = session.steps(choose, given, limits=limits, knobs=knobs(asked))
     # so that the session is at rest even while someone looks at an exception
     with closing(steps):

@@ -5,23 +5,20 @@ A stop rule that it finds then ends the loop; the few steps made in the meantime
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
-from jsparse.models.tokenizer import Tokenizer
+from jsparse.runtime.collecting import NAN_LOGITS, AnswerBuilder, NewTokens, shares
 from jsparse.runtime.compilation import clock
 from jsparse.runtime.decoding import Drafts, StepResult
 from jsparse.runtime.prefill import OnChunk
-from jsparse.runtime.request import Request
-from jsparse.text.stream import TextStream
 
 # steps that the device may be ahead of the host; one program, where that is more
 HOST_LAG = 2
-NAN_LOGITS = "the model's logits are NaN: weights hold NaN, or activations overflow their dtype"
 
 
 @runtime_checkable
@@ -36,27 +33,6 @@ class TokenStreamer(Protocol):
 
 
 Streamer = Callable[[str], Any] | TokenStreamer
-
-
-def text_stream(
-    tokenizer: Tokenizer | None, request: Request, turn: Sequence[int] = ()
-) -> TextStream:
-    """Returns the text stream of a request's answer, which `turn` precedes beside the prompt."""
-    own = request.sampling
-    return TextStream(
-        tokenizer,
-        tuple(own.stop or ()),
-        include_stop=own.include_stop_str_in_output,
-        min_tokens=own.min_tokens,
-        skip_special=own.skip_special_tokens,
-        before=np.concatenate([request.ids, np.asarray(turn, np.int32)]),
-    )
-
-
-def shares(values: Any) -> np.ndarray:
-    """Returns shares of the positions so far as reported: none is above 1."""
-    # the device averages over heads and layers in float32, where ones can give 1.0000001
-    return np.minimum(values, 1.0)
 
 
 @dataclass(frozen=True)
@@ -114,45 +90,41 @@ class Generation:
 
 @dataclass
 class AnswerRow:
-    """Collects one prompt's growing output on the host.
+    """Collects one prompt's answer and passes it on to a streamer.
 
     The first `given` tokens of its steps were not chosen but given, and are no output.
     """
 
-    request: Request
-    stream: TextStream
+    builder: AnswerBuilder
     emit: Streamer
     given: int = 0
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    attended: list[float] = field(default_factory=list)
-    read: list[float] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
-    finish: str | None = None
 
-    def take(self, token: int, logprob: float) -> None:
-        self.ids.append(token)
-        self.logprobs.append(logprob)
+    @property
+    def limit(self) -> int:
+        """The most tokens of its steps."""
+        return self.given + self.builder.request.sampling.max_tokens
+
+    def take(self, new: NewTokens) -> None:
+        """Adds the next tokens and emits them, or the text that is certain now."""
+        count = self.builder.take(new)
         if isinstance(self.emit, TokenStreamer):
-            self.emit.put(np.array([token]))
-        is_end = token in self.request.ends
-        self._emit("" if is_end else self.stream.push(token))
-        if is_end or self.stream.stopped:
-            self.close("stop")
-        elif len(self.ids) == self.request.sampling.max_tokens:
-            self.close("length")
+            for token in new.ids[:count]:
+                self.emit.put(np.array([token]))
+        self._emit()
 
     def close(self, reason: str) -> None:
-        """Ends the row and emits the text that was held back, unless it completes a stop string."""
-        if self.finish is None:
-            self._emit(self.stream.finish())
-            self.finish = "stop" if self.stream.stopped else reason
-            if isinstance(self.emit, TokenStreamer):
-                self.emit.end()
+        """Ends the row, unless it has ended."""
+        if self.builder.finish is None:
+            self.builder.end(reason)
+            self._emit()
 
-    def _emit(self, piece: str) -> None:
-        if piece and not isinstance(self.emit, TokenStreamer):
+    def _emit(self) -> None:
+        if isinstance(self.emit, TokenStreamer):
+            if self.builder.finish:
+                self.emit.end()
+        elif piece := self.builder.output(new=True).text:
             self.emit(piece)
 
 
@@ -171,9 +143,9 @@ class Reader:
     ) -> None:
         """Prepares to read the steps of these rows; `clock` times them, in seconds."""
         self.rows, self._report, self._clock = rows, report, clock
-        self._maximum = max(row.given + row.request.sampling.max_tokens for row in rows)
+        self._maximum = max(row.limit for row in rows)
         self._pending: deque[StepResult] = deque()
-        self._times: list[float] = []
+        self._steps, self._times = 0, list[float]()
 
     def read_all(self, steps: Iterable[StepResult]) -> None:
         """Reads steps as they are dispatched, until all rows are done; then stops iterating."""
@@ -193,46 +165,53 @@ class Reader:
     @property
     def finished(self) -> bool:
         """Whether no row wants more tokens."""
-        return all(row.finish for row in self.rows)
+        return all(row.builder.finish for row in self.rows)
 
     def _read(self) -> None:
         results = jax.device_get(self._pending.popleft())
-        now = self._clock()
+        self._times.append(self._clock())
         if results.drafts is not None:
             self._count_drafts(results.drafts)
-        for nth, (tokens, logprobs, overflow) in enumerate(
-            zip(results.tokens, results.logprobs, results.overflow, strict=True)
-        ):
-            if self.finished:
-                return
-            self._times.append(now)
-            for b, row in enumerate(self.rows):
-                if row.finish or len(self._times) <= row.given:
-                    continue
-                if overflow[b]:
-                    row.close("overflow")
-                    continue
-                if results.drafts is not None and nth >= results.drafts.counts[b]:
-                    continue
-                if results.stats is not None:
-                    row.attended.append(float(shares(results.stats.attended[nth, b])))
-                    row.read.append(float(shares(results.stats.read[nth, b])))
-                if np.isnan(logprobs[b]):
-                    raise FloatingPointError(f"prompt[{b}], token {len(row.ids)}: {NAN_LOGITS}")
-                row.take(int(tokens[b]), float(logprobs[b]))
-            self._report("decode", self._done, self._maximum)
+        for b, row in enumerate(self.rows):
+            if row.builder.finish is None:
+                self._take(row, b, results)
+        self._steps += len(results.tokens)
+        self._report("decode", self._done, self._maximum)
+
+    def _take(self, row: AnswerRow, b: int, results: StepResult) -> None:
+        """Gives row b its tokens of one program.
+
+        Raises:
+            FloatingPointError: the model's logits are NaN.
+        """
+        first = min(max(0, row.given - self._steps), len(results.tokens))
+        full = np.flatnonzero(results.overflow[first:, b])
+        end = first + full[0] if full.size else len(results.tokens)
+        if results.drafts is not None:
+            end = min(end, int(results.drafts.counts[b]))
+        told = np.zeros((max(end - first, 0), 2), np.float32)
+        if results.stats is not None:
+            told[:, 0], told[:, 1] = (share[first:end, b] for share in results.stats)
+        ids, logprobs = (each[first:end, b].tolist() for each in (results.tokens, results.logprobs))
+        row.take(NewTokens(ids, logprobs, shares(told)))
+        if row.builder.finish == "error":
+            raise FloatingPointError(
+                f"prompt[{b}], token {len(row.builder.token_ids)}: {NAN_LOGITS}"
+            )
+        if full.size:
+            row.close("overflow")
 
     def _count_drafts(self, drafts: Drafts) -> None:
         """Counts the drafts of each row that is not done, and those that were accepted."""
         for b, row in enumerate(self.rows):
-            if row.finish is None:
+            if row.builder.finish is None:
                 row.drafted += int(drafts.drafted[b])
                 row.accepted += max(int(drafts.counts[b]) - 1, 0)
 
     @property
     def _done(self) -> int:
         """The tokens of the row that has come furthest."""
-        return max(row.given + len(row.ids) for row in self.rows)
+        return max(row.given + len(row.builder.token_ids) for row in self.rows)
 
     def generations(self, began: float, compiling: float, policy: str) -> list[Generation]:
         """Returns the answers.
@@ -247,24 +226,23 @@ class Reader:
     def _generation(
         self, row: AnswerRow, began: float, compiling: float, policy: str
     ) -> Generation:
-        times = self._times
-        made = sum(max(len(row.ids) - 1, 0) for row in self.rows)
+        times, made = self._times, [len(own.builder.token_ids) for own in self.rows]
+        new = sum(max(number - 1, 0) for number in made)
+        row.close("length")
+        answer = row.builder.output()
+        assert answer.finish_reason is not None
         stats = GenerationStats(
-            prompt_tokens=len(row.request.ids),
-            new_tokens=len(row.ids),
+            prompt_tokens=len(row.builder.request.ids),
+            new_tokens=len(answer.token_ids),
             prefill_seconds=times[0] - began,
-            decode_tokens_per_second=made / (times[-1] - times[0]) if made else None,
-            attended_fraction=float(np.mean(row.attended)) if row.attended else None,
-            read_fraction=float(np.mean(row.read)) if row.read else None,
+            decode_tokens_per_second=new / (times[-1] - times[0]) if new else None,
+            attended_fraction=answer.attended_fraction,
+            read_fraction=answer.read_fraction,
             policy=policy,
             drafted_tokens=row.drafted,
             accepted_tokens=row.accepted,
             compile_seconds=compiling,
         )
         return Generation(
-            row.stream.text,
-            row.ids,
-            row.finish or "length",
-            stats,
-            None if row.request.sampling.logprobs is None else row.logprobs,
+            answer.text, answer.token_ids, answer.finish_reason, stats, answer.token_logprobs
         )

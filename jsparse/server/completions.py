@@ -10,7 +10,8 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from jsparse.engine.outputs import CompletionOutput, RequestOutput
+from jsparse.engine.outputs import RequestOutput
+from jsparse.runtime.collecting import CompletionOutput
 from jsparse.server.errors import as_api_error, json_response
 from jsparse.server.prompt_stream import PromptStream, all_of, usage
 from jsparse.server.protocol import SAME, ChatRequest, CompletionRequest

@@ -5,9 +5,9 @@ import re
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jsparse.engine.outputs import CompletionOutput, RequestOutput
+from jsparse.engine.outputs import RequestOutput
 from jsparse.engine.request_state import RequestState
-from jsparse.runtime.host_reader import NAN_LOGITS
+from jsparse.runtime.collecting import NAN_LOGITS, CompletionOutput
 from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.server import log
 from jsparse.server.errors import ApiError

@@ -10,9 +10,10 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
-from jsparse.engine.outputs import CompletionOutput, RequestOutput
+from jsparse.engine.outputs import RequestOutput
 from jsparse.engine.request_state import RequestState
 from jsparse.models.tokenizer import Tokenizer
+from jsparse.runtime.collecting import CompletionOutput
 
 # a long prompt keeps a thread busy for a second; the tokenizer lets other threads run meanwhile
 ENCODERS = 2

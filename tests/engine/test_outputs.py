@@ -5,10 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jsparse.engine.outputs import AnswerBuilder
-from jsparse.engine.packing import NewTokens
 from jsparse.models.gguf import GGUFFile
 from jsparse.models.tokenizer import Tokenizer
+from jsparse.runtime.collecting import AnswerBuilder, NewTokens
 from jsparse.runtime.request import Request
 from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.server.text import Texts

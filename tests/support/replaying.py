@@ -3,9 +3,9 @@
 import copy
 
 from jsparse.engine.llm import LLM
-from jsparse.engine.outputs import AnswerBuilder
 from jsparse.engine.runner import Runner
 from jsparse.engine.step_plan import StepPlan
+from jsparse.runtime.collecting import AnswerBuilder
 
 
 class Recording:

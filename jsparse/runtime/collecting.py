@@ -1,0 +1,278 @@
+"""Collects the tokens of an answer as they arrive, and decodes their text on demand."""
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jsparse.models.tokenizer import Tokenizer
+from jsparse.runtime.request import Request
+from jsparse.text.stream import TextStream
+
+NAN_LOGITS = "the model's logits are NaN: weights hold NaN, or activations overflow their dtype"
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Holds the log-probability of a token at its place.
+
+    Attributes:
+        logprob: its natural log-probability under the model's own softmax, before any options.
+        rank: 1 for the likeliest token, 2 for the next; None where it is not known, as for a
+            generated token that is not among the likeliest 20, or where logprobs=0.
+        decoded_token: its text; None if the model has no tokenizer.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """Holds one answer to a prompt.
+
+    Attributes:
+        index: the number of the answer among the request's answers.
+        text: the text, without special tokens and, unless the request keeps it, the stop string.
+        token_ids: the ids, including the end token if one came.
+        cumulative_logprob: the sum of the log-probabilities of all tokens so far; None unless
+            log-probabilities were requested.
+        token_logprobs: the ids' natural log-probabilities under the model's own softmax; None
+            unless requested.
+        top_logprobs: per token, the likeliest tokens and their log-probabilities; None unless
+            requested.
+        finish_reason: "stop" (end token or stop string), "length", "abort", "error" (the model's
+            logits were NaN), or None while it grows.
+        attended_fraction: tokens attended over positions so far, averaged over decode steps, layers
+            and KV heads; None before the first decode step.
+        read_fraction: the same for tokens whose K and V were read.
+        layer_stats: the shares attended and read in each layer of each decode step, [steps, 2, L];
+            None unless the engine keeps them.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    token_logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+    finish_reason: str | None = None
+    attended_fraction: float | None = None
+    read_fraction: float | None = None
+    layer_stats: np.ndarray | None = None
+    tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """Per token, as in vLLM: {token id: Logprob} of the likeliest tokens and of this one.
+
+        None unless requested. It is made when it is first read.
+        """
+        if self.token_logprobs is None:
+            return None
+        tops = self.top_logprobs or [{} for _ in self.token_ids]
+        return [
+            self._named(top, token, logprob)
+            for token, logprob, top in zip(self.token_ids, self.token_logprobs, tops, strict=True)
+        ]
+
+    def _named(self, top: dict[int, float], token: int, logprob: float) -> dict[int, Logprob]:
+        ranks = {other: rank for rank, other in enumerate(top, 1)}
+        return {
+            other: Logprob(value, ranks.get(other), self._text(other))
+            for other, value in ({token: logprob} | top).items()
+        }
+
+    def _text(self, token: int) -> str | None:
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.token_text(token)
+
+
+class NewTokens(NamedTuple):
+    """Holds the tokens that an answer got from one program, and the numbers of their n steps.
+
+    Attributes:
+        ids, logprobs: the tokens and their log-probabilities under the model's own softmax.
+        shares: the shares of the positions so far that were attended and read, [n, 2].
+        layers: these two shares for each layer, [n, 2, L]; None unless the engine keeps them.
+        top: the likeliest tokens and their log-probabilities, [n, top]; None unless requested.
+        drafted: after a round of speculation, how many tokens were drafted.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    shares: np.ndarray
+    layers: np.ndarray | None = None
+    top: tuple[np.ndarray, np.ndarray] | None = None
+    drafted: int = 0
+
+
+def text_stream(
+    tokenizer: Tokenizer | None, request: Request, turn: Sequence[int] = ()
+) -> TextStream:
+    """Returns the text stream of a request's answer, which `turn` precedes beside the prompt."""
+    own = request.sampling
+    return TextStream(
+        tokenizer,
+        tuple(own.stop or ()),
+        include_stop=own.include_stop_str_in_output,
+        min_tokens=own.min_tokens,
+        skip_special=own.skip_special_tokens,
+        before=np.concatenate([request.ids, np.asarray(turn, np.int32)]),
+    )
+
+
+def shares(values: Any) -> np.ndarray:
+    """Returns shares of the positions so far as reported: none is above 1."""
+    # the device averages over heads and layers in float32, where ones can give 1.0000001
+    return np.minimum(values, 1.0)
+
+
+class AnswerBuilder:
+    """Collects one answer, which ends at end tokens, stop strings and its number of tokens.
+
+    Text is made when it is needed: for an output, and for stop strings after every token. One
+    thread may `take` while another calls `output`.
+
+    Attributes:
+        request, index: the request, and the number of the answer among its answers.
+        finish: why the answer has ended, or None.
+        token_ids, logprobs: its tokens and their log-probabilities.
+        layers: the newest decode step's shares attended and read in each layer, if known.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        tokenizer: Tokenizer | None,
+        *,
+        keep_layers: bool = True,
+        turn: Sequence[int] = (),
+    ) -> None:
+        """Begins an answer without tokens.
+
+        Args:
+            request: the request.
+            index: the number of the answer among its answers.
+            tokenizer: the model's tokenizer, if it has one.
+            keep_layers: whether it keeps each layer's shares of all steps.
+            turn: tokens between the prompt and the answer that decode steps process.
+        """
+        self.request, self.index = request, index
+        self._undecoded = 0 if turn else 1  # tokens that come from the prompt, not from a step
+        self.finish: str | None = None
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self._top: list[dict[int, float]] = []
+        self._shares = np.zeros(2)  # summed
+        self.layers: np.ndarray | None = None
+        self._layers: list[np.ndarray] = []
+        self._keep_layers = keep_layers
+        self._logprob = 0.0
+        self._tokenizer, self._stream = tokenizer, text_stream(tokenizer, request, turn)
+        self._unread: list[int] = []
+        self._emitted = 0, 0  # tokens and characters that outputs have had
+        self._lock = threading.Lock()
+
+    def take(self, new: NewTokens) -> int:
+        """Adds the next tokens, up to the answer's end or NaN logits; returns their number."""
+        numbers = next((nth for nth, x in enumerate(new.logprobs) if math.isnan(x)), len(new.ids))
+        with self._lock:
+            count = 0 if self.finish else self._end_within(new.ids[:numbers])
+            if count:
+                self._keep(new, count)
+            if numbers < len(new.ids):
+                self.finish = self.finish or "error"
+        return count
+
+    def _end_within(self, ids: Sequence[int]) -> int:
+        """Returns how many of these ids belong to the answer, and ends it if they end it."""
+        sampling, ends = self.request.sampling, self.request.ends
+        left = sampling.max_tokens - len(self.token_ids)
+        ids = ids[:left]
+        end = next((nth for nth, token in enumerate(ids) if token in ends), None)
+        text = ids[:end]
+        if not sampling.stop:
+            self._unread += text
+        for count, token in enumerate(text if sampling.stop else (), 1):
+            self._unread.append(token)
+            self._advance()
+            if self._stream.stopped:
+                self.finish = "stop"
+                return count
+        if end is not None:
+            self.finish = "stop"
+            return end + 1
+        if len(ids) == left:
+            if sampling.stop:
+                self._stream.finish()  # the text that was held back may complete one
+            self.finish = "stop" if self._stream.stopped else "length"
+        return len(ids)
+
+    def _keep(self, new: NewTokens, count: int) -> None:
+        """Keeps the first `count` tokens and their numbers."""
+        decoded = slice(0 if self.token_ids else self._undecoded, count)
+        self.token_ids += new.ids[:count]
+        self.logprobs += new.logprobs[:count]
+        self._logprob += sum(new.logprobs[:count])
+        self._shares += new.shares[decoded].sum(0, np.float64)
+        if new.layers is not None and len(new.layers[decoded]):
+            self.layers = new.layers[count - 1]
+            if self._keep_layers:
+                self._layers += [*new.layers[decoded]]
+        asked = self.request.sampling.logprobs
+        if asked:
+            assert new.top is not None
+            ids, logprobs = (each[:count, :asked].tolist() for each in new.top)
+            self._top += [dict(zip(*each, strict=True)) for each in zip(ids, logprobs, strict=True)]
+
+    def end(self, reason: str) -> None:
+        """Ends the answer, unless it has ended."""
+        with self._lock:
+            self.finish = self.finish or reason
+
+    @property
+    def shares(self) -> tuple[float | None, float | None]:
+        """Returns the means of the shares attended and read; None before the first decode step."""
+        steps = len(self.token_ids) - self._undecoded
+        attended, read = (self._shares / max(steps, 1)).tolist()
+        return (attended, read) if steps > 0 else (None, None)
+
+    def output(self, *, new: bool = False) -> CompletionOutput:
+        """Returns the answer as it is now; while it grows, the text that is certain.
+
+        With `new`, its tokens and text are the part since the last output.
+        """
+        with self._lock:
+            self._advance()
+            asked, (token, char) = self.request.sampling.logprobs, self._emitted if new else (0, 0)
+            text, (attended, read) = self._stream.shown(char), self.shares
+            self._emitted = len(self.token_ids), char + len(text)
+            layers = self._layers[max(0, token - 1) :]
+            return CompletionOutput(
+                index=self.index,
+                text=text,
+                token_ids=self.token_ids[token:],
+                cumulative_logprob=None if asked is None else self._logprob,
+                token_logprobs=None if asked is None else self.logprobs[token:],
+                top_logprobs=self._top[token:] if asked else None,
+                finish_reason=self.finish,
+                attended_fraction=attended,
+                read_fraction=read,
+                layer_stats=np.stack(layers) if layers else None,
+                tokenizer=self._tokenizer,
+            )
+
+    def _advance(self) -> None:
+        unread, self._unread = self._unread, []
+        if unread:
+            self._stream.push(*unread)
+        if self.finish:
+            self._stream.finish()
