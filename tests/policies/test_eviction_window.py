@@ -13,7 +13,7 @@ import pytest
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec
-from jsparse.pallas_kernels.window_attention import reference, window_attention
+from jsparse.pallas_kernels.window_attention import window_attention
 from jsparse.policies.eviction.settings import LayerView
 from jsparse.policies.eviction.top_p import in_top_p
 from jsparse.policies.eviction.window import as_ring, pooled
@@ -22,7 +22,7 @@ from tests.support.slow_model import softmax
 
 BATCH, HEADS, GROUP, DIM, PAGE, PAGES, SIZE = 2, 2, 3, 16, 8, 7, 5
 KEYS = Path(__file__).parents[1] / "fixtures" / "keys" / "qwen2_5_0_5b.npz"
-LENGTHS, POSITIONS = np.array([[50, 31], [9, 4]]), np.array([70, 9])
+LENGTHS = np.array([[50, 31], [9, 4]])
 
 
 def inputs():
@@ -33,34 +33,6 @@ def inputs():
     slots = np.arange(spec.capacity)
     competing = (slots >= 2) & (slots < LENGTHS[..., None] - 1)
     return jnp.ones((BATCH, SIZE, HEADS * GROUP, DIM)), held, competing
-
-
-def test_blocks_bound_the_logits(monkeypatch):
-    """No array, K and the queries aside, is larger than a block or than the result."""
-    queries, held, competing = inputs()
-    page_bytes = 4 * BATCH * HEADS * GROUP * SIZE * PAGE
-    positions = jnp.asarray(POSITIONS, jnp.int32)
-
-    def largest():
-        attend = partial(window_attention, implementation="reference")
-        made = jax.make_jaxpr(attend)(queries, positions, held, jnp.asarray(competing))
-        shapes = [v.aval.shape for v in equations(made.jaxpr) if hasattr(v.aval, "shape")]
-        return max(int(np.prod(shape)) for shape in shapes if DIM not in shape)
-
-    whole = largest()
-    monkeypatch.setattr(reference, "BLOCK_BYTES", page_bytes)
-    assert largest() <= max(page_bytes // 4, competing.size)
-    assert whole == PAGES * page_bytes // 4
-
-
-def equations(jaxpr):
-    """All that the equations of a program give, those of inner programs included."""
-    for equation in jaxpr.eqns:
-        yield from equation.outvars
-        for inner in equation.params.values():
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 def test_a_ring_holds_position_p_at_p_modulo_its_size():
@@ -105,8 +77,7 @@ def test_a_slot_is_marked_if_any_query_has_it_in_its_top_p():
     assert (found[0].sum(-1) < LENGTHS[0]).all()
 
 
-@pytest.mark.parametrize("pooling", ["mean", "max"])
-@pytest.mark.parametrize("width", [1, 3, 5])
+@pytest.mark.parametrize(("width", "pooling"), [(1, "mean"), (3, "max"), (5, "mean")])
 def test_pooling_takes_neighbours_and_zeros_beyond_the_ends(width, pooling):
     scores = np.random.default_rng(0).random((1, 1, 20)).astype(np.float32)
     competing = np.ones(scores.shape, bool)
