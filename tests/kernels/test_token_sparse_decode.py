@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -106,3 +107,19 @@ def test_pages_are_refused():
     q, layer, _ = Case("", granularity="token").build()
     with pytest.raises(ValueError, match=r"granularity='page'.*token_sparse_decode takes 'token'"):
         token_sparse_decode(q, layer, nothing(layer.lengths))
+
+
+def test_what_the_kernel_cannot_do_is_the_references():
+    q, layer, chosen = Case("", granularity="token").build()
+    mixed = q.astype(jnp.bfloat16), layer, chosen
+    for inputs, message in (
+        (Case("", group=17, granularity="token").build(), "at most 16 query heads .*, not 17"),
+        (
+            Case("", head_dim=320, granularity="token").build(),
+            "head dimensions up to 256 .* not 320",
+        ),
+        (Case("", head_dim=68, granularity="token").build(), "multiples of 8, not 68"),
+        (mixed, "takes q, K and V of one type of .*, not bfloat16, float32"),
+    ):
+        with pytest.raises(ValueError, match=f"on this backend .*{message}"):
+            token_sparse_decode(*inputs, implementation="triton")
