@@ -393,32 +393,6 @@ def test_too_little_room_after_the_prompt_is_an_error(case):
         begin(policy._replace(eviction=vast), [STEPS] * 3)
 
 
-@pytest.mark.slow
-def test_a_pool_too_small_for_max_length_is_an_error():
-    """Before the first step, and the session is left as it was."""
-    params, prompts = tiny_params(num_layers=1), random_prompts((9, 12))
-    policy = jsparse.hard_kv(budget=12, floor=8, cap=20, period=4, window=4, sink=2)
-    pages = 1 + 2 * (3 + 3)  # the scratch page, and those of two heads of 24 tokens per row
-
-    def read_in(pool_pages):
-        spec = capacity.cache_spec(params, prompts, STEPS, None, PAGE)
-        made = session.Session(params, policy, spec._replace(pool_pages=pool_pages))
-        made.read(prompts)
-        return made
-
-    made = read_in(pages - 1)
-    held = made.held
-    said = rf"^pool_pages={pages - 1}: must be at least {pages}, .* of heads of \[24, 24\] tokens"
-    with pytest.raises(ValueError, match=said):
-        next(made.steps(sampling.greedy, (), limits=[STEPS] * 2))
-    assert made.held is held
-    # a row past its limit takes pages for as long as the other decodes
-    with pytest.raises(ValueError, match=said):
-        next(made.steps(sampling.greedy, (), limits=[1, STEPS]))
-    *_, last = read_in(pages).steps(sampling.greedy, (), limits=[STEPS] * 2)
-    assert not last.overflow.any()
-
-
 def test_wrappers_refuse_policies_that_evict():
     wrappers = jsparse.keep, jsparse.dense_layers, jsparse.twilight, measured
     for wrapped in wrappers:

@@ -1,14 +1,17 @@
 """`auto` chooses by device and by the bytes of K and V, and runs as what it chose."""
 
+import json
 import sys
 
 import jax
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import jsparse
 from jsparse.builder import dense
 from jsparse.cache import CacheSpec
+from jsparse.cli.app import app
 from jsparse.evaluation.closeness import closeness
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.auto import auto, layer_bytes
@@ -106,3 +109,16 @@ def test_the_evaluation_runs_what_it_chose(measured):
     assert found.policies == ("dense()", "auto()")
     short = force(tiny_params(num_layers=1), ["auto"], [PROMPT], max_new_tokens=4, max_length=64)
     assert closeness(short).kl[1].max() == 0
+
+
+def test_info_says_what_it_chooses(measured, monkeypatch):
+    def shown(*args):
+        ran = CliRunner().invoke(app, ["info", "smollm2", "--policy", "auto", *args])
+        assert ran.exit_code == 0
+        return ran.stdout
+
+    runs = json.loads(shown("--context", "4096", "--json"))["policy_that_runs"]
+    assert runs.startswith("twilight(base=all_pages()")
+    assert "auto() is twilight" in shown("--context", "4096")
+    monkeypatch.setattr(MODULE, "BREAK_EVENS", {})
+    assert json.loads(shown("--json"))["policy_that_runs"] == "dense()"

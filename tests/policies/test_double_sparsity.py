@@ -21,8 +21,6 @@ from jsparse.pallas_kernels.int4_keys import dequantise, quantise
 from jsparse.policies import channel_ranking
 from jsparse.policies.double_sparsity import double_sparsity, key_magnitudes
 from jsparse.runtime import chunk_attention
-from jsparse.runtime.correct import correct
-from jsparse.runtime.decode_step import decode_step
 from jsparse.runtime.session import Session
 from jsparse.text import prompts
 from tests.support.marks import slow_except
@@ -30,7 +28,6 @@ from tests.support.slow_model import SlowModel, SlowRow, softmax
 from tests.support.tiny import (
     no_constants,
     random_prompts,
-    random_tokens,
     read_only,
     spec_of,
     tiny_params,
@@ -38,7 +35,6 @@ from tests.support.tiny import (
 
 LAYERS, K, H, GROUP, PAGE = 2, 2, 16, 2, 8
 PROMPTS = random_prompts((37, 9))
-FORCED = random_tokens(2, 6)
 MODEL = str(Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf")
 
 
@@ -242,35 +238,6 @@ def test_magnitudes_have_the_same_bits_in_any_batch_and_capacity(length):
         np.testing.assert_array_equal(among[rows.index(7)], alone[0])
 
 
-@pytest.mark.slow
-def test_labels_follow_decoding_and_corrections():
-    """Steps append one token each; a correction writes the last three positions again, with other
-    keys.
-    """
-    params, policy = (
-        tiny_params(LAYERS),
-        double_sparsity(budget=1, channels=4),
-    )
-    cache, state = primed(policy)
-    beside = read_only(params, policy)
-    channels = [np.asarray(layer.channels) for layer in state]
-    step = jax.jit(decode_step, static_argnames=("decoder", "policy"))
-    for nth in range(3):
-        _, cache, state, _ = step(
-            params.decoder, policy, params.weights, FORCED[:, nth], cache, state, beside
-        )
-    assert_labels_are_of_the_cache(cache, state)
-    before = [np.asarray(layer.keys.packed) for layer in state]
-    cache, state = correct(
-        params.decoder, policy, params.weights, FORCED[:, :3], cache, state, beside
-    )
-    assert_labels_are_of_the_cache(cache, state)
-    assert cache.layers[0].lengths[:, 0].tolist() == [40, 12]
-    assert any((new.keys.packed != old).any() for new, old in zip(state, before, strict=True))
-    for new, old in zip(state, channels, strict=True):
-        np.testing.assert_array_equal(new.channels, old)
-
-
 def test_many_tokens_are_appended_at_once():
     policy = double_sparsity(channels=4)
     cache, state = primed(policy)
@@ -327,30 +294,6 @@ def test_calibration_ranks_by_the_products_of_queries_and_keys(monkeypatch):
     assert not np.array_equal(one, both)
 
 
-def command(*args):
-    return CliRunner().invoke(app, ["calibrate-channels", "--model", MODEL, *map(str, args)])
-
-
-@pytest.mark.slow
-def test_the_command_writes_what_the_policy_reads(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("text").write_text("the cat sat on the mat " * 9)
-    ran = command("--text", "text", "--tokens", 20)
-    assert (ran.exit_code, ran.stdout, ran.stderr) == (
-        0,
-        "double_sparsity(calibration='double_sparsity.safetensors')\n",
-        "",
-    )
-    params = jsparse.load(MODEL)
-    ids = prompts.encode(params, "the cat sat on the mat " * 9)[0][0]
-    wanted = jsparse.calibrate_channels(params, ids[:20])
-    np.testing.assert_array_equal(channel_ranking.load("double_sparsity.safetensors"), wanted)
-    out = command("--text", "text", "--out", "it's")
-    assert (
-        len(jsparse.generate(params, "the cat", max_new_tokens=3, policy=out.stdout).token_ids) == 3
-    )
-
-
 def test_wrong_arguments_are_refused():
     for arguments, message in (
         ({"budget": 0}, "budget=0: must be an integer of at least 1"),
@@ -387,3 +330,42 @@ def test_wrong_calibrations_are_refused(ranking, tmp_path):
         sizes = "{} layers of {} KV heads of {} channels".format(*shape)
         with pytest.raises(ValueError, match=f"is for {sizes}, must be for the model's 2 × 2 × 16"):
             double_sparsity(calibration=str(path)).init(spec)
+
+
+def test_a_quarter_of_the_channels_in_whole_eights():
+    spec = spec_of(tiny_params(LAYERS), 1)
+    for head_dim, channels in ((8, 8), (16, 8), (40, 16), (64, 16), (96, 24), (256, 64)):
+        sizes = spec._replace(head_dim=head_dim)
+        (labels, *_) = jax.eval_shape(partial(double_sparsity().init, sizes))
+        assert labels.channels.shape == (1, K, channels), head_dim
+        assert labels.keys.packed.shape[-1] == channels // 2
+
+
+def command(*args):
+    return CliRunner().invoke(app, ["calibrate-channels", "--model", MODEL, *args])
+
+
+def test_mistakes_of_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("a " * 700)
+    for args, message in (
+        ([], "--text"),
+        (["--text", "nope"], "error: --text 'nope' cannot be read: No such file"),
+        (["--text", "text", "--tokens", "600"], "must be at most 512, the model's maximum"),
+        (["--text", "text", "--tokens", "9", "--out", "no/such"], "in a folder that exists"),
+    ):
+        ran = command(*args)
+        assert (ran.exit_code, ran.stdout) == (2, "")
+        assert message in ran.stderr
+
+
+@pytest.mark.slow
+def test_the_command_writes_what_the_policy_reads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("the cat sat on the mat " * 9)
+    ran = command("--text", "text", "--tokens", "20", "--out", "it's")
+    assert (ran.exit_code, ran.stdout) == (0, 'double_sparsity(calibration="it\'s")\n')
+    params = jsparse.load(MODEL)
+    ids = prompts.encode(params, Path("text").read_text())[0][0]
+    wanted = jsparse.calibrate_channels(params, ids[:20])
+    np.testing.assert_array_equal(channel_ranking.load("it's"), wanted)

@@ -1,6 +1,6 @@
 """What rows hold while they are compressed: never too much, never each other's, no page lost."""
 
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,7 @@ from jsparse.runtime import rows as driver
 from tests.support.crowd import Crowd
 from tests.support.tiny import (
     assert_close,
-    engine_logits,
-    pooled_logits,
     random_prompts,
-    random_tokens,
     spec_of,
     tiny_params,
 )
@@ -86,58 +83,7 @@ def test_shares_count_positions():
     assert float(result.stats.read[0, 0]) >= 9 / 61
 
 
-@pytest.mark.slow
-def test_waiting_slots_can_come_back():
-    """Some text positions are held, not read, and read again later."""
-    policy = parse(EVERY[1])._replace(needs=("bias", "slot_positions"))
-    params, steps = tiny_params(2), 40
-    read, held = [], []
-
-    def maintain(state, view):
-        state, cache = parse(EVERY[1]).services.maintain(state, view)
-        layer = cache.layers[1]
-        jax.debug.callback(
-            note, layer.lengths, kv_cache.slot_positions(layer), state[1].missed, ordered=True
-        )
-        return state, cache
-
-    def note(lengths, positions, missed):
-        for found, kept in ((read, missed[0, 0] == 0), (held, missed[0, 0] >= 0)):
-            there = kept & (np.arange(kept.size) < lengths[0, 0])
-            found.append(set(positions[0, 0][there].tolist()))
-
-    decode(
-        policy._replace(services=policy.services._replace(maintain=maintain)),
-        params,
-        random_prompts((40,)),
-        steps,
-    )
-    jax.effects_barrier()
-    waited, back = set(), set()
-    for listed, there in zip(read, held, strict=True):
-        assert listed <= there
-        back |= waited & listed
-        waited |= there - listed
-    assert waited
-    assert back
-    assert waited - back
-
-
 # Rows among others
-
-
-PROMPTS, FORCED = random_prompts((37, 9, 50)), random_tokens(3, 20)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("expression", EVERY[1:2])
-def test_a_ragged_batch_gives_what_its_rows_give(expression):
-    run = partial(engine_logits, tiny_params(2), expression, page_size=PAGE, max_length=80)
-    together = run(PROMPTS, FORCED)
-    for row in (0, 2):
-        assert_close(run([PROMPTS[row]], FORCED[row : row + 1])[:, 0], together[:, row], rtol=2e-5)
-    pooled = pooled_logits(tiny_params(2), parse(expression), PROMPTS, FORCED, page_size=PAGE)
-    assert_close(pooled, together, rtol=1e-6)
 
 
 class Pooled(Crowd):

@@ -3,9 +3,6 @@
 The shares themselves are tested in tests/kernels/test_window_attention.py.
 """
 
-from functools import partial
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +10,6 @@ import pytest
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec
-from jsparse.pallas_kernels.window_attention import window_attention
 from jsparse.policies.eviction.settings import LayerView
 from jsparse.policies.eviction.top_p import in_top_p
 from jsparse.policies.eviction.window import as_ring, pooled
@@ -21,7 +17,6 @@ from tests.support import slow_eviction as slow
 from tests.support.slow_model import softmax
 
 BATCH, HEADS, GROUP, DIM, PAGE, PAGES, SIZE = 2, 2, 3, 16, 8, 7, 5
-KEYS = Path(__file__).parents[1] / "fixtures" / "keys" / "qwen2_5_0_5b.npz"
 LENGTHS = np.array([[50, 31], [9, 4]])
 
 
@@ -88,56 +83,3 @@ def test_pooling_takes_neighbours_and_zeros_beyond_the_ends(width, pooling):
     how = np.mean if pooling == "mean" else np.max
     for slot in range(4, 17):
         assert found[slot] == pytest.approx(how(padded[slot : slot + width]), rel=1e-5)
-
-
-def test_softmaxes_over_all_keys_keep_as_much_of_later_attention():
-    """On seven recorded heads, 8 queries choose, as in SnapKV, what the 24 that follow attend to.
-
-    Softmaxes over the competing slots alone, which let queries that look elsewhere say as much,
-    keep less at each of these budgets.
-    """
-    stored = np.load(KEYS)
-    keys, queries = (stored[name].astype(np.float32) for name in ("keys", "queries"))
-    heads, tokens, dim = keys.shape
-    window, page = 8, 16
-    asked = tokens - queries.shape[1] + window  # tokens there were when the window ended
-    spec = CacheSpec(1, 1, heads * queries.shape[2], heads, dim, page, tokens // page, jnp.float32)
-    held = kv_cache.init(spec).layers[0]
-    held = held._replace(
-        k=jnp.asarray(keys.reshape(held.k.shape)), lengths=jnp.full((1, heads), asked, jnp.int32)
-    )
-    ring = queries[:, :window].swapaxes(0, 1).reshape(1, window, -1, dim)
-    competing = np.broadcast_to(np.arange(tokens) < asked - window, (1, heads, tokens))
-    attend = jax.jit(partial(window_attention, implementation="reference"), static_argnames="over")
-    chosen = {
-        over: np.asarray(attend(ring, np.array([asked], np.int32), held, competing, over=over))[0]
-        for over in ("held", "competing")
-    }
-    later = [x[: asked - window] for x in later_attention(keys, queries[:, window:])]
-    for budget in (128, 256, 512):
-        mass = {
-            over: np.mean(
-                [
-                    weights[np.argsort(-slow.pooled(score, 5, np.mean))[: budget - window]].sum()
-                    for weights, score in zip(later, scores[:, : asked - window], strict=True)
-                ]
-            )
-            for over, scores in chosen.items()
-        }
-        assert mass["held"] > mass["competing"] > 0.1
-
-
-def later_attention(keys, queries):
-    """The mean attention of each head's last queries, float64, to all keys up to their own."""
-    count = queries.shape[1]
-    return [
-        np.mean(
-            [
-                np.pad(softmax(q.astype(np.float64) @ k[: -after or None].T / 8), (0, after))
-                for after, group in zip(reversed(range(count)), asked, strict=True)
-                for q in group
-            ],
-            axis=0,
-        )
-        for k, asked in zip(keys.astype(np.float64), queries, strict=True)
-    ]

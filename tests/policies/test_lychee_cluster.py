@@ -11,8 +11,7 @@ import pytest
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec
 from jsparse.policies.clusters import engine, index, search
-from jsparse.policies.clusters.chunking import Chunks, cut_on
-from jsparse.policies.clusters.joining import join
+from jsparse.policies.clusters.chunking import Chunks
 from jsparse.policies.expressions import parse
 from jsparse.runtime.session import Session
 from tests.support.chunk_layer import DIM, GROUP, HEADS, ROWS, Layer, chunks_of
@@ -266,39 +265,6 @@ def test_radii_bound_every_chunk_after_many_updates(levels, dtype):
     require_bounds(layer)
 
 
-FAR = "budget=33, sink=2, recent=3, period=4, lengths=(2, 4)"  # in rows of 160 tokens
-
-
-@pytest.mark.slow
-def test_chunks_come_from_the_units_that_were_chosen_alone(monkeypatch):
-    """Of eight units one or two are looked into, which the slow model does unit by unit."""
-    monkeypatch.setattr(search, "MIN_UNITS", 1)
-    monkeypatch.setattr(engine, "WIDER", 1)
-    layer = Layer(f"lychee_cluster({FAR}, cluster_size=1, levels=2)", (140, 121), 160)
-    models = [
-        [Model(layer.k[b, :, h], chunks_of(layer.state, b), size=1) for h in range(HEADS)]
-        for b in range(ROWS)
-    ]
-    elsewhere = 0
-    for _ in range(9):
-        chosen, q = layer.step()
-        q = q.reshape(ROWS, HEADS, GROUP, DIM)
-        for b, h in np.ndindex(ROWS, HEADS):
-            model, length = models[b][h], layer.lengths[b]
-            assert len(model.coarse) > 5
-            got = set(np.asarray(chosen.ids)[b, h, : int(chosen.count[b, h])].tolist())
-            flat, wanted = (
-                model.select(q[b, h], length, budget=33, sink=2, bound=False, levels=levels)
-                for levels in (1, 2)
-            )
-            assert got == wanted
-            elsewhere += len(flat - got)
-        if layer.maintain():
-            for b, h in np.ndindex(ROWS, HEADS):
-                models[b][h].join(chunks_of(layer.state, b)[len(models[b][h].chunks) :])
-    assert elsewhere > 50
-
-
 @pytest.mark.gpu
 def test_two_runs_give_the_same_bits_and_those_of_other_rows_do_not_matter():
     """Programs are compiled anew, and of the second run's rows the first is another."""
@@ -347,26 +313,6 @@ def test_without_a_tokenizer_chunks_are_fixed_and_it_says_so(caplog):
     assert any("fixed" in record.message for record in caplog.records)
     with pytest.raises(ValueError, match="must have a tokenizer"):
         engine_logits(params, f"lychee_cluster({small}, chunks='structure')", prompts, forced)
-
-
-@pytest.mark.slow
-def test_the_last_chunks_fill_the_index_to_its_end():
-    """Places for new chunks lie past the last cluster; nothing may come of them."""
-    fixed = f"lychee_cluster({SMALL}, lengths=(4, 4), chunks='fixed', rank='bound', levels=2)"
-    layer = Layer(fixed, (62, 62), 72)
-    for _ in range(10):
-        layer.step()
-    held, made = layer.cache.layers[0], layer.state.layers[0]
-    cut = jax.jit(partial(cut_on, None, max_new=6, min_length=4, max_length=4))
-    chunks = cut(layer.state.chunks, np.full(2, 72))
-    assert chunks.count.tolist() == [17, 17]
-    form = index.Form(4, 2, radii=True, units=True)
-    joined = jax.jit(partial(join, max_new=6, form=form))
-    (made,) = joined([made], [held], layer.state.chunks.count, chunks)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(made))
-    assert made.fine.size.sum(-1).tolist() == [[17, 17]] * 2
-    assert made.tokens is not None
-    assert made.tokens.sum(-1).tolist() == [[68, 68]] * 2
 
 
 def test_keys_of_any_size_have_a_direction():

@@ -12,10 +12,8 @@ import pytest
 
 import jsparse
 from jsparse import cache as kv_cache
-from jsparse.attended import token_mask
 from jsparse.cache import CacheSpec, StepView
 from jsparse.partials import Stats
-from jsparse.policies.expressions import parse
 from jsparse.runtime import rows as driver
 from tests.support.marks import slow_except
 from tests.support.one_layer import OneLayer
@@ -218,41 +216,6 @@ def test_stats_are_asked_for_where_the_next_layer_uses_a_set():
         None,
         None,
     ]
-
-
-@pytest.mark.slow
-def test_twilight_prunes_sparse_heads_alone():
-    gates, seen = GATES[:3], []
-    base = parse(f"lychee_decode({gates}, value=24)")
-    policy = jsparse.twilight(base, p=0.5, prune="token")
-
-    def mask(held, chosen):
-        return token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size)
-
-    def select(state, layer, q, view):
-        chosen, summary, after = policy.select(state, layer, q, view)
-        held = view.layers[layer]
-        masks = (mask(held, x) for x in (chosen, base.select(state[0], layer, q, view)[0]))
-        jax.debug.callback(
-            lambda *arrays: seen.append(tuple(map(np.asarray, arrays))), *masks, ordered=True
-        )
-        return chosen, summary, after
-
-    engine_logits(
-        tiny_params(), policy._replace(select=select), PROMPTS, FORCED[:, :2], page_size=PAGE
-    )
-    jax.effects_barrier()
-    assert len(seen) == len(gates)
-    held = (
-        np.arange(seen[0][0].shape[-1])
-        <= np.array([len(prompt) for prompt in PROMPTS])[:, None, None]
-    )
-    left_out = 0
-    for (pruned, whole), retrieval in zip(seen, np.array(gates, bool), strict=True):
-        assert (pruned == held)[:, retrieval].all()
-        assert not (pruned & ~whole).any()
-        left_out += (whole & ~pruned)[:, ~retrieval].sum()
-    assert left_out > 20
 
 
 def corrections(policy):

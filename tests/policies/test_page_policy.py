@@ -12,7 +12,6 @@ from tests.support.one_layer import OneLayer
 from tests.support.programs import shared
 from tests.support.serving import greedy, tiny_llm
 from tests.support.tiny import (
-    assert_close,
     engine_logits,
     random_prompts,
     random_tokens,
@@ -76,12 +75,6 @@ def test_slots_without_a_token_do_not_count():
         np.testing.assert_array_equal(low[:, :, page], keys.min(axis=2))
         np.testing.assert_array_equal(high[:, :, page], keys.max(axis=2))
         assert (tokens[:, :, page] == keys.shape[2]).all()
-
-
-@pytest.mark.slow
-def test_wrapped_and_with_k_in_host_memory_it_gives_the_same():
-    offloaded = jsparse.offloaded(my_quest(16), tail=8)
-    assert_close(logits(offloaded), logits(my_quest(16)), rtol=1e-6)
 
 
 @pytest.mark.slow

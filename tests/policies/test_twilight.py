@@ -4,7 +4,6 @@ weighs p.
 
 import sys
 from dataclasses import replace
-from importlib.resources import files
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +12,6 @@ import pytest
 import jsparse
 from jsparse.attended import token_mask
 from jsparse.cache import LayerCache
-from jsparse.evaluation.attention_metrics import attention_metrics, measured
-from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.expressions import parse
 from jsparse.policies.twilight import break_even
 from tests.support.marks import slow_except
@@ -206,31 +203,3 @@ def test_a_base_that_summarises_is_refused():
     params = tiny_params(num_layers=1)
     with pytest.raises(ValueError, match="must not summarise"):
         engine_logits(params, jsparse.twilight(bypass()), random_prompts((9,)), random_tokens(1, 2))
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    return jsparse.load("smollm2", dtype="float32")
-
-
-@pytest.mark.slow
-def test_real_queries_keep_the_mass_they_ask_for(smollm2):
-    """Of true attention, not of the estimate: p = 0.95 over everything, SmolLM2 on the text of
-    `jsparse eval`.
-    """
-    text = (
-        files("jsparse.evaluation")
-        .joinpath("texts/shakespeare_1911.txt")
-        .read_text(encoding="utf-8")
-    )
-    prompt = smollm2.tokenizer.encode(text)[:480]
-    forcing = force(
-        smollm2,
-        [measured("twilight(all_pages(), p=0.95, prune='token')")],
-        [prompt],
-        max_new_tokens=12,
-    )
-    mass = attention_metrics(forcing)[0].heads.mass
-    assert mass.shape == (30, 1, 3)
-    assert mass.mean() >= 0.94
-    assert (mass >= 0.93).mean() >= 0.99
