@@ -118,13 +118,12 @@ no_tokens = jax.jit(nothing, static_argnums=1)
 all_tokens = jax.jit(everything)
 
 
-@pytest.mark.parametrize("dense", slow_except([False, True], True))
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60)
 @given(seed=seeds)
-def test_mask_and_counts(kind, dense, seed):
+def test_mask_and_counts(kind, seed):
     rng = np.random.default_rng(seed)
-    selection, lengths = random_selection(rng, kind, 4, dense), random_lengths(rng)
+    selection, lengths = random_selection(rng, kind, 4, seed % 2 > 0), random_lengths(rng)
     expected = slow_mask(selection, lengths)
     mask, attended, read = counted(selection, lengths)
     np.testing.assert_array_equal(mask, expected)
@@ -162,24 +161,7 @@ def test_nothing_and_everything(granularity):
 
 @pytest.mark.parametrize(("page_size", "granularity"), [(8, "page"), (32, "page"), (8, "token")])
 @pytest.mark.parametrize(
-    "ends",
-    slow_except(
-        [
-            (0, 1),
-            (4, 0),
-            (0, 0),
-            (4, 20),
-            (8, 8),
-            (9, 17),
-            (40, 40),
-            (100, 0),
-            (2**40, 2**40),
-            (0, 2**30),
-        ],
-        (9, 17),
-        (0, 2**30),
-    ),
-    ids=str,
+    "ends", slow_except([(0, 0), (9, 17), (100, 0), (2**40, 2**40), (0, 2**30)], (9, 17)), ids=str
 )
 def test_window_is_the_obvious_mask(ends, page_size, granularity):
     (sink, recent), num_pages = ends, 96 // page_size
@@ -229,19 +211,13 @@ def assert_well_formed(selection: Selection) -> None:
 
 
 @pytest.mark.parametrize(
-    "dense",
-    slow_except([(False, False), (True, True), (True, False), (False, True)], (True, False)),
-)
-@pytest.mark.parametrize(
     "kinds", [("token", "token"), ("page", "page"), ("bits", "page"), ("bits", "bits")]
 )
 @settings(max_examples=25)
 @given(seed=seeds)
-def test_union_is_the_or_of_the_masks(kinds, dense, seed):
+def test_union_is_the_or_of_the_masks(kinds, seed):
     rng = np.random.default_rng(seed)
-    a, b = (
-        random_selection(rng, kind, n, d) for kind, n, d in zip(kinds, (4, 3), dense, strict=True)
-    )
+    a, b = (random_selection(rng, kind, n, n == 4) for kind, n in zip(kinds, (4, 3), strict=True))
     units = S if kinds[0] == "token" else M
     lengths = random_lengths(rng)
     both = join(a, b, units)
@@ -258,13 +234,7 @@ def test_union_of_empty_lists_keeps_dense_heads():
     np.testing.assert_array_equal(mask_of(both, lengths), np.arange(S) < lengths[..., None])
 
 
-def test_union_of_pages_and_tokens_is_refused():
-    lengths = np.array([[3]], np.int32)
-    with pytest.raises(ValueError, match="granularity='token': must equal"):
-        union(no_tokens(lengths, "page"), no_tokens(lengths, "token"), M)
-
-
-@pytest.mark.parametrize("page_size", slow_except([1, 8, 16, 31, 32], 8, 32))
+@pytest.mark.parametrize("page_size", [8, 32])
 def test_bits_round_trip(page_size):
     marks = np.random.default_rng(page_size).random((3, 4, page_size)) < 0.5
     marks[0, 0], marks[0, 1] = True, False
@@ -274,11 +244,6 @@ def test_bits_round_trip(page_size):
     for at in np.ndindex(3, 4):
         assert int(words[at]) == sum(1 << t for t in range(page_size) if marks[at][t])
     np.testing.assert_array_equal(unpacked, marks)
-
-
-def test_bits_of_a_large_page_are_refused():
-    with pytest.raises(ValueError, match="page_size=33: must be at most 32"):
-        pack_bits(jax.device_put(np.zeros((1, 33), bool)))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -317,30 +282,6 @@ def test_listed_tokens_as_pages_are_the_same_tokens(seed):
     assert paged(pages, num_pages=M, page_size=P) is pages
 
 
-def test_no_tokens_are_no_pages():
-    lengths = np.array([[3]], np.int32)
-    pages = paged(no_tokens(lengths, "token"), num_pages=1, page_size=8)
-    assert (pages.granularity, pages.ids.shape, pages.count.tolist()) == ("page", (1, 1, 0), [[0]])
-
-
-def test_tokens_of_large_pages_carry_no_bits():
-    with pytest.raises(ValueError, match="page_size=64: must be at most 32"):
-        paged(
-            random_selection(np.random.default_rng(0), "token", 4, False), num_pages=1, page_size=64
-        )
-
-
-def test_full_words_survive_a_page_of_32():
-    marks = np.ones((1, 1, 64), bool)
-    lengths = np.array([[61]], np.int32)
-    selection = of_tokens(marks, 2, 32, "page")
-    assert selection.bits is not None
-    assert selection.bits.tolist() == [[[0xFFFFFFFF, 0xFFFFFFFF]]]
-    mask, attended, _ = counted(selection, lengths, num_pages=2, page_size=32)
-    assert attended.item() == 61
-    np.testing.assert_array_equal(mask, slow_mask(selection, lengths, page_size=32, slots=64))
-
-
 of_pages = jax.jit(from_page_mask, static_argnums=1)
 
 
@@ -353,3 +294,13 @@ def test_page_masks_round_trip(seed):
     got = mask_of(selection, np.full((B, K), S, np.int32))
     np.testing.assert_array_equal(got, np.repeat(marks, P, axis=-1))
     assert_well_formed(selection)
+
+
+def test_what_cannot_be_meant_is_refused():
+    tokens = random_selection(np.random.default_rng(0), "token", 4, False)
+    with pytest.raises(ValueError, match="granularity='token': must equal"):
+        union(random_selection(np.random.default_rng(0), "page", 4, False), tokens, M)
+    with pytest.raises(ValueError, match="page_size=33: must be at most 32"):
+        pack_bits(jax.device_put(np.zeros((1, 33), bool)))
+    with pytest.raises(ValueError, match="page_size=64: must be at most 32"):
+        paged(tokens, num_pages=1, page_size=64)

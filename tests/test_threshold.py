@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jsparse.threshold import budget_mask, compact, top_k_ids, top_k_mask, top_p_mask
-from tests.support.marks import slow_except
 
 SIZE = 12
 TINY = float(np.finfo(np.float32).tiny)
@@ -67,17 +66,10 @@ def test_top_k_is_the_sorted_prefix(rows, k):
     np.testing.assert_array_equal(top_k(scores, np.array(k, np.int32)), expected)
 
 
-@settings(max_examples=100)
-@given(st.lists(st.integers(-3, 3), min_size=SIZE, max_size=SIZE), st.integers(0, SIZE))
-def test_top_k_breaks_ties_by_index(row, k):
-    scores = np.array([row], np.float32)
-    np.testing.assert_array_equal(top_k(scores, np.int32(k))[0], slow_top_k(scores[0], k))
-
-
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-@pytest.mark.parametrize("size", slow_except([5, 128, 1000], 128))
-@pytest.mark.parametrize("kinds", slow_except([2, 40, 60000], 2, 60000))
-def test_top_k_ids_are_the_indices_of_the_sorted_prefix(dtype, size, kinds):
+@pytest.mark.parametrize("kinds", [2, 60000])
+def test_top_k_ids_are_the_indices_of_the_sorted_prefix(dtype, kinds):
+    size = 128
     rng = np.random.default_rng(size + kinds)
     keys = rng.integers(kinds, size=(2, 3, size)).astype(dtype)
     keys *= dtype(np.iinfo(dtype).max // (kinds - 1))  # the greatest key among them
@@ -95,15 +87,6 @@ def test_top_k_takes_one_k_for_all_rows_and_low_precision():
     got = jax.jit(functools.partial(top_k_mask, k=7))(rounded)
     rounded = rounded.astype(np.float32)
     np.testing.assert_array_equal(got, [[slow_top_k(row, 7) for row in rows] for rows in rounded])
-
-
-def test_top_k_takes_subnormals_for_zeros_or_for_themselves():
-    """Some devices flush them to 0; either way k entries are marked, the largest first."""
-    scores = np.array([[0.0, 1e-40, -1e-40, 2e-40, -1.0, 1.0]], np.float32)
-    mask = np.asarray(top_k(scores, np.int32(3)))[0]
-    assert mask.sum() == 3
-    assert mask[5]
-    assert not mask[4]
 
 
 size_rows = st.lists(
@@ -124,15 +107,6 @@ def test_budget_marks_the_sorted_prefix_that_fits(rows, sizes, tokens):
     scores, sizes = np.array(rows, np.float32), np.array(sizes, np.int32)
     expected = [slow_budget(*row) for row in zip(scores, sizes, tokens, strict=True)]
     np.testing.assert_array_equal(budget(scores, sizes, np.array(tokens, np.int32)), expected)
-
-
-def test_rows_share_sizes_and_a_budget():
-    scores = np.random.default_rng(0).normal(size=(2, 3, SIZE)).astype(np.float32)
-    sizes = np.random.default_rng(1).integers(0, 9, (2, 1, SIZE)).astype(np.uint8)
-    expected = [
-        [slow_budget(row, s[0], 20) for row in r] for r, s in zip(scores, sizes, strict=True)
-    ]
-    np.testing.assert_array_equal(budget(scores, sizes, 20), expected)
 
 
 def assert_smallest_set(weights: np.ndarray, p: float, mask: np.ndarray) -> None:
@@ -168,24 +142,17 @@ def test_top_p_is_the_smallest_set(rows, p):
         assert_smallest_set(row, share, mask)
 
 
-@pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 0.75, 1.0])
-def test_top_p_of_equal_weights_counts_them(p):
+def test_top_p_of_equal_weights_counts_them():
     weights = np.full((1, 8), 0.125, np.float32)  # sums of these are exact
-    expected = np.arange(8) < np.ceil(8 * p)
-    np.testing.assert_array_equal(top_p(weights, np.float32(p))[0], expected)
+    for p in (0.1, 0.25, 0.5, 0.75, 1.0):
+        expected = np.arange(8) < np.ceil(8 * p)
+        np.testing.assert_array_equal(top_p(weights, np.float32(p))[0], expected)
 
 
 def test_top_p_over_many_orders_of_magnitude():
     weights = (10.0 ** -np.arange(36)).astype(np.float32)[None]
     for p, count in ((0.5, 1), (0.95, 2), (0.995, 3), (1.0, 36)):
         assert np.asarray(top_p(weights, np.float32(p)))[0].sum() == count
-
-
-def test_top_p_of_a_long_softmax_keeps_its_mass():
-    logits = np.random.default_rng(1).normal(size=(4, 20_000)) * 3
-    weights = np.exp(logits - logits.max(-1, keepdims=True)).astype(np.float32)
-    for row, mask in zip(weights, np.asarray(top_p(weights, np.float32(0.9))), strict=True):
-        assert_smallest_set(row, 0.9, mask)
 
 
 def test_no_weight_marks_nothing_and_tiny_p_marks_one():

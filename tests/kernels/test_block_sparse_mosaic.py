@@ -65,16 +65,6 @@ def test_the_interpreted_body_matches_dense_attention(case):
     close(out.stats.lse, want.stats_lse)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("group", [1, 4])
-def test_heads_that_share_a_window_of_queries(group):
-    inputs = replace(BASE, kv_heads=4, group=group, num_pages=4).build()
-    out = mosaic.block_sparse_decode(*inputs, sm_scale=0.1, stats=None, tiles=TILES, interpret=True)
-    want = expected(inputs, 0.1)
-    np.testing.assert_allclose(out.o, want.o, rtol=2e-2, atol=2e-2)
-    np.testing.assert_allclose(out.lse, want.lse, rtol=2e-2, atol=2e-2)
-
-
 SIZES = [  # of heads and pages: each at least once, the extremes together
     *((192, 16), (128, 16), (64, 8), (64, 64), (128, 32), (128, 64), (256, 8), (256, 64)),
 ]
@@ -159,52 +149,44 @@ def test_refusals_name_the_reason():
         block_sparse_decode(*inputs, implementation="cuda")
 
 
-@pytest.mark.parametrize(
-    ("here", "dtype", "takes"),
-    [
+def on_a_gpu(monkeypatch, capability):
+    monkeypatch.setattr(dispatch, "compute_capability", lambda: capability)
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
+
+
+def test_pages_are_attended_to_by_the_kernel_that_the_gpu_has(monkeypatch):
+    """Hopper's takes 16 bits, the other everything."""
+    rest = {"stats": None, "sm_scale": 1.0, "dtype": jnp.float32}
+    for here, dtype, takes in (
         ((9, 0), "bfloat16", "mosaic"),
         ((9, 0), "float32", "triton"),
         ((8, 0), "bfloat16", "triton"),
         ((12, 0), "float16", "triton"),
-    ],
-)
-def test_pages_are_attended_to_by_the_kernel_that_the_gpu_has(monkeypatch, here, dtype, takes):
-    """Hopper's takes 16 bits, the other everything."""
-    monkeypatch.setattr(dispatch, "compute_capability", lambda: here)
-    monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
-    q, layer, selection = replace(BASE, dtype=dtype).build()
-    rest = {"stats": None, "sm_scale": 1.0, "dtype": jnp.float32}
-    runs = [b.name for b in api.BACKENDS if b.refusal(q, layer, selection, **rest) is None]
-    assert runs[0] == takes
-    wide = jnp.tile(q, (1, 20, 1)), layer, selection
-    reason = f"query heads of 64 channels in {dtype} per KV head, not 80"
-    assert reason in str(api.BACKENDS[1].refusal(*wide, **rest))
+    ):
+        on_a_gpu(monkeypatch, here)
+        inputs = replace(BASE, dtype=dtype).build()
+        runs = [b.name for b in api.BACKENDS if b.refusal(*inputs, **rest) is None]
+        assert runs[0] == takes, (here, dtype)
+    on_a_gpu(monkeypatch, (7, 5))
+    with pytest.raises(ValueError, match=r"needs compute capability 8 or more: this GPU has 7\.5"):
+        block_sparse_decode(*BASE.build(), implementation="triton")
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "dtype", "stats", "most"),
-    [
+def test_queries_leave_room_for_keys_in_the_memory_of_small_gpus(monkeypatch):
+    on_a_gpu(monkeypatch, (8, 9))
+    for head_dim, dtype, stats, most in (
         (128, "bfloat16", None, 64),
         (128, "bfloat16", "page_mass", 63),
         (96, "float32", None, 16),
         (256, "bfloat16", None, 32),
         (256, "float32", "token_logits", 15),
-    ],
-)
-def test_queries_leave_room_for_keys_in_the_memory_of_small_gpus(
-    monkeypatch, head_dim, dtype, stats, most
-):
-    monkeypatch.setattr(dispatch, "compute_capability", lambda: (8, 9))
-    monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
-    for group in (most, most + 1):
-        case = replace(BASE, head_dim=head_dim, dtype=dtype, group=group, kv_heads=1, num_pages=1)
-        reason = api.BACKENDS[1].refusal(
-            *case.build(), stats=stats, sm_scale=1.0, dtype=jnp.float32
-        )
-        assert (reason is None) == (group == most)
-
-
-def test_gpus_before_ampere_run_neither_kernel(monkeypatch):
-    monkeypatch.setattr(dispatch, "compute_capability", lambda: (7, 5))
-    with pytest.raises(ValueError, match=r"needs compute capability 8 or more: this GPU has 7\.5"):
-        block_sparse_decode(*BASE.build(), implementation="triton")
+    ):
+        for group in (most, most + 1):
+            case = replace(
+                BASE, head_dim=head_dim, dtype=dtype, group=group, kv_heads=1, num_pages=1
+            )
+            reason = api.BACKENDS[1].refusal(
+                *case.build(), stats=stats, sm_scale=1.0, dtype=jnp.float32
+            )
+            said = reason is not None and f"of {head_dim} channels in {dtype}" in reason
+            assert said == (group > most), (head_dim, dtype, stats, group)

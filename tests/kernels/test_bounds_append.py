@@ -101,14 +101,3 @@ def test_bounds_in_ks_dtype_are_kept_in_no_frame():
             max_new=1,
             frame=frame._replace(angles=np.asarray(frame.angles)[:0]),
         )
-
-
-def test_another_backend_for_append_is_refused():
-    _, layer, bounds = build(ragged)
-    valid = np.ones(2, np.int32)
-    with pytest.raises(
-        ValueError, match=r"implementation='abacus': bounds_append has \['triton', 'reference'\]"
-    ):
-        bounds_append(
-            bounds, layer, valid, np.asarray(layer.lengths) - 1, max_new=1, implementation="abacus"
-        )

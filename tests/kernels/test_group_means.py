@@ -40,52 +40,6 @@ def test_blocks_of_points_change_nothing(monkeypatch):
     check(CASES[0], 1)
 
 
-def test_cases_are_what_they_say():
-    assert len({case.name for case in CASES}) == len(CASES)
-    for case in CASES:
-        inputs = case.build(3)
-        of_point, number = np.asarray(inputs.of_point), np.asarray(inputs.number)
-        assert inputs.points.shape == (case.batch, case.kv_heads, case.points, case.head_dim)
-        if case.used == "any":
-            assert {0, case.points} <= set(inputs.number.tolist())
-            assert {1, case.max_groups} <= set(inputs.groups.tolist())
-        there = np.arange(case.points) < number[:, None]
-        largest = np.where(there[:, None], of_point, 0).max((1, 2))
-        assert (largest < np.asarray(inputs.groups)).all()
-
-
-INPUTS = CASES[0].build()
-POINTS, OF_POINT, NUMBER, GROUPS = (np.asarray(x) for x in INPUTS)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"points": jax.device_put(POINTS[0])},
-            r"points=bfloat16\[2, 200, 32\]: must be float\[",
-        ),
-        (
-            {"points": jax.device_put(POINTS.astype(np.int32))},
-            r"points=int32\[3, 2, 200, 32\]: must be float\[",
-        ),
-        (
-            {"of_point": jax.device_put(OF_POINT[..., :9])},
-            r"of_point=int32\[3, 2, 9\]: must be int32\[",
-        ),
-        (
-            {"of_point": jax.device_put(OF_POINT * 1.0)},
-            r"of_point=float32\[3, 2, 200\]: must be int32\[",
-        ),
-        ({"number": jax.device_put(NUMBER[:2])}, r"number=int32\[2\]: must be int32\["),
-        (
-            {"groups": jax.device_put(GROUPS * 1.0)},
-            r"groups=float32\[3\]: must be int32\[",
-        ),
-        ({"max_groups": 0}, "max_groups=0: must be an integer of at least 1"),
-        ({"implementation": "abacus"}, "implementation='abacus': group_means has"),
-    ],
-)
-def test_wrong_calls_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        group_means(**{**INPUTS._asdict(), "max_groups": 100, **change})
+def test_no_groups_are_refused():
+    with pytest.raises(ValueError, match="max_groups=0: must be an integer of at least 1"):
+        group_means(*CASES[0].build(), max_groups=0)

@@ -43,8 +43,6 @@ def test_appending_is_quantising_what_the_cache_holds(history, paged, seed):
     [
         ("both", "scrambled", 8, 41),
         ("both", "identity", 12, 330),
-        pytest.param("both", "identity", 16, 330, marks=pytest.mark.slow),
-        pytest.param("both", "scrambled", 64, 330, marks=pytest.mark.slow),
         pytest.param("frame", "scrambled", 8, 41, marks=pytest.mark.slow),
         pytest.param("channels", "scrambled", 8, 41, marks=pytest.mark.slow),
     ],
@@ -93,53 +91,6 @@ def slow_append(keys, layer, k, valid, first, frame=None, channels=None):
     return Int4Keys(packed, scale, zero)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"k": ones(B, T, K, 2)},
-            r"k.shape=\(2, 6, 2, 2\): must have the keys' 4 channels",
-        ),
-        ({"implementation": "abacus"}, "implementation='abacus': int4_append has"),
-        (
-            {"channels": ones(B, K, 2, dtype=np.int32)},
-            r"channels.shape=\(2, 2, 2\): must have the keys' 4 channels",
-        ),
-        (
-            {"channels": ones(B, K + 1, H, dtype=np.int32)},
-            r"channels=int32\[2, 3, 4\]: must be int32\[",
-        ),
-        (
-            {"frame": FRAME._replace(mid=ones(K, 2 * H))},
-            r"frame.mid=float32\[2, 8\]: must be float32\[",
-        ),
-        (
-            {"frame": FRAME._replace(key_scale=ones(K + 1, H // 2))},
-            r"frame.key_scale=float32\[3, 2\]: must be float32\[",
-        ),
-        (
-            {"frame": FRAME._replace(angles=ones(2, H))},
-            "frame: must have 2 pairs of channels and 1 spans, not 2 and 2",
-        ),
-        *(
-            []
-            if jax.default_backend() == "gpu"
-            else [({"implementation": "triton"}, "needs an NVIDIA GPU")]
-        ),
-    ],
-)
-def test_wrong_appends_are_refused(change, message):
-    cache, keys = made(SPEC)
-    layer = cache.layers[0]
-    rows = {
-        "k": ones(B, T, K, H),
-        "valid": ones(B, dtype=np.int32),
-        "first": layer.lengths,
-    }
-    with pytest.raises(ValueError, match=message):
-        int4_append(keys, layer, **{**rows, **change})
-
-
 def test_tokens_without_room_are_dropped():
     cache, keys = made(SPEC)
     for _ in range(3):
@@ -149,3 +100,22 @@ def test_tokens_without_room_are_dropped():
     np.testing.assert_array_equal(
         np.asarray(keys.zero).reshape(B, -1), [[1] * (K * S), [0] * (K * S)]
     )
+
+
+def test_wrong_appends_are_refused():
+    cache, keys = made(SPEC)
+    layer = cache.layers[0]
+    given = {"k": ones(B, T, K, H), "valid": ones(B, dtype=np.int32), "first": layer.lengths}
+    for change, message in (
+        ({"k": ones(B, T, K, 2)}, r"k.shape=\(2, 6, 2, 2\): must have the keys' 4 channels"),
+        (
+            {"channels": ones(B, K, 2, dtype=np.int32)},
+            r"channels.shape=\(2, 2, 2\): must have the keys' 4 channels",
+        ),
+        (
+            {"frame": FRAME._replace(angles=ones(2, H))},
+            "frame: must have 2 pairs of channels and 1 spans, not 2 and 2",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            int4_append(keys, layer, **{**given, **change})

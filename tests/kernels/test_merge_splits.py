@@ -55,13 +55,9 @@ def test_rows_may_be_wanted_for_their_lse_alone():
         merge_splits(o, lse, used, 3, lse_only=3)
 
 
-def test_shapes_must_fit():
+def test_wrong_calls_are_refused():
     o, lse = partials()
-    for args, message in (
-        ((o[0], lse, np.ones(3, np.int32), 1), r"o=float32\[5, 4, 8\]: must be float32\["),
-        ((o, lse, np.ones(2, np.int32), 1), r"used.shape=\(2,\): must have an entry"),
-        ((o, lse, lse[:, 0, 0], 1), r"used=float32\[3\]: must be int32\["),
-        ((o, lse, np.ones(3, np.int32), 9), "rows=9: must be .* <= R = 4"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            merge_splits(*args)
+    with pytest.raises(ValueError, match=r"used.shape=\(2,\): must have an entry"):
+        merge_splits(o, lse, np.ones(2, np.int32), 1)
+    with pytest.raises(ValueError, match="rows=9: must be .* <= R = 4"):
+        merge_splits(o, lse, np.ones(3, np.int32), 9)

@@ -4,7 +4,7 @@ The one property that matters is that no token scores above its page.
 """
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,13 @@ from jsparse.pallas_kernels.key_bounds import PageBounds, PageBounds8
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from tests.kernels.cases.page_bounds import CASES, Codes, build, frame_for
 from tests.support.bounds_checks import of, physical
-from tests.support.marks import slow_except, slow_except_named
+from tests.support.marks import slow_except_named
 
 by_name = {case.name: case for case in CASES}
 compiled = jax.jit(page_bounds, static_argnames=("slack", "sm_scale", "group"))
 score = partial(compiled, sm_scale=1.0)
 read_heads = jax.jit(kv.read_heads)
 in_codes = [case for case in CASES if isinstance(case, Codes)]
-B, K, P, M = 2, 2, 4, 3
 
 
 def numbers(bounds):
@@ -63,10 +62,9 @@ def test_matches_the_slow_formula(case):
     assert_matches(case, 0.6)
 
 
-@pytest.mark.parametrize("slack", slow_except([1.0, 0], 0))
-@pytest.mark.parametrize("name", slow_except(["scrambled", "codes_scrambled"], "scrambled"))
-def test_slack_at_its_ends_matches_the_slow_formula(name, slack):
-    assert_matches(by_name[name], slack)
+def test_slack_at_its_ends_matches_the_slow_formula():
+    for slack in (0.0, 1.0):
+        assert_matches(by_name["scrambled"], slack)
 
 
 def test_the_mean_query_stands_for_its_group():
@@ -153,17 +151,13 @@ def appended(case, layer, form, frame=None):
     )
 
 
-@pytest.mark.parametrize("slack", slow_except([1.0, 0.5], 1.0))
-@pytest.mark.parametrize(
-    "name", slow_except(["codes_head_dim_40", "codes_group_of_7"], "codes_head_dim_40")
-)
-def test_in_a_frame_codes_score_as_exact_bounds_do(name, slack):
+def test_in_a_frame_codes_score_as_exact_bounds_do():
     """Constant channels of 100 make steps too coarse without a frame, and none in it."""
-    case = replace(by_name[name], table="identity", dtype="float32")
+    case = replace(by_name["codes_head_dim_40"], table="identity", dtype="float32")
     frame = frame_for(case)
     q, layer, _ = build(case)
     layer = constant(layer, frame)
-    run = partial(score, q, layer, slack=slack)
+    run = partial(score, q, layer)
     exact = np.asarray(run(appended(case, layer, PageBounds)), np.float64)
     framed = run(appended(case, layer, PageBounds8, frame), frame=frame)
     plain = run(appended(case, layer, PageBounds8))
@@ -172,13 +166,11 @@ def test_in_a_frame_codes_score_as_exact_bounds_do(name, slack):
     spread = exact[held].std()
     far, near = (np.abs(np.asarray(x)[held] - exact[held]).mean() for x in (plain, framed))
     assert near < 0.02 * spread < far
-    if slack == 1:
-        assert (np.asarray(framed) >= exact - 1e-5 * np.abs(exact[held]).max())[held].all()
+    assert (np.asarray(framed) >= exact - 1e-5 * np.abs(exact[held]).max())[held].all()
 
 
-@pytest.mark.parametrize("table", slow_except(["identity", "scrambled"], "scrambled"))
-def test_bounds_in_a_frame_are_codes_of_what_lies_in_it(table):
-    case = replace(by_name["codes_head_dim_40"], table=table, dtype="float32")
+def test_bounds_in_a_frame_are_codes_of_what_lies_in_it():
+    case = replace(by_name["codes_head_dim_40"], table="scrambled", dtype="float32")
     frame = frame_for(case)
     _, layer, _ = build(case)
     kept = appended(case, layer, PageBounds8, frame)
@@ -248,35 +240,6 @@ def test_no_key_is_outside_of_its_codes(page, dtype, offset):
     assert (high - greatest <= step).all()
 
 
-@settings(max_examples=25)
-@given(
-    seed=st.integers(0, 2**16),
-    spread=st.sampled_from([1e-30, 1e-3, 1.0, 3e4]),
-    offset=st.sampled_from([0.0, 0.9, -20.0]),
-    outlier=st.sampled_from([1.0, 50.0]),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
-)
-def test_no_token_scores_above_the_codes_of_its_page(seed, spread, offset, outlier, dtype):
-    """No page scores below its exact bounds."""
-    rng = np.random.default_rng(seed)
-    k = rng.normal(size=(B * K * M, P, 8)) + offset
-    k[..., 3] *= outlier
-    k, q = np.asarray(spread * k, dtype), np.asarray(rng.normal(size=(B, 4, 8)), dtype)
-    layer = kv.LayerCache(*map(jax.device_put, (k, k, np.full((B, K), P * M, np.int32))))
-    ends = k.min(1), k.max(1)
-    wide, tight = (
-        np.asarray(score(q, layer, of(form, *ends))) for form in (PageBounds8, PageBounds)
-    )
-    keys, queries = (
-        np.asarray(k, np.float64).reshape(B, K, M, P, 8),
-        np.asarray(q, np.float64).reshape(B, K, 2, 8),
-    )
-    scores = np.einsum("bkgh,bkmph->bkmgp", queries, keys).max((3, 4))
-    rounding = 1e-5 * np.abs(scores).max()
-    assert (wide >= scores - rounding).all()
-    assert (wide >= tight - rounding).all()
-
-
 def test_codes_of_keys_beyond_all_bounds_are_finite():
     huge = np.finfo(np.float32).max
     for ends in ((-huge, huge), (huge, huge), (-huge, -huge), (-1.0, huge), (-np.inf, np.inf)):
@@ -285,92 +248,24 @@ def test_codes_of_keys_beyond_all_bounds_are_finite():
         assert (np.isfinite(low) & np.isfinite(high) & (low <= high)).all(), ends
 
 
-def part(x, channels):
-    return jax.device_put(np.asarray(x)[..., :channels])
-
-
-@cache
-def wrong_calls():
+def test_wrong_calls_are_refused():
     q, layer, bounds = build(by_name["ragged"])
     codes = of(PageBounds8, *bounds)
-    narrow = layer._replace(k=part(layer.k, 63), v=part(layer.v, 63))
-    bfloat16 = jax.device_put(np.asarray(q, "bfloat16"))
-    return {
-        "head dimension": (
-            (part(q, 32), layer, bounds),
-            {},
-            r"layer.k=float32\[24, 16, 64\]: must be float\[",
-        ),
-        "heads of q": (
-            (q[:, :5], layer, bounds),
-            {},
-            r"layer.lengths=int32\[2, 2\].*K a divisor of N=5",
-        ),
-        "low": (
-            (q, layer, bounds._replace(low=bounds.low[:3])),
-            {},
-            r"bounds.low=float32\[3, 64\]: must be float\[",
-        ),
-        "high": (
-            (q, layer, bounds._replace(high=bounds.high[:, :8])),
-            {},
-            r"bounds.high=float32\[24, 8\]: must be float\[",
-        ),
-        "affine": (
-            (q, layer, codes._replace(affine=codes.affine[:, :1])),
-            {},
-            r"bounds.affine=bfloat16\[24, 1\]: must be bfloat16\[",
-        ),
-        "float32 and codes": (
-            (q, layer, codes),
-            {"implementation": "triton"},
-            "takes queries that float16 can hold, bfloat16 or float16, not float32",
-        ),
-        "odd channels": (
-            (
-                part(bfloat16, 63),
-                narrow,
-                PageBounds8.of(*(part(x, 63) for x in bounds)),
-            ),
-            {"implementation": "triton"},
-            "takes an even head dimension, not 63",
-        ),
-        "frame": (
+    half = q.astype(jnp.bfloat16)
+    odd = layer._replace(k=layer.k[..., :63], v=layer.v[..., :63])
+    odd_codes = PageBounds8.of(*(x[..., :63] for x in bounds))
+    triton = {"implementation": "triton"}
+    for args, options, message in (
+        ((q, layer, codes), triton, "queries that float16 can hold, .*, not float32"),
+        ((half[..., :63], odd, odd_codes), triton, "takes an even head dimension, not 63"),
+        ((half, layer, bounds), triton, "queries of the bounds' dtype, float32, not bfloat16"),
+        (
             (q, layer, bounds),
             {"frame": frame_for(by_name["ragged"])},
             "frame: must be None with PageBounds",
         ),
-        "frame's shape": (
-            (q, layer, codes),
-            {"frame": frame_for(by_name["head_dim_96"])},
-            r"frame.mid=float32\[2, 96\]: must be float32\[",
-        ),
-        "slack": ((q, layer, bounds), {"slack": 1.5}, "slack=1.5: must be a number from 0 to 1"),
-        "group": ((q, layer, bounds), {"group": "min"}, r"group='min': must be one of \['mean'"),
-        "sm_scale": ((q, layer, bounds), {"sm_scale": -1.0}, "sm_scale=-1.0: must be above 0"),
-        "backend": (
-            (q, layer, bounds),
-            {"implementation": "abacus"},
-            "implementation='abacus': page_bounds has",
-        ),
-        "dtype": (
-            (bfloat16, layer, bounds),
-            {"implementation": "triton"},
-            "takes queries of the bounds' dtype, float32, not bfloat16",
-        ),
-    }
-
-
-@pytest.mark.parametrize("name", wrong_calls())
-def test_wrong_calls_are_refused(name):
-    args, kwargs, message = wrong_calls()[name]
-    with pytest.raises(ValueError, match=message) as error:
-        page_bounds(*args, **kwargs)
-    assert "\n" not in str(error.value)
-
-
-def test_cases_are_what_they_say():
-    assert len(by_name) == len(CASES)
-    _, layer, bounds = build(by_name["ragged"])
-    empty = np.asarray(layer.lengths).reshape(-1, 1) <= np.arange(6) * 16
-    np.testing.assert_array_equal(np.asarray(bounds.low).reshape(4, 6, 64)[..., 0] > 1e29, empty)
+        ((q, layer, bounds), {"slack": 1.5}, "slack=1.5: must be a number from 0 to 1"),
+        ((q, layer, bounds), {"sm_scale": -1.0}, "sm_scale=-1.0: must be above 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            page_bounds(*args, **options)

@@ -180,10 +180,9 @@ def busiest(p):
     return max(chunks)
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("rows", [50, 128, 300, 512, 1000])
-def test_parts_are_worth_their_sums(rows, cluster):
-    for out, width in (*SHAPES, (64, 64), (192, 576)):
+def test_parts_are_worth_their_sums():
+    shapes = *SHAPES, (64, 64), (192, 576)
+    for (out, width), rows, cluster in product_of(shapes, (50, 128, 300, 512, 1000), (1, 2)):
         split = best_split(problem_of(rows, out, width, cluster))
         whole = replace(split, whole=split.tiles, parts=1)
         assert 0 <= split.whole <= split.tiles
@@ -255,63 +254,28 @@ def test_parts_keep_all_programs_busy():
         assert units / blocks / -(-units // blocks) > 0.9  # of the programs' time
 
 
-BLOCKS = Case("given").build()[1]
-
-
-@pytest.mark.parametrize(
-    ("x", "matrix", "options", "message"),
-    [
+def test_wrong_calls_are_refused():
+    rows, blocks = np.zeros((4097, 256), np.float32), Case("given").build()[1]
+    mosaic_alone, triton = {"implementation": "mosaic"}, {"implementation": "triton"}
+    narrow, odd = (Case("narrow", (5,), width=width).build() for width in (608, 576))
+    for x, matrix, options, message in (
         (
-            np.zeros((2, 99)),
-            BLOCKS,
-            {},
-            r"matrix.values=int8\[192, 256\]: must be int8\[",
-        ),
-        (
-            np.zeros((2, 256)),
-            BLOCKS | {"scales": np.zeros((4, 192), np.float16)},
+            rows[:2],
+            blocks | {"scales": np.zeros((4, 192), np.float16)},
             {},
             "matrix: 4 scales must be one per 32 of 256 values",
         ),
-        (np.zeros((2, 256)), BLOCKS, {"implementation": "abacus"}, "quantized_product has"),
+        (rows, blocks, mosaic_alone, "takes 3 to 4096 rows, not 4097"),
+        (rows[:2], blocks, mosaic_alone, "takes 3 to 4096 rows, not 2"),
+        (rows[:3], blocks, mosaic_alone, "takes bfloat16, not float32"),
+        (rows[:5], blocks, triton, "takes 1 to 4 rows, not 5"),
+        (*narrow, mosaic_alone, "an output size and a width that 64 divides, not 192 and 608"),
         (
-            np.zeros((4097, 256)),
-            BLOCKS,
-            {"implementation": "mosaic"},
-            "takes 3 to 4096 rows, not 4097",
+            odd[0][:4],
+            odd[1],
+            mosaic_alone,
+            "more than 4 rows, or a width that 128 divides, not 576",
         ),
-        (
-            np.zeros((2, 256)),
-            BLOCKS,
-            {"implementation": "mosaic"},
-            "takes 3 to 4096 rows, not 2",
-        ),
-        (
-            np.zeros((5, 256)),
-            BLOCKS,
-            {"implementation": "triton"},
-            "takes 1 to 4 rows, not 5",
-        ),
-        (
-            jnp.zeros((5, 608), jnp.bfloat16),
-            Case("narrow", width=608).build()[1],
-            {"implementation": "mosaic"},
-            "takes an output size and a width that 64 divides, not 192 and 608",
-        ),
-        (
-            jnp.zeros((4, 576), jnp.bfloat16),
-            Case("narrow", width=576).build()[1],
-            {"implementation": "mosaic"},
-            "takes more than 4 rows, or a width that 128 divides, not 576",
-        ),
-        (
-            np.zeros((3, 256), np.float32),
-            BLOCKS,
-            {"implementation": "mosaic"},
-            "takes bfloat16, not float32",
-        ),
-    ],
-)
-def test_wrong_calls_are_refused(x, matrix, options, message):
-    with pytest.raises(ValueError, match=message):
-        quantized_product(jnp.asarray(x), matrix, **options)
+    ):
+        with pytest.raises(ValueError, match=message):
+            quantized_product(jnp.asarray(x), matrix, **options)

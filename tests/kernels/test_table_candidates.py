@@ -1,33 +1,14 @@
 """Tests table_candidates against a loop over each head's slots, in the order of their rank."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jsparse.pallas_kernels.table_candidates import Best, Kurtosis, table_candidates
-from tests.kernels.cases.table_candidates import CASES, Case
+from tests.kernels.cases.table_candidates import CASES
 from tests.support.marks import slow_except_named
-
-cases = st.builds(
-    Case,
-    name=st.just(""),
-    batch=st.integers(1, 2),
-    kv_heads=st.integers(1, 3),
-    slots=st.integers(1, 60),
-    number=st.floats(0.01, 1.0),
-    a=st.none() | st.floats(1e-3, 2.0),
-    floor=st.booleans(),
-    sink=st.integers(0, 6),
-    like=st.sampled_from(
-        ["past", "signed", "ties", "constant", "zeros", "large", "striped", "flat", "gap"]
-    ),
-    ragged=st.booleans(),
-)
 
 
 def expected(inputs):
@@ -100,21 +81,14 @@ def check(case, seed=0):
 
 # those that share a program, and an odd size
 SOME = (
-    "best",
-    "best_signed",
     "best_ties",
-    "best_zeros",
-    "best_large",
     "best_one",
     "best_below_sinks",
     "best_capped",
     "best_odd",
     "paper",
-    "paper_signed",
     "paper_ties",
     "paper_constant",
-    "paper_zeros",
-    "paper_large",
     "paper_floor",
     "paper_capped",
 )
@@ -125,99 +99,29 @@ def test_the_best_slots_are_listed(case):
     check(case)
 
 
-@pytest.mark.slow
-@settings(max_examples=60)
-@given(cases, st.integers(0, 2**32 - 1))
-def test_any_shape(case, seed):
-    check(case, seed)
-
-
-@pytest.mark.parametrize("factor", [2.0**-60, 64, 2.0**60])
 @pytest.mark.parametrize("case", ["best_ragged", "paper_ragged"])
-def test_a_factor_on_all_entries_changes_nothing(case, factor):
+def test_a_factor_on_all_entries_changes_nothing(case):
     inputs = next(c for c in CASES if c.name == case).build()
     # entries so small that the factor would make them 0 have been 0 before
     vertical, distance = (
         np.where(np.abs(x) < 2.0**-30, np.zeros_like(x), x)
         for x in (np.asarray(inputs.vertical), np.asarray(inputs.distance))
     )
-    factor = np.asarray(factor, vertical.dtype)
     inputs = inputs._replace(vertical=vertical, distance=distance)
-    scaled = inputs._replace(vertical=vertical * factor, distance=distance * factor)
-    got, same = listed(inputs), listed(scaled)
-    np.testing.assert_array_equal(got.ids, same.ids)
+    for factor in np.asarray([2.0**-60, 2.0**60], vertical.dtype):
+        scaled = inputs._replace(vertical=vertical * factor, distance=distance * factor)
+        np.testing.assert_array_equal(listed(scaled).ids, listed(inputs).ids)
 
 
-def test_cases_are_what_they_say():
-    assert len({case.name for case in CASES}) == len(CASES)
-    bounds = set()
-    for name in ("paper", "paper_floor", "paper_most"):
-        inputs = next(c for c in CASES if c.name == name).build()
-        rule = inputs.rule
-        if isinstance(rule, Kurtosis):
-            count = np.asarray(listed(inputs).count)
-            low, high = (np.asarray(x) for x in (rule.min_count, rule.max_count))
-            bounds |= set(np.where(count == high, "max", np.where(count == low, "min", "")).flat)
-    assert bounds == {"max", "min", ""}
-
-
-INPUTS = Case("").build()
-
-
-def part(x, *of):
-    return jax.device_put(np.asarray(x)[of])
-
-
-@pytest.mark.parametrize(
-    ("change", "options", "message"),
-    [
-        (
-            {"vertical": part(INPUTS.vertical, slice(1))},
-            {},
-            r"distance=bfloat16\[2, 4, 200\]: must be bfloat16\[",
-        ),
-        (
-            {"distance": part(INPUTS.distance, ..., slice(1, None))},
-            {},
-            r"distance=bfloat16\[2, 4, 199\]: must be bfloat16\[",
-        ),
-        (
-            {"distance": jax.device_put(np.asarray(INPUTS.distance, np.float32))},
-            {},
-            r"distance=float32\[2, 4, 200\]: must be bfloat16\[",
-        ),
-        (
-            {"rule": Best(part(INPUTS.lengths, slice(1)))},
-            {},
-            r"rule.number=int32\[1, 4\]: must be int32\[",
-        ),
-        (
-            {"rule": Kurtosis(0.2, INPUTS.lengths, part(INPUTS.lengths, 0))},
-            {},
-            r"rule.max_count=int32\[4\]: must be int32\[",
-        ),
-        ({"rule": 7}, {}, "rule=7: must be Best or Kurtosis"),
-        (
-            {"rule": Kurtosis(0.2, INPUTS.lengths, INPUTS.lengths)},
-            {"implementation": "triton"},
-            "implementation='triton': .*takes the rule Best alone",
-        ),
-        ({}, {"capacity": 0}, "capacity=0: must be an integer from 1 to S = 200"),
-        ({}, {"capacity": 201}, "capacity=201: must be an integer from 1 to S = 200"),
-        ({}, {"sink": -1}, "sink=-1: must be an integer of at least 0"),
-        ({}, {"implementation": "abacus"}, "implementation='abacus': table_candidates has"),
-    ],
-)
-def test_wrong_calls_are_refused(change, options, message):
-    inputs = INPUTS._replace(**change)
-    with pytest.raises(ValueError, match=message):
-        table_candidates(*inputs[:4], **{**inputs.kwargs, **options})
-
-
-@pytest.mark.slow
-def test_a_head_alone_lists_what_it_lists_in_a_batch():
-    inputs = replace(Case(""), ragged=True, a=0.05).build()
-    whole = listed(inputs)
-    one = jax.tree.map(lambda x: x[1:, :1] if hasattr(x, "ndim") else x, inputs[:4])
-    alone = table_candidates(*one, **inputs.kwargs)
-    np.testing.assert_array_equal(alone.ids, whole.ids[1:, :1])
+def test_wrong_calls_are_refused():
+    inputs = CASES[0].build()
+    kurtosis = Kurtosis(0.2, inputs.lengths, inputs.lengths)
+    for rule, options, message in (
+        (7, {}, "rule=7: must be Best or Kurtosis"),
+        (kurtosis, {"implementation": "triton"}, "takes the rule Best alone"),
+        (inputs.rule, {"capacity": 0}, "capacity=0: must be an integer from 1 to S = 200"),
+        (inputs.rule, {"capacity": 201}, "capacity=201: must be an integer from 1 to S = 200"),
+        (inputs.rule, {"sink": -1}, "sink=-1: must be an integer of at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            table_candidates(*inputs[:3], rule, **{**inputs.kwargs, **options})

@@ -103,21 +103,23 @@ def test_keys_whose_logits_come_with_the_list_are_not_read():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_cases_list_tokens_and_have_names_of_their_own():
-    assert len({case.name for case in CASES}) == len(CASES)
-    assert all(case.granularity == "token" for case in CASES)
-
-
-def test_wrong_calls_are_refused():
-    q, layer, selection = Case("", granularity="token").build()
+def test_pages_are_refused():
+    q, layer, _ = Case("", granularity="token").build()
     with pytest.raises(ValueError, match=r"granularity='page'.*token_sparse_decode takes 'token'"):
         token_sparse_decode(q, layer, nothing(layer.lengths))
-    with pytest.raises(ValueError, match="implementation='abacus': token_sparse_decode has"):
-        token_sparse_decode(q, layer, selection, implementation="abacus")
-    with pytest.raises(ValueError, match=r"layer.k=float32\[24, 16, 64\]: must be float\["):
-        token_sparse_decode(jax.device_put(np.zeros((2, 8, 32), np.float32)), layer, selection)
-    # shapes that do not fit are let through
-    arrays = selection.ids, selection.count, None, None, jnp.zeros((2, 2, 1, 3))
-    stale = Selection.tree_unflatten("token", arrays)
-    with pytest.raises(ValueError, match=r"selection.logits=float32\[2, 2, 1, 3\]: must be"):
-        token_sparse_decode(q, layer, stale)
+
+
+def test_what_the_kernel_cannot_do_is_the_references():
+    q, layer, chosen = Case("", granularity="token").build()
+    mixed = q.astype(jnp.bfloat16), layer, chosen
+    for inputs, message in (
+        (Case("", group=17, granularity="token").build(), "at most 16 query heads .*, not 17"),
+        (
+            Case("", head_dim=320, granularity="token").build(),
+            "head dimensions up to 256 .* not 320",
+        ),
+        (Case("", head_dim=68, granularity="token").build(), "multiples of 8, not 68"),
+        (mixed, "takes q, K and V of one type of .*, not bfloat16, float32"),
+    ):
+        with pytest.raises(ValueError, match=f"on this backend .*{message}"):
+            token_sparse_decode(*inputs, implementation="triton")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jsparse.pallas_kernels.window_attention import reference, window_attention
-from tests.kernels.cases.window_attention import CASES, Case
-from tests.support.marks import slow_except, slow_except_named
+from tests.kernels.cases.window_attention import CASES
+from tests.support.marks import slow_except_named
 
 by_name = {case.name: case for case in CASES}
 
@@ -55,9 +55,7 @@ WAYS = [(group, over) for group in ("mean", "max") for over in ("competing", "he
 
 
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
-@pytest.mark.parametrize(
-    "case", slow_except_named(CASES, "short", "scrambled", "group_of_7"), ids=str
-)
+@pytest.mark.parametrize("case", slow_except_named(CASES, "short", "scrambled"), ids=str)
 def test_shares_are_means_of_softmaxes(case, way):
     inputs, (group, over) = case.build(), way
     got = shares(*inputs, group=group, over=over)
@@ -65,12 +63,11 @@ def test_shares_are_means_of_softmaxes(case, way):
     np.testing.assert_allclose(got, slowly(inputs, group, over), atol=tolerance)
 
 
-@pytest.mark.parametrize("way", slow_except(WAYS, WAYS[1], WAYS[2]), ids="-".join)
-@pytest.mark.parametrize("name", slow_except(["ragged", "scrambled", "group_of_7"], "scrambled"))
-def test_blocks_change_nothing(name, way, monkeypatch):
-    inputs, (group, over) = by_name[name].build(), way
+@pytest.mark.parametrize("way", WAYS[1:3], ids="-".join)
+def test_blocks_change_nothing(way, monkeypatch):
+    inputs, (group, over) = by_name["scrambled"].build(), way
     whole = shares(*inputs, group=group, over=over)
-    for pages in (1, 2, 4):
+    for pages in (1, 4):
         heads, size = inputs.queries.shape[2], inputs.queries.shape[1]
         page_bytes = 4 * len(inputs.positions) * heads * size * inputs.layer.page_size
         monkeypatch.setattr(reference, "BLOCK_BYTES", pages * page_bytes)
@@ -78,19 +75,8 @@ def test_blocks_change_nothing(name, way, monkeypatch):
         np.testing.assert_allclose(blocks, whole, atol=1e-6)
 
 
-def test_bad_input_is_refused():
-    inputs = jax.tree.map(np.asarray, Case("x").build())
-    bad = {
-        r"layer.lengths=int32.*K a divisor of N=3": {"queries": inputs.queries[:, :, :3]},
-        r"queries=float32.*W>0": {"queries": inputs.queries[:, :0]},
-        "competing.shape": {"competing": inputs.competing[..., 1:]},
-        "competing=int32": {"competing": inputs.competing.astype(np.int32)},
-        "positions=int32": {"positions": inputs.positions[:1]},
-    }
-    for said, change in bad.items():
-        with pytest.raises(ValueError, match=said):
-            window_attention(*inputs._replace(**change))
-    with pytest.raises(ValueError, match=r"group='sum': must be one of \['mean', 'max'\]"):
-        window_attention(*inputs, group="sum")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"over='all': must be one of \['competing', 'held'\]"):
-        window_attention(*inputs, over="all")  # pyright: ignore[reportArgumentType]
+def test_competing_slots_are_those_of_the_layer():
+    inputs = CASES[0].build()
+    inputs = inputs._replace(competing=inputs.competing[..., 1:])
+    with pytest.raises(ValueError, match="competing.shape=.*: must have 144 slots"):
+        window_attention(*inputs)

@@ -20,7 +20,6 @@ from jsparse.model_facts.constants import (
     require_constants,
 )
 from jsparse.model_facts.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
-from jsparse.selection import everything
 from tests.support.model_tokenizers import tokenizer_of
 from tests.support.tiny import random_prompts, tiny_params
 
@@ -80,15 +79,6 @@ def test_the_mean_is_that_of_keys_before_rope_and_keys_then_reach_as_far_as_quer
 measured = jax.jit(mid_and_scale)
 
 
-def test_pairs_that_are_zero_have_a_scale():
-    positions = np.arange(4, dtype=np.int32)
-    zeros = np.zeros((1, 4, 8), np.float32)
-    for k, q in ((zeros, zeros + 1), (zeros + 1, zeros), (zeros, zeros)):
-        mid, scale = measured(k, q, positions, np.zeros(4, np.float32))
-        assert (np.asarray(mid) == k[:, 0]).all()
-        assert (np.asarray(scale) == 1).all()
-
-
 def test_they_are_made_once_per_model_and_kept_in_it(made):
     params, seen = fresh(), []
     report = lambda *progress: seen.append(progress)  # noqa: E731
@@ -144,15 +134,6 @@ def test_a_folder_that_cannot_be_written_only_costs_time(made, tmp_path, monkeyp
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_constants_are_made_without_a_folder_for_them(made, monkeypatch, caplog):
-    def none():
-        raise FileNotFoundError("there is no home folder")
-
-    monkeypatch.setattr(module, "cache_folder", none)
-    assert constants(fresh(), jsparse.twilight(jsparse.all_pages()))
-    assert caplog.text == ""
-
-
 def test_save_writes_what_was_made(made, tmp_path):
     params = fresh()
     jsparse.save(params, tmp_path / "without")
@@ -203,13 +184,6 @@ def test_boundary_classes_come_from_the_tokenizer_and_are_made_once(monkeypatch,
     assert calls == [params.tokenizer, other.tokenizer]
 
 
-def test_boundary_classes_are_never_written(tmp_path):
-    params = with_tokenizer(fresh())
-    constants(params, needing("boundary_classes", "boundary_classes_or_none"))
-    assert params.constants == {}
-    assert not (tmp_path / "cache").exists()
-
-
 def test_a_model_without_a_tokenizer_is_refused_before_anything_is_allocated():
     policy = needing("boundary_classes")
     message = r"policy=chunky\(\) needs 'boundary_classes': .*'tiny' must have a tokenizer"
@@ -252,23 +226,3 @@ def test_a_table_that_does_not_fit_the_vocabulary_is_refused():
         params = dataclasses.replace(fresh(), constants={"boundary_classes": table})
         with pytest.raises(ValueError, match=r"must be uint8\[\d+, 2\], the vocabulary's"):
             constants(params, needing("boundary_classes_or_none"))
-
-
-def test_a_given_table_of_boundaries_is_taken_as_it_is():
-    table = jnp.ones((fresh().config.vocab_size, 2), jnp.uint8)
-    params = dataclasses.replace(fresh(), constants={"boundary_classes": table})
-    names = ("boundary_classes", "boundary_classes_or_none")
-    assert constants(params, needing(*names)) == dict.fromkeys(names, table)
-
-
-def test_hooks_find_the_table_among_the_constants_of_the_cache():
-    params, seen = with_tokenizer(fresh()), []
-
-    def select(state, layer, q, view):
-        seen.append(view.constants["boundary_classes"])
-        return everything(view.layers[layer].lengths), None, state
-
-    policy = needing("boundary_classes")._replace(select=select)
-    jsparse.generate(params, PROMPT, max_new_tokens=2, policy=policy)
-    assert seen[0].shape == (params.config.vocab_size, 2)
-    assert seen[0].dtype == jnp.uint8

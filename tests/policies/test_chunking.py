@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jsparse.evaluation.texts import read
 from jsparse.model_facts.boundary_classes import boundary_classes
 from jsparse.policies.clusters.chunking import Chunks, boundaries, cut, cut_on, marks
 from tests.support.model_tokenizers import NAMES, tokenizer_of
@@ -134,16 +133,10 @@ CUT = {
         ' "page": null}, "notes": "a string, with a comma"}',
         '\n{"name": "other", "values": [], "where": {}}',
     ],
-    "markdown": [
-        "# Title\n\n- one item\n- another, longer item\n\n---",
-        "\n\n```\ncode > here\n```\n\n***\n\n",
-        "| a | b |\n|---|---",
-        "|\n| 1 | 2 |\n",
-    ],
 }
 
 
-@pytest.mark.parametrize("kind", CUT)
+@pytest.mark.parametrize("kind", ["prose", "json"])
 def test_chunks_end_where_the_text_does(kind):
     text = TEXTS[kind] + "zz" * 16  # the text goes on, so that its end is one boundary of many
     tokens, lengths, spelled = batch("smollm2", [text])
@@ -155,15 +148,6 @@ def test_chunks_end_where_the_text_does(kind):
     )
     found = [b"".join(spelled[0][a:b]).decode() for a, b in pairwise(starts) if a < b]
     assert found[: len(CUT[kind])] == CUT[kind]
-
-
-def test_chunks_of_prose_have_about_14_tokens():
-    ids = tokenizer_of("smollm2").encode(read(None)[:40000], add_special_tokens=False)
-    classes = boundaries(marks(vocabulary("smollm2")[1], jnp.asarray([ids])))
-    first = jnp.array([16], jnp.int32)
-    chunks = cut_jit(classes, first, jnp.asarray([len(ids)]), capacity=len(ids) // 10)
-    count = int(chunks.count[0])
-    assert 13 < (int(chunks.starts[0, count]) - 16) / count < 15
 
 
 def test_a_newline_behind_a_line_is_an_empty_line_and_a_blank_ahead_a_boundary():
@@ -260,24 +244,21 @@ def test_fixed_chunks_need_no_classes():
     assert grown.count.tolist() == [5, 3, 1]  # a row does not lose what it has
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"min_length": 0}, r"min_length=0, max_length=16: must be 1 <= min_length <= max_length"),
-        ({"min_length": 17}, r"min_length=17, max_length=16"),
-        ({"capacity": 0}, r"capacity=0: must be at least 1"),
-        ({"capacity": 3}, r"first=0: must be from 16 to 64, for 3 chunks of 16 tokens in 64 slots"),
-        ({"first": 65}, r"first=65: must be from 0 to 64"),
-    ],
-)
-def test_sizes_that_contradict_each_other_are_refused(arguments, message):
+def test_sizes_that_contradict_each_other_are_refused():
     classes, ends = jnp.zeros((1, 64), jnp.uint8), jnp.array([64], jnp.int32)
-    arguments = {"first": 0, "capacity": 4} | arguments
-    with pytest.raises(ValueError, match=message):
-        cut(classes, arguments.pop("first"), ends, **arguments)
-
-
-def test_no_new_chunks_are_refused():
+    for first, sizes, message in (
+        (
+            0,
+            {"min_length": 0},
+            "min_length=0, max_length=16: must be 1 <= min_length <= max_length",
+        ),
+        (0, {"min_length": 17}, "min_length=17, max_length=16"),
+        (0, {"capacity": 0}, "capacity=0: must be at least 1"),
+        (0, {"capacity": 3}, "first=0: must be from 16 to 64, for 3 chunks of 16 tokens in 64"),
+        (65, {}, "first=65: must be from 0 to 64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cut(classes, first, ends, **{"capacity": 4} | sizes)
     chunks = Chunks(jnp.zeros((1, 3), jnp.int32), jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match="max_new=0: must be at least 1"):
         cut_on(None, chunks, jnp.array([9], jnp.int32), max_new=0)

@@ -4,16 +4,13 @@ import re
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from jsparse import cache as kv_cache
 from jsparse.policies.hard_kv import hard_kv
-from tests.support.marks import slow_except
 
 
-@pytest.mark.parametrize("merge", slow_except([False, True], True))
-def test_a_donated_cache_is_not_copied(merge):
-    policy = hard_kv(budget=64, floor=32, cap=128, window=8, period=16, merge=merge)
+def test_a_donated_cache_is_not_copied():
+    policy = hard_kv(budget=64, floor=32, cap=128, window=8, period=16)
     spec = kv_cache.CacheSpec(2, 2, 4, 2, 16, 16, 12, jnp.float32)
     cache = kv_cache.init(spec, fields=policy.fields)
     program = jax.jit(policy.services.maintain, donate_argnums=(0, 1)).lower(

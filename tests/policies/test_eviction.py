@@ -155,13 +155,10 @@ PAIRS = [
     ("attention", "n_star"),
     ("attention", "calibrated"),
     ("attention", "union"),
-    ("snapkv", "n_star"),
     ("snapkv", "calibrated"),
-    ("r_kv", "joint"),
     ("r_kv", "n_star"),
     ("r_kv", "calibrated"),
     ("h2o", "joint"),
-    ("h2o", "calibrated"),
 ]
 
 
@@ -177,24 +174,8 @@ def test_patience_equals_the_slow_model(patience, merge):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("metric", ["attention", "h2o"])
-def test_more_newest_tokens_than_queries_equal_the_slow_model(metric):
-    assert_equals_the_slow_model(*hard_kv(metric, "joint", recent=WINDOW + 2))
-
-
-@pytest.mark.slow
-def test_dropping_without_merging_equals_the_slow_model():
-    assert_equals_the_slow_model(*hard_kv("attention", "joint", merge=False))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "heads",
-    [(4, 4), (16, 1)],
-    ids=lambda heads: f"{heads[0]}-{heads[1]}",
-)
-def test_groups_of_every_size_equal_the_slow_model(heads):
-    assert_equals_the_slow_model(*hard_kv("attention", "joint"), *heads)
+def test_more_newest_tokens_than_queries_equal_the_slow_model():
+    assert_equals_the_slow_model(*hard_kv("h2o", "joint", recent=WINDOW + 2))
 
 
 def stamped(threshold, prompt=2.0**30):
@@ -244,10 +225,6 @@ METHODS = {
         track=stamped(0.08),
     ),
 }
-
-
-def test_attention_is_pooled_as_snapkv_does_by_default():
-    assert parse("snapkv") is parse("snapkv(pool=5)")
 
 
 @pytest.mark.parametrize("expression", METHODS)

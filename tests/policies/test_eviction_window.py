@@ -3,9 +3,6 @@
 The shares themselves are tested in tests/kernels/test_window_attention.py.
 """
 
-from functools import partial
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +10,6 @@ import pytest
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec
-from jsparse.pallas_kernels.window_attention import reference, window_attention
 from jsparse.policies.eviction.settings import LayerView
 from jsparse.policies.eviction.top_p import in_top_p
 from jsparse.policies.eviction.window import as_ring, pooled
@@ -21,8 +17,7 @@ from tests.support import slow_eviction as slow
 from tests.support.slow_model import softmax
 
 BATCH, HEADS, GROUP, DIM, PAGE, PAGES, SIZE = 2, 2, 3, 16, 8, 7, 5
-KEYS = Path(__file__).parents[1] / "fixtures" / "keys" / "qwen2_5_0_5b.npz"
-LENGTHS, POSITIONS = np.array([[50, 31], [9, 4]]), np.array([70, 9])
+LENGTHS = np.array([[50, 31], [9, 4]])
 
 
 def inputs():
@@ -33,34 +28,6 @@ def inputs():
     slots = np.arange(spec.capacity)
     competing = (slots >= 2) & (slots < LENGTHS[..., None] - 1)
     return jnp.ones((BATCH, SIZE, HEADS * GROUP, DIM)), held, competing
-
-
-def test_blocks_bound_the_logits(monkeypatch):
-    """No array, K and the queries aside, is larger than a block or than the result."""
-    queries, held, competing = inputs()
-    page_bytes = 4 * BATCH * HEADS * GROUP * SIZE * PAGE
-    positions = jnp.asarray(POSITIONS, jnp.int32)
-
-    def largest():
-        attend = partial(window_attention, implementation="reference")
-        made = jax.make_jaxpr(attend)(queries, positions, held, jnp.asarray(competing))
-        shapes = [v.aval.shape for v in equations(made.jaxpr) if hasattr(v.aval, "shape")]
-        return max(int(np.prod(shape)) for shape in shapes if DIM not in shape)
-
-    whole = largest()
-    monkeypatch.setattr(reference, "BLOCK_BYTES", page_bytes)
-    assert largest() <= max(page_bytes // 4, competing.size)
-    assert whole == PAGES * page_bytes // 4
-
-
-def equations(jaxpr):
-    """All that the equations of a program give, those of inner programs included."""
-    for equation in jaxpr.eqns:
-        yield from equation.outvars
-        for inner in equation.params.values():
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 def test_a_ring_holds_position_p_at_p_modulo_its_size():
@@ -105,8 +72,7 @@ def test_a_slot_is_marked_if_any_query_has_it_in_its_top_p():
     assert (found[0].sum(-1) < LENGTHS[0]).all()
 
 
-@pytest.mark.parametrize("pooling", ["mean", "max"])
-@pytest.mark.parametrize("width", [1, 3, 5])
+@pytest.mark.parametrize(("width", "pooling"), [(1, "mean"), (3, "max"), (5, "mean")])
 def test_pooling_takes_neighbours_and_zeros_beyond_the_ends(width, pooling):
     scores = np.random.default_rng(0).random((1, 1, 20)).astype(np.float32)
     competing = np.ones(scores.shape, bool)
@@ -117,56 +83,3 @@ def test_pooling_takes_neighbours_and_zeros_beyond_the_ends(width, pooling):
     how = np.mean if pooling == "mean" else np.max
     for slot in range(4, 17):
         assert found[slot] == pytest.approx(how(padded[slot : slot + width]), rel=1e-5)
-
-
-def test_softmaxes_over_all_keys_keep_as_much_of_later_attention():
-    """On seven recorded heads, 8 queries choose, as in SnapKV, what the 24 that follow attend to.
-
-    Softmaxes over the competing slots alone, which let queries that look elsewhere say as much,
-    keep less at each of these budgets.
-    """
-    stored = np.load(KEYS)
-    keys, queries = (stored[name].astype(np.float32) for name in ("keys", "queries"))
-    heads, tokens, dim = keys.shape
-    window, page = 8, 16
-    asked = tokens - queries.shape[1] + window  # tokens there were when the window ended
-    spec = CacheSpec(1, 1, heads * queries.shape[2], heads, dim, page, tokens // page, jnp.float32)
-    held = kv_cache.init(spec).layers[0]
-    held = held._replace(
-        k=jnp.asarray(keys.reshape(held.k.shape)), lengths=jnp.full((1, heads), asked, jnp.int32)
-    )
-    ring = queries[:, :window].swapaxes(0, 1).reshape(1, window, -1, dim)
-    competing = np.broadcast_to(np.arange(tokens) < asked - window, (1, heads, tokens))
-    attend = jax.jit(partial(window_attention, implementation="reference"), static_argnames="over")
-    chosen = {
-        over: np.asarray(attend(ring, np.array([asked], np.int32), held, competing, over=over))[0]
-        for over in ("held", "competing")
-    }
-    later = [x[: asked - window] for x in later_attention(keys, queries[:, window:])]
-    for budget in (128, 256, 512):
-        mass = {
-            over: np.mean(
-                [
-                    weights[np.argsort(-slow.pooled(score, 5, np.mean))[: budget - window]].sum()
-                    for weights, score in zip(later, scores[:, : asked - window], strict=True)
-                ]
-            )
-            for over, scores in chosen.items()
-        }
-        assert mass["held"] > mass["competing"] > 0.1
-
-
-def later_attention(keys, queries):
-    """The mean attention of each head's last queries, float64, to all keys up to their own."""
-    count = queries.shape[1]
-    return [
-        np.mean(
-            [
-                np.pad(softmax(q.astype(np.float64) @ k[: -after or None].T / 8), (0, after))
-                for after, group in zip(reversed(range(count)), asked, strict=True)
-                for q in group
-            ],
-            axis=0,
-        )
-        for k, asked in zip(keys.astype(np.float64), queries, strict=True)
-    ]

@@ -15,46 +15,33 @@ from jsparse.policies.expressions import ABSENT, ALIASES, as_policy, parse
 from jsparse.policy import Policy
 
 
-@pytest.mark.parametrize(
-    ("expression", "built"),
-    [
-        ("dense", lambda: jsparse.dense()),
-        ("dense()", lambda: jsparse.dense()),
-        (" streaming\n", lambda: jsparse.streaming()),
-        ("streaming(4)", lambda: jsparse.streaming(sink=4)),
-        ("streaming(recent=512, sink=4)", lambda: jsparse.streaming()),
-        ("streaming(\n  8,\n  recent=16,\n)", lambda: jsparse.streaming(8, 16)),
-        ("oracle_top_k(budget=256, granularity='page')", lambda: jsparse.oracle_top_k(256, "page")),
-        ("oracle_top_p(p=0.9)", lambda: jsparse.oracle_top_p(0.9)),
-        (
-            "keep(oracle_top_k(budget=256), sink=4, recent=64)",
-            lambda: jsparse.keep(jsparse.oracle_top_k(256), 4, 64),
-        ),
-        ("keep(policy=dense)", lambda: jsparse.keep(jsparse.dense())),
+def test_expressions_build_what_the_calls_build():
+    for expression, built in (
+        ("dense", jsparse.dense()),
+        (" streaming\n", jsparse.streaming()),
+        ("streaming(4)", jsparse.streaming(sink=4)),
+        ("streaming(\n  8,\n  recent=16,\n)", jsparse.streaming(8, 16)),
+        ("keep(policy=dense)", jsparse.keep(jsparse.dense())),
         (
             "dense_layers(keep(streaming(1, 2), 3), n=4)",
-            lambda: jsparse.dense_layers(jsparse.keep(jsparse.streaming(1, 2), sink=3), 4),
+            jsparse.dense_layers(jsparse.keep(jsparse.streaming(1, 2), sink=3), 4),
         ),
-        ("(((streaming)))", lambda: jsparse.streaming()),
-    ],
-)
-def test_expressions_build_what_the_calls_build(expression, built):
-    assert parse(expression) is built()
+        ("(((streaming)))", jsparse.streaming()),
+    ):
+        assert parse(expression) is built, expression
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_name_is_an_expression_that_builds_it_again(name):
+def test_a_name_is_an_expression_that_builds_it_again():
     wanted = {
         "policy": jsparse.streaming(2, 3),
         "base": jsparse.streaming(2, 3),
         "gates": [[1, 1], [0, 1]],
     }
-    given = {
-        key: wanted[key] for key in inspect.signature(POLICIES[name]).parameters if key in wanted
-    }
-    policy = POLICIES[name](**given)
-    assert str(policy) == policy.name
-    assert as_policy(policy.name) is policy
+    for build in POLICIES.values():
+        parameters = inspect.signature(build).parameters
+        policy = build(**{key: wanted[key] for key in parameters if key in wanted})
+        assert str(policy) == policy.name
+        assert as_policy(policy.name) is policy
 
 
 def test_equal_arguments_give_one_object_and_others_another():
@@ -67,159 +54,117 @@ def test_equal_arguments_give_one_object_and_others_another():
     )  # so that a type is never another's
 
 
-@pytest.mark.parametrize(
-    ("expression", "message"),
-    [
-        ("", "must be an expression such as"),
-        ("streaming(", "must be an expression such as"),
-        ("dense; dense", "must be an expression such as"),
-        ("x = dense", "must be an expression such as"),
-        ("dense\0", "must be an expression such as"),
-        ("(" * 1000 + "dense" + ")" * 1000, "must be an expression such as"),
-        ("4", "'4' must be the plain name of a policy"),
-        ("'dense'", "must be the plain name"),
-        ("dense()()", "'dense\\(\\)' must be the plain name"),
-        ("lru", "unknown policy 'lru', must be one of dense, auto, streaming"),
-        ("print('x')", "unknown policy 'print'"),
-        ("keep(lru(4))", "unknown policy 'lru'"),
-        ("streaming(*[4])", "must be a literal"),
-        ("streaming(**{'sink': 4})", "without \\*\\*"),
-        ("streaming(sink=4, sink=5)", "an argument of streaming is given twice"),
-        (
-            "streaming(4, sink=5)",
-            "multiple values for argument 'sink'; the arguments are streaming\\(sink=4, "
-            "recent=512\\)$",
-        ),
-        ("streaming(1, 2, 3)", "too many positional arguments"),
-        ("streaming(size=4)", "unexpected keyword argument 'size'"),
-        ("adakv", "unknown policy 'adakv', did you mean ada_kv\\?$"),
-        ("SnapKVPress()", "unknown policy 'SnapKVPress', did you mean snapkv\\?$"),
-        ("streaming_llm(sink=4)", "did you mean streaming\\?$"),
-        ("ExpectedAttentionPress()", "policy '.*', not implemented; the nearest is snapkv$"),
-        ("tova(budget=64)", "unknown policy 'tova', not implemented; the nearest is h2o$"),
-        ("PyramidKVCache", "not implemented; the nearest is ada_kv$"),
-        ("keep(knorm)", "a literal or a policy; not implemented; the nearest is snapkv$"),
-        ("quest(budget=64", r"its bracket '\(' is not closed$"),
-        ("retrieval_heads(quest(), [0, 1", r"its bracket '\[' is not closed$"),
-        ("keep(rkv)", "'rkv' must be a literal or a policy; did you mean r_kv\\?$"),
-        ("keep(lru)", "'lru' must be a literal or a policy$"),
-        (
-            "twilight(quest(budget), p=0.95)",
-            "budget of quest needs a value, such as quest\\(budget=",
-        ),
-        ("keep(policy)", "policy of keep needs a value$"),
-        ("snapkv(budget=0.25)", "budget=0.25: must be a number of tokens: .*, budget=2048$"),
-        ("keep(quest(budget=0.5))", "budget=0.5: must be a number of tokens: .*, budget=4096$"),
-        ("lfps(budget=2.0)", "budget=2.0: must be a number above 0 and at most 1"),
-        (
-            "snapkv(compression_ratio=0.9)",
-            "compression_ratio=0.9: must be given as budget, a number of tokens: for 0.1 of 8192 "
-            "tokens, budget=819$",
-        ),
-        ("lfps(compression_ratio=0.9)", "must be given as budget, the share .*: budget=0.1$"),
-        ("streaming(compression_ratio=0.9)", "unexpected keyword .*; the arguments are streaming"),
-        ("snapkv(compression_ratio='x')", "unexpected keyword .*; the arguments are snapkv"),
-        ("keep()", "missing a required argument: 'policy'"),
-        ("keep(4)", "policy=4: must be a policy"),
-        ("keep('dense')", "policy='dense': must be a policy"),
-        ("dense_layers(None)", "policy=None: must be a policy"),
-        ("streaming(dense)", "sink=dense\\(\\): must be an integer"),
-        ("streaming(sink=-1)", "sink=-1: must be an integer of at least 0"),
-        ("streaming(sink=1.0)", "sink=1.0: must be an integer"),
-        ("streaming(sink=True)", "sink=True: must be an integer"),
-        ("streaming(recent=0)", "recent=0: must be an integer of at least 1"),
-        ("streaming(sink=[4])", "sink=\\(4,\\): must be an integer"),
-        ("streaming(sink=b'4')", "sink=b'4': must be a number"),
-        ("streaming(sink=([],))", "must be an integer"),
-        ("streaming(sink=4j)", "sink=4j: must be a number"),
-        ("oracle_top_k(budget=0)", "budget=0: must be an integer of at least 1"),
-        ("oracle_top_k(granularity='row')", "granularity='row': must be one of"),
-        ("oracle_top_p(p=0)", "p=0: must be a number above 0 and at most 1"),
-        ("oracle_top_p(p=1e999)", "p=inf: must be"),
-        ("keep(dense, recent=-1)", "recent=-1"),
-        ("dense_layers(dense, n=None)", "n=None: must be an integer"),
-        ("hard_kv(budget=36, floor=1)", "budget=36: must be at least 37: newest tokens \\+ "),
-        ("hard_kv(cap=36, floor=1, budgets='n_star')", "cap=36: must be at least 37: newest"),
-        ("hard_kv(cap=69, floor=1, window=60, sink=9, budgets='calibrated')", "cap=69: must be"),
-        ("hard_kv(floor=2049)", "floor=2049: must be at most cap=2048"),
-        ("hard_kv(budget=511)", "budget=511: must be from floor=512 to cap=2048"),
-        ("hard_kv(budget=2049)", "budget=2049: must be from floor=512 to cap=2048"),
-        (
-            "hard_kv(budgets='n_star', merge=False)",
-            "merge=False: must be True with budgets='n_star'",
-        ),
-        ("hard_kv(budgets='union', metric='r_kv')", "metric='r_kv': must be 'attention' with budg"),
-        ("hard_kv(p=0)", "p=0: must be a number above 0 and at most 1"),
-        ("hard_kv(p=1.01)", "p=1.01: must be a number above 0 and at most 1"),
-        ("hard_kv(metric='lru')", "metric='lru': must be one of \\['attention', 'snapkv', "),
-        ("hard_kv(budgets='fair')", "budgets='fair': must be one of \\['joint', 'uniform', "),
-        ("hard_kv(merge=1)", "merge=1: must be True or False"),
-        ("hard_kv(patience=255)", "patience=255: must be at most 254"),
-        ("hard_kv(patience=-1)", "patience=-1: must be an integer of at least 0"),
-        ("hard_kv(period=0)", "period=0: must be an integer of at least 1"),
-        ("hard_kv(window=0)", "window=0: must be an integer of at least 1"),
-        ("hard_kv(recent=31)", "recent=31: must be at least window=32"),
-        ("hard_kv(recent=1.5)", "recent=1.5: must be an integer"),
-        ("hard_kv(sink=-1)", "sink=-1: must be an integer of at least 0"),
-        ("keep(hard_kv)", "policy=hard_kv.*: must keep every token"),
-        ("dense_layers(hard_kv)", "policy=hard_kv.*: must keep every token"),
-        ("twilight(hard_kv)", "base=hard_kv.*: must keep every token, .*; hard_kv drops some$"),
-        ("snapkv(budget=8)", "budget=8: must be above 8, the number of protected slots"),
-        ("snapkv(pool=4)", "pool=4: must be odd"),
-        ("snapkv(pooling='sum')", "pooling='sum': must be one of \\['mean', 'max'\\]"),
-        ("ada_kv(floor=0)", "floor=0: must be a number above 0 and at most 1"),
-        ("ada_kv(cap=0.5)", "cap=0.5: must be a finite number of at least 1"),
-        ("snapkv(budget=2000000000)", "budget=2000000000: must be above 8.* at most 1073741824"),
-        ("hard_kv(cap=2000000000)", "cap=2000000000: must be at most 1073741824"),
-        ("h2o(budget=1)", "budget=1: must be an integer of at least 2"),
-        ("h2o(period=0)", "period=0: must be an integer of at least 1"),
-        ("r_kv(importance=0)", "importance=0: must be a number above 0 and at most 1"),
-        ("raas(threshold=2)", "threshold=2: must be a number above 0 and at most 1"),
-    ],
-)
-def test_errors_are_one_line(expression, message):
-    with pytest.raises(ValueError, match=message) as error:
-        parse(expression)
-    assert "\n" not in str(error.value)
+ERRORS = [
+    ("", "must be an expression such as"),
+    ("streaming(", "must be an expression such as"),
+    ("dense\0", "must be an expression such as"),
+    ("(" * 1000 + "dense" + ")" * 1000, "must be an expression such as"),
+    ("4", "'4' must be the plain name of a policy"),
+    ("dense()()", "'dense\\(\\)' must be the plain name"),
+    ("lru", "unknown policy 'lru', must be one of dense, auto, streaming"),
+    ("keep(lru(4))", "unknown policy 'lru'"),
+    ("streaming(*[4])", "must be a literal"),
+    ("streaming(**{'sink': 4})", "without \\*\\*"),
+    ("streaming(sink=4, sink=5)", "an argument of streaming is given twice"),
+    (
+        "streaming(4, sink=5)",
+        "multiple values for argument 'sink'; the arguments are streaming\\(sink=4, recent=512\\)$",
+    ),
+    ("streaming(1, 2, 3)", "too many positional arguments"),
+    ("streaming(size=4)", "unexpected keyword argument 'size'"),
+    ("SnapKVPress()", "unknown policy 'SnapKVPress', did you mean snapkv\\?$"),
+    ("streaming_llm(sink=4)", "did you mean streaming\\?$"),
+    ("ExpectedAttentionPress()", "policy '.*', not implemented; the nearest is snapkv$"),
+    ("keep(knorm)", "a literal or a policy; not implemented; the nearest is snapkv$"),
+    ("quest(budget=64", r"its bracket '\(' is not closed$"),
+    ("retrieval_heads(quest(), [0, 1", r"its bracket '\[' is not closed$"),
+    ("keep(lru)", "'lru' must be a literal or a policy$"),
+    (
+        "twilight(quest(budget), p=0.95)",
+        "budget of quest needs a value, such as quest\\(budget=",
+    ),
+    ("keep(policy)", "policy of keep needs a value$"),
+    ("snapkv(budget=0.25)", "budget=0.25: must be a number of tokens: .*, budget=2048$"),
+    ("keep(quest(budget=0.5))", "budget=0.5: must be a number of tokens: .*, budget=4096$"),
+    (
+        "snapkv(compression_ratio=0.9)",
+        "compression_ratio=0.9: must be given as budget, a number of tokens: for 0.1 of 8192 "
+        "tokens, budget=819$",
+    ),
+    ("lfps(compression_ratio=0.9)", "must be given as budget, the share .*: budget=0.1$"),
+    ("streaming(compression_ratio=0.9)", "unexpected keyword .*; the arguments are streaming"),
+    ("keep()", "missing a required argument: 'policy'"),
+    ("keep('dense')", "policy='dense': must be a policy"),
+    ("streaming(dense)", "sink=dense\\(\\): must be an integer"),
+    ("streaming(sink=-1)", "sink=-1: must be an integer of at least 0"),
+    ("streaming(sink=True)", "sink=True: must be an integer"),
+    ("streaming(recent=0)", "recent=0: must be an integer of at least 1"),
+    ("streaming(sink=b'4')", "sink=b'4': must be a number"),
+    ("oracle_top_k(granularity='row')", "granularity='row': must be one of"),
+    ("oracle_top_p(p=0)", "p=0: must be a number above 0 and at most 1"),
+    ("hard_kv(budget=36, floor=1)", "budget=36: must be at least 37: newest tokens \\+ "),
+    ("hard_kv(cap=36, floor=1, budgets='n_star')", "cap=36: must be at least 37: newest"),
+    ("hard_kv(floor=2049)", "floor=2049: must be at most cap=2048"),
+    ("hard_kv(budget=2049)", "budget=2049: must be from floor=512 to cap=2048"),
+    (
+        "hard_kv(budgets='n_star', merge=False)",
+        "merge=False: must be True with budgets='n_star'",
+    ),
+    ("hard_kv(budgets='union', metric='r_kv')", "metric='r_kv': must be 'attention' with budg"),
+    ("hard_kv(p=1.01)", "p=1.01: must be a number above 0 and at most 1"),
+    ("hard_kv(metric='lru')", "metric='lru': must be one of \\['attention', 'snapkv', "),
+    ("hard_kv(budgets='fair')", "budgets='fair': must be one of \\['joint', 'uniform', "),
+    ("hard_kv(merge=1)", "merge=1: must be True or False"),
+    ("hard_kv(patience=255)", "patience=255: must be at most 254"),
+    ("hard_kv(recent=31)", "recent=31: must be at least window=32"),
+    ("keep(hard_kv)", "policy=hard_kv.*: must keep every token"),
+    ("twilight(hard_kv)", "base=hard_kv.*: must keep every token, .*; hard_kv drops some$"),
+    ("snapkv(budget=8)", "budget=8: must be above 8, the number of protected slots"),
+    ("snapkv(pool=4)", "pool=4: must be odd"),
+    ("snapkv(pooling='sum')", "pooling='sum': must be one of \\['mean', 'max'\\]"),
+    ("ada_kv(floor=0)", "floor=0: must be a number above 0 and at most 1"),
+    ("ada_kv(cap=0.5)", "cap=0.5: must be a finite number of at least 1"),
+    ("snapkv(budget=2000000000)", "budget=2000000000: must be above 8.* at most 1073741824"),
+    ("hard_kv(cap=2000000000)", "cap=2000000000: must be at most 1073741824"),
+    ("h2o(budget=1)", "budget=1: must be an integer of at least 2"),
+    ("r_kv(importance=0)", "importance=0: must be a number above 0 and at most 1"),
+    ("raas(threshold=2)", "threshold=2: must be a number above 0 and at most 1"),
+]
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
+def test_errors_are_one_line():
+    for expression, message in ERRORS:
+        with pytest.raises(ValueError, match=message) as error:
+            parse(expression)
+        assert "\n" not in str(error.value), expression
+
+
+def test_code_is_refused():
+    for expression in (
         "().__class__",
         "dense.__globals__",
         "dense().select",
         "streaming.__wrapped__(4)",
         "__import__('os').system('true')",
         "streaming(sink=__import__('os'))",
-        "streaming(sink=dense().name)",
-        "streaming(sink=(lambda: 4)())",
         "(lambda: dense)()",
         "streaming(sink=[4 for _ in (1,)])",
-        "streaming(sink=f'{1}')",
         "streaming(sink=2**8)",
-        "streaming(sink=4 if 1 else 5)",
         "streaming(sink=(x := 4))",
         "streaming(sink=[4][0])",
         "streaming(sink=len('abcd'))",
-        "[dense][0]",
         "dense or streaming",
-        "dense if 1 else dense",
-        "f'{dense}'",
         "await dense",
         "streaming(sink=" + "-" * 900 + "4)",
         "streaming(sink=" + "1+" * 900 + "4)",
         "dense" + ".x" * 900,
         "os:system('true')",
-        "os:getcwd",
         "own_policies.py:newest",
         "keep(own_policies.py:newest)",
-    ],
-)
-def test_code_is_refused(expression):
-    with pytest.raises(ValueError, match=r"^policy=") as error:
-        parse(expression)
-    assert "\n" not in str(error.value)
+    ):
+        with pytest.raises(ValueError, match=r"^policy=") as error:
+            parse(expression)
+        assert "\n" not in str(error.value), expression
 
 
 @settings(max_examples=300)

@@ -76,19 +76,13 @@ def test_chunks_of_one_page_each_are_those_of_quest():
         assert set(ids // PAGE) == set(listed.tolist())
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_bad_hyper_parameters_are_refused():
+    for given, message in (
         ({"budget": 55}, "budget=55: must be at least 56"),
         ({"slack": 1.5}, "slack=1.5: must be a number from 0 to 1"),
         ({"group": "sum"}, r"group='sum': must be one of \['mean', 'max'\]"),
         ({"chunks": "page"}, "chunks='page': must be one of"),
-        ({"lengths": (4, 2)}, r"lengths\[1\]=2: must be an integer of at least 4"),
-        ({"recent": 8}, "recent=8: must be an integer of at least 9"),
-        ({"sink": -1}, "sink=-1: must be an integer of at least 0"),
         ({"period": 0}, "period=0: must be an integer of at least 1"),
-    ],
-)
-def test_bad_hyper_parameters_are_refused(given, message):
-    with pytest.raises(ValueError, match=message):
-        jsparse.quest_chunks(**given)
+    ):
+        with pytest.raises(ValueError, match=message):
+            jsparse.quest_chunks(**given)

@@ -4,9 +4,7 @@ weighs p.
 
 import sys
 from dataclasses import replace
-from importlib.resources import files
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,8 +12,6 @@ import pytest
 import jsparse
 from jsparse.attended import token_mask
 from jsparse.cache import LayerCache
-from jsparse.evaluation.attention_metrics import attention_metrics, measured
-from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.expressions import parse
 from jsparse.policies.twilight import break_even
 from tests.support.marks import slow_except
@@ -104,18 +100,17 @@ def expected(layer: OneLayer, base, prune):
 @pytest.mark.parametrize("base", slow_except(BASES, BASES[1]))
 def test_leaves_what_the_slow_model_leaves(base, prune):
     left_out = 0
-    for seed in range(12):
+    for seed in range(6):
         layer = OneLayer(jsparse.twilight(parse(base), p=P, prune=prune), seed=seed)
         want = expected(layer, OneLayer(parse(base), seed=seed), prune)
         chosen = layer.select()
         assert chosen.granularity == ("token" if prune == "token" else "page")
         np.testing.assert_array_equal(attended(layer, chosen), want)
         left_out += attended(layer, OneLayer(parse(base), seed=seed).select())[~want].sum()
-    assert left_out > 12
+    assert left_out > 6
 
 
-@pytest.mark.parametrize("prune", slow_except(["page_mass", "token"], "page_mass"))
-def test_heads_that_the_base_makes_dense_stay_so(prune):
+def test_heads_that_the_base_makes_dense_stay_so():
     base = jsparse.all_pages()
 
     def select(state, layer, q, view):
@@ -123,7 +118,7 @@ def test_heads_that_the_base_makes_dense_stay_so(prune):
         dense = jnp.zeros(chosen.count.shape, jnp.bool_).at[:, 0].set(True)
         return replace(chosen, dense=dense), summary, state
 
-    layer = OneLayer(jsparse.twilight(base._replace(select=select), p=0.5, prune=prune))
+    layer = OneLayer(jsparse.twilight(base._replace(select=select), p=0.5))
     mask = attended(layer, layer.select())
     assert mask[:, 0, : layer.length].all()
     assert not mask[:, 1, : layer.length].all()
@@ -160,17 +155,6 @@ def test_the_base_works_as_it_does_alone(base):
 
 
 @pytest.mark.slow
-def test_a_prompt_may_come_in_pieces():
-    prompts, forced = random_prompts((37, 20)), random_tokens(2, 4)
-    policy = "twilight(quest(budget=24), p=0.8)"
-    whole, pieces = (
-        engine_logits(tiny_params(num_layers=1), policy, prompts, forced, chunk=chunk, page_size=8)
-        for chunk in (512, 16)
-    )
-    assert_close(pieces, whole, rtol=2e-5)
-
-
-@pytest.mark.slow
 def test_below_dense_below_everything_is_attended():
     params, forced = tiny_params(), random_tokens(1, 9)
     prompt = random_prompts((28,))
@@ -187,89 +171,35 @@ def test_below_dense_below_everything_is_attended():
     assert np.abs(switching[5:] - exact[5:]).max() > 1e-2
 
 
-@pytest.mark.parametrize(
-    ("device", "minimum", "maximum"),
-    [("NVIDIA H200", 57_000, 61_000), ("NVIDIA H100 80GB HBM3", 35_100, 36_700)],
-)
-def test_the_measured_break_even_is_a_number_of_tokens_for_the_batch_and_shape(
-    device, minimum, maximum, monkeypatch
-):
+def test_the_break_even_is_a_number_of_tokens_for_the_batch_and_shape(monkeypatch):
     module = sys.modules[break_even.__module__]
-    nbytes = module.BREAK_EVENS[device]
-    monkeypatch.setattr(module, "BREAK_EVENS", {"NVIDIA H200": nbytes})
+    nbytes = module.BREAK_EVENS["NVIDIA H200"]
 
     def tokens(batch, kv_heads, head_dim, dtype):
         pool = jnp.zeros((batch * kv_heads, 16, head_dim), dtype)
         return break_even(LayerCache(pool, pool, jnp.zeros((batch, kv_heads), jnp.int32)))
 
-    assert minimum <= tokens(1, 8, 128, jnp.bfloat16) <= maximum  # what was measured
+    assert 57_000 <= tokens(1, 8, 128, jnp.bfloat16) <= 61_000  # what was measured
     assert tokens(8, 8, 128, jnp.bfloat16) == tokens(1, 8, 128, jnp.bfloat16) // 8
     assert tokens(1, 2, 64, jnp.float32) == nbytes // (2 * 2 * 64 * 4)
 
 
-@pytest.mark.slow
-def test_below_the_measured_break_even_everything_is_attended(monkeypatch):
-    params, forced, prompt = tiny_params(), random_tokens(1, 5), random_prompts((28,))
-    auto = "twilight(all_pages(), p=0.5, dense_below='auto')"
-    exact = engine_logits(params, "dense", prompt, forced, page_size=8)
-    assert_close(engine_logits(params, auto, prompt, forced, page_size=8), exact, rtol=1e-5)
-    monkeypatch.setattr(sys.modules[break_even.__module__], "BREAK_EVENS", {"NVIDIA H200": 0})
-    jax.clear_caches()
-    pruned = engine_logits(params, auto, prompt, forced, page_size=8)
-    assert np.abs(pruned[1:] - exact[1:]).max() > 1e-2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_wrong_hyper_parameters_are_refused():
+    pages = jsparse.all_pages()
+    below = "must be 'auto' or an integer of at least 0"
+    for arguments, message in (
         ({"base": "quest"}, "base='quest': must be a policy"),
-        ({"base": jsparse.all_pages(), "p": 0}, "p=0: must be a number above 0 and at most 1"),
-        ({"base": jsparse.all_pages(), "prune": "tokens"}, "prune='tokens': must be one of"),
-        (
-            {"base": jsparse.all_pages(), "dense_below": -1},
-            "dense_below=-1: must be 'auto' or an integer of at least 0",
-        ),
-        (
-            {"base": jsparse.all_pages(), "dense_below": "always"},
-            "dense_below='always': must be 'auto' or an integer of at least 0",
-        ),
+        ({"base": pages, "p": 0}, "p=0: must be a number above 0 and at most 1"),
+        ({"base": pages, "prune": "tokens"}, "prune='tokens': must be one of"),
+        ({"base": pages, "dense_below": -1}, f"dense_below=-1: {below}"),
+        ({"base": pages, "dense_below": "always"}, f"dense_below='always': {below}"),
         ({"base": shrink()}, r"base=shrink\(.*must keep every token"),
-    ],
-)
-def test_wrong_hyper_parameters_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        jsparse.twilight(**arguments)
+    ):
+        with pytest.raises(ValueError, match=message):
+            jsparse.twilight(**arguments)
 
 
 def test_a_base_that_summarises_is_refused():
     params = tiny_params(num_layers=1)
     with pytest.raises(ValueError, match="must not summarise"):
         engine_logits(params, jsparse.twilight(bypass()), random_prompts((9,)), random_tokens(1, 2))
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    return jsparse.load("smollm2", dtype="float32")
-
-
-@pytest.mark.slow
-def test_real_queries_keep_the_mass_they_ask_for(smollm2):
-    """Of true attention, not of the estimate: p = 0.95 over everything, SmolLM2 on the text of
-    `jsparse eval`.
-    """
-    text = (
-        files("jsparse.evaluation")
-        .joinpath("texts/shakespeare_1911.txt")
-        .read_text(encoding="utf-8")
-    )
-    prompt = smollm2.tokenizer.encode(text)[:480]
-    forcing = force(
-        smollm2,
-        [measured("twilight(all_pages(), p=0.95, prune='token')")],
-        [prompt],
-        max_new_tokens=12,
-    )
-    mass = attention_metrics(forcing)[0].heads.mass
-    assert mass.shape == (30, 1, 3)
-    assert mass.mean() >= 0.94
-    assert (mass >= 0.93).mean() >= 0.99

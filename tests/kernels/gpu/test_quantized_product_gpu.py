@@ -135,16 +135,3 @@ def test_the_largest_number_is_a_number():
         got = product(x, small, dtype=jnp.float32, implementation=implementation)[1]
         wanted = float(x[1, 7]) * 2.0**-12 * np.asarray(matrix["values"][:, 7], np.float64)
         np.testing.assert_allclose(got, wanted, rtol=2**-7)
-
-
-def test_many_rows_have_the_same_bits_alone_and_among_as_many_others():
-    if reason := no_mosaic():
-        pytest.skip(reason)
-    x, matrix = Case("many", (500,), 4096, 4096).build()
-    for rows, first, end in ((64, 3, 20), (250, 77, 250)):
-        others = x[250 : 250 + rows].at[first:end].set(x[first:end])
-        one, other = (
-            product(given, matrix, implementation="mosaic").astype(jnp.float32)[first:end]
-            for given in (x[:rows], others)
-        )
-        np.testing.assert_array_equal(one, other)
