@@ -164,8 +164,8 @@ class _Checks:
     @cached_property
     def _base(self) -> TrialResult:
         """Two rows, read at once; notes how many programs its last steps traced."""
-        every = max((n for n in self.policy.services.every.values() if n < STEPS), default=0)
-        trial, first = self._trial, every + 1
+        every = max((n for n in self.policy.services.every.values() if n <= STEPS), default=0)
+        trial, first = self._trial, min(every + 1, STEPS)
         result = trial.run(self._prompts, self._forced[:, :first])
         before = traces()
         whole = trial.run(self._prompts, self._forced)

@@ -42,7 +42,7 @@ TABLE = (
     "lychee_decode(((1, 1), (0, 0)), rule='ratio', value=0.7)",
     "duo_attention(((1, 1), (0, 1)), sink=1, recent=6)",
     "lfps(budget=0.3)",
-    "lfps(budget=0.25, decay=0.6, exact=True)",
+    "lfps(budget=0.25, decay=0.5, exact=True)",
     "lfps(budget=0.2, candidates='threshold', exact=True, a=0.3)",
     "lfps(budget=0.2, candidates='threshold', exact=True, floor=True)",
     "lfps(budget=0.2, bypass=True)",
