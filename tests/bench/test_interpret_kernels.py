@@ -44,7 +44,7 @@ CASES = {
     "bounds_append": "scrambled codes_head_dim_40",
     "centroid_scores": "group_of_20 odd",
     "centroid_update": "radii_of_points",
-    "compact_pages": "every_other_head",
+    "compact_pages": "many_chunks",
     "few_rows_product": "one_row float32",
     "group_means": "odd",
     "norm_product": "bias one_row",
