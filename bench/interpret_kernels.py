@@ -7,7 +7,8 @@ kernel may still fail to, as `bench.compile_kernels` tells.
 
     python -m bench.interpret_kernels [--only threshold_select ...] [--cases top_k_long ...]
 
-Needs the package triton: uv run --extra cuda13 (or --with triton).
+Needs the packages triton and jax-triton: uv run --extra cuda13, or without a GPU
+--with 'triton>=3.6,<3.7' --with jax-triton; later interpreters differ.
 """
 
 import os

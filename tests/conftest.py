@@ -24,7 +24,7 @@ if sys.dont_write_bytecode:
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # nobody reads them
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")  # for models that are spread over several
-if not Path("/dev/nvidiactl").exists():
+if os.environ.get("JAX_PLATFORMS") == "cpu" or not Path("/dev/nvidiactl").exists():
     os.environ.setdefault(
         "XLA_FLAGS",
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "

@@ -1,5 +1,8 @@
 """Checks that the tests notice faults: python -m tests.mutants [--full] [--jobs N] [--json FILE].
 
+With --sample N [--seed S] [--cache FOLDER], N faults are drawn at random instead, as
+tests/random_mutants.py says. After --limit-seconds it stops, and the same command goes on.
+
 tests/mutants.toml lists small faults, each an exact replacement in one file, and the tests that
 should see it. Each is put into a copy of the working tree, where these tests then run: the fault is
 *killed* if one of them fails, and survives otherwise. A fault that survives the tests of the
@@ -8,8 +11,10 @@ default run is a gap in them; with --full it meets those marked slow as well.
 
 import argparse
 import importlib.metadata
+import importlib.util
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -21,9 +26,9 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,7 +49,8 @@ FAILURE = re.compile(r"^(FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - .*)?$", re.MULTIL
 class Mutant:
     """Holds one fault: in `file`, `replace` takes the place of `find`, which is there once.
 
-    `tests` are the files whose tests should notice it.
+    `tests` are the files whose tests should notice it, or one test of a file: FILE::TEST. `needs`
+    is a package without which none of them can, such as triton, whose interpreter runs kernels.
     """
 
     name: str
@@ -52,6 +58,7 @@ class Mutant:
     find: str
     replace: str
     tests: tuple[str, ...]
+    needs: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,9 +108,9 @@ def load(file: Path = LIST) -> list[Mutant]:
         ValueError: an entry has other fields than a fault has.
     """
     entries = tomllib.loads(file.read_text(encoding="utf-8"))["mutant"]
-    wanted = {field.name for field in fields(Mutant)}
+    wanted = {field.name for field in fields(Mutant) if field.name != "needs"}
     for entry in entries:
-        if entry.keys() != wanted:
+        if entry.keys() - {"needs"} != wanted:
             raise ValueError(f"{entry.get('name')}: must have {sorted(wanted)}, not {[*entry]}")
     return [Mutant(**entry | {"tests": tuple(entry["tests"])}) for entry in entries]
 
@@ -127,15 +134,32 @@ def check(mutants: Iterable[Mutant], root: Path = ROOT) -> None:
         if mutant.name in names:
             wrong.append(f"{mutant.name}: another fault has this name")
         names.add(mutant.name)
-        missing = [test for test in mutant.tests if not (root / test).is_file()]
+        missing = [test for test in mutant.tests if not (root / test.partition("::")[0]).is_file()]
         if missing or not mutant.tests:
             wrong.append(f"{mutant.name}: must name files of tests, {missing} are none")
     if wrong:
         raise ValueError("\n".join(wrong))
 
 
+def require_packages(mutants: Iterable[Mutant]) -> None:
+    """Raises ValueError if a package is not installed that faults need."""
+    for needed in sorted({mutant.needs for mutant in mutants} - {""}):
+        if importlib.util.find_spec(needed) is None:
+            number = sum(mutant.needs == needed for mutant in mutants)
+            raise ValueError(
+                f"{number} faults need the package {needed}, which is not installed: "
+                f"CONTRIBUTING.md says how to add it for this command"
+            )
+
+
 def copied(into: Path) -> Path:
-    """Copies all files that git does not ignore, links as links, and returns where they are."""
+    """Copies all files that git does not ignore, links as links, and returns where they are.
+
+    A tree without git is copied without folders that are hidden or made by tools.
+    """
+    if not (ROOT / ".git").exists():
+        ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info")
+        return Path(shutil.copytree(ROOT, into, symlinks=True, ignore=ignored))
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     for name in filter(None, listed.stdout.split("\0")):
@@ -146,15 +170,15 @@ def copied(into: Path) -> Path:
 
 
 def environment(copy: Path) -> dict[str, str]:
-    """Returns the variables with which a copy's tests import the copy.
+    """Returns the variables with which a copy's tests import the copy, and use no GPU.
 
     Compiled programs are shared by all copies, since their key is what was compiled. What the
     package itself keeps is not: a fault would live on in it.
     """
-    compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
+    paths = [str(copy), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {
-        "PYTHONPATH": str(copy),
-        "JAX_COMPILATION_CACHE_DIR": compiled,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "JAX_PLATFORMS": "cpu",
         "JSPARSE_CACHE_DIR": str(copy / ".pytest_cache" / "jsparse"),
     }
 
@@ -170,9 +194,16 @@ def require_own_import(copy: Path) -> None:
         raise RuntimeError(f"the copy in {copy} imports {found}")
 
 
-def run_tests(copy: Path, tests: Iterable[str], tier: str) -> Run:
+def run_tests(
+    copy: Path,
+    tests: Iterable[str],
+    tier: str,
+    *options: str,
+    runner: Sequence[str] = ("-m", "pytest", "-x"),
+    limit: float = LIMIT_SECONDS,
+) -> Run:
     """Runs some files of tests in a copy, up to the first failure."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
+    command = [sys.executable, *runner, "-q", "-n", "0", "-p", "no:cacheprovider", *options]
     began = time.perf_counter()
     process = subprocess.Popen(
         [*command, "-m", TIERS[tier], *tests],
@@ -186,7 +217,7 @@ def run_tests(copy: Path, tests: Iterable[str], tier: str) -> Run:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=LIMIT_SECONDS)
+        output, _ = process.communicate(timeout=limit)
         code = process.returncode
     except subprocess.TimeoutExpired:
         code, output = None, ""
@@ -209,21 +240,27 @@ def first_failure(output: str) -> tuple[str, bool]:
     return found[2], found[1] == "ERROR" and "::" not in found[2]
 
 
+def put_in(copy: Path, mutant: Mutant) -> AbstractContextManager[None]:
+    """Puts a fault into a copy and takes it out again."""
+    text = (copy / mutant.file).read_text(encoding="utf-8")
+    return replaced(copy, mutant.file, text.replace(mutant.find, mutant.replace).encode())
+
+
 @contextmanager
-def put_in(copy: Path, mutant: Mutant) -> Iterator[None]:
-    """Puts a fault into a copy and takes it out again.
+def replaced(copy: Path, name: str, changed: bytes) -> Iterator[None]:
+    """Puts another text in place of a file of a copy, and takes it out again.
 
     Python goes by a file's size and its time in whole seconds to tell whether bytecode is of it, so
     every version of a file gets a time of its own.
     """
-    file = copy / mutant.file
-    text, before = file.read_text(encoding="utf-8"), file.stat().st_mtime_ns
+    file = copy / name
+    text, before = file.read_bytes(), file.stat().st_mtime_ns
     try:
-        file.write_text(text.replace(mutant.find, mutant.replace), encoding="utf-8")
+        file.write_bytes(changed)
         os.utime(file, ns=(before, before + next(VERSIONS) * 10**9))
         yield
     finally:
-        file.write_text(text, encoding="utf-8")
+        file.write_bytes(text)
         os.utime(file, ns=(before, before))
         shutil.rmtree(copy / ".pytest_cache" / "jsparse", ignore_errors=True)
 
@@ -236,7 +273,7 @@ def judged(mutant: Mutant, tier: str, run: Run) -> Verdict:
     """
     told = mutant.name, mutant.file
     if run.code is None:
-        return Verdict(*told, f"no end within {LIMIT_SECONDS} s", tier, "time-out", run.seconds)
+        return Verdict(*told, f"no end within {run.seconds:.0f} s", tier, "time-out", run.seconds)
     if run.code in (TESTS_FAILED, INTERRUPTED) and run.collection:
         return Verdict(*told, run.failure, tier, "collection", run.seconds)
     if run.code == TESTS_FAILED and run.failure:
@@ -330,50 +367,102 @@ def shares(found: list[Verdict], full: bool) -> dict[str, float]:
     return {"default": by_default} | ({"default+slow": killed} if full else {})
 
 
-def record(found: list[Verdict], full: bool) -> dict[str, Any]:
-    """Returns what is kept of a check, ready for JSON."""
-    described = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    revision = subprocess.run(described, cwd=ROOT, check=True, capture_output=True, text=True)
+def header() -> dict[str, Any]:
+    """Returns what each record says of its run; JSPARSE_REVISION states a copy's revision."""
+    revision = os.environ.get("JSPARSE_REVISION")
+    if revision is None:
+        described = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+        ran = subprocess.run(described, cwd=ROOT, check=True, capture_output=True, text=True)
+        revision = ran.stdout.strip()
     return {
         "command": shlex.join(["python", "-m", "tests.mutants", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
-        "git_revision": revision.stdout.strip(),
+        "git_revision": revision,
         "python": platform.python_version(),
         "jax": importlib.metadata.version("jax"),
+    }
+
+
+def record(found: list[Verdict], full: bool) -> dict[str, Any]:
+    """Returns what is kept of a check, ready for JSON."""
+    return {
+        **header(),
         "mutants": len(found),
         "killed": {tier: round(share, 4) for tier, share in shares(found, full).items()},
         "verdicts": [asdict(one) | {"seconds": round(one.seconds, 1)} for one in found],
     }
 
 
+def sampled(given: argparse.Namespace) -> dict[str, Any] | None:
+    """Returns the record of random faults; None if time was over before."""
+    from tests.random_mutants import Sampler
+
+    until = time.monotonic() + given.limit_seconds
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copies = Copies(Path(folder).resolve(), given.jobs)
+        sampler = Sampler(ROOT, given.cache, copies, until, given.seconds_each)
+        found = sampler.sample(given.sample, given.seed)
+    if found is None:
+        return None
+    print("", *(f"SURVIVED  {name}" for name in found["survivors"]), sep="\n")
+    print(f"{found['killed']:.1%} of {found['sample']} killed; places: {found['population']}")
+    return header() | found
+
+
+def listed(given: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """Returns the record of the faults of the list, and whether the tests notice enough."""
+    mutants = load()
+    check(mutants)
+    mutants = [mutant for mutant in mutants if given.only in mutant.name]
+    if not mutants:
+        raise ValueError(f"--only={given.only}: leaves nothing to run")
+    require_packages(mutants)
+    found = verdicts(mutants, given.jobs, given.full)
+    print("", *map(shown, found), sep="\n")
+    for tier, share in shares(found, given.full).items():
+        print(f"{tier}: {round(share * len(found))} of {len(found)} killed, {share:.1%}")
+    survived = any(verdict.tier is None for verdict in found)
+    enough = not survived if given.full else shares(found, False)["default"] >= MIN_SHARE
+    return record(found, given.full), enough
+
+
 def main() -> int:
-    """Runs the command; returns 1 where too many faults survive."""
+    """Runs the command; returns 1 where too many faults survive, 3 where time was over before."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--full", action="store_true", help="run slow tests on what survives")
     parser.add_argument("--jobs", type=int, default=2, help="runs of pytest at a time")
     parser.add_argument("--only", default="", help="a part of the names of the faults to put in")
     parser.add_argument("--json", type=Path, help="the file for the record")
+    parser.add_argument("--sample", type=int, help="draw so many faults at random instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument(
+        "--cache", type=Path, default=ROOT / "build" / "mutants", help="keeps a sample's results"
+    )
+    parser.add_argument(
+        "--seconds-each", type=float, default=300, help="of tests for one fault of a sample"
+    )
+    parser.add_argument(
+        "--limit-seconds", type=float, default=math.inf, help="begin no run after this time"
+    )
     given = parser.parse_args()
     try:
         if given.json is not None and not given.json.parent.is_dir():
             raise ValueError(f"--json={given.json}: must be in a folder that exists")
-        mutants = load()
-        check(mutants)
-        mutants = [mutant for mutant in mutants if given.only in mutant.name]
-        if not mutants or given.jobs < 1:
-            raise ValueError(f"--only={given.only} --jobs={given.jobs}: leave nothing to run")
-        found = verdicts(mutants, given.jobs, given.full)
+        if given.jobs < 1 or (given.sample is not None and given.sample < 1):
+            raise ValueError(f"--jobs={given.jobs} --sample={given.sample}: must be at least 1")
+        if given.sample is None:
+            made, enough = listed(given)
+        else:
+            made, enough = sampled(given), True
     except (ValueError, RuntimeError) as error:
         parser.exit(2, f"error: {error}\n")
-    print("", *map(shown, found), sep="\n")
-    for tier, share in shares(found, given.full).items():
-        print(f"{tier}: {round(share * len(found))} of {len(found)} killed, {share:.1%}")
+    if made is None:
+        print("time is over: the same command goes on from here")
+        return 3
     if given.json is not None:
-        text = json.dumps(record(found, given.full), indent=2, ensure_ascii=False)
+        text = json.dumps(made, indent=2, ensure_ascii=False)
         given.json.write_text(text + "\n", encoding="utf-8")
-    survived = any(verdict.tier is None for verdict in found)
-    too_few = shares(found, False)["default"] < MIN_SHARE
-    return int(survived if given.full else too_few)
+    return int(not enough)
 
 
 if __name__ == "__main__":

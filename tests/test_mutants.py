@@ -1,12 +1,15 @@
-"""Tests that every fault of mutants.toml can be put in, and how faults are judged and put in."""
+"""Tests that all faults of mutants.toml can be put in, and how faults are drawn and judged."""
 
+import json
 import os
+import time
 from dataclasses import replace
 
 import pytest
 
 from tests.mutants import (
     LIST,
+    ROOT,
     Mutant,
     Run,
     Verdict,
@@ -15,8 +18,10 @@ from tests.mutants import (
     judged,
     load,
     put_in,
+    require_packages,
     shares,
 )
+from tests.random_mutants import Judges, Measured, Sampler, Sites, sources, within
 
 FAULT = Mutant("a fault", "source.py", "x < y", "x <= y", ("test_source.py",))
 RUN = Run(1, "test_source.py::test_less", False, 2.0, "")
@@ -48,6 +53,7 @@ def test_a_fault_that_fits_is_let_through(root):
         ({"file": "gone.py"}, "gone.py does not exist"),
         ({"replace": "x < y"}, "it replaces its text by the same"),
         ({"tests": ("test_source.py", "test_gone.py")}, "must name files of tests, .*test_gone"),
+        ({"tests": ("test_gone.py::test_less",)}, "must name files of tests, .*test_gone"),
         ({"tests": ()}, "must name files of tests"),
     ],
 )
@@ -59,6 +65,12 @@ def test_a_fault_that_does_not_fit_is_refused_by_name(root, change, said):
 def test_two_faults_of_one_name_are_refused(root):
     with pytest.raises(ValueError, match="a fault: another fault has this name"):
         check([FAULT, FAULT], root)
+
+
+def test_faults_are_refused_without_the_package_that_they_need():
+    with pytest.raises(ValueError, match="1 faults need the package no_such_package"):
+        require_packages([FAULT, replace(FAULT, needs="no_such_package")])
+    require_packages([FAULT, replace(FAULT, needs="pytest")])
 
 
 def test_entries_of_other_fields_are_refused(tmp_path):
@@ -128,3 +140,92 @@ def test_shares_are_of_all_faults():
     ]
     assert shares(found, full=False) == {"default": 0.5}
     assert shares(found, full=True) == {"default": 0.5, "default+slow": 0.75}
+
+
+SOURCE = '''"""Has 1 < 2."""
+if TYPE_CHECKING:
+    x = 3
+LIMIT: Literal[4] = 5  # été
+def f(a: int = 6) -> Literal[7]:
+    if "é" in a and (b or a >= 0.5):
+        raise ValueError(f"{a + 8}")
+    log.info("x", 9)
+    return [y for y in a if not y == a - b], "z" + a
+'''
+FAULTS = {
+    4: ["5 -> 6"],
+    5: ["6 -> 7"],
+    6: [
+        '"é" in a and (b or a >= 0.5) -> (not ("é" in a and (b or a >= 0.5)))',
+        '"é" in a and (b or a >= 0.5) -> ((b or a >= 0.5))',
+        '"é" in a and (b or a >= 0.5) -> (("é" in a))',
+        "in -> not in",
+        "b or a >= 0.5 -> ((a >= 0.5))",
+        "b or a >= 0.5 -> ((b))",
+        ">= -> >",
+        "0.5 -> 1.0",
+    ],
+    9: ["not y == a - b -> (not (not y == a - b))", "== -> !=", "- -> +", "a - b -> (a)"],
+}
+
+
+def test_the_places_for_random_faults_are_those_of_code_that_computes():
+    found = Sites("s.py", SOURCE).found
+    assert {(site.lines[0], site.name.partition(": ")[2]) for site in found} == {
+        (line, text.replace("  ", " ")) for line, texts in FAULTS.items() for text in texts
+    }
+    changed = {site.text(SOURCE.encode()).decode() for site in found}
+    assert SOURCE.replace(">=", ">") in changed and SOURCE.replace("a - b", "(a)") in changed
+    assert len(changed) == len(found)
+
+
+def test_every_source_of_the_package_is_drawn_from_once():
+    files = sources(ROOT)
+    assert {"jsparse/threshold.py", "models/layers.py", "train/distill.py"} < {*files}
+    assert len({(ROOT / file).resolve() for file in files}) == len(files)
+
+
+def test_files_judge_a_fault_that_execute_its_line_the_cheapest_first():
+    """At import all do, and then those that enter a function of the module."""
+    sites = Sites("s.py", SOURCE)
+    slow = Measured("slow", 9.0, [], {"s.py": [4, 5, 6, 9]})
+    quick = Measured("quick", 2.0, [], {"s.py": [4, 5, 6]})
+    imports = Measured("imports", 1.0, [], {"s.py": [4, 5]})
+    judges = Judges([slow, imports, quick, Measured("other", 0.0, [], {})])
+    found = {
+        site.lines[0]: [one.test for one in judges.executing(site, sites.bodies)]
+        for site in sites.found
+    }
+    assert found == {4: ["quick", "slow"], 5: ["quick", "slow"], 6: ["quick", "slow"], 9: ["slow"]}
+    assert within([imports, quick, slow], 4.0) == [imports, quick]
+    assert within([slow, slow], 4.0) == [slow]
+
+
+class OneCopy:
+    """Stands in for copies of the working tree."""
+
+    def map(self, function, items):
+        return [function(ROOT, item) for item in items]
+
+
+def test_a_sample_goes_on_where_its_time_was_over(tmp_path):
+    done = []
+
+    def measure(copy, test):
+        done.append(test)
+        return Measured(test, 1.0, [], {})
+
+    def work(seconds):
+        sampler = Sampler(ROOT, tmp_path, OneCopy(), time.monotonic() + seconds, 1.0)
+        return sampler.work("measured", Measured, {"a": "a", "b": "b"}, measure)
+
+    assert work(-1) is None and done == []
+    (file,) = tmp_path.rglob("measured.jsonl")
+    file.write_text(
+        json.dumps(["a", {"test": "a", "seconds": 2.0, "failed": [], "lines": {}}]) + "\n"
+    )
+    assert work(60) == {
+        "a": Measured("a", 2.0, [], {}),
+        "b": Measured("b", 1.0, [], {}),
+    }
+    assert work(-1) is not None and done == ["b"]

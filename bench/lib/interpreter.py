@@ -72,8 +72,6 @@ def _run(kernel: Any, given: Sequence[Any], constants: dict[str, Any], grid: tup
     names = kernel.arg_names
     named = dict(zip(names, given, strict=False)) | constants
     scope = interpreter._patch_lang(kernel.fn)
-    scope.set_attr(tl.tensor, "__index__", lambda x: int(_only(x)))
-    scope.set_attr(tl.tensor, "__bool__", lambda x: bool(_only(x)))
     try:
         run = kernel.rewrite()
         call = {name: x if name in constants else _argument(x) for name, x in named.items()}
@@ -97,6 +95,12 @@ def _run(kernel: Any, given: Sequence[Any], constants: dict[str, Any], grid: tup
 def _only(x: Any) -> Any:
     """Returns the number of an array that has but one, which numpy takes for no index."""
     return x.handle.data.reshape(-1)[0]
+
+
+def _patch_tensor(tensor: Any, scope: Any) -> None:
+    """Patches Triton's tensors as its interpreter does, anew for each function that one calls."""
+    PATCH_TENSOR(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda x: int(_only(x)))
 
 
 def _argument(x: Any) -> Any:
@@ -240,6 +244,7 @@ def _cast(builder: Any, x: Any, kind: Any) -> Any:
 
 
 CAST, DOT = interpreter.InterpreterBuilder.cast_impl, interpreter.InterpreterBuilder.create_dot
+PATCH_TENSOR = interpreter._patch_lang_tensor
 
 
 @contextmanager
@@ -250,6 +255,7 @@ def interpreting() -> Iterator[None]:
         stack.enter_context(jax.disable_jit())
         # modules that take it from there do so when they are first used
         stack.enter_context(patch.object(triton_meeting, "meet", _meet))
+        stack.enter_context(patch.object(interpreter, "_patch_lang_tensor", _patch_tensor))
         stack.enter_context(patch.object(builder, "create_inline_asm", _instructions))
         stack.enter_context(patch.object(builder, "create_get_program_id", _program_id))
         stack.enter_context(patch.object(builder, "create_dot", _dot))

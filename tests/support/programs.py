@@ -13,7 +13,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -188,8 +188,9 @@ def trim(folder: Path, max_bytes: int) -> None:
     """Deletes the files of a cache that were used least recently, until it is small enough."""
     held = []
     for file in folder.glob("*") if folder.is_dir() else ():
-        status = file.stat()
-        held.append((max(status.st_atime, status.st_mtime), status.st_size, file))
+        with suppress(FileNotFoundError):  # another process trims, too
+            status = file.stat()
+            held.append((max(status.st_atime, status.st_mtime), status.st_size, file))
     size = sum(each for _, each, _ in held)
     for _, own, file in sorted(held):
         if size <= max_bytes:
