@@ -5,8 +5,6 @@ Needs the extra hf: `python3 -m uv run --extra hf pytest tests/models/test_with_
 
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +70,6 @@ def test_a_model_in_memory_is_the_model_of_its_files(name):
     assert error < 2e-4 * np.abs(expected).max()
 
 
-def test_bfloat16_tensors_keep_their_bits():
-    made = jsparse.from_transformers(model_of("qwen2_sharded", torch.bfloat16), dtype="bfloat16")
-    read = jsparse.load(HF / "qwen2_sharded", dtype="bfloat16")
-    jax.tree.map(np.testing.assert_array_equal, made.weights, read.weights)
-
-
 def test_a_model_that_was_never_on_disk_and_is_trained_on():
     config = transformers.Qwen3Config(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
@@ -102,14 +94,6 @@ def test_other_models_are_refused(kind):
     made = getattr(transformers, kind)
     model = made(made.config_class(**sizes, intermediate_size=8))
     with pytest.raises(ValueError, match="must be one of|LlamaModel lacks|lacks lm_head.weight"):
-        jsparse.from_transformers(model)
-
-
-def test_a_model_without_values_is_refused():
-    config = model_of("qwen3").config
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match="Qwen3ForCausalLM: .* on the device 'meta'"):
         jsparse.from_transformers(model)
 
 
@@ -158,11 +142,6 @@ def test_chats_are_those_of_transformers(name, template, tools):
     assert ours.encode(text, add_special_tokens=False) == ids
 
 
-def test_a_slow_tokenizer_is_refused():
-    with pytest.raises(ValueError, match="type ByT5Tokenizer: must be a fast"):
-        jsparse.load(HF / "qwen2", tokenizer=transformers.ByT5Tokenizer())
-
-
 def test_text_is_that_of_transformers():
     model = model_of("qwen2")
     params = jsparse.from_transformers(model, dtype="float32")
@@ -171,14 +150,6 @@ def test_text_is_that_of_transformers():
     model.generation_config.eos_token_id = None
     theirs = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8)
     assert out.token_ids == theirs[0, len(prompt) :].tolist()
-
-
-def test_neither_package_is_imported_before_it_is_needed():
-    code = (
-        "import sys, jsparse; jsparse.from_transformers, jsparse.load; "
-        "assert not {'torch', 'transformers'} & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_streamer_of_transformers_prints_the_text(capsys):

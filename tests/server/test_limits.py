@@ -9,7 +9,6 @@ import pytest
 
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.sampling_params import SamplingParams
-from jsparse.server import connections
 from tests.support.serving_http import a_service, an_engine, at_rest, serving
 
 BODY = {"prompt": "w1 w2", "max_tokens": 3, "temperature": 0}
@@ -24,16 +23,6 @@ def service():
 def url(service):
     with serving(service, an_engine(steps_per_program=4)) as address:
         yield address
-
-
-def test_the_bytes_of_bodies_are_not_those_of_heads(url):
-    with httpx.Client(base_url=url, timeout=60) as http:
-        for _ in range(3):
-            padded = " " * connections.MAX_BYTES + '{"prompt": "w1", "max_tokens": 1}'
-            kind = {"Content-Type": "application/json"}
-            got = http.post("/v1/completions", content=padded, headers=kind)
-            assert got.status_code == 200, got.text
-            assert http.head("/health").status_code == 200
 
 
 def test_what_has_been_let_in_is_answered_though_the_server_ends(service, url):

@@ -59,14 +59,6 @@ def test_a_body_in_chunks_is_kept(url, together):
             assert status == 200, body
 
 
-def test_a_head_in_pieces_is_read_once_it_is_whole(url):
-    request = post(COMPLETIONS, BODY, **OFFER)
-    with connected(url) as peer:
-        for at in range(0, len(request), 7):
-            peer.sendall(request[at : at + 7])
-        assert answer(peer)[0] == 200
-
-
 def test_a_body_that_is_waited_for_is_asked_for(url):
     request = post(COMPLETIONS, BODY, **OFFER, expect="100-continue")
     head, _, body = request.partition(b"\r\n\r\n")
