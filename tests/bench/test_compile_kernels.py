@@ -41,22 +41,6 @@ def test_a_kernel_compiles_for_gpus_that_are_not_here(launch, arch):
     assert "error" not in row and 16 <= row["registers"] <= 255
 
 
-@pytest.mark.parametrize(
-    ("name", "case"), [("page_bounds", "head_dim_256"), ("nearest_centroid", "wide")]
-)
-def test_wide_heads_fit_into_the_least_shared_memory(name, case):
-    op = OPS[name]
-    for each in launched(op.call, op.cases[case], op.build(op.cases[case]), 89):
-        assert "error" not in compiled(each, 89)
-
-
-def test_what_fails_is_a_row(launch, monkeypatch):
-    monkeypatch.setitem(compile_kernels.SHARED, 90, -1)
-    assert "shared memory than the -1 bytes of sm_90" in compiled(launch, 90)["error"]
-    wrong = launch._replace(signature=launch.signature | {next(iter(launch.signature)): "*fp64x"})
-    assert compiled(wrong, 90)["error"]
-
-
 def test_the_command_writes_a_row_per_kernel(monkeypatch, tmp_path, capsys):
     path = tmp_path / "x.json"
     given = ["--only", "place_logits", "--json", str(path), "--allow-modified"]

@@ -56,10 +56,3 @@ def test_tasks_read_what_is_written(monkeypatch, tmp_path, capsys):
     assert code.score("    return remembered_names + 1\n", sample) == 1
     (needle,) = tasks.parse("niah_single_2", tmp_path / "1394")
     assert "You may use it." in needle.sample(lambda text: text.split(), 600, 0).prompt
-
-
-def test_the_standard_library_has_such_lines():
-    names = {name for name, _ in real_text.modules()}
-    assert {"argparse.py", "typing.py"} <= names
-    text = dict(real_text.modules())["argparse.py"]
-    assert sum(1 for _ in repeating(text, 5000)) > 5

@@ -60,17 +60,6 @@ def test_the_floor_is_of_weights_and_of_what_is_attended_to(measured):
     assert streaming["over_floor"] == streaming["ms"]["median"] / streaming["floor_ms"]
 
 
-def test_the_kernels_are_those_of_each_policy(measured):
-    _, report = measured
-    dense, quest, _ = report["results"]
-    ops = ("block_sparse_decode", "residual_norm", "rope_append", "skinny_product")
-    every = {name: ["reference"] for name in ops} | {
-        name: ["separate"] for name in ("gated_product", "norm_product")
-    }
-    assert dense["kernels"] == every
-    assert quest["kernels"].keys() > {*every, "page_bounds"}
-
-
 def test_a_model_over_two_devices_has_the_shares_of_one_and_half_of_the_bytes(measured):
     params, one = measured
     two = steps.measure(spread(params, 2), [STREAMING], contexts=(64,), num_iters=2, bandwidth=2e9)

@@ -43,19 +43,16 @@ def test_an_error_of_the_policy_s_is_a_finding_and_no_traceback():
     assert found["rows"] == {"name": "rows", "kept": None, "detail": "the policy does not run"}
 
 
-@pytest.mark.parametrize(
-    ("policy", "said"),
-    [
+def test_what_leads_to_no_policy_is_refused_in_one_line():
+    for policy, said in [
         ("nope", "unknown policy 'nope'"),
         ("absent.py:mine", "absent.py cannot be imported"),
         (f"{BROKEN}:absent", "has no absent"),
         ("quest(budget=0)", "budget=0: must be an integer of at least 1"),
-    ],
-)
-def test_what_leads_to_no_policy_is_refused_in_one_line(policy, said):
-    ran = run(policy)
-    assert (ran.exit_code, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
-    assert said in ran.stderr
+    ]:
+        ran = run(policy)
+        assert (ran.exit_code, ran.stdout, ran.stderr.count("\n")) == (2, "", 1), policy
+        assert said in ran.stderr, policy
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from jsparse import cache as kv_cache
 from jsparse.builder import dense
 from jsparse.cache import LayerCache
 from jsparse.evaluation.attention_metrics import HeadMetrics, attention_metrics, measured
-from jsparse.evaluation.closeness import closeness
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.oracle import oracle_top_k
 from jsparse.policy import Policy, Services
@@ -268,22 +267,6 @@ def test_on_the_models_own_queries(forcing):
     assert all(np.isfinite(metrics.heads.lse_error).all() for metrics in toys)
 
 
-@pytest.mark.slow
-def test_measuring_changes_nothing(forcing):
-    """States and corrections are included.
-
-    What was attended is what the step says.
-    """
-    watched = closeness(forcing)
-    alone = closeness(force(params(), TOYS, PROMPTS, max_new_tokens=STEPS, page_size=8))
-    np.testing.assert_array_equal(watched.attended[-len(TOYS) :], alone.attended[1:])
-    np.testing.assert_allclose(watched.kl[-len(TOYS) :], alone.kl[1:], rtol=1e-4, atol=1e-6)
-    for index, metrics in enumerate(attention_metrics(forcing), 1):
-        np.testing.assert_allclose(
-            metrics.heads.attended.mean((0, 2)), watched.attended[index].mean(-1), rtol=1e-5
-        )
-
-
 @shared
 def falling_back(steps):
     """Metrics of even_ids, which is dense as long as every row holds at most 24 tokens."""
@@ -297,13 +280,6 @@ def test_steps_that_fall_back_to_dense_are_not_counted():
     metrics = falling_back(STEPS)
     assert metrics.steps.tolist() == [4]
     assert (metrics.heads.attended[:, 0] < 1).all()
-
-
-@pytest.mark.slow
-def test_where_all_steps_fall_back_there_are_no_metrics():
-    metrics = falling_back(4)
-    assert metrics.steps.tolist() == [0]
-    assert all(np.isnan(field).all() for field in jax.tree.leaves(metrics.heads))
 
 
 def test_policies_must_be_measured():

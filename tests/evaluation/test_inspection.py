@@ -103,17 +103,14 @@ def test_layers_that_leave_a_step_to_dense_attention_are_named():
     assert shown.covered == 1
 
 
-@pytest.mark.parametrize(
-    ("prompt", "options", "said"),
-    [
+def test_what_cannot_be_is_refused():
+    for prompt, options, said in [
         (PROMPT, {"step": 0}, "step=0: must be an integer of at least 1"),
         ([PROMPT, PROMPT], {}, "prompt: must be one prompt, not 2"),
         (PROMPT, {"step": 500}, "512"),
-    ],
-)
-def test_what_cannot_be_is_refused(prompt, options, said):
-    with pytest.raises(ValueError, match=said):
-        inspect_step(tiny_params(num_layers=2), "dense", prompt, page_size=8, **options)
+    ]:
+        with pytest.raises(ValueError, match=said):
+            inspect_step(tiny_params(num_layers=2), "dense", prompt, page_size=8, **options)
 
 
 def test_the_page_holds_the_step_and_nothing_that_a_text_could_end():
