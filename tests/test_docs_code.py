@@ -125,16 +125,6 @@ def test_the_wrapper_of_the_docs_is_dense_at_first():
     assert attended is not None and 0.5 < attended < 1
 
 
-@pytest.mark.slow
-def test_the_code_of_the_quickstart_runs():
-    page = ROOT / "docs" / "quickstart.md"
-    session = "\n".join(blocks(page, "python"))
-    ran = subprocess.run(
-        [sys.executable, "-c", session], capture_output=True, text=True, check=True
-    )
-    assert len(re.findall(r"attended to +\d+%", ran.stdout)) == 3
-
-
 def test_a_paper_s_page_has_the_policy_s_parameters_and_defaults():
     for page in {*ROOT.glob("docs/papers/*.md")} - {ROOT / "docs" / "papers" / "index.md"}:
         _, _, table = page.read_text(encoding="utf-8").partition("## Parameters")

@@ -5,7 +5,6 @@ import io
 import math
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
@@ -16,8 +15,7 @@ from jsparse.builder import dense
 from jsparse.engine.core import Engine
 from jsparse.engine.packing import unpack
 from jsparse.engine.progress import progress
-from jsparse.partials import Summary
-from jsparse.policy import Policy, Services, selected
+from jsparse.policy import Policy, Services
 from jsparse.runtime.decode_step import StepStats
 from jsparse.selection import everything
 from tests.support.tiny import tiny_params
@@ -86,10 +84,7 @@ def test_prompts_come_in_vllm_s_dicts(llm):
 
 
 def test_logprobs_have_vllm_s_shape(llm):
-    asked = 3
-    (output,) = llm.generate(
-        TEXTS[:1], SamplingParams(temperature=1.5, max_tokens=6, logprobs=asked)
-    )
+    (output,) = llm.generate(TEXTS[:1], SamplingParams(temperature=1.5, max_tokens=6, logprobs=3))
     (answer,) = output.outputs
     assert len(answer.logprobs) == len(answer.token_ids) == 6
     for place, (token, entries) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
@@ -290,13 +285,6 @@ def test_a_streamer_of_hugging_face_s_gets_the_prompt_and_each_id(params):
             generate(params, TEXTS, streamer=given)
 
 
-def test_a_conversation_takes_such_a_streamer(params):
-    chat, streamer = jsparse.Conversation(params, max_new_tokens=4), Streamer()
-    out = chat.answer([{"role": "user", "content": "or so"}], streamer=streamer)
-    assert streamer.ids == out.token_ids
-    assert streamer.ended == 1
-
-
 def test_do_sample_says_whether_to_sample(params, monkeypatch):
     greedy, drawn = generate(params, TEXTS[0]), generate(params, TEXTS[0], temperature=1.0)
     assert generate(params, TEXTS[0], do_sample=False).token_ids == greedy.token_ids
@@ -403,20 +391,6 @@ def test_a_hook_that_returns_the_wrong_thing_is_named(params):
         with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
             generate(params, TEXTS[1], policy=policy)
         assert str(error.value).startswith(message), message
-
-
-def test_a_summary_may_still_be_a_pair():
-    choice = everything(jnp.zeros((1, 2), jnp.int32))
-    for given in ((1, 2), (1, 2, 3, 4)):
-        _, summary, state = selected(dense(), (), (choice, given, ()))
-        assert summary == Summary(*given)
-        assert state == ()
-    assert selected(dense(), (), (choice, None, ())) == (choice, None, ())
-
-
-def test_the_package_shows_what_is_public():
-    shown = {name for name in dir(jsparse) if not name.startswith("__")}
-    assert shown == set(jsparse.__all__) - {"__version__"}
 
 
 def test_a_share_is_never_above_one(params, monkeypatch):

@@ -1,6 +1,5 @@
 """Tests bench.kernels on a CPU: its cases, the summary of a profile, the table; no times."""
 
-import gzip
 import json
 from dataclasses import replace
 
@@ -14,7 +13,6 @@ from bench.lib.kernel_programs import inputs
 from bench.lib.kernel_table import lines
 from bench.lib.kernel_timing import (
     Event,
-    read_trace,
     segments,
     step_kernels,
     summary,
@@ -121,29 +119,3 @@ def test_a_step_is_told_by_its_kernels():
     assert list(found["kernels"]) == ["fusion", "select"]
     assert found["kernels"]["fusion"] == {"launches": 1.5, "us": 4.0, "each": 2.0}
     assert step_kernels([], 2) == {}
-
-
-def test_a_trace_is_read_by_the_gpus_streams(tmp_path):
-    def named(kind, pid, tid, name):
-        return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
-
-    entries = [
-        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "/device:GPU:0"}},
-        {"ph": "M", "name": "process_name", "pid": 2, "args": {"name": "/host:CPU"}},
-        named("thread_name", 1, 7, "Stream #7(Compute)"),
-        named("thread_name", 1, 8, "XLA Ops"),
-        named("thread_name", 2, 7, "python"),
-        *(
-            {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": 2.5}
-            for name, pid, tid, ts in [
-                ("second", 1, 7, 9.0),
-                ("first", 1, 7, 3.0),
-                ("op", 1, 8, 3.0),
-                ("host", 2, 7, 3.0),
-            ]
-        ),
-    ]
-    (tmp_path / "plugins").mkdir()
-    with gzip.open(tmp_path / "plugins" / "x.trace.json.gz", "wt") as file:
-        json.dump({"traceEvents": entries}, file)
-    assert read_trace(tmp_path) == [Event("first", 3.0, 2.5), Event("second", 9.0, 2.5)]

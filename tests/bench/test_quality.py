@@ -8,7 +8,7 @@ import pytest
 
 from bench import quality
 from bench.lib.quality_sets import GATE_FILES, SETS
-from bench.quality import devices, joined, main, parts
+from bench.quality import joined, main, parts
 from jsparse.evaluation.plan import plan
 from jsparse.evaluation.report.statistics import averages, summarize
 from jsparse.policies.expressions import parse
@@ -104,15 +104,6 @@ def test_every_policy_is_measured_once_at_every_length():
         assert len({part.name for part in dealt}) == len(dealt) == 2 * groups, groups
 
 
-def test_processes_take_turns_on_the_gpus_that_are_visible(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    assert list(devices(2, 3).queue) == ["4", "5", "4"]
-    with pytest.raises(ValueError, match="gpus=4: must be at most 3"):
-        devices(4, 4)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert list(devices(2, 3).queue) == ["0", "1", "0"]
-
-
 def report(length, policies=("quest(budget=16)",)):
     scores = dict.fromkeys(("dense()", *policies), 0.5) | {"dense()": 1.0}
     entries = [
@@ -149,14 +140,3 @@ def test_lengths_are_joined_without_their_samples():
     assert whole["cells"][3]["metrics"] == two["cells"][1]["metrics"]
     assert whole["averages"] == averages([*one["cells"], *two["cells"]])
     assert whole["environment"] == {"git_revision": "abc", "device": "x"}
-
-
-def test_groups_are_joined_with_dense_once():
-    whole = joined([report(128, ["a()"]), report(128, ["b()"])], {})
-    assert (
-        [cell["policy"] for cell in whole["cells"]]
-        == ["dense()", "a()", "b()"]
-        == whole["settings"]["policies"]
-    )
-    assert whole["settings"]["lengths"] == [128]
-    assert [average["policy"] for average in whole["averages"]] == ["dense()", "a()", "b()"]

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from jsparse.cli import evaluate
 from jsparse.cli.app import app
-from jsparse.evaluation import evaluators, store
+from jsparse.evaluation import evaluators
 from jsparse.evaluation.plan import Part, Progress
 
 TINY = Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf"
@@ -87,80 +87,6 @@ def test_lines_estimate_after_the_first_batch_of_what_takes_long(capsys, monkeyp
         "kl at 512 tokens: 12 samples in 80 s (12 of 16 in all)",
         "passkey at 512 tokens: 4 samples in 5 s (16 of 16 in all)",
     ]
-
-
-@pytest.mark.slow
-def test_goes_on_where_it_was(common, tmp_path, monkeypatch):
-    whole, killed = tmp_path / "whole.json", tmp_path / "killed.json"
-    assert run(*common, "--tasks", "kl", "--json", whole).exit_code == 0
-    add, batches = store.ResultStore.add, []
-
-    def dies(store, entries):
-        if batches:
-            raise KeyboardInterrupt
-        batches.append(1)
-        add(store, entries)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(store.ResultStore, "add", dies)
-        assert run(*common, "--tasks", "kl", "--json", killed).exit_code == 130
-    refused = run(*common, "--tasks", "kl", "--json", killed)
-    assert (refused.exit_code, "--resume" in refused.stderr) == (2, True)
-    measured = []
-    compare = evaluators.Comparison.__call__
-
-    def counted(comparison, policies, indices):
-        measured.append(list(indices))
-        return compare(comparison, policies, indices)
-
-    monkeypatch.setattr(evaluators.Comparison, "__call__", counted)
-    assert run(*common, "--tasks", "kl", "--json", killed, "--resume").exit_code == 0
-    assert measured == [[2]]
-    assert json.loads(killed.read_text())["cells"] == json.loads(whole.read_text())["cells"]
-
-
-@pytest.mark.slow
-def test_yardsticks_are_rows_that_resume(common, tmp_path, monkeypatch):
-    whole, killed = tmp_path / "whole.json", tmp_path / "killed.json"
-    args = ["--policy", "quest(budget=16)", "--tasks", "kl,ppl", "--yardstick", "--lengths", "64"]
-    done = run(*common, *args, "--json", whole)
-    assert done.exit_code == 0, done.output
-    assert "yardstick" in done.output and "×" in done.output
-    report = json.loads(whole.read_text())
-    cells = {(cell["policy"], cell["task"]): cell for cell in report["cells"]}
-    assert len(cells) == 9  # of three policies
-    assert cells["dense()", "yardstick"]["metrics"] == {}
-    for policy, task in cells:
-        if task == "yardstick" and policy != "dense()":
-            made = cells[policy, task]
-            assert all(sample["meta"]["budget"] > 0 for sample in made["samples"])
-            kl = made["metrics"]["kl"]
-            own = cells[policy, "kl"]["metrics"]["kl"]["mean"]
-            assert kl["ratio"]["mean"] == pytest.approx(own / kl["mean"])
-    # a journal that was torn between a policy's rows and its yardstick's
-    replace = store._replace
-
-    def dies(path, text):
-        if path == killed:
-            raise KeyboardInterrupt
-        replace(path, text)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(store, "_replace", dies)
-        assert run(*common, *args, "--json", killed).exit_code == 130
-    journal = killed.with_suffix(".partial.jsonl")
-    lines = journal.read_text().splitlines(keepends=True)
-    journal.write_text("".join(lines[:8]))
-    assert run(*common, *args, "--json", killed, "--resume").exit_code == 0
-
-    def found(report):
-        return {
-            (cell["policy"], cell["task"], sample["index"]): sample
-            for cell in report["cells"]
-            for sample in cell["samples"]
-        }
-
-    assert found(json.loads(killed.read_text())) == found(report)
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,7 @@ from typer.testing import CliRunner
 
 from jsparse.cli import train_gates as command
 from jsparse.cli.app import app
-from jsparse.policies.expressions import parse
 from jsparse.policies.head_gates import load
-from jsparse.policies.lychee_decode import lychee_decode
 from jsparse.runtime.compilation import keep_compilations
 from jsparse.train import trainer
 
@@ -55,21 +53,6 @@ def done(text, tmp_path_factory):
     keep_compilations()
     out = tmp_path_factory.mktemp("done") / "run"
     return run("--out", out, *small(text)), out
-
-
-@pytest.mark.slow
-def test_prints_what_came_out_and_a_policy_that_uses_it(done):
-    ran, out = done
-    assert ran.exit_code == 0, ran.output
-    *told, expression = ran.stdout.splitlines()
-    assert command.LEGEND in ran.stdout
-    record = json.loads((out / "record.json").read_text())
-    alone = record["distance_of_layer_0_alone"]
-    assert any(f"the distance is {alone:.4g}." in line for line in told)
-    assert all(f"{seed['distance_of_hard_gates']:.4g}" in ran.stdout for seed in record["seeds"])
-    paths = [str(out / f"gates_{i}.safetensors") for i in (0, 1)]
-    assert expression in [f"lychee_decode({path!r})" for path in paths]
-    assert parse(expression).name in [lychee_decode(path).name for path in paths]
 
 
 @pytest.mark.parametrize("far", [(0.2, 0.1), (0.1, 0.2)])

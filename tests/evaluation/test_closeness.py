@@ -200,14 +200,6 @@ def test_a_bundle_does_not_decode():
         jax.eval_shape(step)
 
 
-def test_progress_ends_where_it_said():
-    _, seen = plain()
-    decoded = [(done, total) for what, done, total in seen if what == "decode"]
-    total = (1 + len(PLAIN)) * STEPS
-    assert decoded == [(done, total) for done in range(STEPS, total + 1)]
-    assert ("prefill", 37, 37) in seen
-
-
 def test_wrong_arguments_are_named():
     for arguments, message in [
         ({"prompt": [[1, 2], []]}, r"prompt\[1\] is empty"),

@@ -41,13 +41,6 @@ def test_the_step_is_the_one_that_generate_runs():
     assert shown.next_token == named[34]
 
 
-@pytest.mark.slow
-def test_dense_attention_covers_everything():
-    shown = inspected("dense")
-    assert shown.attended.all()
-    assert shown.covered == 1
-
-
 @shared
 def best_tokens():
     """A step of the oracle, of a model each of whose KV heads has one query head."""
@@ -93,14 +86,6 @@ def test_tokens_that_a_policy_has_dropped_have_no_weight():
     assert (held > 0).all() and (held < 32).all()
     # the newest tokens are where they stand in the text, not where their slots are
     assert shown.attended[:, :, -2:].all()
-
-
-@pytest.mark.slow
-def test_layers_that_leave_a_step_to_dense_attention_are_named():
-    shown = inspected("twilight(all_pages(), p=0.5, dense_below=1000)")
-    assert shown.fell_back == (0, 1)
-    assert shown.attended.all()
-    assert shown.covered == 1
 
 
 def test_what_cannot_be_is_refused():

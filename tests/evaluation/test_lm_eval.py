@@ -18,7 +18,6 @@ from tests.support.encoders import smollm2
 harness = pytest.importorskip("lm_eval", reason="needs the package lm-eval")
 
 from lm_eval.api.instance import Instance  # noqa: E402
-from lm_eval.api.registry import get_model  # noqa: E402
 
 from jsparse.evaluation import lm_eval as adapter  # noqa: E402
 
@@ -69,19 +68,6 @@ def scored(params, context, continuation):
     ).tolist() == continuation
 
 
-def test_it_is_registered():
-    assert get_model("jsparse") is adapter.JSparseLM
-    lm = get_model("jsparse").create_from_arg_string(
-        f"pretrained={TINY},max_gen_toks=7", {"batch_size": "4"}
-    )
-    assert (lm.batch_size, lm.max_gen_toks, lm.max_length, lm.policy) == (
-        4,
-        7,
-        512,
-        jsparse.dense(),
-    )
-
-
 @pytest.mark.slow
 def test_answers_are_those_of_generate_with_the_policy(params):
     lm = model()
@@ -117,12 +103,6 @@ def test_batches_are_of_one_size_and_of_equal_arguments(monkeypatch):
     assert of_one == [[longest[1], longest[3]], [longest[2], longest[0]]] and of_two == [
         [longest[4]] * 2
     ]
-
-
-def test_the_models_own_sampling_defaults_play_no_part(params):
-    lm = model()
-    lm._params.generation_defaults.update(temperature=5.0, repetition_penalty=3.0)
-    assert answers(lm, PROMPTS[:1]) == [expected(params, PROMPTS[0])]
 
 
 def test_until_cuts(params):

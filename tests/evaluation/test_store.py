@@ -150,15 +150,14 @@ def test_missing_says_what_is_left(path):
 
 
 def test_other_settings_are_refused_by_name_and_values(path):
-    resume = True
     ResultStore(path, SETTINGS)
     with pytest.raises(ValueError, match="other settings: samples is 3 there and 5 now$"):
-        ResultStore(path, SETTINGS | {"samples": 5}, resume=resume)
+        ResultStore(path, SETTINGS | {"samples": 5}, resume=True)
     with pytest.raises(
         ValueError,
         match=r"dtype is None there and 'float32' now; lengths is \[64\] there and \[65\]",
     ):
-        ResultStore(path, SETTINGS | {"dtype": "float32", "lengths": (65,)}, resume=resume)
+        ResultStore(path, SETTINGS | {"dtype": "float32", "lengths": (65,)}, resume=True)
 
 
 def test_an_unfinished_run_is_not_begun_anew_unasked(path):

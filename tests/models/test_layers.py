@@ -57,20 +57,17 @@ def llama3_frequency(frequency, rule):
 
 
 def test_rope_frequencies():
-    for theta in [10000.0]:
-        for head_dim in [16, 128]:
-            for rule in [None, Llama3Rope(8.0, 1.0, 4.0, 8192), Llama3Rope(32.0, 2.0, 5.0, 64)]:
-                plain = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
-                expected = plain if rule is None else [llama3_frequency(f, rule) for f in plain]
-                actual = rope_frequencies(
-                    config(rope_theta=theta, head_dim=head_dim, rope_scaling=rule)
-                )
-                assert actual.dtype == np.float32, theta
-                np.testing.assert_allclose(actual, expected, rtol=1e-6)
-                if rule is not None:
-                    ratio = np.asarray(plain) / np.asarray(expected)
-                    assert ratio.min() == 1.0, theta
-                    assert ratio.max() == pytest.approx(rule.factor), theta
+    head_dim, theta = 128, 500000.0
+    for rule in (None, Llama3Rope(8.0, 1.0, 4.0, 8192), Llama3Rope(32.0, 2.0, 5.0, 64)):
+        plain = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+        expected = plain if rule is None else [llama3_frequency(f, rule) for f in plain]
+        actual = rope_frequencies(config(rope_theta=theta, head_dim=head_dim, rope_scaling=rule))
+        assert actual.dtype == np.float32
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
+        if rule is not None:
+            ratio = np.asarray(plain) / np.asarray(expected)
+            assert ratio.min() == 1.0, rule
+            assert ratio.max() == pytest.approx(rule.factor), rule
 
 
 def test_scaled_frequencies_are_those_of_transformers():
@@ -105,21 +102,6 @@ def test_rope_rotates_pairs_half_a_head_apart():
         actual = complex(rotated[b, t, h, i], rotated[b, t, h, i + 4])
         # the angle itself is a float32, so far positions lose digits
         assert abs(actual - expected) < 1e-3 * abs(expected)
-
-
-def test_rope_keeps_the_dtype_and_only_distances_matter():
-    rng = np.random.default_rng(1)
-    q, k = rng.standard_normal((2, 1, 1, 1, 64)).astype(np.float32)
-    table = table_of(rope_frequencies(config()))
-
-    def score(at_q, at_k):
-        turned = [np.asarray(rotate(x, table(np.array([[p]])))) for x, p in ((q, at_q), (k, at_k))]
-        return float((turned[0] * turned[1]).sum())
-
-    assert score(9, 4) == pytest.approx(score(905, 900), abs=1e-3)
-    assert score(9, 4) != pytest.approx(score(9, 3), abs=1e-3)
-    half = rotate(q.astype(jnp.bfloat16), table(np.array([[3]])))
-    assert half.dtype == jnp.bfloat16
 
 
 def test_rms_norm():

@@ -127,11 +127,6 @@ def test_a_head_that_differs_from_the_embedding_is_used_whatever_the_config_says
     assert_refused(write_folder(tmp_path / "small", tied, TENSORS | smaller), "lm_head.*has shape")
 
 
-def test_an_adapter_beside_the_weights_is_refused(folder):
-    (folder / "adapter_config.json").write_text("{}")
-    assert_refused(folder, "adapter_config.json: must be a model without an adapter")
-
-
 @pytest.fixture
 def sharded(tmp_path):
     return write_folder(tmp_path / "sharded", CONFIG, TENSORS, num_shards=2)

@@ -88,15 +88,6 @@ def test_a_model_that_was_never_on_disk_and_is_trained_on():
     assert error < 2e-4 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "LlamaModel", "LlamaForTokenClassification"])
-def test_other_models_are_refused(kind):
-    sizes = {"vocab_size": 8, "hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
-    made = getattr(transformers, kind)
-    model = made(made.config_class(**sizes, intermediate_size=8))
-    with pytest.raises(ValueError, match="must be one of|LlamaModel lacks|lacks lm_head.weight"):
-        jsparse.from_transformers(model)
-
-
 @functools.cache
 def tokenizer_of(name: str) -> Any:
     """Returns transformers' tokenizer with the vocabulary of a GGUF fixture."""
@@ -140,20 +131,3 @@ def test_chats_are_those_of_transformers(name, template, tools):
     assert ours.apply_chat_template(MESSAGES, **options) == text
     ids = theirs.apply_chat_template(MESSAGES, tokenize=True, return_dict=False, **options)
     assert ours.encode(text, add_special_tokens=False) == ids
-
-
-def test_text_is_that_of_transformers():
-    model = model_of("qwen2")
-    params = jsparse.from_transformers(model, dtype="float32")
-    prompt = [5, 9, 17, 200]
-    out = jsparse.generate(params, prompt, max_new_tokens=8, eos_token_id=[])
-    model.generation_config.eos_token_id = None
-    theirs = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8)
-    assert out.token_ids == theirs[0, len(prompt) :].tolist()
-
-
-def test_a_streamer_of_transformers_prints_the_text(capsys):
-    params = jsparse.load(HF / "llama3" / "model.gguf", dtype="float32")
-    streamer = transformers.TextStreamer(params.tokenizer, skip_prompt=True)
-    out = jsparse.generate(params, "the cat sat", max_new_tokens=8, streamer=streamer)
-    assert capsys.readouterr().out == f"{out.text}\n"

@@ -279,28 +279,6 @@ def test_stop_ends_the_request_and_keeps_what_came(page, server):
 
 
 @pytest.mark.browser
-def test_a_new_chat_may_begin_while_an_answer_streams(page, server):
-    say(page, "Count")
-    server.pieces.put("1")
-    answer_is(page, "1")
-    page.run("document.getElementById('new').click()")
-    assert page.run("document.activeElement.id") == "text"
-    page.type("Again")
-    page.press("Enter")
-    page.until("document.querySelectorAll('article').length === 2")
-    assert not page.run("document.getElementById('stop').hidden")
-    while len(server.seen) < 2:
-        time.sleep(0.02)
-    assert [each["content"] for each in server.seen[1][1]["messages"]] == ["Again"]
-    for _ in range(200):  # the server notices that nobody reads the first when it writes
-        server.pieces.put("2")
-        if server.gone.wait(0.02):
-            break
-    assert server.gone.is_set()
-    assert page.run("document.querySelector('article.assistant p').textContent").strip("2") == ""
-
-
-@pytest.mark.browser
 def test_errors_are_said_and_the_question_comes_back(page, server):
     say(page, "Much too long")
     server.pieces.put((400, "prompt of 9000 tokens: at most 2048"))
@@ -320,41 +298,6 @@ def test_errors_are_said_and_the_question_comes_back(page, server):
     server.pieces.put("HANG UP")
     page.until("document.getElementById('problem').textContent.includes('connection was lost')")
     answer_is(page, "half")
-
-
-@pytest.mark.browser
-def test_settings_are_sent_and_checked(page, server):
-    page.run("document.getElementById('settings').open = true")
-    for name, value in (("temperature", "0.3"), ("max-tokens", "0")):
-        page.run(f"document.getElementById('{name}').value = '{value}'")
-    say(page, "Hi")
-    time.sleep(0.2)
-    assert server.seen == []
-    assert page.run("document.activeElement.id") == "max-tokens"
-    page.run("document.getElementById('max-tokens').value = '7'")
-    page.run("document.getElementById('text').focus()")
-    page.press("Enter")
-    server.pieces.put("END")
-    page.until("!document.getElementById('send').hidden")
-    assert (server.seen[0][1]["temperature"], server.seen[0][1]["max_tokens"]) == (0.3, 7)
-
-
-@pytest.mark.browser
-def test_a_model_without_a_chat_template_continues_the_text(page, server):
-    server.model["chat_template"] = False
-    page.open(server.url)
-    page.until("document.getElementById('model').textContent === 'SmolLM2-135M'")
-    say(page, "Gravity is")
-    server.pieces.put("a force")
-    answer_is(page, "a force")
-    server.pieces.put("END")
-    page.until("!document.getElementById('send').hidden")
-    say(page, "that")
-    server.pieces.put(" pulls")
-    answer_is(page, " pulls")
-    server.pieces.put("END")
-    assert [path for path, _ in server.seen] == ["/v1/completions"] * 2
-    assert server.seen[1][1]["prompt"] == "Gravity is\na force\nthat"
 
 
 @pytest.mark.browser

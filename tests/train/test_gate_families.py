@@ -249,14 +249,6 @@ def test_active_mean_and_score_are_their_integrals(family, params):
 
 
 @each_rectified
-def test_active_is_the_share_of_samples_that_are_not_zero(family, params, full_noise):
-    gates, at = FAMILIES[family], array32(params)
-    z = np.asarray(gates.sample(each_of(at, COUNT), full_noise))
-    np.testing.assert_allclose(z, slow_gate(family, params, np.float64(full_noise)), atol=1e-5)
-    np.testing.assert_allclose(gates.active(at), (z != 0).mean(), atol=4 * 0.5 / COUNT**0.5)
-
-
-@each_rectified
 def test_gradients_of_samples_and_of_the_mean_are_those_of_the_integral(family, params):
     at = array32(params)
     u = (np.arange(COUNT, dtype=np.float32) + np.float32(0.5)) / np.float32(COUNT)
@@ -272,19 +264,10 @@ def test_gradients_of_samples_and_of_the_mean_are_those_of_the_integral(family, 
         np.testing.assert_allclose(jax.tree.leaves(sampled)[i], slope, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("family", MOMENTS)
-def test_a_gate_that_is_active_more_often_ranks_and_means_more(family):
-    steps = np.linspace(-3, 3, 41, dtype=np.float32)
-    params = Kuma(np.exp(steps), np.exp(-steps)) if family == "hard_kuma" else steps
-    for function in (FAMILIES[family].active, FAMILIES[family].mean, FAMILIES[family].score):
-        assert (np.diff(function(params)) >= 0).all()
-    np.testing.assert_allclose(np.asarray(FAMILIES[family].score(params))[20], 0.5, rtol=1e-6)
-
-
 # HardKuma
 
 
-@pytest.mark.parametrize("params", MOMENTS["hard_kuma"])
+@pytest.mark.parametrize("params", MOMENTS["hard_kuma"][1::3])
 def test_masses_at_zero_and_one_are_areas_under_the_density(params, full_noise):
     def density(x):
         return params.a * params.b * x ** (params.a - 1) * (1 - x**params.a) ** (params.b - 1)
@@ -301,7 +284,7 @@ def test_masses_at_zero_and_one_are_areas_under_the_density(params, full_noise):
     np.testing.assert_allclose(pdf(at, np.float32(x)), density(x), rtol=1e-4)
 
 
-@pytest.mark.parametrize("params", MOMENTS["hard_kuma"])
+@pytest.mark.parametrize("params", MOMENTS["hard_kuma"][1::3])
 def test_the_quantile_inverts_the_distribution(params):
     u = np.linspace(0.01, 0.9, 90, dtype=np.float32)
     at = array32(params)

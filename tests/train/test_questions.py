@@ -112,16 +112,6 @@ def test_lines_that_are_no_questions_are_refused(tmp_path):
             questions(tokenizer_of("smollm2"), file, max_length=200)
 
 
-def test_contexts_may_just_fit(tmp_path):
-    tokenizer, file = tokenizer_of("smollm2"), written(tmp_path, ITEMS[:1])
-    length = len(tokenizer.encode(prompt(ITEMS[0])))
-    assert questions(tokenizer, file, max_length=length).batch(0, 2).length.tolist() == [length] * 2
-    with pytest.raises(
-        ValueError, match=f"line 1: .*{length} tokens: must be at most max_length={length - 1}"
-    ):
-        questions(tokenizer, file, max_length=length - 1)
-
-
 def test_arguments_out_of_range_are_refused(tmp_path):
     for options, message in [
         ({"max_length": 0}, "max_length=0: must be at least 1"),

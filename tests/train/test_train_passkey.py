@@ -176,18 +176,6 @@ def test_batches_are_padded_at_the_end_alone():
             assert (target[last + 1 :] == 0).all() and (target[: last + 1] != 0).all()
 
 
-def test_the_smallest_bucket_that_holds_the_batch_is_taken():
-    source = passkeys(tokenizer_of("smollm2"), TEXT, **SHORT, buckets=(450, 500, 600, 700))
-    seen = set()
-    for step in range(30):
-        batch = source.batch(step, 1)
-        width = batch.context.shape[1]
-        assert width == min(bucket for bucket in source.buckets if bucket >= batch.length.max())
-        seen.add(width)
-    assert seen == {450, 500, 600, 700}
-    assert passkeys(tokenizer_of("smollm2"), TEXT).buckets == (4096, 8192)
-
-
 def test_training_that_goes_on_sees_the_same_batches():
     tokenizer = tokenizer_of("smollm2")
     source = passkeys(tokenizer, TEXT, **SHORT, seed=3)
@@ -221,14 +209,6 @@ def test_arguments_out_of_range_are_refused():
         arguments = {"text": TEXT, **SHORT, **options}
         with pytest.raises(ValueError, match=message):
             passkeys(tokenizer_of("smollm2"), **arguments)
-
-
-def test_steps_and_sizes_out_of_range_are_refused():
-    source = passkeys(tokenizer_of("smollm2"), TEXT, **SHORT)
-    with pytest.raises(ValueError, match="step=-1: must be at least 0"):
-        source.batch(-1, 1)
-    with pytest.raises(ValueError, match="size=0: must be at least 1"):
-        source.batch(0, 0)
 
 
 def test_a_tokenizer_that_joins_pieces_is_refused():

@@ -97,16 +97,6 @@ def test_all_gates_are_logged_as_often_as_asked(whole):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes", [{"family": "hard_concrete"}, {"family": "direct", "match": "hidden"}]
-)
-def test_the_target_is_hit_exactly_by_other_families(changes, tmp_path):
-    record = trainer(tmp_path, target=7, steps=2, penalty="fixed", **changes).run(kept=1)
-    assert [line["step"] for line in read_log(tmp_path) if "mean" in line] == [0, 2]
-    assert_target(tmp_path, record, 7)
-
-
 def assert_target(folder, record, target):
     assert [seed["retrieval_heads"] for seed in record["seeds"]] == [target] * SEEDS
     for i in range(SEEDS):

@@ -79,16 +79,6 @@ def test_a_line_becomes_a_sample(folder):
         task.sample(words, 0, 3)
 
 
-def test_blank_lines_are_skipped_but_counted(tmp_path):
-    lines = ["", '{"question": "a\u2028b", "answer": "c"}', "  ", '{"question": "d", "answer": 1}']
-    (task,) = parse("questions", written(tmp_path, *lines))
-    samples = [task.sample(words, 0, index) for index in range(2)]
-    assert [(sample.prompt, sample.meta["id"]) for sample in samples] == [
-        ("a\u2028b", "2"),
-        ("d", "4"),
-    ]
-
-
 def test_a_bad_line_is_named_with_its_rule(tmp_path):
     for line, said in [
         ('{"question": "a", "answer": 1', "is not JSON"),
