@@ -206,7 +206,7 @@ def test_a_split_file_is_refused(tmp_path):
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(at=st.integers(4, 1500), value=st.integers(0, 2**64 - 1), width=st.sampled_from([1, 4, 8]))
 @example(at=8, value=2**40, width=8)

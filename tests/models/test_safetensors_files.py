@@ -73,7 +73,7 @@ def test_a_header_longer_than_the_file_is_refused(folder):
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(at=st.integers(0, 1200), byte=st.integers(0, 255))
 def test_a_changed_byte_never_crashes(at, byte, folder):

@@ -1,6 +1,6 @@
 """Plots of the training are PNGs that show the steps, heads and numbers they were given."""
 
-import sys
+import builtins
 
 import jax
 import numpy as np
@@ -118,6 +118,13 @@ def test_densities_of_another_shape_are_refused(tmp_path):
 
 
 def test_without_matplotlib_the_error_says_what_to_install(values, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = builtins.__import__
+
+    def without(module, *args, **kwargs):
+        if module.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {module!r}", name="matplotlib")
+        return found(module, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ValueError, match=r"plots need matplotlib: .*pip install '\.\[eval\]'"):
         heat_map(tmp_path / "p.png", STEPS, values)

@@ -123,36 +123,6 @@ def test_the_gates_run(whole):
 
 
 @pytest.fixture(scope="module")
-def cut_off(tmp_path_factory):
-    """Trains with a break after each step; returns where each run began, the folder, the record."""
-    folder, began = tmp_path_factory.mktemp("cut_off") / "run", []
-
-    def cut_after(last):
-        def report(step, steps, line):
-            assert (steps, line["step"]) == (STEPS, step)
-            if len(began) < last:
-                began.append(step)
-            if step == last:
-                raise CutOffError
-
-        return report
-
-    begun = trainer(folder)
-    for last in range(1, STEPS + 1):
-        with pytest.raises(CutOffError):
-            begun.run(cut_after(last), save_every=2)
-    assert not list(folder.glob("gates_*"))
-    return began, folder, trainer(folder, resume=True).run(save_every=2)
-
-
-def test_a_run_that_is_cut_off_anywhere_ends_as_one_in_one_piece(whole, cut_off):
-    began, folder, record = cut_off
-    assert began == [1, 1, 3, 3, 5, 5]
-    assert timeless(record) == timeless(whole[1])
-    assert left(folder) == left(whole[0])
-
-
-@pytest.fixture(scope="module")
 def gone_on(tmp_path_factory):
     """Kills a training while it writes its log, and goes on; returns the steps, folder, record."""
     folder = tmp_path_factory.mktemp("gone_on") / "run"

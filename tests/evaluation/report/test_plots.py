@@ -14,24 +14,44 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 @pytest.fixture(scope="module")
 def made():
-    return json.loads(json.dumps(report()))
+    """A report whose task drift alone has means by step."""
+    found = json.loads(json.dumps(report()))
+    for i, cell in enumerate(cell for cell in found["cells"] if cell["task"] == "drift"):
+        cell[BY_STEP] = {"kl": [0.01 * (i + 1), 0.02], "perplexity": [9.0, 8.0 + i]}
+    return found
 
 
-def panels(report, figures):
-    """Draws a report; returns the axes by title. Colour bars have none."""
-    pictures(report)
+def by_title(figures):
+    """The axes of figures by title. Colour bars have none."""
     axes = [axis for figure in figures for axis in figure.axes]
     return {axis.get_title().replace("\n", " "): axis for axis in axes if axis.get_title()}
 
 
-def test_lines_over_steps(made, figures):
+def panels(report, figures):
+    pictures(report)
+    return by_title(figures)
+
+
+@pytest.fixture(scope="module")
+def drawn(made):
+    """The pictures of the report, drawn once, and their axes by title."""
+    from matplotlib.figure import Figure
+
+    saved, save = [], Figure.savefig
+
+    def savefig(figure, *given, **how):
+        saved.append(figure)
+        return save(figure, *given, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", savefig)
+        return pictures(made), by_title(saved)
+
+
+def test_lines_over_steps(made, drawn):
     """Dense attention has no KL; tasks without means by step have no panel."""
-    cells = [
-        {**cell, BY_STEP: {"kl": [0.01 * (i + 1), 0.02], "perplexity": [9.0, 8.0 + i]}}
-        for i, cell in enumerate(cell for cell in made["cells"] if cell["task"] == "drift")
-    ]
-    others = [cell for cell in made["cells"] if cell["task"] != "drift"]
-    drawn = panels({**made, "cells": [*cells, *others]}, figures)
+    cells = [cell for cell in made["cells"] if cell["task"] == "drift"]
+    drawn = drawn[1]
     drawn = {title: axis for title, axis in drawn.items() if " of " in title}
     assert list(drawn) == [
         f"{name} of drift, {length} tokens"
@@ -48,11 +68,10 @@ def test_lines_over_steps(made, figures):
             assert line.get_xdata().tolist() == [32.0, 96.0]
             values = by_policy[line.get_label().replace("\n", " ")][BY_STEP][metric]
             assert line.get_ydata().tolist() == values
-    assert "by_step" not in pictures(made)
 
 
-def test_shares_have_round_ticks_in_percent_and_no_others(made, figures):
-    axis = panels(made, figures)["agreement %, 1K tokens"]  # 6.25 %, 12.5 %, 18.75 %, 100 %
+def test_shares_have_round_ticks_in_percent_and_no_others(drawn):
+    axis = drawn[1]["agreement %, 1K tokens"]  # 6.25 %, 12.5 %, 18.75 %, 100 %
     ticks = ["5 %", "10 %", "20 %", "50 %", "100 %"]
     assert [label.get_text() for label in axis.get_xticklabels()] == ticks
     assert list(axis.get_xticks(minor=True)) == []
@@ -73,9 +92,9 @@ def test_log_ticks_lie_around_the_values():
         assert log_ticks(values) == ticks, values
 
 
-def test_pictures_are_svgs_for_light_and_dark(made, figures):
-    made = pictures(made)
-    assert list(made) == ["quality", "niah", "heads"]
+def test_pictures_are_svgs_for_light_and_dark(drawn):
+    made, _ = drawn
+    assert {*made} == {"quality", "by_step", "niah", "heads"}
     assert list(made["niah"]) == list(SHORT)
     for panels_of in made.values():
         for title, svg in panels_of.items():
@@ -126,8 +145,8 @@ def test_the_ratio_to_a_yardstick_has_a_panel(figures):
     assert len(axes["KL, 64 tokens"].get_lines()) == 3
 
 
-def test_the_needle_map_by_hand(made, figures):
-    axis = panels(made, figures)[SHORT[1]]
+def test_the_needle_map_by_hand(drawn):
+    axis = drawn[1][SHORT[1]]
     assert [label.get_text() for label in axis.get_xticklabels()] == ["1K", "4K"]
     depths = ["0%", "15%", "30%", "45%", "55%", "70%", "85%", "100%"]
     assert [label.get_text() for label in axis.get_yticklabels()] == depths
