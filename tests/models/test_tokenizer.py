@@ -302,6 +302,8 @@ def test_tokens_that_tokenizer_json_lacks_are_added(tmp_path):
          "<x><y>", [7, 6], ""),
         ({"tokenizer_config": {"added_tokens_decoder": {"3": stated("<turn>", special=False)}}},
          "a<turn>", [4, 3], "a"),
+        ({"tokenizer_config": {"added_tokens_decoder": {"3": stated("<turn>", single_word=True)}}},
+         "a<turn>b", [4, 0, 0, 0, 5], "a b"),
         ({"tokenizer_config": {"added_tokens_decoder": {"6": stated("b a", special=False)}}},
          "b a b", [6, 5], "b a b"),
         ({"tokenizer_config": {"additional_special_tokens": ["<x>", "<turn>", "<y>"]}},
