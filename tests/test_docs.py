@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pages import ROOT, blocks
+
 pytestmark = pytest.mark.pure
 
-ROOT = Path(__file__).parents[1]
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "bench" / "README.md"})
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
@@ -20,18 +21,12 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    """Returns the blocks of code in a language."""
-    text = page.read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
-    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
-        there = (page.parent / target).resolve() if target else page
-        assert there.exists(), target
-        assert not anchor or anchor in anchors(there), (target, anchor)
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+            there = (page.parent / target).resolve() if target else page
+            assert there.exists(), (page, target)
+            assert not anchor or anchor in anchors(there), (page, target, anchor)
 
 
 def test_the_api_reference_has_every_public_name():
@@ -59,22 +54,12 @@ def test_the_policies_of_the_docs_are_those_of_the_examples():
         assert code in (ROOT / "examples" / f"{example}.py").read_text("utf-8")
 
 
-def choices() -> list[str]:
-    """Returns the rows of the table of docs/choosing.md that have figures."""
+def test_figures_of_choosing_stand_on_the_pages_they_cite():
     rows = re.findall(r"^\| .+$", (ROOT / "docs" / "choosing.md").read_text("utf-8"), re.MULTILINE)
-    return [row for row in rows if "figures](" in row]
-
-
-@pytest.mark.parametrize("row", choices(), ids=lambda row: row.split("|")[1].strip()[:40])
-def test_figures_of_choosing_stand_on_the_pages_they_cite(row):
-    cited = " ".join((ROOT / "docs" / page).read_text("utf-8") for page, _ in LINK.findall(row))
-    prose = re.sub(r"`[^`]+`", "", row)
-    missing = [
-        figure
-        for figure in re.findall(r"\d+\.\d+", prose)
-        if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", cited)
-    ]
-    assert not missing
+    for row in (row for row in rows if "figures](" in row):
+        cited = " ".join((ROOT / "docs" / page).read_text("utf-8") for page, _ in LINK.findall(row))
+        for figure in re.findall(r"\d+\.\d+", re.sub(r"`[^`]+`", "", row)):
+            assert re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", cited), (row, figure)
 
 
 def test_figures_are_drawn_from_their_source():

@@ -9,7 +9,6 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,21 +19,11 @@ import jsparse
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.policies import POLICIES
 from jsparse.text.short_names import short_name
+from tests.support.pages import ROOT, blocks
 from tests.support.tiny import VOCAB, random_prompts, tiny_params
 
-ROOT = Path(__file__).parents[1]
-
-
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-
-
 TRAINING = ROOT / "examples" / "train_gates.py"
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    """Returns the blocks of code in a language."""
-    text = page.read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def cells(pattern: str) -> Iterator[dict[str, Any]]:
@@ -136,33 +125,19 @@ def test_the_wrapper_of_the_docs_is_dense_at_first():
     assert attended is not None and 0.5 < attended < 1
 
 
-@pytest.mark.slow
-def test_the_code_of_the_quickstart_runs():
-    page = ROOT / "docs" / "quickstart.md"
-    session = "\n".join(blocks(page, "python"))
-    ran = subprocess.run(
-        [sys.executable, "-c", session], capture_output=True, text=True, check=True
-    )
-    assert len(re.findall(r"attended to +\d+%", ran.stdout)) == 3
-
-
-@pytest.mark.parametrize(
-    "page",
-    sorted({*ROOT.glob("docs/papers/*.md")} - {ROOT / "docs" / "papers" / "index.md"}),
-    ids=lambda page: page.stem,
-)
-def test_a_paper_s_page_has_the_policy_s_parameters_and_defaults(page):
-    _, _, table = page.read_text(encoding="utf-8").partition("## Parameters")
-    rows = re.findall(r"^\| (`.+?) \| *(.*?) *\|", table.split("##")[0], re.MULTILINE)
-    own = inspect.signature(getattr(jsparse, page.stem)).parameters
-    told = [name.strip("`") for names, _ in rows for name in names.split(", ")]
-    assert sorted(told) == sorted(own)
-    for names, defaults in rows:
-        each = re.findall(r"\(.*?\)|[^,]+", defaults)
-        for name, default in zip(names.split(", "), each, strict=bool(each)):
-            there = own[name.strip("`")].default
-            if there not in (None, inspect.Parameter.empty):
-                assert ast.literal_eval(default.strip(" `")) == there, name
+def test_a_paper_s_page_has_the_policy_s_parameters_and_defaults():
+    for page in {*ROOT.glob("docs/papers/*.md")} - {ROOT / "docs" / "papers" / "index.md"}:
+        _, _, table = page.read_text(encoding="utf-8").partition("## Parameters")
+        rows = re.findall(r"^\| (`.+?) \| *(.*?) *\|", table.split("##")[0], re.MULTILINE)
+        own = inspect.signature(getattr(jsparse, page.stem)).parameters
+        told = [name.strip("`") for names, _ in rows for name in names.split(", ")]
+        assert sorted(told) == sorted(own), page.stem
+        for names, defaults in rows:
+            each = re.findall(r"\(.*?\)|[^,]+", defaults)
+            for name, default in zip(names.split(", "), each, strict=bool(each)):
+                there = own[name.strip("`")].default
+                if there not in (None, inspect.Parameter.empty):
+                    assert ast.literal_eval(default.strip(" `")) == there, (page.stem, name)
 
 
 @pytest.mark.slow

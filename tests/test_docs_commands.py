@@ -19,8 +19,8 @@ from typer.main import get_command
 
 import jsparse
 from jsparse.models.tokenizer import Tokenizer
+from tests.support.pages import ROOT, blocks
 
-ROOT = Path(__file__).parents[1]
 PAGES = sorted({ROOT / "README.md", *ROOT.glob("docs/**/*.md")})
 TINY = ROOT / "tests" / "fixtures" / "hf" / "llama3" / "model.gguf"
 CHAT = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
@@ -29,46 +29,34 @@ UV = "python3 -m uv run "
 
 def commands(page: Path) -> Iterator[str]:
     """Yields the commands of a page's console blocks, without their prompt."""
-    text = page.read_text(encoding="utf-8")
-    for block in re.findall(r"^```console\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+    for block in blocks(page, "console"):
         for line in block.replace("\\\n", " ").splitlines():
             if line.startswith("$ "):
                 yield line.removeprefix("$ ")
 
 
 OWN = [
-    pytest.param(command.removeprefix(UV), id=f"{page.stem}-{command}"[:60])
+    command.removeprefix(UV)
     for page in PAGES
     for command in commands(page)
     if command.removeprefix(UV).startswith("jsparse ")
 ]
 
 
-@pytest.mark.parametrize("line", OWN)
-def test_a_command_of_the_docs_exists_and_takes_its_options(line):
+def test_the_commands_of_the_docs_exist_and_take_their_options():
     from jsparse.cli.app import app
 
-    _, *words = shlex.split(line, comments=True)
-    command: Any = get_command(app)
-    while hasattr(command, "commands"):
-        assert words and words[0] in command.commands
-        command = command.commands[words.pop(0)]
-    command.make_context("jsparse", words)  # raises where an option or a value is unknown
-
-
-def test_the_docs_have_commands_of_all_kinds():
-    named = {re.split(r"\s+", param.values[0])[1] for param in OWN}
-    assert named >= {
-        "generate",
-        "chat",
-        "serve",
-        "info",
-        "policies",
-        "recommend",
-        "inspect",
-        "eval",
-    }
-    assert named >= {"bench", "check-policy", "train-gates"}
+    named = set()
+    for line in OWN:
+        _, *words = shlex.split(line, comments=True)
+        named.add(words[0])
+        command: Any = get_command(app)
+        while hasattr(command, "commands"):
+            assert words and words[0] in command.commands, line
+            command = command.commands[words.pop(0)]
+        command.make_context("jsparse", words)  # raises where an option or a value is unknown
+    assert named >= {"generate", "chat", "serve", "info", "policies", "recommend", "inspect"}
+    assert named >= {"eval", "bench", "check-policy", "train-gates"}
 
 
 @pytest.fixture(scope="module")

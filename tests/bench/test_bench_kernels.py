@@ -1,25 +1,18 @@
 """Tests bench.kernels on a CPU: its cases, the summary of a profile, the table; no times."""
 
-import gzip
 import json
 from dataclasses import replace
-from functools import partial
 
 import jax
 import numpy as np
 import pytest
 
 from bench.kernels import measure
-from bench.lib import kernel_timing
-from bench.lib.kernel_cases import CASES, dense_shapes, grid, hybrid, shrunk
+from bench.lib.kernel_cases import CASES, hybrid, shrunk
 from bench.lib.kernel_programs import inputs
 from bench.lib.kernel_table import lines
 from bench.lib.kernel_timing import (
     Event,
-    TimedProgram,
-    lead,
-    profile,
-    read_trace,
     segments,
     step_kernels,
     summary,
@@ -80,84 +73,6 @@ def test_bytes_are_those_that_the_selection_reads(case):
     assert case.bytes == 2 * 2 * 128 * tokens + 4 * words * int(np.asarray(selection.count).sum())
 
 
-def test_the_grid_leaves_out_what_does_not_fit():
-    largest = max(case.pool_bytes for case in grid(10**12))
-    assert {case.batch for case in grid(largest - 1)} == {1, 4, 8, 16}
-    assert len(grid(largest)) - len(grid(largest - 1)) == 6
-    assert len(dense_shapes(grid(largest))) * 6 == len(grid(largest))
-
-
-def test_hybrids_and_the_grid_differ_by_shape_and_data_alone():
-    programs = {}
-    for case in hybrid(10**12) + grid(10**12):
-        arguments, structure = jax.tree.flatten(
-            jax.eval_shape(partial(inputs, shrunk(case), seed=0))
-        )
-        program = (structure, *((array.shape, array.dtype) for array in arguments))
-        programs.setdefault((case.heads, case.batch, case.context), set()).add(program)
-    assert len(programs) == 25 + 4 and all(
-        len(same) == 1 for same in programs.values()
-    )  # 4 of batch 2
-
-
-def test_every_row_of_a_hybrid_has_so_many_sparse_heads():
-    cases = hybrid(10**12)
-    assert {(case.batch, case.context) for case in cases} == {
-        (b, c << 10) for b in (1, 2, 4, 8) for c in (16, 32, 64, 128)
-    }
-    for nth, case in enumerate(cases):
-        sparse = 8 - case.dense_heads(seed=nth).reshape(case.batch, 8).sum(1)
-        assert (sparse == (0, 4, 6, 7, 8)[nth % 5]).all()
-        listed = 4096 if nth // 5 % 2 else case.context / 10
-        assert set(case.counts()[~case.dense_heads()]) <= {listed // 16}
-
-
-def test_calls_that_refuse_or_fail_are_lines_too():
-    shape = {"heads": 32, "batch": 1, "context": 8192}
-    row = {
-        "case": "a",
-        "contender": "mosaic",
-        **shape,
-        "us": {"median": 10.0},
-        "wall": {"median": 12.0},
-    }
-    row |= {"floor_us": 5.0, "over_floor": 2.0, "kernels": {"median": 9.0}, "launches": 2}
-    peers = [
-        {"contender": "torch FA2", **shape, "us": {"median": 40.0}},
-        {"contender": "FlashInfer CUDA", "case": "a", "us": {"median": 30.0}},
-        {"contender": "torch cuDNN", **shape, "error": "RuntimeError: no"},
-    ]
-    refused = {"case": "b", "contender": "mosaic", "refused": "ValueError: takes no\nbias"}
-    report = {"bandwidth": {"memory": 4e12, "bus": 5e10}, "results": [row, refused], "peers": peers}
-    table = list(
-        lines(
-            report
-            | {
-                "grid": [row | {"fraction": 0.5}],
-                "hybrid": [row | {"sparse_heads": 6, "case": "h"}],
-            }
-        )
-    )
-    assert table[2].split() == [
-        "a",
-        "mosaic",
-        "10.0",
-        "9.0+2",
-        "12.0",
-        "5.0",
-        "2.00",
-        "40.0",
-        "-",
-        "30.0",
-        "-",
-    ]
-    assert "refused: ValueError: takes no bias" in table[3]
-    assert table[5].split() == ["8192,", "a", "10.0/5", "(4.0x)", "40.0", "-"]
-    assert table[6].split()[-4:] == ["6", "sparse", "FA2", "cuDNN"]
-    assert table[7].split() == ["8192,", "h", "10.0/5", "(4.0x)", "40.0", "-"]
-    assert table[8].endswith("RuntimeError: no")
-
-
 def run_of(start: float, *durations: float) -> list[Event]:
     """Returns kernels one after the other, a microsecond apart, named by their place."""
     events = []
@@ -204,49 +119,3 @@ def test_a_step_is_told_by_its_kernels():
     assert list(found["kernels"]) == ["fusion", "select"]
     assert found["kernels"]["fusion"] == {"launches": 1.5, "us": 4.0, "each": 2.0}
     assert step_kernels([], 2) == {}
-
-
-def test_a_trace_is_read_by_the_gpus_streams(tmp_path):
-    def named(kind, pid, tid, name):
-        return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
-
-    entries = [
-        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "/device:GPU:0"}},
-        {"ph": "M", "name": "process_name", "pid": 2, "args": {"name": "/host:CPU"}},
-        named("thread_name", 1, 7, "Stream #7(Compute)"),
-        named("thread_name", 1, 8, "XLA Ops"),
-        named("thread_name", 2, 7, "python"),
-        *(
-            {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": 2.5}
-            for name, pid, tid, ts in [
-                ("second", 1, 7, 9.0),
-                ("first", 1, 7, 3.0),
-                ("op", 1, 8, 3.0),
-                ("host", 2, 7, 3.0),
-            ]
-        ),
-    ]
-    (tmp_path / "plugins").mkdir()
-    with gzip.open(tmp_path / "plugins" / "x.trace.json.gz", "wt") as file:
-        json.dump({"traceEvents": entries}, file)
-    assert read_trace(tmp_path) == [Event("first", 3.0, 2.5), Event("second", 9.0, 2.5)]
-
-
-@on_a_cpu
-def test_without_a_gpu_a_profile_is_empty():
-    before = lead(1000)
-    assert profile([before], before, repeats=2) == [{}, {}]
-
-
-def test_a_program_is_told_from_the_others_by_the_pause_before_it(monkeypatch):
-    before, program = lead(1000), TimedProgram(lambda: jax.numpy.ones(3), 2)
-    runs = [
-        [500],
-        [500, 500],
-        [500, 3, 4, 500, 3, 4],
-    ]  # a first one apart; the lead alone; two runs of two calls
-    events = [event for nth, run in enumerate(runs) for event in run_of(nth * 40e3, *run)]
-    monkeypatch.setattr(kernel_timing, "read_trace", lambda folder: events)
-    alone, found = profile([program], before, repeats=2)
-    assert (alone["kernels"]["median"], found["launches"], found["device"]["median"]) == (500, 1, 4)
-    assert "profile_error" in profile([program, program], before, repeats=2)[0]

@@ -40,30 +40,6 @@ def test_parts_on_a_tiny_model(tiny):
 
 
 @pytest.mark.slow
-def test_long_answers_of_a_policy_that_evicts(tiny, monkeypatch):
-    for name, size in (("LONG_ANSWER", 128), ("SCARCE", 192)):
-        monkeypatch.setattr(engine_speed, name, size)
-    policy = "hard_kv(budget=8, floor=7, cap=12, period=6, window=4, sink=2)"
-    made, _ = engine_speed.answers(tiny, policy)
-    assert made["requests"] == 64 and made["output_tokens"] == 64 * 8
-    step, static_batches = engine_speed.sixteen(tiny, policy)
-    assert static_batches is not None and static_batches[1] == 16
-    assert step["rows_per_step"] > 8
-
-
-@pytest.mark.slow
-def test_what_is_held_after_many_requests(tiny, monkeypatch):
-    monkeypatch.setattr(engine_speed, "small_bench", lambda: tiny)
-    for name, size in (("MANY", 16), ("SMALL", 160)):
-        monkeypatch.setattr(engine_speed, name, size)
-    made, _ = engine_speed.many(tiny, "dense")
-    assert [held["host_gb"] > 0 for held in made["held"]] == [True] * 4
-    assert engine_speed.memory_peaks()["host_peak_gb"] > 0
-    small, _ = engine_speed.small(tiny, "dense")
-    assert small["output_tokens"] == small["drawn"]["output_tokens"] == 64 * 40
-
-
-@pytest.mark.slow
 def test_the_same_workloads_over_http(tiny, monkeypatch):
     report = {"rows": []}
     parts = ["queued", "ragged", "arrivals", "small"]
@@ -78,12 +54,3 @@ def test_the_same_workloads_over_http(tiny, monkeypatch):
     assert rows["ragged"]["server"]["completed"] == 16
     assert rows["queued"]["share_of_engine"] > 0
     assert rows["arrivals"]["request_rate"] > 0
-
-
-def test_prompts_of_other_tokens_have_the_same_lengths(tiny):
-    workload = engine_speed.queued_workload(tiny)
-    again = server_speed.others(workload, tiny.params.config.vocab_size)
-    for one, other in zip(workload, again, strict=True):
-        assert (other.tokens, other.arrival) == (one.tokens, one.arrival)
-        assert len(other.ids) == len(one.ids) == 64
-        assert not any(a == b for a, b in zip(one.ids, other.ids, strict=True))

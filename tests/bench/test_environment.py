@@ -1,7 +1,6 @@
 """Tests the record of a run: command line, revision, and the refusal of a modified tree."""
 
 import subprocess
-from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -65,25 +64,6 @@ def test_without_git_the_revision_is_what_the_variable_states(folder, monkeypatc
     for variable in reversed(REVISION_VARIABLES):
         monkeypatch.setenv(variable, variable)
         assert (describe()["git_revision"], describe()["modified"]) == (variable, None)
-
-
-def test_the_time_of_a_run_is_recorded_in_utc(folder):
-    age = datetime.now(UTC) - datetime.fromisoformat(describe()["timestamp"])
-    assert timedelta(0) <= age < timedelta(hours=1)
-
-
-def test_another_repository_around_a_copy_says_nothing(repository, monkeypatch):
-    inner = repository / "copy"
-    inner.mkdir()
-    monkeypatch.setattr(environment, "REPOSITORY", inner)
-    (repository / "bench" / "question.py").write_text("2\n")
-    assert describe()["git_revision"] is None
-
-
-def test_a_script_outside_the_repository_keeps_its_path(folder, monkeypatch, tmp_path_factory):
-    other = str(tmp_path_factory.mktemp("other") / "script.py")
-    monkeypatch.setattr("sys.argv", [other])
-    assert describe()["argv"] == [other]
 
 
 def test_every_report_parser_takes_the_shared_options():

@@ -114,8 +114,8 @@ def test_the_command_prints_what_it_measured(result):
     assert printed["attended_fraction"] < 1
 
 
-@pytest.mark.parametrize("length", ["x", "1:2:3", ""])
-def test_the_command_refuses_lengths_that_are_none(length):
-    result = CliRunner().invoke(app, ["bench", "throughput", "smollm2", "--input-len", length])
-    assert result.exit_code == 2
-    assert f"--input-len '{length}': must be a number, or MIN:MAX" in result.output
+def test_the_command_refuses_lengths_that_are_none():
+    for length in ["x", "1:2:3", ""]:
+        result = CliRunner().invoke(app, ["bench", "throughput", "smollm2", "--input-len", length])
+        assert result.exit_code == 2, length
+        assert f"--input-len '{length}': must be a number, or MIN:MAX" in result.output, length

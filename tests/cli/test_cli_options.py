@@ -29,30 +29,17 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("args", "said"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2(args, said):
-    ran = run("generate", *args)
-    assert (ran.exit_code, ran.stdout) == (2, "")
-    assert ran.stderr.startswith("error: ")
-    assert ran.stderr.count("\n") == 1
-    assert said in ran.stderr
-
-
-@pytest.mark.parametrize(
-    "args", [["generate", "x", "--seed", "q"], ["generate", "x", "--dtype", "int8"], ["nope"]]
-)
-def test_usage_errors_have_exit_code_2(args):
-    ran = run(*args)
-    assert (ran.exit_code, ran.stdout) == (2, "")
-    assert "Traceback" not in ran.stderr
-
-
-def test_a_file_that_is_not_text_is_refused(tmp_path):
-    file = tmp_path / "binary"
-    file.write_bytes(b"\xff\xfe\x00")
-    ran = run("generate", "--file", file)
-    assert ran.exit_code == 2
-    assert "is not UTF-8" in ran.stderr
+def test_a_mistake_is_one_line_and_exit_code_2():
+    for args, said in MISTAKES.values():
+        ran = run("generate", *args)
+        assert (ran.exit_code, ran.stdout) == (2, ""), said
+        assert ran.stderr.startswith("error: "), said
+        assert ran.stderr.count("\n") == 1, said
+        assert said in ran.stderr
+    for args in (["generate", "x", "--seed", "q"], ["generate", "x", "--dtype", "int8"], ["nope"]):
+        ran = run(*args)
+        assert (ran.exit_code, ran.stdout) == (2, ""), args
+        assert "Traceback" not in ran.stderr
 
 
 def test_version_and_help():
@@ -75,60 +62,48 @@ TAKE_A_MODEL = {
 OTHERS = ("", "generate", "inspect", "policies", "check-policy", "bench")
 
 
-@pytest.mark.parametrize(("command", "needed"), TAKE_A_MODEL.items(), ids=TAKE_A_MODEL)
-def test_two_models_are_refused(command, needed):
-    ran = run(*command.split(), "a", "--model", "b", *needed)
-    assert (ran.exit_code, ran.stdout) == (2, "")
-    assert ran.stderr == (
-        "error: --model 'b': must not differ from the argument, 'a'; one is enough\n"
-    )
+def test_two_models_are_refused():
+    for command, needed in TAKE_A_MODEL.items():
+        ran = run(*command.split(), "a", "--model", "b", *needed)
+        assert (ran.exit_code, ran.stdout) == (2, ""), command
+        assert ran.stderr == (
+            "error: --model 'b': must not differ from the argument, 'a'; one is enough\n"
+        ), command
 
 
-@pytest.mark.parametrize(
-    ("given", "taken"),
-    [
+def test_a_model_is_an_argument_or_an_option():
+    seen = []
+    for given, taken in [
         ([], "smollm2"),
         (["a"], "a"),
         (["--model", "a"], "a"),
-        (["-m", "a"], "a"),
         (["a", "--model", "a", "--context", "7"], "a"),
-    ],
-)
-def test_a_model_is_an_argument_or_an_option(given, taken):
-    seen = []
+    ]:
 
-    def command(context: int = 3, model: ModelOption = "smollm2") -> None:
-        seen.append((model, context))
+        def command(context: int = 3, model: ModelOption = "smollm2") -> None:
+            seen.append((model, context))
 
-    alone = Typer()
-    alone.command()(takes_model(command))
-    assert CliRunner().invoke(alone, given).exit_code == 0
-    assert seen == [(taken, 7 if "7" in given else 3)]
+        alone = Typer()
+        alone.command()(takes_model(command))
+        assert CliRunner().invoke(alone, given).exit_code == 0, given
+        assert seen.pop() == (taken, 7 if "7" in given else 3), given
 
 
-@pytest.mark.parametrize("command", [*TAKE_A_MODEL, *OTHERS])
-def test_help_shows_no_types_that_nobody_types(command):
-    shown = run(*command.split(), "--help").stdout
-    assert "Usage: jsparse" in shown or "Usage: root" in shown
-    assert "<bool>" not in shown
-    assert "list[" not in shown
-    assert "{model}" not in shown
+def test_help_shows_no_types_that_nobody_types():
+    for command in [*TAKE_A_MODEL, *OTHERS]:
+        shown = run(*command.split(), "--help").stdout
+        assert "Usage: jsparse" in shown or "Usage: root" in shown, command
+        assert "<bool>" not in shown, command
+        assert "list[" not in shown, command
+        assert "{model}" not in shown, command
 
 
-@pytest.mark.parametrize(
-    ("option", "first"),
-    [
-        ("--max-tokens", "--max-new-tokens"),
-        ("--new-tokens", "--max-new-tokens"),
-        ("--top-q", "--top-"),
-        ("--temprature", "--temperature"),
-    ],
-)
-def test_of_an_unknown_option_the_likeliest_is_named_first(option, first):
-    ran = run("generate", "a", option, "3")
-    assert ran.exit_code == 2
-    said = " ".join(ran.stderr.replace("│", " ").split())
-    assert f"No such option: {option} (Possible options: {first}" in said
+def test_of_an_unknown_option_the_likeliest_is_named_first():
+    for option, first in [("--max-tokens", "--max-new-tokens"), ("--temprature", "--temperature")]:
+        ran = run("generate", "a", option, "3")
+        assert ran.exit_code == 2, option
+        said = " ".join(ran.stderr.replace("│", " ").split())
+        assert f"No such option: {option} (Possible options: {first}" in said, option
 
 
 def test_the_shell_completes_policies(monkeypatch):
@@ -152,59 +127,48 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("stdout", "shown"), [(Terminal, True), (io.StringIO, False)])
-def test_bars_and_prompt_are_for_terminals(stdout, shown, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    out, err = stdout(), Terminal()
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(sys, "stderr", err)
-    bars = console.Bars()
-    output = console.TextOutput(bars, "the prompt")
-    bars.load(1, 2)
-    bars.prefill("prefill", 3, 4)
-    output("made")
-    bars.prefill("decode", 1, 2)
-    output.close()
-    assert ("load" in err.getvalue(), "prefill" in err.getvalue()) == (shown, shown)
-    assert "decode" not in err.getvalue()
-    assert ("the prompt" in out.getvalue()) == shown
-    assert out.getvalue().endswith("made\n")
+def test_bars_and_prompt_are_for_terminals(monkeypatch):
+    for stdout, shown in [(Terminal, True), (io.StringIO, False)]:
+        monkeypatch.setenv("TERM", "xterm")
+        out, err = stdout(), Terminal()
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        bars = console.Bars()
+        output = console.TextOutput(bars, "the prompt")
+        bars.load(1, 2)
+        bars.prefill("prefill", 3, 4)
+        output("made")
+        bars.prefill("decode", 1, 2)
+        output.close()
+        assert ("load" in err.getvalue(), "prefill" in err.getvalue()) == (shown, shown), stdout
+        assert "decode" not in err.getvalue(), stdout
+        assert ("the prompt" in out.getvalue()) == shown, stdout
+        assert out.getvalue().endswith("made\n"), stdout
 
 
-@pytest.mark.parametrize(("phase", "then"), [("load", "compile"), ("decode", "decode")])
-def test_a_bar_does_not_stand_full_while_programs_compile(phase, then, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, Terminal())
-    bars = console.Bars()
-    bars.generate(phase, 1, 2)
-    bars.generate(phase, 2, 2)
-    bars.close()
-    assert then in sys.stderr.getvalue()
-    assert ("compile" in sys.stderr.getvalue()) == (then == "compile")
+def test_a_bar_does_not_stand_full_while_programs_compile(monkeypatch):
+    for phase, then in [("load", "compile"), ("decode", "decode")]:
+        monkeypatch.setenv("TERM", "xterm")
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, Terminal())
+        bars = console.Bars()
+        bars.generate(phase, 1, 2)
+        bars.generate(phase, 2, 2)
+        bars.close()
+        assert then in sys.stderr.getvalue(), phase
+        assert ("compile" in sys.stderr.getvalue()) == (then == "compile"), phase
 
 
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_statistics_break_between_their_parts(width):
-    parts = [
-        "128 tokens, cut at --max-new-tokens",
-        "25.4 tok/s",
-        "attended 100.0%",
-        "first token after 3.14 s",
-        "policy twilight(quest(budget=1024), p=0.9)",
-    ]
-    lines = console.in_lines(parts, " · ", width)
-    assert " · ".join(lines) == " · ".join(parts)
-    assert all(len(line) <= width or line in parts for line in lines)
-    assert len(lines) == {40: 4, 80: 2, 200: 1}[width]
-
-
-def test_help_does_not_wait_for_the_model_code():
-    code = (
-        "import sys, jsparse.cli; "
-        "print([m for m in sys.modules if m.startswith('orbax') or m == 'tensorstore'])"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
-    )
-    assert ran.stdout.strip() == "[]"
+def test_statistics_break_between_their_parts():
+    for width in [40, 80, 200]:
+        parts = [
+            "128 tokens, cut at --max-new-tokens",
+            "25.4 tok/s",
+            "attended 100.0%",
+            "first token after 3.14 s",
+            "policy twilight(quest(budget=1024), p=0.9)",
+        ]
+        lines = console.in_lines(parts, " · ", width)
+        assert " · ".join(lines) == " · ".join(parts), width
+        assert all(len(line) <= width or line in parts for line in lines), width
+        assert len(lines) == {40: 4, 80: 2, 200: 1}[width], width

@@ -13,15 +13,14 @@ from jsparse import cache as kv_cache
 from jsparse.builder import dense
 from jsparse.cache import LayerCache
 from jsparse.evaluation.attention_metrics import HeadMetrics, attention_metrics, measured
-from jsparse.evaluation.closeness import closeness
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.oracle import oracle_top_k
-from jsparse.policy import Policy, Services
+from jsparse.policy import Policy
 from jsparse.selection import Selection
 from tests.support.marks import slow_except
 from tests.support.programs import shared
 from tests.support.tiny import random_prompts, tiny_params
-from tests.support.toy_policies import bypass, even_ids, inherit
+from tests.support.toy_policies import even_ids
 
 BATCH, HEADS, GROUP, HEAD_DIM, PAGE, PAGES = 2, 3, 2, 8, 4, 5
 SPEC = kv_cache.CacheSpec(
@@ -30,8 +29,6 @@ SPEC = kv_cache.CacheSpec(
 LENGTHS = np.array([[17, 9, 2], [20, 5, 13]], np.int32)
 PROMPTS = random_prompts((37, 18, 9))
 STEPS = 8
-EXPRESSIONS = ("streaming(sink=2, recent=7)", "oracle_top_k(budget=6)")
-TOYS = (bypass(), inherit()._replace(services=Services(correct_every=3)))
 
 
 def ids(*rows):
@@ -241,49 +238,6 @@ def measure(policies, prompt=PROMPTS, steps=STEPS, layers=2):
     )
 
 
-@pytest.fixture(scope="module")
-def forcing():
-    return measure(["dense", *EXPRESSIONS, *TOYS])
-
-
-@pytest.mark.slow
-def test_on_the_models_own_queries(forcing):
-    results = whole, recent, oracle, *toys = attention_metrics(forcing)
-    for metrics in results:
-        assert (metrics.steps == STEPS).all()
-        assert {field.shape for field in metrics.heads} == {(2, 3, 2)}
-    for name in ("recall", "mass", "attended", "pages"):
-        np.testing.assert_allclose(getattr(whole.heads, name), 1, rtol=1e-6)
-    assert whole.heads.output_error.max() < 1e-6
-    assert whole.heads.lse_error.max() < 1e-6
-    lengths = np.array([len(prompt) for prompt in PROMPTS]) + (STEPS + 1) / 2
-    np.testing.assert_allclose(whole.heads.bytes_read[1, :, 0], lengths * 2 * 16 * 4, rtol=1e-6)
-    np.testing.assert_array_equal(oracle.heads.recall, 1)
-    assert recent.heads.recall.mean() < 0.7
-    assert recent.heads.mass.mean() < oracle.heads.mass.mean() < 1
-    assert recent.heads.output_error.mean() > oracle.heads.output_error.mean() > 0.01
-    # without a summary the lse lacks what the mass lacks; the mean of -log is at
-    # least -log of the mean
-    assert (oracle.heads.lse_error >= -np.log(oracle.heads.mass) - 1e-5).all()
-    assert all(np.isfinite(metrics.heads.lse_error).all() for metrics in toys)
-
-
-@pytest.mark.slow
-def test_measuring_changes_nothing(forcing):
-    """States and corrections are included.
-
-    What was attended is what the step says.
-    """
-    watched = closeness(forcing)
-    alone = closeness(force(params(), TOYS, PROMPTS, max_new_tokens=STEPS, page_size=8))
-    np.testing.assert_array_equal(watched.attended[-len(TOYS) :], alone.attended[1:])
-    np.testing.assert_allclose(watched.kl[-len(TOYS) :], alone.kl[1:], rtol=1e-4, atol=1e-6)
-    for index, metrics in enumerate(attention_metrics(forcing), 1):
-        np.testing.assert_allclose(
-            metrics.heads.attended.mean((0, 2)), watched.attended[index].mean(-1), rtol=1e-5
-        )
-
-
 @shared
 def falling_back(steps):
     """Metrics of even_ids, which is dense as long as every row holds at most 24 tokens."""
@@ -297,13 +251,6 @@ def test_steps_that_fall_back_to_dense_are_not_counted():
     metrics = falling_back(STEPS)
     assert metrics.steps.tolist() == [4]
     assert (metrics.heads.attended[:, 0] < 1).all()
-
-
-@pytest.mark.slow
-def test_where_all_steps_fall_back_there_are_no_metrics():
-    metrics = falling_back(4)
-    assert metrics.steps.tolist() == [0]
-    assert all(np.isnan(field).all() for field in jax.tree.leaves(metrics.heads))
 
 
 def test_policies_must_be_measured():

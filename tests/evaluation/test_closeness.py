@@ -12,14 +12,14 @@ import pytest
 
 import jsparse
 from jsparse import cache as kv_cache
-from jsparse.builder import builder, dense
+from jsparse.builder import dense
 from jsparse.evaluation import shared_prefill
 from jsparse.evaluation.closeness import closeness, perplexity, windows
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.machine import memory
 from jsparse.policies.expressions import as_policy
 from jsparse.policies.streaming import streaming
-from jsparse.policy import Policy, Services
+from jsparse.policy import Services
 from jsparse.runtime import chunk_attention, prefill
 from jsparse.runtime.decode_step import decode_step
 from tests.support.programs import shared
@@ -40,29 +40,6 @@ PLAIN = ("oracle_top_k(budget=1073741824)", NEWEST)
 
 def params(layers=1):
     return tiny_params(num_layers=layers)
-
-
-@builder
-def newest_queries(window: int = 2) -> Policy:
-    """Builds dense attention that sums what it sees of the prompt's last queries.
-
-    It refuses fields that it did not ask for.
-    """
-
-    def prefill(state, layer, view):
-        assert view.q_window.shape[1] == window
-        assert view.step.layers[layer].bias is None
-        return (
-            state + jnp.sum(jnp.abs(view.q_window)) + jnp.sum(view.window_valid)
-            if view.last
-            else state
-        )
-
-    def select(state, layer, q, view):
-        assert view.layers[layer].slot_positions is None
-        return dense().select(state, layer, q, view)
-
-    return Policy(select, init=lambda spec: jnp.float32(0), prefill=prefill, window=window)
 
 
 def run(policies, prompt=PROMPTS, steps=STEPS, layers=1, **options):
@@ -139,29 +116,6 @@ def test_every_policy_is_measured_as_if_it_had_been_alone(policies):
         assert_measured(result, index, exact, logits)
 
 
-@pytest.mark.slow
-def test_a_shared_prefill_changes_no_bit():
-    """Its window of queries is among wider ones and none, without and with bias."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_attention, "chunk_tokens", lambda spec: CHUNK)
-        alone = run([bypass()], continuation=FORCED, layers=2)
-    together = chunked(FEW)
-    for name in ("kl", "agreement", "logprob", "attended", "read"):
-        np.testing.assert_array_equal(getattr(alone, name)[1], getattr(together, name)[1])
-
-
-@pytest.mark.slow
-def test_policies_see_their_own_window_and_fields(monkeypatch):
-    monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda spec: CHUNK)
-    policies = [newest_queries(), newest_queries(5), newest_queries(0), shrink()]
-    shared = force(params(), policies, PROMPTS, max_new_tokens=1, page_size=PAGE).shared
-    alone = force(params(), policies[:1], PROMPTS, max_new_tokens=1, page_size=PAGE).shared
-    assert float(shared.held.state[1]) == float(alone.held.state[1])
-    assert len({float(state) for state in shared.held.state[1:4]}) == 3
-    assert shared.session(3).held.cache.layers[0].bias is None
-    assert shared.session(4).held.cache.layers[0].bias is not None
-
-
 def test_dense_is_itself_and_full_budgets_are_dense():
     """Dropping all but the newest token is not dense."""
     result, _ = plain()
@@ -183,18 +137,6 @@ def test_the_continuation_is_what_generate_gives():
         params(), PROMPTS, max_new_tokens=STEPS + 1, eos_token_id=[], page_size=PAGE
     )
     assert plain()[0].tokens.tolist() == [out.token_ids for out in outs]
-
-
-@pytest.mark.slow
-def test_a_row_does_not_depend_on_its_batch():
-    alone, together = (
-        run([bypass()], [PROMPTS[1]], layers=2, continuation=FORCED[1:2]),
-        chunked(FEW),
-    )
-    for name in ("kl", "logprob", "attended", "read"):
-        np.testing.assert_allclose(
-            getattr(alone, name)[1], getattr(together, name)[1, 1:2], rtol=1e-3, atol=1e-5
-        )
 
 
 @shared
@@ -258,17 +200,8 @@ def test_a_bundle_does_not_decode():
         jax.eval_shape(step)
 
 
-def test_progress_ends_where_it_said():
-    _, seen = plain()
-    decoded = [(done, total) for what, done, total in seen if what == "decode"]
-    total = (1 + len(PLAIN)) * STEPS
-    assert decoded == [(done, total) for done in range(STEPS, total + 1)]
-    assert ("prefill", 37, 37) in seen
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_wrong_arguments_are_named():
+    for arguments, message in [
         ({"prompt": [[1, 2], []]}, r"prompt\[1\] is empty"),
         (
             {"prompt": random_prompts([510])},
@@ -288,11 +221,9 @@ def test_progress_ends_where_it_said():
         ({"continuation": FORCED / 2}, r"continuation of .*float64"),
         ({"continuation": FORCED + 300}, r"continuation ranges from 3.*must lie in 0 … 299"),
         ({"continuation": [[1], [2, 3], [4]]}, r"continuation: must be integers"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        run(**{"policies": ["dense"], **arguments})
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(**{"policies": ["dense"], **arguments})
 
 
 def test_what_does_not_fit_is_said_with_both_numbers(monkeypatch):
@@ -303,9 +234,7 @@ def test_what_does_not_fit_is_said_with_both_numbers(monkeypatch):
         run(["dense"])
 
 
-@pytest.mark.parametrize(
-    ("length", "scored", "message"), [(9, 8, "scored=8: .* 7"), (60, 5, "tokens: 40 .*=60")]
-)
-def test_windows_that_cannot_be_cut(length, scored, message):
-    with pytest.raises(ValueError, match=message):
-        windows(list(range(40)), length, scored)
+def test_windows_that_cannot_be_cut():
+    for length, scored, message in [(9, 8, "scored=8: .* 7"), (60, 5, "tokens: 40 .*=60")]:
+        with pytest.raises(ValueError, match=message):
+            windows(list(range(40)), length, scored)

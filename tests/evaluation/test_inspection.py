@@ -41,13 +41,6 @@ def test_the_step_is_the_one_that_generate_runs():
     assert shown.next_token == named[34]
 
 
-@pytest.mark.slow
-def test_dense_attention_covers_everything():
-    shown = inspected("dense")
-    assert shown.attended.all()
-    assert shown.covered == 1
-
-
 @shared
 def best_tokens():
     """A step of the oracle, of a model each of whose KV heads has one query head."""
@@ -95,25 +88,14 @@ def test_tokens_that_a_policy_has_dropped_have_no_weight():
     assert shown.attended[:, :, -2:].all()
 
 
-@pytest.mark.slow
-def test_layers_that_leave_a_step_to_dense_attention_are_named():
-    shown = inspected("twilight(all_pages(), p=0.5, dense_below=1000)")
-    assert shown.fell_back == (0, 1)
-    assert shown.attended.all()
-    assert shown.covered == 1
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "said"),
-    [
+def test_what_cannot_be_is_refused():
+    for prompt, options, said in [
         (PROMPT, {"step": 0}, "step=0: must be an integer of at least 1"),
         ([PROMPT, PROMPT], {}, "prompt: must be one prompt, not 2"),
         (PROMPT, {"step": 500}, "512"),
-    ],
-)
-def test_what_cannot_be_is_refused(prompt, options, said):
-    with pytest.raises(ValueError, match=said):
-        inspect_step(tiny_params(num_layers=2), "dense", prompt, page_size=8, **options)
+    ]:
+        with pytest.raises(ValueError, match=said):
+            inspect_step(tiny_params(num_layers=2), "dense", prompt, page_size=8, **options)
 
 
 def test_the_page_holds_the_step_and_nothing_that_a_text_could_end():

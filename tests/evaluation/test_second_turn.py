@@ -34,37 +34,11 @@ def test_answers_are_those_to_the_whole_text():
         np.testing.assert_allclose(out.logprobs, whole.logprobs, atol=1e-3)
 
 
-@pytest.mark.parametrize("policy", ["dense()", "streaming(sink=2, recent=9)"])
-@pytest.mark.slow
-def test_answers_are_those_to_the_question_in_the_prompt(policy):
-    """A question of any length is taken in as if it had been forced, then the answer is greedy."""
-    params = tiny_params(num_layers=1)
-    (made,) = generate(params, [policy], PROMPTS, questions=QUESTIONS, **OPTIONS)
-    for out, prompt, question in zip(made, PROMPTS, QUESTIONS, strict=True):
-        assert (len(out.token_ids), out.finish_reason) == (NEW, "length")
-        (alone,) = generate(params, [policy], [prompt], questions=[question], **OPTIONS)
-        assert alone[0].token_ids == out.token_ids
-        if policy == "dense()":
-            whole = jsparse.generate(params, [*prompt, *question], logprobs=True, **OPTIONS)
-            assert out.token_ids == whole.token_ids
-            np.testing.assert_allclose(out.logprobs, whole.logprobs, atol=1e-3)
-
-
 @pytest.mark.slow
 def test_a_policy_that_evicts_has_not_seen_the_question():
     """The same tokens in the prompt make it keep others, and say something else."""
     made, whole = made_by(LOSSY)
     assert [out.token_ids for out in made] != [out.token_ids for out in whole]
-
-
-@pytest.mark.slow
-def test_a_policy_with_room_for_all_answers_as_dense_attention():
-    params = tiny_params(num_layers=1)
-    (roomy,) = generate(
-        params, ["snapkv(budget=1000, window=4)"], PROMPTS, questions=QUESTIONS, **OPTIONS
-    )
-    _, exact = made_by("dense()")
-    assert [out.token_ids for out in roomy] == [out.token_ids for out in exact]
 
 
 @shared

@@ -117,13 +117,11 @@ def test_a_journal_without_whole_settings_is_refused(cut):
         ResultStore(path, SETTINGS, resume=True)
 
 
-@pytest.mark.parametrize(
-    "header", [b"[]\n", b"{}\n", b"3\n", b"null\n", b'{"settings": 3}\n', b"\xff\n"]
-)
-def test_a_file_of_something_else_is_refused(path, header):
-    path.with_suffix(".partial.jsonl").write_bytes(header)
-    with pytest.raises(ValueError, match="does not begin with a run's settings"):
-        ResultStore(path, SETTINGS, resume=True)
+def test_a_file_of_something_else_is_refused(path):
+    for header in [b"[]\n", b"{}\n", b"3\n", b"null\n", b'{"settings": 3}\n', b"\xff\n"]:
+        path.with_suffix(".partial.jsonl").write_bytes(header)
+        with pytest.raises(ValueError, match="does not begin with a run's settings"):
+            ResultStore(path, SETTINGS, resume=True)
 
 
 UNFIT = [
@@ -132,16 +130,14 @@ UNFIT = [
 ]
 
 
-@pytest.mark.parametrize(
-    "line", [b"{}", b"[]", b"3", b"", b"{", b"\0" * 40, b'{"score": NaN}', *UNFIT]
-)
-def test_a_broken_line_inside_is_named(path, line):
+def test_a_broken_line_inside_is_named(path):
     store = ResultStore(path, SETTINGS)
     store.add([measure(CELLS[0], 0)])
-    with open(store.journal, "ab") as file:
-        file.write(line + b"\n")
-    with pytest.raises(ValueError, match=r"out\.partial\.jsonl, line 3: "):
-        ResultStore(path, SETTINGS, resume=True)
+    whole = store.journal.read_bytes()
+    for line in (b"{}", b"[]", b"3", b"", b"{", b"\0" * 40, b'{"score": NaN}', *UNFIT):
+        store.journal.write_bytes(whole + line + b"\n")
+        with pytest.raises(ValueError, match=r"out\.partial\.jsonl, line 3: "):
+            ResultStore(path, SETTINGS, resume=True)
 
 
 def test_missing_says_what_is_left(path):
@@ -153,24 +149,15 @@ def test_missing_says_what_is_left(path):
     assert store.missing(CELLS[0]._replace(length=65)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_other_settings_are_refused_by_name_and_values(path, resume):
+def test_other_settings_are_refused_by_name_and_values(path):
     ResultStore(path, SETTINGS)
     with pytest.raises(ValueError, match="other settings: samples is 3 there and 5 now$"):
-        ResultStore(path, SETTINGS | {"samples": 5}, resume=resume)
+        ResultStore(path, SETTINGS | {"samples": 5}, resume=True)
     with pytest.raises(
         ValueError,
         match=r"dtype is None there and 'float32' now; lengths is \[64\] there and \[65\]",
     ):
-        ResultStore(path, SETTINGS | {"dtype": "float32", "lengths": (65,)}, resume=resume)
-
-
-def test_settings_are_compared_as_json(path):
-    ResultStore(path, SETTINGS)
-    assert (
-        ResultStore(path, SETTINGS | {"lengths": (64,)}, resume=True).settings
-        == ResultStore(path, SETTINGS, resume=True).settings
-    )
+        ResultStore(path, SETTINGS | {"dtype": "float32", "lengths": (65,)}, resume=True)
 
 
 def test_an_unfinished_run_is_not_begun_anew_unasked(path):
@@ -180,15 +167,11 @@ def test_an_unfinished_run_is_not_begun_anew_unasked(path):
     assert taken(ResultStore(path, SETTINGS, resume=True)) == WHOLE
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_finished_run_is_not_overwritten(path, resume):
+def test_a_finished_run_is_not_overwritten(path):
     ResultStore(path, SETTINGS).finish({})
-    with pytest.raises(ValueError, match=r"out\.json already exists"):
-        ResultStore(path, SETTINGS, resume=resume)
-
-
-def test_resume_of_nothing_begins(path):
-    assert ResultStore(path, SETTINGS, resume=True).entries == []
+    for resume in (False, True):
+        with pytest.raises(ValueError, match=r"out\.json already exists"):
+            ResultStore(path, SETTINGS, resume=resume)
 
 
 def test_doubled_entries_count_once(path):
@@ -221,38 +204,14 @@ def test_doubled_entries_must_agree(path):
         ResultStore(path, SETTINGS, resume=True)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), np.float32("nan")])
-def test_what_is_not_finite_is_refused(path, value):
+def test_what_is_not_finite_is_refused(path):
     store = ResultStore(path, SETTINGS)
-    with pytest.raises(ValueError, match=r"kl=.* in sample 2 of a: must be finite"):
-        store.add([entry(*CELLS[0], 2, score=1, kl=value)])
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        store.add([entry(*CELLS[0], 2, {"depth": float(value)}, score=1)])
-    assert store.entries == []
-
-
-def test_keys_are_checked(path):
-    store = ResultStore(path, SETTINGS)
-    lacking = measure(CELLS[0], 0)
-    del lacking["meta"]
-    for wrong in (lacking, measure(CELLS[0], 0) | {"scores": {}}):
-        with pytest.raises(
-            ValueError,
-            match="an entry has the keys .*: must be policy, task, length, index, values, meta",
-        ):
-            store.add([wrong])
-
-
-def test_numbers_of_numpy_are_taken(path):
-    store = ResultStore(path, SETTINGS)
-    store.add(
-        [entry(*CELLS[0], 0, score=np.float32(0.5), agreement=np.bool_(True), kl=np.array(0.25))]
-    )
-    assert ResultStore(path, SETTINGS, resume=True).entries[0]["values"] == {
-        "score": 0.5,
-        "agreement": 1.0,
-        "kl": 0.25,
-    }
+    for value in [float("nan"), float("inf"), -float("inf"), np.float32("nan")]:
+        with pytest.raises(ValueError, match=r"kl=.* in sample 2 of a: must be finite"):
+            store.add([entry(*CELLS[0], 2, score=1, kl=value)])
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            store.add([entry(*CELLS[0], 2, {"depth": float(value)}, score=1)])
+        assert store.entries == [], value
 
 
 def test_finish_leaves_one_file_with_everything(path):

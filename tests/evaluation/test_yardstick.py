@@ -85,8 +85,3 @@ def test_budgets_share_their_programs():
     once, before, again, after = repeated()
     assert after == before
     assert (again.budget[1:, 0] < once.budget[1:, 0]).all()
-
-
-def test_only_what_keeps_nothing_of_the_prompt_runs_beside(made):
-    with pytest.raises(ValueError, match=r"policy=quest\(.*: must keep nothing of the prompt"):
-        next(made[0].steps_beside(parse("quest(budget=16)"), {}))

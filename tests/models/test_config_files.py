@@ -42,39 +42,23 @@ def test_gguf_head_dim_defaults_to_an_equal_share(family, tmp_path):
     [
         ("llama", {"attention_bias": True}),
         ("llama", {"mlp_bias": True}),
-        ("llama", {"hidden_act": "gelu"}),
         ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}),
         ("llama", {"rope_scaling": {"type": ["yarn"], "factor": 4.0}}),
         ("llama", {"rope_scaling": {"type": "linear"}}),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 0.0}}),
         ("llama", {"rope_scaling": {"type": "yarn"}}),
-        ("llama", {"rope_scaling": YARN | {"factor": -4.0}}),
         ("llama", {"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 2}}),
         ("llama", {"rope_scaling": YARN | {"beta_slow": 0}}),
-        ("llama", {"rope_scaling": YARN | {"attention_factor": 0.0}}),
-        ("llama", {"rope_scaling": YARN | {"truncate": "no"}}),
-        ("llama", {"rope_scaling": YARN | {"original_max_position_embeddings": "64"}}),
-        ("llama", {"rope_scaling": YARN, "rope_theta": 1.0}),
-        ("llama", {"rope_scaling": YARN, "max_position_embeddings": "128"}),
         ("llama", {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}}),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
-        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
         ("llama", {"rope_theta": 0.0}),
         ("llama", {"hidden_size": "32"}),
-        ("llama", {"num_hidden_layers": 2.0}),
         ("llama", {"num_hidden_layers": True}),
         ("llama", {"num_key_value_heads": 3}),
         ("llama", {"head_dim": 7}),
-        ("llama", {"vocab_size": -1}),
-        ("llama", {"head_dim": None, "num_attention_heads": 0}),
         ("llama", {"head_dim": None, "hidden_size": "32"}),
-        ("llama", {"rope_scaling": 3}),
         ("qwen2", {"use_sliding_window": True}),
-        ("llama", {"use_sliding_window": True}),
-        ("llama", {"partial_rotary_factor": 0.5}),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}),
-        ("qwen3", {"use_sliding_window": True}),
-        ("qwen3", {"attention_bias": True}),
         ("qwen3", {"head_dim": None}),
     ],
 )
@@ -97,19 +81,8 @@ def test_a_quantised_checkpoint_is_refused_with_its_method(method, tmp_path):
     load(folder)
 
 
-@pytest.mark.parametrize("model_type", ["mistral", None, 3, ["llama"]])
-def test_an_unknown_family_is_refused_with_those_known(model_type, tmp_path):
-    config = hf_config("llama")
-    folder = write_folder(tmp_path, config | {"model_type": model_type}, hf_tensors(config))
-    with pytest.raises(
-        ValueError, match=r"model_type is .*must be one of \['llama', 'qwen2', 'qwen3'\]"
-    ):
-        load(folder)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "named"),
-    [
+def test_gguf_metadata_that_cannot_be_decoded_is_refused(tmp_path):
+    for key, value, named in [
         ("expert_count", 8, "expert_count=8"),
         ("rope.dimension_count", 4, "rope.dimension_count=4"),
         ("attention.value_length", 4, "attention.value_length=4"),
@@ -117,10 +90,8 @@ def test_an_unknown_family_is_refused_with_those_known(model_type, tmp_path):
         ("attention.head_count_kv", 0, "num_kv_heads=0"),
         ("block_count", None, "block_count"),
         ("vocab_size", None, "vocab_size"),
-    ],
-)
-def test_gguf_metadata_that_cannot_be_decoded_is_refused(key, value, named, tmp_path):
-    config = hf_config("llama")
-    file = write_gguf(tmp_path / "m.gguf", config, hf_tensors(config), metadata={key: value})
-    with pytest.raises(ValueError, match=named):
-        load(file)
+    ]:
+        config = hf_config("llama")
+        file = write_gguf(tmp_path / "m.gguf", config, hf_tensors(config), metadata={key: value})
+        with pytest.raises(ValueError, match=named):
+            load(file)

@@ -66,19 +66,17 @@ def test_every_type_gives_the_values_of_the_package(kind, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded.weights, expected)
 
 
-@pytest.mark.parametrize(
-    "kind", sorted(set(gguf.GGML_QUANT_SIZES) - set(PACKAGE_CAN)), ids=lambda kind: kind.name
-)
-def test_other_types_are_refused(kind, tmp_path):
-    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    name = "model.layers.0.self_attn.q_proj.weight"
-    tensors = hf_tensors(WIDE)
-    raw = {name: (np.zeros((256, 256 // block * block_bytes), np.uint8), kind)}
-    with pytest.raises(
-        ValueError,
-        match=f"stores 'blk.0.attn_q.weight' as type {kind.name}: must be one of F32, F16",
-    ):
-        load(write_gguf(tmp_path / "m.gguf", WIDE, tensors, raw=raw))
+def test_other_types_are_refused(tmp_path):
+    for kind in sorted(set(gguf.GGML_QUANT_SIZES) - set(PACKAGE_CAN)):
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        name = "model.layers.0.self_attn.q_proj.weight"
+        tensors = hf_tensors(WIDE)
+        raw = {name: (np.zeros((256, 256 // block * block_bytes), np.uint8), kind)}
+        with pytest.raises(
+            ValueError,
+            match=f"stores 'blk.0.attn_q.weight' as type {kind.name}: must be one of F32, F16",
+        ):
+            load(write_gguf(tmp_path / "m.gguf", WIDE, tensors, raw=raw))
 
 
 def patched(path, old, new, after=b""):
@@ -102,19 +100,19 @@ def refuses(path, match):
     assert str(path) in assert_refused(path, match)
 
 
-@pytest.mark.parametrize("count", [10**6, 2**31, 2**63, 2**64 - 1])
-def test_counts_that_lie_are_refused(count, file):
-    data = file.read_bytes()
-    for at, what in ((8, "tensors"), (16, "metadata entries")):
-        file.write_bytes(data[:at] + u64(count) + data[at + 8 :])
-        refuses(file, f"{count} {what}")
-    file.write_bytes(data)
-    refuses(patched(file, u64(len("llama")), u64(count), b"general.architecture"), "asks for")
+def test_counts_that_lie_are_refused(file):
+    for count in [10**6, 2**31, 2**63, 2**64 - 1]:
+        write_gguf(file, SMALL, TENSORS)
+        data = file.read_bytes()
+        for at, what in ((8, "tensors"), (16, "metadata entries")):
+            file.write_bytes(data[:at] + u64(count) + data[at + 8 :])
+            refuses(file, f"{count} {what}")
+        file.write_bytes(data)
+        refuses(patched(file, u64(len("llama")), u64(count), b"general.architecture"), "asks for")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "after", "match"),
-    [
+def test_fields_that_lie_are_refused(file):
+    for old, new, after, match in [
         (b"GGUF", b"GGML", b"", "begins with b'GGML'"),
         (u32(3), u32(1), b"GGUF", "version 1"),
         (u32(3), struct.pack(">I", 3), b"GGUF", "little-endian"),
@@ -143,52 +141,37 @@ def test_counts_that_lie_are_refused(count, file):
             b"token_embd.weight",
             "truncated or damaged",
         ),
-    ],
-)
-def test_fields_that_lie_are_refused(old, new, after, match, file):
-    refuses(patched(file, old, new, after), match)
+    ]:
+        write_gguf(file, SMALL, TENSORS)
+        refuses(patched(file, old, new, after), match)
 
 
-def test_lying_arrays_are_refused(tmp_path):
-    def write(array_kind, count):
-        entry = u64(1) + b"x" + u32(9) + u32(array_kind) + u64(count)
-        path = tmp_path / "m.gguf"
-        path.write_bytes(b"GGUF" + u32(3) + u64(0) + u64(1) + entry + bytes(64))
-        return path
-
-    for array_kind in (0, 4, 8, 12):
-        refuses(write(array_kind, 1000), "1000 .* in an array")
-        refuses(write(array_kind, 2**64 - 1), "in an array")
-    for array_kind in (9, 13):
-        refuses(write(array_kind, 1), f"array of type {array_kind}")
+def test_an_odd_alignment_is_refused(file):
+    for alignment in [0, 3, 2**32 - 1]:
+        key = b"general.alignment"
+        old = u64(len(b"llama.context_length")) + b"llama.context_length" + u32(4) + u32(128)
+        write_gguf(file, SMALL, TENSORS)
+        refuses(
+            patched(file, old, u64(len(key)) + key + u32(4) + u32(alignment)), "general.alignment"
+        )
 
 
-@pytest.mark.parametrize("alignment", [0, 3, 2**32 - 1])
-def test_an_odd_alignment_is_refused(alignment, file):
-    # The entry takes the place of context_length, whose key is as long.
-    key = b"general.alignment"
-    old = u64(len(b"llama.context_length")) + b"llama.context_length" + u32(4) + u32(128)
-    refuses(patched(file, old, u64(len(key)) + key + u32(4) + u32(alignment)), "general.alignment")
+def test_truncated_files_are_refused(file):
+    for size in [0, 4, 23, 24, 100, 1000, -1, -4000]:
+        write_gguf(file, SMALL, TENSORS)
+        file.write_bytes(file.read_bytes()[:size])
+        refuses(file, "bytes")
 
 
-@pytest.mark.parametrize("size", [0, 4, 23, 24, 100, 1000, -1, -4000])
-def test_truncated_files_are_refused(size, file):
-    file.write_bytes(file.read_bytes()[:size])
-    refuses(file, "bytes")
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
+def test_metadata_that_lie_about_the_tensors_are_refused(tmp_path):
+    for change, match in [
         ({"block_count": 2}, "lacks blk.1"),
         ({"block_count": 2**32 - 1}, "num_layers=4294967295"),
         ({"vocab_size": 41}, "token_embd.weight has shape"),
         ({"feed_forward_length": 47}, "ffn_gate"),
         ({"attention.head_count_kv": 4}, "attn_k"),
-    ],
-)
-def test_metadata_that_lie_about_the_tensors_are_refused(change, match, tmp_path):
-    refuses(write_gguf(tmp_path / "m.gguf", SMALL, TENSORS, metadata=change), match)
+    ]:
+        refuses(write_gguf(tmp_path / "m.gguf", SMALL, TENSORS, metadata=change), match)
 
 
 def test_unknown_tensors_and_misshapen_rope_factors_are_refused(tmp_path):
@@ -201,16 +184,16 @@ def test_unknown_tensors_and_misshapen_rope_factors_are_refused(tmp_path):
     )
 
 
-@pytest.mark.parametrize("stated", [42, 40, None])
-def test_an_embedding_has_rows_of_no_token_only_if_the_file_says_so(stated, tmp_path):
-    config = SMALL | {"vocab_size": 42}
-    made = {"metadata": {"vocab_size": stated}, "tokens": [f"t{n}" for n in range(40)]}
-    file = write_gguf(tmp_path / "m.gguf", config, hf_tensors(config), **made)
-    if stated == 42:
-        core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
-        assert load(file, tokenizer=Tokenizer(core)).config.vocab_size == 42
-    else:
-        assert_refused(file, r"has shape \(42, \d+\): the config asks for \(40, ")
+def test_an_embedding_has_rows_of_no_token_only_if_the_file_says_so(tmp_path):
+    for stated in [42, 40, None]:
+        config = SMALL | {"vocab_size": 42}
+        made = {"metadata": {"vocab_size": stated}, "tokens": [f"t{n}" for n in range(40)]}
+        file = write_gguf(tmp_path / "m.gguf", config, hf_tensors(config), **made)
+        if stated == 42:
+            core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+            assert load(file, tokenizer=Tokenizer(core)).config.vocab_size == 42, stated
+        else:
+            assert_refused(file, r"has shape \(42, \d+\): the config asks for \(40, ")
 
 
 def test_a_split_file_is_refused(tmp_path):
@@ -223,7 +206,7 @@ def test_a_split_file_is_refused(tmp_path):
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(at=st.integers(4, 1500), value=st.integers(0, 2**64 - 1), width=st.sampled_from([1, 4, 8]))
 @example(at=8, value=2**40, width=8)
@@ -236,11 +219,3 @@ def test_changed_bytes_never_crash(at, value, width, file):
         load(file)
     except ValueError as error:
         assert str(file) in str(error)
-
-
-def test_a_tokenizer_is_optional_but_must_be_sound(tmp_path):
-    assert load(write_gguf(tmp_path / "without.gguf", SMALL, TENSORS)).tokenizer is None
-    # A vocabulary that does not say what kind of tokenizer it is for.
-    assert_refused(
-        write_gguf(tmp_path / "with.gguf", SMALL, TENSORS, tokens=["a"] * 40), "tokenizer"
-    )

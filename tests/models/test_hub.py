@@ -16,7 +16,6 @@ from tests.support.writers import (
     hf_config,
     hf_tensors,
     write_folder,
-    write_gguf,
 )
 
 CONFIG = hf_config("llama", num_hidden_layers=1)
@@ -28,12 +27,10 @@ def folder(tmp_path):
     return write_folder(tmp_path / "model", CONFIG, TENSORS)
 
 
-@pytest.mark.parametrize(
-    "model", ["", "gpt-17", "a prompt, given by mistake" * 500, "org/name/more"]
-)
-def test_what_is_no_model_is_refused_with_what_would_be(model):
-    with pytest.raises((ValueError, FileNotFoundError), match="a Hub id like"):
-        load(model)
+def test_what_is_no_model_is_refused_with_what_would_be():
+    for model in ["", "gpt-17", "a prompt, given by mistake" * 500, "org/name/more"]:
+        with pytest.raises((ValueError, FileNotFoundError), match="a Hub id like"):
+            load(model)
 
 
 def test_a_missing_gguf_file_is_not_looked_for_on_the_hub(monkeypatch):
@@ -41,12 +38,6 @@ def test_a_missing_gguf_file_is_not_looked_for_on_the_hub(monkeypatch):
         huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub")
     )
     assert_refused("folder/model.gguf", "does not exist", FileNotFoundError)
-
-
-def test_a_gguf_file_may_be_named_in_capitals(tmp_path):
-    file = write_gguf(tmp_path / "MODEL.GGUF", CONFIG, TENSORS)
-    assert load(file).config.num_layers == 1
-    assert_refused("folder/MODEL.GGUF", "does not exist", FileNotFoundError)
 
 
 def test_revisions_are_for_hub_ids(folder):
@@ -85,9 +76,8 @@ def _http_error(kind):
     return kind("first line\nsecond", response=SimpleNamespace(headers={}, request=None))
 
 
-@pytest.mark.parametrize(
-    ("failure", "error", "match"),
-    [
+def test_hub_failures_say_what_to_do(monkeypatch):
+    for failure, error, match in [
         (
             _http_error(errors.GatedRepoError),
             ValueError,
@@ -104,17 +94,16 @@ def _http_error(kind):
         (errors.OfflineModeIsEnabled("offline"), FileNotFoundError, "go online"),
         (errors.HFValidationError("bad\nid"), ValueError, "bad"),
         (RuntimeError(), ValueError, "RuntimeError"),
-    ],
-)
-def test_hub_failures_say_what_to_do(failure, error, match, monkeypatch):
-    def fail(*_, **__):
-        raise failure
+    ]:
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(error, match=match) as caught:
-        load("org/name", revision="v1")
-    assert "model='org/name'" in str(caught.value)
-    assert "\n" not in str(caught.value)
+        def fail(*_, failure=failure, **__):
+            raise failure
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+        with pytest.raises(error, match=match) as caught:
+            load("org/name", revision="v1")
+        assert "model='org/name'" in str(caught.value), failure
+        assert "\n" not in str(caught.value), failure
 
 
 def test_a_missing_demo_model_says_how_to_get_it(monkeypatch):

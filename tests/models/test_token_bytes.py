@@ -22,29 +22,24 @@ def of(model, decoder=None):
     return Tokenizer(core)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_bytes_of_a_texts_tokens_are_the_text(name):
-    tokenizer = tokenizer_of(name)
-    found = tokenizer.token_bytes()
-    assert len(found) == tokenizer.vocab_size
-    for text in [*CORPUS["strings"], CORPUS["long_text"]]:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        spelled = b"".join(found[token_id] for token_id in ids).decode(errors="replace")
-        shown = tokenizer.decode(ids, skip_special_tokens=False)
-        # SentencePiece puts a space in front of text, which decoding takes off again
-        assert spelled == shown or (name == "llama" and spelled == " " + shown)
+def test_the_bytes_of_a_texts_tokens_are_the_text():
+    for name in NAMES:
+        tokenizer = tokenizer_of(name)
+        found = tokenizer.token_bytes()
+        assert len(found) == tokenizer.vocab_size, name
+        for text in [*CORPUS["strings"], CORPUS["long_text"]]:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            spelled = b"".join(found[token_id] for token_id in ids).decode(errors="replace")
+            shown = tokenizer.decode(ids, skip_special_tokens=False)
+            # SentencePiece puts a space in front of text, which decoding takes off again
+            assert spelled == shown or (name == "llama" and spelled == " " + shown), name
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_tokenizer_json_gives_the_same_bytes(tmp_path, name):
-    tokenizer = tokenizer_of(name)
-    tokenizer.to_files(tmp_path)
-    assert Tokenizer.from_folder(tmp_path).token_bytes() == tokenizer.token_bytes()
-
-
-def test_every_byte_has_a_token():
-    for name in ("llama", "qwen2"):
-        assert {bytes([byte]) for byte in range(256)} <= set(tokenizer_of(name).token_bytes())
+def test_tokenizer_json_gives_the_same_bytes(tmp_path):
+    for name in ["llama", "qwen2"]:
+        tokenizer = tokenizer_of(name)
+        tokenizer.to_files(tmp_path)
+        assert Tokenizer.from_folder(tmp_path).token_bytes() == tokenizer.token_bytes(), name
 
 
 def test_added_tokens_are_their_text_and_control_tokens_are_listed():
@@ -92,19 +87,11 @@ def test_spaces_are_replaced_as_the_decoder_says():
     assert of(tokenizers.models.BPE(words, []), both).token_bytes() == [b" a", b"\n", b"<0xZZ>"]
 
 
-def test_ids_without_a_token_are_empty():
-    words = tokenizers.models.WordLevel({"a": 0, "b": 3}, unk_token="a")
-    assert of(words).token_bytes() == [b"a", b"", b"", b"b"]
-
-
-@pytest.mark.parametrize(
-    ("decoder", "named"),
-    [
+def test_other_spellings_are_refused():
+    for decoder, named in [
         (tokenizers.decoders.WordPiece(), "WordPiece"),
         (tokenizers.decoders.Replace(tokenizers.Regex("▁+"), " "), "Regex"),
-    ],
-)
-def test_other_spellings_are_refused(decoder, named):
-    words = tokenizers.models.WordLevel({"a": 0}, unk_token="a")
-    with pytest.raises(ValueError, match=f"step .*{named}.*: must be among ByteLevel"):
-        of(words, decoder).token_bytes()
+    ]:
+        words = tokenizers.models.WordLevel({"a": 0}, unk_token="a")
+        with pytest.raises(ValueError, match=f"step .*{named}.*: must be among ByteLevel"):
+            of(words, decoder).token_bytes()

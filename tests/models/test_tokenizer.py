@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tokenizers
 from hypothesis import assume, example, given, settings
@@ -21,7 +20,6 @@ pytestmark = pytest.mark.pure
 FOLDER = Path(__file__).parents[1] / "fixtures" / "tokenizers"
 CORPUS = json.loads((FOLDER / "corpus.json").read_text())
 CASES = json.loads((FOLDER / "ids.json").read_text())["cases"]
-BYTE_LEVEL = ("smollm", "qwen2", "llama-bpe", "qwen2 as gpt-2", "qwen2 as default")
 
 
 def smollm2_file() -> Path:
@@ -52,71 +50,31 @@ def test_ids_are_llama_cpps(case):
     tokenizer = tokenizer_of(case)
     expected = dict(zip(CORPUS["strings"], CASES[case]["ids"], strict=True))
     assert {text: tokenizer.encode(text) for text in expected} == expected
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_ids_of_a_long_text_are_llama_cpps(case):
-    ids = tokenizer_of(case).encode(CORPUS["long_text"])
+    ids = tokenizer.encode(CORPUS["long_text"])
     digest = hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
     assert {"count": len(ids), "sha256": digest} == CASES[case]["long"]
 
 
-def test_smollm2_splits_digits_one_by_one():
-    tokenizer = tokenizer_of("smollm")
-    ids = tokenizer.encode("in 1984")
-    assert [tokenizer.decode([token_id]) for token_id in ids] == ["in", " ", "1", "9", "8", "4"]
+def test_special_ids_come_from_the_metadata():
+    for case, bos, eos, size in [("smollm", 1, (2, 0), 49152), ("qwen2", 1157, (1159, 1157), 1162),
+     ("llama-bpe", 1157, (1158, 1161), 1162), ("llama", 1, (2,), 1226)]:  # fmt: skip
+        tokenizer = tokenizer_of(case)
+        assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (bos, eos), case
+        assert tokenizer.vocab_size == size, case
 
 
-@pytest.mark.parametrize(
-    ("case", "bos", "eos", "size"),
-    [("smollm", 1, (2, 0), 49152), ("qwen2", 1157, (1159, 1157), 1162),
-     ("llama-bpe", 1157, (1158, 1161), 1162), ("llama", 1, (2,), 1226)],
-)  # fmt: skip
-def test_special_ids_come_from_the_metadata(case, bos, eos, size):
-    tokenizer = tokenizer_of(case)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.vocab_size) == (
-        bos,
-        eos,
-        size,
-    )
-
-
-@pytest.mark.parametrize(
-    ("case", "text", "eos_id"),
-    [("qwen2", "<|im_end|>", 1157), ("qwen2", "<|endoftext|>", 1159),
-     ("llama-bpe", "<|eot_id|>", 1158), ("llama-bpe", "<|end_of_text|>", 1161)],
-)  # fmt: skip
-def test_gguf_ends_are_known_by_their_text(case, text, eos_id):
-    keys = ("eot_token_id", "eom_token_id", "chat_template")
-    metadata = {k: v for k, v in metadata_of(case).items() if not k.endswith(keys)}
-    metadata["tokenizer.ggml.eos_token_id"] = eos_id
-    end = metadata["tokenizer.ggml.tokens"].index(text)
-    assert {eos_id, end} <= set(Tokenizer.from_gguf(metadata).eos_token_ids)
-    types = list(metadata["tokenizer.ggml.token_type"])
-    types[end] = 1  # ordinary text, which a prompt may spell
-    plain = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.token_type": types})
-    assert end not in plain.eos_token_ids
-
-
-def test_sentencepiece_ids_default_to_one_and_two():
-    metadata = metadata_of("llama")
-    without = {
-        key: value
-        for key, value in metadata.items()
-        if not key.endswith(("bos_token_id", "eos_token_id"))
-    }
-    tokenizer = Tokenizer.from_gguf(without)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (2,))
-
-
-@pytest.mark.parametrize("case", ["llama", "llama-bpe"])
-def test_bos_is_left_out_on_request(case):
-    tokenizer = tokenizer_of(case)
-    with_bos, without = (
-        tokenizer.encode("The river"),
-        tokenizer.encode("The river", add_special_tokens=False),
-    )
-    assert with_bos == [tokenizer.bos_token_id, *without]
+def test_gguf_ends_are_known_by_their_text():
+    for case, text, eos_id in [("qwen2", "<|im_end|>", 1157), ("qwen2", "<|endoftext|>", 1159),
+     ("llama-bpe", "<|eot_id|>", 1158), ("llama-bpe", "<|end_of_text|>", 1161)]:  # fmt: skip
+        keys = ("eot_token_id", "eom_token_id", "chat_template")
+        metadata = {k: v for k, v in metadata_of(case).items() if not k.endswith(keys)}
+        metadata["tokenizer.ggml.eos_token_id"] = eos_id
+        end = metadata["tokenizer.ggml.tokens"].index(text)
+        assert {eos_id, end} <= set(Tokenizer.from_gguf(metadata).eos_token_ids), case
+        types = list(metadata["tokenizer.ggml.token_type"])
+        types[end] = 1  # ordinary text, which a prompt may spell
+        plain = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.token_type": types})
+        assert end not in plain.eos_token_ids, case
 
 
 def test_whole_word_tokens_are_taken_only_where_merges_are_ignored():
@@ -129,7 +87,7 @@ def test_whole_word_tokens_are_taken_only_where_merges_are_ignored():
 LACKING = {"smollm": {0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xF1, 0xF2}}
 
 
-@pytest.mark.parametrize("case", BYTE_LEVEL)
+@pytest.mark.parametrize("case", ["smollm", "llama-bpe"])
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=60))
 @example("nul \x00 and \U0010ffff, a\u0301 \u200d, \ufffd")
@@ -139,26 +97,12 @@ def test_byte_level_text_survives(case, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_bytes_that_the_vocabulary_lacks_are_dropped():
-    tokenizer = tokenizer_of("smollm")
-    assert tokenizer.encode("a\x06b") == tokenizer.encode("a") + tokenizer.encode("b")
-
-
-@pytest.mark.parametrize("case", ["llama", "llama unprefixed"])
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=60).filter(lambda text: "\u2581" not in text))
 @example("  leading spaces stay  ")
-def test_sentencepiece_text_survives(case, text):
-    tokenizer = tokenizer_of(case)
+def test_sentencepiece_text_survives(text):
+    tokenizer = tokenizer_of("llama")
     assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_decode_takes_lists_and_arrays():
-    tokenizer = tokenizer_of("qwen2")
-    ids = tokenizer.encode("a river")
-    for same in (ids, tuple(ids), np.array(ids), np.array(ids, np.uint16)):
-        assert tokenizer.decode(same) == "a river"
-    assert tokenizer.decode([]) == tokenizer.decode(np.zeros(0, np.int32)) == ""
 
 
 def test_decode_skips_control_tokens_alone():
@@ -168,25 +112,16 @@ def test_decode_skips_control_tokens_alone():
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>a<tool_call>b<|im_end|>"
 
 
-def test_decode_of_broken_characters_and_padded_rows():
-    tokenizer = tokenizer_of("qwen2")
-    half = tokenizer.encode("\U0010fffe")[:-1]
-    assert tokenizer.decode(half) == "\ufffd"
-    assert tokenizer.decode([*tokenizer.encode("a"), tokenizer.vocab_size + 7]) == "a"
+def test_decode_refuses_what_are_no_ids():
+    for ids in [[-1], [2**32], [[1, 2]], 3, [0.5], ["a"], [True], "ab"]:
+        with pytest.raises(ValueError, match="ids"):
+            tokenizer_of("qwen2").decode(ids)
 
 
-@pytest.mark.parametrize("ids", [[-1], [2**32], [[1, 2]], 3, [0.5], ["a"], [True], "ab"])
-def test_decode_refuses_what_are_no_ids(ids):
-    with pytest.raises(ValueError, match="ids"):
-        tokenizer_of("qwen2").decode(ids)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [(b"bytes", "of type bytes"), (None, "NoneType"), ("a\ud800", "at 1")]
-)
-def test_encode_refuses_what_is_no_text(text, message):
-    with pytest.raises(ValueError, match=message):
-        tokenizer_of("qwen2").encode(text)
+def test_encode_refuses_what_is_no_text():
+    for text, message in [(b"bytes", "of type bytes"), (None, "NoneType"), ("a\ud800", "at 1")]:
+        with pytest.raises(ValueError, match=message):
+            tokenizer_of("qwen2").encode(text)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -231,19 +166,6 @@ def test_the_maximum_number_of_characters_of_a_token():
     assert Tokenizer(words).max_characters_per_token is None
 
 
-def test_smollm2_chat_template_takes_a_system_message_and_no_prompt():
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Ho"},
-    ]
-    text = tokenizer_of("smollm").apply_chat_template(messages, add_generation_prompt=False)
-    assert text == (
-        "<|im_start|>system\nBe "
-        "brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n"
-    )
-
-
 def with_template(template: str) -> Tokenizer:
     return Tokenizer.from_gguf(metadata_of("qwen2") | {"tokenizer.chat_template": template})
 
@@ -251,9 +173,8 @@ def with_template(template: str) -> Tokenizer:
 USER = [{"role": "user", "content": "<b> & é"}]
 
 
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
+def test_chat_templates_find_what_they_expect():
+    for template, expected in [
         ("{{ bos_token }}|{{ eos_token }}", "<|endoftext|>|<|im_end|>"),
         ("{{ messages[0] | tojson }}", '{"role": "user", "content": "<b> & é"}'),
         ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
@@ -262,15 +183,14 @@ USER = [{"role": "user", "content": "<b> & é"}]
         ("{{ 'x' if tools is none and documents is none }}", "x"),
         ("{{ thinking }}", "yes"),
         ("{{ strftime_now('%%') }}", "%"),
-    ],
-)
-def test_chat_templates_find_what_they_expect(template, expected):
-    assert with_template(template).apply_chat_template(USER, thinking="yes") == expected
+    ]:
+        assert with_template(template).apply_chat_template(USER, thinking="yes") == expected, (
+            template
+        )
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
+def test_failing_templates_give_one_line():
+    for template, message in [
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
         ("{{ messages.append(1) }}", "SecurityError"),
         ("{{ raise_exception.__globals__['json'] }}", "SecurityError"),
@@ -280,17 +200,14 @@ def test_chat_templates_find_what_they_expect(template, expected):
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ messages[5].content }}", "UndefinedError"),
         ("{% if %}", "TemplateSyntaxError"),
-    ],
-)
-def test_failing_templates_give_one_line(template, message):
-    with pytest.raises(ValueError, match=message) as error:
-        with_template(template).apply_chat_template(USER)
-    assert "\n" not in str(error.value)
+    ]:
+        with pytest.raises(ValueError, match=message) as error:
+            with_template(template).apply_chat_template(USER)
+        assert "\n" not in str(error.value), message
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
+def test_malformed_messages_are_refused():
+    for messages in [
         [],
         "hi",
         [["user", "hi"]],
@@ -298,11 +215,9 @@ def test_failing_templates_give_one_line(template, message):
         [{"content": "hi"}],
         [{"role": "user", "content": 3}],
         [{"role": None, "content": "hi"}],
-    ],
-)
-def test_malformed_messages_are_refused(messages):
-    with pytest.raises(ValueError, match="messages"):
-        with_template("{{ messages }}").apply_chat_template(messages)
+    ]:
+        with pytest.raises(ValueError, match="messages"):
+            with_template("{{ messages }}").apply_chat_template(messages)
 
 
 def test_no_chat_template():
@@ -360,12 +275,6 @@ def test_folder_names_special_tokens(tmp_path):
     )
 
 
-def test_folder_special_tokens_map_stands_in(tmp_path):
-    special = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, special_tokens_map=special))
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (2,))
-
-
 def test_folder_chat_templates_by_name_and_by_file(tmp_path):
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     write_folder(tmp_path, tokenizer_config={"chat_template": named})
@@ -384,9 +293,8 @@ NEW = {"added_tokens_decoder": {"6": stated("<tool>")}}
 
 
 # what transformers 5.24 gives for these folders
-@pytest.mark.parametrize(
-    ("files", "text", "ids", "decoded"),
-    [
+def test_tokens_that_tokenizer_json_lacks_are_added(tmp_path):
+    for nth, (files, text, ids, decoded) in enumerate([
         ({}, "a<turn>b", [4, 3, 5], "a b"),
         ({"tokenizer_config": NEW}, "a<tool>b", [4, 6, 5], "a b"),
         # ids follow each other in the order of those that are stated
@@ -400,18 +308,17 @@ NEW = {"added_tokens_decoder": {"6": stated("<tool>")}}
          "b a b", [6, 5], "b a b"),
         ({"tokenizer_config": {"additional_special_tokens": ["<x>", "<turn>", "<y>"]}},
          "<y><turn><x>", [7, 3, 6], ""),
-        ({"tokenizer_config": {"extra_special_tokens": {"new_token": "<x>"}}}, "<x>a", [6, 4], "a"),
         ({"tokenizer_config": {"pad_token": "<pad>"}}, "a<pad>", [4, 6], "a"),
         ({"tokenizer_config": NEW | {"additional_special_tokens": ["<x>", "<tool>"]}},
          "<x><tool>", [7, 6], ""),
         ({"special_tokens_map": {"pad_token": "<pad>"}}, "a<pad>", [4, 6], "a"),
         ({"added_tokens": {"<x>": 6}}, "a<x>", [4, 6], "a <x>"),
-    ],
-)  # fmt: skip
-def test_tokens_that_tokenizer_json_lacks_are_added(tmp_path, files, text, ids, decoded):
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, **files))
-    assert tokenizer.encode(text, add_special_tokens=False) == ids
-    assert tokenizer.decode(ids) == decoded
+    ]):  # fmt: skip
+        folder = tmp_path / str(nth)
+        folder.mkdir()
+        tokenizer = Tokenizer.from_folder(write_folder(folder, **files))
+        assert tokenizer.encode(text, add_special_tokens=False) == ids, files
+        assert tokenizer.decode(ids) == decoded, files
 
 
 def test_end_tokens_may_be_named_in_the_config_alone(tmp_path):
@@ -419,67 +326,65 @@ def test_end_tokens_may_be_named_in_the_config_alone(tmp_path):
     assert Tokenizer.from_folder(folder).eos_token_ids == (6,)
 
 
-@pytest.mark.parametrize(
-    ("after", "ends"),
-    [
-        ("<turn>\n", (2, 3)),
-        (" <turn>", (2, 3)),
-        ("</s>", (2,)),
-        ("\n", (2,)),
-        ("{{ raise_exception('no') }}", (2,)),
-    ],
-)
-def test_the_token_after_an_assistants_message_ends_a_turn(tmp_path, after, ends):
-    template = "{% for m in messages %}<s>{{ m.content }}" + after + "{% endfor %}"
-    config = {"eos_token": "</s>", "chat_template": template}
-    folder = write_folder(tmp_path, tokenizer_config=config, generation_config={"eos_token_id": 2})
-    assert Tokenizer.from_folder(folder).eos_token_ids == ends
+def test_the_token_after_an_assistants_message_ends_a_turn(tmp_path):
+    for nth, (after, ends) in enumerate(
+        [
+            ("<turn>\n", (2, 3)),
+            ("</s>", (2,)),
+            ("\n", (2,)),
+            ("{{ raise_exception('no') }}", (2,)),
+        ]
+    ):
+        folder = tmp_path / str(nth)
+        folder.mkdir()
+        template = "{% for m in messages %}<s>{{ m.content }}" + after + "{% endfor %}"
+        config = {"eos_token": "</s>", "chat_template": template}
+        write_folder(folder, tokenizer_config=config, generation_config={"eos_token_id": 2})
+        assert Tokenizer.from_folder(folder).eos_token_ids == ends, after
 
 
-def test_missing_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere.*no tokenizer\.json"):
-        Tokenizer.from_folder(tmp_path / "nowhere")
+def test_malformed_folders_are_refused(tmp_path):
+    for nth, (name, content, message) in enumerate(
+        [
+            ("tokenizer.json", "{}", "not a tokenizer"),
+            ("tokenizer_config.json", "{", "not JSON"),
+            ("tokenizer_config.json", "[]", "JSON object"),
+            ("tokenizer_config.json", '{"eos_token": "<nope>"}', "eos_token is '<nope>'"),
+            (
+                "tokenizer_config.json",
+                '{"chat_template": {"a": 1}}',
+                "chat_template is of type dict",
+            ),
+            (
+                "tokenizer_config.json",
+                '{"added_tokens_decoder": [1]}',
+                "added_tokens_decoder must map",
+            ),
+            ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}', "must map ids"),
+            ("generation_config.json", '{"eos_token_id": 6}', "eos_token_ids holds 6"),
+            ("config.json", '{"eos_token_id": "</s>"}', "eos_token_ids holds '</s>'"),
+        ]
+    ):
+        folder = tmp_path / str(nth)
+        folder.mkdir()
+        write_folder(folder)
+        (folder / name).write_text(content)
+        with pytest.raises(ValueError, match=message):
+            Tokenizer.from_folder(folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("tokenizer.json", "{}", "not a tokenizer"),
-        ("tokenizer_config.json", "{", "not JSON"),
-        ("tokenizer_config.json", "[]", "JSON object"),
-        ("tokenizer_config.json", '{"eos_token": "<nope>"}', "eos_token is '<nope>'"),
-        ("tokenizer_config.json", '{"chat_template": {"a": 1}}', "chat_template is of type dict"),
-        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "added_tokens_decoder must map"),
-        ("tokenizer_config.json", '{"added_tokens_decoder": {"6": {"a": 1}}}', "must map ids"),
-        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}', "must map ids"),
-        ("generation_config.json", '{"eos_token_id": 6}', "eos_token_ids holds 6"),
-        ("generation_config.json", '{"eos_token_id": [-1]}', "eos_token_ids holds -1"),
-        ("config.json", '{"eos_token_id": "</s>"}', "eos_token_ids holds '</s>'"),
-    ],
-)
-def test_malformed_folders_are_refused(tmp_path, name, content, message):
-    write_folder(tmp_path)
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=message):
-        Tokenizer.from_folder(tmp_path)
-
-
-@pytest.mark.parametrize("case", ["smollm", "qwen2", "llama-bpe", "llama", "llama with eos"])
-def test_files_give_the_tokenizer_back(tmp_path, case):
-    tokenizer = tokenizer_of(case)
-    tokenizer.to_files(tmp_path / "new")
-    back = Tokenizer.from_folder(tmp_path / "new")
-    for name in ("bos_token_id", "eos_token_ids", "vocab_size", "chat_template"):
-        assert getattr(back, name) == getattr(tokenizer, name)
-    for text, ids in zip(CORPUS["strings"], CASES[case]["ids"], strict=True):
-        assert back.encode(text) == ids
-        assert back.decode(ids) == tokenizer.decode(ids)
-
-
-def test_files_keep_to_their_own_end_ids(tmp_path):
-    tokenizer_of("qwen2").to_files(tmp_path)
-    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
-    assert Tokenizer.from_folder(tmp_path).eos_token_ids == tokenizer_of("qwen2").eos_token_ids
+def test_files_give_the_tokenizer_back(tmp_path):
+    for nth, case in enumerate(["smollm", "qwen2", "llama-bpe", "llama", "llama with eos"]):
+        folder = tmp_path / str(nth)
+        folder.mkdir()
+        tokenizer = tokenizer_of(case)
+        tokenizer.to_files(folder / "new")
+        back = Tokenizer.from_folder(folder / "new")
+        for name in ("bos_token_id", "eos_token_ids", "vocab_size", "chat_template"):
+            assert getattr(back, name) == getattr(tokenizer, name), case
+        for text, ids in zip(CORPUS["strings"], CASES[case]["ids"], strict=True):
+            assert back.encode(text) == ids, case
+            assert back.decode(ids) == tokenizer.decode(ids), case
 
 
 # ------------------------------------------------------------------------------------------------
@@ -492,48 +397,31 @@ def changed(case: str, name: str, value: Any) -> dict[str, Any]:
     return {key: value for key, value in metadata.items() if value is not None}
 
 
-@pytest.mark.parametrize(
-    ("case", "name", "value", "message"),
-    [
+def test_lying_metadata_is_refused():
+    for case, name, value, message in [
         ("qwen2", "model", "bert", "'bert'; known tokenizer models are 'gpt2' and 'llama'"),
         ("qwen2", "model", None, "model is None"),
         ("qwen2", "pre", "falcon", "'falcon'; known pre-tokenizers are .*'smollm', 'qwen2'"),
         ("qwen2", "pre", None, "pre is None"),
-        ("qwen2", "pre", ["qwen2"], "known pre-tokenizers"),
         ("qwen2", "tokens", None, "tokens is missing"),
         ("qwen2", "tokens", [], "tokens is empty"),
-        ("qwen2", "tokens", "abc", "tokens is of type str"),
         ("qwen2", "tokens", ["a", "b", "a"], "'a' twice"),
         ("qwen2", "tokens", ["a", 3], "holds 3"),
         ("qwen2", "token_type", [1, 1], "token_type has 2 entries, tokenizer.ggml.tokens has 1162"),
         ("qwen2", "merges", None, "merges is missing"),
-        (
-            "qwen2",
-            "merges",
-            ["a b", "a nope"],
-            r"merges\[0\] is 'a b', but 'ab'|merges\[1\] is 'a nope', but 'nope'",
-        ),
         ("qwen2", "merges", ["ab"], r"merges\[0\]"),
         ("qwen2", "bos_token_id", 1162, "bos_token_id is 1162.*1162"),
         ("qwen2", "eos_token_id", -1, "eos_token_id is -1"),
         ("qwen2", "eot_token_id", 10**9, "eot_token_id is 1000000000"),
-        ("qwen2", "eom_token_id", "x", "eom_token_id is 'x'"),
         ("llama-bpe", "bos_token_id", None, "bos_token_id is missing"),
         ("llama", "scores", None, "scores is missing"),
         ("llama", "scores", [0.0] * 7, "scores has 7 entries"),
         ("llama", "scores", [float("nan")] * 1226, "NaN"),
-        (
-            "llama",
-            "tokens",
-            [f"t{i}" for i in range(1226)],
-            "lacks 256 of the 256 byte tokens, <0x00> first",
-        ),
-    ],
-)
-def test_lying_metadata_is_refused(case, name, value, message):
-    with pytest.raises(ValueError, match=message) as error:
-        Tokenizer.from_gguf(changed(case, name, value))
-    assert "\n" not in str(error.value)
+        ("llama", "tokens", [f"t{i}" for i in range(1226)], "lacks 256 of the 256 byte tokens"),
+    ]:
+        with pytest.raises(ValueError, match=message) as error:
+            Tokenizer.from_gguf(changed(case, name, value))
+        assert "\n" not in str(error.value), message
 
 
 def test_of_a_repeated_merge_the_first_rank_counts():

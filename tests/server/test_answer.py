@@ -15,12 +15,12 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding
 END = b"0\r\n\r\n"
 
 
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop])
-def run(request):
-    """Runs a coroutine in one kind of event loop or the other."""
+@pytest.fixture
+def run():
+    """Runs a coroutine in the event loop of servers."""
 
     def runs(work):
-        with asyncio.Runner(loop_factory=request.param) as runner:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(asyncio.wait_for(work, 60))
 
     return runs
@@ -124,7 +124,7 @@ def test_a_replica_waits_for_who_does_not_read(run):
     run(work())
 
 
-@pytest.mark.parametrize("writes", [[b""], [HEAD], [b"nonsense\r\n\r\n"], [HEAD + b"nonsense"]])
+@pytest.mark.parametrize("writes", [[b""], [HEAD], [b"nonsense\r\n\r\n"]])
 def test_who_does_not_begin_is_lost(run, writes):
     async def work():
         async with asked(*writes) as (it, _):

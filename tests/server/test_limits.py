@@ -1,15 +1,10 @@
 """Tests what keeps a server answering, beside tests/server/attacks: bounds on what arrives."""
 
-import asyncio
-import threading
 import time
 
 import httpx
 import pytest
 
-from jsparse.models.tokenizer import Tokenizer
-from jsparse.runtime.sampling_params import SamplingParams
-from jsparse.server import connections
 from tests.support.serving_http import a_service, an_engine, at_rest, serving
 
 BODY = {"prompt": "w1 w2", "max_tokens": 3, "temperature": 0}
@@ -24,16 +19,6 @@ def service():
 def url(service):
     with serving(service, an_engine(steps_per_program=4)) as address:
         yield address
-
-
-def test_the_bytes_of_bodies_are_not_those_of_heads(url):
-    with httpx.Client(base_url=url, timeout=60) as http:
-        for _ in range(3):
-            padded = " " * connections.MAX_BYTES + '{"prompt": "w1", "max_tokens": 1}'
-            kind = {"Content-Type": "application/json"}
-            got = http.post("/v1/completions", content=padded, headers=kind)
-            assert got.status_code == 200, got.text
-            assert http.head("/health").status_code == 200
 
 
 def test_what_has_been_let_in_is_answered_though_the_server_ends(service, url):
@@ -91,30 +76,3 @@ def test_tokens_of_one_program_come_at_one_time(service, url):
     assert at_rest(service)
     # one from the prompt, then two programs of four steps
     assert count() - before == 2
-
-
-def test_requests_that_nobody_followed_count(service, url):
-    async def main():
-        (asked,) = await service.ask("cmpl", [[1, 2, 3]], [SamplingParams(max_tokens=2)])
-        while not asked.state.finished:
-            await asyncio.sleep(0.01)
-        before = service.metrics.query_tokens
-        await asked.close()
-        return service.metrics.query_tokens - before
-
-    assert asyncio.run(main()) == 3
-    assert at_rest(service)
-
-
-def test_a_tokenizer_that_fails_does_so_at_the_start(monkeypatch):
-    def broken(self):
-        raise RuntimeError("no bytes")
-
-    monkeypatch.setattr(Tokenizer, "token_bytes", broken)
-    engine, before = an_engine(), threading.active_count()
-    try:
-        with pytest.raises(RuntimeError, match="no bytes"):
-            a_service().begin(engine)
-        assert threading.active_count() == before
-    finally:
-        engine.close()

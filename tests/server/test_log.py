@@ -1,10 +1,6 @@
 """What the server logs: a line for each request that ends, and how fast it is."""
 
-import asyncio
-import logging
 from types import SimpleNamespace
-
-import pytest
 
 from jsparse.server import log
 
@@ -19,19 +15,16 @@ def request(times=(1.5, 2.0, 3.5), finishes=("stop",), cached=0):
     )
 
 
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
+def test_a_request_has_a_line():
+    for given, line in [
         (request(), "7 prompt tokens, 3 new, first after 0.50 s, 1.0 tokens/s, stop"),
         (request(cached=4), "7 prompt tokens (4 cached), 3 new, first after 0.50 s, 1.0"),
         (request(times=(), finishes=(None,)), "7 prompt tokens, 0 new, abort"),
         (request(times=(2.0,)), "7 prompt tokens, 1 new, first after 1.00 s, stop"),
         (request(times=(2.0, 2.0), finishes=("stop", "length")), "1.00 s, length/stop"),
-    ],
-)
-def test_a_request_has_a_line(given, line):
-    assert log.of_request(given).startswith("cmpl-1: ")
-    assert line in log.of_request(given)
+    ]:
+        assert log.of_request(given).startswith("cmpl-1: "), given
+        assert line in log.of_request(given), given
 
 
 def an_engine(running=0, waiting=0, read=0, new=0):
@@ -51,21 +44,3 @@ def test_speed_is_told_while_there_is_something_to_do():
     assert "0.0 new tokens/s, 0 running, 1 waiting" in log.of_speed(
         an_engine(waiting=1), now, now._replace(time=9.0)
     )
-
-
-def test_speed_is_told_over_and_over(monkeypatch, caplog):
-    engine, waits = an_engine(running=1), iter(range(3))
-    service = SimpleNamespace(engine=SimpleNamespace(engine=engine))
-
-    async def sleep(seconds):
-        assert seconds == 10
-        engine.counters.new_tokens += 5
-        if next(waits, None) is None:
-            raise asyncio.CancelledError
-
-    monkeypatch.setattr(log.asyncio, "sleep", sleep)
-    caplog.set_level(logging.INFO, "jsparse.server")
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(log.tell_speed(service))
-    assert len(caplog.messages) == 3
-    assert all("1 running" in line for line in caplog.messages)

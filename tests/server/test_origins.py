@@ -45,12 +45,10 @@ def test_a_preflight_needs_no_key(http):
     assert allowed(refused) is None
 
 
-@pytest.mark.parametrize(
-    ("body", "status"), [(BODY, 200), (BODY | {"stream": True}, 200), (BODY | {"n": 0}, 400)]
-)
-def test_answers_and_errors_are_readable_for_pages_of_allowed_origins(http, body, status):
-    got = http.post("/v1/completions", json=body, headers={"Origin": PAGE})
-    assert (got.status_code, allowed(got)) == (status, PAGE)
+def test_answers_and_errors_are_readable_for_pages_of_allowed_origins(http):
+    for body, status in ((BODY, 200), (BODY | {"stream": True}, 200), (BODY | {"n": 0}, 400)):
+        got = http.post("/v1/completions", json=body, headers={"Origin": PAGE})
+        assert (got.status_code, allowed(got)) == (status, PAGE), body
 
 
 def test_refusals_and_own_faults_are_readable_too(http, monkeypatch):
@@ -97,15 +95,18 @@ def test_a_star_allows_any_origin_and_no_further_host():
         assert got.status_code == 403
 
 
-@pytest.mark.parametrize("origin", ["localhost:3000", "http://a/", "http://a/b", "", "http://a,b"])
-def test_what_is_no_origin_is_refused(origin):
-    with pytest.raises(ValueError, match=r"^--allowed-origins .*: must be an origin"):
-        checked([origin])
-    assert checked(["HTTP://A:1", "vscode-webview://x"]) == {"http://a:1", "vscode-webview://x"}
+def test_what_is_no_origin_is_refused():
+    for origin in ["localhost:3000", "http://a/", "http://a/b", "", "http://a,b"]:
+        with pytest.raises(ValueError, match=r"^--allowed-origins .*: must be an origin"):
+            checked([origin])
+        assert checked(["HTTP://A:1", "vscode-webview://x"]) == {
+            "http://a:1",
+            "vscode-webview://x",
+        }, origin
 
 
-@pytest.mark.parametrize("request_", ["GET", "POST"])
-def test_no_answer_is_taken_for_another_type(http, request_):
-    got = http.request(request_, "/v1/completions", json=BODY | {"stream": True})
-    assert got.headers.get_list("x-content-type-options") == ["nosniff"]
-    assert http.get("/").headers.get_list("x-content-type-options") == ["nosniff"]
+def test_no_answer_is_taken_for_another_type(http):
+    for request_ in ["GET", "POST"]:
+        got = http.request(request_, "/v1/completions", json=BODY | {"stream": True})
+        assert got.headers.get_list("x-content-type-options") == ["nosniff"], request_
+        assert http.get("/").headers.get_list("x-content-type-options") == ["nosniff"], request_

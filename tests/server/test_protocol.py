@@ -41,16 +41,12 @@ def refusal(path, body):
     return None
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param", "words"),
-    MALFORMED,
-    ids=[f"{nth}-{param}" for nth, (_, _, param, _) in enumerate(MALFORMED)],
-)
-def test_what_is_malformed_is_refused_by_name(path, body, param, words):
-    error = refusal(path, body)
-    assert error is not None and error["type"] == "invalid_request_error"
-    assert (error["param"] or "") == param
-    assert words in error["message"]
+def test_what_is_malformed_is_refused_by_name():
+    for path, body, param, words in MALFORMED:
+        error = refusal(path, body)
+        assert error is not None and error["type"] == "invalid_request_error", body
+        assert (error["param"] or "") == param, body
+        assert words in error["message"], body
 
 
 def test_what_only_the_model_can_refuse_passes():
@@ -67,9 +63,8 @@ def test_what_asks_for_nothing_is_dropped():
     assert made == plain == SamplingParams(max_tokens=2, temperature=0.5)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
+def test_fields_that_change_no_answer_are_accepted():
+    for more in [
         {"metadata": {"a": "b"}, "store": True, "user": "me"},
         {"safety_identifier": "me", "prompt_cache_key": "me"},
         {"service_tier": "auto", "verbosity": "medium", "modalities": ["text"]},
@@ -77,15 +72,13 @@ def test_what_asks_for_nothing_is_dropped():
         {"service_tier": "default", "parallel_tool_calls": False, "tool_choice": "none"},
         {"function_call": "auto", "documents": [], "chat_template_kwargs": {}},
         {"logprobs": False, "top_logprobs": 0, "priority": 0, "return_token_ids": False},
-    ],
-    ids=lambda more: next(iter(more)),
-)
-def test_fields_that_change_no_answer_are_accepted(more):
-    plain, made = (
-        parse(ChatRequest, json.dumps({"messages": HI} | given).encode()) for given in ({}, more)
-    )
-    assert made.sampling(2, 0.5) == plain.sampling(2, 0.5)
-    assert made.chat == plain.chat
+    ]:
+        plain, made = (
+            parse(ChatRequest, json.dumps({"messages": HI} | given).encode())
+            for given in ({}, more)
+        )
+        assert made.sampling(2, 0.5) == plain.sampling(2, 0.5), more
+        assert made.chat == plain.chat, more
 
 
 def test_parts_and_messages_may_have_fields_that_ask_for_nothing():
@@ -103,35 +96,27 @@ def test_what_sampling_params_refuses_a_body_may_not_hold():
         assert error["message"] == f"{name}: {refused.rule}"
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
-    [
+def test_what_the_engine_raises_has_its_status():
+    for error, status, code in [
         (EngineFull("3 requests wait"), 429, "too_many_requests"),
         (ValueError("prompt: must fit max_model_len=9"), 400, "context_length_exceeded"),
         (ValueError("top_k=-2: must be at least 0"), 400, None),
         (RuntimeError("/a/file"), 500, "engine_error"),
-    ],
-    ids=lambda given: type(given).__name__ if isinstance(given, Exception) else str(given),
-)
-def test_what_the_engine_raises_has_its_status(error, status, code):
-    answer = as_api_error(error, {"top_k": "top_k"})
-    assert (answer.status, answer.code) == (status, code)
-    assert ("Retry-After" in answer.headers) == (status == 429)
-    assert answer.param == ("top_k" if "top_k" in str(error) else None)
-    assert "/a/file" not in answer.message
+    ]:
+        answer = as_api_error(error, {"top_k": "top_k"})
+        assert (answer.status, answer.code) == (status, code), error
+        assert ("Retry-After" in answer.headers) == (status == 429), error
+        assert answer.param == ("top_k" if "top_k" in str(error) else None), error
+        assert "/a/file" not in answer.message, error
 
 
-@pytest.mark.parametrize(
-    ("kind", "body"),
-    [
+def test_a_body_that_is_wrong_a_thousand_times_is_told_so_once():
+    for kind, body in [
         (DetokenizeRequest, {"tokens": [-1] * 1000}),
         (ChatRequest, {"messages": [{}] * 1000}),
         (ChatRequest, {"messages": HI} | {f"x{nth}": 1 for nth in range(1000)}),
         (CompletionRequest, {"prompt": "w1", "logit_bias": {f"{nth}": "x" for nth in range(1000)}}),
-    ],
-    ids=lambda given: getattr(given, "__name__", ""),
-)
-def test_a_body_that_is_wrong_a_thousand_times_is_told_so_once(kind, body):
-    with pytest.raises(ValidationError) as raised:
-        kind.model_validate_json(json.dumps(body))
-    assert raised.value.error_count() <= 3
+    ]:
+        with pytest.raises(ValidationError) as raised:
+            kind.model_validate_json(json.dumps(body))
+        assert raised.value.error_count() <= 3, kind

@@ -22,8 +22,7 @@ from starlette.routing import Route
 from jsparse.server import run
 from jsparse.server.errors import ApiError
 from jsparse.server.front import Options
-from jsparse.server.replicas import folder as folder_module
-from jsparse.server.replicas import pictures, process, replica, totals
+from jsparse.server.replicas import pictures, process, replica
 from jsparse.server.replicas import router as router_module
 from jsparse.server.replicas.answer import Answer, Lost
 from jsparse.server.replicas.balance import PREFIX_CHARS, Balance, Work, work_of
@@ -225,9 +224,8 @@ def test_a_replica_that_has_much_more_to_do_is_not_sent_what_it_has_read():
     assert balance.choose(work, (0, 1, 2)) == 0
 
 
-@pytest.mark.parametrize(
-    ("body", "tokens", "known"),
-    [
+def test_a_request_is_worth_its_tokens():
+    for body, tokens, known in [
         ({"prompt": "four" * 10, "max_tokens": 5, "n": 3}, 25, False),
         ({"prompt": [["a"] * 600, ["b"]], "max_tokens": 5}, 611, True),
         ({"prompt": [1] * 600, "max_completion_tokens": 5}, 605, True),
@@ -235,12 +233,10 @@ def test_a_replica_that_has_much_more_to_do_is_not_sent_what_it_has_read():
         ({"prompt": ["a" * 8, "b" * 8], "max_tokens": 1}, 6, False),
         ({"prompt": [], "max_tokens": "x", "n": -1}, 256, False),
         ([], 0, False),
-    ],
-)
-def test_a_request_is_worth_its_tokens(body, tokens, known):
-    work = work_of(body)
-    assert work.tokens == tokens
-    assert (work.prefix is not None) == known
+    ]:
+        work = work_of(body)
+        assert work.tokens == tokens, body
+        assert (work.prefix is not None) == known, body
 
 
 def test_who_is_lost_before_it_has_begun_is_replaced(folder, monkeypatch):
@@ -258,13 +254,6 @@ def test_who_is_lost_before_it_has_begun_is_replaced(folder, monkeypatch):
         pairs = list(zip(router.replicas, before, strict=True))
         assert soon(lambda: all(each.ready and each._process is not old for each, old in pairs))
         assert post(url, "again").json() == {"answer": "again"}
-
-
-def test_a_request_that_ends_engines_does_not_end_all(folder):
-    with routed(folder, 3) as (url, router):
-        assert post(url, "dies").status_code == 503
-        assert sum(map(len, ALL)) == 2
-        assert soon(lambda: any(each.ready for each in router.replicas))
 
 
 def test_a_stream_that_had_begun_ends_with_an_error(folder):
@@ -448,29 +437,27 @@ def test_a_replica_that_says_nothing_is_waited_for_no_longer_than_that(folder, m
             asyncio.run(silent._unhealthy())
 
 
-@pytest.mark.parametrize(
-    ("number", "raised"),
-    [
+def test_only_the_replica_s_own_faults_count_as_lost(folder, monkeypatch):
+    for number, raised in [
         (errno.ECONNREFUSED, Lost),
         (errno.ENOENT, Lost),
         (errno.ECONNRESET, Lost),
         (errno.EMFILE, ApiError),
         (errno.ENFILE, ApiError),
         (errno.ENOBUFS, ApiError),
-    ],
-)
-def test_only_the_replica_s_own_faults_count_as_lost(folder, monkeypatch, number, raised):
-    async def connect():
-        async def refuse(*_):
-            raise OSError(number, "")
+    ]:
 
-        monkeypatch.setattr(asyncio.get_running_loop(), "create_unix_connection", refuse)
-        await Answer.to(folder / "0", "GET", "/health")
+        async def connect(number=number):
+            async def refuse(*_):
+                raise OSError(number, "")
 
-    with pytest.raises(raised) as caught:
-        asyncio.run(connect())
-    if isinstance(caught.value, ApiError):
-        assert (caught.value.status, caught.value.headers["Retry-After"]) == (503, "1")
+            monkeypatch.setattr(asyncio.get_running_loop(), "create_unix_connection", refuse)
+            await Answer.to(folder / "0", "GET", "/health")
+
+        with pytest.raises(raised) as caught:
+            asyncio.run(connect())
+        if isinstance(caught.value, ApiError):
+            assert (caught.value.status, caught.value.headers["Retry-After"]) == (503, "1"), number
 
 
 def test_a_replica_whose_backlog_is_full_is_tried_again(folder, monkeypatch):
@@ -571,38 +558,6 @@ def test_a_replica_that_hangs_while_it_starts_is_started_again(monkeypatch, begi
     assert counts == [0, replica.MAX_SILENT + (6 if begin else 0)]
 
 
-def test_a_replica_that_hangs_right_after_its_start_is_started_again(folder, monkeypatch):
-    """It has said that it is ready: no two minutes are left to its first answer."""
-    monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.0)
-    ask, silent = Replica._unhealthy, []
-
-    async def unhealthy(each):
-        if len(silent) < replica.MAX_SILENT:
-            silent.append(each._process)
-            raise TimeoutError
-        return await ask(each)
-
-    monkeypatch.setattr(Replica, "_unhealthy", unhealthy)
-    with routed(folder, 1) as (_, router):
-        only = router.replicas[0]
-        assert soon(lambda: only.ready and silent and only._process is not silent[0])
-
-
-def test_a_model_that_is_being_loaded_is_waited_for(folder, monkeypatch):
-    monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.0)
-    asked, told, ask = [], FakeProcess.told, Replica._unhealthy
-
-    async def unhealthy(each):
-        asked.append(each.ready)
-        return "the model is being loaded" if len(asked) < 9 else await ask(each)
-
-    monkeypatch.setattr(Replica, "_unhealthy", unhealthy)
-    monkeypatch.setattr(FakeProcess, "told", lambda fake: told(fake) if len(asked) > 8 else None)
-    with routed(folder, 1) as (_, router):
-        assert not any(asked[:9])
-        assert router.replicas[0].ready
-
-
 def test_a_request_that_offers_another_protocol_reaches_a_replica(folder):
     offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEA"}
     with routed(folder) as (url, _), httpx.Client(base_url=url) as client:
@@ -624,14 +579,6 @@ def test_folders_of_routers_that_were_killed_are_removed(folder, monkeypatch):
         with socket_folder() as second:
             assert second != own and own.exists()
     assert [each.name for each in folder.iterdir()] == ["jsparse-other"]
-
-
-def test_folders_of_other_users_are_left_alone(folder, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    (folder / f"{PREFIX}theirs").mkdir()
-    monkeypatch.setattr(folder_module.os, "getuid", lambda: -1)
-    with socket_folder():
-        assert (folder / f"{PREFIX}theirs").exists()
 
 
 def test_all_clients_of_live_share_one_stream_of_each_replica(folder):
@@ -666,11 +613,6 @@ def test_a_restart_that_fails_is_tried_again(folder, monkeypatch):
         assert soon(lambda: first._process is not old and first.ready)
         assert len(tried) == 2
         assert post(url, "a").json() == {"answer": "a"}
-
-
-def test_pictures_without_answers_have_no_share():
-    nobody = picture(0) | {"attended_by_layer": None}
-    assert totals.picture([nobody, nobody])["attended_by_layer"] is None
 
 
 def test_who_can_not_start_ends_the_server():

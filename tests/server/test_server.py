@@ -90,17 +90,6 @@ def test_pieces_add_up(client, service, monkeypatch):
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_each_chunk_has_the_usage_so_far(client):
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    stream = client.completions.create(
-        prompt=WORDS, max_tokens=10, stream=True, stream_options=options, **GREEDY
-    )
-    usages = [chunk.usage for chunk in stream]
-    counts = [usage.completion_tokens for usage in usages]
-    assert counts == sorted(counts) and counts[0] > 0 and counts[-2:] == [10, 10]
-    assert {usage.prompt_tokens for usage in usages} == {5}
-
-
 def test_ids_lists_and_echo(client):
     ids = [int(word[1:]) for word in WORDS.split()]
     plain = text_of(client)
@@ -215,17 +204,6 @@ def test_stop_seed_and_the_policys_knobs(client):
 def text_of_default(client):
     made = client.completions.create(model="tiny", prompt=WORDS, max_tokens=10)
     return made.choices[0].text
-
-
-def test_a_prompt_read_before_is_cached(client):
-    prompt = " ".join(f"w{nth}" for nth in range(60))
-    cached = [
-        client.completions.create(
-            prompt=prompt, max_tokens=2, **GREEDY
-        ).usage.prompt_tokens_details.cached_tokens
-        for _ in range(2)
-    ]
-    assert cached[0] == 0 < cached[1] < 60
 
 
 def test_state(client, http, url):
@@ -451,17 +429,6 @@ def test_who_hangs_up_within_the_body_is_no_error(url, service, caplog, monkeypa
             wait.wait(0.01)
     assert at_rest(service)
     assert not caplog.records
-
-
-@pytest.mark.slow
-def test_a_slow_reader_stalls_nobody(client, url, service):
-    """It asks for more than buffers hold and reads nothing."""
-    body = {"prompt": [[3]] * 128, "max_tokens": 90, "logprobs": 20, "stream": True}
-    with socket.create_connection(_address(url)) as raw:
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        raw.sendall(_post(json.dumps(body)))
-        assert len(text_of(client).split()) == 10
-    assert at_rest(service)
 
 
 def _address(url):

@@ -15,12 +15,6 @@ OFFER = {
     "upgrade": "h2c",
     "http2-settings": "AAEAAEAAAAIAAAABAAMAAABk",
 }
-WEBSOCKET = {
-    "connection": "Upgrade",
-    "upgrade": "websocket",
-    "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
-    "sec-websocket-version": "13",
-}
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +53,6 @@ def test_a_body_in_chunks_is_kept(url, together):
             assert status == 200, body
 
 
-def test_a_head_in_pieces_is_read_once_it_is_whole(url):
-    request = post(COMPLETIONS, BODY, **OFFER)
-    with connected(url) as peer:
-        for at in range(0, len(request), 7):
-            peer.sendall(request[at : at + 7])
-        assert answer(peer)[0] == 200
-
-
 def test_a_body_that_is_waited_for_is_asked_for(url):
     request = post(COMPLETIONS, BODY, **OFFER, expect="100-continue")
     head, _, body = request.partition(b"\r\n\r\n")
@@ -76,13 +62,6 @@ def test_a_body_that_is_waited_for_is_asked_for(url):
         assert peer.recv(len(expected)) == expected
         peer.sendall(body)
         assert answer(peer)[0] == 200
-
-
-def test_requests_without_a_body_are_answered(url):
-    with connected(url) as peer:
-        for headers in (OFFER, WEBSOCKET, {}, OFFER):
-            peer.sendall(get("/version", **headers))
-            assert answer(peer)[0] == 200
 
 
 def test_what_follows_the_request_is_not_taken(url):

@@ -61,7 +61,9 @@ MOMENTS = {
     "hard_kuma": [Kuma(a, b) for a, b in ((1, 1), (0.3, 0.3), (0.2, 3), (5, 0.3), (2, 5), (8, 8))],
     "hard_concrete": [-3, -1, 0, 0.8, 4],
 }
-RECTIFIED = [(family, params) for family, cases in MOMENTS.items() for params in cases]
+RECTIFIED = [
+    (family, params) for family, cases in MOMENTS.items() for params in (cases[1], cases[4])
+]
 each_family = pytest.mark.parametrize("family", FAMILIES)
 each_rectified = pytest.mark.parametrize(("family", "params"), RECTIFIED)
 
@@ -199,15 +201,6 @@ def test_samples_are_gates_that_the_noise_decides(family):
 
 
 @each_family
-def test_more_noise_is_never_a_smaller_gate(family):
-    gates, params = FAMILIES[family], RANDOM[family](np.random.default_rng(2), (50,))
-    u = np.linspace(1e-6, 1 - 1e-6, 99, dtype=np.float32)[:, None].repeat(50, 1)
-    z = np.asarray(jax.vmap(partial(gates.sample, params))(u))
-    assert (np.diff(z, axis=0) >= -1e-6).all()
-    assert (z >= 0).all() and (z <= 1).all()
-
-
-@each_family
 def test_seeds_at_once_are_seeds_one_by_one(family):
     seeds = 5
     params = RANDOM[family](np.random.default_rng(3), (seeds, *SHAPE))
@@ -226,14 +219,14 @@ def test_seeds_at_once_are_seeds_one_by_one(family):
 
 
 @each_family
-@pytest.mark.parametrize("u", [1e-7, 1e-3, 0.5, 1 - 1e-3, 1 - 1e-7])
-def test_values_and_gradients_stay_finite_at_the_extremes(family, u):
+def test_values_and_gradients_stay_finite_at_the_extremes(family):
     params = EXTREMES[family]
-    noises = np.full(jax.tree.leaves(params)[0].shape, u, np.float32)
-    for values, gradients in jax.device_get(pulled(family)(params, noises)):
-        assert (values >= 0).all() and (values <= 1 + 2e-6).all()
-        for gradient in jax.tree.leaves(gradients):
-            assert np.isfinite(gradient).all()
+    for u in (1e-7, 1e-3, 0.5, 1 - 1e-3, 1 - 1e-7):
+        noises = np.full(jax.tree.leaves(params)[0].shape, u, np.float32)
+        for values, gradients in jax.device_get(pulled(family)(params, noises)):
+            assert (values >= 0).all() and (values <= 1 + 2e-6).all(), u
+            for gradient in jax.tree.leaves(gradients):
+                assert np.isfinite(gradient).all(), u
 
 
 @each_family
@@ -241,13 +234,6 @@ def test_the_mean_is_that_of_samples(family, full_noise):
     gates, params = FAMILIES[family], RANDOM[family](np.random.default_rng(4), (6,))
     z = np.asarray(jax.vmap(partial(gates.sample, params))(full_noise[:, None].repeat(6, 1)))
     np.testing.assert_allclose(gates.mean(params), z.mean(0), atol=4 * 0.5 / COUNT**0.5)
-
-
-def test_noise_is_uniform_short_of_the_ends():
-    u = np.asarray(drawn(3, (COUNT,)))
-    assert u.dtype == np.float32
-    assert 1e-3 <= u.min() < 1.1e-3 and 1 - 1.1e-3 < u.max() <= np.float32(1 - 1e-3)
-    np.testing.assert_allclose(np.quantile(u, [0.25, 0.5, 0.75]), [0.25, 0.5, 0.75], atol=0.005)
 
 
 # the families that stretch and clip
@@ -260,14 +246,6 @@ def test_active_mean_and_score_are_their_integrals(family, params):
     np.testing.assert_allclose(gates.mean(at), integral(slow_gate, family, params), atol=1e-6)
     atol = {"hard_kuma": 2e-6, "hard_concrete": 2e-5}[family]
     np.testing.assert_allclose(gates.score(at), integral(slow_quantile, family, params), atol=atol)
-
-
-@each_rectified
-def test_active_is_the_share_of_samples_that_are_not_zero(family, params, full_noise):
-    gates, at = FAMILIES[family], array32(params)
-    z = np.asarray(gates.sample(each_of(at, COUNT), full_noise))
-    np.testing.assert_allclose(z, slow_gate(family, params, np.float64(full_noise)), atol=1e-5)
-    np.testing.assert_allclose(gates.active(at), (z != 0).mean(), atol=4 * 0.5 / COUNT**0.5)
 
 
 @each_rectified
@@ -286,25 +264,10 @@ def test_gradients_of_samples_and_of_the_mean_are_those_of_the_integral(family, 
         np.testing.assert_allclose(jax.tree.leaves(sampled)[i], slope, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("family", MOMENTS)
-def test_the_rectified_start_with_equal_expected_counts(family):
-    gates = FAMILIES[family]
-    np.testing.assert_allclose(gates.active(gates.init(SHAPE)), 11 / 12, rtol=1e-6)
-
-
-@pytest.mark.parametrize("family", MOMENTS)
-def test_a_gate_that_is_active_more_often_ranks_and_means_more(family):
-    steps = np.linspace(-3, 3, 41, dtype=np.float32)
-    params = Kuma(np.exp(steps), np.exp(-steps)) if family == "hard_kuma" else steps
-    for function in (FAMILIES[family].active, FAMILIES[family].mean, FAMILIES[family].score):
-        assert (np.diff(function(params)) >= 0).all()
-    np.testing.assert_allclose(np.asarray(FAMILIES[family].score(params))[20], 0.5, rtol=1e-6)
-
-
 # HardKuma
 
 
-@pytest.mark.parametrize("params", MOMENTS["hard_kuma"])
+@pytest.mark.parametrize("params", MOMENTS["hard_kuma"][1::3])
 def test_masses_at_zero_and_one_are_areas_under_the_density(params, full_noise):
     def density(x):
         return params.a * params.b * x ** (params.a - 1) * (1 - x**params.a) ** (params.b - 1)
@@ -321,7 +284,7 @@ def test_masses_at_zero_and_one_are_areas_under_the_density(params, full_noise):
     np.testing.assert_allclose(pdf(at, np.float32(x)), density(x), rtol=1e-4)
 
 
-@pytest.mark.parametrize("params", MOMENTS["hard_kuma"])
+@pytest.mark.parametrize("params", MOMENTS["hard_kuma"][1::3])
 def test_the_quantile_inverts_the_distribution(params):
     u = np.linspace(0.01, 0.9, 90, dtype=np.float32)
     at = array32(params)
@@ -352,13 +315,16 @@ def test_over_the_whole_clamp_the_moments_keep_float32s_precision():
 # the other two
 
 
-@pytest.mark.parametrize("log_alpha", [-10, -5, -2, 0, 2, 5, 10])
-def test_hard_concretes_score_is_within_its_stated_error(log_alpha):
-    def logistic(v):
-        return special.expit((v + log_alpha) / (2 / 3)) * special.expit(v) * special.expit(-v)
+def test_hard_concretes_score_is_within_its_stated_error():
+    for log_alpha in [-10, 0, 5]:
 
-    expected = integrate.quad(logistic, -60, 60, points=[0, -log_alpha], limit=500)[0]
-    assert abs(float(FAMILIES["hard_concrete"].score(np.float32(log_alpha))) - expected) < 2e-5
+        def logistic(v, log_alpha=log_alpha):
+            return special.expit((v + log_alpha) / (2 / 3)) * special.expit(v) * special.expit(-v)
+
+        expected = integrate.quad(logistic, -60, 60, points=[0, -log_alpha], limit=500)[0]
+        assert (
+            abs(float(FAMILIES["hard_concrete"].score(np.float32(log_alpha))) - expected) < 2e-5
+        ), log_alpha
 
 
 def test_direct_gates_have_their_whole_gradient_at_both_ends():

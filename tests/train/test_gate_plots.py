@@ -1,7 +1,6 @@
 """Plots of the training are PNGs that show the steps, heads and numbers they were given."""
 
 import builtins
-from functools import partial
 
 import jax
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 
 from jsparse.train import hard_kuma
 from jsparse.train.plots import densities, heat_map
-from tests.support.marks import slow_except
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -52,17 +50,9 @@ def test_the_heat_map_shows_six_steps_from_first_to_last(values, tmp_path, figur
     assert "retrieval" in bar.get_ylabel()
 
 
-@pytest.mark.parametrize("count", [1, 2, 6])
-def test_few_steps_are_all_shown(values, tmp_path, figures, count):
-    heat_map(str(tmp_path / "h.png"), STEPS[:count], values[:count])
-    assert len(figures[0].axes) == count + 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 6])
-def test_densities_of_few_steps_are_all_shown(shapes, tmp_path, figures, count):
-    densities(str(tmp_path / "d.png"), STEPS[:count], shapes[0][:count], shapes[1][:count], NAMES)
-    assert len(figures[0].axes[0].get_lines()) == count
+def test_few_steps_are_all_shown(values, tmp_path, figures):
+    heat_map(str(tmp_path / "h.png"), STEPS[:2], values[:2])
+    assert len(figures[0].axes) == 3
 
 
 @pytest.fixture(scope="module")
@@ -102,39 +92,32 @@ def test_the_densities_are_of_the_clearest_gates(shapes, drawn):
         np.testing.assert_allclose(lines[-1].get_ydata(), last, rtol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(10, 4, 2), (11, 8), (11, 0, 2), (11, 4, 2, 1)])
-def test_a_heat_map_of_another_shape_is_refused(tmp_path, shape):
-    with pytest.raises(
-        ValueError, match=r"values of shape \(.*\): must be \[11 steps, layers, KV heads\]"
-    ):
-        heat_map(tmp_path / "h.png", STEPS, np.zeros(shape))
-    assert not list(tmp_path.iterdir())
+def test_a_heat_map_of_another_shape_is_refused(tmp_path):
+    for shape in [(10, 4, 2), (11, 8), (11, 0, 2), (11, 4, 2, 1)]:
+        with pytest.raises(
+            ValueError, match=r"values of shape \(.*\): must be \[11 steps, layers, KV heads\]"
+        ):
+            heat_map(tmp_path / "h.png", STEPS, np.zeros(shape))
+        assert not list(tmp_path.iterdir()), shape
 
 
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [((11, 3, 2), (11, 2, 3)), ((10, 3, 2),) * 2, ((11, 5),) * 2, ((11,),) * 2, ((11, 0),) * 2],
-)
-def test_densities_of_another_shape_are_refused(tmp_path, a, b):
-    with pytest.raises(
-        ValueError,
-        match=r"a of shape .* and b of shape .* must both be \[11 steps, ...\] of 6 named",
-    ):
-        densities(tmp_path / "d.png", STEPS, np.ones(a), np.ones(b), NAMES)
-    assert not list(tmp_path.iterdir())
+def test_densities_of_another_shape_are_refused(tmp_path):
+    for a, b in [
+        ((11, 3, 2), (11, 2, 3)),
+        ((10, 3, 2),) * 2,
+        ((11, 5),) * 2,
+        ((11,),) * 2,
+        ((11, 0),) * 2,
+    ]:
+        with pytest.raises(
+            ValueError,
+            match=r"a of shape .* and b of shape .* must both be \[11 steps, ...\] of 6 named",
+        ):
+            densities(tmp_path / "d.png", STEPS, np.ones(a), np.ones(b), NAMES)
+        assert not list(tmp_path.iterdir()), a
 
 
-def test_no_steps_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"must be \[0 steps"):
-        heat_map(tmp_path / "h.png", [], np.zeros((0, 4, 2)))
-    with pytest.raises(ValueError, match=r"must both be \[0 steps"):
-        densities(tmp_path / "d.png", [], np.ones((0, 6)), np.ones((0, 6)), NAMES)
-
-
-@pytest.mark.parametrize("name", slow_except(["heat_map", "densities"], "heat_map"))
-def test_without_matplotlib_the_error_says_what_to_install(
-    name, values, shapes, tmp_path, monkeypatch
-):
+def test_without_matplotlib_the_error_says_what_to_install(values, tmp_path, monkeypatch):
     found = builtins.__import__
 
     def without(module, *args, **kwargs):
@@ -143,9 +126,5 @@ def test_without_matplotlib_the_error_says_what_to_install(
         return found(module, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    plots = {
-        "heat_map": partial(heat_map, values=values),
-        "densities": partial(densities, a=shapes[0], b=shapes[1], names=NAMES),
-    }
     with pytest.raises(ValueError, match=r"plots need matplotlib: .*pip install '\.\[eval\]'"):
-        plots[name](path=tmp_path / "p.png", steps=STEPS)
+        heat_map(tmp_path / "p.png", STEPS, values)

@@ -79,51 +79,11 @@ def test_training_that_goes_on_sees_the_same_batches(tmp_path):
     )
 
 
-def test_the_smallest_bucket_that_holds_the_batch_is_taken(tmp_path):
-    source = questions(
-        tokenizer_of("smollm2"), written(tmp_path), max_length=60, buckets=(30, 40, 60)
-    )
-    seen = set()
-    for step in range(7):
-        batch = source.batch(step, 1)
-        seen.add(batch.context.shape[1])
-        assert batch.context.shape[1] == min(
-            bucket for bucket in source.buckets if bucket >= batch.length[0]
-        )
-    assert seen == {30, 40, 60}
-    assert questions(tokenizer_of("smollm2"), written(tmp_path), max_length=60).buckets == (30, 60)
-
-
-def test_a_source_describes_itself(tmp_path):
-    tokenizer, file = tokenizer_of("smollm2"), written(tmp_path)
-    said = questions(tokenizer, file, max_length=200, seed=5).describe()
-    assert json.loads(json.dumps(said)) == said
-    assert (
-        said.items()
-        >= {"source": "questions", "path": str(file), "questions": 7, "buckets": [100, 200]}.items()
-    )
-    shorter = questions(tokenizer, written(tmp_path, ITEMS[:6]), max_length=200, seed=5).describe()
-    assert said["sha256"] != shorter["sha256"]
-
-
-def test_other_fields_and_separators_inside_texts_are_left_alone(tmp_path):
-    tokenizer = tokenizer_of("smollm2")
-    item = {
-        "context": "One\u2028two\x85 {question}",
-        "question": "{context}?",
-        "answer": "both",
-        "id": 3,
-    }
-    batch = questions(tokenizer, written(tmp_path, [item]), max_length=200).batch(0, 1)
-    assert batch.context[0, : batch.length[0]].tolist() == tokenizer.encode(prompt(item))
-
-
 GOOD = json.dumps(ITEMS[0])
 
 
-@pytest.mark.parametrize(
-    ("line", "rule"),
-    [
+def test_lines_that_are_no_questions_are_refused(tmp_path):
+    for line, rule in [
         ("", "Expecting value"),
         ("{", "Expecting"),
         ("[1, 2]", "must be an object that has the strings context, question, answer"),
@@ -142,43 +102,28 @@ GOOD = json.dumps(ITEMS[0])
         ),
         ('{"context": "\\ud800", "question": "b", "answer": "c"}', "UTF-8 cannot encode"),
         (b'{"context": "\xff", "question": "b", "answer": "c"}', "codec can't decode"),
-    ],
-)
-def test_lines_that_are_no_questions_are_refused(line, rule, tmp_path):
-    file = tmp_path / "questions.jsonl"
-    lines = [GOOD, GOOD, line, GOOD]
-    file.write_bytes(
-        b"\n".join(text if isinstance(text, bytes) else text.encode() for text in lines)
-    )
-    with pytest.raises(ValueError, match=rf"questions\.jsonl', line 3: .*{rule}"):
-        questions(tokenizer_of("smollm2"), file, max_length=200)
+    ]:
+        file = tmp_path / "questions.jsonl"
+        lines = [GOOD, GOOD, line, GOOD]
+        file.write_bytes(
+            b"\n".join(text if isinstance(text, bytes) else text.encode() for text in lines)
+        )
+        with pytest.raises(ValueError, match=rf"questions\.jsonl', line 3: .*{rule}"):
+            questions(tokenizer_of("smollm2"), file, max_length=200)
 
 
-def test_contexts_may_just_fit(tmp_path):
-    tokenizer, file = tokenizer_of("smollm2"), written(tmp_path, ITEMS[:1])
-    length = len(tokenizer.encode(prompt(ITEMS[0])))
-    assert questions(tokenizer, file, max_length=length).batch(0, 2).length.tolist() == [length] * 2
-    with pytest.raises(
-        ValueError, match=f"line 1: .*{length} tokens: must be at most max_length={length - 1}"
-    ):
-        questions(tokenizer, file, max_length=length - 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_arguments_out_of_range_are_refused(tmp_path):
+    for options, message in [
         ({"max_length": 0}, "max_length=0: must be at least 1"),
         ({"seed": -1}, "seed=-1: must be at least 0"),
         (
             {"buckets": (20, 199)},
             r"buckets=\(20, 199\): must ascend from at least 1 to at least max_length=200",
         ),
-    ],
-)
-def test_arguments_out_of_range_are_refused(options, message, tmp_path):
-    arguments = {"path": written(tmp_path), "max_length": 200, **options}
-    with pytest.raises(ValueError, match=message):
-        questions(tokenizer_of("smollm2"), **arguments)
+    ]:
+        arguments = {"path": written(tmp_path), "max_length": 200, **options}
+        with pytest.raises(ValueError, match=message):
+            questions(tokenizer_of("smollm2"), **arguments)
 
 
 def test_files_without_lines_are_refused(tmp_path):

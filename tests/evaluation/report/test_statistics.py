@@ -51,20 +51,13 @@ def slow_bootstrap(policy, dense, transform):
     return [quantile(0.025), quantile(0.975)]
 
 
-@pytest.mark.parametrize("transform", [mean, perplexity])
-def test_the_interval_is_that_of_a_slow_loop(transform):
-    rng = np.random.default_rng(1)
-    policy, dense = rng.normal(-2, 0.5, 17), rng.normal(-1.8, 0.5, 17)
-    np.testing.assert_allclose(
-        interval(policy, dense, transform), slow_bootstrap(policy, dense, transform), rtol=1e-9
-    )
-
-
-@settings(max_examples=20)
-@given(values)
-def test_identical_values_differ_by_exactly_nothing(column):
-    assert interval(column, list(column)) == [0, 0]
-    assert interval(column, list(column), perplexity) == [0, 0]
+def test_the_interval_is_that_of_a_slow_loop():
+    for transform in [mean, perplexity]:
+        rng = np.random.default_rng(1)
+        policy, dense = rng.normal(-2, 0.5, 17), rng.normal(-1.8, 0.5, 17)
+        np.testing.assert_allclose(
+            interval(policy, dense, transform), slow_bootstrap(policy, dense, transform), rtol=1e-9
+        )
 
 
 @settings(max_examples=20)
@@ -72,22 +65,6 @@ def test_identical_values_differ_by_exactly_nothing(column):
 def test_a_constant_shift_is_exact(column, shift):
     """Eighths of whole numbers add up without rounding."""
     assert interval(np.array(column) + shift, column) == [shift, shift]
-
-
-def test_pairs_are_drawn_together():
-    """Samples differ widely, policies by little: unpaired resamples would bury the difference."""
-    dense = np.linspace(0, 100, 50)
-    low, high = interval(dense - np.tile([0.0, 2.0], 25), dense)
-    assert -1.4 < low < -1.1 and -0.9 < high < -0.6
-
-
-def test_the_interval_covers_as_often_as_it_says():
-    rng = np.random.default_rng(2)
-    hits = [
-        low <= 0.2 <= high
-        for low, high in (interval(rng.normal(0.2, 1, 40), np.zeros(40)) for _ in range(150))
-    ]
-    assert 0.90 <= np.mean(hits) <= 0.98
 
 
 def test_one_sample_has_no_interval():
@@ -127,30 +104,24 @@ def test_a_yardsticks_cell_by_hand():
     assert "ratio" not in found[POLICY, "kl"]["kl"]
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "made"),
-    [
+def test_a_ratio_of_few_samples_or_to_nothing():
+    for ours, theirs, made in [
         ({0: 2.0}, {0: 1.0}, {"mean": 2.0, "interval": None}),
         ({0: 2.0}, {1: 1.0}, None),
         ({0: 2.0, 1: 1.0}, {0: 1.0, 1: 0.0}, None),
-    ],
-)
-def test_a_ratio_of_few_samples_or_to_nothing(ours, theirs, made):
-    assert ratio(ours, theirs) == made
+    ]:
+        assert ratio(ours, theirs) == made, ours
 
 
-@pytest.mark.parametrize(
-    ("policy", "dense", "rule"),
-    [
+def test_wrong_values_are_refused():
+    for policy, dense, rule in [
         ([1, np.nan], [0, 0], "must be finite"),
         ([1, 2], [0, np.inf], "must be finite"),
         ([1, 2], [0, 1, 2], r"shapes \(2,\) and \(3,\): must both be \[n\]"),
         ([[1, 2]], [[0, 1]], r"must both be \[n\]"),
-    ],
-)
-def test_wrong_values_are_refused(policy, dense, rule):
-    with pytest.raises(ValueError, match=rule):
-        paired_bootstrap(policy, dense)
+    ]:
+        with pytest.raises(ValueError, match=rule):
+            paired_bootstrap(policy, dense)
 
 
 def test_the_name_of_an_expression():
@@ -186,20 +157,6 @@ def test_a_cell_by_hand():
     assert ours["metrics"]["read"] == {"mean": 0.5, "samples": 4} | nothing
     assert theirs["metrics"] == {"score": {"mean": 1, "samples": 4} | nothing}
     assert ours["samples"][1] == {"index": 1, "values": {"score": 0, "read": 0.5}, "meta": {}}
-
-
-def test_differences_are_over_the_samples_that_both_have():
-    dense = [entry(DENSE, "a", 64, i, score=s) for i, s in [(3, 0), (2, 1), (0, 1)]]
-    policy = [entry(POLICY, "a", 64, i, score=s) for i, s in [(0, 0), (1, 1), (2, 0)]]
-    elsewhere = [entry(POLICY, "a", 65, 0, score=0)]
-    ours, _, there = (cell["metrics"]["score"] for cell in summarize([*policy, *dense, *elsewhere]))
-    assert (ours["samples"], ours["pairs"], ours["difference"], ours["interval"]) == (
-        3,
-        2,
-        -1,
-        [-1, -1],
-    )
-    assert (there["pairs"], there["difference"]) == (0, None)
 
 
 def test_perplexity_is_that_of_the_mean_and_resamples_documents():
@@ -266,31 +223,9 @@ def test_a_task_that_dense_fails_is_listed_not_averaged():
     assert -0.42 < low < ours["difference"] < high < -0.29
 
 
-def test_the_rule_holds_at_each_length_by_itself():
-    cells = scores(a=([1, 1], [1, 0])) + [
-        cell | {"length": 128} for cell in scores(a=([0, 0], [1, 1]))
-    ]
-    assert [
-        (row["length"], row["tasks"], row["left_out"])
-        for row in averages(cells)
-        if row["policy"] == POLICY
-    ] == [
-        (64, ["a"], []),
-        (128, [], ["a"]),
-    ]
-
-
 def test_without_a_task_that_counts_there_is_no_average():
     for cells in (scores(a=([0, 0], [1, 1])), summarize([entry(POLICY, "a", 64, 0, score=1)])):
         row = averages(cells)[-1]
         assert (row["tasks"], row["left_out"]) == ([], ["a"])
         assert row["mean"] is None and row["difference"] is None and row["interval"] is None
     assert averages(summarize([entry(DENSE, "drift", 64, 0, kl=0)])) == []
-
-
-def test_the_average_of_one_task_is_that_task():
-    cells = scores(a=([1, 1, 1, 0], [1, 0, 0, 1]))
-    score = cells[1]["metrics"]["score"]
-    assert {name: averages(cells)[1][name] for name in score if name != "samples"} == {
-        name: value for name, value in score.items() if name != "samples"
-    }

@@ -16,16 +16,6 @@ def records_of(sample):
     return json.loads(listed)
 
 
-def shape_of(value):
-    """Returns a value with its strings and numbers replaced by their types."""
-    match value:
-        case dict():
-            return {key: shape_of(item) for key, item in value.items()}
-        case list():
-            return [shape_of(item) for item in value]
-    return type(value)
-
-
 def test_the_answer_is_the_rest_of_the_record_s_label():
     (task,) = parse("json_retrieval")
     for index in range(12):
@@ -50,13 +40,6 @@ def test_the_prefix_is_the_record_up_to_the_answer():
         assert sample.prompt.count(sample.prefix.rpartition('"')[2]) == 1
 
 
-def test_all_records_have_the_same_structure():
-    shapes = [
-        shape_of(record) for record in records_of(parse("json_retrieval")[0].sample(words, 1024, 0))
-    ]
-    assert all(shape == shapes[0] for shape in shapes)
-
-
 def test_no_word_of_a_label_occurs_in_another():
     records = records_of(parse("json_retrieval")[0].sample(words, 4096, 0))
     assert len(records) > 150
@@ -64,17 +47,8 @@ def test_no_word_of_a_label_occurs_in_another():
     assert set(counts.values()) == {1}
 
 
-def test_names_and_rests_differ_where_words_are_used_again():
-    records = records_of(parse("json_retrieval")[0].sample(words, 65536, 0))
-    labels = [record["label"].split() for record in records]
-    assert len({label[0] for label in labels}) < len(labels)
-    assert len({tuple(label[:2]) for label in labels}) == len(labels)
-    assert len({tuple(label[2:]) for label in labels}) == len(labels)
-
-
-@pytest.mark.parametrize(
-    ("text", "score"),
-    [
+def test_only_the_exact_rest_counts():
+    for text, score in [
         (' oak river 41",\n    "owner": {', 1),
         (' "oak river 41"', 1),
         ("oak river 41.", 1),
@@ -85,9 +59,7 @@ def test_names_and_rests_differ_where_words_are_used_again():
         ("It is oak river 41", 0),
         ('""', 0),
         ("", 0),
-    ],
-)
-def test_only_the_exact_rest_counts(text, score):
-    (task,) = parse("json_retrieval")
-    sample = task.sample(words, 512, 0)._replace(answers=("oak river 41",))
-    assert task.score(text, sample) == score
+    ]:
+        (task,) = parse("json_retrieval")
+        sample = task.sample(words, 512, 0)._replace(answers=("oak river 41",))
+        assert task.score(text, sample) == score, text

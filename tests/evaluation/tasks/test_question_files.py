@@ -20,9 +20,8 @@ def folder(tmp_path):
     return written(tmp_path, *map(json.dumps, ROWS))
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
+def test_the_last_box_or_else_the_last_number_is_the_answer():
+    for text, answer in [
         ("so \\boxed{4}, no: \\boxed{5}, which is not 6", "5"),
         ("\\boxed{\\frac{1}{2}} at last", "\\frac{1}{2}"),
         ("\\boxed {\\{1, 2\\}}", "\\{1, 2\\}"),
@@ -37,15 +36,12 @@ def folder(tmp_path):
         ("\\boxed{12", "12"),
         ("I do not know", None),
         ("", None),
-    ],
-)
-def test_the_last_box_or_else_the_last_number_is_the_answer(text, answer):
-    assert final_answer(text) == answer
+    ]:
+        assert final_answer(text) == answer, text
 
 
-@pytest.mark.parametrize(
-    ("said", "answer", "right"),
-    [
+def test_numbers_are_compared_as_numbers_and_all_else_as_text():
+    for said, answer, right in [
         ("70", "070", True),
         ("1,000", "1000.0", True),
         ("\N{MINUS SIGN}3", "-3.0", True),
@@ -58,10 +54,8 @@ def test_the_last_box_or_else_the_last_number_is_the_answer(text, answer):
         ("1,2", "12", False),
         ("Paris", "paris", False),
         ("", "0", False),
-    ],
-)
-def test_numbers_are_compared_as_numbers_and_all_else_as_text(said, answer, right):
-    assert same(said, answer) == same(answer, said) == right
+    ]:
+        assert same(said, answer) == same(answer, said) == right, said
 
 
 @given(st.integers(), st.text("ab {}\\boxed1.,-", max_size=40))
@@ -85,19 +79,8 @@ def test_a_line_becomes_a_sample(folder):
         task.sample(words, 0, 3)
 
 
-def test_blank_lines_are_skipped_but_counted(tmp_path):
-    lines = ["", '{"question": "a\u2028b", "answer": "c"}', "  ", '{"question": "d", "answer": 1}']
-    (task,) = parse("questions", written(tmp_path, *lines))
-    samples = [task.sample(words, 0, index) for index in range(2)]
-    assert [(sample.prompt, sample.meta["id"]) for sample in samples] == [
-        ("a\u2028b", "2"),
-        ("d", "4"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
+def test_a_bad_line_is_named_with_its_rule(tmp_path):
+    for line, said in [
         ('{"question": "a", "answer": 1', "is not JSON"),
         ('["a", 1]', "is '[\"a\", 1]': must be an object"),
         ('{"answer": 1}', "question=None: must be text that is not blank"),
@@ -108,11 +91,9 @@ def test_blank_lines_are_skipped_but_counted(tmp_path):
         ('{"question": "a", "answer": true}', "answer=True: must be"),
         ('{"question": "a", "answer": [1]}', "answer=[1]: must be"),
         ('{"question": "a", "answer": 1, "id": null}', "id=None: must be text or a number"),
-    ],
-)
-def test_a_bad_line_is_named_with_its_rule(tmp_path, line, said):
-    with pytest.raises(ValueError, match=f"questions.jsonl', line 2:? {re.escape(said)}"):
-        parse("questions", written(tmp_path, json.dumps(ROWS[0]), line))
+    ]:
+        with pytest.raises(ValueError, match=f"questions.jsonl', line 2:? {re.escape(said)}"):
+            parse("questions", written(tmp_path, json.dumps(ROWS[0]), line))
 
 
 def test_files_that_hold_no_questions_are_refused(tmp_path):

@@ -43,28 +43,6 @@ def measured(params, folder, store=None, tasks=("questions",), **more):
     return store.finish({})
 
 
-@pytest.mark.slow
-def test_a_model_answers_up_to_the_limit(params, folder):
-    report = measured(params, folder)
-    longest = max(len(params.tokenizer.encode(row["question"])) for row in ROWS)
-    assert {cell["length"] for cell in report["cells"]} == {longest + 6}  # whatever lengths say
-    assert [cell["policy"] for cell in report["cells"]] == ["dense()", SINK]
-    for cell in report["cells"]:
-        samples = cell["samples"]
-        assert [sample["meta"]["id"] for sample in samples] == ["sum", "2", "7"]
-        policy = cell["policy"]
-        for row, sample in zip(ROWS, samples, strict=True):
-            own = jsparse.generate(params, row["question"], policy=policy, max_new_tokens=6,
-                                   temperature=0)  # fmt: skip
-            assert sample["meta"]["text"] == own.text
-            assert sample["values"]["new_tokens"] == len(own.token_ids)
-            assert sample["values"]["cut_off"] == (own.finish_reason == "length")
-    compared = report["cells"][1]["metrics"]
-    assert {"score", "new_tokens", "cut_off", "attended", "read"} == compared.keys()
-    assert compared["score"]["pairs"] == compared["new_tokens"]["pairs"] == 3
-    assert compared["attended"]["difference"] < 0
-
-
 def test_right_answers_lengths_and_cuts_are_counted(params, folder, monkeypatch):
     def made(text, tokens, reason):
         stats = GenerationStats(1, tokens, 0.0, None, 1.0, 1.0, "")

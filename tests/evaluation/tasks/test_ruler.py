@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import uuid
 from collections import Counter
 from itertools import pairwise
 
@@ -74,9 +73,11 @@ def files(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("digest", TEMPLATES)
-def test_templates_are_nvidias(digest):
-    assert hashlib.sha256("".join(TEMPLATES[digest]).encode()).hexdigest().startswith(digest)
+def test_templates_are_nvidias():
+    for digest in TEMPLATES:
+        assert hashlib.sha256("".join(TEMPLATES[digest]).encode()).hexdigest().startswith(digest), (
+            digest
+        )
 
 
 def test_generated_tokens_are_nvidias(files):
@@ -108,10 +109,9 @@ def test_niah_single_1_hides_a_number_in_noise():
 @pytest.mark.parametrize(
     ("name", "form"), [("niah_multikey_2", r"\d{7}"), ("niah_multikey_3", r"[0-9a-f-]{36}")]
 )
-@pytest.mark.parametrize("encode", [words, smollm2])
-def test_multikey_haystacks_are_needles(name, form, encode):
+def test_multikey_haystacks_are_needles(name, form):
     for index in range(5):
-        sample = parse(name)[0].sample(encode, 2048, index)
+        sample = parse(name)[0].sample(words, 2048, index)
         needles = NEEDLE.findall(sample.prompt)
         assert len(needles) == len(sample.prompt.split("\n")) - 2 > 20
         (value,) = sample.answers
@@ -120,11 +120,6 @@ def test_multikey_haystacks_are_needles(name, form, encode):
         assert all(re.fullmatch(form, value) for value in values)
         assert sample.prompt.count(value) == 1
         assert f" for {keys[values.index(value)]} mentioned" in sample.prefix
-
-
-def test_what_was_drawn_is_not_drawn_again():
-    drawn = niah.distinct(iter(["a", "b", "a", "c", "b", "d"]).__next__)
-    assert [next(drawn) for _ in range(4)] == ["a", "b", "c", "d"]
 
 
 @given(st.integers(1, 50), st.data(), st.randoms(use_true_random=False))
@@ -140,17 +135,6 @@ def test_items_stand_before_different_lines_in_order(count, data, rng):
     )
 
 
-def test_uuids_are_of_version_4():
-    (sample, *_) = samples("niah_multikey_3", count=1)
-    for _, *both in NEEDLE.findall(sample.prompt):
-        assert all(uuid.UUID(item).version == 4 and str(uuid.UUID(item)) == item for item in both)
-
-
-def test_needles_lie_everywhere():
-    depths = [sample.meta["depth"] for sample in samples("niah_single_1", 1024, 200)]
-    assert min(depths) < 0.1 and max(depths) > 0.9 and 0.4 < sum(depths) / 200 < 0.6
-
-
 @pytest.mark.parametrize("name", ESSAYS)
 def test_essays_hold_the_needles(name, files):
     keys, values = (
@@ -158,7 +142,7 @@ def test_essays_hold_the_needles(name, files):
         if name in ("niah_multikey_1", "niah_multiquery")
         else (1, 4 if "value" in name else 1)
     )
-    for index in range(5):
+    for index in range(2):
         sample = parse(name, files)[0].sample(smollm2, 1024, index)
         assert 0.9 * 1024 < spent(smollm2, sample) <= 1024
         needles = NEEDLE.findall(sample.prompt)
@@ -184,11 +168,6 @@ def test_needles_stand_between_sentences_in_order(count, needles, rng):
     assert all(word in items or word.endswith(".") or word == text[-1] for word in before)
 
 
-def test_essays_that_are_too_short_are_repeated(files):
-    (sample,) = samples("niah_single_2", 8192, 1, files)
-    assert sample.prompt.count("Essay sentence 0 speaks") > 1
-
-
 def test_vt_follows_one_chain_after_an_example():
     for sample in samples("vt"):
         shown, _, asked = sample.prompt.partition("\n\nMemorize")
@@ -210,23 +189,23 @@ def test_vt_follows_one_chain_after_an_example():
         assert not re.search(r"VAR [A-Z]{5}\b", shown)
 
 
-@pytest.mark.parametrize(("length", "common", "uncommon", "example"), CWE_COUNTS)
-def test_cwe_counts(length, common, uncommon, example):
-    for sample in samples("cwe", length, 3):
-        shown, _, asked = sample.prompt.partition(
-            " Answer: The top 10 words that appear most often in the list are:"
-        )
-        found, _, asked = asked.partition("\nBelow")
-        for text, answers, (often, seldom) in (
-            (shown, re.split(r" ?\d+\. ", found)[1:], example[:2]),
-            (asked, list(sample.answers), (common, uncommon)),
-        ):
-            listed = re.search(r"\n1\. (.*)\nQuestion", text)
-            assert listed
-            counts = Counter(re.split(r" \d+\. ", listed[1]))
-            assert [counts.pop(answer) for answer in answers] == [often] * 10
-            assert set(counts.values()) == {seldom}
-            assert text is asked or len(counts) + 10 == example[2]
+def test_cwe_counts():
+    for length, common, uncommon, example in CWE_COUNTS:
+        for sample in samples("cwe", length, 3):
+            shown, _, asked = sample.prompt.partition(
+                " Answer: The top 10 words that appear most often in the list are:"
+            )
+            found, _, asked = asked.partition("\nBelow")
+            for text, answers, (often, seldom) in (
+                (shown, re.split(r" ?\d+\. ", found)[1:], example[:2]),
+                (asked, list(sample.answers), (common, uncommon)),
+            ):
+                listed = re.search(r"\n1\. (.*)\nQuestion", text)
+                assert listed, length
+                counts = Counter(re.split(r" \d+\. ", listed[1]))
+                assert [counts.pop(answer) for answer in answers] == [often] * 10, length
+                assert set(counts.values()) == {seldom}, length
+                assert text is asked or len(counts) + 10 == example[2], length
 
 
 def min_length(name):
@@ -235,14 +214,7 @@ def min_length(name):
     return int(re.findall(r"at least (\d+)", str(error.value))[0])
 
 
-def test_cwe_says_when_words_run_out():
-    with pytest.raises(
-        ValueError, match=r"length=200000: must be less, cwe has words for \d+ tokens only"
-    ):
-        parse("cwe")[0].sample(words, 200000, 0)
-
-
-@pytest.mark.parametrize("length", [None, 300, 1024, 4096])
+@pytest.mark.parametrize("length", [None, 1024])
 def test_fwe_follows_zipfs_law(length):
     length = length or min_length("fwe")
     for sample in samples("fwe", length, 5):
@@ -294,19 +266,13 @@ def test_qa_2_shows_all_ten_paragraphs_and_repeats_what_there_is(files):
         task.sample(words, 1024, 6)
 
 
-@pytest.mark.parametrize("name", [*ESSAYS, "qa_1", "qa_2"])
-def test_what_is_missing_is_named(name, tmp_path):
-    file = {"qa_1": "squad.json", "qa_2": "hotpotqa.json"}.get(name, "PaulGrahamEssays.json")
-    with pytest.raises(ValueError, match=f"files=None: {name} needs {file}"):
-        parse(name)
-    with pytest.raises(ValueError, match=f"files='{tmp_path}': {name} needs {file}"):
-        parse(name, tmp_path)
-
-
-def test_a_file_that_is_no_json_is_named(tmp_path):
-    (tmp_path / "squad.json").write_text("<html>")
-    with pytest.raises(ValueError, match="squad.json' is not JSON"):
-        parse("qa_1", tmp_path)
+def test_what_is_missing_is_named(tmp_path):
+    for name in [*ESSAYS, "qa_1", "qa_2"]:
+        file = {"qa_1": "squad.json", "qa_2": "hotpotqa.json"}.get(name, "PaulGrahamEssays.json")
+        with pytest.raises(ValueError, match=f"files=None: {name} needs {file}"):
+            parse(name)
+        with pytest.raises(ValueError, match=f"files='{tmp_path}': {name} needs {file}"):
+            parse(name, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["niah_single_1", "niah_grid", "cwe", "json_retrieval"])
@@ -316,9 +282,3 @@ def test_without_wonderwords(name, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wonderwords.assets", None)
     with pytest.raises(ValueError, match=r"wonderwords: .*pip install '\.\[eval\]'"):
         parse(name)
-
-
-def test_chains_are_pairwise_neighbours():
-    (sample,) = samples("vt", count=1)
-    hops = re.findall(r"VAR ([A-Z]{5}) = VAR ([A-Z]{5}) (?=\n)", sample.prompt)
-    assert [(old, new) for new, old in hops] == list(pairwise(sample.answers))
