@@ -256,6 +256,13 @@ def test_who_is_lost_before_it_has_begun_is_replaced(folder, monkeypatch):
         assert post(url, "again").json() == {"answer": "again"}
 
 
+def test_a_request_that_ends_engines_does_not_end_all(folder):
+    with routed(folder, 3) as (url, router):
+        assert post(url, "dies").status_code == 503
+        assert sum(map(len, ALL)) == 2
+        assert soon(lambda: any(each.ready for each in router.replicas))
+
+
 def test_a_stream_that_had_begun_ends_with_an_error(folder):
     with routed(folder) as (url, _):
         answer = post(url, "dies", stream=True)
