@@ -17,7 +17,6 @@ from jsparse.machine import memory
 from jsparse.policies.expressions import parse
 from tests.support.marks import slow_except
 from tests.support.programs import shared
-from tests.support.replaying import Recording
 from tests.support.serving import PAGE, asked, assert_at_rest, bits, greedy, tiny_llm
 from tests.support.tiny import random_prompts, tiny_params
 
@@ -100,14 +99,6 @@ def test_an_abort_frees_what_others_take_in_its_place():
         assert_at_rest(llm)
 
 
-@pytest.mark.slow
-def test_plans_give_the_same_bits_again():
-    llm = tiny_llm(QUEST, ladder=((0, 16),))
-    recording = Recording(llm)
-    llm.generate([ids for ids, _ in ASKED], [greedy(tokens) for _, tokens in ASKED])
-    recording.assert_replays(len(ASKED))
-
-
 def test_host_memory_is_accounted_for_all_requests_together(monkeypatch):
     llm = tiny_llm(QUEST)
     spec = llm.engine.spec
@@ -140,23 +131,6 @@ def test_an_engine_that_fails_lets_host_memory_go():
     engine._fail(RuntimeError("the device"))
     assert engine._runner._host == ()
     assert not isinstance(engine.programs._given["decode"]["beside"].host[0].k, jax.Array)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"swap_space": 1.0}, r"swap_space=1.0: must be 0 where K and V lie in host memory"),
-        (
-            {"cascade_attention": True, "batch_invariant": False},
-            "cascade_attention=True: must be False where K and V lie in",
-        ),
-        ({"steps_per_program": 2}, "steps_per_program=2: must be 1 where K and V lie in host"),
-        ({"exact": True, "batch_invariant": False}, "but keeps K and V in host memory"),
-    ],
-)
-def test_what_host_memory_cannot_do_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_llm(QUEST, **options)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import jsparse
-from jsparse.engine import sizing
 from jsparse.engine.options import EngineOptions
 from jsparse.engine.sizing import bound, cache_spec, evicted_pages
 from jsparse.policies.expressions import parse
@@ -16,7 +15,6 @@ from jsparse.runtime.request import requests
 from tests.support.marks import slow_except
 from tests.support.policy_table import TABLE
 from tests.support.programs import shared
-from tests.support.replaying import Recording
 from tests.support.serving import PAGE, assert_at_rest, bits, greedy, tiny_llm
 from tests.support.tiny import VOCAB, random_prompts, tiny_params, with_nan
 
@@ -35,7 +33,6 @@ DEFAULT = (
 
 OPTIONS = [greedy(tokens) for tokens in (10, 5, 14, 9, 6, 11, 7, 8)]
 ASKED = [*PROMPTS, BEGINNING + PROMPTS[0], BEGINNING + PROMPTS[5]]
-every_policy = pytest.mark.parametrize("expression", slow_except(TABLE, *DEFAULT))
 
 
 @shared
@@ -78,7 +75,7 @@ def test_a_request_gets_in_a_crowd_the_tokens_of_generate(expression):
     assert crowd[7].outputs[0].token_ids == made.token_ids
 
 
-@pytest.mark.parametrize("expression", slow_except(TABLE, DEFAULT[0]))
+@pytest.mark.parametrize("expression", slow_except(DEFAULT, DEFAULT[0]))
 def test_pages_and_rows_forget_nan(expression):
     """Requests get the same tokens in memory that one with NaN in its K and V had before."""
     usual, _ = served(expression)
@@ -138,22 +135,6 @@ def test_rows_are_compressed_by_their_own_age():
     assert llm.engine.counters.compressed_rows - before == 3 + 0 + 2 + 2
 
 
-@pytest.mark.slow
-def test_prompts_are_compressed_by_programs_of_their_size(monkeypatch):
-    """Of two pages per head, where three are kept, of eight, and of all twelve."""
-    monkeypatch.setattr(sizing, "PROMPT_PAGES", 2)
-    llm, (_, crowd) = tiny_llm(HARD_KV, ladder=((0, 16),), kv_cache_tokens=384), served(HARD_KV)
-    assert (llm.engine.sizes.prompt_pages, llm.engine.sizes.evicted_pages) == ((2, 8, 12), 3)
-    for nth in (0, 3):
-        (out,) = llm.generate([ASKED[nth]], OPTIONS[nth])
-        assert out.outputs[0].token_ids == crowd[nth].outputs[0].token_ids
-    sizes = {key.size for key in llm.engine.programs._made if key.name == "evict"}
-    assert sizes == {(1, 2), (1, 8)}
-    # which has a number per slot
-    tracked = tiny_llm("h2o(budget=8, window=4, period=6)").engine.sizes
-    assert tracked.prompt_pages == (12,)
-
-
 def test_heads_hold_no_more_than_their_rows_have():
     """Whatever a policy says; what it does not drop keeps the groups that it was read into."""
     policy = parse(HARD_KV)
@@ -165,24 +146,6 @@ def test_heads_hold_no_more_than_their_rows_have():
     late = policy._replace(eviction=Eviction(None, lambda prompt, new: 24))
     assert (bound(late)(41, 7), evicted_pages(late, rows, 96)) == (48, rows.num_pages)
     assert (bound(policy)(41, 7), evicted_pages(policy, rows, 96)) == (18, 3)
-
-
-@pytest.mark.slow
-def test_plans_that_compress_give_the_same_bits_again():
-    llm = tiny_llm(HARD_KV)
-    recording = Recording(llm)
-    llm.generate(ASKED[:5], OPTIONS[:5])
-    recording.assert_replays(5)
-
-
-@pytest.mark.slow
-def test_a_state_of_another_size_is_refused():
-    """As one that a policy leaves as it was, with a number per slot of the prompt."""
-    policy = parse("h2o(budget=8, window=4, period=6)")
-    assert policy.eviction is not None
-    eviction = policy.eviction._replace(after_prompt=lambda state, view, slots: (state, view.cache))
-    with pytest.raises(ValueError, match=r"after_prompt must leave a state for 16 slots"):
-        tiny_llm(policy._replace(eviction=eviction))
 
 
 @shared
