@@ -6,7 +6,6 @@ import itertools
 import threading
 import time
 from functools import cache
-from itertools import pairwise
 
 import jax
 import numpy as np
@@ -78,22 +77,6 @@ def at_rest(engine):
 def in_turn(engine, monkeypatch):
     """Makes the engine's thread wait until coroutines have had what it reports."""
     hand_over(engine, monkeypatch)
-
-
-@pytest.mark.usefixtures("in_turn")
-def test_text_grows_and_the_last_output_is_finished(engine):
-    async def run():
-        return [out async for out in engine.generate("w3 w14 w15 w92", options(12))]
-
-    outs = asyncio.run(run())
-    texts = [out.outputs[0].text for out in outs]
-    assert all(b.startswith(a) for a, b in pairwise(texts))
-    assert [out.finished for out in outs] == [False] * (len(outs) - 1) + [True]
-    assert len(outs) > 3
-    assert texts[-1].split() == [f"w{token}" for token in outs[-1].outputs[0].token_ids]
-    assert outs[-1].prompt == "w3 w14 w15 w92"
-    assert outs[-1].prompt_token_ids == [3, 14, 15, 92]
-    assert at_rest(engine)
 
 
 @pytest.mark.usefixtures("in_turn")

@@ -13,7 +13,6 @@ import jsparse
 from jsparse import SamplingParams
 from jsparse.engine import sizing
 from jsparse.engine.request_state import policy_of
-from tests.support.replaying import Recording
 from tests.support.serving import asked, assert_at_rest, bits, greedy, tiny_llm, until
 from tests.support.tiny import random_prompts, tiny_params, with_nan
 
@@ -313,18 +312,6 @@ def test_an_error_of_the_device_fails_all_requests_and_the_engine(where, monkeyp
         llm.generate([PROMPTS[0]], greedy(3))
     assert not engine._live
     assert not engine._requests
-
-
-def test_plans_give_the_same_bits_again():
-    """Without the scheduler and its clock; one request was aborted meanwhile."""
-    llm = tiny_llm(HANDS_ON, **OF_LLM)
-    recording = Recording(llm)
-    llm.generate(PROMPTS[:4], [mixed(nth) for nth in (0, 3, 6, 9)])
-    gone = llm.engine.add(asked(llm, PROMPTS[3][::-1], mixed(3))).request_id
-    llm.engine.step()
-    llm.engine.abort(gone)
-    until(llm, lambda: llm.engine.idle)
-    recording.assert_replays(4)
 
 
 def test_answers_arrive_while_a_long_prompt_is_read():

@@ -109,7 +109,7 @@ def test_a_program_that_failed_earlier_fails_who_waits_for_it():
         programs.compile([key], logging.getLogger("jsparse.engine"))
 
 
-@pytest.mark.parametrize("policy", slow_except(["dense", HANDS_ON, "lfps(budget=0.5)"], "dense"))
+@pytest.mark.parametrize("policy", slow_except(["dense", HANDS_ON], "dense"))
 def test_programs_run_for_nobody_change_nothing(policy):
     """While requests are being read and decode; as a GPU does with each once."""
     options = {"steps_per_program": 2, "cascade_attention": True, "kv_cache_tokens": 384}

@@ -1,8 +1,5 @@
 """Serves every expression of the table: what a request gets must not depend on the others."""
 
-import dataclasses
-
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,12 +8,11 @@ from jsparse.engine.options import EngineOptions
 from jsparse.engine.sizing import bound, cache_spec, evicted_pages
 from jsparse.policies.expressions import parse
 from jsparse.policy import Eviction
-from jsparse.runtime.request import requests
 from tests.support.marks import slow_except
 from tests.support.policy_table import TABLE
 from tests.support.programs import shared
 from tests.support.serving import PAGE, assert_at_rest, bits, greedy, tiny_llm
-from tests.support.tiny import VOCAB, random_prompts, tiny_params, with_nan
+from tests.support.tiny import random_prompts, tiny_params, with_nan
 
 # by default: state that is replayed from K and V, heads that hold different tokens, and K and V in
 # host memory, with state in pages; dense attention and lychee_decode, with its sets and
@@ -89,42 +85,6 @@ def test_pages_and_rows_forget_nan(expression):
     assert {out.outputs[0].finish_reason for out in broken} == {"error"}
     assert [bits(out) for out in llm.generate(good, greedy(9))] == expected
     assert_at_rest(llm)
-
-
-@pytest.fixture(scope="module")
-def by_the_text():
-    """A model and a policy whose state depends on the text, a prompt, and what it gets alone."""
-    classes = np.random.default_rng(0).integers(0, 4, (VOCAB, 2)).astype(np.uint8)
-    params = dataclasses.replace(
-        tiny_params(num_layers=2), constants={"boundary_classes": jnp.asarray(classes)}
-    )
-    expression = "lychee_cluster(budget=14, sink=0, recent=3, lengths=(2, 3), period=3)"
-    (prompt,) = random_prompts([59], seed=11)
-    alone = tiny_llm(expression, params=params, ladder=((0, 8),), enable_prefix_caching=False)
-    (expected,) = alone.generate([prompt], greedy(16))
-    return params, expression, prompt, expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [0, 1])
-def test_a_state_that_depends_on_the_text_is_built_from_what_others_have_read(by_the_text, steps):
-    """From a prompt's beginning, and from the middle of one that another has overtaken."""
-    params, expression, prompt, expected = by_the_text
-    llm = tiny_llm(expression, params=params, ladder=((0, 8),))
-    llm.engine._clock = lambda: 0.0
-    (asked,) = requests(params, [prompt], greedy(16), llm.engine.policy)
-    if steps:
-        llm.engine.add(asked, request_id="overtaken")
-        for _ in range(steps):
-            llm.engine.step()
-    llm.generate([prompt[:42]], greedy(2))
-    if not steps:
-        llm.engine.add(asked, request_id="overtaken")
-    served = llm.engine._requests["overtaken"]
-    while not served.finished:
-        llm.engine.step()
-    assert served.output().num_cached_tokens >= 16
-    assert bits(served.output()) == bits(expected)
 
 
 def test_rows_are_compressed_by_their_own_age():

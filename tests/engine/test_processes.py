@@ -2,8 +2,6 @@
 
 import json
 import os
-import re
-import signal
 import socket
 import subprocess
 import sys
@@ -304,14 +302,6 @@ class Two:
         """Returns what a process has printed as errors."""
         return self._files[nth][1].read_text()
 
-    def until_made(self) -> None:
-        """Waits until process 0 has made its engine; two minutes are a failure."""
-        deadline = time.monotonic() + 120
-        while "made" not in self.said(0):
-            assert self.processes[0].poll() is None, self.complained(0)
-            assert time.monotonic() < deadline, self.complained(0)
-            time.sleep(0.05)
-
 
 @pytest.fixture
 def two(tmp_path):
@@ -357,23 +347,6 @@ def test_two_processes_answer_as_one_device_does(two, given):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sent", "words"),
-    # 8 seconds where something was on its way to it
-    [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "has sent nothing for (8|16) seconds")],
-)
-@pytest.mark.parametrize("nth", [0, 1])
-def test_a_lost_process_ends_the_other_with_one_line(two, sent, words, nth):
-    both = two(new=450)
-    both.until_made()
-    both.processes[nth].send_signal(sent)
-    assert both.processes[1 - nth].wait(60) == 1
-    lines = both.complained(1 - nth).splitlines()
-    (line,) = (line for line in lines if line.startswith("jsparse: "))
-    assert re.match(f"jsparse: process {nth}.* {words}; this process cannot continue", line), line
-
-
-@pytest.mark.slow
 def test_processes_that_were_started_differently_say_in_what(two):
     both = two(changes=({}, {"policy": "quest(budget=32)"}))
     assert [process.wait(240) for process in both.processes] == [1, 1]
@@ -394,11 +367,3 @@ def test_constants_that_one_process_has_are_made_by_all(two, tmp_path):
     kept = [[*(tmp_path / each).glob("programs/*")] for each in "abc"]
     assert kept[0]
     assert not kept[1] + kept[2]
-
-
-@pytest.mark.slow
-def test_ctrl_c_is_for_the_one_that_plans(two):
-    both = two(new=450)
-    both.until_made()
-    both.processes[1].send_signal(signal.SIGINT)
-    assert [process.wait(240) for process in both.processes] == [0, 0], both.complained(0)
