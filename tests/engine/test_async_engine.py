@@ -6,7 +6,6 @@ import itertools
 import threading
 import time
 from functools import cache
-from itertools import pairwise
 
 import jax
 import numpy as np
@@ -20,7 +19,6 @@ from jsparse.models.checkpoint import Params
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.compilation import traces
 from jsparse.text import prompts
-from tests.support.marks import slow_except
 from tests.support.serving import hand_over, small
 from tests.support.tiny import VOCAB, random_prompts, tiny_params
 
@@ -79,22 +77,6 @@ def at_rest(engine):
 def in_turn(engine, monkeypatch):
     """Makes the engine's thread wait until coroutines have had what it reports."""
     hand_over(engine, monkeypatch)
-
-
-@pytest.mark.usefixtures("in_turn")
-def test_text_grows_and_the_last_output_is_finished(engine):
-    async def run():
-        return [out async for out in engine.generate("w3 w14 w15 w92", options(12))]
-
-    outs = asyncio.run(run())
-    texts = [out.outputs[0].text for out in outs]
-    assert all(b.startswith(a) for a, b in pairwise(texts))
-    assert [out.finished for out in outs] == [False] * (len(outs) - 1) + [True]
-    assert len(outs) > 3
-    assert texts[-1].split() == [f"w{token}" for token in outs[-1].outputs[0].token_ids]
-    assert outs[-1].prompt == "w3 w14 w15 w92"
-    assert outs[-1].prompt_token_ids == [3, 14, 15, 92]
-    assert at_rest(engine)
 
 
 @pytest.mark.usefixtures("in_turn")
@@ -165,20 +147,6 @@ def test_stop_strings_end_answers(engine):
     assert stop not in out.text.split()
     kept = options(10, stop=stop, include_stop_str_in_output=True)
     assert asyncio.run(last(engine, PROMPTS[0], kept)).outputs[0].text.endswith(stop)
-
-
-def test_who_hangs_up_frees_what_was_held(engine):
-    async def run():
-        stream = engine.generate(PROMPTS[1], options(40))
-        async for out in stream:
-            if len(out.outputs[0].token_ids) > 3:
-                break
-        await stream.aclose()
-        return await last(engine, PROMPTS[0], options(6))
-
-    out = asyncio.run(run())
-    assert out.outputs[0].finish_reason == "length"
-    assert at_rest(engine)
 
 
 def test_abort_ends_the_generator_with_what_there_is(engine):
@@ -290,9 +258,8 @@ def experienced():
     engine.close()
 
 
-@pytest.mark.parametrize("count", slow_except([200, 1000], 200))
-def test_many_requests(experienced, count):
-    """Requests of random lengths and options, a fifth aborted at random, a twentieth bad.
+def test_many_requests(experienced):
+    """200 requests of random lengths and options, a fifth aborted at random, a twentieth bad.
 
     Each other one ends with what it has alone; afterwards nothing is left of any.
     """
@@ -302,7 +269,7 @@ def test_many_requests(experienced, count):
     ends = {"ended": 0, "aborted": 0, "bad": 0}
 
     async def one(nth):
-        await asyncio.sleep(float(rng.uniform(0, count / 400)))
+        await asyncio.sleep(float(rng.uniform(0, 0.5)))
         fate, which = rng.uniform(), int(rng.integers(len(asked)))
         prompt, own = asked[which]
         if fate < 0.05:
@@ -330,23 +297,15 @@ def test_many_requests(experienced, count):
             ends["ended"] += 1
 
     async def all_of_them():
-        await asyncio.gather(*map(one, range(count)))
+        await asyncio.gather(*map(one, range(200)))
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(all_of_them())
-    assert sum(ends.values()) == count
+    assert sum(ends.values()) == 200
     assert min(ends.values()) > 0
     assert at_rest(engine)
     assert (traces(), engine.engine.programs.compiled) == before
-
-
-def test_who_comes_after_the_end_is_told():
-    engine = an_engine()
-    engine.close()
-    with pytest.raises(jsparse.EngineError, match="has been closed"):
-        asyncio.run(last(engine, PROMPTS[0], options(2)))
-    engine.close()
 
 
 def test_what_nobody_foresaw_reaches_everyone(monkeypatch):

@@ -13,12 +13,11 @@ import jsparse
 from jsparse import SamplingParams
 from jsparse.engine import sizing
 from jsparse.engine.request_state import policy_of
-from jsparse.runtime.compilation import traces
-from tests.support.replaying import Recording
 from tests.support.serving import asked, assert_at_rest, bits, greedy, tiny_llm, until
 from tests.support.tiny import random_prompts, tiny_params, with_nan
 
 PROMPTS = random_prompts((9, 21, 3, 41, 16, 5), seed=5)
+OFFLOADED = "offloaded(quest(budget=16))"
 HANDS_ON = "lychee_decode(((1, 1), (0, 0)), value=3, granularity='token', correct_every=5)"
 # chunks begin at the ends of blocks, so that what is taken over has the same bits
 LADDER = ((0, 16),)
@@ -92,15 +91,6 @@ def test_a_request_among_others_of_other_kinds_gives_what_it_gives_alone(llm, cr
         assert alone.outputs[0].top_logprobs == out.outputs[0].top_logprobs
 
 
-def test_nothing_is_traced_once_every_kind_has_come(llm, crowd):
-    for nth in (0, 1, 5):  # alone, since in a crowd rows run in the program of the most general
-        llm.generate([PROMPTS[nth]], mixed(nth))
-    before, programs = traces(), llm.engine.programs.compiled
-    others = random_prompts((2, 44, 17, 8, 30, 1, 29), seed=9)
-    llm.generate(others, [mixed(nth) for nth in (3, 4, 1, 0, 2, 5, 1)])
-    assert (traces(), llm.engine.programs.compiled) == (before, programs)
-
-
 def test_likeliest_tokens_are_those_of_the_model(dense):
     (out,) = dense.generate([PROMPTS[0]], greedy(5, logprobs=20))
     (answer,) = out.outputs
@@ -166,11 +156,20 @@ def test_end_tokens_and_lengths_end_answers(dense):
     assert_at_rest(dense)
 
 
-@pytest.mark.parametrize("phase", ["waiting", "reading", "decoding", "in flight", "ended"])
-def test_abort_in_every_phase(dense, phase):
+def test_abort_in_every_phase(dense):
     """Whoever is aborted frees what it held; the others go on as if it had never been."""
-    engine, scheduler = dense.engine, dense.engine.scheduler
     (alone,) = dense.generate([PROMPTS[1]], greedy(12))
+    for phase in ("waiting", "reading", "decoding", "in flight", "ended"):
+        updates = _aborted_while(dense, phase)
+        (other,) = {id(s): s for s in updates if s.finished and s.request_id == "other"}.values()
+        assert bits(other.output()) == bits(alone), phase
+        assert dense.engine.abort("gone") is None, phase
+        assert_at_rest(dense)
+
+
+def _aborted_while(dense, phase):
+    """Runs the request "other" to its end, and aborts "gone" beside it."""
+    engine, scheduler = dense.engine, dense.engine.scheduler
     engine.add(asked(dense, PROMPTS[1], greedy(12)), request_id="other")
     (unread,) = random_prompts([41], seed=sum(phase.encode()))  # that no other phase has read
     engine.add(asked(dense, unread, greedy(20)), request_id="gone")
@@ -189,13 +188,8 @@ def test_abort_in_every_phase(dense, phase):
     if phase == "ended":
         assert gone is None
     else:
-        assert gone.output().outputs[0].finish_reason == "abort"
-        assert gone.finished
-    updates += until(dense, lambda: engine.idle)
-    (other,) = {id(s): s for s in updates if s.finished and s.request_id == "other"}.values()
-    assert bits(other.output()) == bits(alone)
-    assert engine.abort("gone") is None
-    assert_at_rest(dense)
+        assert gone.finished and gone.output().outputs[0].finish_reason == "abort", phase
+    return updates + until(dense, lambda: engine.idle)
 
 
 def test_answers_grow_into_memory_that_does_not_suffice_for_all(dense, monkeypatch):
@@ -217,18 +211,6 @@ def test_a_prompt_that_is_not_text_after_all_leaves_nothing_behind(dense):
     with pytest.raises(ValueError, match="must be at most max_model_len=96"):
         dense.generate([PROMPTS[0], list(range(95))], greedy(3))
     assert_at_rest(dense)
-
-
-def test_who_interrupts_finds_the_engine_ready(dense):
-    def interrupt(output):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        dense.generate(PROMPTS, greedy(9), on_output=interrupt)
-    while not dense.engine.idle:
-        dense.engine.step()
-    assert_at_rest(dense)
-    assert len(dense.generate(PROMPTS, greedy(2))) == 6
 
 
 def test_calls_from_several_threads_take_turns(dense):
@@ -332,18 +314,6 @@ def test_an_error_of_the_device_fails_all_requests_and_the_engine(where, monkeyp
     assert not engine._requests
 
 
-def test_plans_give_the_same_bits_again():
-    """Without the scheduler and its clock; one request was aborted meanwhile."""
-    llm = tiny_llm(HANDS_ON, **OF_LLM)
-    recording = Recording(llm)
-    llm.generate(PROMPTS[:4], [mixed(nth) for nth in (0, 3, 6, 9)])
-    gone = llm.engine.add(asked(llm, PROMPTS[3][::-1], mixed(3))).request_id
-    llm.engine.step()
-    llm.engine.abort(gone)
-    until(llm, lambda: llm.engine.idle)
-    recording.assert_replays(4)
-
-
 def test_answers_arrive_while_a_long_prompt_is_read():
     """And the host does not run ahead of the device by a whole prompt."""
     llm = tiny_llm(ladder=((0, 8),), steps_per_program=3)
@@ -404,9 +374,8 @@ def test_too_many_waiting_are_refused_and_the_rest_goes_on():
     assert_at_rest(llm)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_out_of_range():
+    for options, message in (
         ({"prepare": "top"}, "prepare='top': must be True or False"),
         ({"cascade_attention": 1}, "cascade_attention=1: must be"),
         (
@@ -424,18 +393,27 @@ def test_too_many_waiting_are_refused_and_the_rest_goes_on():
         ({"ladder": ((8, 16),)}, r"positions must begin at 0 and rise"),
         ({"per_request": ["p"]}, r"per_request=\('p',\): must be among \['dense'\]"),
         ({"kv_cache_tokens": 2**50}, "must fit in the .* that gpu_memory_utilization=0.9 leaves"),
-    ],
-)
-def test_options_out_of_range(options, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_llm(**options)
-
-
-def test_a_pool_too_small_for_one_request():
-    llm = tiny_llm(kv_cache_tokens=32)
-    with pytest.raises(ValueError, match=r"is 44: must fit in the 32 tokens of K and V"):
-        llm.generate([PROMPTS[3]], greedy(3))
-    assert len(llm.generate([PROMPTS[0]], greedy(3))) == 1
+        # where K and V lie in host memory
+        ({"policy": OFFLOADED, "swap_space": 1.0}, "swap_space=1.0: must be 0 where K and V lie"),
+        (
+            {"policy": OFFLOADED, "cascade_attention": True, "batch_invariant": False},
+            "cascade_attention=True: must be False where K and V lie in",
+        ),
+        ({"policy": OFFLOADED, "steps_per_program": 2}, "steps_per_program=2: must be 1 where K"),
+        (
+            {"policy": OFFLOADED, "exact": True, "batch_invariant": False},
+            "but keeps K and V in host memory",
+        ),
+        # where rows draft for dense attention
+        ({"exact": True}, "exact=True: must be False where batch_invariant"),
+        (
+            {"exact": True, "batch_invariant": False, "cascade_attention": True},
+            "cascade_attention=True: must be .* where exact is true",
+        ),
+        ({"swap_space": -1}, "swap_space=-1: must be a finite number of at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tiny_llm(**{"policy": "quest(budget=16)"} | options)
 
 
 def test_requests_that_ask_for_what_the_engine_does_not_give(dense):

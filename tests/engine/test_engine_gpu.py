@@ -15,7 +15,7 @@ from bench.lib.smollm2 import SMOLLM2
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import random_weights
 from tests.support.serving import bits
-from tests.support.tiny import random_prompts, with_nan
+from tests.support.tiny import random_prompts
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (700, 33, 1500, 512, 90, 1024, 1300, 260, 5, 801)
@@ -73,30 +73,6 @@ def test_a_request_gets_in_a_crowd_what_it_gets_alone(policy, steps):
             assert bits(alone) == bits(crowd[nth]), nth
         else:
             assert_same_up_to_rounding(alone, crowd[nth], drawn=options[nth].temperature > 0)
-
-
-@pytest.mark.parametrize(
-    "policy", ["dense", "quest(budget=256)", "lychee_cluster(budget=256)", "lfps(budget=0.1)"]
-)
-def test_pages_and_rows_forget_nan(policy):
-    """Requests get the same bits in memory that one with NaN in its K and V had before."""
-    config = replace(SMOLLM2, num_layers=4, tie_word_embeddings=False)
-    params = Params(random_weights(config, jnp.bfloat16), config, None, {}, "random")
-    llm = jsparse.LLM(
-        *(with_nan(params, 7), policy),
-        max_num_seqs=4,
-        max_model_len=2048,
-        kv_cache_tokens=4096,
-        batch_invariant=True,
-        enable_prefix_caching=False,
-        prepare=False,
-    )
-    options = jsparse.SamplingParams(temperature=0, max_tokens=40, logprobs=0)
-    good = [[id for id in prompt if id != 7] for prompt in random_prompts((700, 33), seed=5)]
-    expected = [bits(out) for out in llm.generate(good, options)]
-    broken = llm.generate([[7] * 900] * 4, options)
-    assert {out.outputs[0].finish_reason for out in broken} == {"error"}
-    assert [bits(out) for out in llm.generate(good, options)] == expected
 
 
 def assert_same_up_to_rounding(out, other, *, drawn):

@@ -50,23 +50,17 @@ def _any_savings():
         yield
 
 
-def test_rows_of_one_document_read_it_together():
+def test_rows_read_a_document_together_or_apart_by_what_that_saves():
     assert found("aaaa", "bb", "aaaa", "aaaab", "", "c") == {frozenset({10, 12, 13}): 4}
-
-
-def test_documents_behind_one_beginning_are_read_apart():
-    """Seven blocks of a document count more than one that all have in common."""
+    # six blocks that all have in common count more than one of each document
+    assert found(*("ssssss" + name for name in "aabbc")) == {frozenset(range(10, 15)): 6}
+    # seven blocks of a document count more than one that all have in common
     documents = ["s" + 7 * name for name in "abab"]
     assert found(*documents, "s", "s") == {
         frozenset({10, 12}): 8,
         frozenset({11, 13}): 8,
         frozenset({14, 15}): 1,
     }
-
-
-def test_a_beginning_that_counts_more_than_what_follows_is_read_by_all():
-    paths = ["ssssss" + name for name in "aabbc"]
-    assert found(*paths) == {frozenset(range(10, 15)): 6}
 
 
 def test_no_family_has_more_rows_than_fit_and_the_best_come_first():
@@ -164,25 +158,19 @@ def test_a_program_that_is_not_there_is_done_without(monkeypatch):
     assert not programs.can_run(4, "greedy")
 
 
-@pytest.mark.parametrize(
-    ("asked", "policy", "on_gpu", "rows"),
-    [
+def test_where_half_of_the_layers_are_dense_rows_read_together(monkeypatch):
+    spec = CacheSpec(8, 64, 32, 8, head_dim=128, page_size=16, num_pages=9, dtype="bfloat16")
+    for asked, policy, on_gpu, rows in (
         (None, "dense", True, 16),
         (None, "dense", False, 0),
-        (None, "quest(budget=16)", True, 0),
         (None, "dense_layers(quest(budget=16), n=3)", True, 0),
         (None, "dense_layers(quest(budget=16), n=4)", True, 16),
         (True, "quest(budget=16)", False, 16),
         (False, "dense", True, 0),
-    ],
-)
-def test_where_half_of_the_layers_are_dense_rows_read_together(
-    asked, policy, on_gpu, rows, monkeypatch
-):
-    monkeypatch.setattr(sizing, "on_gpu", lambda: on_gpu)
-    spec = CacheSpec(8, 64, 32, 8, head_dim=128, page_size=16, num_pages=9, dtype="bfloat16")
-    assert sizing.family_rows(asked, parse(policy), spec) == rows
-    assert sizing.family_rows(asked, parse(policy), spec._replace(num_heads=512)) == 0
+    ):
+        monkeypatch.setattr(sizing, "on_gpu", lambda here=on_gpu: here)
+        assert sizing.family_rows(asked, parse(policy), spec) == rows, (asked, policy, on_gpu)
+        assert sizing.family_rows(asked, parse(policy), spec._replace(num_heads=512)) == 0
 
 
 def test_small_models_are_read_in_larger_chunks(monkeypatch):

@@ -4,8 +4,6 @@ import re
 from functools import partial
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jsparse
@@ -14,11 +12,9 @@ from jsparse.engine.llm import LLM
 from jsparse.host_memory import host_store
 from jsparse.host_memory.pool import HostPool
 from jsparse.machine import memory
-from jsparse.policies.expressions import parse
 from tests.support.marks import slow_except
 from tests.support.programs import shared
-from tests.support.replaying import Recording
-from tests.support.serving import PAGE, asked, assert_at_rest, bits, greedy, tiny_llm
+from tests.support.serving import PAGE, assert_at_rest, greedy, tiny_llm
 from tests.support.tiny import random_prompts, tiny_params
 
 QUEST = "offloaded(quest(budget=16), tail=8)"
@@ -85,29 +81,6 @@ def test_the_device_has_tails_and_what_stays_there():
             assert tail.resident.shape[0] == 2 * 12
 
 
-@pytest.mark.slow
-def test_an_abort_frees_what_others_take_in_its_place():
-    """Of a prompt that is being read, and of an answer; the next has other tokens in its tail."""
-    llm, outs = served(OTHERS[0])
-    for steps in (1, 12):
-        state = llm.engine.add(asked(llm, PROMPTS[1], greedy(30)), request_id="gone")
-        for _ in range(steps):
-            llm.engine.step()
-        assert not state.finished
-        llm.engine.abort("gone")
-        (again,) = llm.generate([ASKED[0][0]], greedy(ASKED[0][1]))
-        assert bits(again) == bits(outs[0])
-        assert_at_rest(llm)
-
-
-@pytest.mark.slow
-def test_plans_give_the_same_bits_again():
-    llm = tiny_llm(QUEST, ladder=((0, 16),))
-    recording = Recording(llm)
-    llm.generate([ids for ids, _ in ASKED], [greedy(tokens) for _, tokens in ASKED])
-    recording.assert_replays(len(ASKED))
-
-
 def test_host_memory_is_accounted_for_all_requests_together(monkeypatch):
     llm = tiny_llm(QUEST)
     spec = llm.engine.spec
@@ -140,43 +113,3 @@ def test_an_engine_that_fails_lets_host_memory_go():
     engine._fail(RuntimeError("the device"))
     assert engine._runner._host == ()
     assert not isinstance(engine.programs._given["decode"]["beside"].host[0].k, jax.Array)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"swap_space": 1.0}, r"swap_space=1.0: must be 0 where K and V lie in host memory"),
-        (
-            {"cascade_attention": True, "batch_invariant": False},
-            "cascade_attention=True: must be False where K and V lie in",
-        ),
-        ({"steps_per_program": 2}, "steps_per_program=2: must be 1 where K and V lie in host"),
-        ({"exact": True, "batch_invariant": False}, "but keeps K and V in host memory"),
-    ],
-)
-def test_what_host_memory_cannot_do_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_llm(QUEST, **options)
-
-
-@pytest.mark.slow
-def test_keys_that_others_have_left_in_host_memory_are_shown_to_the_policy():
-    """A policy whose state adds up the prompt's keys, of which another request has read a part."""
-
-    def init(spec):
-        return jnp.zeros((spec.batch, spec.head_dim))
-
-    def prefill(state, layer, view):
-        there = jnp.arange(view.k.shape[1]) < view.valid[:, None]
-        return state + jnp.sum(jnp.where(there[..., None], view.k[:, :, layer % 2], 0), axis=1)
-
-    policy = parse("offloaded(streaming(sink=2, recent=4), tail=8)")
-    policy = policy._replace(init=init, prefill=prefill, shares="keys", name="adds up")
-    llm = tiny_llm(policy, ladder=((0, 16),))
-    sums = []
-    for cached in (0, 32):
-        (out,) = llm.generate([BEGINNING + PROMPTS[0]], greedy(2))
-        assert out.num_cached_tokens == cached
-        sums.append(np.asarray(llm.engine._runner._slots.rows.state[0]))
-    assert np.abs(sums[0]).min() > 0
-    np.testing.assert_array_equal(*sums)

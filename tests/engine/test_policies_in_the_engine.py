@@ -1,24 +1,18 @@
 """Serves every expression of the table: what a request gets must not depend on the others."""
 
-import dataclasses
-
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jsparse
-from jsparse.engine import sizing
 from jsparse.engine.options import EngineOptions
 from jsparse.engine.sizing import bound, cache_spec, evicted_pages
 from jsparse.policies.expressions import parse
 from jsparse.policy import Eviction
-from jsparse.runtime.request import requests
 from tests.support.marks import slow_except
 from tests.support.policy_table import TABLE
 from tests.support.programs import shared
-from tests.support.replaying import Recording
 from tests.support.serving import PAGE, assert_at_rest, bits, greedy, tiny_llm
-from tests.support.tiny import VOCAB, random_prompts, tiny_params, with_nan
+from tests.support.tiny import random_prompts, tiny_params, with_nan
 
 # by default: state that is replayed from K and V, heads that hold different tokens, and K and V in
 # host memory, with state in pages; dense attention and lychee_decode, with its sets and
@@ -35,7 +29,6 @@ DEFAULT = (
 
 OPTIONS = [greedy(tokens) for tokens in (10, 5, 14, 9, 6, 11, 7, 8)]
 ASKED = [*PROMPTS, BEGINNING + PROMPTS[0], BEGINNING + PROMPTS[5]]
-every_policy = pytest.mark.parametrize("expression", slow_except(TABLE, *DEFAULT))
 
 
 @shared
@@ -78,7 +71,7 @@ def test_a_request_gets_in_a_crowd_the_tokens_of_generate(expression):
     assert crowd[7].outputs[0].token_ids == made.token_ids
 
 
-@pytest.mark.parametrize("expression", slow_except(TABLE, DEFAULT[0]))
+@pytest.mark.parametrize("expression", slow_except(DEFAULT, DEFAULT[0]))
 def test_pages_and_rows_forget_nan(expression):
     """Requests get the same tokens in memory that one with NaN in its K and V had before."""
     usual, _ = served(expression)
@@ -94,64 +87,12 @@ def test_pages_and_rows_forget_nan(expression):
     assert_at_rest(llm)
 
 
-@pytest.fixture(scope="module")
-def by_the_text():
-    """A model and a policy whose state depends on the text, a prompt, and what it gets alone."""
-    classes = np.random.default_rng(0).integers(0, 4, (VOCAB, 2)).astype(np.uint8)
-    params = dataclasses.replace(
-        tiny_params(num_layers=2), constants={"boundary_classes": jnp.asarray(classes)}
-    )
-    expression = "lychee_cluster(budget=14, sink=0, recent=3, lengths=(2, 3), period=3)"
-    (prompt,) = random_prompts([59], seed=11)
-    alone = tiny_llm(expression, params=params, ladder=((0, 8),), enable_prefix_caching=False)
-    (expected,) = alone.generate([prompt], greedy(16))
-    return params, expression, prompt, expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [0, 1])
-def test_a_state_that_depends_on_the_text_is_built_from_what_others_have_read(by_the_text, steps):
-    """From a prompt's beginning, and from the middle of one that another has overtaken."""
-    params, expression, prompt, expected = by_the_text
-    llm = tiny_llm(expression, params=params, ladder=((0, 8),))
-    llm.engine._clock = lambda: 0.0
-    (asked,) = requests(params, [prompt], greedy(16), llm.engine.policy)
-    if steps:
-        llm.engine.add(asked, request_id="overtaken")
-        for _ in range(steps):
-            llm.engine.step()
-    llm.generate([prompt[:42]], greedy(2))
-    if not steps:
-        llm.engine.add(asked, request_id="overtaken")
-    served = llm.engine._requests["overtaken"]
-    while not served.finished:
-        llm.engine.step()
-    assert served.output().num_cached_tokens >= 16
-    assert bits(served.output()) == bits(expected)
-
-
 def test_rows_are_compressed_by_their_own_age():
     """After their prompts, and then every six steps of their own."""
     llm, _ = served(HARD_KV)
     before = llm.engine.counters.compressed_rows
     llm.generate(PROMPTS[:3], [greedy(tokens) for tokens in (6, 13, 14)])
     assert llm.engine.counters.compressed_rows - before == 3 + 0 + 2 + 2
-
-
-@pytest.mark.slow
-def test_prompts_are_compressed_by_programs_of_their_size(monkeypatch):
-    """Of two pages per head, where three are kept, of eight, and of all twelve."""
-    monkeypatch.setattr(sizing, "PROMPT_PAGES", 2)
-    llm, (_, crowd) = tiny_llm(HARD_KV, ladder=((0, 16),), kv_cache_tokens=384), served(HARD_KV)
-    assert (llm.engine.sizes.prompt_pages, llm.engine.sizes.evicted_pages) == ((2, 8, 12), 3)
-    for nth in (0, 3):
-        (out,) = llm.generate([ASKED[nth]], OPTIONS[nth])
-        assert out.outputs[0].token_ids == crowd[nth].outputs[0].token_ids
-    sizes = {key.size for key in llm.engine.programs._made if key.name == "evict"}
-    assert sizes == {(1, 2), (1, 8)}
-    # which has a number per slot
-    tracked = tiny_llm("h2o(budget=8, window=4, period=6)").engine.sizes
-    assert tracked.prompt_pages == (12,)
 
 
 def test_heads_hold_no_more_than_their_rows_have():
@@ -165,24 +106,6 @@ def test_heads_hold_no_more_than_their_rows_have():
     late = policy._replace(eviction=Eviction(None, lambda prompt, new: 24))
     assert (bound(late)(41, 7), evicted_pages(late, rows, 96)) == (48, rows.num_pages)
     assert (bound(policy)(41, 7), evicted_pages(policy, rows, 96)) == (18, 3)
-
-
-@pytest.mark.slow
-def test_plans_that_compress_give_the_same_bits_again():
-    llm = tiny_llm(HARD_KV)
-    recording = Recording(llm)
-    llm.generate(ASKED[:5], OPTIONS[:5])
-    recording.assert_replays(5)
-
-
-@pytest.mark.slow
-def test_a_state_of_another_size_is_refused():
-    """As one that a policy leaves as it was, with a number per slot of the prompt."""
-    policy = parse("h2o(budget=8, window=4, period=6)")
-    assert policy.eviction is not None
-    eviction = policy.eviction._replace(after_prompt=lambda state, view, slots: (state, view.cache))
-    with pytest.raises(ValueError, match=r"after_prompt must leave a state for 16 slots"):
-        tiny_llm(policy._replace(eviction=eviction))
 
 
 @shared

@@ -62,16 +62,21 @@ def test_programs_are_long_only_where_nobody_waits_for_their_end():
     assert after[-4:] == [8, 8, 8, 5]
 
 
-@pytest.mark.parametrize(
-    ("maximum", "step", "longest"),
-    [(16, 1, 8), (16, 3, 2), (16, None, 1), (16, 0, 8), (0, 1, 1), (None, 1, 8), (None, 30, 3)],
-)
-def test_two_programs_take_no_longer_than_rows_may_wait(maximum, step, longest):
-    sizes, rules = SIZES._replace(max_stall_ms=maximum), RULES._replace(periods=())
-    scheduler = Scheduler(sizes, rules, Pace(step=step))
-    scheduler.add(answer(0, range(4), 30))
-    plans = [plan.decoding for plan in served(scheduler)[1] if plan.decoding is not None]
-    assert max(plan.steps for plan in plans) == longest
+def test_two_programs_take_no_longer_than_rows_may_wait():
+    for maximum, step, longest in (
+        (16, 1, 8),
+        (16, 3, 2),
+        (16, None, 1),
+        (16, 0, 8),
+        (0, 1, 1),
+        (None, 1, 8),
+        (None, 30, 3),
+    ):
+        sizes, rules = SIZES._replace(max_stall_ms=maximum), RULES._replace(periods=())
+        scheduler = Scheduler(sizes, rules, Pace(step=step))
+        scheduler.add(answer(0, range(4), 30))
+        plans = [plan.decoding for plan in served(scheduler)[1] if plan.decoding is not None]
+        assert max(plan.steps for plan in plans) == longest, (maximum, step)
 
 
 def test_rows_wait_no_longer_than_they_may_for_a_round():
@@ -123,14 +128,14 @@ def test_no_more_than_a_few_prompts_are_partly_read():
         assert chunk.answer == min(number, MAX_READING - 1)
 
 
-@pytest.mark.parametrize("tokens", range(1, 60))
-def test_chunks_of_a_prompt_are_foretold_as_they_are_planned(tokens):
-    scheduler = Scheduler(SIZES, RULES, PACE)
-    scheduler.add(answer(0, range(tokens), 1))
-    planned = []
-    while (reading := scheduler.plan().reading) is not None:
-        planned.append((reading.size, reading.last))
-    assert SIZES.chunks(0, tokens) == planned
+def test_chunks_of_a_prompt_are_foretold_as_they_are_planned():
+    for tokens in range(1, 60):
+        scheduler = Scheduler(SIZES, RULES, PACE)
+        scheduler.add(answer(0, range(tokens), 1))
+        planned = []
+        while (reading := scheduler.plan().reading) is not None:
+            planned.append((reading.size, reading.last))
+        assert SIZES.chunks(0, tokens) == planned, tokens
 
 
 def test_large_chunks_are_hardly_padded():
@@ -241,19 +246,17 @@ def test_without_a_limit_all_prompts_are_read_first():
     assert not any(plan.reading for plan in plans[first + 1 :])
 
 
-@pytest.mark.parametrize(
-    ("answers", "drafts", "shared"), [(True, (), 8), (False, (), 0), (False, (3, 3), 8)]
-)
-def test_an_answer_is_shared_but_for_its_newest_token(answers, drafts, shared):
+def test_an_answer_is_shared_but_for_its_newest_token():
     """Of 7 and 9 tokens 15 are in the cache, which fill one block of 8."""
-    rules = RULES._replace(periods=(), window=0, answers=answers)
-    scheduler = Scheduler(VARIANT._replace(drafts=drafts), rules, PACE)
-    first = answer(0, range(7), 20)
-    scheduler.add(first)
-    while first.sent < 9:
+    for answers, drafts, shared in ((True, (), 8), (False, (), 0), (False, (3, 3), 8)):
+        rules = RULES._replace(periods=(), window=0, answers=answers)
+        scheduler = Scheduler(VARIANT._replace(drafts=drafts), rules, PACE)
+        first = answer(0, range(7), 20)
+        scheduler.add(first)
+        while first.sent < 9:
+            scheduler.plan()
+        scheduler.stop(first, range(7, 16))
+        further = answer(1, range(20), 1)
+        scheduler.add(further)
         scheduler.plan()
-    scheduler.stop(first, range(7, 16))
-    further = answer(1, range(20), 1)
-    scheduler.add(further)
-    scheduler.plan()
-    assert further.cached == shared
+        assert further.cached == shared, (answers, drafts)

@@ -13,8 +13,8 @@ from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import PageBounds, PageBounds8, init
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from tests.kernels.cases.page_bounds import CASES, build, frame_for
-from tests.support.bounds_checks import of, physical
 from tests.support.histories import after_each, histories, step
+from tests.support.key_checks import of, physical
 from tests.support.small_cache import B, K, M, P, T, small_spec
 
 ragged = next(case for case in CASES if case.name == "ragged")

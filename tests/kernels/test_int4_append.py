@@ -14,7 +14,7 @@ from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys, init
 from tests.kernels.cases.int4_scores import FrameCase, build, options, out_of_frame
 from tests.support.histories import after_each, histories, step
-from tests.support.int4_checks import around, assert_keys_near, lies, ones, quantised
+from tests.support.key_checks import around, assert_keys_near, ones, physical, quantised
 from tests.support.small_cache import B, K, M, S, T, small_spec
 
 appended = jax.jit(int4_append)
@@ -83,7 +83,7 @@ def slow_append(keys, layer, k, valid, first, frame=None, channels=None):
         mean, reach = around(frame, n, slot, k.shape[3])
         row = (k[b, n, t].astype(np.float64) - mean) / reach
         row = row if channels is None else row[np.asarray(channels[b, n])]
-        at = lies(layer, b, n, slot // layer.page_size), slot % layer.page_size
+        at = physical(layer, b, n, slot // layer.page_size), slot % layer.page_size
         zero[at] = low = np.float16(row.min())
         scale[at] = step = np.float16((row.max() - row.min()) / 15)
         codes = np.clip(np.round((row - float(low)) / float(step)), 0, 15).astype(np.uint8)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jsparse.pallas_kernels.int4_keys import dequantise, quantise
-from tests.support.int4_checks import quantised
+from tests.support.key_checks import quantised
 
 rows = st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=8).filter(
     lambda row: len(row) % 2 == 0

@@ -16,7 +16,7 @@ from tests.kernels.cases.int4_scores import (
     frame_for,
     options,
 )
-from tests.support.int4_checks import around, lies, ones, quantised
+from tests.support.key_checks import around, ones, physical, quantised
 from tests.support.marks import slow_except_named
 
 by_name = {case.name: case for case in CASES}
@@ -52,7 +52,7 @@ def slow(q, layer, keys, selection, sm_scale, frame=None, channels=None):
             for slot in range(size):
                 if page * size + slot < lengths[b, n] and word >> slot & 1:
                     mean, reach = around(frame, n, page * size + slot, head_dim)
-                    key = kept(keys, lies(layer, b, n, page), slot)
+                    key = kept(keys, physical(layer, b, n, page), slot)
                     rows = q[b, n * group : (n + 1) * group]
                     scores = (rows * reach)[:, chosen] @ key + rows @ mean
                     out[b, n * group : (n + 1) * group, entry * size + slot] = sm_scale * scores

@@ -18,7 +18,7 @@ from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import PageBounds, PageBounds8
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from tests.kernels.cases.page_bounds import CASES, Codes, build, frame_for
-from tests.support.bounds_checks import of, physical
+from tests.support.key_checks import of, physical
 from tests.support.marks import slow_except_named
 
 by_name = {case.name: case for case in CASES}

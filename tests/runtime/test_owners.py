@@ -22,10 +22,10 @@ from jsparse.runtime.owners import (
 from tests.support.marks import slow_except
 from tests.support.policy_table import TABLE
 from tests.support.tiny import spec_of, tiny_params
-from tests.support.toy_policies import bypass, echo, even_ids, inherit, page_bound, shrink
+from tests.support.toy_policies import bypass, even_ids, inherit, page_bound, shrink
 
 SPEC = spec_of(tiny_params(num_layers=2), 3, page_size=8, num_pages=4)._replace(pool_pages=26)
-TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids(), echo())
+TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids())
 
 
 @pytest.mark.parametrize("policy", [*TABLE, *TOYS], ids=str)

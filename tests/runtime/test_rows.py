@@ -22,11 +22,11 @@ from tests.support.marks import slow_except
 from tests.support.policy_table import METHODS
 from tests.support.programs import shared
 from tests.support.tiny import random_prompts, spec_of, tiny_params
-from tests.support.toy_policies import bypass, echo, even_ids, inherit, page_bound, shrink
+from tests.support.toy_policies import bypass, even_ids, inherit, page_bound, shrink
 
 PAGE, SLOTS, PAGES, HEADS, CHUNK = 8, 4, 5, 2, 16
 GROUPS = 13  # of one page per head; too few for all requests at once, so that pages are used again
-TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids(), echo())
+TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids())
 
 
 class Ask(NamedTuple):

@@ -28,7 +28,6 @@ from tests.support.tiny import (
 )
 from tests.support.toy_policies import (
     bypass,
-    echo,
     even_ids,
     inherit,
     page_bound,
@@ -88,7 +87,7 @@ PROGRAMS = {
             "lychee_decode(((1, 1), (0, 1)), value=16)",
         )
     },
-    **{toy: [1, 1, 8, 8, 8, 1, 1, 1] for toy in (bypass(), echo(), even_ids())},
+    **{toy: [1, 1, 8, 8, 8, 1, 1, 1] for toy in (bypass(), even_ids())},
 }
 
 
@@ -221,7 +220,7 @@ TURNS = (
     ((5, 2), (3, 20), (0, 33)),
     ((1, 1), (0, 0), (2, 5)),  # less than a window of queries, and nothing at all
 )
-TOYS = (inherit(), bypass(), page_bound(), even_ids(), echo())
+TOYS = (inherit(), bypass(), page_bound(), even_ids())
 
 
 def turn_logits(made, turn):

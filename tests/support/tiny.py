@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -11,17 +11,14 @@ import numpy as np
 import pytest
 
 import jsparse
-from jsparse.cache import CacheSpec, KVCache, ReadOnly, replace_layer, truncate
+from jsparse.cache import CacheSpec, ReadOnly
 from jsparse.evaluation.policy_trial import VOCAB, random_model
-from jsparse.host_memory.store import empty_rows
 from jsparse.model_facts.constants import constants
 from jsparse.model_facts.key_constants import KeyConstants
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy
-from jsparse.runtime import capacity, chunk_attention, prefill, sampling
-from jsparse.runtime.owners import clear_rows
-from jsparse.runtime.reading import PrefillResult, first_logits
+from jsparse.runtime import capacity, chunk_attention, sampling
 from jsparse.runtime.session import Session
 
 
@@ -94,65 +91,6 @@ def dense_pass(params: Params, text: Sequence[int]) -> np.ndarray:
     """The logits of one dense pass, float32[len(text), V]; texts are padded to share a program."""
     padded = [*text, *[0] * (-len(text) % 64)]
     return np.asarray(jsparse.logits(params, padded)[0])[: len(text)]
-
-
-def pooled_logits(
-    params: Params,
-    policy: Policy,
-    prompts: list[list[int]],
-    forced: np.ndarray,
-    *,
-    page_size: int,
-    chunk: int = 512,
-) -> np.ndarray:
-    """Does what `engine_logits` does, over a shared pool whose pages other rows have used before.
-
-    Pages are handed out in a scrambled order, in each layer another.
-    """
-    steps = forced.shape[1]
-    spec = capacity.cache_spec(params, prompts, steps, None, page_size)
-    pages = sum(-(-(len(ids) + steps) // page_size) for ids in prompts)
-    spec = spec._replace(pool_pages=spec.num_kv_heads * pages + 1)
-    carry = scrambled(prefill.start(params.decoder, policy, *empty_rows(spec, policy)))
-    for rows in (random_prompts([len(ids) for ids in reversed(prompts)], seed=8), prompts):
-        part = given_back(policy, spec, carry.cache, carry.state)
-        carry = prefill.start(params.decoder, policy, *part)
-        lengths = np.array([len(ids) for ids in rows])
-        tokens = np.zeros((len(rows), lengths.max()), np.int32)
-        for b, ids in enumerate(rows):
-            tokens[b, : len(ids)] = ids
-        carry = prefill.read_prompts(
-            *(params.decoder, policy, params.weights, tokens, lengths, carry),
-            chunk=chunk,
-            beside=read_only(params, policy),
-        )
-    session = Session(params, policy, spec, steps_per_program=1)
-    logits = first_logits(params.decoder, params.weights, carry.last_hidden)
-    session.adopt(PrefillResult(logits, carry.cache, carry.state))
-    made = forced_logits(session, forced)
-    assert not session.held.cache.overflow.any()
-    return made
-
-
-@partial(jax.jit, static_argnames=("policy", "spec"))
-def given_back(policy: Policy, spec: CacheSpec, cache: KVCache, state: Any):
-    """Empties all rows, and puts their pages back on the free lists."""
-    layers = tuple(truncate(layer, jnp.zeros_like(layer.lengths)) for layer in cache.layers)
-    rows = jnp.arange(spec.batch)
-    return clear_rows(policy, spec, cache._replace(layers=layers), state, rows)
-
-
-def scrambled(carry: prefill.PrefillCarry) -> prefill.PrefillCarry:
-    """Shuffles the free pages of every layer, but for the scratch page."""
-    cache = carry.cache
-    for i, layer in enumerate(cache.layers):
-        free = layer.free
-        assert free is not None
-        count = int(free.count)
-        order = np.random.default_rng(i).permutation(count)
-        free = free._replace(pages=free.pages.at[:count].set(free.pages[:count][order]))
-        cache = replace_layer(cache, i, layer._replace(free=free))
-    return carry._replace(cache=cache)
 
 
 def read_only(params: Params, policy: Policy | str) -> ReadOnly:

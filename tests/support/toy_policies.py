@@ -1,9 +1,8 @@
 """Toy policies: five use the channels of the contract that one of the papers' methods needs, and
-little else. `echo` uses the report on listed tokens, `prompt_ends` evicts before the first step,
-`parity` needs a constant of the model, and `counted` says how much its summary counts.
+little else. `prompt_ends` evicts before the first step, `parity` needs a constant of the model, and
+`counted` says how much its summary counts.
 """
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -340,44 +339,6 @@ def even_ids(budget: int = 12, recent: int = 3, within: int = 24) -> Policy:
     return Policy(
         select, init=init, prefill=prefill, append=append, dense_below=lambda held: within + 1
     )
-
-
-@builder
-def echo(sink: int = 2, recent: int = 6) -> Policy:
-    """Lists the first and the last tokens, beside a summary token that tells what each query head
-    saw a step ago.
-
-    Its value is 0 and its logit the logsumexp of those that the query head gave to the tokens at
-    even slots. Head 0 of layer 0 is dense, so it has none.
-    """
-
-    def init(spec):
-        group = spec.num_heads // spec.num_kv_heads
-        shape = (spec.batch, spec.num_kv_heads, group)
-        return tuple(jnp.full(shape, -jnp.inf) for _ in range(spec.num_layers))
-
-    def select(state, layer, q, view):
-        held = view.layers[layer]
-        chosen = window(
-            held.lengths,
-            sink=sink,
-            recent=recent,
-            num_pages=held.num_pages,
-            page_size=held.page_size,
-            granularity="token",
-        )
-        if layer == 0:
-            first = jnp.arange(held.lengths.shape[1]) == 0
-            chosen = replace(chosen, dense=jnp.broadcast_to(first, held.lengths.shape))
-        return chosen, Summary(jnp.zeros(q.shape), state[layer].reshape(q.shape[:2])), state
-
-    def update(state, layer, stats, view):
-        nth = jnp.arange(stats.ids.shape[-1])
-        even = (nth < stats.count[..., None]) & (stats.ids % 2 == 0)
-        logits = jnp.where(even[:, :, None], stats.logits, -jnp.inf)
-        return replaced(state, layer, softmax_partial(logits)[2])
-
-    return Policy(select, init=init, update=update, stats=lambda layer: "listed_logits")
 
 
 @builder

@@ -174,10 +174,8 @@ CASES = (
     Case("newest_unlisted", listed="first", lengths="full"),
     Case("one_token", lengths="one"),
     Case("head_dim_96", head_dim=96, group=3, page_size=8),
-    Case("head_dim_128", head_dim=128, group=1, page_size=32, num_pages=3),
     Case("head_dim_256", head_dim=256, group=16, page_size=64, num_pages=2),
     Case("group_of_7", group=7, kv_heads=4, batch=3),
-    Case("bits_8", bits=True, page_size=8),
     Case("bits_16", bits=True, bias=True, table="scrambled"),
     Case("bits_32", bits=True, page_size=32, listed="all", num_pages=3),
     Case("bits_newest_unlisted", bits=True, listed="first", lengths="full"),
@@ -190,6 +188,5 @@ CASES = (
     Case("bias", bias=True),
     Case("sm_scale", sm_scale=0.3),
     Case("huge_logits", spread=1e4),
-    Case("huge_logits_dense", spread=1e4, dense="mixed"),
     Case("bfloat16", dtype="bfloat16", table="scrambled", bits=True),
 )

@@ -67,10 +67,8 @@ class Case(Named):
 
 CASES = (
     Case("any"),
-    Case("radii", radii=True),
     Case("radii_of_points", radii=True, own=True, normalise=False),
     Case("float32", dtype="float32", radii=True, own=True),
-    Case("means", normalise=False),
     Case("all_in_one", joined=1, new=16, radii=True),
     Case("one_point", batch=1, kv_heads=1, new=1, joined=1, points=1, groups=1),
     Case("odd", new=23, joined=11, head_dim=40),

@@ -69,10 +69,8 @@ CASES = (
     Case("float32", dtype="float32"),
     Case("spread", dtype="float32", like="spread"),
     Case("one_point", batch=1, kv_heads=1, points=1, max_groups=3, used="all"),
-    Case("one_group", max_groups=1, used="all"),
     Case("few_groups", points=900, max_groups=5),
     Case("odd", points=333, max_groups=257, head_dim=40),
     Case("wide", points=130, max_groups=70, head_dim=256),
-    Case("wide_float32", points=130, max_groups=70, head_dim=256, dtype="float32"),
     Case("normal", points=300, max_groups=150, head_dim=128, like="normal"),
 )

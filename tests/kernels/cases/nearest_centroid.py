@@ -66,8 +66,6 @@ CASES = (
     Case("any"),
     Case("float32", dtype="float32"),
     Case("few_points", points=23, groups=1000),
-    Case("few_points_float32", points=23, groups=300, dtype="float32"),
-    Case("few_points_few_groups", points=5, groups=7),
     Case("one_point", batch=1, kv_heads=1, points=1, groups=600, used="all"),
     Case("one_group", groups=1, used="all"),
     Case("odd", points=333, groups=257, head_dim=40),

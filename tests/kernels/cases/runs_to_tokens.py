@@ -77,7 +77,6 @@ class Case(Named):
 
 CASES = (
     Case("any"),
-    Case("shared", shared=True, like="mixed"),
     Case("all", listed=40, like="one_long"),
     Case("cut", listed=30, count="all", capacity=100),
     Case("cut_in_a_long_run", listed=40, count="all", like="one_long", long=5000, capacity=1000),
@@ -87,9 +86,6 @@ CASES = (
     Case("one_slot", capacity=1),
     Case("many_blocks", runs=900, listed=700, like="mixed", long=20, shared=True),
     Case("outside", outside=True, shared=True, like="one_long"),
-    Case("outside_all", outside=True, listed=40, count="all", like="mixed"),
-    Case("outside_of_one", batch=1, kv_heads=2, runs=1, listed=1, outside=True),
     Case("outside_cut", outside=True, listed=30, count="all", capacity=200),
-    Case("outside_many", outside=True, runs=900, listed=255, count="all", shared=True),
     Case("odd", kv_heads=2, runs=333, listed=130, like="one_long", capacity=1023),
 )

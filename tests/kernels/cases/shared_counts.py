@@ -61,11 +61,9 @@ class Case(Named):
 
 CASES = (
     Case("normal"),
-    Case("uniform", kind="uniform"),
     Case("shares", kind="shares"),
     Case("ties", kind="ties"),
     Case("zeros", kind="zeros"),
-    Case("zeros_at_the_threshold", kind="zeros", share=0.2, max_count=100),
     Case("equal", kind="equal"),
     Case("one_list", lists=1, max_count=200),
     Case("one_score_each", slots=1, min_count=0, max_count=1),
@@ -83,16 +81,6 @@ CASES = (
 LARGE = (
     Case("llama", lists=8, slots=2176, kind="shares", min_count=476, max_count=2012),
     Case(
-        "llama_uniform",
-        lists=8,
-        slots=2304,
-        kind="uniform",
-        min_count=476,
-        max_count=2012,
-        share=0.47,
-    ),
-    Case("16_lists", lists=16, slots=2304, min_count=476, max_count=2012),
-    Case(
         "10_lists_of_ties",
         lists=10,
         slots=2000,
@@ -100,9 +88,6 @@ LARGE = (
         min_count=0,
         max_count=2000,
         absent=0.1,
-    ),
-    Case(
-        "4096_slots", lists=8, slots=4096, kind="shares", min_count=100, max_count=4096, share=0.3
     ),
     Case("one_long_list", lists=1, slots=4096, min_count=0, max_count=4096),
     Case("rows", batch=200, lists=4, slots=700, kind="shares", max_count=650),

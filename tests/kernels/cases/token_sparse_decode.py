@@ -8,7 +8,6 @@ _case = partial(Case, granularity="token")
 
 CASES = (
     _case("tokens"),
-    _case("one_row_one_head", batch=1, kv_heads=1, group=1, lengths="full"),
     _case("few_listed", capacity=5, num_pages=9),
     _case("all_listed", listed="all"),
     _case("nothing_listed", listed="none", capacity=7),
@@ -17,7 +16,6 @@ CASES = (
     _case("newest_unlisted", listed="first", lengths="full", capacity=3),
     _case("one_token", lengths="one"),
     _case("head_dim_96", head_dim=96, group=3, page_size=8),
-    _case("head_dim_128", head_dim=128, group=1, page_size=32, num_pages=3),
     _case("head_dim_256", head_dim=256, group=16, page_size=64, num_pages=2),
     _case("dense_and_sparse", dense="mixed", capacity=20),
     _case("all_dense", dense="all", listed="none", capacity=0),
@@ -26,16 +24,6 @@ CASES = (
     _case("sm_scale", sm_scale=0.3),
     _case("huge_logits", spread=1e4),
     _case("bfloat16", dtype="bfloat16", table="scrambled"),
-    _case("bfloat16_96", dtype="bfloat16", head_dim=96, group=1, dense="mixed"),
-    _case(
-        "bfloat16_128",
-        dtype="bfloat16",
-        head_dim=128,
-        group=7,
-        page_size=32,
-        num_pages=3,
-        bias=True,
-    ),
     _case(
         "bfloat16_256",
         dtype="bfloat16",

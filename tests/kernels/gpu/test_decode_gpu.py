@@ -14,7 +14,6 @@ from jsparse.models.transformer import weight_shapes
 from jsparse.pallas_kernels import dispatch
 from jsparse.policy import Policy
 from tests.support.tiny import VOCAB, assert_close, engine_logits, random_prompts, random_tokens
-from tests.support.toy_policies import echo
 
 pytestmark = pytest.mark.gpu
 LENGTHS, STEPS = (37, 150, 301), 6
@@ -49,7 +48,6 @@ RUNS: dict[str | Policy, tuple[int, str]] = {
     "twilight(all_pages(), p=0.9)": (16, "int4_append: triton"),
     "twilight(quest(budget=128), p=0.7)": (16, "block_sparse_decode: mosaic"),
     "twilight(quest(budget=128), p=0.9, prune='token')": (16, "token_sparse_decode: triton"),
-    echo(sink=5, recent=61): (16, "token_sparse_decode: triton"),
 }
 
 

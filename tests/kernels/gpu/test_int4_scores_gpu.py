@@ -23,7 +23,7 @@ from tests.kernels.cases.int4_scores import (
     options,
     out_of_frame,
 )
-from tests.support.int4_checks import assert_keys_near
+from tests.support.key_checks import assert_keys_near
 
 pytestmark = pytest.mark.gpu
 by_name = {case.name: case for case in CASES}

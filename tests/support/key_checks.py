@@ -1,4 +1,6 @@
-"""Finds 4-bit keys in numpy, and checks those whose channels were computed in another order."""
+"""Finds pages, 4-bit keys and bounds in numpy, and compares keys that were computed otherwise."""
+
+from functools import partial
 
 import jax
 import numpy as np
@@ -8,12 +10,18 @@ from jsparse.pallas_kernels.int4_keys import Int4Keys, quantise
 quantised = jax.jit(quantise)
 
 
+@partial(jax.jit, static_argnums=0)
+def of(form, low, high):
+    """Makes bounds of a form."""
+    return form.of(low, high)
+
+
 def ones(*shape, dtype=np.float32):
     return jax.device_put(np.ones(shape, dtype))
 
 
-def lies(layer, b, n, page):
-    """Finds where a head's page lies."""
+def physical(layer, b, n, page):
+    """Returns where a head's logical page lies."""
     if layer.block_table is not None:
         return int(layer.block_table[b, n, page])
     return (b * layer.lengths.shape[1] + n) * layer.num_pages + page
