@@ -36,7 +36,6 @@ from jsparse.hooks import (
 from jsparse.hyper_parameters import below_one, flag, fraction, number_in, one_of, whole_number
 from jsparse.pallas_kernels.compact_pages import compact_pages
 from jsparse.pallas_kernels.threshold_select import Budget, Threshold, TopK, TopP, threshold_select
-from jsparse.partials import ListedLogits, Stats, StatsKind, Summary, merge
 from jsparse.policies.combinators import WrappedState, with_state
 from jsparse.policies.page_policy import page_policy
 from jsparse.policies.sidecars import Sidecar, sidecar
@@ -53,6 +52,7 @@ from jsparse.selection import (
     union,
     window,
 )
+from jsparse.selection.partials import ListedLogits, Stats, StatsKind, Summary, merge
 
 __all__ = [
     "AfterPromptFn",

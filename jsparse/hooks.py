@@ -5,8 +5,8 @@ from typing import Any, NamedTuple, Protocol
 from jaxtyping import Array, Float
 
 from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView
-from jsparse.partials import ListedLogits, Stats, StatsKind, Summary
 from jsparse.selection import Selection
+from jsparse.selection.partials import ListedLogits, Stats, StatsKind, Summary
 from jsparse.shapes import ChunkKV, Queries, Rows, Tokens
 
 State = Any

@@ -51,8 +51,8 @@ from jsparse.hooks import (
     StatsFn,
     UpdateFn,
 )
-from jsparse.partials import StatsKind, Summary
 from jsparse.selection import Selection
+from jsparse.selection.partials import StatsKind, Summary
 
 Shares = Literal["pages", "keys"]
 

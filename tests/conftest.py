@@ -61,7 +61,6 @@ pytest_plugins = ("tests.support.tiers", "tests.support.programs")
 
 # The modules that take arrays. The others take what users write and check it themselves.
 ARRAY_MODULES = (
-    "attended",
     "cache",
     "host_memory.attention",
     "host_memory.pages",
@@ -104,14 +103,12 @@ ARRAY_MODULES = (
     "policies.clusters.search",
     "policies.eviction.merging",
     "policies.eviction.window",
-    "partials",
     "runtime.chunk_attention",
     "runtime.correct",
     "runtime.decode_step",
     "runtime.prefill",
     "runtime.scoring",
     "selection",
-    "threshold",
     "train.direct",
     "train.distill",
     "train.families",

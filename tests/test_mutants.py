@@ -181,7 +181,7 @@ def test_the_places_for_random_faults_are_those_of_code_that_computes():
 
 def test_every_source_of_the_package_is_drawn_from_once():
     files = sources(ROOT)
-    assert {"jsparse/threshold.py", "models/layers.py", "train/distill.py"} < {*files}
+    assert {"jsparse/selection/threshold.py", "models/layers.py", "train/distill.py"} < {*files}
     assert len({(ROOT / file).resolve() for file in files}) == len(files)
 
 

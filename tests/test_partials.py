@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 
-from jsparse import partials
-from jsparse.partials import softmax_partial
+from jsparse.selection import partials
+from jsparse.selection.partials import softmax_partial
 
 merge = jax.jit(partials.merge)
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jsparse.attended import attended_tokens, read_tokens, token_mask
 from jsparse.selection import (
     Selection,
     everything,
@@ -22,6 +21,7 @@ from jsparse.selection import (
     unpack_bits,
     window,
 )
+from jsparse.selection.attended import attended_tokens, read_tokens, token_mask
 from tests.support.marks import slow_except
 
 B, K, P, M = 2, 2, 8, 5

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jsparse.threshold import budget_mask, compact, top_k_ids, top_k_mask, top_p_mask
+from jsparse.selection.threshold import budget_mask, compact, top_k_ids, top_k_mask, top_p_mask
 
 SIZE = 12
 TINY = float(np.finfo(np.float32).tiny)

@@ -26,8 +26,8 @@ from jsparse.builder import dense
 from jsparse.cache import CacheSpec, read_heads
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
 from jsparse.runtime import chunk_attention, prefill
+from jsparse.selection.threshold import top_k_mask
 from jsparse.shapes import Rows, Tokens
-from jsparse.threshold import top_k_mask
 from jsparse.train.data import TrainingBatch
 
 Match = Literal["logits", "hidden"]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Key
 
-from jsparse.threshold import top_k_mask
+from jsparse.selection.threshold import top_k_mask
 from jsparse.train import direct, hard_concrete, hard_kuma
 
 GateParams = Any

@@ -14,13 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jsparse.attended import count_tokens, token_mask
 from jsparse.builder import builder, require_policy, require_stays
 from jsparse.cache import CacheSpec, LayerCache, StepView, read_heads
 from jsparse.evaluation.teacher_forcing import Forcing
 from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.threshold_select.reference import pooled
-from jsparse.partials import Summary, merge, softmax_partial
 from jsparse.policies.combinators import WrappedState, with_state
 from jsparse.policies.expressions import parse
 from jsparse.policies.oracle import attention_logits
@@ -28,8 +26,10 @@ from jsparse.policy import Policy, at_layer, selected
 from jsparse.runtime.decode_step import dense_rows
 from jsparse.runtime.spread_programs import on_host
 from jsparse.selection import Selection
+from jsparse.selection.attended import count_tokens, token_mask
+from jsparse.selection.partials import Summary, merge, softmax_partial
+from jsparse.selection.threshold import top_k_mask
 from jsparse.shapes import Lengths, Queries, Rows
-from jsparse.threshold import top_k_mask
 
 
 class HeadMetrics(NamedTuple):

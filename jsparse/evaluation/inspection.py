@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jsparse.attended import token_mask
 from jsparse.cache import CacheSpec, StepView, slot_positions
 from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params
@@ -25,6 +24,7 @@ from jsparse.runtime.host_reader import OnChunk
 from jsparse.runtime.sampling import greedy
 from jsparse.runtime.session import Session
 from jsparse.runtime.spread_programs import on_host
+from jsparse.selection.attended import token_mask
 from jsparse.shapes import Queries, Rows
 from jsparse.text import prompts
 

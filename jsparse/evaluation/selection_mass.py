@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from jsparse.attended import token_mask
 from jsparse.cache import LayerCache
 from jsparse.models.checkpoint import Params
 from jsparse.policies.oracle import attention_logits
 from jsparse.selection import Selection
+from jsparse.selection.attended import token_mask
 from jsparse.shapes import Queries
 
 # a random model's embeddings have a deviation of 1. With these, selections of our policies

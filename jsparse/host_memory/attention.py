@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Int32
 from jsparse.cache import LayerCache
 from jsparse.host_memory.pool import pools
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
-from jsparse.partials import AttentionOut, ListedLogits, StatsKind
 from jsparse.policy import Offload
 from jsparse.selection import Selection, everything
+from jsparse.selection.partials import AttentionOut, ListedLogits, StatsKind
 from jsparse.shapes import Ids, Lengths, Queries
 
 

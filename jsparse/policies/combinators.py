@@ -16,10 +16,10 @@ from jsparse.builder import builder, require_policy, require_stays
 from jsparse.cache import CacheSpec, StepView
 from jsparse.hooks import AppendFn, InitFn, PrefillFn, SelectFn, State
 from jsparse.hyper_parameters import whole_number
-from jsparse.partials import Summary
 from jsparse.policies import head_gates
 from jsparse.policy import Policy, Shares
 from jsparse.selection import everything, union, window
+from jsparse.selection.partials import Summary
 from jsparse.shapes import HeadFlags
 
 Hook = Callable[..., Any]  # of a policy, which takes a state first

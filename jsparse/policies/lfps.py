@@ -35,7 +35,6 @@ from jsparse.hooks import PrefillView
 from jsparse.hyper_parameters import below_one, flag, fraction, number_in, one_of, whole_number
 from jsparse.pallas_kernels.table_candidates import Best, table_candidates
 from jsparse.pallas_kernels.table_update import table_update
-from jsparse.partials import ListedLogits, Stats, group_weights, softmax_partial
 from jsparse.policies.lfps_variants import (
     SINKS,
     Bypass,
@@ -49,6 +48,7 @@ from jsparse.policies.lfps_variants import (
     scaled_products,
 )
 from jsparse.policy import Policy, Services, at_layer, knob
+from jsparse.selection.partials import ListedLogits, Stats, group_weights, softmax_partial
 from jsparse.shapes import Lengths, Queries, Rows
 
 WINDOW = 32  # s, the last prompt queries from which the tables are built

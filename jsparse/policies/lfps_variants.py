@@ -17,8 +17,8 @@ from jsparse.cache import CacheSpec, LayerCache, read_heads, read_slots
 from jsparse.pallas_kernels.table_candidates import Best, Kurtosis, table_candidates
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products
-from jsparse.partials import Summary, group_weights, merge, softmax_partial
 from jsparse.selection import Selection
+from jsparse.selection.partials import Summary, group_weights, merge, softmax_partial
 from jsparse.shapes import HeadFlags, Lengths, Queries
 
 Candidates = Literal["top", "threshold"]

@@ -28,11 +28,11 @@ from jsparse.cache import CacheSpec, LayerCache, StepView
 from jsparse.hooks import State
 from jsparse.hyper_parameters import below_one, fraction, one_of, whole_number
 from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP
-from jsparse.partials import StatsKind
 from jsparse.policies import head_gates
 from jsparse.policies.picks import pick
 from jsparse.policy import Policy, Services, knob
 from jsparse.selection import Granularity, Selection
+from jsparse.selection.partials import StatsKind
 
 PickRule = Literal["top_k", "top_p", "threshold", "ratio"]
 # the default value of each rule, and the check that a value must pass

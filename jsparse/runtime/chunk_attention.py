@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Float32
 from jsparse.cache import CacheSpec, LayerCache, read_pages
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.api import MAX_QUERIES
-from jsparse.partials import ListedLogits, Stats, StatsKind, merge, softmax_partial
 from jsparse.selection import everything
+from jsparse.selection.partials import ListedLogits, Stats, StatsKind, merge, softmax_partial
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows
 
 # Tokens per chunk, and per block of the cache that it attends to. Flash attention stores nothing of

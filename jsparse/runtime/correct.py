@@ -18,10 +18,10 @@ from jsparse.cache import (
 )
 from jsparse.hooks import State
 from jsparse.models.transformer import Decoder, Weights, hidden_states
-from jsparse.partials import ListedLogits, Stats
 from jsparse.policy import Policy, kept
 from jsparse.runtime.chunk_attention import attend_chunk
 from jsparse.runtime.compilation import note_trace, program
+from jsparse.selection.partials import ListedLogits, Stats
 from jsparse.shapes import ChunkQueries, Rows, Tokens
 
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
-from jsparse.attended import count_tokens
 from jsparse.cache import (
     NOTHING,
     KVCache,
@@ -31,11 +30,12 @@ from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logit
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.rope_append import rope_append
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
-from jsparse.partials import AttentionOut, Summary, merge
 from jsparse.policy import Policy, kept, selected
 from jsparse.ranks import across
 from jsparse.runtime.owners import keep_inactive
 from jsparse.selection import Selection
+from jsparse.selection.attended import count_tokens
+from jsparse.selection.partials import AttentionOut, Summary, merge
 from jsparse.shapes import ChunkKV, ChunkQueries, Lengths, Queries, Rows
 
 ATTENTION = {"page": block_sparse_decode, "token": token_sparse_decode}

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt16, UInt32
 
 from jsparse.runtime.request import Request
 from jsparse.runtime.sampling_params import MAX_BIASES, MAX_END_IDS
+from jsparse.selection.threshold import top_k_mask
 from jsparse.shapes import Rows
-from jsparse.threshold import top_k_mask
 
 NextTokens = tuple[Rows, Float32[Array, "B"], Any]
 # one number for all rows, or one per row where rows began at different times

@@ -13,8 +13,8 @@ from jsparse.pallas_kernels.block_sparse_decode import reference
 from jsparse.pallas_kernels.block_sparse_decode.cascade import cascade, lists_nothing
 from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_mosaic, run
-from jsparse.partials import AttentionOut, ListedLogits, StatsKind
 from jsparse.selection import Selection
+from jsparse.selection.partials import AttentionOut, ListedLogits, StatsKind
 
 MAX_QUERIES = 64  # of a KV head, with the mean that a report takes
 # In the Triton kernel more bytes of queries do not fit beside K and V on some GPUs, and of float32,

@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse.cache import LayerCache, SharedPrefixes
-from jsparse.partials import AttentionOut, merge
 from jsparse.selection import Selection, everything
+from jsparse.selection.partials import AttentionOut, merge
 
 
 def cascade(

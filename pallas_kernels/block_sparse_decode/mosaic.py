@@ -28,8 +28,8 @@ from jsparse.pallas_kernels.block_sparse_decode.refs import GlobalRefs, SharedRe
 from jsparse.pallas_kernels.block_sparse_decode.schedule import Tiles
 from jsparse.pallas_kernels.merge_splits.api import merge_splits
 from jsparse.pallas_kernels.place_logits.api import place_logits
-from jsparse.partials import AttentionOut, MeanStatsKind, Stats
 from jsparse.selection import Selection
+from jsparse.selection.partials import AttentionOut, MeanStatsKind, Stats
 
 
 def block_sparse_decode(

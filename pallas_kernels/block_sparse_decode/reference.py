@@ -5,10 +5,10 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jsparse.attended import token_mask
 from jsparse.cache import LayerCache, PagePool, read_heads, read_pages, read_slots
-from jsparse.partials import AttentionOut, MeanStatsKind, Stats, softmax_partial
 from jsparse.selection import Selection, unpack_bits
+from jsparse.selection.attended import token_mask
+from jsparse.selection.partials import AttentionOut, MeanStatsKind, Stats, softmax_partial
 
 
 def block_sparse_decode(

@@ -5,8 +5,8 @@ from jaxtyping import Array, Float32
 from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.place_logits import reference
-from jsparse.partials import MeanStatsKind
 from jsparse.selection import Selection
+from jsparse.selection.partials import MeanStatsKind
 from jsparse.shapes import Lengths
 
 

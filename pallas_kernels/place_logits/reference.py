@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from jsparse.partials import MeanStatsKind, softmax_partial
 from jsparse.selection import Selection
+from jsparse.selection.partials import MeanStatsKind, softmax_partial
 from jsparse.shapes import Lengths
 
 

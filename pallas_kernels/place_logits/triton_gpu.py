@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float32
 
-from jsparse.partials import MeanStatsKind
 from jsparse.selection import Selection
+from jsparse.selection.partials import MeanStatsKind
 from jsparse.shapes import Lengths
 
 TILE = 2048  # logits per program

@@ -6,8 +6,8 @@ It finds the threshold digit by digit: 8 passes over the scores, where bits woul
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from jsparse.selection.threshold import ordered
 from jsparse.shapes import Lengths, Rows
-from jsparse.threshold import ordered
 
 
 def shared_counts(

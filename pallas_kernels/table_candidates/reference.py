@@ -8,8 +8,8 @@ from jaxtyping import Array, BFloat16, Bool, Float32, UInt16
 
 from jsparse.pallas_kernels.table_candidates.rules import CandidateRule, Kurtosis
 from jsparse.selection import Selection
+from jsparse.selection.threshold import top_k_ids
 from jsparse.shapes import Lengths
-from jsparse.threshold import top_k_ids
 
 OFFSETS = (-1, 0, 1, 2)
 # Ranks have 16 bits: 0 is what is never listed, 1 the score 0. The largest score, with what marks

@@ -5,7 +5,7 @@ from jaxtyping import Array, BFloat16, Float32
 from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, many_heads, no_triton, run
 from jsparse.pallas_kernels.table_update import reference
-from jsparse.partials import ListedLogits
+from jsparse.selection.partials import ListedLogits
 from jsparse.shapes import Lengths
 
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
-from jsparse.partials import ListedLogits, group_weights
+from jsparse.selection.partials import ListedLogits, group_weights
 from jsparse.shapes import Lengths
 
 

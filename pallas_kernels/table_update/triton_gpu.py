@@ -11,7 +11,7 @@ import triton.language as tl
 from jaxtyping import Array, BFloat16, Float32
 
 from jsparse.pallas_kernels.triton_meeting import max_programs, meet
-from jsparse.partials import ListedLogits
+from jsparse.selection.partials import ListedLogits
 from jsparse.shapes import Lengths
 
 PROGRAMS = 512  # of all heads, where parts have SMALLEST to LARGEST entries

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jsparse.pallas_kernels.threshold_select.api import Always, Budget, Rule, Threshold, TopK, TopP
-from jsparse.partials import softmax_partial
 from jsparse.selection import Selection, from_page_mask, from_token_mask
+from jsparse.selection.partials import softmax_partial
+from jsparse.selection.threshold import budget_mask, ordered, top_k_ids, top_k_mask, top_p_mask
 from jsparse.shapes import Lengths
-from jsparse.threshold import budget_mask, ordered, top_k_ids, top_k_mask, top_p_mask
 
 REACH = 2.0**-1  # of scores above the largest, so that none becomes infinite
 TINY = 2.0**-100  # above it by little is still a normal number

@@ -9,8 +9,8 @@ from jsparse.pallas_kernels.attention_arguments import check_list, no_rows
 from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, run
 from jsparse.pallas_kernels.token_sparse_decode import reference
-from jsparse.partials import AttentionOut, StatsKind
 from jsparse.selection import Selection
+from jsparse.selection.partials import AttentionOut, StatsKind
 
 _MAX_GROUP = 16
 

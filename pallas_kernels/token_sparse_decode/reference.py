@@ -8,8 +8,8 @@ from jsparse.cache import LayerCache, read_slots
 from jsparse.pallas_kernels.block_sparse_decode.reference import gathered, masked
 from jsparse.pallas_kernels.token_sparse_decode.listed import listed_tokens
 from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products, weighted_sum
-from jsparse.partials import AttentionOut, ListedLogits, StatsKind, softmax_partial
 from jsparse.selection import Selection
+from jsparse.selection.partials import AttentionOut, ListedLogits, StatsKind, softmax_partial
 
 
 def token_sparse_decode(

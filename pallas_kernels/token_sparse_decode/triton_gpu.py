@@ -23,8 +23,8 @@ from jsparse.pallas_kernels.merge_splits.api import merge_splits
 from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products
 from jsparse.pallas_kernels.token_sparse_decode.triton_kernel import attend_kernel
 from jsparse.pallas_kernels.token_sparse_decode.triton_tiers import Pools
-from jsparse.partials import AttentionOut, ListedLogits, Stats, StatsKind, softmax_partial
 from jsparse.selection import Selection
+from jsparse.selection.partials import AttentionOut, ListedLogits, Stats, StatsKind, softmax_partial
 
 MAX_SUMS = 64 * 128  # sums of V that the registers of four warps hold
 LONG = 2048  # the capacity from which on lists are long

@@ -17,7 +17,7 @@ from bench.lib.kernel_timing import (
     step_kernels,
     summary,
 )
-from jsparse.attended import read_tokens
+from jsparse.selection.attended import read_tokens
 from tests.support.marks import slow_except
 
 on_a_cpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="would time the GPU")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jsparse.pallas_kernels.merge_splits import merge_splits
-from jsparse.partials import merge
+from jsparse.selection.partials import merge
 
 
 def partials(pairs=3, splits=5, rows=4, head_dim=8, seed=0):

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jsparse.attended import token_mask
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
-from jsparse.partials import ListedLogits
 from jsparse.selection import Selection, from_token_mask, nothing
+from jsparse.selection.attended import token_mask
+from jsparse.selection.partials import ListedLogits
 from tests.kernels.cases.block_sparse_decode import Case
 from tests.kernels.cases.token_sparse_decode import CASES
 from tests.support.decode_checks import (

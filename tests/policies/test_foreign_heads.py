@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jsparse import cache as kv_cache
-from jsparse.attended import token_mask
 from jsparse.cache import CacheSpec, KVCache, StepView
 from jsparse.model_facts.constants import mid_and_scale
 from jsparse.model_facts.key_constants import KeyConstants, angles_at, rotated
 from jsparse.policies.expressions import parse
+from jsparse.selection.attended import token_mask
 from tests.support.marks import slow_except
 
 KEYS = Path(__file__).parents[1] / "fixtures" / "keys" / "qwen2_5_0_5b.npz"

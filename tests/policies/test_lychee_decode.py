@@ -13,8 +13,8 @@ import pytest
 import jsparse
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, StepView
-from jsparse.partials import Stats
 from jsparse.runtime import rows as driver
+from jsparse.selection.partials import Stats
 from tests.support.marks import slow_except
 from tests.support.one_layer import OneLayer
 from tests.support.slow_model import SlowModel, SlowRow, logits_of, softmax

@@ -7,7 +7,7 @@ import pytest
 
 import jsparse
 from jsparse.cache import StepView
-from jsparse.partials import Stats
+from jsparse.selection.partials import Stats
 from tests.support.one_layer import OneLayer
 from tests.support.tiny import engine_logits, random_prompts, random_tokens, tiny_params
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import jsparse
-from jsparse.attended import token_mask
 from jsparse.cache import LayerCache
 from jsparse.policies.expressions import parse
 from jsparse.policies.twilight import break_even
+from jsparse.selection.attended import token_mask
 from tests.support.marks import slow_except
 from tests.support.one_layer import OneLayer
 from tests.support.tiny import (

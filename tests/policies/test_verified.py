@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jsparse.cache import StepView, init
-from jsparse.partials import Stats
 from jsparse.policies.verified import Settings, verified
 from jsparse.selection import Selection
+from jsparse.selection.partials import Stats
 from tests.support.tiny import spec_of, tiny_params
 
 PAGE = 8

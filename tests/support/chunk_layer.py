@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jsparse import cache as kv_cache
-from jsparse.attended import token_mask
 from jsparse.cache import CacheSpec, StepView
 from jsparse.hooks import PrefillView
 from jsparse.policies.expressions import parse
+from jsparse.selection.attended import token_mask
 
 PAGE, ROWS, HEADS, GROUP, DIM, VOCAB = 8, 2, 2, 2, 16, 50
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jsparse.cache import SharedPrefixes
-from jsparse.partials import StatsKind
 from jsparse.selection import Granularity, Selection
+from jsparse.selection.partials import StatsKind
 from tests.kernels.cases.block_sparse_decode import Case, Inputs
 from tests.support.dense_attention import expected
 

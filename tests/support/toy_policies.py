@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from jsparse.builder import builder
 from jsparse.cache import LayerCache, read_heads, replace_layer, slot_positions, truncate
-from jsparse.partials import Summary, softmax_partial
 from jsparse.policy import Eviction, Policy, Services
 from jsparse.policy import at_layer as replaced
 from jsparse.selection import Selection, from_token_mask, window
-from jsparse.threshold import compact, top_k_mask
+from jsparse.selection.partials import Summary, softmax_partial
+from jsparse.selection.threshold import compact, top_k_mask
 
 
 def mean_query(q, num_kv_heads):

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, UInt8
 
-from jsparse.attended import token_mask
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.compact_pages import compact_pages
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
@@ -14,6 +13,7 @@ from jsparse.policies.eviction.merging import merged_slot, put_slot
 from jsparse.policies.eviction.settings import EvictionState, LayerView, Settings
 from jsparse.policies.eviction.window import mean_query
 from jsparse.selection import MAX_BITS_PAGE, Selection, everything, from_token_mask, union
+from jsparse.selection.attended import token_mask
 from jsparse.shapes import Lengths, Rows
 
 

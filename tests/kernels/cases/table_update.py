@@ -7,7 +7,7 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jsparse.partials import ListedLogits
+from jsparse.selection.partials import ListedLogits
 from tests.kernels.cases.named import Named, packed, put, ragged
 
 _SINK_LOGIT = 60.0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
-from jsparse.partials import StatsKind
+from jsparse.selection.partials import StatsKind
 from tests.kernels.cases.block_sparse_decode import JUNK, Case, Inputs
 from tests.kernels.cases.token_sparse_decode import CASES
 from tests.support.decode_checks import assert_reports_rounded_mean, assert_rounds_o

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
+from jsparse.selection.threshold import compact
 from jsparse.shapes import Bits, HeadFlags, Ids, Lengths
-from jsparse.threshold import compact
 
 Granularity = Literal["page", "token"]
 MAX_BITS_PAGE = 32
