@@ -45,7 +45,7 @@ FORCED = random_tokens(2, 20)
 TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids())
 MAX_LENGTH = 64
 every_method = pytest.mark.parametrize("expression", slow_except(TABLE, *MECHANISMS))
-# what the engine's tests do over all of TABLE, and test_rows.py for what evicts, runs over these
+# what the engine's tests do over all of TABLE runs over these
 SOME = (
     *MECHANISMS,
     "double_sparsity(budget=8)",
@@ -210,7 +210,7 @@ def test_a_row_alone_gives_what_it_gives_in_a_batch(expression):
 def test_a_shared_pool_of_used_pages_gives_the_same(expression):
     """Its table is scrambled, and other rows have written to its pages and given them back.
 
-    By default, and of all others, tests/runtime/test_rows.py and tests/engine show it.
+    By default, and of all others, tests/engine shows it.
     """
     identity, _ = table_logits(expression)
     pooled = pooled_logits(params(), parse(expression), PROMPTS, FORCED, page_size=PAGE)

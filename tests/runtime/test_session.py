@@ -1,7 +1,6 @@
 """Tests sessions: several steps per program, further turns, refusals."""
 
 from functools import partial
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -121,47 +120,6 @@ def test_steps_of_one_program_are_steps_one_by_one(policy):
             for results in (alone, together)
         )
         np.testing.assert_allclose(one, other, rtol=1e-6, err_msg=name)
-
-
-@pytest.mark.slow
-def test_what_follows_an_end_token_in_its_program_is_dropped(monkeypatch):
-    """Whatever generate() returns and tells on the way is what single steps give."""
-    texts = jsparse.load(
-        Path(__file__).parents[1] / "fixtures" / "hf" / "llama" / "model.gguf", dtype="float32"
-    )
-    prompts = ["the cat", "a", "or so"]
-
-    def run(steps_per_program, **options):
-        monkeypatch.setattr(
-            generation, "Session", partial(Session, steps_per_program=steps_per_program)
-        )
-        told = []
-        streamers = [lambda piece, row=row: told.append((row, piece)) for row in range(3)]
-        outs = jsparse.generate(
-            texts,
-            prompts,
-            max_new_tokens=21,
-            temperature=1.5,
-            seed=2,
-            logprobs=True,
-            policy="streaming(sink=1, recent=3)",
-            streamer=streamers,
-            on_progress=lambda *call: told.append(call),
-            **options,
-        )
-        return outs, told
-
-    free, _ = run(1, eos_token_id=[])
-    # in the middle of the first program of 8 and of the second, unless they come up before
-    ends = [free[0].token_ids[4], free[1].token_ids[12], free[2].token_ids[14]]
-    (one, told_one), (other, told_other) = (run(n, eos_token_id=ends) for n in (1, 8))
-    assert len({len(out.token_ids) for out in one}) == 3
-    for a, b in zip(one, other, strict=True):
-        assert (a.text, a.token_ids, a.finish_reason) == (b.text, b.token_ids, b.finish_reason)
-        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
-        for name in ("attended_fraction", "read_fraction", "new_tokens"):
-            assert getattr(a.stats, name) == pytest.approx(getattr(b.stats, name))
-    assert told_one == told_other
 
 
 def test_the_host_reads_a_program_while_the_next_one_runs(monkeypatch):

@@ -119,16 +119,6 @@ def test_a_round_keeps_what_agrees_and_one_more():
         assert own == logits[len(prompt) - 1 : len(text) - 1].argmax(-1).tolist()
 
 
-@pytest.mark.slow
-def test_all_drafts_of_dense_attention_agree():
-    """`all_pages` attends to everything, though it lists pages."""
-    outs, _ = decoded("all_pages()", DRAFTS, DRAWN)
-    for out, limit in zip(outs, LIMITS, strict=True):
-        # the first token is the prompt's; a round of 3 drafts gives 4
-        rounds = -(-(limit - 1) // (DRAFTS + 1))
-        assert out.stats.drafted_tokens == out.stats.accepted_tokens == limit - 1 - rounds
-
-
 @pytest.mark.parametrize("policy", slow_except([QUEST, CLUSTERS], QUEST))
 def test_k_and_v_are_dense_attentions(policy):
     """Those of generated tokens, too, which a further turn may use."""
