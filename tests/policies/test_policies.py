@@ -31,7 +31,7 @@ PAGE = 8
 PROMPTS = random_prompts((37, 9))
 FORCED = random_tokens(2, 20)
 TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids())
-# by default what few programs show; tests/runtime/test_rows.py and tests/engine run over pools
+# by default what few programs show; tests/engine run over pools
 FEW = [name for name in NAMES if name not in ("alone", "pool", "budget", "mass")]
 
 

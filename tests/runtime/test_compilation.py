@@ -21,11 +21,6 @@ def unknown_option(monkeypatch):
     monkeypatch.setitem(compilation.COMPILER_OPTIONS, "no_such_option", True)
 
 
-def test_loops_and_branches_are_among_what_a_gpu_runs_as_a_graph():
-    (kinds,) = compilation.COMPILER_OPTIONS.values()
-    assert {"FUSION", "CUBLAS", "WHILE", "CONDITIONAL"} <= set(kinds.split(","))
-
-
 @pytest.mark.usefixtures("unknown_option")
 def test_programs_are_compiled_with_the_options():
     @program(static_argnames="more")

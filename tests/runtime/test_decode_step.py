@@ -60,33 +60,7 @@ def test_prefill_and_decode_equal_one_full_pass(page_size, full_pass):
     assert_close(logits, full_pass, rtol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("policy", "page_size"),
-    [
-        ("oracle_top_k(budget=5)", 16),
-        pytest.param("oracle_top_k(budget=5)", 64, marks=pytest.mark.slow),
-        pytest.param("dense", 8, marks=pytest.mark.slow),
-        pytest.param("streaming(sink=2, recent=7)", 32, marks=pytest.mark.slow),
-    ],
-)
-def test_a_ragged_batch_equals_each_row_alone(policy, page_size):
-    """Greedy tokens and their log-probabilities do not depend on the batch."""
-    params, options = (
-        PARAMS,
-        {"max_new_tokens": 9, "logprobs": True, "policy": policy, "page_size": page_size},
-    )
-    together = jsparse.generate(params, PROMPTS, **options)
-    row = (8, 16, 32, 64).index(page_size) % 3
-    alone = jsparse.generate(params, PROMPTS[row], **options)
-    assert together[row].token_ids == alone.token_ids
-    np.testing.assert_allclose(together[row].logprobs, alone.logprobs, atol=1e-4)
-    assert together[row].stats.attended_fraction == pytest.approx(
-        alone.stats.attended_fraction, rel=1e-5
-    )
-
-
-def decode(policy, *, pool_pages=None, scramble=False, page_size=8, forced=FORCED, params=PARAMS):
+def decode(policy, *, pool_pages=None, page_size=8, forced=FORCED, params=PARAMS):
     """Returns logits and stats of every forced step, and the last cache.
 
     The cache has an identity table or a shared pool.
@@ -94,15 +68,6 @@ def decode(policy, *, pool_pages=None, scramble=False, page_size=8, forced=FORCE
     spec = spec_of(params, len(PROMPTS), page_size=page_size, num_pages=64 // page_size)
     spec = spec._replace(pool_pages=pool_pages)
     cache = kv_cache.init(spec, fields=policy.fields)
-    if scramble:
-        for i, layer in enumerate(cache.layers):
-            assert layer.free is not None
-            assert pool_pages is not None
-            order = np.random.default_rng(i).permutation(pool_pages - 1)
-            pages = layer.free.pages.at[: pool_pages - 1].set(layer.free.pages[order])
-            cache = kv_cache.replace_layer(
-                cache, i, layer._replace(free=layer.free._replace(pages=pages))
-            )
     carry = prefill.start(params.decoder, policy, cache, policy.init(spec))
     tokens = np.zeros((3, 40), np.int32)
     for b, prompt in enumerate(PROMPTS):
@@ -119,30 +84,6 @@ def decode(policy, *, pool_pages=None, scramble=False, page_size=8, forced=FORCE
         logits.append(np.asarray(out))
         stats.append(jax.tree.map(np.asarray, shares.over_layers()))
     return np.stack(logits), stats, cache
-
-
-@pytest.mark.parametrize(
-    "expression",
-    slow_except(
-        (
-            "dense",
-            "streaming(sink=3, recent=9)",
-            "oracle_top_k(budget=7)",
-            "oracle_top_p(p=0.8, granularity='page')",
-        ),
-    ),
-)
-def test_a_shared_pool_equals_the_identity_table(expression):
-    policy = parse(expression)
-    expected, _, _ = decode(policy)
-    logits, _, cache = decode(policy, pool_pages=60, scramble=True)
-    assert_close(logits, expected, rtol=1e-6)
-    assert not cache.overflow.any()
-    ends = np.array(LENGTHS) + FORCED.shape[1]
-    for held in cache.layers:
-        assert int(held.free.count) == 59 - 2 * np.ceil(ends / 8).sum()
-        used = np.asarray(held.block_table)[np.arange(8) * 8 < np.asarray(held.lengths)[..., None]]
-        assert np.unique(used).size == used.size, "two heads share a page"
 
 
 def test_decoding_equals_the_full_pass_over_a_pool(full_pass):
@@ -295,27 +236,6 @@ def test_the_step_keeps_the_dtypes_of_bfloat16():
     expected = engine_logits(params, "dense", PROMPTS, FORCED)
     error = np.sqrt(np.mean((logits - expected) ** 2) / np.mean(expected**2))
     assert 1e-4 < error < 0.08
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "policy",
-    slow_except(
-        ("streaming(sink=2, recent=7)", "keep(oracle_top_k(budget=5), sink=2, recent=7)"),
-        "keep(oracle_top_k(budget=5), sink=2, recent=7)",
-    ),
-)
-def test_the_page_size_does_not_change_what_tokens_are_attended(policy):
-    """Pages of 64 tokens carry no bits, and must not widen a list of tokens for that."""
-    outs = [
-        jsparse.generate(
-            PARAMS, PROMPTS, max_new_tokens=8, logprobs=True, policy=policy, page_size=size
-        )
-        for size in (16, 64)
-    ]
-    for small, large in zip(*outs, strict=True):
-        np.testing.assert_allclose(small.logprobs, large.logprobs, atol=1e-4)
-        assert small.stats.attended_fraction == pytest.approx(large.stats.attended_fraction)
 
 
 def test_pages_without_bits_are_kept_whole():

@@ -90,19 +90,6 @@ def test_drawn_and_checked_answers_are_the_same(options):
 
 
 @pytest.mark.slow
-def test_hyper_parameters_of_a_prompt_are_heeded():
-    sampling = tuple(jsparse.SamplingParams(max_tokens=7, policy={"p": p}) for p in (0.2, 0.5, 0.9))
-    sizes = {"max_length": 96, "page_size": 8, "sampling": sampling}
-    ours, theirs = (
-        jsparse.generate(each, PROMPTS, policy="twilight(all_pages())", **sizes)
-        for each in (halves(), whole())
-    )
-    for own, other in zip(ours, theirs, strict=True):
-        assert own.token_ids == other.token_ids
-        assert own.stats.attended_fraction == pytest.approx(other.stats.attended_fraction)
-
-
-@pytest.mark.slow
 def test_the_first_program_is_compiled_while_the_prompts_are_read(monkeypatch):
     """What is expected fits what runs: nothing is traced anew."""
     expected, traced = [], []

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from threading import Semaphore
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +17,18 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import jsparse
 from jsparse.builder import dense
 from jsparse.machine import folders
 from jsparse.models.checkpoint import spread
 from jsparse.policies import expressions, head_gates
 from jsparse.policies.combinators import keep
 from jsparse.policies.expressions import parse
-from jsparse.runtime import compilation, fingerprint, prefill, stored
-from jsparse.runtime import rows as driver
+from jsparse.runtime import compilation, fingerprint, stored
 from jsparse.runtime.compilation import Program
 from jsparse.runtime.sampling import greedy as greedy_choice
 from jsparse.runtime.sampling import sampled as sampled_choice
 from jsparse.runtime.stored import ProgramStore
+from tests.support.marks import slow_except
 from tests.support.serving import bits, greedy, tiny_llm
 from tests.support.tiny import random_prompts, tiny_params
 
@@ -117,9 +116,8 @@ def on_devices(*which):
     return NamedSharding(Mesh(devices, ("ranks",)), PartitionSpec("ranks"))
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
+def test_values_that_differ_have_different_fingerprints():
+    for one, other in (
         (1, 1.0),
         (0, False),
         ("1", b"1"),
@@ -129,16 +127,13 @@ def on_devices(*which):
         (np.float32(1), np.float64(1)),
         (jnp.float32, jnp.bfloat16),
         (greedy_choice, sampled_choice),
-    ],
-)
-def test_values_that_differ_have_different_fingerprints(one, other):
-    assert fingerprint.of(one) != fingerprint.of(other)
-    assert fingerprint.of(one) == fingerprint.of(one)
+    ):
+        assert fingerprint.of(one) != fingerprint.of(other), (one, other)
+        assert fingerprint.of(one) == fingerprint.of(one)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_code_that_is_not_ours_has_no_fingerprint():
+    for value in (
         lambda x: x,
         weigh,
         partial(weigh, times=1),
@@ -146,11 +141,9 @@ def test_values_that_differ_have_different_fingerprints(one, other):
         keep(dense()._replace(init=lambda spec: ()), sink=4, recent=4),
         expressions.remember("own.py:mine", dense()),
         np.arange(2000),  # whose repr leaves the middle out
-    ],
-)
-def test_code_that_is_not_ours_has_no_fingerprint(value):
-    with pytest.raises(fingerprint.NoFingerprint):
-        fingerprint.of(value)
+    ):
+        with pytest.raises(fingerprint.NoFingerprint):
+            fingerprint.of(value)
 
 
 def test_the_files_that_a_policy_names_are_part_of_it(tmp_path):
@@ -183,7 +176,7 @@ def test_every_source_file_counts(tmp_path):
 @pytest.fixture
 def weighing(monkeypatch):
     """Makes the program as each process makes it; its function is known."""
-    monkeypatch.setattr(fingerprint, "KNOWN", fingerprint.KNOWN | {__name__})
+    monkeypatch.setattr(fingerprint, "KNOWN", fingerprint.KNOWN | {__name__.partition(".")[0]})
     options = {"static_argnames": "times", "donate_argnames": "x"}
     return lambda mesh=None: Program(weigh, mesh=mesh, **options)
 
@@ -208,12 +201,12 @@ def test_the_next_process_neither_traces_nor_compiles(store, weighing, monkeypat
     assert store.asked == 2
 
 
-@pytest.mark.parametrize("change", [{"times": 3}, {"x": (1.0, 2.0)}, {"x": (1, 2, 3)}])
-def test_another_argument_is_another_program(store, weighing, change):
-    run(weighing())
-    store.settle(1)
-    run(weighing(), **change)
-    assert (store.asked, store.found) == (2, 0)
+def test_another_argument_is_another_program(store, weighing):
+    changes = {}, {"times": 3}, {"x": (1.0, 2.0)}, {"x": (1, 2, 3)}
+    for change in changes:
+        run(weighing(), **change)
+        store.settle(1)
+    assert (store.asked, store.found) == (len(changes), 0)
 
 
 def test_a_program_of_shapes_is_that_of_arrays(store, weighing):
@@ -305,21 +298,17 @@ def test_what_cannot_be_stored_runs_all_the_same(store):
     assert not store.folder.exists()
 
 
-@pytest.mark.parametrize(
-    ("uid", "mode", "reason"),
-    [
+def test_folders_that_others_can_write_to_are_named(monkeypatch):
+    monkeypatch.setattr(folders.os, "getuid", lambda: 1000)
+    for uid, mode, reason in (
         (0, 0o755, None),
-        (1000, 0o700, None),
         (1000, 0o750, None),
         (1001, 0o700, "its owner is user 1001: must be this user or root"),
         (1000, 0o770, "its mode is 770: must be writable by its owner alone"),
         (0, 0o1777, "its mode is 777: must be writable by its owner alone"),
-    ],
-)
-def test_folders_that_others_can_write_to_are_named(monkeypatch, uid, mode, reason):
-    monkeypatch.setattr(folders.os, "getuid", lambda: 1000)
-    status = SimpleNamespace(st_uid=uid, st_mode=stat.S_IFDIR | mode)
-    assert folders.distrust(cast(Path, SimpleNamespace(stat=lambda: status))) == reason
+    ):
+        status = SimpleNamespace(st_uid=uid, st_mode=stat.S_IFDIR | mode)
+        assert folders.distrust(cast(Path, SimpleNamespace(stat=lambda s=status: s))) == reason
 
 
 def test_programs_that_others_could_have_written_are_not_run(store, monkeypatch, caplog):
@@ -376,7 +365,7 @@ def test_what_was_used_longest_ago_makes_room(store, monkeypatch):
     assert sorted(file.name for file in store.folder.iterdir()) == ["c", "d"]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", slow_except([1, 2], 1))
 def test_an_engine_whose_programs_were_stored_gives_the_same_bits(store, ranks):
     expression = "quest(budget=16)"
     prompts = random_prompts((9, 21), seed=5)
@@ -388,24 +377,3 @@ def test_an_engine_whose_programs_were_stored_gives_the_same_bits(store, ranks):
     again = tiny_llm(expression, params=params)
     assert [bits(out) for out in again.generate(prompts, greedy(6))] == expected
     assert store.found == again.engine.programs.compiled
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_answers_of_stored_programs_are_the_same(store, ranks):
-    params, prompts = tiny_params(num_layers=1), random_prompts((9, 21), seed=5)
-    params = spread(params, ranks) if ranks > 1 else params
-
-    def answer() -> list[list[int]]:
-        options: Any = {"max_new_tokens": 5, "seed": 3, "temperature": 0.8}
-        policy = "streaming(sink=1, recent=7)"
-        return [
-            out.token_ids for out in jsparse.generate(params, prompts, policy=policy, **options)
-        ]
-
-    first = answer()
-    store.settle(3)
-    for each in (prefill.prefill_chunk, driver.first_tokens, driver.decode_steps):
-        each.on(params.mesh)._made.clear()
-    assert answer() == first
-    assert store.found == 3
