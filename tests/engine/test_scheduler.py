@@ -4,6 +4,7 @@ import pytest
 
 from jsparse.engine.patience import MARGIN
 from jsparse.engine.scheduler import Scheduler
+from jsparse.engine.sizes import MAX_READING
 from tests.support.planning import (
     PACE,
     PACKED,
@@ -105,6 +106,17 @@ def test_programs_are_shorter_while_requests_wait_for_slots():
         scheduler.add(answer(number, range(100 * number, 100 * number + 4), 31))
     plans = [plan.decoding.steps for plan in served(scheduler)[1] if plan.decoding is not None]
     assert plans == [8, 8, 8, 6, 20, 10]
+
+
+def test_no_more_than_a_few_prompts_are_partly_read():
+    sizes = SIZES._replace(num_groups=197, num_slots=10, rows=(10,))
+    scheduler = Scheduler(sizes, RULES, PACE)
+    for number in range(MAX_READING + 1):
+        # each has waited for longer than those before
+        ids = range(100 * number, 100 * number + 50)
+        scheduler.add(answer(number, ids, 1, born=-0.01 * number))
+        (chunk,) = chunks_of(scheduler.plan())
+        assert chunk.answer == min(number, MAX_READING - 1)
 
 
 def test_chunks_of_a_prompt_are_foretold_as_they_are_planned():
