@@ -11,15 +11,11 @@ pytestmark = pytest.mark.pure
 def test_groups_are_handed_out_once_and_come_back():
     pool = BlockPool(6)
     taken = pool.take(3)
-    assert len({*taken, *pool.take(2)}) == 5
+    assert {*taken, *pool.take(2)} == {0, 1, 2, 3, 4}  # 5 is the scratch group
     assert pool.available == 0
     pool.give_back(taken)
     assert pool.available == 3
     assert sorted(pool.take(3)) == sorted(taken)
-
-
-def test_the_scratch_group_is_never_handed_out():
-    assert sorted(BlockPool(6).take(5)) == [0, 1, 2, 3, 4]
 
 
 def test_more_than_there_is_is_an_error():

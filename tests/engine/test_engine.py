@@ -286,8 +286,7 @@ def test_no_request_gets_blocks_of_a_prompt_with_nan():
     assert out.outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("where", ["dispatch", "results"])
-def test_an_error_of_the_device_fails_all_requests_and_the_engine(where, monkeypatch):
+def test_an_error_of_the_device_fails_all_requests_and_the_engine(monkeypatch):
     llm = tiny_llm()
     llm.generate([PROMPTS[0]], greedy(3))
     engine = llm.engine
@@ -301,10 +300,7 @@ def test_an_error_of_the_device_fails_all_requests_and_the_engine(where, monkeyp
     def fail(*_, **__):
         raise jax.errors.JaxRuntimeError("INTERNAL: injected")
 
-    if where == "dispatch":
-        monkeypatch.setattr(engine.programs, "run", fail)
-    else:
-        monkeypatch.setattr("jsparse.engine.runner.unpack", fail)
+    monkeypatch.setattr("jsparse.engine.runner.unpack", fail)
     with pytest.raises(jsparse.EngineError, match="the engine has failed: INTERNAL: injected"):
         until(llm, lambda: False)
     assert not any(one.output().finished for one in served)

@@ -45,7 +45,10 @@ def served(expression):
 # of offloaded policies, test_offloaded_in_the_engine says it, too
 @pytest.mark.parametrize("expression", slow_except(TABLE, HARD_KV))
 def test_a_request_gets_in_a_crowd_what_it_gets_alone(expression):
-    """Bit for bit, in another slot, over other pages, with what others have read of its prompt."""
+    """Bit for bit, in another slot, over other pages, with what others have read of its prompt.
+
+    And the tokens of `generate`.
+    """
     llm, crowd = served(expression)
     shares = parse(expression).shares is not None
     for nth in (1, 3, 6, 7):
@@ -55,11 +58,6 @@ def test_a_request_gets_in_a_crowd_what_it_gets_alone(expression):
         window = llm.engine.policy.window
         assert (alone.num_cached_tokens > 0) == (shares and len(ASKED[nth]) - max(1, window) >= 16)
     assert_at_rest(llm)
-
-
-@pytest.mark.parametrize("expression", slow_except(TABLE, HARD_KV))
-def test_a_request_gets_in_a_crowd_the_tokens_of_generate(expression):
-    llm, crowd = served(expression)
     made = jsparse.generate(
         llm.engine.params,
         ASKED[7],

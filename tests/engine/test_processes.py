@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -268,99 +267,72 @@ def test_ranks_that_come_apart_end_all(elsewhere, gone):
     assert gone[0].startswith('process 0 has failed: RuntimeError("ranks have chosen different')
 
 
-class Two:
-    """Holds two processes that run one model."""
-
-    def __init__(self, tmp_path: Path, **given: Any) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self._files = [(tmp_path / f"{nth}.out", tmp_path / f"{nth}.err") for nth in range(2)]
-        caches = given.pop("caches", [None, None])
-        changes: Sequence[dict[str, Any]] = given.pop("changes", ({}, {}))
-        options = {"policy": "quest(budget=16)", "new": 12, "devices": 1, "check": True} | given
-        root = Path(__file__).parents[2]
-        program = root / "tests" / "support" / "one_process.py"
-        environment = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=f"{root}")
-        environment.pop("JAX_NUM_CPU_DEVICES", None)
-        self.processes = []
-        for nth, (files, change) in enumerate(zip(self._files, changes, strict=True)):
-            command = [sys.executable, f"{program}", f"{nth}", f"{port}"]
-            command.append(json.dumps(options | change))
-            out, err = (file.open("w") for file in files)
-            if caches[nth] is not None:
-                environment["JSPARSE_CACHE_DIR"] = f"{tmp_path / caches[nth]}"
-                environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-            with out, err:
-                process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
-            self.processes.append(process)
-
-    def said(self, nth: int) -> str:
-        """Returns what a process has printed."""
-        return self._files[nth][0].read_text()
-
-    def complained(self, nth: int) -> str:
-        """Returns what a process has printed as errors."""
-        return self._files[nth][1].read_text()
+ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def two(tmp_path):
-    """Starts two processes."""
-    made = []
-
-    def start(**given: Any) -> Two:
-        made.append(Two(tmp_path, **given))
-        return made[-1]
-
-    yield start
-    for each in made:
-        for process in each.processes:
+def of_two(*given: dict[str, Any]) -> tuple[list[int], tuple[str, ...], tuple[str, ...]]:
+    """Runs two processes to their end: how they end, what they print, and what as errors."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = ROOT / "tests" / "support" / "one_process.py"
+    usual = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=f"{ROOT}")
+    usual.pop("JAX_NUM_CPU_DEVICES", None)
+    both = []
+    for nth, own in enumerate(given):
+        environment = dict(usual)
+        if "cache" in own:
+            environment["JSPARSE_CACHE_DIR"] = f"{own['cache']}"
+            environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+        asked = json.dumps({key: value for key, value in own.items() if key != "cache"})
+        command = [sys.executable, f"{program}", f"{nth}", f"{port}", asked]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        both.append(subprocess.Popen(command, env=environment, **pipes))
+    try:
+        outs, errors = zip(*(process.communicate(timeout=240) for process in both), strict=True)
+    finally:
+        for process in both:
             process.kill()
-            process.wait()
+    return [process.returncode for process in both], outs, errors
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "given",
+    ("ranks", "given"),
     [
-        {"devices": 1},
+        (2, ({}, {})),
         # ranks on some of the devices, programs compiled side by side, and hosts that differ
-        {
-            "devices": 2,
-            "ranks": 2,
-            "prepare": True,
-            "changes": ({"processors": 4}, {"processors": 16}),
-        },
+        (2, [{"devices": 2, "ranks": 2, "prepare": True, "processors": n} for n in (4, 16)]),
     ],
-    ids=["one", "some"],
+    ids=["all", "some"],
 )
-def test_two_processes_answer_as_one_device_does(two, given):
-    both = two(**given)
-    assert [process.wait(240) for process in both.processes] == [0, 0], both.complained(0)
-    ranks = given.get("ranks", 2 * given["devices"])
+def test_two_processes_answer_as_one_device_does(ranks, given):
+    ends, outs, errors = of_two(*given)
+    assert ends == [0, 0], errors
     params = tiny_params(num_layers=2, num_heads=2 * ranks, num_kv_heads=ranks)
     llm = jsparse.LLM(params, "quest(budget=16)", max_num_seqs=3, max_model_len=512)
     asked = jsparse.SamplingParams(max_tokens=12, temperature=0.8, seed=1, ignore_eos=True)
     wanted = [out.outputs[0].token_ids for out in llm.generate(PROMPTS, asked)]
-    assert json.loads(both.said(0).splitlines()[-1]) == wanted
-    assert "made" not in both.said(1)  # it works for process 0, from then on
+    assert json.loads(outs[0].splitlines()[-1]) == wanted
+    assert "made" not in outs[1]  # it works for process 0, from then on
 
 
 @pytest.mark.slow
-def test_processes_that_were_started_differently_say_in_what(two):
-    both = two(changes=({}, {"policy": "quest(budget=32)"}))
-    assert [process.wait(240) for process in both.processes] == [1, 1]
-    told = both.complained(0) + both.complained(1)
-    assert "processes 0 and 1 have different policy: quest(budget=16" in told
+def test_processes_that_were_started_differently_say_in_what():
+    ends, _, errors = of_two({}, {"policy": "quest(budget=32)"})
+    assert ends == [1, 1]
+    told = "processes 0 and 1 have different policy: quest(budget=16"
+    assert told in errors[0] + errors[1]
 
 
 @pytest.mark.slow
-def test_constants_that_one_process_has_are_made_by_all(two, tmp_path):
-    first = two(policy="twilight(all_pages(), p=0.6)", caches=["a", "b"])
-    assert [process.wait(240) for process in first.processes] == [0, 0], first.complained(0)
-    again = two(policy="twilight(all_pages(), p=0.6)", caches=["a", "c"])
-    assert [process.wait(240) for process in again.processes] == [0, 0], again.complained(0)
-    assert again.said(0).splitlines()[-1] == first.said(0).splitlines()[-1]
+def test_constants_that_one_process_has_are_made_by_all(tmp_path):
+    def answers(*caches):
+        policy = "twilight(all_pages(), p=0.6)"
+        ends, outs, errors = of_two(*({"policy": policy, "cache": tmp_path / c} for c in caches))
+        assert ends == [0, 0], errors
+        return outs[0].splitlines()[-1]
+
+    assert answers("a", "b") == answers("a", "c")
     made = [[*(tmp_path / each).rglob("*.safetensors")] for each in "abc"]
     assert [len(files) for files in made] == [1, 1, 1]
     # process 0 found its programs on disk then, and sent these

@@ -159,27 +159,17 @@ def test_a_saved_model_is_loaded_onto_several_devices(tmp_path):
     assert_same_weights(ours, theirs)
 
 
-def test_devices_make_the_constants_that_one_makes():
+def test_devices_make_the_constants_that_one_makes_and_all_have_them():
+    """Else each step would copy them, and stored programs would not fit."""
     ours, theirs = (constants(each, parse(DEFAULT[-1])) for each in (halves(), model()))
-    assert ours is not None
-    assert theirs is not None
+    assert ours is not None and theirs is not None
+    assert ours.keys() == theirs.keys()
+    again = constants(halves(), parse(DEFAULT[-1])) or {}
     for name, each in theirs.items():
         np.testing.assert_allclose(ours[name], each, rtol=1e-4, atol=1e-5)
+        assert ours[name].sharding == NamedSharding(halves().mesh, SAME)
+        assert again[name] is ours[name] is halves().constants[name]
     assert halves().constants is not model().constants
-
-
-def test_constants_lie_on_all_devices_once_they_are_asked_for():
-    """Else each step would copy them, and stored programs would not fit."""
-    made = constants(model(), parse(DEFAULT[-1]))
-    params = spread(model(), 2)
-    assert made is not None
-    for _ in range(2):
-        found = constants(params, parse(DEFAULT[-1]))
-        assert found is not None
-        assert found.keys() == made.keys()
-        for name, each in found.items():
-            assert each.sharding == NamedSharding(params.mesh, SAME)
-            assert each is params.constants[name]
 
 
 def test_what_cannot_be_spread_is_refused():

@@ -108,15 +108,6 @@ def test_programs_are_shorter_while_requests_wait_for_slots():
     assert plans == [8, 8, 8, 6, 20, 10]
 
 
-def test_rows_meet_their_service():
-    scheduler = Scheduler(UNHURRIED, RULES._replace(periods=(10,)), PACE)
-    scheduler.add(answer(0, range(4), 40))
-    plans = [plan.decoding for plan in served(scheduler)[1] if plan.decoding is not None]
-    ages = [row.age for plan in plans for row in plan.rows]
-    assert {10, 20, 30} <= set(ages)
-    assert ages[:4] == [8, 10, 18, 20]
-
-
 def test_no_more_than_a_few_prompts_are_partly_read():
     sizes = SIZES._replace(num_groups=197, num_slots=10, rows=(10,))
     scheduler = Scheduler(sizes, RULES, PACE)

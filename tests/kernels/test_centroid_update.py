@@ -57,7 +57,7 @@ def test_moves_centroids_as_a_loop_does(case):
 
 def test_old_points_are_reached_from_where_their_centroid_moves():
     """However near the new ones are."""
-    check(CASES[3], wider=10)
+    check(CASES[2], wider=10)
 
 
 def test_points_have_radii_where_groups_do():

@@ -1,8 +1,7 @@
 """Is one of two processes that run one model together; run by test_processes.
 
-Arguments: its number, the port at which they meet, and JSON: the policy, the number of new tokens,
-the devices of each process, the ranks if they are fewer, whether ranks are checked and programs
-prepared, and the processors that it has.
+Arguments: its number, the port at which they meet, and JSON: the policy, the devices of each
+process, the ranks if they are fewer, whether programs are prepared, and the processors that it has.
 """
 
 import json
@@ -19,7 +18,7 @@ def main(number: int, port: int, given: dict[str, Any]) -> None:
     """Answers prompts, or works for the one that does."""
     if "processors" in given:
         os.cpu_count = lambda: given["processors"]
-    jax.config.update("jax_num_cpu_devices", given["devices"])
+    jax.config.update("jax_num_cpu_devices", given.get("devices", 1))
     processes.join(2, number, "127.0.0.1", port)
 
     import jsparse
@@ -33,9 +32,9 @@ def main(number: int, port: int, given: dict[str, Any]) -> None:
     params = spread(tiny_params(num_layers=2, num_heads=2 * ranks, num_kv_heads=ranks), ranks)
     sizes: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 512}
     sizes |= {"prepare": given.get("prepare", False)}
-    llm = jsparse.LLM(params, given["policy"], check_ranks=given["check"], **sizes)
+    llm = jsparse.LLM(params, given.get("policy", "quest(budget=16)"), check_ranks=True, **sizes)
     print("made", flush=True)
-    drawn = {"temperature": 0.8, "seed": 1, "max_tokens": given["new"], "ignore_eos": True}
+    drawn = {"temperature": 0.8, "seed": 1, "max_tokens": 12, "ignore_eos": True}
     outs = llm.generate(random_prompts((9, 41, 21), seed=5), jsparse.SamplingParams(**drawn))
     print(json.dumps([out.outputs[0].token_ids for out in outs]), flush=True)
 

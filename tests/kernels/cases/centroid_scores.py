@@ -78,6 +78,7 @@ CASES = (
     Case("one_centroid", batch=1, kv_heads=1, clusters=1, number="all"),
     Case("none", number=0),
     Case("many_blocks", clusters=901, dtype="bfloat16", head_dim=128),
+    Case("float16", dtype="float16", head_dim=80, radii=True),
     Case("units", units=7),
     Case("units_many_blocks", clusters=901, units=64, dtype="bfloat16", head_dim=128),
 )

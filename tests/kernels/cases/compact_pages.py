@@ -145,8 +145,18 @@ CASES = (
     Case("dense_heads_stay", dense=True, rewrite="mixed", batch=3, kv_heads=3),
     Case("no_head", rewrite="none", table="scrambled"),
     Case("pages_of_8", page_size=8, num_pages=17, head_dim=128, table="scrambled"),
+    Case("pages_of_64", page_size=64, num_pages=3, head_dim=256, table="scrambled", fields=True),
     Case("head_dim_96", head_dim=96, dtype="bfloat16", batch=3, table="scrambled", fields=True),
     Case("bfloat16", dtype="bfloat16", head_dim=128, kept="last", table="scrambled", fields=True),
+    Case(
+        "many_chunks",
+        batch=1,
+        kv_heads=3,
+        num_pages=130,
+        lengths="full",
+        table="scrambled",
+        fields=True,
+    ),
     Case(
         "many_chunks_by_one_page",
         num_pages=100,

@@ -135,6 +135,8 @@ CASES = (
     _whole("whole"),
     _whole("whole_full", lengths="full", num_pages=37),
     _whole("whole_one_token", lengths="one"),
+    _whole("whole_scrambled", table="scrambled", num_pages=9),
+    _whole("whole_head_dim_96", head_dim=96, group=3, page_size=8),
     _whole("whole_head_dim_256", head_dim=256, group=16, page_size=64, num_pages=2),
     NarrowCase("whole_16_of_64_channels", dense="all", listed="none", capacity=0, sm_scale=0.125),
     NarrowCase(
@@ -151,6 +153,7 @@ CASES = (
     Case("newest_unlisted", listed="first", lengths="full"),
     Case("head_dim_40", head_dim=40, group=3, page_size=8),
     Case("pages_of_128", head_dim=128, page_size=128, num_pages=3),
+    Case("bits_16", bits=True, table="scrambled"),
     Case("bits_32", bits=True, page_size=32, listed="all", num_pages=3),
     Case("dense_and_sparse", dense="mixed"),
     Case("scrambled", table="scrambled", num_pages=19),
@@ -163,6 +166,7 @@ CASES = (
     _kept("whole_in_frame_16_channels", num_pages=21, chosen=16, table="scrambled"),
     _kept("whole_16_channels_without_frame", num_pages=21, chosen=16, framed=False),
     FrameCase("in_frame", num_pages=21),
+    FrameCase("in_frame_head_dim_40", head_dim=40, group=3, page_size=8, num_pages=41),
     FrameCase("in_frame_pages_of_64_listed", page_size=64, listed="all", table="scrambled"),
     FrameCase("in_frame_bits", bits=True, num_pages=23, table="scrambled", dtype="bfloat16"),
     FrameCase(

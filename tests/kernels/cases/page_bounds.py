@@ -69,6 +69,7 @@ CASES = (
     _whole("sm_scale", sm_scale=0.3),
     _whole("bfloat16", dtype="bfloat16", head_dim=128, num_pages=33),
     _codes("codes", head_dim=128, num_pages=33),
+    _codes("codes_scrambled", table="scrambled", num_pages=35),
     _codes("codes_shared_pages", table="shared", batch=3, lengths="full"),
     _codes("codes_head_dim_40", head_dim=40, group=3, page_size=24, num_pages=3),
     _codes("codes_group_of_7", group=7, kv_heads=4, batch=3, table="scrambled"),

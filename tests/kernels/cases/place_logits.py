@@ -102,5 +102,6 @@ CASES = (
     Case("all_dense", dense="all", listed="none", capacity=0, spare=0),
     Case("pages_of_64", page_size=64, num_pages=5, dense="mixed"),
     Case("pages_of_24", page_size=24),
+    Case("many_pages", num_pages=700, capacity=300, lengths="full"),
     Case("many_pages_dense", num_pages=515, capacity=31, dense="mixed"),
 )

@@ -57,6 +57,7 @@ CASES = (
     Case("empty_lists", capacity=0),
     Case("empty_pool", rows=0, capacity=0, count="all"),
     Case("pages", width=(16, 64), dtype="bfloat16"),
+    Case("large_pages", width=(32, 128), lists=(3,), dtype="bfloat16"),
     Case("pages_of_96", width=(8, 96), dtype="bfloat16"),
     Case("odd_width", width=(7,)),
     Case("uint32", width=(4,), dtype="uint32"),

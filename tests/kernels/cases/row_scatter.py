@@ -44,6 +44,7 @@ CASES = (
     Case("nothing_written", outside=1.0),
     Case("no_rows", lists=(0,)),
     Case("pages", width=(16, 64), dtype="bfloat16"),
+    Case("odd_width", width=(7,)),
     Case("pages_of_96", width=(8, 96), dtype="float16"),
     Case("int8", width=(3, 32), dtype="int8"),
 )

@@ -77,6 +77,7 @@ class Case(Named):
 
 CASES = (
     Case("any"),
+    Case("shared", shared=True, like="mixed"),
     Case("all", listed=40, like="one_long"),
     Case("cut", listed=30, count="all", capacity=100),
     Case("cut_in_a_long_run", listed=40, count="all", like="one_long", long=5000, capacity=1000),

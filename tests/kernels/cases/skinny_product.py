@@ -40,6 +40,7 @@ CASES = (
     Case("bias", width=640, bias=True),
     Case("rows_left_over", width=576, out=960),
     Case("odd_sizes", width=101, out=37, bias=True),
+    Case("narrow", width=1536, out=8),
     Case("loud", size=1e4),
     Case("half", dtype="float16", batch=(1,)),
 )

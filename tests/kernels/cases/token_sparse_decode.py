@@ -24,6 +24,7 @@ CASES = (
     _case("sm_scale", sm_scale=0.3),
     _case("huge_logits", spread=1e4),
     _case("bfloat16", dtype="bfloat16", table="scrambled"),
+    _case("bfloat16_96", dtype="bfloat16", head_dim=96, group=1, dense="mixed"),
     _case(
         "bfloat16_256",
         dtype="bfloat16",

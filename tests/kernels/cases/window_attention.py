@@ -75,6 +75,7 @@ CASES = (
     Case("scrambled", table="scrambled", bias=True),
     Case("bias", bias=True, dtype="bfloat16"),
     Case("one_head", kv_heads=1, group=1, window=1, first=0),
+    Case("group_of_16", group=16, window=32, num_pages=20, dtype="bfloat16"),
     Case("group_of_7", group=7, window=20, page_size=24, num_pages=30, head_dim=40),
     Case("llama", kv_heads=8, group=4, head_dim=128, window=32, num_pages=40, dtype="bfloat16"),
     Case("head_dim_96", head_dim=96, dtype="float16"),
