@@ -78,6 +78,21 @@ PolicyListOption = Annotated[
         help=f"Policy to compare with dense attention: {POLICY_FORMS} Repeatable.",
     ),
 ]
+ExactOption = Annotated[
+    bool,
+    Option(
+        "--exact",
+        help="Let dense attention check what the policy drafts: the text is the one that dense "
+        "attention gives.",
+    ),
+]
+NumSpeculativeTokensOption = Annotated[
+    int | None,
+    Option(
+        help="With --exact, the tokens drafted between two checks. By default that is chosen as it "
+        "goes, from the drafts accepted and the time that rounds took."
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -86,21 +101,8 @@ class GenerationOptions:
 
     model: ModelOption = "smollm2"
     policy: PolicyOption = "dense"
-    exact: Annotated[
-        bool,
-        Option(
-            "--exact",
-            help="Let dense attention check what the policy drafts: the text is the one that "
-            "dense attention gives.",
-        ),
-    ] = False
-    num_speculative_tokens: Annotated[
-        int | None,
-        Option(
-            help="With --exact, the tokens drafted between two checks. By default that is chosen "
-            "as it goes, from the drafts accepted and the time that rounds took."
-        ),
-    ] = None
+    exact: ExactOption = False
+    num_speculative_tokens: NumSpeculativeTokensOption = None
     max_new_tokens: Annotated[int, Option(help="Maximum number of tokens to generate.")] = 128
     temperature: Annotated[
         float | None,

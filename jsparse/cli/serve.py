@@ -9,8 +9,10 @@ from typer import Option
 
 from jsparse.cli.hosts import HostsOptions
 from jsparse.cli.options import (
+    ExactOption,
     LoadingOptions,
     ModelOption,
+    NumSpeculativeTokensOption,
     PolicyOption,
     require,
     takes_model,
@@ -50,21 +52,8 @@ class EngineFlags:
     batch_invariant: Annotated[
         bool, Option(help="Whether a request gets the same bits in any company; slower.")
     ] = False
-    exact: Annotated[
-        bool,
-        Option(
-            "--exact",
-            help="Let dense attention check what the policy drafts: answers are the ones that "
-            "dense attention gives.",
-        ),
-    ] = False
-    num_speculative_tokens: Annotated[
-        int | None,
-        Option(
-            help="With --exact, the tokens drafted between two checks. By default that is chosen "
-            "as it goes, from the drafts accepted and the time that rounds took."
-        ),
-    ] = None
+    exact: ExactOption = False
+    num_speculative_tokens: NumSpeculativeTokensOption = None
     per_request: Annotated[
         list[str] | None,
         Option(
