@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -270,8 +271,8 @@ def test_ranks_that_come_apart_end_all(elsewhere, gone):
 ROOT = Path(__file__).parents[2]
 
 
-def of_two(*given: dict[str, Any]) -> tuple[list[int], tuple[str, ...], tuple[str, ...]]:
-    """Runs two processes to their end: how they end, what they print, and what as errors."""
+def started(*given: dict[str, Any]) -> list[subprocess.Popen[str]]:
+    """Starts two processes that run one model."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     program = ROOT / "tests" / "support" / "one_process.py"
@@ -287,6 +288,12 @@ def of_two(*given: dict[str, Any]) -> tuple[list[int], tuple[str, ...], tuple[st
         command = [sys.executable, f"{program}", f"{nth}", f"{port}", asked]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         both.append(subprocess.Popen(command, env=environment, **pipes))
+    return both
+
+
+def of_two(*given: dict[str, Any]) -> tuple[list[int], tuple[str, ...], tuple[str, ...]]:
+    """Runs two processes to their end: how they end, what they print, and what as errors."""
+    both = started(*given)
     try:
         outs, errors = zip(*(process.communicate(timeout=240) for process in both), strict=True)
     finally:
@@ -314,6 +321,27 @@ def test_two_processes_answer_as_one_device_does(ranks, given):
     wanted = [out.outputs[0].token_ids for out in llm.generate(PROMPTS, asked)]
     assert json.loads(outs[0].splitlines()[-1]) == wanted
     assert "made" not in outs[1]  # it works for process 0, from then on
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("killed", "by"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
+)
+def test_a_process_that_dies_or_hangs_ends_the_other_with_one_line(killed, by):
+    both = started({"new": 450}, {"new": 450})
+    with both[0], both[1]:
+        try:
+            assert both[0].stdout is not None
+            assert "made\n" in iter(both[0].stdout.readline, "")  # process 0 has its engine
+            both[killed].send_signal(by)
+            _, errors = both[1 - killed].communicate(timeout=120)
+        finally:
+            for process in both:
+                process.kill()
+    (line,) = (line for line in errors.splitlines() if line.startswith("jsparse: "))
+    assert both[1 - killed].returncode == 1
+    assert line.startswith(f"jsparse: process {killed}")
+    assert line.endswith("this process cannot continue without it")
 
 
 @pytest.mark.slow
