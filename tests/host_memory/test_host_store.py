@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jsparse
+from jsparse import cache as kv_cache
 from jsparse.evaluation.attention_metrics import measured
 from jsparse.host_memory import attention as host_attention
 from jsparse.host_memory import host_store
@@ -15,12 +16,15 @@ from jsparse.host_memory import pages as host_pages
 from jsparse.host_memory.host_store import OnHost
 from jsparse.host_memory.pool import HostPool
 from jsparse.host_memory.store import store_of
+from jsparse.host_memory.tails import refilled
 from jsparse.policies.expressions import parse
 from jsparse.runtime import capacity, chunk_attention
 from jsparse.runtime import rows as driver
 from jsparse.runtime.session import Session
+from tests.support.host_layers import in_host_memory, lent
 from tests.support.marks import slow_except
 from tests.support.programs import shared
+from tests.support.small_cache import B, K, M, P, small_spec
 from tests.support.tiny import (
     engine_logits,
     forced_logits,
@@ -214,3 +218,18 @@ def test_wrong_sessions_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             Session(params(), policy, sizes, **options)
+
+
+def test_heads_that_stay_on_the_device_get_all_their_pages():
+    """As a row of an engine needs them; only the kernels of a GPU read them there."""
+    rng, (layer,) = np.random.default_rng(0), kv_cache.init(small_spec(8)).layers
+    k, v = (jnp.asarray(rng.normal(size=layer.k.shape), jnp.float32) for _ in range(2))
+    lengths = jnp.array([[9, 5], [4, 12]], jnp.int32)
+    held, pages = in_host_memory(layer._replace(k=k, v=v, lengths=lengths), 1, heads=(1,))
+    empty = (replace(pool, resident=jnp.zeros_like(pool.resident)) for pool in (held.k, held.v))
+    held = held._replace(**dict(zip("kv", empty, strict=True)))
+    filled = jax.jit(lambda *given: refilled(lent(*given), resident=True))(held, pages)
+    used = np.arange(M) * P < np.asarray(lengths)[:, 1:]
+    for pool, x in ((filled.k, k), (filled.v, v)):
+        expected = np.asarray(x).reshape(B, K, M, P, 8)[:, 1] * used[..., None, None]
+        np.testing.assert_array_equal(pool.resident.reshape(expected.shape), expected)
