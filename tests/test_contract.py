@@ -352,6 +352,7 @@ def test_eviction_after_the_prompt_makes_the_cache_smaller():
     assert cache.positions.tolist() == [130, 9, 3]
 
 
+@pytest.mark.slow
 def test_a_wrapper_with_a_state_of_its_own_leaves_after_prompt_to_its_base():
     def init(spec):
         return jnp.zeros(spec.batch)

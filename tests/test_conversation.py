@@ -136,7 +136,7 @@ def test_a_turn_reads_only_what_is_new(params, options):
     "case",
     slow_except(
         [("quest(budget=16)", True, 8), ("quest(budget=16)", False, 0), ("dense", False, 8)],
-        ("quest(budget=16)", True, 8),
+        ("dense", False, 8),
     ),
     ids=str,
 )

@@ -78,6 +78,7 @@ def test_policies_of_choosing_can_be_pasted_and_none_that_was_measured_lacks_a_r
     assert not missing, "add what was measured of these to docs/choosing.md"
 
 
+@pytest.mark.slow
 def test_the_policy_of_the_docs_that_drops_tokens_is_snapkv():
     _, _, block, _ = blocks(ROOT / "docs" / "own_policy.md", "python")
     written: dict[str, Any] = {}

@@ -76,6 +76,7 @@ def forced(params, rows, monkeypatch, prompt=None, **options):
     return generate(params, prompts, **(usual | options))
 
 
+@pytest.mark.slow
 def test_float16_runs_on_a_cpu(params):
     weights = jax.tree.map(lambda x: x.astype(jnp.float16), params.weights)
     half = dataclasses.replace(params, weights=weights)
@@ -90,6 +91,7 @@ def test_float16_runs_on_a_cpu(params):
     assert jsparse.logits(half, [ids]).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_jax_settings_of_the_caller_change_nothing(params):
     run = partial(generate, params, PROMPTS, max_new_tokens=20, eos_token_id=[], page_size=8)
     fixed = "budget=12, sink=1, recent=3, lengths=(1, 3), period=2, chunks='fixed'"

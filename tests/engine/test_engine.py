@@ -361,16 +361,17 @@ def test_ctrl_c_waits_for_the_end_of_a_step(dense, monkeypatch):
     assert_at_rest(dense)
 
 
-def test_too_many_waiting_are_refused_and_the_rest_goes_on():
-    llm = tiny_llm(max_waiting=2, max_num_seqs=1)
-    options = greedy(3)
-    for prompt in PROMPTS[:3]:
-        llm.engine.add(asked(llm, prompt, options))
-    with pytest.raises(jsparse.EngineFull, match="3 requests wait: must be at most max_waiting=2"):
-        llm.engine.add(asked(llm, PROMPTS[3], options))
-    updates = until(llm, lambda: llm.engine.idle)
-    assert len({one.request_id for one in updates if one.finished}) == 3
-    assert_at_rest(llm)
+def test_too_many_waiting_are_refused_and_the_rest_goes_on(dense, monkeypatch):
+    engine, options = dense.engine, greedy(3)
+    few = dataclasses.replace(engine._options, max_waiting=2)
+    monkeypatch.setattr(engine, "_options", few)
+    for prompt in PROMPTS:
+        engine.add(asked(dense, prompt, options))
+    with pytest.raises(jsparse.EngineFull, match="6 requests wait: must be at most max_waiting=2"):
+        engine.add(asked(dense, PROMPTS[0], options))
+    updates = until(dense, lambda: engine.idle)
+    assert len({one.request_id for one in updates if one.finished}) == 6
+    assert_at_rest(dense)
 
 
 def test_options_out_of_range():

@@ -106,7 +106,7 @@ def test_answers_end_within_a_round():
     ("policy", "exact", "cached"),
     [
         (QUEST, True, 48),
-        ("dense", False, 48),
+        pytest.param("dense", False, 48, marks=pytest.mark.slow),
         pytest.param(QUEST, False, 32, marks=pytest.mark.slow),
         # whose state is built again from K and V
         pytest.param(CLUSTERS, True, 48, marks=pytest.mark.slow),

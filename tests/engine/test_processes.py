@@ -239,6 +239,7 @@ def elsewhere(linked, gone, monkeypatch):
         thread.join(10)
 
 
+@pytest.mark.slow
 def test_another_process_runs_the_same_programs(elsewhere):
     asked = jsparse.SamplingParams(max_tokens=12, temperature=0.8, seed=1)
     outs = elsewhere(1).generate(PROMPTS, asked)  # each program's tokens are compared

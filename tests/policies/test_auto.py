@@ -81,6 +81,7 @@ def test_drafts_that_nobody_measured_are_dense(caplog):
     assert "nobody has measured drafts on this device" in caplog.text
 
 
+@pytest.mark.slow
 def test_it_drafts_as_what_it_chose(monkeypatch):
     here = jax.local_devices()[0].device_kind
     monkeypatch.setattr(MODULE, "DRAFTS_FROM", {here: 1})

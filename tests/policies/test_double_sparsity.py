@@ -238,6 +238,7 @@ def test_magnitudes_have_the_same_bits_in_any_batch_and_capacity(length):
         np.testing.assert_array_equal(among[rows.index(7)], alone[0])
 
 
+@pytest.mark.slow
 def test_many_tokens_are_appended_at_once():
     policy = double_sparsity(channels=4)
     cache, state = primed(policy)

@@ -115,7 +115,7 @@ def blind(granularity: Granularity = "page", summary: bool = False) -> Policy:
     return Policy(select)
 
 
-@pytest.mark.parametrize("granularity", ["page", "token"])
+@pytest.mark.parametrize("granularity", slow_except(["page", "token"], "token"))
 def test_a_head_with_nothing_selected_gives_zero(granularity):
     """Whatever is asked of attention besides, and though an empty summary holds NaN."""
     policy = blind(granularity, True)._replace(stats=lambda layer: "page_mass")

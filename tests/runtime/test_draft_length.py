@@ -49,13 +49,13 @@ def decode(agreement, each, *, most=4, tokens=2000, rows=1, seed=0, slow=5.0):
 
 
 def test_it_finds_the_fastest_number():
-    for case in product((0.0, 0.5, 0.8, 0.98), (0.2, 0.5, 0.9), (1, 16)):
+    for case in product((0.0, 0.5, 0.98), (0.2, 0.9), (1, 16)):
         agreement, each, rows = case
         seconds = decode(agreement, each, rows=rows)
         assert seconds < 1.05 * best_seconds(agreement, each, 4), case
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(st.floats(0, 1), st.floats(0.05, 1.5), st.integers(1, 7), st.integers(0, 99))
 def test_it_never_loses_much_against_no_drafts(agreement, each, most, seed):
     """A draft may take longer than a step does: then hardly any is made."""

@@ -373,6 +373,7 @@ def test_maintenance_must_leave_the_cache_alone():
         list(session.steps(choose, given, limits=LIMITS))
 
 
+@pytest.mark.slow
 def test_a_method_sees_what_checks_saw():
     """Once per round that a row takes part in, in every layer."""
 

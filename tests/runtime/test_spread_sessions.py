@@ -24,7 +24,6 @@ from jsparse.models.checkpoint import load, spread
 from jsparse.policies.expressions import parse
 from jsparse.runtime.compilation import traces
 from jsparse.runtime.session import Session
-from tests.support.marks import slow_except
 from tests.support.policy_table import METHODS
 from tests.support.programs import shared
 from tests.support.tiny import random_prompts, tiny_params
@@ -67,7 +66,8 @@ def assert_same(ours, theirs):
     np.testing.assert_allclose(ours[1], theirs[1], atol=1e-6)
 
 
-@pytest.mark.parametrize("expression", slow_except([*ON_DEVICE, *FURTHER], COMPRESSING))
+@pytest.mark.slow
+@pytest.mark.parametrize("expression", [*ON_DEVICE, *FURTHER])
 def test_answers_on_two_devices_are_those_on_one(expression):
     assert_same(
         answers(halves(), expression, max_new_tokens=11), on_one(expression, max_new_tokens=11)
