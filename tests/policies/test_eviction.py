@@ -195,7 +195,7 @@ def prompt_and(room):
 
 
 METHODS = {
-    "snapkv(budget=9, window=4, pool=5)": slow.SlowMethod(
+    "snapkv(budget=9, window=4)": slow.SlowMethod(
         lambda seen: slow.pooled(slow.attention_to_all(seen), 5, np.mean), slow.uniform(5), window=4
     ),
     "ada_kv(budget=15, window=4, pool=3, floor=0.5, cap=2)": slow.SlowMethod(

@@ -315,6 +315,16 @@ def test_without_a_tokenizer_chunks_are_fixed_and_it_says_so(caplog):
         engine_logits(params, f"lychee_cluster({small}, chunks='structure')", prompts, forced)
 
 
+def test_units_are_looked_into_until_they_hold_enough_tokens():
+    """The best come first, the earlier of equal ones; the last may hold more than is missing."""
+    scores = np.array([5.0, 1, 9, 7, 3, 3, 8, 2, 6, 4, 3, 0], np.float32)
+    held = np.arange(1, 13, dtype=np.int32)
+    order = [2, 6, 3, 8, 0, 9, 4, 5, 10, 7, 1, 11]
+    for tokens, units in ((0, 8), (45, 8), (46, 9), (56, 9), (57, 10), (99, 12)):
+        chosen = search.best_units(*(jnp.asarray(x)[None, None] for x in (scores, held)), tokens)
+        assert sorted(order[:units]) == np.flatnonzero(chosen[0, 0]).tolist(), tokens
+
+
 def test_keys_of_any_size_have_a_direction():
     x = jnp.asarray([[0.0, 0.0], [1e37, 1e37], [1e-37, 0.0], [-2.0, 0.0]])
     wanted = [[0, 0], [0.5**0.5] * 2, [1, 0], [-1, 0]]
