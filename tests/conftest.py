@@ -5,6 +5,7 @@ not imported here, since tests marked pure do without it.
 """
 
 import hashlib
+import importlib
 import os
 import platform
 import sys
@@ -59,70 +60,46 @@ from jaxtyping import install_import_hook
 # what runs, and what it compiles
 pytest_plugins = ("tests.support.tiers", "tests.support.programs")
 
-# The modules that take arrays. The others take what users write and check it themselves.
-ARRAY_MODULES = (
-    "cache",
-    "host_memory.attention",
-    "host_memory.pages",
-    "host_memory.pool",
-    "host_memory.tails",
-    "model_facts.constants",
-    "model_facts.key_constants",
-    "models.layers",
-    "models.transformer",
-    "pallas_kernels.block_sparse_decode.cascade",
-    "pallas_kernels.block_sparse_decode.reference",
-    "pallas_kernels.bounds_append.reference",
-    "pallas_kernels.centroid_update.reference",
-    "pallas_kernels.centroid_scores.reference",
-    "pallas_kernels.compact_pages.reference",
-    "pallas_kernels.gated_product.reference",
-    "pallas_kernels.group_means.reference",
-    "pallas_kernels.int4_append.reference",
-    "pallas_kernels.int4_keys",
-    "pallas_kernels.int4_scores.reference",
-    "pallas_kernels.key_bounds",
-    "pallas_kernels.merge_splits.reference",
-    "pallas_kernels.nearest_centroid.reference",
-    "pallas_kernels.norm_product.reference",
-    "pallas_kernels.page_bounds.reference",
-    "pallas_kernels.place_logits.reference",
-    "pallas_kernels.point_groups",
-    "pallas_kernels.quantized_product.reference",
-    "pallas_kernels.residual_norm.reference",
-    "pallas_kernels.rope_append.reference",
-    "pallas_kernels.row_gather.reference",
-    "pallas_kernels.row_scatter.reference",
-    "pallas_kernels.runs_to_tokens.reference",
-    "pallas_kernels.shared_counts.reference",
-    "pallas_kernels.skinny_product.reference",
-    "pallas_kernels.threshold_select.reference",
-    "pallas_kernels.token_sparse_decode.reference",
-    "pallas_kernels.window_attention.reference",
-    "policies.clusters.chunking",
-    "policies.clusters.search",
-    "policies.eviction.merging",
-    "policies.eviction.window",
-    "runtime.chunk_attention",
-    "runtime.correct",
-    "runtime.decode_step",
-    "runtime.prefill",
-    "runtime.scoring",
-    "selection",
-    "train.direct",
-    "train.distill",
-    "train.families",
-    "train.hard_concrete",
-    "train.hard_kuma",
-    "train.lagrangian",
-    "train.stretch_and_rectify",
-)
+# Modules that check what users write themselves, or whose annotations leave something out
+UNCHECKED = {
+    "generation",
+    "parts",
+    "policies.clusters.engine",
+    "policies.head_gates",
+    "ranks",
+    "runtime.owners",
+    "runtime.request",
+    "runtime.sampling",
+    "runtime.session",
+    "runtime.shared_pages",
+    "runtime.speculation",
+}
+FOLDERS = (
+    "cache", "host_memory", "models", "pallas_kernels", "policies", "runtime", "selection", "train",
+)  # fmt: skip
+
+
+def array_modules() -> list[str]:
+    """Returns the modules whose functions' arrays are checked: those that annotate them.
+
+    Builders of policies and the api.py of kernels check their arguments themselves.
+    """
+    package, found = ROOT / "jsparse", []
+    files = [*package.glob("*.py"), *(package / "model_facts").glob("*constants.py")]
+    for folder in FOLDERS:
+        files += (package / folder).glob("**/*.py")
+    for file in files:
+        name = ".".join(file.relative_to(package).with_suffix("").parts).removesuffix(".__init__")
+        text = file.read_text(encoding="utf-8")
+        annotates = "from jaxtyping import" in text and "@builder" not in text
+        if annotates and file.name != "api.py" and name not in UNCHECKED:
+            found.append(f"jsparse.{name}")
+    return found
+
+
 if os.environ.get("JSPARSE_CHECK_TYPES"):
-    for name in ARRAY_MODULES:
-        module = ROOT.joinpath("jsparse", *name.split("."))
-        if not (module.is_dir() or module.with_suffix(".py").is_file()):
-            raise ValueError(f"ARRAY_MODULES names {name}: there is no such module")
-    install_import_hook([f"jsparse.{name}" for name in ARRAY_MODULES], "beartype.beartype")
+    importlib.import_module("tests.support.array_types")
+    install_import_hook(array_modules(), "tests.support.array_types.checked")
 
 # the nightly run draws new examples
 settings.register_profile("jsparse", deadline=None, derandomize="CI_FULL" not in os.environ)

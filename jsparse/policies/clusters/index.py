@@ -75,7 +75,7 @@ def num_clusters(chunks: Any, form: Form) -> Any:
     return -(-chunks // form.cluster_size)
 
 
-def num_units(clusters: Rows) -> Rows:
+def num_units(clusters: Int32[Array, "*rows"]) -> Int32[Array, "*rows"]:
     """Returns the number of units of a number of clusters, ⌈√clusters⌉ as far as MAX_UNITS."""
     squares = jnp.arange(MAX_UNITS, dtype=jnp.int32) ** 2
     return jnp.sum(squares < clusters[..., None], -1, dtype=jnp.int32)
