@@ -4,7 +4,6 @@ A batch depends on the seed of its source, its step and its size alone, so that 
 on sees the same ones. Rows are padded to few widths, so that few shapes are compiled.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -94,26 +93,6 @@ def check_at_least(minimum: int, **arguments: int) -> None:
     for name, value in arguments.items():
         if value < minimum:
             raise ValueError(f"{name}={value}: must be at least {minimum}")
-
-
-def widths(buckets: Sequence[int] | None, max_length: int) -> tuple[int, ...]:
-    """Returns the buckets of contexts of up to `max_length` tokens.
-
-    None means two: half of it, and all.
-
-    Raises:
-        ValueError: they do not ascend from 1, or none holds `max_length`.
-    """
-    if buckets is None:
-        return max_length // 2, max_length
-    if (
-        any(low >= high for low, high in itertools.pairwise([0, *buckets]))
-        or max(buckets, default=0) < max_length
-    ):
-        raise ValueError(
-            f"buckets={buckets!r}: must ascend from at least 1 to at least max_length={max_length}"
-        )
-    return tuple(buckets)
 
 
 def continued(tokenizer: Tokenizer, text: str) -> TokenIds:

@@ -44,30 +44,12 @@ class Gates(NamedTuple):
 
 
 FAMILIES = {
-    "hard_kuma": Gates(
-        hard_kuma.init,
-        hard_kuma.sample,
-        hard_kuma.project,
-        hard_kuma.active,
-        hard_kuma.mean,
-        hard_kuma.score,
-    ),
-    "hard_concrete": Gates(
-        hard_concrete.init,
-        hard_concrete.sample,
-        hard_concrete.project,
-        hard_concrete.active,
-        hard_concrete.mean,
-        hard_concrete.score,
-    ),
-    "direct": Gates(
-        direct.init,
-        direct.sample,
-        direct.project,
-        direct.expected,
-        direct.expected,
-        direct.expected,
-    ),
+    name: Gates(*(getattr(module, function) for function in Gates._fields))
+    for name, module in (
+        ("hard_kuma", hard_kuma),
+        ("hard_concrete", hard_concrete),
+        ("direct", direct),
+    )
 }
 
 

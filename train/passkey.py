@@ -14,38 +14,36 @@ from typing import NamedTuple
 import numpy as np
 
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.train.data import Source, TokenIds, TrainingSample, check_at_least, continued, widths
+from jsparse.train.data import Source, TokenIds, TrainingSample, check_at_least, continued
 
-ALPHABET = (
-    *(
-        "alpha",
-        "bravo",
-        "charlie",
-        "delta",
-        "echo",
-        "foxtrot",
-        "golf",
-        "hotel",
-        "india",
-        "juliett",
-        "kilo",
-        "lima",
-    ),
-    *(
-        "mike",
-        "november",
-        "oscar",
-        "papa",
-        "quebec",
-        "romeo",
-        "sierra",
-        "tango",
-        "uniform",
-        "victor",
-        "whiskey",
-    ),
-    *("x-ray", "yankee", "zulu"),
-)
+ALPHABET = [
+    "alpha",
+    "bravo",
+    "charlie",
+    "delta",
+    "echo",
+    "foxtrot",
+    "golf",
+    "hotel",
+    "india",
+    "juliett",
+    "kilo",
+    "lima",
+    "mike",
+    "november",
+    "oscar",
+    "papa",
+    "quebec",
+    "romeo",
+    "sierra",
+    "tango",
+    "uniform",
+    "victor",
+    "whiskey",
+    "x-ray",
+    "yankee",
+    "zulu",
+]
 INTRODUCTION = (
     "Pass keys are hidden in the text below. Remember them, you will be asked for some of them.\n\n"
 )
@@ -165,7 +163,6 @@ def passkeys(
     words: int = 32,
     asked: int = 2,
     seed: int = 0,
-    buckets: Sequence[int] | None = None,
 ) -> Source:
     """Draws contexts of filler with pass keys in it, a question for some, and the answer.
 
@@ -185,7 +182,6 @@ def passkeys(
         words: the number of words per pass key, each of the 26 equally likely.
         asked: the number of pass keys that are asked for.
         seed: the random seed of all draws.
-        buckets: the widths that contexts are padded to; None means max_length // 2 and max_length.
 
     Raises:
         ValueError: an argument is out of its range, the text has no tokens, more keys are asked for
@@ -224,7 +220,7 @@ def passkeys(
     return Source(
         draw=draw,
         target_tokens=_longest_headings(pieces, asked) + asked * words * _longest(pieces.words),
-        buckets=widths(buckets, max_length),
+        buckets=(max_length // 2, max_length),
         settings={
             "source": "passkeys",
             "min_length": min_length,

@@ -2,13 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.train.data import Source, TrainingSample, check_at_least, continued, widths
+from jsparse.train.data import Source, TrainingSample, check_at_least, continued
 
 FIELDS = ("context", "question", "answer")
 PROMPT = "{context}\n\nQuestion: {question}\nAnswer:"
@@ -37,7 +36,6 @@ def questions(
     *,
     max_length: int,
     seed: int = 0,
-    buckets: Sequence[int] | None = None,
 ) -> Source:
     r"""Draws the questions of a file, every one once per epoch, in an order of that epoch's own.
 
@@ -51,7 +49,6 @@ def questions(
         path: the file, in UTF-8.
         max_length: the most tokens that context and question may have, special tokens included.
         seed: the random seed of the orders.
-        buckets: the widths that contexts are padded to; None means max_length // 2 and max_length.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -60,7 +57,6 @@ def questions(
     """
     check_at_least(1, max_length=max_length)
     check_at_least(0, seed=seed)
-    chosen = widths(buckets, max_length)
     content = Path(path).read_bytes()
     samples = []
     for number, line in enumerate(content.splitlines(), 1):
@@ -78,7 +74,7 @@ def questions(
     return Source(
         draw=lambda step, size: [one(index) for index in range(step * size, (step + 1) * size)],
         target_tokens=max(len(sample.target) for sample in samples),
-        buckets=chosen,
+        buckets=(max_length // 2, max_length),
         settings={
             "source": "questions",
             "path": str(path),
