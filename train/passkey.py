@@ -16,34 +16,11 @@ import numpy as np
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.train.data import Source, TokenIds, TrainingSample, check_at_least, continued
 
-ALPHABET = [
-    "alpha",
-    "bravo",
-    "charlie",
-    "delta",
-    "echo",
-    "foxtrot",
-    "golf",
-    "hotel",
-    "india",
-    "juliett",
-    "kilo",
-    "lima",
-    "mike",
-    "november",
-    "oscar",
-    "papa",
-    "quebec",
-    "romeo",
-    "sierra",
-    "tango",
-    "uniform",
-    "victor",
-    "whiskey",
-    "x-ray",
-    "yankee",
-    "zulu",
-]
+_SPELLED = (
+    "alpha bravo charlie delta echo foxtrot golf hotel india juliett kilo lima mike november oscar "
+    "papa quebec romeo sierra tango uniform victor whiskey x-ray yankee zulu"
+)
+ALPHABET = _SPELLED.split()
 INTRODUCTION = (
     "Pass keys are hidden in the text below. Remember them, you will be asked for some of them.\n\n"
 )

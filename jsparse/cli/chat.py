@@ -2,7 +2,7 @@
 
 import re
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
@@ -100,12 +100,9 @@ def chat(
 
     Example: jsparse chat --system "Answer in one sentence." --temperature 0.7
     """
-    bars = Bars()
-    try:
+    with closing(Bars()) as bars:
         params = options.load(loading, bars.load)
         run(Chat(params, options.arguments(), system, bars))
-    finally:
-        bars.close()
 
 
 def run(chat: Chat) -> None:

@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,21 +12,7 @@ from rich import progress
 from rich.console import Console
 
 from jsparse.cli.console import Bars, print_wrote
-from jsparse.cli.evaluate_options import (
-    BatchOption,
-    ChatOption,
-    FilesOption,
-    LengthsOption,
-    MaxNewTokensOption,
-    OutOption,
-    ReportOption,
-    ResumeOption,
-    SamplesOption,
-    StepsOption,
-    TasksOption,
-    TextOption,
-    YardstickOption,
-)
+from jsparse.cli.evaluate_options import EvaluateOptions, OutOption, ReportOption, ResumeOption
 from jsparse.cli.options import (
     LoadingOptions,
     ModelOption,
@@ -41,25 +27,16 @@ if TYPE_CHECKING:
     from jsparse.evaluation.plan import Plan, Progress
 
 SHORT_WAIT = 20.0  # seconds that need no estimate
-DEFAULT_TASKS = "kl,ppl,passkey"
 
 
 @takes_model
 @takes_options(LoadingOptions, "loading")
+@takes_options(EvaluateOptions)
 def evaluate(
+    options: EvaluateOptions,
     loading: LoadingOptions,
     model: ModelOption = "smollm2",
     policy: PolicyListOption = None,
-    tasks: TasksOption = DEFAULT_TASKS,
-    lengths: LengthsOption = "1024",
-    max_new_tokens: MaxNewTokensOption = 8192,
-    samples: SamplesOption = 20,
-    batch: BatchOption = 4,
-    steps: StepsOption = 64,
-    chat: ChatOption = False,
-    yardstick: YardstickOption = False,
-    text: TextOption = None,
-    files: FilesOption = None,
     out: OutOption = None,
     resume: ResumeOption = False,
     report: ReportOption = None,
@@ -75,18 +52,10 @@ def evaluate(
 
     if resume and out is None:
         raise ValueError("--resume needs --json, where the unfinished run is")
-    names = [name.strip() for name in tasks.split(",")]
-    more: dict[str, Any] = {
-        "batch": batch,
-        "steps": steps,
-        "chat": chat,
-        "text": text,
-        "files": files,
-        "yardstick": yardstick,
-        "max_new_tokens": max_new_tokens,
-    }
-    chosen = [resolve(text).name for text in policy or []]
-    wanted = plan(chosen, names, whole_numbers("lengths", lengths), samples, **more)
+    more: dict[str, Any] = dict(vars(options))
+    names = [name.strip() for name in more.pop("tasks").split(",")]
+    lengths = whole_numbers("lengths", more.pop("lengths"))
+    wanted = plan([resolve(text).name for text in policy or []], names, lengths, **more)
     if report is not None and find_spec("matplotlib") is None:
         raise ValueError(f"--report needs matplotlib: {install('eval')}")
     result = carry_out(wanted, model, out, _environment(), resume=resume, **vars(loading))
@@ -126,11 +95,8 @@ def carry_out(
     from jsparse.evaluation.store import ResultStore
     from jsparse.models.checkpoint import load
 
-    bars = Bars()
-    try:
+    with closing(Bars()) as bars:
         params = load(model, on_progress=bars.load, **loading)
-    finally:
-        bars.close()
     settings = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in wanted._asdict().items()

@@ -10,6 +10,7 @@ from typer import Option
 
 from jsparse.cli.options import (
     DtypeOption,
+    JsonOption,
     ModelOption,
     PolicyOption,
     RevisionOption,
@@ -35,9 +36,7 @@ def info(
         int, Option(help="Number of GPUs that the model is spread over, each with some heads.")
     ] = 1,
     revision: RevisionOption = None,
-    as_json: Annotated[
-        bool, Option("--json", help="Print one JSON object instead of a table.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show a model's sizes, what a policy keeps, and how much context fits in the free memory.
 

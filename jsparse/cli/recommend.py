@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from threading import Event, Thread
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from jsparse.cli.console import Bars
 from jsparse.cli.options import (
     POLICY_FORMS,
     DtypeOption,
+    JsonOption,
     ModelOption,
     RevisionOption,
     WeightsOption,
@@ -68,9 +69,7 @@ def recommend(
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     revision: RevisionOption = None,
-    as_json: Annotated[
-        bool, Option("--json", help="Print one JSON object instead of a table.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Find the fastest policy for a model on this device that stays close to dense attention.
 
@@ -96,11 +95,8 @@ def recommend(
     tried = (*named, *(() if only else candidates(tokens)))
     requirements = Requirements(model, tokens, batch, tried, kl=kl, exact=exact, samples=samples)
     checked(requirements, longest)
-    bars = Bars()
-    try:
+    with closing(Bars()) as bars:
         params = load(model, dtype=dtype, weights=weights, revision=revision, on_progress=bars.load)
-    finally:
-        bars.close()
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     with _shown() as report:
         measured = measure(params, requirements, report=report, tell=notes.print)

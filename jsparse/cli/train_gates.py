@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,13 +49,11 @@ def train_gates(options: TrainGatesOptions) -> None:
     from jsparse.text.prompts import tokenizer_of
     from jsparse.train.trainer import Trainer
 
-    out, bars = options.out, Bars()
-    try:
+    out = options.out
+    with closing(Bars()) as bars:
         params = load(
             options.model, dtype=options.dtype, revision=options.revision, on_progress=bars.load
         )
-    finally:
-        bars.close()
     tokenizer, config = tokenizer_of(params, "the training"), params.config
     source = _source(tokenizer, options)
     if source.buckets[-1] + source.target_tokens > config.max_position_embeddings:
