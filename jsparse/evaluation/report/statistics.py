@@ -46,33 +46,6 @@ def perplexity(average: Any) -> Any:
 DERIVED: dict[str, tuple[str, Transform]] = {"perplexity": ("logprob", perplexity)}
 
 
-def paired_bootstrap(policy: Any, dense: Any, transform: Transform = mean) -> list[float] | None:
-    """Returns the percentile bootstrap's 95 % interval of a policy's difference from dense.
-
-    The difference is transform(mean(policy)) - transform(mean(dense)).
-
-    Args:
-        policy: the [n] values of the policy's samples.
-        dense: the [n] values of dense on the same samples in the same order; each is drawn together
-            with the policy's.
-        transform: a function of the mean, which takes arrays.
-
-    Returns:
-        [low, high]; None for fewer than two samples.
-
-    Raises:
-        ValueError: the shapes are not both [n], or a value is not finite.
-    """
-    pairs = np.array(policy, np.float64), np.array(dense, np.float64)
-    if pairs[0].ndim != 1 or pairs[0].shape != pairs[1].shape:
-        raise ValueError(
-            f"policy and dense of shapes {pairs[0].shape} and {pairs[1].shape}: must both be [n]"
-        )
-    if not np.isfinite(pairs).all():
-        raise ValueError("policy and dense: must be finite")
-    return _interval([pairs], transform) if len(pairs[0]) > 1 else None
-
-
 def summarize(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns one dict per cell, in the order in which the cells first occur.
 
@@ -238,7 +211,10 @@ def _paired(column: ScoresBySample, dense: ScoresBySample) -> tuple[np.ndarray, 
 
 
 def _interval(pairs: Sequence[tuple[np.ndarray, np.ndarray]], transform: Transform) -> list[float]:
-    """Returns the interval of the average over pairs of columns, each [n]."""
+    """Returns the percentile bootstrap's 95 % interval of the average difference from dense.
+
+    Each pair has a policy's values [n] and dense's of the same samples, which are drawn together.
+    """
     differences = [
         transform(_weights(len(ours)) @ ours) - transform(_weights(len(theirs)) @ theirs)
         for ours, theirs in pairs

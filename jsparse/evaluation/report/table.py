@@ -1,4 +1,4 @@
-"""Renders a run's result as tables for the terminal and for Markdown, from its JSON alone."""
+"""Renders a run's result as tables for the terminal, from its JSON alone."""
 
 from collections.abc import Mapping, Sequence
 from itertools import batched, chain, pairwise
@@ -64,11 +64,6 @@ def tables(
 ) -> list[Table]:
     """Returns the result as rich tables with one row per policy; see `grids`."""
     return [_rich(grid) for grid in grids(report, metrics, columns)]
-
-
-def markdown(report: Mapping[str, Any], metrics: Sequence[str] = METRICS, columns: int = 4) -> str:
-    """Returns the same tables in Markdown."""
-    return "\n".join(map(_markdown, grids(report, metrics, columns)))
 
 
 def grids(
@@ -182,17 +177,3 @@ def _rich(grid: Grid) -> Table:
     for row in grid.rows:
         table.add_row(*map(Text, row))
     return table
-
-
-def _markdown(grid: Grid) -> str:
-    rule = ["---", *["---:"] * (len(grid.header) - 1)]
-    rows = [[f"`{policy}`", *numbers] for policy, *numbers in grid.rows]
-    lines = [
-        " | ".join(cell.replace("\n", " ").strip() for cell in row)
-        for row in (grid.header, rule, *rows)
-    ]
-    return (
-        f"**{grid.title}**\n\n"
-        + "".join(f"| {line} |\n" for line in lines)
-        + f"\n{grid.note}\n" * bool(grid.note)
-    )
