@@ -13,8 +13,9 @@ import numpy as np
 
 from jsparse.machine.extras import install
 from jsparse.machine.jax_settings import own_settings
-from jsparse.models.checkpoint import Params, parse_dtype, parse_weights, read_store, with_own_head
+from jsparse.models.checkpoint import Params, parse_dtype, parse_weights
 from jsparse.models.config_files import checked_config, family_of
+from jsparse.models.formats import LoadOptions, read_store, with_own_head
 from jsparse.models.generation_config import resolve_settings
 from jsparse.models.tokenizer import as_tokenizer
 from jsparse.models.weights import OnProgress
@@ -56,11 +57,10 @@ def from_transformers(
     if tokenizer is not None:
         ends = (defaults.get("eos_token_id"), fields.get("eos_token_id"))
         tokenizer = as_tokenizer(tokenizer, ends)
-    options = weights_dtype, on_progress
-    quantized = parse_weights(weights)
+    options = LoadOptions(weights_dtype, parse_weights(weights), on_progress=on_progress)
     store = StateDict(model)
     config = with_own_head(config, family, store)
-    made = read_store(store, config, family, *options, quantized=quantized)
+    made = read_store(store, config, family.hf_names, options)
     name = getattr(model, "name_or_path", "") or type(model).__name__
     return Params(made, config, tokenizer, defaults, name)
 

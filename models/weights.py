@@ -7,7 +7,7 @@ cast: the host never holds more than one weight.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -160,43 +160,6 @@ def _tensor_shapes(c: ModelConfig) -> dict[str, tuple[tuple[int, ...], ...]]:
     if c.qk_norm:
         shapes |= {f"layers_{{i}}/attention/{which}_norm/scale": ((c.head_dim,),) for which in "qk"}
     return shapes
-
-
-def check_tensors(weights: list[Weight], store: TensorStore, harmless: Collection[str]) -> None:
-    """Checks that the store holds the tensors of `weights`, of their shapes, and no others.
-
-    Args:
-        weights: the weights to read.
-        store: the store to read them from.
-        harmless: names that the store may hold without their being used.
-
-    Raises:
-        ValueError: tensors are missing, misshapen or unknown; the message names them.
-    """
-    shapes = {source.name: source.shape for weight in weights for source in weight.sources}
-    if missing := shapes.keys() - store.shapes.keys():
-        raise ValueError(
-            f"{store.path} lacks {_some(missing)}: the config asks for {len(shapes)} tensors"
-        )
-    for name, shape in shapes.items():
-        if store.shapes[name] != shape:
-            raise ValueError(
-                f"{store.path}: {name} has shape {store.shapes[name]}: the config asks for {shape}"
-            )
-    extra = {
-        name
-        for name in store.shapes.keys() - shapes.keys()
-        if not name.endswith("rotary_emb.inv_freq")
-    }
-    if extra := extra - set(harmless):
-        raise ValueError(f"{store.path} holds {_some(extra)}, which this model has no place for")
-
-
-def _some(names: Collection[str]) -> str:
-    first = sorted(names)[:4]
-    return ", ".join(first) + (
-        f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
-    )
 
 
 def read_weights(
