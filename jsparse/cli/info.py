@@ -44,11 +44,12 @@ def info(
     """
     import jax
 
-    from jsparse.model_facts import info as model_info
+    from jsparse.cli.info_table import rows
+    from jsparse.model_facts.info import describe
     from jsparse.policies.own_code import resolve
 
     chosen = dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
-    described = model_info.describe(
+    described = describe(
         model,
         dtype=chosen,
         weights=weights,
@@ -61,7 +62,7 @@ def info(
         print(json.dumps(described))
         return
     table = Table(title=model, title_justify="left", show_header=False, box=None)
-    for name, value in model_info.rows(described):
+    for name, value in rows(described):
         table.add_row(name, value)
     Console(highlight=False).print(table)
 

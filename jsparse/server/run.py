@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from jsparse.engine.async_engine import AsyncEngine
-from jsparse.machine import processes
+from jsparse.machine.peers import farewells
 from jsparse.server import log
 from jsparse.server.app import make_app
 from jsparse.server.connections import SECONDS, BoundedConnection
@@ -110,14 +110,14 @@ def serve(
         arguments = server, service, make_engine, on_ready, asyncio.get_running_loop()
         threading.Thread(target=_load, args=arguments, daemon=True).start()
 
-    processes.farewells.append(farewell)
+    farewells.append(farewell)
     try:
         server.answer(listening, load(), log.tell_speed(service))
         if service.engine is None and server.failed is None:
             os._exit(0)  # a thread loads the model, and nothing can stop it
     finally:
         service.close()
-        processes.farewells.remove(farewell)
+        farewells.remove(farewell)
     if server.failed is not None:
         raise server.failed
 
