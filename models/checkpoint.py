@@ -40,13 +40,11 @@ class Params:
         config: the decoder's sizes.
         tokenizer: the tokenizer, or None if the files hold none; then only token ids can be given.
         generation_defaults: temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, as
-            far as generation_config.json or a GGUF file's general.sampling keys state them; without
-            a temperature the model wants greedy decoding.
+            far as the files state them; without a temperature the model wants greedy decoding.
         name: the name under which the model was loaded, for messages.
-        constants: arrays that policies need of the model, by name, such as the mean keys that
-            jsparse.model_facts.key_constants describes. They belong to the weights, are made when a
-            policy first needs them, and are kept here.
-        mesh: the devices that the model is spread over (tensor parallel); None is one device. Then
+        constants: arrays that policies need of the model, by name, such as those of
+            jsparse.model_facts.key_constants. They are made when a policy first needs them.
+        mesh: the devices that the model is spread over (tensor parallel); None: one device. Then
             `config` has the sizes of a rank (jsparse.ranks), and the arrays' first axis is ranks.
     """
 
@@ -69,7 +67,7 @@ class Params:
 
     @property
     def dtype(self) -> Any:
-        """Returns the dtype of the weights, and of everything between them."""
+        """The dtype of the weights, and of everything between them."""
         return self.weights["params"]["final_norm"]["scale"].dtype
 
     @property
@@ -132,11 +130,7 @@ def load(
 
 
 def spread(params: Params, tensor_parallel_size: int) -> Params:
-    """Returns a model that is spread over devices, of one that is on one device.
-
-    Raises:
-        ValueError: it cannot be divided so, it is spread already, or there are not as many devices.
-    """
+    """Returns a model that is spread over devices, of one that is on one device."""
     require_on_one_device(params)
     spreading = Spreading(params.config, tensor_parallel_size)
     if params.quantized:
@@ -159,11 +153,8 @@ def given_params(
 ) -> Params:
     """Returns a model that may have been loaded already; `load` takes the options.
 
-    A loaded model is spread as `tensor_parallel_size` says, unless it is.
-
-    Raises:
-        ValueError: as `load` and `spread` say, or the model has been loaded and another option is
-            not None.
+    A loaded model is spread as `tensor_parallel_size` says, unless it is; other options must be
+    None.
     """
     if not isinstance(model, Params):
         return load(model, tensor_parallel_size=tensor_parallel_size, **options)
@@ -187,10 +178,7 @@ def require_on_one_device(params: Params) -> None:
 
 
 def require_in_one_process(params: Params) -> None:
-    """Raises ValueError if a model is spread over devices of several processes.
-
-    What one of them ran alone would wait for the others.
-    """
+    """Raises ValueError if a model is spread over devices of several processes."""
     if params.mesh is not None and params.mesh.is_multi_process:
         raise ValueError(
             f"params={params!r}: must be on devices of one process here: over several a model is "
@@ -200,14 +188,10 @@ def require_in_one_process(params: Params) -> None:
 
 @own_settings()
 def save(params: Params, path: str | os.PathLike[str]) -> None:
-    """Writes a model into a folder that `load` reads.
+    """Writes a model into an empty or new folder that `load` reads.
 
-    These are weights, constants as far as they have been made, config, tokenizer and generation
-    defaults.
-
-    Args:
-        params: the model; the weights keep their dtype.
-        path: a folder that is empty or does not exist.
+    These are weights in their dtype, constants as far as they have been made, config, tokenizer and
+    generation defaults.
 
     Raises:
         ValueError: `path` is a file, or a folder that is not empty, or the model is spread over

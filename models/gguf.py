@@ -54,8 +54,6 @@ _VALUES_AT_ONCE = 1 << 22
 
 
 class _Info(NamedTuple):
-    """Holds a tensor's description in the header."""
-
     name: str
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
@@ -75,18 +73,12 @@ class GGUFFile:
     """Gives access to a GGUF file's metadata and tensors.
 
     Attributes:
-        path: the file.
         metadata: the values by key, as Python numbers, strings and lists.
         shapes: the shapes by tensor name, [out, in] for a linear map.
     """
 
     def __init__(self, path: Path):
-        """Reads the header, not the values.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-            ValueError: the header is malformed or lies.
-        """
+        """Reads the header; ValueError if it is malformed or lies."""
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist")
         self.path = path
@@ -140,7 +132,6 @@ class _Header:
         self._at = 0
 
     def parse(self) -> tuple[dict[str, Any], dict[str, _GGUFTensor]]:
-        """Returns the metadata and the tensors of the file."""
         if (magic := bytes(self._data[:4])) != b"GGUF":
             raise self._error(f"begins with {magic!r}: must begin with b'GGUF'")
         self._at = 4

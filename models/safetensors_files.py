@@ -13,12 +13,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 class SafetensorsFolder:
-    """Gives access to the tensors in model.safetensors, or else in an index and its shards.
-
-    Attributes:
-        path: the folder.
-        shapes: the shapes by tensor name.
-    """
+    """The tensors in model.safetensors, or else in an index and its shards."""
 
     def __init__(self, folder: Path):
         """Reads the headers, not the values.
@@ -45,7 +40,6 @@ class SafetensorsFolder:
                 )
 
     def nbytes(self, name: str) -> int:
-        """Returns the tensor's size in its file, in bytes."""
         return math.prod(self.shapes[name]) * _ITEM_BYTES[self._dtypes[name]]
 
     def blocks(self, name: str) -> None:
@@ -57,12 +51,7 @@ class SafetensorsFolder:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Reads the object in a JSON file.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is not JSON, or does not hold an object.
-    """
+    """Reads the object in a JSON file; ValueError if it holds none."""
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist")
     try:

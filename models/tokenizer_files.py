@@ -115,9 +115,6 @@ def _add_stated_tokens(core: tokenizers.Tokenizer, config: Mapping[str, Any], fo
 
     As in transformers, a new token gets the next id, whatever id is stated, and added_tokens.json
     is used if added_tokens_decoder is missing.
-
-    Raises:
-        ValueError: it is no object of tokens.
     """
     added = core.get_added_tokens_decoder().values()
     named = {_content(value) for key, value in config.items() if key.endswith("_token")}

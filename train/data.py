@@ -33,10 +33,7 @@ class TrainingBatch(NamedTuple):
 
 
 class TrainingSample(NamedTuple):
-    """Holds a row of a batch, not padded.
-
-    It has the ids of context and target, and says which of the target's tokens are scored.
-    """
+    """Holds a row of a batch, not padded."""
 
     context: TokenIds
     target: TokenIds
@@ -49,7 +46,7 @@ class Source:
 
     Attributes:
         draw: (step, size) -> the samples of a step; a pure function.
-        target_tokens: T, the width of targets: the longest there can be.
+        target_tokens: T, the width of targets.
         buckets: the widths that contexts are padded to, ascending.
         settings: plain JSON values that describe the source.
     """
@@ -60,13 +57,7 @@ class Source:
     settings: dict[str, Any]
 
     def batch(self, step: int, size: int) -> TrainingBatch:
-        """Returns the batch of a step, with B = size rows.
-
-        S is the smallest bucket that holds the longest context.
-
-        Raises:
-            ValueError: `step` is below 0, or `size` below 1.
-        """
+        """Returns the batch of a step; S is the smallest bucket that holds its contexts."""
         check_at_least(0, step=step)
         check_at_least(1, size=size)
         contexts, targets, scored = zip(*self.draw(step, size), strict=True)
@@ -96,9 +87,7 @@ def check_at_least(minimum: int, **arguments: int) -> None:
 
 
 def continued(tokenizer: Tokenizer, text: str) -> TokenIds:
-    """Returns the ids of `text` as it follows a word.
-
-    They have no special tokens, nor a space that is put before a whole text.
+    """Returns the ids of `text` as it follows a word, without special tokens or a first space.
 
     Raises:
         ValueError: the tokenizer joins the beginning of `text` with the word.

@@ -39,21 +39,13 @@ def questions(
 ) -> Source:
     r"""Draws the questions of a file, every one once per epoch, in an order of that epoch's own.
 
-    Every line is an object with the strings context, question and answer; other fields are ignored.
-    The model reads "{context}\n\nQuestion: {question}\nAnswer:", as a text prompt, then "
-    {answer}", all of which is scored. An epoch may end within a batch; orders follow each other
-    without a gap as long as all batches are of one size.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        path: the file, in UTF-8.
-        max_length: the most tokens that context and question may have, special tokens included.
-        seed: the random seed of the orders.
+    Every line is an object with the strings context, question and answer. The model reads
+    "{context}\n\nQuestion: {question}\nAnswer:", of at most `max_length` tokens, then " {answer}",
+    all of which is scored. An epoch may end within a batch.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: an argument is out of its range, a line is no such object, its answer is blank,
-            its context and question are too long, or there is no line.
+        ValueError: an argument is out of its range, a line is malformed, or there is none.
     """
     check_at_least(1, max_length=max_length)
     check_at_least(0, seed=seed)

@@ -32,10 +32,7 @@ def check_folder(folder: Path, description: dict[str, Any], *, resume: bool) -> 
 
 
 class Log:
-    """Writes a file of JSON lines.
-
-    Lines after step `first`, of a run that was cut off, are dropped.
-    """
+    """Writes a file of JSON lines, without those after step `first` of a run that was cut off."""
 
     def __init__(self, path: Path, first: int):
         lines = read_lines(path) if path.exists() and first else []
@@ -64,10 +61,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the whole lines of a file.
-
-    One that was cut off while it was written is none.
-    """
+    """Returns the whole lines of a file, without one that was cut off."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     return [json.loads(line) for line in lines]
 

@@ -51,9 +51,8 @@ class Trainer:
         """Begins a training, or with `resume` goes on with one.
 
         Raises:
-            ValueError: a setting is out of its range; the folder holds a run, and `resume` is
-                False; or it is True, and the folder holds none, or one of other settings; or the
-                model is spread over several devices, or has its weights in 8-bit blocks.
+            ValueError: a setting is out of its range, the folder does not fit `resume` and the
+                settings, or the model is spread over several devices, or has 8-bit blocks.
         """
         require_on_one_device(params)
         if params.quantized:
@@ -125,10 +124,8 @@ class Trainer:
     def run(self, report: OnStep = lambda *_: None, *, save_every: int = 200) -> dict[str, Any]:
         """Trains to the end and returns the record that it writes.
 
-        Args:
-            report: a callback after each step, with its number, the number of steps, and its line
-                of the log.
-            save_every: the number of steps between checkpoints.
+        `report` gets each step's number, the number of steps, and its line of the log. Checkpoints
+        are `save_every` steps apart.
         """
         from orbax.checkpoint import CheckpointManager, CheckpointManagerOptions
         from orbax.checkpoint.args import StandardRestore, StandardSave

@@ -20,27 +20,16 @@ Messages = list[dict[str, str]]
 
 
 class Chat:
-    """Holds a conversation with a model.
+    """Holds a conversation with a model that has a chat template.
 
-    A further turn reads at most the last answer and the new message, since the session has read the
-    rest. Everything is read anew where that cannot be: the policy evicts tokens, the template
-    rewrites earlier messages, or the cache has become too small.
+    A further turn reads at most the last answer and the new message. Everything is read anew if the
+    policy evicts tokens, the template rewrites earlier messages, or the cache has become too small.
     """
 
     def __init__(
         self, params: "Params", arguments: dict[str, Any], system: str | None, bars: Bars
     ) -> None:
-        """Begins a conversation.
-
-        Args:
-            params: the model; it must have a chat template.
-            arguments: keyword arguments of `jsparse.generate`.
-            system: the system message, or None.
-            bars: the bars that show progress.
-
-        Raises:
-            ValueError: the model has no chat template.
-        """
+        """Begins a conversation; `arguments` are those of `jsparse.generate`."""
         if params.tokenizer is None or params.tokenizer.chat_template is None:
             raise ValueError(f"model={params.name!r} has no chat template: use `jsparse generate`")
         self._params, self._arguments, self._bars = params, arguments, bars
@@ -106,10 +95,7 @@ def chat(
 
 
 def run(chat: Chat) -> None:
-    """Reads one message per line until /exit or the end of the input.
-
-    A word behind a slash, at the beginning of a line, is a command.
-    """
+    """Reads one message per line until /exit or the end of the input."""
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         with suppress(ImportError):

@@ -79,15 +79,9 @@ def carry_out(
 ) -> dict[str, Any]:
     """Loads the model, takes the measurements that are missing, and returns the report.
 
-    Progress goes to standard error: a bar on a terminal, else lines.
-
-    Args:
-        wanted: the plan of measurements.
-        model: the model, in any form that `jsparse.load` takes.
-        out: the file for the report and, until then, its journal; None writes neither.
-        environment: the report's environment; its "versions" are part of the settings.
-        resume: whether to continue an unfinished run of the same settings.
-        loading: further arguments of `jsparse.load`.
+    Progress goes to standard error: a bar on a terminal, else lines. `out` is the file for the
+    report and, until then, its journal; None writes neither. The environment's "versions" are
+    settings.
     """
     from tempfile import TemporaryDirectory
 
@@ -178,7 +172,6 @@ class _Lines:
         self._estimated = False
 
     def __call__(self, now: "Progress") -> None:
-        """Takes note of how far a run is."""
         if now.part_done == 0:
             self._began, self._estimated = time.monotonic(), False
             return

@@ -55,7 +55,6 @@ class LoadingOptions:
     ] = 1
 
     def load(self, model: str, on_progress: OnBytes | None = None) -> "Params":
-        """Loads a model."""
         from jsparse.models.checkpoint import load
 
         return load(model, on_progress=on_progress, **vars(self))

@@ -119,10 +119,7 @@ def _source(tokenizer: "Tokenizer", options: TrainGatesOptions) -> "Source":
 
 
 def _progress() -> Progress:
-    """Returns a bar with every seed's loss, expected number and multiplier.
-
-    It is shown on standard error, if that is a terminal.
-    """
+    """Returns a bar with every seed's values on standard error, if that is a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

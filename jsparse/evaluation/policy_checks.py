@@ -45,9 +45,9 @@ from jsparse.runtime.owners import owners
 
 
 class Finding(NamedTuple):
-    """Says whether a policy keeps a rule; `kept` is None where the rule was not checked.
+    """Holds whether a policy keeps a rule; None: it was not checked.
 
-    `detail` describes the violation or a measurement, or why the rule was not checked.
+    `detail` is the violation, a measurement, or the reason why the rule was not checked.
     """
 
     rule: ContractRule
@@ -85,11 +85,8 @@ def check(
 ) -> CheckResult:
     """Checks that a policy keeps the rules of these names.
 
-    Args:
-        policy: the policy, with so small a budget that it leaves out some of 30 tokens.
-        full: the same with a budget for all tokens; None means that it has no budget in tokens.
-        params: the model; None means a random one of 2 layers.
-        rules: the names of the rules to check, among NAMES.
+    The policy's budget must be so small that it leaves out some of 30 tokens. `full` is the same
+    with a budget for all tokens; None: it has no budget in tokens. The default model is random.
 
     Raises:
         ValueError: the model lacks constants that the policy needs.

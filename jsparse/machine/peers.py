@@ -30,16 +30,9 @@ _ending = threading.Lock()
 
 
 class Peer:
-    """A connection to another process.
-
-    Attributes:
-        name: what to call its process.
-        connection: the connection.
-        messages: what it has said, in order: each a value and the arrays that came with it.
-    """
+    """A connection to another process of this `name`, with its messages: values and arrays."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
-        """Begins to read."""
         for option, value in (("KEEPIDLE", 2), ("KEEPINTVL", 2), ("KEEPCNT", 3)):
             if hasattr(socket, f"TCP_{option}"):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
@@ -112,11 +105,7 @@ class Peer:
 
 
 def _received(connection: socket.socket, size: int) -> bytearray:
-    """Returns this many bytes, or fewer where the connection ends.
-
-    Raises:
-        BlockingIOError: none came for SILENT seconds.
-    """
+    """Returns this many bytes, or fewer at the end; BlockingIOError after SILENT seconds."""
     data, at = bytearray(size), 0
     with memoryview(data) as view:
         while at < size and (count := connection.recv_into(view[at:])):

@@ -35,24 +35,14 @@ _meeting: str | None = None
 
 
 def join(nnodes: int, node_rank: int, master_addr: str, master_port: int) -> None:
-    """Makes this process one of `nnodes`, which meet at the address of the one with rank 0.
-
-    Raises:
-        ValueError: processes cannot reach each other.
-    """
+    """Makes this process one of `nnodes`, which meet at the address of the one with rank 0."""
     global _meeting
     _meeting = master_addr
     _initialize(f"{master_addr}:{master_port}", nnodes, node_rank, how="deactivate")
 
 
 def join_launched() -> None:
-    """Makes this process one of those that Slurm, Open MPI or Kubernetes has started.
-
-    Without a launcher, or where it has started one alone, nothing happens.
-
-    Raises:
-        ValueError: processes cannot reach each other.
-    """
+    """Makes this process one of those that Slurm, Open MPI or Kubernetes has started, if any."""
     known = os.environ
     by_slurm = "SLURM_STEP_NODELIST" in known and int(known.get("SLURM_NTASKS", 1)) > 1
     by_mpi = int(known.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
@@ -83,23 +73,16 @@ class Link:
     """Connects this process with process 0, or process 0 with all others.
 
     Attributes:
-        index: the number of this process.
-        peers: the others; if this is not process 0, that one alone.
         works: whether they run an engine, which they do to the end.
         failed: whether this one has let the others end with an error.
     """
 
     def __init__(self, index: int, peers: Sequence[Peer]) -> None:
-        """Takes connections that have been made."""
         self.index, self.peers = index, peers
         self.works = self.failed = False
 
     def everyone(self, what: str, value: Any) -> list[Any]:
-        """Returns the values of all processes, which all ask for them at the same place.
-
-        Raises:
-            ValueError: another is at another place.
-        """
+        """Returns the values of all processes; ValueError: another is at another place."""
         said = {what: value}
         if self.index:
             (leader,) = self.peers
@@ -111,7 +94,6 @@ class Link:
         return values
 
     def tell(self, value: Any, arrays: Sequence[np.ndarray] = ()) -> None:
-        """Sends a message to the others."""
         for peer in self.peers:
             peer.send(value, arrays)
 
@@ -155,11 +137,7 @@ def _about(what: str, message: Any, name: str) -> Any:
 
 @functools.cache
 def link() -> Link | None:
-    """Connects the processes, if there are several; all call it at the same place.
-
-    Raises:
-        ValueError: they cannot reach each other.
-    """
+    """Connects the processes, if there are several; all call it at the same place."""
     count, index = jax.process_count(), jax.process_index()
     if count == 1:
         return None

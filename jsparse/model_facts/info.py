@@ -39,21 +39,10 @@ def describe(
 ) -> dict[str, Any]:
     """Returns the sizes of a model, its cache and a policy's state, and how much context fits.
 
-    The cache and the policy's state must fit beside the weights in the memory that is free now;
-    temporary arrays of a step are not counted.
-
-    Args:
-        model: the model, in any form that `jsparse.load` takes.
-        dtype: the type of weights and cache, a key of ITEM_BYTES.
-        weights: "q8_0" if matrices are in blocks of 8 bits, as for `jsparse.load`.
-        policy: a policy or its expression. Its state is counted for pages of 16 tokens, the default
-            of `jsparse.generate`. For "auto" it is that of the policy that it chooses for one
-            prompt of `context` tokens.
-        context: the tokens per prompt for which the largest batch is counted; None is the model's
-            maximum.
-        revision: the revision of a Hub id.
-        tensor_parallel_size: the number of devices that the model is spread over; what fits is what
-            fits each of them.
+    The cache and the policy's state, in pages of 16 tokens, must fit beside the weights in the
+    memory that is free now, of each device; temporary arrays of a step are not counted. "auto" is
+    the policy that it chooses for one prompt of `context` tokens, by default the model's maximum,
+    for which the largest batch is counted. Other arguments are those of `jsparse.load`.
 
     Raises:
         FileNotFoundError: there is no such model.
@@ -120,18 +109,14 @@ def describe(
 def kept_beside(
     config: ModelConfig, policy: Policy, dtype: str, ranks: int = 1
 ) -> tuple[float, int]:
-    """Returns the bytes over all layers that a policy keeps beside K and V.
-
-    The first number is per token of context, the second is fixed per prompt. `config` is that of
-    one of the ranks, if there are several.
-    """
+    """Returns the bytes that a policy keeps beside K and V, per token of context and per prompt."""
     return _growth(config, dtype, ranks, lambda spec: capacity.policy_bytes(spec, policy))
 
 
 def on_device(config: ModelConfig, policy: Policy, dtype: str, ranks: int = 1) -> tuple[float, int]:
     """Returns the bytes of K and V on the device, per token of context and per prompt.
 
-    Where they lie in host memory, these are the tail, the heads that stay, and one whole layer.
+    In host memory, these are the tail, the heads that stay, and one whole layer.
     """
 
     def kept(spec: CacheSpec) -> int:
@@ -145,8 +130,7 @@ def _growth(
 ) -> tuple[float, int]:
     """Returns bytes per token of context, and bytes per prompt.
 
-    They are derived from the model's maximum and twice that, so that sizes bounded within the
-    model's context do not grow.
+    They follow from the model's maximum and twice that, so that bounded sizes do not grow.
     """
     pages = -(-config.max_position_embeddings // PAGE_SIZE)
     once, twice = (kept(_spec(config, dtype, n, ranks)) for n in (pages, 2 * pages))
@@ -154,10 +138,7 @@ def _growth(
 
 
 def max_cache_bytes(config: ModelConfig, policy: Policy, context: int, per_token: int) -> int:
-    """Returns the bytes of K and V that a row can come to hold after a prompt of `context` tokens.
-
-    It counts all that the model can still generate; reading the prompt takes its whole length.
-    """
+    """Returns the bytes of K and V that a row can hold after a prompt of `context` tokens."""
     limit = config.max_position_embeddings
     max_length = None if policy.eviction is None else policy.eviction.max_length
     slots = limit if max_length is None else max_length(context, limit - context)

@@ -71,12 +71,10 @@ def grids(
 ) -> list[Grid]:
     """Returns the texts of the tables.
 
-    There is a column for each task, length and one of `metrics` that was measured, and for the
-    average score over tasks where there are several. One table holds them all, or, where there are
-    more than `columns`, each table has one length and at most that many columns: four fit into 120
-    characters. A number is followed by its difference from dense and the 95 % interval of that, as
-    in "93.0 (-2.1 [-4.0, -0.3])". The last column is the attended fraction at the table's lengths,
-    mean over all tasks.
+    There is a column for each task, length and measured metric, and for the average score over
+    several tasks. If there are more than `columns` (four fit into 120 characters), each table has
+    one length. A number is followed by its difference from dense and the 95 % interval of that, as
+    in "93.0 (-2.1 [-4.0, -0.3])". The last column is the attended fraction, mean over all tasks.
     """
     measured = {
         (cell["policy"], Column(cell["task"], metric, cell["length"])): value
@@ -101,10 +99,7 @@ def tokens(length: int) -> str:
 
 
 def number(value: Mapping[str, Any] | None, metric: str) -> str:
-    """Returns a metric's mean, with its difference from dense and the interval where there are any.
-
-    A yardstick's KL is followed by the ratio instead. The interval is on a second line.
-    """
+    """Returns a metric's mean, with its difference from dense, or a yardstick's ratio."""
     if value is None:
         return "-"
     _, factor, form = FORMATS.get(metric, (metric, 1, ".3g"))

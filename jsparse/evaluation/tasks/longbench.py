@@ -28,7 +28,6 @@ class Dataset(NamedTuple):
 
     Attributes:
         prompt: a text with the names of a row's fields in braces.
-        max_new_tokens: the most tokens that may be generated.
         metric: (text, answer, classes) -> a score from 0 to 1; the best over the answers counts.
         plain: whether the prompt is to be continued, without a chat template.
         first_line: whether the first line of the text alone counts.
@@ -76,10 +75,7 @@ def _read(dataset: str, files: Path | None) -> str:
 
 
 def longbench(name: str, files: Path | None) -> Task:
-    """Builds the task of a data set of LongBench.
-
-    Its rows are NAME.jsonl of the folder, or of the Hub id THUDM/LongBench if `files` is None.
-    """
+    """Builds the task of a data set of LongBench, from NAME.jsonl of the folder or from the Hub."""
     dataset = name.removeprefix("longbench_")
     return _task(
         name,
@@ -89,10 +85,7 @@ def longbench(name: str, files: Path | None) -> Task:
 
 
 def longbench_v2(name: str, files: Path | None) -> Task:
-    """Builds the task of LongBench v2.
-
-    Its rows are data.json of the folder, or of the Hub id THUDM/LongBench-v2 if `files` is None.
-    """
+    """Builds the task of LongBench v2, from data.json of the folder or from the Hub."""
     repo_id = "THUDM/LongBench-v2"
     file = (
         _download(repo_id, "data.json")

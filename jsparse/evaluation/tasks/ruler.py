@@ -100,10 +100,7 @@ def _numbered(words: list[str]) -> str:
 def _common(
     rng: random.Random, num_words: int, common: int, uncommon: int
 ) -> tuple[str, list[str]]:
-    """Returns a prompt with `num_words` words, and the ten common ones.
-
-    The first ten occur `common` times and the others `uncommon` times.
-    """
+    """Returns a prompt with `num_words` words, and the ten common ones, each `common` times."""
     words = rng.sample(all_words(), len(all_words()))[:num_words]
     listed = words[:NUM_COMMON] * common + words[NUM_COMMON:] * uncommon
     rng.shuffle(listed)
