@@ -8,11 +8,7 @@ import jax
 
 
 def check_folder(folder: Path, description: dict[str, Any], *, resume: bool) -> None:
-    """Checks that the folder holds no training, or with `resume` one of the same description.
-
-    Raises:
-        ValueError: it holds a training, or with `resume` none or one of other settings.
-    """
+    """Raises ValueError unless the folder is free, or with `resume` has one of these settings."""
     path = folder / "settings.json"
     shown = f"out={str(folder)!r}"
     if path.exists() != resume:

@@ -45,11 +45,7 @@ class Chat:
         self.messages, self._conversation = list(self._opening), None
 
     def answer(self, text: str) -> None:
-        """Streams the answer to one more message; an interrupted answer is kept as far as it came.
-
-        Raises:
-            ValueError: `jsparse.generate` refused the message, which is then forgotten.
-        """
+        """Streams the answer to one more message; an interrupted answer is kept so far."""
         from jsparse.conversation import Conversation
 
         if self._conversation is None:

@@ -15,6 +15,7 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
 )
@@ -53,6 +54,13 @@ def print_note(text: str) -> None:
 def print_wrote(path: Path) -> None:
     """Says on standard error where a result is."""
     print("wrote", path, file=sys.stderr, flush=True)
+
+
+def progress_bar(*further: ProgressColumn, transient: bool = True) -> Progress:
+    """Returns a bar of counts on standard error, shown if that is a terminal."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *further
+    console, disable = Console(stderr=True), not sys.stderr.isatty()
+    return Progress(*columns, console=console, transient=transient, disable=disable)
 
 
 class Bars:

@@ -8,10 +8,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import progress
 from rich.console import Console
+from rich.progress import TimeRemainingColumn
 
-from jsparse.cli.console import Bars, print_wrote
+from jsparse.cli.console import Bars, print_wrote, progress_bar
 from jsparse.cli.evaluate_options import EvaluateOptions, OutOption, ReportOption, ResumeOption
 from jsparse.cli.options import (
     LoadingOptions,
@@ -145,13 +145,7 @@ def _shown_progress() -> "Iterator[Callable[[Progress], None]]":
     if not sys.stderr.isatty():
         yield _Lines()
         return
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with progress_bar(TimeRemainingColumn()) as bar:
         task = bar.add_task("", total=None)
 
         def update(now: "Progress") -> None:
@@ -162,10 +156,7 @@ def _shown_progress() -> "Iterator[Callable[[Progress], None]]":
 
 
 class _Lines:
-    """Prints a line when a task at one length is finished, and an estimate after its first batch.
-
-    Batches of a task take equally long, except that the first may have to wait for the compiler.
-    """
+    """Prints a line per finished task and length, and an estimate after its first batch."""
 
     def __init__(self) -> None:
         self._began = 0.0

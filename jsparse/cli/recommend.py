@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 from rich.table import Table
 from typer import Option
 
-from jsparse.cli.console import Bars
+from jsparse.cli.console import Bars, progress_bar
 from jsparse.cli.options import (
     POLICY_FORMS,
     DtypeOption,
@@ -183,10 +183,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def _shown() -> Iterator[Callable[[str, int, int], None]]:
     """Shows the progress on standard error: a bar on a terminal, else a line every ten seconds."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    bar = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    columns = TextColumn("{task.description}"), *bar
     ended, on_terminal = Event(), sys.stderr.isatty()
-    with Progress(*columns, console=console, transient=True, disable=not on_terminal) as progress:
+    with progress_bar(TimeElapsedColumn()) as progress:
         task = progress.add_task("loading", total=None)
 
         def report(now: str, done: int, total: int) -> None:

@@ -193,7 +193,8 @@ class JSparseLM(TemplateLM):
         The model's own sampling defaults are ignored. Requests with equal arguments share batches.
         """
         contexts: list[Any] = [request.args for request in requests]
-        options = [self._options(arguments) for _, arguments in contexts]
+        limits = {"max_gen_toks": self.max_gen_toks, "max_length": self.max_length}
+        options = [generation_options(arguments, **limits) for _, arguments in contexts]
         rooms = [self.max_length - each["max_new_tokens"] for each in options]
         whole = [self.tok_encode(context) or [self.prefix_token_id] for context, _ in contexts]
         rows = cut_to_fit(whole, rooms, self.max_length)
@@ -258,12 +259,6 @@ class JSparseLM(TemplateLM):
                 if (texts := requests[place][0]) is not None:
                     self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
-
-    def _options(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Converts a request's arguments to those of `jsparse.generate`."""
-        return generation_options(
-            arguments, max_gen_toks=self.max_gen_toks, max_length=self.max_length
-        )
 
 
 if __name__ == "__main__":
