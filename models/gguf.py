@@ -53,11 +53,7 @@ _VALUES_AT_ONCE = 1 << 22
 """Number of values to dequantise at a time: the package needs several times their size more."""
 
 
-class _Info(NamedTuple):
-    name: str
-    kind: GGMLQuantizationType
-    shape: tuple[int, ...]
-    offset: int
+_Info = tuple[str, GGMLQuantizationType, tuple[int, ...], int]  # name, kind, shape, offset
 
 
 class _GGUFTensor(NamedTuple):
@@ -222,7 +218,7 @@ class _Header:
             raise self._error(
                 f"gives {name!r} shape {shape}: must be positive, the last a multiple of {block}"
             )
-        return _Info(name, GGMLQuantizationType(kind), shape, offset)
+        return name, GGMLQuantizationType(kind), shape, offset
 
     def _place(self, infos: list[_Info], alignment: int) -> dict[str, _GGUFTensor]:
         """Places each tensor, checking that it is inside the file and overlaps no other."""

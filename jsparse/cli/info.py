@@ -9,21 +9,20 @@ from rich.table import Table
 from typer import Option
 
 from jsparse.cli.options import (
-    DtypeOption,
     JsonOption,
+    LoadingOptions,
     ModelOption,
     PolicyOption,
-    RevisionOption,
-    WeightsOption,
     takes_model,
+    takes_options,
 )
 
 
 @takes_model
+@takes_options(LoadingOptions, "loading")
 def info(
+    loading: LoadingOptions,
     model: ModelOption = "smollm2",
-    dtype: DtypeOption = None,
-    weights: WeightsOption = None,
     policy: PolicyOption = "dense",
     context: Annotated[
         int | None,
@@ -32,10 +31,6 @@ def info(
             "the model's maximum."
         ),
     ] = None,
-    tensor_parallel_size: Annotated[
-        int, Option(help="Number of GPUs that the model is spread over, each with some heads.")
-    ] = 1,
-    revision: RevisionOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show a model's sizes, what a policy keeps, and how much context fits in the free memory.
@@ -48,16 +43,11 @@ def info(
     from jsparse.model_facts.info import describe
     from jsparse.policies.own_code import resolve
 
-    chosen = dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
-    described = describe(
-        model,
-        dtype=chosen,
-        weights=weights,
-        policy=resolve(policy),
-        context=context,
-        revision=revision,
-        tensor_parallel_size=tensor_parallel_size,
+    options = dict(vars(loading))
+    options["dtype"] = loading.dtype or (
+        "bfloat16" if jax.default_backend() == "gpu" else "float32"
     )
+    described = describe(model, policy=resolve(policy), context=context, **options)
     if as_json:
         print(json.dumps(described))
         return

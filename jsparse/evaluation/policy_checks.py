@@ -115,6 +115,8 @@ class _Checks:
         try:
             if rule.name not in ("types", "runs", "owners") and self._failure:
                 raise _Skip("the policy does not run")
+            if rule.name in ("pool", "inactive") and not self._owned:
+                raise _Skip("the state's arrays have no owners")
             detail = look()
         except Violation as broken:
             return Finding(rule, False, str(broken))
@@ -237,14 +239,10 @@ class _Checks:
         check_close(f"read {PIECE} tokens at a time", result.logits, self._base.logits)
 
     def _pool(self) -> None:
-        if not self._owned:
-            raise _Skip("the state's arrays have no owners")
         result = self._trial.run_in_a_used_pool(self._prompts, self._forced)
         check_close("in a shared pool", result.logits, self._base.logits)
 
     def _inactive(self) -> None:
-        if not self._owned:
-            raise _Skip("the state's arrays have no owners")
         rows, tokens = self._base.rows, self._forced[:, 0]
         logits, _, after = self._trial.step(rows, tokens, [True, False])
         together, *_ = self._trial.step(rows, tokens)
