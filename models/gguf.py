@@ -18,19 +18,7 @@ from gguf.quants import dequantize
 
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _MAX_DIMS = 4
 # The minimum number of bytes that one metadata entry or one tensor's description takes.
 _MIN_ENTRY_BYTES, _MIN_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
@@ -162,9 +150,8 @@ class _Header:
         return start
 
     def _scalar(self, code: str) -> Any:
-        return struct.unpack_from("<" + code, self._data, self._take(struct.calcsize("<" + code)))[
-            0
-        ]
+        form = "<" + code
+        return struct.unpack_from(form, self._data, self._take(struct.calcsize(form)))[0]
 
     def _count(self, of_what: str, min_bytes: int) -> int:
         """Reads a count and checks that the rest of the file has room for it."""

@@ -5,7 +5,6 @@ import time
 import jax
 import jax.numpy as jnp
 
-from jsparse.cache import CacheSpec
 from jsparse.machine import memory
 from jsparse.models.checkpoint import Params
 
@@ -39,8 +38,3 @@ def read_bytes(params: Params) -> int:
         del read["embed"]
     ranks = 1 if params.mesh is None else params.mesh.size
     return sum(leaf.nbytes for leaf in jax.tree.leaves(read)) // ranks
-
-
-def bytes_per_token(spec: CacheSpec) -> int:
-    """Returns the bytes of one row's K and V per token, over all layers."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jsparse.benchmark.memory_floor import bytes_per_token, memory_bandwidth, read_bytes
+from jsparse.benchmark.memory_floor import memory_bandwidth, read_bytes
 from jsparse.benchmark.random_cache import full_session
 from jsparse.benchmark.random_model import random_model
 from jsparse.builder import dense
@@ -207,6 +207,7 @@ def _measured(params: Params, run: _Run) -> dict[str, Any]:
     assert stats is not None
     attended, read = (float(share[-1].mean()) for share in stats)
     batch, median = run.spec.batch, statistics.median(ms)
+    per_token = params.config.cache_bytes_per_token(jnp.dtype(run.spec.dtype).itemsize)
     return {
         "policy": run.original.name,
         "policy_that_runs": run.policy.name,
@@ -217,7 +218,7 @@ def _measured(params: Params, run: _Run) -> dict[str, Any]:
         "tokens_per_second": 1e3 * batch / median,
         "attended": attended,
         "read": read,
-        "attended_bytes": round(attended * batch * run.context * bytes_per_token(run.spec)),
+        "attended_bytes": round(attended * batch * run.context * per_token),
         "kernels": kernels,
     }
 

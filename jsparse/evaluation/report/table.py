@@ -76,7 +76,18 @@ def grids(
     one length. A number is followed by its difference from dense and the 95 % interval of that, as
     in "93.0 (-2.1 [-4.0, -0.3])". The last column is the attended fraction, mean over all tasks.
     """
-    measured = {
+    measured = table_values(report)
+    shown = dict.fromkeys(column for _, column in measured if column.metric in metrics)
+    lengths = sorted({column.length for column in shown})
+    at_length = [[column for column in shown if column.length == length] for length in lengths]
+    wholes = at_length if len(shown) > columns else [list(chain.from_iterable(at_length))]
+    groups = [list(group) for whole in wholes for group in batched(whole, columns)]
+    return [_grid(report, measured, group, NOTE if group is groups[-1] else "") for group in groups]
+
+
+def table_values(report: Mapping[str, Any]) -> TableValues:
+    """Returns all metrics, and the average score over tasks where there are several."""
+    return {
         (cell["policy"], Column(cell["task"], metric, cell["length"])): value
         for cell in report["cells"]
         for metric, value in cell["metrics"].items()
@@ -85,12 +96,15 @@ def grids(
         for row in report["averages"]
         if len(row["tasks"]) > 1
     }
-    shown = dict.fromkeys(column for _, column in measured if column.metric in metrics)
-    lengths = sorted({column.length for column in shown})
-    at_length = [[column for column in shown if column.length == length] for length in lengths]
-    wholes = at_length if len(shown) > columns else [list(chain.from_iterable(at_length))]
-    groups = [list(group) for whole in wholes for group in batched(whole, columns)]
-    return [_grid(report, measured, group, NOTE if group is groups[-1] else "") for group in groups]
+
+
+def not_averaged(report: Mapping[str, Any]) -> set[Column]:
+    """Returns the scores of tasks that dense attention itself fails."""
+    return {
+        Column(task, "score", row["length"])
+        for row in report["averages"]
+        for task in row["left_out"]
+    }
 
 
 def tokens(length: int) -> str:
@@ -123,11 +137,7 @@ def _bracket(compared: str, interval: Sequence[float] | None, factor: float, for
 def _grid(
     report: Mapping[str, Any], measured: TableValues, columns: list[Column], note: str
 ) -> Grid:
-    left_out = {
-        Column(task, "score", row["length"])
-        for row in report["averages"]
-        for task in row["left_out"]
-    }
+    left_out = not_averaged(report)
     lengths = list(dict.fromkeys(column.length for column in columns))
     where = ", {}" if len(lengths) > 1 else ""
     # a task stands over the first of its columns alone

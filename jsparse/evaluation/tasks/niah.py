@@ -21,8 +21,7 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 NEEDLE = "One of the special magic {type_needle_v} for {key} is: {value}."
 TEMPLATE = (
     "Some special magic {type_needle_v} are hidden within the following text. Make sure to "
-    "memorize it. I will quiz "
-    "you about the {type_needle_v} afterwards.\n{context}\n"
+    "memorize it. I will quiz you about the {type_needle_v} afterwards.\n{context}\n"
     "What are all the special magic {type_needle_v} for {query} mentioned in the provided text?"
 )
 PREFIX = " The special magic {type_needle_v} for {query} mentioned in the provided text are"

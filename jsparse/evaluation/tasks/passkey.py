@@ -15,8 +15,7 @@ from jsparse.evaluation.tasks.sample import EncodeFn, Sample, Task, filled
 
 INTRODUCTION = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
-    "I will quiz you "
-    "about the important information there."
+    "I will quiz you about the important information there."
 )
 GRID_DEPTHS = tuple(i / 10 for i in range(11))
 

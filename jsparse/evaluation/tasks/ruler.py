@@ -18,27 +18,24 @@ from jsparse.evaluation.tasks.ruler_files import qa
 from jsparse.evaluation.tasks.sample import EncodeFn, Sample, Task, filled, largest
 
 VT = (
-    "Memorize and track the chain(s) of variable assignment hidden in the following "
-    "text.\n\n{context}\n"
-    "Question: Find all variables that are assigned the value {query} in the text above."
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+    "{context}\nQuestion: Find all variables that are assigned the value {query} in the text above."
 )
 VT_PREFIX = (
     " Answer: According to the chain(s) of variable assignment in the text above, {num_v} "
-    "variables are assigned the "
-    "value {query}, they are: "
+    "variables are assigned the value {query}, they are: "
 )
 CWE = (
     "Below is a numbered list of words. In these words, some appear more often than others. "
-    "Memorize the ones that "
-    "appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list?"
+    "Memorize the ones that appear most often.\n{context}\n"
+    "Question: What are the 10 most common words in the above list?"
 )
 CWE_PREFIX = " Answer: The top 10 words that appear most often in the list are:"
 FWE = (
     "Read the following coded text and track the frequency of each coded word. Find the three most "
-    "frequently appeared "
-    "coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots "
-    "'....'. What are the "
-    "three most frequently appeared words in the above coded text?"
+    "frequently appeared coded words. {context}\nQuestion: Do not provide any explanation. Please "
+    "ignore the dots '....'. What are the three most frequently appeared words in the above coded "
+    "text?"
 )
 FWE_PREFIX = (
     " Answer: According to the coded text above, the three most frequently appeared words are:"
