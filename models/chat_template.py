@@ -22,13 +22,7 @@ HINTS = {"cache_control"}
 def render(
     template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
 ) -> str:
-    """Renders `messages` with a Jinja chat template.
-
-    Args:
-        template: the template's source, as checkpoints carry it.
-        messages: the conversation so far; each message has a "role" and a "content" string.
-        variables: further variables for the template, such as add_generation_prompt, bos_token or
-            tools.
+    """Renders `messages` with a Jinja chat template and further variables, such as tools.
 
     Raises:
         ValueError: the messages are malformed, or the template is broken, refuses them or leaves
@@ -49,10 +43,8 @@ def render(
 def joined(content: Any) -> str:
     """Returns a message's text, which may come in parts of {"type": "text", "text": …}.
 
-    A part may also have `cache_control`, and keys whose values are None or empty.
-
-    Raises:
-        ValueError: it is no text, or a part is none; the message is the rule that it breaks.
+    A part may also have `cache_control`, and keys whose values are None or empty. The message of
+    the ValueError is the rule that is broken.
     """
     if isinstance(content, str):
         return content
@@ -74,11 +66,7 @@ def joined(content: Any) -> str:
 
 
 def with_text(messages: Any) -> Any:
-    """Returns messages whose contents are text where they came in parts; `render` checks the rest.
-
-    Raises:
-        ValueError: a part is no text.
-    """
+    """Returns messages whose contents in parts are text; `render` checks the rest."""
     plain = []
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None

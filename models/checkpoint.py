@@ -6,51 +6,28 @@ import os
 import reprlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jsparse.hyper_parameters import whole_number
 from jsparse.machine.jax_settings import own_settings
 from jsparse.models import orbax_files
 from jsparse.models.config import ModelConfig
-from jsparse.models.config_files import (
-    PICKLES,
-    ROPE_FACTORS,
-    checked_path,
-    folder_config,
-    gguf_config,
-)
-from jsparse.models.constants_file import read_constants, write_constants
-from jsparse.models.families import FAMILIES, Family
-from jsparse.models.generation_config import (
-    read_generation_config,
-    read_gguf_settings,
-    write_generation_config,
-)
-from jsparse.models.gguf import GGUFFile
+from jsparse.models.config_files import checked_path
+from jsparse.models.constants_file import write_constants
+from jsparse.models.families import FAMILIES
+from jsparse.models.formats import CONSTANTS, WEIGHTS, LoadOptions, read_folder, read_gguf
+from jsparse.models.generation_config import write_generation_config
 from jsparse.models.hub import locate
-from jsparse.models.safetensors_files import SafetensorsFolder
 from jsparse.models.spreading import Spreading
-from jsparse.models.tokenizer import Tokenizer, as_tokenizer
-from jsparse.models.tokenizer_files import stated_ends
+from jsparse.models.tokenizer import Tokenizer
 from jsparse.models.transformer import Decoder, Weights
-from jsparse.models.weights import (
-    OnProgress,
-    TensorStore,
-    check_tensors,
-    list_weights,
-    read_weights,
-    require_blocks,
-)
+from jsparse.models.weights import OnProgress, list_weights, require_blocks
 from jsparse.names import LOAD, takes
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_WEIGHTS = "weights"
-_CONSTANTS = "constants.safetensors"
-_ADAPTER = "adapter_config.json"
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"), (0.1, ""))
 
 
@@ -63,13 +40,11 @@ class Params:
         config: the decoder's sizes.
         tokenizer: the tokenizer, or None if the files hold none; then only token ids can be given.
         generation_defaults: temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, as
-            far as generation_config.json or a GGUF file's general.sampling keys state them; without
-            a temperature the model wants greedy decoding.
+            far as the files state them; without a temperature the model wants greedy decoding.
         name: the name under which the model was loaded, for messages.
-        constants: arrays that policies need of the model, by name, such as the mean keys that
-            jsparse.model_facts.key_constants describes. They belong to the weights, are made when a
-            policy first needs them, and are kept here.
-        mesh: the devices that the model is spread over (tensor parallel); None is one device. Then
+        constants: arrays that policies need of the model, by name, such as those of
+            jsparse.model_facts.key_constants. They are made when a policy first needs them.
+        mesh: the devices that the model is spread over (tensor parallel); None: one device. Then
             `config` has the sizes of a rank (jsparse.ranks), and the arrays' first axis is ranks.
     """
 
@@ -92,7 +67,7 @@ class Params:
 
     @property
     def dtype(self) -> Any:
-        """Returns the dtype of the weights, and of everything between them."""
+        """The dtype of the weights, and of everything between them."""
         return self.weights["params"]["final_norm"]["scale"].dtype
 
     @property
@@ -149,30 +124,13 @@ def load(
     if tensor_parallel_size is not None:
         whole_number("tensor_parallel_size", tensor_parallel_size, 1)
     path = checked_path(locate(model, revision), model)
-    load_path = _load_folder if path.is_dir() else _load_gguf
-    how = _How(weights_dtype, quantized, tensor_parallel_size or 1, on_progress)
-    return load_path(path, str(model), tokenizer, how)
-
-
-class _How(NamedTuple):
-    """Says how weights are to be loaded."""
-
-    dtype: Any
-    quantized: bool
-    ranks: int
-    on_progress: OnProgress | None
-
-    def spreading(self, config: ModelConfig) -> Spreading | None:
-        """Returns how the model is spread, if it is."""
-        return Spreading(config, self.ranks) if self.ranks > 1 else None
+    options = LoadOptions(weights_dtype, quantized, tensor_parallel_size or 1, on_progress)
+    parts = read_folder if path.is_dir() else read_gguf
+    return Params(**parts(path, tokenizer, options)._asdict(), name=str(model))
 
 
 def spread(params: Params, tensor_parallel_size: int) -> Params:
-    """Returns a model that is spread over devices, of one that is on one device.
-
-    Raises:
-        ValueError: it cannot be divided so, it is spread already, or there are not as many devices.
-    """
+    """Returns a model that is spread over devices, of one that is on one device."""
     require_on_one_device(params)
     spreading = Spreading(params.config, tensor_parallel_size)
     if params.quantized:
@@ -195,11 +153,8 @@ def given_params(
 ) -> Params:
     """Returns a model that may have been loaded already; `load` takes the options.
 
-    A loaded model is spread as `tensor_parallel_size` says, unless it is.
-
-    Raises:
-        ValueError: as `load` and `spread` say, or the model has been loaded and another option is
-            not None.
+    A loaded model is spread as `tensor_parallel_size` says, unless it is; other options must be
+    None.
     """
     if not isinstance(model, Params):
         return load(model, tensor_parallel_size=tensor_parallel_size, **options)
@@ -223,10 +178,7 @@ def require_on_one_device(params: Params) -> None:
 
 
 def require_in_one_process(params: Params) -> None:
-    """Raises ValueError if a model is spread over devices of several processes.
-
-    What one of them ran alone would wait for the others.
-    """
+    """Raises ValueError if a model is spread over devices of several processes."""
     if params.mesh is not None and params.mesh.is_multi_process:
         raise ValueError(
             f"params={params!r}: must be on devices of one process here: over several a model is "
@@ -236,14 +188,10 @@ def require_in_one_process(params: Params) -> None:
 
 @own_settings()
 def save(params: Params, path: str | os.PathLike[str]) -> None:
-    """Writes a model into a folder that `load` reads.
+    """Writes a model into an empty or new folder that `load` reads.
 
-    These are weights, constants as far as they have been made, config, tokenizer and generation
-    defaults.
-
-    Args:
-        params: the model; the weights keep their dtype.
-        path: a folder that is empty or does not exist.
+    These are weights in their dtype, constants as far as they have been made, config, tokenizer and
+    generation defaults.
 
     Raises:
         ValueError: `path` is a file, or a folder that is not empty, or the model is spread over
@@ -254,9 +202,9 @@ def save(params: Params, path: str | os.PathLike[str]) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"path={str(path)!r} exists: must be new or an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
-    orbax_files.save_weights(params.weights, folder / _WEIGHTS)
+    orbax_files.save_weights(params.weights, folder / WEIGHTS)
     if params.constants:
-        write_constants(params.constants, folder / _CONSTANTS)
+        write_constants(params.constants, folder / CONSTANTS)
     if params.tokenizer is not None:
         params.tokenizer.to_files(folder)
     write_generation_config(folder, params.generation_defaults)
@@ -291,110 +239,3 @@ def parse_weights(weights: Any) -> bool:
     if weights not in (None, "q8_0"):
         raise ValueError(f"weights={weights!r}: must be 'q8_0' or None")
     return weights is not None
-
-
-def _load_folder(folder: Path, name: str, tokenizer: Any, how: _How) -> Params:
-    config, is_saved = folder_config(folder)
-    family = FAMILIES[config.family]
-    defaults = read_generation_config(folder)
-    if tokenizer is not None:
-        tokenizer = as_tokenizer(tokenizer, stated_ends(folder))
-    elif (folder / "tokenizer.json").is_file():
-        tokenizer = Tokenizer.from_folder(folder)
-    if is_saved:
-        spreading = how.spreading(config)
-        what = folder / _WEIGHTS, config, family.hf_names, how.dtype, how.on_progress, spreading
-        weights = orbax_files.load_weights(*what, quantized=how.quantized)
-    else:
-        store = _safetensors(folder)
-        config = with_own_head(config, family, store)
-        spreading = how.spreading(config)
-        options = how.dtype, how.on_progress, spreading
-        weights = read_store(store, config, family, *options, quantized=how.quantized)
-    constants = read_constants(folder / _CONSTANTS) if is_saved else {}
-    return _made(spreading, weights, config, tokenizer, defaults, name, constants)
-
-
-def _made(
-    spreading: Spreading | None, weights: Weights, config: ModelConfig, *others: Any
-) -> Params:
-    """Returns a model of these parts, whose config is a rank's where it is spread."""
-    if spreading is None:
-        return Params(weights, config, *others)
-    return dataclasses.replace(Params(weights, spreading.config, *others), mesh=spreading.mesh)
-
-
-def _safetensors(folder: Path) -> SafetensorsFolder:
-    if not any(folder.glob("*.safetensors*")):
-        if pickles := sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES):
-            raise ValueError(
-                f"{folder} holds {pickles[0]}: pickle checkpoints are never loaded, only "
-                "safetensors"
-            )
-        raise FileNotFoundError(f"{folder} holds no safetensors file")
-    if (folder / _ADAPTER).is_file():
-        raise ValueError(
-            f"{folder} holds {_ADAPTER}: must be a model without an adapter; merge it into the "
-            "weights first"
-        )
-    return SafetensorsFolder(folder)
-
-
-def with_own_head(config: ModelConfig, family: Family, store: TensorStore) -> ModelConfig:
-    """Returns the config, untied if the checkpoint's head differs from its embedding.
-
-    So does transformers 5: an equal copy of the embedding stays tied.
-    """
-    (head,), (embedding,) = family.hf_names["lm_head"], family.hf_names["embed"]
-    if not config.tie_word_embeddings or not {head, embedding} <= store.shapes.keys():
-        return config
-    if store.shapes[head] == store.shapes[embedding] and np.array_equal(
-        store.read(head), store.read(embedding)
-    ):
-        return config
-    return dataclasses.replace(config, tie_word_embeddings=False)
-
-
-def read_store(
-    store: TensorStore,
-    config: ModelConfig,
-    family: Family,
-    dtype: Any,
-    on_progress: OnProgress | None,
-    spreading: Spreading | None = None,
-    *,
-    quantized: bool = False,
-) -> Weights:
-    """Reads the decoder's tree from tensors under Hugging Face's names.
-
-    Raises:
-        ValueError: tensors are missing, misshapen or unknown, or do not fit in memory.
-    """
-    weights = list_weights(store.path, len(store.shapes), config, family.hf_names)
-    check_tensors(
-        weights, store, harmless=("lm_head.weight",) if config.tie_word_embeddings else ()
-    )
-    return read_weights(weights, store, dtype, on_progress, spreading, quantized=quantized)
-
-
-def _load_gguf(path: Path, name: str, tokenizer: Any, how: _How) -> Params:
-    store = GGUFFile(path)
-    if (num_files := store.metadata.get("split.count", 1)) not in (0, 1):
-        raise ValueError(
-            f"{path} is one of {num_files} files: must be a single file, merge them with gguf-split"
-        )
-    config = gguf_config(store)
-    family = FAMILIES[config.family]
-    interleaved = family.gguf_interleaved
-    weights = list_weights(
-        path, len(store.shapes), config, family.gguf_names, interleaved=interleaved
-    )
-    check_tensors(weights, store, harmless=(ROPE_FACTORS,))
-    if tokenizer is not None:
-        tokenizer = as_tokenizer(tokenizer)
-    elif "tokenizer.ggml.tokens" in store.metadata:
-        tokenizer = Tokenizer.from_gguf(store.metadata)
-    spreading, options = how.spreading(config), (how.dtype, how.on_progress)
-    arrays = read_weights(weights, store, *options, spreading, quantized=how.quantized)
-    defaults = read_gguf_settings(store.metadata, path)
-    return _made(spreading, arrays, config, tokenizer, defaults, name)

@@ -7,10 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Llama3Rope:
-    """Scales frequencies as Llama 3.1 does: long wavelengths are stretched by `factor`.
-
-    Configs call it `rope_type: llama3`.
-    """
+    """Stretches long wavelengths by `factor` as Llama 3.1 does, `rope_type: llama3`."""
 
     factor: float
     low_freq_factor: float
@@ -35,17 +32,14 @@ class Llama3Rope:
 
 @dataclass(frozen=True)
 class YarnRope:
-    """Scales frequencies as YaRN does (Peng et al., arXiv 2309.00071).
+    """Scales frequencies as YaRN does (Peng et al., arXiv 2309.00071), `rope_type: yarn`.
 
     Pairs that turn fewer than `beta_slow` times within the original context turn `factor` times
     slower, those that turn more than `beta_fast` times are unchanged, and a ramp over the pairs'
-    numbers lies between. Configs call it `rope_type: yarn`.
+    numbers lies between.
 
     Attributes:
-        factor: how many times longer the context becomes.
-        original_max_position_embeddings: the context that the model was trained on before.
-        attention_factor: a factor of cos and sin, so of queries and keys alike; None is the
-            paper's, 0.1 · ln(factor) + 1.
+        attention_factor: a factor of cos and sin; None: the paper's, 0.1 · ln(factor) + 1.
         truncate: whether the ends of the ramp are rounded outwards to whole pairs.
     """
 
@@ -77,10 +71,7 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
 
 @dataclass(frozen=True)
 class LinearRope:
-    """Scales all frequencies alike: every pair turns `factor` times slower.
-
-    Configs call it `rope_type: linear`.
-    """
+    """Makes every pair turn `factor` times slower, `rope_type: linear`."""
 
     factor: float
     rope_type: str = field(default="linear", init=False)
@@ -96,7 +87,6 @@ class ModelConfig:
     Attributes:
         family: "llama", "qwen2" or "qwen3", which picks the name maps when loading.
         max_position_embeddings: the longest text; with YaRN at least the context that it scales to.
-        rope_scaling: the rule that stretches RoPE's wavelengths for longer contexts, or None.
         rope_factors: a divisor per rotary frequency (H/2 of them), as GGUF files store Llama 3.1's
             rule; or None.
         qkv_bias: whether the q, k and v projections carry a bias (Qwen2).
@@ -154,11 +144,7 @@ class ModelConfig:
             )
 
     def of_rank(self, ranks: int) -> "ModelConfig":
-        """Returns the sizes that each of several ranks sees of the model; see jsparse.ranks.
-
-        Raises:
-            ValueError: its heads or its MLP cannot be divided so.
-        """
+        """Returns the sizes of each of several ranks; ValueError if they cannot be divided so."""
         for name in ("num_kv_heads", "intermediate_size"):
             if getattr(self, name) % ranks:
                 raise ValueError(

@@ -18,10 +18,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 
 def read_config(model: str | os.PathLike[str], *, revision: str | None = None) -> ModelConfig:
-    """Reads a model's sizes from its files' headers, without downloading a Hub id's weights.
-
-    Arguments and errors are those of `load`.
-    """
+    """Reads a model's sizes as `load` does, without downloading a Hub id's weights."""
     path = checked_path(locate(model, revision, weights=False), model)
     return folder_config(path)[0] if path.is_dir() else gguf_config(GGUFFile(path))
 
@@ -45,10 +42,7 @@ def checked_path(path: Path, model: str | os.PathLike[str]) -> Path:
 
 
 def folder_config(folder: Path) -> tuple[ModelConfig, bool]:
-    """Returns a folder's config, and whether `save` wrote it.
-
-    `save` states a family where others state a model_type.
-    """
+    """Returns a folder's config, and whether `save` wrote it: it states a family, no model_type."""
     file = folder / "config.json"
     fields = read_json(file)
     is_saved = "family" in fields
@@ -88,10 +82,7 @@ def family_of(name: Any, field: str) -> Family:
 
 
 def checked_config(source: Path | str, make: Callable[[], ModelConfig]) -> ModelConfig:
-    """Calls `make` and turns its errors into a ValueError that names the source.
-
-    Configs may hold values of any type.
-    """
+    """Calls `make` and turns its errors into a ValueError that names the source."""
     try:
         return make()
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:

@@ -20,11 +20,7 @@ def write_constants(constants: Mapping[str, jax.Array], path: Path) -> None:
 
 
 def read_constants(path: Path) -> dict[str, jax.Array]:
-    """Reads the constants in `path`; there are none if it does not exist.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """Reads the constants in `path`, none if it does not exist; ValueError if it is damaged."""
     try:
         return {name: jnp.asarray(array) for name, array in load_file(path).items()}
     except FileNotFoundError:

@@ -19,13 +19,11 @@ class Family(NamedTuple):
 
     Attributes:
         name: config.json's `model_type` and GGUF's `general.architecture`.
-        hf_names, gguf_names: one or more names per weight; those of a tied lm_head or an absent
-            bias are not used.
+        hf_names, gguf_names: the names per weight; those of a tied lm_head or an absent bias are
+            not used.
         switches: the fields of ModelConfig that all of its models have alike.
-        without: the fields that config.json must not set.
-        required: the fields that config.json must have beside those of all families.
-        gguf_interleaved: whether GGUF stores the rows of q and k for a rotation of neighbours, not
-            of halves.
+        without, required: the fields that config.json must not set, and must have besides others.
+        gguf_interleaved: whether GGUF stores the rows of q and k for a rotation of neighbours.
     """
 
     name: str
@@ -37,7 +35,6 @@ class Family(NamedTuple):
     gguf_interleaved: bool = False
 
     def config_from_hf(self, config: dict[str, Any]) -> ModelConfig:
-        """Returns the ModelConfig of a parsed config.json."""
         for field in self.without:
             refuse(config, field, (False,))
         for field in self.required:
@@ -47,7 +44,6 @@ class Family(NamedTuple):
     def config_from_gguf(
         self, metadata: Mapping[str, Any], tensor_names: Collection[str]
     ) -> ModelConfig:
-        """Returns the ModelConfig of a GGUF file's metadata and tensor names."""
         sizes = sizes_from_gguf(metadata, tensor_names)
         return ModelConfig(family=self.name, **self.switches, **sizes)
 
@@ -151,7 +147,7 @@ def sizes_from_hf(config: dict[str, Any]) -> dict[str, Any]:
 def sizes_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) -> dict[str, Any]:
     """Returns the fields that all GGUF metadata states alike, under ModelConfig's names.
 
-    Only the tensors show whether the embedding is tied: then there is no `output.weight`.
+    The embedding is tied if there is no tensor `output.weight`.
     """
     prefix = f"{metadata['general.architecture']}."
     fields = {

@@ -45,24 +45,16 @@ logger = logging.getLogger("jsparse.models")
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Reads the settings that `generate` knows; {} if there is no generation_config.json.
-
-    Raises:
-        ValueError: the file is malformed.
-    """
+    """Reads the settings that `generate` takes; {} if there is no generation_config.json."""
     file = folder / _FILE
     return resolve_settings(read_json(file), file) if file.is_file() else {}
 
 
 def resolve_settings(fields: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
-    """Returns the settings that `generate` knows.
+    """Returns the settings that `generate` takes among the fields of a generation_config.json.
 
-    `do_sample` is resolved here: unless it is true, the model is to be decoded greedily and the
-    sampling settings are left out; if it is true and no temperature is given, the temperature is 1.
-
-    Args:
-        fields: the fields of a generation_config.json.
-        source: where they come from, for messages.
+    Unless `do_sample` is true, the sampling settings are left out; if it is true and no temperature
+    is given, the temperature is 1. Messages name the `source`.
 
     Raises:
         ValueError: a setting is malformed.
@@ -93,13 +85,10 @@ def resolve_settings(fields: Mapping[str, Any], source: Path | str) -> dict[str,
 
 
 def read_gguf_settings(metadata: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
-    """Returns the settings that `generate` knows among a GGUF file's general.sampling keys.
+    """Returns the settings that `generate` takes among a GGUF file's general.sampling keys.
 
     A file that states any of temp, top_k, top_p and min_p wants sampling, at temperature 1 unless
     it states another.
-
-    Raises:
-        ValueError: a setting is malformed.
     """
     stated = {
         key.removeprefix(_GGUF): value for key, value in metadata.items() if key.startswith(_GGUF)

@@ -18,19 +18,7 @@ from gguf.quants import dequantize
 
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _MAX_DIMS = 4
 # The minimum number of bytes that one metadata entry or one tensor's description takes.
 _MIN_ENTRY_BYTES, _MIN_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
@@ -53,13 +41,7 @@ _VALUES_AT_ONCE = 1 << 22
 """Number of values to dequantise at a time: the package needs several times their size more."""
 
 
-class _Info(NamedTuple):
-    """Holds a tensor's description in the header."""
-
-    name: str
-    kind: GGMLQuantizationType
-    shape: tuple[int, ...]
-    offset: int
+_Info = tuple[str, GGMLQuantizationType, tuple[int, ...], int]  # name, kind, shape, offset
 
 
 class _GGUFTensor(NamedTuple):
@@ -75,18 +57,12 @@ class GGUFFile:
     """Gives access to a GGUF file's metadata and tensors.
 
     Attributes:
-        path: the file.
         metadata: the values by key, as Python numbers, strings and lists.
         shapes: the shapes by tensor name, [out, in] for a linear map.
     """
 
     def __init__(self, path: Path):
-        """Reads the header, not the values.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-            ValueError: the header is malformed or lies.
-        """
+        """Reads the header; ValueError if it is malformed or lies."""
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist")
         self.path = path
@@ -140,7 +116,6 @@ class _Header:
         self._at = 0
 
     def parse(self) -> tuple[dict[str, Any], dict[str, _GGUFTensor]]:
-        """Returns the metadata and the tensors of the file."""
         if (magic := bytes(self._data[:4])) != b"GGUF":
             raise self._error(f"begins with {magic!r}: must begin with b'GGUF'")
         self._at = 4
@@ -175,9 +150,8 @@ class _Header:
         return start
 
     def _scalar(self, code: str) -> Any:
-        return struct.unpack_from("<" + code, self._data, self._take(struct.calcsize("<" + code)))[
-            0
-        ]
+        form = "<" + code
+        return struct.unpack_from(form, self._data, self._take(struct.calcsize(form)))[0]
 
     def _count(self, of_what: str, min_bytes: int) -> int:
         """Reads a count and checks that the rest of the file has room for it."""
@@ -231,7 +205,7 @@ class _Header:
             raise self._error(
                 f"gives {name!r} shape {shape}: must be positive, the last a multiple of {block}"
             )
-        return _Info(name, GGMLQuantizationType(kind), shape, offset)
+        return name, GGMLQuantizationType(kind), shape, offset
 
     def _place(self, infos: list[_Info], alignment: int) -> dict[str, _GGUFTensor]:
         """Places each tensor, checking that it is inside the file and overlaps no other."""

@@ -99,12 +99,6 @@ class _Vocabulary(NamedTuple):
 def build(metadata: Mapping[str, Any]) -> GGUFTokenizer:
     """Builds the tokenizer that a GGUF file's metadata describes.
 
-    Args:
-        metadata: GGUF keys ("tokenizer.ggml.tokens" and so on) and plain Python values.
-
-    Returns:
-        The tokenizer, the beginning-of-sequence id, and the ids that end a turn or a text.
-
     Raises:
         ValueError: the tokenizer's kind is unknown, a key is missing, or the values contradict each
             other.
@@ -208,9 +202,7 @@ def _finish(
 def _merges_from_scores(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
     """Turns scores into BPE merges, which list every way to join two tokens, best score first.
 
-    Llama.cpp merges greedily by score, so this is exact (a Unigram model, which maximises the sum,
-    is not). Of two tokens with equal scores, which sentencepiece does not write, the one with the
-    lower id goes first.
+    Llama.cpp merges greedily by score, so this is exact; ties go to the lower id.
     """
     tokens, ids, types = vocabulary
     merges: list[tuple[str, str]] = []

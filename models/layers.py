@@ -34,10 +34,7 @@ class Scale(nn.Module):
 
 
 class MLP(nn.Module):
-    """Computes down(silu(gate(x)) · up(x)) of the normalised sum, and returns that sum, too.
-
-    gate and up are one matrix, so that a decode step reads it in one product.
-    """
+    """Computes down(silu(gate(x)) · up(x)) of the normalised sum, and returns that sum as well."""
 
     intermediate_size: int
     eps: float
@@ -61,10 +58,10 @@ class MLP(nn.Module):
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
     """Returns the angle per position of each rotated pair, float32[H/2].
 
-    A rule (`config.rope_scaling`) slows pairs down. Linear: all turn `factor` times slower.
-    Llama 3.1's: those whose wavelength exceeds original_max / low_freq_factor do, those below
-    original_max / high_freq_factor are unchanged, and those between are interpolated. YaRN's: the
-    same with bounds beta_slow and beta_fast, interpolated over the pairs' numbers.
+    `config.rope_scaling` slows pairs down. Linear: all turn `factor` times slower. Llama 3.1's:
+    those whose wavelength exceeds original_max / low_freq_factor do, those below original_max /
+    high_freq_factor are unchanged, and those between are interpolated. YaRN's: the same with bounds
+    beta_slow and beta_fast, interpolated over the pairs' numbers.
     """
     frequencies = config.rope_theta ** (
         -np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim

@@ -39,13 +39,9 @@ def add_and_norm(
 
 @dataclass(frozen=True)
 class Linear:
-    """Computes x · W + b.
+    """Computes x · W + b, in parts for the caller to add up if `in_parts` (jsparse.parts).
 
-    What it makes may be left `in_parts` for the caller to add up (jsparse.parts).
-
-    Attributes:
-        matrix: W [in, out], or [out, in] in 8-bit blocks.
-        bias: b, or None.
+    W is [in, out], or [out, in] in 8-bit blocks.
     """
 
     matrix: Matrix
@@ -54,7 +50,6 @@ class Linear:
     def __call__(
         self, x: Float[Array, "B T in"], *, in_parts: bool = False
     ) -> Float[Array, "*parts B T out"]:
-        """Returns x · W + b."""
         return product(x, self.matrix, self.bias, in_parts=in_parts)
 
     def after_norm(
@@ -81,14 +76,7 @@ class Linear:
 
 
 class Dense(nn.Module):
-    """Holds the weights of a linear map.
-
-    Attributes:
-        features: the map's output size.
-        dtype: of weights that are not blocks.
-        quantized: whether they are blocks.
-        use_bias: whether there is a bias.
-    """
+    """Holds the weights of a linear map: blocks if `quantized`, else of `dtype`."""
 
     features: int
     dtype: Any

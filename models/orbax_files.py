@@ -37,16 +37,14 @@ def load_weights(
     *,
     quantized: bool = False,
 ) -> Weights:
-    """Reads the tree of `config` from `folder`, cast to `dtype`.
+    """Reads the tree of `config` from `folder`, cast to `dtype`, onto the default device or spread.
 
-    It goes to the default device; spread over several, that holds a layer at a time beside its
-    part. Matrices that were saved in blocks of 8 bits stay so; with `quantized`, others are put
-    into blocks, a layer at a time.
+    Spreading holds a layer at a time beside the device's part. Matrices saved in blocks of 8 bits
+    stay so; with `quantized`, others are put into blocks, a layer at a time.
 
     Raises:
         FileNotFoundError: the folder does not exist.
-        ValueError: it is not an orbax checkpoint, is damaged, or holds other arrays than the config
-            asks for.
+        ValueError: it is not an orbax checkpoint, is damaged, or holds other arrays.
     """
     from orbax.checkpoint import StandardCheckpointer
 
@@ -105,11 +103,7 @@ def load_weights(
 
 
 def _restored(folder: Path, target: Weights) -> Weights:
-    """Reads a part of the tree.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Reads a part of the tree; ValueError if it is damaged."""
     from orbax.checkpoint import PyTreeCheckpointer, args, checkpoint_utils
 
     asked = args.PyTreeRestore(

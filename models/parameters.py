@@ -12,8 +12,7 @@ import flax.linen as nn
 def parameter(module: nn.Module, name: str, make: Callable[..., Any], *given: Any) -> Any:
     """Returns what `module.param` does.
 
-    For a parameter that is there, flax traces `make` to compare shapes, in each layer anew. What a
-    loader brings has been checked before.
+    For an existing parameter flax would trace `make` to compare shapes, in each layer anew.
     """
     if module.has_variable("params", name):
         return module.get_variable("params", name)

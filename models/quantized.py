@@ -24,8 +24,8 @@ _RANDOM_SCALE = 1 / 73.3
 def to_blocks(rows: Float[Array, "out in"]) -> Blocks:
     """Returns a matrix as blocks along its rows, whose length must be a multiple of 32.
 
-    The largest number of a block becomes an integer from 127 down to 96: the one with which the
-    squares of all errors sum up to least. llama.cpp always takes 127.
+    The largest number of a block becomes the integer from 127 down to 96 with the least sum of
+    squared errors. llama.cpp always takes 127.
     """
     blocks = rows.astype(jnp.float32).reshape(rows.shape[0], -1, BLOCK)
     largest = jnp.max(jnp.abs(blocks), axis=-1)

@@ -22,13 +22,10 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 def rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """Reads RoPE's fields from either style of config.json.
+    """Reads RoPE's fields from config.json.
 
     transformers 5 nests them in `rope_parameters`; before that `rope_theta` stood at the top beside
-    `rope_scaling`.
-
-    Raises:
-        ValueError: the rule is not supported or incomplete, or both styles state different rules.
+    `rope_scaling`. ValueError if both styles state different rules.
     """
     scaling = _stated_rule(config)
     kind = scaling.get("rope_type", "default")
@@ -101,11 +98,8 @@ def _yarn_from_hf(config: dict[str, Any], scaling: dict[str, Any]) -> YarnRope:
 def rope_from_gguf(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Reads RoPE's fields from a GGUF file's metadata, whose keys lack the architecture's prefix.
 
-    A factor without a type is linear, as in llama.cpp. `yarn_attn_factor` is the config's
-    attention_factor, which llama.cpp's converter writes there.
-
-    Raises:
-        ValueError: the rule is not supported or incomplete.
+    A factor without a type is linear, as in llama.cpp, whose converter writes the config's
+    attention_factor as `yarn_attn_factor`.
     """
     fields = dict(fields)
     longest = require(fields, "context_length")
@@ -135,12 +129,7 @@ def rope_from_gguf(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_from_saved(fields: Mapping[str, Any]) -> Llama3Rope | YarnRope | LinearRope:
-    """Returns the rule that `save` wrote; saves of version 0.1 know llama3's alone.
-
-    Raises:
-        ValueError: the rule is not known.
-        TypeError: a field is missing or unknown.
-    """
+    """Returns the rule that `save` wrote; saves of version 0.1 know llama3's alone."""
     kind = fields.get("rope_type", "llama3")
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope_type={kind!r} is not supported: must be one of {list(ROPE_TYPES)}")

@@ -7,15 +7,9 @@ import tokenizers
 
 
 class SpelledTokens:
-    """Hides the special tokens that messages spell, so that they are not taken for such.
-
-    Attributes:
-        ids: the id of each special token by its text.
-        as_text: the ids of each special token's spelling, as text, by the token's id.
-    """
+    """Hides the special tokens that messages spell, so that they are not taken for such."""
 
     def __init__(self, core: tokenizers.Tokenizer) -> None:
-        """Takes the special tokens of `core`."""
         self._core = core
 
     def hide(self, content: str, mark: str) -> str:
@@ -37,7 +31,7 @@ class SpelledTokens:
 
     @cached_property
     def as_text(self) -> dict[int, list[int]]:
-        """Returns the ids of each special token's spelling, as text."""
+        """The ids of each special token's spelling as text, by the token's id."""
         plain = tokenizers.Tokenizer.from_str(self._core.to_str())
         plain.encode_special_tokens = True
         return {

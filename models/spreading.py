@@ -15,24 +15,15 @@ from jsparse.ranks import AXIS
 
 
 class Spreading:
-    """Says which part of each array of a model lies on which of the first devices.
+    """Divides the arrays of a model among the first devices, one rank on each.
 
     Norms and the embedding are the same on all ranks (jsparse.ranks), and so are the columns of a
-    vocabulary that is no multiple of their number. Of several processes (jax.distributed), each has
-    as many of the ranks, and places what is theirs.
-
-    Attributes:
-        mesh: the devices, one rank on each.
-        config: the sizes that a rank sees.
+    vocabulary that is no multiple of their number. Each of several processes (jax.distributed) has
+    as many ranks, and places theirs. `config` has the sizes of a rank.
     """
 
     def __init__(self, config: ModelConfig, ranks: int) -> None:
-        """Prepares to spread a model of these sizes.
-
-        Raises:
-            ValueError: it cannot be divided so, there are not as many devices, or processes cannot
-                reach each other.
-        """
+        """Raises ValueError if the model cannot be divided so, or devices are missing."""
         whole_number("tensor_parallel_size", ranks, 1)
         processes, devices = jax.process_count(), jax.devices()
         if ranks > len(devices) or ranks % processes:
@@ -85,10 +76,7 @@ class Spreading:
         return [jnp.concatenate(of_rank, axis=out) for of_rank in zip(*kinds, strict=True)]
 
     def _ends(self, names: list[str]) -> list[int] | None:
-        """Returns where the kinds of columns of the array of this name end, but for the last.
-
-        None is that all ranks have the whole.
-        """
+        """Returns where the kinds of columns of an array end, but the last; None: not divided."""
         config = self._whole
         if "qkv" in names:
             q, kv = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))

@@ -12,9 +12,9 @@ _NO_BYTE = 0xFFFF
 def token_bytes(core: tokenizers.Tokenizer) -> list[bytes]:
     """Returns the bytes of each id, as they are in the middle of a text; b"" where none is.
 
-    They are the token as the tokenizer's decoder writes it. Two spellings are known: the alphabet
-    of byte-level BPE, in which each character is a byte, and SentencePiece's, in which a character
-    stands for a space and "<0x0A>" for a byte. Added tokens are their text.
+    Two spellings are known: the alphabet of byte-level BPE, in which each character is a byte, and
+    SentencePiece's, with a character for a space and "<0x0A>" for a byte. Added tokens are their
+    text.
 
     Raises:
         ValueError: the decoder has a step that is not known.
@@ -82,8 +82,7 @@ def _fallback_byte(token: str) -> bytes | None:
 def _byte_level_alphabet() -> dict[int, int]:
     """Returns the byte for each character that GPT-2 spells bytes with, both as numbers.
 
-    Bytes that Latin-1 prints stand for themselves, the others for characters from 256 on. Latin-1's
-    other characters stand for no byte.
+    Bytes that Latin-1 prints stand for themselves, the others for characters from 256 on.
     """
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]

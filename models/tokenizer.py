@@ -25,10 +25,9 @@ class Tokenizer:
     """Wraps a `tokenizers.Tokenizer`, which turns text into ids and back.
 
     Attributes:
-        bos_token_id: the beginning-of-sequence id, or None.
         eos_token_ids: the ids that end a text or a turn, with the token that the chat template puts
             after an assistant's message; generation stops at any of them.
-        vocab_size: the number of ids it knows. The model's embedding may have more rows (padding).
+        vocab_size: the number of ids. The model's embedding may have more rows (padding).
         chat_template: the Jinja source of the chat template, or None.
     """
 
@@ -43,11 +42,7 @@ class Tokenizer:
     ):
         """Wraps `core`, which must have a token for each of the ids.
 
-        `named_tokens` are further tokens by the name that the chat template has for them, such as
-        pad_token.
-
-        Raises:
-            ValueError: a special id has no token, or the chat template is not text.
+        `named_tokens` are further tokens by the name that the chat template has for them.
         """
         if chat_template is not None and not isinstance(chat_template, str):
             raise ValueError(
@@ -69,13 +64,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of `text`; special tokens written in the text are recognised.
 
-        Bytes that no token stands for (SmolLM2 lacks a few control characters) are left out, as in
-        llama.cpp.
-
-        Args:
-            text: any text, including an empty one.
-            add_special_tokens: whether to put the checkpoint's special tokens around the text
-                (usually a beginning-of-sequence).
+        Bytes that no token stands for are left out, as in llama.cpp. With `add_special_tokens` the
+        checkpoint's stand around the text.
 
         Raises:
             ValueError: `text` is not a string, or holds surrogates, which are not characters.
@@ -91,15 +81,10 @@ class Tokenizer:
         return self._core.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Any, *, skip_special_tokens: bool = True) -> str:
-        """Returns the text of `ids`.
+        """Returns the text of `ids`, a list or one-dimensional integer array.
 
-        Bytes that do not make up a character become U+FFFD. Ids past the vocabulary (an embedding
-        may be padded) decode to nothing.
-
-        Args:
-            ids: a list or a one-dimensional integer array.
-            skip_special_tokens: whether to leave control tokens, such as the end of a turn, out of
-                the text.
+        Bytes that do not make up a character become U+FFFD. Ids past the vocabulary decode to
+        nothing. Control tokens are left out unless `skip_special_tokens` is False.
 
         Raises:
             ValueError: `ids` is not one-dimensional, or holds something other than ids.
@@ -117,10 +102,10 @@ class Tokenizer:
         return self._core.decode(array.tolist(), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self) -> list[bytes]:
-        """Returns the bytes that each id stands for inside a text; b"" for ids without a token.
+        """Returns the bytes of each id inside a text; b"" for ids without a token.
 
         Raises:
-            ValueError: the tokenizer spells its tokens in a way that is not known.
+            ValueError: the tokenizer spells its tokens in an unknown way.
         """
         return self._token_bytes
 
@@ -141,10 +126,7 @@ class Tokenizer:
 
     @cached_property
     def max_characters_per_token(self) -> int | None:
-        """Returns the most characters of a text that one token stands for, or None.
-
-        None where a token may stand for anything (unknown words), or where it is not known.
-        """
+        """The most characters that one token stands for; None: unbounded, or not known."""
         model = self._core.model
         if not isinstance(model, tokenizers.models.BPE) or model.unk_token is not None:
             return None
@@ -169,13 +151,9 @@ class Tokenizer:
     ) -> str:
         """Returns the text that the model's chat template makes of `messages`.
 
-        If the template writes the beginning-of-sequence, the text already holds it: encode it
-        without `add_special_tokens` then.
-
-        Args:
-            messages: dicts with a "role" and a "content" string each.
-            add_generation_prompt: whether to end with the opening of the assistant's turn.
-            **extra: further variables for the template, such as tools or enable_thinking.
+        If the template writes the beginning-of-sequence, encode the text without
+        `add_special_tokens`. `extra` are further variables for the template, such as tools or
+        enable_thinking.
 
         Raises:
             ValueError: there is no template, the messages are malformed or the template fails.
@@ -200,15 +178,9 @@ class Tokenizer:
     ) -> list[int]:
         """Returns the ids of a chat that is to be answered, by the model's chat template.
 
-        Args:
-            messages: as `apply_chat_template` takes them; a content may also be a list of parts
-                {"type": "text", "text": …}.
-            special_tokens: whether special tokens that are spelled in messages, such as
-                "<|im_end|>", count as such. A message can then contain other turns, of the system
-                too. Otherwise they are text, and only the template's own count.
-
-        Raises:
-            ValueError: as `apply_chat_template` says.
+        A content may be a list of parts {"type": "text", "text": …}. With `special_tokens`, special
+        tokens that messages spell count as such: a message can then contain other turns, of the
+        system too. Otherwise only the template's own count.
         """
         mark = f"\uf8ff{secrets.token_hex(8)}\uf8ff"  # in no message
 
@@ -238,10 +210,6 @@ class Tokenizer:
     def from_folder(cls, path: str | Path) -> "Tokenizer":
         """Reads tokenizer.json and, if they exist, the files around it.
 
-        tokenizer_config.json and special_tokens_map.json name the special tokens,
-        chat_template.jinja (or the config) holds the chat template, generation_config.json and
-        config.json name further ids to stop at.
-
         Raises:
             FileNotFoundError: there is no tokenizer.json.
             ValueError: a file is malformed, or names a token that is not in the vocabulary.
@@ -252,23 +220,16 @@ class Tokenizer:
     def from_transformers(cls, tokenizer: Any, eos_token_ids: Iterable[Any] = ()) -> "Tokenizer":
         """Copies a fast transformers tokenizer: its ids, special tokens and chat template.
 
-        Args:
-            tokenizer: one with a `backend_tokenizer`, as AutoTokenizer gives.
-            eos_token_ids: further ids to stop at, or lists of them.
+        `eos_token_ids` are further ids to stop at, or lists of them.
 
         Raises:
-            ValueError: the tokenizer is a slow one, or splits special tokens; or an id has no
-                token.
+            ValueError: it is a slow one, or splits special tokens; or an id has no token.
         """
         return cls(**tokenizer_files.transformers_parts(tokenizer, eos_token_ids)._asdict())
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
-        """Builds the tokenizer from a GGUF file's metadata; its ids are llama.cpp's.
-
-        Raises:
-            ValueError: the kind of tokenizer is not known, or the metadata is incomplete or lies.
-        """
+        """Builds the tokenizer from a GGUF file's metadata; its ids are llama.cpp's."""
         core, bos_token_id, eos_token_ids = gguf_tokenizer.build(metadata)
         template = metadata.get("tokenizer.chat_template")
         return cls(
@@ -322,10 +283,7 @@ class Tokenizer:
 
 
 def as_tokenizer(tokenizer: Any, eos_token_ids: Iterable[Any] = ()) -> Tokenizer:
-    """Returns a tokenizer that a user gives: a jsparse one as it is, a transformers one copied.
-
-    `eos_token_ids` are further ids at which a copy stops, or lists of them.
-    """
+    """Returns a jsparse tokenizer as it is, a transformers one copied."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     return Tokenizer.from_transformers(tokenizer, eos_token_ids)

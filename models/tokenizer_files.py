@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import AddedToken
 
+from jsparse.models.safetensors_files import read_json
+
 _NAMED_TOKENS = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Tokens that chat templates may name, besides bos_token and eos_token."""
 _FLAGS = {"special", "normalized", "lstrip", "rstrip", "single_word"}
@@ -105,17 +107,7 @@ def _flat(values: Iterable[Any]) -> list[Any]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     """Returns the object in `file`, or an empty one if the file does not exist."""
-    if not file.is_file():
-        return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{str(file)!r} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(
-            f"{str(file)!r} holds a {type(values).__name__}; it must hold a JSON object"
-        )
-    return values
+    return read_json(file) if file.is_file() else {}
 
 
 def _add_stated_tokens(core: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> None:
@@ -123,9 +115,6 @@ def _add_stated_tokens(core: tokenizers.Tokenizer, config: Mapping[str, Any], fo
 
     As in transformers, a new token gets the next id, whatever id is stated, and added_tokens.json
     is used if added_tokens_decoder is missing.
-
-    Raises:
-        ValueError: it is no object of tokens.
     """
     added = core.get_added_tokens_decoder().values()
     named = {_content(value) for key, value in config.items() if key.endswith("_token")}

@@ -53,8 +53,7 @@ def rotated(layer: int, heads: Heads) -> tuple[ChunkQueries, ChunkKV, ChunkKV]:
 class Attention(nn.Module):
     """Applies projections and RoPE around the attention that the caller supplies.
 
-    Takes the residual and what is to be added, and returns their sum and what attention makes of
-    its norm.
+    Returns x + delta and attention(norm(x + delta)).
     """
 
     config: ModelConfig
@@ -86,11 +85,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Applies one layer: attention and MLP, each after its norm and added to the residual.
-
-    What a part computes is added together with the norm before the next one: a layer takes and
-    returns both, the residual and what is to be added.
-    """
+    """Applies one layer: attention and MLP, each after its norm; takes and returns (x, delta)."""
 
     config: ModelConfig
     layer: int
@@ -116,10 +111,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Turns token ids into hidden states and logits; see `hidden_states` and `to_logits`.
 
-    Attributes:
-        config: the sizes and switches.
-        dtype: the type of the weights and of everything between them.
-        quantized: whether matrices are 8-bit blocks (jsparse.models.quantized).
+    `dtype` is that of the weights and of everything between them; `quantized`: 8-bit blocks.
     """
 
     config: ModelConfig
@@ -176,7 +168,6 @@ class Decoder(nn.Module):
         return ranks.gathered(logits, -1) if parts else logits
 
     def __call__(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: AttendFn):
-        """Returns logits(hidden(…)), a full pass."""
         return self.logits(self.hidden(tokens, positions, attend))
 
 
@@ -230,8 +221,8 @@ def random_weights(
 ) -> Weights:
     """Returns random weights of the true shapes, to measure speed and memory with.
 
-    Matrices have a deviation of 0.02, and norms are 1. `place` gets each array with its path, such
-    as layers_0/mlp/down/kernel, and returns what is kept of it, before the next is made.
+    Matrices have a deviation of 0.02, and norms are 1. `place` gets each array with its path and
+    returns what is kept of it, before the next is made.
     """
     shapes = weight_shapes(config, dtype, quantized=quantized)["params"]
     paths, tree = jax.tree.flatten_with_path(shapes)

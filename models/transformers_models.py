@@ -13,8 +13,9 @@ import numpy as np
 
 from jsparse.machine.extras import install
 from jsparse.machine.jax_settings import own_settings
-from jsparse.models.checkpoint import Params, parse_dtype, parse_weights, read_store, with_own_head
+from jsparse.models.checkpoint import Params, parse_dtype, parse_weights
 from jsparse.models.config_files import checked_config, family_of
+from jsparse.models.formats import LoadOptions, read_store, with_own_head
 from jsparse.models.generation_config import resolve_settings
 from jsparse.models.tokenizer import as_tokenizer
 from jsparse.models.weights import OnProgress
@@ -56,30 +57,19 @@ def from_transformers(
     if tokenizer is not None:
         ends = (defaults.get("eos_token_id"), fields.get("eos_token_id"))
         tokenizer = as_tokenizer(tokenizer, ends)
-    options = weights_dtype, on_progress
-    quantized = parse_weights(weights)
+    options = LoadOptions(weights_dtype, parse_weights(weights), on_progress=on_progress)
     store = StateDict(model)
     config = with_own_head(config, family, store)
-    made = read_store(store, config, family, *options, quantized=quantized)
+    made = read_store(store, config, family.hf_names, options)
     name = getattr(model, "name_or_path", "") or type(model).__name__
     return Params(made, config, tokenizer, defaults, name)
 
 
 class StateDict:
-    """Gives access to the tensors of a PyTorch model, without a copy of all of them.
-
-    Attributes:
-        path: the name of the model's class, for messages.
-        shapes: the shapes by tensor name.
-    """
+    """The tensors of a PyTorch model by name; `path` is its class, for messages."""
 
     def __init__(self, model: Any):
-        """Looks at the tensors' shapes and dtypes, not at their values.
-
-        Raises:
-            ValueError: a tensor is of a dtype that jsparse does not read, or its values are
-                elsewhere.
-        """
+        """Raises ValueError if a tensor has another dtype, or its values are elsewhere."""
         self.path = Path(type(model).__name__)
         self._tensors: Mapping[str, Any] = model.state_dict()
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
@@ -95,17 +85,13 @@ class StateDict:
                 )
 
     def nbytes(self, name: str) -> int:
-        """Returns the tensor's size in memory, in bytes."""
         return math.prod(self.shapes[name]) * _ITEM_BYTES[_dtype(self._tensors[name])]
 
     def blocks(self, name: str) -> None:
         """Returns None: no tensor is stored in blocks."""
 
     def read(self, name: str) -> np.ndarray:
-        """Copies the tensor's values to the host; bfloat16, which PyTorch keeps from numpy, widens.
-
-        The copy stays as it is when the model is trained on.
-        """
+        """Copies the tensor's values to the host; bfloat16, which numpy lacks, is widened."""
         tensor = self._tensors[name].detach().cpu()
         if _dtype(tensor) == "bfloat16":
             return tensor.float().numpy()

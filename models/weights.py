@@ -7,7 +7,7 @@ cast: the host never holds more than one weight.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -45,10 +45,7 @@ class TensorStore(Protocol):
         ...
 
     def blocks(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Reads a tensor that is stored in blocks of 8 bits (Q8_0), or returns None if it is not.
-
-        These are the integers, of its shape, and the scales of 32 numbers of a row each.
-        """
+        """Reads a tensor of Q8_0: integers, and the scales of 32 of a row; else None."""
         ...
 
 
@@ -61,10 +58,7 @@ class TensorSource(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Describes one array of the tree by its path below "params" and its source tensors.
-
-    The tensors are joined along their first axis.
-    """
+    """One array of the tree by its path below "params", and tensors joined along the first axis."""
 
     path: str
     sources: tuple[TensorSource, ...]
@@ -109,12 +103,8 @@ def list_weights(
 ) -> list[Weight]:
     """Lists a decoder's weights and the tensors they come from; the largest come first.
 
-    Args:
-        path: the checkpoint, for messages.
-        num_tensors: the number of tensors it holds, so that an absurd num_layers ends here.
-        config: the sizes.
-        names: a family's tensor names in the format that is read.
-        interleaved: whether q and k rows are in llama.cpp's order, which is then undone.
+    `num_tensors` is the number of tensors in the checkpoint at `path`. `interleaved`: whether q and
+    k rows are in llama.cpp's order.
 
     Raises:
         ValueError: there are fewer tensors than layers.
@@ -162,43 +152,6 @@ def _tensor_shapes(c: ModelConfig) -> dict[str, tuple[tuple[int, ...], ...]]:
     return shapes
 
 
-def check_tensors(weights: list[Weight], store: TensorStore, harmless: Collection[str]) -> None:
-    """Checks that the store holds the tensors of `weights`, of their shapes, and no others.
-
-    Args:
-        weights: the weights to read.
-        store: the store to read them from.
-        harmless: names that the store may hold without their being used.
-
-    Raises:
-        ValueError: tensors are missing, misshapen or unknown; the message names them.
-    """
-    shapes = {source.name: source.shape for weight in weights for source in weight.sources}
-    if missing := shapes.keys() - store.shapes.keys():
-        raise ValueError(
-            f"{store.path} lacks {_some(missing)}: the config asks for {len(shapes)} tensors"
-        )
-    for name, shape in shapes.items():
-        if store.shapes[name] != shape:
-            raise ValueError(
-                f"{store.path}: {name} has shape {store.shapes[name]}: the config asks for {shape}"
-            )
-    extra = {
-        name
-        for name in store.shapes.keys() - shapes.keys()
-        if not name.endswith("rotary_emb.inv_freq")
-    }
-    if extra := extra - set(harmless):
-        raise ValueError(f"{store.path} holds {_some(extra)}, which this model has no place for")
-
-
-def _some(names: Collection[str]) -> str:
-    first = sorted(names)[:4]
-    return ", ".join(first) + (
-        f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
-    )
-
-
 def read_weights(
     weights: list[Weight],
     store: TensorStore,
@@ -211,7 +164,7 @@ def read_weights(
     """Reads every tensor and returns the tree on the default device, or spread over several.
 
     The host holds a tensor at a time, and so does the default device beside its part. With
-    `quantized`, matrices are kept in blocks of 8 bits: as they are stored, or made of numbers.
+    `quantized`, matrices are in blocks of 8 bits: as they are stored, or made of numbers.
 
     Raises:
         ValueError: they do not fit in its memory, or cannot be cut into blocks.

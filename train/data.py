@@ -4,7 +4,6 @@ A batch depends on the seed of its source, its step and its size alone, so that 
 on sees the same ones. Rows are padded to few widths, so that few shapes are compiled.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -34,10 +33,7 @@ class TrainingBatch(NamedTuple):
 
 
 class TrainingSample(NamedTuple):
-    """Holds a row of a batch, not padded.
-
-    It has the ids of context and target, and says which of the target's tokens are scored.
-    """
+    """Holds a row of a batch, not padded."""
 
     context: TokenIds
     target: TokenIds
@@ -50,7 +46,7 @@ class Source:
 
     Attributes:
         draw: (step, size) -> the samples of a step; a pure function.
-        target_tokens: T, the width of targets: the longest there can be.
+        target_tokens: T, the width of targets.
         buckets: the widths that contexts are padded to, ascending.
         settings: plain JSON values that describe the source.
     """
@@ -61,13 +57,7 @@ class Source:
     settings: dict[str, Any]
 
     def batch(self, step: int, size: int) -> TrainingBatch:
-        """Returns the batch of a step, with B = size rows.
-
-        S is the smallest bucket that holds the longest context.
-
-        Raises:
-            ValueError: `step` is below 0, or `size` below 1.
-        """
+        """Returns the batch of a step; S is the smallest bucket that holds its contexts."""
         check_at_least(0, step=step)
         check_at_least(1, size=size)
         contexts, targets, scored = zip(*self.draw(step, size), strict=True)
@@ -96,30 +86,8 @@ def check_at_least(minimum: int, **arguments: int) -> None:
             raise ValueError(f"{name}={value}: must be at least {minimum}")
 
 
-def widths(buckets: Sequence[int] | None, max_length: int) -> tuple[int, ...]:
-    """Returns the buckets of contexts of up to `max_length` tokens.
-
-    None means two: half of it, and all.
-
-    Raises:
-        ValueError: they do not ascend from 1, or none holds `max_length`.
-    """
-    if buckets is None:
-        return max_length // 2, max_length
-    if (
-        any(low >= high for low, high in itertools.pairwise([0, *buckets]))
-        or max(buckets, default=0) < max_length
-    ):
-        raise ValueError(
-            f"buckets={buckets!r}: must ascend from at least 1 to at least max_length={max_length}"
-        )
-    return tuple(buckets)
-
-
 def continued(tokenizer: Tokenizer, text: str) -> TokenIds:
-    """Returns the ids of `text` as it follows a word.
-
-    They have no special tokens, nor a space that is put before a whole text.
+    """Returns the ids of `text` as it follows a word, without special tokens or a first space.
 
     Raises:
         ValueError: the tokenizer joins the beginning of `text` with the word.

@@ -26,6 +26,9 @@ def sample(
     return alpha
 
 
-def expected(alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
+def mean(alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
     """Returns α: the gate's mean, its score, and its term of the L1 penalty."""
     return alpha
+
+
+active = score = mean

@@ -41,8 +41,7 @@ class TeacherCache(NamedTuple):
     Attributes:
         context: K and V of everything before the first of `tokens`, per layer.
         held: the number of context tokens that count.
-        tokens: the tokens that predict the targets: the context's last and all targets but the
-            last.
+        tokens: the context's last and all targets but the last, which predict the targets.
         outputs: the dense model's outputs for them.
         scored: which of them count.
     """
@@ -91,10 +90,7 @@ def predictions(
     keep: float = 1.0,
     sets: Sets = "handed_on",
 ) -> Float32[Array, "B T out"]:
-    """Returns logits of the teacher cache's tokens, or their last hidden states.
-
-    `gates=None` is the dense model.
-    """
+    """Returns logits of the teacher cache's tokens, or hidden states; None: the dense model."""
     steps = jnp.arange(lesson.tokens.shape[1], dtype=jnp.int32)
     inherited = None
 
@@ -129,10 +125,9 @@ def attention(
     inherited: Bool[Array, "B K T slots"] | None,
     keep: float | None,
 ) -> tuple[Float[Array, "B T N H"], Bool[Array, "B K T slots"] | None]:
-    """Returns a layer's mixture, and the set that it hands on.
+    """Returns a layer's mixture, and the set that it hands on: the best `keep` and a token itself.
 
-    The set has for each token the best `keep` of its context, and the token itself. The last T
-    slots are the tokens' own; of those before, `held` count.
+    The last T slots are the tokens' own; of those before, `held` count.
     """
     batch, tokens, heads, head_dim = q.shape
     slot = jnp.arange(k.shape[2], dtype=jnp.int32)
@@ -161,10 +156,7 @@ def attention(
 
 
 def distance(outputs: Float32[Array, "B T out"], lesson: TeacherCache) -> Float32[Array, ""]:
-    """Returns the squared difference to the teacher as a share of the teacher's variance.
-
-    It is taken at scored tokens; mean over rows.
-    """
+    """Returns the squared difference to the teacher over its variance, at scored tokens."""
     scored = lesson.scored[..., None]
     count = jnp.maximum(jnp.sum(lesson.scored, axis=1), 1) * outputs.shape[-1]
 

@@ -18,18 +18,13 @@ NOISE = 1e-3, 1 - 1e-3
 
 
 class Gates(NamedTuple):
-    """Describes a family of gates.
-
-    Its functions are pure, keep the gates' shape, and compute in float32.
+    """Describes a family of gates: pure functions in float32 that keep the gates' shape.
 
     Attributes:
         init: (shape) -> parameters, a pytree of arrays of that shape.
-        sample: (parameters, noise u of (0, 1)) -> z in [0, 1]; differentiable in the parameters at
-            fixed noise.
-        project: a function applied after every step of the optimiser; the others want parameters
-            that it leaves alone.
-        active: P(z ≠ 0) of each gate, whose sum is E[L0]; for `direct` α itself, which its L1
-            penalty sums.
+        sample: (parameters, noise u of (0, 1)) -> z in [0, 1]; differentiable in the parameters.
+        project: a function applied after every step of the optimiser.
+        active: P(z ≠ 0) of each gate, whose sum is E[L0]; for `direct` α itself.
         mean: E[z] of each gate.
         score: E[s] of each gate, s being z before stretch and clip: it ranks gates, and above 0.5
             means retrieval.
@@ -44,38 +39,17 @@ class Gates(NamedTuple):
 
 
 FAMILIES = {
-    "hard_kuma": Gates(
-        hard_kuma.init,
-        hard_kuma.sample,
-        hard_kuma.project,
-        hard_kuma.active,
-        hard_kuma.mean,
-        hard_kuma.score,
-    ),
-    "hard_concrete": Gates(
-        hard_concrete.init,
-        hard_concrete.sample,
-        hard_concrete.project,
-        hard_concrete.active,
-        hard_concrete.mean,
-        hard_concrete.score,
-    ),
-    "direct": Gates(
-        direct.init,
-        direct.sample,
-        direct.project,
-        direct.expected,
-        direct.expected,
-        direct.expected,
-    ),
+    name: Gates(*(getattr(module, function) for function in Gates._fields))
+    for name, module in (
+        ("hard_kuma", hard_kuma),
+        ("hard_concrete", hard_concrete),
+        ("direct", direct),
+    )
 }
 
 
 def noise(key: Key[Array, ""], shape: tuple[int, ...]) -> Float32[Array, "..."]:
-    """Draws u, uniform on (0.001, 0.999).
-
-    Leaving the ends out is our choice: the slope of an inverse CDF can be unbounded there.
-    """
+    """Draws u, uniform on (0.001, 0.999): the slope of an inverse CDF is unbounded at the ends."""
     return jax.random.uniform(key, shape, jnp.float32, *NOISE)
 
 
@@ -87,10 +61,7 @@ def one_in_eight(layers: int, heads: int) -> int:
 def hardened(scores: Float32[Array, "L K"], count: int) -> Bool[Array, "L K"]:
     """Marks exactly `count` retrieval heads: all of layer 0, and the others that score highest.
 
-    Ties go to the lowest index. Layer 0's scores do not matter; the others must be finite.
-
-    Raises:
-        ValueError: `count` is below layer 0's heads, or above all heads.
+    Ties go to the lowest index. ValueError: `count` is below layer 0's heads, or above all heads.
     """
     heads = scores.shape[1]
     if not heads <= count <= scores.size:

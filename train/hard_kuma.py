@@ -47,30 +47,15 @@ def quantile(kuma: Kuma, u: Float32[Array, "*gates"]) -> Float32[Array, "*gates"
     return jnp.exp(log1mexp(-jnp.log1p(-u) / kuma.b) / kuma.a)
 
 
-def cdf(kuma: Kuma, x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """Returns F(x) = P(s ≤ x), equation 11, for x on (0, 1)."""
-    return -jnp.expm1(_log_tail(kuma, x))
-
-
 def tail(kuma: Kuma, x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """Returns 1 - F(x) = P(s > x), for x on (0, 1)."""
-    return jnp.exp(_log_tail(kuma, x))
+    """Returns 1 - F(x) = P(s > x), with F of equation 11, for x on (0, 1)."""
+    return jnp.exp(kuma.b * log1mexp(-kuma.a * jnp.log(x)))
 
 
 def pdf(kuma: Kuma, x: Float32[Array, "..."]) -> Float32[Array, "..."]:
     """Returns F's density, equation 9: a b x^(a-1) (1 - x^a)^(b-1), for x on (0, 1)."""
     a, b = kuma
     return a * b * jnp.exp((a - 1) * jnp.log(x) + (b - 1) * log1mexp(-a * jnp.log(x)))
-
-
-def p_zero(kuma: Kuma) -> Float32[Array, "*gates"]:
-    """Returns P(z = 0), equation 14."""
-    return cdf(kuma, jnp.float32(stretch_and_rectify.ZERO))
-
-
-def p_one(kuma: Kuma) -> Float32[Array, "*gates"]:
-    """Returns P(z = 1), equation 15."""
-    return tail(kuma, jnp.float32(stretch_and_rectify.ONE))
 
 
 def active(kuma: Kuma) -> Float32[Array, "*gates"]:
@@ -87,7 +72,3 @@ def score(kuma: Kuma) -> Float32[Array, "*gates"]:
     """Returns E[s] = b B(1 + 1/a, b): above 0.5 a head is one of retrieval, in the paper."""
     a, b = kuma
     return jnp.exp(jnp.log(b) + betaln(1 + 1 / a, b))
-
-
-def _log_tail(kuma: Kuma, x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    return kuma.b * log1mexp(-kuma.a * jnp.log(x))

@@ -23,13 +23,7 @@ Penalty = Literal["ascent", "exponential", "fixed"]
 
 
 class LagrangianState(NamedTuple):
-    """Holds the state of a training; the optimiser sees `gates` and `multiplier`.
-
-    Attributes:
-        gates: the family's parameters, [seeds, layers but the first, KV heads].
-        multiplier: one value per seed, at least 0.
-        optimiser: optax's state.
-    """
+    """Holds the state of a training: gates [seeds, layers but the first, KV heads], multipliers."""
 
     gates: GateParams
     multiplier: Float32[Array, "seeds"]
@@ -37,13 +31,7 @@ class LagrangianState(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """Reports one step, by seed.
-
-    Attributes:
-        distance: the distance of the model with sampled gates from the dense one.
-        active: E[L0], the expected number of retrieval heads, layer 0's counted.
-        multiplier: the multiplier before the step.
-    """
+    """Reports one step, by seed, with the multiplier before it and E[L0], layer 0's counted."""
 
     distance: Float32[Array, "seeds"]
     active: Float32[Array, "seeds"]
@@ -54,21 +42,17 @@ class Lagrangian(NamedTuple):
     """Holds the rules of a training, all static.
 
     Attributes:
-        gates: the family.
         shape: the numbers of layers and KV heads, the first layer counted.
         target: the number of retrieval heads wanted, the first layer's counted.
-        steps: the number of steps of the whole training.
         rate: AdamW learning rate, reached after a fifth of the steps and left in the last fifth.
-        penalty: "ascent": the multiplier ascends by gradient, of one head's surplus at most, so
-            that it cannot run ahead of gates that are under way; "exponential": by a power of e, as
-            LycheeDecode's public code has it, and never falls; "fixed": it stays as it starts, a
-            plain L1 penalty as DuoAttention has it.
+        penalty: "ascent": the multiplier ascends by gradient, of one head's surplus at most;
+            "exponential": by a power of e, as LycheeDecode's public code has it, and never falls;
+            "fixed": a plain L1 penalty as DuoAttention has it.
         penalty_rate: the multiplier's rate of ascent.
         penalty_start: the multiplier's value at the start.
         anneal: the share of the steps over which the wanted number falls from all heads to the
-            target; 0 means that the target is wanted from the start, as in the paper.
-        damping: the weight of the squared surplus in the augmented Lagrangian; 0 means the plain
-            one, as in the paper.
+            target; 0: the target is wanted from the start, as in the paper.
+        damping: the weight of the squared surplus in the augmented Lagrangian; 0: the paper's.
     """
 
     gates: Gates
@@ -83,10 +67,7 @@ class Lagrangian(NamedTuple):
     damping: float = 0.0
 
     def cost(self, multiplier: Array, surplus: Array) -> Array:
-        """Returns the cost of a surplus c.
-
-        It is λc, or with damping ρ (max(0, λ + ρc)² - λ²) / 2ρ, of which ρ → 0 leaves λc.
-        """
+        """Returns λc of a surplus c, or with damping ρ (max(0, λ + ρc)² - λ²) / 2ρ."""
         if not self.damping:
             return multiplier * surplus
         return (jnp.maximum(multiplier + self.damping * surplus, 0) ** 2 - multiplier**2) / (
@@ -100,10 +81,10 @@ class Lagrangian(NamedTuple):
 
     @property
     def optimiser(self) -> optax.GradientTransformation:
-        """Returns AdamW for the gates, and the penalty's rule for the multiplier.
+        """AdamW for the gates, and the penalty's rule for the multiplier.
 
-        AdamW's second moment forgets in twenty steps: gates that are all but 0 or 1 have gradients
-        so much smaller than before that they would not move again.
+        AdamW's second moment forgets in twenty steps: gates near 0 or 1 have gradients so much
+        smaller than before that they would not move again.
         """
         fifth = max(self.steps // 5, 1)
         rise, fall = (
@@ -124,10 +105,7 @@ class Lagrangian(NamedTuple):
 
 
 def start(problem: Lagrangian, seeds: int) -> LagrangianState:
-    """Returns the first state.
-
-    Its gates are equal, since only the noise differs between seeds.
-    """
+    """Returns the first state; only the noise differs between seeds."""
     layers, heads = problem.shape
     gates = problem.gates.init((seeds, layers - 1, heads))
     multiplier = jnp.full(seeds, problem.penalty_start, jnp.float32)
@@ -143,14 +121,9 @@ def step(
     distance: Callable[[Float32[Array, "L K"]], Array],
     nth: int | Array = 0,
 ) -> tuple[LagrangianState, StepReport]:
-    """Takes one step of all seeds.
+    """Takes one step of all seeds, the nth from 0 on, with a key of the noise per seed.
 
-    Args:
-        problem: the rules; static.
-        state: the state so far.
-        keys: the keys of the noise, one per seed.
-        distance: a function of all gates, layer 0's being 1, whose value is to be least.
-        nth: the number of the step, from 0 on.
+    `distance` is the function of all gates, layer 0's being 1, to minimise.
     """
 
     def objective(learned: GateParams, key: Array) -> tuple[Array, tuple[Array, Array]]:

@@ -14,38 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.train.data import Source, TokenIds, TrainingSample, check_at_least, continued, widths
+from jsparse.train.data import Source, TokenIds, TrainingSample, check_at_least, continued
 
-ALPHABET = (
-    *(
-        "alpha",
-        "bravo",
-        "charlie",
-        "delta",
-        "echo",
-        "foxtrot",
-        "golf",
-        "hotel",
-        "india",
-        "juliett",
-        "kilo",
-        "lima",
-    ),
-    *(
-        "mike",
-        "november",
-        "oscar",
-        "papa",
-        "quebec",
-        "romeo",
-        "sierra",
-        "tango",
-        "uniform",
-        "victor",
-        "whiskey",
-    ),
-    *("x-ray", "yankee", "zulu"),
+_SPELLED = (
+    "alpha bravo charlie delta echo foxtrot golf hotel india juliett kilo lima mike november oscar "
+    "papa quebec romeo sierra tango uniform victor whiskey x-ray yankee zulu"
 )
+ALPHABET = _SPELLED.split()
 INTRODUCTION = (
     "Pass keys are hidden in the text below. Remember them, you will be asked for some of them.\n\n"
 )
@@ -53,10 +28,7 @@ SHALLOWEST, DEEPEST = 0.05, 0.95
 
 
 class _Pieces(NamedTuple):
-    """Holds tokens to make samples of.
-
-    The pieces about a pass key stand at its number less 1.
-    """
+    """Holds tokens to make samples of; those of a pass key by its number less 1."""
 
     introduction: TokenIds
     filler: TokenIds
@@ -113,10 +85,7 @@ def _answer(
 def _context(
     pieces: _Pieces, rng: np.random.Generator, keys: list[TokenIds], question: TokenIds, length: int
 ) -> TokenIds:
-    """Puts the keys in random order at depths of their own, in as much filler as fits.
-
-    The context has `length` tokens, or more where there is no room for filler.
-    """
+    """Puts the keys in random order at depths of their own, in filler up to `length` tokens."""
     needles = [
         np.concatenate([pieces.opening[number], keys[number], pieces.closing])
         for number in rng.permutation(len(keys))
@@ -165,27 +134,14 @@ def passkeys(
     words: int = 32,
     asked: int = 2,
     seed: int = 0,
-    buckets: Sequence[int] | None = None,
 ) -> Source:
     """Draws contexts of filler with pass keys in it, a question for some, and the answer.
 
-    The answer recites the keys that are asked for. The length of a context is uniform in
-    [min_length, max_length]; keys that leave no room in it are drawn again. A context is put
-    together from pieces that are tokenised separately, and ends with the question; only the words
-    of the keys are scored. The depths of the keys are uniform from 0.05 to 0.95 of the filler.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        text: the filler; every context has another window of it, and its end is followed by its
-            beginning.
-        min_length: the number of tokens of the shortest context, question and special tokens
-            included.
-        max_length: the number of tokens of the longest context.
-        needles: the number of pass keys that are hidden; they are numbered from 1.
-        words: the number of words per pass key, each of the 26 equally likely.
-        asked: the number of pass keys that are asked for.
-        seed: the random seed of all draws.
-        buckets: the widths that contexts are padded to; None means max_length // 2 and max_length.
+    The length of a context in tokens, question and special tokens included, is uniform in
+    [min_length, max_length]; keys that leave no room in it are drawn again. Every context has
+    another window of the filler `text`. The keys' depths are uniform from 0.05 to 0.95 of the
+    filler; `words` words each, every one of the 26 equally likely. The answer recites the `asked`
+    keys, and only their words are scored.
 
     Raises:
         ValueError: an argument is out of its range, the text has no tokens, more keys are asked for
@@ -224,7 +180,7 @@ def passkeys(
     return Source(
         draw=draw,
         target_tokens=_longest_headings(pieces, asked) + asked * words * _longest(pieces.words),
-        buckets=widths(buckets, max_length),
+        buckets=(max_length // 2, max_length),
         settings={
             "source": "passkeys",
             "min_length": min_length,

@@ -20,14 +20,9 @@ DENSEST = 8.0  # the top of the densities' axis; many are infinite at 0 or 1
 
 
 def heat_map(path: Path | str, steps: Sequence[int], values: Any) -> None:
-    """Plots the mean gate of each layer and KV head, one panel per step.
+    """Plots the mean gate of each layer and KV head as PNG, one panel per step, at most six.
 
-    At most six steps are shown, spread from the first to the last.
-
-    Args:
-        path: the PNG file to write.
-        steps: the steps of the training that were kept.
-        values: the mean gates from 0 (sparse) to 1 (retrieval), [steps, layers, KV heads].
+    `values`: the means from 0 (sparse) to 1 (retrieval), [steps, layers, KV heads].
 
     Raises:
         ValueError: `values` has another shape, or matplotlib is not installed.
@@ -58,16 +53,10 @@ def heat_map(path: Path | str, steps: Sequence[int], values: Any) -> None:
 
 
 def densities(path: Path | str, steps: Sequence[int], a: Any, b: Any, names: Sequence[str]) -> None:
-    """Plots the Kumaraswamy densities of the gates whose E[s] ends highest and lowest.
+    """Plots the Kumaraswamy densities of the gates whose E[s] ends highest and lowest, as PNG.
 
-    The steps are those of the heat map. Where s lies in a grey margin, the gate is exactly 0 or 1.
-
-    Args:
-        path: the PNG file to write.
-        steps: the steps of the training that were kept.
-        a: the first shape of each gate, [steps, ...].
-        b: the second shape of each gate, [steps, ...].
-        names: the names of the gates, in the order of a's and b's axes after the first.
+    `a` and `b` are the shapes [steps, ...] of the gates with these names. Where s lies in a grey
+    margin, the gate is exactly 0 or 1.
 
     Raises:
         ValueError: `a`, `b` or `names` has another shape, or matplotlib is not installed.
@@ -103,10 +92,7 @@ def densities(path: Path | str, steps: Sequence[int], a: Any, b: Any, names: Seq
 
 
 def _margin(axis: Any, end: float, inner: float, label: str, side: str) -> None:
-    """Shades where s makes a gate of exactly 0 or 1.
-
-    The label begins or ends at its inner side.
-    """
+    """Shades where s makes a gate of exactly 0 or 1."""
     axis.axvspan(end, inner, color="0.92", linewidth=0)
     axis.text(inner, 0.95 * DENSEST, label, ha=side, va="center", color="0.4", fontsize=9)
 

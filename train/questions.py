@@ -2,13 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.train.data import Source, TrainingSample, check_at_least, continued, widths
+from jsparse.train.data import Source, TrainingSample, check_at_least, continued
 
 FIELDS = ("context", "question", "answer")
 PROMPT = "{context}\n\nQuestion: {question}\nAnswer:"
@@ -37,30 +36,19 @@ def questions(
     *,
     max_length: int,
     seed: int = 0,
-    buckets: Sequence[int] | None = None,
 ) -> Source:
     r"""Draws the questions of a file, every one once per epoch, in an order of that epoch's own.
 
-    Every line is an object with the strings context, question and answer; other fields are ignored.
-    The model reads "{context}\n\nQuestion: {question}\nAnswer:", as a text prompt, then "
-    {answer}", all of which is scored. An epoch may end within a batch; orders follow each other
-    without a gap as long as all batches are of one size.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        path: the file, in UTF-8.
-        max_length: the most tokens that context and question may have, special tokens included.
-        seed: the random seed of the orders.
-        buckets: the widths that contexts are padded to; None means max_length // 2 and max_length.
+    Every line is an object with the strings context, question and answer. The model reads
+    "{context}\n\nQuestion: {question}\nAnswer:", of at most `max_length` tokens, then " {answer}",
+    all of which is scored. An epoch may end within a batch.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: an argument is out of its range, a line is no such object, its answer is blank,
-            its context and question are too long, or there is no line.
+        ValueError: an argument is out of its range, a line is malformed, or there is none.
     """
     check_at_least(1, max_length=max_length)
     check_at_least(0, seed=seed)
-    chosen = widths(buckets, max_length)
     content = Path(path).read_bytes()
     samples = []
     for number, line in enumerate(content.splitlines(), 1):
@@ -78,7 +66,7 @@ def questions(
     return Source(
         draw=lambda step, size: [one(index) for index in range(step * size, (step + 1) * size)],
         target_tokens=max(len(sample.target) for sample in samples),
-        buckets=chosen,
+        buckets=(max_length // 2, max_length),
         settings={
             "source": "questions",
             "path": str(path),

@@ -8,11 +8,7 @@ import jax
 
 
 def check_folder(folder: Path, description: dict[str, Any], *, resume: bool) -> None:
-    """Checks that the folder holds no training, or with `resume` one of the same description.
-
-    Raises:
-        ValueError: it holds a training, or with `resume` none or one of other settings.
-    """
+    """Raises ValueError unless the folder is free, or with `resume` has one of these settings."""
     path = folder / "settings.json"
     shown = f"out={str(folder)!r}"
     if path.exists() != resume:
@@ -32,10 +28,7 @@ def check_folder(folder: Path, description: dict[str, Any], *, resume: bool) -> 
 
 
 class Log:
-    """Writes a file of JSON lines.
-
-    Lines after step `first`, of a run that was cut off, are dropped.
-    """
+    """Writes a file of JSON lines, without those after step `first` of a run that was cut off."""
 
     def __init__(self, path: Path, first: int):
         lines = read_lines(path) if path.exists() and first else []
@@ -64,10 +57,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the whole lines of a file.
-
-    One that was cut off while it was written is none.
-    """
+    """Returns the whole lines of a file, without one that was cut off."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     return [json.loads(line) for line in lines]
 

@@ -24,18 +24,14 @@ class Settings:
     Attributes:
         target: the wanted number of retrieval heads, with those of layer 0.
         family: "hard_kuma", "hard_concrete" or "direct".
-        penalty: "ascent", "exponential" or "fixed"; see `lagrangian.Lagrangian`.
-        penalty_rate, penalty_start, damping: settings of the penalty; None means the default of the
-            penalty.
-        steps, batch: the number of steps, and of samples in each.
-        anneal: the share of the steps over which the wanted number falls to the target.
+        penalty, penalty_rate, penalty_start, damping, anneal: see `lagrangian.Lagrangian`; None:
+            the penalty's own.
         rate: AdamW learning rate.
         keep: the share of the context that a sparse head inherits.
         sets: "handed_on" or "refreshed"; see `distill`.
         match: the outputs that are compared, "logits" or "hidden".
-        seeds: the number of seeds trained side by side, on the same samples with noise of their
-            own.
-        held_out: the number of batches, after those that are trained on, that measure the result.
+        seeds: the number of seeds trained side by side, on the same samples.
+        held_out: the number of batches, after those trained on, that measure the result.
     """
 
     target: int

@@ -29,10 +29,7 @@ def mean(tail: Tail) -> Float32[Array, "*gates"]:
 
 
 def score(tail: Tail) -> Float32[Array, "*gates"]:
-    """Returns E[s] = ∫ P(s > x) dx over [0, 1].
-
-    It is off by 2e-5 at most for Hard Concrete, whose tail has corners at both ends.
-    """
+    """Returns E[s] = ∫ P(s > x) dx over [0, 1], off by 2e-5 at most for Hard Concrete."""
     return _average(tail, 0.0, 1.0)
 
 

@@ -32,6 +32,7 @@ from jsparse.train.run_folder import Log, check_folder, read_log
 from jsparse.train.settings import Settings
 
 GREY = 0.1, 0.9
+KEPT = 50  # lines of the log with all gates, evenly over the training
 OnStep = Callable[[int, int, dict[str, Any]], Any]
 
 
@@ -50,9 +51,8 @@ class Trainer:
         """Begins a training, or with `resume` goes on with one.
 
         Raises:
-            ValueError: a setting is out of its range; the folder holds a run, and `resume` is
-                False; or it is True, and the folder holds none, or one of other settings; or the
-                model is spread over several devices, or has its weights in 8-bit blocks.
+            ValueError: a setting is out of its range, the folder does not fit `resume` and the
+                settings, or the model is spread over several devices, or has 8-bit blocks.
         """
         require_on_one_device(params)
         if params.quantized:
@@ -121,21 +121,16 @@ class Trainer:
             self._weights, jax.device_put(batch, NamedSharding(self._mesh, PartitionSpec("data")))
         )
 
-    def run(
-        self, report: OnStep = lambda *_: None, *, save_every: int = 200, kept: int = 50
-    ) -> dict[str, Any]:
+    def run(self, report: OnStep = lambda *_: None, *, save_every: int = 200) -> dict[str, Any]:
         """Trains to the end and returns the record that it writes.
 
-        Args:
-            report: a callback after each step, with its number, the number of steps, and its line
-                of the log.
-            save_every: the number of steps between checkpoints.
-            kept: the number of times that all gates are logged, evenly over the training.
+        `report` gets each step's number, the number of steps, and its line of the log. Checkpoints
+        are `save_every` steps apart.
         """
         from orbax.checkpoint import CheckpointManager, CheckpointManagerOptions
         from orbax.checkpoint.args import StandardRestore, StandardSave
 
-        check_at_least(1, save_every=save_every, kept=kept)
+        check_at_least(1, save_every=save_every)
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "settings.json").write_text(
             json.dumps(self._description, indent=2) + "\n", encoding="utf-8"
@@ -162,7 +157,7 @@ class Trainer:
                     }
                     line["seconds"] = round(-began + (began := time.perf_counter()), 4)
                     log.write(line)
-                    if (nth + 1) * kept // steps > nth * kept // steps:
+                    if (nth + 1) * KEPT // steps > nth * KEPT // steps:
                         log.write(self._gates(nth + 1, state))
                     if (nth + 1) % save_every == 0 or nth + 1 == steps:
                         checkpoints.save(nth + 1, args=StandardSave(state))

@@ -5,7 +5,6 @@ import time
 import jax
 import jax.numpy as jnp
 
-from jsparse.cache import CacheSpec
 from jsparse.machine import memory
 from jsparse.models.checkpoint import Params
 
@@ -14,10 +13,9 @@ MOVES = 8
 
 
 def memory_bandwidth() -> float:
-    """Returns the bytes/s that the device's memory moves while a large array is negated in place.
+    """Returns the bytes/s of the device's memory: reads and writes of an array negated in place.
 
-    Every byte is read and written once, and both count. The array has 1 GiB, or a quarter of the
-    free memory. The fastest of 8 passes counts.
+    The array has 1 GiB, or a quarter of the free memory. The fastest of 8 passes counts.
     """
     size = min(BYTES_TO_MOVE, memory.available_bytes() // 4) // 4
     negate = jax.jit(lambda x: -x, donate_argnums=0)
@@ -31,18 +29,12 @@ def memory_bandwidth() -> float:
 
 
 def read_bytes(params: Params) -> int:
-    """Returns the bytes of weights that a step must read on each device, for batches of any size.
+    """Returns the bytes of weights that a step must read on each device.
 
-    Of an input embedding that the output does not share these are none: a step reads a row of it
-    per token.
+    Of an input embedding that the output does not share, a step reads a row per token: none counts.
     """
     read = dict(params.weights["params"])
     if not params.config.tie_word_embeddings:
         del read["embed"]
     ranks = 1 if params.mesh is None else params.mesh.size
     return sum(leaf.nbytes for leaf in jax.tree.leaves(read)) // ranks
-
-
-def bytes_per_token(spec: CacheSpec) -> int:
-    """Returns the bytes of one row's K and V per token, over all layers."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize

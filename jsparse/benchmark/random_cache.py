@@ -1,7 +1,4 @@
-"""Fills a cache or a session with random K and V, as if a prompt had been read.
-
-It is for measurements of time: no prompt is read, and attention is nearly flat.
-"""
+"""Fills a cache or a session with random K and V, to measure times without a prompt."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -25,10 +22,9 @@ from jsparse.runtime.spread_programs import by_rank, same_on_all
 def full_session(
     params: Params, policy: Policy, spec: CacheSpec, tokens: int, **how: Any
 ) -> Session:
-    """Returns a session whose rows hold so many random tokens, with the state after a prompt.
+    """Returns a session whose rows hold random tokens, with the state after a prompt.
 
-    `how` are further arguments of Session. Where K and V go to the host, they do so when the
-    session adopts them.
+    `how` are further arguments of Session.
     """
     mesh, known, vocab_size = params.mesh, constants(params, policy), params.config.vocab_size
     cache = random_cache(spec, tokens, policy.fields, mesh)
@@ -55,10 +51,10 @@ def _state_behind(
 def random_cache(
     spec: CacheSpec, tokens: int, fields: tuple[str, ...] = (), mesh: Mesh | None = None
 ) -> KVCache:
-    """Returns a cache in which every head holds `tokens` random keys and values.
+    """Returns a cache in which every head holds `tokens` random keys and values, in order.
 
-    The tokens lie in their order. `fields` are the optional fields that a policy needs; slots have
-    no bias. `mesh` has the devices that the model is spread over, which all hold the same.
+    `fields` are the optional fields that a policy needs; slots have no bias. All devices of `mesh`
+    hold the same.
     """
     in_order = by_rank(_in_order, mesh, static=("spec", "tokens", "fields"))
     fill = jax.jit(_filled, donate_argnames="like")
@@ -95,10 +91,7 @@ def _filled(seed: Array, like: Array) -> Array:
 
 
 def state_after_prompt(policy: Policy, spec: CacheSpec, step: StepView, vocab_size: int) -> State:
-    """Returns the policy's state after a prompt of one chunk that left this cache.
-
-    The prompt's tokens and its last queries, which some policies look at, are random.
-    """
+    """Returns the policy's state after a prompt of one chunk of random tokens and queries."""
     return _reader(policy, spec, vocab_size)(step)
 
 

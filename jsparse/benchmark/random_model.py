@@ -20,10 +20,7 @@ def random_model(
     quantized: bool = False,
     tensor_parallel_size: int = 1,
 ) -> Params:
-    """Returns a model of these sizes.
-
-    Over several devices, none of them ever has the whole. With `quantized`, matrices are blocks of
-    8 bits.
+    """Returns a model of these sizes; over several devices, none of them ever has the whole.
 
     Raises:
         ValueError: it cannot be divided so, or there are not as many devices.

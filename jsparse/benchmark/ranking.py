@@ -16,11 +16,9 @@ MIN_GAIN = 1.02
 def ranked(entries: Sequence[Entry], requirements: Requirements) -> list[dict[str, Any]]:
     """Returns a dict for dense attention and each candidate, the ones to take first.
 
-    Keys: policy; ms (per step); over_dense; kl and agreement, the means over the texts; found and
-    lost, for each kind of pass key how many the policy finds and how many only dense attention; of,
-    how many there are of each; verdict, why it is not to be taken, "" where it is. Missing
-    measurements are None: a policy that cannot run has no ms, one that is no faster has no kl, one
-    that was not asked for pass keys has not found any number of them.
+    Keys: policy; ms (per step); over_dense; kl and agreement, means over the texts; found and lost,
+    for each kind of pass key how many the policy finds, and only dense attention; of, their number;
+    verdict, why it is not to be taken, or "". Missing measurements are None.
     """
     values: dict[tuple[str, str], dict[int, Mapping[str, float]]] = {}
     refused: dict[str, str] = {}

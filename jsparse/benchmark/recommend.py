@@ -45,11 +45,8 @@ def recommend(
 ) -> dict[str, Any]:
     """Measures the candidates and ranks them.
 
-    Args:
-        params: the model, which needs a tokenizer.
-        requirements: sizes, candidates and limits.
-        report: a callback with the current measurement, and how many of its parts are done, of all.
-        tell: a callback that gets sentences about the run, such as how long it will take.
+    `report` gets the current measurement, and how many of its parts are done, of all; `tell`
+    sentences about the run.
 
     Returns:
         A dict of wanted, device, dtype, length (the tokens of the texts; 0 where no step was faster
@@ -225,11 +222,7 @@ def _plan(
 
 
 def _longest(params: Params, requirements: Requirements) -> int:
-    """Returns the greatest length of texts up to the context of which the memory holds two batches.
-
-    Raises:
-        ValueError: there is not enough for the shortest texts.
-    """
+    """Returns the greatest length of texts up to the context of which memory holds two batches."""
     length = requirements.context
     while not _fits(params, requirements, [DENSE], length):
         length //= 2
@@ -265,11 +258,7 @@ def _groups(
 def _outlook(
     params: Params, requirements: Requirements, length: int, of_one: float, of_batch: float
 ) -> str:
-    """Describes the measurements to come, and estimates their time.
-
-    `of_one` is the time of dense steps in seconds, with compilation, `of_batch` that of one batch
-    of texts.
-    """
+    """Words the measurements to come and their time, by the seconds of dense steps and a batch."""
     count = len(requirements.policies)
     steps = f"steps of {count} policies" if count > 1 else "steps of one policy"
     groups = len(list(_groups(params, requirements, requirements.policies, length)))

@@ -13,7 +13,6 @@ class Requirements(NamedTuple):
     """Holds the sizes of a measurement, and how close to dense attention is close enough.
 
     Attributes:
-        model: the name by which the model was loaded.
         context: the tokens in the cache of each sequence.
         batch: the sequences that decode together.
         policies: the candidates' expressions.
@@ -36,8 +35,7 @@ class Requirements(NamedTuple):
 def candidates(context: int) -> list[str]:
     """Returns the expressions that are tried by default, with budgets for a context.
 
-    They need neither training nor calibration, and run on every model. Those whose minimum budget
-    exceeds the context are left out.
+    They need neither training nor calibration. Those whose minimum budget exceeds it are left out.
     """
     eighth, quarter = (_whole_pages(context // parts) for parts in (8, 4))
     usual = [
@@ -68,11 +66,7 @@ def _whole_pages(tokens: int) -> int:
 
 
 def checked(requirements: Requirements, longest: int) -> Requirements:
-    """Returns the requirements with canonical names, once each and without dense attention.
-
-    Raises:
-        ValueError: a value is out of its range, or an expression is refused.
-    """
+    """Returns the requirements with canonical names, once each and without dense attention."""
     for name in ("context", "batch", "samples", "steps"):
         whole_number(name, getattr(requirements, name), 1)
     if not MIN_LENGTH <= requirements.context <= longest:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jsparse.benchmark.memory_floor import bytes_per_token, memory_bandwidth, read_bytes
+from jsparse.benchmark.memory_floor import memory_bandwidth, read_bytes
 from jsparse.benchmark.random_cache import full_session
 from jsparse.benchmark.random_model import random_model
 from jsparse.builder import dense
@@ -60,17 +60,15 @@ def measure(
         contexts: tokens in the cache of each row when the last step has run.
         batches: the numbers of rows.
         num_iters: iterations that are timed, each of 104 steps on a GPU and 4 elsewhere.
-        num_iters_warmup: iterations before them that are not timed; as many more as a policy's
-            maintenance or correction needs to come round once.
+        num_iters_warmup: iterations before them that are not timed, or more for services to come
+            due.
         bandwidth: the bandwidth of the device's memory in bytes/s; None measures it.
 
     Returns:
-        bandwidth (bytes/s), bandwidth_measured, steps_per_iteration, num_iters, weight_bytes (those
-        that a step reads) and results, a dict per measurement: policy, policy_that_runs, batch,
-        context, warm_up_steps, ms (median, min and max over the iterations, per step), over_dense
-        (dense attention's median over this one), tokens_per_second, attended (the share of tokens
-        at the last step), read (the share of tokens whose K and V are read), attended_bytes,
-        floor_ms, over_floor and kernels (the backends that run each op).
+        bandwidth (bytes/s), bandwidth_measured, steps_per_iteration, num_iters, weight_bytes (read
+        by a step) and results, a dict per measurement: policy, policy_that_runs, batch, context,
+        warm_up_steps, ms (median, min and max, per step), over_dense, tokens_per_second, attended
+        and read (shares of the tokens), attended_bytes, floor_ms, over_floor and kernels (by op).
 
     Raises:
         ValueError: an argument is out of its range, a policy is refused, or the cache does not fit
@@ -110,11 +108,7 @@ def measure(
 def time_steps(
     params: Params, policy: AnyPolicy | str, *, batch: int, context: int, num_iters: int = 5
 ) -> dict[str, Any]:
-    """Times decode steps of one policy; returns its dict of the results of `measure`.
-
-    It lacks the comparisons of `measure`: over_dense, floor_ms and over_floor. Arguments and errors
-    are those of `measure`.
-    """
+    """Times one policy as `measure`; its result lacks over_dense, floor_ms and over_floor."""
     steps = STEPS_ON_GPU if jax.default_backend() == "gpu" else STEPS_ELSEWHERE
     return _measured(params, _plan(params, as_policy(policy), batch, context, steps, num_iters, 1))
 
@@ -127,10 +121,7 @@ def shaped(
     revision: str | None = None,
     tensor_parallel_size: int = 1,
 ) -> Params:
-    """Returns a model of which only the config is read; its weights are random.
-
-    Arguments and errors are those of `jsparse.load`.
-    """
+    """Returns a model of which only the config is read, with random weights."""
     config = read_config(model, revision=revision)
     default = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     return random_model(
@@ -141,10 +132,7 @@ def shaped(
 
 
 class _Run(NamedTuple):
-    """Holds a measurement to make: a policy, as requested and as it runs, and the sizes.
-
-    `tokens` are in the cache before the first step.
-    """
+    """A measurement to make; `tokens` are in the cache before the first step."""
 
     original: AnyPolicy
     policy: Policy
@@ -219,6 +207,7 @@ def _measured(params: Params, run: _Run) -> dict[str, Any]:
     assert stats is not None
     attended, read = (float(share[-1].mean()) for share in stats)
     batch, median = run.spec.batch, statistics.median(ms)
+    per_token = params.config.cache_bytes_per_token(jnp.dtype(run.spec.dtype).itemsize)
     return {
         "policy": run.original.name,
         "policy_that_runs": run.policy.name,
@@ -229,7 +218,7 @@ def _measured(params: Params, run: _Run) -> dict[str, Any]:
         "tokens_per_second": 1e3 * batch / median,
         "attended": attended,
         "read": read,
-        "attended_bytes": round(attended * batch * run.context * bytes_per_token(run.spec)),
+        "attended_bytes": round(attended * batch * run.context * per_token),
         "kernels": kernels,
     }
 
@@ -248,10 +237,7 @@ def few_in_flight(results: Iterable[StepResult]) -> Generator[StepResult]:
 
 
 def _warm_up_steps(policy: Policy, steps: int, num_iters: int, num_iters_warmup: int) -> int:
-    """Returns the steps that are not timed, whole iterations of them.
-
-    Services that come round within the timed steps are compiled before them.
-    """
+    """Returns whole iterations of steps in which each service that will come due is compiled."""
     minimum = num_iters_warmup * steps
     periods = policy.services.every.values()
     due = [every for every in periods if every <= minimum + num_iters * steps]

@@ -25,8 +25,8 @@ def run(
 ) -> list[RequestOutput]:
     """Serves a workload, each request when its time has come; outputs in the order of requests.
 
-    Tokens are the likeliest unless options of SamplingParams say otherwise. The engine's clock must
-    be `time.perf_counter`.
+    Tokens are greedy unless options of SamplingParams say otherwise. The engine's clock must be
+    `time.perf_counter`.
     """
     sampling = {"temperature": 0, "ignore_eos": True} | sampling
     options = [SamplingParams(max_tokens=each.tokens, **sampling) for each in workload]
@@ -58,12 +58,10 @@ def run(
 def measure(engine: Engine, workload: Sequence[WorkloadRequest], **sampling: Any) -> dict[str, Any]:
     """Serves a workload as `run` does and returns its rates and delays, with units in their names.
 
-    TTFT is the time from a request's arrival to its first token, ITL that between its tokens as the
-    host sees them, TPOT the mean time per token behind the first. `host_ms_per_step` is the time
-    that the engine's thread computes, without waiting, per decode step; `decode_ms_per_step` is the
-    time per step once the last prompt has been read. Of the thread's time, `plan_seconds` went into
-    plans, `dispatch_seconds` into calls of programs, `results_seconds` into results and waiting.
-    `accepted_share` is the share of drafts that were accepted; None where nothing was drafted.
+    TTFT: from arrival to the first token; ITL: between tokens as the host sees them; TPOT: mean per
+    token after the first. `host_ms_per_step`: computing time of the engine's thread, part by part
+    in `plan_seconds`, `dispatch_seconds` and `results_seconds` with waiting; `decode_ms_per_step`:
+    once the last prompt has been read. `accepted_share` is None where nothing was drafted.
     """
     before = vars(engine.counters).copy()
     cpu, began = time.thread_time(), time.perf_counter()

@@ -10,13 +10,7 @@ from jsparse.hyper_parameters import whole_number
 
 @dataclass(frozen=True)
 class WorkloadRequest:
-    """Holds one request of a workload.
-
-    Attributes:
-        ids: the prompt.
-        tokens: the number of tokens to generate.
-        arrival: when it comes, in seconds from the beginning.
-    """
+    """A prompt, the number of tokens to generate, and its arrival in seconds."""
 
     ids: list[int]
     tokens: int
@@ -35,15 +29,9 @@ def random_workload(
 ) -> list[WorkloadRequest]:
     """Returns requests with random prompts.
 
-    Args:
-        vocab_size: the number of token ids to draw from.
-        num_prompts: the number of requests.
-        input_len: the number of tokens per prompt, after the shared prefix; a pair (least, most)
-            draws log-uniformly.
-        output_len: the number of tokens per answer, likewise.
-        shared_prefix: the number of tokens with which all prompts begin.
-        request_rate: requests per second, with exponential times between them; None is all at once.
-        seed: the random seed.
+    Lengths are numbers or pairs (least, most) to draw from log-uniformly; `input_len` counts tokens
+    after the prefix that all prompts share. `request_rate` is per second, with exponential times
+    between requests; None: all at once.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -62,11 +50,7 @@ def random_workload(
 
 
 def arrivals(rng: np.random.Generator, count: int, request_rate: float) -> list[float]:
-    """Returns the times at which requests come, in seconds from the beginning: a Poisson process.
-
-    Raises:
-        ValueError: request_rate is not above 0. At an infinite rate all come at once.
-    """
+    """Returns the times at which requests come, in seconds: a Poisson process."""
     if not request_rate > 0:
         raise ValueError(f"request_rate={request_rate!r}: must be a number above 0")
     return np.cumsum(rng.exponential(1 / request_rate, count)).tolist()

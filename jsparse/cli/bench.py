@@ -13,6 +13,7 @@ from typer import Option
 from jsparse.cli.options import (
     Command,
     CommandGroup,
+    JsonOption,
     LoadingOptions,
     ModelOption,
     PolicyListOption,
@@ -61,9 +62,7 @@ def throughput(
         bool, Option(help="Whether requests share what others have read of the same prompt.")
     ] = True,
     seed: Annotated[int, Option(help="Random seed.")] = 0,
-    as_json: Annotated[
-        bool, Option("--json", help="Print one JSON object instead of a table.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Serve random prompts and report tokens per second and delays.
 
@@ -127,9 +126,7 @@ def latency(
     random_weights: Annotated[
         bool, Option("--random-weights", help="Read only the config, and make up the weights.")
     ] = False,
-    as_json: Annotated[
-        bool, Option("--json", help="Print one JSON object instead of a table.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Time a decode step, compared with dense attention and with a memory-bandwidth bound.
 

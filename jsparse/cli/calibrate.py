@@ -1,5 +1,6 @@
 """Defines the command `jsparse calibrate-channels`."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -35,14 +36,12 @@ def calibrate_channels(
     from jsparse.policies import channel_ranking
     from jsparse.text import prompts
 
-    read, bars = read_text(text, "--text"), Bars()
+    read = read_text(text, "--text")
     if not read.strip():
         raise ValueError(f"--text {str(text)!r}: must hold some text")
-    try:
+    with closing(Bars()) as bars:
         params = load(model, dtype=dtype, revision=revision, on_progress=bars.load)
         ids = prompts.encode(params, read)[0][0][:tokens]
         ranking = channel_calibration.calibrate_channels(params, ids, on_progress=bars.prefill)
-    finally:
-        bars.close()
     channel_ranking.save(ranking, out)
     print(f"double_sparsity(calibration={str(out)!r})")

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
@@ -20,27 +20,16 @@ Messages = list[dict[str, str]]
 
 
 class Chat:
-    """Holds a conversation with a model.
+    """Holds a conversation with a model that has a chat template.
 
-    A further turn reads at most the last answer and the new message, since the session has read the
-    rest. Everything is read anew where that cannot be: the policy evicts tokens, the template
-    rewrites earlier messages, or the cache has become too small.
+    A further turn reads at most the last answer and the new message. Everything is read anew if the
+    policy evicts tokens, the template rewrites earlier messages, or the cache has become too small.
     """
 
     def __init__(
         self, params: "Params", arguments: dict[str, Any], system: str | None, bars: Bars
     ) -> None:
-        """Begins a conversation.
-
-        Args:
-            params: the model; it must have a chat template.
-            arguments: keyword arguments of `jsparse.generate`.
-            system: the system message, or None.
-            bars: the bars that show progress.
-
-        Raises:
-            ValueError: the model has no chat template.
-        """
+        """Begins a conversation; `arguments` are those of `jsparse.generate`."""
         if params.tokenizer is None or params.tokenizer.chat_template is None:
             raise ValueError(f"model={params.name!r} has no chat template: use `jsparse generate`")
         self._params, self._arguments, self._bars = params, arguments, bars
@@ -56,11 +45,7 @@ class Chat:
         self.messages, self._conversation = list(self._opening), None
 
     def answer(self, text: str) -> None:
-        """Streams the answer to one more message; an interrupted answer is kept as far as it came.
-
-        Raises:
-            ValueError: `jsparse.generate` refused the message, which is then forgotten.
-        """
+        """Streams the answer to one more message; an interrupted answer is kept so far."""
         from jsparse.conversation import Conversation
 
         if self._conversation is None:
@@ -100,19 +85,13 @@ def chat(
 
     Example: jsparse chat --system "Answer in one sentence." --temperature 0.7
     """
-    bars = Bars()
-    try:
+    with closing(Bars()) as bars:
         params = options.load(loading, bars.load)
         run(Chat(params, options.arguments(), system, bars))
-    finally:
-        bars.close()
 
 
 def run(chat: Chat) -> None:
-    """Reads one message per line until /exit or the end of the input.
-
-    A word behind a slash, at the beginning of a line, is a command.
-    """
+    """Reads one message per line until /exit or the end of the input."""
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         with suppress(ImportError):

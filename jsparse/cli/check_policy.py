@@ -4,10 +4,10 @@ import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from jsparse.cli.console import print_note
-from jsparse.cli.options import POLICY_FORMS, complete_policy
+from jsparse.cli.options import POLICY_FORMS, JsonOption, complete_policy
 
 if TYPE_CHECKING:
     from jsparse.evaluation.policy_checks import Finding
@@ -25,9 +25,7 @@ def check_policy(
             help=f"Policy to check: {POLICY_FORMS}",
         ),
     ],
-    as_json: Annotated[
-        bool, Option("--json", help="Print one JSON object instead of lines.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check that a policy keeps the contract, on a small random model; no GPU is needed.
 

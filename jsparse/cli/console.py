@@ -15,6 +15,7 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
 )
@@ -26,10 +27,7 @@ if TYPE_CHECKING:
 
 
 def quiet_jax() -> None:
-    """Keeps jax's notes on devices and compilation off the terminal, unless the user wants them.
-
-    This only works before jax is imported, since its C++ part reads the log level then.
-    """
+    """Keeps jax's notes off the terminal, unless the user wants them; before jax is imported."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if "JAX_LOGGING_LEVEL" not in os.environ:
         logging.getLogger("jax").setLevel(logging.ERROR)
@@ -58,11 +56,17 @@ def print_wrote(path: Path) -> None:
     print("wrote", path, file=sys.stderr, flush=True)
 
 
-class Bars:
-    """Shows the progress of loading and generating on standard error.
+def progress_bar(*further: ProgressColumn, transient: bool = True) -> Progress:
+    """Returns a bar of counts on standard error, shown if that is a terminal."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *further
+    console, disable = Console(stderr=True), not sys.stderr.isatty()
+    return Progress(*columns, console=console, transient=transient, disable=disable)
 
-    One bar is shown at a time and leaves no trace. Nothing is shown unless both standard output and
-    standard error are terminals.
+
+class Bars:
+    """Shows the progress of loading and generating on standard error, one bar at a time.
+
+    Nothing is shown unless both standard output and standard error are terminals.
     """
 
     def __init__(self) -> None:
@@ -110,8 +114,7 @@ class Bars:
 class TextOutput:
     """Writes pieces of text to standard output as they arrive and ends with a line break.
 
-    On a terminal the dimmed prompt is printed before the first piece, and no earlier, since a bar
-    would erase it.
+    On a terminal the dimmed prompt comes before the first piece.
     """
 
     def __init__(self, bars: Bars, prompt: str = "") -> None:
@@ -120,7 +123,6 @@ class TextOutput:
         self._prompt = prompt if sys.stdout.isatty() else ""
 
     def __call__(self, piece: str) -> None:
-        """Writes one piece."""
         self._begin()
         self.text += piece
         sys.stdout.write(piece)

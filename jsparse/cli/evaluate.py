@@ -4,29 +4,15 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import progress
 from rich.console import Console
+from rich.progress import TimeRemainingColumn
 
-from jsparse.cli.console import Bars, print_wrote
-from jsparse.cli.evaluate_options import (
-    BatchOption,
-    ChatOption,
-    FilesOption,
-    LengthsOption,
-    MaxNewTokensOption,
-    OutOption,
-    ReportOption,
-    ResumeOption,
-    SamplesOption,
-    StepsOption,
-    TasksOption,
-    TextOption,
-    YardstickOption,
-)
+from jsparse.cli.console import Bars, print_wrote, progress_bar
+from jsparse.cli.evaluate_options import EvaluateOptions, OutOption, ReportOption, ResumeOption
 from jsparse.cli.options import (
     LoadingOptions,
     ModelOption,
@@ -41,25 +27,16 @@ if TYPE_CHECKING:
     from jsparse.evaluation.plan import Plan, Progress
 
 SHORT_WAIT = 20.0  # seconds that need no estimate
-DEFAULT_TASKS = "kl,ppl,passkey"
 
 
 @takes_model
 @takes_options(LoadingOptions, "loading")
+@takes_options(EvaluateOptions)
 def evaluate(
+    options: EvaluateOptions,
     loading: LoadingOptions,
     model: ModelOption = "smollm2",
     policy: PolicyListOption = None,
-    tasks: TasksOption = DEFAULT_TASKS,
-    lengths: LengthsOption = "1024",
-    max_new_tokens: MaxNewTokensOption = 8192,
-    samples: SamplesOption = 20,
-    batch: BatchOption = 4,
-    steps: StepsOption = 64,
-    chat: ChatOption = False,
-    yardstick: YardstickOption = False,
-    text: TextOption = None,
-    files: FilesOption = None,
     out: OutOption = None,
     resume: ResumeOption = False,
     report: ReportOption = None,
@@ -75,18 +52,10 @@ def evaluate(
 
     if resume and out is None:
         raise ValueError("--resume needs --json, where the unfinished run is")
-    names = [name.strip() for name in tasks.split(",")]
-    more: dict[str, Any] = {
-        "batch": batch,
-        "steps": steps,
-        "chat": chat,
-        "text": text,
-        "files": files,
-        "yardstick": yardstick,
-        "max_new_tokens": max_new_tokens,
-    }
-    chosen = [resolve(text).name for text in policy or []]
-    wanted = plan(chosen, names, whole_numbers("lengths", lengths), samples, **more)
+    more: dict[str, Any] = dict(vars(options))
+    names = [name.strip() for name in more.pop("tasks").split(",")]
+    lengths = whole_numbers("lengths", more.pop("lengths"))
+    wanted = plan([resolve(text).name for text in policy or []], names, lengths, **more)
     if report is not None and find_spec("matplotlib") is None:
         raise ValueError(f"--report needs matplotlib: {install('eval')}")
     result = carry_out(wanted, model, out, _environment(), resume=resume, **vars(loading))
@@ -110,15 +79,9 @@ def carry_out(
 ) -> dict[str, Any]:
     """Loads the model, takes the measurements that are missing, and returns the report.
 
-    Progress goes to standard error: a bar on a terminal, else lines.
-
-    Args:
-        wanted: the plan of measurements.
-        model: the model, in any form that `jsparse.load` takes.
-        out: the file for the report and, until then, its journal; None writes neither.
-        environment: the report's environment; its "versions" are part of the settings.
-        resume: whether to continue an unfinished run of the same settings.
-        loading: further arguments of `jsparse.load`.
+    Progress goes to standard error: a bar on a terminal, else lines. `out` is the file for the
+    report and, until then, its journal; None writes neither. The environment's "versions" are
+    settings.
     """
     from tempfile import TemporaryDirectory
 
@@ -126,11 +89,8 @@ def carry_out(
     from jsparse.evaluation.store import ResultStore
     from jsparse.models.checkpoint import load
 
-    bars = Bars()
-    try:
+    with closing(Bars()) as bars:
         params = load(model, on_progress=bars.load, **loading)
-    finally:
-        bars.close()
     settings = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in wanted._asdict().items()
@@ -185,13 +145,7 @@ def _shown_progress() -> "Iterator[Callable[[Progress], None]]":
     if not sys.stderr.isatty():
         yield _Lines()
         return
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with progress_bar(TimeRemainingColumn()) as bar:
         task = bar.add_task("", total=None)
 
         def update(now: "Progress") -> None:
@@ -202,17 +156,13 @@ def _shown_progress() -> "Iterator[Callable[[Progress], None]]":
 
 
 class _Lines:
-    """Prints a line when a task at one length is finished, and an estimate after its first batch.
-
-    Batches of a task take equally long, except that the first may have to wait for the compiler.
-    """
+    """Prints a line per finished task and length, and an estimate after its first batch."""
 
     def __init__(self) -> None:
         self._began = 0.0
         self._estimated = False
 
     def __call__(self, now: "Progress") -> None:
-        """Takes note of how far a run is."""
         if now.part_done == 0:
             self._began, self._estimated = time.monotonic(), False
             return

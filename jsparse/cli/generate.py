@@ -3,13 +3,21 @@
 import dataclasses
 import json
 import sys
-from pathlib import Path
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Option
 
 from jsparse.cli.console import Bars, TextOutput, print_stats
-from jsparse.cli.options import GenerationOptions, LoadingOptions, read_prompt, takes_options
+from jsparse.cli.options import (
+    GenerationOptions,
+    JsonOption,
+    LoadingOptions,
+    PromptArgument,
+    PromptFileOption,
+    read_prompt,
+    takes_options,
+)
 from jsparse.text.short_names import short_name
 
 if TYPE_CHECKING:
@@ -22,19 +30,15 @@ if TYPE_CHECKING:
 def generate(
     options: GenerationOptions,
     loading: LoadingOptions,
-    prompt: Annotated[
-        str | None, Argument(help="Text to continue; - reads it from standard input.")
-    ] = None,
-    file: Annotated[Path | None, Option(help="UTF-8 text file to read the prompt from.")] = None,
+    prompt: PromptArgument = None,
+    file: PromptFileOption = None,
     chat: Annotated[
         bool, Option("--chat", help="Send the prompt as a user message, for a chat model.")
     ] = False,
     logprobs: Annotated[
         bool, Option("--logprobs", help="Include each token's log-probability; needs --json.")
     ] = False,
-    as_json: Annotated[
-        bool, Option("--json", help="Print one JSON object instead of the text.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Continue a prompt.
 
@@ -45,16 +49,13 @@ def generate(
     if logprobs and not as_json:
         raise ValueError("--logprobs needs --json, which prints them")
     text = read_prompt(prompt, file)
-    bars = Bars()
-    try:
+    with closing(Bars()) as bars:
         params = options.load(loading, bars.load)
         request = [{"role": "user", "content": text}] if chat else text
         if as_json:
             _generate_json(params, request, options, logprobs, bars)
         else:
             _generate_text(params, request, text, options, bars)
-    finally:
-        bars.close()
 
 
 def _generate_text(

@@ -38,11 +38,7 @@ class HostsOptions:
     ] = False
 
     def join(self, tensor_parallel_size: int, data_parallel_size: int) -> bool:
-        """Joins the processes that run one model; returns whether this one answers requests.
-
-        Raises:
-            ValueError: an option is out of its range, or does not go with the others.
-        """
+        """Joins the processes that run one model; returns whether this one answers requests."""
         nodes, rank, addr = self.nnodes, self.node_rank, self.master_addr
         port, size, several = self.master_port, tensor_parallel_size, nodes > 1
         require("--nnodes", nodes, nodes >= 1, "at least 1")

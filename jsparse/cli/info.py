@@ -9,20 +9,20 @@ from rich.table import Table
 from typer import Option
 
 from jsparse.cli.options import (
-    DtypeOption,
+    JsonOption,
+    LoadingOptions,
     ModelOption,
     PolicyOption,
-    RevisionOption,
-    WeightsOption,
     takes_model,
+    takes_options,
 )
 
 
 @takes_model
+@takes_options(LoadingOptions, "loading")
 def info(
+    loading: LoadingOptions,
     model: ModelOption = "smollm2",
-    dtype: DtypeOption = None,
-    weights: WeightsOption = None,
     policy: PolicyOption = "dense",
     context: Annotated[
         int | None,
@@ -31,13 +31,7 @@ def info(
             "the model's maximum."
         ),
     ] = None,
-    tensor_parallel_size: Annotated[
-        int, Option(help="Number of GPUs that the model is spread over, each with some heads.")
-    ] = 1,
-    revision: RevisionOption = None,
-    as_json: Annotated[
-        bool, Option("--json", help="Print one JSON object instead of a table.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show a model's sizes, what a policy keeps, and how much context fits in the free memory.
 
@@ -45,24 +39,20 @@ def info(
     """
     import jax
 
-    from jsparse.model_facts import info as model_info
+    from jsparse.cli.info_table import rows
+    from jsparse.model_facts.info import describe
     from jsparse.policies.own_code import resolve
 
-    chosen = dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
-    described = model_info.describe(
-        model,
-        dtype=chosen,
-        weights=weights,
-        policy=resolve(policy),
-        context=context,
-        revision=revision,
-        tensor_parallel_size=tensor_parallel_size,
+    options = dict(vars(loading))
+    options["dtype"] = loading.dtype or (
+        "bfloat16" if jax.default_backend() == "gpu" else "float32"
     )
+    described = describe(model, policy=resolve(policy), context=context, **options)
     if as_json:
         print(json.dumps(described))
         return
     table = Table(title=model, title_justify="left", show_header=False, box=None)
-    for name, value in model_info.rows(described):
+    for name, value in rows(described):
         table.add_row(name, value)
     Console(highlight=False).print(table)
 

@@ -1,6 +1,7 @@
 """Defines the command `jsparse inspect`."""
 
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,13 +9,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from typer import Argument, Option
+from typer import Option
 
 from jsparse.cli.console import Bars, print_wrote
 from jsparse.cli.options import (
     LoadingOptions,
     ModelOption,
+    PageSizeOption,
     PolicyOption,
+    PromptArgument,
+    PromptFileOption,
     read_prompt,
     takes_options,
 )
@@ -31,10 +35,8 @@ WIDTH = 100  # columns where standard output is no terminal
 @takes_options(LoadingOptions, "loading")
 def inspect(
     loading: LoadingOptions,
-    prompt: Annotated[
-        str | None, Argument(help="Text to continue; - reads it from standard input.")
-    ] = None,
-    file: Annotated[Path | None, Option(help="UTF-8 text file to read the prompt from.")] = None,
+    prompt: PromptArgument = None,
+    file: PromptFileOption = None,
     model: ModelOption = "smollm2",
     policy: PolicyOption = "dense",
     step: Annotated[int, Option(help="Decode step to show; the first follows the prompt.")] = 1,
@@ -49,7 +51,7 @@ def inspect(
         int | None,
         Option(help="Also show which share of so many heaviest tokens a head and the next share."),
     ] = None,
-    page_size: Annotated[int, Option(help="Tokens per page of the cache: 8, 16, 32 or 64.")] = 16,
+    page_size: PageSizeOption = 16,
 ) -> None:
     """Show which tokens each layer and head attends to in one decode step.
 
@@ -60,8 +62,7 @@ def inspect(
     from jsparse.policies.own_code import resolve
 
     text, chosen = read_prompt(prompt, file), resolve(policy)
-    bars = Bars()
-    try:
+    with closing(Bars()) as bars:
         params = loading.load(model, bars.load)
         layers = params.config.num_layers
         if layer is not None and not 0 <= layer < layers:
@@ -69,8 +70,6 @@ def inspect(
         options: dict[str, Any] = {"step": step, "page_size": page_size}
         inspection = inspect_step(params, chosen, text, on_progress=bars.prefill, **options)
         shares = None if overlap is None else inspection.overlap(overlap)
-    finally:
-        bars.close()
     if html is not None:
         html.write_text(page(inspection), encoding="utf-8")
         print_wrote(html)

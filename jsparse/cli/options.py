@@ -5,7 +5,6 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
@@ -33,6 +32,14 @@ WeightsOption = Annotated[
     ),
 ]
 RevisionOption = Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.")]
+JsonOption = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
+PromptArgument = Annotated[
+    str | None, Argument(help="Text to continue; - reads it from standard input.")
+]
+PromptFileOption = Annotated[
+    Path | None, Option("--file", help="UTF-8 text file to read the prompt from.")
+]
+PageSizeOption = Annotated[int, Option(help="Tokens per page of the cache: 8, 16, 32 or 64.")]
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,6 @@ class LoadingOptions:
     ] = 1
 
     def load(self, model: str, on_progress: OnBytes | None = None) -> "Params":
-        """Loads a model."""
         from jsparse.models.checkpoint import load
 
         return load(model, on_progress=on_progress, **vars(self))
@@ -137,7 +143,7 @@ class GenerationOptions:
         int | None,
         Option(help="Capacity of the cache in tokens; the default fits prompt and new tokens."),
     ] = None
-    page_size: Annotated[int, Option(help="Tokens per page of the cache: 8, 16, 32 or 64.")] = 16
+    page_size: PageSizeOption = 16
 
     def load(self, loading: LoadingOptions, on_progress: OnBytes) -> "Params":
         """Loads the model, after parsing the policy so that its errors come first."""
@@ -238,27 +244,7 @@ class _PlainFlags:
 
 
 class Command(_PlainFlags, TyperCommand):
-    """A command; of an unknown option it names those like it, the likeliest first."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:
-            # the class of the error is private to typer, which sorts by the alphabet
-            if near := getattr(error, "possibilities", None):
-                given = str(getattr(error, "option_name", ""))
-                ordered = sorted(near, key=lambda option: _unlike(given, option))
-                error.__dict__.update(
-                    message=f"No such option: {given} (Possible options: {', '.join(ordered)})",
-                    possibilities=None,
-                )
-            raise
-
-
-def _unlike(given: str, option: str) -> tuple[int, float]:
-    """Returns how unlike two options are: by the words that one lacks, then by their letters."""
-    words, others = (set(name.strip("-").split("-")) for name in (given, option))
-    return len(words - others), -SequenceMatcher(None, given, option).ratio()
+    """A command."""
 
 
 class CommandGroup(_PlainFlags, TyperGroup):

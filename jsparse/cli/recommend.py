@@ -3,20 +3,21 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from threading import Event, Thread
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 from rich.table import Table
 from typer import Option
 
-from jsparse.cli.console import Bars
+from jsparse.cli.console import Bars, progress_bar
 from jsparse.cli.options import (
     POLICY_FORMS,
     DtypeOption,
+    JsonOption,
     ModelOption,
     RevisionOption,
     WeightsOption,
@@ -68,9 +69,7 @@ def recommend(
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     revision: RevisionOption = None,
-    as_json: Annotated[
-        bool, Option("--json", help="Print one JSON object instead of a table.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Find the fastest policy for a model on this device that stays close to dense attention.
 
@@ -96,11 +95,8 @@ def recommend(
     tried = (*named, *(() if only else candidates(tokens)))
     requirements = Requirements(model, tokens, batch, tried, kl=kl, exact=exact, samples=samples)
     checked(requirements, longest)
-    bars = Bars()
-    try:
+    with closing(Bars()) as bars:
         params = load(model, dtype=dtype, weights=weights, revision=revision, on_progress=bars.load)
-    finally:
-        bars.close()
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     with _shown() as report:
         measured = measure(params, requirements, report=report, tell=notes.print)
@@ -187,10 +183,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def _shown() -> Iterator[Callable[[str, int, int], None]]:
     """Shows the progress on standard error: a bar on a terminal, else a line every ten seconds."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    bar = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    columns = TextColumn("{task.description}"), *bar
     ended, on_terminal = Event(), sys.stderr.isatty()
-    with Progress(*columns, console=console, transient=True, disable=not on_terminal) as progress:
+    with progress_bar(TimeElapsedColumn()) as progress:
         task = progress.add_task("loading", total=None)
 
         def report(now: str, done: int, total: int) -> None:

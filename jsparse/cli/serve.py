@@ -72,7 +72,6 @@ class EngineFlags:
     ] = False
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments of AsyncEngine."""
         return vars(self) | {"per_request": tuple(self.per_request or ())}
 
 

@@ -2,15 +2,16 @@
 
 import dataclasses
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from jsparse.cli.console import Bars
+from jsparse.cli.console import Bars, progress_bar
 from jsparse.cli.options import takes_model, takes_options
 from jsparse.cli.train_gates_options import TrainGatesOptions
 from jsparse.machine.extras import install
@@ -48,13 +49,11 @@ def train_gates(options: TrainGatesOptions) -> None:
     from jsparse.text.prompts import tokenizer_of
     from jsparse.train.trainer import Trainer
 
-    out, bars = options.out, Bars()
-    try:
+    out = options.out
+    with closing(Bars()) as bars:
         params = load(
             options.model, dtype=options.dtype, revision=options.revision, on_progress=bars.load
         )
-    finally:
-        bars.close()
     tokenizer, config = tokenizer_of(params, "the training"), params.config
     source = _source(tokenizer, options)
     if source.buckets[-1] + source.target_tokens > config.max_position_embeddings:
@@ -65,7 +64,8 @@ def train_gates(options: TrainGatesOptions) -> None:
     settings = _settings(options, config)
     keep_compilations()
     trainer = Trainer(params, source, settings, out, resume=options.resume)
-    with _progress() as shown:
+    values = TextColumn("{task.fields[values]}")
+    with progress_bar(TimeRemainingColumn(), values, transient=False) as shown:
         task = shown.add_task(options.family, total=options.steps, values="")
 
         def report(done: int, total: int, line: dict[str, Any]) -> None:
@@ -117,26 +117,6 @@ def _source(tokenizer: "Tokenizer", options: TrainGatesOptions) -> "Source":
             "--questions"
         )
     return questions(tokenizer, options.questions, **shared)
-
-
-def _progress() -> Progress:
-    """Returns a bar with every seed's loss, expected number and multiplier.
-
-    It is shown on standard error, if that is a terminal.
-    """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    return Progress(
-        *columns,
-        TextColumn("{task.fields[values]}"),
-        console=console,
-        disable=not sys.stderr.isatty(),
-    )
 
 
 def _show(record: dict[str, Any]) -> None:

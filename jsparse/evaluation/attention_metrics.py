@@ -66,10 +66,8 @@ class AttentionMetrics(NamedTuple):
     """Holds means over decode steps.
 
     Attributes:
-        heads: HeadMetrics of float32[L, B, K] arrays; NaN for a layer in which nothing was
-            selected.
-        steps: how often each layer selected; steps in which the policy fell back to dense attention
-            do not count.
+        heads: HeadMetrics of float32[L, B, K] arrays; NaN for a layer that selected nothing.
+        steps: how often each layer selected; steps that fell back to dense attention do not count.
     """
 
     heads: HeadMetrics
@@ -87,9 +85,7 @@ class MetricSums(NamedTuple):
 def measured(policy: Policy | str, top_k: int = 0) -> Policy:
     """Wraps a policy so that its state sums up HeadMetrics of every selection.
 
-    Args:
-        policy: the policy that decodes, or its expression.
-        top_k: k of the recall; 0 means as many as the head attends to, at least 1.
+    `top_k` is k of the recall; 0: the number of tokens that the head attends to, at least 1.
     """
     whole_number("top_k", top_k, 0)
     base = parse(policy) if isinstance(policy, str) else policy
@@ -119,15 +115,10 @@ def measured(policy: Policy | str, top_k: int = 0) -> Policy:
 
 
 def attention_metrics(forcing: Forcing) -> list[AttentionMetrics]:
-    """Compares each measured policy's selections with dense attention under teacher forcing.
+    """Compares the selections of `measured` policies with dense attention under teacher forcing.
 
-    The queries are those of the policy's own run, so they carry the errors of earlier layers.
-
-    Args:
-        forcing: the result of `force` for policies all of which are `measured`.
-
-    Returns:
-        One entry per policy, in their order; dense attention, the forcing's reference, has none.
+    The queries are those of the policy's own run, so they carry the errors of earlier layers. There
+    is an entry per policy of the forcing, in their order, without its dense reference.
 
     Raises:
         ValueError: a policy is not measured.

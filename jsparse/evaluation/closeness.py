@@ -1,8 +1,7 @@
-"""Measures how close a policy is to dense attention, token by token.
+"""Measures how close a policy is to dense attention: KL divergence, top-1 agreement, likelihood.
 
-It compares by KL divergence, top-1 agreement and likelihood of a text. Every policy decodes the
-same tokens after the same densely read prompt (jsparse.evaluation.teacher_forcing), so its whole
-distribution can be compared with dense attention's at each step.
+Every policy decodes the same tokens after the same densely read prompt, so its whole distribution
+can be compared with dense attention's at each step.
 
     result = closeness(force(params, ["streaming(sink=4, recent=512)"], prompts, max_new_tokens=64))
     print(result.policies, result.kl.mean(axis=(1, 2)), perplexity(result.logprob))
@@ -21,15 +20,12 @@ from jsparse.shapes import Rows
 
 
 class Closeness(NamedTuple):
-    """Holds the comparison of R policies with dense attention over n steps.
-
-    R counts dense() itself, which comes first.
+    """Holds the comparison of R policies with dense attention over n steps; dense() comes first.
 
     Attributes:
         policies: the names of the R policies.
         tokens: the continuation; entry i + 1 is the token that step i had to predict.
-        kl: KL(dense ‖ policy) over the whole vocabulary, in nats; rounding may leave it a little
-            below 0.
+        kl: KL(dense ‖ policy) over the vocabulary, in nats; rounding may leave it below 0.
         agreement: whether both find the same token likeliest.
         logprob: the log-probability that the policy gives to the token that follows, in nats.
         attended, read: shares of the positions so far that attention used, and whose K and V it
@@ -48,10 +44,8 @@ class Closeness(NamedTuple):
 def closeness(forcing: Forcing) -> Closeness:
     """Runs the policies and compares them with dense attention.
 
-    Dense attention's row is the comparison with itself. Nothing of the vocabulary's size comes to
-    the host. Many prompts are several forcings, one per batch: with the same `max_length` and
-    number of prompts all of them run the same compiled programs, and the results are joined along
-    their axis B.
+    Nothing of the vocabulary's size comes to the host. Forcings of several batches with the same
+    `max_length` and number of prompts run the same compiled programs.
     """
     names = forcing.shared.names
     tokens = np.asarray(forcing.tokens).T
@@ -70,13 +64,10 @@ def windows(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Cuts a text into prompts and continuations for `closeness` to score token by token.
 
-    Each window of `length` tokens, one after the other, becomes a prompt and a continuation of
-    `scored` + 1 tokens, the last `scored` of which are scored, each by a decode step of its own; a
-    remainder that fills no window is left out.
-
-    Quest (Tang et al., arXiv:2406.10774) scores PG-19 token by token through its decode step. Here
-    the tokens before the scored ones are read densely, as `generate` reads a prompt, and every
-    window's scored tokens are at the same distance from its beginning.
+    Each window of `length` tokens becomes a prompt and a continuation of `scored` + 1 tokens, the
+    last `scored` of which are scored by a decode step each. A remainder is left out. Quest (Tang et
+    al., arXiv:2406.10774) scores PG-19 through its decode step; here the tokens before are
+    prefilled.
 
     Raises:
         ValueError: `scored` leaves no prompt, or there is no whole window.

@@ -4,14 +4,7 @@ from typing import NamedTuple
 
 
 class ContractRule(NamedTuple):
-    """Describes one rule of the contract.
-
-    Attributes:
-        name: the rule's name in the command.
-        promise: a property of every policy that keeps the rule.
-        contract: the demand of docs/contract.md behind it.
-        fix: the usual way to repair a policy that breaks it.
-    """
+    """One rule of the contract: a promise, the demand of docs/contract.md and the usual repair."""
 
     name: str
     promise: str

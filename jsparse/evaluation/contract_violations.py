@@ -26,10 +26,7 @@ class Violation(Exception):
 
 
 def check_selection(selection: Selection, lengths: np.ndarray, where: str) -> None:
-    """Raises Violation unless the selection lists slots that heads hold, in order.
-
-    `where` names the step and the layer, for the message.
-    """
+    """Raises Violation, which names `where`, unless the selection lists held slots, in order."""
     ids, count = np.asarray(selection.ids), np.asarray(selection.count)
     unit = PAGE if selection.granularity == "page" else 1
     if count.shape != lengths.shape or (count < 0).any() or (count > ids.shape[-1]).any():

@@ -40,7 +40,7 @@ class Comparison:
 
     Attributes:
         length: the number of tokens, of prompt and new tokens together.
-        samples: the number of samples there are; None means any number.
+        samples: the number of samples; None: any number.
         tasks: the tasks that are measured.
     """
 
@@ -105,14 +105,9 @@ class Comparison:
 
 
 class Drafting:
-    """Counts how many of a policy's drafts dense attention accepts, as it continues excerpts.
+    """Counts how many of a policy's DRAFTED drafts a round dense attention accepts in excerpts.
 
-    Every round is of DRAFTED drafts. Dense attention drafts nothing, and has no values.
-
-    Attributes:
-        length: the number of tokens, of prompt and new tokens together.
-        samples: None: there is any number.
-        tasks: the task that is measured.
+    Dense attention drafts nothing, and has no values. Attributes are those of Comparison.
     """
 
     tasks, samples = (DRAFTS,), None
@@ -143,7 +138,7 @@ class Drafting:
 
 
 def _of_drafts(stats: GenerationStats) -> dict[str, float]:
-    """Returns what there is to say of the drafts of an answer."""
+    """Returns the acceptance of an answer's drafts; {} if nothing was drafted."""
     if not stats.drafted_tokens:
         return {}
     made = stats.new_tokens - 1  # the first follows from the prompt
@@ -173,16 +168,10 @@ def _require_room(length: int, text: Sequence[int], steps: int) -> None:
 
 
 class GreedyAnswers:
-    """Scores the greedy answers of policies.
+    """Scores the greedy answers of policies; attributes are those of Comparison.
 
-    For a chat model the length includes the chat's template, unlike in RULER itself. A task that is
-    open-ended has a length of its own, that of its longest sample, and is put as a chat to every
-    model with a template.
-
-    Attributes:
-        length: the number of tokens, of prompt and new tokens together.
-        samples: the number of samples there are; None means any number.
-        tasks: the task that is measured.
+    For a chat model the length includes the chat's template, unlike in RULER itself. An open-ended
+    task has the length of its longest sample, and is put as a chat to every model with a template.
     """
 
     def __init__(
@@ -246,9 +235,9 @@ class GreedyAnswers:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _ids(self, sample: Sample) -> list[int]:
-        """Encodes the prompt, in the chat's template if wanted, then the answer's beginning.
+        """Encodes the prompt, in the chat's template if wanted, then the answer's prefix.
 
-        A prompt that is followed by a question, in a second turn, is encoded alone.
+        A prompt that is followed by a second turn's question is encoded alone.
         """
         if sample.question:
             return self._tokenizer.encode(sample.prompt)
@@ -260,10 +249,7 @@ class GreedyAnswers:
 
 
 def blocks(result: Closeness, policy: int, row: int) -> dict[str, Any]:
-    """Returns the meta with a row's means over blocks of STEP_BLOCK steps; the last may be short.
-
-    It is empty where there is only one block.
-    """
+    """Returns the meta with a row's means over blocks of STEP_BLOCK steps; {} for one block."""
     steps = result.kl.shape[-1]
     if steps <= STEP_BLOCK:
         return {}
@@ -290,10 +276,7 @@ def _beside(forcing: Forcing, result: Closeness) -> SampleValues:
 
 
 def _of_heads(heads: HeadMetrics, row: int) -> Values:
-    """Averages one sample over the layers and heads that selected.
-
-    Its meta says how much each head attended to.
-    """
+    """Averages one sample over the layers and heads that selected; meta: tokens by head."""
     values = {}
     for name in ("recall", "mass", "output_error", "attended", "pages", "bytes_read"):
         of_row = getattr(heads, name)[:, row]

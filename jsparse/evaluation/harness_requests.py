@@ -22,10 +22,8 @@ def generation_options(
 ) -> dict[str, Any]:
     """Converts a request's arguments to options of `jsparse.generate`; options not given are off.
 
-    Args:
-        arguments: the generation arguments of a request.
-        max_gen_toks: the number of new tokens for requests that do not give one.
-        max_length: the maximum of context and answer together.
+    `max_gen_toks` is the number of new tokens for requests that give none, `max_length` the maximum
+    of context and answer together.
 
     Raises:
         ValueError: an argument is unknown or out of its range.
@@ -45,11 +43,7 @@ def generation_options(
 
 
 def continuation_lengths(requests: Sequence[TokenizedPair], max_length: int) -> list[int]:
-    """Returns the number of tokens of each continuation.
-
-    Raises:
-        ValueError: a continuation is empty, or alone exceeds max_length.
-    """
+    """Returns the number of tokens of each continuation; ValueError unless 1 to max_length."""
     counts = [len(continuation) for _, _, continuation in requests]
     for (texts, _, _), count in zip(requests, counts, strict=True):
         if not 1 <= count <= max_length:
@@ -88,10 +82,9 @@ def equal_batches(
     disable_tqdm: bool,
     options: Sequence[Any] | None = None,
 ) -> Iterator[list[int]]:
-    """Yields the indices of rows with equal options, the longest first.
+    """Yields the indices of rows with equal options, the longest first, in batches of one size.
 
-    All batches have the same size; the last is filled by repetition. `label` stands beside the
-    progress bar.
+    The last is filled by repetition. `label` stands beside the progress bar.
     """
     size = min(batch_size, len(rows))
     names = [repr(each) for each in options or [None] * len(rows)]

@@ -33,17 +33,14 @@ class Inspection(NamedTuple):
     """Holds the tokens that one decode step attended to; the cache holds T, the newest included.
 
     Attributes:
-        model, policy: the model's name and the policy that ran.
         tokens: the text of each token.
         prompt_tokens: how many of them are the prompt's; the others were generated.
         next_token: the text of the token that the step chose.
-        attended: bool[L, K, T], the tokens that each KV head attends to.
-        weights: float32[L, K, T], the softmax of dense attention for each token on the same query
-            and cache, mean over the group of query heads; 0 for tokens that a head has dropped, and
-            in layers of `fell_back`.
+        attended: the tokens that each KV head attends to.
+        weights: the softmax of dense attention on the same query and cache, mean over the group of
+            query heads; 0 for dropped tokens, and in layers of `fell_back`.
+        fell_back: the layers in which the policy left this step to dense attention.
         evicts: whether the policy drops tokens; `weights` are then over the tokens that remain.
-        fell_back: the layers in which the policy left this step to dense attention, so that
-            nothing was selected.
     """
 
     model: str
@@ -63,7 +60,7 @@ class Inspection(NamedTuple):
 
     @property
     def covered(self) -> float:
-        """Returns the share of dense attention's weight on the tokens attended to.
+        """The share of dense attention's weight on the attended tokens.
 
         Layers that fell back do not count; it is 1 if all did.
         """
@@ -75,12 +72,8 @@ class Inspection(NamedTuple):
     def overlap(self, count: int) -> Float32[np.ndarray, "pairs K"]:
         """Returns the share of each head's `count` heaviest tokens that the next layer shares.
 
-        Row l compares a head of layer l with the head of the same index in layer l + 1, by dense
-        attention's weights; it is NaN where one of the two fell back. Source: LycheeDecode
-        (arXiv:2602.04541), Figures 2 and 11 to 14.
-
-        Raises:
-            ValueError: the step had fewer tokens than `count`.
+        Row l compares heads of one index in layers l and l + 1, by dense attention's weights; NaN
+        where one of the two fell back (LycheeDecode, arXiv:2602.04541, Figures 2 and 11 to 14).
         """
         whole_number("overlap", count, 1)
         if count > len(self.tokens):
@@ -111,10 +104,7 @@ class Record(NamedTuple):
 
 
 def recorded(base: Policy) -> Policy:
-    """Wraps a policy so that its state keeps a Record of each layer's last selection.
-
-    K and V stay on the device.
-    """
+    """Wraps a policy so that its state keeps a Record of each layer's last selection."""
 
     def init(spec: CacheSpec) -> tuple[Record, ...]:
         shape = spec.batch, spec.num_kv_heads, spec.capacity
@@ -168,14 +158,8 @@ def inspect_step(
 ) -> Inspection:
     """Reads a prompt, decodes greedily, and returns the tokens that one step attended to.
 
-    Args:
-        params: the model that `jsparse.load` returned.
-        policy: a policy or its expression.
-        prompt: one prompt, as `jsparse.generate` takes it.
-        step: the number of the decode step. The first is the one whose query is the first
-            generated token's; the prompt itself is read densely.
-        page_size: tokens per page.
-        on_progress: a callback with ("prefill", tokens done, tokens).
+    `prompt` is one prompt as `jsparse.generate` takes it. The query of `step` 1 is the first
+    generated token's; the prompt itself is prefilled. `on_progress` gets ("prefill", done, tokens).
 
     Raises:
         ValueError: an argument is out of its range, there are several prompts, or prompt and steps
@@ -218,10 +202,7 @@ def inspect_step(
 
 
 def _texts(params: Params, ids: list[int]) -> list[str]:
-    """Returns the text of each token; its number where the model has no tokenizer.
-
-    A character that several tokens share shows as � in each.
-    """
+    """Returns the text of each token, or its number without a tokenizer; � in part characters."""
     if params.tokenizer is None:
         return [f"<{token}>" for token in ids]
     return [params.tokenizer.token_text(token) for token in ids]

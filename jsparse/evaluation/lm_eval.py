@@ -60,9 +60,7 @@ class JSparseLM(TemplateLM):
     Attributes:
         tokenizer: the model's tokenizer, which the harness asks for its chat template.
         policy: the policy that `generate_until` decodes with.
-        max_length: the most tokens that context and answer may have together.
-        batch_size: the number of texts in a batch.
-        max_gen_toks: the number of new tokens for requests that do not give one.
+        max_length, batch_size, max_gen_toks: as given.
     """
 
     def __init__(
@@ -134,10 +132,7 @@ class JSparseLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Returns the token that stands before a text without a context.
-
-        This is the beginning of a sequence, where the tokenizer has such a token.
-        """
+        """The token before a text without a context: the tokenizer's first, else its end token."""
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else begin
 
@@ -149,11 +144,7 @@ class JSparseLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Encodes a text.
-
-        With add_special_tokens=None, special tokens are added unless the text begins with one, as
-        chat templates write it.
-        """
+        """Encodes a text; None: special tokens are added unless the text begins with one."""
         if add_special_tokens is None:
             begin = self.tokenizer.bos_token_id
             opening = (
@@ -170,8 +161,7 @@ class JSparseLM(TemplateLM):
         Without a generation prompt the last message stays open, to be continued.
 
         Raises:
-            ValueError: there is no template, it fails, or it changes a message that is to be
-                continued.
+            ValueError: there is no template, it fails, or it changes a message to be continued.
         """
         text = self.tokenizer.apply_chat_template(
             chat_history, add_generation_prompt=add_generation_prompt
@@ -187,10 +177,7 @@ class JSparseLM(TemplateLM):
         return before + last
 
     def get_model_info(self) -> dict[str, Any]:
-        """Returns the model's entries in the results' config.
-
-        It includes the mean share of tokens that generation attended to.
-        """
+        """Returns the model's entries in the results' config, with the mean attended share."""
         return {
             "policy": self.policy.name,
             "loglikelihood": "dense, by one pass over the text: the policy has no part in it",
@@ -203,14 +190,11 @@ class JSparseLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Decodes answers with the policy, greedily unless a request asks for sampling.
 
-        The model's own sampling defaults are ignored. Requests with equal arguments share batches,
-        the longest first.
-
-        Raises:
-            ValueError: a request's generation arguments are unknown or out of their range.
+        The model's own sampling defaults are ignored. Requests with equal arguments share batches.
         """
         contexts: list[Any] = [request.args for request in requests]
-        options = [self._options(arguments) for _, arguments in contexts]
+        limits = {"max_gen_toks": self.max_gen_toks, "max_length": self.max_length}
+        options = [generation_options(arguments, **limits) for _, arguments in contexts]
         rooms = [self.max_length - each["max_new_tokens"] for each in options]
         whole = [self.tok_encode(context) or [self.prefix_token_id] for context, _ in contexts]
         rows = cut_to_fit(whole, rooms, self.max_length)
@@ -239,10 +223,7 @@ class JSparseLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Computes log-likelihoods of whole texts, in windows of max_length tokens.
-
-        They are dense under every policy.
-        """
+        """Computes dense log-likelihoods of whole texts, in windows of max_length tokens."""
         texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
         windows = [text_windows(ids, self.prefix_token_id, self.max_length) for ids in texts]
         pairs = iter(self._loglikelihood_tokens(list(itertools.chain(*windows)), disable_tqdm))
@@ -254,13 +235,7 @@ class JSparseLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[TokenizedPair], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Computes log-likelihoods of continuations, and whether dense greedy decoding gives them.
-
-        They are dense under every policy.
-
-        Raises:
-            ValueError: a continuation is empty, or alone exceeds max_length.
-        """
+        """Computes dense log-likelihoods of continuations, and whether they are greedy."""
         _log.warning(
             "log-likelihoods are dense: one pass over each text, without decoding, so policy=%s "
             "has no part in them. Generation tasks measure it, and so does `jsparse eval`.",
@@ -284,12 +259,6 @@ class JSparseLM(TemplateLM):
                 if (texts := requests[place][0]) is not None:
                     self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
-
-    def _options(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Converts a request's arguments to those of `jsparse.generate`."""
-        return generation_options(
-            arguments, max_gen_toks=self.max_gen_toks, max_length=self.max_length
-        )
 
 
 if __name__ == "__main__":

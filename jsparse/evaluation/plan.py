@@ -32,13 +32,12 @@ class Plan(NamedTuple):
     Attributes:
         policies: expressions of policies; dense() is the reference and comes first.
         tasks: names from `MEASURES` or `tasks.TASKS`.
-        lengths: numbers of tokens, of prompt and new tokens together; open-ended tasks have their
-            own.
+        lengths: tokens of prompt and new tokens together; open-ended tasks have their own.
         samples: the number of samples per task and length.
         batch: the number of prompts in a batch.
         steps: the number of decode steps per sample of a measure.
         chat: whether a task's prompt is put as a user's message to a chat model.
-        text: the UTF-8 text that measures read; None means the one that ships.
+        text: the UTF-8 text that measures read; None: the one that ships.
         files: the folder of the files that some tasks need; see `tasks.parse`.
         yardstick: whether "kl" is also compared with the oracle of `jsparse.evaluation.yardstick`.
         max_new_tokens: the most tokens per answer of open-ended tasks.
@@ -92,14 +91,10 @@ def plan(
 def run(params: Params, plan: Plan, store: ResultStore, report: OnSample = lambda _: None) -> None:
     """Measures the samples that the store lacks; each batch is on disk when it ends.
 
-    Args:
-        params: the model, which needs a tokenizer.
-        plan: the measurements to make.
-        store: the store that receives the entries.
-        report: a callback that gets the progress, before each batch and after the last of a part.
+    `report` gets the progress before each batch and after the last of a part.
 
     Raises:
-        ValueError: a length exceeds the model's maximum, or a file that a task needs is missing.
+        ValueError: the model has no tokenizer, a length exceeds its maximum, or a file is missing.
     """
     parts, done = list(_parts(params, plan)), len(store.entries)
     total = sum(len(plan.policies) * len(part.tasks) * part.samples for part in parts)
@@ -126,14 +121,7 @@ def run(params: Params, plan: Plan, store: ResultStore, report: OnSample = lambd
 
 
 class Part(NamedTuple):
-    """Groups the tasks that are measured together at one length.
-
-    Attributes:
-        tasks: the tasks; more than one where a policy's run serves several.
-        length: the number of tokens.
-        samples: the number of samples of each task.
-        measure: (policies, indices) -> Measured of each task.
-    """
+    """Groups the tasks that are measured together at one length."""
 
     tasks: tuple[str, ...]
     length: int
@@ -142,15 +130,7 @@ class Part(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Says how far a run is, in samples of a policy and task.
-
-    Attributes:
-        done: the number of all samples that are stored.
-        total: the number of all samples.
-        part: the part that is being measured.
-        part_done: the number of its samples that this run has measured.
-        part_total: the number of its samples that were missing.
-    """
+    """Counts samples of a policy and task: all stored ones of all, and this run's of a part."""
 
     done: int
     total: int

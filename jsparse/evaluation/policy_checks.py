@@ -45,9 +45,9 @@ from jsparse.runtime.owners import owners
 
 
 class Finding(NamedTuple):
-    """Says whether a policy keeps a rule; `kept` is None where the rule was not checked.
+    """Holds whether a policy keeps a rule; None: it was not checked.
 
-    `detail` describes the violation or a measurement, or why the rule was not checked.
+    `detail` is the violation, a measurement, or the reason why the rule was not checked.
     """
 
     rule: ContractRule
@@ -85,11 +85,8 @@ def check(
 ) -> CheckResult:
     """Checks that a policy keeps the rules of these names.
 
-    Args:
-        policy: the policy, with so small a budget that it leaves out some of 30 tokens.
-        full: the same with a budget for all tokens; None means that it has no budget in tokens.
-        params: the model; None means a random one of 2 layers.
-        rules: the names of the rules to check, among NAMES.
+    The policy's budget must be so small that it leaves out some of 30 tokens. `full` is the same
+    with a budget for all tokens; None: it has no budget in tokens. The default model is random.
 
     Raises:
         ValueError: the model lacks constants that the policy needs.
@@ -118,6 +115,8 @@ class _Checks:
         try:
             if rule.name not in ("types", "runs", "owners") and self._failure:
                 raise _Skip("the policy does not run")
+            if rule.name in ("pool", "inactive") and not self._owned:
+                raise _Skip("the state's arrays have no owners")
             detail = look()
         except Violation as broken:
             return Finding(rule, False, str(broken))
@@ -240,14 +239,10 @@ class _Checks:
         check_close(f"read {PIECE} tokens at a time", result.logits, self._base.logits)
 
     def _pool(self) -> None:
-        if not self._owned:
-            raise _Skip("the state's arrays have no owners")
         result = self._trial.run_in_a_used_pool(self._prompts, self._forced)
         check_close("in a shared pool", result.logits, self._base.logits)
 
     def _inactive(self) -> None:
-        if not self._owned:
-            raise _Skip("the state's arrays have no owners")
         rows, tokens = self._base.rows, self._forced[:, 0]
         logits, _, after = self._trial.step(rows, tokens, [True, False])
         together, *_ = self._trial.step(rows, tokens)

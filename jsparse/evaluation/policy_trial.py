@@ -95,15 +95,12 @@ def random_prompts(lengths: Sequence[int], seed: int) -> list[list[int]]:
 
 
 class Trial:
-    """Reads prompts and decodes by one policy.
+    """Reads prompts and decodes by one policy, whose K and V stay on the device.
 
-    Attributes:
-        params, policy: the model and the policy, whose K and V stay on the device.
-        owned: whether each array of the state has an owner, so that rows may sit out steps.
+    `owned`: whether each array of the state has an owner, so that rows may sit out steps.
     """
 
     def __init__(self, params: Params, policy: Policy, *, owned: bool = True) -> None:
-        """Prepares to run; nothing is traced."""
         self.params, self.policy, self.owned = params, policy, owned
         self.beside = ReadOnly(constants(params, policy))
 

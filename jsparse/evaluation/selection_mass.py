@@ -37,10 +37,10 @@ def with_recency(params: Params) -> Params:
 def covered(
     q: Queries, held: LayerCache, selection: Selection
 ) -> tuple[Float32[Array, "B K"], Float32[Array, "B K"]]:
-    """Returns the shares that each head's selection covers of the tokens before the newest.
+    """Returns the shares of the tokens before the newest that each head's selection covers.
 
-    The first is the share of their number, which is also the mass that a random selection of the
-    same size has on average; the second is the share of dense attention's mass on them.
+    The first is of their number, the mass of a random selection of that size on average; the second
+    of dense attention's mass on them.
     """
     older = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None] - 1
     listed = older & token_mask(

@@ -33,8 +33,6 @@ class SharedPrefill(NamedTuple):
     """Holds prompts that were read for several policies.
 
     Attributes:
-        params: the model.
-        spec: the sizes of the cache.
         names: the policies as they were asked for, which one may stand for.
         policies: those that run.
         held: the dense logits that follow the prompts, the cache with every field that any policy
@@ -50,8 +48,7 @@ class SharedPrefill(NamedTuple):
     def session(self, index: int, *, drafts: int | None = 0) -> Session:
         """Returns a session of policy `index`, on copies, since decoding donates what it reads.
 
-        With `drafts`, the policy drafts as many tokens, and dense attention checks them; None is as
-        many as is fastest.
+        `drafts`: the tokens that it drafts for dense attention to verify; None: the fastest number.
         """
         policy = self.policies[index]
         cache, state = _with_fields(self.held.cache, policy.needs), self.held.state[index]
@@ -61,11 +58,7 @@ class SharedPrefill(NamedTuple):
         return session
 
     def beside(self, policy: Policy) -> "SharedPrefill":
-        """Returns the same prompts as if read for another policy, which must not keep a state.
-
-        Raises:
-            ValueError: it keeps one, or needs fields of the cache or queries of the prompt.
-        """
+        """Returns the same prompts as if read for another policy, which must not keep a state."""
         state = policy.init(self.spec)
         if jax.tree.leaves(state) or policy.needs or policy.window:
             raise ValueError(f"policy={policy}: must keep nothing of the prompt but K and V")
@@ -75,11 +68,7 @@ class SharedPrefill(NamedTuple):
 
 
 def as_policies(policies: Sequence[AnyPolicy | str]) -> tuple[AnyPolicy, ...]:
-    """Returns the policies of a list of policies or their expressions.
-
-    Raises:
-        ValueError: the list is empty, or a policy is not in a list.
-    """
+    """Returns the policies of a list of policies or their expressions, at least one."""
     if isinstance(policies, str | AnyPolicy) or not policies:
         raise ValueError(f"policies={policies!r}: must be a list of at least one policy")
     return tuple(map(as_policy, policies))
@@ -96,7 +85,7 @@ def prime(
 ) -> SharedPrefill:
     """Reads the prompts once for all policies, with all rows in one batch.
 
-    `drafts` is how many tokens the policies will draft for dense attention to check.
+    `drafts`: the number of tokens that the policies will draft at a time.
 
     Raises:
         ValueError: the cache and all states do not fit in memory.
@@ -114,10 +103,7 @@ def prime(
 
 @functools.cache
 def bundle(policies: tuple[Policy, ...]) -> Policy:
-    """Builds the policy whose state is the tuple of all policies' states.
-
-    It only reads prompts; each of the policies decodes alone.
-    """
+    """Builds the policy whose state is the tuple of all policies' states; it only reads prompts."""
 
     def init(spec: CacheSpec) -> State:
         return tuple(policy.init(spec) for policy in policies)
@@ -154,16 +140,12 @@ def generate(
 ) -> list[list[Generation]]:
     """Runs `jsparse.generate` greedily for several policies, and reads the prompts once.
 
-    Arguments and errors are those of `jsparse.generate`, without sampling and streamers. Progress
-    of "decode" starts again for each policy.
-
-    `questions` are ids that follow each prompt in a second turn. They are fed through decode steps,
-    after a policy that evicts has compressed the prompt without knowing them. With `drafts`,
-    policies draft as many tokens at a time, and dense attention checks them.
+    Progress of "decode" starts again for each policy. `questions` are ids that follow each prompt
+    in a second turn, fed through decode steps after the prompt was compressed. `drafts` is the
+    number of tokens that policies draft at a time for dense attention to verify.
 
     Returns:
-        [policy][prompt]; `prefill_seconds` is the time until the first token, as if each policy had
-        read the prompt itself.
+        [policy][prompt]; `prefill_seconds` is as if each policy had read the prompt itself.
     """
     rows, _ = prompts.encode(params, prompt)
     options = generate_options.sampling_params(

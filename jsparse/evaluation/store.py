@@ -17,10 +17,7 @@ from jsparse.evaluation.report.statistics import averages, summarize
 
 
 class Cell(NamedTuple):
-    """Identifies the samples that are summarised together.
-
-    It has a policy's expression, a task, and a length in tokens; the model is that of the run.
-    """
+    """Identifies the samples that are summarised together."""
 
     policy: str
     task: str
@@ -28,12 +25,10 @@ class Cell(NamedTuple):
 
 
 class Entry(TypedDict):
-    """Holds one sample of a cell.
+    """Holds one sample of a cell: finite `values` by metric, and further facts in `meta`.
 
-    `values` are finite numbers: score, kl, agreement, logprob (mean over the sample's tokens),
-    attended, read, … `meta` holds further facts. The heat maps read two of its keys: depth (of the
-    needle, 0 … 1) and attended_heads (fractions, [layers][KV heads], null where nothing was
-    selected).
+    The heat maps read depth (of the needle, 0 … 1) and attended_heads ([layers][KV heads], null
+    where nothing was selected) of `meta`.
     """
 
     policy: str
@@ -50,14 +45,9 @@ Key = tuple[Cell, int]
 class ResultStore:
     """Stores a run's entries: a killed run loses none that `add` returned from, and repeats none.
 
-    One process at a time may write a run.
-
-    Args:
-        path: the JSON file that `finish` writes; the journal lies beside it, with the suffix
-            .partial.jsonl.
-        settings: everything that the entries depend on, as JSON values: model, policies, tasks,
-            lengths, samples (per cell), seed, dtype, versions.
-        resume: whether to go on with the journal, if there is one.
+    One process at a time may write a run. `settings` are all JSON values that the entries depend
+    on, among them `samples` per cell. The journal lies beside `path`, with the suffix
+    .partial.jsonl.
 
     Raises:
         ValueError: `path` already exists; its journal does, and `resume` is False or the settings
@@ -84,21 +74,16 @@ class ResultStore:
         return list(self._entries.values())
 
     def missing(self, cell: Cell, samples: int | None = None) -> list[int]:
-        """Returns the indices below `samples` for which the cell has no entry.
-
-        `samples` is the settings' number unless given.
-        """
+        """Returns the indices below `samples`, by default the settings', without an entry."""
         indices = range(self.settings["samples"] if samples is None else samples)
         return [index for index in indices if (cell, index) not in self._entries]
 
     def add(self, entries: Iterable[Entry]) -> None:
-        """Writes a batch of entries; when it returns, they are on disk.
-
-        Entries that are already stored are left out.
+        """Writes a batch of entries that are not stored yet; when it returns, they are on disk.
 
         Raises:
-            ValueError: an entry lacks a key or has another, a value is not finite, or it differs
-                from the stored one of the same sample; then nothing of the batch is written.
+            ValueError: an entry is malformed, or differs from the stored one of the same sample;
+                then nothing of the batch is written.
         """
         new = self._new(map(_checked, entries))
         with open(self.journal, "ab") as file:
@@ -108,11 +93,7 @@ class ResultStore:
         self._entries |= new
 
     def finish(self, environment: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes the JSON file, whole or not at all, removes the journal and returns the report.
-
-        Keys: timestamp, environment, settings, cells (see `statistics.summarize`) and averages (see
-        `statistics.averages`).
-        """
+        """Writes the JSON file, whole or not at all, removes the journal and returns the report."""
         cells = summarize(self.entries)
         report = {
             "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -28,13 +28,7 @@ from jsparse.text import prompts
 
 
 class ForcedStep(NamedTuple):
-    """Holds one decode step, on the device.
-
-    Attributes:
-        logits: the logits after the token that was fed.
-        target: the token that really follows; it is fed next.
-        stats: how much was attended and read.
-    """
+    """Holds one decode step, on the device; `target` is the token that really follows, fed next."""
 
     logits: Float32[Array, "B V"]
     target: Rows
@@ -44,11 +38,8 @@ class ForcedStep(NamedTuple):
 class Forcing(NamedTuple):
     """Holds prompts that were read once, and the tokens that every policy is fed.
 
-    Attributes:
-        shared: the prompts read by dense() and, after it, the policies.
-        reference: dense attention's steps. Their logits stay on the device: steps · B · V float32.
-        tokens: the continuation.
-        report: the callback for progress.
+    `shared` has the prompts read by dense() and, after it, the policies; `reference` dense
+    attention's steps, whose logits stay on the device: steps · B · V float32.
     """
 
     shared: SharedPrefill
@@ -57,22 +48,15 @@ class Forcing(NamedTuple):
     report: OnChunk
 
     def steps(self, index: int) -> Iterator[ForcedStep]:
-        """Iterates over the steps of policy `index` of `shared`, dispatched as they are asked for.
-
-        Index 0 is the reference.
-        """
+        """Iterates over the steps of policy `index` of `shared`, dispatched on demand."""
         if index == 0:
             return iter(self.reference)
         return self._run(index, self.shared.session(index))
 
     def steps_beside(self, policy: Policy, knobs: dict[str, Array]) -> Iterator[ForcedStep]:
-        """Iterates over the steps of a policy that was not named when the prompts were read.
+        """Iterates over the steps of a policy without state that was not named before.
 
-        It must not keep a state, and no progress is reported.
-
-        Args:
-            policy: the policy.
-            knobs: its hyper-parameters by name, a number per row.
+        `knobs`: its hyper-parameters by name, a number per row. No progress is reported.
         """
         session, count = self.shared.beside(policy).session(0), len(self.reference)
         return _decode(session, forced, jnp.copy(self.tokens), count, knobs)
@@ -105,20 +89,12 @@ def force(
     """Reads the prompts for dense() and all policies, and continues them with dense attention.
 
     Dense logits of all steps stay on the device (64 steps of 4 rows of 49,152 words: 50 MB), beside
-    two caches while a policy decodes.
+    two caches while a policy decodes. dense() is put before the policies and need not be named.
 
-    Args:
-        params: the model that `jsparse.load` returned.
-        policies: policies or their expressions; dense() is put before them and need not be named.
-        prompt: a prompt as `jsparse.generate` takes it; prompts may differ in length.
-        max_new_tokens: n, the number of decode steps; nothing ends a continuation early, not even
-            end tokens.
-        continuation: the tokens to force, integers [B, n + 1]; None means dense attention's own,
-            greedily.
-        max_length: the cache's capacity in tokens, as in `jsparse.generate`.
-        page_size: tokens per page.
-        on_progress: a callback with ("prefill" | "decode", done, total), which count tokens of the
-            prompt and steps of all policies.
+    `max_new_tokens` is n, the number of decode steps; not even end tokens end a continuation early.
+    `continuation` has the tokens to force, integers [B, n + 1]; None: dense attention's own,
+    greedily. `on_progress` gets ("prefill" | "decode", done, total), in tokens of the prompt and
+    steps of all policies. The others are arguments of `jsparse.generate`.
 
     Raises:
         ValueError: an argument is out of its range, or prompt, steps and dense's logits do not fit.
@@ -169,11 +145,7 @@ def _decode(
 
 
 def _given(params: Params, continuation: Any, batch: int, steps: int) -> Int32[Array, "n B"]:
-    """Returns the tokens to force, by step.
-
-    Raises:
-        ValueError: they are not ids of the vocabulary, or not of the right number.
-    """
+    """Returns the tokens to force, by step; ValueError if ids or their number are wrong."""
     try:
         ids = np.asarray(continuation)
     except ValueError as error:

@@ -29,8 +29,7 @@ class Yardsticks(NamedTuple):
 
     Attributes:
         budget: the oracle's number of tokens per head and step, rounded down, since it also reads
-            the newest token where that is not among them; 0 where the policy read everything, as
-            dense() does: there is no yardstick then.
+            the newest token; 0: the policy read everything, and there is no yardstick.
         kl: KL(dense ‖ oracle) in nats; NaN where there is none.
     """
 

@@ -8,9 +8,6 @@ def cache_folder() -> Path:
     """Returns the folder for files that can be made or measured again.
 
     It is $JSPARSE_CACHE_DIR, else jsparse in the user's cache folder ($XDG_CACHE_HOME or ~/.cache).
-
-    Raises:
-        FileNotFoundError: these are not set, and the user has no home folder.
     """
     if own := os.environ.get("JSPARSE_CACHE_DIR"):
         return Path(own)
@@ -25,10 +22,7 @@ def cache_folder() -> Path:
 
 
 def distrust(folder: Path) -> str | None:
-    """Returns the reason why code in a folder must not be run, or None.
-
-    Write access there allows running code as this user. A folder that does not exist passes.
-    """
+    """Returns the reason why code in a folder must not be run, as others may write it, or None."""
     if os.name != "posix":
         return None
     try:

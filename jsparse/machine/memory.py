@@ -9,11 +9,8 @@ from jsparse.machine import processes
 def available_bytes(utilization: float = 1.0, devices: int = 1) -> int:
     """Returns the bytes free on the default device, or in the host's memory on a CPU.
 
-    Of several devices, the first ones, it is the least, and so it is of several processes that run
-    one model.
-
-    With less than full `utilization` the rest of the device's memory, or of what is free on a host,
-    is left alone.
+    The least of several devices, and of several processes that run one model. Less than full
+    `utilization` leaves the rest of the device's memory, or of what is free on a host.
     """
     free = int(utilization * psutil.virtual_memory().available)
     if jax.default_backend() != "cpu":

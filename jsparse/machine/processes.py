@@ -1,9 +1,7 @@
 """Connects the processes that run one model together, on one host or several.
 
 Tensors go from device to device as XLA sends them. What else processes have to tell each other goes
-over one TCP connection each from process 0, which plans, to the others. Both ends read all the
-time, and send a beat every few seconds: if one ends or hangs, the other ends
-within seconds, whatever it waits for.
+over one TCP connection each from process 0, which plans, to the others (jsparse.machine.peers).
 """
 
 import atexit
@@ -12,58 +10,39 @@ import json
 import os
 import secrets
 import socket
-import struct
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from queue import SimpleQueue
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 
-# seconds until processes must have found each other, and until a host that is gone is noticed
-MEETING, NOTICED = 300, 8
-# seconds between two beats of a process, and without any until it counts as hung
-BEAT, SILENT = 2.0, 16.0
+from jsparse.machine.peers import NOTICED, Peer
+
+# seconds until processes must have found each other
+MEETING = 300
 # until XLA ends this process, with a stack trace: later than SILENT, which ends it with a line
 XLA_NOTICED = 4 * NOTICED
-_ENDED = "{} has ended; this process cannot continue without it"
-_HUNG = "{} has sent nothing for {:g} seconds; this process cannot continue without it"
 _ADDRESS_BYTES = 1024
-_HEAD = struct.Struct("!II")
 
 
 # where processes meet, if it was said
 _meeting: str | None = None
-# run before this process ends for the loss of another; each takes a few seconds at most
-farewells: list[Callable[[], None]] = []
-_ending = threading.Lock()
 
 
 def join(nnodes: int, node_rank: int, master_addr: str, master_port: int) -> None:
-    """Makes this process one of `nnodes`, which meet at the address of the one with rank 0.
-
-    Raises:
-        ValueError: processes cannot reach each other.
-    """
+    """Makes this process one of `nnodes`, which meet at the address of the one with rank 0."""
     global _meeting
     _meeting = master_addr
     _initialize(f"{master_addr}:{master_port}", nnodes, node_rank, how="deactivate")
 
 
 def join_launched() -> None:
-    """Makes this process one of those that Slurm, Open MPI or Kubernetes has started.
-
-    Without a launcher, or where it has started one alone, nothing happens.
-
-    Raises:
-        ValueError: processes cannot reach each other.
-    """
+    """Makes this process one of those that Slurm, Open MPI or Kubernetes has started, if any."""
     known = os.environ
     by_slurm = "SLURM_STEP_NODELIST" in known and int(known.get("SLURM_NTASKS", 1)) > 1
     by_mpi = int(known.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
@@ -90,142 +69,20 @@ def index() -> int:
     return jax.process_index() if jax.distributed.is_initialized() else 0
 
 
-class Peer:
-    """Is the other end of a connection.
-
-    Attributes:
-        name: what to call its process.
-        connection: the connection.
-        messages: what it has said, in order: each a value and the arrays that came with it.
-    """
-
-    def __init__(self, connection: socket.socket, name: str) -> None:
-        """Begins to read."""
-        for option, value in (("KEEPIDLE", 2), ("KEEPINTVL", 2), ("KEEPCNT", 3)):
-            if hasattr(socket, f"TCP_{option}"):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # while something is on its way
-            milliseconds = 1000 * NOTICED
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(None)
-        silent = struct.pack("ll", int(SILENT), int(SILENT % 1 * 1e6))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, silent)
-        self.name, self.messages = name, SimpleQueue[tuple[Any, list[np.ndarray]]]()
-        self.connection, self._sending, self.ended = connection, threading.Lock(), False
-        self._done = threading.Event()
-        for work in (self._read, self._beat):
-            threading.Thread(target=work, name=f"jsparse-{name}", daemon=True).start()
-
-    def send(self, value: Any, arrays: Sequence[np.ndarray] = (), *, last: bool = False) -> None:
-        """Sends a value of JSON, and arrays; after the last nothing more can be sent."""
-        arrays = [np.asarray(array, order="C") for array in arrays]
-        shapes = [(array.dtype.str, array.shape) for array in arrays]
-        head, body = json.dumps([value, shapes]).encode(), b"".join(x.tobytes() for x in arrays)
-        with suppress(OSError), self._sending:  # whether it has ended, the reading thread says
-            self.connection.sendall(_HEAD.pack(len(head), len(body)) + head + body)
-            if last:
-                self._done.set()
-                self.connection.shutdown(socket.SHUT_WR)
-
-    def receive(self, *, to_the_end: bool = False) -> tuple[Any, list[np.ndarray]]:
-        """Waits for the next message.
-
-        Raises:
-            SystemExit: the other has ended, which is expected only with `to_the_end`.
-        """
-        value, arrays = self.messages.get()
-        if "end" in value and not to_the_end:
-            print(f"jsparse: {_ENDED.format(self.name)}", file=sys.stderr, flush=True)
-            raise SystemExit(1)
-        return value, arrays
-
-    def _beat(self) -> None:
-        """Shows the other end that this process lives, until nothing more can be sent."""
-        while not self._done.wait(BEAT):
-            self.send({"beat": True})
-
-    def _read(self) -> None:
-        why = _ENDED.format(self.name)
-        try:
-            with self.connection:
-                while sizes := _received(self.connection, _HEAD.size):
-                    head, body = (_received(self.connection, n) for n in _HEAD.unpack(sizes))
-                    value, shapes = json.loads(head)
-                    if "failed" in value:
-                        return lost(f"{self.name} has failed: {value['failed']}")
-                    self.ended = self.ended or "end" in value
-                    if "beat" not in value:
-                        self.messages.put((value, _arrays(shapes, body)))
-        except BlockingIOError:  # SO_RCVTIMEO; silence is expected after an "end" message
-            why = _HUNG.format(self.name, SILENT)
-        except TimeoutError:  # of TCP: its host is gone, or it reads nothing
-            why = _HUNG.format(self.name, NOTICED)
-        except OSError:  # reset, as where it has ended without reading the last beat
-            pass
-        except (ValueError, struct.error):  # in the middle of a message, or none of ours
-            self.ended = False
-        finally:
-            self._done.set()
-        if not self.ended:
-            lost(why)
-
-
-def _received(connection: socket.socket, size: int) -> bytearray:
-    """Returns this many bytes, or fewer where the connection ends.
-
-    Raises:
-        BlockingIOError: none came for SILENT seconds.
-    """
-    data, at = bytearray(size), 0
-    with memoryview(data) as view:
-        while at < size and (count := connection.recv_into(view[at:])):
-            at += count
-    del data[at:]
-    return data
-
-
-def _arrays(shapes: Sequence[tuple[str, Sequence[int]]], body: bytearray) -> list[np.ndarray]:
-    arrays, at = [], 0
-    for kind, shape in shapes:
-        array = np.frombuffer(body, kind, int(np.prod(shape)), at).reshape(shape)
-        at += array.nbytes
-        arrays.append(array)
-    return arrays
-
-
-def lost(why: str) -> NoReturn:
-    """Ends this process after its farewells, whatever its other threads wait for."""
-    with _ending:  # for good: the first reason alone is printed
-        print(f"jsparse: {why}", file=sys.stderr, flush=True)
-        for farewell in farewells:
-            with suppress(Exception):
-                farewell()
-        os._exit(1)
-
-
 class Link:
     """Connects this process with process 0, or process 0 with all others.
 
     Attributes:
-        index: the number of this process.
-        peers: the others; if this is not process 0, that one alone.
         works: whether they run an engine, which they do to the end.
         failed: whether this one has let the others end with an error.
     """
 
     def __init__(self, index: int, peers: Sequence[Peer]) -> None:
-        """Takes connections that have been made."""
         self.index, self.peers = index, peers
         self.works = self.failed = False
 
     def everyone(self, what: str, value: Any) -> list[Any]:
-        """Returns the values of all processes, which all ask for them at the same place.
-
-        Raises:
-            ValueError: another is at another place.
-        """
+        """Returns the values of all processes; ValueError: another is at another place."""
         said = {what: value}
         if self.index:
             (leader,) = self.peers
@@ -237,7 +94,6 @@ class Link:
         return values
 
     def tell(self, value: Any, arrays: Sequence[np.ndarray] = ()) -> None:
-        """Sends a message to the others."""
         for peer in self.peers:
             peer.send(value, arrays)
 
@@ -281,11 +137,7 @@ def _about(what: str, message: Any, name: str) -> Any:
 
 @functools.cache
 def link() -> Link | None:
-    """Connects the processes, if there are several; all call it at the same place.
-
-    Raises:
-        ValueError: they cannot reach each other.
-    """
+    """Connects the processes, if there are several; all call it at the same place."""
     count, index = jax.process_count(), jax.process_index()
     if count == 1:
         return None

@@ -41,9 +41,8 @@ def boundary_classes(tokenizer: Vocabulary, vocab_size: int) -> UInt8[np.ndarray
     """Returns the class of the boundary behind each token, and the token's flags.
 
     The flags are a sum: STARTS_WITH_BLANK; IS_NEWLINES, for one newline or more and blanks only;
-    ENDS_IN_NEWLINE, blanks aside. A token that ends inside a character has class 0. Control tokens
-    have class 1 and no flags for any text: they divide turns and documents. Ids past the
-    tokenizer's vocabulary are 0.
+    ENDS_IN_NEWLINE, blanks aside. A token that ends inside a character has class 0, control tokens
+    class 1 and no flags, ids past the tokenizer's vocabulary 0.
     """
     table = np.zeros((vocab_size, 2), np.uint8)
     tokens = tokenizer.token_bytes()[:vocab_size]

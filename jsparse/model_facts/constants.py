@@ -51,10 +51,7 @@ def constants(
 ) -> dict[str, Array] | None:
     """Returns the constants of the model that a policy needs, and makes those that can be made.
 
-    `report` gets ("key constants", tokens done, tokens) while they are made.
-
-    Raises:
-        ValueError: the model lacks one that nobody can make.
+    `report` gets ("key constants", tokens done, tokens). ValueError: one cannot be made.
     """
     require_constants(params, policy)
     for name in policy.constants:
@@ -90,8 +87,7 @@ def require_constants(params: Params, policy: Policy) -> None:
 def key_constants(params: Params, report: OnChunk = lambda *_: None) -> dict[str, Array]:
     """Finds the mean key and the scales of every layer and KV head.
 
-    One dense pass reads random tokens, the same for all models of a vocabulary, since the constant
-    part of keys hardly depends on the text.
+    One dense pass reads random tokens: the constant part of keys hardly depends on the text.
     """
     config = params.config
     count = min(TOKENS, config.max_position_embeddings)
@@ -130,10 +126,7 @@ def mid_and_scale(
     positions: Int32[Array, "T"],
     frequencies: Float32[Array, "half"],
 ) -> tuple[Float32[Array, "K H"], Float32[Array, "K half"]]:
-    """Returns `mid` and `key_scale` of one layer.
-
-    Keys are after RoPE, at these positions; queries at any.
-    """
+    """Returns `mid` and `key_scale` of one layer, of keys after RoPE at these positions."""
     k = k.astype(jnp.float32)
     mid = jnp.mean(rotated(k, angles_at(-positions, frequencies)), axis=1)
     of_spans = angles_at(positions // SPAN * SPAN, frequencies)
@@ -152,13 +145,7 @@ def _reach(k: Float32[Array, "K T H"]) -> Float32[Array, "K half"]:
 
 
 def _boundary_classes(params: Params, policy: Policy) -> UInt8[Array, "V 2"]:
-    """Returns the boundary classes of the model's tokenizer.
-
-    Zeros stand for those that cannot be made, if the policy can do without.
-
-    Raises:
-        ValueError: they cannot be made, or those that are given do not fit the vocabulary.
-    """
+    """Returns the boundary classes of the model's tokenizer; zeros if the policy can do without."""
     size = params.config.vocab_size
     if BOUNDARY_CLASSES in params.constants:
         classes = jnp.asarray(params.constants[BOUNDARY_CLASSES])

@@ -22,7 +22,6 @@ from jsparse.policies.auto import auto, choose
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy, resolved
 from jsparse.runtime import capacity
-from jsparse.text.short_names import short_name
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PAGE_SIZE = 16
@@ -40,21 +39,10 @@ def describe(
 ) -> dict[str, Any]:
     """Returns the sizes of a model, its cache and a policy's state, and how much context fits.
 
-    The cache and the policy's state must fit beside the weights in the memory that is free now;
-    temporary arrays of a step are not counted.
-
-    Args:
-        model: the model, in any form that `jsparse.load` takes.
-        dtype: the type of weights and cache, a key of ITEM_BYTES.
-        weights: "q8_0" if matrices are in blocks of 8 bits, as for `jsparse.load`.
-        policy: a policy or its expression. Its state is counted for pages of 16 tokens, the default
-            of `jsparse.generate`. For "auto" it is that of the policy that it chooses for one
-            prompt of `context` tokens.
-        context: the tokens per prompt for which the largest batch is counted; None is the model's
-            maximum.
-        revision: the revision of a Hub id.
-        tensor_parallel_size: the number of devices that the model is spread over; what fits is what
-            fits each of them.
+    The cache and the policy's state, in pages of 16 tokens, must fit beside the weights in the
+    memory that is free now, of each device; temporary arrays of a step are not counted. "auto" is
+    the policy that it chooses for one prompt of `context` tokens, by default the model's maximum,
+    for which the largest batch is counted. Other arguments are those of `jsparse.load`.
 
     Raises:
         FileNotFoundError: there is no such model.
@@ -121,18 +109,14 @@ def describe(
 def kept_beside(
     config: ModelConfig, policy: Policy, dtype: str, ranks: int = 1
 ) -> tuple[float, int]:
-    """Returns the bytes over all layers that a policy keeps beside K and V.
-
-    The first number is per token of context, the second is fixed per prompt. `config` is that of
-    one of the ranks, if there are several.
-    """
+    """Returns the bytes that a policy keeps beside K and V, per token of context and per prompt."""
     return _growth(config, dtype, ranks, lambda spec: capacity.policy_bytes(spec, policy))
 
 
 def on_device(config: ModelConfig, policy: Policy, dtype: str, ranks: int = 1) -> tuple[float, int]:
     """Returns the bytes of K and V on the device, per token of context and per prompt.
 
-    Where they lie in host memory, these are the tail, the heads that stay, and one whole layer.
+    In host memory, these are the tail, the heads that stay, and one whole layer.
     """
 
     def kept(spec: CacheSpec) -> int:
@@ -146,8 +130,7 @@ def _growth(
 ) -> tuple[float, int]:
     """Returns bytes per token of context, and bytes per prompt.
 
-    They are derived from the model's maximum and twice that, so that sizes bounded within the
-    model's context do not grow.
+    They follow from the model's maximum and twice that, so that bounded sizes do not grow.
     """
     pages = -(-config.max_position_embeddings // PAGE_SIZE)
     once, twice = (kept(_spec(config, dtype, n, ranks)) for n in (pages, 2 * pages))
@@ -155,10 +138,7 @@ def _growth(
 
 
 def max_cache_bytes(config: ModelConfig, policy: Policy, context: int, per_token: int) -> int:
-    """Returns the bytes of K and V that a row can come to hold after a prompt of `context` tokens.
-
-    It counts all that the model can still generate; reading the prompt takes its whole length.
-    """
+    """Returns the bytes of K and V that a row can hold after a prompt of `context` tokens."""
     limit = config.max_position_embeddings
     max_length = None if policy.eviction is None else policy.eviction.max_length
     slots = limit if max_length is None else max_length(context, limit - context)
@@ -201,121 +181,3 @@ def num_parameters(config: ModelConfig, counted: Callable[[Weight], bool] = lamb
 
     # layers are alike: listing all of an absurd number of them would take forever
     return count(1) + (config.num_layers - 1) * (count(2) - count(1))
-
-
-def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns the lines of a table that shows the result of `describe`."""
-    c, dtype = info["config"], info["dtype"]
-    extras = [
-        name for name, on in (("q, k, v biases", c["qkv_bias"]), ("q, k norms", c["qk_norm"])) if on
-    ]
-    short = info["weight_bytes"]["bfloat16"]
-    return [
-        ("family", c["family"] + "".join(f", {extra}" for extra in extras)),
-        ("layers", str(c["num_layers"])),
-        ("heads", f"{c['num_heads']} query, {c['num_kv_heads']} KV, of {c['head_dim']} dimensions"),
-        ("hidden, ffn", f"{c['hidden_size']}, {c['intermediate_size']}"),
-        (
-            "vocabulary",
-            f"{c['vocab_size']}, "
-            + ("tied" if c["tie_word_embeddings"] else "untied")
-            + " embeddings",
-        ),
-        ("RoPE", _rope(c)),
-        ("maximum context", f"{c['max_position_embeddings']} tokens"),
-        ("parameters", f"{info['parameters']:,}"),
-        (
-            "weights",
-            f"{memory.size(info['weight_bytes']['float32'])} in float32, {memory.size(short)} in "
-            f"bfloat16 and float16, {memory.size(info['weight_bytes']['q8_0'])} in q8_0",
-        ),
-        ("KV cache per token", f"{memory.size(info['cache_bytes_per_token'])} in {dtype}"),
-        *_of_each_device(info),
-        *(
-            [
-                (
-                    "of it on the device",
-                    f"{memory.size(info['device_cache_bytes_per_token'])}, plus "
-                    f"{memory.size(info['device_cache_bytes_per_prompt'])} per prompt",
-                ),
-                ("host memory free now", memory.size(info["free_host_bytes"])),
-            ]
-            if info["offloaded"]
-            else []
-        ),
-        ("policy", _chosen(info)),
-        ("policy keeps", _kept(info)),
-        *_cache_of_a_prompt(info),
-        ("memory free now", memory.size(info["free_bytes"])),
-        (
-            "fits beside weights",
-            f"one prompt of up to {info['longest_context']} tokens, in {_types(info)}",
-        ),
-        (
-            "",
-            f"or {info['largest_batch']} {'prompt' if info['largest_batch'] == 1 else 'prompts'} "
-            f"of {info['context']} tokens, answers not counted",
-        ),
-    ]
-
-
-def _types(info: dict[str, Any]) -> str:
-    """Names the types of weights and cache."""
-    return info["dtype"] if info["weights"] is None else f"{info['weights']} and {info['dtype']}"
-
-
-def _of_each_device(info: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns the line on what one of several devices has."""
-    if info["devices"] == 1:
-        return []
-    weights, cache = info["device_weight_bytes"], info["device_cache_bytes_per_token"]
-    sizes = f"{memory.size(weights)} of weights, {memory.size(cache)} of KV cache per token"
-    return [(f"each of {info['devices']} devices", f"{sizes}, in {_types(info)}")]
-
-
-def _kept(info: dict[str, Any]) -> str:
-    """Describes the memory that a policy takes beside K and V."""
-    parts = []
-    if info["policy_bytes_per_token"]:
-        size = memory.size(info["policy_bytes_per_token"])
-        parts.append(f"{size} per token, {100 * info['policy_fraction']:.1f} % of the KV cache")
-    if info["policy_bytes_per_prompt"]:
-        parts.append(f"{memory.size(info['policy_bytes_per_prompt'])} per prompt")
-    return " and ".join(parts) or "nothing beside the KV cache"
-
-
-def _cache_of_a_prompt(info: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns the lines on K and V of one prompt, and of the tokens that may follow it."""
-    context, per_token = info["context"], info["cache_bytes_per_token"]
-    limit = info["config"]["max_position_embeddings"]
-    prompt, max_length = context * per_token, info["max_cache_bytes"]
-    lines = [("KV cache of a prompt", f"{memory.size(prompt)} for {context} tokens")]
-    if max_length < limit * per_token:
-        lines.append(
-            ("", f"at most {memory.size(max_length)} after it, since the policy drops tokens")
-        )
-    elif max_length > prompt:
-        lines.append(
-            ("", f"{memory.size(max_length)} once its answer reaches the model's {limit} tokens")
-        )
-    return lines
-
-
-def _chosen(info: dict[str, Any]) -> str:
-    original, runs = (short_name(info[name]) for name in ("policy", "policy_that_runs"))
-    if original == runs:
-        return original
-    reason = info["policy_reason"]
-    return f"{original} is {runs} here" + (f": {reason}" if reason else "")
-
-
-def _rope(config: dict[str, Any]) -> str:
-    theta = f"theta {config['rope_theta']:g}"
-    scaling = config["rope_scaling"]
-    if scaling is not None:
-        return f"{theta}, {scaling['rope_type']} scaling by {scaling['factor']:g}"
-    return (
-        theta
-        if config["rope_factors"] is None
-        else f"{theta}, llama3 scaling by the file's factors"
-    )

@@ -51,10 +51,8 @@ KEY_CONSTANTS = KeyConstants._fields
 class KeyFrame(NamedTuple):
     """Holds the constants of one layer in the form that ops take.
 
-    Attributes:
-        mid, key_scale: those of the layer.
-        angles: the cosines, then the sines, of every pair's angle at the first position of each
-            span of a head's slots; the same array in all layers.
+    `angles` are the cosines, then the sines, of every pair's angle at the first position of each
+    span of a head's slots; the same array in all layers.
     """
 
     mid: Float32[Array, "K H"]
@@ -63,13 +61,7 @@ class KeyFrame(NamedTuple):
 
 
 def frame_at(view: StepView, layer: int) -> KeyFrame:
-    """Returns the frame of one layer from the constants that programs read.
-
-    Slots must be the tokens' positions.
-
-    Raises:
-        ValueError: the view lacks them.
-    """
+    """Returns the frame of one layer; slots must be the tokens' positions."""
     there, layer_cache = view.constants or {}, view.layers[layer]
     if missing := [name for name in KEY_CONSTANTS if name not in there]:
         raise ValueError(

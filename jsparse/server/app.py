@@ -80,11 +80,9 @@ class Gate:
     """Admits requests with the key, and counts those being answered."""
 
     def __init__(self, app: ASGIApp, front: Front, open_paths: set[str]) -> None:
-        """Stands before an application."""
         self._app, self._front, self._open = app, front, open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, or lets it pass."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         refusal = self._refusal(scope)

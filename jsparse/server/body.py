@@ -79,11 +79,7 @@ class RequestBody(BaseModel):
 
 
 def parse[Body: RequestBody](kind: type[Body], data: bytes) -> Body:
-    """Returns the body of a request.
-
-    Raises:
-        ApiError: it is malformed; the message names the field, its value and the rule.
-    """
+    """Returns the body of a request; ApiError names the field, its value and the rule."""
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:

@@ -14,7 +14,7 @@ from jsparse.engine.outputs import RequestOutput
 from jsparse.runtime.collecting import CompletionOutput
 from jsparse.server.errors import as_api_error, json_response
 from jsparse.server.prompt_stream import PromptStream, all_of, usage
-from jsparse.server.protocol import SAME, ChatRequest, CompletionRequest
+from jsparse.server.protocol import SAME, ChatRequest, CompletionRequest, chat_of
 from jsparse.server.service import Service
 from jsparse.server.sse import DONE, ClientGone, EventStream, event, merged, unless_gone
 
@@ -30,13 +30,7 @@ CHAT_NAMES = NAMES | {
 class ResponseWriter:
     """Shows the answers to a request's prompts as clients expect them.
 
-    Subclasses say how a choice looks.
-
-    Attributes:
-        service: the server.
-        request: the body of the request.
-        prompts: the prompts, in the engine.
-        texts: the prompts' texts, to be echoed.
+    Subclasses say how a choice looks. `texts` are the prompts' texts, to be echoed.
     """
 
     service: Service
@@ -115,12 +109,11 @@ class ResponseWriter:
         return choices
 
     async def close(self) -> None:
-        """Leaves the engine."""
         for each in self.prompts:
             await each.close()
 
     def _tells(self, answer: CompletionOutput, *, first: bool) -> bool:
-        """Returns whether a piece is worth sending; one of an answer that ended before is empty."""
+        """Returns whether a piece has anything new."""
         return bool(
             answer.text
             or (answer.token_ids and (answer.token_logprobs or answer.finish_reason or first))
@@ -212,7 +205,7 @@ async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
     names = service.knobs | CHAT_NAMES
     request.check_likely(service.options.max_logprobs)
     try:
-        rows = await service.encode(request.chat)
+        rows = await service.encode(chat_of(request.messages))
         max_new_tokens = request.max_new_tokens or service.room(rows[0])
         options = request.sampling(max_new_tokens, service.temperature)
         streams = await service.ask("chatcmpl", rows, [options])

@@ -27,13 +27,10 @@ class BoundedConnection(HttpToolsProtocol):
     """Closes a connection whose peer sends too much, or too little, or reads nothing.
 
     A request that comes before the last one has been answered is not taken: the connection is
-    closed after that answer, and the client may ask again (RFC 9112, section 9.3.2). So reading
-    never stops, and a peer that hangs up is noticed at once. When there are too many connections,
-    the one that has been without a request for longest is closed.
-
-    After an answer that came before the end of its request, only sending ends at first: to close a
-    socket with unread bytes would reset the connection, and the peer might lose the answer (RFC
-    9112, section 9.6).
+    closed after that answer, and the client may ask again (RFC 9112, section 9.3.2). So a peer that
+    hangs up is noticed at once. Of too many connections, the one idle for longest is closed. After
+    an answer that came before the end of its request, only sending ends at first: closing a socket
+    with unread bytes would reset the connection (RFC 9112, section 9.6).
     """
 
     _moved, _bytes, _unsent, _since = False, 0, 0, 0.0
@@ -41,12 +38,10 @@ class BoundedConnection(HttpToolsProtocol):
     _late: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, room: Room, **options: Any) -> None:
-        """Makes the protocol of a connection as uvicorn does, in the room of its server."""
         super().__init__(*args, **options)
         self._room = room
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Waits for a request."""
         super().connection_made(transport)  # pyright: ignore[reportArgumentType]
         self._watch()
         if len(self.connections) > self._room.most:
@@ -58,7 +53,6 @@ class BoundedConnection(HttpToolsProtocol):
                 self._room.count_closed()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the wait."""
         self._unwatch()
         super().connection_lost(exc)
 
@@ -86,13 +80,11 @@ class BoundedConnection(HttpToolsProtocol):
             self.cycle.transport = _AnswerTransport(self)  # pyright: ignore[reportAttributeAccessIssue]
 
     def on_body(self, body: bytes) -> None:
-        """Takes in a piece of the body, which is bounded where it is read."""
         if not self._deaf:
             self._move()
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Ends the request; another may follow once it is answered."""
         if not (self._deaf or self._offers):
             self._move()
             super().on_message_complete()
@@ -108,7 +100,6 @@ class BoundedConnection(HttpToolsProtocol):
         self._watch()
 
     def resume_writing(self) -> None:
-        """Goes on."""
         super().resume_writing()
         if self._answering:
             self._unwatch()
@@ -129,10 +120,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._watch()
 
     def hang_up(self) -> None:
-        """Ends sending, and closes the connection once the peer has ended sending, too.
-
-        Its further data is dropped. The time for the next request bounds the wait.
-        """
+        """Ends sending; the connection closes once the peer has ended, or its time is up."""
         told_all = self.cycle is not None and not self.cycle.more_body
         if told_all or not self.transport.can_write_eof():
             self.transport.close()
@@ -156,8 +144,7 @@ class BoundedConnection(HttpToolsProtocol):
     def _take(self, data: bytes) -> None:
         """Parses bytes; a request that offers another protocol is parsed again without the offer.
 
-        The parser ends at the offer and skips the request's body. We may ignore an offer, and
-        answer over HTTP/1.1 (RFC 9110, section 7.8).
+        The parser ends at the offer, which we may ignore (RFC 9110, section 7.8).
         """
         try:
             self.parser.feed_data(data)

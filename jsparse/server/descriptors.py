@@ -17,24 +17,16 @@ logger = logging.getLogger("jsparse.server")
 
 
 class Bounds(NamedTuple):
-    """Bounds the connections of a server.
-
-    Attributes:
-        connections: the maximum number of accepted connections.
-        backlog: the maximum number of connections that wait to be accepted.
-    """
+    """The most accepted connections of a server, and the most that wait to be accepted."""
 
     connections: int
     backlog: int
 
 
 def bounds(each: int) -> Bounds:
-    """Returns the bounds under the current limit.
+    """Returns the bounds under the current limit, with `each` descriptors per connection.
 
     The event loop may accept a whole backlog at once, while it still closes another one.
-
-    Args:
-        each: descriptors per connection: 2 where a router connects it with a replica, else 1.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
@@ -45,11 +37,7 @@ def bounds(each: int) -> Bounds:
 
 
 def raise_limit(each: int) -> None:
-    """Raises the soft limit to the hard one, and logs if it is too low for MAX_CONNECTIONS.
-
-    Args:
-        each: as `bounds` takes it.
-    """
+    """Raises the soft limit to the hard one, and logs if it is too low for MAX_CONNECTIONS."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_LIMIT if hard == resource.RLIM_INFINITY else min(hard, MAX_LIMIT)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -68,11 +56,7 @@ def raise_limit(each: int) -> None:
 
 
 class Room:
-    """The room for connections of a server, and a log of those that were closed to make room.
-
-    Attributes:
-        most: the maximum number of connections.
-    """
+    """The room for `most` connections, and a log of those that were closed to make room."""
 
     def __init__(self, most: int) -> None:
         self.most = most

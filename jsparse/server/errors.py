@@ -18,14 +18,9 @@ RETRY_SECONDS, RETRIED = 1, (429, 503)
 
 
 class ApiError(Exception):
-    """An error that the server answers with its status and message.
+    """An error that the server answers with its HTTP status and message.
 
-    Attributes:
-        status: the HTTP status.
-        message: the error, with the argument's name, its value and the rule.
-        param: the argument's name, or None.
-        code: a word for programs, or None.
-        headers: further headers of the answer.
+    `param` is the argument's name, `code` a word for programs.
     """
 
     def __init__(
@@ -53,7 +48,6 @@ class ApiError(Exception):
 
     @property
     def response(self) -> Response:
-        """Returns the answer."""
         return json_response(self.body, self.status, self.headers)
 
 
@@ -71,9 +65,8 @@ def json_response(
 def as_api_error(error: Exception, names: Mapping[str, str]) -> ApiError:
     """Returns the answer to an exception of the engine.
 
-    Args:
-        error: the error. A ValueError's message begins with the name of an argument.
-        names: the fields of the request, by their names in messages.
+    A ValueError's message begins with an argument's name, for which `names` has the request's
+    field.
     """
     if isinstance(error, ApiError):
         return error

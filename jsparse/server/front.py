@@ -33,10 +33,10 @@ class Options:
         api_key: the key that clients must send, or None.
         max_waiting: the maximum number of requests that wait.
         max_logprobs: the most likely tokens that requests may ask for beside each token.
-        default_max_tokens: the most tokens of answers to chats that name no number; None is as many
-            as there is room for.
-        hosts: the names under which browsers may reach the server, lower-case; None is any.
-        origins: the origins whose pages may use the server from a browser; "*" is any.
+        default_max_tokens: the most tokens of answers to chats that name no number; None: all that
+            fit.
+        hosts: the names under which browsers may reach the server, lower-case; None: any.
+        origins: the origins whose pages may use the server from a browser; "*": any.
         special_tokens: whether special tokens that are spelled in messages count as such.
         drain_seconds: seconds that requests may still take when the server shuts down.
     """
@@ -54,8 +54,7 @@ class Options:
     def foreign(self, headers: Headers) -> str | None:
         """Returns why a request must be refused if it names a foreign host, else None.
 
-        A page whose own name has been bound to this machine's address may ask, in a browser, as if
-        it were the server's own page (DNS rebinding).
+        Otherwise a page could bind its name to this machine's address (DNS rebinding).
         """
         for name in ("host", "origin") if self.hosts is not None else ():
             address = headers.get(name)
@@ -68,10 +67,9 @@ class Options:
 
 
 class Front(ABC):
-    """Is what answers the requests that the gate lets pass.
+    """Base class of the handlers behind the gate: Service and Router.
 
     Attributes:
-        options: the options.
         draining: whether no new requests are taken.
         created: when the server began, in seconds since 1970.
         inside: the number of HTTP requests that are being answered.
@@ -79,7 +77,6 @@ class Front(ABC):
     """
 
     def __init__(self, options: Options) -> None:
-        """Prepares to answer nothing yet."""
         self.options, self.draining = options, False
         self.created = int(time.time())
         self.inside = self.held = 0
@@ -129,7 +126,7 @@ class Front(ABC):
 
 
 def max_body_bytes(tokens: int) -> int:
-    """Returns the most bytes of a body whose prompt may have so many tokens."""
+    """Returns the most bytes of a body whose prompt may have this many tokens."""
     return max(MIN_BODY, tokens * BYTES_PER_TOKEN)
 
 

@@ -30,7 +30,6 @@ class Live:
     """Shows a service as it is now."""
 
     def __init__(self, service: Service) -> None:
-        """Prepares to look at a service that is ready."""
         self._service, self._engine = service, service.ready.engine
         leaves = jax.tree.leaves(self._engine.params.weights)
         # of one device, as all that follows: several read theirs side by side
@@ -71,11 +70,7 @@ class Live:
         }
 
     def dense_bound(self, lengths: list[int]) -> float | None:
-        """Returns the most tokens per second that dense decoding of these rows could give.
-
-        A step reads the weights and all K and V once; None where the bandwidth is not known, or
-        nothing decodes.
-        """
+        """Returns the most tokens/s of dense decoding, which reads weights, K and V once."""
         if self._bandwidth is None or not lengths:
             return None
         step = self._weight_bytes + self._token_bytes * sum(lengths)

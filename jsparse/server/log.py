@@ -21,10 +21,7 @@ logger = logging.getLogger("jsparse.server")
 
 
 def show(level: str, name: str = "") -> None:
-    """Writes jsparse's log from this level on to standard error, with the time of day.
-
-    Lines of several processes tell them apart by a name.
-    """
+    """Writes jsparse's log from this level on to standard error, with time and process name."""
     handler = logging.StreamHandler(sys.stderr)
     shown = f"%(asctime)s {name}{': ' if name else ''}%(message)s"
     handler.setFormatter(logging.Formatter(shown, "%H:%M:%S"))

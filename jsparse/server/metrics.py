@@ -16,13 +16,10 @@ SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1)
 class Metrics:
     """Counts tokens and times of requests, and reads the engine's own counters on demand.
 
-    Attributes:
-        query_tokens: the prompt tokens looked for in the prefix cache.
-        hit_tokens: those of them that were found.
+    `query_tokens` are the prompt tokens looked for in the prefix cache, `hit_tokens` those found.
     """
 
     def __init__(self, engine: Engine, model: str) -> None:
-        """Prepares metrics that are all zero."""
         self._engine, self._model = engine, model
         self.query_tokens = self.hit_tokens = 0
         self._registry = CollectorRegistry()

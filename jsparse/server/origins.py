@@ -14,11 +14,7 @@ FORM = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")
 
 
 def checked(given: Iterable[str]) -> frozenset[str]:
-    """Returns origins as browsers spell them.
-
-    Raises:
-        ValueError: one is neither an origin nor "*".
-    """
+    """Returns origins as browsers spell them; ValueError: one is neither an origin nor "*"."""
     origins = frozenset(origin.lower() for origin in given)
     for origin in origins - {ANY}:
         if not FORM.fullmatch(origin):

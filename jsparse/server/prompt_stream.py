@@ -18,19 +18,13 @@ if TYPE_CHECKING:
 
 
 class PromptStream:
-    """Holds one prompt that the engine works on, until it is closed.
-
-    Attributes:
-        name: the request's name.
-        state: its state in the engine.
-    """
+    """Holds one prompt that the engine works on, until it is closed."""
 
     state: RequestState
 
     def __init__(
         self, service: "Service", name: str, ids: list[int], options: SamplingParams
     ) -> None:
-        """Prepares a prompt for the engine."""
         self._service, self.name = service, name
         self._states = service.ready.follow(ids, options, name)
         self._begun = False
@@ -57,11 +51,7 @@ class PromptStream:
         return await self._output(new=False)
 
     async def _output(self, *, new: bool) -> RequestOutput:
-        """Returns all output or the new part.
-
-        Raises:
-            ApiError: the model's logits were NaN.
-        """
+        """Returns all output or the new part; ApiError: the model's logits were NaN."""
         output = await self._service.texts.output(self.state, new=new)
         if any(answer.finish_reason == "error" for answer in output.outputs):
             raise ApiError(500, NAN_LOGITS, code="nan_logits")

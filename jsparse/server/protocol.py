@@ -16,28 +16,6 @@ from jsparse.server.errors import ApiError
 MAX_LOGPROBS = 20
 MAX_PROMPTS, MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_KNOBS = 128, 16, 128, 1000, 64
 MAX_MESSAGES, MAX_SALT_CHARS = 4096, 256
-# SamplingParams' fields that requests set under the same name
-SAME = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "n",
-    "seed",
-    "stop",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "policy",
-    "exact",
-    "cache_salt",
-)
 
 
 def _prompt(given: Any) -> Any:
@@ -174,6 +152,14 @@ class GenerationRequest(RequestBody):
         return options.include_usage and options.continuous_usage_stats
 
 
+# SamplingParams' fields that requests set under the same name
+SAME = tuple(
+    name
+    for name in GenerationRequest.model_fields
+    if name in SamplingParams.__dataclass_fields__ and name != "max_tokens"
+)
+
+
 class CompletionRequest(GenerationRequest):
     """Asks to continue prompts."""
 
@@ -229,11 +215,6 @@ class ChatRequest(GenerationRequest):
     @property
     def max_new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def chat(self) -> list[dict[str, str]]:
-        """Returns the messages as templates take them."""
-        return chat_of(self.messages)
 
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> "ChatRequest":

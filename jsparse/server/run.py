@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from jsparse.engine.async_engine import AsyncEngine
-from jsparse.machine import processes
+from jsparse.machine.peers import farewells
 from jsparse.server import log
 from jsparse.server.app import make_app
 from jsparse.server.connections import SECONDS, BoundedConnection
@@ -34,11 +34,7 @@ FAREWELL_SECONDS = 2
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens.
-
-    Raises:
-        OSError: it cannot be had; the message names host and port.
-    """
+    """Returns a socket that listens; the message of an OSError names host and port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=bounds(1).backlog)
@@ -47,12 +43,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def own_names(address: str, host: str, more: Sequence[str]) -> frozenset[str] | None:
-    """Returns the names of a server that this machine alone can reach; None is any.
+    """Returns the names of a server that this machine alone can reach; None: any.
 
-    Args:
-        address: the address that it listens on.
-        host: the name by which it was told to.
-        more: further names; "*" is any.
+    It listens on `address`, given as `host`; `more` are further names, of which "*" is any.
     """
     if "*" in more or not (more or ip_address(address).is_loopback):
         return None
@@ -87,14 +80,8 @@ def serve(
 ) -> None:
     """Answers requests until SIGTERM or SIGINT; those that have begun have time to finish then.
 
-    /health tells meanwhile: the server listens before its model is loaded.
-
-    Args:
-        options: the server's options.
-        make_engine: loads the model and prepares the engine; runs in a thread.
-        listening: the socket, from `listen`.
-        on_start: called before anything is loaded.
-        on_ready: called when requests are answered.
+    /health tells meanwhile: the server listens before its model is loaded, by `make_engine` in a
+    thread. `on_start` is called before that, `on_ready` when requests are answered.
 
     Raises:
         ValueError, OSError: `make_engine` raised it; an OSError also for a RuntimeError.
@@ -110,23 +97,20 @@ def serve(
         arguments = server, service, make_engine, on_ready, asyncio.get_running_loop()
         threading.Thread(target=_load, args=arguments, daemon=True).start()
 
-    processes.farewells.append(farewell)
+    farewells.append(farewell)
     try:
         server.answer(listening, load(), log.tell_speed(service))
         if service.engine is None and server.failed is None:
             os._exit(0)  # a thread loads the model, and nothing can stop it
     finally:
         service.close()
-        processes.farewells.remove(farewell)
+        farewells.remove(farewell)
     if server.failed is not None:
         raise server.failed
 
 
 def tell_clients(service: Service) -> None:
-    """Ends all requests with an error, since this process is about to end; waits until it is sent.
-
-    Runs in a thread, and takes FAREWELL_SECONDS at most.
-    """
+    """Ends all requests with an error, and waits FAREWELL_SECONDS at most until it is sent."""
     if service.engine is None:
         return
     service.engine.fail("another process of the model is lost")
@@ -139,21 +123,13 @@ def tell_clients(service: Service) -> None:
 class Server(uvicorn.Server):
     """Finishes requests at the first signal, and ends at once at the second.
 
-    Attributes:
-        failed: what ended it, or None.
-        heeds_signals: whether signals end it.
+    `failed` is the error that ended it, or None; `heeds_signals`: whether signals end it.
     """
 
     heeds_signals = True
 
     def __init__(self, app: ASGIApp, front: Front, descriptors: int = 1) -> None:
-        """Prepares to serve an application, before which `front` stands.
-
-        Args:
-            app: the application.
-            front: the handler of its requests.
-            descriptors: the file descriptors that a connection takes.
-        """
+        """Serves an application behind `front`; `descriptors` is per connection."""
         super().__init__(configured(app, descriptors))
         self._front = front
         self.failed: BaseException | None = None

@@ -28,14 +28,10 @@ MAX_BUSY_SECONDS = 300.0
 class Service(Front):
     """Holds the engine, once it is ready, and the requests that it works on.
 
-    Attributes:
-        engine: the engine; None while it is being prepared.
-        max_busy_seconds: the longest that one step of the engine may take.
-        live: the prompts that the engine works on.
+    `live` has the prompts that the engine works on by name.
     """
 
     def __init__(self, options: Options) -> None:
-        """Prepares a service without an engine."""
         super().__init__(options)
         self.engine: AsyncEngine | None = None
         self.max_busy_seconds = math.inf
@@ -51,14 +47,12 @@ class Service(Front):
         self.engine = engine
 
     def close(self) -> None:
-        """Ends the engine and all threads."""
         if self.engine is not None:
             self.engine.close()
             self.texts.close()
 
     @property
     def unhealthy(self) -> str | None:
-        """Returns why no request can be answered, or None."""
         if self.engine is None:
             return "the model is being loaded"
         if not (self.engine.alive and self.texts.alive):
@@ -82,16 +76,11 @@ class Service(Front):
 
     @property
     def max_body_bytes(self) -> int:
-        """Returns the maximum number of bytes of a request's body."""
         return max_body_bytes(self.ready.engine.sizes.max_model_len)
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """Counts a request from its body's arrival until the engine has it: tokens take memory.
-
-        Raises:
-            ApiError: too many requests arrive at once.
-        """
+        """Counts a request from its body's arrival until the engine has it: tokens take memory."""
         maximum = max(self.options.max_waiting, self.ready.engine.sizes.num_slots)
         if self._arriving >= maximum:
             raise full(f"{self._arriving} requests arrive: must be at most {maximum}")
@@ -102,11 +91,7 @@ class Service(Front):
             self._arriving -= 1
 
     async def body[Body: RequestBody](self, kind: type[Body], request: HttpRequest) -> Body:
-        """Reads and checks the body of a request.
-
-        Raises:
-            ApiError: it is too large, too slow, malformed, or names another model.
-        """
+        """Reads and checks the body of a request."""
         async with self.body_of(request) as data:
             if len(data) > PARSED_AT_ONCE:
                 body = await self.texts.encode(parse, kind, data, size=len(data))
@@ -123,11 +108,7 @@ class Service(Front):
         return body
 
     async def encode(self, prompt: Any) -> list[list[int]]:
-        """Returns the ids of each prompt: text, messages, ids, or a list of any of these.
-
-        Raises:
-            ValueError: a text is longer than any prompt can be, or `prompts.encode` refuses it.
-        """
+        """Returns the ids of each prompt: text, messages, ids, or a list of any of these."""
         encode = partial(prompts.encode, special_tokens=self.options.special_tokens)
         sizes = _sizes(prompt)
         self._require_short(max(sizes))

@@ -27,11 +27,7 @@ def event(body: Any) -> bytes:
 
 
 async def unless_gone[Result](receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Returns the work's result; cancels it when the client hangs up.
-
-    Raises:
-        ClientGone: the client has hung up.
-    """
+    """Returns the work's result; cancels it and raises ClientGone when the client hangs up."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -59,18 +55,12 @@ class EventStream(Response):
         events: AsyncGenerator[bytes],
         close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Prepares the answer.
-
-        Args:
-            events: makes the events; closed at the end.
-            close: frees their source, whether or not any was sent.
-        """
+        """Closes `events` at the end; `close` frees their source, whether or not any was sent."""
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._close = events, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events."""
         try:
             await unless_gone(receive, self._send(send))
         except ClientGone:

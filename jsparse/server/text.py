@@ -24,8 +24,8 @@ SHORT = 2**14
 class Texts:
     """Runs tokenizers in threads of their own.
 
-    Outputs are made by one thread, which takes all that have come since it last looked: under load
-    the event loop is woken once for many.
+    One thread makes all outputs that have come since it last looked: under load the event loop is
+    woken once for many.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -42,7 +42,6 @@ class Texts:
 
     @property
     def alive(self) -> bool:
-        """Returns whether outputs are made."""
         return self._thread.is_alive()
 
     async def encode[Result](
@@ -73,7 +72,6 @@ class Texts:
         return await self.encode(decode, ids, size=len(ids))
 
     def close(self) -> None:
-        """Ends the threads."""
         self._asked.put(None)
         for pool in (self._encoders, self._of_short):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -21,13 +21,9 @@ def encode(
 ) -> tuple[list[list[int]], bool]:
     """Returns the token ids of every prompt, and whether a single prompt was given.
 
-    Args:
-        params: the model; its tokenizer turns text into ids.
-        prompt: text, chat messages (dicts with role and content), token ids (a list or an integer
-            array), or a list of any of these; a 2-D integer array is a list of rows. vLLM's dicts
-            stand for their content, as `plain` says.
-        special_tokens: whether special tokens that are spelled in chat messages count as such; in a
-            text they do.
+    A prompt is text, chat messages (dicts with role and content), token ids (a list or an integer
+    array), or vLLM's dict of one; a list or 2-D array holds several. `special_tokens`: whether
+    special tokens that chat messages spell count as such; in a text they do.
 
     Raises:
         ValueError: a prompt is empty, is of another kind, or has ids outside the vocabulary.
@@ -51,11 +47,7 @@ def encode(
 
 
 def plain(prompt: Any) -> Any:
-    """Returns prompts without vLLM's dicts, in whose place stands the text or the ids they hold.
-
-    Raises:
-        ValueError: a dict holds more than one text or one list of ids.
-    """
+    """Returns prompts without vLLM's dicts, in whose place stands the text or the ids they hold."""
     if isinstance(prompt, list | tuple):
         return [plain(each) if isinstance(each, dict) else each for each in prompt]
     if not isinstance(prompt, dict) or not prompt.keys() & HELD_IN:

@@ -17,9 +17,8 @@ class HasName(Protocol):
 def short_name(policy: HasName | str) -> str:
     """Returns a policy's name without the arguments that have their default values, for readers.
 
-    The result is an expression of the same policy; its budget always shows. Results that are stored
-    keep the whole name, since a default may change. A name that is no expression of registered
-    policies, such as that of the user's own code, stays as it is.
+    The result is an expression of the same policy; its budget always shows. Stored results keep the
+    whole name, since a default may change. Names of the user's own code stay as they are.
     """
     name = policy if isinstance(policy, str) else policy.name
     try:

@@ -14,9 +14,8 @@ LONGEST = 4
 class TextStream:
     """Decodes one row's ids into text, piece by piece.
 
-    A piece is held back while its last character is unfinished (a character may span several
-    tokens) and while its end could still grow into a stop string that is cut off. `text` is
-    everything so far, without the stop string unless it is to stay.
+    A piece is held back while its last character is unfinished and while its end could still grow
+    into a stop string that is cut off. `text` is everything so far.
     """
 
     def __init__(
@@ -28,18 +27,11 @@ class TextStream:
         skip_special: bool = True,
         before: Sequence[int] | np.ndarray = (),
     ) -> None:
-        """Prepares an empty text.
+        """Prepares an empty text; without a tokenizer it stays empty.
 
-        Args:
-            tokenizer: the tokenizer that decodes ids; None gives no text.
-            stop: strings that end the text; of several, the one that begins first. One that is a
-                control token ends it at that token, also where such tokens give no text.
-            include_stop: whether the stop string stays in the text.
-            min_tokens: the number of ids whose text completes no stop string. One may begin there
-                and end in a later id's text.
-            skip_special: whether special tokens give no text.
-            before: the ids of the prompt. Decoders drop the space that begins a text, which an
-                answer's first token must keep.
+        Of several stop strings the one that begins first ends the text, a control token always.
+        They complete after `min_tokens` ids. `before` has the prompt's ids: decoders drop the space
+        that begins a text, which an answer's first token must keep.
         """
         self.stopped = False
         self._tokenizer, self._skip_special = tokenizer, skip_special

@@ -98,14 +98,6 @@ def test_help_shows_no_types_that_nobody_types():
         assert "{model}" not in shown, command
 
 
-def test_of_an_unknown_option_the_likeliest_is_named_first():
-    for option, first in [("--max-tokens", "--max-new-tokens"), ("--temprature", "--temperature")]:
-        ran = run("generate", "a", option, "3")
-        assert ran.exit_code == 2, option
-        said = " ".join(ran.stderr.replace("│", " ").split())
-        assert f"No such option: {option} (Possible options: {first}" in said, option
-
-
 def test_the_shell_completes_policies(monkeypatch):
     assert "--install-completion" in run("--help").stdout
     assert "--install-completion" not in run("bench", "--help").stdout

@@ -21,8 +21,9 @@ from jax.sharding import Mesh, NamedSharding
 import jsparse
 from jsparse.engine import core, follower
 from jsparse.engine.errors import EngineError
-from jsparse.machine import processes
-from jsparse.machine.processes import Link, Peer
+from jsparse.machine import peers, processes
+from jsparse.machine.peers import Peer
+from jsparse.machine.processes import Link
 from jsparse.models.checkpoint import spread
 from jsparse.runtime import compilation
 from jsparse.runtime.compilation import Program
@@ -37,7 +38,7 @@ PROMPTS = random_prompts((9, 41, 21), seed=5)
 def gone(monkeypatch):
     """What processes that would have ended at once said, instead."""
     said = []
-    monkeypatch.setattr(processes, "lost", said.append)
+    monkeypatch.setattr(peers, "lost", said.append)
     return said
 
 
@@ -118,7 +119,7 @@ def test_a_process_that_ends_without_a_word_ends_the_others(gone):
 
 def test_a_process_that_hangs_ends_the_others(gone, monkeypatch):
     """In whatever part of a message it stops."""
-    monkeypatch.setattr(processes, "SILENT", 0.05)
+    monkeypatch.setattr(peers, "SILENT", 0.05)
     for part in PARTS:
         here, there = _tcp_pair()
         Peer(here, "process 1")
@@ -130,17 +131,17 @@ def test_a_process_that_hangs_ends_the_others(gone, monkeypatch):
 
 def test_processes_show_that_they_live(monkeypatch, gone):
     """Beats are sent while there is nothing to say, and none is taken for a message."""
-    monkeypatch.setattr(processes, "BEAT", 0.01)
+    monkeypatch.setattr(peers, "BEAT", 0.01)
     here, there = _tcp_pair()
     peer = Peer(here, "process 1")
     with there, there.makefile("rb") as stream:
         for _ in range(3):
-            head, body = processes._HEAD.unpack(stream.read(processes._HEAD.size))
+            head, body = peers._HEAD.unpack(stream.read(peers._HEAD.size))
             said = stream.read(head)
             assert (json.loads(said), body) == ([{"beat": True}, []], 0)
-            there.sendall(processes._HEAD.pack(head, body) + said)
+            there.sendall(peers._HEAD.pack(head, body) + said)
         last = b'[{"end": true}, []]'
-        there.sendall(processes._HEAD.pack(len(last), 0) + last)
+        there.sendall(peers._HEAD.pack(len(last), 0) + last)
         assert peer.receive(to_the_end=True) == ({"end": True}, [])
     assert gone == []
 
@@ -156,10 +157,10 @@ def test_clients_hear_of_a_loss_before_the_end(monkeypatch, capsys):
         order.append(status)
         raise SystemExit
 
-    monkeypatch.setattr(processes, "farewells", [fail])
-    monkeypatch.setattr(processes.os, "_exit", end)
+    monkeypatch.setattr(peers, "farewells", [fail])
+    monkeypatch.setattr(peers.os, "_exit", end)
     with pytest.raises(SystemExit):
-        processes.lost("process 1 has ended")
+        peers.lost("process 1 has ended")
     assert order == ["farewell", 1]
     assert capsys.readouterr().err == "jsparse: process 1 has ended\n"
 
@@ -199,7 +200,7 @@ def elsewhere(linked, gone, monkeypatch):
         for peer in (*leader.peers, *other.peers):  # so that nobody waits for a message
             peer.messages.put(({"end": True}, []))
 
-    monkeypatch.setattr(processes, "lost", lost)
+    monkeypatch.setattr(peers, "lost", lost)
     monkeypatch.setattr(processes, "link", lambda: leader)
     monkeypatch.setattr(leader, "everyone", lambda what, value: [value])
 

@@ -189,11 +189,14 @@ def test_an_embedding_has_rows_of_no_token_only_if_the_file_says_so(tmp_path):
         config = SMALL | {"vocab_size": 42}
         made = {"metadata": {"vocab_size": stated}, "tokens": [f"t{n}" for n in range(40)]}
         file = write_gguf(tmp_path / "m.gguf", config, hf_tensors(config), **made)
+        core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
         if stated == 42:
-            core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
             assert load(file, tokenizer=Tokenizer(core)).config.vocab_size == 42, stated
         else:
-            assert_refused(file, r"has shape \(42, \d+\): the config asks for \(40, ")
+            with pytest.raises(
+                ValueError, match=r"has shape \(42, \d+\): the config asks for \(40, "
+            ):
+                load(file, tokenizer=Tokenizer(core))
 
 
 def test_a_split_file_is_refused(tmp_path):

@@ -33,43 +33,40 @@ def test_truncated_files_are_refused(folder):
         file = folder / SINGLE
         save_file(TENSORS, file)
         file.write_bytes(file.read_bytes()[:size])
-        assert_refused(folder, "model.safetensors.*(header|truncated)")
+        assert_refused(folder, "model.safetensors is damaged")
 
 
 def test_headers_that_lie_are_refused(folder):
-    for header, match in [
-        (b"not json", "JSON"),
-        (b"\xff\xfe{}", "JSON"),
-        (b"[" * 100_000, "JSON"),
-        ([1], "object"),
-        ({NAME: 3}, NAME),
-        ({NAME: {"dtype": "F32", "shape": [2, 2]}}, "data_offsets"),
-        ({NAME: {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}}, "integers"),
-        ({NAME: {"dtype": "F32", "shape": [2.0, 2], "data_offsets": [0, 16]}}, "integers"),
-        ({NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [-16, 0]}}, "integers"),
-        ({NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [16, 0]}}, "-16 bytes"),
-        ({NAME: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 16]}}, "16 bytes.*takes 24"),
-        (
-            {NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [2**70, 2**70 + 16]}},
-            "truncated",
-        ),
-        ({NAME: {"dtype": ["F32"], "shape": [2, 2], "data_offsets": [0, 16]}}, "dtype"),
-        (
-            {
-                NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
-                "b": {"dtype": "F32", "shape": [2], "data_offsets": [12, 20]},
-            },
-            "b overlaps model.norm.weight",
-        ),
+    for header in [
+        b"not json",
+        b"\xff\xfe{}",
+        b"[" * 100_000,
+        [1],
+        {NAME: 3},
+        {NAME: {"dtype": "F32", "shape": [2, 2]}},
+        {NAME: {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}},
+        {NAME: {"dtype": "F32", "shape": [2.0, 2], "data_offsets": [0, 16]}},
+        {NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [-16, 0]}},
+        {NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [16, 0]}},
+        {NAME: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 16]}},
+        {NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [2**70, 2**70 + 16]}},
+        {NAME: {"dtype": ["F32"], "shape": [2, 2], "data_offsets": [0, 16]}},
+        {
+            NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
+            "b": {"dtype": "F32", "shape": [2], "data_offsets": [12, 20]},
+        },
     ]:
-        write_raw_safetensors(folder / SINGLE, header, values=bytes(64))
-        assert_refused(folder, match)
+        write_raw_safetensors(folder / SINGLE, header, values=bytes(16))
+        assert_refused(folder, "model.safetensors is damaged")
+    header = {NAME: {"dtype": "I32", "shape": [2, 2], "data_offsets": [0, 16]}}
+    write_raw_safetensors(folder / SINGLE, header, values=bytes(16))
+    assert_refused(folder, "dtype 'I32': must be one of")
 
 
 def test_a_header_longer_than_the_file_is_refused(folder):
     for length in [10_000, 2**31, 2**64 - 1]:
         write_raw_safetensors(folder / SINGLE, {}, length=length)
-        assert_refused(folder, f"header of {length} bytes")
+        assert_refused(folder, "model.safetensors is damaged")
 
 
 @settings(

@@ -348,8 +348,8 @@ def test_malformed_folders_are_refused(tmp_path):
     for nth, (name, content, message) in enumerate(
         [
             ("tokenizer.json", "{}", "not a tokenizer"),
-            ("tokenizer_config.json", "{", "not JSON"),
-            ("tokenizer_config.json", "[]", "JSON object"),
+            ("tokenizer_config.json", "{", "not valid JSON"),
+            ("tokenizer_config.json", "[]", "must be an object"),
             ("tokenizer_config.json", '{"eos_token": "<nope>"}', "eos_token is '<nope>'"),
             (
                 "tokenizer_config.json",

@@ -258,7 +258,6 @@ def test_wrong_settings_are_refused_before_anything_is_written(tmp_path):
 
 
 def test_a_run_that_was_refused_leaves_nothing(tmp_path):
-    for name in ["save_every", "kept"]:
-        with pytest.raises(ValueError, match=f"{name}=0: must be at least 1"):
-            trainer(tmp_path / "run").run(**{name: 0})
-        assert not list(tmp_path.iterdir()), name
+    with pytest.raises(ValueError, match="save_every=0: must be at least 1"):
+        trainer(tmp_path / "run").run(save_every=0)
+    assert not list(tmp_path.iterdir())

@@ -97,10 +97,7 @@ def _log(
 
 
 def log_ticks(values: Sequence[float]) -> list[float]:
-    """Returns round numbers, of which the first and the last lie around the values: 2, 5, 10, 20.
-
-    They are 1, 2 and 5 times powers of ten, or, where these would be many, powers of ten alone.
-    """
+    """Returns 1, 2 and 5 times powers of ten around the values, or powers of ten alone if many."""
     if not values:
         return []
     # shares that rounding has put above 1 are 1

@@ -5,13 +5,15 @@ from typing import Any
 
 from jsparse.evaluation.report.pages import fill
 from jsparse.evaluation.report.table import (
-    AVERAGE,
     BESIDE,
     FORMATS,
     MARKED,
     NOTE,
     YARDSTICK,
+    Column,
+    not_averaged,
     number,
+    table_values,
     tokens,
 )
 from jsparse.text.short_names import short_name
@@ -74,34 +76,21 @@ def page(report: Mapping[str, Any], plots: Mapping[str, Mapping[str, str]]) -> s
 
 def _columns(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the columns of the table: a metric of a task, or the average score, at a length."""
-    measured = [
-        (cell["task"], name, cell["length"], cell["policy"], value)
-        for cell in report["cells"]
-        for name, value in cell["metrics"].items()
-        if name in FORMATS or name == "attended"
-    ]
-    measured += [
-        (AVERAGE, "score", row["length"], row["policy"], row)
-        for row in report["averages"]
-        if len(row["tasks"]) > 1
-    ]
-    left_out = {(task, row["length"]) for row in report["averages"] for task in row["left_out"]}
-    several = len({length for _, _, length, _, _ in measured}) > 1
-    columns: dict[tuple[str, str, int], dict[str, Any]] = {}
-    for task, name, length, policy, value in measured:
-        label = FORMATS[name][0] if name in FORMATS else "attended %"
-        at = f", {tokens(length)}" if several else ""
-        column = columns.setdefault(
-            (task, name, length),
-            {
-                "task": task,
-                "label": f"{label}{at}",
-                "left_out": name == "score" and (task, length) in left_out,
-                "values": {},
-            },
-        )
+    shown = {
+        key: value
+        for key, value in table_values(report).items()
+        if key[1].metric in FORMATS or key[1].metric == "attended"
+    }
+    left_out, several = not_averaged(report), len({key.length for _, key in shown}) > 1
+    columns: dict[Column, dict[str, Any]] = {}
+    for (policy, key), value in shown.items():
+        label = FORMATS[key.metric][0] if key.metric in FORMATS else "attended %"
+        at = f", {tokens(key.length)}" if several else ""
+        made = {"task": key.task, "label": f"{label}{at}", "left_out": key in left_out}
+        column = columns.setdefault(key, {**made, "values": {}})
         if value["mean"] is not None:
-            text = number(value, name) if name in FORMATS else f"{100 * value['mean']:.1f}"
+            mean = f"{100 * value['mean']:.1f}"
+            text = number(value, key.metric) if key.metric in FORMATS else mean
             column["values"][policy] = {"value": value["mean"], "text": text}
     return list(columns.values())
 

@@ -31,12 +31,10 @@ STEP = 0.05  # the range of depths in one row of the needle's map
 def pictures(report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Returns the plots of a report as SVGs, by plot and title of the panel.
 
-    "quality" has KL, agreement and score over the attended fraction: a panel per metric and length,
-    with a line per family of policies, and one of KL over the yardstick's where that was measured.
-    "by_step" has KL and perplexity over the decode step, per task and length, "niah" the mean score
-    of the needle grid over depth and length, per policy, and "heads" the attended fraction of each
-    layer and KV head, mean over samples, per policy and length. A row of the grid holds the depths
-    that round to it, in steps of 5 %.
+    "quality": KL, agreement, score and KL over the yardstick's over the attended fraction, with a
+    line per family; "by_step": KL and perplexity over the decode step; "niah": the mean score of
+    the needle grid over depth, in steps of 5 %, and length; "heads": the attended fraction by layer
+    and KV head.
     """
     plots = {
         "quality": _quality_panels(report),
@@ -97,10 +95,10 @@ def _by_step_panels(report: Mapping[str, Any]) -> dict[str, DrawFn]:
 
 
 def quality_points(report: Mapping[str, Any], metric: str, length: int) -> dict[str, list[Point]]:
-    """Returns each family's points, by attended fraction.
+    """Returns each family's points, by attended fraction: means over the tasks with the metric.
 
-    Points are means over the tasks that have the metric; for score, over the averaged tasks. For
-    the ratio of a yardstick, the attended fraction is the policy's where its KL was measured.
+    For score, over the averaged tasks; the ratio's attended fraction is the policy's of the task
+    kl.
     """
     averaged = {(row["policy"], row["length"]): row["tasks"] for row in report["averages"]}
     measured: dict[str, list[tuple[float, float]]] = {}

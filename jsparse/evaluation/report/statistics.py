@@ -46,42 +46,14 @@ def perplexity(average: Any) -> Any:
 DERIVED: dict[str, tuple[str, Transform]] = {"perplexity": ("logprob", perplexity)}
 
 
-def paired_bootstrap(policy: Any, dense: Any, transform: Transform = mean) -> list[float] | None:
-    """Returns the percentile bootstrap's 95 % interval of a policy's difference from dense.
-
-    The difference is transform(mean(policy)) - transform(mean(dense)).
-
-    Args:
-        policy: the [n] values of the policy's samples.
-        dense: the [n] values of dense on the same samples in the same order; each is drawn together
-            with the policy's.
-        transform: a function of the mean, which takes arrays.
-
-    Returns:
-        [low, high]; None for fewer than two samples.
-
-    Raises:
-        ValueError: the shapes are not both [n], or a value is not finite.
-    """
-    pairs = np.array(policy, np.float64), np.array(dense, np.float64)
-    if pairs[0].ndim != 1 or pairs[0].shape != pairs[1].shape:
-        raise ValueError(
-            f"policy and dense of shapes {pairs[0].shape} and {pairs[1].shape}: must both be [n]"
-        )
-    if not np.isfinite(pairs).all():
-        raise ValueError("policy and dense: must be finite")
-    return _interval([pairs], transform) if len(pairs[0]) > 1 else None
-
-
 def summarize(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns one dict per cell, in the order in which the cells first occur.
 
     Keys: policy, task, length; metrics, with mean, samples, difference (from dense's mean over the
-    pairs, the samples that both have), interval (its 95 % interval) and pairs for each of them;
-    samples, with index, values and meta. Difference and interval are None where there are no pairs,
-    and for dense itself. Where logprob was recorded there is a perplexity: of the mean over
-    samples, each of which weighs the same. The KL of a yardstick has a ratio: see `ratio`. Where
-    every sample's meta has means by step, the cell has their means over samples, as by_step.
+    pairs, the samples that both have), interval (95 %) and pairs for each; samples, with index,
+    values and meta. Difference and interval are None without pairs, and for dense itself.
+    Perplexity is of the mean logprob over samples. The KL of a yardstick has a ratio: see `ratio`.
+    by_step has the means by step over samples, where every sample's meta has them.
     """
     cells: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
     for entry in entries:
@@ -111,10 +83,10 @@ def summarize(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def ratio(kl: ScoresBySample, yardstick: ScoresBySample) -> dict[str, Any] | None:
-    """Returns how many times the mean KL of its yardstick a policy's is, over their common samples.
+    """Returns a policy's mean KL over its yardstick's, over their common samples.
 
-    Keys: mean, interval (None for fewer than two samples). The result is None where the yardstick's
-    mean, in any resample, is not above 0, which rounding can make of a KL of 0.
+    Keys: mean, interval (None for fewer than two samples). None where the yardstick's mean is not
+    above 0 in some resample, which rounding can make of a KL of 0.
     """
     ours, theirs = _paired(kl, yardstick)
     if not len(ours):
@@ -132,7 +104,6 @@ def averages(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     Keys: policy, length; tasks, those averaged, in which dense scores at least 30 %; left_out, the
     others; and mean, difference and interval as in `summarize`, None where no task is averaged.
-    Resamples draw the samples of one index in all tasks together.
     """
     scored = {(c["policy"], c["task"], c["length"]): c for c in cells if "score" in c["metrics"]}
     kept = {
@@ -238,7 +209,10 @@ def _paired(column: ScoresBySample, dense: ScoresBySample) -> tuple[np.ndarray, 
 
 
 def _interval(pairs: Sequence[tuple[np.ndarray, np.ndarray]], transform: Transform) -> list[float]:
-    """Returns the interval of the average over pairs of columns, each [n]."""
+    """Returns the percentile bootstrap's 95 % interval of the average difference from dense.
+
+    Each pair has a policy's values [n] and dense's of the same samples, which are drawn together.
+    """
     differences = [
         transform(_weights(len(ours)) @ ours) - transform(_weights(len(theirs)) @ theirs)
         for ours, theirs in pairs

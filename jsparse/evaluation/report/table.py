@@ -1,4 +1,4 @@
-"""Renders a run's result as tables for the terminal and for Markdown, from its JSON alone."""
+"""Renders a run's result as tables for the terminal, from its JSON alone."""
 
 from collections.abc import Mapping, Sequence
 from itertools import batched, chain, pairwise
@@ -66,32 +66,17 @@ def tables(
     return [_rich(grid) for grid in grids(report, metrics, columns)]
 
 
-def markdown(report: Mapping[str, Any], metrics: Sequence[str] = METRICS, columns: int = 4) -> str:
-    """Returns the same tables in Markdown."""
-    return "\n".join(map(_markdown, grids(report, metrics, columns)))
-
-
 def grids(
     report: Mapping[str, Any], metrics: Sequence[str] = METRICS, columns: int = 4
 ) -> list[Grid]:
     """Returns the texts of the tables.
 
-    There is a column for each task, length and one of `metrics` that was measured, and for the
-    average score over tasks where there are several. One table holds them all, or, where there are
-    more than `columns`, each table has one length and at most that many columns: four fit into 120
-    characters. A number is followed by its difference from dense and the 95 % interval of that, as
-    in "93.0 (-2.1 [-4.0, -0.3])". The last column is the attended fraction at the table's lengths,
-    mean over all tasks.
+    There is a column for each task, length and measured metric, and for the average score over
+    several tasks. If there are more than `columns` (four fit into 120 characters), each table has
+    one length. A number is followed by its difference from dense and the 95 % interval of that, as
+    in "93.0 (-2.1 [-4.0, -0.3])". The last column is the attended fraction, mean over all tasks.
     """
-    measured = {
-        (cell["policy"], Column(cell["task"], metric, cell["length"])): value
-        for cell in report["cells"]
-        for metric, value in cell["metrics"].items()
-    } | {
-        (row["policy"], Column(AVERAGE, "score", row["length"])): row
-        for row in report["averages"]
-        if len(row["tasks"]) > 1
-    }
+    measured = table_values(report)
     shown = dict.fromkeys(column for _, column in measured if column.metric in metrics)
     lengths = sorted({column.length for column in shown})
     at_length = [[column for column in shown if column.length == length] for length in lengths]
@@ -100,16 +85,35 @@ def grids(
     return [_grid(report, measured, group, NOTE if group is groups[-1] else "") for group in groups]
 
 
+def table_values(report: Mapping[str, Any]) -> TableValues:
+    """Returns all metrics, and the average score over tasks where there are several."""
+    return {
+        (cell["policy"], Column(cell["task"], metric, cell["length"])): value
+        for cell in report["cells"]
+        for metric, value in cell["metrics"].items()
+    } | {
+        (row["policy"], Column(AVERAGE, "score", row["length"])): row
+        for row in report["averages"]
+        if len(row["tasks"]) > 1
+    }
+
+
+def not_averaged(report: Mapping[str, Any]) -> set[Column]:
+    """Returns the scores of tasks that dense attention itself fails."""
+    return {
+        Column(task, "score", row["length"])
+        for row in report["averages"]
+        for task in row["left_out"]
+    }
+
+
 def tokens(length: int) -> str:
     """Returns a number of tokens in short: 4K, 1500."""
     return str(length) if length % KIB else f"{length // KIB}K"
 
 
 def number(value: Mapping[str, Any] | None, metric: str) -> str:
-    """Returns a metric's mean, with its difference from dense and the interval where there are any.
-
-    A yardstick's KL is followed by the ratio instead. The interval is on a second line.
-    """
+    """Returns a metric's mean, with its difference from dense, or a yardstick's ratio."""
     if value is None:
         return "-"
     _, factor, form = FORMATS.get(metric, (metric, 1, ".3g"))
@@ -133,11 +137,7 @@ def _bracket(compared: str, interval: Sequence[float] | None, factor: float, for
 def _grid(
     report: Mapping[str, Any], measured: TableValues, columns: list[Column], note: str
 ) -> Grid:
-    left_out = {
-        Column(task, "score", row["length"])
-        for row in report["averages"]
-        for task in row["left_out"]
-    }
+    left_out = not_averaged(report)
     lengths = list(dict.fromkeys(column.length for column in columns))
     where = ", {}" if len(lengths) > 1 else ""
     # a task stands over the first of its columns alone
@@ -182,17 +182,3 @@ def _rich(grid: Grid) -> Table:
     for row in grid.rows:
         table.add_row(*map(Text, row))
     return table
-
-
-def _markdown(grid: Grid) -> str:
-    rule = ["---", *["---:"] * (len(grid.header) - 1)]
-    rows = [[f"`{policy}`", *numbers] for policy, *numbers in grid.rows]
-    lines = [
-        " | ".join(cell.replace("\n", " ").strip() for cell in row)
-        for row in (grid.header, rule, *rows)
-    ]
-    return (
-        f"**{grid.title}**\n\n"
-        + "".join(f"| {line} |\n" for line in lines)
-        + f"\n{grid.note}\n" * bool(grid.note)
-    )

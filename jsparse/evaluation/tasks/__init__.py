@@ -63,14 +63,10 @@ def parse(
     files: str | os.PathLike[str] | None = None,
     max_new_tokens: int = questions.MAX_NEW_TOKENS,
 ) -> list[Task]:
-    """Returns the tasks of a list of names.
+    """Returns the tasks of a list of names of `TASKS`, with commas between them.
 
-    Args:
-        names: names of `TASKS`, with commas between them.
-        files: the folder of PaulGrahamEssays.json, squad.json, hotpotqa.json, questions.jsonl, and
-            of LongBench's NAME.jsonl and v2's data.json. Without it, LongBench is read from the
-            Hub.
-        max_new_tokens: the most tokens per answer of open-ended tasks.
+    `files` is the folder of PaulGrahamEssays.json, squad.json, hotpotqa.json, questions.jsonl, and
+    of LongBench's NAME.jsonl and v2's data.json; without it LongBench is read from the Hub.
 
     Raises:
         ValueError: a name is unknown or given twice, or a file that the task needs is missing.

@@ -42,11 +42,7 @@ REST = re.compile(r'\s*"?([^",}\]\n]*)')
 def json_retrieval(name: str, files: Path | None) -> Task:
     """Builds the task of the rest of a record's label, which occurs once.
 
-    `meta` has the depth, the share of the other records that come before the one that is asked
-    about.
-
-    Raises:
-        ValueError: wonderwords is not installed.
+    `meta` has the depth, the share of the other records that come before.
     """
     adjectives = _plain(word_list("adjective"))
     nouns = _plain(set(word_list("noun")) - set(adjectives))
@@ -70,11 +66,7 @@ def json_retrieval(name: str, files: Path | None) -> Task:
 
 
 def score_rest(text: str, sample: Sample) -> float:
-    """Returns 1 where the text begins with the answer, with or without quotes, else 0.
-
-    The text's answer ends at a quote, a comma, a bracket or the line's end; a full stop behind it
-    does not count.
-    """
+    """Returns 1 where the text begins with the answer, with or without quotes, else 0."""
     match = REST.match(text)
     assert match is not None
     return float(match[1].strip().removesuffix(".") == sample.answers[0])

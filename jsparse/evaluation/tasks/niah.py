@@ -21,8 +21,7 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 NEEDLE = "One of the special magic {type_needle_v} for {key} is: {value}."
 TEMPLATE = (
     "Some special magic {type_needle_v} are hidden within the following text. Make sure to "
-    "memorize it. I will quiz "
-    "you about the {type_needle_v} afterwards.\n{context}\n"
+    "memorize it. I will quiz you about the {type_needle_v} afterwards.\n{context}\n"
     "What are all the special magic {type_needle_v} for {query} mentioned in the provided text?"
 )
 PREFIX = " The special magic {type_needle_v} for {query} mentioned in the provided text are"
@@ -77,10 +76,7 @@ def among_lines(rng: random.Random, lines: list[str], items: list[str]) -> str:
 
 
 def ask(kind: str, values: dict[str, list[str]], keys: list[str], context: str) -> Sample:
-    """Asks for the values of some of the keys.
-
-    Its meta's depth is where the first answer stands, from 0 to 1.
-    """
+    """Asks for the values of some of the keys; meta's depth is where the first answer stands."""
     answers = tuple(value for key in keys for value in values[key])
     template, prefix = TEMPLATE, PREFIX
     if len(answers) == 1:
@@ -98,10 +94,7 @@ def ask(kind: str, values: dict[str, list[str]], keys: list[str], context: str) 
 
 @dataclass(frozen=True)
 class Niah:
-    """Describes a needle task.
-
-    RULER's names of the numbers: num_needle_k, num_needle_v, num_needle_q.
-    """
+    """Describes a needle task, with RULER's num_needle_k, num_needle_v and num_needle_q."""
 
     haystack: Literal["noise", "needle", "essay"]
     key: Literal["words", "uuids"] = "words"
@@ -111,11 +104,7 @@ class Niah:
     num_queries: int = 1
 
     def task(self, name: str, files: Path | None) -> Task:
-        """Builds the task of that name.
-
-        Raises:
-            ValueError: the word lists or the essays are missing.
-        """
+        """Builds the task of that name; ValueError: the word lists or the essays are missing."""
         essay = essay_words(name, files) if self.haystack == "essay" else []
         if self.key == "words":
             word_list("noun")

@@ -7,7 +7,7 @@ the question's end begins the answer.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from jsparse.evaluation.tasks.niah import DRAW, NEEDLE, NOISE, ask, word_list
@@ -15,8 +15,7 @@ from jsparse.evaluation.tasks.sample import EncodeFn, Sample, Task, filled
 
 INTRODUCTION = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
-    "I will quiz you "
-    "about the important information there."
+    "I will quiz you about the important information there."
 )
 GRID_DEPTHS = tuple(i / 10 for i in range(11))
 
@@ -39,20 +38,13 @@ def passkey(name: str, files: Path | None) -> Task:
     return filled(name, make, min_size=1)
 
 
-def niah_grid(name: str, files: Path | None, depths: Sequence[float] = GRID_DEPTHS) -> Task:
-    """Builds RULER's niah_single_1 at given depths: sample `i` is at depths[i % len(depths)].
-
-    A depth is the share of the fillers that come before the needle.
-
-    Raises:
-        ValueError: a depth is outside [0, 1], there is none, or wonderwords is not installed.
-    """
-    if not depths or not all(0 <= depth <= 1 for depth in depths):
-        raise ValueError(f"depths={depths!r}: must be numbers from 0 to 1, at least one")
+def niah_grid(name: str, files: Path | None) -> Task:
+    """Builds RULER's niah_single_1 at GRID_DEPTHS: shares of the fillers before the needle."""
     word_list("noun")
 
     def make(encode: EncodeFn, rng: random.Random, length: int, index: int, size: int) -> Sample:
-        key, value, depth = DRAW["words"](rng), DRAW["numbers"](rng), depths[index % len(depths)]
+        key, value = DRAW["words"](rng), DRAW["numbers"](rng)
+        depth = GRID_DEPTHS[index % len(GRID_DEPTHS)]
         context = _hide(
             NEEDLE.format(type_needle_v="numbers", key=key, value=value), depth, size, "\n"
         )

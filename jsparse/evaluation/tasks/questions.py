@@ -51,8 +51,8 @@ def read(file: Path) -> list[Question]:
     """Returns the questions of a file; blank lines are skipped.
 
     Raises:
-        ValueError: the file is not UTF-8 or holds no question, or a line is no object with a
-            question and an answer; the message names the file, the line and the rule.
+        ValueError: the file or a line is malformed; the message names the file, the line and the
+            rule.
     """
     try:
         text = file.read_text("utf-8-sig")
@@ -66,11 +66,7 @@ def read(file: Path) -> list[Question]:
 
 
 def questions(name: str, files: Path | None, max_new_tokens: int = MAX_NEW_TOKENS) -> Task:
-    """Builds the task of the questions in questions.jsonl.
-
-    Raises:
-        ValueError: the file is missing, or a line of it is malformed.
-    """
+    """Builds the task of the questions in questions.jsonl."""
     entries = read(find_file(name, FILE, files, "a question and its answer per line"))
 
     def sample(encode: EncodeFn, length: int, index: int) -> Sample:

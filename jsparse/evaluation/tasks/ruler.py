@@ -18,27 +18,24 @@ from jsparse.evaluation.tasks.ruler_files import qa
 from jsparse.evaluation.tasks.sample import EncodeFn, Sample, Task, filled, largest
 
 VT = (
-    "Memorize and track the chain(s) of variable assignment hidden in the following "
-    "text.\n\n{context}\n"
-    "Question: Find all variables that are assigned the value {query} in the text above."
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+    "{context}\nQuestion: Find all variables that are assigned the value {query} in the text above."
 )
 VT_PREFIX = (
     " Answer: According to the chain(s) of variable assignment in the text above, {num_v} "
-    "variables are assigned the "
-    "value {query}, they are: "
+    "variables are assigned the value {query}, they are: "
 )
 CWE = (
     "Below is a numbered list of words. In these words, some appear more often than others. "
-    "Memorize the ones that "
-    "appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list?"
+    "Memorize the ones that appear most often.\n{context}\n"
+    "Question: What are the 10 most common words in the above list?"
 )
 CWE_PREFIX = " Answer: The top 10 words that appear most often in the list are:"
 FWE = (
     "Read the following coded text and track the frequency of each coded word. Find the three most "
-    "frequently appeared "
-    "coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots "
-    "'....'. What are the "
-    "three most frequently appeared words in the above coded text?"
+    "frequently appeared coded words. {context}\nQuestion: Do not provide any explanation. Please "
+    "ignore the dots '....'. What are the three most frequently appeared words in the above coded "
+    "text?"
 )
 FWE_PREFIX = (
     " Answer: According to the coded text above, the three most frequently appeared words are:"
@@ -100,10 +97,7 @@ def _numbered(words: list[str]) -> str:
 def _common(
     rng: random.Random, num_words: int, common: int, uncommon: int
 ) -> tuple[str, list[str]]:
-    """Returns a prompt with `num_words` words, and the ten common ones.
-
-    The first ten occur `common` times and the others `uncommon` times.
-    """
+    """Returns a prompt with `num_words` words, and the ten common ones, each `common` times."""
     words = rng.sample(all_words(), len(all_words()))[:num_words]
     listed = words[:NUM_COMMON] * common + words[NUM_COMMON:] * uncommon
     rng.shuffle(listed)

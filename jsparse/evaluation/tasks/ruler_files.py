@@ -28,12 +28,7 @@ QA_PREFIX = " Answer:"
 
 
 def find_file(task: str, name: str, files: Path | None, source: str) -> Path:
-    """Returns the path of the file `name` of the folder `files`.
-
-    Raises:
-        ValueError: it is missing; the message names the task that needs it, where it is looked for
-            and where it comes from.
-    """
+    """Returns the path of a file of the folder; ValueError names the task and the file's source."""
     if files is None:
         raise ValueError(
             f"files=None: {task} needs {name} ({source}), give the folder that holds it"
@@ -47,11 +42,7 @@ def find_file(task: str, name: str, files: Path | None, source: str) -> Path:
 
 @functools.cache
 def read_json(file: Path) -> Any:
-    """Returns the content of a JSON file.
-
-    Raises:
-        ValueError: the file is not JSON.
-    """
+    """Returns the content of a JSON file."""
     try:
         return json.loads(file.read_text("utf-8"))
     except ValueError as error:
@@ -59,11 +50,7 @@ def read_json(file: Path) -> Any:
 
 
 def essay_words(task: str, files: Path | None) -> list[str]:
-    """Returns the words of Paul Graham's essays.
-
-    Raises:
-        ValueError: the file is missing.
-    """
+    """Returns the words of Paul Graham's essays."""
     file = find_file(
         task, "PaulGrahamEssays.json", files, "RULER's download_paulgraham_essay.py writes it"
     )
@@ -93,10 +80,7 @@ class DocumentQuestion(NamedTuple):
 
 
 def squad(data: Any) -> tuple[list[str], list[DocumentQuestion]]:
-    """Returns documents and answerable questions of SQuAD 2.0.
-
-    The other paragraphs of an article are near.
-    """
+    """Returns documents and answerable questions of SQuAD 2.0; an article's paragraphs are near."""
     articles = [article["paragraphs"] for article in data["data"]]
     documents = sorted(
         {paragraph["context"] for paragraphs in articles for paragraph in paragraphs}
@@ -116,10 +100,7 @@ def squad(data: Any) -> tuple[list[str], list[DocumentQuestion]]:
 
 
 def hotpotqa(data: Any) -> tuple[list[str], list[DocumentQuestion]]:
-    """Returns documents and questions of HotpotQA.
-
-    All the paragraphs of a question are gold.
-    """
+    """Returns documents and questions of HotpotQA, all of whose paragraphs are gold."""
     texts = [
         tuple(f"{title}\n{''.join(lines)}" for title, lines in entry["context"]) for entry in data
     ]
@@ -144,11 +125,7 @@ QA_FILES = {
 
 
 def qa(name: str, files: Path | None) -> Task:
-    """Builds questions about documents that are among others.
-
-    Raises:
-        ValueError: the file is missing.
-    """
+    """Builds questions about documents that are among others."""
     file, read, source = QA_FILES[name]
     documents, questions = read(read_json(find_file(name, file, files, source)))
 

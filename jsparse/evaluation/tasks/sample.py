@@ -21,13 +21,12 @@ class Sample(NamedTuple):
 
     Attributes:
         prompt: the user's message.
-        prefix: the beginning of the answer, which follows the opening of the assistant's turn; ""
-            where there is none.
+        prefix: the beginning of the answer, in the assistant's turn; "": none.
         answers: the texts that are looked for in the generated text.
         max_new_tokens: the most tokens that may be generated.
         meta: plain JSON values: context_tokens (those of prompt and prefix) and others of the task.
-        question: the text of a second turn, between prompt and prefix, which reaches the model only
-            after a policy that evicts has compressed the prompt; "" where the prompt asks.
+        question: a second turn between prompt and prefix, which reaches the model only after a
+            policy that evicts has compressed the prompt; "": the prompt asks.
     """
 
     prompt: str
@@ -43,15 +42,12 @@ class Task:
     """Describes a source of samples and their scoring.
 
     Attributes:
-        name: the name in `jsparse.evaluation.tasks.parse`.
         sample: (encode, length, index) -> Sample. `length` is the budget in tokens for prompt,
-            prefix and generated tokens together (without a chat template, as in RULER); `index`
-            from 0 is the number of the sample. Raises ValueError where `length` is too small, or
-            there is no sample of that number.
+            prefix and generated tokens together (without a chat template, as in RULER). Raises
+            ValueError where it is too small, or there is no sample of that index.
         score: (generated text, Sample) -> a score from 0 to 1.
-        num_samples: the number of samples; None means that there is no limit.
-        open_ended: whether samples have lengths of their own and ignore `length`; then their number
-            is limited, and the evaluation also records the lengths of answers.
+        num_samples: the number of samples; None: no limit.
+        open_ended: whether samples ignore `length`, and the lengths of answers are recorded.
     """
 
     name: str
@@ -68,18 +64,12 @@ lacks context_tokens.
 
 
 def score_all(text: str, sample: Sample) -> float:
-    """Returns the share of the answers that stand in the text, ignoring case.
-
-    This is RULER's string_match_all.
-    """
+    """Returns the share of the answers in the text, ignoring case (RULER's string_match_all)."""
     return sum(answer.lower() in text.lower() for answer in sample.answers) / len(sample.answers)
 
 
 def score_any(text: str, sample: Sample) -> float:
-    """Returns 1 where any of the answers stands in the text, ignoring case, else 0.
-
-    This is RULER's string_match_part.
-    """
+    """Returns 1 if any answer is in the text, ignoring case, else 0 (string_match_part)."""
     return float(any(answer.lower() in text.lower() for answer in sample.answers))
 
 
@@ -94,13 +84,8 @@ def filled(
 ) -> Task:
     """Builds a task whose texts are as long as the budget allows.
 
-    Args:
-        name: the task's name.
-        make: a function that makes a sample with that much filler.
-        min_size: the smallest size that `make` takes.
-        max_size: the largest size; None means any.
-        score: the scoring, as in `Task`.
-        num_samples: the number of samples, as in `Task`.
+    `make` takes a size of filler from `min_size` to `max_size` (None: any); the rest is as in
+    `Task`.
     """
 
     def sample(encode: EncodeFn, length: int, index: int) -> Sample:
@@ -141,10 +126,7 @@ def check_index(name: str, index: int, num_samples: int | None) -> None:
 
 
 def count_tokens(encode: EncodeFn, sample: Sample) -> int:
-    """Counts the tokens of prompt and prefix.
-
-    Each is encoded alone: a chat template stands between them.
-    """
+    """Counts the tokens of prompt and prefix, each alone: a chat template may part them."""
     return len(encode(sample.prompt)) + len(encode(sample.prefix))
 
 
@@ -154,14 +136,8 @@ def largest(
     """Returns the largest size from `min_size` to `max_size` that costs no more than the budget.
 
     RULER bisects; this draws a straight line through the costs seen, which takes about four of
-    them. Costs may grow unevenly, or fall back a little: the result then fits, and the next size
-    does not.
-
-    Args:
-        cost: the cost of a size. It must grow without bounds where `max_size` is None.
-        budget: the most that may be spent; `min_size` must fit.
-        min_size: the smallest size.
-        max_size: the largest size; None means any.
+    them. `min_size` must fit, and costs must grow without bounds if `max_size` is None. Costs may
+    fall back a little: the result then fits, and the next size does not.
     """
     fits, spent = min_size, cost(min_size)
     fails = math.inf if max_size is None else max_size + 1

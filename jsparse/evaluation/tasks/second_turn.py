@@ -16,10 +16,7 @@ SUFFIX = "_turn2"
 
 
 def second_turn(build: Callable[[str, Path | None], Task]) -> Callable[[str, Path | None], Task]:
-    """Returns the builder of a task whose prompts' last line becomes the question.
-
-    Chat templates do not apply: the question follows the context as it does in the prompt.
-    """
+    """Returns the builder of a task whose prompts' last line is the question; no chat template."""
 
     def built(name: str, files: Path | None) -> Task:
         task = build(name.removesuffix(SUFFIX), files)

@@ -28,15 +28,9 @@ class Lost(EngineError):
 
 
 class Answer(asyncio.Protocol):
-    """Is a replica's answer while it comes, and its connection.
-
-    Attributes:
-        status: its HTTP status.
-        headers: its headers, by their names in lower case.
-    """
+    """A replica's answer while it comes, and its connection; header names are lower-case."""
 
     def __init__(self, request: bytes) -> None:
-        """Prepares to send a request."""
         self.status = 0
         self.headers: dict[str, str] = {}
         self._request, self._parser = request, HttpResponseParser(self)
@@ -70,22 +64,14 @@ class Answer(asyncio.Protocol):
                 raise ApiError(503, "the server is full", code="unavailable") from error
 
     async def begun(self) -> bytes:
-        """Waits until some of the body has come, or all of it; returns it, and keeps it, too.
-
-        Raises:
-            Lost: the connection was lost before that.
-        """
+        """Waits for the first part of the body, or its end, and returns it; Lost: neither came."""
         await self._news.wait()
         if not (self._come or self._whole):
             raise Lost("the connection was lost")
         return b"".join(self._come)
 
     async def pieces(self) -> AsyncGenerator[bytes]:
-        """Yields the body as it comes; all that has come meanwhile is one piece.
-
-        Raises:
-            Lost: the connection was lost before its end.
-        """
+        """Yields the body as it comes; all that has come meanwhile is one piece."""
         while True:
             await self._news.wait()
             if self._come:
@@ -107,12 +93,11 @@ class Answer(asyncio.Protocol):
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Sends the request."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Takes in a part of the answer; what follows its end is nobody's."""
+        """Parses a part of the answer; bytes after its end are ignored."""
         if self._whole:
             return
         try:
@@ -123,25 +108,20 @@ class Answer(asyncio.Protocol):
             self._transport.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tells that nothing more will come."""
         self._lost = True
         self._news.set()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Is called by the parser, as those below are."""
         self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        """Takes in the status."""
         self.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        """Takes in a part of the body."""
         self._come.append(body)
         self._size += len(body)
         self._news.set()
 
     def on_message_complete(self) -> None:
-        """Tells that the answer is whole."""
         self._whole = True
         self._news.set()

@@ -21,12 +21,7 @@ FACTOR = 2
 
 
 class Work(NamedTuple):
-    """Describes a request.
-
-    Attributes:
-        tokens: about how many tokens its prompts and answers have.
-        prefix: a hash of the beginning of its first prompt; None of a shorter one.
-    """
+    """About how many tokens a request has, and a hash of its first prompt's long prefix."""
 
     tokens: int
     prefix: bytes | None
@@ -73,16 +68,11 @@ class Balance:
     """Counts what each replica has to do, and remembers which beginnings it has read."""
 
     def __init__(self, replicas: int) -> None:
-        """Prepares for so many replicas, which have nothing to do."""
         self._tokens, self._sent = [0] * replicas, [0] * replicas
         self._homes: OrderedDict[bytes, list[int]] = OrderedDict()
 
     def choose(self, work: Work, among: Sequence[int]) -> int:
-        """Returns the replica, among these, that a request should be sent to.
-
-        It is the one with least to do, unless another has read its beginning and has not much more
-        to do.
-        """
+        """Returns the replica with least to do, or one with the prefix and not much more to do."""
         least = min(among, key=self._load)
         known = [nth for nth in self._homes.get(work.prefix or b"", ()) if nth in among]
         if known:

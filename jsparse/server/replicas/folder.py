@@ -13,11 +13,7 @@ PREFIX = "jsparse-router-"
 
 @contextmanager
 def socket_folder() -> Iterator[Path]:
-    """Yields a new folder of this user alone, and removes it in the end.
-
-    A router holds a lock on its folder; others, also in other containers, remove unlocked ones
-    alone.
-    """
+    """Yields a new folder of this user alone, locked against others' sweeps, and removes it."""
     _sweep()
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))

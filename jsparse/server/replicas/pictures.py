@@ -10,14 +10,9 @@ from jsparse.server.replicas.replica import Replica
 
 
 class Pictures:
-    """The newest pictures of replicas, which send them while a client is connected to /live.
-
-    Attributes:
-        newest: the picture of each replica that has sent one, by its number.
-    """
+    """The newest pictures of replicas by number, sent while a client is connected to /live."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
-        """Makes an empty collection."""
         self.newest: dict[int, dict[str, Any]] = {}
         self._replicas, self._looking = replicas, 0
         self._tasks: list[asyncio.Task[None]] = []

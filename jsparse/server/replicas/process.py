@@ -33,23 +33,14 @@ SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
 class About(NamedTuple):
-    """Says what a replica serves, once it is ready.
-
-    Attributes:
-        description: as `describe` has it.
-        max_model_len: the most tokens of a prompt and its answer.
-    """
+    """What a ready replica serves: its `describe`, and the most tokens of prompt and answer."""
 
     description: tuple[str, str]
     max_model_len: int
 
 
 class ReplicaProcess:
-    """Is the process of one replica.
-
-    Attributes:
-        path: the Unix socket at which it listens.
-    """
+    """The server process of one replica, which listens at the Unix socket `path`."""
 
     def __init__(
         self,
@@ -58,7 +49,7 @@ class ReplicaProcess:
         path: Path,
         gpus: str | None,
     ) -> None:
-        """Starts it on these GPUs; None is on what the process finds."""
+        """Starts it on these GPUs; None: those that the process finds."""
         self.path = path
         path.unlink(missing_ok=True)
         context = multiprocessing.get_context("spawn")
@@ -77,7 +68,6 @@ class ReplicaProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
         return self._process.is_alive()
 
     def told(self) -> About | str | None:
@@ -98,7 +88,7 @@ class ReplicaProcess:
 
 
 def visible_gpus() -> list[str]:
-    """Returns the names by which `CUDA_VISIBLE_DEVICES` can name the GPUs of this machine.
+    """Returns the names for `CUDA_VISIBLE_DEVICES` of this machine's GPUs.
 
     Raises:
         ValueError: jax would use GPUs, and nothing tells which there are.

@@ -34,16 +34,9 @@ class NeverReady(ValueError):
 
 
 class Replica:
-    """Is one replica, as the router sees it.
-
-    Attributes:
-        nth: its number.
-        about: what it serves; None as long as it has not been ready.
-        ready: whether it takes requests.
-    """
+    """One replica, as the router sees it: what it serves once ready, and whether it is."""
 
     def __init__(self, nth: int, start: Callable[[], ReplicaProcess]) -> None:
-        """Prepares a replica, whose process `start` starts, and starts again when it has ended."""
         self.nth, self.about, self.ready = nth, None, False
         self._start = start
         self._process: ReplicaProcess | None = None
@@ -51,7 +44,7 @@ class Replica:
         self._answers = WeakSet[Answer]()
 
     async def watch(self, forget: Callable[[], None]) -> None:
-        """Keeps the process running; `forget` is told that it will begin anew.
+        """Keeps the process running; `forget` is called before it begins anew.
 
         Raises:
             NeverReady: it ended before it was ready for the first time.
@@ -89,11 +82,7 @@ class Replica:
         return self._process
 
     async def _until_lost(self, process: ReplicaProcess) -> str:
-        """Waits until a process has ended or does not answer any more; returns why.
-
-        Raises:
-            NeverReady: it ended before it was ever ready.
-        """
+        """Waits until a process has ended or does not answer any more; returns why."""
         began = asked = time.monotonic()
         running, heard, silent = False, False, 0
         while True:
@@ -124,7 +113,6 @@ class Replica:
             await asyncio.sleep(POLL_SECONDS)
 
     def end(self) -> None:
-        """Ends the process, if there is one."""
         if self._process is not None:
             self._process.end()
 
@@ -156,12 +144,7 @@ class Replica:
                         yield orjson.loads(each.removeprefix(b"data: "))
 
     async def _unhealthy(self) -> str | None:
-        """Returns what it says if its engine has failed.
-
-        Raises:
-            Lost, TimeoutError: it does not answer.
-            ApiError: this process cannot ask it.
-        """
+        """Returns its message if its engine has failed."""
         async with asyncio.timeout(SILENT_SECONDS):
             with closing(await self._sent("GET", "/health")) as answer:
                 text = b"".join([piece async for piece in answer.pieces()])

@@ -28,23 +28,15 @@ routes = APIRouter(redirect_slashes=False)
 
 
 class Router(Front):
-    """Holds the replicas, and sends them requests.
-
-    Attributes:
-        replicas: the replicas.
-        totals: what they have counted.
-        pictures: their newest pictures, for /live.
-    """
+    """Holds the replicas, and sends them requests."""
 
     def __init__(self, options: Options, replicas: Sequence[Replica]) -> None:
-        """Prepares to send requests to replicas, as soon as they are ready."""
         super().__init__(options)
         self.replicas = replicas
         self._balance, self.totals = Balance(len(replicas)), totals.Totals()
         self.pictures = Pictures(replicas)
 
     async def watch(self, replica: Replica) -> None:
-        """Keeps a replica running."""
 
         def forget() -> None:
             self._balance.forget(replica.nth)
@@ -54,11 +46,7 @@ class Router(Front):
 
     @property
     def ready(self) -> list[Replica]:
-        """The replicas that take requests.
-
-        Raises:
-            ApiError: there are none.
-        """
+        """The replicas that take requests; ApiError: there are none."""
         ready = [replica for replica in self.replicas if replica.ready]
         if not ready:
             raise ApiError(503, "no replica is ready", code="unavailable")
@@ -66,7 +54,6 @@ class Router(Front):
 
     @property
     def unhealthy(self) -> str | None:
-        """Returns why no request can be answered, or None."""
         if not any(replica.ready for replica in self.replicas):
             begun = any(replica.about is not None for replica in self.replicas)
             return "no replica is ready" if begun else "the model is being loaded"
@@ -74,16 +61,11 @@ class Router(Front):
 
     @property
     def max_body_bytes(self) -> int:
-        """Returns the maximum number of bytes of a request's body."""
         abouts = (replica.about for replica in self.ready)
         return max_body_bytes(max(about.max_model_len for about in abouts if about is not None))
 
     async def answer(self, request: Request) -> Response:
-        """Answers a request by a replica.
-
-        Raises:
-            ApiError: none is ready, the body is refused, or replicas were lost.
-        """
+        """Answers a request by a replica; ApiError if the body is refused or replicas were lost."""
         if request.method == "GET":
             return await unless_gone(request.receive, self._ask(request, None, NO_WORK))
         async with self.body_of(request) as data:

@@ -35,12 +35,8 @@ def serve(
 ) -> None:
     """Answers requests by several engines, as `run.serve` does by one.
 
-    Args:
-        options: the server's options; as many requests may wait in each engine.
-        make_engines: loads the model and prepares the engine, for each process: they are pickled.
-        gpus_each: the number of GPUs that each process sees.
-        listening: the socket, from `run.listen`.
-        on_ready: called when all are ready, with what `describe` says of them.
+    `make_engines` are pickled for the processes, each of which sees `gpus_each` GPUs. `on_ready` is
+    called when all are ready, with their description.
 
     Raises:
         ValueError: there are too few GPUs, or an engine could not be prepared.

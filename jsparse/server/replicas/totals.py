@@ -33,13 +33,9 @@ def picture(pictures: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Totals:
-    """Adds up the metrics of replicas, counters also of those that are gone.
-
-    So no counter falls when a replica ends: Prometheus would take that for a restart of all.
-    """
+    """Adds up the metrics of replicas, counters also of those that are gone, so that none falls."""
 
     def __init__(self) -> None:
-        """Prepares totals of nothing."""
         self._last: dict[int, str] = {}
         self._gone = ""
 
@@ -52,7 +48,7 @@ class Totals:
     def summed(self, texts: Mapping[int, str]) -> bytes:
         """Returns the sum of the replicas' metrics, in Prometheus' format; of shares the mean.
 
-        Those that do not answer now count by what they have counted when they last did.
+        Those that do not answer now count by their last metrics.
         """
         silent = [text for nth, text in self._last.items() if nth not in texts]
         self._last |= texts
@@ -94,10 +90,7 @@ def _merged(
     texts: Mapping[int, str],
     merge: Callable[[Metric, list[tuple[int, Sample]]], Iterator[Sample]],
 ) -> bytes:
-    """Returns each family of metrics with the samples that `merge` makes of all replicas'.
-
-    Times of creation are left out.
-    """
+    """Returns each family of metrics with its merged samples, without times of creation."""
     families: dict[str, Metric] = {}
     samples = defaultdict[str, list[tuple[int, Sample]]](list)
     for nth, text in texts.items():

@@ -10,7 +10,6 @@ from jsparse.evaluation.report.table import (
     MARKED,
     NOTE,
     grids,
-    markdown,
     number,
     tables,
 )
@@ -67,14 +66,6 @@ def test_a_table_by_hand():
         [DENSE, "100.0", "100.0"],
         ["streaming(recent=8)", "0.0 (-100.0\n[-100.0, -100.0])", "12.5"],
     ]
-    assert markdown(made) == (
-        "**made-up, 1K tokens**\n\n"
-        "| policy | a score % | attended % |\n"
-        "| --- | ---: | ---: |\n"
-        "| `dense()` | 100.0 | 100.0 |\n"
-        "| `streaming(recent=8)` | 0.0 (-100.0 [-100.0, -100.0]) | 12.5 |\n"
-        f"\n{NOTE}\n"
-    )
 
 
 def test_more_columns_are_split_by_length_then_by_four():
@@ -129,7 +120,6 @@ def test_what_was_not_measured_is_a_dash():
     (grid,) = grids(made)
     assert grid.rows == [[DENSE, "100.0", "-", "-"], ["oracle_top_k(budget={})", "-", "100.0", "-"]]
     assert grids(of([])) == grids(made, metrics=["kl"]) == tables(of([])) == []
-    assert markdown(of([])) == ""
 
 
 def test_four_columns_fit_into_120_characters_with_every_number_whole():

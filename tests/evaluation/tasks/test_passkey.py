@@ -6,7 +6,7 @@ import pytest
 
 from jsparse.evaluation.tasks import parse
 from jsparse.evaluation.tasks.niah import NOISE
-from jsparse.evaluation.tasks.passkey import GRID_DEPTHS, niah_grid
+from jsparse.evaluation.tasks.passkey import GRID_DEPTHS
 from tests.support.encoders import smollm2, words
 
 pytestmark = pytest.mark.pure
@@ -44,9 +44,3 @@ def test_the_grid_has_needles_at_its_depths():
         assert position == round(sample.meta["depth"] * (len(lines) - 1))
         assert sample.prompt.count(sample.answers[0]) == 1
     assert (GRID_DEPTHS[0], GRID_DEPTHS[-1], len(GRID_DEPTHS)) == (0, 1, 11)
-
-
-def test_depths_outside_the_text_are_refused():
-    for depths in [(), (0.5, 1.1), (-0.1,), (float("nan"),)]:
-        with pytest.raises(ValueError, match="depths=.*must be numbers from 0 to 1"):
-            niah_grid("niah_grid", None, depths=depths)

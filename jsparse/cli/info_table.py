@@ -1,0 +1,124 @@
+"""Words the table of `jsparse info`."""
+
+from typing import Any
+
+from jsparse.machine import memory
+from jsparse.text.short_names import short_name
+
+
+def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns the lines of a table that shows the result of jsparse.model_facts.info.describe."""
+    c, dtype = info["config"], info["dtype"]
+    extras = [
+        name for name, on in (("q, k, v biases", c["qkv_bias"]), ("q, k norms", c["qk_norm"])) if on
+    ]
+    short = info["weight_bytes"]["bfloat16"]
+    return [
+        ("family", c["family"] + "".join(f", {extra}" for extra in extras)),
+        ("layers", str(c["num_layers"])),
+        ("heads", f"{c['num_heads']} query, {c['num_kv_heads']} KV, of {c['head_dim']} dimensions"),
+        ("hidden, ffn", f"{c['hidden_size']}, {c['intermediate_size']}"),
+        (
+            "vocabulary",
+            f"{c['vocab_size']}, "
+            + ("tied" if c["tie_word_embeddings"] else "untied")
+            + " embeddings",
+        ),
+        ("RoPE", _rope(c)),
+        ("maximum context", f"{c['max_position_embeddings']} tokens"),
+        ("parameters", f"{info['parameters']:,}"),
+        (
+            "weights",
+            f"{memory.size(info['weight_bytes']['float32'])} in float32, {memory.size(short)} in "
+            f"bfloat16 and float16, {memory.size(info['weight_bytes']['q8_0'])} in q8_0",
+        ),
+        ("KV cache per token", f"{memory.size(info['cache_bytes_per_token'])} in {dtype}"),
+        *_of_each_device(info),
+        *(
+            [
+                (
+                    "of it on the device",
+                    f"{memory.size(info['device_cache_bytes_per_token'])}, plus "
+                    f"{memory.size(info['device_cache_bytes_per_prompt'])} per prompt",
+                ),
+                ("host memory free now", memory.size(info["free_host_bytes"])),
+            ]
+            if info["offloaded"]
+            else []
+        ),
+        ("policy", _chosen(info)),
+        ("policy keeps", _kept(info)),
+        *_cache_of_a_prompt(info),
+        ("memory free now", memory.size(info["free_bytes"])),
+        (
+            "fits beside weights",
+            f"one prompt of up to {info['longest_context']} tokens, in {_types(info)}",
+        ),
+        (
+            "",
+            f"or {info['largest_batch']} {'prompt' if info['largest_batch'] == 1 else 'prompts'} "
+            f"of {info['context']} tokens, answers not counted",
+        ),
+    ]
+
+
+def _types(info: dict[str, Any]) -> str:
+    """Names the types of weights and cache."""
+    return info["dtype"] if info["weights"] is None else f"{info['weights']} and {info['dtype']}"
+
+
+def _of_each_device(info: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns the line on what one of several devices has."""
+    if info["devices"] == 1:
+        return []
+    weights, cache = info["device_weight_bytes"], info["device_cache_bytes_per_token"]
+    sizes = f"{memory.size(weights)} of weights, {memory.size(cache)} of KV cache per token"
+    return [(f"each of {info['devices']} devices", f"{sizes}, in {_types(info)}")]
+
+
+def _kept(info: dict[str, Any]) -> str:
+    """Describes the memory that a policy takes beside K and V."""
+    parts = []
+    if info["policy_bytes_per_token"]:
+        size = memory.size(info["policy_bytes_per_token"])
+        parts.append(f"{size} per token, {100 * info['policy_fraction']:.1f} % of the KV cache")
+    if info["policy_bytes_per_prompt"]:
+        parts.append(f"{memory.size(info['policy_bytes_per_prompt'])} per prompt")
+    return " and ".join(parts) or "nothing beside the KV cache"
+
+
+def _cache_of_a_prompt(info: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns the lines on K and V of one prompt, and of the tokens that may follow it."""
+    context, per_token = info["context"], info["cache_bytes_per_token"]
+    limit = info["config"]["max_position_embeddings"]
+    prompt, max_length = context * per_token, info["max_cache_bytes"]
+    lines = [("KV cache of a prompt", f"{memory.size(prompt)} for {context} tokens")]
+    if max_length < limit * per_token:
+        lines.append(
+            ("", f"at most {memory.size(max_length)} after it, since the policy drops tokens")
+        )
+    elif max_length > prompt:
+        lines.append(
+            ("", f"{memory.size(max_length)} once its answer reaches the model's {limit} tokens")
+        )
+    return lines
+
+
+def _chosen(info: dict[str, Any]) -> str:
+    original, runs = (short_name(info[name]) for name in ("policy", "policy_that_runs"))
+    if original == runs:
+        return original
+    reason = info["policy_reason"]
+    return f"{original} is {runs} here" + (f": {reason}" if reason else "")
+
+
+def _rope(config: dict[str, Any]) -> str:
+    theta = f"theta {config['rope_theta']:g}"
+    scaling = config["rope_scaling"]
+    if scaling is not None:
+        return f"{theta}, {scaling['rope_type']} scaling by {scaling['factor']:g}"
+    return (
+        theta
+        if config["rope_factors"] is None
+        else f"{theta}, llama3 scaling by the file's factors"
+    )

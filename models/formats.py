@@ -1,0 +1,179 @@
+"""Reads the parts of a model from a folder or a GGUF file."""
+
+import dataclasses
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jsparse.models import orbax_files
+from jsparse.models.config import ModelConfig
+from jsparse.models.config_files import PICKLES, ROPE_FACTORS, folder_config, gguf_config
+from jsparse.models.constants_file import read_constants
+from jsparse.models.families import FAMILIES, Family, Names
+from jsparse.models.generation_config import read_generation_config, read_gguf_settings
+from jsparse.models.gguf import GGUFFile
+from jsparse.models.safetensors_files import SafetensorsFolder
+from jsparse.models.spreading import Spreading
+from jsparse.models.tokenizer import Tokenizer, as_tokenizer
+from jsparse.models.tokenizer_files import stated_ends
+from jsparse.models.transformer import Weights
+from jsparse.models.weights import OnProgress, TensorStore, Weight, list_weights, read_weights
+
+WEIGHTS, CONSTANTS = "weights", "constants.safetensors"  # in a folder that `save` wrote
+_ADAPTER = "adapter_config.json"
+# tensors that a file may hold and the decoder does not read: a tied head, and part of the config
+UNUSED = {"lm_head.weight", ROPE_FACTORS}
+
+
+class LoadOptions(NamedTuple):
+    """Holds the options of `load` that the weights depend on; `ranks` is a number of devices."""
+
+    dtype: Any
+    quantized: bool = False
+    ranks: int = 1
+    on_progress: OnProgress | None = None
+
+    def spreading(self, config: ModelConfig) -> Spreading | None:
+        """Returns how the model is spread, if it is."""
+        return Spreading(config, self.ranks) if self.ranks > 1 else None
+
+
+class ModelParts(NamedTuple):
+    """Holds fields of jsparse.models.checkpoint.Params, which describes them."""
+
+    weights: Weights
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    generation_defaults: dict[str, Any]
+    constants: dict[str, jax.Array]
+    mesh: jax.sharding.Mesh | None
+
+
+def read_folder(folder: Path, tokenizer: Any, options: LoadOptions) -> ModelParts:
+    """Reads a folder of Hugging Face's files, or one that `save` wrote."""
+    config, is_saved = folder_config(folder)
+    family = FAMILIES[config.family]
+    defaults = read_generation_config(folder)
+    if tokenizer is not None:
+        tokenizer = as_tokenizer(tokenizer, stated_ends(folder))
+    elif (folder / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.from_folder(folder)
+    constants = {}
+    if is_saved:
+        spreading = options.spreading(config)
+        what = folder / WEIGHTS, config, family.hf_names, options.dtype, options.on_progress
+        weights = orbax_files.load_weights(*what, spreading, quantized=options.quantized)
+        constants = read_constants(folder / CONSTANTS)
+    else:
+        store = _safetensors(folder)
+        config = with_own_head(config, family, store)
+        spreading = options.spreading(config)
+        weights = read_store(store, config, family.hf_names, options, spreading)
+    return _parts(spreading, weights, config, tokenizer, defaults, constants)
+
+
+def read_gguf(path: Path, tokenizer: Any, options: LoadOptions) -> ModelParts:
+    """Reads a GGUF file."""
+    store = GGUFFile(path)
+    if (num_files := store.metadata.get("split.count", 1)) not in (0, 1):
+        raise ValueError(
+            f"{path} is one of {num_files} files: must be a single file, merge them with gguf-split"
+        )
+    config = gguf_config(store)
+    family, spreading = FAMILIES[config.family], options.spreading(config)
+    if tokenizer is not None:
+        tokenizer = as_tokenizer(tokenizer)
+    elif "tokenizer.ggml.tokens" in store.metadata:
+        tokenizer = Tokenizer.from_gguf(store.metadata)
+    what = store, config, family.gguf_names, options, spreading
+    weights = read_store(*what, interleaved=family.gguf_interleaved)
+    defaults = read_gguf_settings(store.metadata, path)
+    return _parts(spreading, weights, config, tokenizer, defaults, {})
+
+
+def read_store(
+    store: TensorStore,
+    config: ModelConfig,
+    names: Names,
+    options: LoadOptions,
+    spreading: Spreading | None = None,
+    *,
+    interleaved: bool = False,
+) -> Weights:
+    """Reads the decoder's tree from tensors under a family's names in a format.
+
+    Raises:
+        ValueError: tensors are missing, misshapen or unknown, or do not fit in memory.
+    """
+    what = store.path, len(store.shapes), config, names
+    weights = list_weights(*what, interleaved=interleaved)
+    _check_tensors(weights, store)
+    how = options.dtype, options.on_progress, spreading
+    return read_weights(weights, store, *how, quantized=options.quantized)
+
+
+def with_own_head(config: ModelConfig, family: Family, store: TensorStore) -> ModelConfig:
+    """Returns the config, untied if the checkpoint's head differs from its embedding.
+
+    So does transformers 5: an equal copy of the embedding stays tied.
+    """
+    (head,), (embedding,) = family.hf_names["lm_head"], family.hf_names["embed"]
+    if not config.tie_word_embeddings or not {head, embedding} <= store.shapes.keys():
+        return config
+    if store.shapes[head] == store.shapes[embedding] and np.array_equal(
+        store.read(head), store.read(embedding)
+    ):
+        return config
+    return dataclasses.replace(config, tie_word_embeddings=False)
+
+
+def _parts(
+    spreading: Spreading | None, weights: Weights, config: ModelConfig, *others: Any
+) -> ModelParts:
+    """Returns the parts, with a rank's config where the model is spread."""
+    if spreading is None:
+        return ModelParts(weights, config, *others, mesh=None)
+    return ModelParts(weights, spreading.config, *others, mesh=spreading.mesh)
+
+
+def _safetensors(folder: Path) -> SafetensorsFolder:
+    if not any(folder.glob("*.safetensors*")):
+        if pickles := sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES):
+            raise ValueError(
+                f"{folder} holds {pickles[0]}: pickle checkpoints are never loaded, only "
+                "safetensors"
+            )
+        raise FileNotFoundError(f"{folder} holds no safetensors file")
+    if (folder / _ADAPTER).is_file():
+        raise ValueError(
+            f"{folder} holds {_ADAPTER}: must be a model without an adapter; merge it into the "
+            "weights first"
+        )
+    return SafetensorsFolder(folder)
+
+
+def _check_tensors(weights: list[Weight], store: TensorStore) -> None:
+    """Raises ValueError unless the store holds the tensors of `weights`, and no others."""
+    shapes = {source.name: source.shape for weight in weights for source in weight.sources}
+    if missing := shapes.keys() - store.shapes.keys():
+        raise ValueError(
+            f"{store.path} lacks {_some(missing)}: the config asks for {len(shapes)} tensors"
+        )
+    for name, shape in shapes.items():
+        if store.shapes[name] != shape:
+            raise ValueError(
+                f"{store.path}: {name} has shape {store.shapes[name]}: the config asks for {shape}"
+            )
+    others = store.shapes.keys() - shapes.keys() - UNUSED
+    if extra := {name for name in others if not name.endswith("rotary_emb.inv_freq")}:
+        raise ValueError(f"{store.path} holds {_some(extra)}, which this model has no place for")
+
+
+def _some(names: Collection[str]) -> str:
+    first = sorted(names)[:4]
+    return ", ".join(first) + (
+        f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
+    )
