@@ -188,10 +188,14 @@ def require_in_one_process(params: Params) -> None:
 
 @own_settings()
 def save(params: Params, path: str | os.PathLike[str]) -> None:
-    """Writes a model into an empty or new folder that `load` reads.
+    """Writes a model into a folder that `load` reads.
 
-    These are weights in their dtype, constants as far as they have been made, config, tokenizer and
-    generation defaults.
+    These are weights, constants as far as they have been made, config, tokenizer and generation
+    defaults.
+
+    Args:
+        params: the model; the weights keep their dtype.
+        path: a folder that is empty or does not exist.
 
     Raises:
         ValueError: `path` is a file, or a folder that is not empty, or the model is spread over

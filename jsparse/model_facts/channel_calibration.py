@@ -41,10 +41,15 @@ from jsparse.text import prompts
 def calibrate_channels(
     params: Params, prompt: Any, *, on_progress: OnChunk | None = None
 ) -> Ranking:
-    """Ranks the channels of every KV head on a text, for `channel_ranking.save`.
+    """Ranks the channels of every KV head on a text.
 
-    `prompt` is as for `generate`; each of several is read on its own. `on_progress` gets
-    ("prefill", done, total), in tokens of each prompt.
+    `channel_ranking.save` writes the ranking to a file for double_sparsity.
+
+    Args:
+        params: the model.
+        prompt: the text to read, as for `generate`: text, token ids, or a list of these, each of
+            which is read on its own.
+        on_progress: a callable that gets ("prefill", done, total), in tokens of each prompt.
 
     Raises:
         ValueError: a prompt is malformed, or leaves no room for one more token in the model's
