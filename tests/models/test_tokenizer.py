@@ -1,4 +1,4 @@
-"""Tests ids against llama.cpp's (fixtures/make_tokenizer_fixtures.py), texts against given ones."""
+"""Tests ids against llama.cpp's (fixtures/tokenizers), texts against given ones."""
 
 import functools
 import hashlib
