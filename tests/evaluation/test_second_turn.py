@@ -8,7 +8,8 @@ from jsparse.evaluation import evaluators
 from jsparse.evaluation.shared_prefill import generate
 from jsparse.evaluation.tasks import parse
 from jsparse.evaluation.tasks.second_turn import ASKED
-from tests.support.encoders import smollm2, smollm2_tokenizer
+from tests.support.encoders import smollm2
+from tests.support.model_tokenizers import tokenizer_of
 from tests.support.programs import shared
 from tests.support.tiny import random_prompts, tiny_params
 
@@ -81,7 +82,7 @@ def test_samples_are_those_of_the_task_cut_before_the_question(name):
 
 def test_the_evaluation_feeds_the_question_after_the_context(monkeypatch):
     """What it hands over is the prompt of the task itself, in two parts, in a chat too."""
-    params, tokenizer, seen = tiny_params(num_layers=1), smollm2_tokenizer(), {}
+    params, tokenizer, seen = tiny_params(num_layers=1), tokenizer_of("smollm2"), {}
 
     def record(params, policies, prompt, **options):
         seen.update(prompt=prompt, **options)

