@@ -5,12 +5,10 @@ import json
 import zipfile
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jsparse.evaluation.tasks import longbench, parse
 from jsparse.evaluation.tasks import longbench_metrics as metrics
-from tests.support.encoders import characters, smollm2, spent, words
+from tests.support.encoders import smollm2, spent, words
 
 pytestmark = pytest.mark.pure
 
@@ -84,8 +82,8 @@ def test_a_row_becomes_a_sample(tmp_path):
         hotpot.sample(words, 4096, 2)
 
 
-@pytest.mark.parametrize(("encode", "length"), [(smollm2, 160), (characters, 1024)])
-def test_long_prompts_are_cut_in_the_middle(tmp_path, encode, length):
+def test_long_prompts_are_cut_in_the_middle(tmp_path):
+    encode, length = smollm2, 160
     context = " ".join(f"word{i}" for i in range(2000))
     made = task(
         tmp_path,
@@ -198,9 +196,3 @@ def test_metrics_by_hand():
         assert metric(
             text, answer, ["Person", "Group of Person", "Group of person"]
         ) == pytest.approx(score, abs=1e-6), metric
-
-
-@given(st.text("ab .c", max_size=30), st.text("ab .c", max_size=30))
-def test_metrics_are_from_zero_to_one(text, answer):
-    for dataset in longbench.DATASETS.values():
-        assert 0 <= dataset.metric(text, answer, ["a", "b c"]) <= 1
