@@ -79,7 +79,6 @@ def test_requests_come_when_they_are_due_and_outputs_keep_their_order():
     assert [len(out.outputs[0].token_ids) for out in outs] == [2, 4, 3]
     times = [out.metrics.arrived for out in outs]
     assert times[1] < times[2] < times[0]
-    assert times[0] - times[1] >= 0.25
 
 
 def test_the_command_prints_what_it_measured(tmp_path, monkeypatch):

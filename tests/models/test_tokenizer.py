@@ -177,15 +177,8 @@ def test_failing_templates_give_one_line():
 
 
 def test_malformed_messages_are_refused():
-    for messages in [
-        [],
-        "hi",
-        [["user", "hi"]],
-        [{"role": "user"}],
-        [{"content": "hi"}],
-        [{"role": "user", "content": 3}],
-        [{"role": None, "content": "hi"}],
-    ]:
+    parts = [{"role": "user"}, {"content": "hi"}, {"role": "user", "content": 3}, ["user", "hi"]]
+    for messages in [[], "hi", *([part] for part in parts), [{"role": None, "content": "hi"}]]:
         with pytest.raises(ValueError, match="messages"):
             with_template("{{ messages }}").apply_chat_template(messages)
 
@@ -218,30 +211,17 @@ def test_folder_with_tokenizer_json_alone(tmp_path):
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path))
     assert tokenizer.encode("a b a<turn>") == [1, 4, 5, 4, 3]  # not truncated
     assert tokenizer.decode([1, 4, 5, 2]) == "a b"
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.chat_template) == (
-        None,
-        (),
-        None,
-    )
-    assert tokenizer.vocab_size == 6
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (None, ())
+    assert (tokenizer.chat_template, tokenizer.vocab_size) == (None, 6)
 
 
 def test_folder_names_special_tokens(tmp_path):
-    config = {
-        "bos_token": {"content": "<s>", "lstrip": False},
-        "eos_token": "</s>",
-        "chat_template": "x",
-    }
-    more = {"eos_token_id": [3, 2]}
-    path = write_folder(
-        tmp_path, tokenizer_config=config, generation_config=more, config={"eos_token_id": 2}
-    )
+    config = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}
+    ends = {"generation_config": {"eos_token_id": [3, 2]}, "config": {"eos_token_id": 2}}
+    path = write_folder(tmp_path, tokenizer_config=config | {"chat_template": "x"}, **ends)
     tokenizer = Tokenizer.from_folder(str(path))
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.chat_template) == (
-        1,
-        (2, 3),
-        "x",
-    )
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (2, 3))
+    assert tokenizer.chat_template == "x"
 
 
 def test_folder_chat_templates_by_name_and_by_file(tmp_path):
@@ -296,14 +276,9 @@ def test_end_tokens_may_be_named_in_the_config_alone(tmp_path):
 
 
 def test_the_token_after_an_assistants_message_ends_a_turn(tmp_path):
-    for nth, (after, ends) in enumerate(
-        [
-            ("<turn>\n", (2, 3)),
-            ("</s>", (2,)),
-            ("\n", (2,)),
-            ("{{ raise_exception('no') }}", (2,)),
-        ]
-    ):
+    no = "{{ raise_exception('no') }}"
+    cases = ("<turn>\n", (2, 3)), ("</s>", (2,)), ("\n", (2,)), (no, (2,))
+    for nth, (after, ends) in enumerate(cases):
         folder = tmp_path / str(nth)
         folder.mkdir()
         template = "{% for m in messages %}<s>{{ m.content }}" + after + "{% endfor %}"
@@ -313,27 +288,19 @@ def test_the_token_after_an_assistants_message_ends_a_turn(tmp_path):
 
 
 def test_malformed_folders_are_refused(tmp_path):
-    for nth, (name, content, message) in enumerate(
-        [
-            ("tokenizer.json", "{}", "not a tokenizer"),
-            ("tokenizer_config.json", "{", "not JSON"),
-            ("tokenizer_config.json", "[]", "JSON object"),
-            ("tokenizer_config.json", '{"eos_token": "<nope>"}', "eos_token is '<nope>'"),
-            (
-                "tokenizer_config.json",
-                '{"chat_template": {"a": 1}}',
-                "chat_template is of type dict",
-            ),
-            (
-                "tokenizer_config.json",
-                '{"added_tokens_decoder": [1]}',
-                "added_tokens_decoder must map",
-            ),
-            ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}', "must map ids"),
-            ("generation_config.json", '{"eos_token_id": 6}', "eos_token_ids holds 6"),
-            ("config.json", '{"eos_token_id": "</s>"}', "eos_token_ids holds '</s>'"),
-        ]
-    ):
+    config = "tokenizer_config.json"
+    cases = [
+        ("tokenizer.json", "{}", "not a tokenizer"),
+        (config, "{", "not JSON"),
+        (config, "[]", "JSON object"),
+        (config, '{"eos_token": "<nope>"}', "eos_token is '<nope>'"),
+        (config, '{"chat_template": {"a": 1}}', "chat_template is of type dict"),
+        (config, '{"added_tokens_decoder": [1]}', "added_tokens_decoder must map"),
+        (config, '{"added_tokens_decoder": {"x": {}}}', "must map ids"),
+        ("generation_config.json", '{"eos_token_id": 6}', "eos_token_ids holds 6"),
+        ("config.json", '{"eos_token_id": "</s>"}', "eos_token_ids holds '</s>'"),
+    ]
+    for nth, (name, content, message) in enumerate(cases):
         folder = tmp_path / str(nth)
         folder.mkdir()
         write_folder(folder)

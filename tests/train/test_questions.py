@@ -79,23 +79,15 @@ GOOD = json.dumps(ITEMS[0])
 
 
 def test_lines_that_are_no_questions_are_refused(tmp_path):
+    strings = "must be an object that has the strings context, question, answer"
     for line, rule in [
         ("", "Expecting value"),
         ("{", "Expecting"),
-        ("[1, 2]", "must be an object that has the strings context, question, answer"),
-        (
-            '{"context": "a", "question": "b"}',
-            "must be an object that has the strings context, question, answer",
-        ),
-        (
-            '{"context": "a", "question": "b", "answer": 3}',
-            "must be an object that has the strings",
-        ),
+        ("[1, 2]", strings),
+        ('{"context": "a", "question": "b"}', strings),
+        ('{"context": "a", "question": "b", "answer": 3}', strings),
         ('{"context": "a", "question": "b", "answer": " "}', "answer=' ': must not be blank"),
-        (
-            json.dumps(ITEMS[0] | {"context": "wide " * 300}),
-            r"have 3\d\d tokens: must be at most max_length=200",
-        ),
+        (json.dumps(ITEMS[0] | {"context": "wide " * 300}), r"3\d\d tokens: .* max_length=200"),
         ('{"context": "\\ud800", "question": "b", "answer": "c"}', "UTF-8 cannot encode"),
         (b'{"context": "\xff", "question": "b", "answer": "c"}', "codec can't decode"),
     ]:
