@@ -103,28 +103,23 @@ def test_progress_ends_at_the_total(folder, tmp_path):
         assert model.is_dir() or len(calls) == len(TENSORS)
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
+def test_rope_scaling_survives_saving(folder, tmp_path):
+    for rule in [
         {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
         {"rope_type": "yarn", "attention_factor": 1.5, "truncate": False},
         {"rope_type": "linear"},
-    ],
-)
-def test_rope_scaling_survives_saving(rule, folder, tmp_path):
-    rule = rule | {"factor": 8.0, "original_max_position_embeddings": 64}
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"rope_scaling": rule}))
-    params = load(folder)
-    scaling = params.config.rope_scaling
-    assert scaling is not None
-    assert scaling.rope_type == rule["rope_type"]
-    save(params, tmp_path / "saved")
-    assert load(tmp_path / "saved").config == params.config
-    config = json.loads((tmp_path / "saved" / "config.json").read_text())
-    if rule["rope_type"] == "llama3":  # version 0.1 knew no other and wrote no type
-        del config["rope_scaling"]["rope_type"]
-        (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
-        assert load(tmp_path / "saved").config == params.config
+    ]:
+        rule |= {"factor": 8.0, "original_max_position_embeddings": 64}
+        (folder / "config.json").write_text(json.dumps(CONFIG | {"rope_scaling": rule}))
+        params, saved = load(folder), tmp_path / rule["rope_type"]
+        assert params.config.rope_scaling.rope_type == rule["rope_type"]
+        save(params, saved)
+        assert load(saved).config == params.config
+        if rule["rope_type"] == "llama3":  # version 0.1 knew no other and wrote no type
+            config = json.loads((saved / "config.json").read_text())
+            del config["rope_scaling"]["rope_type"]
+            (saved / "config.json").write_text(json.dumps(config))
+            assert load(saved).config == params.config
 
 
 def tiny_tokenizer():

@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from jsparse.policies import head_gates
-from jsparse.policies.lychee_decode import lychee_decode
 from jsparse.train.families import hardened
 from jsparse.train.run_folder import Log, read_lines, read_log
 from tests.support.small_training import HEADS, LAYERS, SEEDS, STEPS, left, model, timeless, trainer
-from tests.support.tiny import engine_logits, random_prompts, random_tokens
 
 
 class CutOffError(Exception):
@@ -55,7 +53,7 @@ def test_record_log_and_gates_say_the_same(whole):
         for name in ("distance", "active", "multiplier")
         for x in line[name]
     )
-    assert_target(folder, record, 6)
+    assert [seed["retrieval_heads"] for seed in record["seeds"]] == [6] * SEEDS
     harden = jax.jit(hardened, static_argnums=1)
     for i, seed in enumerate(record["seeds"]):
         gates = head_gates.load(str(folder / f"gates_{i}.safetensors"))
@@ -81,28 +79,6 @@ def test_all_gates_are_logged_as_often_as_asked(whole):
     assert {name: np.shape(x) for name, x in lines[0]["parameters"].items()} == dict.fromkeys(
         "ab", (SEEDS, LAYERS - 1, HEADS)
     )
-
-
-def assert_target(folder, record, target):
-    assert [seed["retrieval_heads"] for seed in record["seeds"]] == [target] * SEEDS
-    for i in range(SEEDS):
-        retrieval = head_gates.load(str(folder / f"gates_{i}.safetensors")).retrieval
-        assert retrieval.shape == (LAYERS, HEADS)
-        assert retrieval.sum() == target
-        assert retrieval[0].all()
-
-
-@pytest.mark.slow
-def test_the_gates_run(whole):
-    folder, record = whole
-    assert_target(folder, record, 6)
-    path = str(folder / "gates_1.safetensors")
-    rows = tuple(tuple(map(int, row)) for row in head_gates.load(path).retrieval)
-    by_file, by_rows = (
-        engine_logits(model(), lychee_decode(gates, 16), random_prompts([100]), random_tokens(1, 3))
-        for gates in (path, rows)
-    )
-    np.testing.assert_array_equal(by_file, by_rows)
 
 
 # going on
@@ -134,10 +110,8 @@ def test_another_process_goes_on_from_the_checkpoint_alone(whole, gone_on):
 
 
 def test_a_log_that_goes_on_is_on_disk_at_once(tmp_path):
-    path, lines = (
-        tmp_path / "log.jsonl",
-        [{"step": 1}, {"step": 2}, {"step": 2, "mean": [0.5]}, {"step": 3}],
-    )
+    path = tmp_path / "log.jsonl"
+    lines = [{"step": 1}, {"step": 2}, {"step": 2, "mean": [0.5]}, {"step": 3}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"st')
     with Log(path, 2) as log:
         assert read_lines(path) == lines[:3]

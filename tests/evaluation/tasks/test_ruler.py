@@ -162,41 +162,40 @@ def test_needles_stand_between_sentences_in_order(count, needles, rng):
 def test_vt_follows_one_chain_after_an_example():
     for sample in samples("vt"):
         shown, _, asked = sample.prompt.partition("\n\nMemorize")
-        assigned = re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)", asked)
-        assert [new for new, _ in assigned] == list(sample.answers) and len(
-            set(sample.answers)
-        ) == 5
-        assert [old for _, old in assigned[1:]] == list(sample.answers[:-1])
-        value = assigned[0][1]
-        assert re.fullmatch(r"\d{5}", value) and asked.endswith(
-            f"assigned the value {value} in the text above."
-        )
-        assert sample.prefix.endswith(
-            f"above, 5 variables are assigned the value {value}, they are: "
-        )
+        new, old = zip(*re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)", asked), strict=True)
+        assert new == sample.answers and len(set(new)) == 5
+        value, *chain = old
+        assert tuple(chain) == new[:-1] and re.fullmatch(r"\d{5}", value)
+        assert asked.endswith(f"assigned the value {value} in the text above.")
+        assert sample.prefix.endswith(f"5 variables are assigned the value {value}, they are: ")
         example = re.findall(r"VAR ([A-Z]{3}) = ", shown)
         assert len(example) == 5 and shown.endswith(f"they are:  {' '.join(example)}")
         assert 450 < len(words(shown)) <= 500
         assert not re.search(r"VAR [A-Z]{5}\b", shown)
 
 
+def counts_of(text):
+    """How often each word of a numbered list occurs."""
+    listed = re.search(r"\n1\. (.*)\nQuestion", text)
+    assert listed, text
+    return Counter(re.split(r" \d+\. ", listed[1]))
+
+
 def test_cwe_counts():
-    for length, common, uncommon, example in CWE_COUNTS:
+    for length, common, uncommon, (often, seldom, words_shown) in CWE_COUNTS:
         for sample in samples("cwe", length, 3):
             shown, _, asked = sample.prompt.partition(
                 " Answer: The top 10 words that appear most often in the list are:"
             )
             found, _, asked = asked.partition("\nBelow")
-            for text, answers, (often, seldom) in (
-                (shown, re.split(r" ?\d+\. ", found)[1:], example[:2]),
-                (asked, list(sample.answers), (common, uncommon)),
-            ):
-                listed = re.search(r"\n1\. (.*)\nQuestion", text)
-                assert listed, length
-                counts = Counter(re.split(r" \d+\. ", listed[1]))
-                assert [counts.pop(answer) for answer in answers] == [often] * 10, length
-                assert set(counts.values()) == {seldom}, length
-                assert text is asked or len(counts) + 10 == example[2], length
+            counts = counts_of(asked)
+            assert [counts.pop(answer) for answer in sample.answers] == [common] * 10, length
+            assert set(counts.values()) == {uncommon}, length
+            counts = counts_of(shown)
+            assert len(counts) == words_shown, length
+            answers = re.split(r" ?\d+\. ", found)[1:]
+            assert [counts.pop(answer) for answer in answers] == [often] * 10, length
+            assert set(counts.values()) == {seldom}, length
 
 
 def min_length(name):
