@@ -65,11 +65,10 @@ def slots_of(selection, at, length):
     for i in range(int(selection.count[at])):
         unit = int(selection.ids[at][i])
         word = 15 if selection.bits is None else int(selection.bits[at][i])
-        slots |= (
-            {unit}
-            if selection.granularity == "token"
-            else {unit * PAGE + t for t in range(4) if word >> t & 1}
-        )
+        if selection.granularity == "token":
+            slots.add(unit)
+        else:
+            slots |= {unit * PAGE + t for t in range(4) if word >> t & 1}
         slots.add(length - 1)
     return sorted(slot for slot in slots if slot < length)
 
@@ -123,17 +122,11 @@ def slow_metrics(q, layer, selection, summary, top_k, positions) -> HeadMetrics:
         older = [slot for slot in slots if slot != length - 1]
         ranked = sorted(range(length - 1), key=lambda slot: (-max(w[slot] for w in weights), slot))
         ranked = ranked[: top_k or max(len(older), 1)]
-        found = (
-            len(set(ranked) & set(older)) / len(ranked),
-            np.mean(mass),
-            np.mean(error),
-            np.mean(lse_error),
-        )
+        means = map(np.mean, (mass, error, lse_error))
         read = bytes_of(selection, (b, head), length)
         pages = len({slot // PAGE for slot in slots}) / -(-length // PAGE)
-        for field, value in zip(
-            out, (*found, len(slots) / (positions[b] + 1), pages, read), strict=True
-        ):
+        recall, attended = len({*ranked} & {*older}) / len(ranked), len(slots) / (positions[b] + 1)
+        for field, value in zip(out, (recall, *means, attended, pages, read), strict=True):
             field[b, head] = value
     return out
 
@@ -150,14 +143,8 @@ def test_metrics_equal_slow_sums(chosen, more, top_k):
     """
     rng = np.random.default_rng(5)
     shape = (BATCH, HEADS * GROUP)
-    summary = (
-        (
-            rng.standard_normal((*shape, HEAD_DIM)).astype(np.float32),
-            np.ones(shape, np.float32),
-        )
-        if more
-        else None
-    )
+    means = rng.standard_normal((*shape, HEAD_DIM)).astype(np.float32)
+    summary = (means, np.ones(shape, np.float32)) if more else None
 
     def chosen_there(state, layer, q, cache):
         return *jax.tree.map(jnp.asarray, (chosen, summary)), state

@@ -153,23 +153,15 @@ def test_a_bundle_does_not_decode():
 
 
 def test_wrong_arguments_are_named():
+    shape = "must be integers \\(3, 11\\)"
     for arguments, message in [
         ({"prompt": [[1, 2], []]}, r"prompt\[1\] is empty"),
-        (
-            {"prompt": random_prompts([510])},
-            r"510 tokens \+ max_new_tokens=10 is 520: must be at most 512",
-        ),
+        ({"prompt": random_prompts([510])}, "510 tokens .* is 520: must be at most 512"),
         ({"steps": 0}, r"max_new_tokens=0"),
         ({"policies": []}, r"policies=\[\]: must be a list of at least one"),
         ({"policies": "dense"}, r"policies='dense': must be a list"),
-        (
-            {"continuation": FORCED[:, 1:]},
-            r"continuation of shape \(3, 10\).*must be integers \(3, 11\)",
-        ),
-        (
-            {"continuation": FORCED[:2]},
-            r"continuation of shape \(2, 11\).*must be integers \(3, 11\)",
-        ),
+        ({"continuation": FORCED[:, 1:]}, rf"continuation of shape \(3, 10\).*{shape}"),
+        ({"continuation": FORCED[:2]}, rf"continuation of shape \(2, 11\).*{shape}"),
         ({"continuation": FORCED / 2}, r"continuation of .*float64"),
         ({"continuation": FORCED + 300}, r"continuation ranges from 3.*must lie in 0 … 299"),
         ({"continuation": [[1], [2, 3], [4]]}, r"continuation: must be integers"),

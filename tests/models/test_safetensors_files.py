@@ -37,6 +37,7 @@ def test_truncated_files_are_refused(folder):
 
 
 def test_headers_that_lie_are_refused(folder):
+    matrix = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
     for header, match in [
         (b"not json", "JSON"),
         (b"\xff\xfe{}", "JSON"),
@@ -49,17 +50,11 @@ def test_headers_that_lie_are_refused(folder):
         ({NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [-16, 0]}}, "integers"),
         ({NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [16, 0]}}, "-16 bytes"),
         ({NAME: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 16]}}, "16 bytes.*takes 24"),
-        (
-            {NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [2**70, 2**70 + 16]}},
-            "truncated",
-        ),
+        ({NAME: {"dtype": "F32", "shape": [4], "data_offsets": [2**70, 2**70 + 16]}}, "truncated"),
         ({NAME: {"dtype": ["F32"], "shape": [2, 2], "data_offsets": [0, 16]}}, "dtype"),
         (
-            {
-                NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
-                "b": {"dtype": "F32", "shape": [2], "data_offsets": [12, 20]},
-            },
-            "b overlaps model.norm.weight",
+            {NAME: matrix, "b": {"dtype": "F32", "shape": [2], "data_offsets": [12, 20]}},
+            "b overlaps",
         ),
     ]:
         write_raw_safetensors(folder / SINGLE, header, values=bytes(64))
@@ -93,10 +88,7 @@ def test_a_config_that_lies_about_the_tensors_is_refused(folder):
         ({"num_hidden_layers": 2}, "lacks model.layers.1.*and 5 more"),
         ({"num_hidden_layers": 10**12}, "num_layers=1000000000000"),
         ({"hidden_size": 10**15}, "shape .* asks for"),
-        (
-            {"vocab_size": 41},
-            r"embed_tokens.weight has shape \(40, 32\): the config asks for \(41, 32\)",
-        ),
+        ({"vocab_size": 41}, r"embed_tokens.weight has shape \(40, 32\): .* \(41, 32\)"),
         ({"intermediate_size": 32}, "gate_proj"),
         ({"num_key_value_heads": 4}, "k_proj"),
         ({"head_dim": 16}, "q_proj"),

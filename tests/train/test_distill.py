@@ -124,9 +124,7 @@ def test_predictions_are_those_of_the_slow_model(given, gates, ways):
                 for head in range(len(row.k[layer]))
             ]
             passing = [bool(layer) and ways == "handed_on" and z < 0.5 for z in gates[layer]]
-            sets[:] = [
-                sets[head] if passes else picked[head] for head, passes in enumerate(passing)
-            ]
+            sets[:] = [(sets if passes else picked)[head] for head, passes in enumerate(passing)]
             return list(o)
 
         tokens = [sample.context[-1], *sample.target[:-1]]

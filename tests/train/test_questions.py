@@ -40,11 +40,8 @@ def test_rows_hold_question_and_answer(name, tmp_path):
         batch = source.batch(step, 1)
         assert [array.dtype for array in batch] == [np.int32, np.int32, np.int32, bool]
         (context, length, target, scored) = (array[0] for array in batch)
-        assert (
-            (context[length:] == 0).all()
-            and scored[: scored.sum()].all()
-            and (target[~scored] == 0).all()
-        )
+        assert scored[: scored.sum()].all()
+        assert not context[length:].any() and not target[~scored].any()
         seen[tuple(context[:length].tolist())] = tokenizer.decode(target[scored]).strip()
     assert seen == expected
     assert source.target_tokens == max(int(source.batch(step, 1).scored.sum()) for step in range(7))
@@ -104,10 +101,7 @@ def test_arguments_out_of_range_are_refused(tmp_path):
     for options, message in [
         ({"max_length": 0}, "max_length=0: must be at least 1"),
         ({"seed": -1}, "seed=-1: must be at least 0"),
-        (
-            {"buckets": (20, 199)},
-            r"buckets=\(20, 199\): must ascend from at least 1 to at least max_length=200",
-        ),
+        ({"buckets": (20, 199)}, r"buckets=\(20, 199\): must .* to at least max_length=200"),
     ]:
         arguments = {"path": written(tmp_path), "max_length": 200, **options}
         with pytest.raises(ValueError, match=message):

@@ -75,9 +75,7 @@ def test_every_key_stands_in_the_context_once(name):
         window = np.concatenate(fillers)
         assert len(window) > 20 and find(circle, window, 0) >= 0
         depths = np.cumsum([len(piece) for piece in fillers])[:-1] / len(window)
-        assert (depths >= 0.05 - 0.5 / len(window)).all() and (
-            depths <= 0.95 + 0.5 / len(window)
-        ).all()
+        assert (abs(depths - 0.5) <= 0.45 + 0.5 / len(window)).all()
 
 
 @pytest.mark.parametrize(("name", "asked"), [*zip(NAMES, (1, 2, 4), strict=False)])
@@ -128,10 +126,7 @@ def test_keys_that_leave_no_room_are_drawn_anew():
     source = passkeys(tokenizer, TEXT, min_length=minimum, max_length=minimum, **small)
     fillers = [sum(map(len, parts(tokenizer, context)[0])) for context, _, _ in rows(source, 20)]
     assert 0 <= min(fillers) < 4 < max(fillers) < 30
-    with pytest.raises(
-        ValueError,
-        match=f"min_length={minimum - 1}: must be at least {minimum}, which needles=3 of words=8",
-    ):
+    with pytest.raises(ValueError, match=f"={minimum - 1}: must be at least {minimum}, which need"):
         passkeys(tokenizer, TEXT, min_length=minimum - 1, **small)
 
 
@@ -190,10 +185,7 @@ def test_arguments_out_of_range_are_refused():
         ({"buckets": ()}, r"buckets=\(\): must ascend .* max_length=700"),
         ({"buckets": (0, 700)}, r"buckets=\(0, 700\): must ascend from at least 1"),
         ({"buckets": (700, 400)}, r"buckets=\(700, 400\): must ascend"),
-        (
-            {"buckets": (400, 699)},
-            r"buckets=\(400, 699\): must ascend from at least 1 to at least max_length=700",
-        ),
+        ({"buckets": (400, 699)}, r"buckets=\(400, 699\): must .* to at least max_length=700"),
     ]:
         arguments = {"text": TEXT, **SHORT, **options}
         with pytest.raises(ValueError, match=message):
