@@ -37,9 +37,8 @@ def url(service, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(url):
-    with openai.OpenAI(
-        base_url=f"{url}/v1", api_key="open-sesame", max_retries=0, timeout=60
-    ) as made:
+    how = {"base_url": f"{url}/v1", "api_key": "open-sesame", "max_retries": 0, "timeout": 60}
+    with openai.OpenAI(**how) as made:
         yield made
 
 
@@ -80,10 +79,8 @@ def test_a_completion(client, service):
 
 def test_pieces_add_up(client, service, monkeypatch):
     hand_over(service.engine, monkeypatch)
-    stream = client.completions.create(
-        prompt=WORDS, max_tokens=10, stream=True, stream_options={"include_usage": True}, **GREEDY
-    )
-    chunks = list(stream)
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.completions.create(prompt=WORDS, max_tokens=10, **usage, **GREEDY))
     pieces = [chunk.choices[0].text for chunk in chunks[:-1]]
     assert "".join(pieces) == text_of(client)
     assert len(pieces) > 3
@@ -104,9 +101,8 @@ def test_ids_lists_and_echo(client):
         assert many.choices[2].text == many.choices[3].text != plain
         assert many.usage.completion_tokens == 40 and many.usage.prompt_tokens == 7
         streamed = dict.fromkeys(range(4), "")
-        for chunk in client.completions.create(
-            prompt=prompts, max_tokens=10, n=2, stream=True, **GREEDY
-        ):
+        asked = {"prompt": prompts, "max_tokens": 10, "n": 2}
+        for chunk in client.completions.create(stream=True, **asked, **GREEDY):
             (choice,) = chunk.choices  # many clients look at the first alone
             streamed[choice.index] += choice.text
         assert list(streamed.values()) == [choice.text for choice in many.choices]
@@ -149,23 +145,16 @@ def test_log_probabilities(client):
     made = client.completions.create(prompt=WORDS, max_tokens=5, logprobs=2, **GREEDY).choices[0]
     given = made.logprobs
     assert given.tokens == made.text.split() and len(given.top_logprobs) == 5
-    for token, logprob, top in zip(
-        given.tokens, given.token_logprobs, given.top_logprobs, strict=True
-    ):
+    tops = zip(given.tokens, given.token_logprobs, given.top_logprobs, strict=True)
+    for token, logprob, top in tops:
         assert logprob <= 0 and top[token] == max(top.values()) == logprob and len(top) == 2
     assert given.text_offset[0] == 0
-    stream = client.completions.create(
-        prompt=WORDS, max_tokens=5, logprobs=2, stream=True, **GREEDY
-    )
+    asked = {"prompt": WORDS, "max_tokens": 5, "logprobs": 2, "stream": True}
+    stream = client.completions.create(**asked, **GREEDY)
     parts = [chunk.choices[0].logprobs.token_logprobs for chunk in stream]
     assert list(itertools.chain(*parts)) == given.token_logprobs
-    chat = client.chat.completions.create(
-        messages=[{"role": "user", "content": "w2"}],
-        max_tokens=3,
-        logprobs=True,
-        top_logprobs=2,
-        **GREEDY,
-    ).choices[0]
+    asked = {"messages": [{"role": "user", "content": "w2"}], "max_tokens": 3, "logprobs": True}
+    chat = client.chat.completions.create(**asked, top_logprobs=2, **GREEDY).choices[0]
     for token in chat.logprobs.content:
         assert bytes(token.bytes).decode() == token.token and len(token.top_logprobs) == 2
         assert token.top_logprobs[0].logprob == token.logprob
@@ -191,16 +180,9 @@ def test_stop_seed_and_the_policys_knobs(client):
     assert shares[0] == pytest.approx(1) and 0.99 > shares[1] > shares[2]
     more = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 3}
     more |= {"ignore_eos": True, "stop_token_ids": [299], "include_stop_str_in_output": True}
-    made = client.completions.create(
-        prompt=WORDS,
-        max_tokens=4,
-        extra_body=more,
-        presence_penalty=0.5,
-        frequency_penalty=0.5,
-        logit_bias={"17": 100},
-        top_p=0.9,
-        **GREEDY,
-    )
+    own = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"17": 100}}
+    own |= {"prompt": WORDS, "max_tokens": 4, "top_p": 0.9}
+    made = client.completions.create(**own, extra_body=more, **GREEDY)
     assert made.choices[0].text.split() == ["w17"] * 4
 
 
@@ -244,12 +226,8 @@ def test_metrics(client, service, http):
     assert grew("request_success_total", "length") == 1
     assert grew("inter_token_latency_seconds_count") == 9
     assert grew("prefix_cache_queries_total") == 5
-    for name in (
-        "time_to_first_token_seconds",
-        "e2e_request_latency_seconds",
-        "request_queue_time_seconds",
-        "attended_fraction",
-    ):
+    names = "time_to_first_token_seconds", "e2e_request_latency_seconds", "attended_fraction"
+    for name in (*names, "request_queue_time_seconds"):
         assert grew(f"{name}_count") == 1
     assert after["jsparse:num_requests_running", ""] == 0
     assert after["jsparse:kv_cache_usage_perc", ""] == 0
