@@ -38,6 +38,7 @@ class Browser:
     """
 
     def __init__(self):
+        assert connect is not None
         self.requests: list[str] = []
         self.errors: list[str] = []
         with contextlib.ExitStack() as opened:
