@@ -5,7 +5,6 @@ import subprocess
 import pytest
 
 from bench.lib import environment
-from bench.lib.arguments import report_parser
 from bench.lib.environment import REVISION_VARIABLES, describe
 
 pytestmark = pytest.mark.pure
@@ -64,10 +63,3 @@ def test_without_git_the_revision_is_what_the_variable_states(folder, monkeypatc
     for variable in reversed(REVISION_VARIABLES):
         monkeypatch.setenv(variable, variable)
         assert (describe()["git_revision"], describe()["modified"]) == (variable, None)
-
-
-def test_every_report_parser_takes_the_shared_options():
-    parser = report_parser("question", "Asks.")
-    args = parser.parse_args(["--json", "a.json", "--allow-modified"])
-    assert (str(args.json), args.allow_modified) == ("a.json", True)
-    assert parser.parse_args([]).allow_modified is False

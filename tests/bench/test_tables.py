@@ -1,16 +1,11 @@
-"""Tests tables.toml and `python -m bench`: every result has an entry, every entry a script."""
+"""Tests tables.toml: every result has an entry, every entry a script."""
 
 import ast
-import shlex
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from bench import __main__ as command
 from bench.lib.environment import REPOSITORY
 from bench.lib.tables import RESULTS, tables
 
@@ -68,64 +63,6 @@ def test_scripts_know_the_options_of_their_entries():
             if words[2] == table.script:
                 given = {word for word in words[3:] if word.startswith("--")}
                 assert given <= known, table.name
-
-
-def test_results_of_one_run_lie_where_reproduce_says():
-    one, several = TABLES["prefill"], TABLES["decode_step_lychee"]
-    assert str(one.build) == "build/bench/prefill/h200.json"
-    (words,) = one.commands(one.build)
-    assert words == [sys.executable, "-m", "bench.prefill", "--json", str(one.build)]
-    written = [Path(words[-1]).name for words in several.commands(several.build)]
-    assert written == ["h200_1.json", "h200_2.json"]
-    assert all(words[-2] == "--json" for words in several.commands(several.build))
-
-
-def test_further_arguments_come_last_and_folders_have_no_suffix():
-    (run,) = TABLES["kernels"].commands(Path("a/b.json"), ["--allow-modified"])
-    assert run[2:] == ["bench.kernels", "--grid", "--allow-modified", "--json", "a/b.json"]
-    folders = [words[-2:] for words in TABLES["gates_smollm2"].commands(Path("a/b.json"))]
-    assert folders == [["--out", f"a/b_{nth}"] for nth in range(1, 9)]
-    assert "--json" not in TABLES["gpu_tests"].commands(Path("a.txt"))[0]
-
-
-@pytest.fixture
-def bench():
-    """Returns a function that runs `python -m bench` with these arguments."""
-    return lambda *arguments: CliRunner().invoke(command.app, arguments)
-
-
-def test_a_table_that_cannot_be_reproduced_is_one_line(bench):
-    for name, said in [
-        ("no_such", "must be one of quality, "),
-        ("products", "no command makes it"),
-        ("page_ranking", "check out revision e930a3a"),
-    ]:
-        failed = bench("reproduce", name)
-        assert failed.exit_code == 1, name
-        assert failed.stderr.count("\n") == 1 and said in failed.stderr and name in failed.stderr, (
-            name
-        )
-
-
-def test_reproduce_runs_the_script_away_from_the_committed_results(bench, monkeypatch, tmp_path):
-    ran = []
-
-    def run(words, *, cwd, check):
-        ran.append(words[1:])
-        return subprocess.CompletedProcess(words, 3 if "--fail" in words else 0)
-
-    monkeypatch.setattr(command.subprocess, "run", run)
-    monkeypatch.setattr(command, "REPOSITORY", tmp_path)
-    done = bench("reproduce", "prefill", "--", "--runs", "5")
-    assert done.exit_code == 0
-    out = "build/bench/prefill/h200.json"
-    assert ran == [["-m", "bench.prefill", "--runs", "5", "--json", out]]
-    assert (tmp_path / out).parent.is_dir()
-    assert shlex.join(ran[0]) in done.stderr
-    bench("reproduce", "prefill", "--out", str(tmp_path / "bench/results/prefill/h200.json"))
-    assert ran[-1][-1] == "bench/results/prefill/h200.json"
-    failed = bench("reproduce", "decode_step_lychee", "--", "--fail")
-    assert failed.exit_code == 3 and len(ran) == 3
 
 
 def test_readme_has_every_script_and_table():

@@ -1,7 +1,6 @@
 """Tests the measurement of decode steps: what it counts, not how long anything takes."""
 
 import json
-import tempfile
 
 import jax
 import numpy as np
@@ -14,8 +13,6 @@ from jsparse.benchmark.random_model import random_model
 from jsparse.cache import CacheSpec
 from jsparse.cli.app import app
 from jsparse.models.checkpoint import spread
-from tests.support.marks import slow_except
-from tests.support.programs import shared
 from tests.support.tiny import tiny_params
 
 STREAMING = "streaming(sink=2, recent=6)"
@@ -80,32 +77,17 @@ def test_random_weights_over_two_devices_are_those_on_one():
         np.testing.assert_array_equal(a, b)
 
 
-@shared
-def with_measured_bandwidth():
-    """The bandwidth that is measured here, and a report where 7 GB/s are measured."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_floor, "BYTES_TO_MOVE", 2**20)
-        here = memory_floor.memory_bandwidth()
-        patch.setattr(steps, "memory_bandwidth", lambda: 7e9)
-        return here, steps.measure(tiny_params(num_layers=1), [], contexts=(64,), num_iters=1)
-
-
-def test_bandwidth_is_measured_where_none_is_given():
-    here, report = with_measured_bandwidth()
-    assert 1e6 < here < 1e14
+def test_bandwidth_is_measured_where_none_is_given(monkeypatch):
+    monkeypatch.setattr(memory_floor, "BYTES_TO_MOVE", 2**20)
+    assert 1e6 < memory_floor.memory_bandwidth() < 1e14
+    monkeypatch.setattr(steps, "memory_bandwidth", lambda: 7e9)
+    report = steps.measure(tiny_params(num_layers=1), [], contexts=(64,), num_iters=1)
     assert (report["bandwidth"], report["bandwidth_measured"]) == (7e9, True)
 
 
-@shared
-def filled():
-    """A cache of random keys and values, 20 tokens in each head."""
-    return random_cache.random_cache(
-        CacheSpec(2, 3, 4, 2, 16, 8, 4, np.float32), 20, ("slot_positions",)
-    )
-
-
 def test_every_head_of_a_random_cache_holds_the_same_number_of_tokens():
-    cache = filled()
+    spec = CacheSpec(2, 3, 4, 2, 16, 8, 4, np.float32)
+    cache = random_cache.random_cache(spec, 20, ("slot_positions",))
     keys = np.asarray(cache.layers[0].k)
     assert abs(keys.std() - 1) < 0.1
     assert not np.array_equal(keys, cache.layers[0].v)
@@ -116,9 +98,8 @@ def test_every_head_of_a_random_cache_holds_the_same_number_of_tokens():
     assert (positions == np.arange(32)).all()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_cannot_be_measured():
+    for options, message in [
         ({"contexts": (0,)}, "context=0: must be an integer of at least 1"),
         ({"contexts": (513,)}, "context=513: must be at most 512, the model's maximum"),
         ({"contexts": (24,)}, "context=24: must be at least 25, for 4 steps of warm-up and 20"),
@@ -126,30 +107,23 @@ def test_every_head_of_a_random_cache_holds_the_same_number_of_tokens():
         ({"num_iters": 0}, "num_iters=0: must be an integer of at least 1"),
         ({"num_iters_warmup": 0}, "num_iters_warmup=0: must be an integer of at least 1"),
         ({"bandwidth": -1.0}, "bandwidth=-1.0: must be a number of bytes/s above 0"),
-    ],
-)
-def test_what_cannot_be_measured(options, message):
-    with pytest.raises(ValueError, match=message):
-        steps.measure(tiny_params(num_layers=2), [], **{"bandwidth": 1e9, **options})
+    ]:
+        with pytest.raises(ValueError, match=message):
+            steps.measure(tiny_params(num_layers=2), [], **{"bandwidth": 1e9, **options})
 
 
-@shared
-def printed_by(*options):
-    """What the command says of the model."""
-    with tempfile.TemporaryDirectory() as folder:
-        jsparse.save(tiny_params(num_layers=1), f"{folder}/model")
-        given = ["bench", "latency", f"{folder}/model", "--context", "64", "--num-iters", "1"]
-        return CliRunner().invoke(app, [*given, "--bandwidth", "3", *options])
+def test_the_command_prints_json_or_a_table(tmp_path):
+    jsparse.save(tiny_params(num_layers=1), tmp_path / "model")
 
+    def printed(*options):
+        given = ["bench", "latency", f"{tmp_path}/model", "--context", "64", "--num-iters", "1"]
+        ran = CliRunner().invoke(app, [*given, "--bandwidth", "3", *options])
+        assert ran.exit_code == 0, ran.output
+        return ran.stdout
 
-@pytest.mark.parametrize("batches", slow_except(["1", "1,2"], "1"))
-def test_the_command_prints_json_or_a_table(batches):
-    table = printed_by()
-    assert table.exit_code == 0, table.output
-    assert "at 3 GB/s, as given" in table.output
-    assert "block_sparse_decode (plain JAX)" in table.output
-    made_up = printed_by("--json", "--random-weights", "--batch", batches)
-    printed = json.loads(made_up.stdout)
-    assert printed["bandwidth"] == 3e9
-    assert printed["random_weights"]
-    assert [row["batch"] for row in printed["results"]] == json.loads(f"[{batches}]")
+    table = printed()
+    assert "at 3 GB/s, as given" in table
+    assert "block_sparse_decode (plain JAX)" in table
+    made_up = json.loads(printed("--json", "--random-weights"))
+    assert (made_up["bandwidth"], made_up["random_weights"]) == (3e9, True)
+    assert [row["batch"] for row in made_up["results"]] == [1]

@@ -15,13 +15,11 @@ from jsparse.engine.core import Engine
 from tests.support.serving import tiny_llm
 from tests.support.tiny import tiny_params
 
-SIZES = {"num_prompts": 5, "input_len": 6, "output_len": 3}
-
 
 def test_lengths_prefixes_and_arrivals_are_what_was_asked_for():
-    made = random_workload(
-        50, num_prompts=200, input_len=(4, 32), output_len=3, shared_prefix=7, request_rate=10.0
-    )
+    asked = {"num_prompts": 200, "input_len": (4, 32), "output_len": 3}
+    asked |= {"shared_prefix": 7, "request_rate": 10.0}
+    made = random_workload(50, **asked)
     assert {tuple(each.ids[:7]) for each in made} == {tuple(made[0].ids[:7])}
     lengths = [len(each.ids) - 7 for each in made]
     assert min(lengths) == 4
@@ -32,24 +30,20 @@ def test_lengths_prefixes_and_arrivals_are_what_was_asked_for():
     arrivals = [each.arrival for each in made]
     assert arrivals == sorted(arrivals)
     assert 14 < arrivals[-1] < 27
-    assert made == random_workload(
-        50, num_prompts=200, input_len=(4, 32), output_len=3, shared_prefix=7, request_rate=10.0
-    )
+    assert made == random_workload(50, **asked)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_workloads_out_of_range():
+    for options, message in [
         ({"num_prompts": 0}, "num_prompts=0: must be an integer of at least 1"),
         ({"input_len": 0}, "input_len=0: must be an integer of at least 1"),
         ({"output_len": (5, 4)}, "output_len=4: must be an integer of at least 5"),
         ({"shared_prefix": -1}, "shared_prefix=-1: must be an integer of at least 0"),
         ({"request_rate": 0}, "request_rate=0: must be a number above 0"),
-    ],
-)
-def test_workloads_out_of_range(options, message):
-    with pytest.raises(ValueError, match=message):
-        random_workload(50, **SIZES | options)
+    ]:
+        sizes = {"num_prompts": 5, "input_len": 6, "output_len": 3}
+        with pytest.raises(ValueError, match=message):
+            random_workload(50, **sizes | options)
 
 
 def test_counts_add_up():
@@ -85,31 +79,20 @@ def test_requests_come_when_they_are_due_and_outputs_keep_their_order():
     assert [len(out.outputs[0].token_ids) for out in outs] == [2, 4, 3]
     times = [out.metrics.arrived for out in outs]
     assert times[1] < times[2] < times[0]
-    assert times[0] - times[1] >= 0.25
 
 
-def unprepared(options):
-    return replace(options, prepare=False)
+def test_the_command_prints_what_it_measured(tmp_path, monkeypatch):
+    def unprepared(*model):  # programs are compiled when they are needed
+        return Engine(*model[:-1], replace(model[-1], prepare=False))
 
-
-@pytest.fixture(scope="module")
-def result(tmp_path_factory):
-    """What the command says of three prompts."""
-    folder = tmp_path_factory.mktemp("throughput") / "model"
-    jsparse.save(tiny_params(num_layers=1), folder)
-    given = ["bench", "throughput", str(folder), "--num-prompts", "3", "--json"]
+    monkeypatch.setattr(core, "Engine", unprepared)
+    jsparse.save(tiny_params(num_layers=1), tmp_path / "model")
+    given = ["bench", "throughput", f"{tmp_path}/model", "--num-prompts", "3", "--json"]
     given += ["--input-len", "4:8", "--output-len", "3", "--max-num-seqs", "2"]
-    with pytest.MonkeyPatch.context() as patch:
-        # programs are compiled when they are needed
-        patch.setattr(core, "Engine", lambda *model: Engine(*model[:-1], unprepared(model[-1])))
-        return CliRunner().invoke(app, [*given, "--policy", "streaming(sink=1, recent=2)"])
-
-
-def test_the_command_prints_what_it_measured(result):
+    result = CliRunner().invoke(app, [*given, "--policy", "streaming(sink=1, recent=2)"])
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
-    assert printed["requests"] == 3
-    assert printed["output_tokens"] == 9
+    assert (printed["requests"], printed["output_tokens"]) == (3, 9)
     assert printed["policy"] == "streaming(sink=1, recent=2)"
     assert printed["attended_fraction"] < 1
 

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from jsparse.cli.app import app
@@ -44,41 +43,24 @@ def test_what_leads_to_no_policy_is_refused_in_one_line():
         assert said in ran.stderr, policy
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """Returns the policies that are checked, none of which breaks a rule or leaves a token out."""
-    calls = []
+def test_a_budget_is_small_unless_it_is_given(monkeypatch):
+    """No policy breaks a rule here or leaves a token out."""
+    calls, arkvale = [], "arkvale(budget={}, volume='cuboid')"
 
     def check(policy, full):
         calls.append((str(policy), full and str(full)))
         return CheckResult([Finding(rule, True) for rule in RULES], leaves_out=False)
 
     monkeypatch.setattr(policy_checks, "check", check)
-    return calls
-
-
-@pytest.mark.parametrize(
-    ("given", "small", "full"),
-    [
-        (
-            "arkvale",
-            "arkvale(budget=16, volume='cuboid')",
-            "arkvale(budget=1048576, volume='cuboid')",
-        ),
-        (
-            "arkvale(8)",
-            "arkvale(budget=8, volume='cuboid')",
-            "arkvale(budget=1048576, volume='cuboid')",
-        ),
+    for given, small, full in [
+        ("arkvale", arkvale.format(16), arkvale.format(2**20)),
+        ("arkvale(8)", arkvale.format(8), arkvale.format(2**20)),
         ("streaming(1, 4)", "streaming(sink=1, recent=4)", None),
         (f"{BROKEN}:budget", f"{BROKEN}:budget(budget=16)", f"{BROKEN}:budget(budget=1048576)"),
-    ],
-)
-def test_a_budget_is_small_unless_it_is_given(asked, given, small, full):
-    ran = run(given)
-    assert asked == [(small, full)]
-    assert ran.exit_code == 0
-    assert ran.stdout.splitlines()[0] == small
-    assert ran.stdout.splitlines()[-1] == "no rule is broken"
-    assert ran.stderr.startswith("note: it attends to all tokens of these short prompts")
-    assert ran.stderr.count("\n") == 1
+    ]:
+        ran = run(given)
+        assert calls.pop() == (small, full)
+        shown = ran.stdout.splitlines()
+        assert (ran.exit_code, shown[0], shown[-1]) == (0, small, "no rule is broken"), given
+        assert ran.stderr.startswith("note: it attends to all tokens of these short prompts")
+        assert ran.stderr.count("\n") == 1, given

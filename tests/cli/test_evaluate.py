@@ -89,22 +89,14 @@ def test_lines_estimate_after_the_first_batch_of_what_takes_long(capsys, monkeyp
     ]
 
 
-@pytest.fixture(scope="module")
-def answered(common, tmp_path_factory):
-    """What comes of two questions, and the file."""
-    folder = tmp_path_factory.mktemp("questions")
+def test_questions_are_answered_up_to_max_new_tokens(common, tmp_path):
     rows = [{"question": "the cat sat", "answer": 1}, {"question": "the dog ran", "answer": "no"}]
-    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    out = folder / "out.json"
-    args = ["--tasks", "questions", "--files", folder, "--max-new-tokens", 9, "--json", out]
-    return run(*common, *args), out
-
-
-def test_questions_are_answered_up_to_max_new_tokens(answered):
-    done, out = answered
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    args = ["--tasks", "questions", "--files", tmp_path, "--max-new-tokens", 9]
+    done = run(*common, *args, "--json", tmp_path / "out.json")
     assert done.exit_code == 0, done.output
     assert "score %" in done.output and "new tokens" in done.output and "cut off %" in done.output
-    report = json.loads(out.read_text())
+    report = json.loads((tmp_path / "out.json").read_text())
     assert report["settings"]["max_new_tokens"] == 9
     made = [sample["values"] for cell in report["cells"] for sample in cell["samples"]]
     assert len(made) == 4  # of two policies

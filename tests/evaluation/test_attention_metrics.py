@@ -1,6 +1,5 @@
 """Tests attention-level metrics against sums over lists in numpy, on the engine's own queries."""
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +16,6 @@ from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.oracle import oracle_top_k
 from jsparse.policy import Policy
 from jsparse.selection import Selection
-from tests.support.marks import slow_except
-from tests.support.programs import shared
 from tests.support.tiny import random_prompts, tiny_params
 from tests.support.toy_policies import even_ids
 
@@ -27,8 +24,6 @@ SPEC = kv_cache.CacheSpec(
     1, BATCH, HEADS * GROUP, HEADS, HEAD_DIM, PAGE, PAGES, jnp.dtype(jnp.float32)
 )
 LENGTHS = np.array([[17, 9, 2], [20, 5, 13]], np.int32)
-PROMPTS = random_prompts((37, 18, 9))
-STEPS = 8
 
 
 def ids(*rows):
@@ -41,23 +36,10 @@ def ids(*rows):
 
 TOKENS = Selection(*ids([0, 3, 16], [1, 2], [0], [5, 6, 7, 8], [], [12]), granularity="token")
 WHOLE_PAGES = ids([0, 4], [1, 2], [0], [0, 1, 2], [1], [])
-BITS = jax.device_put(
-    np.random.default_rng(3).integers(1, 16, WHOLE_PAGES[0].shape).astype(np.uint32)
-)
-DENSE = jax.device_put(np.array([[True, False, False], [False, True, False]]))
-SELECTIONS = {
-    "tokens": TOKENS,
-    "pages": Selection(*WHOLE_PAGES),
-    "bits": Selection(*WHOLE_PAGES, bits=BITS),
-    "dense heads": Selection(*WHOLE_PAGES, dense=DENSE),
-    "all": Selection(
-        *ids([0], [0], [0], [0], [0], [0]), dense=jax.device_put(np.ones((BATCH, HEADS), bool))
-    ),
-    "none": Selection(*ids([], [], [], [], [], [])),
-}
-
-# whether there are a summary and a bias, and the k of recall
-HOW = (False, 0), (True, 3), (False, 3), (True, 0)
+BITS = np.random.default_rng(3).integers(1, 16, WHOLE_PAGES[0].shape).astype(np.uint32)
+PAGES_OF_BITS = Selection(*WHOLE_PAGES, bits=jax.device_put(BITS))
+DENSE_HEADS = np.array([[True, False, False], [False, True, False]])
+WITH_DENSE_HEADS = Selection(*WHOLE_PAGES, dense=jax.device_put(DENSE_HEADS))
 
 
 def drawn(seed=0, bias=False):
@@ -83,11 +65,10 @@ def slots_of(selection, at, length):
     for i in range(int(selection.count[at])):
         unit = int(selection.ids[at][i])
         word = 15 if selection.bits is None else int(selection.bits[at][i])
-        slots |= (
-            {unit}
-            if selection.granularity == "token"
-            else {unit * PAGE + t for t in range(4) if word >> t & 1}
-        )
+        if selection.granularity == "token":
+            slots.add(unit)
+        else:
+            slots |= {unit * PAGE + t for t in range(4) if word >> t & 1}
         slots.add(length - 1)
     return sorted(slot for slot in slots if slot < length)
 
@@ -141,55 +122,34 @@ def slow_metrics(q, layer, selection, summary, top_k, positions) -> HeadMetrics:
         older = [slot for slot in slots if slot != length - 1]
         ranked = sorted(range(length - 1), key=lambda slot: (-max(w[slot] for w in weights), slot))
         ranked = ranked[: top_k or max(len(older), 1)]
-        found = (
-            len(set(ranked) & set(older)) / len(ranked),
-            np.mean(mass),
-            np.mean(error),
-            np.mean(lse_error),
-        )
+        means = map(np.mean, (mass, error, lse_error))
         read = bytes_of(selection, (b, head), length)
         pages = len({slot // PAGE for slot in slots}) / -(-length // PAGE)
-        for field, value in zip(
-            out, (*found, len(slots) / (positions[b] + 1), pages, read), strict=True
-        ):
+        recall, attended = len({*ranked} & {*older}) / len(ranked), len(slots) / (positions[b] + 1)
+        for field, value in zip(out, (recall, *means, attended, pages, read), strict=True):
             field[b, head] = value
     return out
 
 
-CASES = list(itertools.product(SELECTIONS, HOW))
-SEEN = ("tokens", HOW[0]), ("bits", HOW[1]), ("dense heads", HOW[3])
-
-
 @pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        pytest.param(
-            *case, id=f"{case[0]}-{case[1]}", marks=[] if case in SEEN else pytest.mark.slow
-        )
-        for case in CASES
-    ],
+    ("chosen", "more", "top_k"),
+    [(TOKENS, False, 0), (PAGES_OF_BITS, True, 3), (WITH_DENSE_HEADS, True, 0)],
+    ids=["tokens", "bits", "dense heads"],
 )
-def test_metrics_equal_slow_sums(name, how):
+def test_metrics_equal_slow_sums(chosen, more, top_k):
     """Two steps have different queries and caches, with a summary and a bias or with neither.
 
     k is given, or is the number of tokens attended.
     """
-    more, top_k = how
-    chosen, rng = SELECTIONS[name], np.random.default_rng(5)
+    rng = np.random.default_rng(5)
     shape = (BATCH, HEADS * GROUP)
-    summary = (
-        (
-            rng.standard_normal((*shape, HEAD_DIM)).astype(np.float32),
-            np.ones(shape, np.float32),
-        )
-        if more
-        else None
-    )
+    means = rng.standard_normal((*shape, HEAD_DIM)).astype(np.float32)
+    summary = (means, np.ones(shape, np.float32)) if more else None
 
     def chosen_there(state, layer, q, cache):
         return *jax.tree.map(jnp.asarray, (chosen, summary)), state
 
-    policy = measured(Policy(chosen_there, name=name), top_k)
+    policy = measured(Policy(chosen_there, name="chosen"), top_k)
     state, expected = jax.jit(lambda: policy.init(SPEC))(), []
     select = jax.jit(policy.select, static_argnums=1)
     positions = np.array([30, 19], np.int32)
@@ -206,49 +166,26 @@ def test_metrics_equal_slow_sums(name, how):
         np.testing.assert_allclose(value, sum(steps), rtol=1e-4, atol=1e-5, err_msg=field)
 
 
-@pytest.mark.parametrize("fewer", slow_except([False, True], False))
-@pytest.mark.parametrize("budget", slow_except([1, 7, 30], 7))
-def test_the_oracle_recalls_everything(budget, fewer):
-    """It does so whether its budget covers the newest token or that comes on top.
-
-    It does so too where fewer tokens are asked for.
-    """
+def test_the_oracle_recalls_everything():
     q, layer = drawn(7)
     cache = kv_cache.KVCache((layer,), jnp.asarray(LENGTHS.max(1) - 1), np.zeros((), bool))
     view = kv_cache.StepView(cache)
-    policy = measured(oracle_top_k(budget), max(budget - 1, 1) if fewer else 0)
+    policy = measured(oracle_top_k(7))
     heads = jax.jit(lambda: policy.select(policy.init(SPEC), 0, jnp.asarray(q), view)[2])()
-    heads = heads.own[0].heads
-    if budget > 1:  # a budget of 1 may be the newest token, which leaves nothing to recall
-        np.testing.assert_array_equal(heads.recall, 1)
-    assert (np.asarray(heads.mass) <= 1 + 1e-6).all()
-
-
-def params(layers=2):
-    return tiny_params(num_layers=layers)
-
-
-def measure(policies, prompt=PROMPTS, steps=STEPS, layers=2):
-    return force(
-        params(layers),
-        [measured(policy) for policy in policies],
-        prompt,
-        max_new_tokens=steps,
-        page_size=8,
-    )
-
-
-@shared
-def falling_back(steps):
-    """Metrics of even_ids, which is dense as long as every row holds at most 24 tokens."""
-    (metrics,) = attention_metrics(
-        measure([even_ids()], random_prompts((20, 9)), steps=steps, layers=1)
-    )
-    return metrics
+    np.testing.assert_array_equal(heads.own[0].heads.recall, 1)
+    assert (np.asarray(heads.own[0].heads.mass) <= 1 + 1e-6).all()
 
 
 def test_steps_that_fall_back_to_dense_are_not_counted():
-    metrics = falling_back(STEPS)
+    """Eight steps; even_ids is dense as long as every row holds at most 24 tokens."""
+    forced = force(
+        tiny_params(num_layers=1),
+        [measured(even_ids())],
+        random_prompts((20, 9)),
+        max_new_tokens=8,
+        page_size=8,
+    )
+    (metrics,) = attention_metrics(forced)
     assert metrics.steps.tolist() == [4]
     assert (metrics.heads.attended[:, 0] < 1).all()
 

@@ -48,10 +48,8 @@ def request(*arguments):
     return Instance("generate_until", {}, arguments, 0)
 
 
-def expected(params, ids, policy=POLICY, **options):
-    return jsparse.generate(
-        params, ids, policy=policy, **{"max_new_tokens": 12, "temperature": 0.0} | options
-    ).text
+def expected(params, ids, policy=POLICY, new=12):
+    return jsparse.generate(params, ids, policy=policy, max_new_tokens=new, temperature=0.0).text
 
 
 def log_probs(params, ids):
@@ -63,28 +61,21 @@ def log_probs(params, ids):
 def scored(params, context, continuation):
     """Scores one row slowly: the log-likelihood, and whether it is the likeliest."""
     found = log_probs(params, [*context, *continuation])[len(context) - 1 : -1]
-    return sum(row[i] for row, i in zip(found, continuation, strict=True)), found.argmax(
-        -1
-    ).tolist() == continuation
+    total = sum(row[i] for row, i in zip(found, continuation, strict=True))
+    return total, found.argmax(-1).tolist() == continuation
 
 
 @pytest.mark.slow
 def test_answers_are_those_of_generate_with_the_policy(params):
-    lm = model()
-    contexts = [*PROMPTS, *PROMPTS]
-    lengths = [12, 12, 12, 5, 5, 5]
-    asked = [
-        request(c, GREEDY | {"max_gen_toks": n}) for c, n in zip(contexts, lengths, strict=True)
-    ]
-    wanted = [expected(params, c, max_new_tokens=n) for c, n in zip(contexts, lengths, strict=True)]
+    lm, asked, wanted = model(), [], []
+    for context, new in zip([*PROMPTS, *PROMPTS], [12, 12, 12, 5, 5, 5], strict=True):
+        asked.append(request(context, GREEDY | {"max_gen_toks": new}))
+        wanted.append(expected(params, context, new=new))
     assert lm.generate_until(asked) == wanted
     assert wanted[:3] != [expected(params, context, policy="dense") for context in PROMPTS]
     info = lm.get_model_info()
-    assert (
-        info["policy"] == POLICY
-        and info["loglikelihood"].startswith("dense")
-        and 0 < info["attended_fraction"] < 1
-    )
+    assert info["policy"] == POLICY and info["loglikelihood"].startswith("dense")
+    assert 0 < info["attended_fraction"] < 1
 
 
 def test_batches_are_of_one_size_and_of_equal_arguments(monkeypatch):
@@ -98,11 +89,10 @@ def test_batches_are_of_one_size_and_of_equal_arguments(monkeypatch):
     lm = model()
     contexts = ["a" * n for n in (3, 9, 5, 7, 2)]
     lm.generate_until([request(c, GREEDY | {"max_gen_toks": 1 + (c == "aa")}) for c in contexts])
-    of_one, of_two = ([row for row, n in calls if n == new] for new in (1, 2))
     longest = [len(lm.tok_encode(c)) for c in contexts]
-    assert of_one == [[longest[1], longest[3]], [longest[2], longest[0]]] and of_two == [
-        [longest[4]] * 2
-    ]
+    of_one, of_two = ([row for row, n in calls if n == new] for new in (1, 2))
+    assert of_one == [[longest[1], longest[3]], [longest[2], longest[0]]]
+    assert of_two == [[longest[4]] * 2]
 
 
 def test_until_cuts(params):
@@ -118,13 +108,10 @@ def test_long_contexts_are_cut_from_the_left_and_it_is_said(params, caplog):
     lengths = list(map(len, ids))
     assert answers(lm, PROMPTS) == [expected(params, row[-18:]) for row in ids]
     lost = [length - 18 for length in lengths if length > 18]
-    (said,) = [record.getMessage() for record in caplog.records]
+    (said,) = caplog.messages
     assert len(lost) == 2
-    assert (
-        f"2 of 3 texts do not fit in max_length=30 and are cut from the left: {sum(lost)} tokens "
-        "are lost" in said
-    )
-    assert f"up to {max(lost)} of a text" in said
+    assert "2 of 3 texts do not fit in max_length=30" in said
+    assert f"{sum(lost)} tokens are lost" in said and f"up to {max(lost)} of a text" in said
 
 
 def test_log_likelihoods_are_dense_and_it_is_said(params, caplog):
@@ -137,19 +124,16 @@ def test_log_likelihoods_are_dense_and_it_is_said(params, caplog):
         ("x" * 70, "y" * 9),
     ]
     found = lm.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
-    rows = [
-        ([280], lm.tok_encode(b, False)) if a == "" else lm._encode_pair(a, b) for a, b in pairs
-    ]
+    rows = [lm._encode_pair(a, b) if a else ([280], lm.tok_encode(b, False)) for a, b in pairs]
     for (value, greedy), row in zip(found, rows, strict=True):
         slow, likeliest = scored(params, *row)
         assert value == pytest.approx(slow, abs=1e-4) and greedy == likeliest
-    (said,) = [record.getMessage() for record in caplog.records]
+    (said,) = caplog.messages
     assert "log-likelihoods are dense" in said and POLICY in said
 
 
-@pytest.mark.parametrize("words", [3, 30])
-def test_rolling_predicts_every_token_once_with_most_context(params, words):
-    text = "the dog and " * words
+def test_rolling_predicts_every_token_once_with_most_context(params):
+    text = "the dog and " * 30
     lm = model(max_length=16)
     (found,) = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
     ids = lm.tok_encode(text, add_special_tokens=False)
@@ -168,10 +152,8 @@ def test_chats():
     asked = [{"role": "user", "content": "hi"}]
     assert lm.apply_chat_template(asked) == "<user>hi<end><a>"
     begun = [*asked, {"role": "assistant", "content": " hi, it is "}]
-    assert (
-        lm.apply_chat_template(begun, add_generation_prompt=False)
-        == "<user>hi<end><assistant> hi, it is"
-    )
+    said = lm.apply_chat_template(begun, add_generation_prompt=False)
+    assert said == "<user>hi<end><assistant> hi, it is"
     assert (lm.chat_template(True), lm.tokenizer_name) == (TEMPLATE, TINY.replace("/", "__"))
     lm.tokenizer.chat_template = "nothing"
     with pytest.raises(ValueError, match="'hi, it is': must stand in the chat template's text"):
@@ -180,11 +162,8 @@ def test_chats():
 
 def test_a_text_that_begins_as_a_sequence_does_gets_no_second_beginning():
     lm = model()
-    assert (
-        lm.tok_encode("the")
-        == lm.tok_encode("<|begin_of_text|>the")
-        == [280, *lm.tok_encode("the", False)]
-    )
+    ids = [280, *lm.tok_encode("the", False)]
+    assert lm.tok_encode("the") == lm.tok_encode("<|begin_of_text|>the") == ids
     assert (lm.prefix_token_id, lm.eot_token_id) == (280, 281)
     lm.tokenizer.eos_token_ids = ()
     with pytest.raises(ValueError, match=r"must be a model whose tokenizer names an end token"):
@@ -207,11 +186,7 @@ def test_arguments_out_of_range():
 
 def test_requests_out_of_range():
     for arguments, message in [
-        (
-            {"num_beams": 4},
-            "generation arguments ['num_beams']: must be among until, max_gen_toks, do_sample, "
-            "temp",
-        ),
+        ({"num_beams": 4}, "generation arguments ['num_beams']: must be among until, max_gen_toks"),
         ({"max_gen_toks": 0}, "max_gen_toks=0: must be an integer of at least 1"),
         ({"max_gen_toks": 64}, "max_gen_toks=64: must be less than max_length=64"),
         ({"do_sample": True, "top_p": 2.0}, "top_p=2.0: must be"),
@@ -274,10 +249,11 @@ def test_the_harness_own_variable_tracking(offline_ruler):
     assert len(texts) == 2 and all(512 < length <= 1024 for length in lengths)
     outs = jsparse.generate(params, contexts, policy=policy, max_new_tokens=30, temperature=0.0)
     assert texts == [out.text for out in outs]
-    hits = [
-        sum(name.lower() in text.lower() for name in s["doc"]["outputs"])
-        for s, text in zip(samples, texts, strict=True)
-    ]
-    assert found["results"]["ruler_vt"]["1024,none"] == pytest.approx(sum(hits) / 10)
-    assert sum(hits) > 0
+    hits = sum(
+        name.lower() in text.lower()
+        for sample, text in zip(samples, texts, strict=True)
+        for name in sample["doc"]["outputs"]
+    )
+    assert found["results"]["ruler_vt"]["1024,none"] == pytest.approx(hits / 10)
+    assert hits > 0
     assert found["config"]["policy"] == policy and found["config"]["attended_fraction"] < 0.8

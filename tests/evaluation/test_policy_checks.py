@@ -13,7 +13,6 @@ from jsparse.policies.own_code import with_budget
 from tests.support import broken_policies
 from tests.support.marks import slow_except
 from tests.support.policy_table import METHODS, outermost
-from tests.support.programs import shared
 
 # what else is seen of a policy that breaks a rule
 FOLLOWS = {
@@ -51,16 +50,11 @@ def test_nothing_else_is_found(name):
     assert {name} <= found <= {name} | FOLLOWS.get(name, set())
 
 
-@shared
-def of_method(expression):
-    """What is found of a registered method."""
-    return check(parse(expression), with_budget(expression, 2**20), params=random_model(2))
-
-
 @pytest.mark.slow  # by default those that break one are found to break no other
 @pytest.mark.parametrize("expression", METHODS)
 def test_methods_keep_all_rules(expression):
-    found = of_method(expression)
+    full = with_budget(expression, 2**20)
+    found = check(parse(expression), full, params=random_model(2))
     assert found.broken == []
     assert (found.leaves_out is False) == (expression in ("dense()", "all_pages()"))
     asked = {finding.rule.name for finding in found.findings if finding.kept}

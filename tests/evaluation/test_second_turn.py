@@ -8,56 +8,43 @@ from jsparse.evaluation import evaluators
 from jsparse.evaluation.shared_prefill import generate
 from jsparse.evaluation.tasks import parse
 from jsparse.evaluation.tasks.second_turn import ASKED
-from tests.support.encoders import smollm2, smollm2_tokenizer
+from tests.support.encoders import smollm2
+from tests.support.model_tokenizers import tokenizer_of
 from tests.support.programs import shared
 from tests.support.tiny import random_prompts, tiny_params
 
 PROMPTS, QUESTIONS = random_prompts((70, 33, 50)), random_prompts((3, 9, 1), seed=4)
 NEW = 12
 OPTIONS = {"max_new_tokens": NEW, "eos_token_id": []}
-JOINED = [[*prompt, *question] for prompt, question in zip(PROMPTS, QUESTIONS, strict=True)]
-LOSSY = "snapkv(budget=12, window=4)"
+
+
+def asked(**options):
+    params = tiny_params(num_layers=1)
+    return generate(params, ["dense()"], PROMPTS, questions=QUESTIONS, **OPTIONS | options)[0]
 
 
 @shared
-def made_by(policy):
-    """Answers to the questions after the prompts, and to the same tokens as one prompt."""
+def free():
+    """Answers that no end token cuts, and those to the same tokens as one prompt."""
+    joined = [[*prompt, *question] for prompt, question in zip(PROMPTS, QUESTIONS, strict=True)]
     params = tiny_params(num_layers=1)
-    (made,) = generate(params, [policy], PROMPTS, questions=QUESTIONS, **OPTIONS)
-    return made, jsparse.generate(params, JOINED, policy=policy, logprobs=True, **OPTIONS)
+    return asked(), jsparse.generate(params, joined, policy="dense()", logprobs=True, **OPTIONS)
 
 
 def test_answers_are_those_to_the_whole_text():
-    for out, whole in zip(*made_by("dense()"), strict=True):
+    for out, whole in zip(*free(), strict=True):
         assert (len(out.token_ids), out.finish_reason) == (NEW, "length")
         assert out.token_ids == whole.token_ids
         np.testing.assert_allclose(out.logprobs, whole.logprobs, atol=1e-3)
 
 
-@pytest.mark.slow
-def test_a_policy_that_evicts_has_not_seen_the_question():
-    """The same tokens in the prompt make it keep others, and say something else."""
-    made, whole = made_by(LOSSY)
-    assert [out.token_ids for out in made] != [out.token_ids for out in whole]
-
-
-@shared
-def made_until(*ends):
-    options = OPTIONS | {"eos_token_id": list(ends)}
-    params = tiny_params(num_layers=1)
-    return generate(params, ["dense()"], PROMPTS, questions=QUESTIONS, **options)[0]
-
-
 def test_answers_end_where_an_end_token_follows_the_question():
     """The same token inside the question ends nothing."""
-    free, _ = made_by("dense()")
-    end = free[0].token_ids[2]
-    made = made_until(end, QUESTIONS[0][1])
-    ids = free[0].token_ids
-    assert (
-        made[0].token_ids == ids[: 1 + min(ids.index(id) for id in {end, QUESTIONS[0][1]} & {*ids})]
-    )
-    assert made[0].finish_reason == "stop"
+    ids = free()[0][0].token_ids
+    ends = {ids[2], QUESTIONS[0][1]}
+    made = asked(eos_token_id=[*ends])[0]
+    assert made.token_ids == ids[: 1 + min(ids.index(end) for end in ends & {*ids})]
+    assert made.finish_reason == "stop"
 
 
 def test_every_prompt_needs_a_question():
@@ -81,7 +68,7 @@ def test_samples_are_those_of_the_task_cut_before_the_question(name):
 
 def test_the_evaluation_feeds_the_question_after_the_context(monkeypatch):
     """What it hands over is the prompt of the task itself, in two parts, in a chat too."""
-    params, tokenizer, seen = tiny_params(num_layers=1), smollm2_tokenizer(), {}
+    params, tokenizer, seen = tiny_params(num_layers=1), tokenizer_of("smollm2"), {}
 
     def record(params, policies, prompt, **options):
         seen.update(prompt=prompt, **options)

@@ -5,7 +5,6 @@ It never writes on top of another run.
 
 import json
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -71,19 +70,17 @@ with TemporaryDirectory() as folder:
     go_on(undisturbed)
     DATA = undisturbed.journal.read_bytes()
 HEADER = DATA.index(b"\n") + 1
-LAST_TWO = DATA[: DATA[:-1].rindex(b"\n")].rindex(b"\n") + 1
 
 
-@contextmanager
-def killed_run(cut):
-    """Yields the path of a run whose journal ends after `cut` bytes."""
+@given(st.integers(HEADER, len(DATA)))
+@example(HEADER)
+@example(HEADER + 1)
+@example(len(DATA) - 1)
+@example(len(DATA))
+def test_a_run_that_was_killed_anywhere_goes_on(cut):
     with TemporaryDirectory() as folder:
-        Path(folder, "out.partial.jsonl").write_bytes(DATA[:cut])
-        yield f"{folder}/out.json"
-
-
-def check_resumed_after(cut):
-    with killed_run(cut) as path:
+        path = Path(folder, "out.json")
+        path.with_suffix(".partial.jsonl").write_bytes(DATA[:cut])
         kept = DATA[:cut].count(b"\n") - 1
         resumed = ResultStore(path, SETTINGS, resume=True)
         assert [e["index"] for e in resumed.entries] == [0, 1, 2, 0, 1, 2][:kept]
@@ -91,51 +88,22 @@ def check_resumed_after(cut):
         go_on(resumed)
         assert taken(resumed) == WHOLE
         assert resumed.journal.read_bytes() == DATA, "the journal of an undisturbed run"
-        assert taken(ResultStore(path, SETTINGS, resume=True)) == WHOLE
 
 
-def test_killed_at_every_byte_of_the_last_two_lines():
-    for cut in range(LAST_TWO, len(DATA) + 1):
-        check_resumed_after(cut)
-
-
-@given(st.integers(HEADER, len(DATA)))
-@example(HEADER)
-@example(HEADER + 1)
-def test_killed_anywhere_after_the_settings(cut):
-    check_resumed_after(cut)
-
-
-@given(st.integers(0, HEADER - 1))
-@example(0)
-@example(HEADER - 1)
-def test_a_journal_without_whole_settings_is_refused(cut):
-    with (
-        killed_run(cut) as path,
-        pytest.raises(ValueError, match="does not begin with a run's settings"),
-    ):
-        ResultStore(path, SETTINGS, resume=True)
-
-
-def test_a_file_of_something_else_is_refused(path):
-    for header in [b"[]\n", b"{}\n", b"3\n", b"null\n", b'{"settings": 3}\n', b"\xff\n"]:
+def test_a_journal_without_whole_settings_is_refused(path):
+    broken = [b"[]\n", b"{}\n", b"3\n", b"null\n", b'{"settings": 3}\n', b"\xff\n"]
+    for header in [*broken, b"", DATA[:9], DATA[: HEADER - 1]]:
         path.with_suffix(".partial.jsonl").write_bytes(header)
         with pytest.raises(ValueError, match="does not begin with a run's settings"):
             ResultStore(path, SETTINGS, resume=True)
 
 
-UNFIT = [
-    json.dumps(measure(CELLS[0], 1) | {"values": values}).encode()
-    for values in (3, {"score": "x"}, {"score": None})
-]
-
-
 def test_a_broken_line_inside_is_named(path):
-    store = ResultStore(path, SETTINGS)
-    store.add([measure(CELLS[0], 0)])
-    whole = store.journal.read_bytes()
-    for line in (b"{}", b"[]", b"3", b"", b"{", b"\0" * 40, b'{"score": NaN}', *UNFIT):
-        store.journal.write_bytes(whole + line + b"\n")
+    whole = DATA[: DATA.index(b"\n", HEADER) + 1]
+    entry = measure(CELLS[0], 1)
+    unfit = [json.dumps(entry | {"values": each}).encode() for each in (3, {"a": "x"}, {"a": None})]
+    for line in (b"{}", b"[]", b"3", b"", b"{", b"\0" * 40, b'{"score": NaN}', *unfit):
+        path.with_suffix(".partial.jsonl").write_bytes(whole + line + b"\n")
         with pytest.raises(ValueError, match=r"out\.partial\.jsonl, line 3: "):
             ResultStore(path, SETTINGS, resume=True)
 

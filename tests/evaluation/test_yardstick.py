@@ -10,7 +10,6 @@ from jsparse.evaluation.teacher_forcing import force
 from jsparse.evaluation.yardstick import yardsticks
 from jsparse.policies.expressions import parse
 from jsparse.runtime.compilation import traces
-from tests.support.programs import shared
 from tests.support.tiny import random_prompts, random_tokens, tiny_params
 
 PAGE, STEPS = 8, 4
@@ -72,16 +71,9 @@ def test_what_reads_everything_has_none(made):
     assert (budget[window, 1:] == 0).all() and np.isnan(kl[window, 1:]).all()
 
 
-@shared
-def repeated():
-    """Yardsticks of two shares read, and how often programs were traced before and after."""
-    run, found, _ = measured((POLICIES[0], POLICIES[-1]))
+def test_budgets_share_their_programs(made):
+    run, found, _ = made
     once, before = yardsticks(run, found), traces()
     again = yardsticks(run, found._replace(read=found.read * 0.7))
-    return once, before, again, traces()
-
-
-def test_budgets_share_their_programs():
-    once, before, again, after = repeated()
-    assert after == before
+    assert traces() == before
     assert (again.budget[1:, 0] < once.budget[1:, 0]).all()

@@ -47,34 +47,24 @@ def test_separators_have_their_class_alone_and_after_text_and_before_blanks():
 
 
 def test_flags_say_what_neighbours_need():
-    in_line = STARTS_WITH_BLANK
-    line = ENDS_IN_NEWLINE
-    empty = ENDS_IN_NEWLINE + IS_NEWLINES
-    assert rows("x", " x", "\tx", "x\n", "\n", " \n", "\n\n", "\n  ", "\r\n", ".\n\n", " ") == [
-        [0, 0],
-        [0, in_line],
-        [0, in_line],
-        [2, line],
-        [2, empty],
-        [2, empty + in_line],
-        [1, empty],
-        [2, empty],
-        [2, empty],
-        [1, line],
-        [4, in_line],
-    ]
+    empty, line, in_line = ENDS_IN_NEWLINE + IS_NEWLINES, ENDS_IN_NEWLINE, STARTS_WITH_BLANK
+    for tokens, row in [
+        (["x"], [0, 0]),
+        ([" x", "\tx"], [0, in_line]),
+        (["x\n"], [2, line]),
+        (["\n", "\n  ", "\r\n"], [2, empty]),
+        ([" \n"], [2, empty + in_line]),
+        (["\n\n"], [1, empty]),
+        ([".\n\n"], [1, line]),
+        ([" "], [4, in_line]),
+    ]:
+        assert rows(*tokens) == [row] * len(tokens), tokens
 
 
 def test_pieces_of_characters_make_no_boundary():
     whole = "。".encode()
-    assert rows(whole[:1], whole[:2], whole[1:], b"." + whole[:2], b"\x80\n", b"\xe3 ") == [
-        [0, 0],
-        [0, 0],
-        [0, 0],
-        [0, 0],
-        [2, ENDS_IN_NEWLINE],
-        [4, 0],
-    ]
+    assert rows(whole[:1], whole[:2], whole[1:], b"." + whole[:2]) == [[0, 0]] * 4
+    assert rows(b"\x80\n", b"\xe3 ") == [[2, ENDS_IN_NEWLINE], [4, 0]]
 
 
 def test_control_tokens_are_class_1_whatever_their_text_and_padding_is_none():

@@ -17,7 +17,6 @@ from jsparse.model_facts.constants import (
     fingerprint,
     key_constants,
     mid_and_scale,
-    require_constants,
 )
 from jsparse.model_facts.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
 from tests.support.model_tokenizers import tokenizer_of
@@ -64,7 +63,7 @@ def test_the_mean_is_that_of_keys_before_rope_and_keys_then_reach_as_far_as_quer
     before = jnp.asarray(constant + rng.standard_normal((2, 512, 32)), jnp.float32)
     keys = rotated(before, angles_at(positions, frequencies))
     queries = jnp.asarray(rng.standard_normal((4, 32, 32)) * np.arange(1, 33), jnp.float32)
-    mid, scale = measured(keys, queries, positions, frequencies)
+    mid, scale = jax.jit(mid_and_scale)(keys, queries, positions, frequencies)
     long = [13, 14, 15, 29, 30, 31]
     np.testing.assert_allclose(mid[:, long], np.mean(before, 1)[:, long], atol=0.01)
     assert (np.asarray(mid)[:, [0, 16]] == 0).all()
@@ -74,9 +73,6 @@ def test_the_mean_is_that_of_keys_before_rope_and_keys_then_reach_as_far_as_quer
     met = np.asarray(queries).reshape(2, 64, 32) * np.tile(scale, 2)[:, None]
     size = np.sqrt((met.reshape(2, 64, 2, 16) ** 2).mean((1, 2)))
     np.testing.assert_allclose(reach, size, rtol=1e-4)
-
-
-measured = jax.jit(mid_and_scale)
 
 
 def test_they_are_made_once_per_model_and_kept_in_it(made):
@@ -204,21 +200,6 @@ def test_or_none_is_zeros_without_a_tokenizer_and_is_said_once(caplog):
     assert found[0].shape == (params.config.vocab_size, 2)
     assert found[0].dtype == jnp.uint8
     assert not found[0].any()
-
-
-def test_a_tokenizer_that_cannot_be_spelled_is_refused_or_said(monkeypatch, caplog):
-    def refuse(tokenizer, vocab_size):
-        raise ValueError("tokenizer: must have a decoder that is known")
-
-    monkeypatch.setattr(module, "boundary_classes", refuse)
-    params = with_tokenizer(fresh())
-    with pytest.raises(ValueError, match=r"policy=chunky\(\) needs .*: tokenizer: must have"):
-        require_constants(params, needing("boundary_classes"))
-    assert not caplog.text
-    assert not constants(params, needing("boundary_classes_or_none"))[
-        "boundary_classes_or_none"
-    ].any()
-    assert "fixed size: tokenizer: must have" in caplog.text
 
 
 def test_a_table_that_does_not_fit_the_vocabulary_is_refused():

@@ -78,16 +78,8 @@ def _http_error(kind):
 
 def test_hub_failures_say_what_to_do(monkeypatch):
     for failure, error, match in [
-        (
-            _http_error(errors.GatedRepoError),
-            ValueError,
-            "accept its licence at .*org/name.*hf auth login",
-        ),
-        (
-            _http_error(errors.RepositoryNotFoundError),
-            FileNotFoundError,
-            "nor on the Hub.*hf auth login",
-        ),
+        (_http_error(errors.GatedRepoError), ValueError, "licence at .*org/name.*hf auth login"),
+        (_http_error(errors.RepositoryNotFoundError), FileNotFoundError, "on the Hub.*hf auth"),
         (_http_error(errors.RevisionNotFoundError), FileNotFoundError, "revision='v1'"),
         (_http_error(errors.HfHubHTTPError), ValueError, "first line"),
         (errors.LocalEntryNotFoundError("offline"), FileNotFoundError, "go online"),

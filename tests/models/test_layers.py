@@ -137,12 +137,11 @@ def test_mlp_is_gated_by_silu():
     np.testing.assert_allclose(residual, total, rtol=1e-6)
 
 
-@pytest.mark.parametrize("tokens", [1, 2])
-def test_products_in_parts_are_added_up_where_they_are_read(tokens, monkeypatch):
+def test_products_in_parts_are_added_up_where_they_are_read(monkeypatch):
     heads = {"num_heads": 2, "head_dim": 8, "qk_norm": True}
     decoder = Decoder(config(hidden_size=16, intermediate_size=16, num_layers=2, **heads))
     weights = random_weights(decoder.config, jnp.float32)
-    ids = jnp.arange(3 * tokens, dtype=jnp.int32).reshape(3, tokens) % 8
+    ids = jnp.arange(6, dtype=jnp.int32).reshape(3, 2)
 
     def to_itself(layer, q, k, v):
         return jnp.repeat(v, 2, axis=2)

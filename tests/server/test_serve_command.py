@@ -1,5 +1,6 @@
 """Tests the command `jsparse serve` in a process of its own."""
 
+import json
 import os
 import queue
 import re
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 import jsparse
+from jsparse.cli.app import app
 
 TINY = str(Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf")
 TWO_HOSTS = ["--nnodes", "2", "--master-addr", "127.0.0.1"]
@@ -72,40 +74,30 @@ def test_bad_options_are_refused_at_once(capsys):
             "--data-parallel-size 2: must be 1 where --nnodes is above 1",
         ),
     ]:
-        from jsparse.cli.app import app
+        assert message in refusal(capsys, *arguments)
 
-        with pytest.raises(SystemExit) as ended:
-            app(["serve", TINY, "--port", "0", *arguments], prog_name="jsparse")
-        assert ended.value.code == 2, message
-        shown = capsys.readouterr().err
-        assert shown.startswith("error: ") and message in shown and len(shown.splitlines()) == 1, (
-            message
-        )
+
+def refusal(capsys, *arguments):
+    """The one line that says why the command does not start."""
+    with pytest.raises(SystemExit) as ended:
+        app(["serve", TINY, "--port", "0", *arguments], prog_name="jsparse")
+    shown = capsys.readouterr().err
+    assert (ended.value.code, len(shown.splitlines())) == (2, 1), shown
+    return shown
 
 
 def test_a_port_to_meet_at_that_is_not_free_is_refused(capsys):
-    from jsparse.cli.app import app
-
     with socket.create_server(("", 0)) as taken:
-        port = f"{taken.getsockname()[1]}"
-        at = ["--master-port", port, "--tensor-parallel-size", "2"]
-        with pytest.raises(SystemExit) as ended:
-            app(["serve", TINY, *TWO_HOSTS, *at], prog_name="jsparse")
-    assert ended.value.code == 2
-    assert f"--master-port {port}: must be free on this host" in capsys.readouterr().err
+        at = ["--master-port", f"{taken.getsockname()[1]}", "--tensor-parallel-size", "2"]
+        assert f"{' '.join(at[:2])}: must be free on this host" in refusal(capsys, *TWO_HOSTS, *at)
 
 
 def test_a_missing_extra_is_named(monkeypatch, capsys):
-    from jsparse.cli.app import app
-
     for name in [name for name in sys.modules if name.startswith("jsparse.server")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("jsparse.server", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(SystemExit) as ended:
-        app(["serve", TINY], prog_name="jsparse")
-    assert ended.value.code == 2
-    assert "pip install '.[server]'" in capsys.readouterr().err
+    assert "pip install '.[server]'" in refusal(capsys)
 
 
 @pytest.mark.slow
@@ -147,21 +139,18 @@ def test_a_term_under_load_loses_no_answer():
                 wait.wait(0.01)
             answers = [each.result() for each in asked]
         assert codes - {200} == {503}
-        full = {tuple(_texts(pieces)) for status, pieces in answers if status == 200}
-        assert len([1 for status, _ in answers if status == 200]) >= 4
+        full = [pieces for status, pieces in answers if status == 200]
+        assert len(full) >= 4
         assert {status for status, _ in answers} <= {200, 503}
-        assert len({"".join(texts) for texts in full}) == 1
-        assert all(pieces[-2] == "data: [DONE]" for status, pieces in answers if status == 200)
+        assert len({text_of(pieces) for pieces in full}) == 1
+        assert all(pieces[-2] == "data: [DONE]" for pieces in full)
         assert process.wait(timeout=60) == 0
         assert process.stderr is not None and "Traceback" not in process.stderr.read()
 
 
-def _texts(pieces):
-    import json
-
-    events = [line.removeprefix("data: ") for line in pieces if line]
-    for each in events[:-1]:
-        yield json.loads(each)["choices"][0]["text"]
+def text_of(pieces):
+    *events, _ = (line.removeprefix("data: ") for line in pieces if line)
+    return "".join(json.loads(each)["choices"][0]["text"] for each in events)
 
 
 def replicas_of(router):

@@ -36,43 +36,21 @@ def test_a_full_engine_says_when_to_come_back():
         assert never.status_code == 400 and never.json()["error"]["param"] == "n"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_nan_logits_are_an_error_of_the_server(stream):
+def test_nan_logits_are_an_error_of_the_server():
     engine = an_engine(params=with_nan(with_words(), 7))
-    body = {"prompt": "w7 w3", "max_tokens": 3, "temperature": 0, "stream": stream}
+    body = {"max_tokens": 3, "temperature": 0}
     with serving(a_service(), engine) as url:
-        got = httpx.post(f"{url}/v1/completions", json=body)
-        fine = httpx.post(f"{url}/v1/completions", json=body | {"prompt": "w3"})
-    assert got.status_code == (200 if stream else 500)
-    text = got.text.removeprefix("data: ").split("\n")[0]
-    assert json.loads(text)["error"]["code"] == "nan_logits"
-    assert "logits are NaN" in json.loads(text)["error"]["message"]
-    assert fine.status_code == 200 and "error" not in fine.text
 
+        def post(prompt, stream):
+            asked = body | {"prompt": prompt, "stream": stream}
+            return httpx.post(f"{url}/v1/completions", json=asked)
 
-def test_an_engine_that_hangs_is_not_healthy(monkeypatch):
-    service, engine, go_on, hangs = a_service(), an_engine(), threading.Event(), threading.Event()
-    step = engine.engine.step
-
-    def hung():
-        hangs.set()
-        go_on.wait(60)
-        return step()
-
-    monkeypatch.setattr(engine.engine, "step", hung)
-    with serving(service, engine) as url, ThreadPoolExecutor(1) as pool:
-        service.max_busy_seconds = 0
-        assert httpx.get(f"{url}/health").status_code == 200  # asleep
-        body = {"prompt": "w1", "max_tokens": 1}
-        answer = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
-        try:
-            assert hangs.wait(60)
-            got = httpx.get(f"{url}/health")
-        finally:
-            go_on.set()
-        assert answer.result().status_code == 200
-    assert got.status_code == 503
-    assert got.json() == {"status": "the engine has been running one step for more than 0 s"}
+        for stream, status in ((False, 500), (True, 200)):
+            got, fine = post("w7 w3", stream), post("w3", stream)
+            error = json.loads(got.text.removeprefix("data: ").split("\n")[0])["error"]
+            assert (got.status_code, error["code"]) == (status, "nan_logits"), stream
+            assert "logits are NaN" in error["message"], stream
+            assert fine.status_code == 200 and "error" not in fine.text, stream
 
 
 def test_before_and_after(monkeypatch):
@@ -97,29 +75,34 @@ def test_before_and_after(monkeypatch):
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "w1"}).status_code == 503
 
 
-def test_clients_are_told_of_a_lost_process_though_a_program_hangs(monkeypatch):
+def test_a_program_that_hangs_is_unhealthy_and_clients_hear_of_a_lost_process(monkeypatch):
     service, engine, go_on, hangs = a_service(), an_engine(), threading.Event(), threading.Event()
     step, steps = engine.engine.step, []
 
-    def hung():
+    def slow():
         steps.append(1)
         if len(steps) > 4:
             hangs.set()
             go_on.wait(60)
         return step()
 
-    monkeypatch.setattr(engine.engine, "step", hung)
+    monkeypatch.setattr(engine.engine, "step", slow)
     with serving(service, engine) as url, ThreadPoolExecutor(1) as pool:
+        service.max_busy_seconds = 0
+        assert httpx.get(f"{url}/health").status_code == 200  # asleep
         body = {"prompt": "w1", "max_tokens": 80, "ignore_eos": True, "stream": True}
         answer = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
         try:
             assert hangs.wait(60)
+            hung = httpx.get(f"{url}/health")
             run.tell_clients(service)
             assert service.inside == 0
             got = answer.result(10)
             assert httpx.get(f"{url}/health").status_code == 503
         finally:
             go_on.set()
+    assert hung.status_code == 503
+    assert hung.json() == {"status": "the engine has been running one step for more than 0 s"}
     assert got.status_code == 200
     last = got.text.removesuffix("\n\n").split("\n\n")[-1].removeprefix("data: ")
     assert json.loads(last)["error"]["code"] == "engine_error"

@@ -11,11 +11,20 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from websockets.sync.client import connect
+import pytest
 
 from tests.support.tiers import BROWSERS
 
+try:
+    from websockets.sync.client import connect
+except ModuleNotFoundError:
+    connect = None
+
 CHROMIUM = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+needs_chromium = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not (CHROMIUM and connect), reason="needs Chromium and websockets"),
+]
 PATIENCE = 20.0
 KEYS = {"Enter": 13, "Tab": 9, "Escape": 27}
 
@@ -29,6 +38,7 @@ class Browser:
     """
 
     def __init__(self):
+        assert connect is not None
         self.requests: list[str] = []
         self.errors: list[str] = []
         with contextlib.ExitStack() as opened:

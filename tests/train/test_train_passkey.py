@@ -75,9 +75,7 @@ def test_every_key_stands_in_the_context_once(name):
         window = np.concatenate(fillers)
         assert len(window) > 20 and find(circle, window, 0) >= 0
         depths = np.cumsum([len(piece) for piece in fillers])[:-1] / len(window)
-        assert (depths >= 0.05 - 0.5 / len(window)).all() and (
-            depths <= 0.95 + 0.5 / len(window)
-        ).all()
+        assert (abs(depths - 0.5) <= 0.45 + 0.5 / len(window)).all()
 
 
 @pytest.mark.parametrize(("name", "asked"), [*zip(NAMES, (1, 2, 4), strict=False)])
@@ -95,17 +93,9 @@ def test_what_is_scored_is_what_is_asked(name, asked):
         told = "\n".join(f"Pass key {number}: {' '.join(keys[number])}" for number in numbers)
         end = len(target) - int((target[::-1] != 0).argmax())
         assert tokenizer.decode(target[:end]).strip() == told and scored[end - 1]
+        # tokenised as in a whole text
+        assert continued(tokenizer, f" {told}").tolist() == target[:end].tolist()
     assert len(orders) > 2
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_pieces_are_tokenised_as_in_a_whole_text(name):
-    tokenizer = tokenizer_of(name)
-    source = passkeys(tokenizer, TEXT, **SHORT)
-    _, target, _ = next(rows(source, 1))
-    end = len(target) - int((target[::-1] != 0).argmax())
-    answer = tokenizer.decode(target[:end]).lstrip()
-    assert continued(tokenizer, f" {answer}").tolist() == target[:end].tolist()
 
 
 def test_lengths_and_depths_are_uniform():
@@ -136,16 +126,12 @@ def test_keys_that_leave_no_room_are_drawn_anew():
     source = passkeys(tokenizer, TEXT, min_length=minimum, max_length=minimum, **small)
     fillers = [sum(map(len, parts(tokenizer, context)[0])) for context, _, _ in rows(source, 20)]
     assert 0 <= min(fillers) < 4 < max(fillers) < 30
-    with pytest.raises(
-        ValueError,
-        match=f"min_length={minimum - 1}: must be at least {minimum}, which needles=3 of words=8",
-    ):
+    with pytest.raises(ValueError, match=f"={minimum - 1}: must be at least {minimum}, which need"):
         passkeys(tokenizer, TEXT, min_length=minimum - 1, **small)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_targets_are_as_wide_as_the_longest_answer(name):
-    tokenizer = tokenizer_of(name)
+def test_targets_are_as_wide_as_the_longest_answer():
+    tokenizer = tokenizer_of("llama")
     source = passkeys(tokenizer, TEXT, asked=2, min_length=900, max_length=900, needles=12, words=2)
     longest = max(len(continued(tokenizer, f" {word}")) for word in ALPHABET)
     first, later = (
@@ -176,16 +162,14 @@ def test_batches_are_padded_at_the_end_alone():
             assert (target[last + 1 :] == 0).all() and (target[: last + 1] != 0).all()
 
 
-def test_training_that_goes_on_sees_the_same_batches():
+def test_a_step_s_batch_depends_on_the_seed_alone():
     tokenizer = tokenizer_of("smollm2")
-    source = passkeys(tokenizer, TEXT, **SHORT, seed=3)
-    once = [source.batch(step, 2) for step in range(8)]
-    again = passkeys(tokenizer, TEXT, **SHORT, seed=3).batch(7, 2)
-    assert all(np.array_equal(one, other) for one, other in zip(once[7], again, strict=True))
-    assert len({batch.context.tobytes() for batch in once}) == 8
-    assert not np.array_equal(
-        passkeys(tokenizer, TEXT, **SHORT, seed=4).batch(7, 2).target, again.target
-    )
+    source, again, other = (passkeys(tokenizer, TEXT, **SHORT, seed=seed) for seed in (3, 3, 4))
+    source.batch(0, 2)
+    for one, two in zip(source.batch(7, 2), again.batch(7, 2), strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert not np.array_equal(again.batch(7, 2).context, again.batch(6, 2).context)
+    assert not np.array_equal(again.batch(7, 2).target, other.batch(7, 2).target)
 
 
 def test_arguments_out_of_range_are_refused():

@@ -1,28 +1,14 @@
-"""Tests the page of `jsparse eval --report`, of made-up results.
-
-With JSPARSE_SCREENSHOTS=docs/images/report the browser's tests take screenshots.
-"""
+"""Tests the page of `jsparse eval --report`, of made-up results."""
 
 import json
-import os
 import re
-from pathlib import Path
 
 import pytest
 
 from jsparse.evaluation.report.eval_page import page
+from tests.support.browser import Browser, needs_chromium
 from tests.support.made_up_report import SHORT, report
 
-try:
-    from tests.support.browser import CHROMIUM, Browser
-except ModuleNotFoundError:
-    CHROMIUM = None
-
-SHOTS = os.environ.get("JSPARSE_SCREENSHOTS")
-in_browser = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium and the package websockets"),
-]
 DOT = "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 4 3'/>"
 
 
@@ -97,7 +83,7 @@ def column(browser, nth):
 
 
 class TestInABrowser:
-    pytestmark = in_browser
+    pytestmark = needs_chromium
 
     def test_columns_are_sorted_by_keyboard(self, opened, made):
         names = [(each["task"], each["label"]) for each in data_of(made)["columns"]]
@@ -135,7 +121,4 @@ class TestInABrowser:
         for width, scheme in ((360, "dark"), (360, "light"), (1100, "dark"), (1100, "light")):
             opened.look(width, 800, scheme)
             assert opened.run("document.documentElement.scrollWidth") <= width
-            if SHOTS:
-                name = f"{'phone' if width < 500 else 'desktop'}_{scheme}.png"
-                opened.shoot(Path(SHOTS) / name, whole=True)
         assert not opened.errors

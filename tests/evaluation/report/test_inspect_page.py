@@ -1,27 +1,13 @@
-"""Tests the page of `jsparse inspect` in a browser.
-
-With JSPARSE_SCREENSHOTS=docs/images/inspect it takes the screenshots of the docs again.
-"""
-
-import os
-from pathlib import Path
+"""Tests the page of `jsparse inspect` in a browser."""
 
 import numpy as np
 import pytest
 
 from jsparse.evaluation.inspection import Inspection
 from jsparse.evaluation.report.inspect_page import page
+from tests.support.browser import Browser, needs_chromium
 
-try:
-    from tests.support.browser import CHROMIUM, Browser
-except ModuleNotFoundError:
-    CHROMIUM = None
-
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium and the package websockets"),
-]
-SHOTS = os.environ.get("JSPARSE_SCREENSHOTS")
+pytestmark = needs_chromium
 TEXT = (
     "The older lighthouse stands on the western rocks and shows a red light. The newer one is a "
     "steel mast at the end of the pier, and its light is green."
@@ -107,7 +93,4 @@ def test_nothing_is_fetched_and_nothing_is_wider_than_a_phone(opened):
     for width, scheme in ((360, "dark"), (360, "light"), (1100, "dark"), (1100, "light")):
         opened.look(width, 800, scheme)
         assert opened.run("document.documentElement.scrollWidth") <= width
-        if SHOTS:
-            name = f"{'phone' if width < 500 else 'desktop'}_{scheme}.png"
-            opened.shoot(Path(SHOTS) / name, whole=True)
     assert not opened.errors

@@ -27,17 +27,9 @@ def test_the_answer_is_the_rest_of_the_record_s_label():
         assert len(name.split()) == 2
         assert len(answer.split()) == 3
         assert nth == round(sample.meta["depth"] * (len(records) - 1))
-
-
-def test_the_prefix_is_the_record_up_to_the_answer():
-    (task,) = parse("json_retrieval")
-    for index in range(6):
-        sample = task.sample(words, 512, index)
-        (answer,) = sample.answers
         assert sample.prefix.startswith("\n  {\n")
         assert sample.prompt.count(f'{sample.prefix} {answer}"') == 1
-        assert sample.prompt.count(answer) == 1
-        assert sample.prompt.count(sample.prefix.rpartition('"')[2]) == 1
+        assert sample.prompt.count(answer) == sample.prompt.count(name) == 1
 
 
 def test_no_word_of_a_label_occurs_in_another():
@@ -48,6 +40,8 @@ def test_no_word_of_a_label_occurs_in_another():
 
 
 def test_only_the_exact_rest_counts():
+    (task,) = parse("json_retrieval")
+    given = task.sample(words, 512, 0)
     for text, score in [
         (' oak river 41",\n    "owner": {', 1),
         (' "oak river 41"', 1),
@@ -60,6 +54,5 @@ def test_only_the_exact_rest_counts():
         ('""', 0),
         ("", 0),
     ]:
-        (task,) = parse("json_retrieval")
-        sample = task.sample(words, 512, 0)._replace(answers=("oak river 41",))
+        sample = given._replace(answers=("oak river 41",))
         assert task.score(text, sample) == score, text

@@ -5,12 +5,10 @@ import json
 import zipfile
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jsparse.evaluation.tasks import longbench, parse
 from jsparse.evaluation.tasks import longbench_metrics as metrics
-from tests.support.encoders import characters, smollm2, spent, words
+from tests.support.encoders import smollm2, spent, words
 
 pytestmark = pytest.mark.pure
 
@@ -64,12 +62,8 @@ def test_prompts_are_longbenchs():
 
 
 def test_a_row_becomes_a_sample(tmp_path):
-    hotpot = task(
-        tmp_path,
-        "hotpotqa",
-        row(),
-        row(_id="y", input="Where {here}\u2028?", answers=["den", "fox den"]),
-    )
+    second = row(_id="y", input="Where {here}\u2028?", answers=["den", "fox den"])
+    hotpot = task(tmp_path, "hotpotqa", row(), second)
     assert hotpot.num_samples == 2
     sample = hotpot.sample(words, 4096, 1)
     assert sample.prompt.endswith("\n\nQuestion: Where {here}\u2028?\nAnswer:")
@@ -78,28 +72,22 @@ def test_a_row_becomes_a_sample(tmp_path):
                            "context_tokens": len(words(sample.prompt))}  # fmt: skip
     assert hotpot.score("the den", sample) == 1
     assert hotpot.score("The fox's home", sample) == 0
-    with pytest.raises(
-        ValueError, match="index=2: must be from 0, longbench_hotpotqa has 2 samples"
-    ):
+    with pytest.raises(ValueError, match="index=2: must .* longbench_hotpotqa has 2 samples"):
         hotpot.sample(words, 4096, 2)
 
 
-@pytest.mark.parametrize(("encode", "length"), [(smollm2, 160), (characters, 1024)])
-def test_long_prompts_are_cut_in_the_middle(tmp_path, encode, length):
+def test_long_prompts_are_cut_in_the_middle(tmp_path):
+    encode, length = smollm2, 160
     context = " ".join(f"word{i}" for i in range(2000))
-    made = task(
-        tmp_path,
-        "trec",
-        row(context=context, input="Question: Who?\nType:", all_classes=["Person", "Place"]),
-    )
+    asked = {"context": context, "input": "Question: Who?\nType:"}
+    made = task(tmp_path, "trec", row(**asked, all_classes=["Person", "Place"]))
     sample = made.sample(encode, length, 0)
     assert sample.meta["cut"] and not sample.meta["chat_template"]
     assert 0.9 * length < spent(encode, sample) <= length
-    whole = longbench.DATASETS["trec"].prompt.format(context=context, input="Question: Who?\nType:")
+    whole = longbench.DATASETS["trec"].prompt.format(**asked)
     half = len(sample.prompt) // 2
-    assert whole.startswith(sample.prompt[: len(sample.prompt) - half]) and whole.endswith(
-        sample.prompt[-half:]
-    )
+    assert whole.startswith(sample.prompt[: len(sample.prompt) - half])
+    assert whole.endswith(sample.prompt[-half:])
     with pytest.raises(ValueError, match="length=127: must be at least 128 for longbench_trec"):
         made.sample(encode, 127, 0)
 
@@ -116,14 +104,9 @@ def test_v2_asks_for_a_letter(tmp_path):
     (tmp_path / "data.json").write_text(json.dumps([V2_ROW]))
     (v2,) = parse("longbench_v2", tmp_path)
     sample = v2.sample(words, 4096, 0)
-    assert sample.prompt.startswith(
-        "Please read the following text and answer the question below.\n\n<text>\nA long"
-    )
-    assert (
-        "story.\n</text>\n\nWhat is the correct answer to this question: Which?\nChoices:\n(A) a1\n"
-        in sample.prompt
-    )
-    assert "(B) b1\n(C) c1\n(D) d1\n\nFormat your response as follows: " in sample.prompt
+    asked = "What is the correct answer to this question: Which?\nChoices:"
+    assert "answer the question below.\n\n<text>\nA long" in sample.prompt
+    assert f"story.\n</text>\n\n{asked}\n(A) a1\n(B) b1\n(C) c1\n(D) d1\n\nFormat" in sample.prompt
     assert (sample.answers, sample.max_new_tokens) == (("B",), 128)
     assert v2.score("**The correct answer is (B)**", sample) == 1
     assert v2.score("The correct answer is B.", sample) == 1
@@ -198,9 +181,3 @@ def test_metrics_by_hand():
         assert metric(
             text, answer, ["Person", "Group of Person", "Group of person"]
         ) == pytest.approx(score, abs=1e-6), metric
-
-
-@given(st.text("ab .c", max_size=30), st.text("ab .c", max_size=30))
-def test_metrics_are_from_zero_to_one(text, answer):
-    for dataset in longbench.DATASETS.values():
-        assert 0 <= dataset.metric(text, answer, ["a", "b c"]) <= 1

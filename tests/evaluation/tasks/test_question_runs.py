@@ -80,53 +80,34 @@ def test_a_template_is_used_where_there_is_one(params, folder, monkeypatch, temp
         assert prompts[0] == tokenizer.encode(asked, add_special_tokens=False)
 
 
-@pytest.fixture(scope="module")
-def after_a_kill(params, tmp_path_factory):
-    """The cells of a whole run, those of one that was killed and resumed, and what that asked."""
-    folder = written(tmp_path_factory.mktemp("killed"), *map(json.dumps, ROWS))
-    with pytest.MonkeyPatch.context() as patch:
-        return killed_and_resumed(params, folder, patch)
-
-
-def killed_and_resumed(params, folder, monkeypatch):
+def test_a_killed_run_asks_only_what_is_missing(params, folder, monkeypatch):
     whole = measured(params, folder)
     settings, path = {"model": "tiny", "samples": 20}, folder / "killed.json"
-    add, killed = ResultStore.add, ResultStore(path, settings)
+    add, answer, asked = ResultStore.add, evaluators.GreedyAnswers.__call__, []
 
     def dies(store, entries):
         add(store, entries)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched:
-        patched.setattr(ResultStore, "add", dies)
-        with pytest.raises(KeyboardInterrupt):
-            measured(params, folder, killed)
-    asked = []
-    answer = evaluators.GreedyAnswers.__call__
-
     def counted(answers, policies, indices):
         asked.append(list(indices))
         return answer(answers, policies, indices)
 
+    with monkeypatch.context() as patched:
+        patched.setattr(ResultStore, "add", dies)
+        with pytest.raises(KeyboardInterrupt):
+            measured(params, folder, ResultStore(path, settings))
     monkeypatch.setattr(evaluators.GreedyAnswers, "__call__", counted)
     resumed = measured(params, folder, ResultStore(path, settings, resume=True))
-    return whole["cells"], resumed["cells"], asked
-
-
-def test_a_killed_run_asks_only_what_is_missing(after_a_kill):
-    whole, resumed, asked = after_a_kill
     assert asked == [[2]]
-    assert resumed == whole
+    assert resumed["cells"] == whole["cells"]
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
-        (
-            {"max_new_tokens": 8192},
-            r"max_new_tokens=8192: must leave room .*\d+ tokens\) within 512",
-        ),
+        ({"max_new_tokens": 8192}, r"=8192: must leave room .*\d+ tokens\) within 512"),
         ({"tasks": ("questions", "kl")}, "length=4096: must be at most 512"),
     ],
 )

@@ -191,3 +191,51 @@ def test_a_peer_that_reads_slowly_gets_all(url, monkeypatch):
             if size >> 20 != (size - len(piece)) >> 20:
                 time.sleep(0.05)
     assert size > BIG
+
+
+# as the client of the JDK sends it with its first request
+OFFER = {
+    "connection": "Upgrade, HTTP2-Settings",
+    "upgrade": "h2c",
+    "http2-settings": "AAEAAEAAAAIAAAABAAMAAABk",
+}
+
+
+def in_chunks(body, size=10):
+    """A request in chunks that offers another protocol, in pieces as they may arrive."""
+    head = post(COMPLETIONS, b"", **OFFER, **{"transfer-encoding": "chunked"})
+    yield head.replace(b"content-length: 0\r\n", b"")
+    for at in range(0, len(body), size):
+        piece = body[at : at + size]
+        yield b"%x\r\n%s\r\n" % (len(piece), piece)
+    yield b"0\r\n\r\n"
+
+
+def test_a_request_that_offers_another_protocol_keeps_its_body(url):
+    pieces = list(in_chunks(json.dumps(BRIEF).encode()))
+    whole = [post(COMPLETIONS, BRIEF, **OFFER)], [post(COMPLETIONS, BRIEF)]
+    with connected(url) as peer:
+        for request in (*whole, *whole, pieces, [b"".join(pieces)], pieces):
+            for piece in request:
+                peer.sendall(piece)
+            status, body = answer(peer)
+            assert status == 200, body
+            assert json.loads(body)["usage"]["completion_tokens"] == 2
+
+
+def test_an_offered_body_that_is_waited_for_is_asked_for(url):
+    request = post(COMPLETIONS, BRIEF, **OFFER, expect="100-continue")
+    head, _, body = request.partition(b"\r\n\r\n")
+    with connected(url) as peer:
+        peer.sendall(head + b"\r\n\r\n")
+        expected = b"HTTP/1.1 100 Continue\r\n\r\n"
+        assert peer.recv(len(expected)) == expected
+        peer.sendall(body)
+        assert answer(peer)[0] == 200
+
+
+def test_what_follows_an_offer_is_not_taken(url):
+    with connected(url) as peer:
+        peer.sendall(post(COMPLETIONS, BRIEF, **OFFER) + get("/version", **OFFER))
+        assert answer(peer)[0] == 200
+        assert peer.recv(1) == b""
