@@ -5,6 +5,7 @@ import time
 import httpx
 import pytest
 
+from tests.support import patient
 from tests.support.serving_http import a_service, an_engine, at_rest, serving
 
 BODY = {"prompt": "w1 w2", "max_tokens": 3, "temperature": 0}
@@ -33,10 +34,10 @@ def test_what_has_been_let_in_is_answered_though_the_server_ends(service, url):
     try:
         got = httpx.post(f"{url}/v1/completions", content=body(), headers=kind, timeout=60)
         assert got.status_code == 200, got.text
-        refused = httpx.post(f"{url}/v1/completions", json=BODY)
+        refused = patient.post(f"{url}/v1/completions", json=BODY)
         assert refused.status_code == 503
-        assert httpx.get(f"{url}/metrics").status_code == 200
-        assert httpx.get(f"{url}/health").status_code == 503
+        assert patient.get(f"{url}/metrics").status_code == 200
+        assert patient.get(f"{url}/health").status_code == 503
     finally:
         service.draining = False
     assert at_rest(service)
@@ -45,7 +46,7 @@ def test_what_has_been_let_in_is_answered_though_the_server_ends(service, url):
 def test_tokenising_counts_as_arriving(service, url, monkeypatch):
     monkeypatch.setattr(service, "_arriving", 10**6)
     for path, body in (("/tokenize", {"prompt": "w1"}), ("/detokenize", {"tokens": [1]})):
-        got = httpx.post(f"{url}{path}", json=body)
+        got = patient.post(f"{url}{path}", json=body)
         assert got.status_code == 429, path
 
 
@@ -59,7 +60,7 @@ def test_chats_that_name_no_number_get_the_server_s(url):
 
 def test_tokens_of_one_program_come_at_one_time(service, url):
     def count():
-        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        lines = patient.get(f"{url}/metrics").text.splitlines()
         (line,) = (each for each in lines if "inter_token_latency_seconds_count" in each)
         return float(line.split()[-1])
 

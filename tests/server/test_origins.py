@@ -5,6 +5,7 @@ import pytest
 
 from jsparse.server.origins import checked
 from jsparse.server.run import own_names
+from tests.support import patient
 from tests.support.serving_http import a_service, an_engine, serving
 
 PAGE, OTHER = "http://localhost:3000", "http://evil.example"
@@ -35,12 +36,14 @@ def allowed(got):
 
 def test_a_preflight_needs_no_key(http):
     headers = {"Origin": PAGE, **ASKS}
-    got = httpx.options(f"{http.base_url}/v1/completions", headers=headers)
+    got = patient.options(f"{http.base_url}/v1/completions", headers=headers)
     assert got.status_code == 200
     assert allowed(got) == PAGE
     assert "POST" in got.headers["access-control-allow-methods"]
     assert "authorization" in got.headers["access-control-allow-headers"]
-    refused = httpx.options(f"{http.base_url}/v1/completions", headers=headers | {"Origin": OTHER})
+    refused = patient.options(
+        f"{http.base_url}/v1/completions", headers=headers | {"Origin": OTHER}
+    )
     assert refused.status_code == 400
     assert allowed(refused) is None
 
@@ -56,13 +59,13 @@ def test_refusals_and_own_faults_are_readable_too(http, monkeypatch):
     assert (got.status_code, allowed(got)) == (404, PAGE)
     monkeypatch.setattr("jsparse.server.completions.complete", None)
     # over a connection of its own, which the server closes after an exception
-    got = httpx.post(
+    got = patient.post(
         f"{http.base_url}/v1/completions", json=BODY, headers={**http.headers, "Origin": PAGE}
     )
     assert (got.status_code, allowed(got)) == (500, PAGE)
     assert got.json()["error"]["code"] == "server_error"
     if "authorization" in http.headers:
-        got = httpx.get(f"{http.base_url}/metrics", headers={"Origin": PAGE})
+        got = patient.get(f"{http.base_url}/metrics", headers={"Origin": PAGE})
         assert (got.status_code, allowed(got)) == (401, PAGE)
 
 
@@ -82,16 +85,16 @@ def test_without_the_option_no_origin_is_allowed():
     service = a_service()
     with serving(service, None) as url:
         for method in ("GET", "OPTIONS"):
-            got = httpx.request(method, f"{url}/health", headers={"Origin": PAGE, **ASKS})
+            got = patient.request(method, f"{url}/health", headers={"Origin": PAGE, **ASKS})
             assert not any(name.startswith("access-control") for name in got.headers)
 
 
 def test_a_star_allows_any_origin_and_no_further_host():
     hosts = own_names("127.0.0.1", "127.0.0.1", ())
     with serving(a_service(origins=checked(["*"]), hosts=hosts), None) as url:
-        got = httpx.get(f"{url}/version", headers={"Origin": OTHER})
+        got = patient.get(f"{url}/version", headers={"Origin": OTHER})
         assert (got.status_code, allowed(got)) == (200, "*")
-        got = httpx.get(f"{url}/version", headers={"Origin": OTHER, "Host": "evil.example"})
+        got = patient.get(f"{url}/version", headers={"Origin": OTHER, "Host": "evil.example"})
         assert got.status_code == 403
 
 

@@ -31,6 +31,7 @@ from jsparse.server.replicas.process import About
 from jsparse.server.replicas.replica import NeverReady, Replica
 from jsparse.server.replicas.router import Router
 from jsparse.server.replicas.serve import make_app, serve
+from tests.support import patient
 from tests.support.serving_http import soon
 
 COMPLETIONS = "/v1/completions"
@@ -314,8 +315,8 @@ def test_a_replica_hears_that_a_client_has_left(folder, prompt):
 def test_the_gate_stands_before_the_router(folder):
     with routed(folder, 1, api_key="key") as (url, _):
         assert post(url, "a").status_code == 401
-        assert httpx.get(f"{url}/metrics").status_code == 401
-        assert httpx.get(f"{url}/health").json() == {"status": "ready", "replicas": [True]}
+        assert patient.get(f"{url}/metrics").status_code == 401
+        assert patient.get(f"{url}/health").json() == {"status": "ready", "replicas": [True]}
 
 
 def test_metrics_are_added_up_or_told_apart(folder):
@@ -324,12 +325,12 @@ def test_metrics_are_added_up_or_told_apart(folder):
             post(url, prompt)
         counts = sorted(map(len, ALL))
         assert counts == [1, 2]
-        total = httpx.get(f"{url}/metrics").text.splitlines()
+        total = patient.get(f"{url}/metrics").text.splitlines()
         assert 'jsparse:waiting{model_name="m"} 3.0' in total
         assert 'jsparse:usage_perc{model_name="m"} 0.15000000000000002' in total
         assert 'jsparse:seconds_bucket{le="10.0"} 3.0' in total
         assert not any("_created" in line for line in total)
-        apart = httpx.get(f"{url}/metrics/replicas").text
+        apart = patient.get(f"{url}/metrics/replicas").text
         for nth, asked in enumerate(ALL):
             assert f'jsparse:waiting{{model_name="m",replica="{nth}"}} {len(asked)}.0' in apart
         assert newest_picture(url) == {
@@ -347,14 +348,14 @@ def test_metrics_are_added_up_or_told_apart(folder):
         ALL[0].clear()
         assert soon(lambda: lost._process is not old and lost.ready)
         for _ in range(2):
-            total = httpx.get(f"{url}/metrics").text.splitlines()
+            total = patient.get(f"{url}/metrics").text.splitlines()
             assert f'jsparse:waiting{{model_name="m"}} {3.0 - counted}' in total
             assert 'jsparse:seconds_bucket{le="10.0"} 3.0' in total
 
 
 def newest_picture(url):
     """What /live shows once all replicas are in it."""
-    with httpx.stream("GET", f"{url}/live") as live:
+    with patient.stream("GET", f"{url}/live") as live:
         lines = (line for line in live.iter_lines() if line)
         pictures = (json.loads(line.removeprefix("data: ")) for line in lines)
         return next(each for each in pictures if len(each["requests"]) == each["running"] == 3)
@@ -586,8 +587,8 @@ def test_all_clients_of_live_share_one_stream_of_each_replica(folder):
         fake = router.replicas[0]._process
         assert isinstance(fake, FakeProcess)
         with (
-            httpx.stream("GET", f"{url}/live") as one,
-            httpx.stream("GET", f"{url}/live") as two,
+            patient.stream("GET", f"{url}/live") as one,
+            patient.stream("GET", f"{url}/live") as two,
         ):
             lines = [each.iter_lines() for each in (one, two)]
             assert all(next(each).startswith("data: ") for each in lines)

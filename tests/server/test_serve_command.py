@@ -19,6 +19,7 @@ import pytest
 
 import jsparse
 from jsparse.cli.app import app
+from tests.support import patient
 
 TINY = str(Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf")
 TWO_HOSTS = ["--nnodes", "2", "--master-addr", "127.0.0.1"]
@@ -129,9 +130,9 @@ def test_a_term_under_load_loses_no_answer():
             for _ in range(100):
                 try:
                     codes.add(
-                        httpx.post(f"{url}/v1/completions", json=body, headers=key).status_code
+                        patient.post(f"{url}/v1/completions", json=body, headers=key).status_code
                     )
-                    codes.add(httpx.get(f"{url}/health").status_code)
+                    codes.add(patient.get(f"{url}/health").status_code)
                 except httpx.TransportError:
                     break
                 if codes == {503}:
@@ -161,7 +162,7 @@ def replicas_of(router):
 def stream(url, begun, body):
     """The last event of a stream, in which `begun` hears of each."""
     pieces = []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as got:
+    with patient.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as got:
         for line in got.iter_lines():
             if line:
                 begun.put(1)
@@ -188,7 +189,7 @@ def test_a_replica_that_is_killed_is_started_again():
         assert drawn.status_code == 200
         wait = threading.Event()
         for _ in range(600):
-            if httpx.get(f"{url}/health").json()["replicas"] == [True, True]:
+            if patient.get(f"{url}/health").json()["replicas"] == [True, True]:
                 break
             wait.wait(0.1)
         after = replicas_of(process)

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families as families
 
 from jsparse.server.live import Live
 from jsparse.text.short_names import short_name
+from tests.support import patient
 from tests.support.raw_http import connected, post
 from tests.support.serving import hand_over, hold
 from tests.support.serving_http import a_service, an_engine, at_rest, serving, soon
@@ -308,13 +309,13 @@ def test_keys(http, url):
         {"Authorization": "Bearer \xff"},
     ):
         for path in ("/v1/models", "/metrics", "/live", "/openapi.json"):
-            got = httpx.get(f"{url}{path}", headers=_raw(headers))
+            got = patient.get(f"{url}{path}", headers=_raw(headers))
             assert got.status_code == 401
             assert got.json()["error"]["code"] == "invalid_api_key"
-        got = httpx.post(f"{url}/v1/completions", headers=_raw(headers), json={"prompt": "w1"})
+        got = patient.post(f"{url}/v1/completions", headers=_raw(headers), json={"prompt": "w1"})
         assert got.status_code == 401
         for path in ("/health", "/version", "/"):
-            assert httpx.get(f"{url}{path}", headers=_raw(headers)).status_code == 200
+            assert patient.get(f"{url}{path}", headers=_raw(headers)).status_code == 200
 
 
 def _raw(headers):
@@ -322,13 +323,13 @@ def _raw(headers):
 
 
 def test_the_page_is_strict(url):
-    got = httpx.get(f"{url}/")
+    got = patient.get(f"{url}/")
     assert got.headers["content-type"].startswith("text/html")
     policy = got.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
-    assert httpx.get(f"{url}/index.html").text == got.text
+    assert patient.get(f"{url}/index.html").text == got.text
     for path in ("/../app.py", "/%2e%2e%2fapp.py", "/app.py", "/page/index.html"):
-        assert httpx.get(f"{url}{path}").status_code in (401, 404)
+        assert patient.get(f"{url}{path}").status_code in (401, 404)
 
 
 async def crowd(url, service, expected):

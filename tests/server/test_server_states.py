@@ -10,6 +10,7 @@ import pytest
 
 from jsparse.server import run
 from jsparse.server.front import Options
+from tests.support import patient
 from tests.support.serving_http import a_service, an_engine, serving, with_words
 from tests.support.tiny import with_nan
 
@@ -32,7 +33,7 @@ def test_a_full_engine_says_when_to_come_back():
         refused = got[codes.index(429)]
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["type"] == "rate_limit_error"
-        never = httpx.post(f"{url}/v1/completions", json=body | {"n": 6})
+        never = patient.post(f"{url}/v1/completions", json=body | {"n": 6})
         assert never.status_code == 400 and never.json()["error"]["param"] == "n"
 
 
@@ -43,7 +44,7 @@ def test_nan_logits_are_an_error_of_the_server():
 
         def post(prompt, stream):
             asked = body | {"prompt": prompt, "stream": stream}
-            return httpx.post(f"{url}/v1/completions", json=asked)
+            return patient.post(f"{url}/v1/completions", json=asked)
 
         for stream, status in ((False, 500), (True, 200)):
             got, fine = post("w7 w3", stream), post("w3", stream)
@@ -57,22 +58,22 @@ def test_before_and_after(monkeypatch):
     """Not ready, then ready, then failed."""
     service = a_service()
     with serving(service, None) as url:
-        assert httpx.get(f"{url}/health").status_code == 503
-        assert httpx.get(f"{url}/version").status_code == 200
-        got = httpx.post(f"{url}/v1/completions", json={"prompt": "w1"})
+        assert patient.get(f"{url}/health").status_code == 503
+        assert patient.get(f"{url}/version").status_code == 200
+        got = patient.post(f"{url}/v1/completions", json={"prompt": "w1"})
         assert got.status_code == 503 and "being loaded" in got.json()["error"]["message"]
         engine = an_engine()
         service.begin(engine)
-        assert httpx.get(f"{url}/health").json() == {"status": "ready"}
+        assert patient.get(f"{url}/health").json() == {"status": "ready"}
 
         def fail(*_, **__):
             raise OSError("the device is gone: /secret/path")
 
         monkeypatch.setattr(engine.engine._runner, "run", fail)
-        got = httpx.post(f"{url}/v1/completions", json={"prompt": "w1"})
+        got = patient.post(f"{url}/v1/completions", json={"prompt": "w1"})
         assert got.status_code == 500 and "secret" not in got.text
-        assert httpx.get(f"{url}/health").status_code == 503
-        assert httpx.post(f"{url}/v1/completions", json={"prompt": "w1"}).status_code == 503
+        assert patient.get(f"{url}/health").status_code == 503
+        assert patient.post(f"{url}/v1/completions", json={"prompt": "w1"}).status_code == 503
 
 
 def test_a_program_that_hangs_is_unhealthy_and_clients_hear_of_a_lost_process(monkeypatch):
@@ -89,16 +90,16 @@ def test_a_program_that_hangs_is_unhealthy_and_clients_hear_of_a_lost_process(mo
     monkeypatch.setattr(engine.engine, "step", slow)
     with serving(service, engine) as url, ThreadPoolExecutor(1) as pool:
         service.max_busy_seconds = 0
-        assert httpx.get(f"{url}/health").status_code == 200  # asleep
+        assert patient.get(f"{url}/health").status_code == 200  # asleep
         body = {"prompt": "w1", "max_tokens": 80, "ignore_eos": True, "stream": True}
         answer = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
         try:
             assert hangs.wait(60)
-            hung = httpx.get(f"{url}/health")
+            hung = patient.get(f"{url}/health")
             run.tell_clients(service)
             assert service.inside == 0
             got = answer.result(10)
-            assert httpx.get(f"{url}/health").status_code == 503
+            assert patient.get(f"{url}/health").status_code == 503
         finally:
             go_on.set()
     assert hung.status_code == 503

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from jsparse.server import connections, descriptors
+from tests.support import patient
 from tests.support.raw_http import answer, connected, crowd, get, post, told
 from tests.support.serving_http import a_service, an_engine, at_rest, serving, soon
 
@@ -145,7 +146,7 @@ def test_the_connection_that_has_waited_longest_makes_room(monkeypatch, caplog):
             busy.sendall(post(COMPLETIONS, LONG))
             assert soon(lambda: service.live)
             with crowd(url, 20) as idle:
-                assert httpx.get(f"{url}/health").status_code == 200
+                assert patient.get(f"{url}/health").status_code == 200
                 assert all(told(peer) == b"" for peer in idle[:10])
                 idle[-1].sendall(get("/health"))
                 assert answer(idle[-1])[0] == 200

@@ -1,0 +1,14 @@
+"""Sends requests as httpx does, and waits for answers longer than its five seconds.
+
+A busy machine may compile a program in the meantime.
+"""
+
+from functools import partial
+
+import httpx
+
+SECONDS = 60
+get, post, options, request, stream = (
+    partial(getattr(httpx, name), timeout=SECONDS)
+    for name in ("get", "post", "options", "request", "stream")
+)
