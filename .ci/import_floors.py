@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# What each floor holds, from the ground up: rooms and modules below jsparse. The longest name that
-# fits counts, so that a module may stand on another floor than its room.
+# What each floor holds, from the ground up: rooms and modules below jsparse.
 FLOORS = (
     (
         "vocabulary",
@@ -22,29 +21,14 @@ FLOORS = (
         "names",
         "ranks",
         "machine",
-        "model_facts.key_constants",
-        "model_facts.boundary_classes",
+        "hyper_parameters",
     ),
-    (
-        "kernels",
-        "pallas_kernels",
-        "host_memory.pool",
-        "host_memory.tails",
-        "host_memory.pages",
-    ),
-    ("contract", "policy", "hooks", "builder", "hyper_parameters"),
-    ("policies", "policies", "extend"),
+    ("kernels", "pallas_kernels", "host_memory"),
     ("models", "models"),
-    (
-        "runtime",
-        "runtime",
-        "text",
-        "host_memory",
-        "model_facts.constants",
-        "generation",
-        "conversation",
-    ),
-    ("above runtime", "evaluation", "train", "engine", "model_facts"),
+    ("contract", "policy", "hooks", "builder"),
+    ("policies", "policies", "extend"),
+    ("runtime", "runtime", "text", "generation", "conversation"),
+    ("above runtime", "evaluation", "train", "engine"),
     ("server and benchmark", "server", "benchmark"),
     ("cli", "cli", "__main__"),
 )
@@ -73,11 +57,9 @@ BESIDE = {"evaluation", "train", "engine"}
 
 def floor(module: str) -> tuple[int, str]:
     """Returns the number and name of a module's floor; `module` lacks the leading `jsparse.`."""
-    parts = module.split(".")
-    for length in range(len(parts), 0, -1):
-        for number, (name, *tops) in enumerate(FLOORS):
-            if ".".join(parts[:length]) in tops:
-                return number, name
+    for number, (name, *tops) in enumerate(FLOORS):
+        if module.split(".")[0] in tops:
+            return number, name
     raise SystemExit(f"jsparse.{module} belongs to no floor: add it to FLOORS in {__file__}")
 
 

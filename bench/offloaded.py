@@ -123,7 +123,7 @@ def policy_step(params, spec, cache, host, expression: str) -> dict[str, Any]:
 
     from bench.lib.replay import parse
     from jsparse import cache as kv_cache
-    from jsparse.model_facts.constants import constants
+    from jsparse.runtime.constants import constants
     from jsparse.runtime.sampling import greedy
     from jsparse.runtime.session import PrefillResult, Session
 

@@ -43,7 +43,7 @@ class Params:
             far as the files state them; without a temperature the model wants greedy decoding.
         name: the name under which the model was loaded, for messages.
         constants: arrays that policies need of the model, by name, such as those of
-            jsparse.model_facts.key_constants. They are made when a policy first needs them.
+            jsparse.cache.key_constants. They are made when a policy first needs them.
         mesh: the devices that the model is spread over (tensor parallel); None: one device. Then
             `config` has the sizes of a rank (jsparse.ranks), and the arrays' first axis is ranks.
     """

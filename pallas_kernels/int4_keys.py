@@ -3,7 +3,7 @@
 int4_append writes it and int4_scores reads it. Quantisation is asymmetric, per token and KV head
 over its channels, as in Twilight (Lin et al., arXiv:2502.02770): channel ≈ scale · code + zero,
 with code in 0 … 15. What is quantised is K, or K in the frame of the model's constants
-(jsparse.model_facts.key_constants), in all channels or in some of each row and head.
+(jsparse.cache.key_constants), in all channels or in some of each row and head.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float16, Float32, UInt8
 
 from jsparse.cache import CacheSpec, LayerCache
-from jsparse.model_facts.key_constants import KeyFrame, num_spans
+from jsparse.cache.key_constants import KeyFrame, num_spans
 
 LEVELS = 15
 FLOAT16_MAX = float(jnp.finfo(jnp.float16).max)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Float32, UInt8
 
 from jsparse.cache import CacheSpec, LayerCache
-from jsparse.model_facts.key_constants import KeyFrame
+from jsparse.cache.key_constants import KeyFrame
 from jsparse.pallas_kernels import int4_keys
 
 STEPS = 254  # one less than codes have: the last one makes up for what rounding loses

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Float32
 
-from jsparse.model_facts.key_constants import KeyFrame
+from jsparse.cache.key_constants import KeyFrame
 from jsparse.pallas_kernels.mean_query_triton import load_queries
 
 SPANS, QUERIES = 16, 32  # per program: small, since one row alone has few queries

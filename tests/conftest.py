@@ -85,7 +85,7 @@ def array_modules() -> list[str]:
     Builders of policies and the api.py of kernels check their arguments themselves.
     """
     package, found = ROOT / "jsparse", []
-    files = [*package.glob("*.py"), *(package / "model_facts").glob("*constants.py")]
+    files = [*package.glob("*.py")]
     for folder in FOLDERS:
         files += (package / folder).glob("**/*.py")
     for file in files:

@@ -15,12 +15,11 @@ from jsparse import cache as kv_cache
 from jsparse.builder import dense
 from jsparse.evaluation.attention_metrics import measured
 from jsparse.evaluation.shared_prefill import prime
-from jsparse.host_memory import store
 from jsparse.hyper_parameters import fraction
 from jsparse.policies.combinators import with_state
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import Eviction, Services
-from jsparse.runtime import capacity, prefill, sampling, session
+from jsparse.runtime import capacity, prefill, sampling, session, store
 from jsparse.runtime import rows as driver
 from jsparse.runtime.request import knobs, requests
 from tests.support.marks import slow_except

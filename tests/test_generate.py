@@ -12,12 +12,11 @@ import pytest
 import jsparse
 from jsparse import SamplingParams
 from jsparse.builder import dense
-from jsparse.host_memory import store
 from jsparse.machine import memory
 from jsparse.models.gguf import GGUFFile
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.policy import Services
-from jsparse.runtime import answers, capacity, prefill, reading, sampling, session
+from jsparse.runtime import answers, capacity, prefill, reading, sampling, session, store
 from jsparse.runtime import rows as driver
 from tests.support.programs import shared
 from tests.support.tiny import random_prompts, tiny_params, traces, with_nan

@@ -20,7 +20,6 @@ from bench.lib.llama_8b import LLAMA_8B
 from bench.lib.replay import lengths_kept, spread_evenly
 from bench.lib.subprocesses import spread
 from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView
-from jsparse.host_memory.store import empty_rows
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
 from jsparse.models.transformer import random_weights
@@ -28,6 +27,7 @@ from jsparse.policies.expressions import parse
 from jsparse.policy import Policy
 from jsparse.runtime.sampling import greedy
 from jsparse.runtime.session import PrefillResult, Session
+from jsparse.runtime.store import empty_rows
 
 PAGE = 16
 

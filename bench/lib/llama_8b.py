@@ -36,7 +36,7 @@ def key_constants(spec):
     """Returns constants as a model of these sizes has them."""
     import jax.numpy as jnp
 
-    from jsparse.model_facts.key_constants import KeyConstants
+    from jsparse.cache.key_constants import KeyConstants
 
     shape = spec.num_layers, spec.num_kv_heads
     return KeyConstants(
@@ -54,7 +54,7 @@ def boundary_constants():
     import jax.numpy as jnp
     import numpy as np
 
-    from jsparse.model_facts.boundary_classes import STARTS_WITH_BLANK
+    from jsparse.policies.clusters.boundary_classes import STARTS_WITH_BLANK
 
     rng, size = np.random.default_rng(0), LLAMA_8B.vocab_size
     classes = rng.choice(4, size, p=(0.91, 0.01, 0.04, 0.04))

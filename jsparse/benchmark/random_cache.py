@@ -12,9 +12,9 @@ from jaxtyping import Array
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, KVCache, StepView
 from jsparse.hooks import PrefillView, State
-from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params
 from jsparse.policy import Policy
+from jsparse.runtime.constants import constants
 from jsparse.runtime.session import PrefillResult, Session
 from jsparse.runtime.spread_programs import by_rank, same_on_all
 

@@ -31,7 +31,7 @@ def calibrate_channels(
     """
     if not out.parent.is_dir():
         raise ValueError(f"--out {str(out)!r}: must lie in a folder that exists")
-    from jsparse.model_facts import channel_calibration
+    from jsparse.evaluation import channel_calibration
     from jsparse.models.checkpoint import load
     from jsparse.policies import channel_ranking
     from jsparse.text import prompts

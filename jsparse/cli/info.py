@@ -40,7 +40,7 @@ def info(
     import jax
 
     from jsparse.cli.info_table import rows
-    from jsparse.model_facts.info import describe
+    from jsparse.evaluation.info import describe
     from jsparse.policies.own_code import resolve
 
     options = dict(vars(loading))

@@ -7,7 +7,7 @@ from jsparse.text.short_names import short_name
 
 
 def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns the lines of a table that shows the result of jsparse.model_facts.info.describe."""
+    """Returns the lines of a table that shows the result of jsparse.evaluation.info.describe."""
     c, dtype = info["config"], info["dtype"]
     extras = [
         name for name, on in (("q, k, v biases", c["qkv_bias"]), ("q, k norms", c["qk_norm"])) if on

@@ -25,11 +25,11 @@ from jsparse.engine.slots import (
     neutral,
     no_knobs,
 )
-from jsparse.host_memory.host_store import with_newest
 from jsparse.host_memory.pages import Leaving
 from jsparse.models.transformer import Weights, to_logits
 from jsparse.policy import ServiceKind
 from jsparse.runtime.compilation import inlined, note_trace
+from jsparse.runtime.host_store import with_newest
 from jsparse.runtime.owners import (
     keep_inactive,
     put_pages,

@@ -12,11 +12,11 @@ from jaxtyping import Array, Int32
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, KVCache, LayerCache
-from jsparse.host_memory.host_store import in_tails, ring_pages, stored_every
 from jsparse.host_memory.pages import Leaving
 from jsparse.host_memory.pool import pools
 from jsparse.host_memory.tails import in_tail, newest_pages
 from jsparse.policy import Policy
+from jsparse.runtime.host_store import in_tails, ring_pages, stored_every
 from jsparse.runtime.shared_pages import Pool, SharedPages, empty_rows
 from jsparse.shapes import Rows
 

@@ -35,8 +35,8 @@ from jsparse.engine.slots import (
     no_reading,
 )
 from jsparse.host_memory.pages import HostLayers, shapes
-from jsparse.model_facts.constants import constants
 from jsparse.runtime.compilation import Program, inlined, program
+from jsparse.runtime.constants import constants
 from jsparse.runtime.program_set import ProgramKey, ProgramSet
 from jsparse.runtime.sampling import row_sampling
 from jsparse.runtime.spread_programs import OWN, SAME, placed

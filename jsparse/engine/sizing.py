@@ -9,13 +9,13 @@ import jax
 from jsparse.cache import CacheSpec
 from jsparse.engine.options import EngineOptions
 from jsparse.engine.sizes import MAX_READING, EngineSizes
-from jsparse.host_memory.host_store import LIMIT_VARIABLE, available_host_bytes, stored_every
 from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
 from jsparse.pallas_kernels.block_sparse_decode.api import MAX_QUERIES
 from jsparse.policy import Policy
 from jsparse.runtime import capacity, chunk_attention
+from jsparse.runtime.host_store import LIMIT_VARIABLE, available_host_bytes, stored_every
 from jsparse.runtime.room import max_length
 
 # With an 8B model on an H100, chunks of 512 tokens at a prompt's beginning keep the device as busy

@@ -18,13 +18,13 @@ from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, KVCache, ReadOnly, StepView, replace_layer, truncate
 from jsparse.evaluation.selection_mass import covered
 from jsparse.hooks import State
-from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
 from jsparse.models.transformer import Decoder, Weights, weight_shapes
 from jsparse.policy import Policy, never_dense, selected
 from jsparse.runtime import correct, prefill, room, rows
 from jsparse.runtime.compilation import inlined
+from jsparse.runtime.constants import constants
 from jsparse.runtime.decode_step import decode_step
 from jsparse.runtime.owners import clear_rows
 from jsparse.runtime.pauses import due

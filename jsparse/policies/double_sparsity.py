@@ -25,15 +25,15 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse.builder import builder
 from jsparse.cache import CacheSpec, LayerCache, StepView, read_heads
-from jsparse.hooks import PrefillView, State
-from jsparse.hyper_parameters import one_of, whole_number
-from jsparse.model_facts.key_constants import (
+from jsparse.cache.key_constants import (
     KEY_CONSTANTS,
     KeyFrame,
     frame_at,
     into_frame,
     scaled_queries,
 )
+from jsparse.hooks import PrefillView, State
+from jsparse.hyper_parameters import one_of, whole_number
 from jsparse.pallas_kernels import int4_keys
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys

@@ -21,9 +21,9 @@ from typing import NamedTuple, get_args
 
 from jsparse.builder import builder
 from jsparse.cache import LayerCache, StepView
+from jsparse.cache.key_constants import KEY_CONSTANTS, KeyFrame, frame_at
 from jsparse.hooks import State
 from jsparse.hyper_parameters import number_in, one_of, whole_number
-from jsparse.model_facts.key_constants import KEY_CONSTANTS, KeyFrame, frame_at
 from jsparse.pallas_kernels import key_bounds
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from jsparse.cache import CacheSpec, LayerCache, StepView, taking_part
+from jsparse.cache.key_constants import KeyFrame, frame_at
 from jsparse.hooks import AppendFn, InitFn, PrefillFn, PrefillView, State
-from jsparse.model_facts.key_constants import KeyFrame, frame_at
 from jsparse.policy import at_layer
 from jsparse.shapes import ChunkKV, Lengths, Rows, Tokens
 

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 
 from jsparse.builder import builder, require_policy, require_stays
 from jsparse.cache import LayerCache, StepView, read_pages
+from jsparse.cache.key_constants import KEY_CONSTANTS, frame_at
 from jsparse.hyper_parameters import fraction, one_of
-from jsparse.model_facts.key_constants import KEY_CONSTANTS, frame_at
 from jsparse.pallas_kernels import int4_keys
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys

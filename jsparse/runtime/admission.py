@@ -12,14 +12,14 @@ import jax
 from jax.sharding import Mesh
 
 from jsparse.cache import CacheSpec
-from jsparse.host_memory.store import KVStore, store_of
 from jsparse.hyper_parameters import whole_number
-from jsparse.model_facts.constants import require_constants
 from jsparse.models.checkpoint import Params, require_in_one_process
 from jsparse.policy import AnyPolicy, Policy, is_dense, resolved
 from jsparse.runtime import capacity
+from jsparse.runtime.constants import require_constants
 from jsparse.runtime.draft_length import most_drafts
 from jsparse.runtime.owners import owners
+from jsparse.runtime.store import KVStore, store_of
 
 # steps per program on a GPU
 STEPS_PER_PROGRAM = 8

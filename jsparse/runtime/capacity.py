@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jsparse.cache import CacheSpec
-from jsparse.host_memory import host_store, store
 from jsparse.machine import memory
 from jsparse.models.checkpoint import Params
 from jsparse.policy import Policy
-from jsparse.runtime import chunk_attention
+from jsparse.runtime import chunk_attention, host_store, store
 
 PAGE_SIZES = (8, 16, 32, 64)
 # Capacities that are powers of two on a CPU: it takes as long to compile the programs of a capacity

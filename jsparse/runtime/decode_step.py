@@ -25,13 +25,13 @@ from jsparse.cache import (
 )
 from jsparse.heads import Heads
 from jsparse.hooks import State
-from jsparse.host_memory import attention as host_attention
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.rope_append import rope_append
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.policy import Policy, kept, selected
 from jsparse.ranks import across
+from jsparse.runtime import host_attention
 from jsparse.runtime.owners import keep_inactive
 from jsparse.selection import Selection
 from jsparse.selection.attended import count_tokens

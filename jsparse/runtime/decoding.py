@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse.cache import CacheSpec, KVCache, ReadOnly
 from jsparse.hooks import State
-from jsparse.host_memory.store import empty_rows_on
 from jsparse.models.checkpoint import Params
 from jsparse.policy import Policy
 from jsparse.runtime.admission import Admission
@@ -28,6 +27,7 @@ from jsparse.runtime.rows import Batch, Step, decode_steps, first_tokens, no_rec
 from jsparse.runtime.sampling import ChooseFn
 from jsparse.runtime.speculation import Round, speculate
 from jsparse.runtime.spread_programs import by_rank, placed
+from jsparse.runtime.store import empty_rows_on
 from jsparse.shapes import Rows
 
 # the rounds on their way when the oldest of them helps to choose how many the next drafts

@@ -26,13 +26,13 @@ from jsparse.cache import (
     without_host,
 )
 from jsparse.hooks import PrefillView, State
-from jsparse.host_memory.store import KVStore
 from jsparse.host_memory.tails import whole
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.policy import Policy, kept
 from jsparse.runtime import chunk_attention
 from jsparse.runtime.chunk_attention import attend_chunk
 from jsparse.runtime.compilation import inlined, program
+from jsparse.runtime.store import KVStore
 from jsparse.shapes import ChunkQueries, Rows, Tokens
 
 OnChunk = Callable[[str, int, int], Any]

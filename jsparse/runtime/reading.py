@@ -12,16 +12,16 @@ from jaxtyping import Array, Float32
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, KVCache, ReadOnly
 from jsparse.hooks import State
-from jsparse.host_memory.store import KVStore
-from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import to_logits
 from jsparse.policy import Policy
 from jsparse.runtime import chunk_attention, prefill
 from jsparse.runtime.compilation import program
+from jsparse.runtime.constants import constants
 from jsparse.runtime.owners import row_arrays, with_row_arrays
 from jsparse.runtime.prefill import OnChunk, PrefillCarry
 from jsparse.runtime.spread_programs import SAME, by_rank
+from jsparse.runtime.store import KVStore
 from jsparse.shapes import Rows
 
 # the tokens of each row; rows may have different numbers of them

@@ -19,12 +19,12 @@ from jaxtyping import Array
 
 from jsparse.cache import CacheSpec, ReadOnly
 from jsparse.host_memory.pages import HostLayers
-from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params
 from jsparse.policy import AnyPolicy, is_dense
 from jsparse.runtime import chunk_attention, room
 from jsparse.runtime.admission import admit
 from jsparse.runtime.compilation import when_made
+from jsparse.runtime.constants import constants
 from jsparse.runtime.decoding import (
     Decoding,
     Speculating,

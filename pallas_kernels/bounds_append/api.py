@@ -1,7 +1,7 @@
 """Updates the bounds of every page that new tokens touch."""
 
 from jsparse.cache import LayerCache
-from jsparse.model_facts.key_constants import KeyFrame
+from jsparse.cache.key_constants import KeyFrame
 from jsparse.pallas_kernels.bounds_append import reference
 from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jsparse.cache import LayerCache, physical_pages, read_pages
-from jsparse.model_facts.key_constants import KeyFrame, into_frame
+from jsparse.cache.key_constants import KeyFrame, into_frame
 from jsparse.pallas_kernels.key_bounds import Bounds
 from jsparse.shapes import Lengths, Rows
 

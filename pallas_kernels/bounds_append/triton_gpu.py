@@ -14,9 +14,8 @@ import jax
 import triton
 import triton.language as tl
 
-from jsparse.cache import LayerCache
-from jsparse.model_facts import key_constants
-from jsparse.model_facts.key_constants import KeyFrame
+from jsparse.cache import LayerCache, key_constants
+from jsparse.cache.key_constants import KeyFrame
 from jsparse.pallas_kernels import key_bounds
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
 from jsparse.shapes import Lengths, Rows

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Int32
 
 from jsparse.cache import LayerCache
-from jsparse.model_facts.key_constants import KeyFrame
+from jsparse.cache.key_constants import KeyFrame
 from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.int4_append import reference

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jsparse.cache import LayerCache, physical_pages
-from jsparse.model_facts.key_constants import KeyFrame, into_frame
+from jsparse.cache.key_constants import KeyFrame, into_frame
 from jsparse.pallas_kernels.int4_keys import Int4Keys, quantise
 from jsparse.shapes import ChunkKV, Lengths, Rows
 

@@ -23,8 +23,8 @@ import triton.language as tl
 from jaxtyping import Array, Int32
 
 from jsparse.cache import LayerCache
-from jsparse.model_facts.key_constants import SPAN as TOKENS_PER_SPAN
-from jsparse.model_facts.key_constants import KeyFrame
+from jsparse.cache.key_constants import SPAN as TOKENS_PER_SPAN
+from jsparse.cache.key_constants import KeyFrame
 from jsparse.pallas_kernels import int4_keys
 from jsparse.pallas_kernels.int4_keys import Int4Keys
 from jsparse.shapes import ChunkKV, Lengths, Rows

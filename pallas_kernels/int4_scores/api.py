@@ -6,7 +6,7 @@ Twilight and Double Sparsity choose by these estimates.
 from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse.cache import LayerCache
-from jsparse.model_facts.key_constants import KeyFrame
+from jsparse.cache.key_constants import KeyFrame
 from jsparse.pallas_kernels.attention_arguments import check_list
 from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run

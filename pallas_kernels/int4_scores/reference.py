@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jsparse.cache import LayerCache, read_heads, read_pages
-from jsparse.model_facts.key_constants import SPAN, KeyFrame, scaled_queries, span_terms
+from jsparse.cache.key_constants import SPAN, KeyFrame, scaled_queries, span_terms
 from jsparse.pallas_kernels.int4_keys import Int4Keys, dequantise
 from jsparse.selection import Selection, unpack_bits
 

@@ -22,9 +22,8 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Float32, Int32
 
-from jsparse.cache import LayerCache
-from jsparse.model_facts import key_constants
-from jsparse.model_facts.key_constants import KeyFrame
+from jsparse.cache import LayerCache, key_constants
+from jsparse.cache.key_constants import KeyFrame
 from jsparse.pallas_kernels.int4_keys import Int4Keys
 from jsparse.pallas_kernels.span_terms_triton import span_terms
 from jsparse.selection import Selection

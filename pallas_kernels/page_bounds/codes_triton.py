@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Float32
 
-from jsparse.cache import LayerCache
-from jsparse.model_facts import key_constants
-from jsparse.model_facts.key_constants import KeyFrame
+from jsparse.cache import LayerCache, key_constants
+from jsparse.cache.key_constants import KeyFrame
 from jsparse.pallas_kernels.key_bounds import PageBounds8
 from jsparse.pallas_kernels.mean_query_triton import load_queries
 from jsparse.pallas_kernels.page_bounds.triton_gpu import (

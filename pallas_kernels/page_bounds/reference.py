@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache
-from jsparse.model_facts.key_constants import SPAN, KeyFrame, scaled_queries, span_terms
+from jsparse.cache.key_constants import SPAN, KeyFrame, scaled_queries, span_terms
 from jsparse.pallas_kernels.key_bounds import Bounds
 
 

@@ -9,9 +9,9 @@ import pytest
 import jsparse
 from jsparse.engine import sizing
 from jsparse.engine.llm import LLM
-from jsparse.host_memory import host_store
 from jsparse.host_memory.pool import HostPool
 from jsparse.machine import memory
+from jsparse.runtime import host_store
 from tests.support.marks import slow_except
 from tests.support.programs import shared
 from tests.support.serving import PAGE, assert_at_rest, greedy, tiny_llm

@@ -13,15 +13,15 @@ from jax.sharding import NamedSharding
 import jsparse
 from jsparse.benchmark.recommend import recommend
 from jsparse.benchmark.requirements import Requirements
-from jsparse.model_facts.channel_calibration import calibrate_channels
-from jsparse.model_facts.constants import constants
-from jsparse.model_facts.info import describe
+from jsparse.evaluation.channel_calibration import calibrate_channels
+from jsparse.evaluation.info import describe
 from jsparse.models.checkpoint import Params, load, spread
 from jsparse.models.spreading import Spreading
 from jsparse.models.transformer import hidden_states, random_weights, to_logits
 from jsparse.policies import channel_ranking
 from jsparse.policies.expressions import parse
 from jsparse.runtime.chunk_attention import flash
+from jsparse.runtime.constants import constants
 from jsparse.runtime.spread_programs import SAME, on_ranks
 from tests.support.marks import slow_except
 from tests.support.programs import shared, sharing

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jsparse import cache as kv
-from jsparse.model_facts.key_constants import KeyFrame
+from jsparse.cache.key_constants import KeyFrame
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys, init
 from tests.kernels.cases.int4_scores import FrameCase, build, options, out_of_frame

@@ -10,7 +10,7 @@ import pytest
 from gguf.quants import dequantize, quantize
 
 import jsparse
-from jsparse.model_facts.info import describe
+from jsparse.evaluation.info import describe
 from jsparse.models.checkpoint import Params, load, save, spread
 from jsparse.models.quantized import to_blocks
 from jsparse.models.transformer import random_weights, weight_shapes

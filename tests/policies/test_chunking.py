@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jsparse.model_facts.boundary_classes import boundary_classes
+from jsparse.policies.clusters.boundary_classes import boundary_classes
 from jsparse.policies.clusters.chunking import Chunks, boundaries, cut, cut_on, marks
 from tests.support.model_tokenizers import NAMES, tokenizer_of
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 import jsparse
 from jsparse import cache as kv_cache
 from jsparse.cache import LayerCache, StepView, read_heads
+from jsparse.cache.key_constants import KEY_CONSTANTS, frame_at, into_frame
 from jsparse.cli.app import app
-from jsparse.model_facts.key_constants import KEY_CONSTANTS, frame_at, into_frame
 from jsparse.pallas_kernels.int4_keys import dequantise, quantise
 from jsparse.policies import channel_ranking
 from jsparse.policies.double_sparsity import double_sparsity, key_magnitudes

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from jsparse import cache as kv_cache
-from jsparse.host_memory import store
 from jsparse.policies.expressions import parse
-from jsparse.runtime import capacity, sampling, session
+from jsparse.runtime import capacity, sampling, session, store
 from jsparse.runtime import rows as driver
 from tests.support.crowd import Crowd
 from tests.support.tiny import (

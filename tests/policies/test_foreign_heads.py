@@ -10,9 +10,9 @@ import pytest
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, KVCache, StepView
-from jsparse.model_facts.constants import mid_and_scale
-from jsparse.model_facts.key_constants import KeyConstants, angles_at, rotated
+from jsparse.cache.key_constants import KeyConstants, angles_at, rotated
 from jsparse.policies.expressions import parse
+from jsparse.runtime.constants import mid_and_scale
 from jsparse.selection.attended import token_mask
 from tests.support.marks import slow_except
 

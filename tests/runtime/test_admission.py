@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import pytest
 
 from jsparse.builder import dense
-from jsparse.host_memory.host_store import OnHost
-from jsparse.host_memory.store import OnDevice
 from jsparse.machine import memory
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.runtime.admission import admit
+from jsparse.runtime.host_store import OnHost
 from jsparse.runtime.session import Session
+from jsparse.runtime.store import OnDevice
 from tests.support.tiny import spec_of, tiny_params
 from tests.support.toy_policies import page_bound
 

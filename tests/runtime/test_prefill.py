@@ -8,11 +8,11 @@ import pytest
 from jsparse import cache as kv_cache
 from jsparse.builder import dense
 from jsparse.cache import LayerCache
-from jsparse.host_memory.store import empty_rows
 from jsparse.models.transformer import to_logits
 from jsparse.policy import at_layer
 from jsparse.runtime import chunk_attention, prefill
 from jsparse.runtime.correct import correct
+from jsparse.runtime.store import empty_rows
 from tests.support.marks import slow_except
 from tests.support.slow_model import SlowModel, SlowRow
 from tests.support.tiny import assert_close, random_prompts, spec_of, tiny_params

@@ -12,13 +12,13 @@ import pytest
 
 import jsparse
 from jsparse.cache import CacheSpec, ReadOnly
+from jsparse.cache.key_constants import KeyConstants
 from jsparse.evaluation.policy_trial import VOCAB, random_model
-from jsparse.model_facts.constants import constants
-from jsparse.model_facts.key_constants import KeyConstants
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy
 from jsparse.runtime import capacity, chunk_attention, sampling
+from jsparse.runtime.constants import constants
 from jsparse.runtime.session import Session
 
 

@@ -5,7 +5,7 @@ The paper is arXiv 2603.08453; this is its section 4.3, whose classes are in tab
 A chunk has `min_length` to `max_length` tokens and ends at the best boundary that this leaves:
 behind a paragraph or a bracket (class 1), a sentence or a line (2), a comma (3), at a blank (4),
 else at `max_length` (0). Of several boundaries of the best class the last is taken, which the paper
-leaves open. jsparse.model_facts.boundary_classes says which token makes which boundary.
+leaves open. jsparse.policies.clusters.boundary_classes says which token makes which boundary.
 
 Where a chunk ends depends on where it starts, so the paper's loop is serial. Here the end of a
 chunk is found for every slot it could start at, and pointer doubling follows these links: the
@@ -18,7 +18,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt8
 
-from jsparse.model_facts.boundary_classes import ENDS_IN_NEWLINE, IS_NEWLINES, STARTS_WITH_BLANK
+from jsparse.policies.clusters.boundary_classes import (
+    ENDS_IN_NEWLINE,
+    IS_NEWLINES,
+    STARTS_WITH_BLANK,
+)
 from jsparse.shapes import Rows
 
 _CLASS_BITS = 3

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jsparse.cache import LayerCache
-from jsparse.model_facts.key_constants import SPAN, KeyFrame, angles_at
+from jsparse.cache.key_constants import SPAN, KeyFrame, angles_at
 from jsparse.selection import Granularity, Selection
 from tests.kernels.cases.named import Named, packed, put, ragged
 

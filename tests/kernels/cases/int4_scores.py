@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse.cache import LayerCache, physical_pages, read_heads
-from jsparse.model_facts.key_constants import SPAN, KeyFrame, rotated
+from jsparse.cache.key_constants import SPAN, KeyFrame, rotated
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys, quantise
 from tests.kernels.cases.block_sparse_decode import JUNK, Case, frame_around

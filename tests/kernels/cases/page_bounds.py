@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jsparse.cache import LayerCache
-from jsparse.model_facts.key_constants import KeyFrame
+from jsparse.cache.key_constants import KeyFrame
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
 from tests.kernels.cases.block_sparse_decode import JUNK, Case, frame_around

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jsparse.host_memory import attention as host_attention
 from jsparse.host_memory.pages import host_sharding
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.bounds_append import bounds_append
@@ -16,6 +15,7 @@ from jsparse.pallas_kernels.key_bounds import PageBounds
 from jsparse.pallas_kernels.row_gather import row_gather
 from jsparse.pallas_kernels.row_scatter import row_scatter
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
+from jsparse.runtime import host_attention
 from tests.kernels.cases import row_gather as gather_cases
 from tests.kernels.cases.block_sparse_decode import Case
 from tests.kernels.cases.row_scatter import CASES

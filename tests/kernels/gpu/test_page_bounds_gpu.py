@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jsparse.cache import LayerCache
-from jsparse.model_facts.key_constants import scaled_queries
+from jsparse.cache.key_constants import scaled_queries
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import PageBounds, PageBounds8
 from jsparse.pallas_kernels.page_bounds import page_bounds

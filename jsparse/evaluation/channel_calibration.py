@@ -2,7 +2,7 @@
 
 As in the paper (arXiv:2408.07092, and the code its authors published), a channel's weight is the
 mean of |q·k| in it, where each token's query meets the token's own key, after RoPE. Where we
-differ: k is taken in the frame of the model's key constants (jsparse.model_facts.key_constants),
+differ: k is taken in the frame of the model's key constants (jsparse.cache.key_constants),
 since the constant part of a channel need not be looked for; the query heads that share a KV head
 share its ranking, by the sum over them; and the text is the user's, read in one piece with full
 attention (theirs is cut into blocks of 512 tokens).
@@ -18,15 +18,15 @@ from jaxtyping import Array, Float32
 
 from jsparse.builder import builder, dense
 from jsparse.cache import CacheSpec
-from jsparse.hooks import PrefillView, State
-from jsparse.machine.jax_settings import own_settings
-from jsparse.model_facts.key_constants import (
+from jsparse.cache.key_constants import (
     KEY_CONSTANTS,
     KeyFrame,
     frame_at,
     into_frame,
     scaled_queries,
 )
+from jsparse.hooks import PrefillView, State
+from jsparse.machine.jax_settings import own_settings
 from jsparse.models.checkpoint import Params, require_on_one_device
 from jsparse.policies.channel_ranking import Ranking
 from jsparse.policy import Policy, at_layer

@@ -9,8 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from jsparse.cache import CacheSpec
-from jsparse.host_memory.host_store import available_host_bytes
-from jsparse.host_memory.store import store_of
 from jsparse.hyper_parameters import whole_number
 from jsparse.machine import memory
 from jsparse.models.checkpoint import parse_weights, require_blocks_of
@@ -22,6 +20,8 @@ from jsparse.policies.auto import auto, choose
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy, resolved
 from jsparse.runtime import capacity
+from jsparse.runtime.host_store import available_host_bytes
+from jsparse.runtime.store import store_of
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PAGE_SIZE = 16

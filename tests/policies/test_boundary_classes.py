@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jsparse.model_facts.boundary_classes import (
+from jsparse.policies.clusters.boundary_classes import (
     ENDS_IN_NEWLINE,
     IS_NEWLINES,
     STARTS_WITH_BLANK,

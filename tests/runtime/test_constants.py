@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import jsparse
-from jsparse.model_facts import constants as module
-from jsparse.model_facts.boundary_classes import boundary_classes
-from jsparse.model_facts.constants import (
+from jsparse.cache.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
+from jsparse.policies.clusters.boundary_classes import boundary_classes
+from jsparse.runtime import constants as module
+from jsparse.runtime.constants import (
     constants,
     fingerprint,
     key_constants,
     mid_and_scale,
 )
-from jsparse.model_facts.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
 from tests.support.model_tokenizers import tokenizer_of
 from tests.support.tiny import random_prompts, tiny_params
 

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, KVCache
 from jsparse.hooks import State
-from jsparse.host_memory.host_store import OnHost
 from jsparse.host_memory.pages import HostLayers
 from jsparse.policy import Policy
+from jsparse.runtime.host_store import OnHost
 from jsparse.runtime.spread_programs import by_rank
 from jsparse.shapes import Rows
 

@@ -10,17 +10,15 @@ import pytest
 import jsparse
 from jsparse import cache as kv_cache
 from jsparse.evaluation.attention_metrics import measured
-from jsparse.host_memory import attention as host_attention
-from jsparse.host_memory import host_store
 from jsparse.host_memory import pages as host_pages
-from jsparse.host_memory.host_store import OnHost
 from jsparse.host_memory.pool import HostPool
-from jsparse.host_memory.store import store_of
 from jsparse.host_memory.tails import refilled
 from jsparse.policies.expressions import parse
-from jsparse.runtime import capacity, chunk_attention
+from jsparse.runtime import capacity, chunk_attention, host_attention, host_store
 from jsparse.runtime import rows as driver
+from jsparse.runtime.host_store import OnHost
 from jsparse.runtime.session import Session
+from jsparse.runtime.store import store_of
 from tests.support.host_layers import in_host_memory, lent
 from tests.support.marks import slow_except
 from tests.support.programs import shared

@@ -20,14 +20,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
+from jsparse.cache.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
 from jsparse.machine import processes
 from jsparse.machine.folders import cache_folder
-from jsparse.model_facts.boundary_classes import boundary_classes
-from jsparse.model_facts.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
 from jsparse.models.checkpoint import Params
 from jsparse.models.constants_file import read_constants, write_constants
 from jsparse.models.layers import rope_frequencies
 from jsparse.models.transformer import Decoder, Weights, hidden_states
+from jsparse.policies.clusters.boundary_classes import boundary_classes
 from jsparse.policy import Policy
 from jsparse.ranks import gathered
 from jsparse.runtime.chunk_attention import flash
