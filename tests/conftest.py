@@ -57,6 +57,11 @@ import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
+try:
+    import jsparse  # noqa: F401
+except ImportError as error:  # the checkout has no symbolic links
+    raise SystemExit(str(error)) from None
+
 # what runs, and what it compiles
 pytest_plugins = ("tests.support.tiers", "tests.support.programs")
 

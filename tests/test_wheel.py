@@ -89,6 +89,15 @@ def test_a_build_without_links_says_so(without_links):
     assert "Traceback" not in ran.stderr
 
 
+def test_tests_without_links_say_so(without_links):
+    (without_links / "tests").mkdir()
+    shutil.copy(ROOT / "tests/conftest.py", without_links / "tests")
+    ran = _run("import pytest; pytest.main(['tests'])", without_links, without_links)
+    assert ran.returncode == 1
+    assert NO_LINKS in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
 def test_the_sdist_has_no_tests_rather_than_some(wheel):
     command = [UV, "build", "--sdist", "--quiet", "--python", sys.executable]
     source = wheel.parents[1]
