@@ -112,6 +112,7 @@ def test_rope_scaling_survives_saving(folder, tmp_path):
         rule |= {"factor": 8.0, "original_max_position_embeddings": 64}
         (folder / "config.json").write_text(json.dumps(CONFIG | {"rope_scaling": rule}))
         params, saved = load(folder), tmp_path / rule["rope_type"]
+        assert params.config.rope_scaling is not None
         assert params.config.rope_scaling.rope_type == rule["rope_type"]
         save(params, saved)
         assert load(saved).config == params.config

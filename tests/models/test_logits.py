@@ -122,6 +122,7 @@ def test_smollm2():
     np.testing.assert_allclose(lse, expected["lse"], rtol=RTOL)
     np.testing.assert_array_equal(logits.argmax(-1), expected["argmax"])
 
+    assert smollm2.tokenizer is not None
     assert smollm2.tokenizer.encode("Gravity is") == expected["prompt"].tolist()
     out = jsparse.generate(smollm2, "Gravity is", max_new_tokens=40, eos_token_id=[])
     assert out.token_ids == expected["greedy"].tolist()
