@@ -1,9 +1,14 @@
 """Check that no module imports from a floor above its own; prints the imports that do.
 
 Usage: python .ci/import_floors.py [ROOT]
+
+It also prints what a drawing of the packages has: arrows, from each package to those it imports
+from; levels, the length of the longest chain of arrows; and circles, modules that import one
+another. Imports for types count in circles.
 """
 
 import ast
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -75,12 +80,20 @@ def public_names(package: Path) -> dict[str, str]:
     }
 
 
-def imports(path: Path, public: dict[str, str]) -> Iterator[tuple[int, str]]:
-    """Yields line and target, below `jsparse.`, of every import; those for types do not count.
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """Returns the syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(
+    path: Path, public: dict[str, str], *, types: bool = False
+) -> Iterator[tuple[int, str]]:
+    """Yields line and target, below `jsparse.`, of every import, those for types only if asked.
 
     What is read off a plain `import jsparse` counts as imported from where it is.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     typing = {
         id(inner)
         for node in ast.walk(tree)
@@ -88,7 +101,7 @@ def imports(path: Path, public: dict[str, str]) -> Iterator[tuple[int, str]]:
         for inner in ast.walk(node)
     }
     for node in ast.walk(tree):
-        if id(node) in typing:
+        if id(node) in typing and not types:
             continue
         if isinstance(node, ast.ImportFrom) and node.level:
             raise SystemExit(f"{path}:{node.lineno}: a relative import hides its floor")
@@ -105,20 +118,28 @@ def imports(path: Path, public: dict[str, str]) -> Iterator[tuple[int, str]]:
         elif (
             isinstance(node, ast.Attribute)
             and node.attr in public
-            and ast.unparse(node) == f"jsparse.{node.attr}"
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "jsparse"
         ):
             yield node.lineno, public[node.attr]
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """Returns the file of each module of the package, by its name below `jsparse.`."""
+    walked = os.walk(package, followlinks=True)
+    files = sorted(Path(folder, name) for folder, _, names in walked for name in names)
+    return {
+        ".".join(file.relative_to(package).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in files
+        if file.suffix == ".py" and file != package / "__init__.py"
+    }
 
 
 def violations(root: Path) -> tuple[int, list[str]]:
     """Returns the number of modules in `root`/jsparse and a line per import up or across."""
     package, found = root / "jsparse", []
-    walked = os.walk(package, followlinks=True)
-    files = sorted(Path(folder, name) for folder, _, names in walked for name in names)
-    files = [file for file in files if file.suffix == ".py" and file != package / "__init__.py"]
-    public = public_names(package)
-    for file in files:
-        module = ".".join(file.relative_to(package).with_suffix("").parts).removesuffix(".__init__")
+    public, files = public_names(package), modules(package)
+    for module, file in files.items():
         number, name = floor(module)
         for line, target in imports(file, public):
             above, there = floor(target)
@@ -133,11 +154,78 @@ def violations(root: Path) -> tuple[int, list[str]]:
     return len(files), found
 
 
+def graph(package: Path, *, types: bool) -> dict[str, set[str]]:
+    """Returns the modules that each module imports."""
+    public, files = public_names(package), modules(package)
+
+    def module_of(target: str) -> str | None:
+        return target if target in files else target.rpartition(".")[0] or None
+
+    found = {
+        module: {module_of(target) for _, target in imports(file, public, types=types)}
+        for module, file in files.items()
+    }
+    return {module: (there & files.keys()) - {module} for module, there in found.items()}
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Returns the groups of nodes each of which leads to all the others."""
+    reached: dict[str, set[str]] = {}
+    for node in arrows:
+        seen, waiting = set(), [node]
+        while waiting:
+            new = arrows[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        reached[node] = seen
+    groups = {
+        tuple(sorted(other for other in seen if node in reached[other]))
+        for node, seen in reached.items()
+        if node in seen
+    }
+    return sorted(map(list, groups))
+
+
+def levels(arrows: dict[str, set[str]]) -> int:
+    """Returns the length of the longest chain; those that run in a circle count as one."""
+    together = {node: group[0] for group in circles(arrows) for node in group}
+    below: dict[str, set[str]] = {}
+    for node, there in arrows.items():
+        own = together.get(node, node)
+        below.setdefault(own, set()).update(together.get(other, other) for other in there)
+
+    @functools.cache
+    def level(node: str) -> int:
+        return 1 + max((level(other) for other in below[node] - {node}), default=0)
+
+    return max(map(level, below))
+
+
+def drawing(package: Path) -> str:
+    """Describes how packages and modules import one another."""
+    packages: dict[str, set[str]] = {}
+
+    def room(module: str) -> str:
+        is_package = (package / Path(*module.split("."))).is_dir()
+        return module if is_package else module.rpartition(".")[0] or module
+
+    for module, there in graph(package, types=False).items():
+        packages.setdefault(room(module), set()).update(map(room, there))
+    packages = {name: there - {name} for name, there in packages.items()}
+    arrows = sum(map(len, packages.values()))
+    lines = [f"{len(packages)} packages, {arrows} arrows, {levels(packages)} levels"]
+    lines += [f"circle of packages: {', '.join(group)}" for group in circles(packages)]
+    groups = circles(graph(package, types=True))
+    lines += [f"circle of modules: {', '.join(group)}" for group in groups]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Prints the imports that go up and fail if there are any."""
     root = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
     count, found = violations(root)
     print("\n".join(found) if found else f"{count} modules, no import goes up")
+    print(drawing(root / "jsparse"))
     raise SystemExit(bool(found))
 
 

@@ -73,3 +73,25 @@ def test_a_relative_import_is_refused(tmp_path):
     (tmp_path / "jsparse" / "cache.py").write_text("from .policies import quest\n")
     with pytest.raises(SystemExit, match=r"cache.py:1: a relative import hides its floor"):
         import_floors.violations(tmp_path)
+
+
+def test_a_drawing_counts_packages_arrows_levels_and_circles(tmp_path):
+    for name, text in {
+        "__init__": "",
+        "cache/__init__": "",
+        "cache/layers": "from jsparse.shapes import Rows",
+        "shapes": "",
+        "runtime/rows": "from jsparse.cache.layers import Layer\nimport jsparse.runtime.session",
+        "runtime/session": (
+            "if TYPE_CHECKING:\n    from jsparse.runtime import rows\n"
+            "from jsparse.shapes import Rows"
+        ),
+        "cli/app": "from jsparse.runtime import rows",
+    }.items():
+        file = tmp_path / "jsparse" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert import_floors.drawing(tmp_path / "jsparse").splitlines() == [
+        "4 packages, 4 arrows, 4 levels",
+        "circle of modules: runtime.rows, runtime.session",
+    ]
