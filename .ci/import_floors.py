@@ -80,92 +80,86 @@ def public_names(package: Path) -> dict[str, str]:
     }
 
 
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    """Returns the syntax tree of a file."""
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def imports(
-    path: Path, public: dict[str, str], *, types: bool = False
-) -> Iterator[tuple[int, str]]:
-    """Yields line and target, below `jsparse.`, of every import, those for types only if asked.
+def imports(path: Path, public: dict[str, str]) -> Iterator[tuple[int, str, bool]]:
+    """Yields line and target, below `jsparse.`, of every import, and whether it is for types.
 
     What is read off a plain `import jsparse` counts as imported from where it is.
     """
-    tree = parsed(path)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     typing = {
         id(inner)
         for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
     for node in ast.walk(tree):
-        if id(node) in typing and not types:
-            continue
+        targets = []
         if isinstance(node, ast.ImportFrom) and node.level:
             raise SystemExit(f"{path}:{node.lineno}: a relative import hides its floor")
         if isinstance(node, ast.ImportFrom) and node.module == "jsparse":
             names = (alias.name for alias in node.names if alias.name != "__version__")
-            yield from ((node.lineno, public.get(name, name)) for name in names)
+            targets = [public.get(name, name) for name in names]
         elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("jsparse."):
-            # what is imported may be a module, which may stand on another floor than its room
+            # what is imported may be a module
             module = str(node.module).removeprefix("jsparse.")
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+            targets = [f"{module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             found = (alias.name for alias in node.names if alias.name.startswith("jsparse."))
-            yield from ((node.lineno, name.removeprefix("jsparse.")) for name in found)
+            targets = [name.removeprefix("jsparse.") for name in found]
         elif (
             isinstance(node, ast.Attribute)
             and node.attr in public
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "jsparse"
+            and getattr(node.value, "id", "") == "jsparse"
         ):
-            yield node.lineno, public[node.attr]
+            targets = [public[node.attr]]
+        for target in targets:
+            yield node.lineno, target, id(node) in typing
 
 
-def modules(package: Path) -> dict[str, Path]:
-    """Returns the file of each module of the package, by its name below `jsparse.`."""
+@functools.cache
+def modules(package: Path) -> dict[str, list[tuple[int, str, bool]]]:
+    """Returns the imports of each module of the package, by its name below `jsparse.`."""
+    public, found = public_names(package), {}
     walked = os.walk(package, followlinks=True)
-    files = sorted(Path(folder, name) for folder, _, names in walked for name in names)
-    return {
-        ".".join(file.relative_to(package).with_suffix("").parts).removesuffix(".__init__"): file
-        for file in files
-        if file.suffix == ".py" and file != package / "__init__.py"
-    }
+    for file in sorted(Path(folder, name) for folder, _, names in walked for name in names):
+        if file.suffix == ".py" and file != package / "__init__.py":
+            name = ".".join(file.relative_to(package).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = [*imports(file, public)]
+    return found
 
 
 def violations(root: Path) -> tuple[int, list[str]]:
     """Returns the number of modules in `root`/jsparse and a line per import up or across."""
     package, found = root / "jsparse", []
-    public, files = public_names(package), modules(package)
-    for module, file in files.items():
+    for module, targets in modules(package).items():
         number, name = floor(module)
-        for line, target in imports(file, public):
+        for line, target, for_types in targets:
+            if for_types:
+                continue
             above, there = floor(target)
             own = any(f"{target}.".startswith(f"{module}.") for module in FOR_MODELS)
             apart = name == "models" and there != name and not own
             pair = {module.split(".")[0], target.split(".")[0]}
             across = len(pair) == 2 and pair <= BESIDE
             if above > number or apart or across:
-                found.append(
-                    f"{file.relative_to(root)}:{line}: {name} imports {there} (jsparse.{target})"
-                )
-    return len(files), found
+                file = module.replace(".", "/")
+                file += "/__init__.py" if (package / file).is_dir() else ".py"
+                found.append(f"jsparse/{file}:{line}: {name} imports {there} (jsparse.{target})")
+    return len(modules(package)), found
 
 
 def graph(package: Path, *, types: bool) -> dict[str, set[str]]:
-    """Returns the modules that each module imports."""
-    public, files = public_names(package), modules(package)
-
-    def module_of(target: str) -> str | None:
-        return target if target in files else target.rpartition(".")[0] or None
-
-    found = {
-        module: {module_of(target) for _, target in imports(file, public, types=types)}
-        for module, file in files.items()
+    """Returns the modules that each module imports; those for types only if asked."""
+    found = modules(package)
+    return {
+        module: {
+            target if target in found else target.rpartition(".")[0]
+            for _, target, for_types in targets
+            if types or not for_types
+        }
+        & found.keys() - {module}
+        for module, targets in found.items()
     }
-    return {module: (there & files.keys()) - {module} for module, there in found.items()}
 
 
 def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
