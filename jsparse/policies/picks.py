@@ -10,7 +10,8 @@ from jaxtyping import Array, Float32
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.threshold_select import Always, TopK, threshold_select
-from jsparse.pallas_kernels.threshold_select.api import Rule, WeightKind
+from jsparse.pallas_kernels.threshold_select.api import WeightKind
+from jsparse.pallas_kernels.threshold_select.rules import Rule
 from jsparse.selection import Granularity, Selection, union, window
 from jsparse.shapes import Lengths
 

@@ -1,12 +1,6 @@
 """From scores to a Selection: see `api.threshold_select`."""
 
-from jsparse.pallas_kernels.threshold_select.api import (
-    Always,
-    Budget,
-    Threshold,
-    TopK,
-    TopP,
-    threshold_select,
-)
+from jsparse.pallas_kernels.threshold_select.api import threshold_select
+from jsparse.pallas_kernels.threshold_select.rules import Always, Budget, Threshold, TopK, TopP
 
 __all__ = ["Always", "Budget", "Threshold", "TopK", "TopP", "threshold_select"]

@@ -5,7 +5,14 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jsparse.pallas_kernels.threshold_select.api import Always, Budget, Rule, Threshold, TopK, TopP
+from jsparse.pallas_kernels.threshold_select.rules import (
+    Always,
+    Budget,
+    Rule,
+    Threshold,
+    TopK,
+    TopP,
+)
 from jsparse.selection import Selection, from_page_mask, from_token_mask
 from jsparse.selection.partials import softmax_partial
 from jsparse.selection.threshold import budget_mask, ordered, top_k_ids, top_k_mask, top_p_mask

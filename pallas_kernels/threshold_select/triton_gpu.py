@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int32
 
-from jsparse.pallas_kernels.threshold_select.api import Always, Budget, Rule
+from jsparse.pallas_kernels.threshold_select.rules import Always, Budget, Rule
 from jsparse.pallas_kernels.threshold_select.triton_bits import (
     list_entries,
     number_of,

@@ -6,7 +6,14 @@ from typing import NamedTuple
 import jax
 import triton
 
-from jsparse.pallas_kernels.threshold_select.api import Always, Budget, Rule, Threshold, TopK, TopP
+from jsparse.pallas_kernels.threshold_select.rules import (
+    Always,
+    Budget,
+    Rule,
+    Threshold,
+    TopK,
+    TopP,
+)
 from jsparse.pallas_kernels.triton_meeting import max_programs
 
 ALWAYS = ("sink", "recent", "unit")
