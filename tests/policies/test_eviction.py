@@ -230,3 +230,14 @@ METHODS = {
 @pytest.mark.parametrize("expression", METHODS)
 def test_each_method_equals_the_slow_model(expression):
     assert_equals_the_slow_model(expression, METHODS[expression])
+
+
+def test_heads_hold_what_their_prompt_keeps_and_what_comes():
+    """As many slots as rows are given: for 20 new tokens after prompts of 5 and 60."""
+    for expression, few, many in (
+        ("snapkv(budget=9, window=4)", 25, 29),
+        ("ada_kv(budget=15, window=4, cap=2)", 25, 50),
+    ):
+        eviction = parse(expression).eviction
+        assert eviction is not None and eviction.max_length is not None
+        assert [eviction.max_length(prompt, 20) for prompt in (5, 60)] == [few, many], expression

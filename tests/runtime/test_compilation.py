@@ -45,12 +45,14 @@ def test_programs_of_one_form_that_are_wanted_at_once_are_compiled_once(monkeypa
     def compiling(lowered, *args):
         compiled.append(lowered)
         if lowered is first:
-            jobs.append(compilation._compiled(second))
+            jobs.extend(compilation._compiled(second, of) for of in ("here", "elsewhere"))
         return compile_(lowered, *args)
 
     monkeypatch.setattr(Lowered, "compile", compiling)
-    job = compilation._compiled(first)
-    assert (compiled, jobs) == ([first], [job])
+    job = compilation._compiled(first, "here")
+    # of another device it is another program, whatever its text
+    assert (compiled, jobs[0]) == ([first, second], job)
+    assert jobs[1] is not job
     assert job.result().program(x) == 2
     other = compilation._compiled(add.lower(x, named="a", more=2))
     assert other.result().program(x) == 3
