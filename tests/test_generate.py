@@ -16,7 +16,16 @@ from jsparse.machine import memory
 from jsparse.models.gguf import GGUFFile
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.policy import Services
-from jsparse.runtime import answers, capacity, prefill, reading, sampling, session, store
+from jsparse.runtime import (
+    answers,
+    capacity,
+    generate_options,
+    prefill,
+    reading,
+    sampling,
+    session,
+    store,
+)
 from jsparse.runtime import rows as driver
 from tests.support.programs import shared
 from tests.support.tiny import random_prompts, tiny_params, traces, with_nan
@@ -168,6 +177,12 @@ def test_an_end_token_stops_its_row_and_is_kept(params):
             assert out.finish_reason == ("length" if stop is None else "stop")
             assert out.stats.new_tokens == len(out.token_ids)
         assert outs[0].finish_reason == "stop"
+
+
+def test_any_token_of_the_model_may_be_an_end_token(params):
+    last = params.config.vocab_size - 1
+    assert generate_options._end_tokens(params, [0, last]) == (0, last)
+    assert generate_options._end_tokens(params, 0) == (0,)
 
 
 def test_no_end_tokens_never_stop(params):

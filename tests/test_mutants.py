@@ -41,6 +41,11 @@ def test_every_fault_fits_its_file_and_has_tests():
     check(mutants)
 
 
+def test_the_record_lists_exactly_the_faults_of_the_list():
+    record = json.loads((ROOT / "bench/results/mutants/cpu.json").read_text(encoding="utf-8"))
+    assert sorted(found["name"] for found in record["verdicts"]) == sorted(x.name for x in load())
+
+
 def test_a_fault_that_fits_is_let_through(root):
     check([FAULT], root)
 

@@ -15,9 +15,12 @@ from typer.testing import CliRunner
 
 import jsparse
 from jsparse import generation
+from jsparse.benchmark import steps
+from jsparse.cli import info_table, recommend
 from jsparse.cli.app import app
 from jsparse.cli.console import write_any_text
 from jsparse.conversation import Conversation
+from jsparse.models import checkpoint
 from jsparse.models.gguf import GGUFFile
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.text import prompts
@@ -150,6 +153,16 @@ def test_every_option_reaches_the_engine(monkeypatch):
     )  # what is not the user's mistake keeps its traceback
     assert {name: seen[name] for name in given} == given
     assert (seen["stop"], seen["eos_token_id"]) == (["a", "b"], [5, 6])
+
+
+def test_latency_takes_random_weights_only_if_asked(monkeypatch):
+    seen = []
+    monkeypatch.setattr(steps, "shaped", lambda *_, **__: "random")
+    monkeypatch.setattr(checkpoint, "load", lambda *_, **__: "loaded")
+    monkeypatch.setattr(steps, "measure", lambda params, *_, **__: seen.append(params) or 1 / 0)
+    for flags in ((), ("--random-weights",)):
+        assert isinstance(run("bench", "latency", TINY, *flags).exception, ZeroDivisionError)
+    assert seen == ["loaded", "random"]
 
 
 def assert_refused(*cases):
@@ -299,6 +312,23 @@ def test_info_bounds_the_cache_of_a_prompt_and_all_that_may_follow():
         shown = " ".join(run(*asked).stdout.split())
         assert f"{size / 1024:.2f} KiB" in shown and "for 400 tokens" in shown, policy
         assert ("since the policy drops tokens" in shown) == (slots < 512), policy
+
+
+def test_what_is_kept_per_token_and_per_prompt_is_listed():
+    kept = {"policy_bytes_per_token": 64, "policy_fraction": 0.125, "policy_bytes_per_prompt": 2048}
+    both = "64 B per token, 12.5 % of the KV cache and 2.00 KiB per prompt"
+    assert info_table._kept(kept) == both
+    assert info_table._kept(kept | {"policy_bytes_per_token": 0}) == "2.00 KiB per prompt"
+    assert info_table._kept(dict.fromkeys(kept, 0)) == "nothing beside the KV cache"
+
+
+def test_recommend_shows_a_dash_for_what_it_has_not_measured():
+    row = {"policy": "streaming(recent=60)", "ms": None, "kl": None}
+    name, *cells = recommend._cells(row)
+    assert (name, cells) == ("streaming(recent=60)", ["-"] * 6)
+    row |= {"ms": 1.5, "over_dense": 2, "kl": 0.013, "agreement": 0.5, "of": 8}
+    row |= {"found": {"digits": 7, "words": None}}
+    assert recommend._cells(row)[1:] == ["1.5", "2.00x", "0.013", "50.0%", "7/8", "-"]
 
 
 def test_policies_are_all_listed():

@@ -1,5 +1,6 @@
 """Tests `jsparse eval` on a tiny random model: what it writes, resumes and refuses."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -48,6 +49,15 @@ def test_writes_every_sample_and_the_page(common, tmp_path):
     assert cells["dense()", "attention"]["metrics"]["recall"]["mean"] == 1.0
     assert cells[SINK, "attention"]["metrics"]["attended"]["mean"] < 0.1
     assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_only_a_report_needs_matplotlib(common, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(evaluate, "carry_out", lambda *_, **__: 1 / 0)
+    refused = run(*common, "--tasks", "kl", "--report", tmp_path / "page.html")
+    assert refused.exit_code == 2
+    assert "--report needs matplotlib" in refused.stderr
+    assert isinstance(run(*common, "--tasks", "kl").exception, ZeroDivisionError)
 
 
 @pytest.fixture(scope="module")

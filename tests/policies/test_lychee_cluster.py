@@ -1,7 +1,7 @@
 """LycheeCluster against its definition: clusters, units, radii, and what is selected by them."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -313,6 +313,14 @@ def test_without_a_tokenizer_chunks_are_fixed_and_it_says_so(caplog):
     assert any("fixed" in record.message for record in caplog.records)
     with pytest.raises(ValueError, match="must have a tokenizer"):
         engine_logits(params, f"lychee_cluster({small}, chunks='structure')", prompts, forced)
+
+
+def test_rows_have_room_for_chunks_of_ten_tokens_of_eight_to_sixteen():
+    """At one length, and for the shortest, there is room for as many as there can be."""
+    usual = engine.Settings(0, 8, 16, "boundary_classes", cast(Any, None), 0, 0, 1)
+    assert [usual.chunks_of(slots) for slots in (1, 10, 11, 1000)] == [1, 1, 2, 100]
+    assert usual._replace(classes=None).chunks_of(1000) == 63
+    assert usual._replace(shortest=14).chunks_of(1000) == 72
 
 
 def test_units_are_looked_into_until_they_hold_enough_tokens():
