@@ -11,8 +11,6 @@ from jsparse.policies.clusters.boundary_classes import (
 )
 from tests.support.model_tokenizers import NAMES, tokenizer_of
 
-pytestmark = pytest.mark.pure
-
 
 class Bytes:
     """A vocabulary of these tokens, with these control ids."""
