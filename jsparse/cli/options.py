@@ -244,11 +244,11 @@ class _PlainFlags:
 
 
 class Command(_PlainFlags, TyperCommand):
-    """A command."""
+    """A command whose flags show no type."""
 
 
 class CommandGroup(_PlainFlags, TyperGroup):
-    """A group of commands."""
+    """A group of such commands."""
 
 
 def whole_numbers(name: str, text: str) -> list[int]:
