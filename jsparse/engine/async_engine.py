@@ -17,9 +17,9 @@ from typing import Any
 from jsparse.engine.errors import EngineError, EngineFull
 from jsparse.engine.loading import load_engine
 from jsparse.engine.outputs import RequestOutput
-from jsparse.engine.program_keys import SamplingMode
 from jsparse.engine.request_state import RequestState
 from jsparse.engine.runner import choice_of
+from jsparse.engine.sizes import SamplingMode
 from jsparse.models.checkpoint import Params
 from jsparse.names import ENGINE, takes
 from jsparse.policy import AnyPolicy

@@ -16,11 +16,11 @@ from jsparse.engine.follower import LeaderPrograms, agree, follow
 from jsparse.engine.options import EngineOptions
 from jsparse.engine.outputs import RequestMetrics
 from jsparse.engine.pace import Pace
-from jsparse.engine.program_keys import SamplingMode
 from jsparse.engine.programs import Programs
 from jsparse.engine.request_state import Counters, RequestState, policy_of
 from jsparse.engine.runner import PendingResults, Runner
 from jsparse.engine.scheduler import Scheduler
+from jsparse.engine.sizes import SamplingMode
 from jsparse.engine.step_plan import Answer, Decoding
 from jsparse.machine import processes
 from jsparse.machine.jax_settings import own_settings

@@ -30,9 +30,6 @@ from jsparse.runtime import fingerprint
 from jsparse.runtime.compilation import Sendable
 from jsparse.runtime.program_set import ProgramKey
 
-# programs that choose tokens, which they return behind the slots
-CHOOSING = ("join", "decode", "round")
-
 
 class LeaderPrograms(Programs):
     """Holds the programs of process 0, which tells the others what it runs."""
@@ -55,7 +52,7 @@ class LeaderPrograms(Programs):
         own = jax.tree.map(np.asarray, arrays[1:])
         self._link.tell({"run": _as_json(wanted)}, jax.tree.leaves(own))
         made = super().run(wanted, *arrays[:1], *own)
-        if self._check and wanted.name in CHOOSING:
+        if self._check and _chooses(wanted):
             found = [_digests(made[1]), *(peer.receive()[0]["chose"] for peer in self._link.peers)]
             if len({digest for of_process in found for digest in of_process}) > 1:
                 raise RuntimeError(
@@ -102,7 +99,7 @@ def follow(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
             structure = jax.tree.structure(programs.of_nobody(key.name, key.size) if slots else ())
             made = programs.run(key, *slots, *jax.tree.unflatten(structure, arrays))
             slots = (made if isinstance(made, Slots) else made[0],)
-            if check_ranks and key.name in CHOOSING:
+            if check_ranks and _chooses(key):
                 link.tell({"chose": _digests(made[1])})
         jax.block_until_ready(slots)
     except Exception as error:
@@ -155,6 +152,11 @@ def _digests(packed: jax.Array) -> list[str]:
     """Returns a digest of what each rank of this process has chosen."""
     shards = (np.asarray(shard.data).tobytes() for shard in packed.addressable_shards)
     return [hashlib.sha256(each).hexdigest()[:16] for each in shards]
+
+
+def _chooses(key: ProgramKey) -> bool:
+    """Returns whether a program chooses tokens, which it returns behind the slots."""
+    return "choice" in dict(key.static)
 
 
 def _as_json(key: ProgramKey) -> Any:

@@ -1,6 +1,8 @@
 """Packs what leaves the device into one array per program: each transfer to the host costs time."""
 
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32, Shaped
 
+from jsparse.engine.setup import EngineSpec
+from jsparse.engine.sizes import SamplingMode
 from jsparse.runtime.collecting import NewTokens, shares
 from jsparse.runtime.rows import Step
-from jsparse.runtime.sampling import top_logprobs
+from jsparse.runtime.sampling import ChooseFn, greedy, sampled, top_logprobs
 from jsparse.runtime.speculation import Round
 from jsparse.shapes import Rows
 
@@ -23,6 +27,8 @@ Packed = Int32[Array, "n B w"]
 # What stands in place of a token behind the last that a round gave: a draft that did not agree, or
 # was drafted behind such a one; and no draft.
 REJECTED, NOT_DRAFTED = -1, -2
+
+CHOICES: dict[SamplingMode, ChooseFn] = {"greedy": greedy, "sampled": sampled, "top": sampled}
 
 
 def pack(step: Step, num_layers: int, *, layer_stats: bool, top: bool) -> Int32[Array, "B w"]:
@@ -56,6 +62,14 @@ def pack_round(made: Round, num_layers: int, *, layer_stats: bool, top: bool) ->
         return pack(step, num_layers, layer_stats=layer_stats, top=top)
 
     return jax.vmap(of_token)(token, made.logprobs, made.logits)
+
+
+def pack_for(
+    spec: EngineSpec, choice: SamplingMode, packs: Callable[..., Packed] = pack
+) -> Callable[[Any], Packed]:
+    """Returns the function that packs the results of a step, or of a round, for the host."""
+    wanted = {"layer_stats": spec.layer_stats, "top": choice == "top"}
+    return partial(packs, num_layers=spec.cache.num_layers, **wanted)
 
 
 def unpack(steps: np.ndarray, num_layers: int, layer_stats: bool) -> NewTokens:

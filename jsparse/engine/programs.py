@@ -7,41 +7,56 @@ at a time.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import jax
-import numpy as np
 
 from jsparse.cache import ReadOnly
-from jsparse.engine.bodies import Bodies
-from jsparse.engine.program_keys import (
-    SamplingMode,
-    answer_keys,
+from jsparse.engine.decode_programs import (
+    decode,
     decode_keys,
-    engine_keys,
-    evict_key,
+    draft_and_verify,
+    service,
     service_keys,
 )
+from jsparse.engine.evict_programs import evict
+from jsparse.engine.move_programs import park, resume
+from jsparse.engine.program_record import NewAnswer
+from jsparse.engine.read_programs import join, read, replay, start
 from jsparse.engine.setup import EngineSpec
-from jsparse.engine.slots import (
-    Slots,
-    neutral,
-    no_decoding,
-    no_evicting,
-    no_knobs,
-    no_moving,
-    no_reading,
-)
+from jsparse.engine.sizes import EngineSizes, SamplingMode
+from jsparse.engine.slots import Slots
+from jsparse.engine.tail_programs import leave, refill
 from jsparse.host_memory.pages import HostLayers, shapes
-from jsparse.runtime.compilation import Program, inlined, program
+from jsparse.policy import Policy
+from jsparse.runtime.compilation import inlined
 from jsparse.runtime.constants import constants
 from jsparse.runtime.program_set import ProgramKey, ProgramSet
-from jsparse.runtime.sampling import row_sampling
-from jsparse.runtime.spread_programs import OWN, SAME, placed
+from jsparse.runtime.spread_programs import placed
 
 logger = logging.getLogger("jsparse.engine")
+# in the order in which an answer needs them, and then those that move and serve rows
+PROGRAMS = {
+    each.name: each
+    for each in (
+        *(start, read, replay, evict, refill, join, decode, draft_and_verify),
+        *(leave, service, park, resume),
+    )
+}
+
+
+def engine_keys(
+    sizes: EngineSizes, policy: Policy, choices: Sequence[SamplingMode]
+) -> list[ProgramKey]:
+    """Returns the keys of all programs for answers with these ways of choosing tokens.
+
+    Rows then read what they have in common each for itself. Programs that decode, which take
+    longest to compile, come before those that read.
+    """
+    records = reversed(PROGRAMS.values())
+    return [key for record in records for key in record.of_engine(sizes, policy, choices)]
 
 
 class Programs(ProgramSet):
@@ -49,22 +64,8 @@ class Programs(ProgramSet):
 
     def __init__(self, spec: EngineSpec) -> None:
         """Prepares programs; none is compiled."""
-        self._made_for, self._sizes, self.bodies = spec, spec.sizes, Bodies(spec)
-        bodies = self.bodies
-        programs = {
-            "start": self._program(bodies.start, donates=False),
-            "read": self._program(bodies.read, "last", out=(OWN, SAME, SAME)),
-            "replay": self._program(bodies.replay, out=(OWN, SAME, SAME)),
-            "evict": self._program(bodies.evict),
-            "park": self._program(bodies.park, donates=False),
-            "resume": self._program(bodies.resume),
-            "refill": self._program(bodies.refill),
-            "leave": self._program(bodies.leave, donates=False),
-            "join": self._program(bodies.join, "choice", out=(OWN, SAME)),
-            "decode": self._program(bodies.decode, "choice", out=(OWN, SAME)),
-            "round": self._program(bodies.round, "choice", "drafts", out=(OWN, SAME)),
-            "service": self._program(bodies.service, "service"),
-        }
+        self._made_for, self._sizes = spec, spec.sizes
+        programs = {name: record.compiled_for(spec) for name, record in PROGRAMS.items()}
         # pages in host memory are lent to each program, since they change between them
         pages = shapes(spec.cache) if spec.sizes.tail_tokens else None
         self._beside = ReadOnly(constants(spec.params, spec.policy), host=pages)
@@ -72,17 +73,6 @@ class Programs(ProgramSet):
         # the ways of choosing tokens whose programs have been prepared
         self._prepared: tuple[SamplingMode, ...] = ()
         super().__init__(programs, fixed, self._shapes_of)
-
-    def _program(
-        self, body: Callable[..., Any], *static: str, donates: bool = True, out: Any = OWN
-    ) -> Program:
-        """Returns the program of a body, on all ranks if the model is spread over several.
-
-        Of its results, those that are `OWN` are of each rank, as the slots and the weights are.
-        """
-        options: dict[str, Any] = {"donate_argnames": "slots"} if donates else {}
-        options |= {"own": ("slots", "weights"), "out": out}
-        return program(body, static_argnames=static, **options).on(self._made_for.params.mesh)
 
     def lend_pages(self, host: HostLayers | None) -> None:
         """Lets programs read these pages in host memory from now on; None is none at all."""
@@ -92,21 +82,15 @@ class Programs(ProgramSet):
     def require_evictable(self) -> None:
         """Raises ValueError if the policy evicts and leaves what rows that decode cannot take."""
         if self._sizes.evicted_pages:
-            key = evict_key(self._sizes.prompt_pages[-1])
-            shapes = self._shapes_of(key.name, key.size)
-            jax.eval_shape(inlined(self._programs[key.name]), *shapes, **self._fixed[key.name])
+            size = 1, self._sizes.prompt_pages[-1]
+            shapes, fixed = self._shapes_of(evict.name, size), self._fixed[evict.name]
+            jax.eval_shape(inlined(self._programs[evict.name]), *shapes, **fixed)
 
-    def expect_answer(
-        self, start: int, end: int, new_tokens: int, rows: int, choice: SamplingMode
-    ) -> None:
-        """Begins to compile the programs of a request, unless all have been prepared.
-
-        Its prompt is read from the token `start` on up to `end`, and it decodes in a program that
-        has `rows` rows at least.
-        """
+    def expect_answer(self, answer: NewAnswer) -> None:
+        """Begins to compile the programs of an answer, unless all have been prepared."""
         if not self._prepared:
-            keys = answer_keys(self._sizes, start, end, new_tokens, rows, choice)
-            self.expect(map(self.usable, keys))
+            for record in PROGRAMS.values():
+                self.expect(map(self.usable, record.of_answer(self._sizes, answer)))
 
     def prepare(
         self, choices: Sequence[SamplingMode], *, all_rows: bool = False, wait: bool = True
@@ -192,32 +176,14 @@ class Programs(ProgramSet):
 
     @cached_property
     def _slots(self) -> Slots:
-        mesh, shapes = self._made_for.params.mesh, jax.eval_shape(inlined(self._programs["start"]))
+        shapes = jax.eval_shape(inlined(self._programs[start.name]))
+        mesh = self._made_for.params.mesh
         return shapes if mesh is None else placed(shapes, mesh)
 
     def _shapes_of(self, name: str, size: tuple[int, ...]) -> tuple[Any, ...]:
         """Returns the shapes of the arguments with which a program of this size is run."""
-        if name == "start":
-            return ()
-        shapes = self._slots, *self.of_nobody(name, size)
-        return (*shapes, jax.eval_shape(self.bodies.park, *shapes)) if name == "resume" else shapes
+        return () if name == start.name else (self._slots, *self.of_nobody(name, size))
 
     def of_nobody(self, name: str, size: tuple[int, ...]) -> tuple[Any, ...]:
-        """Returns what follows the slots where a program of this size is run for no row.
-
-        A service needs rows: these are behind the last, which stands for a copy of it.
-        """
-        spec, sizes, rows = self._made_for.cache, self._sizes, size[0]
-        if name in ("read", "replay"):
-            return np.zeros(size, np.int32), no_reading(spec, sizes, rows)
-        if name in ("decode", "round"):
-            return (no_decoding(self._made_for.decoding, sizes, *size),)
-        if name in ("park", "resume"):
-            return (no_moving(self._made_for.decoding, sizes),)
-        if name == "evict":
-            return no_evicting(spec, sizes, size[1]), no_knobs(self._made_for.knobs, 1)
-        nobody = np.full(rows, sizes.num_slots, np.int32)
-        if name in ("service", "refill", "leave"):
-            return (nobody,)
-        sampling = row_sampling([neutral()] * rows, self._made_for.vocab_size)
-        return nobody, sampling, no_knobs(self._made_for.knobs, rows)
+        """Returns what follows the slots where a program of this size is run for no row."""
+        return PROGRAMS[name].of_nobody(self._made_for, size)

@@ -13,21 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jsparse.engine.bodies import CHOICES
-from jsparse.engine.packing import unpack
-from jsparse.engine.program_keys import (
-    LEAVE,
-    PARK,
-    REFILL,
-    RESUME,
-    SamplingMode,
-    decode_key,
-    evict_key,
-)
+from jsparse.engine.decode_programs import decode, decode_key, service
+from jsparse.engine.evict_programs import evict_key
+from jsparse.engine.move_programs import MovedGroups, Parked, no_groups, park, resume
+from jsparse.engine.packing import CHOICES, unpack
+from jsparse.engine.program_record import NewAnswer
 from jsparse.engine.programs import Programs
+from jsparse.engine.read_programs import join, read, replay, start
 from jsparse.engine.setup import EngineSpec
-from jsparse.engine.slots import MovedGroups, Parked, Slots, neutral
+from jsparse.engine.sizes import SamplingMode
+from jsparse.engine.slots import Slots, neutral
 from jsparse.engine.step_plan import Chunk, Decode, Decoding, Move, Reading, StepPlan
+from jsparse.engine.tail_programs import leave, refill
 from jsparse.host_memory import pages as host_pages
 from jsparse.host_memory.pages import HostLayers, Leaving, device_sharding, host_sharding
 from jsparse.runtime.collecting import NewTokens
@@ -87,7 +84,7 @@ class Runner:
             rows: jax.device_put(row_sampling([neutral()] * rows, spec.vocab_size))
             for rows in spec.sizes.prefill_rows
         }
-        self._slots: Slots = programs.run(ProgramKey.of("start"))
+        self._slots: Slots = programs.run(start.key())
         # K and V, where they lie in host memory
         self._host: HostLayers = ()
         if spec.sizes.tail_tokens:
@@ -103,14 +100,14 @@ class Runner:
         Services are left out, since they take a row that is due, whatever it is.
         """
         for key in programs:
-            if key.name in ("start", "service", "park", "resume"):
+            if key.name in (start.name, service.name, park.name, resume.name):
                 continue
             arguments = self._slots, *self._programs.of_nobody(key.name, key.size)
             out = self._programs.run(key, *arguments)
-            if key.name == "leave":  # it took the last row
+            if key.name == leave.name:  # it took the last row
                 self._store(tuple((jnp.full_like(ids, -1), pages) for ids, pages in out))
                 continue
-            if key.name == "read":
+            if key.name == read.name:
                 self._store(out[2])
             self._slots = out if isinstance(out, Slots) else out[0]
         self.settle()
@@ -164,27 +161,22 @@ class Runner:
         """Has all programs compiled that the first answer will run, beside `live` - 1 others."""
         chunk = reading.chunks[0]
         request = self._request_of(chunk.answer)
-        self._programs.expect_answer(
-            chunk.start,
-            end=len(request.ids),
-            new_tokens=request.sampling.max_tokens,
-            rows=min(live, self._spec.sizes.num_slots),
-            choice=choice_of(request),
-        )
+        rows = min(live, self._spec.sizes.num_slots)
+        asked = request.sampling.max_tokens, rows, choice_of(request)
+        self._programs.expect_answer(NewAnswer(chunk.start, len(request.ids), *asked))
 
     def _read(self, reading: Reading) -> PendingResults:
         spec, chunks, size = self._spec, reading.chunks, (reading.num_rows, reading.size)
         of_chunks = [self._request_of(chunk.answer) for chunk in chunks]
-        tokens, asked = self._programs.of_nobody("read", size)
+        tokens, asked = read.of_nobody(spec, size)
         for row, (chunk, request) in enumerate(zip(chunks, of_chunks, strict=True)):
             tokens[row, : chunk.valid] = request.ids[chunk.start : chunk.start + chunk.valid]
             asked.groups[row, : len(chunk.groups)] = chunk.groups
             of_row = (chunk.slot, chunk.place, chunk.fresh, chunk.start, chunk.valid)
             for column, value in zip(asked[:-1], of_row, strict=True):
                 column[row] = value
-        name, static = ("replay", {}) if reading.replay else ("read", {"last": reading.last})
-        read = ProgramKey.of(name, *size, **static)
-        self._slots, done, leaving = self._programs.run(read, self._slots, tokens, asked)
+        key = replay.key(*size) if reading.replay else read.key(*size, last=reading.last)
+        self._slots, done, leaving = self._programs.run(key, self._slots, tokens, asked)
         self._store(leaving)
         if not reading.last:
             return PendingResults(done, [], reading)
@@ -193,15 +185,15 @@ class Runner:
                 self._evict(chunk)
             if self._host:
                 which = np.array([chunk.slot], np.int32)
-                self._slots = self._programs.run(REFILL, self._slots, which)
+                self._slots = self._programs.run(refill.key(1), self._slots, which)
         neutral_rows = [neutral()] * (reading.num_rows - len(chunks))
         choice = self.wanted([chunk.answer for chunk in chunks])
-        join = self._programs.usable(ProgramKey.of("join", reading.num_rows, choice=choice))
+        key = self._programs.usable(join.key(reading.num_rows, choice=choice))
         sampling = self._neutral[reading.num_rows]
-        if dict(join.static)["choice"] != "greedy":
+        if dict(key.static)["choice"] != "greedy":
             sampling = row_sampling([*of_chunks, *neutral_rows], spec.vocab_size)
         knobs = knob_rows([*of_chunks, *neutral_rows], spec.knobs)
-        self._slots, packed = self._programs.run(join, self._slots, asked.slots, sampling, knobs)
+        self._slots, packed = self._programs.run(key, self._slots, asked.slots, sampling, knobs)
         firsts = [(chunk.answer, row, 1) for row, chunk in enumerate(chunks)]
         return PendingResults(packed, firsts, reading)
 
@@ -217,13 +209,13 @@ class Runner:
         for row in rows:
             if every and row.age % every == 0:
                 which = np.array([row.slot], np.int32)
-                self._store(self._programs.run(LEAVE, self._slots, which))
+                self._store(self._programs.run(leave.key(1), self._slots, which))
 
     def _park(self, move: Move) -> None:
         """Copies the pages of a row to host memory."""
         parts: list[Parked] = []
         for moved in self._moved(move):
-            part = self._programs.run(PARK, self._slots, moved)
+            part = self._programs.run(park.key(1), self._slots, moved)
             parts.append(jax.device_put(part, host_sharding()))
             self._copying.append(parts[-1])
         self._parked[move.answer] = parts
@@ -236,7 +228,7 @@ class Runner:
         for moved in self._moved(move):
             # a copy waits for what the device was given before it: the next one goes first
             part, coming = coming, next(copies, coming)
-            self._slots = self._programs.run(RESUME, self._slots, moved, part)
+            self._slots = self._programs.run(resume.key(1), self._slots, moved, part)
             self._copying.append(part)
 
     def _moved(self, move: Move) -> Iterator[MovedGroups]:
@@ -245,7 +237,7 @@ class Runner:
         for nth, groups in enumerate(itertools.batched(move.groups, size)):
             if len(self._copying) >= AT_A_TIME:  # the device has a copy of each
                 jax.block_until_ready(self._copying.popleft())
-            (moved,) = self._programs.of_nobody(PARK.name, PARK.size)
+            (moved,) = no_groups(self._spec)
             moved.slots[0], moved.first[0] = move.slot, move.first + nth * size
             moved.groups[0, : len(groups)] = groups
             yield moved
@@ -253,7 +245,7 @@ class Runner:
     def _evict(self, chunk: Chunk) -> None:
         """Lets the policy compress a prompt that ends with this chunk."""
         prompt = chunk.start + chunk.valid
-        key = evict_key(self._spec.sizes.pages_for(prompt))
+        key = evict_key(self._spec.sizes, prompt)
         asked, _ = self._programs.of_nobody(key.name, key.size)
         asked.slots[0], asked.places[0], asked.lengths[0] = chunk.slot, chunk.place, prompt
         asked.groups[0, : len(chunk.groups)] = chunk.groups
@@ -264,7 +256,7 @@ class Runner:
     def _decode(self, decoding: Decoding) -> PendingResults:
         num_rows, rows, sizes = decoding.num_rows, decoding.rows, self._spec.sizes
         size = num_rows, *(sizes.families(num_rows) if decoding.families else ())
-        (asked,) = self._programs.of_nobody("decode", size)
+        (asked,) = decode.of_nobody(self._spec, size)
         # a program of all rows has them in their order; in others the unused ones are the last
         in_order = num_rows == sizes.num_slots
         at = {row.slot: row.slot if in_order else nth for nth, row in enumerate(rows)}
@@ -298,5 +290,5 @@ class Runner:
                 # served twice by one program, a row stays as it is, if its tokens do not move
                 filler = self._spec.sizes.num_slots if self._spec.policy.evicts else part[0]
                 which = np.array([*part, *[filler] * (size - len(part))], np.int32)
-                service = ProgramKey.of("service", size, service=name)
-                self._slots = self._programs.run(service, self._slots, which)
+                key = service.key(size, service=name)
+                self._slots = self._programs.run(key, self._slots, which)

@@ -1,11 +1,14 @@
 """Makes the spec of an engine, and the rules of its scheduler."""
 
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 from jsparse.cache import CacheSpec
 from jsparse.engine import sizing
+from jsparse.engine.host_rows import memory_kind
 from jsparse.engine.options import EngineOptions
+from jsparse.engine.row_memory import DeviceRows
 from jsparse.engine.sizes import EngineSizes, Rules
 from jsparse.models.checkpoint import Params
 from jsparse.policy import AnyPolicy, Policy, is_dense
@@ -16,7 +19,8 @@ from jsparse.runtime.draft_length import most_drafts
 STEPS_GPU = 32
 
 
-class EngineSpec(NamedTuple):
+@dataclass(frozen=True)
+class EngineSpec:
     """Describes the engine that programs are made for.
 
     Attributes:
@@ -33,6 +37,16 @@ class EngineSpec(NamedTuple):
     sizes: EngineSizes
     knobs: tuple[str, ...]
     layer_stats: bool
+
+    def made_from(self) -> tuple[Any, ...]:
+        """Returns everything that programs depend on beside their arguments."""
+        own = self.policy, self.cache, self.sizes, self.knobs, self.layer_stats
+        return self.params.decoder, *own
+
+    @cached_property
+    def memory(self) -> DeviceRows:
+        """Where K, V and the policy's state of rows lie."""
+        return memory_kind(self.policy)(self.policy, self.cache, self.decoding)
 
     @property
     def decoding(self) -> CacheSpec:
@@ -53,8 +67,8 @@ def engine_spec(params: Params, policy: AnyPolicy, options: EngineOptions) -> En
         ValueError: an option is out of its range, the policy cannot be served, or memory does not
             suffice.
     """
-    offloaded = isinstance(policy, Policy) and policy.offload is not None
-    rows = sizing.cache_spec(params, options, offloaded=offloaded)
+    memory = memory_kind(policy)
+    rows = sizing.cache_spec(params, options, memory.MOST_ROWS)
     if options.batch_invariant:
         options = options.only(
             "batch_invariant is true",
@@ -64,7 +78,7 @@ def engine_spec(params: Params, policy: AnyPolicy, options: EngineOptions) -> En
             cascade_attention=False,
         )
     steps = options.steps_per_program
-    if steps is None and sizing.on_gpu() and not offloaded:
+    if steps is None and sizing.on_gpu() and not memory.SINGLE_STEPS:
         steps = STEPS_GPU
     admitted = admit(
         params,
@@ -80,8 +94,7 @@ def engine_spec(params: Params, policy: AnyPolicy, options: EngineOptions) -> En
         options = options.only("the model is spread over several devices", swap_space=0)
     if admitted.drafts:
         options = options.only("exact is true", cascade_attention=False)
-    if admitted.policy.offload is not None:
-        options = options.only("K and V lie in host memory", cascade_attention=False, swap_space=0)
+    options = options.only("K and V lie in host memory", **memory.EXCLUDES)
     sizes = sizing.sizes_of(admitted.policy, params.config, rows, options, steps=admitted.max_steps)
     if admitted.drafts:
         most = partial(most_drafts, on_gpu=sizing.on_gpu())

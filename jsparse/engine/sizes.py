@@ -2,12 +2,16 @@
 
 import operator
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 # prompts that may be partly read at a time; each has a place for its newest queries on the device
 MAX_READING = 8
 # chunks of more tokens are padded by no more than an eighth
 PADDED_FREELY = 2048
+
+# How tokens are chosen: all rows take the likeliest; each by its own options; and with the
+# likeliest tokens beside the chosen one.
+SamplingMode = Literal["greedy", "sampled", "top"]
 
 
 class EngineSizes(NamedTuple):

@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 import jax
 
 from jsparse.cache import CacheSpec
+from jsparse.engine.host_rows import memory_kind
 from jsparse.engine.options import EngineOptions
+from jsparse.engine.pool_size import group_bytes, pool_groups
+from jsparse.engine.row_memory import DeviceRows
 from jsparse.engine.sizes import MAX_READING, EngineSizes
 from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params
@@ -15,7 +18,7 @@ from jsparse.models.config import ModelConfig
 from jsparse.pallas_kernels.block_sparse_decode.api import MAX_QUERIES
 from jsparse.policy import Policy
 from jsparse.runtime import capacity, chunk_attention
-from jsparse.runtime.host_store import LIMIT_VARIABLE, available_host_bytes, stored_every
+from jsparse.runtime.host_store import LIMIT_VARIABLE, available_host_bytes
 from jsparse.runtime.room import max_length
 
 # With an 8B model on an H100, chunks of 512 tokens at a prompt's beginning keep the device as busy
@@ -35,8 +38,7 @@ BLOCK_TOKENS = 512
 # and of all are enough: on a GPU the smaller is hardly faster for fewer rows than this; on a CPU a
 # step of one row takes a quarter of the time that eight take.
 FEW_ROWS_GPU, FEW_ROWS_CPU = 8, 1
-# A row whose K and V lie in host memory has half a gigabyte of an 8B model on the device, its tail.
-ROWS_GPU, OFFLOADED_ROWS_GPU, ROWS_CPU = 64, 8, 8
+ROWS_CPU = 8
 # Tokens of an answer for which it gets memory at a time.
 GROWTH_TOKENS = 256
 # The pages per head of the smallest program that compresses prompts; each larger one has four times
@@ -53,8 +55,10 @@ def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def cache_spec(params: Params, options: EngineOptions, *, offloaded: bool = False) -> CacheSpec:
-    """Returns the sizes of an engine's rows.
+def cache_spec(
+    params: Params, options: EngineOptions, most_rows: int = DeviceRows.MOST_ROWS
+) -> CacheSpec:
+    """Returns the sizes of an engine's rows, of which a GPU has `most_rows` by default.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -64,8 +68,7 @@ def cache_spec(params: Params, options: EngineOptions, *, offloaded: bool = Fals
     if asked is not None and asked > longest:
         raise ValueError(f"max_model_len={asked}: must be at most {longest}, the model's maximum")
     tokens = asked or (longest if gpu else min(longest, 2048))
-    most = (OFFLOADED_ROWS_GPU if offloaded else ROWS_GPU) if gpu else ROWS_CPU
-    rows = options.max_num_seqs or most
+    rows = options.max_num_seqs or (most_rows if gpu else ROWS_CPU)
     return capacity.cache_spec(params, [[]] * rows, [0] * rows, tokens, options.page_size)
 
 
@@ -96,23 +99,21 @@ def sizes_of(
         rungs = tuple((at, size) for at, size in options.ladder or default)
     except (TypeError, ValueError):
         raise ValueError(f"ladder={options.ladder!r}: must be (position, size) pairs") from None
-    kept, reading, on_host = evicted_pages(policy, spec, longest), None, policy.offload is not None
-    decoding = spec
-    if kept:
-        decoding, reading = spec._replace(num_pages=kept), spec._replace(batch=MAX_READING)
+    kept = evicted_pages(policy, spec, longest)
+    decoding = spec._replace(num_pages=kept or spec.num_pages)
+    memory = memory_kind(policy)(policy, spec, decoding)
     block = min(BLOCK_TOKENS, min(size for _, size in rungs))
     _require_ladder(rungs, block, spec.page_size)
-    prompts = _prefill_rows(options.prefill_rows, spec.batch, packs=gpu and not on_host)
+    prompts = _prefill_rows(options.prefill_rows, spec.batch, packs=gpu and memory.PACKS)
     return EngineSizes(
         num_slots=spec.batch,
         max_model_len=longest,
         page_size=spec.page_size,
-        num_groups=capacity.pool_groups(
-            decoding,
+        num_groups=pool_groups(
             policy,
-            options.kv_cache_tokens,
-            options.gpu_memory_utilization,
-            reading=reading,
+            decoding,
+            memory,
+            options,
             prompts=prompts[-1],
             chunk=max(*(size for _, size in rungs), prompts[-1] * default[0][1]),
         ),
@@ -120,7 +121,7 @@ def sizes_of(
         tails=tuple(size for size in TAILS if size < max(size for _, size in rungs)),
         block_tokens=block,
         steps=steps,
-        rows=_decode_rows(options.decode_rows, spec.batch, on_gpu=gpu, all_alone=on_host),
+        rows=_decode_rows(options.decode_rows, spec.batch, on_gpu=gpu, some=memory.DECODES_SOME),
         prefill_rows=prompts,
         max_stall_ms=options.max_stall_ms,
         batch_invariant=options.batch_invariant,
@@ -129,9 +130,9 @@ def sizes_of(
         packed_tokens=default[0][1],
         evicted_pages=kept,
         prompt_pages=_prompt_pages(policy, spec) if kept else (),
-        host_groups=_host_groups(options.swap_space, decoding, policy),
+        host_groups=_host_groups(options.swap_space, memory),
         moved_groups=MOVED_GROUPS,
-        tail_tokens=stored_every(policy.offload, spec.page_size) if policy.offload else 0,
+        tail_tokens=memory.tail_tokens,
     )
 
 
@@ -164,7 +165,7 @@ def family_rows(asked: bool | None, policy: Policy, spec: CacheSpec) -> int:
     return min(rows, spec.batch) if asked and rows > 1 else 0
 
 
-def _host_groups(swap_space: float, spec: CacheSpec, policy: Policy) -> int:
+def _host_groups(swap_space: float, rows: DeviceRows) -> int:
     """Returns the groups whose pages fit into so many GiB of host memory."""
     nbytes, there = swap_space * 2**30, available_host_bytes()
     if nbytes > there:
@@ -173,7 +174,7 @@ def _host_groups(swap_space: float, spec: CacheSpec, policy: Policy) -> int:
             f"swap_space={swap_space}: must be at most {there / 2**30:.1f}, the GiB of host memory "
             f"that are free{limit} now"
         )
-    return int(nbytes / capacity.group_bytes(spec, policy)) if nbytes else 0
+    return int(nbytes / group_bytes(rows)[0]) if nbytes else 0
 
 
 def _prompt_pages(policy: Policy, spec: CacheSpec) -> tuple[int, ...]:
@@ -194,13 +195,10 @@ def _prompt_pages(policy: Policy, spec: CacheSpec) -> tuple[int, ...]:
 
 
 def _decode_rows(
-    asked: Sequence[int] | None, slots: int, *, on_gpu: bool, all_alone: bool
+    asked: Sequence[int] | None, slots: int, *, on_gpu: bool, some: bool
 ) -> tuple[int, ...]:
-    """Returns the numbers of rows of decode programs; only those of all rows with `all_alone`.
-
-    Others copy what rows have of their own, as tails.
-    """
-    if asked is None and all_alone:
+    """Returns the numbers of rows of decode programs; all rows alone unless there are `some`."""
+    if asked is None and not some:
         return (slots,)
     if asked is None:
         few = FEW_ROWS_GPU if on_gpu else FEW_ROWS_CPU

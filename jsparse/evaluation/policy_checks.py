@@ -42,6 +42,7 @@ from jsparse.models.checkpoint import Params
 from jsparse.policy import AnyPolicy, Policy, resolved
 from jsparse.runtime.admission import admit
 from jsparse.runtime.owners import owners
+from jsparse.runtime.store import on_host
 
 
 class Finding(NamedTuple):
@@ -293,4 +294,4 @@ class _Checks:
 
 
 def _on_device(policy: Policy) -> Policy:
-    return policy if policy.offload is None else policy._replace(offload=None)
+    return policy._replace(offload=None) if on_host(policy) else policy

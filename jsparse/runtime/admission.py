@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-from jax.sharding import Mesh
 
 from jsparse.cache import CacheSpec
 from jsparse.hyper_parameters import whole_number
@@ -19,7 +18,7 @@ from jsparse.runtime import capacity
 from jsparse.runtime.constants import require_constants
 from jsparse.runtime.draft_length import most_drafts
 from jsparse.runtime.owners import owners
-from jsparse.runtime.store import KVStore, store_of
+from jsparse.runtime.store import KVStore, on_host, store_of
 
 # steps per program on a GPU
 STEPS_PER_PROGRAM = 8
@@ -75,8 +74,7 @@ def admit(
             support this use, or memory does not suffice.
     """
     policy = resolved(asked, spec, drafts=drafts != 0)
-    if params.mesh is not None:
-        _require_spreadable(policy, params.mesh)
+    store = store_of(policy, spec, params.mesh)
     if not rows_join:
         require_in_one_process(params)
     require_constants(params, policy)
@@ -97,7 +95,6 @@ def admit(
         _require_joinable(policy, spec, per_request)
     if steps_per_program is not None:
         whole_number("steps_per_program", steps_per_program, 1)
-    store = store_of(policy, spec, params.mesh)
     store.require()
     if store.single_steps:
         if steps_per_program not in (None, 1):
@@ -126,7 +123,7 @@ def require_drafting(policy: Policy, spec: CacheSpec) -> None:
     """Raises ValueError if dense attention cannot check what a policy drafts."""
     reasons = {
         "evicts tokens": policy.evicts,
-        "keeps K and V in host memory": policy.offload is not None,
+        "keeps K and V in host memory": on_host(policy),
     }
     for reason, holds in reasons.items():
         if holds:
@@ -135,14 +132,6 @@ def require_drafting(policy: Policy, spec: CacheSpec) -> None:
                 f"checks what it drafts (exact=True), but {reason}"
             )
     owners(policy, spec)  # refuses a state whose arrays belong to neither rows nor pages
-
-
-def _require_spreadable(policy: Policy, mesh: Mesh) -> None:
-    """Raises ValueError unless a policy can run where the model is spread over several devices."""
-    if policy.offload is not None:
-        raise ValueError(
-            f"tensor_parallel_size={mesh.size}: must be 1 where K and V lie in host memory"
-        )
 
 
 def settable(policy: Policy) -> frozenset[str]:

@@ -1,7 +1,6 @@
 """Chooses cache capacities and checks that they fit in memory."""
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +18,6 @@ PAGE_SIZES = (8, 16, 32, 64)
 # Capacities that are powers of two on a CPU: it takes as long to compile the programs of a capacity
 # as to read 3,000 tokens with SmolLM2.
 MIN_COARSE, MAX_COARSE = 512, 8192
-# the default share of the free host memory for an engine's K and V
-DEFAULT_HOST_SHARE = 0.8
 
 
 def bucket(tokens: int, page_size: int) -> int:
@@ -172,110 +169,3 @@ def exhaustion(spec: CacheSpec) -> Iterator[None]:
 
 def _nbytes(leaf: Any) -> int:
     return math.prod(leaf.shape) * leaf.dtype.itemsize
-
-
-def group_bytes(spec: CacheSpec, policy: Policy) -> float:
-    """Returns the bytes of a group: a page of all layers and heads, and of the policy's state."""
-    return _bytes_of(spec, policy)[0]
-
-
-def _bytes_of(spec: CacheSpec, policy: Policy) -> tuple[float, float]:
-    """Returns the bytes on the device that a pool takes for each group, and beside that."""
-    held = device_bytes if policy.offload is None else policy_bytes
-
-    def needs(groups: int) -> int:
-        return held(spec._replace(pool_pages=groups * spec.num_kv_heads), policy)
-
-    few, more = 64, 128
-    per_group = (needs(more) - needs(few)) / (more - few)
-    rest = needs(few) - few * per_group
-    if policy.offload is not None and not _on_gpu():  # which has one memory for both
-        per_group += _on_host(spec)
-    return per_group, rest
-
-
-def _leaving_bytes(spec: CacheSpec, policy: Policy, prompts: int, chunk: int) -> int:
-    """Returns the bytes on the device of what is on its way to host memory and back.
-
-    These are the rows' tails and resident heads; of prompts that are being read, a layer and what
-    the policy knows of them; and their chunks, which are there twice as they leave, or a tail.
-    """
-    assert policy.offload is not None
-    tokens = max(2 * chunk, host_store.stored_every(policy.offload, spec.page_size))
-    pages = prompts * spec.num_pages + spec.num_layers * (-(-tokens // spec.page_size) + 2)
-    read = policy_bytes(spec._replace(batch=prompts, pool_pages=None), policy)
-    moved = spec.num_kv_heads * pages * host_store.page_bytes(spec)
-    return host_store.row_bytes(spec, policy) + read + moved
-
-
-def _on_host(spec: CacheSpec) -> int:
-    """Returns the bytes that a group takes in host memory, where K and V lie there."""
-    return spec.num_layers * spec.num_kv_heads * host_store.page_bytes(spec)
-
-
-def _on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
-
-
-def pool_groups(
-    spec: CacheSpec,
-    policy: Policy,
-    tokens: int | None,
-    gpu_memory_utilization: float,
-    *,
-    reading: CacheSpec | None = None,
-    prompts: int = 1,
-    chunk: int = 0,
-) -> int:
-    """Returns the pages per layer and head of a pool that rows share, a scratch page included.
-
-    The pool lies in host memory where K and V of the policy do.
-
-    Args:
-        spec: the sizes of rows.
-        policy: the policy, whose state takes memory by page and by row.
-        tokens: the tokens that the pool must hold; None is as many as memory allows, but no more
-            than all rows can use where the rest of the memory is not the engine's, on a CPU or in
-            host memory, or prompts that have been read cannot be kept for others.
-        gpu_memory_utilization: the share of the memory that may be in use then.
-        reading: the sizes of prompts that are being read, where they have a state of their own.
-        prompts: how many prompts are read at a time.
-        chunk: the tokens of all their chunks.
-
-    Raises:
-        ValueError: memory does not suffice.
-    """
-    per_group, rows = _bytes_of(spec, policy)
-    rows += _leaving_bytes(spec, policy, prompts, chunk) if policy.offload else 0
-    rows += state_bytes(reading, policy) if reading else 0
-    there = memory.available_bytes(gpu_memory_utilization, spec.ranks) - rows
-    maximum = int(there // per_group) if per_group else sys.maxsize
-    maximum = max(0, maximum) if there >= 0 else 0
-    on_host = policy.offload is not None
-    host_bytes = host_store.available_host_bytes() if on_host else sys.maxsize
-    most_on_host = host_bytes // _on_host(spec)
-    if tokens is None:
-        keeps_prompts = _on_gpu() and policy.shares is not None and not on_host
-        maximum = min(maximum, int(DEFAULT_HOST_SHARE * host_bytes) // _on_host(spec))
-        # shared pages count once
-        all_rows = spec.batch * spec.num_pages + (reading.num_pages if reading else 0)
-        wanted = maximum if keeps_prompts else min(maximum, all_rows + 1)
-    else:
-        wanted = -(-tokens // spec.page_size) + 1
-    if max(wanted, 2) > most_on_host:
-        raise ValueError(
-            f"K and V of {(max(wanted, 2) - 1) * spec.page_size} tokens take "
-            f"{memory.size(max(wanted, 2) * _on_host(spec))} of host memory: must fit in the "
-            f"{memory.size(host_bytes)} that are free"
-            + (f" and {host_store.LIMIT_VARIABLE} allows" if _on_gpu() else "")
-        )
-    if wanted > maximum or wanted < 2:
-        asked = (max(wanted, 2) - 1) * spec.page_size
-        where = f" in host memory, tails of {spec.batch} rows" if on_host else ""
-        raise ValueError(
-            f"K and V of {asked} tokens{where} and the state of {policy} take "
-            f"{memory.size(rows + max(wanted, 2) * per_group)}: must fit in the "
-            f"{memory.size(max(0, there + rows))} that "
-            f"gpu_memory_utilization={gpu_memory_utilization} leaves beside the model"
-        )
-    return wanted

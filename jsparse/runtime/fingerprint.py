@@ -10,8 +10,9 @@ import functools
 import hashlib
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 from jsparse.policies import expressions
@@ -59,8 +60,8 @@ def _text(value: Any) -> str:
         return f"{{{_text(sorted(value.items()))}}}"
     if isinstance(value, tuple | list):
         return f"{type(value).__qualname__}({', '.join(map(_text, value))})"
-    if isinstance(value, MethodType):
-        return f"{_text(value.__func__)} of {_text(value.__self__)}"
+    if isinstance(value, partial):
+        return f"{_text(value.func)} with {_text((value.args, value.keywords))}"
     if isinstance(value, FunctionType | type):
         name = f"{value.__module__}.{value.__qualname__}"
         # a function within another one may close over anything

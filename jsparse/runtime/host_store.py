@@ -8,10 +8,12 @@ by every program and written between them, by this store alone.
 
 import os
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import psutil
+from jax.sharding import Mesh
 
 from jsparse import cache as kv_cache
 from jsparse.builder import require_offloadable
@@ -34,12 +36,14 @@ class OnHost:
 
     single_steps = True
 
-    def __init__(self, policy: Policy, spec: CacheSpec) -> None:
+    def __init__(self, policy: Policy, spec: CacheSpec, mesh: Mesh | None = None) -> None:
         """Prepares a store of a policy with `offload`; nothing is allocated."""
-        assert policy.offload is not None
-        self._policy, self._spec, self._offload = policy, spec, policy.offload
+        self._policy, self._spec, self._mesh = policy, spec, mesh
+        self._offload = cast(Offload, policy.offload)
         self.pages: HostLayers | None = None
-        self.every = stored_every(self._offload, spec.page_size)
+        # whole pages, as many as the tail has: the ring has two more, so that each is copied before
+        # it is overwritten
+        self.every = max(self._offload.tail // spec.page_size, 1) * spec.page_size
 
     def require(self) -> None:
         """Raises ValueError if this policy or device cannot have K and V in host memory.
@@ -47,6 +51,11 @@ class OnHost:
         The tail must hold the tokens that hooks of the policy look back at.
         """
         policy, spec, tail = self._policy, self._spec, self._offload.tail
+        if self._mesh is not None:
+            raise ValueError(
+                f"tensor_parallel_size={self._mesh.size}: must be 1 where K and V lie in host "
+                "memory"
+            )
         require_offloadable("policy", policy)
         for layer in range(spec.num_layers):
             if policy.stats(layer) not in (None, "listed_logits"):
@@ -82,9 +91,35 @@ class OnHost:
     def device_bytes(self, chunk: int) -> int:
         """Returns the bytes of tails, of resident heads, and of one layer that reads its prompt."""
         spec = self._spec
-        return row_bytes(spec, self._policy, chunk) + (
-            spec.batch * spec.num_kv_heads * spec.num_pages * page_bytes(spec)
+        layer = spec.batch * spec.num_kv_heads * spec.num_pages * page_bytes(spec)
+        return self.row_bytes(chunk) + layer
+
+    def row_bytes(self, chunk: int = 0) -> int:
+        """Returns the bytes on the device of the tails and of the resident heads of all rows."""
+        spec, heads = self._spec, self._spec.num_kv_heads
+        tails = spec.num_layers * heads * self._ring_pages(chunk)
+        resident = sum(
+            spec.num_pages * len(self._policy.dense_heads(layer, heads))
+            for layer in range(spec.num_layers)
         )
+        return spec.batch * (tails + resident) * page_bytes(spec)
+
+    def _ring_pages(self, chunk: int) -> int:
+        """Returns R, the pages per head on the device: room for the tail or a prompt chunk."""
+        size = max(self._offload.tail, chunk)
+        return min(-(-size // self._spec.page_size) + 2, self._spec.num_pages)
+
+    def in_tails(self, cache: KVCache, chunk: int = 0) -> KVCache:
+        """Returns a cache with empty tails in the place of K and V; resident heads keep theirs."""
+        layers = (
+            in_tail(
+                held,
+                self._ring_pages(chunk),
+                self._policy.dense_heads(layer, held.lengths.shape[1]),
+            )
+            for layer, held in enumerate(cache.layers)
+        )
+        return cache._replace(layers=tuple(layers))
 
     def host_bytes(self) -> int:
         """Returns the bytes of K and V."""
@@ -108,7 +143,7 @@ class OnHost:
             self.require_fit()
             pages = moved(cache)
         self.pages = pages
-        return _refilled(_tailed(cache, self._policy, self._spec, chunk), pages)
+        return _refilled(_tailed(self._spec, self._policy, chunk, cache), pages)
 
     def after_chunk(self, cache: KVCache, valid: Rows, size: int) -> None:
         """Copies the chunk's K and V from the device."""
@@ -133,34 +168,9 @@ class OnHost:
         return jax.device_put(arrays, jax.local_devices()[0])
 
 
-def stored_every(offload: Offload, page_size: int) -> int:
-    """Returns the number of decoded tokens after which a row's newest are copied.
-
-    They are whole pages, as many as the tail has: the ring has two more, so that each is copied
-    before it is overwritten.
-    """
-    return max(offload.tail // page_size, 1) * page_size
-
-
-def row_bytes(spec: CacheSpec, policy: Policy, chunk: int = 0) -> int:
-    """Returns the bytes on the device of the tails and of the resident heads of all rows."""
-    assert policy.offload is not None
-    tails = spec.num_layers * spec.num_kv_heads * ring_pages(spec, policy.offload, chunk)
-    resident = sum(
-        spec.num_pages * len(policy.dense_heads(layer, spec.num_kv_heads))
-        for layer in range(spec.num_layers)
-    )
-    return spec.batch * (tails + resident) * page_bytes(spec)
-
-
 def page_bytes(spec: CacheSpec) -> int:
     """Returns the bytes of K and V of one page of one head."""
     return 2 * spec.page_size * spec.head_dim * jnp.dtype(spec.dtype).itemsize
-
-
-def ring_pages(spec: CacheSpec, offload: Offload, chunk: int = 0) -> int:
-    """Returns R, the pages per head on the device: room for the tail or a prompt chunk."""
-    return min(-(-max(offload.tail, chunk) // spec.page_size) + 2, spec.num_pages)
 
 
 def available_host_bytes() -> int:
@@ -178,25 +188,12 @@ def available_host_bytes() -> int:
 @partial(jax.jit, static_argnames=("spec", "policy", "chunk"))
 def _empty_tails(spec: CacheSpec, policy: Policy, chunk: int) -> tuple[KVCache, State]:
     state = policy.init(spec)  # it refuses sizes that do not fit the policy
-    return _tailed(kv_cache.init(spec), policy, spec, chunk), state
+    return OnHost(policy, spec).in_tails(kv_cache.init(spec), chunk), state
 
 
-@partial(jax.jit, static_argnames=("policy", "spec", "chunk"))
-def _tailed(cache: KVCache, policy: Policy, spec: CacheSpec, chunk: int) -> KVCache:
-    assert policy.offload is not None
-    return in_tails(cache, policy, ring_pages(spec, policy.offload, chunk))
-
-
-def in_tails(cache: KVCache, policy: Policy, size: int) -> KVCache:
-    """Returns a cache with empty tails of `size` pages in the place of K and V.
-
-    Resident heads keep theirs.
-    """
-    layers = (
-        in_tail(held, size, policy.dense_heads(layer, held.lengths.shape[1]))
-        for layer, held in enumerate(cache.layers)
-    )
-    return cache._replace(layers=tuple(layers))
+@partial(jax.jit, static_argnames=("spec", "policy", "chunk"))
+def _tailed(spec: CacheSpec, policy: Policy, chunk: int, cache: KVCache) -> KVCache:
+    return OnHost(policy, spec).in_tails(cache, chunk)
 
 
 def with_newest(cache: KVCache, pages: HostLayers | None, *, resident: bool = False) -> KVCache:

@@ -29,7 +29,7 @@ from jsparse.policy import Policy, ServiceKind, maintained
 from jsparse.runtime.compilation import inlined, note_trace, program
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
-from jsparse.runtime.owners import put_rows, put_state, take_rows
+from jsparse.runtime.owners import put_rows, take_rows
 from jsparse.runtime.sampling import ChooseFn
 from jsparse.runtime.shared_pages import SharedPages
 from jsparse.runtime.spread_programs import OWN, SAME, by_rank
@@ -235,31 +235,6 @@ def services_on(mesh: Mesh | None) -> Callable[..., Any]:
     static = ("service", "decoder", "policy", "within")
     run = by_rank(serviced, mesh, own=("weights", "batch"), static=static, donated=("batch",))
     return partial(run, within=True)
-
-
-def serviced_rows[Memory: (KVCache, SharedPages)](
-    service: ServiceKind,
-    decoder: Decoder,
-    policy: Policy,
-    spec: CacheSpec,
-    weights: Weights,
-    beside: ReadOnly,
-    batch: Batch[Memory],
-    rows: Int32[Array, "n"],
-) -> Batch[Memory]:
-    """Returns the batch after a service for which these of its rows are due; within a program.
-
-    Where the policy evicts, numbers behind the last row stand for no row.
-    """
-    part = take(policy, spec, batch, rows)
-    if policy.evicts and isinstance(part.cache, SharedPages):
-        part = part._replace(cache=part.cache.emptied(rows >= spec.batch))
-    part = serviced(service, decoder, policy, weights, beside, part, within=True)
-    if policy.offload is not None:  # which leaves K and V as they are
-        state = put_state(policy, spec, batch.state, part.state, rows)
-        return batch._replace(state=state)
-    cache, state = put_rows(policy, spec, batch.cache, batch.state, (part.cache, part.state), rows)
-    return batch._replace(cache=cache, state=state)
 
 
 def take[Memory: (KVCache, SharedPages)](

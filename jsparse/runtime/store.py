@@ -14,7 +14,7 @@ from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, KVCache
 from jsparse.hooks import State
 from jsparse.host_memory.pages import HostLayers
-from jsparse.policy import Policy
+from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime.host_store import OnHost
 from jsparse.runtime.spread_programs import by_rank
 from jsparse.shapes import Rows
@@ -86,7 +86,12 @@ class KVStore(Protocol):
 
 def store_of(policy: Policy, spec: CacheSpec, mesh: Mesh | None = None) -> KVStore:
     """Returns the store that a policy asks for, on these devices if the model is spread."""
-    return OnDevice(policy, spec, mesh) if policy.offload is None else OnHost(policy, spec)
+    return OnHost(policy, spec, mesh) if on_host(policy) else OnDevice(policy, spec, mesh)
+
+
+def on_host(policy: AnyPolicy) -> bool:
+    """Returns whether a policy keeps K and V in host memory."""
+    return isinstance(policy, Policy) and policy.offload is not None
 
 
 class OnDevice:

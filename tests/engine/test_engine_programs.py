@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jsparse.engine.read_programs import carry_of
 from jsparse.engine.runner import PendingResults
 from jsparse.engine.slots import ReadRows
 from jsparse.engine.step_plan import Decoding
@@ -141,7 +142,7 @@ def test_a_prompt_begins_with_a_state_that_has_seen_nothing():
     none = ReadRows(
         rows, rows, rows == 2, 0 * rows, 0 * rows, jnp.zeros((3, spec.num_pages), jnp.int32)
     )
-    carry = engine.programs.bodies._carry(slots, none, none.start, 16)
+    carry = carry_of(engine.programs._made_for, slots, none, none.start, 16)
     empty = row_arrays(policy, spec, policy.init(spec._replace(batch=1)))
     axes = [owner.axis for owner in owners(policy, spec) if owner.kind == "row"]
     found = row_arrays(policy, spec, carry.state)

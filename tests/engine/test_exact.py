@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jsparse.engine.decode_programs import decode_key
 from jsparse.engine.pace import Pace
 from jsparse.engine.packing import pack_round, unpack
-from jsparse.engine.program_keys import decode_key, engine_keys
+from jsparse.engine.programs import engine_keys
 from jsparse.policies.expressions import parse
 from jsparse.runtime import draft_length
 from jsparse.runtime.decode_step import StepStats
@@ -136,7 +137,7 @@ def test_programs_that_are_prepared_are_those_that_are_looked_for():
     """The fewest rows and all, each with as many drafts as they have."""
     sizes = tiny_llm(QUEST, **CAN).engine.sizes._replace(rows=(1, 2, 3), drafts=(6, 5, 4))
     keys = engine_keys(sizes.of_rows(0, -1), parse(QUEST), ["sampled"])
-    made = [key for key in keys if key.name == "round"]
+    made = [key for key in keys if key.name == "draft_and_verify"]
     assert made == [decode_key("sampled", rows, drafts=d) for rows, d in ((1, 6), (3, 4))]
     assert made[-1] == decode_key("sampled", 3, drafts=sizes.drafts_for(3))
 

@@ -16,7 +16,6 @@ from tests.support.tiny import read_only
 
 static = {"static_argnames": ("policy", "spec")}
 take, put, clear = (jax.jit(f, **static) for f in (driver.take, driver.put, clear_rows))
-serviced = jax.jit(driver.serviced_rows, static_argnames=("service", "decoder", "policy", "spec"))
 
 
 class Crowd:
@@ -79,9 +78,11 @@ class Crowd:
             if age is not None:
                 self.ages[slot] = age + 1
                 for name in due(policy.services.every, age + 1):
-                    self.batch = serviced(
-                        *(name, p.decoder, policy, self.spec, p.weights, self.beside),
-                        *(self.batch, jnp.array([slot])),
+                    rows = jnp.array([slot])
+                    part = take(policy, self.spec, self.batch, rows)
+                    part = driver.serviced(
+                        name, p.decoder, policy, p.weights, self.beside, part, within=False
                     )
+                    self.batch = put(policy, self.spec, self.batch, part, rows)
         assert (np.asarray(result.stats.attended)[0, ~active] == 0).all()
         return np.asarray(result.logits)[0]

@@ -3,6 +3,9 @@
 import jax
 import pytest
 
+from jsparse.engine.options import EngineOptions
+from jsparse.engine.pool_size import pool_groups
+from jsparse.engine.row_memory import DeviceRows
 from jsparse.machine import memory
 from jsparse.policies.expressions import parse
 from jsparse.runtime import capacity
@@ -24,7 +27,8 @@ def test_a_gpu_is_filled_where_prompts_can_be_kept(backend, policy, all_of_it, m
     spec = capacity.cache_spec(params, [[]] * ROWS, [0] * ROWS, LONGEST, PAGE)
     monkeypatch.setattr(memory, "available_bytes", lambda *_: 2**24)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    groups = capacity.pool_groups(spec, parse(policy), None, 0.9)
+    rows = DeviceRows(parse(policy), spec, spec)
+    groups = pool_groups(parse(policy), spec, rows, EngineOptions())
     assert (groups > ROWS * LONGEST // PAGE + 1) == all_of_it
     if not all_of_it:
         assert groups == ROWS * LONGEST // PAGE + 1

@@ -1,0 +1,196 @@
+"""Decodes rows, by steps or by rounds of speculation, and runs services between their steps."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from jsparse.cache import ReadOnly, SharedPrefixes
+from jsparse.engine.packing import CHOICES, Packed, pack_for, pack_round
+from jsparse.engine.program_record import NewAnswer, engine_program
+from jsparse.engine.setup import EngineSpec
+from jsparse.engine.sizes import EngineSizes, SamplingMode
+from jsparse.engine.slots import Slots
+from jsparse.models.transformer import Weights
+from jsparse.policy import Policy, ServiceKind
+from jsparse.runtime.compilation import inlined, note_trace
+from jsparse.runtime.program_set import ProgramKey
+from jsparse.runtime.rows import Batch, decode_steps, put, serviced, take
+from jsparse.runtime.shared_pages import SharedPages, scratch_group
+from jsparse.runtime.speculation import speculate
+from jsparse.runtime.spread_programs import OWN, SAME
+
+
+class DecodeRows(NamedTuple):
+    """Names the rows of which a program runs steps.
+
+    A program may be made for more rows than take part: those beyond have no steps, and a slot
+    behind the last where a program has not all rows.
+
+    Attributes:
+        slots: their slots.
+        counts: the number of first steps in which each takes part.
+        first, groups: each row gets `groups` behind its first `first` ones; what lies behind the
+            last group of a row is ignored.
+        prefixes: what rows have in common, by their numbers in the program; None is that each reads
+            its own.
+    """
+
+    slots: Int32[Array, "n"]
+    counts: Int32[Array, "n"]
+    first: Int32[Array, "n"]
+    groups: Int32[Array, "n growth"]
+    prefixes: SharedPrefixes | None
+
+
+def _no_rows(spec: EngineSpec, size: tuple[int, ...]) -> tuple[DecodeRows]:
+    (rows, *shared), sizes, prefixes = size, spec.sizes, None
+    if shared:
+        families: Any = np.full(shared, rows, np.int32), np.zeros(shared[0], np.int32)
+        prefixes = SharedPrefixes(*families)
+    in_order = rows == sizes.num_slots
+    columns: dict[str, Any] = {
+        "slots": np.arange(rows, dtype=np.int32)
+        if in_order
+        else np.full(rows, sizes.num_slots, np.int32),
+        "counts": np.zeros(rows, np.int32),
+        "first": np.full(rows, spec.decoding.num_pages, np.int32),
+        "groups": np.full((rows, sizes.growth), scratch_group(spec.decoding), np.int32),
+    }
+    return (DecodeRows(**columns, prefixes=prefixes),)
+
+
+def decode_key(choice: SamplingMode, *size: int, drafts: int | None = None) -> ProgramKey:
+    """Returns the key of a program that decodes.
+
+    The size is the number of rows; for rows that read together what they have in common, it is
+    followed by the most families and the most rows of each. With `drafts`, it is of a round of
+    speculation that has room for as many; else of decode steps.
+    """
+    if drafts is None:
+        return decode.key(*size, choice=choice)
+    return draft_and_verify.key(*size, choice=choice, drafts=drafts)
+
+
+def decode_keys(
+    choices: Iterable[SamplingMode], *size: int, drafts: int | None = None
+) -> list[ProgramKey]:
+    """Returns such keys, for these ways of choosing tokens."""
+    return [decode_key(choice, *size, drafts=drafts) for choice in choices]
+
+
+def _decoding_keys(
+    sizes: EngineSizes, _: Policy, choices: Sequence[SamplingMode]
+) -> list[ProgramKey]:
+    return [
+        decode_key(choice, rows, drafts=sizes.drafts_for(rows))
+        for rows, choice in product(sizes.rows, choices)
+    ]
+
+
+def _of_answer(sizes: EngineSizes, answer: NewAnswer) -> list[ProgramKey]:
+    rows = sizes.rows_for(answer.rows)
+    key = decode_key(answer.choice, rows, drafts=sizes.drafts_for(rows))
+    return [key] if answer.new_tokens > 1 else []
+
+
+@engine_program(
+    "choice",
+    of_nobody=_no_rows,
+    of_engine=_decoding_keys,
+    of_answer=_of_answer,
+    out=(OWN, SAME),
+)
+def decode(
+    spec: EngineSpec,
+    slots: Slots,
+    asked: DecodeRows,
+    *,
+    choice: SamplingMode,
+    weights: Weights,
+    beside: ReadOnly,
+) -> tuple[Slots, Packed]:
+    """Runs decode steps of some rows; a program for all has them in their order."""
+    decoder, steps = spec.params.decoder, spec.sizes.steps
+    static = decoder, spec.policy, CHOICES[choice], steps, pack_for(spec, choice)
+    run = partial(inlined(decode_steps), *static, weights, beside)
+    return _decoded(spec, slots, asked, lambda part: run(part, asked.counts))
+
+
+@engine_program("choice", "drafts", of_nobody=_no_rows, out=(OWN, SAME))
+def draft_and_verify(
+    spec: EngineSpec,
+    slots: Slots,
+    asked: DecodeRows,
+    *,
+    choice: SamplingMode,
+    drafts: int,
+    weights: Weights,
+    beside: ReadOnly,
+) -> tuple[Slots, Packed]:
+    """Runs a round of speculation of some rows, as `decode` runs steps."""
+    keep = pack_for(spec, choice, pack_round)
+    static = spec.params.decoder, spec.policy, CHOICES[choice], drafts, keep
+
+    def run(part: Batch[SharedPages]) -> tuple[Batch[SharedPages], Packed]:
+        limits, most = part.made + asked.counts, jnp.int32(drafts)
+        return inlined(speculate)(*static, weights, beside, limits, most, part)
+
+    return _decoded(spec, slots, asked, run)
+
+
+def _decoded(
+    spec: EngineSpec,
+    slots: Slots,
+    asked: DecodeRows,
+    run: Callable[[Batch[SharedPages]], tuple[Batch[SharedPages], Packed]],
+) -> tuple[Slots, Packed]:
+    """Returns the slots after `run` has decoded these rows as a batch, and its results."""
+    policy, rows = spec.policy, slots.rows
+    which, of_all = asked.slots, asked.slots.size == spec.decoding.batch
+    places = which[:, None], asked.first[:, None] + jnp.arange(asked.groups.shape[1])
+    rows = rows._replace(cache=rows.cache.with_groups(*places, asked.groups))
+    part = rows if of_all else take(policy, spec.decoding, rows, which)
+    part, packed = run(part._replace(cache=part.cache.with_prefixes(asked.prefixes)))
+    part = part._replace(cache=part.cache.with_prefixes(None))
+    rows = part if of_all else put(policy, spec.decoding, rows, part, which)
+    return slots._replace(rows=rows), packed
+
+
+def service_keys(sizes: EngineSizes, policy: Policy, *_: Any) -> list[ProgramKey]:
+    """Returns the keys of the programs that serve rows between their steps."""
+    if sizes.drafts:  # a round has its services within
+        return []
+    rows = sizes.service_rows
+    return [service.key(rows, service=name) for name in policy.services.every]
+
+
+def behind_the_last(spec: EngineSpec, size: tuple[int, ...]) -> tuple[np.ndarray]:
+    """Returns the number behind the last row, for each row of a program."""
+    return (np.full(size[0], spec.sizes.num_slots, np.int32),)
+
+
+@engine_program("service", of_nobody=behind_the_last, of_engine=service_keys)
+def service(
+    spec: EngineSpec,
+    slots: Slots,
+    which: Int32[Array, "n"],
+    *,
+    service: ServiceKind,
+    weights: Weights,
+    beside: ReadOnly,
+) -> Slots:
+    """Runs one of the policy's services on some rows.
+
+    One of them may be named repeatedly, unless the policy evicts: it would move the same tokens
+    twice. Then numbers behind the last row stand for no row.
+    """
+    note_trace()
+    part = spec.memory.due(slots.rows, which)
+    static = service, spec.params.decoder, spec.policy
+    part = serviced(*static, weights, beside, part, within=True)
+    return slots._replace(rows=spec.memory.after_service(slots.rows, part, which))

@@ -1,0 +1,100 @@
+"""Compresses prompts that have been read, where the policy evicts."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from jsparse.cache import ReadOnly
+from jsparse.engine.program_record import NewAnswer, engine_program
+from jsparse.engine.setup import EngineSpec
+from jsparse.engine.sizes import MAX_READING, EngineSizes
+from jsparse.engine.slots import Slots, no_knobs
+from jsparse.runtime.compilation import note_trace
+from jsparse.runtime.owners import put_rows, take_state
+from jsparse.runtime.program_set import ProgramKey
+from jsparse.runtime.room import evict as evict_prompt
+from jsparse.runtime.shared_pages import scratch_group
+
+
+class EvictRow(NamedTuple):
+    """Names a prompt that has been read, and is compressed into groups of its own.
+
+    Attributes:
+        slots, places: its slot, and the place of its state.
+        lengths: the number of its tokens.
+        groups: the groups that it was read into.
+        kept: the groups that it goes on in.
+    """
+
+    slots: Int32[Array, "1"]
+    places: Int32[Array, "1"]
+    lengths: Int32[Array, "1"]
+    groups: Int32[Array, "1 M"]
+    kept: Int32[Array, "1 m"]
+
+
+def _no_prompt(spec: EngineSpec, size: tuple[int, ...]) -> tuple[EvictRow, dict[str, Array]]:
+    scratch = scratch_group(spec.cache)
+    columns: dict[str, Any] = {
+        "slots": np.full(1, spec.sizes.num_slots, np.int32),
+        "places": np.full(1, MAX_READING, np.int32),
+        "lengths": np.zeros(1, np.int32),
+        "groups": np.full(size, scratch, np.int32),
+        "kept": np.full((1, spec.sizes.evicted_pages), scratch, np.int32),
+    }
+    return EvictRow(**columns), no_knobs(spec.knobs, 1)
+
+
+def evict_key(sizes: EngineSizes, tokens: int) -> ProgramKey:
+    """Returns the key of the program that compresses a prompt of so many tokens."""
+    return evict.key(1, sizes.pages_for(tokens))
+
+
+def _evict_keys(sizes: EngineSizes, *_: Any) -> list[ProgramKey]:
+    return [evict.key(1, pages) for pages in sizes.prompt_pages]
+
+
+def _of_answer(sizes: EngineSizes, answer: NewAnswer) -> list[ProgramKey]:
+    return [evict_key(sizes, answer.end)] if sizes.evicted_pages else []
+
+
+@engine_program(of_nobody=_no_prompt, of_engine=_evict_keys, of_answer=_of_answer)
+def evict(
+    spec: EngineSpec, slots: Slots, asked: EvictRow, knobs: dict[str, Array], *, beside: ReadOnly
+) -> Slots:
+    """Compresses a prompt that has been read, into groups of its own.
+
+    Its first pages are copied there before the policy reworks them: others may have the groups
+    that it was read into, too.
+
+    Raises:
+        ValueError: the policy leaves a state of other sizes than it has for rows that decode.
+    """
+    note_trace()
+    policy, decoding, rows = spec.policy, spec.decoding, slots.rows
+    pages = min(decoding.num_pages, asked.groups.shape[1])
+    kept, read = asked.kept[:, :pages], asked.groups[:, :pages]
+    memory = rows.cache.copied(read, kept)
+    # heads come to lie in the groups that the row keeps; what is behind these is only read
+    first = jnp.where(kept == scratch_group(spec.cache), read, kept)
+    groups = jnp.concatenate([first, asked.groups[:, pages:]], axis=1)
+    reading = spec.cache._replace(batch=MAX_READING)
+    cache, state = evict_prompt(
+        policy,
+        memory.rows(groups, asked.lengths).of_rows(),
+        take_state(policy, reading, slots.reading, asked.places),
+        beside._replace(knobs=knobs or None),
+        pages * spec.cache.page_size,
+    )
+    expected = jax.eval_shape(lambda: policy.init(decoding._replace(batch=1)))
+    if jax.tree.map(jax.typeof, state) != jax.tree.map(jax.typeof, expected):
+        raise ValueError(
+            f"policy={policy}: after_prompt must leave a state for {decoding.capacity} slots "
+            "per head where rows join, as `max_length` says"
+        )
+    part = memory.rows(asked.kept, asked.lengths).by_head(cache)
+    memory, state = put_rows(policy, decoding, rows.cache, rows.state, (part, state), asked.slots)
+    return slots._replace(rows=rows._replace(cache=memory, state=state))

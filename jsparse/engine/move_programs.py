@@ -1,0 +1,90 @@
+"""Moves the pages of answers that others make room for, to host memory and back."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32, Shaped
+
+from jsparse.engine.packing import joined, parted
+from jsparse.engine.program_record import engine_program
+from jsparse.engine.read_programs import start
+from jsparse.engine.setup import EngineSpec
+from jsparse.engine.sizes import EngineSizes
+from jsparse.engine.slots import Slots
+from jsparse.runtime.compilation import note_trace
+from jsparse.runtime.owners import put_pages, take_pages
+from jsparse.runtime.program_set import ProgramKey
+from jsparse.runtime.shared_pages import Pool, scratch_group
+
+
+class MovedGroups(NamedTuple):
+    """Names groups whose pages leave the device or come back.
+
+    Attributes:
+        slots: the slot of the row that has them.
+        first: the number of groups that it has before them.
+        groups: the groups.
+    """
+
+    slots: Int32[Array, "1"]
+    first: Int32[Array, "1"]
+    groups: Int32[Array, "1 moved"]
+
+
+class GroupPages(NamedTuple):
+    """Holds the pages of some groups: K and V, and the policy's arrays of pages."""
+
+    pools: tuple[Pool, ...]
+    state: list[Array]
+
+
+# pages of some groups on their way to host memory and back, as one array for each type
+Parked = tuple[Shaped[Array, "..."], ...]
+
+
+def no_groups(spec: EngineSpec, _: tuple[int, ...] = ()) -> tuple[MovedGroups]:
+    """Returns the groups of a program that moves some, of none."""
+    columns: dict[str, Any] = {
+        "slots": np.full(1, spec.sizes.num_slots, np.int32),
+        "first": np.full(1, spec.decoding.num_pages, np.int32),
+        "groups": np.full((1, spec.sizes.moved_groups), scratch_group(spec.decoding), np.int32),
+    }
+    return (MovedGroups(**columns),)
+
+
+def _no_pages(spec: EngineSpec, _: tuple[int, ...]) -> tuple[MovedGroups, Parked]:
+    (moved,) = no_groups(spec)
+    slots = jax.eval_shape(lambda: start.body(spec))
+    return moved, jax.eval_shape(lambda slots: park.body(spec, slots, moved), slots)
+
+
+def _park_keys(sizes: EngineSizes, *_: Any) -> list[ProgramKey]:
+    return [park.key(1), resume.key(1)] if sizes.host_groups else []
+
+
+@engine_program(of_nobody=no_groups, of_engine=_park_keys, donates=False)
+def park(spec: EngineSpec, slots: Slots, moved: MovedGroups) -> Parked:
+    """Returns the pages of some groups, which are given to others then."""
+    note_trace()
+    return joined(_pages(spec, slots, moved))
+
+
+@engine_program(of_nobody=_no_pages)
+def resume(spec: EngineSpec, slots: Slots, moved: MovedGroups, parked: Parked) -> Slots:
+    """Puts pages that `park` returned into other groups of their row."""
+    note_trace()
+    rows, pages = slots.rows, slots.rows.cache.pages_of(moved.groups)
+    back = parted(parked, jax.eval_shape(lambda: _pages(spec, slots, moved)))
+    places = moved.first[:, None] + jnp.arange(moved.groups.shape[1])
+    cache = rows.cache.put_groups(moved.groups, back.pools)
+    cache = cache.with_groups(moved.slots[:, None], places, moved.groups)
+    state = put_pages(spec.policy, spec.decoding, rows.state, pages, back.state)
+    return slots._replace(rows=rows._replace(cache=cache, state=state))
+
+
+def _pages(spec: EngineSpec, slots: Slots, moved: MovedGroups) -> GroupPages:
+    rows, pages = slots.rows, slots.rows.cache.pages_of(moved.groups)
+    state = take_pages(spec.policy, spec.decoding, rows.state, pages)
+    return GroupPages(rows.cache.take_groups(moved.groups), state)

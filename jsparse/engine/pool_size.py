@@ -1,0 +1,90 @@
+"""Chooses how many groups of pages an engine's rows share."""
+
+import sys
+
+import jax
+
+from jsparse.cache import CacheSpec
+from jsparse.engine.options import EngineOptions
+from jsparse.engine.row_memory import DeviceRows
+from jsparse.machine import memory
+from jsparse.policy import Policy
+from jsparse.runtime import host_store
+
+# the default share of the free host memory for K and V
+DEFAULT_HOST_SHARE = 0.8
+
+
+def group_bytes(rows: DeviceRows) -> tuple[float, float]:
+    """Returns the bytes on the device that a pool takes for each group, and beside that.
+
+    A group is a page of all layers and heads, and of the policy's state.
+    """
+    few, more = 64, 128
+    each = (rows.device_bytes(more) - rows.device_bytes(few)) / (more - few)
+    return each, rows.device_bytes(few) - few * each
+
+
+def pool_groups(
+    policy: Policy,
+    spec: CacheSpec,
+    rows: DeviceRows,
+    options: EngineOptions,
+    *,
+    prompts: int = 1,
+    chunk: int = 0,
+) -> int:
+    """Returns the pages per layer and head of a pool that rows share, a scratch page included.
+
+    Without `kv_cache_tokens`, there are as many as memory allows, but no more than all rows can use
+    where the rest of the memory is not the engine's, on a CPU or in host memory, or prompts that
+    have been read cannot be kept for others.
+
+    Args:
+        policy: the policy, whose state takes memory by page and by row.
+        spec: the sizes of rows that decode.
+        rows: where they lie.
+        options: the tokens that the pool must hold, if they are given, and the share of the
+            device's memory that may be in use.
+        prompts: how many prompts are read at a time.
+        chunk: the tokens of all their chunks.
+
+    Raises:
+        ValueError: memory does not suffice.
+    """
+    utilization, on_host = options.gpu_memory_utilization, rows.host_group_bytes
+    each, beside = group_bytes(rows)
+    beside += rows.reading_bytes(prompts, chunk)
+    there = memory.available_bytes(utilization, spec.ranks) - beside
+    maximum = int(there // each) if each else sys.maxsize
+    maximum = max(0, maximum) if there >= 0 else 0
+    host_bytes = host_store.available_host_bytes() if on_host else 0
+    if options.kv_cache_tokens is None:
+        if on_host:
+            maximum = min(maximum, int(DEFAULT_HOST_SHARE * host_bytes) // on_host)
+        keeps_prompts = _on_gpu() and policy.shares is not None and not on_host
+        # shared pages count once
+        all_rows = spec.batch * spec.num_pages + rows.reading_pages
+        wanted = maximum if keeps_prompts else min(maximum, all_rows + 1)
+    else:
+        wanted = -(-options.kv_cache_tokens // spec.page_size) + 1
+    tokens = (max(wanted, 2) - 1) * spec.page_size
+    if max(wanted, 2) * on_host > host_bytes:
+        raise ValueError(
+            f"K and V of {tokens} tokens take {memory.size(max(wanted, 2) * on_host)} of host "
+            f"memory: must fit in the {memory.size(host_bytes)} that are free"
+            + (f" and {host_store.LIMIT_VARIABLE} allows" if _on_gpu() else "")
+        )
+    if wanted > maximum or wanted < 2:
+        where = f" in host memory, tails of {spec.batch} rows" if on_host else ""
+        raise ValueError(
+            f"K and V of {tokens} tokens{where} and the state of {policy} take "
+            f"{memory.size(beside + max(wanted, 2) * each)}: must fit in the "
+            f"{memory.size(max(0, there + beside))} that gpu_memory_utilization={utilization} "
+            "leaves beside the model"
+        )
+    return wanted
+
+
+def _on_gpu() -> bool:
+    return jax.default_backend() == "gpu"

@@ -1,0 +1,237 @@
+"""Reads prompts, and chooses the first tokens of their answers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from jsparse.cache import ReadOnly
+from jsparse.engine.packing import CHOICES, Packed, pack_for
+from jsparse.engine.program_record import NewAnswer, engine_program
+from jsparse.engine.setup import EngineSpec
+from jsparse.engine.sizes import MAX_READING, EngineSizes, SamplingMode
+from jsparse.engine.slots import ReadRows, Slots, neutral, no_knobs
+from jsparse.host_memory.pages import Leaving
+from jsparse.models.transformer import Weights, to_logits
+from jsparse.policy import Policy
+from jsparse.runtime.compilation import inlined, note_trace
+from jsparse.runtime.owners import keep_inactive, row_arrays, with_row_arrays
+from jsparse.runtime.prefill import PrefillCarry, prefill_chunk, replay_chunk
+from jsparse.runtime.program_set import ProgramKey
+from jsparse.runtime.rows import Batch, first_tokens, no_recent
+from jsparse.runtime.sampling import RowSampling, row_sampling
+from jsparse.runtime.shared_pages import scratch_group
+from jsparse.runtime.spread_programs import OWN, SAME
+from jsparse.shapes import Rows
+
+
+def _start_key(*_: Any) -> list[ProgramKey]:
+    return [start.key()]
+
+
+@engine_program(of_nobody=lambda spec, size: (), of_engine=_start_key, donates=False)
+def start(spec: EngineSpec) -> Slots:
+    """Returns empty slots."""
+    policy, decoder, rows = spec.policy, spec.params.decoder, spec.cache.batch
+    config, zeros = decoder.config, jnp.zeros(rows, jnp.int32)
+    options = row_sampling([neutral()], spec.vocab_size)
+    cache, state, reading = spec.memory.empty()
+    batch = Batch(
+        tokens=zeros,
+        cache=cache,
+        state=state,
+        given=jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), options),
+        made=zeros,
+        recent=no_recent(policy, rows),
+        knobs=no_knobs(spec.knobs, rows),
+    )
+    window = jnp.zeros(
+        (MAX_READING, policy.window, config.num_heads, config.head_dim), decoder.dtype
+    )
+    return Slots(
+        batch,
+        jnp.zeros((rows, config.hidden_size), decoder.dtype),
+        tuple(window for _ in range(config.num_layers if policy.window else 0)),
+        reading,
+    )
+
+
+def no_chunks(spec: EngineSpec, size: tuple[int, ...]) -> tuple[np.ndarray, ReadRows]:
+    """Returns the tokens and the rows of a program that reads (prompts, tokens), of no prompt."""
+    rows, cache = size[0], spec.cache
+    columns: dict[str, Any] = {
+        "slots": np.full(rows, spec.sizes.num_slots, np.int32),
+        "places": np.full(rows, MAX_READING, np.int32),
+        "fresh": np.zeros(rows, np.bool_),
+        "start": np.zeros(rows, np.int32),
+        "valid": np.zeros(rows, np.int32),
+        "groups": np.full((rows, cache.num_pages), scratch_group(cache), np.int32),
+    }
+    return np.zeros(size, np.int32), ReadRows(**columns)
+
+
+def _read_keys(sizes: EngineSizes, *_: Any) -> list[ProgramKey]:
+    full = sizes.full_sizes
+    return [
+        read.key(rows, size, last=last)
+        for rows in sizes.prefill_rows
+        for size in {*full, *sizes.tails}
+        if rows == 1 or size <= sizes.packed_tokens
+        for last in ((True, False) if size in full else (True,))
+    ]
+
+
+def _chunk_keys(sizes: EngineSizes, answer: NewAnswer) -> list[ProgramKey]:
+    chunks = sizes.chunks(answer.start, answer.end)
+    return [read.key(1, size, last=last) for size, last in chunks]
+
+
+@engine_program(
+    "last",
+    of_nobody=no_chunks,
+    of_engine=_read_keys,
+    of_answer=_chunk_keys,
+    out=(OWN, SAME, SAME),
+)
+def read(
+    spec: EngineSpec,
+    slots: Slots,
+    tokens: Int32[Array, "R T"],
+    asked: ReadRows,
+    *,
+    last: bool,
+    weights: Weights,
+    beside: ReadOnly,
+) -> tuple[Slots, Rows, tuple[Leaving, ...]]:
+    """Reads a chunk of each of some prompts; also returns where their next chunks begin.
+
+    The last result is the chunk's pages, by layer, if K and V lie in host memory.
+    """
+    note_trace()
+    size = tokens.shape[1]
+    carry = inlined(prefill_chunk)(
+        spec.params.decoder,
+        spec.policy,
+        weights,
+        tokens,
+        valid=asked.valid,
+        carry=carry_of(spec, slots, asked, asked.start, size),
+        beside=beside,
+        last=last,
+    )
+    leaving = spec.memory.leaving(carry.cache, asked.start, size)
+    return *_after(spec, slots, asked, carry), leaving
+
+
+def _replay_keys(sizes: EngineSizes, policy: Policy, *_: Any) -> list[ProgramKey]:
+    return [replay.key(1, size) for size in sizes.full_sizes if policy.shares == "keys"]
+
+
+@engine_program(of_nobody=no_chunks, of_engine=_replay_keys, out=(OWN, SAME, SAME))
+def replay(
+    spec: EngineSpec,
+    slots: Slots,
+    tokens: Int32[Array, "R T"],
+    asked: ReadRows,
+    *,
+    beside: ReadOnly,
+) -> tuple[Slots, Rows, tuple[Leaving, ...]]:
+    """Shows the policy chunks whose K and V other requests have computed; as `read`."""
+    note_trace()
+    carry = carry_of(spec, slots, asked, asked.start + asked.valid, tokens.shape[1])
+    carry = carry._replace(cache=spec.memory.with_newest(carry.cache, beside))
+    carry = replay_chunk(spec.params.decoder, spec.policy, tokens, asked.valid, carry, beside)
+    return *_after(spec, slots, asked, carry), ()
+
+
+def carry_of(
+    spec: EngineSpec, slots: Slots, asked: ReadRows, lengths: Rows, size: int
+) -> PrefillCarry:
+    """Returns prompts that hold `lengths` tokens, at most `size` new, as a batch of their own.
+
+    Those that begin have a state that has seen nothing, whatever was in their slots before.
+    """
+    policy, rows = spec.policy, spec.cache
+    cache, state = spec.memory.of_prompts(slots, asked, lengths, size)
+    no_pages = rows._replace(batch=asked.slots.size, pool_pages=rows.num_kv_heads)
+    empty = row_arrays(policy, rows, policy.init(no_pages))
+    empty = with_row_arrays(policy, rows, state, empty)
+    fresh = asked.fresh[:, None, None, None]
+    return PrefillCarry(
+        cache,
+        keep_inactive(policy, rows, ~asked.fresh, state, empty),
+        jnp.where(asked.fresh[:, None], 0, slots.hidden.at[asked.slots].get(mode="clip")),
+        tuple(
+            jnp.where(fresh, 0, each.at[asked.places].get(mode="clip")) for each in slots.windows
+        ),
+    )
+
+
+def _after(
+    spec: EngineSpec, slots: Slots, asked: ReadRows, carry: PrefillCarry
+) -> tuple[Slots, Rows]:
+    """Returns the slots after a chunk of these prompts, and the prompts' positions."""
+    end = asked.start + asked.valid
+    rows, reading = spec.memory.after_reading(slots, asked, end, carry)
+    windows = (
+        each.at[asked.places].set(new)
+        for each, new in zip(slots.windows, carry.windows, strict=True)
+    )
+    hidden = slots.hidden.at[asked.slots].set(carry.last_hidden)
+    return Slots(rows, hidden, tuple(windows), reading), end
+
+
+def _no_firsts(spec: EngineSpec, size: tuple[int, ...]) -> tuple[Any, ...]:
+    rows = size[0]
+    sampling = row_sampling([neutral()] * rows, spec.vocab_size)
+    return np.full(rows, spec.sizes.num_slots, np.int32), sampling, no_knobs(spec.knobs, rows)
+
+
+def _join_keys(sizes: EngineSizes, _: Policy, choices: Sequence[SamplingMode]) -> list[ProgramKey]:
+    return [join.key(rows, choice=choice) for choice in choices for rows in sizes.prefill_rows]
+
+
+def _join_key(_: EngineSizes, answer: NewAnswer) -> list[ProgramKey]:
+    return [join.key(1, choice=answer.choice)]
+
+
+@engine_program(
+    "choice", of_nobody=_no_firsts, of_engine=_join_keys, of_answer=_join_key, out=(OWN, SAME)
+)
+def join(
+    spec: EngineSpec,
+    slots: Slots,
+    which: Int32[Array, "R"],
+    sampling: RowSampling,
+    knobs: dict[str, Array],
+    *,
+    choice: SamplingMode,
+    weights: Weights,
+) -> tuple[Slots, Packed]:
+    """Chooses the first tokens of rows whose prompts have been read: they decode from now."""
+    note_trace()
+    hidden = slots.hidden.at[which].get(mode="clip")
+    logits = to_logits(spec.params.decoder, weights, hidden)
+    tokens, sampling, packed = inlined(first_tokens)(
+        CHOICES[choice],
+        pack_for(spec, choice),
+        sampling,
+        logits,
+        jnp.zeros(which.size, jnp.bool_),
+    )
+    rows = slots.rows
+    new = rows._replace(
+        tokens=tokens,
+        given=sampling,
+        made=jnp.ones(which.size, jnp.int32),
+        recent=no_recent(spec.policy, which.size),
+        knobs=knobs,
+        cache=(),
+        state=(),
+    )
+    old = rows._replace(cache=(), state=())
+    joined = jax.tree.map(lambda x, new: x.at[which].set(new), old, new)
+    return slots._replace(rows=joined._replace(cache=rows.cache, state=rows.state)), packed

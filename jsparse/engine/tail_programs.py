@@ -1,0 +1,48 @@
+"""Keeps the tails of rows that decode in step with host memory, where K and V lie there."""
+
+from typing import Any
+
+from jaxtyping import Array, Int32
+
+from jsparse.cache import ReadOnly
+from jsparse.engine.decode_programs import behind_the_last
+from jsparse.engine.program_record import NewAnswer, engine_program
+from jsparse.engine.setup import EngineSpec
+from jsparse.engine.sizes import EngineSizes
+from jsparse.engine.slots import Slots
+from jsparse.host_memory.pages import Leaving
+from jsparse.runtime.compilation import note_trace
+from jsparse.runtime.host_store import with_newest
+from jsparse.runtime.program_set import ProgramKey
+
+
+def _refill_key(sizes: EngineSizes, *_: Any) -> list[ProgramKey]:
+    return [refill.key(1)] if sizes.tail_tokens else []
+
+
+@engine_program(of_nobody=behind_the_last, of_engine=_refill_key, of_answer=_refill_key)
+def refill(spec: EngineSpec, slots: Slots, which: Int32[Array, "n"], *, beside: ReadOnly) -> Slots:
+    """Fills the tails of rows whose prompts have been read, from host memory."""
+    note_trace()
+    rows = slots.rows
+    part = rows.cache.take(which)
+    cache = with_newest(part.of_rows(), beside.host, resident=True)
+    memory = rows.cache.put(part.after(cache), which)
+    return slots._replace(rows=rows._replace(cache=memory))
+
+
+def _leave_key(sizes: EngineSizes, *_: Any) -> list[ProgramKey]:
+    return [leave.key(1)] if sizes.tail_tokens else []
+
+
+def _of_answer(sizes: EngineSizes, answer: NewAnswer) -> list[ProgramKey]:
+    return _leave_key(sizes) if sizes.tail_tokens < answer.new_tokens else []
+
+
+@engine_program(
+    of_nobody=behind_the_last, of_engine=_leave_key, of_answer=_of_answer, donates=False
+)
+def leave(spec: EngineSpec, slots: Slots, which: Int32[Array, "n"]) -> tuple[Leaving, ...]:
+    """Returns the newest pages of rows that decode, by layer, for host memory."""
+    note_trace()
+    return spec.memory.tails_leaving(slots.rows.cache, which)
