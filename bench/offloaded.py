@@ -147,7 +147,7 @@ def policy_step(params, spec, cache, host, expression: str) -> dict[str, Any]:
     row = timed(step, CALLS)
     shares = jax.tree.map(lambda x: float(x[-1].mean()), last[0].stats)
     results.close()
-    host.pages = session.store.pages or host.pages
+    host.pages = session.deployment.store.pages or host.pages
     return row | {"attended_fraction": shares.attended, "read_fraction": shares.read}
 
 

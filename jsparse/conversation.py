@@ -114,7 +114,7 @@ class Conversation:
         rows, _ = prompts.encode(self._params, messages)
         (options,) = per_prompt(self._sampling, len(rows))
         session, start = self._session_for(rows[0], options)
-        asked = requests(self._params, rows, options, session.policy, seed=self._seed)
+        asked = requests(self._params, rows, options, session.deployment.policy, seed=self._seed)
         try:
             begins = None if start is None else [start]
             (out,) = run(session, asked, [streamer], on_progress, begins)
@@ -138,7 +138,7 @@ class Conversation:
         needed = len(prompt) + options.max_tokens
         held, read = self._session, self._read
         if held is not None and held.can_read_on:
-            fits = needed <= held.spec.capacity
+            fits = needed <= held.deployment.spec.capacity
             if len(prompt) > len(read) and fits and prompt[: len(read)] == read:
                 return held, self._start(held, prompt)
         self._session = held = None  # frees its cache
@@ -152,12 +152,12 @@ class Conversation:
     def _start(self, held: Session, prompt: list[int]) -> int:
         """Returns how much of a prompt that goes on a session need not read again."""
         end = len(self._read)
-        if not held.keeps_answers:
+        if not held.deployment.keeps_answers:
             return end
         # the newest token of an answer has not been read
         known = zip(prompt[end:-1], self._answered[:-1], strict=False)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], known))
-        return max(end, min(end + same, len(prompt) - held.policy.window))
+        return max(end, min(end + same, len(prompt) - held.deployment.policy.window))
 
     def _with_room(self, spec: CacheSpec, needed: int) -> CacheSpec:
         """Returns these sizes, or those of a cache with room for turns to come if memory has it."""

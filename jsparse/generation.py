@@ -151,6 +151,6 @@ def generate(
     spec = capacity.cache_spec(params, rows, lengths, max_length, page_size)
     drafts = num_drafts(exact, num_speculative_tokens)
     session = Session(params, as_policy(policy), spec, drafts=drafts)
-    turn = requests(params, rows, options, session.policy, seed=seed)
+    turn = requests(params, rows, options, session.deployment.policy, seed=seed)
     outs = run(session, turn, streamers_of(streamer, len(rows)), on_progress or (lambda *_: None))
     return outs[0] if alone else outs

@@ -336,7 +336,7 @@ def test_eviction_after_the_prompt_makes_the_cache_smaller():
     prompts = random_prompts((130, 9, 3))
     watched = policy._replace(eviction=Eviction(after_prompt, max_length))
     made = read_by(watched, prompts=prompts)
-    assert made.spec.capacity == 512
+    assert made.deployment.spec.capacity == 512
     assert not calls
     steps = made.steps(sampling.greedy, (), limits=[STEPS, STEPS, 2])
     next(steps)
@@ -346,7 +346,7 @@ def test_eviction_after_the_prompt_makes_the_cache_smaller():
     cache = made.held.cache
     for held in cache.layers:
         assert held.capacity == 64
-        assert held.k.nbytes == made.spec.nbytes // (2 * len(cache.layers)) * 64 // 512
+        assert held.k.nbytes == made.deployment.spec.nbytes // (2 * len(cache.layers)) * 64 // 512
         assert held.lengths.tolist() == [[7, 4], [7, 4], [3, 3]]
     assert cache.positions.tolist() == [130, 9, 3]
 

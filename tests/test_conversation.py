@@ -106,7 +106,7 @@ def slots(chat):
     """The capacity of the session that is kept for the next turn."""
     session = chat.conversation._session
     assert session is not None
-    return session.spec.capacity
+    return session.deployment.spec.capacity
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def periods(session: Session, scale: Scale, held: PrefillResult, runs: int) -> d
     session.adopt(held)
     del held
     limit = 1 + period * (runs + 1) + count
-    results = session.steps(greedy, (), limits=[limit] * session.spec.batch)
+    results = session.steps(greedy, (), limits=[limit] * session.deployment.spec.batch)
 
     def run(steps: int) -> float:
         began = time.perf_counter()

@@ -115,7 +115,7 @@ def decode(
     beside: ReadOnly,
 ) -> tuple[Slots, Packed]:
     """Runs decode steps of some rows; a program for all has them in their order."""
-    decoder, steps = spec.params.decoder, spec.sizes.steps
+    decoder, steps = spec.decoder, spec.sizes.steps
     static = decoder, spec.policy, CHOICES[choice], steps, pack_for(spec, choice)
     run = partial(inlined(decode_steps), *static, weights, beside)
     return _decoded(spec, slots, asked, lambda part: run(part, asked.counts))
@@ -134,7 +134,7 @@ def draft_and_verify(
 ) -> tuple[Slots, Packed]:
     """Runs a round of speculation of some rows, as `decode` runs steps."""
     keep = pack_for(spec, choice, pack_round)
-    static = spec.params.decoder, spec.policy, CHOICES[choice], drafts, keep
+    static = spec.decoder, spec.policy, CHOICES[choice], drafts, keep
 
     def run(part: Batch[SharedPages]) -> tuple[Batch[SharedPages], Packed]:
         limits, most = part.made + asked.counts, jnp.int32(drafts)
@@ -191,6 +191,6 @@ def service(
     """
     note_trace()
     part = spec.memory.due(slots.rows, which)
-    static = service, spec.params.decoder, spec.policy
+    static = service, spec.decoder, spec.policy
     part = serviced(*static, weights, beside, part, within=True)
     return slots._replace(rows=spec.memory.after_service(slots.rows, part, which))

@@ -115,7 +115,7 @@ def agree(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
     """
     from jsparse import __version__
 
-    model, sizes, flags = spec.params.config, spec.sizes._asdict(), jax.config
+    model, sizes, flags = spec.deployment.params.config, spec.sizes._asdict(), jax.config
     options = {"per_request": spec.knobs, "layer_stats": spec.layer_stats}
     packages = {"jsparse": __version__, "jax": jax.__version__, "jaxlib": version("jaxlib")}
     own = {
@@ -124,8 +124,8 @@ def agree(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
         "kinds of devices": jax.local_devices()[0].device_kind,
         "check_ranks": check_ranks,
         "jax settings": f"{flags.jax_default_matmul_precision}, x64 {flags.jax_enable_x64}",
-        "model": f"{model}, {spec.params.types}",
-        "weights": _of_norms(spec.params.weights),
+        "model": f"{model}, {spec.deployment.params.types}",
+        "weights": _of_norms(spec.deployment.params.weights),
         "policy": spec.policy.name,
         "sizes": json.dumps(sizes | options),
     }

@@ -74,7 +74,7 @@ class EngineProgram:
         options: dict[str, Any] = {"donate_argnames": "slots"} if self.donates else {}
         options |= {"own": ("slots", "weights"), "out": self.out}
         body = partial(self.body, spec)
-        return program(body, static_argnames=self.static, **options).on(spec.params.mesh)
+        return program(body, static_argnames=self.static, **options).on(spec.deployment.params.mesh)
 
 
 def engine_program(

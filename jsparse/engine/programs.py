@@ -32,7 +32,6 @@ from jsparse.engine.tail_programs import leave, refill
 from jsparse.host_memory.pages import HostLayers, shapes
 from jsparse.policy import Policy
 from jsparse.runtime.compilation import inlined
-from jsparse.runtime.constants import constants
 from jsparse.runtime.program_set import ProgramKey, ProgramSet
 from jsparse.runtime.spread_programs import placed
 
@@ -68,8 +67,8 @@ class Programs(ProgramSet):
         programs = {name: record.compiled_for(spec) for name, record in PROGRAMS.items()}
         # pages in host memory are lent to each program, since they change between them
         pages = shapes(spec.cache) if spec.sizes.tail_tokens else None
-        self._beside = ReadOnly(constants(spec.params, spec.policy), host=pages)
-        fixed = {"weights": spec.params.weights, "beside": self._beside}
+        self._beside = ReadOnly(spec.deployment.constants(), host=pages)
+        fixed = {"weights": spec.deployment.params.weights, "beside": self._beside}
         # the ways of choosing tokens whose programs have been prepared
         self._prepared: tuple[SamplingMode, ...] = ()
         super().__init__(programs, fixed, self._shapes_of)
@@ -177,7 +176,7 @@ class Programs(ProgramSet):
     @cached_property
     def _slots(self) -> Slots:
         shapes = jax.eval_shape(inlined(self._programs[start.name]))
-        mesh = self._made_for.params.mesh
+        mesh = self._made_for.deployment.params.mesh
         return shapes if mesh is None else placed(shapes, mesh)
 
     def _shapes_of(self, name: str, size: tuple[int, ...]) -> tuple[Any, ...]:

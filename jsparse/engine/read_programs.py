@@ -35,9 +35,9 @@ def _start_key(*_: Any) -> list[ProgramKey]:
 @engine_program(of_nobody=lambda spec, size: (), of_engine=_start_key, donates=False)
 def start(spec: EngineSpec) -> Slots:
     """Returns empty slots."""
-    policy, decoder, rows = spec.policy, spec.params.decoder, spec.cache.batch
+    policy, decoder, rows = spec.policy, spec.decoder, spec.cache.batch
     config, zeros = decoder.config, jnp.zeros(rows, jnp.int32)
-    options = row_sampling([neutral()], spec.vocab_size)
+    options = row_sampling([neutral()], spec.decoder.config.vocab_size)
     cache, state, reading = spec.memory.empty()
     batch = Batch(
         tokens=zeros,
@@ -113,7 +113,7 @@ def read(
     note_trace()
     size = tokens.shape[1]
     carry = inlined(prefill_chunk)(
-        spec.params.decoder,
+        spec.decoder,
         spec.policy,
         weights,
         tokens,
@@ -143,7 +143,7 @@ def replay(
     note_trace()
     carry = carry_of(spec, slots, asked, asked.start + asked.valid, tokens.shape[1])
     carry = carry._replace(cache=spec.memory.with_newest(carry.cache, beside))
-    carry = replay_chunk(spec.params.decoder, spec.policy, tokens, asked.valid, carry, beside)
+    carry = replay_chunk(spec.decoder, spec.policy, tokens, asked.valid, carry, beside)
     return *_after(spec, slots, asked, carry), ()
 
 
@@ -186,7 +186,7 @@ def _after(
 
 def _no_firsts(spec: EngineSpec, size: tuple[int, ...]) -> tuple[Any, ...]:
     rows = size[0]
-    sampling = row_sampling([neutral()] * rows, spec.vocab_size)
+    sampling = row_sampling([neutral()] * rows, spec.decoder.config.vocab_size)
     return np.full(rows, spec.sizes.num_slots, np.int32), sampling, no_knobs(spec.knobs, rows)
 
 
@@ -214,7 +214,7 @@ def join(
     """Chooses the first tokens of rows whose prompts have been read: they decode from now."""
     note_trace()
     hidden = slots.hidden.at[which].get(mode="clip")
-    logits = to_logits(spec.params.decoder, weights, hidden)
+    logits = to_logits(spec.decoder, weights, hidden)
     tokens, sampling, packed = inlined(first_tokens)(
         CHOICES[choice],
         pack_for(spec, choice),

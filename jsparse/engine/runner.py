@@ -81,7 +81,7 @@ class Runner:
         """Allocates the slots; `request_of` returns the request of an answer's number."""
         self._spec, self._programs, self._request_of = spec, programs, request_of
         self._neutral = {
-            rows: jax.device_put(row_sampling([neutral()] * rows, spec.vocab_size))
+            rows: jax.device_put(row_sampling([neutral()] * rows, spec.decoder.config.vocab_size))
             for rows in spec.sizes.prefill_rows
         }
         self._slots: Slots = programs.run(start.key())
@@ -191,7 +191,7 @@ class Runner:
         key = self._programs.usable(join.key(reading.num_rows, choice=choice))
         sampling = self._neutral[reading.num_rows]
         if dict(key.static)["choice"] != "greedy":
-            sampling = row_sampling([*of_chunks, *neutral_rows], spec.vocab_size)
+            sampling = row_sampling([*of_chunks, *neutral_rows], spec.decoder.config.vocab_size)
         knobs = knob_rows([*of_chunks, *neutral_rows], spec.knobs)
         self._slots, packed = self._programs.run(key, self._slots, asked.slots, sampling, knobs)
         firsts = [(chunk.answer, row, 1) for row, chunk in enumerate(chunks)]

@@ -11,8 +11,9 @@ from jsparse.engine.options import EngineOptions
 from jsparse.engine.row_memory import DeviceRows
 from jsparse.engine.sizes import EngineSizes, Rules
 from jsparse.models.checkpoint import Params
+from jsparse.models.transformer import Decoder
 from jsparse.policy import AnyPolicy, Policy, is_dense
-from jsparse.runtime.admission import admit
+from jsparse.runtime.admission import Deployment, admit
 from jsparse.runtime.draft_length import most_drafts
 
 # Steps per program on a GPU, if they are short.
@@ -24,16 +25,14 @@ class EngineSpec:
     """Describes the engine that programs are made for.
 
     Attributes:
-        params, policy: the model and the policy that decodes.
-        cache: the sizes of the rows and of the pool of pages that they share.
+        deployment: the model, the policy that decodes, and the sizes of the rows and of the pool of
+            pages that they share.
         sizes: the static sizes of programs and plans.
         knobs: the names of the hyper-parameters that requests may set.
         layer_stats: whether results hold the shares of each layer.
     """
 
-    params: Params
-    policy: Policy
-    cache: CacheSpec
+    deployment: Deployment
     sizes: EngineSizes
     knobs: tuple[str, ...]
     layer_stats: bool
@@ -41,7 +40,22 @@ class EngineSpec:
     def made_from(self) -> tuple[Any, ...]:
         """Returns everything that programs depend on beside their arguments."""
         own = self.policy, self.cache, self.sizes, self.knobs, self.layer_stats
-        return self.params.decoder, *own
+        return self.decoder, *own
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that decodes."""
+        return self.deployment.policy
+
+    @property
+    def cache(self) -> CacheSpec:
+        """The sizes of the rows and of the pool of pages that they share."""
+        return self.deployment.spec
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model without its weights."""
+        return self.deployment.params.decoder
 
     @cached_property
     def memory(self) -> DeviceRows:
@@ -53,11 +67,6 @@ class EngineSpec:
         """The sizes of rows that decode: if the policy evicts, not those of rows that are read."""
         pages = self.sizes.evicted_pages or self.cache.num_pages
         return self.cache._replace(num_pages=pages)
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens that the model knows."""
-        return self.params.config.vocab_size
 
 
 def engine_spec(params: Params, policy: AnyPolicy, options: EngineOptions) -> EngineSpec:
@@ -100,10 +109,9 @@ def engine_spec(params: Params, policy: AnyPolicy, options: EngineOptions) -> En
         most = partial(most_drafts, on_gpu=sizing.on_gpu())
         drafts = [most(rows) if options.drafts is None else options.drafts for rows in sizes.rows]
         sizes = sizes._replace(drafts=tuple(drafts), adapts=admitted.adapts)
+    pool = rows._replace(pool_pages=sizes.num_groups * rows.num_kv_heads)
     return EngineSpec(
-        params,
-        admitted.policy,
-        cache=pooled(rows, sizes),
+        admitted._replace(spec=pool),
         sizes=sizes,
         knobs=tuple(sorted(set(options.per_request))),
         layer_stats=bool(options.layer_stats),
@@ -134,8 +142,3 @@ def require_exact(policy: Policy, spec: CacheSpec, sizes: EngineSizes, exact: bo
         raise ValueError(
             f"exact={exact}: must be {started} or None: the engine was started with exact={started}"
         )
-
-
-def pooled(rows: CacheSpec, sizes: EngineSizes) -> CacheSpec:
-    """Returns the sizes of these rows over a pool of the engine's groups of pages."""
-    return rows._replace(pool_pages=sizes.num_groups * rows.num_kv_heads)

@@ -134,7 +134,7 @@ def _decode(
     knobs: dict[str, Array] | None = None,
 ) -> Iterator[ForcedStep]:
     """Decodes a number of steps, after the token that follows the prompt."""
-    limits = [steps + 1] * session.spec.batch
+    limits = [steps + 1] * session.deployment.spec.batch
     results = session.steps(choose, given, limits=limits, knobs=knobs, keep_logits=True)
     next(results)
     for result in results:

@@ -9,38 +9,53 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+from jaxtyping import Array
 
 from jsparse.cache import CacheSpec
 from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params, require_in_one_process
 from jsparse.policy import AnyPolicy, Policy, is_dense, resolved
 from jsparse.runtime import capacity
-from jsparse.runtime.constants import require_constants
+from jsparse.runtime.constants import constants, require_constants
 from jsparse.runtime.draft_length import most_drafts
 from jsparse.runtime.owners import owners
+from jsparse.runtime.prefill import OnChunk
 from jsparse.runtime.store import KVStore, on_host, store_of
 
 # steps per program on a GPU
 STEPS_PER_PROGRAM = 8
 
 
-class Admission(NamedTuple):
-    """Holds a policy that may run, and its sizes.
+class Deployment(NamedTuple):
+    """Holds a model and a policy that go together, with the sizes that they run with.
 
     Attributes:
+        params: the model.
         policy: the policy that runs; never a StandIn.
-        store: where its K and V will lie.
+        spec: the sizes of the cache.
+        store: where K and V lie.
         max_steps: the most decode steps per program.
         drafts: the most tokens that the policy drafts between two checks; 0 where it decodes, as a
             policy does that is dense anyway.
         adapts: whether fewer are drafted where that is faster.
     """
 
+    params: Params
     policy: Policy
+    spec: CacheSpec
     store: KVStore
     max_steps: int
     drafts: int
     adapts: bool
+
+    def constants(self, report: OnChunk = lambda *_: None) -> dict[str, Array] | None:
+        """Returns the constants of the model that the policy needs, as `runtime.constants` does."""
+        return constants(self.params, self.policy, report)
+
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether K and V of generated tokens are dense attention's, as those of prompts are."""
+        return self.drafts > 0 or is_dense(self.policy, self.spec)
 
 
 def admit(
@@ -54,7 +69,7 @@ def admit(
     steps_per_program: int | None = None,
     allocates: bool = True,
     drafts: int | None = 0,
-) -> Admission:
+) -> Deployment:
     """Admits a policy if it can run with these sizes; nothing is allocated.
 
     Args:
@@ -106,7 +121,7 @@ def admit(
     if allocates:
         capacity.require_fit(spec, policy)
     max_steps = steps_per_program or (STEPS_PER_PROGRAM if on_gpu else 1)
-    return Admission(policy, store, max_steps, drafts, adapts)
+    return Deployment(params, policy, spec, store, max_steps, drafts, adapts)
 
 
 def require_resumable(policy: Policy, spec: CacheSpec) -> None:

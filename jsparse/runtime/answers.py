@@ -42,9 +42,9 @@ def run(
     for request, streamer in zip(asked, streamers, strict=True):
         if isinstance(streamer, TokenStreamer):
             streamer.put(np.array([request.ids]))
-    with capacity.exhaustion(session.spec):
+    with capacity.exhaustion(session.deployment.spec):
         session.expect(
-            *chooser(asked, session.params.config.vocab_size),
+            *chooser(asked, session.deployment.params.config.vocab_size),
             limits=[request.sampling.max_tokens for request in asked],
             knobs=knobs(asked),
             report=report,
@@ -70,7 +70,7 @@ def answers(
     that follow each prompt and that decode steps process one by one, before they answer greedily: a
     policy that compresses the prompt has not seen them.
     """
-    tokenizer = session.params.tokenizer
+    tokenizer = session.deployment.params.tokenizer
     turns = [()] * len(asked) if questions is None else questions
     rows = [
         AnswerRow(AnswerBuilder(request, 0, tokenizer, turn=turn), emit, len(turn))
@@ -78,7 +78,7 @@ def answers(
     ]
     reader = Reader(rows, report, clock)
     if questions is None:
-        choose, given = chooser(asked, session.params.config.vocab_size)
+        choose, given = chooser(asked, session.deployment.params.config.vocab_size)
     else:
         choose, given = forced_then_greedy, _table(questions)
     limits = [row.limit for row in rows]
@@ -86,7 +86,7 @@ def answers(
     # so that the session is at rest even while someone looks at an exception
     with closing(steps):
         reader.read_all(steps)
-    return reader.generations(began, waited() - waits, session.policy.name)
+    return reader.generations(began, waited() - waits, session.deployment.policy.name)
 
 
 def _table(questions: Sequence[Sequence[int]]) -> Int32[Array, "n B"]:

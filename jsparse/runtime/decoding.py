@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jsparse.cache import CacheSpec, KVCache, ReadOnly
+from jsparse.cache import KVCache, ReadOnly
 from jsparse.hooks import State
-from jsparse.models.checkpoint import Params
 from jsparse.policy import Policy
-from jsparse.runtime.admission import Admission
+from jsparse.runtime.admission import Deployment
 from jsparse.runtime.decode_step import StepStats
 from jsparse.runtime.draft_length import DraftLength
 from jsparse.runtime.pauses import due, next_steps, until_due
@@ -120,22 +119,23 @@ class Decoding:
 
     def __init__(
         self,
-        params: Params,
-        admitted: Admission,
+        deployment: Deployment,
         choose: ChooseFn,
         keep: Callable[[Step], StepResult],
-        constants: Mapping[str, Array] | None,
         limits: Sequence[int],
     ) -> None:
         """Prepares to decode `limits[b]` tokens of row b; `keep` picks the results of a step."""
-        self._policy, self._store = admitted.policy, admitted.store
-        self._max_steps, self._num_drafts = admitted.max_steps, admitted.drafts
-        self._params, self._constants, self._limits = params, constants, limits
+        self._deployment, self._limits = deployment, limits
         self._choose, self._keep, self.done = choose, keep, 1
-        self._run = self._program.on(params.mesh)
+        self._policy, self._store, mesh = (
+            deployment.policy,
+            deployment.store,
+            deployment.params.mesh,
+        )
+        self._run, self._constants = self._program.on(mesh), deployment.constants()
         static = {"policy": self._policy, "by_row": self._counts_by_row}
         own, arrays = ("cache", "state"), ("tokens", "cache", "state", "given")
-        begin = by_rank(begun, params.mesh, own=own, static=tuple(static), donated=arrays)
+        begin = by_rank(begun, mesh, own=own, static=tuple(static), donated=arrays)
         self._begun: Callable[..., Batch[KVCache]] = partial(begin, **static)
 
     @property
@@ -148,7 +148,7 @@ class Decoding:
 
         `given` is donated now; the cache and state of `held` are by the first `advance`.
         """
-        tokens, given, result = first_tokens.on(self._params.mesh)(
+        tokens, given, result = first_tokens.on(self._deployment.params.mesh)(
             self._choose, self._keep, given, held.logits, held.cache.overflow
         )
         knobs = jax.tree.map(jnp.copy, knobs)  # the batch is donated, the caller keeps its own
@@ -156,9 +156,7 @@ class Decoding:
         self.batch = self._store.committed(batch)
         return result
 
-    def expect(
-        self, spec: CacheSpec, given: Any, knobs: dict[str, Array] | None
-    ) -> Future[Any] | None:
+    def expect(self, given: Any, knobs: dict[str, Array] | None) -> Future[Any] | None:
         """Begins to compile the first program.
 
         Where its shapes are known only when the prompts have been read, since the policy reworks
@@ -166,7 +164,8 @@ class Decoding:
         """
         if self.finished or self._policy.evicts or self._store.single_steps:
             return None
-        mesh, tokens = self._params.mesh, jax.ShapeDtypeStruct((spec.batch,), jnp.int32)
+        mesh, spec = self._deployment.params.mesh, self._deployment.spec
+        tokens = jax.ShapeDtypeStruct((spec.batch,), jnp.int32)
         held = empty_rows_on(mesh).eval_shape(spec, self._policy)
         shapes = jax.eval_shape(self._begun, tokens, *held, given, knobs)
         if mesh is not None:
@@ -181,10 +180,10 @@ class Decoding:
         count = self._count
         self.batch, result = self._run(*self._arguments(), self.batch)
         self.done += count
-        params, given = self._params, (self._params.weights, self._beside)
+        params, beside = self._deployment.params, self._beside
         for service in due(self._policy.services.every, self._age):
-            run = services_on(params.mesh)
-            self.batch = run(service, params.decoder, self._policy, *given, self.batch)
+            model = params.decoder, self._policy, params.weights
+            self.batch = services_on(params.mesh)(service, *model, beside, self.batch)
         # last: it replaces the pages in host memory that services read
         if self._store.every and self._age % self._store.every == 0:
             self._store.after_steps(self.batch.cache)
@@ -201,16 +200,15 @@ class Decoding:
         left = [limit - self.done for limit in self._limits if limit > self.done]
         periods = [*self._policy.services.every.values(), self._store.every]
         pauses = until_due(filter(None, periods), self._age)
-        return next_steps(self._max_steps, left + pauses)
+        return next_steps(self._deployment.max_steps, left + pauses)
 
     _program, _counts_by_row = decode_steps, False
 
     def _arguments(self) -> tuple[Any, ...]:
         """Returns the arguments of the next program, before the batch."""
-        return (
-            *(self._params.decoder, self._policy, self._choose, self._count, self._keep),
-            *(self._params.weights, self._beside),
-        )
+        static = self._policy, self._choose, self._count, self._keep
+        params = self._deployment.params
+        return params.decoder, *static, params.weights, self._beside
 
     @property
     def _beside(self) -> ReadOnly:
@@ -226,10 +224,10 @@ class Speculating(Decoding):
 
     _program, _counts_by_row = speculate, True
 
-    def __init__(self, params: Params, admitted: Admission, *others: Any) -> None:
+    def __init__(self, deployment: Deployment, *others: Any) -> None:
         """Prepares to decode, as `Decoding` does; nothing has been accepted so far."""
-        super().__init__(params, admitted, *others)
-        self._length = DraftLength(adapts=admitted.adapts)
+        super().__init__(deployment, *others)
+        self._length = DraftLength(adapts=deployment.adapts)
         self._on_device = jnp.asarray(self._limits, jnp.int32)
         self._narrow = None
         self._in_flight: deque[Drafts] = deque()
@@ -238,7 +236,7 @@ class Speculating(Decoding):
     def advance(self) -> StepResult:
         """Dispatches a round, with the services for which rows are due then."""
         self._look_back()
-        most = self._length.choose(self._num_drafts)
+        most = self._length.choose(self._deployment.drafts)
         narrow = self._without_drafts() if most == 0 else None
         if narrow is None:
             self.batch, result = self._run(*self._static(), *self._given(most), self.batch)
@@ -283,13 +281,13 @@ class Speculating(Decoding):
 
     def _static(self, drafts: int | None = None) -> tuple[Any, ...]:
         """Returns the arguments that make the program of a round with room for so many drafts."""
-        drafts = self._num_drafts if drafts is None else drafts
-        return self._params.decoder, self._policy, self._choose, drafts, of_round
+        drafts = self._deployment.drafts if drafts is None else drafts
+        return self._deployment.params.decoder, self._policy, self._choose, drafts, of_round
 
     def _given(self, most: int) -> tuple[Any, ...]:
         """Returns the other arguments of a round of at most so many drafts, before the batch."""
         of_round = self._on_device, jnp.asarray(most, jnp.int32)
-        return self._params.weights, self._beside, *of_round
+        return self._deployment.params.weights, self._beside, *of_round
 
 
 def _tell_failure(job: Future[Any]) -> None:

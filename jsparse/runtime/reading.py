@@ -10,18 +10,15 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from jsparse import cache as kv_cache
-from jsparse.cache import CacheSpec, KVCache, ReadOnly
+from jsparse.cache import KVCache, ReadOnly
 from jsparse.hooks import State
-from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import to_logits
-from jsparse.policy import Policy
 from jsparse.runtime import chunk_attention, prefill
+from jsparse.runtime.admission import Deployment
 from jsparse.runtime.compilation import program
-from jsparse.runtime.constants import constants
 from jsparse.runtime.owners import row_arrays, with_row_arrays
 from jsparse.runtime.prefill import OnChunk, PrefillCarry
 from jsparse.runtime.spread_programs import SAME, by_rank
-from jsparse.runtime.store import KVStore
 from jsparse.shapes import Rows
 
 # the tokens of each row; rows may have different numbers of them
@@ -61,12 +58,9 @@ class Reading:
         resumable: whether it keeps the state that a further turn starts from.
     """
 
-    def __init__(
-        self, params: Params, policy: Policy, spec: CacheSpec, store: KVStore, *, resumable: bool
-    ) -> None:
+    def __init__(self, deployment: Deployment, *, resumable: bool) -> None:
         """Prepares to read."""
-        self._params, self._policy, self._spec, self._store = params, policy, spec, store
-        self.resumable = resumable
+        self._deployment, self.resumable = deployment, resumable
 
     def checked(self, rows: TokenRows, start: np.ndarray) -> Prompts:
         """Returns prompts that follow the first `start[b]` tokens of each row.
@@ -75,15 +69,15 @@ class Reading:
             ValueError: there is not one list of tokens per row, or they do not fit in the cache.
         """
         lengths = np.array([len(ids) for ids in rows], np.int32)
-        if len(rows) != self._spec.batch:
-            raise ValueError(f"rows has {len(rows)} entries: must be {self._spec.batch}")
+        spec = self._deployment.spec
+        if len(rows) != spec.batch:
+            raise ValueError(f"rows has {len(rows)} entries: must be {spec.batch}")
         if not lengths.any():
             raise ValueError(f"rows={[*map(list, rows)]}: must not all be empty")
         total = start + lengths
-        if total.max() > self._spec.capacity:
+        if total.max() > spec.capacity:
             raise ValueError(
-                f"rows of {total.tolist()} tokens: must fit in the {self._spec.capacity} of the "
-                "cache"
+                f"rows of {total.tolist()} tokens: must fit in the {spec.capacity} of the cache"
             )
         tokens = np.zeros((len(rows), lengths.max()), np.int32)
         for b, ids in enumerate(rows):
@@ -102,7 +96,7 @@ class Reading:
         `before` is donated, and `start[b]` are the tokens of it that row b keeps. Returns the state
         after the prompts, and the one that a further turn starts from.
         """
-        params, policy, spec, store = self._params, self._policy, self._spec, self._store
+        params, policy, spec, store, *_ = self._deployment
         decoder, weights = params.decoder, params.weights
         carry = store.committed(self._begin() if before is None else self._resume(*before, start))
         carry = prefill.read_prompts(
@@ -113,7 +107,7 @@ class Reading:
             prompts.lengths,
             carry,
             chunk=chunk_attention.chunk_tokens(spec),
-            beside=ReadOnly(constants(params, policy, report)),
+            beside=ReadOnly(self._deployment.constants(report)),
             store=store,
             report=report,
             mesh=params.mesh,
@@ -127,18 +121,20 @@ class Reading:
 
     def _begin(self) -> PrefillCarry:
         """Returns the carry of the first prompts."""
-        decoder, mesh = self._params.decoder, self._params.mesh
-        empty = self._store.begin(chunk_attention.chunk_tokens(self._spec))
+        params, policy, spec, store, *_ = self._deployment
+        empty = store.begin(chunk_attention.chunk_tokens(spec))
         own, static = ("cache", "state"), ("decoder", "policy")
-        return by_rank(prefill.start, mesh, own=own, static=static)(decoder, self._policy, *empty)
+        start = by_rank(prefill.start, params.mesh, own=own, static=static)
+        return start(params.decoder, policy, *empty)
 
     def _resume(self, held: PrefillResult, end: PromptEnd, start: np.ndarray) -> PrefillCarry:
         """Returns the carry of a further turn: rows are cut back to their first `start` tokens."""
-        cut = by_rank(cut_back, self._params.mesh, own=("cache",), donated=("cache",))
-        cache = self._store.after_cut(cut(held.cache, jnp.asarray(start)))
+        params, policy, spec, store, *_ = self._deployment
+        cut = by_rank(cut_back, params.mesh, own=("cache",), donated=("cache",))
+        cache = store.after_cut(cut(held.cache, jnp.asarray(start)))
         state = held.state
         if (start == end.positions).all():
-            state = with_row_arrays(self._policy, self._spec, state, end.rows)
+            state = with_row_arrays(policy, spec, state, end.rows)
         return PrefillCarry(cache, state, end.last_hidden, end.windows)
 
 

@@ -9,7 +9,7 @@ jsparse.runtime.host_reader). On a GPU several steps are one program, since the 
 start a program than the device to run a small model's step.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -20,11 +20,10 @@ from jaxtyping import Array
 from jsparse.cache import CacheSpec, ReadOnly
 from jsparse.host_memory.pages import HostLayers
 from jsparse.models.checkpoint import Params
-from jsparse.policy import AnyPolicy, is_dense
+from jsparse.policy import AnyPolicy
 from jsparse.runtime import chunk_attention, room
 from jsparse.runtime.admission import admit
 from jsparse.runtime.compilation import when_made
-from jsparse.runtime.constants import constants
 from jsparse.runtime.decoding import (
     Decoding,
     Speculating,
@@ -70,8 +69,7 @@ class Session:
     """Holds a batch of rows, from their prompts on.
 
     Attributes:
-        params, policy, spec: the model, the policy that runs and the sizes of the cache.
-        store: where K and V lie.
+        deployment: the model, the policy that runs, the sizes of the cache and where K and V lie.
     """
 
     def __init__(
@@ -104,7 +102,7 @@ class Session:
             ValueError: the policy needs a constant that the model lacks, its demands exclude one
                 another, it cannot draft, or memory does not suffice.
         """
-        admitted = admit(
+        self.deployment = admit(
             params,
             policy,
             spec,
@@ -113,9 +111,7 @@ class Session:
             allocates=not adopts,
             drafts=drafts,
         )
-        self.params, self.policy, self.spec = params, admitted.policy, spec
-        self.store, self._admitted = admitted.store, admitted
-        self._reading = Reading(params, self.policy, spec, self.store, resumable=resumable)
+        self._reading = Reading(self.deployment, resumable=resumable)
         self._stage: Stage = Fresh()
         self._expected: Future[Any] | None = None
 
@@ -144,12 +140,7 @@ class Session:
     @property
     def _positions(self) -> list[int]:
         """The tokens that each row holds."""
-        return on_host(self.held.cache.positions, self.params.mesh).tolist()
-
-    @property
-    def keeps_answers(self) -> bool:
-        """Whether K and V of generated tokens are dense attention's, as those of prompts are."""
-        return self._admitted.drafts > 0 or is_dense(self.policy, self.spec)
+        return on_host(self.held.cache.positions, self.deployment.params.mesh).tolist()
 
     def read(
         self,
@@ -164,8 +155,8 @@ class Session:
         `rows` are the tokens that follow there, generated ones included. They are read
         densely, as a prompt is: K and V of generated tokens came from sparse attention.
 
-        Where they did not (`keeps_answers`), rows may keep more, their first `start[b]` tokens.
-        Of a policy that wants the last W queries of a prompt, W tokens must then be read.
+        Where they did not (`Deployment.keeps_answers`), rows may keep more, their first `start[b]`
+        tokens. Of a policy that wants the last W queries of a prompt, W tokens must then be read.
 
         Raises:
             ValueError: there is not one list of tokens per row, they do not fit in the cache, the
@@ -175,11 +166,11 @@ class Session:
         end = self._last_end()
         kept = self._kept(start, end)
         prompts = self._reading.checked(rows, kept)
-        window, goes_on = self.policy.window, end is not None and (kept > end.positions)
+        window, goes_on = self.deployment.policy.window, end is not None and (kept > end.positions)
         if np.any(goes_on & (prompts.lengths < window)):
             raise ValueError(
                 f"rows of {prompts.lengths.tolist()} tokens: must have at least {window} behind an "
-                f"answer, the last queries that {self.policy} looks at"
+                f"answer, the last queries that {self.deployment.policy} looks at"
             )
         before = None if end is None else (self.held, end)  # `held` refuses one that is busy
         self._stage = Busy()  # donated
@@ -191,11 +182,11 @@ class Session:
         Raises:
             ValueError: they cannot keep as many.
         """
-        least = np.zeros(self.spec.batch, np.int32) if end is None else end.positions
+        least = np.zeros(self.deployment.spec.batch, np.int32) if end is None else end.positions
         if start is None:
             return least
         most = least
-        if end is not None and self.keeps_answers:
+        if end is not None and self.deployment.keeps_answers:
             most = np.asarray(self._positions)
         if (
             len(start) != len(least)
@@ -222,9 +213,8 @@ class Session:
         So it compiles while the prompts are read. Where the shapes are known only then, since the
         policy reworks the cache after the prompt or K and V move to host memory, nothing happens.
         """
-        known = constants(self.params, self.policy, report)
-        decoding = self._decoding(choose, limits, known)
-        self._expected = decoding.expect(self.spec, given, knobs)
+        self.deployment.constants(report)
+        self._expected = self._decoding(choose, limits).expect(given, knobs)
 
     def adopt(self, held: PrefillResult, pages: HostLayers | None = None) -> None:
         """Takes over prompts that were read elsewhere for this policy, with K and V on the device.
@@ -232,8 +222,8 @@ class Session:
         They go where the session's store keeps them; `pages` are those in host memory, if they have
         been copied there.
         """
-        chunk = chunk_attention.chunk_tokens(self.spec)
-        held = held._replace(cache=self.store.adopt(held.cache, chunk, pages))
+        chunk = chunk_attention.chunk_tokens(self.deployment.spec)
+        held = held._replace(cache=self.deployment.store.adopt(held.cache, chunk, pages))
         self._stage = Ready(held, None)
 
     def steps(
@@ -265,17 +255,15 @@ class Session:
                 may need.
         """
         stage = self._ready(limits)
-        policy, spec, held = self.policy, self.spec, stage.held
+        params, policy, spec, *_ = self.deployment
+        held = stage.held
         # looking at them waits for the prompts, for which there is no need else
         prompts = self._positions if policy.eviction is not None else []
-        known = constants(self.params, policy)
-        decoding = self._decoding(choose, limits, known, keep_logits=keep_logits)
+        decoding = self._decoding(choose, limits, keep_logits=keep_logits)
         room.require_pages(policy, spec, prompts, limits)
         self._stage = Busy(stage.end)  # donated
-        both, beside = (held.cache, held.state), ReadOnly(known, knobs)
-        cache, state = room.after_prompt(
-            policy, spec, *both, beside, prompts, limits, self.params.mesh
-        )
+        both, beside = (held.cache, held.state), ReadOnly(self.deployment.constants(), knobs)
+        cache, state = room.after_prompt(policy, spec, *both, beside, prompts, limits, params.mesh)
         result = decoding.begin(PrefillResult(held.logits, cache, state), given, knobs)
         try:
             yield result
@@ -283,7 +271,7 @@ class Session:
                 yield self._advanced(decoding)
         finally:
             batch = decoding.batch
-            settle(batch, self.store.pages)
+            settle(batch, self.deployment.store.pages)
             # a program that failed may have consumed its donated arguments
             if not any(array.is_deleted() for array in jax.tree.leaves(batch)):
                 self._stage = Decoded(
@@ -298,10 +286,10 @@ class Session:
         """
         if isinstance(self._stage, Decoded):
             raise ValueError("session: must read before it decodes again")
-        if len(limits) != self.spec.batch or min(limits) < 1:
+        batch = self.deployment.spec.batch
+        if len(limits) != batch or min(limits) < 1:
             raise ValueError(
-                f"limits={list(limits)}: must be {self.spec.batch} numbers of at least 1, one per "
-                "row"
+                f"limits={list(limits)}: must be {batch} numbers of at least 1, one per row"
             )
         if not isinstance(self._stage, Ready):
             raise ValueError(NOT_READY)
@@ -311,17 +299,16 @@ class Session:
         self,
         choose: ChooseFn,
         limits: Sequence[int],
-        known: Mapping[str, Array] | None,
         *,
         keep_logits: bool = False,
     ) -> Decoding:
         keep = with_logits if keep_logits else without_logits
-        if self._admitted.drafts and (keep_logits or choose in (forced, forced_then_greedy)):
+        if self.deployment.drafts and (keep_logits or choose in (forced, forced_then_greedy)):
             raise ValueError(
                 "drafts: must be 0 to keep logits, or where tokens are given and not chosen"
             )
-        arguments = self.params, self._admitted, choose, keep, known, limits
-        return (Speculating if self._admitted.drafts else Decoding)(*arguments)
+        kind = Speculating if self.deployment.drafts else Decoding
+        return kind(self.deployment, choose, keep, limits)
 
     def _advanced(self, decoding: Decoding) -> StepResult:
         """Dispatches the next program, once it has been compiled; returns its results."""

@@ -55,7 +55,7 @@ def test_memory_is_asked_for_last_and_only_by_who_allocates(no_memory):
     params = tiny_params(num_layers=2)
     with pytest.raises(ValueError, match="must fit in the 1000 B"):
         Session(params, dense(), spec_of(params, 2))
-    assert Session(params, dense(), spec_of(params, 2), adopts=True).policy is dense()
+    assert Session(params, dense(), spec_of(params, 2), adopts=True).deployment.policy is dense()
 
 
 @pytest.mark.parametrize(

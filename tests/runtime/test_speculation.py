@@ -61,7 +61,12 @@ def asked_of(session, sampling, **more):
         SamplingParams(max_tokens=limit, ignore_eos=True, logprobs=0, **OPTIONS[sampling], **more)
         for limit in LIMITS
     ]
-    return requests(session.params, PROMPTS, own, session.policy, seed=3)
+    return requests(session.deployment.params, PROMPTS, own, session.deployment.policy, seed=3)
+
+
+def chosen(session, own):
+    """Returns how the session's requests choose their tokens, as `chooser` does."""
+    return chooser(asked_of(session, own), session.deployment.params.config.vocab_size)
 
 
 @cache
@@ -99,7 +104,7 @@ def test_drafts_are_the_policys_and_some_are_rejected():
 def test_a_round_keeps_what_agrees_and_one_more():
     """Drafts and dense choices of each round, worked out from dense logits of the whole text."""
     session = session_of(QUEST, DRAFTS)
-    choose, given = chooser(asked_of(session, GREEDY), session.params.config.vocab_size)
+    choose, given = chosen(session, GREEDY)
     made = [[] for _ in PROMPTS]
     for result in session.steps(choose, given, limits=LIMITS):
         tokens = np.asarray(result.tokens)
@@ -115,7 +120,9 @@ def test_a_round_keeps_what_agrees_and_one_more():
     assert [len(own) for own in made] == [*LIMITS]
     for prompt, own in zip(PROMPTS, made, strict=True):
         text = [*prompt, *own]
-        logits = np.asarray(jsparse.logits(session.params, text + [0] * (-len(text) % 64))[0])
+        logits = np.asarray(
+            jsparse.logits(session.deployment.params, text + [0] * (-len(text) % 64))[0]
+        )
         assert own == logits[len(prompt) - 1 : len(text) - 1].argmax(-1).tolist()
 
 
@@ -150,7 +157,7 @@ def test_a_further_turn_reads_only_what_is_new(policy, less):
     alone = session_of("dense", 0, whole)
     assert_close(session.held.logits, alone.held.logits)
     # and what follows, for which the policy's state must be right
-    choose, given = chooser(asked_of(session, GREEDY), session.params.config.vocab_size)
+    choose, given = chosen(session, GREEDY)
     made, expected = ([], [])
     for each, tokens in ((session, made), (alone, expected)):
         for result in each.steps(choose, given, limits=[4] * 3):
@@ -225,7 +232,7 @@ def test_no_row_drafts_beyond_its_maintenance():
         name="counting",
     )
     session = session_of(counting, DRAFTS)
-    choose, given = chooser(asked_of(session, GREEDY), session.params.config.vocab_size)
+    choose, given = chosen(session, GREEDY)
     for _ in session.steps(choose, given, limits=LIMITS):
         pass
     assert session.held.state.tolist() == [(limit - 1) // 5 for limit in LIMITS]
@@ -253,11 +260,11 @@ def test_an_end_within_a_round_ends_the_text(place):
 
 def test_rounds_may_draft_any_number(monkeypatch):
     """As many as were chosen, of which later rounds learn; one that drafts nothing is a step."""
-    chosen, seen = cycle((3, 0, 1, 2)), []
-    monkeypatch.setattr(DraftLength, "choose", lambda self, most: next(chosen))
+    drafts, seen = cycle((3, 0, 1, 2)), []
+    monkeypatch.setattr(DraftLength, "choose", lambda self, most: next(drafts))
     monkeypatch.setattr(DraftLength, "observe", lambda self, *counts: seen.append(counts))
     (expected, _), session = decoded("dense", 0, DRAWN), session_of(QUEST, DRAFTS)
-    choose, given = chooser(asked_of(session, DRAWN), session.params.config.vocab_size)
+    choose, given = chosen(session, DRAWN)
     made, rounds = [[] for _ in PROMPTS], []
     for result in session.steps(choose, given, limits=LIMITS):
         counts, tokens = np.ones(3, int), np.asarray(result.tokens)
@@ -281,7 +288,9 @@ def test_the_number_is_chosen_where_none_is_given(monkeypatch):
     (expected, _), most = decoded("dense", 0, DRAWN), []
     for drafts in (None, DRAFTS):
         session = session_of(QUEST, drafts)
-        choose, given = chooser(asked_of(session, DRAWN), session.params.config.vocab_size)
+        choose, given = chooser(
+            asked_of(session, DRAWN), session.deployment.params.config.vocab_size
+        )
         made, asked_for = [[] for _ in PROMPTS], []
         for result in session.steps(choose, given, limits=LIMITS):
             counts = [1] * 3 if result.drafts is None else np.asarray(result.drafts.counts)
@@ -311,7 +320,7 @@ def test_rounds_without_drafts_get_a_program_of_their_own(monkeypatch):
     monkeypatch.setattr(DraftLength, "choose", lambda self, most: next(numbers))
     (expected, _), session = decoded("dense", 0, DRAWN), session_of(CLUSTERS, DRAFTS)
     widths, made = [], [[] for _ in PROMPTS]
-    choose, given = chooser(asked_of(session, DRAWN), session.params.config.vocab_size)
+    choose, given = chosen(session, DRAWN)
     for result in session.steps(choose, given, limits=LIMITS):
         widths.append(len(result.tokens))
         counts = [1] * 3 if result.drafts is None else result.drafts.counts
@@ -368,7 +377,7 @@ def test_maintenance_must_leave_the_cache_alone():
 
     fading = as_policy(QUEST)._replace(services=Services(faded, period=5), name="fading")
     session = session_of(fading, DRAFTS)
-    choose, given = chooser(asked_of(session, GREEDY), session.params.config.vocab_size)
+    choose, given = chosen(session, GREEDY)
     with pytest.raises(ValueError, match="policy=fading: its maintain must leave the cache"):
         list(session.steps(choose, given, limits=LIMITS))
 
@@ -397,7 +406,7 @@ def test_a_method_sees_what_checks_saw():
         name="counting",
     )
     session = session_of(counting, DRAFTS)
-    choose, given = chooser(asked_of(session, GREEDY), session.params.config.vocab_size)
+    choose, given = chosen(session, GREEDY)
     rounds = np.zeros(3, int)
     for result in session.steps(choose, given, limits=LIMITS):
         if result.drafts is not None:
