@@ -24,7 +24,11 @@ def test_a_gpu_is_filled_where_prompts_can_be_kept(backend, policy, all_of_it, m
     spec = capacity.cache_spec(params, [[]] * ROWS, [0] * ROWS, LONGEST, PAGE)
     monkeypatch.setattr(memory, "available_bytes", lambda *_: 2**24)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    groups = capacity.pool_groups(spec, parse(policy), None, 0.9)
+    groups = capacity.pool_groups(spec, policy := parse(policy), None, 0.9)
     assert (groups > ROWS * LONGEST // PAGE + 1) == all_of_it
-    if not all_of_it:
+    if all_of_it:
+        pools = [spec._replace(pool_pages=n * spec.num_kv_heads) for n in (groups, groups + 1)]
+        fitting, larger = (capacity.device_bytes(pool, policy) for pool in pools)
+        assert fitting <= 2**24 < larger
+    else:
         assert groups == ROWS * LONGEST // PAGE + 1
