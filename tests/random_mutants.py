@@ -8,9 +8,10 @@ logged or warned of have no places. Nor has a backend of a kernel, where no defa
 enters the function or imports the module.
 
 Every file of the default tests runs once without a fault, under coverage. A fault is judged by the
-files that execute its lines, the cheapest first, as many as fit into a time; where lines run at
-import alone, by the files that enter a function of the same module. A line that no file executes is
-a fault that survives.
+files that execute its lines, within a time limit. The nearest come first, whose paths share the
+most words with the source's path, and among equals the cheapest. Where lines run at import alone,
+the files must enter a function of the same module. A fault in a line that no file executes
+survives.
 """
 
 import ast
@@ -282,13 +283,16 @@ class Judges:
         ]
 
     def executing(self, site: Site, bodies: set[int]) -> list[Measured]:
-        """Returns the files that execute a place; at import, of these those that enter `bodies`."""
+        """Returns the files that execute a place, the nearest first, then the cheapest.
+
+        At import, these are the files that enter `bodies`, if any do.
+        """
         wanted = set(range(site.lines[0], site.lines[1] + 1))
         pairs = list(zip(self.measured, self.lines, strict=True))
         ran = [(one, lines) for one, lines in pairs if wanted & lines.get(site.file, frozenset())]
         if site.function is None:
             ran = [pair for pair in ran if bodies & pair[1][site.file]] or ran
-        return [one for one, _ in ran]
+        return sorted((one for one, _ in ran), key=lambda one: -shared_words(one.test, site.file))
 
     def enters(self, site: Site) -> bool:
         """Returns whether any file enters the function around a place, or imports its module."""
@@ -307,14 +311,19 @@ def is_backend(file: str) -> bool:
     }
 
 
+def shared_words(test: str, source: str) -> int:
+    """Returns the number of words that two paths share; a part of a name is a word."""
+    words = (set(re.split(r"[\W_]", path)) for path in (test, source.removesuffix(".py")))
+    return len(set.intersection(*words))
+
+
 def within(files: list[Measured], seconds: float) -> list[Measured]:
-    """Returns the cheapest files that take so many seconds together, at least one."""
+    """Returns the first file, and those of the others that fit into the time, in their order."""
     taken, spent = [], 0.0
     for one in files:
-        spent += one.seconds
-        if taken and spent > seconds:
-            break
-        taken.append(one)
+        if not taken or spent + one.seconds <= seconds:
+            taken.append(one)
+            spent += one.seconds
     return taken
 
 

@@ -190,7 +190,7 @@ def test_every_source_of_the_package_is_drawn_from_once():
     assert len({(ROOT / file).resolve() for file in files}) == len(files)
 
 
-def test_files_judge_a_fault_that_execute_its_line_the_cheapest_first():
+def test_the_cheapest_files_that_execute_the_line_judge_a_fault():
     """At import all do, and then those that enter a function of the module."""
     sites = Sites("s.py", SOURCE)
     slow = Measured("slow", 9.0, [], {"s.py": [4, 5, 6, 9]})
@@ -202,8 +202,21 @@ def test_files_judge_a_fault_that_execute_its_line_the_cheapest_first():
         for site in sites.found
     }
     assert found == {4: ["quick", "slow"], 5: ["quick", "slow"], 6: ["quick", "slow"], 9: ["slow"]}
-    assert within([imports, quick, slow], 4.0) == [imports, quick]
-    assert within([slow, slow], 4.0) == [slow]
+    assert within([slow, quick], 4.0) == [slow]
+    assert within([imports, slow, quick], 4.0) == [imports, quick]
+
+
+def test_the_nearest_files_judge_a_fault_first():
+    """A file named after the source comes before the others of its folder, and these by cost."""
+    source = "pallas_kernels/merge_splits/triton_gpu.py"
+    near = [
+        Measured("tests/kernels/test_merge_splits.py", 4.0, [], {source: [1]}),
+        Measured("tests/kernels/test_all_ops.py", 2.0, [], {source: [1]}),
+        Measured("tests/bench/test_interpret_kernels.py", 3.0, [], {source: [1]}),
+        Measured("tests/engine/test_blocks.py", 1.0, [], {source: [1]}),
+    ]
+    sites = Sites(source, "x = 1")
+    assert Judges(near[::-1]).executing(sites.found[0], sites.bodies) == near
 
 
 class OneCopy:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jsparse.models.quantized import to_blocks
@@ -23,6 +24,7 @@ from jsparse.pallas_kernels.gated_product import gated_product
 from jsparse.pallas_kernels.group_means import group_means
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_scores import int4_scores
+from jsparse.pallas_kernels.merge_splits import merge_splits
 from jsparse.pallas_kernels.nearest_centroid import nearest_centroid
 from jsparse.pallas_kernels.norm_product import norm_product
 from jsparse.pallas_kernels.page_bounds import page_bounds
@@ -230,6 +232,19 @@ def tables_updated(_: Any, inputs: Any) -> Any:
     return jax.jit(op, donate_argnums=(0, 1))(*inputs[:5])
 
 
+def splits(number: int) -> Any:
+    """Returns partial results of `number` splits for three pairs, which use all, none and two."""
+    rng = np.random.default_rng(0)
+    o = jnp.asarray(rng.normal(size=(3, number, 8, 96)), jnp.float32)
+    lse = jnp.asarray(rng.normal(size=(3, number, 8)), jnp.float32)
+    return o, lse, jnp.array([number, 0, 2])
+
+
+def merged(_: Any, inputs: Any) -> Any:
+    merge = partial(merge_splits, rows=5, lse_only=2, implementation="triton")
+    return jax.jit(merge)(*inputs)
+
+
 def listed_products(case: Any, inputs: Any) -> Any:
     """Multiplies every query by the rows that its KV head lists."""
     q, layer, listed = inputs[:3]
@@ -297,8 +312,9 @@ OPS = {
         named(
             select_cases.CASES,
             "top_p_union_capped top_k_per_head top_k_max_raw threshold_max "
-            "top_p_bfloat16 top_k_long top_k_long_max always always_masked always_max always_long "
-            "budget_ties budget_capped mass_top_p mass_capped named_mass_pairs",
+            "top_p_bfloat16 top_k_long top_k_long_max top_p_long_row always always_masked "
+            "always_max always_long budget_ties budget_capped mass_top_p mass_capped "
+            "named_mass_pairs",
         ),
     ),
     "page_bounds": Op(
@@ -428,6 +444,7 @@ OPS = {
     "nearest_centroid": Op(nearest, named(nearest_cases.CASES, "any float32 few_points odd wide")),
     "group_means": Op(averaged, named(means_cases.CASES, "any float32 few_groups odd wide")),
     "centroid_update": Op(updated, named(update_cases.CASES, "any radii_of_points odd all_in_one")),
+    "merge_splits": Op(merged, {"few": 5, "many": 33}, splits),
     "listed_products": Op(
         listed_products, named(token_sparse_cases.CASES, "scrambled bfloat16_96 bfloat16_256")
     ),

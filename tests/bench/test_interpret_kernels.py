@@ -44,6 +44,7 @@ CASES = {
     "compact_pages": "many_chunks",
     "few_rows_product": "one_row float32",
     "group_means": "odd",
+    "merge_splits": "few many",
     "norm_product": "bias one_row",
     "page_bounds": "ragged",
     "place_logits": "any dense_and_listed",
@@ -54,7 +55,7 @@ CASES = {
     "runs_to_tokens": "outside one_slot",
     "shared_counts": "an_empty_list",
     "table_update": "penalty",
-    "threshold_select": "always_max top_p_bfloat16",
+    "threshold_select": "always_max top_p_bfloat16 top_p_long_row",
     "token_sparse": "dense_and_sparse",
     "window_attention": "bias",
 }

@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -10,9 +11,11 @@ from typer.testing import CliRunner
 import jsparse
 from jsparse.benchmark import memory_floor, random_cache, steps
 from jsparse.benchmark.random_model import random_model
-from jsparse.cache import CacheSpec
+from jsparse.builder import dense
+from jsparse.cache import CacheSpec, StepView
 from jsparse.cli.app import app
 from jsparse.models.checkpoint import spread
+from jsparse.policy import Policy
 from tests.support.tiny import tiny_params
 
 STREAMING = "streaming(sink=2, recent=6)"
@@ -96,6 +99,13 @@ def test_every_head_of_a_random_cache_holds_the_same_number_of_tokens():
     assert cache.positions.tolist() == [20] * 3
     positions = np.asarray(cache.layers[0].slot_positions).reshape(3, 2, 32)
     assert (positions == np.arange(32)).all()
+    policy = Policy(
+        dense().select,
+        init=lambda spec: jnp.zeros((3, 32, 2, 16)),
+        prefill=lambda state, layer, view: view.k if layer == 0 else state,
+    )
+    kept = random_cache.state_after_prompt(policy, spec, StepView(cache), 300)
+    np.testing.assert_array_equal(kept, np.moveaxis(keys.reshape(3, 2, 32, 16), 1, 2))
 
 
 def test_what_cannot_be_measured():

@@ -12,6 +12,7 @@ import pytest
 import jsparse
 from jsparse import SamplingParams
 from jsparse.engine import sizing
+from jsparse.engine.options import EngineOptions
 from jsparse.engine.request_state import policy_of
 from jsparse.engine.runner import PendingResults
 from tests.support.serving import asked, assert_at_rest, bits, greedy, tiny_llm, until
@@ -372,6 +373,10 @@ def test_too_many_waiting_are_refused_and_the_rest_goes_on(dense, monkeypatch):
     updates = until(dense, lambda: engine.idle)
     assert len({one.request_id for one in updates if one.finished}) == 6
     assert_at_rest(dense)
+
+
+def test_the_least_of_each_size_is_in_range():
+    EngineOptions(max_num_seqs=1, max_model_len=1, max_waiting=0, kv_cache_tokens=1)
 
 
 def test_options_out_of_range():

@@ -3,13 +3,16 @@
 import inspect
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jsparse.evaluation.contract_rules import NAMES
+from jsparse.evaluation.contract_violations import leaves_out
 from jsparse.evaluation.policy_checks import check
-from jsparse.evaluation.policy_trial import random_model
+from jsparse.evaluation.policy_trial import PAGE, LayerSelection, random_model
 from jsparse.policies.expressions import parse
 from jsparse.policies.own_code import with_budget
+from jsparse.selection import Selection
 from tests.support import broken_policies
 from tests.support.marks import slow_except
 from tests.support.policy_table import METHODS, outermost
@@ -72,6 +75,15 @@ def test_what_cannot_be_asked_says_why(types):
     other |= {} if types else {"types": "the policy does not run"}
     assert why == other | dict.fromkeys(["rows", "budget"], "the policy does not run")
     assert found.leaves_out is None
+
+
+@pytest.mark.parametrize(("granularity", "tokens"), [("page", PAGE), ("token", 1)])
+def test_a_list_of_all_that_a_head_holds_leaves_nothing_out(granularity, tokens):
+    ids, share = np.arange(3, dtype=np.int32)[None, None], np.ones((1, 1), np.float32)
+    chosen = Selection(ids, np.full((1, 1), 3, np.int32), granularity=granularity)
+    for held, left_out in ((3 * tokens, False), (3 * tokens + 1, True)):
+        lengths = np.full((1, 1), held, np.int32)
+        assert leaves_out(LayerSelection(chosen, lengths, share, share)) == left_out
 
 
 def test_an_error_names_the_line_of_the_policy():

@@ -5,7 +5,8 @@ Its body is interpreted, its code lowered for CUDA, and its schedule checked in 
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels import dispatch
-from jsparse.pallas_kernels.block_sparse_decode import api, mosaic, schedule
+from jsparse.pallas_kernels.block_sparse_decode import api, heads, mosaic, schedule
 from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
 from jsparse.selection import Selection
 from tests.kernels.cases.block_sparse_decode import Case
@@ -63,6 +64,23 @@ def test_the_interpreted_body_matches_dense_attention(case):
     np.testing.assert_array_equal(np.isneginf(out.stats.scores), np.isneginf(want.token_logits))
     close(out.stats.scores, want.token_logits)
     close(out.stats.lse, want.stats_lse)
+
+
+def test_a_list_lacks_the_newest_page_unless_that_is_among_its_ids():
+    """It may end before that page, with it, or past it."""
+    sizes = SimpleNamespace(pairs=1, capacity=6, page_size=16)
+    arrays = SimpleNamespace(ids=jnp.array([[1, 2, 4, 5, 7, 8]], jnp.int32))
+
+    @jax.jit
+    @jax.vmap
+    def lacks(count, length):
+        head = heads.Head(splits=1, tiles=1, dense=jnp.int32(0), length=length, count=count)
+        last = heads.last_listed(sizes, arrays, 0, head)
+        return heads.lacks_newest(sizes, arrays, 0, head, last)
+
+    pairs = np.array([*product(range(1, 7), range(1, 160))], np.int32)
+    wanted = [(length - 1) // 16 not in arrays.ids[0, :n].tolist() for n, length in pairs.tolist()]
+    np.testing.assert_array_equal(lacks(*pairs.T), wanted)
 
 
 SIZES = [  # of heads and pages: each at least once, the extremes together

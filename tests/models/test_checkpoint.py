@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 
 from jsparse.models.checkpoint import load, save
+from jsparse.models.generation_config import resolve_settings
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.models.transformer import weight_shapes
 from tests.support.writers import (
@@ -189,6 +190,16 @@ def test_a_gguf_files_sampling_keys_are_defaults(stated, expected, ignored, tmp_
     said = [record.getMessage().partition("ignored: ")[2] for record in caplog.records]
     named = ", ".join(f"general.sampling.{key}" for key in ignored)
     assert said == ([named] if named else [])
+
+
+def test_settings_without_effect_here_are_warned_of_unless_they_are_neutral(caplog):
+    neutral = {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "guidance_scale": 1}
+    neutral |= {"penalty_alpha": 0.0, "bad_words_ids": [], "forced_eos_token_id": None}
+    assert resolve_settings(neutral, "file") == {} and not caplog.records
+    for name in neutral:
+        assert resolve_settings(neutral | {name: 2}, "file") == {}
+        assert caplog.messages == [f"file: not supported and ignored: {name}"]
+        caplog.clear()
 
 
 def test_malformed_generation_defaults_are_refused(folder):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jsparse
+from jsparse import cache as kv_cache
 from tests.support.one_layer import OneLayer
 
 
@@ -46,16 +47,33 @@ def pages_of(layer: OneLayer, budget: int, volume: str) -> list[set[int]]:
     return found
 
 
+def listed(layer: OneLayer) -> list[set[int]]:
+    """The pages that the policy lists, of each row and head."""
+    chosen = layer.select()
+    return [
+        set(ids[:n].tolist())
+        for ids, n in zip(chosen.ids.reshape(4, -1), chosen.count.reshape(4), strict=True)
+    ]
+
+
 @pytest.mark.parametrize("volume", GREATEST)
 def test_keeps_the_newest_page_and_those_of_the_greatest_scores(volume):
     for seed in range(4):
         layer = OneLayer(jsparse.arkvale(budget=24, volume=volume), length=41, seed=seed)
-        chosen = layer.select()
-        listed = [
-            set(ids[:n].tolist())
-            for ids, n in zip(chosen.ids.reshape(4, -1), chosen.count.reshape(4), strict=True)
-        ]
-        assert listed == pages_of(layer, 24, volume)
+        assert listed(layer) == pages_of(layer, 24, volume)
+
+
+@pytest.mark.parametrize("volume", GREATEST)
+def test_a_page_that_holds_no_tokens_is_not_kept(volume):
+    """Only its summary is left, which would score above all others; five whole pages are held."""
+    layer = OneLayer(jsparse.arkvale(budget=24, volume=volume), length=41)
+    layer.length = 40
+    held = layer.held._replace(lengths=np.full_like(layer.held.lengths, 40))
+    layer.view = layer.view._replace(cache=kv_cache.replace_layer(layer.view.cache, 0, held))
+    for pool in (pools := jax.tree.map(np.array, layer.state[0])):
+        pool.reshape(4, held.num_pages, -1)[:, 5] = 1e3
+    layer.state = (pools,)
+    assert listed(layer) == pages_of(layer, 24, volume)
 
 
 def test_a_page_is_summarised_by_the_tokens_that_it_holds():

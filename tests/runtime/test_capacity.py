@@ -11,6 +11,7 @@ from jsparse.cache import CacheSpec
 from jsparse.machine import memory
 from jsparse.policy import Policy
 from jsparse.runtime import capacity
+from tests.support.tiny import tiny_params
 
 SPEC = CacheSpec(
     num_layers=2,
@@ -60,6 +61,11 @@ def test_what_is_left_after_the_prompt_is_close_to_what_is_needed(monkeypatch):
 def test_few_sizes_are_left_after_the_prompt_on_a_cpu():
     left = {capacity.slots_left(tokens, SPEC) for tokens in range(1, 2000)}
     assert left == {64, 128, 256, 512, 1024}
+
+
+def test_a_cache_may_hold_a_single_token():
+    spec = capacity.cache_spec(tiny_params(num_layers=1), [[]], 1, 1, 8)
+    assert spec.capacity == 8
 
 
 def test_available_bytes_of_a_cpu_are_the_hosts():

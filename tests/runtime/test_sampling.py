@@ -267,9 +267,11 @@ def test_what_was_generated_is_counted(decoded):
         assert np.flatnonzero(given.seen[row]).tolist() == sorted({*PROMPT, *generated})
 
 
-def test_tokens_of_inactive_rows_are_not_counted():
-    given = rows_of(options(repetition_penalty=1.5), options(frequency_penalty=1.0))
-    tokens, _, after = draw(given, jnp.int32(0), jnp.eye(2, V, 3), jnp.array([True, False]))
+def test_inactive_rows_are_greedy_and_their_tokens_are_not_counted():
+    own = options(frequency_penalty=1.0, logit_bias={7: 2.0})
+    given = rows_of(options(repetition_penalty=1.5), own)
+    tokens, _, after = draw(given, jnp.int32(0), jnp.eye(2, V, 3) / 2, jnp.array([True, False]))
+    assert tokens.tolist() == [3, 4]
     assert after.counts.sum(axis=1).tolist() == [1, 0]
     assert after.counts[0, tokens[0]] == 1
     np.testing.assert_array_equal(after.seen[1], given.seen[1])

@@ -6,6 +6,7 @@ import json
 import socket
 import tempfile
 import threading
+import time
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -604,6 +605,19 @@ def test_who_can_not_start_ends_the_server():
     ended = SimpleNamespace(path="/nowhere", alive=False, told=lambda: None)
     with pytest.raises(NeverReady, match="^replica 3 has ended$"):
         asyncio.run(Replica(3, lambda: ended).watch(lambda: None))
+
+
+def hang(*_):
+    """Runs in place of a replica's server."""
+    time.sleep(5)
+
+
+def test_a_process_that_does_not_end_in_time_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_main", hang)
+    monkeypatch.setattr(process, "END_SECONDS", 0.01)
+    replica = process.ReplicaProcess(Options("tiny"), list, tmp_path / "0", None)
+    replica.end()
+    assert not replica.alive
 
 
 def test_each_has_a_gpu(monkeypatch):

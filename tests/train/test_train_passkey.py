@@ -3,6 +3,7 @@
 Only words of the asked keys are scored.
 """
 
+import math
 import re
 
 import numpy as np
@@ -120,9 +121,14 @@ def test_keys_that_leave_no_room_are_drawn_anew():
     with pytest.raises(ValueError, match="min_length=1: must be at least") as error:
         passkeys(tokenizer, TEXT, min_length=1, **small)
     minimum = int(re.findall(r"\d+", str(error.value))[1])
-    roomy = rows(passkeys(tokenizer, TEXT, min_length=600, max_length=600, **small), 200)
-    taken = [600 - sum(map(len, parts(tokenizer, context)[0])) for context, _, _ in roomy]
-    assert abs(np.mean(taken) - (minimum - 0.5)) < 1.2  # least is rounded up
+    # words are of average length in the minimum, and all else is as in every context
+    of_word = {word: len(continued(tokenizer, f" {word}")) for word in ALPHABET}
+    words = math.ceil(3 * 8 * sum(of_word.values()) / len(of_word))
+    roomy = passkeys(tokenizer, TEXT, min_length=600, max_length=600, **small)
+    for context, _, _ in rows(roomy, 8):
+        fillers, keys = parts(tokenizer, context)
+        drawn = sum(of_word[word] for key in keys.values() for word in key)
+        assert 600 - sum(map(len, fillers)) - drawn == minimum - words
     source = passkeys(tokenizer, TEXT, min_length=minimum, max_length=minimum, **small)
     fillers = [sum(map(len, parts(tokenizer, context)[0])) for context, _, _ in rows(source, 20)]
     assert 0 <= min(fillers) < 4 < max(fillers) < 30

@@ -13,13 +13,24 @@ import numpy as np
 import pytest
 
 from jsparse.policies import head_gates
+from jsparse.train import trainer as training
 from jsparse.train.families import hardened
 from jsparse.train.run_folder import Log, read_lines, read_log
 from tests.support.small_training import HEADS, LAYERS, SEEDS, STEPS, left, model, timeless, trainer
 
+KEPT = 3  # lines of the log with all gates
+
 
 class CutOffError(Exception):
     """Marks a run that a report cut off."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_lines_with_gates():
+    """Lets a training log its gates less often than its steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "KEPT", KEPT)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +78,11 @@ def test_record_log_and_gates_say_the_same(whole):
 
 
 def test_all_gates_are_logged_as_often_as_asked(whole):
-    lines = [line for line in read_log(whole[0]) if "mean" in line]
-    assert [line["step"] for line in lines] == [*range(STEPS + 1)]
+    folder, record = whole
+    lines = [line for line in read_log(folder) if "mean" in line]
+    assert [line["step"] for line in lines] == [0, 2, 4, STEPS]
     means = np.array([line["mean"] for line in lines])
-    assert means.shape == (STEPS + 1, SEEDS, LAYERS, HEADS)
+    assert means.shape == (1 + KEPT, SEEDS, LAYERS, HEADS)
     np.testing.assert_array_equal(means[:, :, 0], 1)
     np.testing.assert_allclose(means[0, :, 1:], 0.5, atol=1e-5)
     assert all(
@@ -79,6 +91,9 @@ def test_all_gates_are_logged_as_often_as_asked(whole):
     assert {name: np.shape(x) for name, x in lines[0]["parameters"].items()} == dict.fromkeys(
         "ab", (SEEDS, LAYERS - 1, HEADS)
     )
+    grey = (means[-1, :, 1:] > 0.1) & (means[-1, :, 1:] < 0.9)
+    assert [seed["grey"] for seed in record["seeds"]] == grey.mean(axis=(1, 2)).tolist()
+    assert grey.any()
 
 
 # going on

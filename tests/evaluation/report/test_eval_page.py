@@ -6,6 +6,7 @@ import re
 import pytest
 
 from jsparse.evaluation.report.eval_page import page
+from jsparse.evaluation.report.table import MARKED, NOTE
 from tests.support.browser import Browser, needs_chromium
 from tests.support.made_up_report import SHORT, report
 
@@ -40,6 +41,7 @@ def test_it_has_every_policy_column_and_sample(made):
     assert [c["left_out"] for c in data["columns"] if c["task"] == "vt"].count(True) == 2
     cells = report()["cells"]
     assert [len(cell["samples"]) for cell in data["cells"]] == [len(c["samples"]) for c in cells]
+    assert data["note"] == f"{MARKED} {NOTE}"
     # what is drawn by head is not told by sample
     assert not any("attended_heads" in s["meta"] for cell in data["cells"] for s in cell["samples"])
     assert data["plots"] == [

@@ -35,6 +35,10 @@ def test_a_number_with_its_difference_and_interval():
     for metric, found, text in [
         ("score", value(0.93, -0.021, [-0.04, -0.003]), "93.0 (-2.1\n[-4.0, -0.3])"),
         ("score", value(1.0), "100.0"),
+        *((name, value(0.9), "90.0") for name in ("agreement", "cut_off", "accepted")),
+        *((name, value(0.9), "90.0") for name in ("recall", "mass")),
+        ("new_tokens", value(12.4), "12"),
+        ("tokens_per_round", value(1.234), "1.23"),
         ("score", value(0.5, 0.0, None), "50.0 (+0.0)"),
         ("score", value(0.5, -1e-9, [-1e-9, 1e-9]), "50.0 (+0.0\n[0.0, 0.0])"),
         ("kl", value(0.01234, 0.01234, [0.01, 0.02]), "0.012 (+0.012\n[0.01, 0.02])"),

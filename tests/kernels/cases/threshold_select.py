@@ -194,6 +194,7 @@ CASES = (
     ),
     _top_k("top_k_long_max", value=700, size=40000, batch=1, group=3, pool="max", capacity=700),
     Case("top_p_long", size=40000, value=0.7, ragged=True),
+    Case("top_p_long_row", size=33333, value=0.7, batch=1, kv_heads=1),
     Case("threshold", rule="threshold", value=0.01),
     Case("threshold_raw", rule="threshold", value=2.0, weights="raw", group=2, per_head=True),
     Case("threshold_max", rule="threshold", value=0.02, group=3, pool="max", ragged=True),
