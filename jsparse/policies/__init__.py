@@ -4,8 +4,6 @@ The tables of README.md, docs/policies.md and docs/api.md and the names in jspar
 written from these entries by .ci/policy_tables.py.
 """
 
-from collections.abc import Callable
-
 from jsparse.builder import dense
 from jsparse.policies.ada_kv import ada_kv
 from jsparse.policies.all_pages import all_pages
@@ -15,6 +13,7 @@ from jsparse.policies.cluster_kv import cluster_kv
 from jsparse.policies.combinators import dense_layers, keep, retrieval_heads
 from jsparse.policies.double_sparsity import double_sparsity
 from jsparse.policies.duo_attention import duo_attention
+from jsparse.policies.expressions import POLICIES
 from jsparse.policies.h2o import h2o
 from jsparse.policies.hard_kv import hard_kv
 from jsparse.policies.lfps import lfps
@@ -32,7 +31,6 @@ from jsparse.policies.streaming import streaming
 from jsparse.policies.tidal import tidal
 from jsparse.policies.twilight import twilight
 from jsparse.policies.verified import verified
-from jsparse.policy import AnyPolicy
 
 REGISTRY: tuple[Method, ...] = (
     Method(
@@ -311,6 +309,4 @@ REGISTRY: tuple[Method, ...] = (
         ),
     ),
 )
-POLICIES: dict[str, Callable[..., AnyPolicy]] = {
-    method.build.__name__: method.build for method in REGISTRY
-}
+POLICIES.update((method.build.__name__, method.build) for method in REGISTRY)

@@ -17,6 +17,8 @@ from jsparse.builder import builder, dense
 from jsparse.cache import CacheSpec
 from jsparse.policies import choices
 from jsparse.policies.all_pages import all_pages
+from jsparse.policies.break_evens import break_evens
+from jsparse.policies.expressions import parse
 from jsparse.policies.twilight import twilight
 from jsparse.policies.verified import verified
 from jsparse.policy import Policy, StandIn
@@ -24,14 +26,8 @@ from jsparse.policy import Policy, StandIn
 # The fastest method measured whose KL divergence from dense attention is at most 0.005 on SmolLM2,
 # at 4K and 8K tokens (docs/results/twilight.md).
 CHOICE = twilight(all_pages(), p=0.95)
-# By device: the bytes of a layer's K and V, all rows together, from which it was faster than dense
-# attention in batches of 1 to 64 (bench/results/twilight_speed).
-BREAK_EVENS = {"NVIDIA H100 80GB HBM3": 165e6, "NVIDIA H200": 400e6}
-
-# What drafts where dense attention checks it, the fastest of those measured (docs/exact.md), and
-# the bytes, as above, of the case in which it was faster.
+# What drafts where dense attention checks it, the fastest of those measured (docs/exact.md).
 DRAFTING = verified(budget=512)
-DRAFTS_FROM = {"NVIDIA H100 80GB HBM3": 375e6}
 
 logger = logging.getLogger("jsparse.auto")
 
@@ -76,17 +72,15 @@ def choose(spec: CacheSpec) -> AutoChoice:
     Raises:
         ValueError: the file of choices is damaged, or names a policy that there is not.
     """
-    from jsparse.policies.expressions import parse  # which knows auto
-
     device = jax.local_devices()[0].device_kind
     found = choices.find(spec, device)
     if found is not None:
         return AutoChoice(parse(found.policy), str(found))
-    minimum = BREAK_EVENS.get(device)
-    if minimum is None:
+    measured = break_evens()
+    if measured is None:
         reason = f"nobody has measured this model and size on this device ({device})"
         return AutoChoice(dense(), reason, measured=False)
-    if layer_bytes(spec) < minimum:
+    if layer_bytes(spec) < measured.over_all_pages:
         return AutoChoice(dense(), f"as fast as others at this size on this device ({device})")
     return AutoChoice(CHOICE, f"faster than dense attention at this size on this device ({device})")
 
@@ -94,11 +88,11 @@ def choose(spec: CacheSpec) -> AutoChoice:
 def choose_draft(spec: CacheSpec) -> AutoChoice:
     """Returns the policy that drafts for `auto` where dense attention checks it, and why."""
     device = jax.local_devices()[0].device_kind
-    minimum = DRAFTS_FROM.get(device)
-    if minimum is None:
+    measured = break_evens()
+    if measured is None or measured.drafting is None:
         reason = f"nobody has measured drafts on this device ({device})"
         return AutoChoice(dense(), reason, measured=False)
-    if layer_bytes(spec) < minimum:
+    if layer_bytes(spec) < measured.drafting:
         reason = f"drafts were measured to pay from larger sizes on, on this device ({device})"
         return AutoChoice(dense(), reason)
     return AutoChoice(DRAFTING, f"its drafts pay at this size on this device ({device})")

@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jsparse.policies import POLICIES
 from jsparse.policy import AnyPolicy, Policy, StandIn
 
+# the functions that build policies, by name; `jsparse.policies` fills it from its REGISTRY
+POLICIES: dict[str, Callable[..., AnyPolicy]] = {}
 EXAMPLE = "streaming(sink=4, recent=512)"
 # other projects' names of our methods
 ALIASES = {

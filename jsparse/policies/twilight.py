@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple, get_args
 
-import jax
 import jax.numpy as jnp
 
 from jsparse.builder import builder, require_policy, require_stays
@@ -29,6 +28,7 @@ from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys
 from jsparse.pallas_kernels.int4_scores import int4_scores
 from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
+from jsparse.policies.break_evens import BREAK_EVENS, break_evens
 from jsparse.policies.combinators import WrappedState, with_state
 from jsparse.policies.sidecars import framed_sidecar
 from jsparse.policy import Policy, knob, without_knob
@@ -36,11 +36,6 @@ from jsparse.selection import Selection, paged
 from jsparse.shapes import Bits, Ids, Queries
 
 Prune = Literal["page_mass", "token"]
-# By device: bytes of a layer's K and V, all rows together, at which dense attention takes as long
-# as Twilight over a Quest of a quarter of the context, in one row and in 8
-# (bench/results/twilight_speed). Of 8 KV heads, 128 channels and 16 bits these are 36,600 and
-# 58,600 tokens. Other devices take the last.
-BREAK_EVENS = {"NVIDIA H100 80GB HBM3": 150e6, "NVIDIA H200": 240e6}
 
 
 class Settings(NamedTuple):
@@ -152,6 +147,5 @@ def break_even(held: LayerCache) -> int:
 
     All rows are taken to hold the same number.
     """
-    device = jax.local_devices()[0].device_kind
-    minimum = BREAK_EVENS.get(device, BREAK_EVENS["NVIDIA H200"])
-    return int(minimum // (2 * held.lengths.size * held.k.shape[-1] * held.k.dtype.itemsize))
+    nbytes = (break_evens() or BREAK_EVENS["NVIDIA H200"]).over_quest
+    return int(nbytes // (2 * held.lengths.size * held.k.shape[-1] * held.k.dtype.itemsize))

@@ -3,7 +3,6 @@
 import json
 import sys
 
-import jax
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -15,6 +14,7 @@ from jsparse.cli.app import app
 from jsparse.evaluation.closeness import closeness
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.auto import auto, layer_bytes
+from jsparse.policies.break_evens import BreakEvens
 from jsparse.policies.expressions import parse
 from jsparse.policy import resolved
 from tests.support.tiny import random_prompts, tiny_params
@@ -30,8 +30,7 @@ def spec(batch=1, num_pages=64, kv_heads=2):
 @pytest.fixture
 def measured(monkeypatch):
     """This device is one that was measured, with a break-even of 64 KB."""
-    here = jax.local_devices()[0].device_kind
-    monkeypatch.setattr(MODULE, "BREAK_EVENS", {here: 2**16})
+    monkeypatch.setattr(MODULE, "break_evens", lambda: BreakEvens(0, 2**16, None))
 
 
 def test_devices_that_nobody_measured_are_dense():
@@ -65,8 +64,8 @@ def test_prompts_set_hyper_parameters_of_what_it_chose(measured):
 
 def test_what_drafts_is_chosen_apart(monkeypatch):
     """By sizes of its own, whatever `auto` is where nothing is checked."""
-    here = jax.local_devices()[0].device_kind
-    monkeypatch.setattr(MODULE, "DRAFTS_FROM", {here: layer_bytes(spec(1, 32))})
+    own = BreakEvens(0, np.inf, layer_bytes(spec(1, 32)))
+    monkeypatch.setattr(MODULE, "break_evens", lambda: own)
     assert resolved(auto(), spec(1, 31), drafts=True) is dense()
     assert resolved(auto(), spec(1, 32), drafts=True) is MODULE.DRAFTING
     assert resolved(auto(), spec(1, 32)) is dense()
@@ -83,8 +82,7 @@ def test_drafts_that_nobody_measured_are_dense(caplog):
 
 @pytest.mark.slow
 def test_it_drafts_as_what_it_chose(monkeypatch):
-    here = jax.local_devices()[0].device_kind
-    monkeypatch.setattr(MODULE, "DRAFTS_FROM", {here: 1})
+    monkeypatch.setattr(MODULE, "break_evens", lambda: BreakEvens(0, np.inf, 1))
     options = {"max_new_tokens": 4, "page_size": 8, "max_length": 512, "exact": True}
     out = jsparse.generate(
         tiny_params(num_layers=1), PROMPT, policy="auto", num_speculative_tokens=2, **options
@@ -105,7 +103,7 @@ def test_it_stands_in_no_other_policy():
 def test_the_evaluation_runs_what_it_chose(measured):
     forcing = force(tiny_params(num_layers=1), ["auto"], [PROMPT], max_new_tokens=4, max_length=512)
     assert forcing.shared.names[1] == "auto()"
-    assert forcing.shared.session(1).policy.name.startswith("twilight(base=all_pages()")
+    assert forcing.shared.session(1).deployment.policy.name.startswith("twilight(base=all_pages()")
     found = closeness(forcing)
     assert found.policies == ("dense()", "auto()")
     short = force(tiny_params(num_layers=1), ["auto"], [PROMPT], max_new_tokens=4, max_length=64)
@@ -121,5 +119,5 @@ def test_info_says_what_it_chooses(measured, monkeypatch):
     runs = json.loads(shown("--context", "4096", "--json"))["policy_that_runs"]
     assert runs.startswith("twilight(base=all_pages()")
     assert "auto() is twilight" in shown("--context", "4096")
-    monkeypatch.setattr(MODULE, "BREAK_EVENS", {})
+    monkeypatch.setattr(MODULE, "break_evens", lambda: None)
     assert json.loads(shown("--json"))["policy_that_runs"] == "dense()"

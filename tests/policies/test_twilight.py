@@ -2,7 +2,6 @@
 weighs p.
 """
 
-import sys
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import pytest
 
 import jsparse
 from jsparse.cache import LayerCache
+from jsparse.policies.break_evens import BREAK_EVENS
 from jsparse.policies.expressions import parse
 from jsparse.policies.twilight import break_even
 from jsparse.selection.attended import token_mask
@@ -172,8 +172,7 @@ def test_below_dense_below_everything_is_attended():
 
 
 def test_the_break_even_is_a_number_of_tokens_for_the_batch_and_shape(monkeypatch):
-    module = sys.modules[break_even.__module__]
-    nbytes = module.BREAK_EVENS["NVIDIA H200"]
+    nbytes = BREAK_EVENS["NVIDIA H200"].over_quest
 
     def tokens(batch, kv_heads, head_dim, dtype):
         pool = jnp.zeros((batch * kv_heads, 16, head_dim), dtype)

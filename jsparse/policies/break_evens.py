@@ -1,0 +1,34 @@
+"""Sizes from which methods were measured to be faster than dense attention, by device."""
+
+from typing import NamedTuple
+
+import jax
+
+
+class BreakEvens(NamedTuple):
+    """Holds bytes of a layer's K and V, all rows together (bench/results/twilight_speed).
+
+    Attributes:
+        over_quest: at which dense attention takes as long as Twilight over a Quest of a quarter of
+            the context, in one row and in 8. Of 8 KV heads, 128 channels and 16 bits these are
+            36,600 tokens on an H100, and 58,600 on an H200.
+        over_all_pages: from which Twilight over all pages, the choice of `auto`, was faster in
+            batches of 1 to 64.
+        drafting: of the case in which `verified` was faster where dense attention checks what it
+            drafts (docs/exact.md); None: not measured.
+    """
+
+    over_quest: float
+    over_all_pages: float
+    drafting: float | None
+
+
+BREAK_EVENS = {
+    "NVIDIA H100 80GB HBM3": BreakEvens(150e6, 165e6, 375e6),
+    "NVIDIA H200": BreakEvens(240e6, 400e6, None),
+}
+
+
+def break_evens() -> BreakEvens | None:
+    """Returns the sizes of the default device; None if nobody has measured it."""
+    return BREAK_EVENS.get(jax.local_devices()[0].device_kind)
