@@ -12,7 +12,7 @@ import jax
 
 from jsparse.engine import setup
 from jsparse.engine.errors import EngineError, EngineFull
-from jsparse.engine.follower import LeaderPrograms, agree, follow
+from jsparse.engine.follower import LeaderPrograms, agree, follow_and_exit
 from jsparse.engine.options import EngineOptions
 from jsparse.engine.outputs import RequestMetrics
 from jsparse.engine.pace import Pace
@@ -65,6 +65,9 @@ class Engine:
         options: EngineOptions | None = None,
     ) -> None:
         """Allocates the memory and compiles the programs.
+
+        Of a model that several processes run, all processes but the first work for its engine
+        here, and end when it ends.
 
         Args:
             params: a model that `jsparse.load` returned.
@@ -122,8 +125,7 @@ class Engine:
         agree(spec, link, check_ranks=check_ranks)
         link.works = True
         if link.index:
-            follow(spec, link, check_ranks=check_ranks)
-            raise SystemExit(0)
+            follow_and_exit(spec, link, check_ranks=check_ranks)
         return LeaderPrograms(spec, link, check_ranks=check_ranks)
 
     @own_settings()

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
 from importlib.metadata import version
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import jax
 import numpy as np
@@ -83,8 +83,8 @@ class LeaderPrograms(Programs):
                 self._sent.add(key)
 
 
-def follow(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
-    """Does what process 0 says, until it ends."""
+def follow_and_exit(spec: EngineSpec, link: Link, *, check_ranks: bool) -> NoReturn:
+    """Does what process 0 says until that ends, and ends this process."""
     if threading.current_thread() is threading.main_thread():
         # who stops all processes leaves it to process 0 to end those requests that have begun
         for each in (signal.SIGTERM, signal.SIGINT):
@@ -102,6 +102,7 @@ def follow(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
             if check_ranks and _chooses(key):
                 link.tell({"chose": _digests(made[1])})
         jax.block_until_ready(slots)
+        raise SystemExit(0)
     except Exception as error:
         link.tell({"failed": repr(error)})
         raise

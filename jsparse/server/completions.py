@@ -1,6 +1,7 @@
 """Answers /v1/completions and /v1/chat/completions."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ CHAT_NAMES = NAMES | {
 
 
 @dataclass
-class ResponseWriter:
+class ResponseWriter(ABC):
     """Shows the answers to a request's prompts as clients expect them.
 
     Subclasses say how a choice looks. `texts` are the prompts' texts, to be echoed.
@@ -41,13 +42,13 @@ class ResponseWriter:
 
     whole_kind = piece_kind = ""
 
+    @abstractmethod
     def choice(self, answer: CompletionOutput, prompt: int) -> dict[str, Any]:
         """Returns a whole answer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def piece(self, answer: CompletionOutput, prompt: int, offset: int | None) -> dict[str, Any]:
         """Returns the new part of an answer, from token `offset` on; None is the beginning."""
-        raise NotImplementedError
 
     async def whole(self) -> Response:
         """Returns all answers when they are finished."""

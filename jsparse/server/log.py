@@ -7,14 +7,13 @@ import asyncio
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
+from jsparse.engine.async_engine import AsyncEngine
 from jsparse.engine.core import Engine
 from jsparse.engine.request_state import RequestState
 from jsparse.server.metrics import kv_cache_usage
-
-if TYPE_CHECKING:
-    from jsparse.server.service import Service
 
 EVERY_SECONDS = 10
 logger = logging.getLogger("jsparse.server")
@@ -80,14 +79,17 @@ def of_speed(engine: Engine, before: EngineSnapshot, now: EngineSnapshot) -> str
     )
 
 
-async def tell_speed(service: "Service") -> None:
-    """Logs how fast the engine is, every ten seconds in which it has done something."""
+async def tell_speed(engine_now: Callable[[], AsyncEngine | None]) -> None:
+    """Logs how fast the engine is, every ten seconds in which it has done something.
+
+    `engine_now` returns it, or None while there is none.
+    """
     before: EngineSnapshot | None = None
     while True:
         await asyncio.sleep(EVERY_SECONDS)
-        if service.engine is None:
+        if (own := engine_now()) is None:
             continue
-        engine = service.engine.engine
+        engine = own.engine
         now = seen(engine)
         if line := of_speed(engine, before or now, now):
             logger.info(line)

@@ -3,18 +3,34 @@
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
+from jsparse.engine.async_engine import AsyncEngine
 from jsparse.engine.outputs import RequestOutput
 from jsparse.engine.request_state import RequestState
 from jsparse.runtime.collecting import NAN_LOGITS, CompletionOutput
 from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.server import log
 from jsparse.server.errors import ApiError
+from jsparse.server.metrics import Metrics
+from jsparse.server.text import Texts
 from jsparse.text.short_names import short_name
 
-if TYPE_CHECKING:
-    from jsparse.server.service import Service
+
+class Serving(NamedTuple):
+    """Holds what a server works with once its engine is there.
+
+    Attributes:
+        engine: the engine.
+        texts: the threads that turn text into tokens, and back.
+        metrics: those of /metrics.
+        live: the prompts that the engine works on, by name.
+    """
+
+    engine: AsyncEngine
+    texts: Texts
+    metrics: Metrics
+    live: "dict[str, PromptStream]"
 
 
 class PromptStream:
@@ -23,16 +39,16 @@ class PromptStream:
     state: RequestState
 
     def __init__(
-        self, service: "Service", name: str, ids: list[int], options: SamplingParams
+        self, serving: Serving, name: str, ids: list[int], options: SamplingParams
     ) -> None:
-        self._service, self.name = service, name
-        self._states = service.ready.follow(ids, options, name)
+        self._serving, self.name = serving, name
+        self._states = serving.engine.follow(ids, options, name)
         self._begun = False
 
     async def begin(self) -> None:
         """Hands the prompt to the engine; returns once it is accepted, else raises the reason."""
         self.state = await anext(self._states)
-        self._service.live[self.name] = self
+        self._serving.live[self.name] = self
 
     async def deltas(self) -> AsyncGenerator[RequestOutput]:
         """Yields new output as it comes; the last one is `finished`."""
@@ -52,16 +68,16 @@ class PromptStream:
 
     async def _output(self, *, new: bool) -> RequestOutput:
         """Returns all output or the new part; ApiError: the model's logits were NaN."""
-        output = await self._service.texts.output(self.state, new=new)
+        output = await self._serving.texts.output(self.state, new=new)
         if any(answer.finish_reason == "error" for answer in output.outputs):
             raise ApiError(500, NAN_LOGITS, code="nan_logits")
         return output
 
     async def close(self) -> None:
         """Leaves the engine, which drops unfinished answers."""
-        if self._service.live.pop(self.name, None) is not None:
+        if self._serving.live.pop(self.name, None) is not None:
             self._count_beginning(self.state)
-            self._service.metrics.left(self.state)
+            self._serving.metrics.left(self.state)
             log.logger.info(log.of_request(self.state))
         await self._states.aclose()
 
@@ -79,7 +95,7 @@ class PromptStream:
     def _count_beginning(self, state: RequestState) -> None:
         if state.metrics.token_times and not self._begun:
             self._begun = True
-            self._service.metrics.begun(state)
+            self._serving.metrics.begun(state)
 
 
 async def all_of[Result](works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:

@@ -3,6 +3,7 @@
 Names are OpenAI's and, where OpenAI has none, vLLM's.
 """
 
+from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
@@ -114,9 +115,9 @@ class GenerationRequest(RequestBody):
     parallel_tool_calls: bool | None = None
 
     @property
+    @abstractmethod
     def likely(self) -> int | None:
         """Returns the number of likely tokens to report, or None."""
-        raise NotImplementedError
 
     def check_likely(self, max_new_tokens: int) -> None:
         """Raises ApiError if more than `max_new_tokens` likely tokens are asked for."""
@@ -129,9 +130,9 @@ class GenerationRequest(RequestBody):
             )
 
     @property
+    @abstractmethod
     def max_new_tokens(self) -> int | None:
         """Returns the maximum number of tokens of an answer; None is as many as fit."""
-        raise NotImplementedError
 
     def sampling(self, max_tokens: int, temperature: float | None) -> SamplingParams:
         """Returns the options; `temperature` is the default."""

@@ -99,7 +99,7 @@ def serve(
 
     farewells.append(farewell)
     try:
-        server.answer(listening, load(), log.tell_speed(service))
+        server.answer(listening, load(), log.tell_speed(lambda: service.engine))
         if service.engine is None and server.failed is None:
             os._exit(0)  # a thread loads the model, and nothing can stop it
     finally:

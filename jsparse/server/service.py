@@ -17,7 +17,7 @@ from jsparse.server.body import RequestBody, parse
 from jsparse.server.errors import ApiError, full
 from jsparse.server.front import PARSED_AT_ONCE, Front, Options, max_body_bytes
 from jsparse.server.metrics import Metrics
-from jsparse.server.prompt_stream import PromptStream, all_of
+from jsparse.server.prompt_stream import PromptStream, Serving, all_of
 from jsparse.server.text import Texts
 from jsparse.text import prompts
 
@@ -26,25 +26,50 @@ MAX_BUSY_SECONDS = 300.0
 
 
 class Service(Front):
-    """Holds the engine, once it is ready, and the requests that it works on.
-
-    `live` has the prompts that the engine works on by name.
-    """
+    """Holds the engine, once it is ready, and the requests that it works on."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self.engine: AsyncEngine | None = None
+        self._serving: Serving | None = None
         self.max_busy_seconds = math.inf
-        self.live: dict[str, PromptStream] = {}
         self._arriving = 0
 
     def begin(self, engine: AsyncEngine) -> None:
         """Sets the engine: requests are answered from now on. Any thread may call it."""
-        self.texts = Texts(engine.engine.params.tokenizer)
-        self.metrics = Metrics(engine.engine, self.options.name)
         if jax.default_backend() != "cpu":
             self.max_busy_seconds = MAX_BUSY_SECONDS
-        self.engine = engine
+        texts, metrics = (
+            Texts(engine.engine.params.tokenizer),
+            Metrics(engine.engine, self.options.name),
+        )
+        self._serving = Serving(engine, texts, metrics, {})
+
+    @property
+    def serving(self) -> Serving:
+        """What works on requests; raises ApiError if there is nothing yet."""
+        if self._serving is None:
+            raise ApiError(503, self.unhealthy or "", code="unavailable")
+        return self._serving
+
+    @property
+    def engine(self) -> AsyncEngine | None:
+        """The engine, or None while it is being made."""
+        return self._serving and self._serving.engine
+
+    @property
+    def texts(self) -> Texts:
+        """The threads that turn text into tokens, and back."""
+        return self.serving.texts
+
+    @property
+    def metrics(self) -> Metrics:
+        """Those of /metrics."""
+        return self.serving.metrics
+
+    @property
+    def live(self) -> dict[str, PromptStream]:
+        """The prompts that the engine works on, by name."""
+        return self.serving.live
 
     def close(self) -> None:
         if self.engine is not None:
@@ -64,9 +89,10 @@ class Service(Front):
     @property
     def ready(self) -> AsyncEngine:
         """Returns the engine, also while the server drains; raises ApiError if it is not ready."""
-        if self.engine is None or not self.engine.alive:
+        engine = self.serving.engine
+        if not engine.alive:
             raise ApiError(503, self.unhealthy or "", code="unavailable")
-        return self.engine
+        return engine
 
     @property
     def has_chat_template(self) -> bool:
@@ -156,7 +182,7 @@ class Service(Front):
 
     async def ask(
         self, kind: str, rows: Sequence[list[int]], options: Sequence[SamplingParams]
-    ) -> "list[PromptStream]":
+    ) -> list[PromptStream]:
         """Hands prompts to the engine; returns once it has accepted all of them.
 
         Raises:
@@ -172,7 +198,7 @@ class Service(Front):
             raise ValueError(f"{source} asks for {num_answers} answers: must be at most {maximum}")
         name = f"{kind}-{secrets.token_hex(12)}"
         streams = [
-            PromptStream(self, f"{name}-{nth}" if nth else name, ids, own)
+            PromptStream(self.serving, f"{name}-{nth}" if nth else name, ids, own)
             for nth, (ids, own) in enumerate(zip(rows, options, strict=True))
         ]
         try:
