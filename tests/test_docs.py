@@ -71,6 +71,19 @@ def test_figures_are_drawn_from_their_source():
         assert drawn == drawing["draw"](source.read_text("utf-8"))
 
 
+def test_the_steps_of_a_request_are_functions_of_their_files():
+    text = (ROOT / "docs" / "life_of_a_request.md").read_text("utf-8")
+    steps = re.findall(r"^(\d+)\. \*\*`([\w.]+)`\*\*, \[(\S+)\]\(\.\./(\S+)\):", text, re.MULTILINE)
+    assert [int(number) for number, *_ in steps] == list(range(1, 21))
+    for _, name, shown, file in steps:
+        body = ast.parse((ROOT / file).read_text("utf-8")).body
+        for part in name.split("."):
+            found = [node for node in body if getattr(node, "name", None) == part]
+            assert found, (name, file)
+            body = getattr(found[0], "body", [])
+        assert shown == file
+
+
 def test_the_contract_lists_every_field_of_a_policy_once():
     text = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
     table = text[text.index("| field |") : text.index("## Rows and pages")]
