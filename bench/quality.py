@@ -37,7 +37,7 @@ from bench.lib.quality_sets import SETS
 from bench.lib.subprocesses import write_report
 from jsparse.cli.evaluate import show, write_page
 from jsparse.evaluation.plan import plan
-from jsparse.evaluation.report.statistics import averages
+from jsparse.evaluation.statistics import averages
 
 
 class ReportPart(NamedTuple):

@@ -8,8 +8,8 @@ import numpy as np
 
 from jsparse.evaluation.attention_metrics import HeadMetrics, attention_metrics, measured
 from jsparse.evaluation.closeness import Closeness, closeness, windows
-from jsparse.evaluation.report.statistics import BY_STEP, STEP_BLOCK, YARDSTICK
 from jsparse.evaluation.shared_prefill import generate
+from jsparse.evaluation.statistics import BY_STEP, STEP_BLOCK, YARDSTICK
 from jsparse.evaluation.tasks.sample import SEED, Sample, Task
 from jsparse.evaluation.teacher_forcing import Forcing, force
 from jsparse.evaluation.yardstick import yardsticks

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
-from jsparse.evaluation.report.statistics import averages, summarize
+from jsparse.evaluation.statistics import averages, summarize
 
 
 class Cell(NamedTuple):

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, run
 from jsparse.pallas_kernels.gated_product import reference
-from jsparse.pallas_kernels.linear import Matrix, check_product, no_one_launch, product
+from jsparse.pallas_kernels.linear.api import Matrix, check_product, no_one_launch, product
 from jsparse.parts import total
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jsparse.pallas_kernels.linear import Matrix, plain_product
+from jsparse.pallas_kernels.linear.api import Matrix, plain_product
 
 
 def gated(gate_up: Float[Array, "*batch two_in"]) -> Float[Array, "*batch in"]:

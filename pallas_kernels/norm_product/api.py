@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jsparse.pallas_kernels.checked import check_dtypes, checked
 from jsparse.pallas_kernels.dispatch import Backend, run
-from jsparse.pallas_kernels.linear import Matrix, check_product, no_one_launch, product
+from jsparse.pallas_kernels.linear.api import Matrix, check_product, no_one_launch, product
 from jsparse.pallas_kernels.norm_product import reference
 from jsparse.pallas_kernels.residual_norm import residual_norm
 from jsparse.pallas_kernels.residual_norm.api import check_delta

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float
 
 from jsparse.heads import rms_norm
-from jsparse.pallas_kernels.linear import Matrix, plain_product
+from jsparse.pallas_kernels.linear.api import Matrix, plain_product
 from jsparse.parts import total
 
 

@@ -5,7 +5,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache, read_slots
-from jsparse.pallas_kernels.block_sparse_decode.reference import gathered, masked
+from jsparse.pallas_kernels.selected_attention import gathered, masked
 from jsparse.pallas_kernels.token_sparse_decode.listed import listed_tokens
 from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products, weighted_sum
 from jsparse.selection import Selection

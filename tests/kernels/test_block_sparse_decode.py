@@ -6,7 +6,7 @@ import pytest
 
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.cascade import cascade
-from jsparse.pallas_kernels.block_sparse_decode.reference import gathered, masked
+from jsparse.pallas_kernels.selected_attention import gathered, masked
 from jsparse.selection import Selection, nothing
 from tests.kernels.cases.block_sparse_decode import CASES, Case
 from tests.support.decode_checks import (

@@ -1,6 +1,6 @@
 """Makes up a result that nobody measured, for tables and plots to draw."""
 
-from jsparse.evaluation.report.statistics import averages, summarize
+from jsparse.evaluation.statistics import averages, summarize
 
 DENSE, TOP_K = "dense()", "oracle_top_k(budget={}, granularity='token')"
 POLICIES = (DENSE, "streaming(sink=4, recent=512)", TOP_K.format(128), TOP_K.format(2048))

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jsparse.evaluation.report.figures import DrawFn
-from jsparse.evaluation.report.statistics import STEP_BLOCK, is_dense
 from jsparse.evaluation.report.table import FORMATS, tokens
+from jsparse.evaluation.statistics import STEP_BLOCK, is_dense
 from jsparse.text.short_names import short_name
 
 RATIO = "ratio"

@@ -19,8 +19,8 @@ from jsparse.evaluation.report.drawings import (
     step_curves,
 )
 from jsparse.evaluation.report.figures import DrawFn, svg
-from jsparse.evaluation.report.statistics import BY_STEP, YARDSTICK, family, is_dense
 from jsparse.evaluation.report.table import tokens
+from jsparse.evaluation.statistics import BY_STEP, YARDSTICK, family, is_dense
 from jsparse.text.short_names import short_name
 
 QUALITY = ("kl", "agreement", "score")

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from jsparse.evaluation.report.statistics import YARDSTICK
+from jsparse.evaluation.statistics import YARDSTICK
 from jsparse.text.short_names import short_name
 
 # metric: its name, the factor and the format of its numbers

@@ -6,7 +6,7 @@ import pytest
 
 from jsparse.evaluation.report.drawings import log_ticks
 from jsparse.evaluation.report.plots import pictures, quality_points
-from jsparse.evaluation.report.statistics import BY_STEP, YARDSTICK, averages, summarize
+from jsparse.evaluation.statistics import BY_STEP, YARDSTICK, averages, summarize
 from tests.support.made_up_report import DENSE, POLICIES, SHORT, TOP_K, entry, report
 
 pytestmark = pytest.mark.filterwarnings("error")

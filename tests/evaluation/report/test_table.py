@@ -4,7 +4,6 @@ import io
 
 from rich.console import Console
 
-from jsparse.evaluation.report.statistics import YARDSTICK, averages, summarize
 from jsparse.evaluation.report.table import (
     BESIDE,
     MARKED,
@@ -13,6 +12,7 @@ from jsparse.evaluation.report.table import (
     number,
     tables,
 )
+from jsparse.evaluation.statistics import YARDSTICK, averages, summarize
 from tests.support.made_up_report import DENSE, SHORT, TOP_K, entry, report
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jsparse.evaluation.report import statistics
-from jsparse.evaluation.report.statistics import (
+from jsparse.evaluation import statistics
+from jsparse.evaluation.statistics import (
     BY_STEP,
     RESAMPLES,
     SEED,

@@ -1,0 +1,5 @@
+"""Multiplies by a matrix of the model, by the kernel for its type and the number of rows."""
+
+from jsparse.pallas_kernels.linear.api import Matrix, product
+
+__all__ = ["Matrix", "product"]
