@@ -1,10 +1,10 @@
-"""Check that no module imports from a floor above its own; prints the imports that do.
+"""Check that no module imports from a floor above its own, and that nothing imports in a circle.
 
 Usage: python .ci/import_floors.py [ROOT]
 
-It also prints what a drawing of the packages has: arrows, from each package to those it imports
-from; levels, the length of the longest chain of arrows; and circles, modules that import one
-another. Imports for types count in circles.
+It prints the imports that do, and what a drawing of the packages has: arrows, from each package to
+those it imports from; levels, the length of the longest chain of arrows; and circles, packages or
+modules that import one another. Imports for types count in circles of modules.
 """
 
 import ast
@@ -195,8 +195,8 @@ def levels(arrows: dict[str, set[str]]) -> int:
     return max(map(level, below))
 
 
-def drawing(package: Path) -> str:
-    """Describes how packages and modules import one another."""
+def drawing(package: Path) -> list[str]:
+    """Describes how packages import one another, and then each circle in a line of its own."""
     packages: dict[str, set[str]] = {}
 
     def room(module: str) -> str:
@@ -210,17 +210,17 @@ def drawing(package: Path) -> str:
     lines = [f"{len(packages)} packages, {arrows} arrows, {levels(packages)} levels"]
     lines += [f"circle of packages: {', '.join(group)}" for group in circles(packages)]
     groups = circles(graph(package, types=True))
-    lines += [f"circle of modules: {', '.join(group)}" for group in groups]
-    return "\n".join(lines)
+    return lines + [f"circle of modules: {', '.join(group)}" for group in groups]
 
 
 def main() -> None:
-    """Prints the imports that go up and fail if there are any."""
+    """Prints the imports that go up, and the circles; fails if there are any."""
     root = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
     count, found = violations(root)
     print("\n".join(found) if found else f"{count} modules, no import goes up")
-    print(drawing(root / "jsparse"))
-    raise SystemExit(bool(found))
+    packages, *running_round = drawing(root / "jsparse")
+    print(packages, *running_round, sep="\n")
+    raise SystemExit(bool(found or running_round))
 
 
 if __name__ == "__main__":
