@@ -72,6 +72,7 @@ UNCHECKED = {
     "policies.clusters.engine",
     "policies.head_gates",
     "ranks",
+    "runtime.admission",
     "runtime.owners",
     "runtime.request",
     "runtime.sampling",

@@ -3,7 +3,7 @@
 import inspect
 from pathlib import Path
 
-import numpy as np
+import jax.numpy as jnp
 import pytest
 
 from jsparse.evaluation.contract_rules import NAMES
@@ -79,10 +79,10 @@ def test_what_cannot_be_asked_says_why(types):
 
 @pytest.mark.parametrize(("granularity", "tokens"), [("page", PAGE), ("token", 1)])
 def test_a_list_of_all_that_a_head_holds_leaves_nothing_out(granularity, tokens):
-    ids, share = np.arange(3, dtype=np.int32)[None, None], np.ones((1, 1), np.float32)
-    chosen = Selection(ids, np.full((1, 1), 3, np.int32), granularity=granularity)
+    ids, share = jnp.arange(3, dtype=jnp.int32)[None, None], jnp.ones((1, 1), jnp.float32)
+    chosen = Selection(ids, jnp.full((1, 1), 3, jnp.int32), granularity=granularity)
     for held, left_out in ((3 * tokens, False), (3 * tokens + 1, True)):
-        lengths = np.full((1, 1), held, np.int32)
+        lengths = jnp.full((1, 1), held, jnp.int32)
         assert leaves_out(LayerSelection(chosen, lengths, share, share)) == left_out
 
 
