@@ -13,9 +13,9 @@ import jax
 from jsparse.engine import setup
 from jsparse.engine.errors import EngineError, EngineFull
 from jsparse.engine.follower import LeaderPrograms, agree, follow_and_exit
+from jsparse.engine.latency_model import LatencyModel
 from jsparse.engine.options import EngineOptions
 from jsparse.engine.outputs import RequestMetrics
-from jsparse.engine.pace import Pace
 from jsparse.engine.programs import Programs
 from jsparse.engine.request_state import Counters, RequestState, policy_of
 from jsparse.engine.runner import PendingResults, Runner
@@ -90,11 +90,11 @@ class Engine:
         self._link, self._options = link, options
         self.params, self.policy = params, spec.policy
         self.spec, self.sizes = spec.cache, spec.sizes
-        self._pace = Pace(params.config, spec.sizes)
+        self._latency = LatencyModel(params.config, spec.sizes)
         rules = setup.rules(spec, share=options.enable_prefix_caching)
         self.programs = self._programs_of(spec, link, check_ranks=options.check_ranks)
         usable = self.programs.usable_rows, self._can_run
-        self.scheduler = Scheduler(self.sizes, rules, self._pace, *usable)
+        self.scheduler = Scheduler(self.sizes, rules, self._latency, *usable)
         self.per_request, self._clock = spec.knobs, time.perf_counter
         new, prepare = [], options.prepare
         if prepare or (prepare is None and jax.default_backend() == "gpu"):
@@ -147,11 +147,11 @@ class Engine:
 
     @property
     def kv_host_bytes(self) -> int:
-        """Returns the bytes of K and V in host memory: all, or those of parked answers."""
+        """Returns the bytes of K and V in host memory: all, or those of answers swapped out."""
         if self.sizes.tail_tokens:
             return self.spec.nbytes
-        parked = self.scheduler.memory.parked * self.spec.num_kv_heads
-        return self.spec._replace(pool_pages=parked).nbytes
+        swapped = self.scheduler.memory.swapped * self.spec.num_kv_heads
+        return self.spec._replace(pool_pages=swapped).nbytes
 
     def check(self, request: Request) -> None:
         """Raises the errors that `add` would raise.
@@ -279,7 +279,7 @@ class Engine:
             pending = self._runner.run(plan)
             now = self._clock()
             self._in_flight += (
-                each._replace(dispatched=now, milliseconds=self._pace.expected(each.work))
+                each._replace(dispatched=now, milliseconds=self._latency.expected(each.work))
                 for each in pending
             )
         dispatched = self._clock()
@@ -306,7 +306,7 @@ class Engine:
         # what was before it had ended
         took = 1e3 * (now - max(self._taken, pending.dispatched)) if timed else None
         if took is not None:
-            self._pace.observe(pending.work, took)
+            self._latency.observe(pending.work, took)
         self._taken, drafted, accepted = now, [], []
         for number, tokens, planned in results:
             state, answer, builder = self._live.get(number, (None, None, None))
@@ -330,7 +330,7 @@ class Engine:
                 if state.finished:
                     self._forget(state)
         if drafted and isinstance(pending.work, Decoding):
-            self._pace.observe_round(pending.work.num_rows, drafted, accepted, took)
+            self._latency.observe_round(pending.work.num_rows, drafted, accepted, took)
         return updates
 
     @property

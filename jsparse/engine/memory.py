@@ -20,13 +20,13 @@ class Memory:
 
     Attributes:
         pool: the groups and the blocks that are shared.
-        parked: the groups whose pages host memory holds.
+        swapped: the groups whose pages host memory holds.
     """
 
     def __init__(self, sizes: EngineSizes, rules: Rules) -> None:
         """Prepares memory that nobody holds."""
         self.sizes, self.rules, self.pool = sizes, rules, BlockPool(sizes.num_groups)
-        self.parked = 0
+        self.swapped = 0
 
     def require_room(self, prompt: int, max_tokens: int) -> None:
         """Raises ValueError unless a prompt and an answer of these sizes can be served at all."""
@@ -205,43 +205,43 @@ class Memory:
         del answer.own[len(answer.own) - count :]
         return may
 
-    def can_park(self, answer: Answer) -> bool:
+    def can_swap_out(self, answer: Answer) -> bool:
         """Returns whether host memory has room for an answer's pages."""
-        return self.parked + self._on_host(self.num_groups(answer)) <= self.sizes.host_groups
+        return self.swapped + self._on_host(self.num_groups(answer)) <= self.sizes.host_groups
 
-    def park(self, answer: Answer, parked: Sequence[Answer]) -> list[int]:
+    def swap_out(self, answer: Answer, swapped: Sequence[Answer]) -> list[int]:
         """Takes back the groups of an answer, and returns them: their pages go to host memory.
 
-        It keeps blocks that others use, too, as long as those of all that are `parked` leave room
+        It keeps blocks that others use, too, as long as those of all that are `swapped` leave room
         for the largest answer: whoever is left can come to its end.
         """
         stay = [*itertools.takewhile(lambda block: block.holders > 1, answer.blocks)]
-        staying = {*stay, *(block for other in parked for block in other.blocks)}
+        staying = {*stay, *(block for other in swapped for block in other.blocks)}
         if len(staying) * self._block_groups + self.sizes.row_groups > self.pool.size:
             stay = []
         groups = answer.groups[len(stay) * self._block_groups :]
         self.pool.drop(answer.blocks[len(stay) :])
         self.pool.give_back(answer.own)
-        answer.blocks, answer.own, answer.parked = stay, [], len(groups)
-        self.parked += self._on_host(answer.parked)
+        answer.blocks, answer.own, answer.swapped = stay, [], len(groups)
+        self.swapped += self._on_host(answer.swapped)
         return groups
 
-    def resume(self, answer: Answer, spare: int) -> list[int]:
-        """Gives a parked answer groups for its pages, and returns them.
+    def swap_in(self, answer: Answer, spare: int) -> list[int]:
+        """Gives a swapped answer groups for its pages, and returns them.
 
         There are none if it would leave fewer than `spare`, or no page for its next token.
         """
         needed = self._needed(len(answer.ids), answer.sent) - self.num_groups(answer)
-        if self.pool.available < max(answer.parked, needed) + spare:
+        if self.pool.available < max(answer.swapped, needed) + spare:
             return []
-        answer.own = self.pool.take(answer.parked)
+        answer.own = self.pool.take(answer.swapped)
         self.forget(answer)
         return answer.own
 
     def forget(self, answer: Answer) -> None:
         """Frees the host memory of an answer."""
-        self.parked -= self._on_host(answer.parked)
-        answer.parked = 0
+        self.swapped -= self._on_host(answer.swapped)
+        answer.swapped = 0
 
     def num_groups(self, answer: Answer) -> int:
         """Returns the number of groups that an answer holds."""

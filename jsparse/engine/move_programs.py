@@ -41,7 +41,7 @@ class GroupPages(NamedTuple):
 
 
 # pages of some groups on their way to host memory and back, as one array for each type
-Parked = tuple[Shaped[Array, "..."], ...]
+SwappedPages = tuple[Shaped[Array, "..."], ...]
 
 
 def no_groups(spec: EngineSpec, _: tuple[int, ...] = ()) -> tuple[MovedGroups]:
@@ -54,29 +54,29 @@ def no_groups(spec: EngineSpec, _: tuple[int, ...] = ()) -> tuple[MovedGroups]:
     return (MovedGroups(**columns),)
 
 
-def _no_pages(spec: EngineSpec, _: tuple[int, ...]) -> tuple[MovedGroups, Parked]:
+def _no_pages(spec: EngineSpec, _: tuple[int, ...]) -> tuple[MovedGroups, SwappedPages]:
     (moved,) = no_groups(spec)
     slots = jax.eval_shape(lambda: start.body(spec))
-    return moved, jax.eval_shape(lambda slots: park.body(spec, slots, moved), slots)
+    return moved, jax.eval_shape(lambda slots: swap_out.body(spec, slots, moved), slots)
 
 
-def _park_keys(sizes: EngineSizes, *_: Any) -> list[ProgramKey]:
-    return [park.key(1), resume.key(1)] if sizes.host_groups else []
+def _swap_keys(sizes: EngineSizes, *_: Any) -> list[ProgramKey]:
+    return [swap_out.key(1), swap_in.key(1)] if sizes.host_groups else []
 
 
-@engine_program(of_nobody=no_groups, of_engine=_park_keys, donates=False)
-def park(spec: EngineSpec, slots: Slots, moved: MovedGroups) -> Parked:
-    """Returns the pages of some groups, which are given to others then."""
+@engine_program(of_nobody=no_groups, of_engine=_swap_keys, donates=False)
+def swap_out(spec: EngineSpec, slots: Slots, moved: MovedGroups) -> SwappedPages:
+    """Returns the pages of some groups, which others get then."""
     note_trace()
     return joined(_pages(spec, slots, moved))
 
 
 @engine_program(of_nobody=_no_pages)
-def resume(spec: EngineSpec, slots: Slots, moved: MovedGroups, parked: Parked) -> Slots:
-    """Puts pages that `park` returned into other groups of their row."""
+def swap_in(spec: EngineSpec, slots: Slots, moved: MovedGroups, swapped: SwappedPages) -> Slots:
+    """Puts pages that `swap_out` returned into other groups of their row."""
     note_trace()
     rows, pages = slots.rows, slots.rows.cache.pages_of(moved.groups)
-    back = parted(parked, jax.eval_shape(lambda: _pages(spec, slots, moved)))
+    back = parted(swapped, jax.eval_shape(lambda: _pages(spec, slots, moved)))
     places = moved.first[:, None] + jnp.arange(moved.groups.shape[1])
     cache = rows.cache.put_groups(moved.groups, back.pools)
     cache = cache.with_groups(moved.slots[:, None], places, moved.groups)

@@ -22,7 +22,7 @@ from jsparse.engine.decode_programs import (
     service_keys,
 )
 from jsparse.engine.evict_programs import evict
-from jsparse.engine.move_programs import park, resume
+from jsparse.engine.move_programs import swap_in, swap_out
 from jsparse.engine.program_record import NewAnswer
 from jsparse.engine.read_programs import join, read, replay, start
 from jsparse.engine.setup import EngineSpec
@@ -41,7 +41,7 @@ PROGRAMS = {
     each.name: each
     for each in (
         *(start, read, replay, evict, refill, join, decode, draft_and_verify),
-        *(leave, service, park, resume),
+        *(leave, service, swap_out, swap_in),
     )
 }
 

@@ -4,8 +4,8 @@ import heapq
 from typing import NamedTuple
 
 from jsparse.engine.memory import Memory
-from jsparse.engine.patience import Patience
 from jsparse.engine.sizes import MAX_READING, EngineSizes
+from jsparse.engine.stall_budget import StallBudget
 from jsparse.engine.step_plan import Answer, Chunk, Reading
 
 
@@ -33,9 +33,9 @@ class Prompts:
         answers: these answers, in the order in which they have begun.
     """
 
-    def __init__(self, sizes: EngineSizes, memory: Memory, patience: Patience) -> None:
+    def __init__(self, sizes: EngineSizes, memory: Memory, stall: StallBudget) -> None:
         """Prepares to read prompts into this memory."""
-        self._sizes, self._memory, self._patience = sizes, memory, patience
+        self._sizes, self._memory, self._stall = sizes, memory, stall
         self.answers: list[Answer] = []
         self._places = list(range(MAX_READING))
 
@@ -88,7 +88,7 @@ class Prompts:
                 tokens = sum(self.next_chunk(answer).valid for answer in part)
                 half_full = 2 * tokens >= rows * first.size
                 start = max(answer.read for answer in part)
-                if half_full and self._patience.allows(rows, first.size, start):
+                if half_full and self._stall.allows(rows, first.size, start):
                     return part
         return candidates[:1]
 
@@ -100,7 +100,7 @@ class Prompts:
             return NextChunk(min(maximum, answer.known - start), maximum, False, True, None)
         if not sizes.batch_invariant:
             allowed = [size for size in sizes.full_sizes if size <= maximum]
-            fast = (size for size in allowed if self._patience.allows(1, size, start))
+            fast = (size for size in allowed if self._stall.allows(1, size, start))
             maximum = next(fast, allowed[-1])
         valid, size = sizes.next_chunk(start, end, maximum)
         block = start // sizes.block_tokens

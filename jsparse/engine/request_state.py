@@ -25,7 +25,7 @@ class Counters:
         accepted_at: accepted tokens, by their position in a round.
         compressed_rows: how often the tokens of a row were compressed, as policies that evict do
             after its prompt and while it decodes.
-        parked_answers: how often an answer left the device for host memory.
+        preemptions: how often an answer left the device for host memory.
         plan_seconds, dispatch_seconds, results_seconds: the host's time.
     """
 
@@ -38,7 +38,7 @@ class Counters:
     accepted_tokens: int = 0
     accepted_at: Counter[int] = field(default_factory=Counter)
     compressed_rows: int = 0
-    parked_answers: int = 0
+    preemptions: int = 0
     plan_seconds: float = 0.0
     dispatch_seconds: float = 0.0
     results_seconds: float = 0.0
@@ -51,7 +51,7 @@ class Counters:
             self.decode_steps += plan.decoding.steps
             # of a round, `steps` of a row are tokens
             self.row_steps += sum(min(row.steps, plan.decoding.steps) for row in plan.decoding.rows)
-        self.parked_answers += len(plan.parked)
+        self.preemptions += len(plan.swapped_out)
         if policy.evicts:
             chunks, rows = (
                 plan.reading and plan.reading.chunks,

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from jsparse.engine.decode_programs import decode, decode_key, service
 from jsparse.engine.evict_programs import evict_key
-from jsparse.engine.move_programs import MovedGroups, Parked, no_groups, park, resume
+from jsparse.engine.move_programs import MovedGroups, SwappedPages, no_groups, swap_in, swap_out
 from jsparse.engine.packing import CHOICES, unpack
 from jsparse.engine.program_record import NewAnswer
 from jsparse.engine.programs import Programs
@@ -90,9 +90,9 @@ class Runner:
         if spec.sizes.tail_tokens:
             self._host = host_pages.empty_pages(spec.cache)
             programs.lend_pages(self._host)
-        # the pages of answers that are parked, in host memory
-        self._parked: dict[int, list[Parked]] = {}
-        self._copying: deque[Parked] = deque()
+        # the pages of answers that are swapped out, in host memory
+        self._swapped: dict[int, list[SwappedPages]] = {}
+        self._copying: deque[SwappedPages] = deque()
 
     def run_for_nobody(self, programs: Iterable[ProgramKey]) -> None:
         """Runs programs so that they change no row: on a GPU, first runs take longer.
@@ -100,7 +100,7 @@ class Runner:
         Services are left out, since they take a row that is due, whatever it is.
         """
         for key in programs:
-            if key.name in (start.name, service.name, park.name, resume.name):
+            if key.name in (start.name, service.name, swap_out.name, swap_in.name):
                 continue
             arguments = self._slots, *self._programs.of_nobody(key.name, key.size)
             out = self._programs.run(key, *arguments)
@@ -116,13 +116,13 @@ class Runner:
         """Dispatches a plan; returns its pending results."""
         pending = []
         for number in plan.forgotten:
-            del self._parked[number]
-        for move in plan.resumed:
-            self._resume(move)
+            del self._swapped[number]
+        for move in plan.swapped_in:
+            self._swap_in(move)
         if plan.reading is not None:
             pending.append(self._read(plan.reading))
-        for move in plan.parked:
-            self._park(move)
+        for move in plan.swapped_out:
+            self._swap_out(move)
         if plan.decoding is not None:
             pending.append(self._decode(plan.decoding))
             if not self._spec.sizes.drafts:  # a round has them within
@@ -148,7 +148,7 @@ class Runner:
 
     def forget(self) -> None:
         """Lets what lies in host memory go."""
-        self._parked.clear()
+        self._swapped.clear()
         self._copying.clear()
         self._host = ()
         self._programs.lend_pages(None)
@@ -211,24 +211,24 @@ class Runner:
                 which = np.array([row.slot], np.int32)
                 self._store(self._programs.run(leave.key(1), self._slots, which))
 
-    def _park(self, move: Move) -> None:
+    def _swap_out(self, move: Move) -> None:
         """Copies the pages of a row to host memory."""
-        parts: list[Parked] = []
+        parts: list[SwappedPages] = []
         for moved in self._moved(move):
-            part = self._programs.run(park.key(1), self._slots, moved)
+            part = self._programs.run(swap_out.key(1), self._slots, moved)
             parts.append(jax.device_put(part, host_sharding()))
             self._copying.append(parts[-1])
-        self._parked[move.answer] = parts
+        self._swapped[move.answer] = parts
 
-    def _resume(self, move: Move) -> None:
+    def _swap_in(self, move: Move) -> None:
         """Copies the pages of a row back, into other groups."""
         place = device_sharding()
-        copies = (jax.device_put(part, place) for part in self._parked.pop(move.answer))
+        copies = (jax.device_put(part, place) for part in self._swapped.pop(move.answer))
         coming = next(copies)
         for moved in self._moved(move):
             # a copy waits for what the device was given before it: the next one goes first
             part, coming = coming, next(copies, coming)
-            self._slots = self._programs.run(resume.key(1), self._slots, moved, part)
+            self._slots = self._programs.run(swap_in.key(1), self._slots, moved, part)
             self._copying.append(part)
 
     def _moved(self, move: Move) -> Iterator[MovedGroups]:

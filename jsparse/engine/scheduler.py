@@ -14,9 +14,9 @@ import numpy as np
 from jsparse.engine.blocks import block_keys
 from jsparse.engine.families import families
 from jsparse.engine.memory import Memory
-from jsparse.engine.patience import Estimates, Patience
 from jsparse.engine.prompts import Prompts
 from jsparse.engine.sizes import EngineSizes, Rules
+from jsparse.engine.stall_budget import Estimates, StallBudget
 from jsparse.engine.step_plan import (
     Answer,
     Decode,
@@ -41,7 +41,7 @@ class Scheduler:
         self,
         sizes: EngineSizes,
         rules: Rules,
-        pace: Estimates,
+        latency: Estimates,
         rows_for: Callable[..., int] | None = None,
         can_run: Callable[..., bool] = lambda rows, answers, drafts=None: True,
     ) -> None:
@@ -50,23 +50,23 @@ class Scheduler:
         Args:
             sizes: the static sizes.
             rules: the policy's traits.
-            pace: how long programs take.
+            latency: how long programs take.
             rows_for: returns the rows of the smallest program that decodes as many and that may be
                 planned now; None is of the smallest.
             can_run: returns whether a special program of so many rows, for the answers of these
                 numbers, may be planned now: one that reads once what rows have in common, or a
                 round with room for so many `drafts`.
         """
-        self.sizes, self.rules, self._pace = sizes, rules, pace
+        self.sizes, self.rules, self._latency = sizes, rules, latency
         self._rows_for = rows_for or sizes.rows_for
         self._can_run = can_run
         self.memory = Memory(sizes, rules)
         self.pool = self.memory.pool
         self.waiting: list[tuple[float, int, Answer]] = []
         self.decoding: list[Answer] = []
-        self.parked: list[Answer] = []
-        self._patience = Patience(sizes, pace, self._rows_for, self.decoding)
-        self.prompts = Prompts(sizes, self.memory, self._patience)
+        self.swapped: list[Answer] = []
+        self._stall = StallBudget(sizes, latency, self._rows_for, self.decoding)
+        self.prompts = Prompts(sizes, self.memory, self._stall)
         self._moves: tuple[list[Move], list[Move], list[int]] = [], [], []
         self._joins = itertools.count()
         self._slots = list(range(sizes.num_slots))
@@ -85,7 +85,7 @@ class Scheduler:
     @property
     def begun(self) -> list[Answer]:
         """Returns the answers that have begun and have a slot."""
-        return [*self.reading, *self.decoding, *self.parked]
+        return [*self.reading, *self.decoding, *self.swapped]
 
     def add(self, answer: Answer) -> None:
         """Takes in an answer.
@@ -117,11 +117,11 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Returns the next work, as if it were done at once: plans run in their order."""
-        self._moves = resumed, parked, forgotten = [], [], []
+        self._moves = swapped_in, swapped_out, forgotten = [], [], []
         self._let_go()
-        self._resume()
+        self._swap_in()
         self._admit()
-        return StepPlan(self._reading(), self._decoding(), resumed, parked, forgotten)
+        return StepPlan(self._reading(), self._decoding(), swapped_in, swapped_out, forgotten)
 
     def _let_go(self) -> None:
         """Frees the memory of answers that were stopped or have all their tokens planned."""
@@ -141,14 +141,14 @@ class Scheduler:
         match answer.phase:
             case Phase.READING:
                 self.prompts.end(answer)
-            case Phase.PARKED:
-                self.parked.remove(answer)
+            case Phase.SWAPPED:
+                self.swapped.remove(answer)
                 self.memory.forget(answer)
                 self._moves[2].append(answer.number)
             case _:
                 self.decoding.remove(answer)
         heapq.heappush(self._slots, answer.slot)
-        in_place = answer.phase is not Phase.PARKED
+        in_place = answer.phase is not Phase.SWAPPED
         if in_place and (self.rules.answers or self.sizes.drafts) and len(answer.made) > 1:
             # K and V of the newest have not been computed
             text = np.concatenate([answer.ids, np.asarray(answer.made[:-1], np.int32)])
@@ -160,9 +160,9 @@ class Scheduler:
     def _admit(self) -> None:
         """Gives free slots and memory to waiting answers, the shortest first.
 
-        None begins while one that has begun is parked.
+        None begins while one that has begun is swapped out.
         """
-        while self.waiting and self._slots and not self.parked:
+        while self.waiting and self._slots and not self.swapped:
             answer = self.waiting[0][2]
             if not self.memory.admit(answer, self.begun):
                 return
@@ -170,41 +170,41 @@ class Scheduler:
             answer.slot, answer.phase = heapq.heappop(self._slots), Phase.READING
             self.reading.append(answer)
 
-    def _resume(self) -> None:
-        """Brings parked answers back, the first to have joined first, where there is room.
+    def _swap_in(self) -> None:
+        """Swaps answers in, the first to have joined first, where there is room.
 
         Those that decode keep room to grow.
         """
-        for answer in sorted(self.parked, key=lambda answer: answer.joined):
+        for answer in sorted(self.swapped, key=lambda answer: answer.joined):
             first = self.memory.num_groups(answer)
-            groups = self.memory.resume(answer, self.sizes.growth * len(self.decoding))
+            groups = self.memory.swap_in(answer, self.sizes.growth * len(self.decoding))
             if not groups:
                 return
             self._moves[0].append(Move(answer.number, answer.slot, list(groups), first))
-            self.parked.remove(answer)
+            self.swapped.remove(answer)
             answer.phase = Phase.DECODING
             insort(self.decoding, answer, key=lambda answer: answer.joined)
 
-    def _park_for(self, answer: Answer, planned: list[Answer]) -> bool:
-        """Parks the last to have joined, so that an answer can grow; returns whether it did.
+    def _preempt_for(self, answer: Answer, planned: list[Answer]) -> bool:
+        """Swaps out the last to have joined, so that an answer can grow; returns whether it did.
 
-        Those that are `planned` stay, and those that joined before the answer. It is parked itself
-        if it is the last, unless it is alone: prompts that are being read will join. Nobody is
-        where one has all its tokens planned: the next plan has its memory.
+        Those that are `planned` stay, and those that joined before the answer. The answer itself
+        is swapped out if it is the last, unless it is alone: prompts in prefill will join. No
+        answer is while one has all its tokens planned: the next plan has its memory.
         """
         others = [answer for answer in self.decoding if answer not in planned]
         if not self.sizes.drafts and any(o.sent == o.max_tokens for o in others):
             return False
         later = [o for o in others if o.joined >= answer.joined]
-        last = next((o for o in reversed(later) if self.memory.can_park(o)), None)
+        last = next((o for o in reversed(later) if self.memory.can_swap_out(o)), None)
         if last is None or len(self.decoding) == 1:
             return False
-        groups = self.memory.park(last, self.parked)
+        groups = self.memory.swap_out(last, self.swapped)
         first = self.memory.num_groups(last)
         self._moves[1].append(Move(last.number, last.slot, groups, first))
         self.decoding.remove(last)
-        self.parked.append(last)
-        last.phase = Phase.PARKED
+        self.swapped.append(last)
+        last.phase = Phase.SWAPPED
         return True
 
     def _reading(self) -> Reading | None:
@@ -217,7 +217,7 @@ class Scheduler:
             ended = zip(reading.chunks, answers, strict=True)
             chunks = [chunk._replace(kept=self._begin_decoding(answer)) for chunk, answer in ended]
             reading = reading._replace(chunks=chunks)
-        self._patience.read(reading.num_rows, reading.size, max(c.start for c in reading.chunks))
+        self._stall.read(reading.num_rows, reading.size, max(c.start for c in reading.chunks))
         return reading
 
     def _begin_decoding(self, answer: Answer) -> list[int]:
@@ -231,21 +231,21 @@ class Scheduler:
         """Plans the next decode steps, unless prompts are read first."""
         if following := self.prompts.candidates():
             size = self.prompts.next_chunk(following[0]).size
-            if self._patience.allows_more(size, following[0].read):
+            if self._stall.allows_more(size, following[0].read):
                 return None
-        self._patience.decoded()
+        self._stall.decoded()
         wanting = [answer for answer in self.decoding if answer.sent < answer.max_tokens]
         if not wanting:
             return None
         rows, answers = [], []
         most = steps = 1 if self.sizes.drafts else self._steps()
         if self.sizes.drafts:
-            most += self._pace.drafts(self._rows_for(len(wanting)))
+            most += self._latency.drafts(self._rows_for(len(wanting)))
         for answer in wanting:
             while answer.phase is Phase.DECODING and self.memory.lacks_pages(answer, self.begun):
-                if not self._park_for(answer, answers):
+                if not self._preempt_for(answer, answers):
                     break
-            if answer.phase is Phase.PARKED:
+            if answer.phase is Phase.SWAPPED:
                 continue
             count = min(most, answer.max_tokens - answer.sent)
             first = self.memory.num_groups(answer)
@@ -261,7 +261,7 @@ class Scheduler:
         num_rows = self._rows_for(len(rows))
         if self.sizes.drafts:
             drafts, numbers = self.sizes.drafts_for(num_rows), [row.answer for row in rows]
-            if most == 1 and self._pace.idles and self._can_run(num_rows, numbers, 0):
+            if most == 1 and self._latency.idles and self._can_run(num_rows, numbers, 0):
                 drafts = 0
             return Decoding(num_rows, steps, rows, drafts=drafts)
         return Decoding(num_rows, steps, rows, self._families(answers, num_rows))
@@ -283,7 +283,7 @@ class Scheduler:
         """
         if self.reading or not self.decoding:
             return 1
-        some_wait = self.waiting or self.parked
+        some_wait = self.waiting or self.swapped
         steps = min(self.sizes.steps, BUSY_STEPS) if some_wait else self.sizes.steps
         left = [answer.max_tokens - answer.sent for answer in self.decoding]
         ends = [max(left)]
@@ -291,4 +291,4 @@ class Scheduler:
             ends += [steps for steps in left if steps > 0]
         for answer in self.decoding:
             ends += until_due(self.rules.periods, answer.sent - 1)
-        return min(self._patience.most_steps(steps), *ends)
+        return min(self._stall.most_steps(steps), *ends)

@@ -13,7 +13,7 @@ from jsparse.engine.blocks import CacheBlock
 # reads in a second, so that the shortest goes first and none waits forever.
 TOKENS_PER_SECOND = 20_000
 
-Phase = Enum("Phase", ["WAITING", "READING", "DECODING", "PARKED", "ENDED"])
+Phase = Enum("Phase", ["WAITING", "READING", "DECODING", "SWAPPED", "ENDED"])
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class Answer:
         own: the groups behind them.
         kept: the groups into which its prompt will be compressed, where the policy evicts.
         joined: its place in the order in which answers have begun to decode.
-        parked: the groups whose pages host memory holds for it.
+        swapped: the groups whose pages host memory holds for it.
     """
 
     number: int
@@ -65,7 +65,7 @@ class Answer:
     own: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     joined: int = 0
-    parked: int = 0
+    swapped: int = 0
 
     @property
     def groups(self) -> list[int]:
@@ -195,15 +195,15 @@ class StepPlan(NamedTuple):
     Attributes:
         reading: the prompts that are read; None is none.
         decoding: the rows that decode, last; None is none.
-        resumed: the answers whose pages come back from host memory, first of all.
-        parked: those whose pages leave, between reading and decoding.
-        forgotten: the numbers of answers that have ended while they were parked.
+        swapped_in: the answers whose pages come back from host memory, first of all.
+        swapped_out: those whose pages leave, between reading and decoding.
+        forgotten: the numbers of answers that ended while they were swapped out.
     """
 
     reading: Reading | None
     decoding: Decoding | None
-    resumed: Sequence[Move] = ()
-    parked: Sequence[Move] = ()
+    swapped_in: Sequence[Move] = ()
+    swapped_out: Sequence[Move] = ()
     forgotten: Sequence[int] = ()
 
     @property

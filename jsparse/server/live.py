@@ -48,7 +48,7 @@ class Live:
         decoding = list(scheduler.decoding)
         return {
             "running": len(scheduler.begun),
-            "parked": len(scheduler.parked),
+            "swapped": len(scheduler.swapped),
             "waiting": len(scheduler.waiting),
             "kv_cache_usage": kv_cache_usage(self._engine),
             "prefix_cache_hits": self._service.metrics.hit_tokens,
@@ -96,6 +96,6 @@ class Live:
 
 
 def _phase(stream: PromptStream) -> str:
-    """Returns waiting, reading, decoding, parked or ended: how far the last of the answers is."""
+    """Returns waiting, reading, decoding, swapped or ended: how far the last of the answers is."""
     phases = [answer.phase for answer in stream.state.answers]
     return min(phases, key=lambda phase: phase.value).name.lower()

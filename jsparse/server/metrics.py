@@ -91,11 +91,15 @@ class Metrics:
         for name, text, value in (
             ("num_requests_running", "Answers that have a slot.", running),
             ("num_requests_waiting", "Answers that wait for a slot.", len(scheduler.waiting)),
-            ("num_requests_swapped", "Answers parked in host memory.", len(scheduler.parked)),
+            (
+                "num_requests_swapped",
+                "Sequences in host memory.",
+                len(scheduler.swapped),
+            ),
             (
                 "swap_space_usage_perc",
-                "Share of the host memory for parked answers in use; 1 is all.",
-                memory.parked / max(self._engine.sizes.host_groups, 1),
+                "Share of the host memory for swapped sequences in use; 1 is all.",
+                memory.swapped / max(self._engine.sizes.host_groups, 1),
             ),
             (
                 "kv_host_bytes",
@@ -114,7 +118,7 @@ class Metrics:
         for name, text, value in (
             ("prefix_cache_queries", "Tokens looked for in the prefix cache.", self.query_tokens),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", self.hit_tokens),
-            ("num_preemptions", "Times that an answer was parked.", counters.parked_answers),
+            ("num_preemptions", "Times that a sequence was swapped out.", counters.preemptions),
             ("generation_tokens", "Tokens of answers.", counters.new_tokens),
             ("computed_prompt_tokens", "Prompt tokens that were computed.", counters.read_tokens),
             ("decode_steps", "Decode steps.", counters.decode_steps),

@@ -60,14 +60,14 @@ def test_a_request_gets_in_a_crowd_what_it_gets_alone(policy):
 
 
 @pytest.mark.parametrize("policy", ["dense", "quest(budget=256)", "snapkv(budget=256)"])
-def test_an_answer_that_was_parked_goes_on_with_its_bits(policy):
+def test_a_swapped_answer_goes_on_with_its_bits(policy):
     """K and V, and whatever a row has, from host memory; beside an engine with room for all."""
     options = {"max_num_seqs": 4, "max_model_len": 2048, "batch_invariant": True, "prepare": False}
     greedy = jsparse.SamplingParams(temperature=0, max_tokens=700, logprobs=0, ignore_eos=True)
     prompts = random_prompts((700, 33, 512, 640), seed=5)
     scarce = jsparse.LLM(model(), policy, kv_cache_tokens=2560, swap_space=1.0, **options)
     outs = scarce.generate(prompts, greedy)
-    assert scarce.engine.counters.parked_answers > 0
+    assert scarce.engine.counters.preemptions > 0
     roomy = jsparse.LLM(model(), policy, kv_cache_tokens=8192, **options)
     assert [bits(out) for out in outs] == [bits(out) for out in roomy.generate(prompts, greedy)]
 

@@ -40,19 +40,19 @@ def test_the_engine_learns_how_long_its_programs_take():
     clock = itertools.count()
     llm = tiny_llm()
     llm.engine._clock = lambda: float(next(clock))
-    pace = llm.engine._pace
-    assert (pace.reading(1, 16, 0), pace.step(4)) == (None, None)
+    latency = llm.engine._latency
+    assert (latency.reading(1, 16, 0), latency.step(4)) == (None, None)
     llm.generate(PROMPTS[:2], greedy(9))
     # by a clock that ticks at every look
-    assert pace.reading(1, 16, 0) >= 1000
-    assert pace.step(4) >= 1000
+    assert latency.reading(1, 16, 0) >= 1000
+    assert latency.step(4) >= 1000
 
 
 @pytest.mark.parametrize(("maximum", "ahead"), [(None, 2), (120, 1), (119, 0)])
 def test_the_host_waits_for_long_programs_before_it_plans_the_next(maximum, ahead, monkeypatch):
     """Who comes in the meantime waits for what is in flight."""
     llm = tiny_llm(max_stall_ms=maximum)
-    monkeypatch.setattr(llm.engine._pace, "expected", lambda work: 60.0)
+    monkeypatch.setattr(llm.engine._latency, "expected", lambda work: 60.0)
     llm.engine.add(asked(llm, PROMPTS[0], greedy(30)))
     in_flight = []
     while not llm.engine.idle:
@@ -162,7 +162,7 @@ def test_only_what_ended_before_ones_eyes_is_timed(monkeypatch):
 
     engine, timed = tiny_llm().engine, []
     monkeypatch.setattr(engine._runner, "results", lambda pending: [])
-    monkeypatch.setattr(engine._pace, "observe", lambda work, milliseconds: timed.append(work))
+    monkeypatch.setattr(engine._latency, "observe", lambda work, milliseconds: timed.append(work))
     for there in ([True, True, True], [True, False, True], [False, True, False]):
         works = [Decoding(4, 1, []) for _ in there]
         engine._in_flight += [

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jsparse.engine.decode_programs import decode_key
-from jsparse.engine.pace import Pace
+from jsparse.engine.latency_model import LatencyModel
 from jsparse.engine.packing import pack_round, unpack
 from jsparse.engine.programs import engine_keys
 from jsparse.policies.expressions import parse
@@ -76,7 +76,9 @@ def test_the_number_is_chosen_where_none_is_given(monkeypatch):
     """At first it is two, of the three that a program has room for."""
     monkeypatch.setattr(draft_length, "MOST_CPU", 3)
     seen = []
-    monkeypatch.setattr(Pace, "observe_round", lambda self, *of_round: seen.append(of_round))
+    monkeypatch.setattr(
+        LatencyModel, "observe_round", lambda self, *of_round: seen.append(of_round)
+    )
     llm = tiny_llm(QUEST, **CAN, exact=True)
     assert llm.engine.sizes.drafts == (3,) * len(llm.engine.sizes.rows)
     (out,) = llm.generate([ASKED[2]], OPTIONS[2])

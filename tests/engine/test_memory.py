@@ -7,7 +7,7 @@ import pytest
 from jsparse.engine.scheduler import Scheduler
 from tests.support.planning import (
     ALONE,
-    PACE,
+    LATENCY,
     PACKED,
     RULES,
     SIZES,
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.pure
 
 
 def test_what_others_have_read_is_not_read_again():
-    scheduler = Scheduler(SIZES, RULES, PACE)
+    scheduler = Scheduler(SIZES, RULES, LATENCY)
     prompt = list(range(40))
     for number in range(3):
         scheduler.add(answer(number, [*prompt, 100 + number], 2))
@@ -35,7 +35,7 @@ def test_what_others_have_read_is_not_read_again():
 
 def test_who_is_overtaken_goes_on_behind_what_others_have_read_since():
     """With a state that has seen nothing: it has not seen what lies between."""
-    scheduler = Scheduler(SIZES, RULES, PACE)
+    scheduler = Scheduler(SIZES, RULES, LATENCY)
     prompt = list(range(55))
     scheduler.add(answer(0, prompt, 1))
     scheduler.plan()
@@ -51,7 +51,7 @@ def test_who_is_overtaken_goes_on_behind_what_others_have_read_since():
 
 
 def test_blocks_that_a_request_takes_over_are_not_counted_as_room_for_the_rest():
-    scheduler = Scheduler(SIZES._replace(num_groups=13), RULES, PACE)
+    scheduler = Scheduler(SIZES._replace(num_groups=13), RULES, LATENCY)
     prompt = list(range(17))
     scheduler.add(answer(0, prompt, 1))
     served(scheduler)
@@ -68,7 +68,7 @@ def test_a_prompt_that_is_compressed_leaves_its_groups_to_others():
     """Of 8 groups 6 hold the prompt and 2 what is kept; once that is all, another begins."""
     sizes = SIZES._replace(num_groups=9, evicted_pages=2, growth_tokens=4)
     rules = RULES._replace(slots=lambda prompt, new: min(prompt + new, 8))
-    scheduler = Scheduler(sizes, rules, PACE)
+    scheduler = Scheduler(sizes, rules, LATENCY)
     for number in range(2):
         scheduler.add(answer(number, range(100 * number, 100 * number + 24), 30))
     with pytest.raises(ValueError, match=r"must fit in the 32 tokens"):
@@ -85,7 +85,7 @@ def test_a_prompt_that_is_compressed_leaves_its_groups_to_others():
 
 
 def test_the_window_of_a_prompt_is_always_read():
-    scheduler = Scheduler(SIZES, RULES._replace(window=20), PACE)
+    scheduler = Scheduler(SIZES, RULES._replace(window=20), LATENCY)
     for number in range(2):
         scheduler.add(answer(number, range(48), 2))
     starts = {}
@@ -96,7 +96,7 @@ def test_the_window_of_a_prompt_is_always_read():
 
 
 def test_who_does_not_fit_waits_and_keeps_those_behind_from_its_memory():
-    scheduler = Scheduler(SIZES._replace(num_groups=17), RULES, PACE)
+    scheduler = Scheduler(SIZES._replace(num_groups=17), RULES, LATENCY)
     scheduler.add(answer(0, range(40), 8))
     scheduler.plan()
     scheduler.add(answer(1, range(100, 130), 2))
@@ -106,7 +106,7 @@ def test_who_does_not_fit_waits_and_keeps_those_behind_from_its_memory():
 
 
 def test_what_can_never_fit_is_refused():
-    scheduler = Scheduler(SIZES._replace(num_groups=8), RULES, PACE)
+    scheduler = Scheduler(SIZES._replace(num_groups=8), RULES, LATENCY)
     with pytest.raises(ValueError, match="is 65: must be at most max_model_len=64"):
         scheduler.add(answer(0, range(60), 5))
     with pytest.raises(ValueError, match="is 35: must fit in the 28 tokens of K and V"):
@@ -116,7 +116,7 @@ def test_what_can_never_fit_is_refused():
 
 def test_a_prompt_goes_on_behind_any_block_where_chunks_may_begin_anywhere():
     def read(sizes):
-        scheduler = Scheduler(sizes, RULES, PACE)
+        scheduler = Scheduler(sizes, RULES, LATENCY)
         scheduler.add(answer(0, range(30), 1))
         served(scheduler)
         scheduler.add(answer(1, [*range(29), 100, 101], 1))
@@ -129,7 +129,7 @@ def test_a_prompt_goes_on_behind_any_block_where_chunks_may_begin_anywhere():
 def test_answers_grow_into_memory_that_others_have_not_used():
     """Where each took the memory of all its tokens at once, four could not run together."""
     sizes = PACKED._replace(num_groups=21, growth_tokens=8, steps=4)
-    scheduler = Scheduler(sizes, RULES._replace(periods=()), PACE)
+    scheduler = Scheduler(sizes, RULES._replace(periods=()), LATENCY)
     for number in range(4):
         scheduler.add(answer(number, range(100 * number, 100 * number + 4), 40))
     running, sent = [], []
@@ -149,7 +149,7 @@ def test_answers_grow_into_memory_that_others_have_not_used():
 
 def test_what_several_share_is_free_once_all_of_them_have_ended():
     sizes = PACKED._replace(num_groups=21, growth_tokens=4, steps=1)
-    scheduler = Scheduler(sizes, RULES._replace(periods=(), window=0), PACE)
+    scheduler = Scheduler(sizes, RULES._replace(periods=(), window=0), LATENCY)
     prefix = list(range(32))
     # few groups of 14; 10 of 12; 2 of 4 beside 8 that it shares with the second
     for number, (prompt, tokens) in enumerate(
@@ -164,7 +164,7 @@ def test_what_several_share_is_free_once_all_of_them_have_ended():
 
 def test_none_begins_whose_company_could_keep_all_from_ending():
     sizes = PACKED._replace(num_groups=13, growth_tokens=4)
-    scheduler = Scheduler(sizes, RULES._replace(periods=()), PACE)
+    scheduler = Scheduler(sizes, RULES._replace(periods=()), LATENCY)
     # 12 groups: each has 5 and needs 9, so that two would wait for each other for ever
     for number in range(2):
         scheduler.add(answer(number, range(100 * number, 100 * number + 16), 20))
@@ -175,12 +175,12 @@ def test_none_begins_whose_company_could_keep_all_from_ending():
 
 
 @pytest.mark.parametrize(("groups", "first"), [(24, 8), (23, 0)])
-def test_what_parked_answers_share_stays_where_the_longest_fits_beside_it(groups, first):
+def test_what_swapped_answers_share_stays_where_the_longest_fits_beside_it(groups, first):
     """Three come to have 16 groups each, of which 8 hold what they have in common."""
     sizes = VARIANT._replace(num_groups=groups + 1, host_groups=99, growth_tokens=4, steps=1)
-    scheduler = Scheduler(sizes, RULES._replace(periods=()), PACE)
+    scheduler = Scheduler(sizes, RULES._replace(periods=()), LATENCY)
     for number in range(3):
         scheduler.add(answer(number, [*range(34), number], 29))
-    parked = [move for plan in served(scheduler)[1] for move in plan.parked]
-    assert parked
-    assert {move.first for move in parked} == {first}
+    swapped = [move for plan in served(scheduler)[1] for move in plan.swapped_out]
+    assert swapped
+    assert {move.first for move in swapped} == {first}

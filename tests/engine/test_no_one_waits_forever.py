@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from jsparse.engine.scheduler import Scheduler
-from tests.support.planning import PACE, RULES, VARIANT, answer
+from tests.support.planning import LATENCY, RULES, VARIANT, answer
 
 pytestmark = pytest.mark.pure
 
@@ -31,12 +31,12 @@ def a_scheduler(random, kind):
         drafts=(3, 3) if kind == "exact" else (),
     )
     root = random.choice(["root", None])
-    return Scheduler(sizes, RULES._replace(root=root, periods=(), slots=slots), PACE)
+    return Scheduler(sizes, RULES._replace(root=root, periods=(), slots=slots), LATENCY)
 
 
 def served(scheduler, random, kind):
-    """Serves some answers; returns how often one was parked."""
-    answers, parked, late, nothing = {}, 0, [], 0
+    """Serves some answers; returns how often one was swapped."""
+    answers, swapped, late, nothing = {}, 0, [], 0
     for number in range(random.randint(2, 8)):
         prompt = random.randint(1, 50)
         made = answer(number, [number // 2] * prompt, random.randint(1, 64 - prompt))
@@ -44,7 +44,7 @@ def served(scheduler, random, kind):
         scheduler.add(made)
     while not scheduler.idle:
         plan, given = scheduler.plan(), []
-        parked += len(plan.parked)
+        swapped += len(plan.swapped_out)
         if plan.reading is not None and plan.reading.last:
             given += [(chunk.answer, 1, 1) for chunk in plan.reading.chunks]
         if plan.decoding is not None and plan.decoding.drafts is not None:
@@ -62,15 +62,15 @@ def served(scheduler, random, kind):
                         scheduler.stop(own.answer)
         nothing = nothing + 1 if plan.empty else 0
         assert nothing < 10
-    assert scheduler.memory.parked == 0
+    assert scheduler.memory.swapped == 0
     assert scheduler.pool.available == scheduler.pool.size
-    return parked
+    return swapped
 
 
 @pytest.mark.parametrize("kind", ["steps", "exact", *SLOTS])
 def test_every_answer_ends(kind):
-    parked = 0
+    swapped = 0
     for seed in range(250):
         random = Random(seed)
-        parked += served(a_scheduler(random, kind), random, kind)
-    assert parked > 0
+        swapped += served(a_scheduler(random, kind), random, kind)
+    assert swapped > 0

@@ -2,17 +2,17 @@
 
 import pytest
 
-from jsparse.engine.patience import MARGIN
 from jsparse.engine.scheduler import Scheduler
 from jsparse.engine.sizes import MAX_READING
+from jsparse.engine.stall_budget import MARGIN
 from tests.support.planning import (
-    PACE,
+    LATENCY,
     PACKED,
     RULES,
     SIZES,
     UNHURRIED,
     VARIANT,
-    Pace,
+    LatencyModel,
     answer,
     chunks_of,
     served,
@@ -29,11 +29,11 @@ def test_random_events(machine):
 
 
 def test_the_shortest_is_read_first_but_none_waits_forever():
-    scheduler = Scheduler(SIZES, RULES, PACE)
+    scheduler = Scheduler(SIZES, RULES, LATENCY)
     scheduler.add(answer(0, range(50), 1))
     scheduler.add(answer(1, range(100, 103), 1))
     assert served(scheduler)[0] == [1, 0]
-    scheduler = Scheduler(SIZES, RULES, PACE)
+    scheduler = Scheduler(SIZES, RULES, LATENCY)
     scheduler.add(answer(0, range(50), 1, born=0.0))
     # it came later by more than what the long one is longer
     scheduler.add(answer(1, range(100, 103), 1, born=0.01))
@@ -41,7 +41,7 @@ def test_the_shortest_is_read_first_but_none_waits_forever():
 
 
 def test_a_short_prompt_overtakes_a_long_one_that_is_being_read():
-    scheduler = Scheduler(SIZES, RULES, PACE)
+    scheduler = Scheduler(SIZES, RULES, LATENCY)
     scheduler.add(answer(0, range(55), 1))
     chunks = chunks_of(scheduler.plan())
     scheduler.add(answer(1, range(100, 103), 1))
@@ -50,7 +50,7 @@ def test_a_short_prompt_overtakes_a_long_one_that_is_being_read():
 
 
 def test_programs_are_long_only_where_nobody_waits_for_their_end():
-    scheduler = Scheduler(SIZES._replace(max_stall_ms=16), RULES._replace(periods=()), PACE)
+    scheduler = Scheduler(SIZES._replace(max_stall_ms=16), RULES._replace(periods=()), LATENCY)
     scheduler.add(answer(0, range(4), 30))
     scheduler.add(answer(1, range(100, 134), 30))
     plans = served(scheduler)[1]
@@ -73,7 +73,7 @@ def test_two_programs_take_no_longer_than_rows_may_wait():
         (None, 30, 3),
     ):
         sizes, rules = SIZES._replace(max_stall_ms=maximum), RULES._replace(periods=())
-        scheduler = Scheduler(sizes, rules, Pace(step=step))
+        scheduler = Scheduler(sizes, rules, LatencyModel(step=step))
         scheduler.add(answer(0, range(4), 30))
         plans = [plan.decoding for plan in served(scheduler)[1] if plan.decoding is not None]
         assert max(plan.steps for plan in plans) == longest, (maximum, step)
@@ -81,8 +81,8 @@ def test_two_programs_take_no_longer_than_rows_may_wait():
 
 def test_rows_wait_no_longer_than_they_may_for_a_round():
     sizes = VARIANT._replace(max_stall_ms=100, drafts=(3, 3), max_model_len=512, num_groups=300)
-    pace = Pace(lambda rows, size, start: 20, step=10)
-    scheduler = Scheduler(sizes, RULES._replace(periods=()), pace)
+    latency = LatencyModel(lambda rows, size, start: 20, step=10)
+    scheduler = Scheduler(sizes, RULES._replace(periods=()), latency)
     row = answer(0, range(4), 200)
     scheduler.add(row)
     while scheduler.reading or scheduler.waiting:
@@ -101,7 +101,7 @@ def test_rows_wait_no_longer_than_they_may_for_a_round():
 
 def test_programs_are_shorter_while_requests_wait_for_slots():
     sizes = UNHURRIED._replace(num_slots=1, rows=(1,), prefill_rows=(1,), steps=20)
-    scheduler = Scheduler(sizes, RULES._replace(periods=()), PACE)
+    scheduler = Scheduler(sizes, RULES._replace(periods=()), LATENCY)
     for number in range(2):
         scheduler.add(answer(number, range(100 * number, 100 * number + 4), 31))
     plans = [plan.decoding.steps for plan in served(scheduler)[1] if plan.decoding is not None]
@@ -110,7 +110,7 @@ def test_programs_are_shorter_while_requests_wait_for_slots():
 
 def test_no_more_than_a_few_prompts_are_partly_read():
     sizes = SIZES._replace(num_groups=197, num_slots=10, rows=(10,))
-    scheduler = Scheduler(sizes, RULES, PACE)
+    scheduler = Scheduler(sizes, RULES, LATENCY)
     for number in range(MAX_READING + 1):
         # each has waited for longer than those before
         ids = range(100 * number, 100 * number + 50)
@@ -121,7 +121,7 @@ def test_no_more_than_a_few_prompts_are_partly_read():
 
 def test_chunks_of_a_prompt_are_foretold_as_they_are_planned():
     for tokens in range(1, 60):
-        scheduler = Scheduler(SIZES, RULES, PACE)
+        scheduler = Scheduler(SIZES, RULES, LATENCY)
         scheduler.add(answer(0, range(tokens), 1))
         planned = []
         while (reading := scheduler.plan().reading) is not None:
@@ -150,14 +150,14 @@ def test_few_rows_decode_in_the_smallest_program_that_has_them():
 
 
 def test_rows_are_computed_for_those_that_decode_in_whatever_slots_they_are():
-    scheduler = Scheduler(PACKED, RULES, PACE)
+    scheduler = Scheduler(PACKED, RULES, LATENCY)
     for number, tokens in enumerate((2, 2, 30)):
         scheduler.add(answer(number, range(100 * number, 100 * number + 3), tokens))
     plans = [plan.decoding for plan in served(scheduler)[1] if plan.decoding is not None]
     assert [(plan.num_rows, len(plan.rows)) for plan in plans][:3] == [(6, 3), (2, 1), (2, 1)]
     assert plans[-1].rows[0].slot == 2
     # while the program of few rows is not there
-    scheduler = Scheduler(PACKED, RULES, PACE, rows_for=lambda count: 6)
+    scheduler = Scheduler(PACKED, RULES, LATENCY, rows_for=lambda count: 6)
     scheduler.add(answer(0, range(3), 3))
     last = [plan.decoding for plan in served(scheduler)[1] if plan.decoding is not None]
     assert {plan.num_rows for plan in last} == {6}
@@ -165,7 +165,7 @@ def test_rows_are_computed_for_those_that_decode_in_whatever_slots_they_are():
 
 def test_short_prompts_are_read_together_where_they_fill_half_of_a_program():
     def read(*lengths):
-        scheduler = Scheduler(PACKED, RULES, PACE)
+        scheduler = Scheduler(PACKED, RULES, LATENCY)
         for number, length in enumerate(lengths):
             scheduler.add(answer(number, range(100 * number, 100 * number + length), 1))
         plans = [plan.reading for plan in served(scheduler)[1] if plan.reading is not None]
@@ -180,7 +180,7 @@ def test_short_prompts_are_read_together_where_they_fill_half_of_a_program():
 
 
 def test_what_two_prompts_have_in_common_is_read_once_also_when_they_come_together():
-    scheduler = Scheduler(PACKED, RULES, PACE)
+    scheduler = Scheduler(PACKED, RULES, LATENCY)
     for number in range(2):
         scheduler.add(answer(number, [*range(16), 100 + number, 1, 2], 1))
     plans = [plan.reading for plan in served(scheduler)[1] if plan.reading is not None]
@@ -188,9 +188,9 @@ def test_what_two_prompts_have_in_common_is_read_once_also_when_they_come_togeth
     assert {chunk.start for chunk in plans[1].chunks} == {16}
 
 
-def steps_between(sizes, pace=PACE):
+def steps_between(sizes, latency=LATENCY):
     """The milliseconds of reading before each decode step, and the sizes of chunks."""
-    scheduler = Scheduler(sizes, RULES._replace(periods=()), pace)
+    scheduler = Scheduler(sizes, RULES._replace(periods=()), latency)
     scheduler.add(answer(0, range(4), 30))
     scheduler.plan()
     scheduler.add(answer(1, range(100, 155), 5))
@@ -224,11 +224,14 @@ def test_chunks_are_as_short_as_rows_that_decode_need_them():
     assert chunks == [16, 8, 8, 8, 8, 8]
     assert stalls == [16, 12, 14, 16, 18, 20]
     # where nothing is known, one by one
-    assert steps_between(VARIANT._replace(max_stall_ms=20), Pace(lambda *_: None))[1] == [8] * 7
+    assert (
+        steps_between(VARIANT._replace(max_stall_ms=20), LatencyModel(lambda *_: None))[1]
+        == [8] * 7
+    )
 
 
 def test_without_a_limit_all_prompts_are_read_first():
-    scheduler = Scheduler(UNHURRIED, RULES._replace(periods=()), PACE)
+    scheduler = Scheduler(UNHURRIED, RULES._replace(periods=()), LATENCY)
     for number in range(3):
         scheduler.add(answer(number, range(100 * number, 100 * number + 20), 5))
     plans = served(scheduler)[1]
@@ -241,7 +244,7 @@ def test_an_answer_is_shared_but_for_its_newest_token():
     """Of 7 and 9 tokens 15 are in the cache, which fill one block of 8."""
     for answers, drafts, shared in ((True, (), 8), (False, (), 0), (False, (3, 3), 8)):
         rules = RULES._replace(periods=(), window=0, answers=answers)
-        scheduler = Scheduler(VARIANT._replace(drafts=drafts), rules, PACE)
+        scheduler = Scheduler(VARIANT._replace(drafts=drafts), rules, LATENCY)
         first = answer(0, range(7), 20)
         scheduler.add(first)
         while first.sent < 9:

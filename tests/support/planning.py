@@ -32,7 +32,7 @@ def took(rows, size, start):
     return rows * size * (1 + start / 32)
 
 
-class Pace:
+class LatencyModel:
     """Knows how long programs take, or only how long steps do."""
 
     def __init__(self, reading=took, step=1):
@@ -40,7 +40,7 @@ class Pace:
         self.step = lambda rows: step
 
 
-PACE = Pace()
+LATENCY = LatencyModel()
 
 
 def answer(number, prompt, tokens, born=0.0):

@@ -13,7 +13,7 @@ from jsparse.engine import families
 from jsparse.engine.scheduler import Scheduler
 from jsparse.engine.sizes import MAX_READING
 from jsparse.engine.step_plan import Phase
-from tests.support.planning import PACE, PACKED, RULES, SIZES, VARIANT, answer
+from tests.support.planning import LATENCY, PACKED, RULES, SIZES, VARIANT, answer
 
 
 class Serving(RuleBasedStateMachine):
@@ -24,7 +24,7 @@ class Serving(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         rules = RULES._replace(replays=self.replays, slots=self.most)
-        self.scheduler = Scheduler(self.sizes, rules, PACE)
+        self.scheduler = Scheduler(self.sizes, rules, LATENCY)
         self.asked, self.cut_short, self.clock = [], set(), 0.0
         # what a device would hold: per answer, the prompt's tokens in its groups, and its steps
         self.read, self.steps, self.slots, self.places = {}, Counter(), {}, {}
@@ -62,7 +62,7 @@ class Serving(RuleBasedStateMachine):
     def follow(self, plan):
         for number in plan.forgotten:
             del self.on_host[number]
-        for move in plan.resumed:
+        for move in plan.swapped_in:
             assert len(move.groups) == len(set(move.groups)) == self.on_host.pop(move.answer)
             assert self.slots[move.slot] == move.answer
             assert len(self.tables[move.answer]) == move.first
@@ -71,7 +71,7 @@ class Serving(RuleBasedStateMachine):
                 self.written.pop(group, None)
         if plan.reading is not None:
             self.follow_reading(plan.reading)
-        for move in plan.parked:
+        for move in plan.swapped_out:
             assert self.slots[move.slot] == move.answer
             table = self.tables[move.answer]
             self.tables[move.answer], rest = table[: move.first], table[move.first :]
@@ -207,9 +207,9 @@ class Serving(RuleBasedStateMachine):
         assert all(block.holders == count for block, count in blocks.items())
         slots = [held.slot for held in scheduler.begun]
         assert len(slots) == len(set(slots))
-        assert scheduler.memory.parked == sum(held.parked for held in scheduler.parked)
-        assert not any(held.own or held.kept for held in scheduler.parked)
-        staying = {block for held in scheduler.parked for block in held.blocks}
+        assert scheduler.memory.swapped == sum(held.swapped for held in scheduler.swapped)
+        assert not any(held.own or held.kept for held in scheduler.swapped)
+        staying = {block for held in scheduler.swapped for block in held.blocks}
         groups = [group for block in staying for group in block.groups]
         assert not staying or len(groups) + self.sizes.row_groups <= pool.size
         places = [held.place for held in scheduler.reading if held.place >= 0]
@@ -274,13 +274,13 @@ class Keeping(Variant):
     most = staticmethod(lambda prompt, new: min(prompt, 10) + new)
 
 
-class Parking(Variant):
+class Swapping(Variant):
     """The same, where answers leave the device for others."""
 
     sizes = Variant.sizes._replace(host_groups=90, growth_tokens=4, num_groups=25, family_rows=0)
 
 
-class ParkingCompressed(Keeping):
+class SwappingCompressed(Keeping):
     """Both."""
 
     sizes = Keeping.sizes._replace(host_groups=90, growth_tokens=4)
@@ -297,7 +297,7 @@ class Drafting(Variant):
 
     def __init__(self):
         super().__init__()
-        self.scheduler = Scheduler(self.sizes, RULES, PACE)
+        self.scheduler = Scheduler(self.sizes, RULES, LATENCY)
         self.on_their_way, self.random = [], Random(0)
 
     def follow_reading(self, reading):
@@ -353,8 +353,8 @@ MACHINES = [
     Drafting,
     Evicting,
     Keeping,
-    Parking,
-    ParkingCompressed,
+    Swapping,
+    SwappingCompressed,
 ]
 
 

@@ -1,4 +1,4 @@
-"""Estimates how long programs take, from how long they have taken."""
+"""Estimates the times of programs from those measured so far."""
 
 import statistics
 from collections import defaultdict, deque
@@ -10,19 +10,19 @@ from jsparse.engine.step_plan import Decoding, Reading
 from jsparse.models.config import ModelConfig
 from jsparse.runtime.draft_length import DraftLength
 
-# the programs of a size that its estimate is the median of: the first may take much longer
+# an estimate is the median of so many programs of a size: the first may take much longer
 NEWEST = 5
 
 
-class Pace:
-    """Learns how fast prompts are read and rows decode, and so how many tokens they should draft.
+class LatencyModel:
+    """Estimates the time of prefill and decode programs, and so how many tokens rows should draft.
 
-    The work of a chunk is its tokens, each of which counts more the further it is from the prompt's
-    beginning, by the arithmetic of the model's matrices and of its attention.
+    The work of a chunk is its number of tokens, weighted by position: attention adds to the
+    arithmetic of the model's matrices.
     """
 
     def __init__(self, config: ModelConfig, sizes: EngineSizes) -> None:
-        """Prepares estimates for a model and an engine's sizes; nothing is known."""
+        """Creates a model without measurements, for a model and an engine's sizes."""
         self._sizes, self._length = sizes, DraftLength(adapts=sizes.adapts)
         # the position where a token's attention takes as much arithmetic as its matrices
         self._even = config.layer_weights / (2 * config.num_heads * config.head_dim)
@@ -31,7 +31,7 @@ class Pace:
         self._per_step: dict[int, deque[float]] = defaultdict(newest)
 
     def observe(self, work: Reading | Decoding, milliseconds: float) -> None:
-        """Takes in how long a program took."""
+        """Records the time of a program."""
         if isinstance(work, Decoding):
             self._per_step[work.num_rows].append(milliseconds / work.steps)
         elif not work.replay:
@@ -41,31 +41,31 @@ class Pace:
     def observe_round(
         self, rows: int, drafted: Sequence[int], accepted: Sequence[int], milliseconds: float | None
     ) -> None:
-        """Takes in what the rows of a round drafted, and how long it took, if that is known."""
+        """Records the drafts of a verification round, and its time if that was measured."""
         self._length.observe(drafted, accepted)
         if milliseconds is not None:
             self._length.took(rows, max(drafted, default=0), milliseconds / 1e3)
 
     def drafts(self, rows: int) -> int:
-        """Returns how many tokens the rows of a program of so many draft next."""
+        """Returns how many tokens each of `rows` rows drafts next."""
         return self._length.choose(self._sizes.drafts_for(rows) or 0, rows)
 
     @property
     def idles(self) -> bool:
-        """Whether rows have often been told to draft nothing."""
+        """Whether the chosen number of drafts has often been 0."""
         return self._length.idles
 
     def expected(self, work: Reading | Decoding) -> float:
-        """Returns how many milliseconds a program will take; 0 before anything is known."""
+        """Returns the milliseconds that a program will take; 0 without measurements."""
         if isinstance(work, Decoding):
             return work.steps * (self.step(work.num_rows) or 0)
         return self.reading(*_shape(work)) or 0
 
     def reading(self, rows: int, size: int, start: int) -> float | None:
-        """Returns the milliseconds that such a program takes; None before any has been observed.
+        """Returns the milliseconds of a prefill program; None without measurements.
 
-        A program is at least as fast per token as smaller ones: one that is not run because it once
-        was slow gets faster with these. If no smaller one is known, it is as slow as the slowest.
+        A program is taken to be at least as fast per token as smaller ones, so that a size that was
+        slow once is retried. If no smaller one was measured, it is as slow as the slowest.
         """
         known = {shape: statistics.median(each) for shape, each in self._per_work.items()}
         smaller = [each for (n, tokens), each in known.items() if n * tokens <= rows * size]
@@ -73,9 +73,10 @@ class Pace:
         return None if per_work is None else per_work * self._work(rows, size, start)
 
     def step(self, rows: int) -> float | None:
-        """Returns the milliseconds of a decode step, or a round, of `rows` rows.
+        """Returns the milliseconds of a decode step or verification round of `rows` rows.
 
-        It is the slowest known where programs of so many have not been observed, None before any.
+        It is the slowest measured one if that number of rows was not measured; None without
+        measurements.
         """
         known = [self._per_step[rows]] if rows in self._per_step else self._per_step.values()
         return max(map(statistics.median, known), default=None)

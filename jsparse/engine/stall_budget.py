@@ -1,4 +1,4 @@
-"""Says for how long prompts may be read while rows that decode wait, as `max_stall_ms` allows."""
+"""Limits how long prefill may stall decoding, as `max_stall_ms` allows."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,19 +7,19 @@ from typing import Protocol
 from jsparse.engine.sizes import EngineSizes
 from jsparse.engine.step_plan import Answer
 
-# The most milliseconds of a program of several steps where rows may wait for any time: the next one
-# is dispatched before its results are there.
+# The most milliseconds of a program of several steps where the stall has no limit: the next one is
+# dispatched before its results arrive.
 PROGRAM_MS = 100
-# The part of the time for which rows may wait that reading is planned for: programs may take longer
-# than most have, and results are read when the host gets to it.
+# The part of the budget that prefill is planned for: a program may take longer than its estimate,
+# and the host reads results with some delay.
 MARGIN = 0.85
 
 
 class Estimates(Protocol):
-    """Estimates how many milliseconds programs take; None where nothing is known."""
+    """Estimates the milliseconds that programs take; None: unknown."""
 
     def reading(self, rows: int, size: int, start: int) -> float | None:
-        """Returns the time to read `rows` chunks of `size` tokens, from the position `start` on."""
+        """Returns the time to prefill `rows` chunks of `size` tokens from position `start` on."""
 
     def step(self, rows: int) -> float | None:
         """Returns the time of a decode step, or a round, in a program of `rows` rows."""
@@ -30,63 +30,63 @@ class Estimates(Protocol):
         ...
 
     def drafts(self, rows: int) -> int:
-        """Returns how many tokens the rows of such a program draft next."""
+        """Returns how many tokens each of `rows` rows drafts next."""
         ...
 
 
-class Patience:
-    """Counts for how long the rows that decode have waited, and says when it is too long."""
+class StallBudget:
+    """Counts the milliseconds for which prefill has stalled decoding, and limits them."""
 
     def __init__(
         self,
         sizes: EngineSizes,
-        pace: Estimates,
+        latency: Estimates,
         rows_for: Callable[..., int],
         decoding: Sequence[Answer],
     ) -> None:
-        """Prepares for the answers that are `decoding` at any time, in programs of `rows_for`."""
-        self._maximum, self._pace = sizes.max_stall_ms, pace
+        """Creates an empty stall for the answers in `decoding`, in programs of `rows_for`."""
+        self._maximum, self._latency = sizes.max_stall_ms, latency
         self._rows_for, self._decoding = rows_for, decoding
-        # the milliseconds for which rows have not decoded since prompts were read
+        # milliseconds of prefill since the last decode program
         self._stalled: float = 0
 
     def read(self, rows: int, size: int, start: int) -> None:
-        """Takes in that rows wait while chunks of these sizes are read."""
+        """Adds the time of a planned prefill program to the stall."""
         self._stalled += self._milliseconds(rows, size, start)
 
     def decoded(self) -> None:
-        """Takes in that rows decode."""
+        """Resets the stall: a decode program was planned."""
         self._stalled = 0
 
     def allows(self, rows: int, size: int, start: int) -> bool:
-        """Returns whether rows can wait until such chunks have been read, if nothing else is."""
+        """Returns whether the budget allows one prefill program of these chunks."""
         return self._milliseconds(rows, size, start) <= self._left
 
     def allows_more(self, size: int, start: int) -> bool:
-        """Returns whether rows can wait for a further chunk before they decode."""
+        """Returns whether the budget allows a further chunk before rows decode."""
         return self._stalled + self._milliseconds(1, size, start) <= self._left
 
     def most_steps(self, steps: int) -> int:
-        """Returns the most steps of a program, up to `steps`, whose tokens come soon enough."""
+        """Returns the most decode steps of a program, up to `steps`, that fit the budget."""
         of_one = self._of_a_step()
         maximum = PROGRAM_MS if self._maximum is None else self._maximum / 2
         return max(1, int(maximum / of_one)) if steps * of_one > maximum else steps
 
     @property
     def _left(self) -> float:
-        """The milliseconds for which reading may go on, if the next program decodes."""
+        """The milliseconds left for prefill before the next decode program."""
         if self._maximum is None:
             return math.inf
         return MARGIN * self._maximum - self._of_a_step()
 
     def _milliseconds(self, rows: int, size: int, start: int) -> float:
-        """Returns the time that a program takes to read these chunks; infinity if unknown."""
-        took = self._pace.reading(rows, size, start)
+        """Returns the time of a prefill program; infinity if unknown."""
+        took = self._latency.reading(rows, size, start)
         return math.inf if took is None else took
 
     def _of_a_step(self) -> float:
-        """Returns the time of a step or round; 0 if no row decodes, infinity if unknown."""
+        """Returns the time of a decode step or round; 0 if no row decodes, infinity if unknown."""
         if not self._decoding:
             return 0
-        took = self._pace.step(self._rows_for(len(self._decoding)))
+        took = self._latency.step(self._rows_for(len(self._decoding)))
         return math.inf if took is None else took

@@ -6,7 +6,7 @@ from jsparse.engine import runner, sizing
 from jsparse.engine.scheduler import Scheduler
 from jsparse.engine.sizes import EngineSizes
 from tests.support.marks import slow_except
-from tests.support.planning import RULES, Pace, answer
+from tests.support.planning import RULES, LatencyModel, answer
 from tests.support.serving import asked, assert_at_rest, bits, greedy, tiny_llm, until
 from tests.support.tiny import random_prompts
 
@@ -25,16 +25,18 @@ def answers_grow_by_a_page(monkeypatch):
 
 
 def moves_of(llm, prompts):
-    """What requests get, and the moves of answers that were parked and resumed meanwhile."""
+    """What requests get, and the moves of answers that were swapped out and in meanwhile."""
     moved, run = [], llm.engine._runner.run
     llm.engine._runner.run = lambda plan: moved.append(plan) or run(plan)
     outs = llm.generate(prompts, LONG)
     llm.engine._runner.run = run
-    return outs, *([m for p in moved for m in getattr(p, name)] for name in ("parked", "resumed"))
+    return outs, *(
+        [m for p in moved for m in getattr(p, name)] for name in ("swapped_out", "swapped_in")
+    )
 
 
 @pytest.mark.parametrize("expression", slow_except(POLICIES, "quest(budget=16)"))
-def test_who_was_parked_gets_the_same_bits(expression, monkeypatch):
+def test_swapping_keeps_the_bits(expression, monkeypatch):
     """As alone, where nobody is. Answers move in parts of two groups, few at a time.
 
     What two of them have in common stays on the device, if the policy shares so short a text.
@@ -42,29 +44,29 @@ def test_who_was_parked_gets_the_same_bits(expression, monkeypatch):
     monkeypatch.setattr(sizing, "MOVED_GROUPS", 2)
     monkeypatch.setattr(runner, "AT_A_TIME", 1)
     llm = tiny_llm(expression, **SCARCE)
-    outs, parked, resumed = moves_of(llm, PROMPTS)
-    assert len(parked) == len(resumed) == llm.engine.counters.parked_answers > 0
-    assert any(move.first for move in parked) == (not llm.engine.policy.window)
+    outs, swapped, swapped_in = moves_of(llm, PROMPTS)
+    assert len(swapped) == len(swapped_in) == llm.engine.counters.preemptions > 0
+    assert any(move.first for move in swapped) == (not llm.engine.policy.window)
     for prompt, out in zip(PROMPTS, outs, strict=True):
         (alone,), moved, _ = moves_of(llm, [prompt])
         assert not moved
         assert bits(alone) == bits(out)
     assert_at_rest(llm)
-    assert not llm.engine._runner._parked
+    assert not llm.engine._runner._swapped
 
 
 @pytest.mark.slow
-def test_parked_requests_may_be_aborted():
+def test_swapped_requests_may_be_aborted():
     llm = tiny_llm("dense", **SCARCE)
     for nth, prompt in enumerate(PROMPTS):
         llm.engine.add(asked(llm, prompt, LONG), request_id=f"{nth}")
-    until(llm, lambda: llm.engine.scheduler.parked)
-    assert llm.engine._runner._parked
+    until(llm, lambda: llm.engine.scheduler.swapped)
+    assert llm.engine._runner._swapped
     for nth in range(4):
         llm.engine.abort(f"{nth}")
     until(llm, lambda: llm.engine.idle)
     assert_at_rest(llm)
-    assert not llm.engine._runner._parked
+    assert not llm.engine._runner._swapped
 
 
 def test_swap_space_is_checked(monkeypatch):
@@ -73,7 +75,7 @@ def test_swap_space_is_checked(monkeypatch):
         tiny_llm("dense", swap_space=3)
 
 
-def test_long_answers_do_not_wait_for_one_another_where_they_can_be_parked():
+def test_long_answers_do_not_wait_for_one_another_where_they_can_be_swapped():
     """Room for 15 of 32 long answers: the mean number of rows that decode side by side."""
     assert _rows_side_by_side(host_groups=0) <= 6
     assert 17 <= _rows_side_by_side(host_groups=800) <= 32
@@ -93,7 +95,7 @@ def _rows_side_by_side(host_groups):
         growth_tokens=16,
         host_groups=host_groups,
     )
-    scheduler = Scheduler(sizes, RULES._replace(root=None, periods=()), Pace())
+    scheduler = Scheduler(sizes, RULES._replace(root=None, periods=()), LatencyModel())
     for number in range(32):
         scheduler.add(answer(number, range(128), 512))
     steps = rows = 0
