@@ -219,7 +219,7 @@ def document(bench: Bench, policy: str) -> Measurement:
     asked = bench.workload(num_prompts=3 * 64, seed=5, **options)
     measured = measure(engine, asked[:64]) | {"again": measure(engine, asked[64:128])}
     scheduler = engine.scheduler
-    sizes, scheduler.sizes = scheduler.sizes, scheduler.sizes._replace(family_rows=0)
+    sizes, scheduler.sizes = scheduler.sizes, scheduler.sizes._replace(prefix_rows=0)
     measured["each_itself"] = measure(engine, asked[128:])
     scheduler.sizes = sizes
     few = bench.count(32)

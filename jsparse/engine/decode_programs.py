@@ -50,8 +50,8 @@ class DecodeRows(NamedTuple):
 def _no_rows(spec: EngineSpec, size: tuple[int, ...]) -> tuple[DecodeRows]:
     (rows, *shared), sizes, prefixes = size, spec.sizes, None
     if shared:
-        families: Any = np.full(shared, rows, np.int32), np.zeros(shared[0], np.int32)
-        prefixes = SharedPrefixes(*families)
+        found: Any = np.full(shared, rows, np.int32), np.zeros(shared[0], np.int32)
+        prefixes = SharedPrefixes(*found)
     in_order = rows == sizes.num_slots
     columns: dict[str, Any] = {
         "slots": np.arange(rows, dtype=np.int32)
@@ -67,9 +67,9 @@ def _no_rows(spec: EngineSpec, size: tuple[int, ...]) -> tuple[DecodeRows]:
 def decode_key(choice: SamplingMode, *size: int, drafts: int | None = None) -> ProgramKey:
     """Returns the key of a program that decodes.
 
-    The size is the number of rows; for rows that read together what they have in common, it is
-    followed by the most families and the most rows of each. With `drafts`, it is of a round of
-    speculation that has room for as many; else of decode steps.
+    The size is the number of rows; where rows read shared prefixes together, it is followed by the
+    most prefixes and the most rows of each. With `drafts`, it is of a verification round with room
+    for that many; else of decode steps.
     """
     if drafts is None:
         return decode.key(*size, choice=choice)

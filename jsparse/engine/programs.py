@@ -105,9 +105,9 @@ class Programs(ProgramSet):
         if not all_rows:
             sizes = sizes.of_rows(0, -1)
         keys = engine_keys(sizes, self._made_for.policy, choices)
-        if all_rows and sizes.family_rows:
+        if all_rows and sizes.prefix_rows:
             for rows in sizes.rows:
-                keys += decode_keys(choices, rows, *sizes.families(rows))
+                keys += decode_keys(choices, rows, *sizes.prefixes(rows))
         needed = keys
         if not wait:
             needed = engine_keys(sizes.of_rows(-1), self._made_for.policy, choices[:1])
@@ -155,7 +155,7 @@ class Programs(ProgramSet):
         if self._prepared and wanted == "top" and wanted not in self._prepared:
             return False
         if drafts is None:
-            keys = decode_keys(self._prepared, rows, *self._sizes.families(rows))
+            keys = decode_keys(self._prepared, rows, *self._sizes.prefixes(rows))
         else:
             keys = decode_keys(self._prepared or (wanted,), rows, drafts=drafts)
         self.expect(keys)

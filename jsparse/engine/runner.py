@@ -255,7 +255,7 @@ class Runner:
 
     def _decode(self, decoding: Decoding) -> PendingResults:
         num_rows, rows, sizes = decoding.num_rows, decoding.rows, self._spec.sizes
-        size = num_rows, *(sizes.families(num_rows) if decoding.families else ())
+        size = num_rows, *(sizes.prefixes(num_rows) if decoding.prefixes else ())
         (asked,) = decode.of_nobody(self._spec, size)
         # a program of all rows has them in their order; in others the unused ones are the last
         in_order = num_rows == sizes.num_slots
@@ -265,10 +265,10 @@ class Runner:
             asked.slots[nth], asked.counts[nth] = row.slot, row.steps
             if row.groups:
                 asked.first[nth], asked.groups[nth, : len(row.groups)] = row.first, row.groups
-        for nth, family in enumerate(decoding.families):
-            members = [at[slot] for slot in family.slots]
+        for nth, prefix in enumerate(decoding.prefixes):
+            members = [at[slot] for slot in prefix.slots]
             asked.prefixes.rows[nth, : len(members)] = members
-            asked.prefixes.tokens[nth] = family.tokens
+            asked.prefixes.tokens[nth] = prefix.tokens
         choice = self.wanted(row.answer for row in rows)
         key = self._programs.usable(decode_key(choice, *size, drafts=decoding.drafts))
         self._slots, packed = self._programs.run(key, self._slots, asked)

@@ -12,19 +12,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jsparse.engine.blocks import block_keys
-from jsparse.engine.families import families
 from jsparse.engine.memory import Memory
 from jsparse.engine.prompts import Prompts
+from jsparse.engine.shared_prefixes import shared_prefixes
 from jsparse.engine.sizes import EngineSizes, Rules
 from jsparse.engine.stall_budget import Estimates, StallBudget
 from jsparse.engine.step_plan import (
     Answer,
     Decode,
     Decoding,
-    Family,
     Move,
     Phase,
     Reading,
+    SharedPrefix,
     StepPlan,
 )
 from jsparse.runtime.pauses import until_due
@@ -264,13 +264,13 @@ class Scheduler:
             if most == 1 and self._latency.idles and self._can_run(num_rows, numbers, 0):
                 drafts = 0
             return Decoding(num_rows, steps, rows, drafts=drafts)
-        return Decoding(num_rows, steps, rows, self._families(answers, num_rows))
+        return Decoding(num_rows, steps, rows, self._prefixes(answers, num_rows))
 
-    def _families(self, answers: list[Answer], num_rows: int) -> list[Family]:
+    def _prefixes(self, answers: list[Answer], num_rows: int) -> list[SharedPrefix]:
         """Returns the rows that read together what they have in common."""
-        if not self.sizes.family_rows:
+        if not self.sizes.prefix_rows:
             return []
-        found = families(answers, *self.sizes.families(num_rows), self.sizes.block_tokens)
+        found = shared_prefixes(answers, *self.sizes.prefixes(num_rows), self.sizes.block_tokens)
         numbers = [answer.number for answer in answers]
         return found if found and self._can_run(num_rows, numbers) else []
 

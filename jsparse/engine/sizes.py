@@ -36,7 +36,7 @@ class EngineSizes(NamedTuple):
         growth_tokens: the tokens of an answer for which it gets memory at a time.
         packed_tokens: the largest chunks of which a program reads several; larger ones keep a
             device busy alone.
-        family_rows: the most rows that read the pages that they have in common together; 0 is that
+        prefix_rows: the most rows that read the pages that they have in common together; 0 is that
             each row reads its own.
         drafts: the most tokens that the policy drafts before dense attention checks them, in rounds
             of each number of rows; empty if there are none.
@@ -67,7 +67,7 @@ class EngineSizes(NamedTuple):
     batch_invariant: bool = False
     growth_tokens: int = 256
     packed_tokens: int = 512
-    family_rows: int = 0
+    prefix_rows: int = 0
     drafts: tuple[int, ...] = ()
     adapts: bool = False
     evicted_pages: int = 0
@@ -144,9 +144,9 @@ class EngineSizes(NamedTuple):
         """Returns the most drafts of each row in a round of `rows`; None if nothing is drafted."""
         return dict(zip(self.rows, self.drafts, strict=True))[rows] if self.drafts else None
 
-    def families(self, rows: int) -> tuple[int, int]:
-        """Returns the most families of a program of so many rows, and the most rows of each."""
-        return max(1, rows // 4), min(rows, self.family_rows)
+    def prefixes(self, rows: int) -> tuple[int, int]:
+        """Returns the most shared prefixes in a program of `rows` rows, and the rows of each."""
+        return max(1, rows // 4), min(rows, self.prefix_rows)
 
     def hit_end(self, tokens: int) -> int:
         """Returns where the tokens end that a request may take over of as many that are known."""

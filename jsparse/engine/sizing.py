@@ -125,7 +125,7 @@ def sizes_of(
         prefill_rows=prompts,
         max_stall_ms=options.max_stall_ms,
         batch_invariant=options.batch_invariant,
-        family_rows=family_rows(options.cascade_attention, policy, spec),
+        prefix_rows=prefix_rows(options.cascade_attention, policy, spec),
         growth_tokens=GROWTH_TOKENS,
         packed_tokens=default[0][1],
         evicted_pages=kept,
@@ -155,7 +155,7 @@ def bound(policy: Policy) -> Callable[[int, int], int]:
     return lambda prompt, new: min(slots(prompt, new), prompt + new)
 
 
-def family_rows(asked: bool | None, policy: Policy, spec: CacheSpec) -> int:
+def prefix_rows(asked: bool | None, policy: Policy, spec: CacheSpec) -> int:
     """Returns the most rows that read together what they have in common; 0 is that none do."""
     if asked is None:
         heads, layers = spec.model_kv_heads, range(spec.num_layers)

@@ -143,7 +143,7 @@ class Decode(NamedTuple):
     first: int
 
 
-class Family(NamedTuple):
+class SharedPrefix(NamedTuple):
     """Names rows whose first tokens lie in the same pages.
 
     Attributes:
@@ -162,7 +162,7 @@ class Decoding(NamedTuple):
         num_rows: the number of rows that the program computes, these among them.
         steps: the number of steps.
         rows: the rows that take part.
-        families: those of them that read pages together; if there are none, the program is one in
+        prefixes: those of them that read pages together; if there are none, the program is one in
             which each row reads its own.
         drafts: of a round, the tokens that its program has room to draft; None is of steps.
     """
@@ -170,7 +170,7 @@ class Decoding(NamedTuple):
     num_rows: int
     steps: int
     rows: list[Decode]
-    families: Sequence[Family] = ()
+    prefixes: Sequence[SharedPrefix] = ()
     drafts: int | None = None
 
 

@@ -103,7 +103,7 @@ def test_a_gpu_runs_few_rows_all_together(monkeypatch):
     llm = LLM(tiny_params(num_layers=2), QUEST, max_model_len=96, page_size=PAGE, prepare=False)
     sizes = llm.engine.sizes
     assert (sizes.num_slots, sizes.rows, sizes.prefill_rows) == (8, (8,), (1,))
-    assert (sizes.steps, sizes.service_rows, sizes.family_rows) == (1, 1, 0)
+    assert (sizes.steps, sizes.service_rows, sizes.prefix_rows) == (1, 1, 0)
 
 
 def test_an_engine_that_fails_lets_host_memory_go():

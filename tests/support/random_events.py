@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from jsparse.engine import families
+from jsparse.engine import shared_prefixes
 from jsparse.engine.scheduler import Scheduler
 from jsparse.engine.sizes import MAX_READING
 from jsparse.engine.step_plan import Phase
@@ -80,7 +80,7 @@ class Serving(RuleBasedStateMachine):
         assert sum(self.on_host.values()) <= self.sizes.host_groups
         if plan.decoding is None:
             return
-        self.follow_families(plan.decoding)
+        self.follow_prefixes(plan.decoding)
         self.follow_decoding(plan.decoding)
 
     def follow_decoding(self, decoding):
@@ -110,22 +110,22 @@ class Serving(RuleBasedStateMachine):
         assert table == asked.groups
         assert self.most(len(asked.ids), tokens) <= len(table) * SIZES.page_size
 
-    def follow_families(self, decoding):
+    def follow_prefixes(self, decoding):
         """What rows are told to read together is the same, and is there."""
-        count, most = self.sizes.families(decoding.num_rows)
-        assert len(decoding.families) <= count
-        together = [slot for family in decoding.families for slot in family.slots]
+        count, most = self.sizes.prefixes(decoding.num_rows)
+        assert len(decoding.prefixes) <= count
+        together = [slot for prefix in decoding.prefixes for slot in prefix.slots]
         assert len(together) == len(set(together))
         assert {*together} <= {row.slot for row in decoding.rows}
-        for family in decoding.families:
-            assert 2 <= len(family.slots) <= most
-            assert family.tokens % self.sizes.page_size == 0
-            groups = family.tokens // self.sizes.page_size
-            tables = [self.tables[self.slots[slot]][:groups] for slot in family.slots]
+        for prefix in decoding.prefixes:
+            assert 2 <= len(prefix.slots) <= most
+            assert prefix.tokens % self.sizes.page_size == 0
+            groups = prefix.tokens // self.sizes.page_size
+            tables = [self.tables[self.slots[slot]][:groups] for slot in prefix.slots]
             assert len(tables[0]) == groups > 0
             assert all(table == tables[0] for table in tables)
-            for slot in family.slots:
-                assert len(self.asked[self.slots[slot]].ids) >= family.tokens
+            for slot in prefix.slots:
+                assert len(self.asked[self.slots[slot]].ids) >= prefix.tokens
 
     def follow_reading(self, reading):
         assert 1 <= len(reading.chunks) <= reading.num_rows
@@ -245,7 +245,7 @@ class Replaying(Serving):
 class Variant(Serving):
     """The same, where chunks begin anywhere and are as short as rows that decode need them."""
 
-    sizes = VARIANT._replace(max_stall_ms=20, growth_tokens=8, num_groups=30, family_rows=3)
+    sizes = VARIANT._replace(max_stall_ms=20, growth_tokens=8, num_groups=30, prefix_rows=3)
 
 
 class VariantReplaying(Variant):
@@ -270,14 +270,14 @@ class Evicting(Serving):
 class Keeping(Variant):
     """The same, where they hold few tokens of the prompt, and all others."""
 
-    sizes = Variant.sizes._replace(evicted_pages=16, family_rows=0, num_groups=25)
+    sizes = Variant.sizes._replace(evicted_pages=16, prefix_rows=0, num_groups=25)
     most = staticmethod(lambda prompt, new: min(prompt, 10) + new)
 
 
 class Swapping(Variant):
     """The same, where answers leave the device for others."""
 
-    sizes = Variant.sizes._replace(host_groups=90, growth_tokens=4, num_groups=25, family_rows=0)
+    sizes = Variant.sizes._replace(host_groups=90, growth_tokens=4, num_groups=25, prefix_rows=0)
 
 
 class SwappingCompressed(Keeping):
@@ -293,7 +293,7 @@ class Drafting(Variant):
     once, the host later.
     """
 
-    sizes = Variant.sizes._replace(drafts=(3,) * len(Variant.sizes.rows), family_rows=0)
+    sizes = Variant.sizes._replace(drafts=(3,) * len(Variant.sizes.rows), prefix_rows=0)
 
     def __init__(self):
         super().__init__()
@@ -360,5 +360,5 @@ MACHINES = [
 
 def run_events(machine, examples, steps):
     machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=steps)
-    with patch.multiple(families, MIN_TOKENS=0, MIN_SHARE=0):
+    with patch.multiple(shared_prefixes, MIN_TOKENS=0, MIN_SHARE=0):
         machine.TestCase("runTest").runTest()

@@ -1,31 +1,31 @@
-"""Finds rows that have the first blocks of their prompts in common.
+"""Finds rows whose prompts share a prefix, so that a decode step reads its pages once for all.
 
-A decode step then reads these pages once for all rows of a family. Blocks are those of
-`jsparse.engine.blocks`: equal prompts have the same ones, so that rows form a tree by them.
+Prefixes are whole blocks of `jsparse.engine.blocks`: equal prompts have the same ones, so that rows
+form a tree by them.
 """
 
 from collections.abc import Sequence
 from itertools import batched, groupby
 
-from jsparse.engine.step_plan import Answer, Family
+from jsparse.engine.step_plan import Answer, SharedPrefix
 
-# What is read once must be at least this part of all that the rows hold, and so many tokens: a step
-# of families takes two launches per layer instead of one.
+# The reads that are saved must be at least this part of the tokens that the rows hold, and so many
+# tokens: a step with shared prefixes takes two launches per layer instead of one.
 MIN_SHARE, MIN_TOKENS = 1 / 4, 16_384
 
 
-def families(
+def shared_prefixes(
     answers: Sequence[Answer], count: int, max_rows: int, block_tokens: int
-) -> list[Family]:
-    """Returns up to `count` families of up to `max_rows` rows, those that save most reads.
+) -> list[SharedPrefix]:
+    """Returns up to `count` prefixes of up to `max_rows` rows each, those that save most reads.
 
-    There are none if they do not save enough to be worth while.
+    Returns [] if they would save too little.
     """
     sharing = [answer for answer in answers if answer.blocks and answer.blocks[0].holders > 1]
     # rows that begin alike come together
     sharing.sort(key=lambda answer: [block.groups[0] for block in answer.blocks])
     found = [
-        Family(_common(part) * block_tokens, [answer.slot for answer in part])
+        SharedPrefix(_common(part) * block_tokens, [answer.slot for answer in part])
         for part in _cut(sharing, max_rows)
     ]
     found = sorted(found, key=_saved, reverse=True)[:count]
@@ -34,26 +34,26 @@ def families(
 
 
 def _cut(answers: Sequence[Answer], max_rows: int) -> list[Sequence[Answer]]:
-    """Cuts rows in the order of their blocks into families; some rows are in none.
+    """Splits rows in the order of their blocks into groups with a prefix; some are in none.
 
-    Those that have more in common than all stay a family if it saves more than they would save as
-    members of a larger one.
+    Rows with a longer prefix in common stay a group if that saves more than a larger group with a
+    shorter prefix.
     """
     if len(answers) < 2:
         return []
     common = _common(answers)
     longer = [answer for answer in answers if len(answer.blocks) > common]
     parts = groupby(longer, key=lambda answer: answer.blocks[common].groups[0])
-    families = [
-        family
+    groups = [
+        group
         for _, part in parts
-        for family in _cut(list(part), max_rows)
-        if (len(family) - 1) * _common(family) >= len(family) * common
+        for group in _cut(list(part), max_rows)
+        if (len(group) - 1) * _common(group) >= len(group) * common
     ]
-    members = {answer.number for family in families for answer in family}
+    members = {answer.number for group in groups for answer in group}
     others = [answer for answer in answers if answer.number not in members]
     larger = (part for part in batched(others, max_rows) if len(part) > 1 and _common(part))
-    return [*families, *larger]
+    return [*groups, *larger]
 
 
 def _common(answers: Sequence[Answer]) -> int:
@@ -65,6 +65,6 @@ def _common(answers: Sequence[Answer]) -> int:
     )
 
 
-def _saved(family: Family) -> int:
-    """Returns the number of tokens that a family's rows need not read, each for itself."""
-    return (len(family.slots) - 1) * family.tokens
+def _saved(group: SharedPrefix) -> int:
+    """Returns the number of tokens that a group's rows need not read, each for itself."""
+    return (len(group.slots) - 1) * group.tokens

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from bench.lib.llama_8b import LLAMA_8B
 from bench.lib.smollm2 import SMOLLM2
 from jsparse.cache import CacheSpec
-from jsparse.engine import families, sizing
+from jsparse.engine import shared_prefixes, sizing
 from jsparse.engine.blocks import CacheBlock
-from jsparse.engine.families import families as families_of
 from jsparse.engine.options import EngineOptions
-from jsparse.engine.step_plan import Family
+from jsparse.engine.shared_prefixes import shared_prefixes as prefixes_of
+from jsparse.engine.step_plan import SharedPrefix
 from jsparse.policies.expressions import parse
 from jsparse.runtime.program_set import ProgramKey
 from tests.support.planning import answer
@@ -38,15 +38,15 @@ def rows_of(*paths):
 
 
 def found(*paths, count=16, max_rows=16):
-    made = families_of(rows_of(*paths), count, max_rows, BLOCK)
+    made = prefixes_of(rows_of(*paths), count, max_rows, BLOCK)
     return {frozenset(each.slots): each.tokens // BLOCK for each in made}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _any_savings():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(families, "MIN_TOKENS", 0)
-        patch.setattr(families, "MIN_SHARE", 0)
+        patch.setattr(shared_prefixes, "MIN_TOKENS", 0)
+        patch.setattr(shared_prefixes, "MIN_SHARE", 0)
         yield
 
 
@@ -63,17 +63,17 @@ def test_rows_read_a_document_together_or_apart_by_what_that_saves():
     }
 
 
-def test_no_family_has_more_rows_than_fit_and_the_best_come_first():
+def test_no_prefix_has_more_rows_than_fit_and_the_best_come_first():
     paths = [*["aa"] * 5, *["bbb"] * 2, *["c"] * 2]
     made = found(*paths, max_rows=4, count=2)
     assert sorted((len(rows), tokens) for rows, tokens in made.items()) == [(2, 3), (4, 2)]
 
 
 def test_few_savings_are_not_worth_while(monkeypatch):
-    monkeypatch.setattr(families, "MIN_TOKENS", 2 * BLOCK)
+    monkeypatch.setattr(shared_prefixes, "MIN_TOKENS", 2 * BLOCK)
     assert not found("a", "a")
     assert found("aa", "aa")
-    monkeypatch.setattr(families, "MIN_SHARE", 1 / 4)
+    monkeypatch.setattr(shared_prefixes, "MIN_SHARE", 1 / 4)
     assert not found("aa", "aa", "b" * 8)
 
 
@@ -100,12 +100,12 @@ def partitions(items):
 
 
 @given(st.lists(st.text("ab", max_size=4), min_size=2, max_size=6))
-def test_no_other_families_save_much_more(paths):
+def test_no_other_prefixes_save_much_more(paths):
     """They save all that can be saved, but for a few trees (one in 1,000 random ones)."""
-    made = families_of(rows_of(*paths), 6, 6, BLOCK)
+    made = prefixes_of(rows_of(*paths), 6, 6, BLOCK)
     assert len({slot for each in made for slot in each.slots}) == sum(len(x.slots) for x in made)
     for each in made:
-        assert isinstance(each, Family)
+        assert isinstance(each, SharedPrefix)
         assert each.tokens == BLOCK * len(prefix([paths[slot - 10] for slot in each.slots]))
     best = max(saved(parts) for parts in partitions(paths))
     assert sum((len(x.slots) - 1) * x.tokens for x in made) >= 0.8 * BLOCK * best
@@ -125,10 +125,10 @@ def test_rows_read_together_what_their_prompts_have_in_common(monkeypatch):
     def made():
         planned.clear()
         outs = llm.generate(prompts, [greedy(length) for length in lengths])
-        return outs, {len(x.slots) for each in planned if each for x in each.families}
+        return outs, {len(x.slots) for each in planned if each for x in each.prefixes}
 
     outs, together = made()
-    scheduler.sizes = scheduler.sizes._replace(family_rows=0)
+    scheduler.sizes = scheduler.sizes._replace(prefix_rows=0)
     plain, apart = made()
     assert {2, 3} <= together
     assert not apart
@@ -169,8 +169,8 @@ def test_where_half_of_the_layers_are_dense_rows_read_together(monkeypatch):
         (False, "dense", True, 0),
     ):
         monkeypatch.setattr(sizing, "on_gpu", lambda here=on_gpu: here)
-        assert sizing.family_rows(asked, parse(policy), spec) == rows, (asked, policy, on_gpu)
-        assert sizing.family_rows(asked, parse(policy), spec._replace(num_heads=512)) == 0
+        assert sizing.prefix_rows(asked, parse(policy), spec) == rows, (asked, policy, on_gpu)
+        assert sizing.prefix_rows(asked, parse(policy), spec._replace(num_heads=512)) == 0
 
 
 def test_small_models_are_read_in_larger_chunks(monkeypatch):
