@@ -1,10 +1,8 @@
-"""Owns the memory of K and V: groups of pages, blocks of them that requests share, and the order
-in which unused blocks are given up.
+"""Allocates groups of pages, and caches blocks of them that requests with equal prefixes share.
 
-A *group* is one page for every layer and KV head. A *block* is a run of groups whose tokens were
-read by a whole prompt chunk, so that another request that begins with the same tokens may use it.
-Nothing here knows jax: a group is a number, and the tables on the device are written from these
-numbers.
+A *group* is one page for every layer and KV head. A *block* is a run of groups whose tokens filled
+whole prefill chunks, so that another request with the same prefix may use it. This module does not
+use jax: a group is a number, and the tables on the device are written from these numbers.
 """
 
 import hashlib
@@ -17,12 +15,12 @@ import numpy as np
 
 @dataclass(eq=False)
 class CacheBlock:
-    """Holds the groups of one block of tokens, and the number of requests that hold them.
+    """Holds the groups of one block of tokens, and its number of references.
 
     Attributes:
         key: a hash of these tokens and of all before them.
         groups: the block's groups, in the order of its tokens.
-        holders: the number of requests that use it now.
+        holders: the number of requests that use it.
     """
 
     key: bytes
@@ -31,36 +29,36 @@ class CacheBlock:
 
 
 class BlockPool:
-    """Hands out groups, and keeps blocks for later requests until memory is needed.
+    """Allocates groups, and keeps the blocks of finished requests until memory is needed.
 
-    Every group but the last, which is scratch, is free, held by one request alone, or part of a
-    block: `free` + those held + those in blocks = `size`.
+    Every group but the last, which is scratch, is free, allocated to one request, or part of a
+    block.
 
     Attributes:
-        size: the number of groups to hand out.
+        size: the number of groups, without the scratch group.
     """
 
     def __init__(self, num_groups: int) -> None:
-        """Prepares a pool of `num_groups` groups, of which the last is scratch."""
+        """Creates a pool of `num_groups` groups, of which the last is scratch."""
         self.size = num_groups - 1
         self._free = list(range(self.size - 1, -1, -1))
         self._blocks: dict[bytes, CacheBlock] = {}
-        # unused blocks; the first goes first
+        # blocks that no request uses, the least recently used first
         self._idle: OrderedDict[bytes, CacheBlock] = OrderedDict()
         self._idle_groups = 0
 
     @property
     def available(self) -> int:
-        """Returns the number of groups that `take` can give: free ones and those of idle blocks."""
+        """The number of groups that `take` can allocate: free ones and those of idle blocks."""
         return len(self._free) + self._idle_groups
 
     @property
     def cached(self) -> int:
-        """Returns the number of groups in unused blocks."""
+        """The number of groups in idle blocks."""
         return self._idle_groups
 
     def take(self, count: int) -> list[int]:
-        """Returns `count` groups, giving up idle blocks as far as that takes.
+        """Allocates `count` groups, evicting idle blocks if necessary.
 
         Raises:
             ValueError: fewer are available.
@@ -78,18 +76,18 @@ class BlockPool:
         return taken[::-1]
 
     def give_back(self, groups: Iterable[int]) -> None:
-        """Takes back groups that one request held alone."""
+        """Frees groups that belonged to one request."""
         self._free.extend(reversed(list(groups)))
 
     def known(self, keys: Sequence[bytes]) -> int:
-        """Returns the number of blocks, from the first on, that the pool has."""
+        """Returns the length of the cached prefix of these keys, in blocks."""
         for count, key in enumerate(keys):
             if key not in self._blocks:
                 return count
         return len(keys)
 
     def idle(self, keys: Sequence[bytes]) -> int:
-        """Returns the groups in the unused ones of these blocks."""
+        """Returns the number of groups in the idle ones of these blocks."""
         return sum(len(self._idle[key].groups) for key in keys if key in self._idle)
 
     def find(self, keys: Sequence[bytes]) -> list[CacheBlock]:
@@ -97,7 +95,7 @@ class BlockPool:
         return [self._blocks[key] for key in keys]
 
     def hold(self, keys: Sequence[bytes]) -> list[CacheBlock]:
-        """Returns the blocks of these keys, each held once more."""
+        """Returns the blocks of these keys, with a further reference to each."""
         blocks = self.find(keys)
         for block in blocks:
             if block.holders == 0:
@@ -107,10 +105,10 @@ class BlockPool:
         return blocks
 
     def share(self, key: bytes, groups: Sequence[int]) -> CacheBlock:
-        """Makes a block of groups that one request has held alone, and now holds as a block.
+        """Makes a block of a request's groups; the request holds its first reference.
 
         Raises:
-            ValueError: there is a block of this key.
+            ValueError: a block of this key exists.
         """
         if key in self._blocks:
             raise ValueError(f"key={key!r}: must be of no block in the pool")
@@ -118,9 +116,9 @@ class BlockPool:
         return block
 
     def drop(self, blocks: Sequence[CacheBlock]) -> None:
-        """Releases blocks in the order of their tokens; the last of them will be given up first.
+        """Drops a reference to each block; blocks later in the prefix are evicted first.
 
-        A block is of no use without those before it.
+        A block is useless without those before it.
         """
         for block in reversed(blocks):
             block.holders -= 1
@@ -131,7 +129,7 @@ class BlockPool:
                 self._free.extend(reversed(block.groups))
 
     def forget(self, blocks: Sequence[CacheBlock]) -> None:
-        """Hides blocks in use from later requests; their groups are free once they are dropped."""
+        """Removes blocks from the prefix cache; their groups are freed with the last reference."""
         for block in blocks:
             if self._blocks.get(block.key) is block:
                 del self._blocks[block.key]

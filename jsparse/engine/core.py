@@ -118,7 +118,7 @@ class Engine:
     def _programs_of(
         self, spec: setup.EngineSpec, link: processes.Link | None, *, check_ranks: bool
     ) -> Programs:
-        """Returns the programs; where another process plans, does what it says, and exits."""
+        """Returns the programs; a follower process runs the leader's commands and never returns."""
         if link is None and not check_ranks:
             return Programs(spec)
         link = link or processes.Link(0, ())
@@ -291,7 +291,7 @@ class Engine:
             or sum(pending.steps for pending in self._in_flight) > lag
             or self._far_ahead
         ):
-            # two that have ended since one looked last: when the first has, nobody knows
+            # if two finished since the last poll, the first one's finish time is unknown
             for state in self._take(self._in_flight.popleft(), timed=first or not there):
                 updates[id(state)] = state
             first = False
@@ -303,7 +303,7 @@ class Engine:
     def _take(self, pending: PendingResults, *, timed: bool) -> list[RequestState]:
         """Reads one program's results; returns the requests that they are for."""
         results, now, updates = self._runner.results(pending), self._clock(), []
-        # what was before it had ended
+        # programs run one after another
         took = 1e3 * (now - max(self._taken, pending.dispatched)) if timed else None
         if took is not None:
             self._latency.observe(pending.work, took)
@@ -335,9 +335,9 @@ class Engine:
 
     @property
     def _far_ahead(self) -> bool:
-        """Whether what is in flight takes so long that the next plan should wait for its end.
+        """Whether in-flight programs take so long that the next plan should wait for them.
 
-        Whoever comes waits for what is in flight, and for the program of the next plan.
+        A new request waits for all in-flight programs and the next one.
         """
         maximum, ahead = self.sizes.max_stall_ms, sum(x.milliseconds for x in self._in_flight)
         return maximum is not None and ahead > max(AHEAD_MS, maximum / 2)

@@ -1,4 +1,4 @@
-"""Says which groups of pages answers hold: what they share, what they get, and when they wait."""
+"""Allocates page groups to answers: prefix sharing, growth, admission and swapping."""
 
 import itertools
 from bisect import bisect
@@ -11,25 +11,25 @@ from jsparse.engine.step_plan import Answer
 
 
 class Memory:
-    """Gives answers the memory of their prompts when they begin, and that of their tokens later.
+    """Allocates the groups of an answer's prompt on admission, and those of its tokens later.
 
-    Answers begin and grow only as long as all that have begun can come to their ends, so that none
-    is ever thrown out. Where host memory has room for what the device has not, that is all of them
-    side by side, and who has to wait leaves its groups to others: its pages go to host memory and
-    come back. Else they can end one by one, and who has to wait keeps its groups.
+    An answer begins or grows only if every running answer can still finish, so that none is ever
+    preempted for good. If host memory can hold the pages that do not fit on the device, all of them
+    can finish side by side, and a stalled answer is swapped out. Otherwise they finish one at a
+    time, and a stalled answer keeps its groups.
 
     Attributes:
-        pool: the groups and the blocks that are shared.
-        swapped: the groups whose pages host memory holds.
+        pool: the groups, and the blocks of shared prefixes.
+        swapped: the number of groups in host memory.
     """
 
     def __init__(self, sizes: EngineSizes, rules: Rules) -> None:
-        """Prepares memory that nobody holds."""
+        """Creates an empty allocator."""
         self.sizes, self.rules, self.pool = sizes, rules, BlockPool(sizes.num_groups)
         self.swapped = 0
 
     def require_room(self, prompt: int, max_tokens: int) -> None:
-        """Raises ValueError unless a prompt and an answer of these sizes can be served at all."""
+        """Raises ValueError unless a prompt and an answer of these sizes can ever fit."""
         sizes, tokens = self.sizes, prompt + max_tokens
         if tokens > sizes.max_model_len:
             raise ValueError(
@@ -47,27 +47,27 @@ class Memory:
             )
 
     def _needed(self, prompt: int, new: int) -> int:
-        """Returns the groups that an answer needs once it has so many tokens of its own."""
+        """Returns the groups of an answer with `new` tokens after its prompt."""
         return self.sizes.groups_for(self.rules.slots(prompt, new))
 
     def _first(self, prompt: int, max_tokens: int) -> int:
         """Returns the groups that an answer needs until it decodes.
 
-        They are those of its prompt and of its first tokens; where the policy evicts, the prompt is
-        there while it is compressed into others.
+        They are those of its prompt and of its first tokens; if the policy evicts, also those of
+        the uncompressed prompt.
         """
         kept = self._needed(prompt, min(max_tokens, self.sizes.growth_tokens))
         return kept + self.sizes.groups_for(prompt) if self.sizes.evicted_pages else kept
 
     def admit(self, answer: Answer, begun: Sequence[Answer]) -> bool:
-        """Gives an answer the memory of its prompt and of its first tokens, if it may begin."""
+        """Allocates an answer's prompt and first tokens; returns False if it must wait."""
         shared = answer.keys[: self._shareable(answer)]
         first = self._first(len(answer.ids), answer.max_tokens)
         wanted = first - len(shared) * self._block_groups
         left = self.pool.available - self.pool.idle(shared) - wanted
         later = max(0, self._missing(answer) - (wanted if self.sizes.evicted_pages else first))
         claim = later, wanted, self.pool.find(shared)
-        # one that is alone has room, but its prompt may be held by blocks alone
+        # a single answer always fits, but idle blocks may hold its prompt's groups
         can_end = not begun or self._fit_with_host([*begun, answer])
         if left < 0 or not (can_end or self._all_can_end(begun, left, claim)):
             return False
@@ -81,16 +81,15 @@ class Memory:
         return True
 
     def release(self, answer: Answer) -> None:
-        """Takes back what an answer holds."""
+        """Frees the groups and blocks of an answer."""
         self.pool.drop(answer.blocks)
         self.pool.give_back([*answer.own, *answer.kept])
         answer.blocks, answer.own, answer.kept = [], [], []
 
     def compress(self, answer: Answer) -> list[int]:
-        """Lets an answer go on in the groups that its prompt is compressed into, and returns them.
+        """Moves an answer to the groups of its compressed prompt, and returns them.
 
-        Those that it was read into are free for whoever comes later. Where the policy does not
-        evict, it goes on in these, and there are none.
+        The groups of the uncompressed prompt are freed. Returns [] if the policy does not evict.
         """
         kept, answer.kept = answer.kept, []
         if kept:
@@ -99,17 +98,16 @@ class Memory:
         return list(kept)
 
     def _shareable(self, answer: Answer) -> int:
-        """Returns the number of leading blocks of a prompt that the pool has and it may use."""
+        """Returns the number of leading blocks of a prompt that are cached and may be shared."""
         sizes = self.sizes
         maximum = len(answer.ids) - max(1, self.rules.window)
         known = self.pool.known(answer.keys) * sizes.block_tokens
         return sizes.hit_end(max(0, min(maximum, known))) // sizes.block_tokens
 
     def take_over(self, answer: Answer) -> None:
-        """Uses the part of the prompt that others have read since.
+        """Takes over cached blocks that others have computed since.
 
-        The state must begin anew where it has not seen the tokens in between and they are not
-        replayed.
+        The policy's state must begin anew if the tokens in between are not replayed to it.
         """
         blocks = self._shareable(answer)
         tokens = blocks * self.sizes.block_tokens
@@ -126,7 +124,7 @@ class Memory:
             answer.read, answer.fresh = tokens, True
 
     def share(self, answer: Answer) -> None:
-        """Shares the whole blocks that have been read, unless others have them already."""
+        """Adds the whole blocks that were computed to the prefix cache, unless they are in it."""
         for key in answer.keys[len(answer.blocks) : answer.read // self.sizes.block_tokens]:
             if self.pool.known([key]):
                 return
@@ -139,7 +137,7 @@ class Memory:
         return self.sizes.block_tokens // self.sizes.page_size
 
     def steps_left(self, answer: Answer, steps: int) -> int:
-        """Returns the number of steps, up to `steps`, for which an answer that decodes has memory.
+        """Returns the number of steps, up to `steps`, that fit an answer's groups.
 
         A head holds one token less than the prompt and the answer have.
         """
@@ -150,10 +148,10 @@ class Memory:
         return bisect(too_many, False, key=lambda n: self._needed(prompt, made + n) > groups)
 
     def grow(self, answer: Answer, steps: int, begun: Sequence[Answer]) -> list[int]:
-        """Gives an answer that decodes the memory for so many steps; returns the new groups.
+        """Allocates the memory of `steps` further decode steps; returns the new groups.
 
-        There are none if it has enough, or if another might not come to its end then: an answer
-        waits until others have ended, and then goes on.
+        Returns [] if the answer has enough, or if another could then not finish: the answer stalls
+        until others finish.
         """
         if self.steps_left(answer, steps) >= steps:
             return []
@@ -165,18 +163,18 @@ class Memory:
         return groups
 
     def lacks_pages(self, answer: Answer, begun: Sequence[Answer]) -> bool:
-        """Returns whether an answer waits for others to leave the device, and not for their ends.
+        """Returns whether an answer needs another one to be swapped out, rather than to finish.
 
-        It has no memory for a step, and there is none.
+        It has no memory for a step, and none is free.
         """
         short = self.pool.available == 0 and self.steps_left(answer, 1) == 0
         return short and self._fit_with_host(begun)
 
     def _fit_with_host(self, begun: Sequence[Answer]) -> bool:
-        """Returns whether device and host memory together have room for all that these will need.
+        """Returns whether device and host memory together hold all that these answers will need.
 
-        Two of the largest answers are left over, since answers move as wholes: then either one that
-        waits can leave the device, or what is there leaves room for another to come to its end.
+        Room for two of the largest answers is kept free, since an answer moves as a whole: then
+        either a stalled one can be swapped out, or another one can finish.
         """
         sizes = self.sizes
         room = sizes.host_groups - 2 * self._on_host(sizes.row_groups)
@@ -192,12 +190,12 @@ class Memory:
         return sum(map(self._on_host, needs)) <= self.pool.size + room
 
     def _on_host(self, groups: int) -> int:
-        """Returns the groups of host memory that so many take: they are moved by parts."""
+        """Returns the groups of host memory that `groups` take, which move in parts."""
         part = self.sizes.moved_groups
         return -(-groups // part) * part
 
     def _may_grow(self, answer: Answer, count: int, begun: Sequence[Answer]) -> bool:
-        """Returns whether all could come to their ends if an answer had so many groups more."""
+        """Returns whether every answer could still finish if one had `count` groups more."""
         if self._fit_with_host(begun):
             return True
         answer.own += [-1] * count
@@ -210,10 +208,10 @@ class Memory:
         return self.swapped + self._on_host(self.num_groups(answer)) <= self.sizes.host_groups
 
     def swap_out(self, answer: Answer, swapped: Sequence[Answer]) -> list[int]:
-        """Takes back the groups of an answer, and returns them: their pages go to host memory.
+        """Frees the groups of an answer whose pages go to host memory, and returns them.
 
-        It keeps blocks that others use, too, as long as those of all that are `swapped` leave room
-        for the largest answer: whoever is left can come to its end.
+        The answer keeps blocks that others share, as long as the blocks of all `swapped` answers
+        leave room for the largest answer, so that the others can finish.
         """
         stay = [*itertools.takewhile(lambda block: block.holders > 1, answer.blocks)]
         staying = {*stay, *(block for other in swapped for block in other.blocks)}
@@ -227,9 +225,9 @@ class Memory:
         return groups
 
     def swap_in(self, answer: Answer, spare: int) -> list[int]:
-        """Gives a swapped answer groups for its pages, and returns them.
+        """Allocates groups for the pages of a swapped answer, and returns them.
 
-        There are none if it would leave fewer than `spare`, or no page for its next token.
+        Returns [] if fewer than `spare` would be left, or no page for its next token.
         """
         needed = self._needed(len(answer.ids), answer.sent) - self.num_groups(answer)
         if self.pool.available < max(answer.swapped, needed) + spare:
@@ -248,9 +246,9 @@ class Memory:
         return len(answer.blocks) * self._block_groups + len(answer.own) + len(answer.kept)
 
     def _missing(self, answer: Answer) -> int:
-        """Returns the groups that an answer has yet to get if it gets all its tokens.
+        """Returns the groups that an answer still needs for all its tokens.
 
-        Where the policy evicts, blocks are of no use to it: it leaves them before it decodes.
+        If the policy evicts, its blocks do not count: it leaves them before it decodes.
         """
         needed = self._needed(len(answer.ids), answer.max_tokens)
         held = self.num_groups(answer)
@@ -264,11 +262,11 @@ class Memory:
         available: int,
         further: tuple[int, int, list[CacheBlock]] = (0, 0, []),
     ) -> bool:
-        """Returns whether all answers that have begun can come to their ends, one by one.
+        """Returns whether every running answer can still finish, one at a time.
 
-        That is the banker's algorithm (Dijkstra, EWD 108): whoever needs least gets it, ends and
-        leaves what it has to the others. `available` groups are there; a further answer needs,
-        has, and shares these groups and blocks.
+        This is the banker's algorithm (Dijkstra, EWD 108): the answer that needs least gets it,
+        finishes and frees its groups for the others. `available` groups are free; `further` is an
+        answer about to begin: the groups that it needs, those that it has, and its blocks.
         """
         claims = [
             (self._missing(answer), len(answer.own) + len(answer.kept), answer.blocks)

@@ -1,4 +1,4 @@
-"""Defines the engine's few programs, and says which of them requests will run.
+"""Compiles the engine's few programs, and predicts which of them requests will run.
 
 A program is compiled for the shapes of its arguments and for nothing that a request brings: no
 request ever waits for a compilation but the first that samples, or that asks for likely tokens.
@@ -49,10 +49,10 @@ PROGRAMS = {
 def engine_keys(
     sizes: EngineSizes, policy: Policy, choices: Sequence[SamplingMode]
 ) -> list[ProgramKey]:
-    """Returns the keys of all programs for answers with these ways of choosing tokens.
+    """Returns the keys of all programs for answers with these sampling modes.
 
-    Rows then read what they have in common each for itself. Programs that decode, which take
-    longest to compile, come before those that read.
+    Programs for shared prefixes are not among them. Decode programs, which take longest to compile,
+    come before prefill programs.
     """
     records = reversed(PROGRAMS.values())
     return [key for record in records for key in record.of_engine(sizes, policy, choices)]
@@ -74,7 +74,7 @@ class Programs(ProgramSet):
         super().__init__(programs, fixed, self._shapes_of)
 
     def lend_pages(self, host: HostLayers | None) -> None:
-        """Lets programs read these pages in host memory from now on; None is none at all."""
+        """Sets the pages in host memory that programs read from now on; None: none."""
         lent = self._beside if host is None else self._beside._replace(host=host)
         self.lend("beside", lent)
 
@@ -128,10 +128,10 @@ class Programs(ProgramSet):
         return any(job is not None and not job.done() for job in jobs)
 
     def usable_rows(self, count: int) -> int:
-        """Returns the rows of the smallest program that decodes as many and is there.
+        """Returns the size of the smallest compiled program for at least `count` rows.
 
-        If a smaller one would do that is not there yet, it begins to be compiled. If none is there,
-        that of all rows is waited for, and where programs have not been prepared, the smallest.
+        If a smaller one would do, its compilation begins. If none is compiled, the caller waits for
+        that of all rows, or for the smallest if programs have not been prepared.
         """
         fitting = [rows for rows in self._sizes.rows if rows >= count]
 
@@ -146,11 +146,11 @@ class Programs(ProgramSet):
         return fitting[-1]
 
     def can_run(self, rows: int, wanted: SamplingMode, *, drafts: int | None = None) -> bool:
-        """Returns whether a program is there that others can do the work of, if slower.
+        """Returns whether an optional, faster program is compiled.
 
-        That is one which reads once what rows have in common, or a round with room for so many
-        drafts. If it is not there, it begins to be compiled, unless it chooses tokens in a way that
-        has not been prepared. If none has, one that reads once is waited for.
+        It is one for shared prefixes, or a verification round with room for `drafts` drafts.
+        Otherwise its compilation begins, unless its sampling mode has not been prepared. If no mode
+        has, the caller waits for a program for shared prefixes.
         """
         if self._prepared and wanted == "top" and wanted not in self._prepared:
             return False
@@ -162,10 +162,10 @@ class Programs(ProgramSet):
         return all(map(self.ready, keys))
 
     def usable(self, wanted: ProgramKey) -> ProgramKey:
-        """Returns the program to run, which may choose tokens in a more general way than wanted.
+        """Returns the program to run, whose sampling mode may be more general than wanted.
 
-        Rows that take the likeliest tokens gain little by a program of their own: they run in one
-        that draws, if that is there.
+        Greedy rows gain little by a program of their own: they run in one that samples, if that is
+        compiled.
         """
         static = dict(wanted.static)
         if static.get("choice") != "greedy" or self.ready(wanted):
@@ -184,5 +184,5 @@ class Programs(ProgramSet):
         return () if name == start.name else (self._slots, *self.of_nobody(name, size))
 
     def of_nobody(self, name: str, size: tuple[int, ...]) -> tuple[Any, ...]:
-        """Returns what follows the slots where a program of this size is run for no row."""
+        """Returns placeholder inputs: the arguments after the slots, for zero rows."""
         return PROGRAMS[name].of_nobody(self._made_for, size)

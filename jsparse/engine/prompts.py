@@ -1,4 +1,4 @@
-"""Plans which chunks of which prompts are read next."""
+"""Plans the next prefill program: which chunks of which prompts."""
 
 import heapq
 from typing import NamedTuple
@@ -10,13 +10,13 @@ from jsparse.engine.step_plan import Answer, Chunk, Reading
 
 
 class NextChunk(NamedTuple):
-    """Describes the chunk of a prompt that would be read next.
+    """Describes the next chunk of a prompt.
 
     Attributes:
-        valid, size: its tokens, and the number that they are padded to.
+        valid, size: the number of its tokens, and the size that they are padded to.
         last: whether the prompt ends with it.
-        replay: whether its K and V are there.
-        key: the key of the first block that it completes; None if it completes none.
+        replay: whether its K and V are cached, and only the policy's state is built.
+        key: the key of the first block that it completes; None: it completes none.
     """
 
     valid: int
@@ -27,23 +27,23 @@ class NextChunk(NamedTuple):
 
 
 class Prompts:
-    """Holds the answers whose prompts are being read, and plans their next chunks.
+    """Holds the answers in prefill, and plans their next chunks.
 
     Attributes:
-        answers: these answers, in the order in which they have begun.
+        answers: the answers in prefill, in the order of admission.
     """
 
     def __init__(self, sizes: EngineSizes, memory: Memory, stall: StallBudget) -> None:
-        """Prepares to read prompts into this memory."""
+        """Creates an empty queue over this memory and stall budget."""
         self._sizes, self._memory, self._stall = sizes, memory, stall
         self.answers: list[Answer] = []
         self._places = list(range(MAX_READING))
 
     def read_on(self) -> tuple[Reading, list[Answer]] | None:
-        """Plans to read a chunk of the prompt with the least left to read; waiting counts, too.
+        """Plans a chunk of the prompt with the fewest tokens left, less a credit for waiting.
 
-        With it are read chunks of others that one program can take. Their answers are returned,
-        too.
+        The program also takes chunks of other prompts that fit into it. Returns the plan and its
+        answers; None if no prompt is in prefill.
         """
         candidates = self.candidates()
         if not candidates:
@@ -57,28 +57,28 @@ class Prompts:
         return Reading(num_rows, first.size, first.last, first.replay, chunks), together
 
     def end(self, answer: Answer) -> None:
-        """Lets a prompt go, which has been read or is not wanted any more."""
+        """Removes an answer whose prompt is finished or aborted."""
         self.answers.remove(answer)
         if answer.place >= 0:
             heapq.heappush(self._places, answer.place)
             answer.place = -1
 
     def candidates(self) -> list[Answer]:
-        """Returns the answers whose prompts may be read on now, in that order."""
+        """Returns the answers whose prompts may go on now, in their order."""
         order = sorted(self.answers, key=lambda answer: (answer.rank, answer.number))
         others = [answer for answer in order if answer.place < 0]
         allowed = set(others[: len(self._places)])
         return [answer for answer in order if answer.place >= 0 or answer in allowed]
 
     def _together(self, candidates: list[Answer], first: NextChunk) -> list[Answer]:
-        """Returns the answers, with the first candidate, whose chunks one program reads.
+        """Returns the answers whose chunks share a program with the first candidate's.
 
-        A program for several is worth while where they fill at least half of it.
+        A program for several prompts is used only if their tokens fill at least half of it.
         """
         chosen, keys = [], set()
         for answer in candidates[: max(self._sizes.prefill_rows)]:
             chunk = self.next_chunk(answer)
-            # what one of them reads, the others will take over
+            # prompts with equal blocks: one computes them, the others take them over
             if chunk[1:4] == first[1:4] and (chunk.key is None or chunk.key not in keys):
                 chosen.append(answer)
                 keys.add(chunk.key)
@@ -93,7 +93,7 @@ class Prompts:
         return candidates[:1]
 
     def next_chunk(self, answer: Answer) -> NextChunk:
-        """Describes the chunk that would be read next of a prompt."""
+        """Returns the next chunk of a prompt."""
         sizes, start, end = self._sizes, answer.read, len(answer.ids)
         maximum = sizes.chunk_size(start)
         if start < answer.known:
@@ -109,7 +109,7 @@ class Prompts:
         return NextChunk(valid, size, start + valid == end, False, key)
 
     def _read(self, answer: Answer, like: NextChunk) -> Chunk:
-        """Plans to read the next chunk of a prompt, in a program for chunks `like` it."""
+        """Plans the next chunk of a prompt, in a program for chunks `like` it."""
         if answer.place < 0:
             answer.place = heapq.heappop(self._places)
         start, valid = answer.read, self.next_chunk(answer).valid

@@ -95,7 +95,7 @@ class Runner:
         self._copying: deque[SwappedPages] = deque()
 
     def run_for_nobody(self, programs: Iterable[ProgramKey]) -> None:
-        """Runs programs so that they change no row: on a GPU, first runs take longer.
+        """Warms programs up with placeholder inputs: on a GPU, first runs take longer.
 
         Services are left out, since they take a row that is due, whatever it is.
         """
@@ -147,7 +147,7 @@ class Runner:
         ]
 
     def forget(self) -> None:
-        """Lets what lies in host memory go."""
+        """Releases host memory."""
         self._swapped.clear()
         self._copying.clear()
         self._host = ()

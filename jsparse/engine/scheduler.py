@@ -1,7 +1,7 @@
-"""Plans the next prompt chunks and decode batch, and allocates their memory.
+"""Plans the next prefill and decode programs, and allocates their memory.
 
-It uses neither jax nor a clock, so that it can be tested by many simulated events. A plan is plain
-numbers: carried out again, the same plans give the same bits.
+It uses neither jax nor a clock, so that many simulated events can test it. A plan is plain numbers:
+the same plans give the same bits again.
 """
 
 import heapq
@@ -29,13 +29,13 @@ from jsparse.engine.step_plan import (
 )
 from jsparse.runtime.pauses import until_due
 
-# The most steps of a program while others wait: an answer that ends of itself keeps its slot until
-# its program and the next have ended.
+# The most steps of a program while others wait: an answer that finishes early keeps its slot until
+# its program and the next one have finished.
 BUSY_STEPS = 8
 
 
 class Scheduler:
-    """Holds all unfinished answers by phase, the waiting ones in a heap, and plans their work."""
+    """Holds all unfinished answers by phase, and plans their programs."""
 
     def __init__(
         self,
@@ -45,17 +45,17 @@ class Scheduler:
         rows_for: Callable[..., int] | None = None,
         can_run: Callable[..., bool] = lambda rows, answers, drafts=None: True,
     ) -> None:
-        """Prepares a scheduler without requests.
+        """Creates a scheduler without requests.
 
         Args:
             sizes: the static sizes.
             rules: the policy's traits.
-            latency: how long programs take.
-            rows_for: returns the rows of the smallest program that decodes as many and that may be
-                planned now; None is of the smallest.
-            can_run: returns whether a special program of so many rows, for the answers of these
-                numbers, may be planned now: one that reads once what rows have in common, or a
-                round with room for so many `drafts`.
+            latency: estimates of the times of programs.
+            rows_for: returns the size of the smallest compiled program for at least n rows; None:
+                all programs count as compiled.
+            can_run: returns whether an optional program of `rows` rows, for the answers of these
+                numbers, is compiled: one for shared prefixes, or a verification round with room for
+                `drafts` drafts.
         """
         self.sizes, self.rules, self._latency = sizes, rules, latency
         self._rows_for = rows_for or sizes.rows_for
@@ -74,21 +74,21 @@ class Scheduler:
 
     @property
     def reading(self) -> list[Answer]:
-        """The answers whose prompts are being read."""
+        """The answers in prefill."""
         return self.prompts.answers
 
     @property
     def idle(self) -> bool:
-        """Returns whether there is no answer to work on."""
+        """Whether there is no answer to work on."""
         return not (self.waiting or self.begun)
 
     @property
     def begun(self) -> list[Answer]:
-        """Returns the answers that have begun and have a slot."""
+        """The answers that have begun and have a slot."""
         return [*self.reading, *self.decoding, *self.swapped]
 
     def add(self, answer: Answer) -> None:
-        """Takes in an answer.
+        """Queues an answer.
 
         Raises:
             ValueError: it could never fit.
@@ -98,25 +98,25 @@ class Scheduler:
         heapq.heappush(self.waiting, (answer.rank, answer.number, answer))
 
     def gave(self, answer: Answer, planned: int, tokens: int) -> None:
-        """Takes in how many tokens a program gave an answer, of as many as were planned."""
+        """Replaces an answer's planned number of tokens by the actual one."""
         answer.sent -= planned - tokens
 
     def _keys(self, answer: Answer, ids: np.ndarray) -> list[bytes]:
-        """Returns the keys of the blocks of a text that an answer may share."""
+        """Returns the keys of the blocks of `ids` that an answer may share."""
         if self.rules.root is None:
             return []
         return block_keys(ids, self.sizes.block_tokens, f"{self.rules.root}\n{answer.salt}")
 
     def stop(self, answer: Answer, made: Sequence[int] = ()) -> None:
-        """Stops an answer in any phase; the next plan drops it.
+        """Stops an answer in any phase; the next plan removes it.
 
-        Its tokens, if they are given, may be shared as those of its prompt are.
+        Its tokens `made`, if given, may be shared as its prompt is.
         """
         answer.stopped = self._some_stopped = True
         answer.made = made
 
     def plan(self) -> StepPlan:
-        """Returns the next work, as if it were done at once: plans run in their order."""
+        """Returns the next programs; the state is then that after they have run."""
         self._moves = swapped_in, swapped_out, forgotten = [], [], []
         self._let_go()
         self._swap_in()
@@ -124,7 +124,7 @@ class Scheduler:
         return StepPlan(self._reading(), self._decoding(), swapped_in, swapped_out, forgotten)
 
     def _let_go(self) -> None:
-        """Frees the memory of answers that were stopped or have all their tokens planned."""
+        """Frees the memory of answers that have stopped or have all their tokens planned."""
         if self._some_stopped:
             self._some_stopped = False
             for _, _, answer in self.waiting:
@@ -133,7 +133,7 @@ class Scheduler:
             self.waiting = [entry for entry in self.waiting if not entry[2].stopped]
             heapq.heapify(self.waiting)
         for answer in self.begun:
-            # what a round gives is known later, and stops an answer then
+            # a round's token count is known only when its results arrive
             if answer.stopped or (answer.sent == answer.max_tokens and not self.sizes.drafts):
                 self._end(answer)
 
@@ -150,7 +150,7 @@ class Scheduler:
         heapq.heappush(self._slots, answer.slot)
         in_place = answer.phase is not Phase.SWAPPED
         if in_place and (self.rules.answers or self.sizes.drafts) and len(answer.made) > 1:
-            # K and V of the newest have not been computed
+            # the newest token has no K and V yet
             text = np.concatenate([answer.ids, np.asarray(answer.made[:-1], np.int32)])
             answer.keys, answer.read = self._keys(answer, text), len(text)
             self.memory.share(answer)
@@ -160,7 +160,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Gives free slots and memory to waiting answers, the shortest first.
 
-        None begins while one that has begun is swapped out.
+        None begins while another is swapped out.
         """
         while self.waiting and self._slots and not self.swapped:
             answer = self.waiting[0][2]
@@ -171,7 +171,7 @@ class Scheduler:
             self.reading.append(answer)
 
     def _swap_in(self) -> None:
-        """Swaps answers in, the first to have joined first, where there is room.
+        """Swaps answers in while memory has room, in the order in which they joined.
 
         Those that decode keep room to grow.
         """
@@ -208,7 +208,7 @@ class Scheduler:
         return True
 
     def _reading(self) -> Reading | None:
-        """Plans to read chunks of prompts; those that end decode from then on."""
+        """Plans a prefill program; answers whose prompts end decode from then on."""
         planned = self.prompts.read_on()
         if planned is None:
             return None
@@ -221,14 +221,14 @@ class Scheduler:
         return reading
 
     def _begin_decoding(self, answer: Answer) -> list[int]:
-        """Lets an answer decode; returns the groups that its prompt is compressed into."""
+        """Moves an answer to decoding; returns the groups of its compressed prompt."""
         self.prompts.end(answer)
         self.decoding.append(answer)
         answer.phase, answer.sent, answer.joined = Phase.DECODING, 1, next(self._joins)
         return self.memory.compress(answer)
 
     def _decoding(self) -> Decoding | None:
-        """Plans the next decode steps, unless prompts are read first."""
+        """Plans the next decode program, unless prefill comes first."""
         if following := self.prompts.candidates():
             size = self.prompts.next_chunk(following[0]).size
             if self._stall.allows_more(size, following[0].read):
@@ -267,7 +267,7 @@ class Scheduler:
         return Decoding(num_rows, steps, rows, self._prefixes(answers, num_rows))
 
     def _prefixes(self, answers: list[Answer], num_rows: int) -> list[SharedPrefix]:
-        """Returns the rows that read together what they have in common."""
+        """Returns the prefixes that rows read together."""
         if not self.sizes.prefix_rows:
             return []
         found = shared_prefixes(answers, *self.sizes.prefixes(num_rows), self.sizes.block_tokens)
@@ -277,9 +277,9 @@ class Scheduler:
     def _steps(self) -> int:
         """Returns the number of steps of the next program.
 
-        It is the maximum unless something waits for the program's end: a prompt that is being read,
-        a row that is due for service before, an answer that gets the slot or the memory of a row
-        that ends, or whoever waits for tokens. What comes in the meantime waits for two programs.
+        It is the maximum unless something waits for the program's end: a prompt in prefill, a row
+        whose service is due, an answer that gets the slot or the memory of a finished row, or a
+        client waiting for tokens. A new request waits for two programs.
         """
         if self.reading or not self.decoding:
             return 1

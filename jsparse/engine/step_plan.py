@@ -1,4 +1,4 @@
-"""Defines StepPlan, the next work of the device, and Answer, the planned state of an answer."""
+"""Defines StepPlan, the device's next programs, and Answer, the scheduler's state of a sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ import numpy as np
 
 from jsparse.engine.blocks import CacheBlock
 
-# A request that has waited a second counts as this many tokens shorter: about what an 8B model
-# reads in a second, so that the shortest goes first and none waits forever.
+# A prompt that has waited a second counts as this many tokens shorter, about the prefill of an 8B
+# model in a second, so that the shortest goes first and none waits forever.
 TOKENS_PER_SECOND = 20_000
 
 Phase = Enum("Phase", ["WAITING", "READING", "DECODING", "SWAPPED", "ENDED"])
@@ -18,31 +18,31 @@ Phase = Enum("Phase", ["WAITING", "READING", "DECODING", "SWAPPED", "ENDED"])
 
 @dataclass(eq=False)
 class Answer:
-    """Holds one answer to one prompt, as the scheduler sees it.
+    """Holds one sequence, a prompt and one completion of it, as the scheduler sees it.
 
     Attributes:
         number: its name in plans.
         ids: the prompt, int32 [T].
-        max_tokens: the number of tokens after which it ends.
-        born: when it came, in seconds.
+        max_tokens: the most tokens of the completion.
+        born: the arrival time, in seconds.
         keys: the keys of the prompt's blocks.
         phase, slot: its phase and slot.
-        place: the place of its newest queries while its prompt is partly read, else -1.
-        fresh: whether the policy's state of it is to begin anew with the next chunk.
-        read: the number of the prompt's tokens that its state has seen, or will have by plan.
-        known: the number of those whose K and V are there; more than `read` while tokens from other
-            requests are replayed.
-        cached: the number of tokens that were taken over from other requests.
-        sent: the number of its tokens that have been planned; of a round whose results are not
-            there, the most that it can give.
-        stopped: whether it wants no more tokens.
-        salt: the secret that answers must have in common to share its blocks.
-        made: its tokens, where it has stopped and others may share them.
-        blocks: the blocks that it holds, from the prompt's beginning on.
-        own: the groups behind them.
-        kept: the groups into which its prompt will be compressed, where the policy evicts.
-        joined: its place in the order in which answers have begun to decode.
-        swapped: the groups whose pages host memory holds for it.
+        place: the place of its newest queries during prefill, else -1.
+        fresh: whether the policy's state begins anew with the next chunk.
+        read: the number of prompt tokens that the state has seen, as planned.
+        known: the number of prompt tokens with K and V; more than `read` while tokens from the
+            prefix cache are replayed.
+        cached: the number of tokens from the prefix cache.
+        sent: the number of planned tokens; of a pending verification round, the most that it can
+            yield.
+        stopped: whether no more tokens are wanted.
+        salt: the secret that sequences must have in common to share blocks.
+        made: its tokens, if it has stopped and others may share them.
+        blocks: its blocks, the prefix of the prompt.
+        own: the groups after them.
+        kept: the groups for the compressed prompt, if the policy evicts.
+        joined: its place in the order in which sequences began to decode.
+        swapped: the number of its groups in host memory.
     """
 
     number: int
@@ -69,30 +69,30 @@ class Answer:
 
     @property
     def groups(self) -> list[int]:
-        """Returns its groups, in the order of its tokens."""
+        """Its groups, in the order of its tokens."""
         return [*(group for block in self.blocks for group in block.groups), *self.own]
 
     @property
     def rank(self) -> float:
-        """Returns the rank in the order of reading, the smallest first.
+        """The rank in the order of prefill, the smallest first.
 
-        All waiting requests age alike, so that the time it is now does not matter.
+        All waiting sequences age alike, so that the current time does not matter.
         """
         return len(self.ids) - self.read + self.born * TOKENS_PER_SECOND
 
 
 class Chunk(NamedTuple):
-    """Plans the reading of one chunk of a prompt.
+    """Plans one chunk of a prompt.
 
     Attributes:
         answer: the number of the answer.
         slot: the slot that it will decode in.
-        place: the place of the prompt's newest queries while it is being read.
+        place: the place of the prompt's newest queries.
         fresh: whether the prompt begins here, with an empty policy state.
-        start, valid: the tokens: from `start` on, `valid` of them.
+        start, valid: the tokens: `valid` of them, from `start` on.
         groups: the answer's groups.
-        kept: the groups that the policy compresses the prompt into when it ends here; the answer
-            has no others from then on. None are that it decodes in those it was read into.
+        kept: the groups of the compressed prompt, if it ends here and the policy evicts; the answer
+            has no others from then on.
     """
 
     answer: int
@@ -106,13 +106,13 @@ class Chunk(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Plans a program that reads a chunk each of some prompts.
+    """Plans a prefill program: a chunk each of some prompts.
 
     Attributes:
-        num_rows: the number of prompts that the program reads, these among them.
+        num_rows: the number of prompts that the program is compiled for.
         size: the number of tokens that each chunk is padded to.
         last: whether these prompts end here: first tokens are chosen, and the answers decode.
-        replay: whether K and V are there, and only the policy's state is to be built from them.
+        replay: whether K and V are cached, and only the policy's state is built from them.
         chunks: the chunks.
     """
 
@@ -128,11 +128,10 @@ class Decode(NamedTuple):
 
     Attributes:
         answer, slot: the number of the answer, and its slot.
-        steps: the number of steps in which it takes part; of a round, the most tokens that it may
-            give.
-        age: the number of steps that it will have decoded then.
-        groups: the groups that it gets for them.
-        first: the number of groups that it has had before.
+        steps: the number of its steps; of a verification round, the most tokens that it may yield.
+        age: the number of steps that it will have decoded afterwards.
+        groups: the groups that are allocated for them.
+        first: the number of groups that it had before.
     """
 
     answer: int
@@ -144,10 +143,10 @@ class Decode(NamedTuple):
 
 
 class SharedPrefix(NamedTuple):
-    """Names rows whose first tokens lie in the same pages.
+    """Names rows whose first tokens have the same pages.
 
     Attributes:
-        tokens: the number of these tokens.
+        tokens: the number of shared tokens.
         slots: the slots of the rows.
     """
 
@@ -156,15 +155,14 @@ class SharedPrefix(NamedTuple):
 
 
 class Decoding(NamedTuple):
-    """Plans a program of `steps` decode steps, or a round of speculation, which counts as one.
+    """Plans a program of `steps` decode steps, or a verification round, which counts as one.
 
     Attributes:
-        num_rows: the number of rows that the program computes, these among them.
+        num_rows: the number of rows that the program is compiled for.
         steps: the number of steps.
         rows: the rows that take part.
-        prefixes: those of them that read pages together; if there are none, the program is one in
-            which each row reads its own.
-        drafts: of a round, the tokens that its program has room to draft; None is of steps.
+        prefixes: the prefixes that rows read together; none: each row reads its own.
+        drafts: of a verification round, the most drafts of its program; None: decode steps.
     """
 
     num_rows: int
@@ -175,12 +173,12 @@ class Decoding(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Plans that the pages of an answer leave the device for host memory, or that they come back.
+    """Plans to swap the pages of an answer out, or in.
 
     Attributes:
         answer, slot: the number of the answer, and its slot, which it keeps.
         groups: the groups that move, in the order of its tokens.
-        first: the number of groups before them, which stay: others use them, too.
+        first: the number of groups before them, which stay on the device, since others share them.
     """
 
     answer: int
@@ -190,13 +188,13 @@ class Move(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """Plans the device's next work, in the order of doing.
+    """Plans the device's next programs.
 
     Attributes:
-        reading: the prompts that are read; None is none.
-        decoding: the rows that decode, last; None is none.
-        swapped_in: the answers whose pages come back from host memory, first of all.
-        swapped_out: those whose pages leave, between reading and decoding.
+        reading: the prefill program; None: none.
+        decoding: the decode program, the last; None: none.
+        swapped_in: the answers to swap in, before everything else.
+        swapped_out: those to swap out, between prefill and decoding.
         forgotten: the numbers of answers that ended while they were swapped out.
     """
 
@@ -208,5 +206,5 @@ class StepPlan(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Returns whether there is nothing to do."""
+        """Whether there is nothing to do."""
         return not any(self)
