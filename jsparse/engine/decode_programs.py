@@ -17,7 +17,7 @@ from jsparse.engine.sizes import EngineSizes, SamplingMode
 from jsparse.engine.slots import Slots
 from jsparse.models.transformer import Weights
 from jsparse.policy import Policy, ServiceKind
-from jsparse.runtime.compilation import inlined, note_trace
+from jsparse.runtime.compilation import inlined
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.rows import Batch, decode_steps, put, serviced, take
 from jsparse.runtime.shared_pages import SharedPages, scratch_group
@@ -189,7 +189,6 @@ def service(
     One of them may be named repeatedly, unless the policy evicts: it would move the same tokens
     twice. Then numbers behind the last row stand for no row.
     """
-    note_trace()
     part = spec.memory.due(slots.rows, which)
     static = service, spec.decoder, spec.policy
     part = serviced(*static, weights, beside, part, within=True)

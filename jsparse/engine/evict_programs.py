@@ -13,7 +13,7 @@ from jsparse.engine.setup import EngineSpec
 from jsparse.engine.sizes import MAX_READING, EngineSizes
 from jsparse.engine.slots import Slots, no_knobs
 from jsparse.runtime.compilation import note_trace
-from jsparse.runtime.owners import put_rows, take_state
+from jsparse.runtime.owners import put_rows
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.room import evict as evict_prompt
 from jsparse.runtime.shared_pages import scratch_group
@@ -81,11 +81,10 @@ def evict(
     # heads come to lie in the groups that the row keeps; what is behind these is only read
     first = jnp.where(kept == scratch_group(spec.cache), read, kept)
     groups = jnp.concatenate([first, asked.groups[:, pages:]], axis=1)
-    reading = spec.cache._replace(batch=MAX_READING)
     cache, state = evict_prompt(
         policy,
         memory.rows(groups, asked.lengths).of_rows(),
-        take_state(policy, reading, slots.reading, asked.places),
+        spec.memory.state_of_prompts(slots, asked.slots, asked.places),
         beside._replace(knobs=knobs or None),
         pages * spec.cache.page_size,
     )

@@ -50,42 +50,42 @@ class HostRows(DeviceRows):
     def __init__(self, *given: Any) -> None:
         """Prepares as DeviceRows does."""
         super().__init__(*given)
-        spec = self._decoding._replace(pool_pages=None)
-        self._store = OnHost(self._policy, spec)
+        spec = self.decoding._replace(pool_pages=None)
+        self._store = OnHost(self.policy, spec)
         self.tail_tokens = self._store.every
         self.host_group_bytes = spec.num_layers * spec.num_kv_heads * page_bytes(spec)
 
     def device_bytes(self, groups: int) -> int:
         """Returns the bytes of the policy's state; on a CPU, whose memory is one, also of pages."""
-        on_device = capacity.policy_bytes(self.of_groups(groups), self._policy)
+        on_device = capacity.policy_bytes(self.of_groups(groups), self.policy)
         if jax.default_backend() == "gpu":
             return on_device
         return on_device + groups * self.host_group_bytes
 
-    def reading_bytes(self, prompts: int, chunk: int) -> int:
+    def bytes_beside_pool(self, prompts: int, chunk: int) -> int:
         """Returns the bytes on the device of what is on its way to host memory and back.
 
         These are the rows' tails and resident heads; of prompts that are being read, a layer and
         what the policy knows of them; and their chunks, which are there twice as they leave, or a
         tail.
         """
-        spec = self._decoding
+        spec = self.decoding
         tokens = max(2 * chunk, self.tail_tokens)
         pages = prompts * spec.num_pages + spec.num_layers * (-(-tokens // spec.page_size) + 2)
         of_prompts = spec._replace(batch=prompts, pool_pages=None)
-        read = capacity.policy_bytes(of_prompts, self._policy)
+        read = capacity.policy_bytes(of_prompts, self.policy)
         return self._store.row_bytes() + read + spec.num_kv_heads * pages * page_bytes(spec)
 
     def empty(self) -> tuple[SharedPages, State, State]:
         """Returns empty rows, with their tails and resident heads."""
-        spec = self._decoding
+        spec = self.decoding
 
         def of_all(layer: LayerCache) -> Pool:
             k, v = (replace(pool, pages=spec.pages) for pool in pools(layer))
             return Pool(k, v)
 
         layers = self._store.in_tails(kv_cache.init(spec._replace(pool_pages=None))).layers
-        return empty_rows(spec, tuple(map(of_all, layers))), self._policy.init(spec), ()
+        return empty_rows(spec, tuple(map(of_all, layers))), self.policy.init(spec), ()
 
     def of_prompts(
         self, slots: Slots, asked: ReadRows, lengths: Rows, size: int
@@ -102,7 +102,7 @@ class HostRows(DeviceRows):
             in_tail(layer, room, table=rows.table)._replace(lengths=by_head) for layer in own.layers
         )
         pages = rows.pages_of(asked.groups)
-        state = take_state(self._policy, spec, slots.rows.state, asked.slots, pages)
+        state = take_state(self.policy, spec, slots.rows.state, asked.slots, pages)
         return own._replace(layers=tuple(layers), positions=lengths), state
 
     def after_reading(
@@ -110,7 +110,7 @@ class HostRows(DeviceRows):
     ) -> tuple[Batch[SharedPages], State]:
         """Returns rows of which these have other groups and tokens, and the state of prompts."""
         rows, pages = slots.rows, slots.rows.cache.pages_of(asked.groups)
-        state = put_state(self._policy, self._prompts, rows.state, carry.state, asked.slots, pages)
+        state = put_state(self.policy, self._prompts, rows.state, carry.state, asked.slots, pages)
         cache = rows.cache.placed(asked.slots, asked.groups, end)
         return rows._replace(cache=cache, state=state), slots.reading
 
@@ -128,7 +128,7 @@ class HostRows(DeviceRows):
         self, rows: Batch[SharedPages], part: Batch[SharedPages], which: Int32[Array, "n"]
     ) -> Batch[SharedPages]:
         """Returns all rows after a service, which has left K and V as they are."""
-        state = put_state(self._policy, self._decoding, rows.state, part.state, which)
+        state = put_state(self.policy, self.decoding, rows.state, part.state, which)
         return rows._replace(state=state)
 
     def tails_leaving(self, rows: SharedPages, which: Int32[Array, "n"]) -> tuple[Leaving, ...]:

@@ -4,11 +4,9 @@ import sys
 
 import jax
 
-from jsparse.cache import CacheSpec
 from jsparse.engine.options import EngineOptions
 from jsparse.engine.row_memory import DeviceRows
 from jsparse.machine import memory
-from jsparse.policy import Policy
 from jsparse.runtime import host_store
 
 # the default share of the free host memory for K and V
@@ -26,13 +24,7 @@ def group_bytes(rows: DeviceRows) -> tuple[float, float]:
 
 
 def pool_groups(
-    policy: Policy,
-    spec: CacheSpec,
-    rows: DeviceRows,
-    options: EngineOptions,
-    *,
-    prompts: int = 1,
-    chunk: int = 0,
+    rows: DeviceRows, options: EngineOptions, *, prompts: int = 1, chunk: int = 0
 ) -> int:
     """Returns the pages per layer and head of a pool that rows share, a scratch page included.
 
@@ -41,9 +33,7 @@ def pool_groups(
     have been read cannot be kept for others.
 
     Args:
-        policy: the policy, whose state takes memory by page and by row.
-        spec: the sizes of rows that decode.
-        rows: where they lie.
+        rows: where rows lie, with the policy, whose state takes memory by page and by row.
         options: the tokens that the pool must hold, if they are given, and the share of the
             device's memory that may be in use.
         prompts: how many prompts are read at a time.
@@ -52,9 +42,10 @@ def pool_groups(
     Raises:
         ValueError: memory does not suffice.
     """
-    utilization, on_host = options.gpu_memory_utilization, rows.host_group_bytes
+    policy, spec, on_host = rows.policy, rows.decoding, rows.host_group_bytes
+    utilization = options.gpu_memory_utilization
     each, beside = group_bytes(rows)
-    beside += rows.reading_bytes(prompts, chunk)
+    beside += rows.bytes_beside_pool(prompts, chunk)
     there = memory.available_bytes(utilization, spec.ranks) - beside
     maximum = int(there // each) if each else sys.maxsize
     maximum = max(0, maximum) if there >= 0 else 0

@@ -30,9 +30,10 @@ class DeviceRows:
         PACKS: whether one program may read several prompts.
         DECODES_SOME: whether programs may decode fewer rows than all.
         EXCLUDES: the options that can have one value alone, by name.
+        policy, decoding: the policy, and the sizes of rows that decode.
         tail_tokens: the decoded tokens after which a row's newest leave for host memory; 0: none.
         host_group_bytes: the bytes of a group of pages in host memory.
-        reading_pages: the pages that prompts have while they are read, beside those of rows.
+        reading_pages: the pages per head of prompts in prefill, beside those of rows.
     """
 
     MOST_ROWS = 64
@@ -43,34 +44,40 @@ class DeviceRows:
 
     def __init__(self, policy: Policy, prompts: CacheSpec, decoding: CacheSpec) -> None:
         """Prepares for a policy and the sizes of rows, while prompts are read and afterwards."""
-        self._policy, self._prompts, self._decoding = policy, prompts, decoding
+        self.policy, self._prompts, self.decoding = policy, prompts, decoding
 
     def device_bytes(self, groups: int) -> int:
         """Returns the bytes on the device of rows that share so many groups of pages."""
-        return capacity.device_bytes(self.of_groups(groups), self._policy)
+        return capacity.device_bytes(self.of_groups(groups), self.policy)
 
     def of_groups(self, groups: int) -> CacheSpec:
         """Returns the sizes of rows that decode, over a pool of so many groups of pages."""
-        return self._decoding._replace(pool_pages=groups * self._decoding.num_kv_heads)
+        return self.decoding._replace(pool_pages=groups * self.decoding.num_kv_heads)
 
-    def reading_bytes(self, prompts: int, chunk: int) -> int:
-        """Returns the bytes that so many prompts take on the device while they are read.
+    def bytes_beside_pool(self, prompts: int, chunk: int) -> int:
+        """Returns the bytes on the device beside the pool and the state of rows that decode.
 
-        Those of rows that decode are not among them. `chunk` is the tokens of all their chunks.
+        `prompts` are the prompts of a prefill program, and `chunk` the tokens of all their chunks.
         """
         return 0
 
     def empty(self) -> tuple[SharedPages, State, State]:
         """Returns empty rows, their state, and that of prompts that have one of their own."""
-        policy, spec = self._policy, self._decoding
+        policy, spec = self.policy, self.decoding
         return empty_pages(spec, fields=policy.fields), policy.init(spec), ()
 
     def of_prompts(
         self, slots: Slots, asked: ReadRows, lengths: Rows, size: int
     ) -> tuple[KVCache, State]:
         """Returns prompts that hold `lengths` tokens as a batch, for at most `size` new ones."""
-        state = take_state(self._policy, self._prompts, slots.rows.state, asked.slots)
+        state = self.state_of_prompts(slots, asked.slots, asked.places)
         return slots.rows.cache.rows(asked.groups, lengths).of_rows(), state
+
+    def state_of_prompts(
+        self, slots: Slots, which: Int32[Array, "R"], places: Int32[Array, "R"]
+    ) -> State:
+        """Returns the policy's state of prompts in these slots and places."""
+        return take_state(self.policy, self._prompts, slots.rows.state, which)
 
     def after_reading(
         self, slots: Slots, asked: ReadRows, end: Rows, carry: PrefillCarry
@@ -79,7 +86,7 @@ class DeviceRows:
         rows = slots.rows
         both = rows.cache.rows(asked.groups, end).after(carry.cache), carry.state
         cache, state = put_rows(
-            self._policy, self._prompts, rows.cache, rows.state, both, asked.slots
+            self.policy, self._prompts, rows.cache, rows.state, both, asked.slots
         )
         return rows._replace(cache=cache, state=state), slots.reading
 
@@ -88,7 +95,7 @@ class DeviceRows:
         return ()
 
     def with_newest(self, cache: KVCache, beside: ReadOnly) -> KVCache:
-        """Returns prompts with their newest tokens on the device, whoever has read them."""
+        """Returns prompts with their newest tokens on the device."""
         return cache
 
     def tails_leaving(self, rows: SharedPages, which: Int32[Array, "n"]) -> tuple[Leaving, ...]:
@@ -97,14 +104,14 @@ class DeviceRows:
 
     def due(self, rows: Batch[SharedPages], which: Int32[Array, "n"]) -> Batch[SharedPages]:
         """Returns the rows that are due for a service as a batch of their own."""
-        return take(self._policy, self._decoding, rows, which)
+        return take(self.policy, self.decoding, rows, which)
 
     def after_service(
         self, rows: Batch[SharedPages], part: Batch[SharedPages], which: Int32[Array, "n"]
     ) -> Batch[SharedPages]:
         """Returns all rows after a service of the rows that `due` returned."""
         both = part.cache, part.state
-        cache, state = put_rows(self._policy, self._decoding, rows.cache, rows.state, both, which)
+        cache, state = put_rows(self.policy, self.decoding, rows.cache, rows.state, both, which)
         return rows._replace(cache=cache, state=state)
 
 
@@ -120,23 +127,22 @@ class EvictingRows(DeviceRows):
         self._reading = self._prompts._replace(batch=MAX_READING)
         self.reading_pages = self._reading.num_pages
 
-    def reading_bytes(self, prompts: int, chunk: int) -> int:
+    def bytes_beside_pool(self, prompts: int, chunk: int) -> int:
         """Returns the bytes of the state of prompts."""
         reading = self._reading._replace(pool_pages=None)
-        return capacity.state_bytes(reading, self._policy)
+        return capacity.state_bytes(reading, self.policy)
 
     def empty(self) -> tuple[SharedPages, State, State]:
         """Returns empty rows, whose heads will hold different tokens, and both states."""
-        policy, spec = self._policy, self._decoding
+        policy, spec = self.policy, self.decoding
         pages = empty_pages(spec, fields=policy.fields, by_head=True)
         return pages, policy.init(spec), policy.init(self._reading)
 
-    def of_prompts(
-        self, slots: Slots, asked: ReadRows, lengths: Rows, size: int
-    ) -> tuple[KVCache, State]:
-        """Returns prompts as a batch, with the state of their places."""
-        state = take_state(self._policy, self._reading, slots.reading, asked.places)
-        return slots.rows.cache.rows(asked.groups, lengths).of_rows(), state
+    def state_of_prompts(
+        self, slots: Slots, which: Int32[Array, "R"], places: Int32[Array, "R"]
+    ) -> State:
+        """Returns the state of the prompts in these places."""
+        return take_state(self.policy, self._reading, slots.reading, places)
 
     def after_reading(
         self, slots: Slots, asked: ReadRows, end: Rows, carry: PrefillCarry
@@ -144,10 +150,10 @@ class EvictingRows(DeviceRows):
         """Returns rows over the pages that the chunk has left, and the state of prompts."""
         part = slots.rows.cache.rows(asked.groups, end).after(carry.cache)
         rows = slots.rows._replace(cache=slots.rows.cache.with_pages_of(part))
-        state = put_state(self._policy, self._reading, slots.reading, carry.state, asked.places)
+        state = put_state(self.policy, self._reading, slots.reading, carry.state, asked.places)
         return rows, state
 
     def due(self, rows: Batch[SharedPages], which: Int32[Array, "n"]) -> Batch[SharedPages]:
         """Returns rows that are due; numbers behind the last row stand for rows without tokens."""
         part = super().due(rows, which)
-        return part._replace(cache=part.cache.emptied(which >= self._decoding.batch))
+        return part._replace(cache=part.cache.emptied(which >= self.decoding.batch))

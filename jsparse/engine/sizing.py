@@ -110,8 +110,6 @@ def sizes_of(
         max_model_len=longest,
         page_size=spec.page_size,
         num_groups=pool_groups(
-            policy,
-            decoding,
             memory,
             options,
             prompts=prompts[-1],

@@ -38,11 +38,8 @@ class Service(Front):
         """Sets the engine: requests are answered from now on. Any thread may call it."""
         if jax.default_backend() != "cpu":
             self.max_busy_seconds = MAX_BUSY_SECONDS
-        texts, metrics = (
-            Texts(engine.engine.params.tokenizer),
-            Metrics(engine.engine, self.options.name),
-        )
-        self._serving = Serving(engine, texts, metrics, {})
+        metrics = Metrics(engine.engine, self.options.name)
+        self._serving = Serving(engine, Texts(engine.engine.params.tokenizer), metrics, live={})
 
     @property
     def serving(self) -> Serving:

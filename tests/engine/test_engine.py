@@ -376,7 +376,8 @@ def test_too_many_waiting_are_refused_and_the_rest_goes_on(dense, monkeypatch):
 
 
 def test_the_least_of_each_size_is_in_range():
-    EngineOptions(max_num_seqs=1, max_model_len=1, max_waiting=0, kv_cache_tokens=1)
+    least = {"max_num_seqs": 1, "max_model_len": 1, "max_waiting": 0, "kv_cache_tokens": 1}
+    assert dataclasses.asdict(EngineOptions(**least)).items() >= least.items()
 
 
 def test_options_out_of_range():

@@ -27,8 +27,8 @@ def test_a_gpu_is_filled_where_prompts_can_be_kept(backend, policy, all_of_it, m
     spec = capacity.cache_spec(params, [[]] * ROWS, [0] * ROWS, LONGEST, PAGE)
     monkeypatch.setattr(memory, "available_bytes", lambda *_: 2**24)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    rows = DeviceRows(policy := parse(policy), spec, spec)
-    groups = pool_groups(policy, spec, rows, EngineOptions())
+    rows = DeviceRows(parse(policy), spec, spec)
+    groups = pool_groups(rows, EngineOptions())
     assert (groups > ROWS * LONGEST // PAGE + 1) == all_of_it
     if all_of_it:
         fitting, larger = map(rows.device_bytes, (groups, groups + 1))
