@@ -241,7 +241,7 @@ def main() -> None:
     spec = capacity.cache_spec(params, rows, args.new, None, 16)
     began = time.perf_counter()
     shared = prime(params, as_policies(["dense", *args.policies]), rows, spec, lambda *_: None)
-    shared.held.logits.block_until_ready()
+    shared.prefilled.logits.block_until_ready()
     report["read_seconds"] = time.perf_counter() - began
     dense = decoded(shared, 0, 0, args.new, args.temperature)
     own_gaps = None if args.temperature else gaps(shared, args.new)

@@ -157,7 +157,7 @@ class Bench:
             rows = [ids[:few] for ids in rows]
             limits = [min(limit, 18) for limit in limits]
         began = time.perf_counter()
-        session.read(rows)
+        session.prefill(rows)
         moments, tokens = [], []
         for result in session.steps(greedy, (), limits=limits):
             made = result.tokens.block_until_ready() if len(moments) > 1 else result.tokens

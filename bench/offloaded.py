@@ -281,8 +281,8 @@ def prompt(config, tokens: int, new: int, expression: str) -> dict[str, Any]:
     jax.monitoring.register_event_duration_secs_listener(heard)
     began = time.perf_counter()
     session = Session(params, parse(expression), spec)
-    session.read([ids])
-    jax.block_until_ready(session.held)
+    session.prefill([ids])
+    jax.block_until_ready(session.prefilled)
     read, compiled = time.perf_counter() - began, sum(compiling)
     times = []
     for result in session.steps(greedy, (), limits=[new]):

@@ -50,8 +50,8 @@ def jsparse_prefill(context: int, runs: int, policy: str) -> dict[str, Any]:
     def once() -> float:
         began = time.perf_counter()
         session = Session(params, method, spec)
-        session.read([ids])
-        jax.block_until_ready(session.held)
+        session.prefill([ids])
+        jax.block_until_ready(session.prefilled)
         return time.perf_counter() - began
 
     warm_up = once()

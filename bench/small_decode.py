@@ -35,9 +35,10 @@ def jsparse_decode(
     model: str, policy: str, count: int, prompt_tokens: int, new_tokens: int, runs: int
 ) -> dict[str, Any]:
     """Times generation with at most `count` decode steps per program."""
+    from jsparse.runtime.answers import run
+
     import jsparse
     from jsparse.policies.expressions import parse
-    from jsparse.runtime.answers import run
     from jsparse.runtime.capacity import cache_spec
     from jsparse.runtime.request import requests
     from jsparse.runtime.session import Session

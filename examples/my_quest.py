@@ -6,7 +6,7 @@ import jsparse
 from jsparse.extend import Policy, builder, page_policy
 
 
-def bounds(keys, held):
+def bounds(keys, valid):
     """Keeps the least and greatest value of each channel of a page's keys [P, H]."""
     return keys.min(axis=0), keys.max(axis=0)
 

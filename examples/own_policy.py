@@ -11,9 +11,9 @@ def newest_pages(pages: int = 32) -> Policy:
     """Attends to the newest pages of each head."""
 
     def select(state, layer, q, view):
-        held = view.layers[layer]
-        nth = jnp.arange(min(pages, held.num_pages), dtype=jnp.int32)
-        used = -(-held.lengths // held.page_size)  # [B, K], pages that hold a token
+        kv = view.layers[layer]
+        nth = jnp.arange(min(pages, kv.num_pages), dtype=jnp.int32)
+        used = -(-kv.lengths // kv.page_size)  # [B, K], pages that hold a token
         count = jnp.minimum(used, len(nth))
         ids = jnp.where(nth < count[..., None], (used - count)[..., None] + nth, 0)
         return Selection(ids, count), None, state

@@ -14,12 +14,12 @@ from jsparse.policies.expressions import as_policy
 from jsparse.policy import resolved
 from jsparse.runtime import capacity
 from jsparse.runtime.admission import require_drafting, require_resumable
-from jsparse.runtime.answers import run
 from jsparse.runtime.generate_options import GenerateOptions, chosen_sampling, num_drafts
 from jsparse.runtime.host_reader import Generation, OnChunk, Streamer
 from jsparse.runtime.request import per_prompt, requests
 from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.runtime.session import Session
+from jsparse.runtime.turn import run
 from jsparse.text import prompts
 from jsparse.text.short_names import short_name
 
@@ -137,7 +137,7 @@ class Conversation:
         )
         needed = len(prompt) + options.max_tokens
         held, read = self._session, self._read
-        if held is not None and held.can_read_on:
+        if held is not None and held.can_continue:
             fits = needed <= held.deployment.spec.capacity
             if len(prompt) > len(read) and fits and prompt[: len(read)] == read:
                 return held, self._start(held, prompt)
@@ -152,7 +152,7 @@ class Conversation:
     def _start(self, held: Session, prompt: list[int]) -> int:
         """Returns how much of a prompt that goes on a session need not read again."""
         end = len(self._read)
-        if not held.deployment.keeps_answers:
+        if not held.deployment.keeps_generated:
             return end
         # the newest token of an answer has not been read
         known = zip(prompt[end:-1], self._answered[:-1], strict=False)

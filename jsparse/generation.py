@@ -12,7 +12,6 @@ from jsparse.names import GENERATE, takes
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy
 from jsparse.runtime import capacity
-from jsparse.runtime.answers import run
 from jsparse.runtime.generate_options import (
     GenerateOptions,
     chosen_sampling,
@@ -23,6 +22,7 @@ from jsparse.runtime.host_reader import Generation, OnChunk, Streamer
 from jsparse.runtime.request import per_prompt, requests
 from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.runtime.session import Session
+from jsparse.runtime.turn import run
 from jsparse.text import prompts
 
 Message = Mapping[str, Any]

@@ -125,7 +125,7 @@ class DenseHeadsFn(Protocol):
 class DenseBelowFn(Protocol):
     """Returns the number of tokens below which a row is dense in a layer, by the layer's shapes."""
 
-    def __call__(self, held: LayerCache, /) -> int: ...
+    def __call__(self, kv: LayerCache, /) -> int: ...
 
 
 class CheckFn(Protocol):

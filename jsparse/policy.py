@@ -10,7 +10,7 @@ tuple with one entry per layer, so that updating a layer touches its own arrays 
 holds the cache's arrays (both are donated). It is threaded through the layers in order, so the
 decisions of one layer reach the next. Every array belongs either to the rows of the batch, and has
 an axis of `spec.batch`, or to the pages of the cache, and has one of `spec.pages`
-(jsparse.runtime.owners).
+(jsparse.runtime.state_axes).
 
 The engine calls, for every prompt chunk and layer, `prefill`; after the prompt `after_prompt`; for
 every decode step and layer, `append`, `select` and, after attention, `update`. While a token is
@@ -111,7 +111,7 @@ def _keep_state(state: State, layer: int, *_: Any) -> State:
     return state
 
 
-def never_dense(held: LayerCache) -> int:
+def never_dense(kv: LayerCache) -> int:
     """Returns 0: no row is so short that it is dense."""
     return 0
 
@@ -201,7 +201,7 @@ class Policy(NamedTuple):
         return tuple(name for name in self.needs if name not in OPTIONAL_FIELDS)
 
     @property
-    def reads_last(self) -> bool:
+    def uses_last_chunk(self) -> bool:
         """Whether a `prefill` hook receives `view.last`."""
         return self.prefill is not _keep_state
 

@@ -287,8 +287,8 @@ def seen_by_corrections():
     states = []
     correct = driver.correct
 
-    def watched(decoder, policy, weights, tokens, cache, state, beside):
-        cache, state = correct(decoder, policy, weights, tokens, cache, state, beside)
+    def watched(decoder, policy, weights, tokens, cache, state, read_only):
+        cache, state = correct(decoder, policy, weights, tokens, cache, state, read_only)
         states.append(float(state))
         return cache, state
 
@@ -316,7 +316,7 @@ def read_by(policy, params=None, prompts=PROMPTS, **options):
     params = tiny_params(num_layers=1) if params is None else params
     spec = capacity.cache_spec(params, prompts, STEPS, None, PAGE)
     made = session.Session(params, as_policy(policy), spec, **options)
-    made.read(prompts)
+    made.prefill(prompts)
     return made
 
 
@@ -343,7 +343,7 @@ def test_eviction_after_the_prompt_makes_the_cache_smaller():
     steps.close()
     assert calls == [([130, 9, 3], 64)]
     assert max_length(130, STEPS) == 7 + STEPS <= 64
-    cache = made.held.cache
+    cache = made.prefilled.cache
     for held in cache.layers:
         assert held.capacity == 64
         assert held.k.nbytes == made.deployment.spec.nbytes // (2 * len(cache.layers)) * 64 // 512

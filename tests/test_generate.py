@@ -17,7 +17,6 @@ from jsparse.models.gguf import GGUFFile
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.policy import Services
 from jsparse.runtime import (
-    answers,
     capacity,
     generate_options,
     prefill,
@@ -25,6 +24,7 @@ from jsparse.runtime import (
     sampling,
     session,
     store,
+    turn,
 )
 from jsparse.runtime import rows as driver
 from tests.support.programs import shared
@@ -78,7 +78,7 @@ def forced(params, rows, monkeypatch, prompt=None, **options):
     # one size for any number of steps: tables of two sizes would be two programs
     table = np.array([r + [5] * (32 - len(r)) for r in ids], np.int32)
 
-    monkeypatch.setattr(answers, "chooser", lambda *_: (sampling.forced, jnp.asarray(table.T)))
+    monkeypatch.setattr(turn, "chooser", lambda *_: (sampling.forced, jnp.asarray(table.T)))
     prompts = [[1, 2, 3]] * len(rows) if prompt is None else prompt
     usual = {} if "sampling" in options else {"max_new_tokens": steps, "eos_token_id": []}
     return generate(params, prompts, **(usual | options))
@@ -515,10 +515,10 @@ def test_maintenance_and_corrections_come_on_time(params, monkeypatch):
 
     correct = driver.correct
 
-    def watched(decoder, policy, weights, tokens, cache, state, beside):
+    def watched(decoder, policy, weights, tokens, cache, state, read_only):
         calls.append(("correct", int(np.asarray(cache.positions)[0])))
         newest.append(np.asarray(tokens))
-        return correct(decoder, policy, weights, tokens, cache, state, beside)
+        return correct(decoder, policy, weights, tokens, cache, state, read_only)
 
     newest = []
     monkeypatch.setattr(driver, "correct", watched)
@@ -697,7 +697,7 @@ def test_memory_counts_the_policy_s_state(params, monkeypatch):
 def test_speed_counts_only_tokens_that_are_given(params, monkeypatch):
     """A step takes a second. One row ends at once, the others go on at two tokens per second."""
     clock = iter(range(1000))
-    monkeypatch.setattr(answers, "clock", lambda: float(next(clock)))
+    monkeypatch.setattr(turn, "clock", lambda: float(next(clock)))
     free = generate(params, PROMPTS, max_new_tokens=12, eos_token_id=[])
     assert free[0].stats.decode_tokens_per_second == pytest.approx(3.0)
     end = free[0].token_ids[0]

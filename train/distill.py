@@ -40,14 +40,14 @@ class TeacherCache(NamedTuple):
 
     Attributes:
         context: K and V of everything before the first of `tokens`, per layer.
-        held: the number of context tokens that count.
+        context_lengths: the number of context tokens that count.
         tokens: the context's last and all targets but the last, which predict the targets.
         outputs: the dense model's outputs for them.
         scored: which of them count.
     """
 
     context: tuple[KV, ...]
-    held: Rows
+    context_lengths: Rows
     tokens: Tokens
     outputs: Float32[Array, "B T out"]
     scored: Bool[Array, "B T"]
@@ -58,26 +58,30 @@ def teacher_cache(
 ) -> TeacherCache:
     """Reads the context and predicts the targets with the dense model."""
     context, length, target, scored = map(jnp.asarray, batch)
-    held = length - 1
-    last = jnp.take_along_axis(context, held[:, None], axis=1)
+    context_lengths = length - 1
+    last = jnp.take_along_axis(context, context_lengths[:, None], axis=1)
     tokens = jnp.concatenate([last, target[:, :-1]], axis=1)
     lesson = TeacherCache(
-        read_context(decoder, weights, context, held), held, tokens, jnp.zeros(0), scored
+        read_context(decoder, weights, context, context_lengths),
+        context_lengths,
+        tokens,
+        jnp.zeros(0),
+        scored,
     )
     return lesson._replace(outputs=predictions(decoder, weights, lesson, None, match=match))
 
 
-def read_context(decoder: Decoder, weights: Weights, context: Tokens, held: Rows) -> tuple[KV, ...]:
-    """Returns K and V of the first `held` tokens, from the engine's own prefill."""
+def read_context(
+    decoder: Decoder, weights: Weights, context: Tokens, context_lengths: Rows
+) -> tuple[KV, ...]:
+    """Returns K and V of the first `context_lengths` tokens, from the engine's own prefill."""
     config, (rows, size) = decoder.config, context.shape
     shape = (config.num_layers, rows, config.num_heads, config.num_kv_heads, config.head_dim)
     spec = CacheSpec(*shape, page_size=16, num_pages=-(-size // 16), dtype=decoder.dtype)
     carry = prefill.start(decoder, dense(), kv_cache.init(spec), ())
-    given = decoder, dense(), weights, context, held, carry
-    carry = prefill.read_prompts(*given, chunk=chunk_attention.chunk_tokens(spec), within=True)
-    return tuple(
-        (read_heads(held.k, held), read_heads(held.v, held)) for held in carry.cache.layers
-    )
+    given = decoder, dense(), weights, context, context_lengths, carry
+    carry = prefill.prefill_prompts(*given, chunk=chunk_attention.chunk_tokens(spec), within=True)
+    return tuple((read_heads(kv.k, kv), read_heads(kv.v, kv)) for kv in carry.cache.layers)
 
 
 def predictions(
@@ -101,17 +105,19 @@ def predictions(
             jnp.concatenate(pair, axis=2) for pair in zip(lesson.context[layer], own, strict=True)
         )
         if gates is None:
-            return attention(q, *joined, lesson.held, None, None, None)[0]
+            return attention(q, *joined, lesson.context_lengths, None, None, None)[0]
         # the first layer inherits nothing, and no layer inherits from the last
         picks = keep if layer + 1 < gates.shape[0] else None
         z = None if inherited is None else gates[layer]
-        o, picked = attention(q, *joined, lesson.held, z, inherited, picks)
+        o, picked = attention(q, *joined, lesson.context_lengths, z, inherited, picks)
         if sets == "handed_on" and inherited is not None and picked is not None:
             picked = jnp.where(gates[layer][:, None, None] < 0.5, inherited, picked)
         inherited = picked
         return o
 
-    hidden = hidden_states(decoder, weights, lesson.tokens, lesson.held[:, None] + steps, attend)
+    hidden = hidden_states(
+        decoder, weights, lesson.tokens, lesson.context_lengths[:, None] + steps, attend
+    )
     return hidden.astype(jnp.float32) if match == "hidden" else to_logits(decoder, weights, hidden)
 
 
@@ -120,20 +126,20 @@ def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K slots H"],
     v: Float[Array, "B K slots H"],
-    held: Rows,
+    context_lengths: Rows,
     z: Float[Array, "K"] | None,
     inherited: Bool[Array, "B K T slots"] | None,
     keep: float | None,
 ) -> tuple[Float[Array, "B T N H"], Bool[Array, "B K T slots"] | None]:
     """Returns a layer's mixture, and the set that it hands on: the best `keep` and a token itself.
 
-    The last T slots are the tokens' own; of those before, `held` count.
+    The last T slots are the tokens' own; of those before, `context_lengths` count.
     """
     batch, tokens, heads, head_dim = q.shape
     slot = jnp.arange(k.shape[2], dtype=jnp.int32)
     own = slot - (k.shape[2] - tokens)  # which of the tokens a slot holds, negative in the context
     step = jnp.arange(tokens, dtype=jnp.int32)[:, None]
-    seen = (slot < held[:, None, None]) & (own < 0) | (own >= 0) & (own <= step)
+    seen = (slot < context_lengths[:, None, None]) & (own < 0) | (own >= 0) & (own <= step)
     grouped = q.reshape(batch, tokens, k.shape[1], -1, head_dim)
     logits = (
         jnp.einsum("btkgh,bksh->bkgts", grouped, k, preferred_element_type=jnp.float32)

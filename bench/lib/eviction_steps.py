@@ -240,7 +240,7 @@ def dense_over_lengths(scale: Scale, batch: int, longest: int, at: Sequence[int]
         held = held._replace(cache=cache)
         del cache, layers
         rows.append({"slots": start} | periods(session, few, held, few.runs))
-        held = session.held
+        held = session.prefilled
     lengths = [np.full(heads, starts[-1], np.int32)] * spec.num_layers
     return {"lengths": rows, **sized(params, spec, lengths)}
 
@@ -264,8 +264,8 @@ def prompt_memory(scale: Scale, expression: str) -> dict[str, Any]:
     session = Session(params, policy, spec, steps_per_program=scale.count)
     tokens = np.random.default_rng(0).integers(0, scale.model.vocab_size, prompt)
     began = time.perf_counter()
-    session.read([tokens.tolist()])
-    jax.block_until_ready(session.held)
+    session.prefill([tokens.tolist()])
+    jax.block_until_ready(session.prefilled)
     read = time.perf_counter() - began
     dense = memory("bytes_in_use")
     results = session.steps(greedy, (), limits=[1 + scale.count])
@@ -276,7 +276,7 @@ def prompt_memory(scale: Scale, expression: str) -> dict[str, Any]:
     after = memory("bytes_in_use")
     next(results).tokens.block_until_ready()
     results.close()
-    layers = session.held.cache.layers
+    layers = session.prefilled.cache.layers
     return {
         "before": before,
         "after_prompt_dense": dense - before,

@@ -29,7 +29,7 @@ def full_session(
     mesh, known, vocab_size = params.mesh, constants(params, policy), params.config.vocab_size
     cache = random_cache(spec, tokens, policy.fields, mesh)
     static = ("policy", "spec", "vocab_size")
-    behind = by_rank(_state_behind, mesh, own=("cache",), static=static)
+    behind = by_rank(_state_behind, mesh, sharded=("cache",), static=static)
     state = behind(known, cache, policy._replace(offload=None), spec, vocab_size)
     logits = jnp.zeros((spec.batch, vocab_size), jnp.float32)
     logits = logits if mesh is None else same_on_all(logits, mesh)
@@ -59,7 +59,7 @@ def random_cache(
     in_order = by_rank(_in_order, mesh, static=("spec", "tokens", "fields"))
     fill = jax.jit(_filled, donate_argnames="like")
     if mesh is not None:
-        fill = by_rank(_filled, mesh, own=("like",), donated=("like",))
+        fill = by_rank(_filled, mesh, sharded=("like",), donated=("like",))
     cache = in_order(spec, tokens, fields)
     layers = list(cache.layers)
     for i, layer in enumerate(layers):

@@ -41,11 +41,11 @@ def recommend(
     requirements: Requirements,
     *,
     report: OnPart = lambda *_: None,
-    tell: Callable[[str], Any] = lambda _: None,
+    notify: Callable[[str], Any] = lambda _: None,
 ) -> dict[str, Any]:
     """Measures the candidates and ranks them.
 
-    `report` gets the current measurement, and how many of its parts are done, of all; `tell`
+    `report` gets the current measurement, and how many of its parts are done, of all; `notify`
     sentences about the run.
 
     Returns:
@@ -60,9 +60,9 @@ def recommend(
     requirements = checked(requirements, params.config.max_position_embeddings)
     store = _store(params, requirements)
     try:
-        return _measured(params, requirements, store, report, tell)
+        return _measured(params, requirements, store, report, notify)
     except KeyboardInterrupt:
-        tell(
+        notify(
             f"Interrupted: {len(store.entries)} measurements are kept, and the same command "
             "continues from there."
         )
@@ -74,14 +74,14 @@ def _measured(
     requirements: Requirements,
     store: ResultStore,
     report: OnPart,
-    tell: Callable[[str], Any],
+    notify: Callable[[str], Any],
 ) -> dict[str, Any]:
     """Measures the missing entries; arguments and result are as for `recommend`."""
     resumed = bool(store.entries)
     if resumed:
-        tell(f"An unfinished run goes on: {store.journal}")
+        notify(f"An unfinished run goes on: {store.journal}")
     else:
-        tell("Measuring dense attention first, to estimate how long the rest takes.")
+        notify("Measuring dense attention first, to estimate how long the rest takes.")
     report("dense attention", 0, 2)
     began = time.monotonic()
     _time(params, requirements, DENSE, store)
@@ -93,11 +93,11 @@ def _measured(
     run(params, first, store)
     of_batch = time.monotonic() - began
     if not resumed:  # else nothing was measured now that could tell how long the rest takes
-        tell(_outlook(params, requirements, length, of_one, of_batch))
+        notify(_outlook(params, requirements, length, of_one, of_batch))
     for nth, policy in enumerate(requirements.policies):
         report(f"decode steps of {short_name(policy)}", nth, len(requirements.policies))
         _time(params, requirements, policy, store)
-        tell(_timed(store, policy))
+        notify(_timed(store, policy))
     faster = _with(store, requirements, NO_KL)
     for group in _groups(params, requirements, faster, length):
         _compare(params, requirements, _plan(requirements, group, (KL,), length), store, report)

@@ -83,7 +83,7 @@ def measure(engine: Engine, workload: Sequence[WorkloadRequest], **sampling: Any
         "output_tokens_per_second": new / seconds,
         "total_tokens_per_second": (prompt + new) / seconds,
         "prompt_tokens": prompt,
-        "computed_prompt_tokens": done["read_tokens"],
+        "computed_prompt_tokens": done["prefill_tokens"],
         "decode_steps": done["decode_steps"],
         "rows_per_step": done["row_steps"] / steps,
         "host_ms_per_step": 1e3 * cpu / steps,

@@ -197,12 +197,12 @@ class KVCache(NamedTuple):
             ValueError: there is no block table.
         """
         self._require_table()
-        held = self._map_rows(lambda x, new: x.at[rows].set(new), part)
+        kv = self._map_rows(lambda x, new: x.at[rows].set(new), part)
         pools = [
             new._replace(lengths=layer.lengths, block_table=layer.block_table)
-            for layer, new in zip(held.layers, part.layers, strict=True)
+            for layer, new in zip(kv.layers, part.layers, strict=True)
         ]
-        return held._replace(layers=tuple(pools))
+        return kv._replace(layers=tuple(pools))
 
     def clear(self, rows: Int32[Array, "n"]) -> "KVCache":
         """Returns the cache without the tokens and pages of these rows.

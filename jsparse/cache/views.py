@@ -57,9 +57,9 @@ class StepView(NamedTuple):
         return None if self.valid is None else self.valid > 0
 
 
-def step_view(cache: KVCache, beside: ReadOnly) -> StepView:
+def step_view(cache: KVCache, read_only: ReadOnly) -> StepView:
     """Returns the view of a cache for hooks; programs return `without_host` of its cache."""
-    return StepView(with_host(cache, beside.host), beside.constants, beside.knobs)
+    return StepView(with_host(cache, read_only.host), read_only.constants, read_only.knobs)
 
 
 def with_host(cache: KVCache, host: tuple[HostPages, ...] | None) -> KVCache:

@@ -99,7 +99,7 @@ def recommend(
         params = load(model, dtype=dtype, weights=weights, revision=revision, on_progress=bars.load)
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     with _shown() as report:
-        measured = measure(params, requirements, report=report, tell=notes.print)
+        measured = measure(params, requirements, report=report, notify=notes.print)
     if as_json:
         print(json.dumps(measured))
     else:
@@ -190,13 +190,13 @@ def _shown() -> Iterator[Callable[[str, int, int], None]]:
         def report(now: str, done: int, total: int) -> None:
             progress.update(task, description=now, completed=done, total=total)
 
-        def tell() -> None:
+        def notify() -> None:
             while not ended.wait(LINE_SECONDS):
                 now = progress.tasks[task]
                 of = "" if now.total is None else f", {now.completed:.0f} of {now.total:.0f}"
                 console.print(f"{now.description}{of}, {now.elapsed or 0:.0f} s")
 
-        lines = Thread(target=tell, daemon=True)
+        lines = Thread(target=notify, daemon=True)
         if not on_terminal:
             lines.start()
         try:

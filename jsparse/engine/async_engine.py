@@ -159,7 +159,7 @@ class AsyncEngine:
             text = prompt if isinstance(prompt, str) else None
             del prompt, rows  # the request has them as an array
             await self._compiled(choice_of(request), listener)
-            self._tell(lambda: self._add(request, name, text, listener))
+            self._call_on_thread(lambda: self._add(request, name, text, listener))
             finished = False
             while not finished:
                 await listener.ready.wait()
@@ -171,7 +171,7 @@ class AsyncEngine:
                 yield listener.state
         finally:
             with suppress(EngineError):
-                self._tell(lambda: self._leave(name, listener))
+                self._call_on_thread(lambda: self._leave(name, listener))
 
     async def _compiled(self, choice: SamplingMode, listener: _Listener) -> None:
         """Waits for programs in compilation that a request would otherwise stall all others for.
@@ -194,7 +194,7 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """Ends a request in any phase; its generator yields the answer so far and ends."""
-        self._tell(lambda: self._abort(request_id))
+        self._call_on_thread(lambda: self._abort(request_id))
 
     @property
     def alive(self) -> bool:
@@ -233,7 +233,7 @@ class AsyncEngine:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
-    def _tell(self, what: Callable[[], None]) -> None:
+    def _call_on_thread(self, what: Callable[[], None]) -> None:
         with self._awake:
             if self._closing:
                 raise EngineError("the engine has been closed")

@@ -20,12 +20,12 @@ class CacheBlock:
     Attributes:
         key: a hash of these tokens and of all before them.
         groups: the block's groups, in the order of its tokens.
-        holders: the number of requests that use it.
+        references: the number of requests that use it.
     """
 
     key: bytes
     groups: tuple[int, ...]
-    holders: int = 0
+    references: int = 0
 
 
 class BlockPool:
@@ -45,19 +45,19 @@ class BlockPool:
         self._blocks: dict[bytes, CacheBlock] = {}
         # blocks that no request uses, the least recently used first
         self._idle: OrderedDict[bytes, CacheBlock] = OrderedDict()
-        self._idle_groups = 0
+        self._num_idle = 0
 
     @property
     def available(self) -> int:
-        """The number of groups that `take` can allocate: free ones and those of idle blocks."""
-        return len(self._free) + self._idle_groups
+        """The number of groups that `allocate` can allocate: free ones and those of idle blocks."""
+        return len(self._free) + self._num_idle
 
     @property
-    def cached(self) -> int:
+    def idle_groups(self) -> int:
         """The number of groups in idle blocks."""
-        return self._idle_groups
+        return self._num_idle
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Allocates `count` groups, evicting idle blocks if necessary.
 
         Raises:
@@ -68,18 +68,18 @@ class BlockPool:
         while len(self._free) < count:
             _, block = self._idle.popitem(last=False)
             del self._blocks[block.key]
-            self._idle_groups -= len(block.groups)
+            self._num_idle -= len(block.groups)
             self._free.extend(reversed(block.groups))
         cut = len(self._free) - count
         taken = self._free[cut:]
         del self._free[cut:]
         return taken[::-1]
 
-    def give_back(self, groups: Iterable[int]) -> None:
+    def free(self, groups: Iterable[int]) -> None:
         """Frees groups that belonged to one request."""
         self._free.extend(reversed(list(groups)))
 
-    def known(self, keys: Sequence[bytes]) -> int:
+    def num_cached(self, keys: Sequence[bytes]) -> int:
         """Returns the length of the cached prefix of these keys, in blocks."""
         for count, key in enumerate(keys):
             if key not in self._blocks:
@@ -94,14 +94,14 @@ class BlockPool:
         """Returns the blocks of these keys."""
         return [self._blocks[key] for key in keys]
 
-    def hold(self, keys: Sequence[bytes]) -> list[CacheBlock]:
+    def acquire(self, keys: Sequence[bytes]) -> list[CacheBlock]:
         """Returns the blocks of these keys, with a further reference to each."""
         blocks = self.find(keys)
         for block in blocks:
-            if block.holders == 0:
+            if block.references == 0:
                 del self._idle[block.key]
-                self._idle_groups -= len(block.groups)
-            block.holders += 1
+                self._num_idle -= len(block.groups)
+            block.references += 1
         return blocks
 
     def share(self, key: bytes, groups: Sequence[int]) -> CacheBlock:
@@ -112,23 +112,23 @@ class BlockPool:
         """
         if key in self._blocks:
             raise ValueError(f"key={key!r}: must be of no block in the pool")
-        block = self._blocks[key] = CacheBlock(key, tuple(groups), holders=1)
+        block = self._blocks[key] = CacheBlock(key, tuple(groups), references=1)
         return block
 
-    def drop(self, blocks: Sequence[CacheBlock]) -> None:
+    def release(self, blocks: Sequence[CacheBlock]) -> None:
         """Drops a reference to each block; blocks later in the prefix are evicted first.
 
         A block is useless without those before it.
         """
         for block in reversed(blocks):
-            block.holders -= 1
-            if block.holders == 0 and self._blocks.get(block.key) is block:
+            block.references -= 1
+            if block.references == 0 and self._blocks.get(block.key) is block:
                 self._idle[block.key] = block
-                self._idle_groups += len(block.groups)
-            elif block.holders == 0:
+                self._num_idle += len(block.groups)
+            elif block.references == 0:
                 self._free.extend(reversed(block.groups))
 
-    def forget(self, blocks: Sequence[CacheBlock]) -> None:
+    def uncache(self, blocks: Sequence[CacheBlock]) -> None:
         """Removes blocks from the prefix cache; their groups are freed with the last reference."""
         for block in blocks:
             if self._blocks.get(block.key) is block:

@@ -21,13 +21,13 @@ from jsparse.engine.request_state import Counters, RequestState, policy_of
 from jsparse.engine.runner import PendingResults, Runner
 from jsparse.engine.scheduler import Scheduler
 from jsparse.engine.sizes import SamplingMode
-from jsparse.engine.step_plan import Answer, Decoding
+from jsparse.engine.step_plan import DecodePlan, SequenceState
 from jsparse.machine import processes
 from jsparse.machine.jax_settings import own_settings
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy
-from jsparse.runtime.collecting import NAN_LOGITS, AnswerBuilder
+from jsparse.runtime.collecting import NAN_LOGITS, OutputBuilder
 from jsparse.runtime.compilation import keep_compilations
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.request import Request
@@ -50,7 +50,7 @@ class Engine:
     Attributes:
         policy: the policy that decodes.
         sizes: the static sizes.
-        scheduler: the answers that wait, are being read or decode.
+        scheduler: the sequences that wait, are being read or decode.
         programs: the compiled programs.
         counters: counts and times of the work so far.
         per_request: the names of the hyper-parameters that requests may set.
@@ -105,7 +105,7 @@ class Engine:
             new = self.programs.prepare(choices, wait=jax.default_backend() == "gpu")
         else:
             self.programs.require_evictable()
-        self._live: dict[int, tuple[RequestState, Answer, AnswerBuilder]] = {}
+        self._live: dict[int, tuple[RequestState, SequenceState, OutputBuilder]] = {}
         self._requests: dict[str, RequestState] = {}
         self._numbers, self._names = itertools.count(), itertools.count()
         self._in_flight: deque[PendingResults] = deque()
@@ -113,7 +113,7 @@ class Engine:
         self.counters = Counters()
         self.error: BaseException | None = None
         self._runner = Runner(spec, self.programs, lambda number: self._live[number][2].request)
-        self._run_first(new)
+        self._warm_up(new)
 
     def _programs_of(
         self, spec: setup.EngineSpec, link: processes.Link | None, *, check_ranks: bool
@@ -131,14 +131,14 @@ class Engine:
     @own_settings()
     def prepare(self, choices: Sequence[SamplingMode], *, all_rows: bool = False) -> None:
         """Compiles programs as `Programs.prepare` does, and runs each of them once on a GPU."""
-        self._run_first(self.programs.prepare(choices, all_rows=all_rows))
+        self._warm_up(self.programs.prepare(choices, all_rows=all_rows))
 
-    def _can_run(self, rows: int, answers: list[int], drafts: int | None = None) -> bool:
-        return self.programs.can_run(rows, self._runner.wanted(answers), drafts=drafts)
+    def _can_run(self, rows: int, seqs: list[int], drafts: int | None = None) -> bool:
+        return self.programs.can_run(rows, self._runner.sampling_mode(seqs), drafts=drafts)
 
-    def _run_first(self, programs: Sequence[ProgramKey]) -> None:
+    def _warm_up(self, programs: Sequence[ProgramKey]) -> None:
         if jax.default_backend() == "gpu":
-            self._runner.run_for_nobody(programs)
+            self._runner.warm_up(programs)
 
     @property
     def idle(self) -> bool:
@@ -147,7 +147,7 @@ class Engine:
 
     @property
     def kv_host_bytes(self) -> int:
-        """Returns the bytes of K and V in host memory: all, or those of answers swapped out."""
+        """Returns the bytes of K and V in host memory: all, or those of sequences swapped out."""
         if self.sizes.tail_tokens:
             return self.spec.nbytes
         swapped = self.scheduler.memory.swapped * self.spec.num_kv_heads
@@ -210,24 +210,24 @@ class Engine:
         ran = policy_of(self.policy, request.sampling.policy)
         state = RequestState(request_id, prompt, request.ids, [], [], RequestMetrics(now), ran)
         for index in range(request.sampling.n):
-            # each answer draws from a stream of its own
+            # each sequence draws from a stream of its own
             own = replace(request, stream=request.stream + (index << 20))
-            answer = Answer(
+            seq = SequenceState(
                 next(self._numbers),
                 own.ids,
                 max_tokens=own.sampling.max_tokens,
-                born=now,
-                salt=own.sampling.cache_salt,
+                arrival=now,
+                cache_salt=own.sampling.cache_salt,
             )
-            state.answers.append(answer)
+            state.seqs.append(seq)
             keep = self._options.layer_stats is True
             state.builders.append(
-                AnswerBuilder(own, index, self.params.tokenizer, keep_layers=keep)
+                OutputBuilder(own, index, self.params.tokenizer, keep_layers=keep)
             )
         self._requests[request_id] = state
-        for answer, builder in zip(state.answers, state.builders, strict=True):
-            self._live[answer.number] = state, answer, builder
-            self.scheduler.add(answer)
+        for seq, builder in zip(state.seqs, state.builders, strict=True):
+            self._live[seq.number] = state, seq, builder
+            self.scheduler.add(seq)
         return state
 
     def abort(self, request_id: str) -> RequestState | None:
@@ -235,9 +235,9 @@ class Engine:
         state = self._requests.get(request_id)
         if state is None:
             return None
-        for answer, builder in zip(state.answers, state.builders, strict=True):
+        for seq, builder in zip(state.seqs, state.builders, strict=True):
             builder.end("abort")
-            self.scheduler.stop(answer)
+            self.scheduler.stop(seq)
         self._forget(state)
         return state
 
@@ -271,11 +271,11 @@ class Engine:
         begun, plan, planned = self._clock(), self.scheduler.plan(), self._clock()
         if not plan.empty:
             self.counters.count(plan, self.policy)
-            for chunk in plan.reading.chunks if plan.reading else ():
-                metrics = self._live[chunk.answer][0].metrics
+            for chunk in plan.prefill.chunks if plan.prefill else ():
+                metrics = self._live[chunk.seq][0].metrics
                 metrics.scheduled = metrics.scheduled or self._clock()
-            if plan.reading is not None and not self._in_flight:
-                self._runner.expect(plan.reading, len(self._live))
+            if plan.prefill is not None and not self._in_flight:
+                self._runner.expect(plan.prefill, len(self._live))
             pending = self._runner.run(plan)
             now = self._clock()
             self._in_flight += (
@@ -287,12 +287,12 @@ class Engine:
         lag = 0 if plan.empty or not self._in_flight else max(LAG, self._in_flight[-1].steps)
         first = True
         while self._in_flight and (
-            (there := self._in_flight[0].there)
+            (ready := self._in_flight[0].ready)
             or sum(pending.steps for pending in self._in_flight) > lag
             or self._far_ahead
         ):
             # if two finished since the last poll, the first one's finish time is unknown
-            for state in self._take(self._in_flight.popleft(), timed=first or not there):
+            for state in self._take(self._in_flight.popleft(), timed=first or not ready):
                 updates[id(state)] = state
             first = False
         self.counters.plan_seconds += planned - begun
@@ -309,12 +309,12 @@ class Engine:
             self._latency.observe(pending.work, took)
         self._taken, drafted, accepted = now, [], []
         for number, tokens, planned in results:
-            state, answer, builder = self._live.get(number, (None, None, None))
-            if state is None or answer is None or builder is None or builder.finish is not None:
+            state, seq, builder = self._live.get(number, (None, None, None))
+            if state is None or seq is None or builder is None or builder.finish is not None:
                 continue  # it ended while this was on its way
-            self.scheduler.gave(answer, planned, len(tokens.ids))
+            self.scheduler.record_tokens(seq, planned, len(tokens.ids))
             count = builder.take(tokens)
-            if isinstance(pending.work, Decoding) and self.sizes.drafts:
+            if isinstance(pending.work, DecodePlan) and self.sizes.drafts:
                 self.counters.count_drafts(tokens.drafted, len(tokens.ids))
                 drafted.append(tokens.drafted)
                 accepted.append(len(tokens.ids) - 1)
@@ -323,13 +323,13 @@ class Engine:
             updates.append(state)
             if builder.finish == "error":
                 logger.error("request %s: %s", state.request_id, NAN_LOGITS)
-                self.scheduler.memory.pool.forget(answer.blocks)
+                self.scheduler.memory.pool.uncache(seq.blocks)
             if builder.finish is not None:
                 made = builder.token_ids if builder.finish != "error" else ()
-                self.scheduler.stop(answer, made)
+                self.scheduler.stop(seq, made)
                 if state.finished:
                     self._forget(state)
-        if drafted and isinstance(pending.work, Decoding):
+        if drafted and isinstance(pending.work, DecodePlan):
             self._latency.observe_round(pending.work.num_rows, drafted, accepted, took)
         return updates
 
@@ -344,8 +344,8 @@ class Engine:
 
     def _forget(self, state: RequestState) -> None:
         self._requests.pop(state.request_id, None)
-        for answer in state.answers:
-            self._live.pop(answer.number, None)
+        for seq in state.seqs:
+            self._live.pop(seq.number, None)
 
     @property
     def _free_slots(self) -> int:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int32
 
 from jsparse.cache import ReadOnly, SharedPrefixes
 from jsparse.engine.packing import CHOICES, Packed, pack_for, pack_round
-from jsparse.engine.program_record import NewAnswer, engine_program
+from jsparse.engine.program_record import NewRequest, engine_program
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.sizes import EngineSizes, SamplingMode
 from jsparse.engine.slots import Slots
@@ -22,7 +22,7 @@ from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.rows import Batch, decode_steps, put, serviced, take
 from jsparse.runtime.shared_pages import SharedPages, scratch_group
 from jsparse.runtime.speculation import speculate
-from jsparse.runtime.spread_programs import OWN, SAME
+from jsparse.runtime.spread_programs import REPLICATED, SHARDED
 
 
 class DecodeRows(NamedTuple):
@@ -92,18 +92,18 @@ def _decoding_keys(
     ]
 
 
-def _of_answer(sizes: EngineSizes, answer: NewAnswer) -> list[ProgramKey]:
-    rows = sizes.rows_for(answer.rows)
-    key = decode_key(answer.choice, rows, drafts=sizes.drafts_for(rows))
-    return [key] if answer.new_tokens > 1 else []
+def _request_keys(sizes: EngineSizes, request: NewRequest) -> list[ProgramKey]:
+    rows = sizes.rows_for(request.rows)
+    key = decode_key(request.choice, rows, drafts=sizes.drafts_for(rows))
+    return [key] if request.new_tokens > 1 else []
 
 
 @engine_program(
     "choice",
-    of_nobody=_no_rows,
-    of_engine=_decoding_keys,
-    of_answer=_of_answer,
-    out=(OWN, SAME),
+    placeholders=_no_rows,
+    keys_of_engine=_decoding_keys,
+    keys_of_request=_request_keys,
+    out=(SHARDED, REPLICATED),
 )
 def decode(
     spec: EngineSpec,
@@ -112,16 +112,16 @@ def decode(
     *,
     choice: SamplingMode,
     weights: Weights,
-    beside: ReadOnly,
+    read_only: ReadOnly,
 ) -> tuple[Slots, Packed]:
     """Runs decode steps of some rows; a program for all has them in their order."""
     decoder, steps = spec.decoder, spec.sizes.steps
     static = decoder, spec.policy, CHOICES[choice], steps, pack_for(spec, choice)
-    run = partial(inlined(decode_steps), *static, weights, beside)
+    run = partial(inlined(decode_steps), *static, weights, read_only)
     return _decoded(spec, slots, asked, lambda part: run(part, asked.counts))
 
 
-@engine_program("choice", "drafts", of_nobody=_no_rows, out=(OWN, SAME))
+@engine_program("choice", "drafts", placeholders=_no_rows, out=(SHARDED, REPLICATED))
 def draft_and_verify(
     spec: EngineSpec,
     slots: Slots,
@@ -130,7 +130,7 @@ def draft_and_verify(
     choice: SamplingMode,
     drafts: int,
     weights: Weights,
-    beside: ReadOnly,
+    read_only: ReadOnly,
 ) -> tuple[Slots, Packed]:
     """Runs a round of speculation of some rows, as `decode` runs steps."""
     keep = pack_for(spec, choice, pack_round)
@@ -138,7 +138,7 @@ def draft_and_verify(
 
     def run(part: Batch[SharedPages]) -> tuple[Batch[SharedPages], Packed]:
         limits, most = part.made + asked.counts, jnp.int32(drafts)
-        return inlined(speculate)(*static, weights, beside, limits, most, part)
+        return inlined(speculate)(*static, weights, read_only, limits, most, part)
 
     return _decoded(spec, slots, asked, run)
 
@@ -169,12 +169,12 @@ def service_keys(sizes: EngineSizes, policy: Policy, *_: Any) -> list[ProgramKey
     return [service.key(rows, service=name) for name in policy.services.every]
 
 
-def behind_the_last(spec: EngineSpec, size: tuple[int, ...]) -> tuple[np.ndarray]:
+def past_end(spec: EngineSpec, size: tuple[int, ...]) -> tuple[np.ndarray]:
     """Returns the number behind the last row, for each row of a program."""
     return (np.full(size[0], spec.sizes.num_slots, np.int32),)
 
 
-@engine_program("service", of_nobody=behind_the_last, of_engine=service_keys)
+@engine_program("service", placeholders=past_end, keys_of_engine=service_keys)
 def service(
     spec: EngineSpec,
     slots: Slots,
@@ -182,7 +182,7 @@ def service(
     *,
     service: ServiceKind,
     weights: Weights,
-    beside: ReadOnly,
+    read_only: ReadOnly,
 ) -> Slots:
     """Runs one of the policy's services on some rows.
 
@@ -191,5 +191,5 @@ def service(
     """
     part = spec.memory.due(slots.rows, which)
     static = service, spec.decoder, spec.policy
-    part = serviced(*static, weights, beside, part, within=True)
+    part = serviced(*static, weights, read_only, part, within=True)
     return slots._replace(rows=spec.memory.after_service(slots.rows, part, which))

@@ -8,15 +8,15 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jsparse.cache import ReadOnly
-from jsparse.engine.program_record import NewAnswer, engine_program
+from jsparse.engine.program_record import NewRequest, engine_program
 from jsparse.engine.setup import EngineSpec
-from jsparse.engine.sizes import MAX_READING, EngineSizes
+from jsparse.engine.sizes import MAX_PREFILLS, EngineSizes
 from jsparse.engine.slots import Slots, no_knobs
 from jsparse.runtime.compilation import note_trace
-from jsparse.runtime.owners import put_rows
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.room import evict as evict_prompt
 from jsparse.runtime.shared_pages import scratch_group
+from jsparse.runtime.state_axes import put_rows
 
 
 class EvictRow(NamedTuple):
@@ -40,7 +40,7 @@ def _no_prompt(spec: EngineSpec, size: tuple[int, ...]) -> tuple[EvictRow, dict[
     scratch = scratch_group(spec.cache)
     columns: dict[str, Any] = {
         "slots": np.full(1, spec.sizes.num_slots, np.int32),
-        "places": np.full(1, MAX_READING, np.int32),
+        "places": np.full(1, MAX_PREFILLS, np.int32),
         "lengths": np.zeros(1, np.int32),
         "groups": np.full(size, scratch, np.int32),
         "kept": np.full((1, spec.sizes.evicted_pages), scratch, np.int32),
@@ -57,13 +57,13 @@ def _evict_keys(sizes: EngineSizes, *_: Any) -> list[ProgramKey]:
     return [evict.key(1, pages) for pages in sizes.prompt_pages]
 
 
-def _of_answer(sizes: EngineSizes, answer: NewAnswer) -> list[ProgramKey]:
-    return [evict_key(sizes, answer.end)] if sizes.evicted_pages else []
+def _request_keys(sizes: EngineSizes, request: NewRequest) -> list[ProgramKey]:
+    return [evict_key(sizes, request.end)] if sizes.evicted_pages else []
 
 
-@engine_program(of_nobody=_no_prompt, of_engine=_evict_keys, of_answer=_of_answer)
+@engine_program(placeholders=_no_prompt, keys_of_engine=_evict_keys, keys_of_request=_request_keys)
 def evict(
-    spec: EngineSpec, slots: Slots, asked: EvictRow, knobs: dict[str, Array], *, beside: ReadOnly
+    spec: EngineSpec, slots: Slots, asked: EvictRow, knobs: dict[str, Array], *, read_only: ReadOnly
 ) -> Slots:
     """Compresses a prompt that has been read, into groups of its own.
 
@@ -85,7 +85,7 @@ def evict(
         policy,
         memory.rows(groups, asked.lengths).of_rows(),
         spec.memory.state_of_prompts(slots, asked.slots, asked.places),
-        beside._replace(knobs=knobs or None),
+        read_only._replace(knobs=knobs or None),
         pages * spec.cache.page_size,
     )
     expected = jax.eval_shape(lambda: policy.init(decoding._replace(batch=1)))

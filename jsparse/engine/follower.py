@@ -50,7 +50,7 @@ class LeaderPrograms(Programs):
         self._made[wanted].result()  # what cannot be compiled is told to nobody
         self._send(wanted)
         own = jax.tree.map(np.asarray, arrays[1:])
-        self._link.tell({"run": _as_json(wanted)}, jax.tree.leaves(own))
+        self._link.send({"run": _as_json(wanted)}, jax.tree.leaves(own))
         made = super().run(wanted, *arrays[:1], *own)
         if self._check and _chooses(wanted):
             found = [_digests(made[1]), *(peer.receive()[0]["chose"] for peer in self._link.peers)]
@@ -79,7 +79,7 @@ class LeaderPrograms(Programs):
             if key not in self._sent:
                 made = cast(Sendable, self._made[key].result())
                 data = np.frombuffer(made.data, np.uint8)
-                self._link.tell({"program": _as_json(key)}, [data])
+                self._link.send({"program": _as_json(key)}, [data])
                 self._sent.add(key)
 
 
@@ -91,20 +91,22 @@ def follow_and_exit(spec: EngineSpec, link: Link, *, check_ranks: bool) -> NoRet
             signal.signal(each, signal.SIG_IGN)
     programs, slots = Programs(spec), tuple[Slots, ...]()
     try:
-        for said, arrays in link.told():
+        for said, arrays in link.messages():
             if "program" in said:
                 programs.adopt(_key(said["program"]), arrays[0].tobytes())
                 continue
             key = _key(said["run"])
-            structure = jax.tree.structure(programs.of_nobody(key.name, key.size) if slots else ())
+            structure = jax.tree.structure(
+                programs.placeholders(key.name, key.size) if slots else ()
+            )
             made = programs.run(key, *slots, *jax.tree.unflatten(structure, arrays))
             slots = (made if isinstance(made, Slots) else made[0],)
             if check_ranks and _chooses(key):
-                link.tell({"chose": _digests(made[1])})
+                link.send({"chose": _digests(made[1])})
         jax.block_until_ready(slots)
         raise SystemExit(0)
     except Exception as error:
-        link.tell({"failed": repr(error)})
+        link.send({"failed": repr(error)})
         raise
 
 
@@ -130,7 +132,7 @@ def agree(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
         "policy": spec.policy.name,
         "sizes": json.dumps(sizes | options),
     }
-    first, *others = link.everyone("engine", own)
+    first, *others = link.all_gather("engine", own)
     for nth, other in enumerate(others, 1):
         for what, theirs in other.items():
             if theirs != first[what]:

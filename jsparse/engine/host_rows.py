@@ -16,7 +16,7 @@ from jaxtyping import Array, Int32
 from jsparse import cache as kv_cache
 from jsparse.cache import KVCache, LayerCache, ReadOnly
 from jsparse.engine.row_memory import DeviceRows, EvictingRows
-from jsparse.engine.slots import ReadRows, Slots
+from jsparse.engine.slots import PrefillRows, Slots
 from jsparse.hooks import State
 from jsparse.host_memory.pages import Leaving
 from jsparse.host_memory.pool import pools
@@ -24,10 +24,10 @@ from jsparse.host_memory.tails import in_tail, newest_pages
 from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime import capacity
 from jsparse.runtime.host_store import OnHost, page_bytes, with_newest
-from jsparse.runtime.owners import put_state, take_state
 from jsparse.runtime.prefill import PrefillCarry
 from jsparse.runtime.rows import Batch
 from jsparse.runtime.shared_pages import Pool, SharedPages, empty_rows
+from jsparse.runtime.state_axes import put_state, take_state
 from jsparse.runtime.store import on_host
 from jsparse.shapes import Rows
 
@@ -62,7 +62,7 @@ class HostRows(DeviceRows):
             return on_device
         return on_device + groups * self.host_group_bytes
 
-    def bytes_beside_pool(self, prompts: int, chunk: int) -> int:
+    def bytes_outside_pool(self, prompts: int, chunk: int) -> int:
         """Returns the bytes on the device of what is on its way to host memory and back.
 
         These are the rows' tails and resident heads; of prompts that are being read, a layer and
@@ -88,7 +88,7 @@ class HostRows(DeviceRows):
         return empty_rows(spec, tuple(map(of_all, layers))), self.policy.init(spec), ()
 
     def of_prompts(
-        self, slots: Slots, asked: ReadRows, lengths: Rows, size: int
+        self, slots: Slots, asked: PrefillRows, lengths: Rows, size: int
     ) -> tuple[KVCache, State]:
         """Returns prompts as a batch, whose pages lie in their order.
 
@@ -105,14 +105,14 @@ class HostRows(DeviceRows):
         state = take_state(self.policy, spec, slots.rows.state, asked.slots, pages)
         return own._replace(layers=tuple(layers), positions=lengths), state
 
-    def after_reading(
-        self, slots: Slots, asked: ReadRows, end: Rows, carry: PrefillCarry
+    def after_prefill(
+        self, slots: Slots, asked: PrefillRows, end: Rows, carry: PrefillCarry
     ) -> tuple[Batch[SharedPages], State]:
         """Returns rows of which these have other groups and tokens, and the state of prompts."""
         rows, pages = slots.rows, slots.rows.cache.pages_of(asked.groups)
         state = put_state(self.policy, self._prompts, rows.state, carry.state, asked.slots, pages)
         cache = rows.cache.placed(asked.slots, asked.groups, end)
-        return rows._replace(cache=cache, state=state), slots.reading
+        return rows._replace(cache=cache, state=state), slots.prefill_state
 
     def leaving(self, cache: KVCache, first: Rows, size: int) -> tuple[Leaving, ...]:
         """Returns the pages of each row's tokens from `first` on, at most `size`, by layer."""
@@ -120,9 +120,9 @@ class HostRows(DeviceRows):
         first = jnp.broadcast_to(first[:, None], heads)
         return tuple(map(partial(newest_pages, first=first, max_new=size), cache.layers))
 
-    def with_newest(self, cache: KVCache, beside: ReadOnly) -> KVCache:
+    def with_newest(self, cache: KVCache, read_only: ReadOnly) -> KVCache:
         """Returns prompts with their newest tokens in their tails."""
-        return with_newest(cache, beside.host)
+        return with_newest(cache, read_only.host)
 
     def after_service(
         self, rows: Batch[SharedPages], part: Batch[SharedPages], which: Int32[Array, "n"]

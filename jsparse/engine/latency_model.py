@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from jsparse.engine.sizes import EngineSizes
-from jsparse.engine.step_plan import Decoding, Reading
+from jsparse.engine.step_plan import DecodePlan, PrefillPlan
 from jsparse.models.config import ModelConfig
 from jsparse.runtime.draft_length import DraftLength
 
@@ -30,9 +30,9 @@ class LatencyModel:
         self._per_work: dict[tuple[int, int], deque[float]] = defaultdict(newest)
         self._per_step: dict[int, deque[float]] = defaultdict(newest)
 
-    def observe(self, work: Reading | Decoding, milliseconds: float) -> None:
+    def observe(self, work: PrefillPlan | DecodePlan, milliseconds: float) -> None:
         """Records the time of a program."""
-        if isinstance(work, Decoding):
+        if isinstance(work, DecodePlan):
             self._per_step[work.num_rows].append(milliseconds / work.steps)
         elif not work.replay:
             per_work = milliseconds / self._work(*_shape(work))
@@ -55,13 +55,13 @@ class LatencyModel:
         """Whether the chosen number of drafts has often been 0."""
         return self._length.idles
 
-    def expected(self, work: Reading | Decoding) -> float:
+    def expected(self, work: PrefillPlan | DecodePlan) -> float:
         """Returns the milliseconds that a program will take; 0 without measurements."""
-        if isinstance(work, Decoding):
+        if isinstance(work, DecodePlan):
             return work.steps * (self.step(work.num_rows) or 0)
-        return self.reading(*_shape(work)) or 0
+        return self.prefill(*_shape(work)) or 0
 
-    def reading(self, rows: int, size: int, start: int) -> float | None:
+    def prefill(self, rows: int, size: int, start: int) -> float | None:
         """Returns the milliseconds of a prefill program; None without measurements.
 
         A program is taken to be at least as fast per token as smaller ones, so that a size that was
@@ -85,6 +85,6 @@ class LatencyModel:
         return rows * size * (1 + (start + size / 2) / self._even)
 
 
-def _shape(work: Reading) -> tuple[int, int, int]:
+def _shape(work: PrefillPlan) -> tuple[int, int, int]:
     """Returns the number and the size of chunks, and the position where the last of them begins."""
     return work.num_rows, work.size, max(chunk.start for chunk in work.chunks)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jsparse.engine.loading import load_engine
 from jsparse.engine.outputs import RequestOutput
-from jsparse.engine.progress import OnAnswer, progress
+from jsparse.engine.progress import OnOutput, progress
 from jsparse.models.checkpoint import Params
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.names import ANSWER, CHAT, ENGINE, METHODS, takes
@@ -181,7 +181,7 @@ class LLM:
         asked: Sequence[Request],
         texts: Sequence[str | None],
         on_output: Callable[[RequestOutput], Any] | None,
-        bar: OnAnswer,
+        bar: OnOutput,
     ) -> list[RequestOutput]:
         engine, names = self.engine, []
         done: dict[str, RequestOutput] = {}

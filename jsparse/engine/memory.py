@@ -1,4 +1,4 @@
-"""Allocates page groups to answers: prefix sharing, growth, admission and swapping."""
+"""Allocates page groups to sequences: prefix sharing, growth, admission and swapping."""
 
 import itertools
 from bisect import bisect
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 from jsparse.engine.blocks import BlockPool, CacheBlock
 from jsparse.engine.sizes import EngineSizes, Rules
-from jsparse.engine.step_plan import Answer
+from jsparse.engine.step_plan import SequenceState
 
 
 class Memory:
-    """Allocates the groups of an answer's prompt on admission, and those of its tokens later.
+    """Allocates the groups of a sequence's prompt on admission, and those of its tokens later.
 
-    An answer begins or grows only if every running answer can still finish, so that none is ever
+    A sequence begins or grows only if every running sequence can still finish, so that none is ever
     preempted for good. If host memory can hold the pages that do not fit on the device, all of them
-    can finish side by side, and a stalled answer is swapped out. Otherwise they finish one at a
-    time, and a stalled answer keeps its groups.
+    can finish side by side, and a stalled sequence is swapped out. Otherwise they finish one at a
+    time, and a stalled sequence keeps its groups.
 
     Attributes:
         pool: the groups, and the blocks of shared prefixes.
@@ -29,7 +29,7 @@ class Memory:
         self.swapped = 0
 
     def require_room(self, prompt: int, max_tokens: int) -> None:
-        """Raises ValueError unless a prompt and an answer of these sizes can ever fit."""
+        """Raises ValueError unless a prompt and a sequence of these sizes can ever fit."""
         sizes, tokens = self.sizes, prompt + max_tokens
         if tokens > sizes.max_model_len:
             raise ValueError(
@@ -47,11 +47,11 @@ class Memory:
             )
 
     def _needed(self, prompt: int, new: int) -> int:
-        """Returns the groups of an answer with `new` tokens after its prompt."""
+        """Returns the groups of a sequence with `new` tokens after its prompt."""
         return self.sizes.groups_for(self.rules.slots(prompt, new))
 
     def _first(self, prompt: int, max_tokens: int) -> int:
-        """Returns the groups that an answer needs until it decodes.
+        """Returns the groups that a sequence needs until it decodes.
 
         They are those of its prompt and of its first tokens; if the policy evicts, also those of
         the uncompressed prompt.
@@ -59,121 +59,124 @@ class Memory:
         kept = self._needed(prompt, min(max_tokens, self.sizes.growth_tokens))
         return kept + self.sizes.groups_for(prompt) if self.sizes.evicted_pages else kept
 
-    def admit(self, answer: Answer, begun: Sequence[Answer]) -> bool:
-        """Allocates an answer's prompt and first tokens; returns False if it must wait."""
-        shared = answer.keys[: self._shareable(answer)]
-        first = self._first(len(answer.ids), answer.max_tokens)
+    def admit(self, seq: SequenceState, begun: Sequence[SequenceState]) -> bool:
+        """Allocates a sequence's prompt and first tokens; returns False if it must wait."""
+        shared = seq.keys[: self._shareable(seq)]
+        first = self._first(len(seq.ids), seq.max_tokens)
         wanted = first - len(shared) * self._block_groups
         left = self.pool.available - self.pool.idle(shared) - wanted
-        later = max(0, self._missing(answer) - (wanted if self.sizes.evicted_pages else first))
+        later = max(0, self._missing(seq) - (wanted if self.sizes.evicted_pages else first))
         claim = later, wanted, self.pool.find(shared)
-        # a single answer always fits, but idle blocks may hold its prompt's groups
-        can_end = not begun or self._fit_with_host([*begun, answer])
-        if left < 0 or not (can_end or self._all_can_end(begun, left, claim)):
+        # a single sequence always fits, but idle blocks may hold its prompt's groups
+        can_finish = not begun or self._fit_with_host([*begun, seq])
+        if left < 0 or not (can_finish or self._all_can_finish(begun, left, claim)):
             return False
-        answer.blocks = self.pool.hold(shared)
-        answer.own = self.pool.take(wanted)
+        seq.blocks = self.pool.acquire(shared)
+        seq.private_groups = self.pool.allocate(wanted)
         if self.sizes.evicted_pages:
-            cut = len(answer.own) - first + self.sizes.groups_for(len(answer.ids))
-            answer.own, answer.kept = answer.own[:cut], answer.own[cut:]
-        answer.known = answer.cached = len(shared) * self.sizes.block_tokens
-        answer.read = 0 if self.rules.replays else answer.known
+            cut = len(seq.private_groups) - first + self.sizes.groups_for(len(seq.ids))
+            seq.private_groups, seq.kept_groups = (
+                seq.private_groups[:cut],
+                seq.private_groups[cut:],
+            )
+        seq.kv_tokens = seq.cached_tokens = len(shared) * self.sizes.block_tokens
+        seq.prefilled = 0 if self.rules.replays else seq.kv_tokens
         return True
 
-    def release(self, answer: Answer) -> None:
-        """Frees the groups and blocks of an answer."""
-        self.pool.drop(answer.blocks)
-        self.pool.give_back([*answer.own, *answer.kept])
-        answer.blocks, answer.own, answer.kept = [], [], []
+    def release(self, seq: SequenceState) -> None:
+        """Frees the groups and blocks of a sequence."""
+        self.pool.release(seq.blocks)
+        self.pool.free([*seq.private_groups, *seq.kept_groups])
+        seq.blocks, seq.private_groups, seq.kept_groups = [], [], []
 
-    def compress(self, answer: Answer) -> list[int]:
-        """Moves an answer to the groups of its compressed prompt, and returns them.
+    def compress(self, seq: SequenceState) -> list[int]:
+        """Moves a sequence to the groups of its compressed prompt, and returns them.
 
         The groups of the uncompressed prompt are freed. Returns [] if the policy does not evict.
         """
-        kept, answer.kept = answer.kept, []
+        kept, seq.kept_groups = seq.kept_groups, []
         if kept:
-            self.release(answer)
-            answer.own = kept
+            self.release(seq)
+            seq.private_groups = kept
         return list(kept)
 
-    def _shareable(self, answer: Answer) -> int:
+    def _shareable(self, seq: SequenceState) -> int:
         """Returns the number of leading blocks of a prompt that are cached and may be shared."""
         sizes = self.sizes
-        maximum = len(answer.ids) - max(1, self.rules.window)
-        known = self.pool.known(answer.keys) * sizes.block_tokens
+        maximum = len(seq.ids) - max(1, self.rules.window)
+        known = self.pool.num_cached(seq.keys) * sizes.block_tokens
         return sizes.hit_end(max(0, min(maximum, known))) // sizes.block_tokens
 
-    def take_over(self, answer: Answer) -> None:
+    def take_over(self, seq: SequenceState) -> None:
         """Takes over cached blocks that others have computed since.
 
         The policy's state must begin anew if the tokens in between are not replayed to it.
         """
-        blocks = self._shareable(answer)
+        blocks = self._shareable(seq)
         tokens = blocks * self.sizes.block_tokens
-        if tokens <= answer.known:
+        if tokens <= seq.kv_tokens:
             return
-        held = len(answer.blocks)
-        groups = (blocks - held) * self._block_groups
-        answer.blocks += self.pool.hold(answer.keys[held:blocks])
-        self.pool.give_back(answer.own[:groups])
-        answer.own = answer.own[groups:]
-        answer.cached += tokens - answer.known
-        answer.known = tokens
+        old = len(seq.blocks)
+        groups = (blocks - old) * self._block_groups
+        seq.blocks += self.pool.acquire(seq.keys[old:blocks])
+        self.pool.free(seq.private_groups[:groups])
+        seq.private_groups = seq.private_groups[groups:]
+        seq.cached_tokens += tokens - seq.kv_tokens
+        seq.kv_tokens = tokens
         if not self.rules.replays:
-            answer.read, answer.fresh = tokens, True
+            seq.prefilled, seq.fresh = tokens, True
 
-    def share(self, answer: Answer) -> None:
+    def share(self, seq: SequenceState) -> None:
         """Adds the whole blocks that were computed to the prefix cache, unless they are in it."""
-        for key in answer.keys[len(answer.blocks) : answer.read // self.sizes.block_tokens]:
-            if self.pool.known([key]):
+        for key in seq.keys[len(seq.blocks) : seq.prefilled // self.sizes.block_tokens]:
+            if self.pool.num_cached([key]):
                 return
-            groups = answer.own[: self._block_groups]
-            answer.own = answer.own[self._block_groups :]
-            answer.blocks.append(self.pool.share(key, groups))
+            groups = seq.private_groups[: self._block_groups]
+            seq.private_groups = seq.private_groups[self._block_groups :]
+            seq.blocks.append(self.pool.share(key, groups))
 
     @property
     def _block_groups(self) -> int:
         return self.sizes.block_tokens // self.sizes.page_size
 
-    def steps_left(self, answer: Answer, steps: int) -> int:
-        """Returns the number of steps, up to `steps`, that fit an answer's groups.
+    def steps_left(self, seq: SequenceState, steps: int) -> int:
+        """Returns the number of steps, up to `steps`, that fit a sequence's groups.
 
-        A head holds one token less than the prompt and the answer have.
+        A head holds one token less than the prompt and the sequence have.
         """
-        prompt, made, groups = len(answer.ids), answer.sent - 1, self.num_groups(answer)
+        prompt, made, groups = len(seq.ids), seq.planned - 1, self.num_groups(seq)
         if self._needed(prompt, made + steps) <= groups:
             return steps
         too_many = range(1, steps + 1)
         return bisect(too_many, False, key=lambda n: self._needed(prompt, made + n) > groups)
 
-    def grow(self, answer: Answer, steps: int, begun: Sequence[Answer]) -> list[int]:
+    def grow(self, seq: SequenceState, steps: int, begun: Sequence[SequenceState]) -> list[int]:
         """Allocates the memory of `steps` further decode steps; returns the new groups.
 
-        Returns [] if the answer has enough, or if another could then not finish: the answer stalls
-        until others finish.
+        Returns [] if the sequence has enough. Also returns [] if another one could then not finish:
+        the sequence stalls until others finish.
         """
-        if self.steps_left(answer, steps) >= steps:
+        if self.steps_left(seq, steps) >= steps:
             return []
-        count = min(self.sizes.growth, self._missing(answer), self.pool.available)
-        if count == 0 or not self._may_grow(answer, count, begun):
+        count = min(self.sizes.growth, self._missing(seq), self.pool.available)
+        if count == 0 or not self._may_grow(seq, count, begun):
             return []
-        groups = self.pool.take(count)
-        answer.own += groups
+        groups = self.pool.allocate(count)
+        seq.private_groups += groups
         return groups
 
-    def lacks_pages(self, answer: Answer, begun: Sequence[Answer]) -> bool:
-        """Returns whether an answer needs another one to be swapped out, rather than to finish.
+    def lacks_pages(self, seq: SequenceState, begun: Sequence[SequenceState]) -> bool:
+        """Returns whether a sequence needs another one to be swapped out, rather than to finish.
 
         It has no memory for a step, and none is free.
         """
-        short = self.pool.available == 0 and self.steps_left(answer, 1) == 0
+        short = self.pool.available == 0 and self.steps_left(seq, 1) == 0
         return short and self._fit_with_host(begun)
 
-    def _fit_with_host(self, begun: Sequence[Answer]) -> bool:
-        """Returns whether device and host memory together hold all that these answers will need.
+    def _fit_with_host(self, begun: Sequence[SequenceState]) -> bool:
+        """Returns whether device and host memory together hold all that these sequences will need.
 
-        Room for two of the largest answers is kept free, since an answer moves as a whole: then
+        Room for two of the largest sequences is kept free, since a sequence moves as a whole: then
         either a stalled one can be swapped out, or another one can finish.
         """
         sizes = self.sizes
@@ -182,10 +185,10 @@ class Memory:
             return False
         needs = (
             max(
-                self._first(len(own.ids), own.max_tokens),
-                self._needed(len(own.ids), own.max_tokens),
+                self._first(len(each.ids), each.max_tokens),
+                self._needed(len(each.ids), each.max_tokens),
             )
-            for own in begun
+            for each in begun
         )
         return sum(map(self._on_host, needs)) <= self.pool.size + room
 
@@ -194,92 +197,96 @@ class Memory:
         part = self.sizes.moved_groups
         return -(-groups // part) * part
 
-    def _may_grow(self, answer: Answer, count: int, begun: Sequence[Answer]) -> bool:
-        """Returns whether every answer could still finish if one had `count` groups more."""
+    def _may_grow(self, seq: SequenceState, count: int, begun: Sequence[SequenceState]) -> bool:
+        """Returns whether every sequence could still finish if one had `count` groups more."""
         if self._fit_with_host(begun):
             return True
-        answer.own += [-1] * count
-        may = self._all_can_end(begun, self.pool.available - count)
-        del answer.own[len(answer.own) - count :]
+        seq.private_groups += [-1] * count
+        may = self._all_can_finish(begun, self.pool.available - count)
+        del seq.private_groups[len(seq.private_groups) - count :]
         return may
 
-    def can_swap_out(self, answer: Answer) -> bool:
-        """Returns whether host memory has room for an answer's pages."""
-        return self.swapped + self._on_host(self.num_groups(answer)) <= self.sizes.host_groups
+    def can_swap_out(self, seq: SequenceState) -> bool:
+        """Returns whether host memory has room for a sequence's pages."""
+        return self.swapped + self._on_host(self.num_groups(seq)) <= self.sizes.host_groups
 
-    def swap_out(self, answer: Answer, swapped: Sequence[Answer]) -> list[int]:
-        """Frees the groups of an answer whose pages go to host memory, and returns them.
+    def swap_out(self, seq: SequenceState, swapped: Sequence[SequenceState]) -> list[int]:
+        """Frees the groups of a sequence whose pages go to host memory, and returns them.
 
-        The answer keeps blocks that others share, as long as the blocks of all `swapped` answers
-        leave room for the largest answer, so that the others can finish.
+        The sequence keeps blocks that others share, provided the blocks of all `swapped` sequences
+        leave room for the largest one, so that the others can finish.
         """
-        stay = [*itertools.takewhile(lambda block: block.holders > 1, answer.blocks)]
+        stay = [*itertools.takewhile(lambda block: block.references > 1, seq.blocks)]
         staying = {*stay, *(block for other in swapped for block in other.blocks)}
         if len(staying) * self._block_groups + self.sizes.row_groups > self.pool.size:
             stay = []
-        groups = answer.groups[len(stay) * self._block_groups :]
-        self.pool.drop(answer.blocks[len(stay) :])
-        self.pool.give_back(answer.own)
-        answer.blocks, answer.own, answer.swapped = stay, [], len(groups)
-        self.swapped += self._on_host(answer.swapped)
+        groups = seq.groups[len(stay) * self._block_groups :]
+        self.pool.release(seq.blocks[len(stay) :])
+        self.pool.free(seq.private_groups)
+        seq.blocks, seq.private_groups, seq.swapped = stay, [], len(groups)
+        self.swapped += self._on_host(seq.swapped)
         return groups
 
-    def swap_in(self, answer: Answer, spare: int) -> list[int]:
-        """Allocates groups for the pages of a swapped answer, and returns them.
+    def swap_in(self, seq: SequenceState, spare: int) -> list[int]:
+        """Allocates groups for the pages of a swapped sequence, and returns them.
 
         Returns [] if fewer than `spare` would be left, or no page for its next token.
         """
-        needed = self._needed(len(answer.ids), answer.sent) - self.num_groups(answer)
-        if self.pool.available < max(answer.swapped, needed) + spare:
+        needed = self._needed(len(seq.ids), seq.planned) - self.num_groups(seq)
+        if self.pool.available < max(seq.swapped, needed) + spare:
             return []
-        answer.own = self.pool.take(answer.swapped)
-        self.forget(answer)
-        return answer.own
+        seq.private_groups = self.pool.allocate(seq.swapped)
+        self.free_host(seq)
+        return seq.private_groups
 
-    def forget(self, answer: Answer) -> None:
-        """Frees the host memory of an answer."""
-        self.swapped -= self._on_host(answer.swapped)
-        answer.swapped = 0
+    def free_host(self, seq: SequenceState) -> None:
+        """Frees the host memory of a sequence."""
+        self.swapped -= self._on_host(seq.swapped)
+        seq.swapped = 0
 
-    def num_groups(self, answer: Answer) -> int:
-        """Returns the number of groups that an answer holds."""
-        return len(answer.blocks) * self._block_groups + len(answer.own) + len(answer.kept)
+    def num_groups(self, seq: SequenceState) -> int:
+        """Returns the number of groups that a sequence holds."""
+        return len(seq.blocks) * self._block_groups + len(seq.private_groups) + len(seq.kept_groups)
 
-    def _missing(self, answer: Answer) -> int:
-        """Returns the groups that an answer still needs for all its tokens.
+    def _missing(self, seq: SequenceState) -> int:
+        """Returns the groups that a sequence still needs for all its tokens.
 
         If the policy evicts, its blocks do not count: it leaves them before it decodes.
         """
-        needed = self._needed(len(answer.ids), answer.max_tokens)
-        held = self.num_groups(answer)
+        needed = self._needed(len(seq.ids), seq.max_tokens)
+        allocated = self.num_groups(seq)
         if self.sizes.evicted_pages:
-            held -= len(answer.blocks) * self._block_groups
-        return max(0, needed - held)
+            allocated -= len(seq.blocks) * self._block_groups
+        return max(0, needed - allocated)
 
-    def _all_can_end(
+    def _all_can_finish(
         self,
-        begun: Sequence[Answer],
+        begun: Sequence[SequenceState],
         available: int,
         further: tuple[int, int, list[CacheBlock]] = (0, 0, []),
     ) -> bool:
-        """Returns whether every running answer can still finish, one at a time.
+        """Returns whether every running sequence can still finish, one at a time.
 
-        This is the banker's algorithm (Dijkstra, EWD 108): the answer that needs least gets it,
+        This is the banker's algorithm (Dijkstra, EWD 108): the sequence that needs least gets it,
         finishes and frees its groups for the others. `available` groups are free; `further` is an
-        answer about to begin: the groups that it needs, those that it has, and its blocks.
+        sequence about to begin: the groups that it needs, those that it has, and its blocks.
         """
         claims = [
-            (self._missing(answer), len(answer.own) + len(answer.kept), answer.blocks)
-            for answer in begun
+            (
+                self._missing(seq),
+                len(seq.private_groups) + len(seq.kept_groups),
+                seq.blocks,
+            )
+            for seq in begun
         ]
         claims.append(further)
         if sum(missing for missing, _, _ in claims) <= available:
             return True
-        holders = Counter(block for _, _, blocks in claims for block in blocks)
-        for missing, own, blocks in sorted(claims, key=lambda claim: claim[0]):
+        references = Counter(block for _, _, blocks in claims for block in blocks)
+        for missing, private, blocks in sorted(claims, key=lambda claim: claim[0]):
             if missing > available:
                 return False
-            holders.subtract(blocks)
-            free = sum(len(block.groups) for block in blocks if not holders[block])
-            available += own + free
+            references.subtract(blocks)
+            free = sum(len(block.groups) for block in blocks if not references[block])
+            available += private + free
         return True

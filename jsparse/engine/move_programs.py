@@ -1,4 +1,4 @@
-"""Moves the pages of answers that others make room for, to host memory and back."""
+"""Moves the pages of sequences that others make room for, to host memory and back."""
 
 from typing import Any, NamedTuple
 
@@ -8,15 +8,15 @@ import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
 from jsparse.engine.packing import joined, parted
+from jsparse.engine.prefill_programs import start
 from jsparse.engine.program_record import engine_program
-from jsparse.engine.read_programs import start
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.sizes import EngineSizes
 from jsparse.engine.slots import Slots
 from jsparse.runtime.compilation import note_trace
-from jsparse.runtime.owners import put_pages, take_pages
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.shared_pages import Pool, scratch_group
+from jsparse.runtime.state_axes import put_pages, take_pages
 
 
 class MovedGroups(NamedTuple):
@@ -64,14 +64,14 @@ def _swap_keys(sizes: EngineSizes, *_: Any) -> list[ProgramKey]:
     return [swap_out.key(1), swap_in.key(1)] if sizes.host_groups else []
 
 
-@engine_program(of_nobody=no_groups, of_engine=_swap_keys, donates=False)
+@engine_program(placeholders=no_groups, keys_of_engine=_swap_keys, donates=False)
 def swap_out(spec: EngineSpec, slots: Slots, moved: MovedGroups) -> SwappedPages:
     """Returns the pages of some groups, which others get then."""
     note_trace()
     return joined(_pages(spec, slots, moved))
 
 
-@engine_program(of_nobody=_no_pages)
+@engine_program(placeholders=_no_pages)
 def swap_in(spec: EngineSpec, slots: Slots, moved: MovedGroups, swapped: SwappedPages) -> Slots:
     """Puts pages that `swap_out` returned into other groups of their row."""
     note_trace()

@@ -15,7 +15,7 @@ from jsparse.engine.sizes import SamplingMode
 from jsparse.runtime.collecting import NewTokens, shares
 from jsparse.runtime.rows import Step
 from jsparse.runtime.sampling import ChooseFn, greedy, sampled, top_logprobs
-from jsparse.runtime.speculation import Round
+from jsparse.runtime.speculation import VerificationRound
 from jsparse.shapes import Rows
 
 # The results of n steps for each row: the token; the bits of its log-probability and of the shares
@@ -47,7 +47,7 @@ def pack(step: Step, num_layers: int, *, layer_stats: bool, top: bool) -> Int32[
     return jnp.concatenate(columns, axis=1)
 
 
-def pack_round(made: Round, num_layers: int, *, layer_stats: bool, top: bool) -> Packed:
+def pack_round(made: VerificationRound, num_layers: int, *, layer_stats: bool, top: bool) -> Packed:
     """Returns the results of a round of speculation.
 
     Places without a token hold REJECTED, or NOT_DRAFTED.

@@ -44,9 +44,9 @@ def pool_groups(
     """
     policy, spec, on_host = rows.policy, rows.decoding, rows.host_group_bytes
     utilization = options.gpu_memory_utilization
-    each, beside = group_bytes(rows)
-    beside += rows.bytes_beside_pool(prompts, chunk)
-    there = memory.available_bytes(utilization, spec.ranks) - beside
+    each, fixed_bytes = group_bytes(rows)
+    fixed_bytes += rows.bytes_outside_pool(prompts, chunk)
+    there = memory.available_bytes(utilization, spec.ranks) - fixed_bytes
     maximum = int(there // each) if each else sys.maxsize
     maximum = max(0, maximum) if there >= 0 else 0
     host_bytes = host_store.available_host_bytes() if on_host else 0
@@ -55,7 +55,7 @@ def pool_groups(
             maximum = min(maximum, int(DEFAULT_HOST_SHARE * host_bytes) // on_host)
         keeps_prompts = _on_gpu() and policy.shares is not None and not on_host
         # shared pages count once
-        all_rows = spec.batch * spec.num_pages + rows.reading_pages
+        all_rows = spec.batch * spec.num_pages + rows.prefill_pages
         wanted = maximum if keeps_prompts else min(maximum, all_rows + 1)
     else:
         wanted = -(-options.kv_cache_tokens // spec.page_size) + 1
@@ -70,8 +70,8 @@ def pool_groups(
         where = f" in host memory, tails of {spec.batch} rows" if on_host else ""
         raise ValueError(
             f"K and V of {tokens} tokens{where} and the state of {policy} take "
-            f"{memory.size(beside + max(wanted, 2) * each)}: must fit in the "
-            f"{memory.size(max(0, there + beside))} that gpu_memory_utilization={utilization} "
+            f"{memory.size(fixed_bytes + max(wanted, 2) * each)}: must fit in the "
+            f"{memory.size(max(0, there + fixed_bytes))} that gpu_memory_utilization={utilization} "
             "leaves beside the model"
         )
     return wanted

@@ -10,10 +10,10 @@ from jsparse.engine.sizes import EngineSizes, SamplingMode
 from jsparse.policy import Policy
 from jsparse.runtime.compilation import Program, program
 from jsparse.runtime.program_set import ProgramKey
-from jsparse.runtime.spread_programs import OWN
+from jsparse.runtime.spread_programs import SHARDED
 
 
-class NewAnswer(NamedTuple):
+class NewRequest(NamedTuple):
     """Describes an answer whose prompt is read alone, to name the programs that it needs.
 
     Attributes:
@@ -41,21 +41,21 @@ class EngineProgram:
 
     Attributes:
         body: the function, `body(spec, slots, *inputs, **static)`. It may also take the model's
-            `weights`, and `beside`, the arrays that programs only read.
-        of_nobody: returns the inputs, on the host, with which a program of this size changes no
+            `weights`, and `read_only`, the arrays that programs only read.
+        placeholders: returns the inputs, on the host, with which a program of this size changes no
             row; a service takes rows behind the last, which stand for a copy of it.
-        of_engine: returns the keys of the programs that an engine of these sizes may run for
+        keys_of_engine: returns the keys of the programs that an engine of these sizes may run for
             answers whose tokens are chosen in these ways.
-        of_answer: returns the keys of the programs that one answer needs.
+        keys_of_request: returns the keys of the programs that one answer needs.
         static: the names of static arguments.
         donates: whether it takes the slots and returns them, as its first result.
         out: OWN or SAME for each result, where the model is spread over several devices.
     """
 
     body: Callable[..., Any]
-    of_nobody: Callable[[EngineSpec, tuple[int, ...]], tuple[Any, ...]]
-    of_engine: Callable[[EngineSizes, Policy, Sequence[SamplingMode]], list[ProgramKey]]
-    of_answer: Callable[[EngineSizes, NewAnswer], list[ProgramKey]]
+    placeholders: Callable[[EngineSpec, tuple[int, ...]], tuple[Any, ...]]
+    keys_of_engine: Callable[[EngineSizes, Policy, Sequence[SamplingMode]], list[ProgramKey]]
+    keys_of_request: Callable[[EngineSizes, NewRequest], list[ProgramKey]]
     static: tuple[str, ...]
     donates: bool
     out: Any
@@ -72,22 +72,24 @@ class EngineProgram:
     def compiled_for(self, spec: EngineSpec) -> Program:
         """Returns the program of an engine, on all ranks if its model is spread over several."""
         options: dict[str, Any] = {"donate_argnames": "slots"} if self.donates else {}
-        options |= {"own": ("slots", "weights"), "out": self.out}
+        options |= {"sharded": ("slots", "weights"), "out": self.out}
         body = partial(self.body, spec)
         return program(body, static_argnames=self.static, **options).on(spec.deployment.params.mesh)
 
 
 def engine_program(
     *static: str,
-    of_nobody: Callable[[EngineSpec, tuple[int, ...]], tuple[Any, ...]],
-    of_engine: Callable[..., list[ProgramKey]] = no_keys,
-    of_answer: Callable[..., list[ProgramKey]] = no_keys,
+    placeholders: Callable[[EngineSpec, tuple[int, ...]], tuple[Any, ...]],
+    keys_of_engine: Callable[..., list[ProgramKey]] = no_keys,
+    keys_of_request: Callable[..., list[ProgramKey]] = no_keys,
     donates: bool = True,
-    out: Any = OWN,
+    out: Any = SHARDED,
 ) -> Callable[[Callable[..., Any]], EngineProgram]:
     """Makes an EngineProgram of a function with these static arguments."""
 
     def made(body: Callable[..., Any]) -> EngineProgram:
-        return EngineProgram(body, of_nobody, of_engine, of_answer, static, donates, out)
+        return EngineProgram(
+            body, placeholders, keys_of_engine, keys_of_request, static, donates, out
+        )
 
     return made

@@ -23,8 +23,8 @@ from jsparse.engine.decode_programs import (
 )
 from jsparse.engine.evict_programs import evict
 from jsparse.engine.move_programs import swap_in, swap_out
-from jsparse.engine.program_record import NewAnswer
-from jsparse.engine.read_programs import join, read, replay, start
+from jsparse.engine.prefill_programs import join, prefill, replay, start
+from jsparse.engine.program_record import NewRequest
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.sizes import EngineSizes, SamplingMode
 from jsparse.engine.slots import Slots
@@ -40,7 +40,7 @@ logger = logging.getLogger("jsparse.engine")
 PROGRAMS = {
     each.name: each
     for each in (
-        *(start, read, replay, evict, refill, join, decode, draft_and_verify),
+        *(start, prefill, replay, evict, refill, join, decode, draft_and_verify),
         *(leave, service, swap_out, swap_in),
     )
 }
@@ -55,7 +55,7 @@ def engine_keys(
     come before prefill programs.
     """
     records = reversed(PROGRAMS.values())
-    return [key for record in records for key in record.of_engine(sizes, policy, choices)]
+    return [key for record in records for key in record.keys_of_engine(sizes, policy, choices)]
 
 
 class Programs(ProgramSet):
@@ -67,16 +67,16 @@ class Programs(ProgramSet):
         programs = {name: record.compiled_for(spec) for name, record in PROGRAMS.items()}
         # pages in host memory are lent to each program, since they change between them
         pages = shapes(spec.cache) if spec.sizes.tail_tokens else None
-        self._beside = ReadOnly(spec.deployment.constants(), host=pages)
-        fixed = {"weights": spec.deployment.params.weights, "beside": self._beside}
+        self._read_only = ReadOnly(spec.deployment.constants(), host=pages)
+        fixed = {"weights": spec.deployment.params.weights, "read_only": self._read_only}
         # the ways of choosing tokens whose programs have been prepared
         self._prepared: tuple[SamplingMode, ...] = ()
         super().__init__(programs, fixed, self._shapes_of)
 
     def lend_pages(self, host: HostLayers | None) -> None:
         """Sets the pages in host memory that programs read from now on; None: none."""
-        lent = self._beside if host is None else self._beside._replace(host=host)
-        self.lend("beside", lent)
+        lent = self._read_only if host is None else self._read_only._replace(host=host)
+        self.lend("read_only", lent)
 
     def require_evictable(self) -> None:
         """Raises ValueError if the policy evicts and leaves what rows that decode cannot take."""
@@ -85,11 +85,11 @@ class Programs(ProgramSet):
             shapes, fixed = self._shapes_of(evict.name, size), self._fixed[evict.name]
             jax.eval_shape(inlined(self._programs[evict.name]), *shapes, **fixed)
 
-    def expect_answer(self, answer: NewAnswer) -> None:
+    def expect_request(self, request: NewRequest) -> None:
         """Begins to compile the programs of an answer, unless all have been prepared."""
         if not self._prepared:
             for record in PROGRAMS.values():
-                self.expect(map(self.usable, record.of_answer(self._sizes, answer)))
+                self.expect(map(self.usable, record.keys_of_request(self._sizes, request)))
 
     def prepare(
         self, choices: Sequence[SamplingMode], *, all_rows: bool = False, wait: bool = True
@@ -181,8 +181,8 @@ class Programs(ProgramSet):
 
     def _shapes_of(self, name: str, size: tuple[int, ...]) -> tuple[Any, ...]:
         """Returns the shapes of the arguments with which a program of this size is run."""
-        return () if name == start.name else (self._slots, *self.of_nobody(name, size))
+        return () if name == start.name else (self._slots, *self.placeholders(name, size))
 
-    def of_nobody(self, name: str, size: tuple[int, ...]) -> tuple[Any, ...]:
+    def placeholders(self, name: str, size: tuple[int, ...]) -> tuple[Any, ...]:
         """Returns placeholder inputs: the arguments after the slots, for zero rows."""
-        return PROGRAMS[name].of_nobody(self._made_for, size)
+        return PROGRAMS[name].placeholders(self._made_for, size)

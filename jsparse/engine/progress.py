@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.text import Text
 
 # takes the number of tokens of an answer that is finished
-OnAnswer = Callable[[int], None]
+OnOutput = Callable[[int], None]
 
 
 class _Speed(ProgressColumn):
@@ -38,7 +38,7 @@ def progress(
     total: int,
     console: Console | None = None,
     doing: Callable[[], str] = lambda: "",
-) -> Iterator[OnAnswer]:
+) -> Iterator[OnOutput]:
     """Shows a bar while the body runs, and yields the function that moves it.
 
     Args:

@@ -1,4 +1,4 @@
-"""Defines RequestState, a request of an engine with its answers, and the counters of an engine."""
+"""Defines RequestState, a request with its sequences, and the counters of an engine."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jsparse.engine.outputs import RequestMetrics, RequestOutput
-from jsparse.engine.step_plan import Answer, StepPlan
+from jsparse.engine.step_plan import SequenceState, StepPlan
 from jsparse.policy import Policy
-from jsparse.runtime.collecting import AnswerBuilder
+from jsparse.runtime.collecting import OutputBuilder
 
 
 @dataclass
@@ -17,19 +17,19 @@ class Counters:
     """Counts the work of an engine so far.
 
     Attributes:
-        read_tokens: prompt tokens that were computed.
+        prefill_tokens: prompt tokens that were computed.
         decode_steps, row_steps: decode steps, or rounds of speculation, and the rows in them.
-        new_tokens: tokens of answers.
+        new_tokens: tokens of sequences.
         drafts: the rounds in which rows drafted, each counted for every row.
         draft_tokens, accepted_tokens: tokens that were drafted, and those that were accepted.
         accepted_at: accepted tokens, by their position in a round.
         compressed_rows: how often the tokens of a row were compressed, as policies that evict do
             after its prompt and while it decodes.
-        preemptions: how often an answer left the device for host memory.
+        preemptions: how often a sequence left the device for host memory.
         plan_seconds, dispatch_seconds, results_seconds: the host's time.
     """
 
-    read_tokens: int = 0
+    prefill_tokens: int = 0
     decode_steps: int = 0
     row_steps: int = 0
     new_tokens: int = 0
@@ -45,17 +45,17 @@ class Counters:
 
     def count(self, plan: StepPlan, policy: Policy) -> None:
         """Counts the work of a plan under a policy."""
-        if plan.reading is not None and not plan.reading.replay:
-            self.read_tokens += sum(chunk.valid for chunk in plan.reading.chunks)
-        if plan.decoding is not None:
-            self.decode_steps += plan.decoding.steps
+        if plan.prefill is not None and not plan.prefill.replay:
+            self.prefill_tokens += sum(chunk.valid for chunk in plan.prefill.chunks)
+        if plan.decode is not None:
+            self.decode_steps += plan.decode.steps
             # of a round, `steps` of a row are tokens
-            self.row_steps += sum(min(row.steps, plan.decoding.steps) for row in plan.decoding.rows)
+            self.row_steps += sum(min(row.steps, plan.decode.steps) for row in plan.decode.rows)
         self.preemptions += len(plan.swapped_out)
         if policy.evicts:
             chunks, rows = (
-                plan.reading and plan.reading.chunks,
-                plan.decoding and plan.decoding.rows,
+                plan.prefill and plan.prefill.chunks,
+                plan.decode and plan.decode.rows,
             )
             self.compressed_rows += sum(len(chunk.kept) > 0 for chunk in chunks or ())
             if period := policy.services.period:
@@ -80,23 +80,23 @@ def policy_of(policy: Policy, own: Mapping[str, float | bool]) -> str:
 
 @dataclass(eq=False)
 class RequestState:
-    """Holds a request and its answers."""
+    """Holds a request and its sequences."""
 
     request_id: str
     prompt: str | None
     ids: np.ndarray
-    answers: list[Answer]
-    builders: list[AnswerBuilder]
+    seqs: list[SequenceState]
+    builders: list[OutputBuilder]
     metrics: RequestMetrics
     policy: str
 
     @property
     def finished(self) -> bool:
-        """Returns whether all answers are complete."""
+        """Returns whether all sequences are complete."""
         return None not in (builder.finish for builder in self.builders)
 
     def output(self, *, new: bool = False) -> RequestOutput:
-        """Returns the answers so far, or only the part that is `new` since the last output."""
+        """Returns the sequences so far, or only the part that is `new` since the last output."""
         # tokens that another thread adds in the meantime are in all of it or in none
         made = [builder.output(new=new) for builder in self.builders]
         return RequestOutput(
@@ -104,8 +104,8 @@ class RequestState:
             self.prompt,
             self.ids,
             made,
-            max(answer.cached for answer in self.answers),
+            max(seq.cached_tokens for seq in self.seqs),
             self.metrics,
-            all(answer.finish_reason is not None for answer in made),
+            all(seq.finish_reason is not None for seq in made),
             self.policy,
         )

@@ -1,6 +1,6 @@
 """Carries plans out on the device: dispatches programs, and does not wait for their results.
 
-Where answers move between device and host memory it waits, so that few copies are on their way.
+Where sequences move between device and host memory it waits, so that few copies are on their way.
 """
 
 import itertools
@@ -17,13 +17,13 @@ from jsparse.engine.decode_programs import decode, decode_key, service
 from jsparse.engine.evict_programs import evict_key
 from jsparse.engine.move_programs import MovedGroups, SwappedPages, no_groups, swap_in, swap_out
 from jsparse.engine.packing import CHOICES, unpack
-from jsparse.engine.program_record import NewAnswer
+from jsparse.engine.prefill_programs import join, prefill, replay, start
+from jsparse.engine.program_record import NewRequest
 from jsparse.engine.programs import Programs
-from jsparse.engine.read_programs import join, read, replay, start
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.sizes import SamplingMode
 from jsparse.engine.slots import Slots, neutral
-from jsparse.engine.step_plan import Chunk, Decode, Decoding, Move, Reading, StepPlan
+from jsparse.engine.step_plan import Chunk, DecodePlan, Move, PrefillPlan, RowPlan, StepPlan
 from jsparse.engine.tail_programs import leave, refill
 from jsparse.host_memory import pages as host_pages
 from jsparse.host_memory.pages import HostLayers, Leaving, device_sharding, host_sharding
@@ -42,7 +42,7 @@ class PendingResults(NamedTuple):
 
     Attributes:
         packed: as in `packing.Packed`; of a chunk that is not the last, any number.
-        rows: the answers, with their rows in `packed` and their steps.
+        rows: the sequences, with their rows in `packed` and their steps.
         work: what the program has read, or the steps that it has run.
         dispatched: when it was dispatched, in seconds.
         milliseconds: how long it is expected to take.
@@ -50,19 +50,19 @@ class PendingResults(NamedTuple):
 
     packed: Array
     rows: list[tuple[int, int, int]]
-    work: Reading | Decoding
+    work: PrefillPlan | DecodePlan
     dispatched: float = 0
     milliseconds: float = 0
 
     @property
-    def there(self) -> bool:
+    def ready(self) -> bool:
         """Whether the results are there."""
         return self.packed.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def steps(self) -> int:
         """The number of steps that the program has run; reading counts as one."""
-        return self.work.steps if isinstance(self.work, Decoding) else 1
+        return self.work.steps if isinstance(self.work, DecodePlan) else 1
 
 
 def choice_of(request: Request) -> SamplingMode:
@@ -78,7 +78,7 @@ class Runner:
     def __init__(
         self, spec: EngineSpec, programs: Programs, request_of: Callable[[int], Request]
     ) -> None:
-        """Allocates the slots; `request_of` returns the request of an answer's number."""
+        """Allocates the slots; `request_of` returns the request of a sequence's number."""
         self._spec, self._programs, self._request_of = spec, programs, request_of
         self._neutral = {
             rows: jax.device_put(row_sampling([neutral()] * rows, spec.decoder.config.vocab_size))
@@ -90,11 +90,11 @@ class Runner:
         if spec.sizes.tail_tokens:
             self._host = host_pages.empty_pages(spec.cache)
             programs.lend_pages(self._host)
-        # the pages of answers that are swapped out, in host memory
+        # the pages of sequences that are swapped out, in host memory
         self._swapped: dict[int, list[SwappedPages]] = {}
         self._copying: deque[SwappedPages] = deque()
 
-    def run_for_nobody(self, programs: Iterable[ProgramKey]) -> None:
+    def warm_up(self, programs: Iterable[ProgramKey]) -> None:
         """Warms programs up with placeholder inputs: on a GPU, first runs take longer.
 
         Services are left out, since they take a row that is due, whatever it is.
@@ -102,12 +102,12 @@ class Runner:
         for key in programs:
             if key.name in (start.name, service.name, swap_out.name, swap_in.name):
                 continue
-            arguments = self._slots, *self._programs.of_nobody(key.name, key.size)
+            arguments = self._slots, *self._programs.placeholders(key.name, key.size)
             out = self._programs.run(key, *arguments)
             if key.name == leave.name:  # it took the last row
                 self._store(tuple((jnp.full_like(ids, -1), pages) for ids, pages in out))
                 continue
-            if key.name == read.name:
+            if key.name == prefill.name:
                 self._store(out[2])
             self._slots = out if isinstance(out, Slots) else out[0]
         self.settle()
@@ -119,15 +119,15 @@ class Runner:
             del self._swapped[number]
         for move in plan.swapped_in:
             self._swap_in(move)
-        if plan.reading is not None:
-            pending.append(self._read(plan.reading))
+        if plan.prefill is not None:
+            pending.append(self._prefill(plan.prefill))
         for move in plan.swapped_out:
             self._swap_out(move)
-        if plan.decoding is not None:
-            pending.append(self._decode(plan.decoding))
+        if plan.decode is not None:
+            pending.append(self._decode(plan.decode))
             if not self._spec.sizes.drafts:  # a round has them within
-                self._service(plan.decoding.rows)
-                self._store_tails(plan.decoding.rows)
+                self._service(plan.decode.rows)
+                self._store_tails(plan.decode.rows)
         # whoever is moved keeps what is needed
         self._copying.clear()
         for results in pending:
@@ -135,15 +135,15 @@ class Runner:
         return pending
 
     def results(self, pending: PendingResults) -> list[tuple[int, NewTokens, int]]:
-        """Returns each answer that a program decoded for, once its results are there.
+        """Returns each sequence that a program decoded for, once its results are there.
 
         It is followed by its tokens, and by how many were planned.
         """
         packed = np.asarray(pending.packed)
         layers, layer_stats = self._spec.cache.num_layers, self._spec.layer_stats
         return [
-            (answer, unpack(packed[:steps, row], layers, layer_stats), steps)
-            for answer, row, steps in pending.rows
+            (seq, unpack(packed[:steps, row], layers, layer_stats), steps)
+            for seq, row, steps in pending.rows
         ]
 
     def forget(self) -> None:
@@ -157,45 +157,49 @@ class Runner:
         """Waits for running programs: a process that exits during one is aborted."""
         settle(self._slots, self._host)
 
-    def expect(self, reading: Reading, live: int) -> None:
-        """Has all programs compiled that the first answer will run, beside `live` - 1 others."""
-        chunk = reading.chunks[0]
-        request = self._request_of(chunk.answer)
+    def expect(self, plan: PrefillPlan, live: int) -> None:
+        """Has all programs compiled that the first sequence will run, beside `live` - 1 others."""
+        chunk = plan.chunks[0]
+        request = self._request_of(chunk.seq)
         rows = min(live, self._spec.sizes.num_slots)
         asked = request.sampling.max_tokens, rows, choice_of(request)
-        self._programs.expect_answer(NewAnswer(chunk.start, len(request.ids), *asked))
+        self._programs.expect_request(NewRequest(chunk.start, len(request.ids), *asked))
 
-    def _read(self, reading: Reading) -> PendingResults:
-        spec, chunks, size = self._spec, reading.chunks, (reading.num_rows, reading.size)
-        of_chunks = [self._request_of(chunk.answer) for chunk in chunks]
-        tokens, asked = read.of_nobody(spec, size)
+    def _prefill(self, plan: PrefillPlan) -> PendingResults:
+        spec, chunks, size = (
+            self._spec,
+            plan.chunks,
+            (plan.num_rows, plan.size),
+        )
+        of_chunks = [self._request_of(chunk.seq) for chunk in chunks]
+        tokens, asked = prefill.placeholders(spec, size)
         for row, (chunk, request) in enumerate(zip(chunks, of_chunks, strict=True)):
             tokens[row, : chunk.valid] = request.ids[chunk.start : chunk.start + chunk.valid]
             asked.groups[row, : len(chunk.groups)] = chunk.groups
             of_row = (chunk.slot, chunk.place, chunk.fresh, chunk.start, chunk.valid)
             for column, value in zip(asked[:-1], of_row, strict=True):
                 column[row] = value
-        key = replay.key(*size) if reading.replay else read.key(*size, last=reading.last)
+        key = replay.key(*size) if plan.replay else prefill.key(*size, last=plan.last)
         self._slots, done, leaving = self._programs.run(key, self._slots, tokens, asked)
         self._store(leaving)
-        if not reading.last:
-            return PendingResults(done, [], reading)
+        if not plan.last:
+            return PendingResults(done, [], plan)
         for chunk in chunks:
             if chunk.kept:
                 self._evict(chunk)
             if self._host:
                 which = np.array([chunk.slot], np.int32)
                 self._slots = self._programs.run(refill.key(1), self._slots, which)
-        neutral_rows = [neutral()] * (reading.num_rows - len(chunks))
-        choice = self.wanted([chunk.answer for chunk in chunks])
-        key = self._programs.usable(join.key(reading.num_rows, choice=choice))
-        sampling = self._neutral[reading.num_rows]
+        neutral_rows = [neutral()] * (plan.num_rows - len(chunks))
+        choice = self.sampling_mode([chunk.seq for chunk in chunks])
+        key = self._programs.usable(join.key(plan.num_rows, choice=choice))
+        sampling = self._neutral[plan.num_rows]
         if dict(key.static)["choice"] != "greedy":
             sampling = row_sampling([*of_chunks, *neutral_rows], spec.decoder.config.vocab_size)
         knobs = knob_rows([*of_chunks, *neutral_rows], spec.knobs)
         self._slots, packed = self._programs.run(key, self._slots, asked.slots, sampling, knobs)
-        firsts = [(chunk.answer, row, 1) for row, chunk in enumerate(chunks)]
-        return PendingResults(packed, firsts, reading)
+        firsts = [(chunk.seq, row, 1) for row, chunk in enumerate(chunks)]
+        return PendingResults(packed, firsts, plan)
 
     def _store(self, leaving: tuple[Leaving, ...]) -> None:
         """Writes pages into host memory."""
@@ -203,7 +207,7 @@ class Runner:
             self._host = host_pages.put(self._host, leaving)
             self._programs.lend_pages(self._host)
 
-    def _store_tails(self, rows: list[Decode]) -> None:
+    def _store_tails(self, rows: list[RowPlan]) -> None:
         """Writes the newest tokens of the rows that are due into host memory."""
         every = self._spec.sizes.tail_tokens
         for row in rows:
@@ -218,12 +222,12 @@ class Runner:
             part = self._programs.run(swap_out.key(1), self._slots, moved)
             parts.append(jax.device_put(part, host_sharding()))
             self._copying.append(parts[-1])
-        self._swapped[move.answer] = parts
+        self._swapped[move.seq] = parts
 
     def _swap_in(self, move: Move) -> None:
         """Copies the pages of a row back, into other groups."""
         place = device_sharding()
-        copies = (jax.device_put(part, place) for part in self._swapped.pop(move.answer))
+        copies = (jax.device_put(part, place) for part in self._swapped.pop(move.seq))
         coming = next(copies)
         for moved in self._moved(move):
             # a copy waits for what the device was given before it: the next one goes first
@@ -246,17 +250,17 @@ class Runner:
         """Lets the policy compress a prompt that ends with this chunk."""
         prompt = chunk.start + chunk.valid
         key = evict_key(self._spec.sizes, prompt)
-        asked, _ = self._programs.of_nobody(key.name, key.size)
+        asked, _ = self._programs.placeholders(key.name, key.size)
         asked.slots[0], asked.places[0], asked.lengths[0] = chunk.slot, chunk.place, prompt
         asked.groups[0, : len(chunk.groups)] = chunk.groups
         asked.kept[0, : len(chunk.kept)] = chunk.kept
-        knobs = knob_rows([self._request_of(chunk.answer)], self._spec.knobs)
+        knobs = knob_rows([self._request_of(chunk.seq)], self._spec.knobs)
         self._slots = self._programs.run(key, self._slots, asked, knobs)
 
-    def _decode(self, decoding: Decoding) -> PendingResults:
-        num_rows, rows, sizes = decoding.num_rows, decoding.rows, self._spec.sizes
-        size = num_rows, *(sizes.prefixes(num_rows) if decoding.prefixes else ())
-        (asked,) = decode.of_nobody(self._spec, size)
+    def _decode(self, plan: DecodePlan) -> PendingResults:
+        num_rows, rows, sizes = plan.num_rows, plan.rows, self._spec.sizes
+        size = num_rows, *(sizes.prefixes(num_rows) if plan.prefixes else ())
+        (asked,) = decode.placeholders(self._spec, size)
         # a program of all rows has them in their order; in others the unused ones are the last
         in_order = num_rows == sizes.num_slots
         at = {row.slot: row.slot if in_order else nth for nth, row in enumerate(rows)}
@@ -265,23 +269,23 @@ class Runner:
             asked.slots[nth], asked.counts[nth] = row.slot, row.steps
             if row.groups:
                 asked.first[nth], asked.groups[nth, : len(row.groups)] = row.first, row.groups
-        for nth, prefix in enumerate(decoding.prefixes):
+        for nth, prefix in enumerate(plan.prefixes):
             members = [at[slot] for slot in prefix.slots]
             asked.prefixes.rows[nth, : len(members)] = members
             asked.prefixes.tokens[nth] = prefix.tokens
-        choice = self.wanted(row.answer for row in rows)
-        key = self._programs.usable(decode_key(choice, *size, drafts=decoding.drafts))
+        choice = self.sampling_mode(row.seq for row in rows)
+        key = self._programs.usable(decode_key(choice, *size, drafts=plan.drafts))
         self._slots, packed = self._programs.run(key, self._slots, asked)
-        results = [(row.answer, at[row.slot], row.steps) for row in rows]
-        return PendingResults(packed, results, decoding)
+        results = [(row.seq, at[row.slot], row.steps) for row in rows]
+        return PendingResults(packed, results, plan)
 
-    def wanted(self, answers: Iterable[int]) -> SamplingMode:
-        """Returns the cheapest way of choosing tokens that all of these answers allow."""
-        wanted = {choice_of(self._request_of(answer)) for answer in answers}
+    def sampling_mode(self, seqs: Iterable[int]) -> SamplingMode:
+        """Returns the cheapest way of choosing tokens that all of these sequences allow."""
+        wanted = {choice_of(self._request_of(seq)) for seq in seqs}
         modes: list[SamplingMode] = [mode for mode in CHOICES if mode in wanted]
         return modes[-1]
 
-    def _service(self, rows: list[Decode]) -> None:
+    def _service(self, rows: list[RowPlan]) -> None:
         """Corrects and maintains the rows that are due, some at a time."""
         size = self._spec.sizes.service_rows
         for name, every in self._spec.policy.services.every.items():

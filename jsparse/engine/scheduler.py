@@ -18,24 +18,24 @@ from jsparse.engine.shared_prefixes import shared_prefixes
 from jsparse.engine.sizes import EngineSizes, Rules
 from jsparse.engine.stall_budget import Estimates, StallBudget
 from jsparse.engine.step_plan import (
-    Answer,
-    Decode,
-    Decoding,
+    DecodePlan,
     Move,
     Phase,
-    Reading,
+    PrefillPlan,
+    RowPlan,
+    SequenceState,
     SharedPrefix,
     StepPlan,
 )
 from jsparse.runtime.pauses import until_due
 
-# The most steps of a program while others wait: an answer that finishes early keeps its slot until
+# The most steps of a program while others wait: a sequence that finishes early keeps its slot until
 # its program and the next one have finished.
 BUSY_STEPS = 8
 
 
 class Scheduler:
-    """Holds all unfinished answers by phase, and plans their programs."""
+    """Holds all unfinished sequences by phase, and plans their programs."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Scheduler:
         rules: Rules,
         latency: Estimates,
         rows_for: Callable[..., int] | None = None,
-        can_run: Callable[..., bool] = lambda rows, answers, drafts=None: True,
+        can_run: Callable[..., bool] = lambda rows, seqs, drafts=None: True,
     ) -> None:
         """Creates a scheduler without requests.
 
@@ -53,7 +53,7 @@ class Scheduler:
             latency: estimates of the times of programs.
             rows_for: returns the size of the smallest compiled program for at least n rows; None:
                 all programs count as compiled.
-            can_run: returns whether an optional program of `rows` rows, for the answers of these
+            can_run: returns whether an optional program of `rows` rows, for the sequences of these
                 numbers, is compiled: one for shared prefixes, or a verification round with room for
                 `drafts` drafts.
         """
@@ -62,9 +62,9 @@ class Scheduler:
         self._can_run = can_run
         self.memory = Memory(sizes, rules)
         self.pool = self.memory.pool
-        self.waiting: list[tuple[float, int, Answer]] = []
-        self.decoding: list[Answer] = []
-        self.swapped: list[Answer] = []
+        self.waiting: list[tuple[float, int, SequenceState]] = []
+        self.decoding: list[SequenceState] = []
+        self.swapped: list[SequenceState] = []
         self._stall = StallBudget(sizes, latency, self._rows_for, self.decoding)
         self.prompts = Prompts(sizes, self.memory, self._stall)
         self._moves: tuple[list[Move], list[Move], list[int]] = [], [], []
@@ -73,129 +73,133 @@ class Scheduler:
         self._some_stopped = False
 
     @property
-    def reading(self) -> list[Answer]:
-        """The answers in prefill."""
-        return self.prompts.answers
+    def prefilling(self) -> list[SequenceState]:
+        """The sequences in prefill."""
+        return self.prompts.seqs
 
     @property
     def idle(self) -> bool:
-        """Whether there is no answer to work on."""
+        """Whether there is no sequence to work on."""
         return not (self.waiting or self.begun)
 
     @property
-    def begun(self) -> list[Answer]:
-        """The answers that have begun and have a slot."""
-        return [*self.reading, *self.decoding, *self.swapped]
+    def begun(self) -> list[SequenceState]:
+        """The sequences that have begun and have a slot."""
+        return [*self.prefilling, *self.decoding, *self.swapped]
 
-    def add(self, answer: Answer) -> None:
-        """Queues an answer.
+    def add(self, seq: SequenceState) -> None:
+        """Queues a sequence.
 
         Raises:
             ValueError: it could never fit.
         """
-        self.memory.require_room(len(answer.ids), answer.max_tokens)
-        answer.keys = self._keys(answer, answer.ids)
-        heapq.heappush(self.waiting, (answer.rank, answer.number, answer))
+        self.memory.require_room(len(seq.ids), seq.max_tokens)
+        seq.keys = self._keys(seq, seq.ids)
+        heapq.heappush(self.waiting, (seq.rank, seq.number, seq))
 
-    def gave(self, answer: Answer, planned: int, tokens: int) -> None:
-        """Replaces an answer's planned number of tokens by the actual one."""
-        answer.sent -= planned - tokens
+    def record_tokens(self, seq: SequenceState, planned: int, tokens: int) -> None:
+        """Replaces a sequence's planned number of tokens by the actual one."""
+        seq.planned -= planned - tokens
 
-    def _keys(self, answer: Answer, ids: np.ndarray) -> list[bytes]:
-        """Returns the keys of the blocks of `ids` that an answer may share."""
+    def _keys(self, seq: SequenceState, ids: np.ndarray) -> list[bytes]:
+        """Returns the keys of the blocks of `ids` that a sequence may share."""
         if self.rules.root is None:
             return []
-        return block_keys(ids, self.sizes.block_tokens, f"{self.rules.root}\n{answer.salt}")
+        return block_keys(ids, self.sizes.block_tokens, f"{self.rules.root}\n{seq.cache_salt}")
 
-    def stop(self, answer: Answer, made: Sequence[int] = ()) -> None:
-        """Stops an answer in any phase; the next plan removes it.
+    def stop(self, seq: SequenceState, made: Sequence[int] = ()) -> None:
+        """Stops a sequence in any phase; the next plan removes it.
 
         Its tokens `made`, if given, may be shared as its prompt is.
         """
-        answer.stopped = self._some_stopped = True
-        answer.made = made
+        seq.stopped = self._some_stopped = True
+        seq.generated = made
 
     def plan(self) -> StepPlan:
         """Returns the next programs; the state is then that after they have run."""
         self._moves = swapped_in, swapped_out, forgotten = [], [], []
-        self._let_go()
+        self._release_finished()
         self._swap_in()
         self._admit()
-        return StepPlan(self._reading(), self._decoding(), swapped_in, swapped_out, forgotten)
+        return StepPlan(self._prefill(), self._decode(), swapped_in, swapped_out, forgotten)
 
-    def _let_go(self) -> None:
-        """Frees the memory of answers that have stopped or have all their tokens planned."""
+    def _release_finished(self) -> None:
+        """Frees the memory of sequences that have stopped or have all their tokens planned."""
         if self._some_stopped:
             self._some_stopped = False
-            for _, _, answer in self.waiting:
-                if answer.stopped:
-                    answer.phase = Phase.ENDED
+            for _, _, seq in self.waiting:
+                if seq.stopped:
+                    seq.phase = Phase.ENDED
             self.waiting = [entry for entry in self.waiting if not entry[2].stopped]
             heapq.heapify(self.waiting)
-        for answer in self.begun:
+        for seq in self.begun:
             # a round's token count is known only when its results arrive
-            if answer.stopped or (answer.sent == answer.max_tokens and not self.sizes.drafts):
-                self._end(answer)
+            if seq.stopped or (seq.planned == seq.max_tokens and not self.sizes.drafts):
+                self._end(seq)
 
-    def _end(self, answer: Answer) -> None:
-        match answer.phase:
-            case Phase.READING:
-                self.prompts.end(answer)
+    def _end(self, seq: SequenceState) -> None:
+        match seq.phase:
+            case Phase.PREFILL:
+                self.prompts.end(seq)
             case Phase.SWAPPED:
-                self.swapped.remove(answer)
-                self.memory.forget(answer)
-                self._moves[2].append(answer.number)
+                self.swapped.remove(seq)
+                self.memory.free_host(seq)
+                self._moves[2].append(seq.number)
             case _:
-                self.decoding.remove(answer)
-        heapq.heappush(self._slots, answer.slot)
-        in_place = answer.phase is not Phase.SWAPPED
-        if in_place and (self.rules.answers or self.sizes.drafts) and len(answer.made) > 1:
+                self.decoding.remove(seq)
+        heapq.heappush(self._slots, seq.slot)
+        in_place = seq.phase is not Phase.SWAPPED
+        if (
+            in_place
+            and (self.rules.shares_generated or self.sizes.drafts)
+            and len(seq.generated) > 1
+        ):
             # the newest token has no K and V yet
-            text = np.concatenate([answer.ids, np.asarray(answer.made[:-1], np.int32)])
-            answer.keys, answer.read = self._keys(answer, text), len(text)
-            self.memory.share(answer)
-        self.memory.release(answer)
-        answer.phase = Phase.ENDED
+            text = np.concatenate([seq.ids, np.asarray(seq.generated[:-1], np.int32)])
+            seq.keys, seq.prefilled = self._keys(seq, text), len(text)
+            self.memory.share(seq)
+        self.memory.release(seq)
+        seq.phase = Phase.ENDED
 
     def _admit(self) -> None:
-        """Gives free slots and memory to waiting answers, the shortest first.
+        """Gives free slots and memory to waiting sequences, the shortest first.
 
         None begins while another is swapped out.
         """
         while self.waiting and self._slots and not self.swapped:
-            answer = self.waiting[0][2]
-            if not self.memory.admit(answer, self.begun):
+            seq = self.waiting[0][2]
+            if not self.memory.admit(seq, self.begun):
                 return
             heapq.heappop(self.waiting)
-            answer.slot, answer.phase = heapq.heappop(self._slots), Phase.READING
-            self.reading.append(answer)
+            seq.slot, seq.phase = heapq.heappop(self._slots), Phase.PREFILL
+            self.prefilling.append(seq)
 
     def _swap_in(self) -> None:
-        """Swaps answers in while memory has room, in the order in which they joined.
+        """Swaps sequences in while memory has room, in the order in which they joined.
 
         Those that decode keep room to grow.
         """
-        for answer in sorted(self.swapped, key=lambda answer: answer.joined):
-            first = self.memory.num_groups(answer)
-            groups = self.memory.swap_in(answer, self.sizes.growth * len(self.decoding))
+        for seq in sorted(self.swapped, key=lambda seq: seq.joined):
+            first = self.memory.num_groups(seq)
+            groups = self.memory.swap_in(seq, self.sizes.growth * len(self.decoding))
             if not groups:
                 return
-            self._moves[0].append(Move(answer.number, answer.slot, list(groups), first))
-            self.swapped.remove(answer)
-            answer.phase = Phase.DECODING
-            insort(self.decoding, answer, key=lambda answer: answer.joined)
+            self._moves[0].append(Move(seq.number, seq.slot, list(groups), first))
+            self.swapped.remove(seq)
+            seq.phase = Phase.DECODING
+            insort(self.decoding, seq, key=lambda seq: seq.joined)
 
-    def _preempt_for(self, answer: Answer, planned: list[Answer]) -> bool:
-        """Swaps out the last to have joined, so that an answer can grow; returns whether it did.
+    def _preempt_for(self, seq: SequenceState, planned: list[SequenceState]) -> bool:
+        """Swaps out the last to have joined, so that a sequence can grow; returns whether it did.
 
-        Those that are `planned` stay, and those that joined before the answer. The answer itself
-        is swapped out if it is the last, unless it is alone: prompts in prefill will join. No
-        answer is while one has all its tokens planned: the next plan has its memory.
+        Sequences in `planned` stay, and so do those that joined before this one. If this one is
+        the last, it is swapped out itself, unless it is alone: prompts in prefill will join. None
+        is swapped out while one has all its tokens planned: the next plan has its memory.
         """
-        others = [answer for answer in self.decoding if answer not in planned]
-        if not self.sizes.drafts and any(o.sent == o.max_tokens for o in others):
+        others = [seq for seq in self.decoding if seq not in planned]
+        if not self.sizes.drafts and any(o.planned == o.max_tokens for o in others):
             return False
-        later = [o for o in others if o.joined >= answer.joined]
+        later = [o for o in others if o.joined >= seq.joined]
         last = next((o for o in reversed(later) if self.memory.can_swap_out(o)), None)
         if last is None or len(self.decoding) == 1:
             return False
@@ -207,88 +211,90 @@ class Scheduler:
         last.phase = Phase.SWAPPED
         return True
 
-    def _reading(self) -> Reading | None:
-        """Plans a prefill program; answers whose prompts end decode from then on."""
-        planned = self.prompts.read_on()
+    def _prefill(self) -> PrefillPlan | None:
+        """Plans a prefill program; sequences whose prompts end decode from then on."""
+        planned = self.prompts.next_prefill()
         if planned is None:
             return None
-        reading, answers = planned
-        if reading.last:
-            ended = zip(reading.chunks, answers, strict=True)
-            chunks = [chunk._replace(kept=self._begin_decoding(answer)) for chunk, answer in ended]
-            reading = reading._replace(chunks=chunks)
-        self._stall.read(reading.num_rows, reading.size, max(c.start for c in reading.chunks))
-        return reading
+        prefill, seqs = planned
+        if prefill.last:
+            ended = zip(prefill.chunks, seqs, strict=True)
+            chunks = [chunk._replace(kept=self._start_decoding(seq)) for chunk, seq in ended]
+            prefill = prefill._replace(chunks=chunks)
+        self._stall.add_prefill(
+            prefill.num_rows, prefill.size, max(c.start for c in prefill.chunks)
+        )
+        return prefill
 
-    def _begin_decoding(self, answer: Answer) -> list[int]:
-        """Moves an answer to decoding; returns the groups of its compressed prompt."""
-        self.prompts.end(answer)
-        self.decoding.append(answer)
-        answer.phase, answer.sent, answer.joined = Phase.DECODING, 1, next(self._joins)
-        return self.memory.compress(answer)
+    def _start_decoding(self, seq: SequenceState) -> list[int]:
+        """Moves a sequence to decoding; returns the groups of its compressed prompt."""
+        self.prompts.end(seq)
+        self.decoding.append(seq)
+        seq.phase, seq.planned, seq.joined = Phase.DECODING, 1, next(self._joins)
+        return self.memory.compress(seq)
 
-    def _decoding(self) -> Decoding | None:
+    def _decode(self) -> DecodePlan | None:
         """Plans the next decode program, unless prefill comes first."""
         if following := self.prompts.candidates():
             size = self.prompts.next_chunk(following[0]).size
-            if self._stall.allows_more(size, following[0].read):
+            if self._stall.allows_more(size, following[0].prefilled):
                 return None
-        self._stall.decoded()
-        wanting = [answer for answer in self.decoding if answer.sent < answer.max_tokens]
+        self._stall.reset()
+        wanting = [seq for seq in self.decoding if seq.planned < seq.max_tokens]
         if not wanting:
             return None
-        rows, answers = [], []
+        rows, seqs = [], []
         most = steps = 1 if self.sizes.drafts else self._steps()
         if self.sizes.drafts:
             most += self._latency.drafts(self._rows_for(len(wanting)))
-        for answer in wanting:
-            while answer.phase is Phase.DECODING and self.memory.lacks_pages(answer, self.begun):
-                if not self._preempt_for(answer, answers):
+        for seq in wanting:
+            while seq.phase is Phase.DECODING and self.memory.lacks_pages(seq, self.begun):
+                if not self._preempt_for(seq, seqs):
                     break
-            if answer.phase is Phase.SWAPPED:
+            if seq.phase is Phase.SWAPPED:
                 continue
-            count = min(most, answer.max_tokens - answer.sent)
-            first = self.memory.num_groups(answer)
-            groups = self.memory.grow(answer, count, self.begun)
-            count = self.memory.steps_left(answer, count)
+            count = min(most, seq.max_tokens - seq.planned)
+            first = self.memory.num_groups(seq)
+            groups = self.memory.grow(seq, count, self.begun)
+            count = self.memory.steps_left(seq, count)
             if count > 0:
-                answer.sent += count
-                row = (answer.number, answer.slot, count, answer.sent - 1)
-                rows.append(Decode(*row, groups=groups, first=first))
-                answers.append(answer)
+                seq.planned += count
+                row = (seq.number, seq.slot, count, seq.planned - 1)
+                rows.append(RowPlan(*row, groups=groups, first=first))
+                seqs.append(seq)
         if not rows:
             return None
         num_rows = self._rows_for(len(rows))
         if self.sizes.drafts:
-            drafts, numbers = self.sizes.drafts_for(num_rows), [row.answer for row in rows]
+            drafts, numbers = self.sizes.drafts_for(num_rows), [row.seq for row in rows]
             if most == 1 and self._latency.idles and self._can_run(num_rows, numbers, 0):
                 drafts = 0
-            return Decoding(num_rows, steps, rows, drafts=drafts)
-        return Decoding(num_rows, steps, rows, self._prefixes(answers, num_rows))
+            return DecodePlan(num_rows, steps, rows, drafts=drafts)
+        return DecodePlan(num_rows, steps, rows, self._prefixes(seqs, num_rows))
 
-    def _prefixes(self, answers: list[Answer], num_rows: int) -> list[SharedPrefix]:
+    def _prefixes(self, seqs: list[SequenceState], num_rows: int) -> list[SharedPrefix]:
         """Returns the prefixes that rows read together."""
         if not self.sizes.prefix_rows:
             return []
-        found = shared_prefixes(answers, *self.sizes.prefixes(num_rows), self.sizes.block_tokens)
-        numbers = [answer.number for answer in answers]
+        found = shared_prefixes(seqs, *self.sizes.prefixes(num_rows), self.sizes.block_tokens)
+        numbers = [seq.number for seq in seqs]
         return found if found and self._can_run(num_rows, numbers) else []
 
     def _steps(self) -> int:
         """Returns the number of steps of the next program.
 
         It is the maximum unless something waits for the program's end: a prompt in prefill, a row
-        whose service is due, an answer that gets the slot or the memory of a finished row, or a
+        whose service is due, a sequence that gets the slot or the memory of a finished row, or a
         client waiting for tokens. A new request waits for two programs.
         """
-        if self.reading or not self.decoding:
+        if self.prefilling or not self.decoding:
             return 1
         some_wait = self.waiting or self.swapped
         steps = min(self.sizes.steps, BUSY_STEPS) if some_wait else self.sizes.steps
-        left = [answer.max_tokens - answer.sent for answer in self.decoding]
+        left = [seq.max_tokens - seq.planned for seq in self.decoding]
         ends = [max(left)]
         if some_wait:
             ends += [steps for steps in left if steps > 0]
-        for answer in self.decoding:
-            ends += until_due(self.rules.periods, answer.sent - 1)
+        for seq in self.decoding:
+            ends += until_due(self.rules.periods, seq.planned - 1)
         return min(self._stall.most_steps(steps), *ends)

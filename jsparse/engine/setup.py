@@ -127,7 +127,7 @@ def rules(spec: EngineSpec, *, share: bool) -> Rules:
         replays=policy.shares == "keys",
         periods=tuple(policy.services.every.values()),
         # a decode program adds up in another order than one that reads
-        answers=share
+        shares_generated=share
         and is_dense(policy, spec.cache)
         and not sizes.batch_invariant
         and not sizes.tail_tokens,  # not all have left the tail

@@ -7,7 +7,7 @@ form a tree by them.
 from collections.abc import Sequence
 from itertools import batched, groupby
 
-from jsparse.engine.step_plan import Answer, SharedPrefix
+from jsparse.engine.step_plan import SequenceState, SharedPrefix
 
 # The reads that are saved must be at least this part of the tokens that the rows hold, and so many
 # tokens: a step with shared prefixes takes two launches per layer instead of one.
@@ -15,53 +15,53 @@ MIN_SHARE, MIN_TOKENS = 1 / 4, 16_384
 
 
 def shared_prefixes(
-    answers: Sequence[Answer], count: int, max_rows: int, block_tokens: int
+    seqs: Sequence[SequenceState], count: int, max_rows: int, block_tokens: int
 ) -> list[SharedPrefix]:
     """Returns up to `count` prefixes of up to `max_rows` rows each, those that save most reads.
 
     Returns [] if they would save too little.
     """
-    sharing = [answer for answer in answers if answer.blocks and answer.blocks[0].holders > 1]
+    sharing = [seq for seq in seqs if seq.blocks and seq.blocks[0].references > 1]
     # rows that begin alike come together
-    sharing.sort(key=lambda answer: [block.groups[0] for block in answer.blocks])
+    sharing.sort(key=lambda seq: [block.groups[0] for block in seq.blocks])
     found = [
-        SharedPrefix(_common(part) * block_tokens, [answer.slot for answer in part])
+        SharedPrefix(_common(part) * block_tokens, [seq.slot for seq in part])
         for part in _cut(sharing, max_rows)
     ]
     found = sorted(found, key=_saved, reverse=True)[:count]
-    saved, held = sum(map(_saved, found)), sum(len(each.ids) + each.sent for each in answers)
+    saved, held = sum(map(_saved, found)), sum(len(each.ids) + each.planned for each in seqs)
     return found if saved >= max(MIN_SHARE * held, MIN_TOKENS) else []
 
 
-def _cut(answers: Sequence[Answer], max_rows: int) -> list[Sequence[Answer]]:
+def _cut(seqs: Sequence[SequenceState], max_rows: int) -> list[Sequence[SequenceState]]:
     """Splits rows in the order of their blocks into groups with a prefix; some are in none.
 
     Rows with a longer prefix in common stay a group if that saves more than a larger group with a
     shorter prefix.
     """
-    if len(answers) < 2:
+    if len(seqs) < 2:
         return []
-    common = _common(answers)
-    longer = [answer for answer in answers if len(answer.blocks) > common]
-    parts = groupby(longer, key=lambda answer: answer.blocks[common].groups[0])
+    common = _common(seqs)
+    longer = [seq for seq in seqs if len(seq.blocks) > common]
+    parts = groupby(longer, key=lambda seq: seq.blocks[common].groups[0])
     groups = [
         group
         for _, part in parts
         for group in _cut(list(part), max_rows)
         if (len(group) - 1) * _common(group) >= len(group) * common
     ]
-    members = {answer.number for group in groups for answer in group}
-    others = [answer for answer in answers if answer.number not in members]
+    members = {seq.number for group in groups for seq in group}
+    others = [seq for seq in seqs if seq.number not in members]
     larger = (part for part in batched(others, max_rows) if len(part) > 1 and _common(part))
     return [*groups, *larger]
 
 
-def _common(answers: Sequence[Answer]) -> int:
+def _common(seqs: Sequence[SequenceState]) -> int:
     """Returns the number of first blocks that rows in the order of their blocks have in common."""
-    pairs = zip(answers[0].blocks, answers[-1].blocks, strict=False)
+    pairs = zip(seqs[0].blocks, seqs[-1].blocks, strict=False)
     return next(
         (nth for nth, (a, b) in enumerate(pairs) if a is not b),
-        min(len(answers[0].blocks), len(answers[-1].blocks)),
+        min(len(seqs[0].blocks), len(seqs[-1].blocks)),
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 # prompts that may be partly read at a time; each has a place for its newest queries on the device
-MAX_READING = 8
+MAX_PREFILLS = 8
 # chunks of more tokens are padded by no more than an eighth
 PADDED_FREELY = 2048
 
@@ -19,7 +19,7 @@ class EngineSizes(NamedTuple):
 
     Attributes:
         num_slots: the most requests that decode together, B.
-        max_model_len: the most tokens of prompt and answer together.
+        max_model_len: the most tokens of prompt and sequence together.
         page_size: the number of tokens per page.
         num_groups: the number of groups of pages, of which the last is scratch.
         ladder: the sizes of prompt chunks, as (position, size) pairs: the size counts from that
@@ -33,7 +33,7 @@ class EngineSizes(NamedTuple):
             are small enough, and that of two decode programs; None is any time.
         batch_invariant: whether the starts of chunks depend on position alone, so that another
             request with the same prompt would compute the same K and V, bit for bit.
-        growth_tokens: the tokens of an answer for which it gets memory at a time.
+        growth_tokens: the tokens of a sequence for which it gets memory at a time.
         packed_tokens: the largest chunks of which a program reads several; larger ones keep a
             device busy alone.
         prefix_rows: the most rows that read the pages that they have in common together; 0 is that
@@ -46,9 +46,8 @@ class EngineSizes(NamedTuple):
             decode in the groups that they were read into.
         prompt_pages: the numbers of pages per head, rising, for which there are programs that
             compress prompts of as many.
-        host_groups: the groups that host memory has room for: answers leave their pages there while
-            others need the device's.
-        moved_groups: the groups of a part of an answer's pages that is moved at a time.
+        host_groups: the number of groups that fit in host memory, for sequences swapped out.
+        moved_groups: the groups of a part of a sequence's pages that is moved at a time.
         tail_tokens: where K and V lie in host memory, the number of decoded tokens after which a
             row's newest leave for it; 0 is that they lie on the device.
     """
@@ -156,12 +155,12 @@ class EngineSizes(NamedTuple):
 
     @property
     def growth(self) -> int:
-        """The number of groups that an answer gets at a time."""
+        """The number of groups that a sequence gets at a time."""
         return self.groups_for(self.growth_tokens)
 
     @property
     def row_groups(self) -> int:
-        """The most groups that an answer that decodes can hold."""
+        """The most groups that a sequence that decodes can hold."""
         return self.evicted_pages or self.groups_for(self.max_model_len)
 
     def groups_for(self, tokens: int) -> int:
@@ -177,9 +176,9 @@ class Rules(NamedTuple):
         window: the last tokens of a prompt that must be read by the request itself.
         replays: whether a row's state must be built anew from K and V that are shared.
         periods: numbers of decoded tokens after which a row is serviced, by a program of its own.
-        answers: whether K and V of the tokens that steps generate, and what the policy knows of
-            them, are those of a prompt with these tokens, so that answers are shared as prompts
-            are. Those of rounds always are.
+        shares_generated: whether K, V and the policy's state of generated tokens equal those of a
+            prompt with these tokens, so that they can be shared. After verification rounds they
+            always do.
         slots: returns the most slots of a head, in tokens, behind a prompt of so many tokens and so
             many new ones.
     """
@@ -188,5 +187,5 @@ class Rules(NamedTuple):
     window: int
     replays: bool
     periods: tuple[int, ...]
-    answers: bool = False
+    shares_generated: bool = False
     slots: Callable[[int, int], int] = operator.add

@@ -11,7 +11,7 @@ from jsparse.engine.host_rows import memory_kind
 from jsparse.engine.options import EngineOptions
 from jsparse.engine.pool_size import group_bytes, pool_groups
 from jsparse.engine.row_memory import DeviceRows
-from jsparse.engine.sizes import MAX_READING, EngineSizes
+from jsparse.engine.sizes import MAX_PREFILLS, EngineSizes
 from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
@@ -213,7 +213,7 @@ def _prefill_rows(asked: Sequence[int] | None, slots: int, *, packs: bool) -> tu
     if asked is None:
         return tuple(sorted({1, min(PACKED_GPU, slots) if packs else 1}))
     rows = _rising("prefill_rows", asked)
-    maximum = min(MAX_READING, slots)
+    maximum = min(MAX_PREFILLS, slots)
     if rows[0] != 1 or rows[-1] > maximum:
         raise ValueError(f"prefill_rows={asked!r}: must rise from 1 to at most {maximum}")
     return rows

@@ -23,17 +23,17 @@ class Slots(NamedTuple):
         hidden: the hidden state of each row's newest token, while its prompt is being read.
         windows: the newest queries of prompts that are being read, per layer, by their places; as
             in PrefillCarry.
-        reading: where the policy evicts, its state of prompts that are being read, by their places;
-            else that is in `rows`.
+        prefill_state: if the policy evicts, its state of the prompts in prefill, by place;
+            otherwise it is in `rows`.
     """
 
     rows: Batch[SharedPages]
     hidden: Float[Array, "B D"]
     windows: tuple[Float[Array, "places W N H"], ...]
-    reading: State
+    prefill_state: State
 
 
-class ReadRows(NamedTuple):
+class PrefillRows(NamedTuple):
     """Names the prompts of which a program reads a chunk each.
 
     A program may be made for more prompts than there are: those beyond have no valid tokens, and a

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jsparse.engine.sizes import EngineSizes
-from jsparse.engine.step_plan import Answer
+from jsparse.engine.step_plan import SequenceState
 
 # The most milliseconds of a program of several steps where the stall has no limit: the next one is
 # dispatched before its results arrive.
@@ -18,7 +18,7 @@ MARGIN = 0.85
 class Estimates(Protocol):
     """Estimates the milliseconds that programs take; None: unknown."""
 
-    def reading(self, rows: int, size: int, start: int) -> float | None:
+    def prefill(self, rows: int, size: int, start: int) -> float | None:
         """Returns the time to prefill `rows` chunks of `size` tokens from position `start` on."""
 
     def step(self, rows: int) -> float | None:
@@ -42,19 +42,19 @@ class StallBudget:
         sizes: EngineSizes,
         latency: Estimates,
         rows_for: Callable[..., int],
-        decoding: Sequence[Answer],
+        decoding: Sequence[SequenceState],
     ) -> None:
-        """Creates an empty stall for the answers in `decoding`, in programs of `rows_for`."""
+        """Creates an empty stall for the sequences in `decoding`, in programs of `rows_for`."""
         self._maximum, self._latency = sizes.max_stall_ms, latency
         self._rows_for, self._decoding = rows_for, decoding
         # milliseconds of prefill since the last decode program
         self._stalled: float = 0
 
-    def read(self, rows: int, size: int, start: int) -> None:
+    def add_prefill(self, rows: int, size: int, start: int) -> None:
         """Adds the time of a planned prefill program to the stall."""
         self._stalled += self._milliseconds(rows, size, start)
 
-    def decoded(self) -> None:
+    def reset(self) -> None:
         """Resets the stall: a decode program was planned."""
         self._stalled = 0
 
@@ -81,7 +81,7 @@ class StallBudget:
 
     def _milliseconds(self, rows: int, size: int, start: int) -> float:
         """Returns the time of a prefill program; infinity if unknown."""
-        took = self._latency.reading(rows, size, start)
+        took = self._latency.prefill(rows, size, start)
         return math.inf if took is None else took
 
     def _of_a_step(self) -> float:

@@ -1,4 +1,4 @@
-"""Defines StepPlan, the device's next programs, and Answer, the scheduler's state of a sequence."""
+"""Defines StepPlan, the device's next programs, and SequenceState, the scheduler's view of one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,34 +13,34 @@ from jsparse.engine.blocks import CacheBlock
 # model in a second, so that the shortest goes first and none waits forever.
 TOKENS_PER_SECOND = 20_000
 
-Phase = Enum("Phase", ["WAITING", "READING", "DECODING", "SWAPPED", "ENDED"])
+Phase = Enum("Phase", ["WAITING", "PREFILL", "DECODING", "SWAPPED", "ENDED"])
 
 
 @dataclass(eq=False)
-class Answer:
+class SequenceState:
     """Holds one sequence, a prompt and one completion of it, as the scheduler sees it.
 
     Attributes:
         number: its name in plans.
         ids: the prompt, int32 [T].
         max_tokens: the most tokens of the completion.
-        born: the arrival time, in seconds.
+        arrival: the arrival time, in seconds.
         keys: the keys of the prompt's blocks.
         phase, slot: its phase and slot.
         place: the place of its newest queries during prefill, else -1.
         fresh: whether the policy's state begins anew with the next chunk.
-        read: the number of prompt tokens that the state has seen, as planned.
-        known: the number of prompt tokens with K and V; more than `read` while tokens from the
-            prefix cache are replayed.
-        cached: the number of tokens from the prefix cache.
-        sent: the number of planned tokens; of a pending verification round, the most that it can
+        prefilled: the number of prompt tokens that the state has seen, as planned.
+        kv_tokens: the number of prompt tokens with K and V; greater than `prefilled` while tokens
+            from the prefix cache are replayed.
+        cached_tokens: the number of tokens from the prefix cache.
+        planned: the number of planned tokens; of a pending verification round, the most that it can
             yield.
         stopped: whether no more tokens are wanted.
-        salt: the secret that sequences must have in common to share blocks.
-        made: its tokens, if it has stopped and others may share them.
+        cache_salt: the secret that sequences must have in common to share blocks.
+        generated: its tokens, if it has stopped and others may share them.
         blocks: its blocks, the prefix of the prompt.
-        own: the groups after them.
-        kept: the groups for the compressed prompt, if the policy evicts.
+        private_groups: the groups after them.
+        kept_groups: the groups for the compressed prompt, if the policy evicts.
         joined: its place in the order in which sequences began to decode.
         swapped: the number of its groups in host memory.
     """
@@ -48,29 +48,29 @@ class Answer:
     number: int
     ids: np.ndarray
     max_tokens: int
-    born: float
+    arrival: float
     keys: list[bytes] = field(default_factory=list)
-    salt: str = ""
+    cache_salt: str = ""
     phase: Phase = Phase.WAITING
     slot: int = -1
     place: int = -1
     fresh: bool = True
-    read: int = 0
-    known: int = 0
-    cached: int = 0
-    sent: int = 0
+    prefilled: int = 0
+    kv_tokens: int = 0
+    cached_tokens: int = 0
+    planned: int = 0
     stopped: bool = False
-    made: Sequence[int] = ()
+    generated: Sequence[int] = ()
     blocks: list[CacheBlock] = field(default_factory=list)
-    own: list[int] = field(default_factory=list)
-    kept: list[int] = field(default_factory=list)
+    private_groups: list[int] = field(default_factory=list)
+    kept_groups: list[int] = field(default_factory=list)
     joined: int = 0
     swapped: int = 0
 
     @property
     def groups(self) -> list[int]:
         """Its groups, in the order of its tokens."""
-        return [*(group for block in self.blocks for group in block.groups), *self.own]
+        return [*(group for block in self.blocks for group in block.groups), *self.private_groups]
 
     @property
     def rank(self) -> float:
@@ -78,24 +78,24 @@ class Answer:
 
         All waiting sequences age alike, so that the current time does not matter.
         """
-        return len(self.ids) - self.read + self.born * TOKENS_PER_SECOND
+        return len(self.ids) - self.prefilled + self.arrival * TOKENS_PER_SECOND
 
 
 class Chunk(NamedTuple):
     """Plans one chunk of a prompt.
 
     Attributes:
-        answer: the number of the answer.
+        seq: the number of the sequence.
         slot: the slot that it will decode in.
         place: the place of the prompt's newest queries.
         fresh: whether the prompt begins here, with an empty policy state.
         start, valid: the tokens: `valid` of them, from `start` on.
-        groups: the answer's groups.
-        kept: the groups of the compressed prompt, if it ends here and the policy evicts; the answer
-            has no others from then on.
+        groups: the sequence's groups.
+        kept: the groups of the compressed prompt, if it ends here and the policy evicts; from then
+            on the sequence has no others.
     """
 
-    answer: int
+    seq: int
     slot: int
     place: int
     fresh: bool
@@ -105,13 +105,13 @@ class Chunk(NamedTuple):
     kept: Sequence[int] = ()
 
 
-class Reading(NamedTuple):
+class PrefillPlan(NamedTuple):
     """Plans a prefill program: a chunk each of some prompts.
 
     Attributes:
         num_rows: the number of prompts that the program is compiled for.
         size: the number of tokens that each chunk is padded to.
-        last: whether these prompts end here: first tokens are chosen, and the answers decode.
+        last: whether these prompts end here: first tokens are chosen, and the sequences decode.
         replay: whether K and V are cached, and only the policy's state is built from them.
         chunks: the chunks.
     """
@@ -123,18 +123,18 @@ class Reading(NamedTuple):
     chunks: list[Chunk]
 
 
-class Decode(NamedTuple):
+class RowPlan(NamedTuple):
     """Plans steps of the program for a row.
 
     Attributes:
-        answer, slot: the number of the answer, and its slot.
+        seq, slot: the number of the sequence, and its slot.
         steps: the number of its steps; of a verification round, the most tokens that it may yield.
         age: the number of steps that it will have decoded afterwards.
         groups: the groups that are allocated for them.
         first: the number of groups that it had before.
     """
 
-    answer: int
+    seq: int
     slot: int
     steps: int
     age: int
@@ -154,7 +154,7 @@ class SharedPrefix(NamedTuple):
     slots: list[int]
 
 
-class Decoding(NamedTuple):
+class DecodePlan(NamedTuple):
     """Plans a program of `steps` decode steps, or a verification round, which counts as one.
 
     Attributes:
@@ -167,21 +167,21 @@ class Decoding(NamedTuple):
 
     num_rows: int
     steps: int
-    rows: list[Decode]
+    rows: list[RowPlan]
     prefixes: Sequence[SharedPrefix] = ()
     drafts: int | None = None
 
 
 class Move(NamedTuple):
-    """Plans to swap the pages of an answer out, or in.
+    """Plans to swap the pages of a sequence out, or in.
 
     Attributes:
-        answer, slot: the number of the answer, and its slot, which it keeps.
+        seq, slot: the number of the sequence, and its slot, which it keeps.
         groups: the groups that move, in the order of its tokens.
         first: the number of groups before them, which stay on the device, since others share them.
     """
 
-    answer: int
+    seq: int
     slot: int
     groups: list[int]
     first: int
@@ -191,15 +191,15 @@ class StepPlan(NamedTuple):
     """Plans the device's next programs.
 
     Attributes:
-        reading: the prefill program; None: none.
-        decoding: the decode program, the last; None: none.
-        swapped_in: the answers to swap in, before everything else.
+        prefill: the prefill program; None: none.
+        decode: the decode program, the last; None: none.
+        swapped_in: the sequences to swap in, before everything else.
         swapped_out: those to swap out, between prefill and decoding.
-        forgotten: the numbers of answers that ended while they were swapped out.
+        forgotten: the numbers of sequences that ended while they were swapped out.
     """
 
-    reading: Reading | None
-    decoding: Decoding | None
+    prefill: PrefillPlan | None
+    decode: DecodePlan | None
     swapped_in: Sequence[Move] = ()
     swapped_out: Sequence[Move] = ()
     forgotten: Sequence[int] = ()

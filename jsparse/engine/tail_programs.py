@@ -5,8 +5,8 @@ from typing import Any
 from jaxtyping import Array, Int32
 
 from jsparse.cache import ReadOnly
-from jsparse.engine.decode_programs import behind_the_last
-from jsparse.engine.program_record import NewAnswer, engine_program
+from jsparse.engine.decode_programs import past_end
+from jsparse.engine.program_record import NewRequest, engine_program
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.sizes import EngineSizes
 from jsparse.engine.slots import Slots
@@ -20,13 +20,15 @@ def _refill_key(sizes: EngineSizes, *_: Any) -> list[ProgramKey]:
     return [refill.key(1)] if sizes.tail_tokens else []
 
 
-@engine_program(of_nobody=behind_the_last, of_engine=_refill_key, of_answer=_refill_key)
-def refill(spec: EngineSpec, slots: Slots, which: Int32[Array, "n"], *, beside: ReadOnly) -> Slots:
+@engine_program(placeholders=past_end, keys_of_engine=_refill_key, keys_of_request=_refill_key)
+def refill(
+    spec: EngineSpec, slots: Slots, which: Int32[Array, "n"], *, read_only: ReadOnly
+) -> Slots:
     """Fills the tails of rows whose prompts have been read, from host memory."""
     note_trace()
     rows = slots.rows
     part = rows.cache.take(which)
-    cache = with_newest(part.of_rows(), beside.host, resident=True)
+    cache = with_newest(part.of_rows(), read_only.host, resident=True)
     memory = rows.cache.put(part.after(cache), which)
     return slots._replace(rows=rows._replace(cache=memory))
 
@@ -35,12 +37,12 @@ def _leave_key(sizes: EngineSizes, *_: Any) -> list[ProgramKey]:
     return [leave.key(1)] if sizes.tail_tokens else []
 
 
-def _of_answer(sizes: EngineSizes, answer: NewAnswer) -> list[ProgramKey]:
-    return _leave_key(sizes) if sizes.tail_tokens < answer.new_tokens else []
+def _request_keys(sizes: EngineSizes, request: NewRequest) -> list[ProgramKey]:
+    return _leave_key(sizes) if sizes.tail_tokens < request.new_tokens else []
 
 
 @engine_program(
-    of_nobody=behind_the_last, of_engine=_leave_key, of_answer=_of_answer, donates=False
+    placeholders=past_end, keys_of_engine=_leave_key, keys_of_request=_request_keys, donates=False
 )
 def leave(spec: EngineSpec, slots: Slots, which: Int32[Array, "n"]) -> tuple[Leaving, ...]:
     """Returns the newest pages of rows that decode, by layer, for host memory."""

@@ -67,8 +67,8 @@ def calibrate_channels(
         policy = _weighed(max(chunk_attention.chunk_sizes(len(ids), chunk)))
         with capacity.exhaustion(spec):
             session = Session(params, policy, spec)
-            session.read([ids], report)
-        weights += np.concatenate(jax.device_get(session.held.state))
+            session.prefill([ids], report)
+        weights += np.concatenate(jax.device_get(session.prefilled.state))
     return np.argsort(-weights, axis=-1, kind="stable").astype(np.int32)
 
 

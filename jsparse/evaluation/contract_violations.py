@@ -13,7 +13,7 @@ import jsparse
 from jsparse.cache import CacheSpec
 from jsparse.evaluation.policy_trial import PAGE, LayerSelection, TrialRows
 from jsparse.policy import Policy
-from jsparse.runtime.owners import owners
+from jsparse.runtime.state_axes import state_axes
 from jsparse.selection import Selection
 
 CLOSE = 1e-4  # differences over the largest logit that rounding may make
@@ -85,8 +85,8 @@ def row_arrays(
 
     arrays = []
     leaves = jax.tree_util.tree_leaves_with_path(rows.state)
-    for (path, leaf), owner in zip(leaves, owners(policy, spec), strict=True):
-        arrays.append((f"state{jax.tree_util.keystr(path)}", part(leaf, owner.axis)))
+    for (path, leaf), at in zip(leaves, state_axes(policy, spec), strict=True):
+        arrays.append((f"state{jax.tree_util.keystr(path)}", part(leaf, at.axis)))
     for nth, layer in enumerate(rows.cache.layers):
         pools = {"k": layer.k, "v": layer.v, "lengths": layer.lengths}
         arrays += [(f"layers[{nth}].{name}", part(pool, 0)) for name, pool in pools.items()]

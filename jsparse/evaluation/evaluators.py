@@ -99,7 +99,9 @@ class Comparison:
             ]
             for at in range(len(result.policies))
         ]
-        by_task = [values, _beside(forcing, result)] if YARDSTICK in self.tasks else [values]
+        by_task = (
+            [values, _yardstick_values(forcing, result)] if YARDSTICK in self.tasks else [values]
+        )
         places = [result.policies.index(policy) for policy in policies]
         return [[of_task[at][: len(indices)] for at in places] for of_task in by_task]
 
@@ -263,7 +265,7 @@ def blocks(result: Closeness, policy: int, row: int) -> dict[str, Any]:
     }
 
 
-def _beside(forcing: Forcing, result: Closeness) -> SampleValues:
+def _yardstick_values(forcing: Forcing, result: Closeness) -> SampleValues:
     """Returns the means of the yardsticks, without values where there is none."""
     oracle = yardsticks(forcing, result)
     return [

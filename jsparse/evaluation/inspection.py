@@ -175,10 +175,10 @@ def inspect_step(
     keep_compilations()
     session = Session(params, watched, spec, steps_per_program=1)
     with capacity.exhaustion(spec):
-        session.read(rows, on_progress or (lambda *_: None))
+        session.prefill(rows, on_progress or (lambda *_: None))
         results = session.steps(greedy, (), limits=[step + 1])
         new_ids = [int(result.tokens[0, 0]) for result in results]
-    records = on_host(session.held.state.own, params.mesh)
+    records = on_host(session.prefilled.state.own, params.mesh)
     ids = rows[0] + new_ids[:-1]
     attended = np.stack([record.attended[0, :, : len(ids)] for record in records])
     weights = np.stack([record.weights[0, :, : len(ids)] for record in records])

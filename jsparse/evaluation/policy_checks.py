@@ -41,7 +41,7 @@ from jsparse.evaluation.selection_mass import with_recency
 from jsparse.models.checkpoint import Params
 from jsparse.policy import AnyPolicy, Policy, resolved
 from jsparse.runtime.admission import admit
-from jsparse.runtime.owners import owners
+from jsparse.runtime.state_axes import state_axes
 from jsparse.runtime.store import on_host
 
 
@@ -141,7 +141,7 @@ class _Checks:
     @cached_property
     def _owned(self) -> bool:
         try:
-            owners(self.policy, self._spec)
+            state_axes(self.policy, self._spec)
         except Exception:  # `init` may raise any error
             return False
         return True
@@ -197,7 +197,7 @@ class _Checks:
             carry = watched.read(carry, [ids[:PAGE] for ids in self._prompts], PAGE // 2)
             # eviction after the prompt runs outside of jit: the step takes the cache as it is
             _, _, rows = watched.step(TrialRows(carry.cache, carry.state), self._forced[:, 0])
-            view = StepView(rows.cache, watched.beside.constants)
+            view = StepView(rows.cache, watched.read_only.constants)
             return watched.policy.services.maintain(rows.state, view)
 
         jax.eval_shape(run)
@@ -210,7 +210,7 @@ class _Checks:
 
     def _owners(self) -> None:
         try:
-            owners(self.policy, self._spec)
+            state_axes(self.policy, self._spec)
         except ValueError as error:
             raise Violation(str(error).partition(": ")[2]) from None
 

@@ -26,9 +26,9 @@ from jsparse.runtime import correct, prefill, room, rows
 from jsparse.runtime.compilation import inlined
 from jsparse.runtime.constants import constants
 from jsparse.runtime.decode_step import decode_step
-from jsparse.runtime.owners import clear_rows
 from jsparse.runtime.pauses import due
 from jsparse.runtime.prefill import PrefillCarry
+from jsparse.runtime.state_axes import clear_rows
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths, Queries, Rows
 
@@ -102,7 +102,7 @@ class Trial:
 
     def __init__(self, params: Params, policy: Policy, *, owned: bool = True) -> None:
         self.params, self.policy, self.owned = params, policy, owned
-        self.beside = ReadOnly(constants(params, policy))
+        self.read_only = ReadOnly(constants(params, policy))
 
     def spec(self, batch: int, pool_pages: int | None = None) -> CacheSpec:
         """Returns the sizes of a cache for these many rows."""
@@ -148,7 +148,7 @@ class Trial:
                 tokens,
                 valid,
                 carry,
-                self.beside,
+                self.read_only,
                 last=first + piece >= longest,
             )
         return carry
@@ -157,7 +157,7 @@ class Trial:
         """Evicts the tokens of the prompts that the policy drops."""
         sizes = np.asarray(carry.cache.positions).tolist(), [STEPS + 1] * spec.batch
         cache, state = room.after_prompt(
-            self.policy, spec, carry.cache, carry.state, self.beside, *sizes
+            self.policy, spec, carry.cache, carry.state, self.read_only, *sizes
         )
         return TrialRows(cache, state)
 
@@ -173,7 +173,7 @@ class Trial:
             tokens,
             current.cache,
             current.state,
-            self.beside,
+            self.read_only,
             some,
         )
         return logits, chosen, TrialRows(*after)
@@ -195,8 +195,8 @@ class Trial:
     def _serviced(self, name: str, current: TrialRows, recent: np.ndarray) -> TrialRows:
         if name == "correct":
             model = self.params.decoder, self.policy, self.params.weights
-            return TrialRows(*_correct(*model, recent, *current, self.beside))
-        return TrialRows(*_maintain(self.policy, *current, self.beside))
+            return TrialRows(*_correct(*model, recent, *current, self.read_only))
+        return TrialRows(*_maintain(self.policy, *current, self.read_only))
 
 
 def traces() -> int:
@@ -224,7 +224,7 @@ def _step(
     tokens: Rows,
     cache: KVCache,
     state: State,
-    beside: ReadOnly,
+    read_only: ReadOnly,
     active: Bool[Array, "B"] | None,
 ) -> tuple[Float32[Array, "B V"], list[LayerSelection], KVCache, State]:
     """Runs `decode_step`, and also returns its selections where no row can be short."""
@@ -233,13 +233,13 @@ def _step(
     def select(state: State, layer: int, q: Queries, view: StepView):
         choice = policy.select(state, layer, q, view)
         if policy.dense_below is never_dense:
-            selection, held = selected(policy, state, choice)[0], view.layers[layer]
-            chosen.append(LayerSelection(selection, held.lengths, *covered(q, held, selection)))
+            selection, kv = selected(policy, state, choice)[0], view.layers[layer]
+            chosen.append(LayerSelection(selection, kv.lengths, *covered(q, kv, selection)))
         return choice
 
     watched = policy._replace(select=select)
     logits, cache, state, _ = decode_step(
-        decoder, watched, weights, tokens, cache, state, beside, active
+        decoder, watched, weights, tokens, cache, state, read_only, active
     )
     return logits, chosen, cache, state
 

@@ -35,17 +35,17 @@ def with_recency(params: Params) -> Params:
 
 
 def covered(
-    q: Queries, held: LayerCache, selection: Selection
+    q: Queries, kv: LayerCache, selection: Selection
 ) -> tuple[Float32[Array, "B K"], Float32[Array, "B K"]]:
     """Returns the shares of the tokens before the newest that each head's selection covers.
 
     The first is of their number, the mass of a random selection of that size on average; the second
     of dense attention's mass on them.
     """
-    older = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None] - 1
+    older = jnp.arange(kv.capacity, dtype=jnp.int32) < kv.lengths[..., None] - 1
     listed = older & token_mask(
-        selection, held.lengths, num_pages=held.num_pages, page_size=held.page_size
+        selection, kv.lengths, num_pages=kv.num_pages, page_size=kv.page_size
     )
-    logits = jnp.where(older[:, :, None], attention_logits(q, held), -jnp.inf)
+    logits = jnp.where(older[:, :, None], attention_logits(q, kv), -jnp.inf)
     weights = jnp.mean(jax.nn.softmax(logits), axis=2)
     return jnp.sum(listed, -1) / jnp.sum(older, -1), jnp.sum(weights * listed, -1)

@@ -19,7 +19,7 @@ from jsparse.hooks import PrefillView, State
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy
-from jsparse.runtime import answers, capacity, generate_options
+from jsparse.runtime import capacity, generate_options, turn
 from jsparse.runtime.admission import admit
 from jsparse.runtime.compilation import clock, keep_compilations, waited
 from jsparse.runtime.host_reader import Generation, OnChunk
@@ -35,7 +35,7 @@ class SharedPrefill(NamedTuple):
     Attributes:
         names: the policies as they were asked for, which one may stand for.
         policies: those that run.
-        held: the dense logits that follow the prompts, the cache with every field that any policy
+        prefilled: the dense logits after the prompts, the cache with every field that a policy
             needs, and a tuple of the policies' states.
     """
 
@@ -43,7 +43,7 @@ class SharedPrefill(NamedTuple):
     spec: CacheSpec
     names: tuple[str, ...]
     policies: tuple[Policy, ...]
-    held: PrefillResult
+    prefilled: PrefillResult
 
     def session(self, index: int, *, drafts: int | None = 0) -> Session:
         """Returns a session of policy `index`, on copies, since decoding donates what it reads.
@@ -51,19 +51,21 @@ class SharedPrefill(NamedTuple):
         `drafts`: the tokens that it drafts for dense attention to verify; None: the fastest number.
         """
         policy = self.policies[index]
-        cache, state = _with_fields(self.held.cache, policy.needs), self.held.state[index]
+        cache, state = _with_fields(self.prefilled.cache, policy.needs), self.prefilled.state[index]
         session = Session(self.params, policy, self.spec, adopts=True, drafts=drafts)
-        own = PrefillResult(self.held.logits, cache, state)
+        own = PrefillResult(self.prefilled.logits, cache, state)
         session.adopt(jax.tree.map(jnp.copy, own))
         return session
 
-    def beside(self, policy: Policy) -> "SharedPrefill":
+    def with_policy(self, policy: Policy) -> "SharedPrefill":
         """Returns the same prompts as if read for another policy, which must not keep a state."""
         state = policy.init(self.spec)
         if jax.tree.leaves(state) or policy.needs or policy.window:
             raise ValueError(f"policy={policy}: must keep nothing of the prompt but K and V")
         return self._replace(
-            names=(policy.name,), policies=(policy,), held=self.held._replace(state=(state,))
+            names=(policy.name,),
+            policies=(policy,),
+            prefilled=self.prefilled._replace(state=(state,)),
         )
 
 
@@ -97,8 +99,8 @@ def prime(
     )
     session = Session(params, bundle(running), spec)
     with capacity.exhaustion(spec):
-        session.read(rows, report)
-    return SharedPrefill(params, spec, tuple(map(str, policies)), running, session.held)
+        session.prefill(rows, report)
+    return SharedPrefill(params, spec, tuple(map(str, policies)), running, session.prefilled)
 
 
 @functools.cache
@@ -168,7 +170,7 @@ def generate(
     asked = requests(params, rows, options, dense())
     began, waits = clock(), waited()
     shared = prime(params, chosen, rows, spec, report, drafts=drafts)
-    jax.block_until_ready(shared.held)
+    jax.block_until_ready(shared.prefilled)
     read, waits = clock() - began, waited() - waits
 
     def decode(index: int) -> list[Generation]:
@@ -176,7 +178,7 @@ def generate(
         since = clock() - read, waited() - waits
         with capacity.exhaustion(spec):
             session = shared.session(index, drafts=drafts)
-            made = answers.answers(session, asked, silent, report, *since, questions)
+            made = turn.answers(session, asked, silent, report, *since, questions)
         if any(out.finish_reason == "overflow" for out in made):
             raise ValueError(
                 f"policy={chosen[index]}: must leave room in the cache for the whole answer"

@@ -181,9 +181,9 @@ def _line(value: Any) -> str:
 
 def _replace(path: Path, text: str) -> None:
     """Puts the text in place of the file, if there is one, in one step."""
-    beside = path.with_name(path.name + ".tmp")
-    with open(beside, "w", encoding="utf-8") as file:
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, path)
+    os.replace(temporary, path)

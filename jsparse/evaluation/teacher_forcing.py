@@ -58,7 +58,7 @@ class Forcing(NamedTuple):
 
         `knobs`: its hyper-parameters by name, a number per row. No progress is reported.
         """
-        session, count = self.shared.beside(policy).session(0), len(self.reference)
+        session, count = self.shared.with_policy(policy).session(0), len(self.reference)
         return _decode(session, forced, jnp.copy(self.tokens), count, knobs)
 
     def last_state(self, index: int) -> State:
@@ -66,7 +66,7 @@ class Forcing(NamedTuple):
         session = self.shared.session(index)
         for _ in self._run(index, session):
             pass
-        return session.held.state
+        return session.prefilled.state
 
     def _run(self, index: int, session: Session) -> Iterator[ForcedStep]:
         count, policies = len(self.reference), len(self.shared.policies)
@@ -121,7 +121,11 @@ def force(
     with capacity.exhaustion(spec):
         reference = list(_decode(shared.session(0), *choose, max_new_tokens))
     report("decode", max_new_tokens, len(chosen) * max_new_tokens)
-    first = jnp.argmax(shared.held.logits, axis=-1).astype(jnp.int32) if given is None else given[0]
+    first = (
+        jnp.argmax(shared.prefilled.logits, axis=-1).astype(jnp.int32)
+        if given is None
+        else given[0]
+    )
     tokens = jnp.stack([first, *(step.target for step in reference)])
     return Forcing(shared, reference, tokens, report)
 

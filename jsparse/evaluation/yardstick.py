@@ -44,7 +44,7 @@ def yardsticks(forcing: Forcing, found: Closeness) -> Yardsticks:
     are run once.
     """
     shared = forcing.shared
-    lengths = on_host(shared.held.cache.positions, shared.params.mesh)[:, None] + 1
+    lengths = on_host(shared.prefilled.cache.positions, shared.params.mesh)[:, None] + 1
     lengths = lengths + np.arange(len(forcing.reference))
     # a share in float32 may be a little less than the exact fraction
     tokens = np.floor(np.mean(found.read * lengths, axis=-1) + 0.01).astype(np.int32)

@@ -18,7 +18,7 @@ def available_bytes(utilization: float = 1.0, devices: int = 1) -> int:
         if all("bytes_limit" in stats for stats in found):
             free = min(int(utilization * s["bytes_limit"]) - s["bytes_in_use"] for s in found)
     together = processes.link() if devices > 1 else None
-    return free if together is None else min(together.everyone("free memory", free))
+    return free if together is None else min(together.all_gather("free memory", free))
 
 
 def size(nbytes: float) -> str:

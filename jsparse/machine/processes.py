@@ -81,7 +81,7 @@ class Link:
         self.index, self.peers = index, peers
         self.works = self.failed = False
 
-    def everyone(self, what: str, value: Any) -> list[Any]:
+    def all_gather(self, what: str, value: Any) -> list[Any]:
         """Returns the values of all processes; ValueError: another is at another place."""
         said = {what: value}
         if self.index:
@@ -93,11 +93,11 @@ class Link:
             peer.send({what: values})
         return values
 
-    def tell(self, value: Any, arrays: Sequence[np.ndarray] = ()) -> None:
+    def send(self, value: Any, arrays: Sequence[np.ndarray] = ()) -> None:
         for peer in self.peers:
             peer.send(value, arrays)
 
-    def told(self) -> Iterator[tuple[Any, list[np.ndarray]]]:
+    def messages(self) -> Iterator[tuple[Any, list[np.ndarray]]]:
         """Yields what process 0 says, to its end."""
         (leader,) = self.peers
         while "end" not in (message := leader.receive(to_the_end=True))[0]:

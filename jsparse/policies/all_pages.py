@@ -17,9 +17,9 @@ def all_pages() -> Policy:
     """Attends to every page that holds a token, listed so that `twilight` can prune it."""
 
     def select(state: State, layer: int, q, view: StepView):
-        held = view.layers[layer]
-        used = -(-held.lengths // held.page_size)
-        page = jnp.arange(held.num_pages, dtype=jnp.int32)
+        kv = view.layers[layer]
+        used = -(-kv.lengths // kv.page_size)
+        page = jnp.arange(kv.num_pages, dtype=jnp.int32)
         return Selection(jnp.where(page < used[..., None], page, 0), used), None, state
 
     return Policy(select, shares="pages", reads=0)

@@ -70,35 +70,35 @@ def arkvale(budget: int = 1024, volume: Volume = "cuboid") -> Policy:
     )
 
 
-def cuboid(keys: Float[Array, "P H"], held: Bool[Array, "P"]) -> PageBounds:
+def cuboid(keys: Float[Array, "P H"], valid: Bool[Array, "P"]) -> PageBounds:
     """Returns c ± h: c the middle of each channel's range, h the mean of |k - c|."""
     k = keys.astype(jnp.float32)
     center = (jnp.min(k, axis=0) + jnp.max(k, axis=0)) / 2  # empty slots repeat the newest key
-    half = jnp.mean(jnp.abs(k - center), axis=0, where=held[:, None])
+    half = jnp.mean(jnp.abs(k - center), axis=0, where=valid[:, None])
     return PageBounds((center - half).astype(keys.dtype), (center + half).astype(keys.dtype))
 
 
-def ball(keys: Float[Array, "P H"], held: Bool[Array, "P"]) -> Ball:
+def ball(keys: Float[Array, "P H"], valid: Bool[Array, "P"]) -> Ball:
     """Returns the mean key as it is kept, and its distance to the farthest."""
     k = keys.astype(jnp.float32)
-    center = jnp.mean(k, axis=0, where=held[:, None]).astype(keys.dtype)
+    center = jnp.mean(k, axis=0, where=valid[:, None]).astype(keys.dtype)
     squares = jnp.sum(jnp.square(k - center.astype(jnp.float32)), axis=-1)
     return Ball(center, jnp.sqrt(jnp.max(squares)))
 
 
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
     """Lists the pages of greatest score, and the newest."""
-    held = view.layers[layer]
-    scores = settings.score(q, held, state[layer])
-    return best_pages(scores, held, settings.budget), None, state
+    kv = view.layers[layer]
+    scores = settings.score(q, kv, state[layer])
+    return best_pages(scores, kv, settings.budget), None, state
 
 
-def in_balls(q: Queries, held: LayerCache, balls: Ball) -> Float32[Array, "B K M"]:
+def in_balls(q: Queries, kv: LayerCache, balls: Ball) -> Float32[Array, "B K M"]:
     """Scores pages by the greatest q·c + |q|·r of a group."""
-    heads = *held.lengths.shape, held.num_pages
-    if held.block_table is not None:
-        balls = Ball(*(pool[held.block_table] for pool in balls))
-    filled = (held.lengths + held.page_size - 1) // held.page_size
+    heads = *kv.lengths.shape, kv.num_pages
+    if kv.block_table is not None:
+        balls = Ball(*(pool[kv.block_table] for pool in balls))
+    filled = (kv.lengths + kv.page_size - 1) // kv.page_size
     center, radius = balls.center.reshape(*heads, -1), balls.radius.reshape(heads)
     return centroid_scores(q, center, filled, radius)
 

@@ -54,13 +54,13 @@ def auto() -> StandIn:
     def for_spec(spec: CacheSpec) -> Policy:
         chosen = choose(spec)
         if not chosen.measured:
-            _tell(chosen.reason, spec.model)
+            _log(chosen.reason, spec.model)
         return chosen.policy
 
     def to_draft(spec: CacheSpec) -> Policy:
         chosen = choose_draft(spec)
         if not chosen.measured:
-            _tell(chosen.reason, spec.model, drafts=True)
+            _log(chosen.reason, spec.model, drafts=True)
         return chosen.policy
 
     return StandIn(for_spec, to_draft)
@@ -105,7 +105,7 @@ def layer_bytes(spec: CacheSpec) -> int:
 
 
 @functools.cache
-def _tell(reason: str, model: str, *, drafts: bool = False) -> None:
+def _log(reason: str, model: str, *, drafts: bool = False) -> None:
     """Warns, once, that only dense attention is known to be good here."""
     hint = f"; `jsparse recommend {model or 'MODEL'}` does" if not drafts else ""
     logger.warning("policy=auto is dense() here: %s%s", reason, hint)

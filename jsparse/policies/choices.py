@@ -106,10 +106,10 @@ def keep(choices: Iterable[Choice]) -> None:
     kept = {choice[:5]: choice for choice in [*stored(), *choices]}
     path = file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     lines = ",\n".join(json.dumps(choice._asdict()) for choice in kept.values())
-    beside.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    os.replace(beside, path)
+    temporary.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def _choice(entry: Any) -> Choice:

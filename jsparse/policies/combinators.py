@@ -106,14 +106,14 @@ def keep(policy: Policy, sink: int = 4, recent: int = 64) -> Policy:
                 f"policy={policy}: keep cannot wrap it, since its summary may stand for tokens "
                 "that are kept"
             )
-        held = view.layers[layer]
-        units = held.num_pages if chosen.granularity == "page" else held.capacity
+        kv = view.layers[layer]
+        units = kv.num_pages if chosen.granularity == "page" else kv.capacity
         always = window(
-            held.lengths,
+            kv.lengths,
             sink=sink,
             recent=recent,
-            num_pages=held.num_pages,
-            page_size=held.page_size,
+            num_pages=kv.num_pages,
+            page_size=kv.page_size,
             granularity=chosen.granularity,
         )
         return union(chosen, always, units), None, state

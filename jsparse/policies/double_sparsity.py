@@ -140,10 +140,10 @@ def calibrated(settings: Settings, labels: Sidecar, spec: CacheSpec) -> State:
 
 
 def taken_in(
-    labels: Labels, held: LayerCache, k: ChunkKV, valid: Rows, first: Lengths, *, frame: KeyFrame
+    labels: Labels, kv: LayerCache, k: ChunkKV, valid: Rows, first: Lengths, *, frame: KeyFrame
 ) -> Labels:
     """Labels new tokens."""
-    keys = int4_append(labels.keys, held, k, valid, first, frame=frame, channels=labels.channels)
+    keys = int4_append(labels.keys, kv, k, valid, first, frame=frame, channels=labels.channels)
     return labels._replace(keys=keys)
 
 
@@ -151,21 +151,21 @@ def prefill(state: State, layer: int, view: PrefillView) -> State:
     """Finds a row's heavy channels when its prompt ends, and labels all of it."""
     if not view.last:
         return state
-    held, frame = view.step.layers[layer], frame_at(view.step, layer)
+    kv, frame = view.step.layers[layer], frame_at(view.step, layer)
     count = state[layer].channels.shape[-1]
-    labels = state[layer]._replace(channels=heavy_channels(view.q_window, held, frame, count))
-    k = read_heads(held.k, held).swapaxes(1, 2)
-    start = jnp.zeros_like(held.lengths)
-    labels = taken_in(labels, held, k, held.lengths[:, 0], start, frame=frame)
+    labels = state[layer]._replace(channels=heavy_channels(view.q_window, kv, frame, count))
+    k = read_heads(kv.k, kv).swapaxes(1, 2)
+    start = jnp.zeros_like(kv.lengths)
+    labels = taken_in(labels, kv, k, kv.lengths[:, 0], start, frame=frame)
     return at_layer(state, layer, labels)
 
 
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
     """Lists the units of largest weight in any head of the group."""
-    held = view.layers[layer]
-    size = held.page_size if settings.granularity == "page" else None
-    capacity = max(min(settings.budget, held.capacity) // (size or 1), 1)
-    logits = label_logits(q, held, state[layer], frame_at(view, layer))
+    kv = view.layers[layer]
+    size = kv.page_size if settings.granularity == "page" else None
+    capacity = max(min(settings.budget, kv.capacity) // (size or 1), 1)
+    logits = label_logits(q, kv, state[layer], frame_at(view, layer))
     chosen = threshold_select(
         logits,
         TopK(capacity),
@@ -178,7 +178,7 @@ def select(settings: Settings, state: State, layer: int, q: Queries, view: StepV
 
 
 def heavy_channels(
-    queries: Float[Array, "B W N H"], held: LayerCache, frame: KeyFrame, count: int
+    queries: Float[Array, "B W N H"], kv: LayerCache, frame: KeyFrame, count: int
 ) -> Int32[Array, "B K r"]:
     """Returns each head's `count` heaviest channels, ascending; ties go to the first.
 
@@ -187,20 +187,20 @@ def heavy_channels(
     """
     batch, window, heads, head_dim = queries.shape
     scaled = scaled_queries(queries.reshape(batch * window, heads, head_dim), frame)
-    grouped = jnp.abs(scaled).reshape(batch, window, held.lengths.shape[1], -1, head_dim)
-    weights = jnp.sum(grouped, axis=(1, 3)) * key_magnitudes(held, frame)
+    grouped = jnp.abs(scaled).reshape(batch, window, kv.lengths.shape[1], -1, head_dim)
+    weights = jnp.sum(grouped, axis=(1, 3)) * key_magnitudes(kv, frame)
     return jnp.sort(jax.lax.top_k(weights, count)[1])
 
 
-def key_magnitudes(held: LayerCache, frame: KeyFrame) -> Float32[Array, "B K H"]:
+def key_magnitudes(kv: LayerCache, frame: KeyFrame) -> Float32[Array, "B K H"]:
     """Sums |k| in the frame over the tokens that each head holds.
 
     The order of the additions depends on neither batch nor capacity.
     """
-    slots = jnp.arange(held.capacity, dtype=jnp.int32)
-    all_slots = jnp.broadcast_to(slots, (*held.lengths.shape, held.capacity))
-    k = into_frame(read_heads(held.k, held), frame, all_slots)
-    sums = jnp.where((slots < held.lengths[..., None])[..., None], jnp.abs(k), 0.0)
+    slots = jnp.arange(kv.capacity, dtype=jnp.int32)
+    all_slots = jnp.broadcast_to(slots, (*kv.lengths.shape, kv.capacity))
+    k = into_frame(read_heads(kv.k, kv), frame, all_slots)
+    sums = jnp.where((slots < kv.lengths[..., None])[..., None], jnp.abs(k), 0.0)
     while sums.shape[2] > 1:
         # else XLA may compute the sums' inputs anew for each of the run's members
         sums = jax.lax.optimization_barrier(sums)
@@ -212,11 +212,11 @@ def key_magnitudes(held: LayerCache, frame: KeyFrame) -> Float32[Array, "B K H"]
 
 
 def label_logits(
-    q: Queries, held: LayerCache, labels: Labels, frame: KeyFrame
+    q: Queries, kv: LayerCache, labels: Labels, frame: KeyFrame
 ) -> Float32[Array, "B K G S"]:
     """Estimates every slot's logit from the heavy channels; -inf past a head's tokens."""
-    logits = int4_scores(q, held, labels.keys, None, frame=frame, channels=labels.channels)
-    return logits.reshape(*held.lengths.shape, -1, held.capacity)
+    logits = int4_scores(q, kv, labels.keys, None, frame=frame, channels=labels.channels)
+    return logits.reshape(*kv.lengths.shape, -1, kv.capacity)
 
 
 def _count(channels: int | None, head_dim: int) -> int:

@@ -57,10 +57,10 @@ def accumulated(view: LayerView) -> Float32[Array, "B K S"]:
 
 def _begin(view: LayerView) -> Float32[Array, "B K S"]:
     """Sums the attention of the prompt's last queries to everything before them."""
-    held, window = view.held, view.ring.shape[1]
-    there = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None] - window
+    kv, window = view.kv, view.ring.shape[1]
+    there = jnp.arange(kv.capacity, dtype=jnp.int32) < kv.lengths[..., None] - window
     queries = jnp.clip(view.positions, 1, window)[:, None, None]
-    return queries * window_attention(view.ring, view.positions, held, there, over="held")
+    return queries * window_attention(view.ring, view.positions, kv, there, over="held")
 
 
 SUMS = Tracking(_begin, lambda sums, shares, lengths, positions: sums + shares)

@@ -104,7 +104,7 @@ def hard_kv(
     if newest < window:
         raise ValueError(f"recent={recent}: must be at least window={window}")
     if metric == "attention" and window > QUESTION:
-        _tell(window)
+        _log(window)
     room = _rooms(budget, floor, cap, newest, sink, merge, budgets)
     score: dict[str, ScoreFn] = {
         "attention": pooled_attention(1, POOLING, "competing"),
@@ -140,7 +140,7 @@ def hard_kv(
 
 
 @functools.cache
-def _tell(window: int) -> None:
+def _log(window: int) -> None:
     """Warns, once, of the default's loss."""
     logger.warning(
         "hard_kv with metric='attention' and window=%d drops single facts in the middle of a "

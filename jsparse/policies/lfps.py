@@ -193,28 +193,28 @@ def prefill(settings: Settings, state: History, layer: int, view: PrefillView) -
     """Builds a layer's tables when the prompt ends."""
     if not view.last:
         return state
-    held, prompts = view.step.layers[layer], state.prompts
-    tables = first_tables(settings, held, view.q_window, view.window_valid)
+    kv, prompts = view.step.layers[layer], state.prompts
+    tables = first_tables(settings, kv, view.q_window, view.window_valid)
     if settings.bypass:
-        prompts = at_layer(prompts, layer, described(held, view.q_window[:, -1]))
-    return History(at_layer(state.tables, layer, tables), held.lengths[:, 0], prompts)
+        prompts = at_layer(prompts, layer, described(kv, view.q_window[:, -1]))
+    return History(at_layer(state.tables, layer, tables), kv.lengths[:, 0], prompts)
 
 
 def select(settings: Settings, state: History, layer: int, q: Queries, view: StepView):
     """Lists the k tokens of largest max(Φ(i), Ψ(t - i)), sinks and newest among them."""
-    held, tables = view.layers[layer], state.tables[layer]
-    maximum = share_of(settings.budget, held.capacity)
+    kv, tables = view.layers[layer], state.tables[layer]
+    maximum = share_of(settings.budget, kv.capacity)
     # a head holds a token per position; from positions, number is computed once for all layers
-    lengths = jnp.broadcast_to(view.positions[:, None] + 1, held.lengths.shape)
+    lengths = jnp.broadcast_to(view.positions[:, None] + 1, kv.lengths.shape)
     number = jnp.minimum(wanted(knob(view, "budget", settings.budget), lengths), maximum)
     if settings.exact:
-        chosen = chosen_exactly(settings.exact, q, held, tables, number, maximum)
+        chosen = chosen_exactly(settings.exact, q, kv, tables, number, maximum)
     else:
-        chosen = table_candidates(*tables, held.lengths, Best(number), capacity=maximum, sink=SINKS)
+        chosen = table_candidates(*tables, kv.lengths, Best(number), capacity=maximum, sink=SINKS)
     if not settings.bypass:
         return chosen, None, state
     prompt, alone = state.prompts[layer], settings.bypass == "mean"
-    return *bypassing(chosen, q, held, prompt, alone=alone), state
+    return *bypassing(chosen, q, kv, prompt, alone=alone), state
 
 
 def update(
@@ -263,7 +263,7 @@ def wanted(budget: float | Float32[Array, "B K"], lengths: Lengths) -> Lengths:
 
 
 def first_tables(
-    settings: Settings, held: LayerCache, queries: Float[Array, "B W N H"], valid: Rows
+    settings: Settings, kv: LayerCache, queries: Float[Array, "B W N H"], valid: Rows
 ) -> Tables:
     """Builds both tables from the last `valid` ≤ W prompt queries of each row (equation 4).
 
@@ -272,28 +272,28 @@ def first_tables(
     than the logits of one ever exist.
     """
     whole = (1 - settings.penalty) / (1 - settings.decay)
-    (batch, heads), size = held.lengths.shape, queries.shape[1]
+    (batch, heads), size = kv.lengths.shape, queries.shape[1]
     grouped = queries.reshape(batch, size, heads, -1, queries.shape[-1]).swapaxes(1, 2)
     pages = jnp.broadcast_to(
-        jnp.arange(held.num_pages, dtype=jnp.int32), (batch, heads, held.num_pages)
+        jnp.arange(kv.num_pages, dtype=jnp.int32), (batch, heads, kv.num_pages)
     )
-    slots, nth = jnp.arange(held.capacity, dtype=jnp.int32), jnp.arange(size, dtype=jnp.int32)
+    slots, nth = jnp.arange(kv.capacity, dtype=jnp.int32), jnp.arange(size, dtype=jnp.int32)
 
     def of_head(head: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
         q, at, length, asked = head
-        keys = held.arrays[0][at].reshape(held.capacity, -1)
+        keys = kv.arrays[0][at].reshape(kv.capacity, -1)
         logits = scaled_products("wgh,sh->wgs", q, keys)
         position = (length - size + nth)[:, None]  # of each query
         seen = (slots <= position) & (nth >= size - asked)[:, None]
         lse = softmax_partial(jnp.where(seen[:, None], logits, -jnp.inf))[2]
         w = group_weights(logits, lse, seen & (slots >= SINKS))
         back = position + settings.late - slots
-        backwards = jnp.take_along_axis(w, jnp.clip(back, 0, held.capacity - 1), axis=1)
+        backwards = jnp.take_along_axis(w, jnp.clip(back, 0, kv.capacity - 1), axis=1)
         backwards = jnp.where(back >= 0, backwards, 0.0)
         c = whole / jnp.maximum(asked, 1)
         return jnp.sum(c * w, axis=0), jnp.sum(c * backwards, axis=0)
 
-    of_heads = grouped, physical_pages(held, pages), held.lengths, valid[:, None] + 0 * held.lengths
+    of_heads = grouped, physical_pages(kv, pages), kv.lengths, valid[:, None] + 0 * kv.lengths
     flat = jax.tree.map(lambda x: x.reshape(batch * heads, *x.shape[2:]), of_heads)
     tables = jax.lax.map(of_head, flat)
     return Tables(*(x.reshape(batch, heads, -1).astype(jnp.bfloat16) for x in tables))

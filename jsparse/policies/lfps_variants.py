@@ -55,7 +55,7 @@ class PromptSummary(NamedTuple):
 def chosen_exactly(
     exact: ExactSettings,
     q: Queries,
-    held: LayerCache,
+    kv: LayerCache,
     tables: tuple[Array, Array],
     number: Lengths,
     max_count: int,
@@ -68,13 +68,13 @@ def chosen_exactly(
         rule = Kurtosis(exact.a, min_count, times * number)
     else:
         rule = Best(times * number)
-    listed = min(max_count * times, held.capacity)
-    chosen = table_candidates(*tables, held.lengths, rule, capacity=listed, sink=SINKS)
-    return heaviest(q, held, chosen, number, max_count)
+    listed = min(max_count * times, kv.capacity)
+    chosen = table_candidates(*tables, kv.lengths, rule, capacity=listed, sink=SINKS)
+    return heaviest(q, kv, chosen, number, max_count)
 
 
 def heaviest(
-    q: Queries, held: LayerCache, chosen: Selection, number: Lengths, capacity: int
+    q: Queries, kv: LayerCache, chosen: Selection, number: Lengths, capacity: int
 ) -> Selection:
     """Lists the candidates of largest weight, `number` of them, sinks and newest among them.
 
@@ -82,9 +82,9 @@ def heaviest(
     """
     nth = jnp.arange(chosen.ids.shape[-1], dtype=jnp.int32)
     valid = nth < chosen.count[..., None]
-    always = (chosen.ids < SINKS) | (chosen.ids == held.lengths[..., None] - 1)
-    grouped = q.reshape(*held.lengths.shape, -1, q.shape[-1])
-    logits = products(grouped, held.k, held, chosen.ids) * q.shape[-1] ** -0.5
+    always = (chosen.ids < SINKS) | (chosen.ids == kv.lengths[..., None] - 1)
+    grouped = q.reshape(*kv.lengths.shape, -1, q.shape[-1])
+    logits = products(grouped, kv.k, kv, chosen.ids) * q.shape[-1] ** -0.5
     lse = softmax_partial(jnp.where(valid[:, :, None], logits, -jnp.inf))[2]
     weights = group_weights(logits, lse, valid & ~always)
     weights = jnp.where(always, 2.0, weights)  # above any weight
@@ -110,10 +110,10 @@ def no_prompt(spec: CacheSpec) -> PromptSummary:
     )
 
 
-def described(held: LayerCache, last: Queries) -> PromptSummary:
+def described(kv: LayerCache, last: Queries) -> PromptSummary:
     """Returns the summary of a prompt whose last query is `last`."""
-    slots = jnp.arange(held.capacity, dtype=jnp.int32)
-    counted = (slots >= SINKS) & (slots < held.lengths[..., None])
+    slots = jnp.arange(kv.capacity, dtype=jnp.int32)
+    counted = (slots >= SINKS) & (slots < kv.lengths[..., None])
     number = jnp.sum(counted, -1, dtype=jnp.int32)
     some = jnp.maximum(number, 1)[..., None]
 
@@ -121,8 +121,8 @@ def described(held: LayerCache, last: Queries) -> PromptSummary:
         rows = jnp.where(counted[..., None], rows.astype(jnp.float32), 0.0)
         return jnp.sum(rows, axis=2) / some
 
-    keys, values = read_heads(held.k, held), read_heads(held.v, held)
-    grouped = last.reshape(*held.lengths.shape, -1, last.shape[-1])
+    keys, values = read_heads(kv.k, kv), read_heads(kv.v, kv)
+    grouped = last.reshape(*kv.lengths.shape, -1, last.shape[-1])
     logits = scaled_products("bkgh,bksh->bkgs", grouped, keys)
     inside = counted[:, :, None]
     centre = jnp.sum(jnp.where(inside, logits, 0.0), -1, keepdims=True) / some[..., None]
@@ -147,15 +147,15 @@ class SinkAttention(NamedTuple):
     rest: Float32[Array, "B K G"]
 
 
-def sink_attention(q: Queries, held: LayerCache, prompt: PromptSummary) -> SinkAttention:
+def sink_attention(q: Queries, kv: LayerCache, prompt: PromptSummary) -> SinkAttention:
     """Returns how query heads attend to the sinks (equations 5 and 6, in logarithms)."""
-    lengths = held.lengths[..., None]
+    lengths = kv.lengths[..., None]
     nth = jnp.arange(SINKS, dtype=jnp.int32) + 0 * lengths
     near = lengths - 1 - LOCAL + jnp.arange(LOCAL, dtype=jnp.int32)  # the newest is not among them
-    grouped = q.reshape(*held.lengths.shape, -1, q.shape[-1])
+    grouped = q.reshape(*kv.lengths.shape, -1, q.shape[-1])
 
     def logits_at(slots: Array, ok: Bool[Array, "B K n"]) -> Float32[Array, "B K G n"]:
-        keys = read_slots(held.k, held, jnp.where(ok, slots, 0))
+        keys = read_slots(kv.k, kv, jnp.where(ok, slots, 0))
         logits = scaled_products("bkgh,bknh->bkgn", grouped, keys)
         return jnp.where(ok[:, :, None], logits, -jnp.inf)
 
@@ -166,19 +166,19 @@ def sink_attention(q: Queries, held: LayerCache, prompt: PromptSummary) -> SinkA
     rest = jnp.log(prompt.number.astype(jnp.float32))[..., None] + norm * spread / 2
     rest += scaled_products("bkgh,bkh->bkg", grouped, prompt.key)
     log_rho = sinks - jnp.logaddexp(jnp.logaddexp(sinks, rest), local)
-    values = read_slots(held.v, held, jnp.where(nth < lengths, nth, 0)).astype(jnp.float32)
+    values = read_slots(kv.v, kv, jnp.where(nth < lengths, nth, 0)).astype(jnp.float32)
     o = jnp.einsum("bkgn,bknh->bkgh", weights / total[..., None], values)
     return SinkAttention(log_rho, o, sinks, rest)
 
 
 def bypassed(
-    q: Queries, held: LayerCache, prompt: PromptSummary, *, alone: bool
+    q: Queries, kv: LayerCache, prompt: PromptSummary, *, alone: bool
 ) -> tuple[HeadFlags, Summary]:
     """Returns the KV heads that bypass, and their output.
 
     It is the mean of the prompt's values if `alone`, else the sinks merged with it.
     """
-    sinks = sink_attention(q, held, prompt)
+    sinks = sink_attention(q, kv, prompt)
     passed = jnp.all(sinks.log_rho > math.log(BYPASS_ABOVE), axis=-1)
     mean = jnp.broadcast_to(prompt.value[:, :, None], sinks.o.shape)
     if alone:
@@ -186,16 +186,16 @@ def bypassed(
     else:
         o, lse = merge(sinks.o, sinks.lse, mean, sinks.rest)
     lse = jnp.where(passed[..., None], lse, -jnp.inf).reshape(q.shape[:2])
-    attended = jnp.where(passed & (not alone), jnp.minimum(held.lengths, SINKS), 0)
-    read = jnp.where(passed, jnp.minimum(held.lengths, SINKS + LOCAL), 0)
+    attended = jnp.where(passed & (not alone), jnp.minimum(kv.lengths, SINKS), 0)
+    read = jnp.where(passed, jnp.minimum(kv.lengths, SINKS + LOCAL), 0)
     return passed, Summary(o.reshape(q.shape), lse, attended, read)
 
 
 def bypassing(
-    chosen: Selection, q: Queries, held: LayerCache, prompt: PromptSummary, *, alone: bool
+    chosen: Selection, q: Queries, kv: LayerCache, prompt: PromptSummary, *, alone: bool
 ) -> tuple[Selection, Summary]:
     """Empties the selections of heads that bypass; `alone` is as in `bypassed`."""
-    passed, summary = bypassed(q, held, prompt, alone=alone)
+    passed, summary = bypassed(q, kv, prompt, alone=alone)
     count = jnp.where(passed, 0, chosen.count)
     ids = jnp.where(passed[..., None], 0, chosen.ids)
     return replace(chosen, ids=ids, count=count), summary

@@ -161,24 +161,24 @@ def update(settings: Settings, state: State, layer: int, stats, view: StepView) 
     """Sets S(l+1, h) to a retrieval head's heaviest tokens, and to S(l, h) in the others."""
     if stats is None:
         return state
-    (ids, count), held = state, view.layers[layer]
+    (ids, count), kv = state, view.layers[layer]
     picked = pick(
         stats.scores,
-        rule_of(settings, held, knob(view, "value", settings.value)),
-        held.lengths,
+        rule_of(settings, kv, knob(view, "value", settings.value)),
+        kv.lengths,
         sink=settings.sink,
         recent=settings.recent,
         capacity=ids.shape[-1],
         granularity=settings.granularity,
-        unit=settings.unit(held.page_size),
+        unit=settings.unit(kv.page_size),
     )
     here = head_gates.of_rows(settings.retrieval[layer], len(count))
     return jnp.where(here[..., None], picked.ids, ids), jnp.where(here, picked.count, count)
 
 
-def rule_of(settings: Settings, held: LayerCache, value: Any) -> TopK | TopP | Threshold:
+def rule_of(settings: Settings, kv: LayerCache, value: Any) -> TopK | TopP | Threshold:
     """Returns the rule that picks a layer's units; `value` is a number, or one per row and head."""
-    unit = settings.unit(held.page_size)
+    unit = settings.unit(kv.page_size)
     match settings.rule:
         case "top_k":
             return TopK(max(int(value) // unit, 1))
@@ -187,4 +187,4 @@ def rule_of(settings: Settings, held: LayerCache, value: Any) -> TopK | TopP | T
         case "threshold":
             return Threshold(value)
     # rounding may put a whole number of units a little above itself; ceil must not round it up
-    return TopK(jnp.ceil((1 - value) * (1 - 1e-6) * held.lengths / unit).astype(jnp.int32))
+    return TopK(jnp.ceil((1 - value) * (1 - 1e-6) * kv.lengths / unit).astype(jnp.int32))

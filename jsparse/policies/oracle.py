@@ -34,14 +34,14 @@ def oracle_top_k(budget: int = 1024, granularity: Granularity = "token") -> Poli
     one_of("granularity", granularity, get_args(Granularity))
 
     def select(state: State, layer: int, q, view: StepView):
-        held = view.layers[layer]
-        unit = _unit(granularity, held)
-        capacity = max(min(budget, held.capacity) // unit, 1)
+        kv = view.layers[layer]
+        unit = _unit(granularity, kv)
+        capacity = max(min(budget, kv.capacity) // unit, 1)
         wanted = knob(view, "budget", capacity * unit)
         rule = TopK(capacity if isinstance(wanted, int) else wanted.astype(jnp.int32) // unit)
-        logits = attention_logits(q, held)
+        logits = attention_logits(q, kv)
         chosen = threshold_select(
-            logits, rule, capacity=capacity, group="max", **_what(granularity, held)
+            logits, rule, capacity=capacity, group="max", **_what(granularity, kv)
         )
         return chosen, None, state
 
@@ -58,12 +58,12 @@ def oracle_top_p(p: float = 0.95, granularity: Granularity = "token") -> Policy:
     one_of("granularity", granularity, get_args(Granularity))
 
     def select(state: State, layer: int, q, view: StepView):
-        held = view.layers[layer]
-        units = held.capacity // _unit(granularity, held)
-        logits = attention_logits(q, held)
+        kv = view.layers[layer]
+        units = kv.capacity // _unit(granularity, kv)
+        logits = attention_logits(q, kv)
         return (
             threshold_select(
-                logits, TopP(knob(view, "p", p)), capacity=units, **_what(granularity, held)
+                logits, TopP(knob(view, "p", p)), capacity=units, **_what(granularity, kv)
             ),
             None,
             state,
@@ -72,31 +72,31 @@ def oracle_top_p(p: float = 0.95, granularity: Granularity = "token") -> Policy:
     return Policy(select, shares="pages", per_row={"p": fraction})
 
 
-def attention_logits(q: Array, held: LayerCache) -> Float32[Array, "B K G S"]:
+def attention_logits(q: Array, kv: LayerCache) -> Float32[Array, "B K G S"]:
     """Computes the exact logits of all slots, per KV head and member of its group.
 
     Slots past a head's tokens get -inf.
     """
-    keys = read_heads(held.k, held)
+    keys = read_heads(kv.k, kv)
     grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[-1])
     logits = (
         jnp.einsum("bkgh,bksh->bkgs", grouped, keys, preferred_element_type=jnp.float32)
         * q.shape[-1] ** -0.5
     )
-    if held.bias is not None:
-        logits += read_heads(held.bias, held)[:, :, None]
-    seen = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None]
+    if kv.bias is not None:
+        logits += read_heads(kv.bias, kv)[:, :, None]
+    seen = jnp.arange(kv.capacity, dtype=jnp.int32) < kv.lengths[..., None]
     return jnp.where(seen[:, :, None], logits, -jnp.inf)
 
 
-def _unit(granularity: Granularity, held: LayerCache) -> int:
-    return held.page_size if granularity == "page" else 1
+def _unit(granularity: Granularity, kv: LayerCache) -> int:
+    return kv.page_size if granularity == "page" else 1
 
 
-def _what(granularity: Granularity, held: LayerCache) -> dict[str, Any]:
+def _what(granularity: Granularity, kv: LayerCache) -> dict[str, Any]:
     """Returns the arguments of `threshold_select` for a granularity."""
     return (
-        {"granularity": "page_mass", "page_size": held.page_size}
+        {"granularity": "page_mass", "page_size": kv.page_size}
         if granularity == "page"
         else {"granularity": "token"}
     )

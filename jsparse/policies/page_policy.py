@@ -47,7 +47,7 @@ def page_policy(summarise: Summarise, score: Score, budget: int = 1024) -> Polic
         summarise: returns the summary of a page, a tree of arrays of any shapes and dtypes. It
             gets keys[P, H], as the cache holds them, and held[P], which is true of the slots that
             hold a token: the first ones, at least one. The others repeat the newest key, so that
-            the least and the greatest are exact without `held`; sums and means need it. The page is
+            the least and the greatest are exact without `valid`; sums and means need it. The page is
             summarised anew whenever it takes in tokens.
         score: returns a number, how much a page matters to the queries q[G, H], in float32, of the
             heads that share its KV head, given its summary. NaN and -inf leave a page out, unless
@@ -86,15 +86,15 @@ def page_summaries(summarise: Summarise) -> Sidecar:
 def empty(summarise: Summarise, spec: CacheSpec) -> Any:
     """Returns a layer's summaries of no tokens, indexed by physical page; they mean nothing."""
     keys = jax.ShapeDtypeStruct((spec.page_size, spec.head_dim), spec.dtype)
-    held = jax.ShapeDtypeStruct((spec.page_size,), jnp.bool_)
-    kept = jax.eval_shape(summarise, keys, held)
+    valid = jax.ShapeDtypeStruct((spec.page_size,), jnp.bool_)
+    kept = jax.eval_shape(summarise, keys, valid)
     return jax.tree.map(lambda x: jnp.zeros((spec.pages, *x.shape), x.dtype), kept)
 
 
 def taken_in(
     summarise: Summarise,
     entry: Any,
-    held: LayerCache,
+    kv: LayerCache,
     k: ChunkKV,
     valid: Rows,
     first: Lengths,
@@ -102,23 +102,23 @@ def taken_in(
 ) -> Any:
     """Summarises the pages anew that the new tokens lie in."""
     # T slots that do not start on a page's edge touch one page more
-    touched = min((k.shape[1] + held.page_size - 2) // held.page_size + 1, held.num_pages)
-    pages = first[..., None] // held.page_size + jnp.arange(touched, dtype=jnp.int32)
-    within = jnp.clip(pages, 0, held.num_pages - 1)
-    keys, there = _filled_up(read_pages(held.k, held, within), held, within)
+    touched = min((k.shape[1] + kv.page_size - 2) // kv.page_size + 1, kv.num_pages)
+    pages = first[..., None] // kv.page_size + jnp.arange(touched, dtype=jnp.int32)
+    within = jnp.clip(pages, 0, kv.num_pages - 1)
+    keys, there = _filled_up(read_pages(kv.k, kv, within), kv, within)
     new = _over(3, summarise)(keys, there)
     fresh = (pages == within) & there[..., 0] & (valid > 0)[:, None, None]
     # those of other pages fall out of range, and are dropped
-    at = jnp.where(fresh, physical_pages(held, within), held.k.shape[0])
+    at = jnp.where(fresh, physical_pages(kv, within), kv.k.shape[0])
     return jax.tree.map(lambda pool, x: pool.at[at].set(x, mode="drop"), entry, new)
 
 
 def _filled_up(
-    keys: Float[Array, "B K n P H"], held: LayerCache, pages: Int32[Array, "B K n"]
+    keys: Float[Array, "B K n P H"], kv: LayerCache, pages: Int32[Array, "B K n"]
 ) -> tuple[Float[Array, "B K n P H"], Bool[Array, "B K n P"]]:
     """Returns pages with their newest key in all slots that hold no token, and which ones do."""
-    count = jnp.clip(held.lengths[..., None] - pages * held.page_size, 0, held.page_size)
-    there = jnp.arange(held.page_size, dtype=jnp.int32) < count[..., None]
+    count = jnp.clip(kv.lengths[..., None] - pages * kv.page_size, 0, kv.page_size)
+    there = jnp.arange(kv.page_size, dtype=jnp.int32) < count[..., None]
     at = jnp.maximum(count - 1, 0)[..., None, None]
     newest = jnp.take_along_axis(keys, at, axis=3)
     return jnp.where(there[..., None], keys, newest), there
@@ -128,11 +128,11 @@ def select(
     settings: Settings, state: State, layer: int, q: Queries, view: StepView
 ) -> tuple[Selection, None, State]:
     """Lists the pages of greatest score, and the newest."""
-    held = view.layers[layer]
-    pages = min(max(settings.budget // held.page_size, 1), held.num_pages)
-    wanted = knob(view, "budget", pages * held.page_size)
-    rule = TopK(pages if isinstance(wanted, int) else wanted.astype(jnp.int32) // held.page_size)
-    scores = page_scores(settings, state[layer], q, held)
+    kv = view.layers[layer]
+    pages = min(max(settings.budget // kv.page_size, 1), kv.num_pages)
+    wanted = knob(view, "budget", pages * kv.page_size)
+    rule = TopK(pages if isinstance(wanted, int) else wanted.astype(jnp.int32) // kv.page_size)
+    scores = page_scores(settings, state[layer], q, kv)
     chosen = threshold_select(
         scores[:, :, None], rule, capacity=pages, granularity="page", weights="raw"
     )
@@ -140,13 +140,13 @@ def select(
 
 
 def page_scores(
-    settings: Settings, entry: Any, q: Queries, held: LayerCache
+    settings: Settings, entry: Any, q: Queries, kv: LayerCache
 ) -> Float32[Array, "B K M"]:
     """Scores every logical page: the newest highest, -inf where a page holds no token."""
-    heads = *held.lengths.shape, held.num_pages
+    heads = *kv.lengths.shape, kv.num_pages
 
     def of_heads(pool: Array) -> Array:
-        pages = pool if held.block_table is None else pool[held.block_table]
+        pages = pool if kv.block_table is None else pool[kv.block_table]
         return pages.reshape(*heads, *pool.shape[1:])
 
     grouped = q.astype(jnp.float32).reshape(*heads[:2], -1, q.shape[-1])
@@ -155,9 +155,9 @@ def page_scores(
     if getattr(scores, "shape", None) != heads:
         made = jax.tree.map(lambda x: f"{x.dtype}{[*x.shape[3:]]}", scores)
         raise ValueError(f"score={_name(settings.score)}: must return one number, not {made}")
-    nth = jnp.arange(held.num_pages, dtype=jnp.int32)
-    used = nth * held.page_size < held.lengths[..., None]
-    newest = nth == (held.lengths[..., None] - 1) // held.page_size
+    nth = jnp.arange(kv.num_pages, dtype=jnp.int32)
+    used = nth * kv.page_size < kv.lengths[..., None]
+    newest = nth == (kv.lengths[..., None] - 1) // kv.page_size
     scores = jnp.where(used, jnp.minimum(scores.astype(jnp.float32), LARGE), -jnp.inf)
     return jnp.where(newest, 2 * LARGE, scores)
 

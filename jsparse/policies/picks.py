@@ -16,16 +16,16 @@ from jsparse.selection import Granularity, Selection, union, window
 from jsparse.shapes import Lengths
 
 
-def best_pages(scores: Float32[Array, "B K M"], held: LayerCache, budget: int) -> Selection:
+def best_pages(scores: Float32[Array, "B K M"], kv: LayerCache, budget: int) -> Selection:
     """Lists the pages of greatest score, budget // P of them but at least one, and the newest."""
-    pages = min(max(budget // held.page_size, 1), held.num_pages)
+    pages = min(max(budget // kv.page_size, 1), kv.num_pages)
     return threshold_select(
         scores[:, :, None],
         TopK(pages),
         capacity=pages,
         granularity="page",
         weights="raw",
-        always=Always(held.lengths, sink=0, recent=1, unit=held.page_size),
+        always=Always(kv.lengths, sink=0, recent=1, unit=kv.page_size),
     )
 
 

@@ -89,17 +89,17 @@ def quest(
 
 
 def taken_in(
-    entry: Bounds, held: LayerCache, k, valid, first, /, *, frame: KeyFrame | None = None
+    entry: Bounds, kv: LayerCache, k, valid, first, /, *, frame: KeyFrame | None = None
 ) -> Bounds:
     """Takes new tokens into the bounds of their pages."""
-    return bounds_append(entry, held, valid, first, max_new=k.shape[1], frame=frame)
+    return bounds_append(entry, kv, valid, first, max_new=k.shape[1], frame=frame)
 
 
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
     """Lists the pages of largest q·mid + slack · |q|·half, and the newest."""
-    held = view.layers[layer]
+    kv = view.layers[layer]
     frame = frame_at(view, layer) if settings.framed else None
     scores = page_bounds(
-        q, held, state[layer], frame=frame, slack=settings.slack, group=settings.group
+        q, kv, state[layer], frame=frame, slack=settings.slack, group=settings.group
     )
-    return best_pages(scores, held, settings.budget), None, state
+    return best_pages(scores, kv, settings.budget), None, state

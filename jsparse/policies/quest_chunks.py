@@ -98,9 +98,9 @@ def empty(spec: CacheSpec, chunks: int) -> ChunkBounds:
     return ChunkBounds(zeros, zeros)
 
 
-def build(longest: int, held: LayerCache, chunks: Chunks) -> ChunkBounds:
+def build(longest: int, kv: LayerCache, chunks: Chunks) -> ChunkBounds:
     """Returns the bounds of all chunks."""
-    return bounds_of(held, chunks.starts[:, :-1], jnp.diff(chunks.starts), longest)
+    return bounds_of(kv, chunks.starts[:, :-1], jnp.diff(chunks.starts), longest)
 
 
 def join(
@@ -120,16 +120,16 @@ def join(
         return kept.at[row, :, at].set(new.swapaxes(1, 2), mode="drop")
 
     return tuple(
-        ChunkBounds(*map(put, bounds, bounds_of(held, first, lengths, longest)))
-        for bounds, held in zip(layers, caches, strict=True)
+        ChunkBounds(*map(put, bounds, bounds_of(kv, first, lengths, longest)))
+        for bounds, kv in zip(layers, caches, strict=True)
     )
 
 
 def bounds_of(
-    held: LayerCache, first: Int32[Array, "B n"], lengths: Int32[Array, "B n"], longest: int
+    kv: LayerCache, first: Int32[Array, "B n"], lengths: Int32[Array, "B n"], longest: int
 ) -> ChunkBounds:
     """Returns the bounds of slots first … first + lengths - 1; those of no slot mean nothing."""
-    keys = keys_of_chunks(held, first, lengths, longest)
+    keys = keys_of_chunks(kv, first, lengths, longest)
     inside = jnp.arange(longest, dtype=jnp.int32) < lengths[..., None]
     keys = jnp.where(inside[:, None, :, :, None], keys, keys[:, :, :, :1])
     return ChunkBounds(jnp.min(keys, axis=3), jnp.max(keys, axis=3))

@@ -61,22 +61,22 @@ def important_and_rare(importance: float):
 
     def score(view: LayerView) -> Float32[Array, "B K S"]:
         attention = window_attention(
-            view.ring, view.positions, view.held, view.competing, group="max"
+            view.ring, view.positions, view.kv, view.competing, group="max"
         )
         attention = pooled(attention, view.competing, WIDTH, "max")
-        alike = jnp.where(view.competing, mean_cosines(view.held, view.competing), -jnp.inf)
+        alike = jnp.where(view.competing, mean_cosines(view.kv, view.competing), -jnp.inf)
         return importance * attention - (1 - importance) * jax.nn.softmax(alike, axis=-1)
 
     return score
 
 
-def mean_cosines(held: LayerCache, competing: Bool[Array, "B K S"]) -> Float32[Array, "B K S"]:
+def mean_cosines(kv: LayerCache, competing: Bool[Array, "B K S"]) -> Float32[Array, "B K S"]:
     """Returns the mean cosine of each competing key with all competing keys.
 
     The cosine with itself counts as 0, and so does, for every key i, that with the last key j that
     is alike: of keys that repeat each other the newest is spared.
     """
-    k = read_heads(held.k, held).astype(jnp.float32)
+    k = read_heads(kv.k, kv).astype(jnp.float32)
     k = jnp.where(competing[..., None], k, 0.0)
     unit = k / jnp.maximum(jnp.linalg.norm(k, axis=-1, keepdims=True), 1e-30)
     batch, heads, slots, _ = unit.shape

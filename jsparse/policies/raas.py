@@ -63,8 +63,8 @@ def last_used(view: LayerView) -> Float32[Array, "B K S"]:
 
 
 def _begin(view: LayerView) -> Float32[Array, "B K S"]:
-    slots = jnp.arange(view.held.capacity, dtype=jnp.int32)
-    there = slots < view.held.lengths[..., None]
+    slots = jnp.arange(view.kv.capacity, dtype=jnp.int32)
+    there = slots < view.kv.lengths[..., None]
     return jnp.where(there, jnp.float32(PROMPT), 0.0)
 
 

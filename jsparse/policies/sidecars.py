@@ -26,7 +26,7 @@ class TakeInFn(Protocol):
     """Takes new tokens of a layer into its entry."""
 
     def __call__(
-        self, entry: Any, held: LayerCache, k: ChunkKV, valid: Rows, first: Lengths, /
+        self, entry: Any, kv: LayerCache, k: ChunkKV, valid: Rows, first: Lengths, /
     ) -> Any: ...
 
 
@@ -36,7 +36,7 @@ class TakeIntoFrameFn(Protocol):
     def __call__(
         self,
         entry: Any,
-        held: LayerCache,
+        kv: LayerCache,
         k: ChunkKV,
         valid: Rows,
         first: Lengths,
@@ -103,7 +103,7 @@ def _taken_in(
     k: ChunkKV,
     valid: Rows,
 ) -> State:
-    held = view.layers[layer]
-    first = held.lengths - valid[:, None]
+    kv = view.layers[layer]
+    first = kv.lengths - valid[:, None]
     frame = {"frame": frame_at(view, layer)} if framed else {}
-    return at_layer(state, layer, take_in(state[layer], held, k, valid, first, **frame))
+    return at_layer(state, layer, take_in(state[layer], kv, k, valid, first, **frame))

@@ -60,7 +60,7 @@ def pooled_attention(pool: int, pooling: Pooling, over: NormaliseOver = "held") 
     one_of("pooling", pooling, get_args(Pooling))
 
     def score(view: LayerView):
-        found = window_attention(view.ring, view.positions, view.held, view.competing, over=over)
+        found = window_attention(view.ring, view.positions, view.kv, view.competing, over=over)
         return pooled(found, view.competing, pool, pooling)
 
     return score

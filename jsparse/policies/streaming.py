@@ -24,14 +24,14 @@ def streaming(sink: int = 4, recent: int = 512) -> Policy:
     whole_number("recent", recent, 1)
 
     def select(state: State, layer: int, q, view: StepView):
-        held = view.layers[layer]
+        kv = view.layers[layer]
         chosen = window(
-            held.lengths,
+            kv.lengths,
             sink=sink,
             recent=recent,
-            num_pages=held.num_pages,
-            page_size=held.page_size,
-            granularity="page" if held.page_size <= MAX_BITS_PAGE else "token",
+            num_pages=kv.num_pages,
+            page_size=kv.page_size,
+            granularity="page" if kv.page_size <= MAX_BITS_PAGE else "token",
         )
         return chosen, None, state
 

@@ -108,9 +108,9 @@ def update(settings: Settings, state: State, layer: int, stats, view: StepView) 
         return state
     scores, lengths = stats.scores, view.layers[layer].lengths
     if settings.heads == "all":
-        held, lengths = scores[:, :1] > -jnp.inf, lengths[:, :1]
+        listed, lengths = scores[:, :1] > -jnp.inf, lengths[:, :1]
         weights = jnp.mean(jnp.exp(scores - stats.lse[..., None]), axis=1, keepdims=True)
-        scores = jnp.where(held, across(weights, "mean"), -jnp.inf)
+        scores = jnp.where(listed, across(weights, "mean"), -jnp.inf)
     capacity = state[0].shape[-1]
     chosen = pick(
         scores,

@@ -106,14 +106,14 @@ def pruned(
     settings: Settings, chosen: Selection, copy: Int4Keys, layer: int, q: Queries, view: StepView
 ) -> Selection:
     """Keeps the smallest part of a selection with p of its estimated mass in each query head."""
-    held, frame, prune = view.layers[layer], frame_at(view, layer), settings.prune
+    kv, frame, prune = view.layers[layer], frame_at(view, layer), settings.prune
     mass = knob(view, "p", settings.p)
-    pages = paged(chosen, num_pages=held.num_pages, page_size=held.page_size)
-    logits = int4_scores(q, held, copy, pages, frame=frame)
-    logits = logits.reshape(*held.lengths.shape, -1, pages.ids.shape[-1] * held.page_size)
-    if held.bias is not None:
-        logits += read_pages(held.bias, held, pages.ids).reshape(*held.lengths.shape, 1, -1)
-    size = None if prune == "token" else held.page_size
+    pages = paged(chosen, num_pages=kv.num_pages, page_size=kv.page_size)
+    logits = int4_scores(q, kv, copy, pages, frame=frame)
+    logits = logits.reshape(*kv.lengths.shape, -1, pages.ids.shape[-1] * kv.page_size)
+    if kv.bias is not None:
+        logits += read_pages(kv.bias, kv, pages.ids).reshape(*kv.lengths.shape, 1, -1)
+    size = None if prune == "token" else kv.page_size
     # pages that are kept whole keep the base's bits
     bits = pages.bits if prune == "page_mass" else None
     kept = threshold_select(
@@ -136,16 +136,16 @@ def within(kept: Selection, ids: Ids, bits: Bits) -> Selection:
     return replace(kept, ids=ids, bits=bits)
 
 
-def shortest(settings: Settings, held: LayerCache) -> int:
+def shortest(settings: Settings, kv: LayerCache) -> int:
     """Returns the tokens below which a row is dense."""
-    own = break_even(held) if settings.dense_below == "auto" else settings.dense_below
-    return max(own, settings.base.dense_below(held))
+    own = break_even(kv) if settings.dense_below == "auto" else settings.dense_below
+    return max(own, settings.base.dense_below(kv))
 
 
-def break_even(held: LayerCache) -> int:
+def break_even(kv: LayerCache) -> int:
     """Returns the tokens per row at which dense attention takes as long as Twilight on this device.
 
     All rows are taken to hold the same number.
     """
     nbytes = (break_evens() or BREAK_EVENS["NVIDIA H200"]).over_quest
-    return int(nbytes // (2 * held.lengths.size * held.k.shape[-1] * held.k.dtype.itemsize))
+    return int(nbytes // (2 * kv.lengths.size * kv.k.shape[-1] * kv.k.dtype.itemsize))

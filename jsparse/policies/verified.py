@@ -100,18 +100,18 @@ def prefill(settings: Settings, state: State, layer: int, view: PrefillView) -> 
     """Chooses the pages that the mean of the prompt's last queries weighs most."""
     if not view.last:
         return state
-    held, count = view.step.layers[layer], jnp.maximum(view.window_valid, 1)
+    kv, count = view.step.layers[layer], jnp.maximum(view.window_valid, 1)
     query = jnp.sum(view.q_window.astype(jnp.float32), axis=1) / count[:, None, None]
     q = query.astype(view.q_window.dtype)
-    out = block_sparse_decode(q, held, everything(held.lengths), stats="page_mass")
+    out = block_sparse_decode(q, kv, everything(kv.lengths), stats="page_mass")
     return choose(settings, state, layer, out.stats, view.step)
 
 
 def choose(settings: Settings, state: State, layer: int, stats, view: StepView) -> State:
     """Chooses the pages of greatest mass; the newest are taken anyway."""
-    held, scores = view.layers[layer], stats.scores
+    kv, scores = view.layers[layer], stats.scores
     read = jnp.sum(scores > -jnp.inf, axis=-1, dtype=jnp.int32)
-    end = jnp.maximum(read - settings.pages(held.page_size)[1], 0)
+    end = jnp.maximum(read - settings.pages(kv.page_size)[1], 0)
     older = jnp.arange(scores.shape[-1], dtype=jnp.int32) < end[..., None]
     capacity = state[layer].ids.shape[-1]
     chosen = threshold_select(
@@ -126,9 +126,9 @@ def choose(settings: Settings, state: State, layer: int, stats, view: StepView) 
 
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
     """Lists what was chosen, and behind it the newest pages, as many as there is room for."""
-    held, (ids, count, end) = view.layers[layer], state[layer]
-    total = min(ids.shape[-1] + settings.pages(held.page_size)[1], held.num_pages)
-    behind = (held.lengths - 1) // held.page_size + 1  # the page that is not begun
+    kv, (ids, count, end) = view.layers[layer], state[layer]
+    total = min(ids.shape[-1] + settings.pages(kv.page_size)[1], kv.num_pages)
+    behind = (kv.lengths - 1) // kv.page_size + 1  # the page that is not begun
     recent = jnp.maximum(jnp.minimum(behind - end, total - count), 0)
     nth = jnp.arange(total, dtype=jnp.int32)
     chosen = jnp.pad(ids, ((0, 0), (0, 0), (0, total - ids.shape[-1])))

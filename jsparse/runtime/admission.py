@@ -18,8 +18,8 @@ from jsparse.policy import AnyPolicy, Policy, is_dense, resolved
 from jsparse.runtime import capacity
 from jsparse.runtime.constants import constants, require_constants
 from jsparse.runtime.draft_length import most_drafts
-from jsparse.runtime.owners import owners
 from jsparse.runtime.prefill import OnChunk
+from jsparse.runtime.state_axes import state_axes
 from jsparse.runtime.store import KVStore, on_host, store_of
 
 # steps per program on a GPU
@@ -53,7 +53,7 @@ class Deployment(NamedTuple):
         return constants(self.params, self.policy, report)
 
     @property
-    def keeps_answers(self) -> bool:
+    def keeps_generated(self) -> bool:
         """Whether K and V of generated tokens are dense attention's, as those of prompts are."""
         return self.drafts > 0 or is_dense(self.policy, self.spec)
 
@@ -126,7 +126,7 @@ def admit(
 
 def require_resumable(policy: Policy, spec: CacheSpec) -> None:
     """Raises ValueError if a policy's rows cannot be cut back to a prompt's end and read on."""
-    owners(policy, spec)  # refuses a state whose arrays belong to neither rows nor pages
+    state_axes(policy, spec)  # refuses a state whose arrays belong to neither rows nor pages
     if policy.evicts:
         raise ValueError(
             f"policy={policy}: must leave the cache as it is after the prompt, for a further dense "
@@ -146,7 +146,7 @@ def require_drafting(policy: Policy, spec: CacheSpec) -> None:
                 f"policy={policy}: must keep all K and V on the device where dense attention "
                 f"checks what it drafts (exact=True), but {reason}"
             )
-    owners(policy, spec)  # refuses a state whose arrays belong to neither rows nor pages
+    state_axes(policy, spec)  # refuses a state whose arrays belong to neither rows nor pages
 
 
 def settable(policy: Policy) -> frozenset[str]:
@@ -157,7 +157,7 @@ def settable(policy: Policy) -> frozenset[str]:
 
 def _require_joinable(policy: Policy, spec: CacheSpec, per_request: Sequence[str]) -> None:
     """Raises ValueError if rows cannot share a pool of pages, or may not set one of these names."""
-    if policy.evicts and any(owner.kind == "page" for owner in owners(policy, spec)):
+    if policy.evicts and any(axis.kind == "page" for axis in state_axes(policy, spec)):
         raise ValueError(
             f"policy={policy}: must have no state of pages where rows join, since it evicts: a row "
             "leaves its prompt's pages; jsparse.generate takes it"
@@ -171,4 +171,4 @@ def _require_joinable(policy: Policy, spec: CacheSpec, per_request: Sequence[str
                 f"per_request={tuple(per_request)}: must be among {sorted(allowed)}, which "
                 f"{policy} lets rows set"
             )
-    owners(policy, spec)  # as above
+    state_axes(policy, spec)  # as above

@@ -24,24 +24,24 @@ FLASH_COPIED = 8 * FLASH_CHUNK
 
 
 def attend_chunk(
-    q: ChunkQueries, k: ChunkKV, v: ChunkKV, held: LayerCache, valid: Rows
+    q: ChunkQueries, k: ChunkKV, v: ChunkKV, kv: LayerCache, valid: Rows
 ) -> ChunkQueries:
     """Attends causally from a chunk to itself and to everything its row's heads held before it.
 
     The chunk's own k and v are the last `valid[b]` tokens that the cache holds. All heads of a row
     must hold the same number of tokens, as they do unless a policy has compacted them.
     """
-    lengths = held.lengths[:, 0] - valid
+    lengths = kv.lengths[:, 0] - valid
     tokens = max(q.shape[1], _block_tokens(q.shape[0], q.shape[-1], q.dtype))
-    pages = max(min(tokens // held.page_size, held.num_pages), 1)
-    block = pages * held.page_size
+    pages = max(min(tokens // kv.page_size, kv.num_pages), 1)
+    block = pages * kv.page_size
 
     def step(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
         # the last block may extend past the last page: the slots that it reads again there lie
         # beyond every length
-        logical = jnp.minimum(i * pages + jnp.arange(pages, dtype=jnp.int32), held.num_pages - 1)
-        logical = jnp.broadcast_to(logical, (*held.lengths.shape, pages))
-        keys, values = (_by_token(read_pages(pool, held, logical)) for pool in (held.k, held.v))
+        logical = jnp.minimum(i * pages + jnp.arange(pages, dtype=jnp.int32), kv.num_pages - 1)
+        logical = jnp.broadcast_to(logical, (*kv.lengths.shape, pages))
+        keys, values = (_by_token(read_pages(pool, kv, logical)) for pool in (kv.k, kv.v))
         seen = jnp.clip(lengths - i * block, 0, block)
         return merge(*so_far, *flash(q, keys, values, kv_lengths=seen))
 
@@ -54,7 +54,7 @@ def attend_few(
     q: ChunkQueries,
     k: ChunkKV,
     v: ChunkKV,
-    held: LayerCache,
+    kv: LayerCache,
     valid: Rows,
     *,
     stats: StatsKind | None = None,
@@ -66,7 +66,7 @@ def attend_few(
     `stats` asks for, on the mean of its queries.
     """
     # rows that take no part read nothing
-    past = held._replace(lengths=jnp.where(valid[:, None] > 0, held.lengths - valid[:, None], 0))
+    past = kv._replace(lengths=jnp.where(valid[:, None] > 0, kv.lengths - valid[:, None], 0))
     # a report takes one more query, the mean
     size = max((MAX_QUERIES - (stats is not None)) // (q.shape[2] // k.shape[2]), 1)
     if stats is not None:

@@ -134,7 +134,7 @@ def shares(values: Any) -> np.ndarray:
     return np.minimum(values, 1.0)
 
 
-class AnswerBuilder:
+class OutputBuilder:
     """Collects one answer, which ends at end tokens, stop strings and its number of tokens.
 
     Text is made when it is needed: for an output, and for stop strings after every token. One

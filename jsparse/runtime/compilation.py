@@ -21,7 +21,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jsparse.machine.folders import cache_folder, distrust
 from jsparse.machine.jax_settings import own_settings
-from jsparse.runtime.spread_programs import OWN, on_ranks
+from jsparse.runtime.spread_programs import SHARDED, on_ranks
 from jsparse.runtime.stored import ProgramStore, Stored, packed, settings, unpacked
 
 # The commands that a GPU runs as a graph: XLA's default and, after it, loops and branches. Where a
@@ -130,8 +130,8 @@ class Program:
         self,
         function: Callable[..., Any],
         *,
-        own: Collection[str] = (),
-        out: Any = OWN,
+        sharded: Collection[str] = (),
+        out: Any = SHARDED,
         mesh: Mesh | None = None,
         **options: Any,
     ) -> None:
@@ -139,7 +139,7 @@ class Program:
 
         Args:
             function: what it does.
-            own: the names of arguments of which each rank has its own where the model is spread
+            sharded: the names of arguments of which each rank has a part where the model is spread
                 over several; `on` makes the program for these.
             out: OWN or SAME, for each of the results there.
             mesh: the devices that it runs on, None for the default one; it is stored only if these
@@ -154,7 +154,7 @@ class Program:
         names = options.get("static_argnames", ())
         self._static = {names} if isinstance(names, str) else set(names)
         self._made: dict[Any, Future[Callable[..., Any]]] = {}
-        self._mesh, self._own, self._out = mesh, own, out
+        self._mesh, self._sharded, self._out = mesh, sharded, out
         self._first = mesh is None or _are_first(mesh)
         self._spread: dict[Mesh, Program] = {}
 
@@ -174,7 +174,7 @@ class Program:
         if mesh is None:
             return self
         if mesh not in self._spread:
-            body = on_ranks(self.__wrapped__, mesh, self._own, self._static, self._out)
+            body = on_ranks(self.__wrapped__, mesh, self._sharded, self._static, self._out)
             self._spread[mesh] = Program(body, mesh=mesh, **self._options)
         return self._spread[mesh]
 
@@ -384,8 +384,8 @@ def _are_first(mesh: Mesh) -> bool:
     """Returns whether a mesh has the first devices of its processes, in their order."""
     devices = [*mesh.devices.flat]
     counts = Counter(device.process_index for device in devices)
-    own = {nth: [x for x in jax.devices() if x.process_index == nth] for nth in counts}
-    return devices == [x for nth in sorted(counts) for x in own[nth][: counts[nth]]]
+    by_process = {nth: [x for x in jax.devices() if x.process_index == nth] for nth in counts}
+    return devices == [x for nth in sorted(counts) for x in by_process[nth][: counts[nth]]]
 
 
 def _note_hit(event: str, **_: Any) -> None:

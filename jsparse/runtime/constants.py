@@ -32,7 +32,7 @@ from jsparse.policy import Policy
 from jsparse.ranks import gathered
 from jsparse.runtime.chunk_attention import flash
 from jsparse.runtime.prefill import OnChunk
-from jsparse.runtime.spread_programs import SAME, by_rank, same_on_all
+from jsparse.runtime.spread_programs import REPLICATED, by_rank, same_on_all
 from jsparse.shapes import Tokens
 
 TOKENS = 1024  # read to find the constants
@@ -67,7 +67,7 @@ def constants(
 def _placed(params: Params, name: str) -> Array:
     """Returns a constant, which lies on all devices of the model: else each dispatch copied it."""
     array = params.constants[name]
-    if params.mesh is not None and array.sharding != NamedSharding(params.mesh, SAME):
+    if params.mesh is not None and array.sharding != NamedSharding(params.mesh, REPLICATED):
         array = params.constants[name] = same_on_all(array, params.mesh)
     return array
 
@@ -93,7 +93,9 @@ def key_constants(params: Params, report: OnChunk = lambda *_: None) -> dict[str
     count = min(TOKENS, config.max_position_embeddings)
     report("key constants", 0, count)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, count), np.int32)
-    of_keys = by_rank(_of_keys, params.mesh, own=("weights",), static=("decoder",), out=SAME)
+    of_keys = by_rank(
+        _of_keys, params.mesh, sharded=("weights",), static=("decoder",), out=REPLICATED
+    )
     result = jax.block_until_ready(of_keys(params.decoder, params.weights, jnp.asarray(tokens)))
     report("key constants", count, count)
     return result._asdict()
@@ -191,7 +193,7 @@ def _found_or_made(
         logger.warning("%s; made again", error)
     # several processes make them together, unless all have them
     together = None if params.mesh is None else processes.link()
-    if together is not None and not all(together.everyone("constants", bool(arrays))):
+    if together is not None and not all(together.all_gather("constants", bool(arrays))):
         arrays = {}
     if arrays:
         logger.debug("%s: read from %s", make.__name__, path)

@@ -33,7 +33,7 @@ def correct(
     tokens: Tokens,
     cache: KVCache,
     state: State,
-    beside: ReadOnly = NOTHING,
+    read_only: ReadOnly = NOTHING,
 ) -> tuple[KVCache, State]:
     """Recomputes the newest T tokens of each row densely and overwrites their K and V.
 
@@ -48,7 +48,7 @@ def correct(
         return attend_chunk(*chunk), None
 
     _, cache, state = recomputed(
-        decoder, policy, weights, tokens, valid, cache, state, beside, attend
+        decoder, policy, weights, tokens, valid, cache, state, read_only, attend
     )
     return cache, state
 
@@ -61,7 +61,7 @@ def recomputed(
     valid: Rows,
     cache: KVCache,
     state: State,
-    beside: ReadOnly,
+    read_only: ReadOnly,
     attend_new: Callable[..., tuple[ChunkQueries, Stats | ListedLogits | None]],
 ) -> tuple[Float[Array, "B T D"], KVCache, State]:
     """Runs the newest tokens of each row through the model once more, as one dense chunk.
@@ -74,7 +74,7 @@ def recomputed(
         valid: their numbers.
         cache: K and V; those of these tokens may be anything, and are overwritten.
         state: the method's state.
-        beside: the inputs beside the weights.
+        read_only: the inputs beside the weights.
         attend_new: attention of new tokens, as `attend_chunk`, and its report for the method's
             `checked`, if any.
 
@@ -83,17 +83,17 @@ def recomputed(
     """
     count, checked = tokens.shape[1], policy.services.checked
     after, first = cache.positions, cache.positions - valid
-    view = step_view(cache, beside)._replace(valid=valid)
+    view = step_view(cache, read_only)._replace(valid=valid)
     # as positions stood before the first of these tokens
     cache = view.cache._replace(positions=first)
     positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         nonlocal cache, state
-        held = cache.layers[layer]
-        held = write(held, k, v, positions, valid, held.lengths - valid[:, None])
-        cache = replace_layer(cache, layer, held)
-        o, stats = attend_new(q, k, v, held, valid)
+        kv = cache.layers[layer]
+        kv = write(kv, k, v, positions, valid, kv.lengths - valid[:, None])
+        cache = replace_layer(cache, layer, kv)
+        o, stats = attend_new(q, k, v, kv, valid)
         k, v = finite(k), finite(v)  # as the cache holds them
         now = view._replace(cache=cache)
         state = policy.append(state, layer, k, v, tokens, positions, now)

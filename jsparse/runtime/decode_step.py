@@ -32,7 +32,7 @@ from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.policy import Policy, kept, selected
 from jsparse.ranks import across
 from jsparse.runtime import host_attention
-from jsparse.runtime.owners import keep_inactive
+from jsparse.runtime.state_axes import keep_inactive
 from jsparse.selection import Selection
 from jsparse.selection.attended import count_tokens
 from jsparse.selection.partials import AttentionOut, Summary, merge
@@ -66,7 +66,7 @@ def decode_step(
     tokens: Rows,
     cache: KVCache,
     state: State,
-    beside: ReadOnly = NOTHING,
+    read_only: ReadOnly = NOTHING,
     active: Bool[Array, "B"] | None = None,
 ) -> tuple[Float32[Array, "B V"], KVCache, State, StepStats]:
     """Runs one token of every row through the model.
@@ -78,7 +78,7 @@ def decode_step(
         tokens: the newest token of each row, whose K and V the cache does not hold yet.
         cache: K and V of everything before.
         state: the method's state.
-        beside: the inputs beside the weights.
+        read_only: the inputs beside the weights.
         active: the rows that take part; None is all. The others change nothing, in the cache, in
             the state or in pages, and their results are finite and mean nothing. Neither do those
             of rows that overflow.
@@ -87,7 +87,7 @@ def decode_step(
         The logits that follow `tokens`, the cache and state after them, and the shares attended and
         read in each layer.
     """
-    view = step_view(cache if policy.evicts else level(cache), beside)
+    view = step_view(cache if policy.evicts else level(cache), read_only)
     before, cache, positions = state, view.cache, cache.positions[:, None]
     one = jnp.ones_like(cache.positions) if active is None else active.astype(jnp.int32)
     cache = grow(cache, one, 1)
@@ -97,8 +97,8 @@ def decode_step(
 
     def rotate(layer: int, heads: Heads) -> tuple[ChunkQueries, ChunkKV, ChunkKV]:
         nonlocal cache
-        q, k, v, held = rope_append(heads, cache.layers[layer], positions, one)
-        cache = replace_layer(cache, layer, held)
+        q, k, v, kv = rope_append(heads, cache.layers[layer], positions, one)
+        cache = replace_layer(cache, layer, kv)
         return q, k, v
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
@@ -118,8 +118,8 @@ def decode_step(
         state = keep_inactive(policy, spec, one > 0, state, before)
     cache = without_host(cache)._replace(positions=cache.positions + one)
     means = (across(jnp.mean(jnp.stack(n), axis=2), "mean") for n in zip(*counts, strict=True))
-    held = jnp.maximum(cache.positions, 1)
-    return logits, cache, state, StepStats(*(jnp.where(one > 0, n / held, 0.0) for n in means))
+    positions = jnp.maximum(cache.positions, 1)
+    return logits, cache, state, StepStats(*(jnp.where(one > 0, n / positions, 0.0) for n in means))
 
 
 def attend_layer(
@@ -129,15 +129,15 @@ def attend_layer(
 
     The last two arrays are the number of tokens that each head attended to and read.
     """
-    held = view.layers[layer]
+    kv = view.layers[layer]
     selection, summary, state = _select(policy, layer, q, view, state)
     if summary is not None:
         summary = _of_active(summary, view)
     selection, summary = dense_rows(policy, layer, selection, summary, view)
     dtype = q.dtype if summary is None else jnp.float32
     run = host_attention.attention(ATTENTION[selection.granularity], policy.offload)
-    out = run(q, held, selection, stats=policy.stats(layer), dtype=dtype)
-    counted = count_tokens(selection, held.lengths, held.page_size)
+    out = run(q, kv, selection, stats=policy.stats(layer), dtype=dtype)
+    counted = count_tokens(selection, kv.lengths, kv.page_size)
     if summary is not None:
         o, lse = merge(out.o, out.lse, summary.o, summary.lse)
         out = AttentionOut(o.astype(q.dtype), lse, out.stats)
@@ -170,9 +170,9 @@ def _select(
 
 def _short_rows(policy: Policy, layer: int, view: StepView) -> Bool[Array, "B"] | None:
     """Returns the rows that are dense because they are short; None if no row ever is."""
-    held = view.layers[layer]
-    below = policy.dense_below(held)
-    return jnp.max(held.lengths, axis=1) < below if below else None
+    kv = view.layers[layer]
+    below = policy.dense_below(kv)
+    return jnp.max(kv.lengths, axis=1) < below if below else None
 
 
 def _of_active(summary: Summary, view: StepView) -> Summary:

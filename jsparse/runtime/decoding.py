@@ -21,10 +21,10 @@ from jsparse.runtime.admission import Deployment
 from jsparse.runtime.decode_step import StepStats
 from jsparse.runtime.draft_length import DraftLength
 from jsparse.runtime.pauses import due, next_steps, until_due
-from jsparse.runtime.reading import PrefillResult
 from jsparse.runtime.rows import Batch, Step, decode_steps, first_tokens, no_recent, services_on
 from jsparse.runtime.sampling import ChooseFn
-from jsparse.runtime.speculation import Round, speculate
+from jsparse.runtime.session_prefill import PrefillResult
+from jsparse.runtime.speculation import VerificationRound, speculate
 from jsparse.runtime.spread_programs import by_rank, placed
 from jsparse.runtime.store import empty_rows_on
 from jsparse.shapes import Rows
@@ -32,7 +32,7 @@ from jsparse.shapes import Rows
 # the rounds on their way when the oldest of them helps to choose how many the next drafts
 LAG = 2
 # the tokens that must be left for a program without drafts to be compiled
-WORTH_A_PROGRAM = 256
+MIN_PROGRAM_TOKENS = 256
 
 
 logger = logging.getLogger("jsparse.exact")
@@ -81,10 +81,10 @@ def with_logits(step: Step) -> StepResult:
     return StepResult(step.tokens, step.logprobs, stats, step.overflow, step.logits)
 
 
-def of_round(made: Round) -> StepResult:
+def of_round(made: VerificationRound) -> StepResult:
     """Keeps all of a round but its logits."""
-    own = made.shares.over_layers()
-    stats = StepStats(*(jnp.broadcast_to(share, made.tokens.shape) for share in own))
+    over_layers = made.shares.over_layers()
+    stats = StepStats(*(jnp.broadcast_to(share, made.tokens.shape) for share in over_layers))
     overflow = jnp.broadcast_to(made.overflow, made.tokens.shape)
     drafts = Drafts(made.counts, made.drafted)
     return StepResult(made.tokens, made.logprobs, stats, overflow, None, drafts)
@@ -134,8 +134,8 @@ class Decoding:
         )
         self._run, self._constants = self._program.on(mesh), deployment.constants()
         static = {"policy": self._policy, "by_row": self._counts_by_row}
-        own, arrays = ("cache", "state"), ("tokens", "cache", "state", "given")
-        begin = by_rank(begun, mesh, own=own, static=tuple(static), donated=arrays)
+        sharded, arrays = ("cache", "state"), ("tokens", "cache", "state", "given")
+        begin = by_rank(begun, mesh, sharded=sharded, static=tuple(static), donated=arrays)
         self._begun: Callable[..., Batch[KVCache]] = partial(begin, **static)
 
     @property
@@ -143,16 +143,18 @@ class Decoding:
         """Whether no row wants more tokens."""
         return self.done >= max(self._limits)
 
-    def begin(self, held: PrefillResult, given: Any, knobs: dict[str, Array] | None) -> StepResult:
+    def begin(
+        self, prefilled: PrefillResult, given: Any, knobs: dict[str, Array] | None
+    ) -> StepResult:
         """Chooses the tokens that follow the prompts.
 
-        `given` is donated now; the cache and state of `held` are by the first `advance`.
+        `given` is donated now; the cache and state of `prefilled` are by the first `advance`.
         """
         tokens, given, result = first_tokens.on(self._deployment.params.mesh)(
-            self._choose, self._keep, given, held.logits, held.cache.overflow
+            self._choose, self._keep, given, prefilled.logits, prefilled.cache.overflow
         )
         knobs = jax.tree.map(jnp.copy, knobs)  # the batch is donated, the caller keeps its own
-        batch = self._begun(tokens, held.cache, held.state, given, knobs)
+        batch = self._begun(tokens, prefilled.cache, prefilled.state, given, knobs)
         self.batch = self._store.committed(batch)
         return result
 
@@ -166,8 +168,8 @@ class Decoding:
             return None
         mesh, spec = self._deployment.params.mesh, self._deployment.spec
         tokens = jax.ShapeDtypeStruct((spec.batch,), jnp.int32)
-        held = empty_rows_on(mesh).eval_shape(spec, self._policy)
-        shapes = jax.eval_shape(self._begun, tokens, *held, given, knobs)
+        prefilled = empty_rows_on(mesh).eval_shape(spec, self._policy)
+        shapes = jax.eval_shape(self._begun, tokens, *prefilled, given, knobs)
         if mesh is not None:
             shapes = placed(shapes, mesh)
         return self._run.ahead(*self._arguments(), shapes)
@@ -180,10 +182,10 @@ class Decoding:
         count = self._count
         self.batch, result = self._run(*self._arguments(), self.batch)
         self.done += count
-        params, beside = self._deployment.params, self._beside
+        params, read_only = self._deployment.params, self._read_only
         for service in due(self._policy.services.every, self._age):
             model = params.decoder, self._policy, params.weights
-            self.batch = services_on(params.mesh)(service, *model, beside, self.batch)
+            self.batch = services_on(params.mesh)(service, *model, read_only, self.batch)
         # last: it replaces the pages in host memory that services read
         if self._store.every and self._age % self._store.every == 0:
             self._store.after_steps(self.batch.cache)
@@ -208,10 +210,10 @@ class Decoding:
         """Returns the arguments of the next program, before the batch."""
         static = self._policy, self._choose, self._count, self._keep
         params = self._deployment.params
-        return params.decoder, *static, params.weights, self._beside
+        return params.decoder, *static, params.weights, self._read_only
 
     @property
-    def _beside(self) -> ReadOnly:
+    def _read_only(self) -> ReadOnly:
         return ReadOnly(self._constants, host=self._store.pages)
 
 
@@ -252,9 +254,9 @@ class Speculating(Decoding):
         It is compiled beside others where it is worth it; until then there is none.
         """
         left = max(self._limits) - self.done
-        if self._narrow is None and self._length.idles and left >= WORTH_A_PROGRAM:
+        if self._narrow is None and self._length.idles and left >= MIN_PROGRAM_TOKENS:
             self._narrow = self._run.ahead(*self._static(0), *self._given(0), self.batch)
-            self._narrow.add_done_callback(_tell_failure)
+            self._narrow.add_done_callback(_log_failure)
         if self._narrow is None or not self._narrow.done() or self._narrow.exception():
             return None
         return self._narrow.result()
@@ -287,10 +289,10 @@ class Speculating(Decoding):
     def _given(self, most: int) -> tuple[Any, ...]:
         """Returns the other arguments of a round of at most so many drafts, before the batch."""
         of_round = self._on_device, jnp.asarray(most, jnp.int32)
-        return self._deployment.params.weights, self._beside, *of_round
+        return self._deployment.params.weights, self._read_only, *of_round
 
 
-def _tell_failure(job: Future[Any]) -> None:
+def _log_failure(job: Future[Any]) -> None:
     """Logs why there is no program for rounds without drafts: others go on in its place."""
     if not job.cancelled() and job.exception() is not None:
         logger.warning("rounds without drafts cannot be compiled alone: %r", job.exception())

@@ -27,7 +27,7 @@ TRY_ONE_EVERY = 128
 OFTEN = 16
 # The tokens that products take without getting slower, since they read the weights: more are bound
 # by arithmetic, and on a CPU all are.
-CHECKED_GPU = 256
+VERIFIED_GPU = 256
 # With the token before them and a report on all, so many drafts of 8 query heads per KV head are
 # one call of the decode kernel, which takes 64 queries of a KV head.
 LEAST_GPU, MOST_GPU, MOST_CPU = 4, 6, 2
@@ -35,7 +35,7 @@ LEAST_GPU, MOST_GPU, MOST_CPU = 4, 6, 2
 
 def most_drafts(rows: int, *, on_gpu: bool) -> int:
     """Returns the most drafts that are worth checking at once, in a program of so many rows."""
-    return min(max(CHECKED_GPU // rows - 1, LEAST_GPU), MOST_GPU) if on_gpu else MOST_CPU
+    return min(max(VERIFIED_GPU // rows - 1, LEAST_GPU), MOST_GPU) if on_gpu else MOST_CPU
 
 
 class DraftLength:

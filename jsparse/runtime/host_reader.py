@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from jsparse.runtime.collecting import NAN_LOGITS, AnswerBuilder, NewTokens, shares
+from jsparse.runtime.collecting import NAN_LOGITS, NewTokens, OutputBuilder, shares
 from jsparse.runtime.compilation import clock
 from jsparse.runtime.decoding import Drafts, StepResult
 from jsparse.runtime.prefill import OnChunk
@@ -89,13 +89,13 @@ class Generation:
 
 
 @dataclass
-class AnswerRow:
+class OutputRow:
     """Collects one prompt's answer and passes it on to a streamer.
 
     The first `given` tokens of its steps were not chosen but given, and are no output.
     """
 
-    builder: AnswerBuilder
+    builder: OutputBuilder
     emit: Streamer
     given: int = 0
     drafted: int = 0
@@ -137,7 +137,7 @@ class Reader:
 
     def __init__(
         self,
-        rows: list[AnswerRow],
+        rows: list[OutputRow],
         report: OnChunk = lambda *_: None,
         clock: Callable[[], float] = clock,
     ) -> None:
@@ -178,7 +178,7 @@ class Reader:
         self._steps += len(results.tokens)
         self._report("decode", self._done, self._maximum)
 
-    def _take(self, row: AnswerRow, b: int, results: StepResult) -> None:
+    def _take(self, row: OutputRow, b: int, results: StepResult) -> None:
         """Gives row b its tokens of one program.
 
         Raises:
@@ -224,7 +224,7 @@ class Reader:
         return [self._generation(row, began, compiling, policy) for row in self.rows]
 
     def _generation(
-        self, row: AnswerRow, began: float, compiling: float, policy: str
+        self, row: OutputRow, began: float, compiling: float, policy: str
     ) -> Generation:
         times, made = self._times, [len(own.builder.token_ids) for own in self.rows]
         new = sum(max(number - 1, 0) for number in made)

@@ -113,11 +113,11 @@ class OnHost:
         """Returns a cache with empty tails in the place of K and V; resident heads keep theirs."""
         layers = (
             in_tail(
-                held,
+                kv,
                 self._ring_pages(chunk),
-                self._policy.dense_heads(layer, held.lengths.shape[1]),
+                self._policy.dense_heads(layer, kv.lengths.shape[1]),
             )
-            for layer, held in enumerate(cache.layers)
+            for layer, kv in enumerate(cache.layers)
         )
         return cache._replace(layers=tuple(layers))
 
@@ -201,9 +201,9 @@ def with_newest(cache: KVCache, pages: HostLayers | None, *, resident: bool = Fa
 
     With `resident`, resident heads get all their tokens.
     """
-    held = with_host(cache, pages)
-    layers = tuple(refilled(layer, resident=resident) for layer in held.layers)
-    return without_host(held._replace(layers=layers))
+    kv = with_host(cache, pages)
+    layers = tuple(refilled(layer, resident=resident) for layer in kv.layers)
+    return without_host(kv._replace(layers=layers))
 
 
 _refilled = jax.jit(with_newest, static_argnames="resident", donate_argnames="cache")

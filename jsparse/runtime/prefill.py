@@ -66,7 +66,7 @@ def start(decoder: Decoder, policy: Policy, cache: KVCache, state: State) -> Pre
     )
 
 
-def read_prompts(
+def prefill_prompts(
     decoder: Decoder,
     policy: Policy,
     weights: Weights,
@@ -75,7 +75,7 @@ def read_prompts(
     carry: PrefillCarry,
     *,
     chunk: int,
-    beside: ReadOnly = NOTHING,
+    read_only: ReadOnly = NOTHING,
     store: KVStore | None = None,
     report: OnChunk = lambda *_: None,
     within: bool = False,
@@ -88,7 +88,7 @@ def read_prompts(
     `within`, this becomes part of the program that calls it; `mesh` has the devices that the model
     is spread over.
     """
-    read_chunk = inlined(prefill_chunk) if within else prefill_chunk.on(mesh)
+    prefill_one = inlined(prefill_chunk) if within else prefill_chunk.on(mesh)
     longest = tokens.shape[1]
     sizes = chunk_attention.chunk_sizes(longest, chunk)
     array = np if isinstance(tokens, np.ndarray) else jnp
@@ -97,15 +97,15 @@ def read_prompts(
     try:
         for size in sizes:
             valid = jnp.asarray(array.clip(lengths - done, 0, size), jnp.int32)
-            carry = read_chunk(
+            carry = prefill_one(
                 decoder,
                 policy,
                 weights,
                 jnp.asarray(tokens[:, done : done + size], jnp.int32),
                 valid,
                 carry,
-                beside if store is None else beside._replace(host=store.pages),
-                last=policy.reads_last and done + size >= longest,
+                read_only if store is None else read_only._replace(host=store.pages),
+                last=policy.uses_last_chunk and done + size >= longest,
             )
             if store is not None:
                 store.after_chunk(carry.cache, valid, size)
@@ -127,7 +127,7 @@ def settle(*running: Any) -> None:
 @program(
     static_argnames=("decoder", "policy", "last"),
     donate_argnames=("carry",),
-    own=("weights", "carry"),
+    sharded=("weights", "carry"),
 )
 def prefill_chunk(
     decoder: Decoder,
@@ -136,7 +136,7 @@ def prefill_chunk(
     tokens: Tokens,
     valid: Rows,
     carry: PrefillCarry,
-    beside: ReadOnly = NOTHING,
+    read_only: ReadOnly = NOTHING,
     *,
     last: bool,
 ) -> PrefillCarry:
@@ -144,7 +144,7 @@ def prefill_chunk(
 
     Rows whose prompt has ended take part with valid = 0 and do not change.
     """
-    view, state = step_view(carry.cache, beside), carry.state
+    view, state = step_view(carry.cache, read_only), carry.state
     cache = view.cache
     before = cache.positions
     positions = before[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
@@ -153,17 +153,17 @@ def prefill_chunk(
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         nonlocal cache, state
         cache = append(cache, layer, k, v, positions, valid)
-        held, q = whole(cache.layers[layer], q, (k, v), positions, valid)
-        o = attend_chunk(q, k, v, held, valid)
+        kv, q = whole(cache.layers[layer], q, (k, v), positions, valid)
+        o = attend_chunk(q, k, v, kv, valid)
         k, v = finite(k), finite(v)  # as the cache holds them
         if windows:
             windows[layer] = _shift_in(windows[layer], q, valid)
         window = windows[layer] if windows else q[:, :0]
         asked = jnp.minimum(before + valid, policy.window)
-        now = view._replace(cache=replace_layer(cache, layer, held))
+        now = view._replace(cache=replace_layer(cache, layer, kv))
         part = PrefillView(tokens, positions, k, v, valid, now, window, asked, last)
         state = kept(policy, "prefill", state, policy.prefill(state, layer, part))
-        if held is not cache.layers[layer]:
+        if kv is not cache.layers[layer]:
             # or XLA may defer the hooks' work on a layer until after all layers
             o, state = jax.lax.optimization_barrier((o, state))
         return o
@@ -188,7 +188,7 @@ def replay_chunk(
     tokens: Tokens,
     valid: Rows,
     carry: PrefillCarry,
-    beside: ReadOnly,
+    read_only: ReadOnly,
 ) -> PrefillCarry:
     """Shows the policy a chunk whose K and V the cache holds already, as its newest tokens.
 
@@ -198,13 +198,13 @@ def replay_chunk(
     config, after = decoder.config, carry.cache.positions
     first = after - valid
     positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    view = step_view(carry.cache._replace(positions=first), beside)
+    view = step_view(carry.cache._replace(positions=first), read_only)
     by_head = (len(valid), config.num_kv_heads, tokens.shape[1])
     slots = jnp.broadcast_to(positions[:, None], by_head)
     none = jnp.zeros((len(valid), 0, config.num_heads, config.head_dim), decoder.dtype)
     state = carry.state
-    for layer, held in enumerate(view.layers):
-        k, v = (read_slots(pool, held, slots).swapaxes(1, 2) for pool in (held.k, held.v))
+    for layer, kv in enumerate(view.layers):
+        k, v = (read_slots(pool, kv, slots).swapaxes(1, 2) for pool in (kv.k, kv.v))
         window = carry.windows[layer] if carry.windows else none
         seen = jnp.minimum(after, policy.window)
         part = PrefillView(tokens, positions, k, v, valid, view, window, seen, False)

@@ -40,7 +40,7 @@ def after_prompt(
     spec: CacheSpec,
     cache: KVCache,
     state: State,
-    beside: ReadOnly,
+    read_only: ReadOnly,
     prompts: Sequence[int],
     limits: Sequence[int],
     mesh: Mesh | None = None,
@@ -56,12 +56,12 @@ def after_prompt(
     if policy.eviction is None or policy.eviction.after_prompt is None:
         return cache, state
     slots = capacity.slots_left(max(_wanted(policy, prompts, limits)), spec)
-    run = by_rank(evict, mesh, own=("cache", "state"), static=("policy", "slots"))
-    return run(policy, cache, state, beside, slots)
+    run = by_rank(evict, mesh, sharded=("cache", "state"), static=("policy", "slots"))
+    return run(policy, cache, state, read_only, slots)
 
 
 def evict(
-    policy: Policy, cache: KVCache, state: State, beside: ReadOnly, slots: int
+    policy: Policy, cache: KVCache, state: State, read_only: ReadOnly, slots: int
 ) -> tuple[KVCache, State]:
     """Lets the policy evict tokens of the prompts, and leave heads room for `slots` of them.
 
@@ -71,7 +71,7 @@ def evict(
     rework = (policy.eviction or Eviction()).after_prompt
     if rework is None:
         return cache, state
-    state, cache = rework(state, step_view(cache, beside), slots)
+    state, cache = rework(state, step_view(cache, read_only), slots)
     left = min(layer.capacity for layer in cache.layers)
     if left < slots:
         raise ValueError(

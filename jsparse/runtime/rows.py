@@ -29,10 +29,10 @@ from jsparse.policy import Policy, ServiceKind, maintained
 from jsparse.runtime.compilation import inlined, note_trace, program
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
-from jsparse.runtime.owners import put_rows, take_rows
 from jsparse.runtime.sampling import ChooseFn
 from jsparse.runtime.shared_pages import SharedPages
-from jsparse.runtime.spread_programs import OWN, SAME, by_rank
+from jsparse.runtime.spread_programs import REPLICATED, SHARDED, by_rank
+from jsparse.runtime.state_axes import put_rows, take_rows
 from jsparse.shapes import Rows
 
 
@@ -90,7 +90,7 @@ def one_step[Memory: (KVCache, SharedPages)](
     choose: ChooseFn,
     keep: Callable[[Step], Any],
     weights: Weights,
-    beside: ReadOnly,
+    read_only: ReadOnly,
     batch: Batch[Memory],
     active: Bool[Array, "B"] | None,
 ) -> tuple[Batch[Memory], Any]:
@@ -98,9 +98,9 @@ def one_step[Memory: (KVCache, SharedPages)](
 
     Rows that are not active change nothing; None is all.
     """
-    seen, beside = batch.cache.of_rows(active), beside._replace(knobs=batch.knobs or None)
+    seen, read_only = batch.cache.of_rows(active), read_only._replace(knobs=batch.knobs or None)
     logits, cache, state, stats = decode_step(
-        decoder, policy, weights, batch.tokens, seen, batch.state, beside, active
+        decoder, policy, weights, batch.tokens, seen, batch.state, read_only, active
     )
     tokens, logprobs, given = choose(batch.given, batch.made, logits, active)
     recent = jnp.concatenate([batch.recent, batch.tokens[:, None]], axis=1)[:, 1:]
@@ -116,8 +116,8 @@ def one_step[Memory: (KVCache, SharedPages)](
 @program(
     static_argnames=("decoder", "policy", "choose", "count", "keep"),
     donate_argnames=("batch",),
-    own=("weights", "batch"),
-    out=(OWN, SAME),
+    sharded=("weights", "batch"),
+    out=(SHARDED, REPLICATED),
 )
 def decode_steps[Memory: (KVCache, SharedPages)](
     decoder: Decoder,
@@ -126,7 +126,7 @@ def decode_steps[Memory: (KVCache, SharedPages)](
     count: int,
     keep: Callable[[Step], Any],
     weights: Weights,
-    beside: ReadOnly,
+    read_only: ReadOnly,
     batch: Batch[Memory],
     counts: Int32[Array, "B"] | None = None,
 ) -> tuple[Batch[Memory], Any]:
@@ -139,7 +139,7 @@ def decode_steps[Memory: (KVCache, SharedPages)](
 
     # traced once, though its results' shapes are asked for before
     traced = jax.jit(partial(one_step, decoder, policy, choose, keep), inline=True)
-    step = partial(traced, weights, beside)
+    step = partial(traced, weights, read_only)
 
     if count == 1:
         batch, result = step(batch, None if counts is None else counts > 0)
@@ -177,7 +177,10 @@ def _loop[Memory: (KVCache, SharedPages)](
 
 
 @program(
-    static_argnames=("choose", "keep"), donate_argnames=("given",), own=("overflow",), out=SAME
+    static_argnames=("choose", "keep"),
+    donate_argnames=("given",),
+    sharded=("overflow",),
+    out=REPLICATED,
 )
 def first_tokens(
     choose: ChooseFn,
@@ -194,11 +197,11 @@ def first_tokens(
 
 @program(static_argnames=("policy",), donate_argnames=("cache", "state"))
 def maintain(
-    policy: Policy, cache: KVCache, state: State, beside: ReadOnly = NOTHING
+    policy: Policy, cache: KVCache, state: State, read_only: ReadOnly = NOTHING
 ) -> tuple[KVCache, State]:
     """Runs the policy's maintenance, for which all rows of the cache must be due."""
     note_trace()
-    state, cache = maintained(policy, policy.services.maintain(state, step_view(cache, beside)))
+    state, cache = maintained(policy, policy.services.maintain(state, step_view(cache, read_only)))
     return without_host(cache), state
 
 
@@ -207,7 +210,7 @@ def serviced[Memory: (KVCache, SharedPages)](
     decoder: Decoder,
     policy: Policy,
     weights: Weights,
-    beside: ReadOnly,
+    read_only: ReadOnly,
     batch: Batch[Memory],
     *,
     within: bool = False,
@@ -217,14 +220,14 @@ def serviced[Memory: (KVCache, SharedPages)](
     With `within`, it becomes part of the program that calls it.
     """
     cache, state = batch.cache.of_rows(None), batch.state
-    beside = beside._replace(knobs=batch.knobs or None)
+    read_only = read_only._replace(knobs=batch.knobs or None)
     if service == "correct":
         run = inlined(correct) if within else correct
-        cache, state = run(decoder, policy, weights, batch.recent, cache, state, beside)
+        cache, state = run(decoder, policy, weights, batch.recent, cache, state, read_only)
     else:
         run = inlined(maintain) if within else maintain
         # where K and V lie in host memory, it reads only newest tokens, which are on the device
-        cache, state = run(policy, cache, state, beside._replace(host=None))
+        cache, state = run(policy, cache, state, read_only._replace(host=None))
     return batch._replace(cache=batch.cache.after(cache, None), state=state)
 
 
@@ -233,7 +236,7 @@ def services_on(mesh: Mesh | None) -> Callable[..., Any]:
     if mesh is None:
         return serviced
     static = ("service", "decoder", "policy", "within")
-    run = by_rank(serviced, mesh, own=("weights", "batch"), static=static, donated=("batch",))
+    run = by_rank(serviced, mesh, sharded=("weights", "batch"), static=static, donated=("batch",))
     return partial(run, within=True)
 
 

@@ -13,7 +13,7 @@ from jsparse.machine.jax_settings import own_settings
 from jsparse.models.checkpoint import Params, require_in_one_process
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
 from jsparse.runtime.chunk_attention import flash, has_flash
-from jsparse.runtime.spread_programs import SAME, by_rank
+from jsparse.runtime.spread_programs import REPLICATED, by_rank
 from jsparse.shapes import Tokens
 
 
@@ -53,7 +53,9 @@ def logits(params: Params, tokens: Any) -> Float32[Array, "B T V"]:
             "the model's maximum"
         )
     _require_room(params, *ids.shape)
-    run = by_rank(dense_pass, params.mesh, own=("weights",), static=("decoder",), out=SAME)
+    run = by_rank(
+        dense_pass, params.mesh, sharded=("weights",), static=("decoder",), out=REPLICATED
+    )
     return run(params.decoder, params.weights, jnp.asarray(ids, jnp.int32))
 
 

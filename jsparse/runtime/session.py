@@ -32,8 +32,8 @@ from jsparse.runtime.decoding import (
     without_logits,
 )
 from jsparse.runtime.prefill import OnChunk, settle
-from jsparse.runtime.reading import PrefillResult, PromptEnd, Reading, TokenRows
 from jsparse.runtime.sampling import ChooseFn, forced, forced_then_greedy
+from jsparse.runtime.session_prefill import PrefillResult, PromptEnd, SessionPrefill, TokenRows
 from jsparse.runtime.spread_programs import on_host
 
 
@@ -44,14 +44,14 @@ class Fresh(NamedTuple):
 class Ready(NamedTuple):
     """A session that has read prompts and not decoded since; `end` is None if it reads no more."""
 
-    held: PrefillResult
+    prefilled: PrefillResult
     end: PromptEnd | None
 
 
 class Decoded(NamedTuple):
     """A session that has decoded since it read."""
 
-    held: PrefillResult
+    prefilled: PrefillResult
     end: PromptEnd | None
 
 
@@ -89,7 +89,7 @@ class Session:
             params: the model.
             policy: the policy that decodes.
             spec: the sizes of the cache, whose batch is the number of rows.
-            resumable: whether `read` will be called again, for further turns; it keeps a copy of
+            resumable: whether `prefill` will be called again, for further turns; it keeps a copy of
                 the arrays that rows own in the policy's state.
             adopts: whether it will take over prompts that were read elsewhere, so that their memory
                 need not be free now.
@@ -111,12 +111,12 @@ class Session:
             allocates=not adopts,
             drafts=drafts,
         )
-        self._reading = Reading(self.deployment, resumable=resumable)
+        self._prefill = SessionPrefill(self.deployment, resumable=resumable)
         self._stage: Stage = Fresh()
         self._expected: Future[Any] | None = None
 
     @property
-    def held(self) -> PrefillResult:
+    def prefilled(self) -> PrefillResult:
         """What the session holds now; steps take it away while they run.
 
         Raises:
@@ -124,11 +124,11 @@ class Session:
         """
         if not isinstance(self._stage, Ready | Decoded):
             raise ValueError(NOT_READY)
-        return self._stage.held
+        return self._stage.prefilled
 
     @property
-    def can_read_on(self) -> bool:
-        """Whether `read` can take a further turn."""
+    def can_continue(self) -> bool:
+        """Whether `prefill` can take a further turn."""
         return isinstance(self._stage, Ready | Decoded) and self._stage.end is not None
 
     @property
@@ -140,9 +140,9 @@ class Session:
     @property
     def _positions(self) -> list[int]:
         """The tokens that each row holds."""
-        return on_host(self.held.cache.positions, self.deployment.params.mesh).tolist()
+        return on_host(self.prefilled.cache.positions, self.deployment.params.mesh).tolist()
 
-    def read(
+    def prefill(
         self,
         rows: TokenRows,
         report: OnChunk = lambda *_: None,
@@ -155,8 +155,8 @@ class Session:
         `rows` are the tokens that follow there, generated ones included. They are read
         densely, as a prompt is: K and V of generated tokens came from sparse attention.
 
-        Where they did not (`Deployment.keeps_answers`), rows may keep more, their first `start[b]`
-        tokens. Of a policy that wants the last W queries of a prompt, W tokens must then be read.
+        If they did not (`Deployment.keeps_generated`), row b may keep its first `start[b]` tokens.
+        For a policy with a window of W queries, at least W tokens must then follow.
 
         Raises:
             ValueError: there is not one list of tokens per row, they do not fit in the cache, the
@@ -165,16 +165,18 @@ class Session:
         """
         end = self._last_end()
         kept = self._kept(start, end)
-        prompts = self._reading.checked(rows, kept)
+        prompts = self._prefill.padded(rows, kept)
         window, goes_on = self.deployment.policy.window, end is not None and (kept > end.positions)
         if np.any(goes_on & (prompts.lengths < window)):
             raise ValueError(
                 f"rows of {prompts.lengths.tolist()} tokens: must have at least {window} behind an "
                 f"answer, the last queries that {self.deployment.policy} looks at"
             )
-        before = None if end is None else (self.held, end)  # `held` refuses one that is busy
+        before = (
+            None if end is None else (self.prefilled, end)
+        )  # `prefilled` refuses one that is busy
         self._stage = Busy()  # donated
-        self._stage = Ready(*self._reading.read(prompts, before, kept, report))
+        self._stage = Ready(*self._prefill.run(prompts, before, kept, report))
 
     def _kept(self, start: Sequence[int] | None, end: PromptEnd | None) -> np.ndarray:
         """Returns the tokens that rows keep when they read on.
@@ -186,7 +188,7 @@ class Session:
         if start is None:
             return least
         most = least
-        if end is not None and self.deployment.keeps_answers:
+        if end is not None and self.deployment.keeps_generated:
             most = np.asarray(self._positions)
         if (
             len(start) != len(least)
@@ -216,15 +218,17 @@ class Session:
         self.deployment.constants(report)
         self._expected = self._decoding(choose, limits).expect(given, knobs)
 
-    def adopt(self, held: PrefillResult, pages: HostLayers | None = None) -> None:
+    def adopt(self, prefilled: PrefillResult, pages: HostLayers | None = None) -> None:
         """Takes over prompts that were read elsewhere for this policy, with K and V on the device.
 
         They go where the session's store keeps them; `pages` are those in host memory, if they have
         been copied there.
         """
         chunk = chunk_attention.chunk_tokens(self.deployment.spec)
-        held = held._replace(cache=self.deployment.store.adopt(held.cache, chunk, pages))
-        self._stage = Ready(held, None)
+        prefilled = prefilled._replace(
+            cache=self.deployment.store.adopt(prefilled.cache, chunk, pages)
+        )
+        self._stage = Ready(prefilled, None)
 
     def steps(
         self,
@@ -256,15 +260,20 @@ class Session:
         """
         stage = self._ready(limits)
         params, policy, spec, *_ = self.deployment
-        held = stage.held
+        prefilled = stage.prefilled
         # looking at them waits for the prompts, for which there is no need else
         prompts = self._positions if policy.eviction is not None else []
         decoding = self._decoding(choose, limits, keep_logits=keep_logits)
         room.require_pages(policy, spec, prompts, limits)
         self._stage = Busy(stage.end)  # donated
-        both, beside = (held.cache, held.state), ReadOnly(self.deployment.constants(), knobs)
-        cache, state = room.after_prompt(policy, spec, *both, beside, prompts, limits, params.mesh)
-        result = decoding.begin(PrefillResult(held.logits, cache, state), given, knobs)
+        both, read_only = (
+            (prefilled.cache, prefilled.state),
+            ReadOnly(self.deployment.constants(), knobs),
+        )
+        cache, state = room.after_prompt(
+            policy, spec, *both, read_only, prompts, limits, params.mesh
+        )
+        result = decoding.begin(PrefillResult(prefilled.logits, cache, state), given, knobs)
         try:
             yield result
             while not decoding.finished:
@@ -275,7 +284,7 @@ class Session:
             # a program that failed may have consumed its donated arguments
             if not any(array.is_deleted() for array in jax.tree.leaves(batch)):
                 self._stage = Decoded(
-                    PrefillResult(held.logits, batch.cache, batch.state), stage.end
+                    PrefillResult(prefilled.logits, batch.cache, batch.state), stage.end
                 )
 
     def _ready(self, limits: Sequence[int]) -> Ready:
@@ -331,6 +340,6 @@ class Session:
             raise ValueError(
                 "session: must not be decoding, and must begin anew after a turn that failed"
             )
-        if self._reading.resumable:
+        if self._prefill.resumable:
             raise ValueError("session: must have read its prompts itself to read a further turn")
         raise ValueError("resumable=False: must be True to read a further turn")

@@ -50,7 +50,7 @@ class Pool(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("pools", "groups", "lengths", "held", "prefixes"),
+    data_fields=("pools", "groups", "lengths", "head_lengths", "prefixes"),
     meta_fields=("num_kv_heads",),
 )
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class SharedPages:
     Attributes:
         pools: K and V, per layer.
         groups: the groups of each row, in the order of its tokens.
-        lengths: the number of tokens of each row; its heads hold them unless `held` says otherwise.
+        lengths: the number of tokens of each row, and of its heads if `head_lengths` is None.
         num_kv_heads: K.
-        held: the number of tokens that each head holds, where a policy evicts.
+        head_lengths: the number of tokens that each head holds, where a policy evicts.
         prefixes: which rows have their first pages in common, if a program is to know.
     """
 
@@ -70,17 +70,21 @@ class SharedPages:
     groups: Int32[Array, "B M"]
     lengths: Rows
     num_kv_heads: int
-    held: Int32[Array, "L B K"] | None = None
+    head_lengths: Int32[Array, "L B K"] | None = None
     prefixes: SharedPrefixes | None = None
 
     def of_rows(self, active: Bool[Array, "B"] | None = None) -> KVCache:
         """Returns the cache that policies know; rows that are not active are empty there."""
         lengths = self.lengths if active is None else jnp.where(active, self.lengths, 0)
         table = self.table
-        if self.held is None:
+        if self.head_lengths is None:
             by_head = (jnp.broadcast_to(lengths[:, None], table.shape[:2]),) * len(self.pools)
         else:
-            by_head = self.held if active is None else jnp.where(active[:, None], self.held, 0)
+            by_head = (
+                self.head_lengths
+                if active is None
+                else jnp.where(active[:, None], self.head_lengths, 0)
+            )
         layers = tuple(
             LayerCache(
                 *(pool.k, pool.v, own, table),
@@ -96,12 +100,12 @@ class SharedPages:
         """Returns the pages after a program that took `of_rows`; rows are so many tokens longer."""
         pools = tuple(map(Pool.of, cache.layers))
         lengths = self.lengths if longer is None else self.lengths + longer
-        if self.held is None:
+        if self.head_lengths is None:
             return replace(self, pools=pools, lengths=lengths)
-        held = _held(cache)
+        head_lengths = _head_lengths(cache)
         if longer is not None:
-            held = jnp.where(longer[:, None] > 0, held, self.held)
-        return replace(self, pools=pools, lengths=lengths, held=held)
+            head_lengths = jnp.where(longer[:, None] > 0, head_lengths, self.head_lengths)
+        return replace(self, pools=pools, lengths=lengths, head_lengths=head_lengths)
 
     @property
     def table(self) -> BlockTable:
@@ -120,7 +124,9 @@ class SharedPages:
             self,
             groups=jnp.where(rows[:, None], scratch, self.groups),
             lengths=jnp.where(rows, 0, self.lengths),
-            held=None if self.held is None else jnp.where(rows[:, None], 0, self.held),
+            head_lengths=None
+            if self.head_lengths is None
+            else jnp.where(rows[:, None], 0, self.head_lengths),
         )
 
     def with_pages_of(self, part: "SharedPages") -> "SharedPages":
@@ -129,11 +135,13 @@ class SharedPages:
 
     def by_head(self, cache: KVCache) -> "SharedPages":
         """Returns the rows, whose heads hold as many tokens as those of `cache`, and its pages."""
-        return replace(self, pools=tuple(map(Pool.of, cache.layers)), held=_held(cache))
+        return replace(
+            self, pools=tuple(map(Pool.of, cache.layers)), head_lengths=_head_lengths(cache)
+        )
 
     def rows(self, groups: Int32[Array, "n M"], lengths: Rows) -> "SharedPages":
         """Returns rows with these groups over the same pages, of which all heads hold the same."""
-        return replace(self, groups=groups, lengths=lengths, held=None, prefixes=None)
+        return replace(self, groups=groups, lengths=lengths, head_lengths=None, prefixes=None)
 
     def with_prefixes(self, prefixes: SharedPrefixes | None) -> "SharedPages":
         """Returns the same rows, of which `prefixes` says what they have in common."""
@@ -147,22 +155,22 @@ class SharedPages:
 
     def take(self, rows: Int32[Array, "n"]) -> "SharedPages":
         """Returns some rows as a batch of their own, over the same pages."""
-        held = None if self.held is None else self.held[:, rows]
+        head_lengths = None if self.head_lengths is None else self.head_lengths[:, rows]
         pools = tuple(pool.take(rows, len(self.lengths)) for pool in self.pools)
         taken = self.rows(self.groups[rows], self.lengths[rows])
-        return replace(taken, pools=pools, held=held)
+        return replace(taken, pools=pools, head_lengths=head_lengths)
 
     def put(self, part: "SharedPages", rows: Int32[Array, "n"]) -> "SharedPages":
         """Returns all rows, with those of `part` in these places, and the pages of `part`."""
-        held = self.held
-        if held is not None and part.held is not None:
-            held = held.at[:, rows].set(part.held)
+        head_lengths = self.head_lengths
+        if head_lengths is not None and part.head_lengths is not None:
+            head_lengths = head_lengths.at[:, rows].set(part.head_lengths)
         pools = (
             own.put(new, rows, len(self.lengths))
             for own, new in zip(self.pools, part.pools, strict=True)
         )
         placed = self.placed(rows, part.groups, part.lengths)
-        return replace(placed, pools=tuple(pools), held=held)
+        return replace(placed, pools=tuple(pools), head_lengths=head_lengths)
 
     def placed(
         self, rows: Int32[Array, "n"], groups: Int32[Array, "n M"], lengths: Rows
@@ -191,7 +199,7 @@ class SharedPages:
         return self._by_head(groups).reshape(-1)
 
 
-def _held(cache: KVCache) -> Int32[Array, "L B K"]:
+def _head_lengths(cache: KVCache) -> Int32[Array, "L B K"]:
     return jnp.stack([layer.lengths for layer in cache.layers])
 
 
@@ -222,5 +230,5 @@ def empty_rows(spec: CacheSpec, pools: tuple[Pool, ...], *, by_head: bool = Fals
         jnp.full((spec.batch, spec.num_pages), scratch_group(spec), jnp.int32),
         jnp.zeros(spec.batch, jnp.int32),
         spec.num_kv_heads,
-        held=jnp.zeros(heads, jnp.int32) if by_head else None,
+        head_lengths=jnp.zeros(heads, jnp.int32) if by_head else None,
     )

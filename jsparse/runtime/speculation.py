@@ -28,15 +28,15 @@ from jsparse.runtime.chunk_attention import attend_few
 from jsparse.runtime.compilation import note_trace, program
 from jsparse.runtime.correct import recomputed
 from jsparse.runtime.decode_step import StepStats
-from jsparse.runtime.owners import keep_inactive
 from jsparse.runtime.rows import Batch, Step, one_step
 from jsparse.runtime.sampling import ChooseFn
 from jsparse.runtime.shared_pages import SharedPages
-from jsparse.runtime.spread_programs import OWN, SAME
+from jsparse.runtime.spread_programs import REPLICATED, SHARDED
+from jsparse.runtime.state_axes import keep_inactive
 from jsparse.shapes import Rows
 
 
-class Round(NamedTuple):
+class VerificationRound(NamedTuple):
     """Holds the results of a round of up to n tokens, on the device.
 
     Attributes:
@@ -76,17 +76,17 @@ class Round(NamedTuple):
 @program(
     static_argnames=("decoder", "policy", "choose", "drafts", "keep"),
     donate_argnames=("batch",),
-    own=("weights", "batch"),
-    out=(OWN, SAME),
+    sharded=("weights", "batch"),
+    out=(SHARDED, REPLICATED),
 )
 def speculate[Memory: (KVCache, SharedPages)](
     decoder: Decoder,
     policy: Policy,
     choose: ChooseFn,
     drafts: int,
-    keep: Callable[[Round], Any],
+    keep: Callable[[VerificationRound], Any],
     weights: Weights,
-    beside: ReadOnly,
+    read_only: ReadOnly,
     limits: Rows,
     most: Int32[Array, ""],
     batch: Batch[Memory],
@@ -98,19 +98,19 @@ def speculate[Memory: (KVCache, SharedPages)](
     per row. A round ends where a row is due for the policy's maintenance.
     """
     note_trace()
-    beside = beside._replace(knobs=batch.knobs or None)
+    read_only = read_only._replace(knobs=batch.knobs or None)
     before, period = batch, policy.services.period
-    held = batch.cache.of_rows(None)
+    kv = batch.cache.of_rows(None)
     # a row without any room takes part with one token, and is found to overflow
-    room = jnp.maximum(held.layers[0].capacity - held.positions, 1)
+    room = jnp.maximum(kv.layers[0].capacity - kv.positions, 1)
     width = jnp.minimum(jnp.minimum(limits - batch.made, jnp.minimum(most, drafts) + 1), room)
     if period:
         width = jnp.minimum(width, period - (batch.made - 1) % period)
-    width = jnp.where(held.overflow, 0, jnp.maximum(width, 0))
+    width = jnp.where(kv.overflow, 0, jnp.maximum(width, 0))
     drafted = jnp.maximum(width - 1, 0)
     first = batch.cache.of_rows(width > 0).positions
 
-    one_draft = partial(one_step, decoder, policy, choose, _of_draft, weights, beside)
+    one_draft = partial(one_step, decoder, policy, choose, _of_draft, weights, read_only)
     # traced once, though its results' shapes are asked for before
     traced = jax.jit(one_draft, inline=True)
 
@@ -135,22 +135,24 @@ def speculate[Memory: (KVCache, SharedPages)](
     tokens = jnp.concatenate([before.tokens[None], guesses]).T
     attend = partial(attend_few, stats="page_mass" if policy.services.checked else None)
     hidden, cache, state = recomputed(
-        decoder, policy, weights, tokens, valid, cache, batch.state, beside, attend
+        decoder, policy, weights, tokens, valid, cache, batch.state, read_only, attend
     )
     spec = spec_of(cache, decoder.config.num_heads)
     state = keep_inactive(policy, spec, valid > 0, state, batch.state)
 
-    def check(carry: _Checked, at: tuple[Array, Array, Array]) -> tuple[_Checked, tuple[Rows, Any]]:
+    def check(
+        carry: _Verified, at: tuple[Array, Array, Array]
+    ) -> tuple[_Verified, tuple[Rows, Any]]:
         logits, guess, nth = at
         active = carry.agreed & (nth < valid)
         chosen, logprobs, given = choose(carry.given, carry.made, logits, active)
         newest = jnp.where(active, chosen, carry.newest)
-        checked = _Checked(active & (chosen == guess), carry.made + active, newest, given)
+        checked = _Verified(active & (chosen == guess), carry.made + active, newest, given)
         return checked, (chosen, logprobs)
 
     logits = to_logits(decoder, weights, hidden.swapaxes(0, 1))
     at = logits, jnp.pad(guesses, [(0, 1), (0, 0)]), jnp.arange(drafts + 1, dtype=jnp.int32)
-    nothing = _Checked(valid > 0, before.made, before.tokens, before.given)
+    nothing = _Verified(valid > 0, before.made, before.tokens, before.given)
     checked, (chosen, logprobs) = lax.scan(check, nothing, at)
 
     counts = checked.made - before.made
@@ -158,13 +160,13 @@ def speculate[Memory: (KVCache, SharedPages)](
     memory = batch.cache.after(cache, cache.positions - drafts_end)
     if period:
         due = (counts > 0) & ((checked.made - 1) % period == 0)
-        state = _maintained_rows(policy, cache, state, beside, due)
-    made = Round(chosen, logprobs, counts, drafted, stats, cache.overflow, logits)
+        state = _maintained_rows(policy, cache, state, read_only, due)
+    made = VerificationRound(chosen, logprobs, counts, drafted, stats, cache.overflow, logits)
     after = batch._replace(tokens=checked.newest, cache=memory, state=state)
     return after._replace(given=checked.given, made=checked.made), keep(made)
 
 
-class _Checked(NamedTuple):
+class _Verified(NamedTuple):
     """Holds what is carried from one check to the next: which rows agreed so far, and `Batch`'s."""
 
     agreed: Bool[Array, "B"]
@@ -186,14 +188,14 @@ def _cut(cache: KVCache, positions: Rows) -> KVCache:
 
 
 def _maintained_rows(
-    policy: Policy, cache: KVCache, state: State, beside: ReadOnly, due: Bool[Array, "B"]
+    policy: Policy, cache: KVCache, state: State, read_only: ReadOnly, due: Bool[Array, "B"]
 ) -> State:
     """Returns the state after the policy's maintenance of the rows that are due.
 
     Raises:
         ValueError: the maintenance changes the cache, which has dense attention's K and V.
     """
-    view = step_view(cache, beside)._replace(valid=due.astype(jnp.int32))
+    view = step_view(cache, read_only)._replace(valid=due.astype(jnp.int32))
 
     def maintain(state: State) -> State:
         made, after = maintained(policy, policy.services.maintain(state, view))

@@ -15,18 +15,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jsparse.ranks import AXIS
 
 # what each rank has, with the ranks as first axis; and what all have alike
-OWN, SAME = PartitionSpec(AXIS), PartitionSpec()
+SHARDED, REPLICATED = PartitionSpec(AXIS), PartitionSpec()
 
 
 def on_ranks(
-    body: Callable[..., Any], mesh: Mesh, own: Collection[str], static: Collection[str], out: Any
+    body: Callable[..., Any],
+    mesh: Mesh,
+    sharded: Collection[str],
+    static: Collection[str],
+    out: Any,
 ) -> Callable[..., Any]:
     """Returns a function that calls `body` on every rank, with what that rank has.
 
     Args:
         body: the function, for one rank.
         mesh: the ranks.
-        own: the names of arguments of which each rank has its own.
+        sharded: the names of arguments of which each rank has its own part.
         static: the names of arguments that are no arrays.
         out: OWN or SAME, for each of the results.
     """
@@ -36,15 +40,17 @@ def on_ranks(
         given = inspect.signature(body).bind(*args, **kwargs).arguments
         fixed = {name: value for name, value in given.items() if name in static}
         arrays = {name: value for name, value in given.items() if name not in static}
-        specs = {name: OWN if name in own else SAME for name in arrays}
+        specs = {name: SHARDED if name in sharded else REPLICATED for name in arrays}
 
         def of_rank(arrays: dict[str, Any]) -> Any:
             mine = {
-                name: jax.tree.map(lambda x: x[0], value) if name in own else value
+                name: jax.tree.map(lambda x: x[0], value) if name in sharded else value
                 for name, value in arrays.items()
             }
             made = body(**mine, **fixed)
-            return jax.tree.map(_as_own, out, made, is_leaf=lambda x: x is OWN or x is SAME)
+            return jax.tree.map(
+                _with_rank_axis, out, made, is_leaf=lambda x: x is SHARDED or x is REPLICATED
+            )
 
         mapped = jax.shard_map(
             of_rank, mesh=mesh, in_specs=(specs,), out_specs=out, check_vma=False
@@ -59,20 +65,20 @@ def by_rank(
     body: Callable[..., Any],
     mesh: Mesh | None,
     *,
-    own: tuple[str, ...] = (),
+    sharded: tuple[str, ...] = (),
     static: tuple[str, ...] = (),
     donated: tuple[str, ...] = (),
-    out: Any = OWN,
+    out: Any = SHARDED,
 ) -> Callable[..., Any]:
     """Returns a function that does for each rank what `body` does, which it is without a mesh."""
     if mesh is None:
         return body
-    run = on_ranks(body, mesh, own, static, out)
+    run = on_ranks(body, mesh, sharded, static, out)
     return jax.jit(run, static_argnames=static, donate_argnames=donated)
 
 
-def _as_own(spec: PartitionSpec, result: Any) -> Any:
-    return jax.tree.map(lambda x: x[None], result) if spec is OWN else result
+def _with_rank_axis(spec: PartitionSpec, result: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], result) if spec is SHARDED else result
 
 
 def on_host(arrays: Any, mesh: Mesh | None) -> Any:
@@ -86,7 +92,7 @@ def on_host(arrays: Any, mesh: Mesh | None) -> Any:
 
 def same_on_all(values: Any, mesh: Mesh) -> Any:
     """Returns arrays that all ranks are to have alike, placed on all of them."""
-    place = NamedSharding(mesh, SAME)
+    place = NamedSharding(mesh, REPLICATED)
 
     def placed(value: Any) -> jax.Array:
         host = np.asarray(value)
@@ -97,5 +103,5 @@ def same_on_all(values: Any, mesh: Mesh) -> Any:
 
 def placed(shapes: Any, mesh: Mesh) -> Any:
     """Returns the shapes of arrays of which each rank has its own, as they are placed."""
-    place = NamedSharding(mesh, OWN)
+    place = NamedSharding(mesh, SHARDED)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)

@@ -43,11 +43,13 @@ class ResponseWriter(ABC):
     whole_kind = piece_kind = ""
 
     @abstractmethod
-    def choice(self, answer: CompletionOutput, prompt: int) -> dict[str, Any]:
+    def choice(self, completion: CompletionOutput, prompt: int) -> dict[str, Any]:
         """Returns a whole answer."""
 
     @abstractmethod
-    def piece(self, answer: CompletionOutput, prompt: int, offset: int | None) -> dict[str, Any]:
+    def piece(
+        self, completion: CompletionOutput, prompt: int, offset: int | None
+    ) -> dict[str, Any]:
         """Returns the new part of an answer, from token `offset` on; None is the beginning."""
 
     async def whole(self) -> Response:
@@ -58,12 +60,12 @@ class ResponseWriter(ABC):
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> Response:
         choices = [
-            self.choice(answer, nth)
-            | {"index": self._index(nth, answer), "finish_reason": answer.finish_reason}
+            self.choice(completion, nth)
+            | {"index": self._index(nth, completion), "finish_reason": completion.finish_reason}
             for nth, output in enumerate(outputs)
-            for answer in output.outputs
+            for completion in output.outputs
         ]
-        new = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+        new = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
         body = self._frame(self.whole_kind, choices) | {"usage": usage(outputs, new)}
         return json_response(body)
 
@@ -76,7 +78,7 @@ class ResponseWriter(ABC):
         async with aclosing(merged([each.deltas() for each in self.prompts])) as deltas:
             async for nth, output in deltas:
                 last[nth] = output
-                new += sum(len(answer.token_ids) for answer in output.outputs)
+                new += sum(len(completion.token_ids) for completion in output.outputs)
                 make = partial(self._pieces, nth, output, offsets)
                 # see `whole`; quick work need not wait for another thread
                 slow = self.request.likely is not None
@@ -97,15 +99,17 @@ class ResponseWriter(ABC):
     ) -> list[dict[str, Any]]:
         """Returns the new parts of a prompt's answers, and moves their offsets."""
         choices = []
-        for answer in output.outputs:
-            index = self._index(prompt, answer)
-            if not self._tells(answer, first=index not in offsets):
+        for completion in output.outputs:
+            index = self._index(prompt, completion)
+            if not self._has_news(completion, first=index not in offsets):
                 continue
             choices.append(
-                self.piece(answer, prompt, offsets.get(index))
-                | {"index": index, "finish_reason": answer.finish_reason}
+                self.piece(completion, prompt, offsets.get(index))
+                | {"index": index, "finish_reason": completion.finish_reason}
             )
-            width = self.service.texts.width(answer) if answer.token_logprobs is not None else 0
+            width = (
+                self.service.texts.width(completion) if completion.token_logprobs is not None else 0
+            )
             offsets[index] = offsets.get(index, 0) + width
         return choices
 
@@ -113,15 +117,18 @@ class ResponseWriter(ABC):
         for each in self.prompts:
             await each.close()
 
-    def _tells(self, answer: CompletionOutput, *, first: bool) -> bool:
+    def _has_news(self, completion: CompletionOutput, *, first: bool) -> bool:
         """Returns whether a piece has anything new."""
         return bool(
-            answer.text
-            or (answer.token_ids and (answer.token_logprobs or answer.finish_reason or first))
+            completion.text
+            or (
+                completion.token_ids
+                and (completion.token_logprobs or completion.finish_reason or first)
+            )
         )
 
-    def _index(self, prompt: int, answer: CompletionOutput) -> int:
-        return prompt * self.request.n + answer.index
+    def _index(self, prompt: int, completion: CompletionOutput) -> int:
+        return prompt * self.request.n + completion.index
 
     def _frame(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -138,15 +145,17 @@ class Completions(ResponseWriter):
 
     whole_kind = piece_kind = "text_completion"
 
-    def choice(self, answer: CompletionOutput, prompt: int) -> dict[str, Any]:
-        return self.piece(answer, prompt, None)
+    def choice(self, completion: CompletionOutput, prompt: int) -> dict[str, Any]:
+        return self.piece(completion, prompt, None)
 
-    def piece(self, answer: CompletionOutput, prompt: int, offset: int | None) -> dict[str, Any]:
+    def piece(
+        self, completion: CompletionOutput, prompt: int, offset: int | None
+    ) -> dict[str, Any]:
         echoed = self.texts[prompt] if self.request.echo and offset is None else ""
         logprobs = None
-        if answer.token_logprobs is not None:
-            logprobs = self.service.texts.completion_logprobs(answer, offset or 0)
-        return {"text": echoed + answer.text, "logprobs": logprobs}
+        if completion.token_logprobs is not None:
+            logprobs = self.service.texts.completion_logprobs(completion, offset or 0)
+        return {"text": echoed + completion.text, "logprobs": logprobs}
 
 
 class Chats(ResponseWriter):
@@ -154,18 +163,23 @@ class Chats(ResponseWriter):
 
     whole_kind, piece_kind = "chat.completion", "chat.completion.chunk"
 
-    def choice(self, answer: CompletionOutput, prompt: int) -> dict[str, Any]:
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
-        return {"message": message, "logprobs": self._logprobs(answer)}
+    def choice(self, completion: CompletionOutput, prompt: int) -> dict[str, Any]:
+        message = {"role": "assistant", "content": completion.text, "refusal": None}
+        return {"message": message, "logprobs": self._logprobs(completion)}
 
-    def piece(self, answer: CompletionOutput, prompt: int, offset: int | None) -> dict[str, Any]:
+    def piece(
+        self, completion: CompletionOutput, prompt: int, offset: int | None
+    ) -> dict[str, Any]:
         delta = {"role": "assistant"} if offset is None else {}
-        return {"delta": delta | {"content": answer.text}, "logprobs": self._logprobs(answer)}
+        return {
+            "delta": delta | {"content": completion.text},
+            "logprobs": self._logprobs(completion),
+        }
 
-    def _logprobs(self, answer: CompletionOutput) -> dict[str, Any] | None:
-        if answer.token_logprobs is None:
+    def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        if completion.token_logprobs is None:
             return None
-        return self.service.texts.chat_logprobs(answer)
+        return self.service.texts.chat_logprobs(completion)
 
 
 async def complete(service: Service, http: HttpRequest) -> Response:
@@ -173,7 +187,7 @@ async def complete(service: Service, http: HttpRequest) -> Response:
     request = await service.body(CompletionRequest, http)
     with service.arriving():
         answers = await unless_gone(http.receive, _complete(service, request))
-    return await _answered(answers, http)
+    return await _response(answers, http)
 
 
 async def chat(service: Service, http: HttpRequest) -> Response:
@@ -181,7 +195,7 @@ async def chat(service: Service, http: HttpRequest) -> Response:
     request = await service.body(ChatRequest, http)
     with service.arriving():
         answers = await unless_gone(http.receive, _chat(service, request))
-    return await _answered(answers, http)
+    return await _response(answers, http)
 
 
 async def _complete(service: Service, request: CompletionRequest) -> ResponseWriter:
@@ -215,7 +229,7 @@ async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
     return Chats(service, request, streams, [])
 
 
-async def _answered(answers: ResponseWriter, http: HttpRequest) -> Response:
+async def _response(answers: ResponseWriter, http: HttpRequest) -> Response:
     if answers.request.stream:
         return EventStream(answers.events(), answers.close)
     try:

@@ -47,7 +47,7 @@ class BoundedConnection(HttpToolsProtocol):
         if len(self.connections) > self._room.most:
             # those that are being dropped are among them for a moment
             there = [each for each in self._all if not each.transport.is_closing()]
-            idle = (each for each in there if not each._answering)
+            idle = (each for each in there if not each._responding)
             if len(there) > self._room.most:
                 min(idle, key=lambda each: each._since)._drop()
                 self._room.count_closed()
@@ -71,13 +71,13 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Begins the request, unless it must not have come yet, or offers another protocol."""
-        if self._answering:
+        if self._responding:
             self._stop_listening()
         if not (self._deaf or self._offers):
             self._unwatch()
             self._move()
             super().on_headers_complete()
-            self.cycle.transport = _AnswerTransport(self)  # pyright: ignore[reportAttributeAccessIssue]
+            self.cycle.transport = _ResponseTransport(self)  # pyright: ignore[reportAttributeAccessIssue]
 
     def on_body(self, body: bytes) -> None:
         if not self._deaf:
@@ -101,12 +101,12 @@ class BoundedConnection(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._answering:
+        if self._responding:
             self._unwatch()
 
     def send_400_response(self, msg: str) -> None:
         """Refuses malformed HTTP, in OpenAI's format."""
-        if self._answering and not self.cycle.more_body:
+        if self._responding and not self.cycle.more_body:
             self._stop_listening()
             return
         body = orjson.dumps(ApiError(400, msg).body)
@@ -121,8 +121,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def hang_up(self) -> None:
         """Ends sending; the connection closes once the peer has ended, or its time is up."""
-        told_all = self.cycle is not None and not self.cycle.more_body
-        if told_all or not self.transport.can_write_eof():
+        body_complete = self.cycle is not None and not self.cycle.more_body
+        if body_complete or not self.transport.can_write_eof():
             self.transport.close()
         else:
             self._deaf = True
@@ -133,7 +133,7 @@ class BoundedConnection(HttpToolsProtocol):
         return (each for each in self.connections if isinstance(each, BoundedConnection))
 
     @property
-    def _answering(self) -> bool:
+    def _responding(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
@@ -192,7 +192,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.abort()
 
 
-class _AnswerTransport:
+class _ResponseTransport:
     """The transport of a connection as an answer writes to it."""
 
     def __init__(self, connection: BoundedConnection) -> None:

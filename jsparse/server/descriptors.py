@@ -12,7 +12,7 @@ RESERVED = 256
 # a higher limit has no use here, and slows down programs that close all possible descriptors
 MAX_LIMIT = 2**16
 # between two lines of the log
-TELL_SECONDS = 60
+LOG_SECONDS = 60
 logger = logging.getLogger("jsparse.server")
 
 
@@ -60,14 +60,14 @@ class Room:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._closed, self._told = 0, float("-inf")
+        self._closed, self._logged = 0, float("-inf")
 
     def count_closed(self) -> None:
         """Counts a connection that was closed to make room; logs the count once a minute."""
         self._closed += 1
-        if time.monotonic() - self._told >= TELL_SECONDS:
+        if time.monotonic() - self._logged >= LOG_SECONDS:
             logger.warning(
                 "idle connections closed to make room for new ones: %d; at most %d fit",
                 *(self._closed, self.most),
             )
-            self._told, self._closed = time.monotonic(), 0
+            self._logged, self._closed = time.monotonic(), 0

@@ -20,7 +20,7 @@ from jsparse.server.protocol import MAX_LOGPROBS
 BYTES_PER_TOKEN, MIN_BODY = 32, 2**20
 # larger bodies are parsed in a thread, and count among those that are held at a time
 PARSED_AT_ONCE = 2**16
-LARGE_BODIES_HELD = 2**26
+MAX_LARGE_BODIES = 2**26
 BODY_SECONDS = 60
 
 
@@ -79,7 +79,7 @@ class Front(ABC):
     def __init__(self, options: Options) -> None:
         self.options, self.draining = options, False
         self.created = int(time.time())
-        self.inside = self.held = 0
+        self.inside = self.buffered = 0
 
     @property
     @abstractmethod
@@ -114,15 +114,15 @@ class Front(ABC):
                         if len(data) > maximum:
                             raise _too_large(maximum)
                         if len(data) > PARSED_AT_ONCE:
-                            self.held, held = self.held + len(data) - held, len(data)
-                            if self.held > max(maximum, LARGE_BODIES_HELD):
+                            self.buffered, held = self.buffered + len(data) - held, len(data)
+                            if self.buffered > max(maximum, MAX_LARGE_BODIES):
                                 raise full("too many large bodies arrive")
             except TimeoutError:
                 message = f"the body took over {BODY_SECONDS} s: must come sooner"
                 raise ApiError(408, message, headers={"Connection": "close"}) from None
             yield bytes(data)
         finally:
-            self.held -= held
+            self.buffered -= held
 
 
 def max_body_bytes(tokens: int) -> int:

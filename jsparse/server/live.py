@@ -55,7 +55,7 @@ class Live:
             "prefix_cache_queries": self._service.metrics.query_tokens,
             "tokens_per_second": self._speed(),
             "dense_bound_tokens_per_second": self.dense_bound(
-                [len(answer.ids) + answer.sent for answer in decoding]
+                [len(seq.ids) + seq.planned for seq in decoding]
             ),
             "attended_by_layer": self._attended(),
             "requests": [
@@ -97,5 +97,5 @@ class Live:
 
 def _phase(stream: PromptStream) -> str:
     """Returns waiting, reading, decoding, swapped or ended: how far the last of the answers is."""
-    phases = [answer.phase for answer in stream.state.answers]
+    phases = [seq.phase for seq in stream.state.seqs]
     return min(phases, key=lambda phase: phase.value).name.lower()

@@ -40,7 +40,7 @@ def of_request(state: RequestState) -> str:
     metrics = state.metrics
     times = list(metrics.token_times)
     parts = [f"{len(state.ids)} prompt tokens"]
-    if cached := max(answer.cached for answer in state.answers):
+    if cached := max(seq.cached_tokens for seq in state.seqs):
         parts[0] += f" ({cached} cached)"
     parts.append(f"{len(times)} new")
     if times:
@@ -61,7 +61,9 @@ class EngineSnapshot(NamedTuple):
 
 def seen(engine: Engine) -> EngineSnapshot:
     """Returns the engine's counters now."""
-    return EngineSnapshot(time.monotonic(), engine.counters.read_tokens, engine.counters.new_tokens)
+    return EngineSnapshot(
+        time.monotonic(), engine.counters.prefill_tokens, engine.counters.new_tokens
+    )
 
 
 def of_speed(engine: Engine, before: EngineSnapshot, now: EngineSnapshot) -> str:
@@ -79,7 +81,7 @@ def of_speed(engine: Engine, before: EngineSnapshot, now: EngineSnapshot) -> str
     )
 
 
-async def tell_speed(engine_now: Callable[[], AsyncEngine | None]) -> None:
+async def log_speed(engine_now: Callable[[], AsyncEngine | None]) -> None:
     """Logs how fast the engine is, every ten seconds in which it has done something.
 
     `engine_now` returns it, or None while there is none.

@@ -62,8 +62,8 @@ class Metrics:
         """Counts a request that has its first token."""
         metrics = state.metrics
         self._prompt.inc(len(state.ids))
-        self.query_tokens += len(state.ids) * len(state.answers)
-        self.hit_tokens += sum(answer.cached for answer in state.answers)
+        self.query_tokens += len(state.ids) * len(state.seqs)
+        self.hit_tokens += sum(seq.cached_tokens for seq in state.seqs)
         self._ttft.observe(metrics.time_to_first_token or 0.0)
         if metrics.scheduled is not None:
             self._queue.observe(metrics.scheduled - metrics.arrived)
@@ -120,7 +120,11 @@ class Metrics:
             ("prefix_cache_hits", "Tokens found in the prefix cache.", self.hit_tokens),
             ("num_preemptions", "Times that a sequence was swapped out.", counters.preemptions),
             ("generation_tokens", "Tokens of answers.", counters.new_tokens),
-            ("computed_prompt_tokens", "Prompt tokens that were computed.", counters.read_tokens),
+            (
+                "computed_prompt_tokens",
+                "Prompt tokens that were computed.",
+                counters.prefill_tokens,
+            ),
             ("decode_steps", "Decode steps.", counters.decode_steps),
             ("spec_decode_num_drafts", "Rounds in which answers drafted.", counters.drafts),
             ("spec_decode_num_draft_tokens", "Tokens drafted.", counters.draft_tokens),

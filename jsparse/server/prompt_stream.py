@@ -54,7 +54,7 @@ class PromptStream:
         """Yields new output as it comes; the last one is `finished`."""
         async for _ in self._followed():
             output = await self._output(new=True)
-            if output.finished or any(answer.token_ids for answer in output.outputs):
+            if output.finished or any(completion.token_ids for completion in output.outputs):
                 yield output
             if output.finished:
                 return
@@ -69,7 +69,7 @@ class PromptStream:
     async def _output(self, *, new: bool) -> RequestOutput:
         """Returns all output or the new part; ApiError: the model's logits were NaN."""
         output = await self._serving.texts.output(self.state, new=new)
-        if any(answer.finish_reason == "error" for answer in output.outputs):
+        if any(completion.finish_reason == "error" for completion in output.outputs):
             raise ApiError(500, NAN_LOGITS, code="nan_logits")
         return output
 
@@ -110,7 +110,7 @@ async def all_of[Result](works: Sequence[Coroutine[Any, Any, Result]]) -> list[R
 def usage(outputs: Sequence[RequestOutput], new_tokens: int) -> dict[str, Any]:
     """Returns the usage of requests, by the last output of each and the number of new tokens."""
     prompt = sum(len(output.prompt_ids) for output in outputs)
-    answers = [answer for output in outputs for answer in output.outputs]
+    completions = [completion for output in outputs for completion in output.outputs]
     policy, *changed = re.split("(?= with )", outputs[0].policy, maxsplit=1)
     return {
         "prompt_tokens": prompt,
@@ -120,14 +120,14 @@ def usage(outputs: Sequence[RequestOutput], new_tokens: int) -> dict[str, Any]:
             "cached_tokens": sum(output.num_cached_tokens for output in outputs)
         },
         "jsparse": {
-            "attended": _mean(answers, "attended"),
-            "read": _mean(answers, "read"),
+            "attended": _mean(completions, "attended"),
+            "read": _mean(completions, "read"),
             "policy": short_name(policy) + "".join(changed),
         },
     }
 
 
-def _mean(answers: Sequence[CompletionOutput], share: str) -> float | None:
-    known = [getattr(answer, f"{share}_fraction") for answer in answers]
+def _mean(completions: Sequence[CompletionOutput], share: str) -> float | None:
+    known = [getattr(completion, f"{share}_fraction") for completion in completions]
     known = [value for value in known if value is not None]
     return sum(known) / len(known) if known else None

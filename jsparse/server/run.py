@@ -91,7 +91,7 @@ def serve(
     on_start(server)
 
     def farewell() -> None:
-        tell_clients(service)
+        notify_clients(service)
 
     async def load() -> None:
         arguments = server, service, make_engine, on_ready, asyncio.get_running_loop()
@@ -99,7 +99,7 @@ def serve(
 
     farewells.append(farewell)
     try:
-        server.answer(listening, load(), log.tell_speed(lambda: service.engine))
+        server.answer(listening, load(), log.log_speed(lambda: service.engine))
         if service.engine is None and server.failed is None:
             os._exit(0)  # a thread loads the model, and nothing can stop it
     finally:
@@ -109,7 +109,7 @@ def serve(
         raise server.failed
 
 
-def tell_clients(service: Service) -> None:
+def notify_clients(service: Service) -> None:
     """Ends all requests with an error, and waits FAREWELL_SECONDS at most until it is sent."""
     if service.engine is None:
         return
@@ -134,10 +134,10 @@ class Server(uvicorn.Server):
         self._front = front
         self.failed: BaseException | None = None
 
-    def answer(self, listening: socket.socket, *beside: Coroutine[Any, Any, None]) -> None:
+    def answer(self, listening: socket.socket, *tasks: Coroutine[Any, Any, None]) -> None:
         """Answers requests until a signal, or until `fail` is called, with this work beside it."""
         with asyncio.Runner(loop_factory=self.config.get_loop_factory()) as runner:
-            runner.run(self._answer(listening, beside))
+            runner.run(self._answer(listening, tasks))
 
     def fail(self, error: BaseException) -> None:
         """Ends the server; any thread may call it."""
@@ -156,9 +156,9 @@ class Server(uvicorn.Server):
             yield
 
     async def _answer(
-        self, listening: socket.socket, beside: Sequence[Coroutine[Any, Any, None]]
+        self, listening: socket.socket, work: Sequence[Coroutine[Any, Any, None]]
     ) -> None:
-        tasks = [asyncio.create_task(work) for work in (self._end_when_drained(), *beside)]
+        tasks = [asyncio.create_task(work) for work in (self._end_when_drained(), *work)]
         await self.serve([listening])
         for task in tasks:
             task.cancel()

@@ -186,13 +186,15 @@ class Service(Front):
             ValueError, EngineFull, EngineError: one was refused; none is worked on then.
         """
         self._require_settable({name for each in options for name in each.policy})
-        num_answers = sum(each.n for each in options)
+        num_sequences = sum(each.n for each in options)
         slots = self.ready.engine.sizes.num_slots
         # no request fills the queue alone
         maximum = max(slots, (self.options.max_waiting + slots) // 2)
-        if num_answers > maximum:
+        if num_sequences > maximum:
             source = f"n={max(each.n for each in options)} for {len(rows)} prompts"
-            raise ValueError(f"{source} asks for {num_answers} answers: must be at most {maximum}")
+            raise ValueError(
+                f"{source} asks for {num_sequences} answers: must be at most {maximum}"
+            )
         name = f"{kind}-{secrets.token_hex(12)}"
         streams = [
             PromptStream(self.serving, f"{name}-{nth}" if nth else name, ids, own)

@@ -77,45 +77,50 @@ class Texts:
             pool.shutdown(wait=False, cancel_futures=True)
         self._thread.join()
 
-    def completion_logprobs(self, answer: CompletionOutput, offset: int) -> dict[str, Any]:
+    def completion_logprobs(self, completion: CompletionOutput, offset: int) -> dict[str, Any]:
         """Returns log-probabilities for /v1/completions; `offset` is where the text begins."""
-        assert answer.token_logprobs is not None
-        tokens = [self._name(token) for token in answer.token_ids]
-        offsets = list(accumulate(self._widths(answer), initial=offset))[:-1]
+        assert completion.token_logprobs is not None
+        tokens = [self._name(token) for token in completion.token_ids]
+        offsets = list(accumulate(self._widths(completion), initial=offset))[:-1]
         top = None
-        if answer.top_logprobs is not None:
-            pairs = zip(answer.token_ids, answer.token_logprobs, answer.top_logprobs, strict=True)
+        if completion.top_logprobs is not None:
+            pairs = zip(
+                completion.token_ids,
+                completion.token_logprobs,
+                completion.top_logprobs,
+                strict=True,
+            )
             top = [
                 {self._name(own): value for own, value in ({token: logprob} | likely).items()}
                 for token, logprob, likely in pairs
             ]
         return {
             "tokens": tokens,
-            "token_logprobs": answer.token_logprobs,
+            "token_logprobs": completion.token_logprobs,
             "top_logprobs": top,
             "text_offset": offsets,
         }
 
-    def width(self, answer: CompletionOutput) -> int:
+    def width(self, completion: CompletionOutput) -> int:
         """Returns the characters of an answer's tokens, each by itself."""
-        return sum(self._widths(answer))
+        return sum(self._widths(completion))
 
-    def chat_logprobs(self, answer: CompletionOutput) -> dict[str, Any]:
+    def chat_logprobs(self, completion: CompletionOutput) -> dict[str, Any]:
         """Returns log-probabilities as /v1/chat/completions shows them."""
-        assert answer.token_logprobs is not None
-        tops = answer.top_logprobs or [{} for _ in answer.token_ids]
+        assert completion.token_logprobs is not None
+        tops = completion.top_logprobs or [{} for _ in completion.token_ids]
         return {
             "content": [
                 self._token(token, logprob)
                 | {"top_logprobs": [self._token(*likely) for likely in top.items()]}
                 for token, logprob, top in zip(
-                    answer.token_ids, answer.token_logprobs, tops, strict=True
+                    completion.token_ids, completion.token_logprobs, tops, strict=True
                 )
             ]
         }
 
-    def _widths(self, answer: CompletionOutput) -> list[int]:
-        return [len(self._bytes(token).decode(errors="replace")) for token in answer.token_ids]
+    def _widths(self, completion: CompletionOutput) -> list[int]:
+        return [len(self._bytes(token).decode(errors="replace")) for token in completion.token_ids]
 
     def _known(self, purpose: str) -> Tokenizer:
         if self.tokenizer is None:

@@ -157,9 +157,9 @@ def test_an_interrupted_run_goes_on_and_what_cannot_run_says_why(
 
     monkeypatch.setattr(module, "_compare", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        recommend(model, wanted, tell=said.append)
+        recommend(model, wanted, notify=said.append)
     monkeypatch.setattr(module, "_compare", compare)
-    found = recommend(model, wanted, tell=said.append)
+    found = recommend(model, wanted, notify=said.append)
     assert times == ["dense()", FAR, NEAR, SLOW]
     assert [line.split(":")[0] for line in said if "measurements" in line] == ["Interrupted"]
     assert sum("An unfinished run goes on" in line for line in said) == 1

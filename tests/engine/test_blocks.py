@@ -10,51 +10,51 @@ pytestmark = pytest.mark.pure
 
 def test_groups_are_handed_out_once_and_come_back():
     pool = BlockPool(6)
-    taken = pool.take(3)
-    assert {*taken, *pool.take(2)} == {0, 1, 2, 3, 4}  # 5 is the scratch group
+    taken = pool.allocate(3)
+    assert {*taken, *pool.allocate(2)} == {0, 1, 2, 3, 4}  # 5 is the scratch group
     assert pool.available == 0
-    pool.give_back(taken)
+    pool.free(taken)
     assert pool.available == 3
-    assert sorted(pool.take(3)) == sorted(taken)
+    assert sorted(pool.allocate(3)) == sorted(taken)
 
 
 def test_more_than_there_is_is_an_error():
     pool = BlockPool(6)
     with pytest.raises(ValueError, match=r"count=6: must be at most 5, those available"):
-        pool.take(6)
+        pool.allocate(6)
     assert pool.available == 5
 
 
 def test_a_block_is_kept_until_memory_is_needed_the_end_of_a_chain_first():
     pool = BlockPool(7)
     keys = [b"a", b"b", b"c"]
-    groups = [pool.take(2) for _ in keys]
+    groups = [pool.allocate(2) for _ in keys]
     blocks = [pool.share(key, own) for key, own in zip(keys, groups, strict=True)]
-    pool.drop(blocks)
-    assert pool.available == pool.cached == 6
-    assert pool.known(keys) == 3
-    assert sorted(pool.take(1)) == sorted(groups[2])[:1] or pool.known(keys) == 2
-    assert pool.known(keys) == 2
-    pool.take(3)
-    assert pool.known(keys) == 1
+    pool.release(blocks)
+    assert pool.available == pool.idle_groups == 6
+    assert pool.num_cached(keys) == 3
+    assert sorted(pool.allocate(1)) == sorted(groups[2])[:1] or pool.num_cached(keys) == 2
+    assert pool.num_cached(keys) == 2
+    pool.allocate(3)
+    assert pool.num_cached(keys) == 1
 
 
 def test_what_is_held_is_not_given_up():
     pool = BlockPool(5)
-    block = pool.share(b"a", pool.take(2))
-    (again,) = pool.hold([b"a"])
+    block = pool.share(b"a", pool.allocate(2))
+    (again,) = pool.acquire([b"a"])
     assert again is block
-    pool.drop([block])
+    pool.release([block])
     assert pool.available == 2
-    pool.drop([block])
+    pool.release([block])
     assert pool.available == 4
 
 
 def test_two_blocks_of_one_key_are_an_error():
     pool = BlockPool(5)
-    pool.share(b"a", pool.take(2))
+    pool.share(b"a", pool.allocate(2))
     with pytest.raises(ValueError, match=r"key=b'a': must be of no block in the pool"):
-        pool.share(b"a", pool.take(2))
+        pool.share(b"a", pool.allocate(2))
 
 
 def test_a_key_depends_on_everything_before_and_on_the_root():

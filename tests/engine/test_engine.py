@@ -76,12 +76,12 @@ def test_programs_of_several_steps_give_what_generate_gives(llm, crowd):
         max_length=96,
     )
     for nth, (made, out) in enumerate(zip(together, crowd, strict=True)):
-        (answer,) = out.outputs
-        assert answer.token_ids == made.token_ids, nth
-        assert answer.finish_reason == made.finish_reason
-        assert answer.token_logprobs == pytest.approx(made.logprobs, abs=1e-4)
-        assert answer.attended_fraction == pytest.approx(made.stats.attended_fraction, rel=1e-4)
-        assert answer.read_fraction == pytest.approx(made.stats.read_fraction, rel=1e-4)
+        (seq,) = out.outputs
+        assert seq.token_ids == made.token_ids, nth
+        assert seq.finish_reason == made.finish_reason
+        assert seq.token_logprobs == pytest.approx(made.logprobs, abs=1e-4)
+        assert seq.attended_fraction == pytest.approx(made.stats.attended_fraction, rel=1e-4)
+        assert seq.read_fraction == pytest.approx(made.stats.read_fraction, rel=1e-4)
     assert_at_rest(llm)
 
 
@@ -95,28 +95,28 @@ def test_a_request_among_others_of_other_kinds_gives_what_it_gives_alone(llm, cr
 
 def test_likeliest_tokens_are_those_of_the_model(dense):
     (out,) = dense.generate([PROMPTS[0]], greedy(5, logprobs=20))
-    (answer,) = out.outputs
-    text = [*PROMPTS[0], *answer.token_ids]
+    (seq,) = out.outputs
+    text = [*PROMPTS[0], *seq.token_ids]
     logits = np.asarray(jsparse.logits(dense.engine.params, [text])[0], np.float64)
     for nth in range(5):
         last = logits[len(PROMPTS[0]) - 1 + nth]
         expected = last - np.log(np.exp(last).sum())
-        top = answer.top_logprobs[nth]
+        top = seq.top_logprobs[nth]
         assert list(top) == np.argsort(-expected, kind="stable")[:20].tolist()
         assert list(top.values()) == pytest.approx(expected[list(top)].tolist(), abs=1e-4)
-        assert answer.token_logprobs[nth] == top[answer.token_ids[nth]]
+        assert seq.token_logprobs[nth] == top[seq.token_ids[nth]]
 
 
 def test_shares_of_each_layer_have_the_mean_that_is_reported(llm):
     (out,) = llm.generate([PROMPTS[1]], greedy(9))
-    (answer,) = out.outputs
-    assert answer.layer_stats.shape == (8, 2, 2)
-    attended, read = answer.layer_stats.mean(axis=(0, 2))
-    assert answer.attended_fraction == pytest.approx(attended)
-    assert answer.read_fraction == pytest.approx(read)
+    (seq,) = out.outputs
+    assert seq.layer_stats.shape == (8, 2, 2)
+    attended, read = seq.layer_stats.mean(axis=(0, 2))
+    assert seq.attended_fraction == pytest.approx(attended)
+    assert seq.read_fraction == pytest.approx(read)
     # the first layer is full attention, the second picks three tokens
-    assert answer.layer_stats[:, 0, 0] == pytest.approx(1)
-    assert (answer.layer_stats[:, 0, 1] < 1).all()
+    assert seq.layer_stats[:, 0, 0] == pytest.approx(1)
+    assert (seq.layer_stats[:, 0, 1] < 1).all()
 
 
 def test_rows_may_set_what_the_engine_lets_them(llm, dense):
@@ -132,8 +132,8 @@ def test_rows_may_set_what_the_engine_lets_them(llm, dense):
 def test_answers_of_one_prompt_differ_and_each_is_as_it_would_be_with_others(dense):
     options = SamplingParams(temperature=1.0, n=3, seed=4, max_tokens=8, logprobs=0)
     (out,) = dense.generate([PROMPTS[3]], options)
-    texts = [tuple(answer.token_ids) for answer in out.outputs]
-    assert [answer.index for answer in out.outputs] == [0, 1, 2]
+    texts = [tuple(seq.token_ids) for seq in out.outputs]
+    assert [seq.index for seq in out.outputs] == [0, 1, 2]
     assert len(set(texts)) == 3
     # two of three read the first 32 tokens of the prompt nowhere
     assert out.num_cached_tokens == 32
@@ -162,8 +162,8 @@ def test_abort_in_every_phase(dense, monkeypatch):
     """Whoever is aborted frees what it held; the others go on as if it had never been."""
     (alone,) = dense.generate([PROMPTS[1]], greedy(12))
     # no program has ended when one looks, or there might never be one in flight
-    monkeypatch.setattr(PendingResults, "there", property(lambda pending: False))
-    for phase in ("waiting", "reading", "decoding", "in flight", "ended"):
+    monkeypatch.setattr(PendingResults, "ready", property(lambda pending: False))
+    for phase in ("waiting", "prefill", "decoding", "in flight", "ended"):
         updates = _aborted_while(dense, phase)
         (other,) = {id(s): s for s in updates if s.finished and s.request_id == "other"}.values()
         assert bits(other.output()) == bits(alone), phase
@@ -180,12 +180,12 @@ def _aborted_while(dense, phase):
     number = max(engine._live)
     held = engine._live[number][1]
     updates = []
-    if phase == "reading":
-        updates = until(dense, lambda: held in scheduler.reading and held.read > 0)
+    if phase == "prefill":
+        updates = until(dense, lambda: held in scheduler.prefilling and held.prefilled > 0)
     elif phase == "decoding":
         updates = until(dense, lambda: len(engine._live[number][2].token_ids) > 3)
     elif phase == "in flight":
-        updates = until(dense, lambda: held.sent > 3 and bool(engine._in_flight))
+        updates = until(dense, lambda: held.planned > 3 and bool(engine._in_flight))
     elif phase == "ended":
         updates = until(dense, lambda: "gone" not in engine._requests)
     gone = engine.abort("gone")
@@ -321,10 +321,10 @@ def test_answers_arrive_while_a_long_prompt_is_read():
     engine = llm.engine
     engine.add(asked(llm, PROMPTS[2], greedy(4)), request_id="short")
     engine.add(asked(llm, random_prompts([90])[0], greedy(2)), request_id="long")
-    held = engine._requests["long"].answers[0]
+    held = engine._requests["long"].seqs[0]
     until(llm, lambda: "short" not in engine._requests)
-    assert held in engine.scheduler.reading
-    while held in engine.scheduler.reading:
+    assert held in engine.scheduler.prefilling
+    while held in engine.scheduler.prefilling:
         assert sum(pending.steps for pending in engine._in_flight) <= 3
         engine.step()
     until(llm, lambda: engine.idle)

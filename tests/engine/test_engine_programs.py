@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jsparse.engine.read_programs import carry_of
+from jsparse.engine.prefill_programs import carry_of
 from jsparse.engine.runner import PendingResults
-from jsparse.engine.slots import ReadRows
-from jsparse.engine.step_plan import Decoding
-from jsparse.runtime.owners import owners, row_arrays
+from jsparse.engine.slots import PrefillRows
+from jsparse.engine.step_plan import DecodePlan
 from jsparse.runtime.program_set import ProgramKey
+from jsparse.runtime.state_axes import row_arrays, state_axes
 from tests.support.serving import asked, bits, greedy, tiny_llm, until
 from tests.support.tiny import random_prompts, tiny_params
 
@@ -28,7 +28,7 @@ def test_the_first_request_has_all_its_programs_compiled_side_by_side():
     llm.engine.add(asked(llm, PROMPTS[3][:20], greedy(6)))
     llm.engine.step()
     made = set(llm.engine.programs._made)
-    chunks = {(*each.size, *dict(each.static).values()) for each in made if each.name == "read"}
+    chunks = {(*each.size, *dict(each.static).values()) for each in made if each.name == "prefill"}
     assert chunks == {(1, 16, False), (1, 8, True)}
     assert [each.size for each in made if each.name == "decode"] == [(1,)]
     while not llm.engine.idle:
@@ -41,10 +41,10 @@ def test_the_engine_learns_how_long_its_programs_take():
     llm = tiny_llm()
     llm.engine._clock = lambda: float(next(clock))
     latency = llm.engine._latency
-    assert (latency.reading(1, 16, 0), latency.step(4)) == (None, None)
+    assert (latency.prefill(1, 16, 0), latency.step(4)) == (None, None)
     llm.generate(PROMPTS[:2], greedy(9))
     # by a clock that ticks at every look
-    assert latency.reading(1, 16, 0) >= 1000
+    assert latency.prefill(1, 16, 0) >= 1000
     assert latency.step(4) >= 1000
 
 
@@ -118,9 +118,9 @@ def test_programs_run_for_nobody_change_nothing(policy):
     engine, outs = llm.engine, []
     for disturbed in (False, True):
         states = [engine.add(asked(llm, prompt, greedy(6))) for prompt in PROMPTS]
-        until(llm, lambda: engine.scheduler.decoding and engine.scheduler.reading)
+        until(llm, lambda: engine.scheduler.decoding and engine.scheduler.prefilling)
         if disturbed:
-            engine._runner.run_for_nobody(
+            engine._runner.warm_up(
                 [
                     *list(engine.programs._made),
                     ProgramKey.of("decode", 4, 1, 4, choice="sampled"),
@@ -139,12 +139,12 @@ def test_a_prompt_begins_with_a_state_that_has_seen_nothing():
     used = jax.tree.map(lambda x: x + x.dtype.type(7), slots.rows.state)
     slots = slots._replace(rows=slots.rows._replace(state=used))
     rows = jnp.array([2, 0, 4])  # the last is behind the last slot
-    none = ReadRows(
+    none = PrefillRows(
         rows, rows, rows == 2, 0 * rows, 0 * rows, jnp.zeros((3, spec.num_pages), jnp.int32)
     )
     carry = carry_of(engine.programs._made_for, slots, none, none.start, 16)
     empty = row_arrays(policy, spec, policy.init(spec._replace(batch=1)))
-    axes = [owner.axis for owner in owners(policy, spec) if owner.kind == "row"]
+    axes = [at.axis for at in state_axes(policy, spec) if at.kind == "row"]
     found = row_arrays(policy, spec, carry.state)
     assert len(found) > 0
     for axis, own, new, old in zip(axes, found, empty, row_arrays(policy, spec, used), strict=True):
@@ -164,7 +164,7 @@ def test_only_what_ended_before_ones_eyes_is_timed(monkeypatch):
     monkeypatch.setattr(engine._runner, "results", lambda pending: [])
     monkeypatch.setattr(engine._latency, "observe", lambda work, milliseconds: timed.append(work))
     for there in ([True, True, True], [True, False, True], [False, True, False]):
-        works = [Decoding(4, 1, []) for _ in there]
+        works = [DecodePlan(4, 1, []) for _ in there]
         engine._in_flight += [
             PendingResults(Packed(each), [], work) for each, work in zip(there, works, strict=True)
         ]

@@ -11,7 +11,7 @@ from jsparse.engine.programs import engine_keys
 from jsparse.policies.expressions import parse
 from jsparse.runtime import draft_length
 from jsparse.runtime.decode_step import StepStats
-from jsparse.runtime.speculation import Round
+from jsparse.runtime.speculation import VerificationRound
 from tests.support.marks import slow_except
 from tests.support.programs import shared
 from tests.support.serving import asked, assert_at_rest, greedy, tiny_llm, until
@@ -155,7 +155,7 @@ def test_requests_are_exact_where_the_engine_is():
 def test_rounds_are_packed():
     """One row drafted two tokens, of which one agreed; the other drafted none."""
     shares = StepStats(jnp.array([[[0.2, 0.0]], [[0.4, 0.0]]]), jnp.array([[[0.5, 0.0]]] * 2))
-    made = Round(
+    made = VerificationRound(
         tokens=jnp.array([[7, 5], [8, 0], [9, 0]], jnp.int32),
         logprobs=jnp.array([[-1.0, -3.0], [-2.0, 0.0], [0.0, 0.0]]),
         counts=jnp.array([2, 1], jnp.int32),

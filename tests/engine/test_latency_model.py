@@ -6,19 +6,19 @@ import pytest
 
 from bench.lib.smollm2 import SMOLLM2
 from jsparse.engine.latency_model import NEWEST, LatencyModel
-from jsparse.engine.step_plan import Chunk, Decoding, Reading
+from jsparse.engine.step_plan import Chunk, DecodePlan, PrefillPlan
 from tests.support.planning import SIZES
 
 pytestmark = pytest.mark.pure
 
 
-def reading(rows, size, start=0, *, replay=False):
+def prefill_plan(rows, size, start=0, *, replay=False):
     chunk = Chunk(0, 0, 0, fresh=True, start=start, valid=size, groups=[])
-    return Reading(rows, size, last=False, replay=replay, chunks=[chunk])
+    return PrefillPlan(rows, size, last=False, replay=replay, chunks=[chunk])
 
 
 def decoding(rows, steps):
-    return Decoding(rows, steps, [])
+    return DecodePlan(rows, steps, [])
 
 
 def test_rounds_tell_how_many_to_draft():
@@ -36,41 +36,41 @@ def test_rounds_tell_how_many_to_draft():
 
 def test_nothing_is_known_at_first():
     latency = LatencyModel(SMOLLM2, SIZES)
-    assert latency.reading(1, 512, 0) is None
+    assert latency.prefill(1, 512, 0) is None
     assert latency.step(8) is None
-    assert latency.expected(reading(1, 512)) == latency.expected(decoding(8, 4)) == 0
+    assert latency.expected(prefill_plan(1, 512)) == latency.expected(decoding(8, 4)) == 0
 
 
 def test_estimates_are_medians_so_that_one_slow_program_does_not_count():
     latency = LatencyModel(SMOLLM2, SIZES)
     for milliseconds in (300, 16, 24, 16):
         latency.observe(decoding(8, 8), milliseconds)
-        latency.observe(reading(1, 512, 0), milliseconds)
+        latency.observe(prefill_plan(1, 512, 0), milliseconds)
     assert latency.step(8) == 2.5
-    assert latency.reading(1, 512, 0) == pytest.approx(20)
+    assert latency.prefill(1, 512, 0) == pytest.approx(20)
     for _ in range(NEWEST):
         latency.observe(decoding(8, 2), 14)
     assert latency.step(8) == 7
     assert latency.expected(decoding(8, 3)) == 21
-    assert latency.expected(reading(1, 512)) == pytest.approx(20)
+    assert latency.expected(prefill_plan(1, 512)) == pytest.approx(20)
 
 
 def test_what_is_only_replayed_says_nothing_of_reading():
     latency = LatencyModel(SMOLLM2, SIZES)
-    latency.observe(reading(1, 512, replay=True), 1)
-    assert latency.reading(1, 512, 0) is None
+    latency.observe(prefill_plan(1, 512, replay=True), 1)
+    assert latency.prefill(1, 512, 0) is None
 
 
 def test_a_program_is_no_slower_per_token_than_smaller_ones():
     """Else one that was slow once might never be run again."""
     latency = LatencyModel(SMOLLM2, SIZES)
-    latency.observe(reading(1, 2048), 4000)
-    alone = latency.reading(1, 64, 0)
-    latency.observe(reading(1, 512), 10)
+    latency.observe(prefill_plan(1, 2048), 4000)
+    alone = latency.prefill(1, 64, 0)
+    latency.observe(prefill_plan(1, 512), 10)
     four = 10 * (2048 + 2048**2 / 2 / latency._even) / (512 + 512**2 / 2 / latency._even)
-    assert latency.reading(1, 2048, 0) == pytest.approx(four)
+    assert latency.prefill(1, 2048, 0) == pytest.approx(four)
     # none is smaller than this one
-    assert latency.reading(1, 64, 0) == alone
+    assert latency.prefill(1, 64, 0) == alone
 
 
 def test_programs_of_other_sizes_are_as_slow_as_the_slowest_known():
@@ -78,8 +78,8 @@ def test_programs_of_other_sizes_are_as_slow_as_the_slowest_known():
     latency.observe(decoding(8, 1), 2)
     latency.observe(decoding(64, 1), 5)
     assert (latency.step(8), latency.step(16), latency.step(64)) == (2, 5, 5)
-    latency.observe(reading(1, 512, 0), 10)
-    assert latency.reading(8, 512, 0) == pytest.approx(80)
+    latency.observe(prefill_plan(1, 512, 0), 10)
+    assert latency.prefill(8, 512, 0) == pytest.approx(80)
 
 
 def test_tokens_take_longer_the_further_they_are_from_the_beginning():
@@ -87,5 +87,5 @@ def test_tokens_take_longer_the_further_they_are_from_the_beginning():
     config = replace(SMOLLM2, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8)
     # 16·8·2·(2 + 1) + 3·16·n = 2·2·8·96 for n = 48
     latency = LatencyModel(replace(config, intermediate_size=48), SIZES)
-    latency.observe(reading(1, 64, 0), 1 + 32 / 96)
-    assert latency.reading(1, 64, 96) == pytest.approx(2 + 32 / 96)
+    latency.observe(prefill_plan(1, 64, 0), 1 + 32 / 96)
+    assert latency.prefill(1, 64, 96) == pytest.approx(2 + 32 / 96)

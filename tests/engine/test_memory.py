@@ -1,4 +1,4 @@
-"""Tests what answers hold of memory: what they share, how they grow, and who waits."""
+"""Tests what sequences hold of memory: what they share, how they grow, and who waits."""
 
 from collections import Counter
 
@@ -12,8 +12,8 @@ from tests.support.planning import (
     RULES,
     SIZES,
     VARIANT,
-    answer,
     chunks_of,
+    seq,
     served,
 )
 
@@ -24,11 +24,11 @@ def test_what_others_have_read_is_not_read_again():
     scheduler = Scheduler(SIZES, RULES, LATENCY)
     prompt = list(range(40))
     for number in range(3):
-        scheduler.add(answer(number, [*prompt, 100 + number], 2))
+        scheduler.add(seq(number, [*prompt, 100 + number], 2))
     chunks = chunks_of(*served(scheduler)[1])
     read = Counter()
     for chunk in chunks:
-        read[chunk.answer] += chunk.valid
+        read[chunk.seq] += chunk.valid
     # 39 may be taken over, so that two are left for the window, and a chunk begins at 32
     assert sorted(read.values()) == [9, 9, 41]
 
@@ -37,11 +37,11 @@ def test_who_is_overtaken_goes_on_behind_what_others_have_read_since():
     """With a state that has seen nothing: it has not seen what lies between."""
     scheduler = Scheduler(SIZES, RULES, LATENCY)
     prompt = list(range(55))
-    scheduler.add(answer(0, prompt, 1))
+    scheduler.add(seq(0, prompt, 1))
     scheduler.plan()
-    scheduler.add(answer(1, [*prompt[:40], 100, 101], 1))
+    scheduler.add(seq(1, [*prompt[:40], 100, 101], 1))
     chunks = chunks_of(*served(scheduler)[1])
-    assert [(chunk.answer, chunk.start, chunk.fresh) for chunk in chunks] == [
+    assert [(chunk.seq, chunk.start, chunk.fresh) for chunk in chunks] == [
         (1, 16, True),
         (1, 32, False),
         (1, 40, False),
@@ -53,14 +53,14 @@ def test_who_is_overtaken_goes_on_behind_what_others_have_read_since():
 def test_blocks_that_a_request_takes_over_are_not_counted_as_room_for_the_rest():
     scheduler = Scheduler(SIZES._replace(num_groups=13), RULES, LATENCY)
     prompt = list(range(17))
-    scheduler.add(answer(0, prompt, 1))
+    scheduler.add(seq(0, prompt, 1))
     served(scheduler)
-    assert scheduler.pool.cached == 4
-    scheduler.add(answer(1, range(100, 110), 6))
+    assert scheduler.pool.idle_groups == 4
+    scheduler.add(seq(1, range(100, 110), 6))
     scheduler.plan()
-    scheduler.add(answer(2, [*prompt, *range(200, 220)], 3))
+    scheduler.add(seq(2, [*prompt, *range(200, 220)], 3))
     scheduler.plan()
-    assert [held.number for held in scheduler.reading] == []
+    assert [held.number for held in scheduler.prefilling] == []
     assert served(scheduler)[0] == [2]
 
 
@@ -70,9 +70,9 @@ def test_a_prompt_that_is_compressed_leaves_its_groups_to_others():
     rules = RULES._replace(slots=lambda prompt, new: min(prompt + new, 8))
     scheduler = Scheduler(sizes, rules, LATENCY)
     for number in range(2):
-        scheduler.add(answer(number, range(100 * number, 100 * number + 24), 30))
+        scheduler.add(seq(number, range(100 * number, 100 * number + 24), 30))
     with pytest.raises(ValueError, match=r"must fit in the 32 tokens"):
-        scheduler.add(answer(2, range(28), 30))
+        scheduler.add(seq(2, range(28), 30))
     plans = [scheduler.plan() for _ in range(3)]
     first, last = chunks_of(plans[0])[0], chunks_of(plans[1])[0]
     assert len(first.groups) == 6 and not first.kept
@@ -80,27 +80,27 @@ def test_a_prompt_that_is_compressed_leaves_its_groups_to_others():
     assert [held.number for held in scheduler.decoding] == [0]
     assert scheduler.decoding[0].groups == last.kept
     # six groups are left, of which the other wants eight until it decodes
-    assert not scheduler.reading and len(scheduler.waiting) == 1
+    assert not scheduler.prefilling and len(scheduler.waiting) == 1
     assert scheduler.pool.available == 6
 
 
 def test_the_window_of_a_prompt_is_always_read():
     scheduler = Scheduler(SIZES, RULES._replace(window=20), LATENCY)
     for number in range(2):
-        scheduler.add(answer(number, range(48), 2))
+        scheduler.add(seq(number, range(48), 2))
     starts = {}
     for chunk in chunks_of(*served(scheduler)[1]):
-        starts.setdefault(chunk.answer, chunk.start)
+        starts.setdefault(chunk.seq, chunk.start)
     # 28 tokens may be shared, and a chunk begins at 16
     assert sorted(starts.values()) == [0, 16]
 
 
 def test_who_does_not_fit_waits_and_keeps_those_behind_from_its_memory():
     scheduler = Scheduler(SIZES._replace(num_groups=17), RULES, LATENCY)
-    scheduler.add(answer(0, range(40), 8))
+    scheduler.add(seq(0, range(40), 8))
     scheduler.plan()
-    scheduler.add(answer(1, range(100, 130), 2))
-    scheduler.add(answer(2, range(200, 231), 2))
+    scheduler.add(seq(1, range(100, 130), 2))
+    scheduler.add(seq(2, range(200, 231), 2))
     order, _ = served(scheduler)
     assert order == [0, 1, 2]
 
@@ -108,18 +108,18 @@ def test_who_does_not_fit_waits_and_keeps_those_behind_from_its_memory():
 def test_what_can_never_fit_is_refused():
     scheduler = Scheduler(SIZES._replace(num_groups=8), RULES, LATENCY)
     with pytest.raises(ValueError, match="is 65: must be at most max_model_len=64"):
-        scheduler.add(answer(0, range(60), 5))
+        scheduler.add(seq(0, range(60), 5))
     with pytest.raises(ValueError, match="is 35: must fit in the 28 tokens of K and V"):
-        scheduler.add(answer(0, range(30), 5))
+        scheduler.add(seq(0, range(30), 5))
     assert scheduler.idle
 
 
 def test_a_prompt_goes_on_behind_any_block_where_chunks_may_begin_anywhere():
     def read(sizes):
         scheduler = Scheduler(sizes, RULES, LATENCY)
-        scheduler.add(answer(0, range(30), 1))
+        scheduler.add(seq(0, range(30), 1))
         served(scheduler)
-        scheduler.add(answer(1, [*range(29), 100, 101], 1))
+        scheduler.add(seq(1, [*range(29), 100, 101], 1))
         return [chunk.start for chunk in chunks_of(*served(scheduler)[1])]
 
     assert read(ALONE) == [16]
@@ -131,13 +131,13 @@ def test_answers_grow_into_memory_that_others_have_not_used():
     sizes = PACKED._replace(num_groups=21, growth_tokens=8, steps=4)
     scheduler = Scheduler(sizes, RULES._replace(periods=()), LATENCY)
     for number in range(4):
-        scheduler.add(answer(number, range(100 * number, 100 * number + 4), 40))
+        scheduler.add(seq(number, range(100 * number, 100 * number + 4), 40))
     running, sent = [], []
     for _ in range(200):
         plan = scheduler.plan()
         running.append(len(scheduler.decoding))
-        if plan.decoding is not None:
-            sent.append([row.answer for row in plan.decoding.rows])
+        if plan.decode is not None:
+            sent.append([row.seq for row in plan.decode.rows])
         if scheduler.idle:
             break
     assert scheduler.idle
@@ -155,9 +155,9 @@ def test_what_several_share_is_free_once_all_of_them_have_ended():
     for number, (prompt, tokens) in enumerate(
         ((range(100, 104), 52), ([*prefix, 200], 12), ([*prefix, 300], 12))
     ):
-        scheduler.add(answer(number, prompt, tokens))
+        scheduler.add(seq(number, prompt, tokens))
         while len(scheduler.decoding) <= number:
-            assert scheduler.plan().reading is not None
+            assert scheduler.plan().prefill is not None
     served(scheduler)
     assert scheduler.idle
 
@@ -167,7 +167,7 @@ def test_none_begins_whose_company_could_keep_all_from_ending():
     scheduler = Scheduler(sizes, RULES._replace(periods=()), LATENCY)
     # 12 groups: each has 5 and needs 9, so that two would wait for each other for ever
     for number in range(2):
-        scheduler.add(answer(number, range(100 * number, 100 * number + 16), 20))
+        scheduler.add(seq(number, range(100 * number, 100 * number + 16), 20))
     scheduler.plan()
     assert len(scheduler.waiting) == 1
     assert served(scheduler)[0] == [1]
@@ -180,7 +180,7 @@ def test_what_swapped_answers_share_stays_where_the_longest_fits_beside_it(group
     sizes = VARIANT._replace(num_groups=groups + 1, host_groups=99, growth_tokens=4, steps=1)
     scheduler = Scheduler(sizes, RULES._replace(periods=()), LATENCY)
     for number in range(3):
-        scheduler.add(answer(number, [*range(34), number], 29))
+        scheduler.add(seq(number, [*range(34), number], 29))
     swapped = [move for plan in served(scheduler)[1] for move in plan.swapped_out]
     assert swapped
     assert {move.first for move in swapped} == {first}

@@ -1,4 +1,4 @@
-"""Tests, for many sizes of device and host memory, that every answer comes to its end."""
+"""Tests, for many sizes of device and host memory, that every sequence comes to its end."""
 
 from random import Random
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from jsparse.engine.scheduler import Scheduler
-from tests.support.planning import LATENCY, RULES, VARIANT, answer
+from tests.support.planning import LATENCY, RULES, VARIANT, seq
 
 pytestmark = pytest.mark.pure
 
@@ -19,7 +19,7 @@ LAG = 2
 
 
 def a_scheduler(random, kind):
-    """A scheduler with memory for one to three answers, and for none to eight on the host."""
+    """A scheduler with memory for one to three sequences, and for none to eight on the host."""
     slots, pages = SLOTS.get(kind, (lambda prompt, new: prompt + new, 0))
     sizes = VARIANT._replace(
         max_stall_ms=random.choice([20, None]),
@@ -35,31 +35,31 @@ def a_scheduler(random, kind):
 
 
 def served(scheduler, random, kind):
-    """Serves some answers; returns how often one was swapped."""
-    answers, swapped, late, nothing = {}, 0, [], 0
+    """Serves some sequences; returns how often one was swapped."""
+    seqs, swapped, late, nothing = {}, 0, [], 0
     for number in range(random.randint(2, 8)):
         prompt = random.randint(1, 50)
-        made = answer(number, [number // 2] * prompt, random.randint(1, 64 - prompt))
-        answers[number] = SimpleNamespace(answer=made, tokens=0)
+        made = seq(number, [number // 2] * prompt, random.randint(1, 64 - prompt))
+        seqs[number] = SimpleNamespace(seq=made, tokens=0)
         scheduler.add(made)
     while not scheduler.idle:
         plan, given = scheduler.plan(), []
         swapped += len(plan.swapped_out)
-        if plan.reading is not None and plan.reading.last:
-            given += [(chunk.answer, 1, 1) for chunk in plan.reading.chunks]
-        if plan.decoding is not None and plan.decoding.drafts is not None:
+        if plan.prefill is not None and plan.prefill.last:
+            given += [(chunk.seq, 1, 1) for chunk in plan.prefill.chunks]
+        if plan.decode is not None and plan.decode.drafts is not None:
             given += [
-                (row.answer, row.steps, random.randint(1, row.steps)) for row in plan.decoding.rows
+                (row.seq, row.steps, random.randint(1, row.steps)) for row in plan.decode.rows
             ]
         late.append(given)
         while late and (len(late) > LAG or plan.empty):
             for number, planned, tokens in late.pop(0):
-                own = answers[number]
-                if kind == "exact" and not own.answer.stopped:
+                own = seqs[number]
+                if kind == "exact" and not own.seq.stopped:
                     own.tokens += tokens
-                    scheduler.gave(own.answer, planned, tokens)
-                    if own.tokens >= own.answer.max_tokens:
-                        scheduler.stop(own.answer)
+                    scheduler.record_tokens(own.seq, planned, tokens)
+                    if own.tokens >= own.seq.max_tokens:
+                        scheduler.stop(own.seq)
         nothing = nothing + 1 if plan.empty else 0
         assert nothing < 10
     assert scheduler.memory.swapped == 0

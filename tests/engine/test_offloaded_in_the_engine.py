@@ -109,7 +109,7 @@ def test_a_gpu_runs_few_rows_all_together(monkeypatch):
 def test_an_engine_that_fails_lets_host_memory_go():
     engine = tiny_llm(QUEST).engine
     pages = engine._runner._host[0].k
-    assert engine.programs._given["decode"]["beside"].host[0].k is pages
+    assert engine.programs._given["decode"]["read_only"].host[0].k is pages
     engine._fail(RuntimeError("the device"))
     assert engine._runner._host == ()
-    assert not isinstance(engine.programs._given["decode"]["beside"].host[0].k, jax.Array)
+    assert not isinstance(engine.programs._given["decode"]["read_only"].host[0].k, jax.Array)

@@ -7,7 +7,7 @@ import pytest
 
 from jsparse.models.gguf import GGUFFile
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.runtime.collecting import AnswerBuilder, NewTokens
+from jsparse.runtime.collecting import NewTokens, OutputBuilder
 from jsparse.runtime.request import Request
 from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.server.text import Texts
@@ -24,7 +24,7 @@ def tokenizer():
 
 def answer(tokenizer, ids, **options):
     request = Request(np.array([PROMPT], np.int32), SamplingParams(**options), frozenset(), 0)
-    builder = AnswerBuilder(request, 0, tokenizer)
+    builder = OutputBuilder(request, 0, tokenizer)
     shares = np.zeros((len(ids), 2), np.float32)
     builder.take(NewTokens(ids, [0.0] * len(ids), shares, None, None))
     return builder.output()

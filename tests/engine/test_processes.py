@@ -27,7 +27,7 @@ from jsparse.machine.processes import Link
 from jsparse.models.checkpoint import spread
 from jsparse.runtime import compilation
 from jsparse.runtime.compilation import Program
-from jsparse.runtime.spread_programs import OWN
+from jsparse.runtime.spread_programs import SHARDED
 from tests.support.serving import greedy, tiny_llm
 from tests.support.tiny import random_prompts, tiny_params
 
@@ -74,10 +74,10 @@ def test_messages_arrive_in_order_with_their_arrays(linked):
         np.array([True, False]),
         np.float32(2.5).reshape(()),
     ]
-    leader.tell({"run": ["decode", [8], [["choice", "greedy"]]]}, arrays)
-    leader.tell({"expect": []})
+    leader.send({"run": ["decode", [8], [["choice", "greedy"]]]}, arrays)
+    leader.send({"expect": []})
     leader.end()
-    (first, got), (second, none) = other.told()
+    (first, got), (second, none) = other.messages()
     assert first == {"run": ["decode", [8], [["choice", "greedy"]]]}
     for array, own in zip(arrays, got, strict=True):
         assert (array.dtype, array.shape) == (own.dtype, own.shape)
@@ -89,19 +89,19 @@ def test_messages_arrive_in_order_with_their_arrays(linked):
 def test_all_processes_see_what_each_has(linked):
     leader, other = linked
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(other.everyone("free memory", 5)))
+    thread = threading.Thread(target=lambda: found.append(other.all_gather("free memory", 5)))
     thread.start()
-    assert leader.everyone("free memory", 7) == [7, 5]
+    assert leader.all_gather("free memory", 7) == [7, 5]
     thread.join()
     assert found == [[7, 5]]
 
 
 def test_who_is_elsewhere_is_named(linked):
     leader, other = linked
-    other.tell({"engine": {}})
+    other.send({"engine": {}})
     where = r"process 1 is at \['engine'\], this one at 'free memory'"
     with pytest.raises(ValueError, match=where):
-        leader.everyone("free memory", 7)
+        leader.all_gather("free memory", 7)
 
 
 PARTS = (b"", b"\0\0\0\5", b"\0\0\0\5\0\0\0\0[1")
@@ -167,7 +167,7 @@ def test_clients_hear_of_a_loss_before_the_end(monkeypatch, capsys):
 
 def test_why_a_process_has_failed_is_told(linked, gone):
     leader, other = linked
-    other.tell({"failed": "ValueError('too small')"})
+    other.send({"failed": "ValueError('too small')"})
     wait_for(lambda: gone)
     assert gone[0] == "process 1 has failed: ValueError('too small')"
     assert leader.index == 0
@@ -177,7 +177,7 @@ def test_an_end_before_the_beginning_ends_all(linked, capsys):
     leader, other = linked
     leader.end()
     with pytest.raises(SystemExit, match="1"):
-        other.everyone("free memory", 5)
+        other.all_gather("free memory", 5)
     said = capsys.readouterr().err
     assert said == "jsparse: process 0 has ended; this process cannot continue without it\n"
 
@@ -185,7 +185,7 @@ def test_an_end_before_the_beginning_ends_all(linked, capsys):
 def test_after_the_end_nobody_is_missed(linked, gone):
     leader, other = linked
     leader.end()
-    assert list(other.told()) == []
+    assert list(other.messages()) == []
     wait_for(lambda: not any(x.name.startswith("jsparse-process") for x in threading.enumerate()))
     assert gone == []
 
@@ -202,7 +202,7 @@ def elsewhere(linked, gone, monkeypatch):
 
     monkeypatch.setattr(peers, "lost", lost)
     monkeypatch.setattr(processes, "link", lambda: leader)
-    monkeypatch.setattr(leader, "everyone", lambda what, value: [value])
+    monkeypatch.setattr(leader, "all_gather", lambda what, value: [value])
 
     def compiled_there(program: Program, data: bytes, *args: Any, **kwargs: Any) -> Any:
         assert len(data) > 1000  # it is for other devices, though
@@ -221,7 +221,7 @@ def elsewhere(linked, gone, monkeypatch):
     def make(scale: float) -> jsparse.LLM:
         def programs(spec, link, **options):
             mesh = Mesh(np.array(jax.devices()[2:4]), ("ranks",))
-            place = NamedSharding(mesh, OWN)
+            place = NamedSharding(mesh, SHARDED)
             weights = jax.tree.map(lambda x: jax.device_put(scale * x, place), spec.params.weights)
             theirs = spec._replace(params=replace(spec.params, weights=weights, mesh=mesh))
             run = partial(follower.follow, theirs, other, check_ranks=True)

@@ -22,7 +22,7 @@ from jsparse.policies import channel_ranking
 from jsparse.policies.expressions import parse
 from jsparse.runtime.chunk_attention import flash
 from jsparse.runtime.constants import constants
-from jsparse.runtime.spread_programs import SAME, on_ranks
+from jsparse.runtime.spread_programs import REPLICATED, on_ranks
 from tests.support.marks import slow_except
 from tests.support.programs import shared, sharing
 from tests.support.serving import assert_at_rest, greedy, tiny_llm
@@ -125,7 +125,7 @@ def test_logits_are_those_of_the_whole_model(switches):
         )
 
     parts = spread(whole, 4)
-    run = on_ranks(logits, parts.mesh, ("weights",), ("decoder",), SAME)
+    run = on_ranks(logits, parts.mesh, ("weights",), ("decoder",), REPLICATED)
     ours = jax.jit(run, static_argnums=0)(parts.decoder, parts.weights, tokens)
     theirs = jax.jit(logits, static_argnums=0)(whole.decoder, whole.weights, tokens)
     np.testing.assert_allclose(ours, theirs, atol=2e-5)
@@ -167,7 +167,7 @@ def test_devices_make_the_constants_that_one_makes_and_all_have_them():
     again = constants(halves(), parse(DEFAULT[-1])) or {}
     for name, each in theirs.items():
         np.testing.assert_allclose(ours[name], each, rtol=1e-4, atol=1e-5)
-        assert ours[name].sharding == NamedSharding(halves().mesh, SAME)
+        assert ours[name].sharding == NamedSharding(halves().mesh, REPLICATED)
         assert again[name] is ours[name] is halves().constants[name]
     assert halves().constants is not model().constants
 

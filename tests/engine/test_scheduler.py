@@ -3,7 +3,7 @@
 import pytest
 
 from jsparse.engine.scheduler import Scheduler
-from jsparse.engine.sizes import MAX_READING
+from jsparse.engine.sizes import MAX_PREFILLS
 from jsparse.engine.stall_budget import MARGIN
 from tests.support.planning import (
     LATENCY,
@@ -13,8 +13,8 @@ from tests.support.planning import (
     UNHURRIED,
     VARIANT,
     LatencyModel,
-    answer,
     chunks_of,
+    seq,
     served,
     took,
 )
@@ -30,33 +30,33 @@ def test_random_events(machine):
 
 def test_the_shortest_is_read_first_but_none_waits_forever():
     scheduler = Scheduler(SIZES, RULES, LATENCY)
-    scheduler.add(answer(0, range(50), 1))
-    scheduler.add(answer(1, range(100, 103), 1))
+    scheduler.add(seq(0, range(50), 1))
+    scheduler.add(seq(1, range(100, 103), 1))
     assert served(scheduler)[0] == [1, 0]
     scheduler = Scheduler(SIZES, RULES, LATENCY)
-    scheduler.add(answer(0, range(50), 1, born=0.0))
+    scheduler.add(seq(0, range(50), 1, arrival=0.0))
     # it came later by more than what the long one is longer
-    scheduler.add(answer(1, range(100, 103), 1, born=0.01))
+    scheduler.add(seq(1, range(100, 103), 1, arrival=0.01))
     assert served(scheduler)[0] == [0, 1]
 
 
 def test_a_short_prompt_overtakes_a_long_one_that_is_being_read():
     scheduler = Scheduler(SIZES, RULES, LATENCY)
-    scheduler.add(answer(0, range(55), 1))
+    scheduler.add(seq(0, range(55), 1))
     chunks = chunks_of(scheduler.plan())
-    scheduler.add(answer(1, range(100, 103), 1))
+    scheduler.add(seq(1, range(100, 103), 1))
     chunks += chunks_of(*(scheduler.plan() for _ in range(2)))
-    assert [(chunk.answer, chunk.start) for chunk in chunks] == [(0, 0), (1, 0), (0, 16)]
+    assert [(chunk.seq, chunk.start) for chunk in chunks] == [(0, 0), (1, 0), (0, 16)]
 
 
 def test_programs_are_long_only_where_nobody_waits_for_their_end():
     scheduler = Scheduler(SIZES._replace(max_stall_ms=16), RULES._replace(periods=()), LATENCY)
-    scheduler.add(answer(0, range(4), 30))
-    scheduler.add(answer(1, range(100, 134), 30))
+    scheduler.add(seq(0, range(4), 30))
+    scheduler.add(seq(1, range(100, 134), 30))
     plans = served(scheduler)[1]
-    steps = [plan.decoding.steps for plan in plans if plan.decoding is not None]
-    reading = [plan for plan in plans if plan.reading is not None and not plan.reading.last]
-    assert {plan.decoding.steps for plan in reading if plan.decoding is not None} == {1}
+    steps = [plan.decode.steps for plan in plans if plan.decode is not None]
+    prefill = [plan for plan in plans if plan.prefill is not None and not plan.prefill.last]
+    assert {plan.decode.steps for plan in prefill if plan.decode is not None} == {1}
     after = steps[-8:]
     # and no longer than the longest row has steps left
     assert after[-4:] == [8, 8, 8, 5]
@@ -74,8 +74,8 @@ def test_two_programs_take_no_longer_than_rows_may_wait():
     ):
         sizes, rules = SIZES._replace(max_stall_ms=maximum), RULES._replace(periods=())
         scheduler = Scheduler(sizes, rules, LatencyModel(step=step))
-        scheduler.add(answer(0, range(4), 30))
-        plans = [plan.decoding for plan in served(scheduler)[1] if plan.decoding is not None]
+        scheduler.add(seq(0, range(4), 30))
+        plans = [plan.decode for plan in served(scheduler)[1] if plan.decode is not None]
         assert max(plan.steps for plan in plans) == longest, (maximum, step)
 
 
@@ -83,19 +83,19 @@ def test_rows_wait_no_longer_than_they_may_for_a_round():
     sizes = VARIANT._replace(max_stall_ms=100, drafts=(3, 3), max_model_len=512, num_groups=300)
     latency = LatencyModel(lambda rows, size, start: 20, step=10)
     scheduler = Scheduler(sizes, RULES._replace(periods=()), latency)
-    row = answer(0, range(4), 200)
+    row = seq(0, range(4), 200)
     scheduler.add(row)
-    while scheduler.reading or scheduler.waiting:
+    while scheduler.prefilling or scheduler.waiting:
         scheduler.plan()
-    scheduler.add(answer(1, range(1000, 1400), 1))
+    scheduler.add(seq(1, range(1000, 1400), 1))
     now = decoded = longest = 0.0
-    while scheduler.reading or scheduler.waiting:
+    while scheduler.prefilling or scheduler.waiting:
         plan = scheduler.plan()
-        now += 20 * (plan.reading is not None)
-        if plan.decoding is not None:
+        now += 20 * (plan.prefill is not None)
+        if plan.decode is not None:
             now += 10
             longest, decoded = max(longest, now - decoded), now
-            scheduler.gave(row, plan.decoding.rows[0].steps, 1)
+            scheduler.record_tokens(row, plan.decode.rows[0].steps, 1)
     assert 50 <= longest <= 100
 
 
@@ -103,29 +103,29 @@ def test_programs_are_shorter_while_requests_wait_for_slots():
     sizes = UNHURRIED._replace(num_slots=1, rows=(1,), prefill_rows=(1,), steps=20)
     scheduler = Scheduler(sizes, RULES._replace(periods=()), LATENCY)
     for number in range(2):
-        scheduler.add(answer(number, range(100 * number, 100 * number + 4), 31))
-    plans = [plan.decoding.steps for plan in served(scheduler)[1] if plan.decoding is not None]
+        scheduler.add(seq(number, range(100 * number, 100 * number + 4), 31))
+    plans = [plan.decode.steps for plan in served(scheduler)[1] if plan.decode is not None]
     assert plans == [8, 8, 8, 6, 20, 10]
 
 
 def test_no_more_than_a_few_prompts_are_partly_read():
     sizes = SIZES._replace(num_groups=197, num_slots=10, rows=(10,))
     scheduler = Scheduler(sizes, RULES, LATENCY)
-    for number in range(MAX_READING + 1):
+    for number in range(MAX_PREFILLS + 1):
         # each has waited for longer than those before
         ids = range(100 * number, 100 * number + 50)
-        scheduler.add(answer(number, ids, 1, born=-0.01 * number))
+        scheduler.add(seq(number, ids, 1, arrival=-0.01 * number))
         (chunk,) = chunks_of(scheduler.plan())
-        assert chunk.answer == min(number, MAX_READING - 1)
+        assert chunk.seq == min(number, MAX_PREFILLS - 1)
 
 
 def test_chunks_of_a_prompt_are_foretold_as_they_are_planned():
     for tokens in range(1, 60):
         scheduler = Scheduler(SIZES, RULES, LATENCY)
-        scheduler.add(answer(0, range(tokens), 1))
+        scheduler.add(seq(0, range(tokens), 1))
         planned = []
-        while (reading := scheduler.plan().reading) is not None:
-            planned.append((reading.size, reading.last))
+        while (prefill := scheduler.plan().prefill) is not None:
+            planned.append((prefill.size, prefill.last))
         assert SIZES.chunks(0, tokens) == planned, tokens
 
 
@@ -152,14 +152,14 @@ def test_few_rows_decode_in_the_smallest_program_that_has_them():
 def test_rows_are_computed_for_those_that_decode_in_whatever_slots_they_are():
     scheduler = Scheduler(PACKED, RULES, LATENCY)
     for number, tokens in enumerate((2, 2, 30)):
-        scheduler.add(answer(number, range(100 * number, 100 * number + 3), tokens))
-    plans = [plan.decoding for plan in served(scheduler)[1] if plan.decoding is not None]
+        scheduler.add(seq(number, range(100 * number, 100 * number + 3), tokens))
+    plans = [plan.decode for plan in served(scheduler)[1] if plan.decode is not None]
     assert [(plan.num_rows, len(plan.rows)) for plan in plans][:3] == [(6, 3), (2, 1), (2, 1)]
     assert plans[-1].rows[0].slot == 2
     # while the program of few rows is not there
     scheduler = Scheduler(PACKED, RULES, LATENCY, rows_for=lambda count: 6)
-    scheduler.add(answer(0, range(3), 3))
-    last = [plan.decoding for plan in served(scheduler)[1] if plan.decoding is not None]
+    scheduler.add(seq(0, range(3), 3))
+    last = [plan.decode for plan in served(scheduler)[1] if plan.decode is not None]
     assert {plan.num_rows for plan in last} == {6}
 
 
@@ -167,9 +167,9 @@ def test_short_prompts_are_read_together_where_they_fill_half_of_a_program():
     def read(*lengths):
         scheduler = Scheduler(PACKED, RULES, LATENCY)
         for number, length in enumerate(lengths):
-            scheduler.add(answer(number, range(100 * number, 100 * number + length), 1))
-        plans = [plan.reading for plan in served(scheduler)[1] if plan.reading is not None]
-        return [(plan.num_rows, plan.size, [c.answer for c in plan.chunks]) for plan in plans]
+            scheduler.add(seq(number, range(100 * number, 100 * number + length), 1))
+        plans = [plan.prefill for plan in served(scheduler)[1] if plan.prefill is not None]
+        return [(plan.num_rows, plan.size, [c.seq for c in plan.chunks]) for plan in plans]
 
     assert read(4, 4, 4, 4) == [(3, 4, [0, 1, 2]), (1, 4, [3])]
     # 16 of 48 would be too few, 16 of 32 are not; another size is no company
@@ -182,24 +182,24 @@ def test_short_prompts_are_read_together_where_they_fill_half_of_a_program():
 def test_what_two_prompts_have_in_common_is_read_once_also_when_they_come_together():
     scheduler = Scheduler(PACKED, RULES, LATENCY)
     for number in range(2):
-        scheduler.add(answer(number, [*range(16), 100 + number, 1, 2], 1))
-    plans = [plan.reading for plan in served(scheduler)[1] if plan.reading is not None]
+        scheduler.add(seq(number, [*range(16), 100 + number, 1, 2], 1))
+    plans = [plan.prefill for plan in served(scheduler)[1] if plan.prefill is not None]
     assert [len(plan.chunks) for plan in plans] == [1, 2]
     assert {chunk.start for chunk in plans[1].chunks} == {16}
 
 
 def steps_between(sizes, latency=LATENCY):
-    """The milliseconds of reading before each decode step, and the sizes of chunks."""
+    """The milliseconds of prefill before each decode step, and the sizes of chunks."""
     scheduler = Scheduler(sizes, RULES._replace(periods=()), latency)
-    scheduler.add(answer(0, range(4), 30))
+    scheduler.add(seq(0, range(4), 30))
     scheduler.plan()
-    scheduler.add(answer(1, range(100, 155), 5))
+    scheduler.add(seq(1, range(100, 155), 5))
     stalls, stall, chunks = [], 0, []
-    while (plan := scheduler.plan()).reading is not None:
-        reading = plan.reading
-        chunks.append(reading.size)
-        stall += took(reading.num_rows, reading.size, reading.chunks[0].start)
-        if plan.decoding is not None:
+    while (plan := scheduler.plan()).prefill is not None:
+        prefill = plan.prefill
+        chunks.append(prefill.size)
+        stall += took(prefill.num_rows, prefill.size, prefill.chunks[0].start)
+        if plan.decode is not None:
             stalls.append(stall)
             stall = 0
     return stalls, chunks
@@ -233,24 +233,24 @@ def test_chunks_are_as_short_as_rows_that_decode_need_them():
 def test_without_a_limit_all_prompts_are_read_first():
     scheduler = Scheduler(UNHURRIED, RULES._replace(periods=()), LATENCY)
     for number in range(3):
-        scheduler.add(answer(number, range(100 * number, 100 * number + 20), 5))
+        scheduler.add(seq(number, range(100 * number, 100 * number + 20), 5))
     plans = served(scheduler)[1]
-    first = next(nth for nth, plan in enumerate(plans) if plan.decoding is not None)
-    assert len(plans[first].decoding.rows) == 3
-    assert not any(plan.reading for plan in plans[first + 1 :])
+    first = next(nth for nth, plan in enumerate(plans) if plan.decode is not None)
+    assert len(plans[first].decode.rows) == 3
+    assert not any(plan.prefill for plan in plans[first + 1 :])
 
 
 def test_an_answer_is_shared_but_for_its_newest_token():
     """Of 7 and 9 tokens 15 are in the cache, which fill one block of 8."""
-    for answers, drafts, shared in ((True, (), 8), (False, (), 0), (False, (3, 3), 8)):
-        rules = RULES._replace(periods=(), window=0, answers=answers)
+    for shares, drafts, shared in ((True, (), 8), (False, (), 0), (False, (3, 3), 8)):
+        rules = RULES._replace(periods=(), window=0, shares_generated=shares)
         scheduler = Scheduler(VARIANT._replace(drafts=drafts), rules, LATENCY)
-        first = answer(0, range(7), 20)
+        first = seq(0, range(7), 20)
         scheduler.add(first)
-        while first.sent < 9:
+        while first.planned < 9:
             scheduler.plan()
         scheduler.stop(first, range(7, 16))
-        further = answer(1, range(20), 1)
+        further = seq(1, range(20), 1)
         scheduler.add(further)
         scheduler.plan()
-        assert further.cached == shared, (answers, drafts)
+        assert further.cached_tokens == shared, (shares, drafts)

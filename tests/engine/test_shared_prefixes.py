@@ -16,7 +16,7 @@ from jsparse.engine.shared_prefixes import shared_prefixes as prefixes_of
 from jsparse.engine.step_plan import SharedPrefix
 from jsparse.policies.expressions import parse
 from jsparse.runtime.program_set import ProgramKey
-from tests.support.planning import answer
+from tests.support.planning import seq
 from tests.support.serving import assert_at_rest, greedy, tiny_llm
 from tests.support.tiny import random_prompts, tiny_params
 
@@ -24,14 +24,14 @@ BLOCK = 512
 
 
 def rows_of(*paths):
-    """Answers in slots from 10 on, whose blocks have these names: equal beginnings are shared."""
+    """Sequences in slots from 10 on, whose blocks have these names: equal beginnings are shared."""
     blocks, made = {}, []
     for nth, path in enumerate(paths):
-        row = answer(nth, [0] * (BLOCK * len(path) + 3), 5)
+        row = seq(nth, [0] * (BLOCK * len(path) + 3), 5)
         for end in range(1, len(path) + 1):
             block = CacheBlock(path[:end].encode(), (len(blocks),))
             row.blocks.append(blocks.setdefault(path[:end], block))
-            row.blocks[-1].holders += 1
+            row.blocks[-1].references += 1
         row.slot = 10 + nth
         made.append(row)
     return made
@@ -119,8 +119,8 @@ def test_rows_read_together_what_their_prompts_have_in_common(monkeypatch):
     params = tiny_params(num_layers=2)
     llm = tiny_llm(cascade_attention=True, params=params, kv_cache_tokens=512, **options)
     scheduler = llm.engine.scheduler
-    planned, plan = [], scheduler._decoding
-    monkeypatch.setattr(scheduler, "_decoding", lambda: planned.append(plan()) or planned[-1])
+    planned, plan = [], scheduler._decode
+    monkeypatch.setattr(scheduler, "_decode", lambda: planned.append(plan()) or planned[-1])
 
     def made():
         planned.clear()
@@ -133,10 +133,10 @@ def test_rows_read_together_what_their_prompts_have_in_common(monkeypatch):
     assert {2, 3} <= together
     assert not apart
     for out, want in zip(outs, plain, strict=True):
-        (answer,), (expected,) = out.outputs, want.outputs
-        assert answer.token_ids == expected.token_ids
-        assert answer.token_logprobs == pytest.approx(expected.token_logprobs, abs=1e-5)
-        assert answer.read_fraction == expected.read_fraction
+        (seq,), (expected,) = out.outputs, want.outputs
+        assert seq.token_ids == expected.token_ids
+        assert seq.token_logprobs == pytest.approx(expected.token_logprobs, abs=1e-5)
+        assert seq.read_fraction == expected.read_fraction
     assert_at_rest(llm)
 
 

@@ -1,4 +1,4 @@
-"""Tests that answers leave the device for others and come back, with the same bits."""
+"""Tests that sequences leave the device for others and come back, with the same bits."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from jsparse.engine import runner, sizing
 from jsparse.engine.scheduler import Scheduler
 from jsparse.engine.sizes import EngineSizes
 from tests.support.marks import slow_except
-from tests.support.planning import RULES, LatencyModel, answer
+from tests.support.planning import RULES, LatencyModel, seq
 from tests.support.serving import asked, assert_at_rest, bits, greedy, tiny_llm, until
 from tests.support.tiny import random_prompts
 
@@ -15,7 +15,7 @@ PROMPTS = [*(BEGINNING + ids for ids in OTHERS[:2]), *OTHERS[2:]]
 LONG = greedy(50, ignore_eos=True)
 # state of pages, of rows, and heads that hold different tokens
 POLICIES = ("quest(budget=16)", "lfps(budget=0.3)", "snapkv(budget=8, window=4, pool=3)")
-# of 17 groups of pages four answers want eight each
+# of 17 groups of pages four sequences want eight each
 SCARCE = {"kv_cache_tokens": 136, "swap_space": 1}
 
 
@@ -25,7 +25,7 @@ def answers_grow_by_a_page(monkeypatch):
 
 
 def moves_of(llm, prompts):
-    """What requests get, and the moves of answers that were swapped out and in meanwhile."""
+    """What requests get, and the moves of sequences that were swapped out and in meanwhile."""
     moved, run = [], llm.engine._runner.run
     llm.engine._runner.run = lambda plan: moved.append(plan) or run(plan)
     outs = llm.generate(prompts, LONG)
@@ -37,7 +37,7 @@ def moves_of(llm, prompts):
 
 @pytest.mark.parametrize("expression", slow_except(POLICIES, "quest(budget=16)"))
 def test_swapping_keeps_the_bits(expression, monkeypatch):
-    """As alone, where nobody is. Answers move in parts of two groups, few at a time.
+    """As alone, where nobody is. Sequences move in parts of two groups, few at a time.
 
     What two of them have in common stays on the device, if the policy shares so short a text.
     """
@@ -76,7 +76,7 @@ def test_swap_space_is_checked(monkeypatch):
 
 
 def test_long_answers_do_not_wait_for_one_another_where_they_can_be_swapped():
-    """Room for 15 of 32 long answers: the mean number of rows that decode side by side."""
+    """Room for 15 of 32 long sequences: the mean number of rows that decode side by side."""
     assert _rows_side_by_side(host_groups=0) <= 6
     assert 17 <= _rows_side_by_side(host_groups=800) <= 32
 
@@ -97,12 +97,12 @@ def _rows_side_by_side(host_groups):
     )
     scheduler = Scheduler(sizes, RULES._replace(root=None, periods=()), LatencyModel())
     for number in range(32):
-        scheduler.add(answer(number, range(128), 512))
+        scheduler.add(seq(number, range(128), 512))
     steps = rows = 0
     for _ in range(10_000):
         plan = scheduler.plan()
-        if plan.decoding is not None:
-            steps += plan.decoding.steps
-            rows += sum(row.steps for row in plan.decoding.rows)
+        if plan.decode is not None:
+            steps += plan.decode.steps
+            rows += sum(row.steps for row in plan.decode.rows)
     assert scheduler.idle
     return rows / steps

@@ -68,7 +68,7 @@ def test_a_page_that_holds_no_tokens_is_not_kept(volume):
     """Only its summary is left, which would score above all others; five whole pages are held."""
     layer = OneLayer(jsparse.arkvale(budget=24, volume=volume), length=41)
     layer.length = 40
-    held = layer.held._replace(lengths=np.full_like(layer.held.lengths, 40))
+    held = layer.kv._replace(lengths=np.full_like(layer.kv.lengths, 40))
     layer.view = layer.view._replace(cache=kv_cache.replace_layer(layer.view.cache, 0, held))
     for pool in (pools := jax.tree.map(np.array, layer.state[0])):
         pool.reshape(4, held.num_pages, -1)[:, 5] = 1e3

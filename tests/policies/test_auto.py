@@ -72,7 +72,7 @@ def test_what_drafts_is_chosen_apart(monkeypatch):
 
 
 def test_drafts_that_nobody_measured_are_dense(caplog):
-    MODULE._tell.cache_clear()
+    MODULE._log.cache_clear()
     options = {"max_new_tokens": 4, "page_size": 8, "max_length": 512, "exact": True}
     with caplog.at_level("WARNING", "jsparse.auto"):
         out = jsparse.generate(tiny_params(num_layers=1), PROMPT, policy="auto", **options)

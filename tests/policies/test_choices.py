@@ -9,7 +9,7 @@ import pytest
 from jsparse.builder import dense
 from jsparse.cache import CacheSpec
 from jsparse.policies import choices
-from jsparse.policies.auto import _tell, auto, choose
+from jsparse.policies.auto import _log, auto, choose
 from jsparse.policies.choices import Choice, find, keep, known_as, stored
 from jsparse.policy import resolved
 
@@ -107,14 +107,14 @@ def test_auto_is_what_was_measured_and_says_from_where():
 
 
 def test_auto_says_once_that_nobody_has_measured(caplog):
-    _tell.cache_clear()
+    _log.cache_clear()
     for _ in range(2):
         assert resolved(auto(), spec()) is dense()
     (line,) = caplog.messages
     assert "dense() here: nobody has measured this model" in line
     assert line.endswith("`jsparse recommend org/name` does")
     keep([a_choice(device=jax.local_devices()[0].device_kind, policy="dense()")])
-    _tell.cache_clear()
+    _log.cache_clear()
     assert resolved(auto(), spec()) is dense()
     assert len(caplog.messages) == 1
     assert choices.file().exists()

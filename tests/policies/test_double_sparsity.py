@@ -60,8 +60,8 @@ def primed(policy, prompts=PROMPTS, *, chunk=512, num_pages=8):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk_attention, "chunk_tokens", lambda spec: chunk)
         session = Session(params, policy, spec)
-        session.read(prompts)
-    return session.held.cache, session.held.state
+        session.prefill(prompts)
+    return session.prefilled.cache, session.prefilled.state
 
 
 def seen(cache):

@@ -86,10 +86,10 @@ def assert_equals_the_slow_model(expression, method, heads=4, kv_heads=2):
     policy = recording(parse(expression), left)
     spec = capacity.cache_spec(params, PROMPTS, STEPS, None, PAGE)
     made = session.Session(params, policy, spec, steps_per_program=1)
-    made.read(PROMPTS)
+    made.prefill(PROMPTS)
     logits = forced_logits(made, FORCED)
     jax.effects_barrier()
-    assert not made.held.cache.overflow.any()
+    assert not made.prefilled.cache.overflow.any()
     model = prompt_rows(heads, kv_heads)
     lengths = set()
     for row, (prompt, forced) in enumerate(zip(PROMPTS, FORCED, strict=True)):

@@ -36,7 +36,7 @@ def decode(policy, params, prompts, steps, **options):
     """Decodes, and returns the session."""
     spec = capacity.cache_spec(params, prompts, steps, None, PAGE)._replace(**options)
     made = session.Session(params, policy, spec, steps_per_program=1)
-    made.read(prompts)
+    made.prefill(prompts)
     for result in made.steps(sampling.greedy, (), limits=[steps] * len(prompts)):
         assert not result.overflow.any()
     return made
@@ -56,7 +56,7 @@ def test_heads_never_hold_more_than_max_length_says(expression, monkeypatch):
 
     monkeypatch.setattr(driver, "maintain", watched)
     made = decode(policy, tiny_params(1), prompts, steps)
-    held_at.append([np.asarray(layer.lengths) for layer in made.held.cache.layers])
+    held_at.append([np.asarray(layer.lengths) for layer in made.prefilled.cache.layers])
     assert policy.eviction is not None and policy.eviction.max_length is not None
     max_length = [policy.eviction.max_length(len(prompt), steps) for prompt in prompts]
     for row, bound in enumerate(max_length):
@@ -70,12 +70,12 @@ def test_heads_never_hold_more_than_max_length_says(expression, monkeypatch):
 def test_shares_count_positions():
     """Right after an eviction to 8 of 60 tokens, a step attends to 9 of 61."""
     made = decode(parse("snapkv(budget=8, window=4)"), tiny_params(1), random_prompts((60,)), 2)
-    lengths = np.asarray([layer.lengths for layer in made.held.cache.layers])
+    lengths = np.asarray([layer.lengths for layer in made.prefilled.cache.layers])
     np.testing.assert_array_equal(lengths, 9)
     params = tiny_params(1)
     spec = capacity.cache_spec(params, random_prompts((60,)), 2, None, PAGE)
     again = session.Session(params, parse("snapkv(budget=8, window=4)"), spec)
-    again.read(random_prompts((60,)))
+    again.prefill(random_prompts((60,)))
     _, result = again.steps(sampling.greedy, (), limits=[2])
     assert result.stats is not None
     assert float(result.stats.attended[0, 0]) == pytest.approx(9 / 61)

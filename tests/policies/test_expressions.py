@@ -218,7 +218,7 @@ def test_a_builder_names_its_policies():
 
 
 def test_hard_kv_says_once_what_its_default_loses(caplog):
-    told = sys.modules[jsparse.hard_kv.__module__].__dict__["_tell"]
+    told = sys.modules[jsparse.hard_kv.__module__].__dict__["_log"]
     told.cache_clear()
     for budget in (700, 701):
         parse(f"hard_kv(budget={budget}, floor=600)")

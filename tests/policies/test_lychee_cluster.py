@@ -304,8 +304,8 @@ def test_without_a_tokenizer_chunks_are_fixed_and_it_says_so(caplog):
     states = []
     for policy in (f"lychee_cluster({small})", f"lychee_cluster({small}, chunks='fixed')"):
         session = Session(params, parse(policy), spec_of(params, 2))
-        session.read(prompts)
-        states.append(session.held.state.chunks)
+        session.prefill(prompts)
+        states.append(session.prefilled.state.chunks)
     made, fixed = states  # which has room for as many as there can be, and no more
     np.testing.assert_array_equal(made.count, fixed.count)
     max_length = fixed.starts.shape[1]

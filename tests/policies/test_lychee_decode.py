@@ -148,7 +148,7 @@ def updated(policy, lengths, granularity, seed=0):
     units, [B, K, units].
     """
     layer = OneLayer(policy, length=max(lengths), batch=len(lengths))
-    held = layer.held._replace(
+    held = layer.kv._replace(
         lengths=jnp.broadcast_to(jnp.asarray(lengths, jnp.int32)[:, None], (len(lengths), 2))
     )
     logits = np.random.default_rng(seed).normal(size=(len(lengths), 2, held.capacity))
@@ -232,9 +232,9 @@ def corrections(policy):
             ]
         )
 
-    def watched(decoder, policy, weights, tokens, cache, state, beside):
+    def watched(decoder, policy, weights, tokens, cache, state, read_only):
         before = held(cache)
-        cache, state = correct(decoder, policy, weights, tokens, cache, state, beside)
+        cache, state = correct(decoder, policy, weights, tokens, cache, state, read_only)
         seen.append((before, held(cache)))
         return cache, state
 

@@ -98,10 +98,10 @@ def test_rows_below_dense_below_have_the_bits_of_dense(expression):
     # corrections round in their own way
     exact = dense()._replace(services=Services(correct_every=policy.services.correct_every))
     few = [PROMPTS[1], PROMPTS[1][::-1]]
-    beside = decoded(short, PROMPTS)
-    np.testing.assert_array_equal(beside[:, 1], decoded(exact, PROMPTS)[:, 1])
+    read_only = decoded(short, PROMPTS)
+    np.testing.assert_array_equal(read_only[:, 1], decoded(exact, PROMPTS)[:, 1])
     np.testing.assert_array_equal(decoded(short, few), decoded(exact, few))
-    assert_close(beside[:, 0], decoded(policy, PROMPTS)[:, 0], rtol=2e-5)
+    assert_close(read_only[:, 0], decoded(policy, PROMPTS)[:, 0], rtol=2e-5)
 
 
 @builder

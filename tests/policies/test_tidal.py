@@ -32,7 +32,7 @@ def updated(layer, logits, state=None, nth=0):
 def test_heads_share_the_tokens_of_greatest_mean_weight():
     budget, layer = 7, OneLayer(jsparse.tidal(budget=7, first=0, again=3, sink=0, recent=0))
     rng = np.random.default_rng(1)
-    logits = 2 * rng.normal(size=(2, 2, layer.held.capacity))
+    logits = 2 * rng.normal(size=(2, 2, layer.kv.capacity))
     logits[..., layer.length :] = -np.inf
     state = updated(layer, logits)
     weights = np.exp(logits)
@@ -52,7 +52,7 @@ def test_each_head_attends_to_its_own_heaviest_tokens():
     budget, sink, recent = 9, 2, 3
     policy = jsparse.tidal(budget, first=0, again=3, sink=sink, recent=recent, heads="each")
     layer = OneLayer(policy)
-    logits = 2 * np.random.default_rng(1).normal(size=(2, 2, layer.held.capacity))
+    logits = 2 * np.random.default_rng(1).normal(size=(2, 2, layer.kv.capacity))
     logits[..., layer.length :] = -np.inf
     state = updated(layer, logits)
     chosen, _, _ = policy.select(state, 1, layer.q, StepView(deeper(layer)))
@@ -68,7 +68,7 @@ def test_each_head_attends_to_its_own_heaviest_tokens():
 def test_sinks_and_recent_text_are_picked_within_the_budget(budget):
     """Of 3 and 4 tokens; of a budget that is smaller, the heaviest."""
     layer = OneLayer(jsparse.tidal(budget=budget, first=0, again=3, sink=3, recent=4))
-    logits = 2 * np.random.default_rng(1).normal(size=(2, 2, layer.held.capacity))
+    logits = 2 * np.random.default_rng(1).normal(size=(2, 2, layer.kv.capacity))
     logits[..., layer.length :] = -np.inf
     ids, count = updated(layer, logits)
     weights = np.exp(logits)
@@ -81,7 +81,7 @@ def test_sinks_and_recent_text_are_picked_within_the_budget(budget):
 
 def test_a_head_that_holds_less_than_the_budget_lists_it_all():
     layer = OneLayer(jsparse.tidal(budget=64, first=0, again=3), length=5, page_size=64)
-    logits = np.full((2, 2, layer.held.capacity), -np.inf)
+    logits = np.full((2, 2, layer.kv.capacity), -np.inf)
     logits[..., :5] = 0.0
     ids, count = updated(layer, logits)
     assert count.tolist() == [[5], [5]]

@@ -52,7 +52,7 @@ def num_needed(weights, p):
 
 def attended(layer: OneLayer, chosen):
     """The slots of each row and head."""
-    held = layer.held
+    held = layer.kv
     return np.asarray(
         token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size)
     )
@@ -60,7 +60,7 @@ def attended(layer: OneLayer, chosen):
 
 def listed(layer: OneLayer, chosen):
     """The slots that the list itself names: bool[B, K, S]."""
-    marks = np.zeros((*chosen.count.shape, layer.held.capacity), bool)
+    marks = np.zeros((*chosen.count.shape, layer.kv.capacity), bool)
     for at in np.ndindex(chosen.count.shape):
         for i in range(int(chosen.count[at])):
             unit = int(chosen.ids[at][i])
@@ -78,7 +78,7 @@ def expected(layer: OneLayer, base, prune):
     """bool[B, K, S]: what Twilight leaves, the newest token's rule included."""
     candidates = listed(layer, base.select())
     logits, size = layer.logits(four_bits(layer.k)), layer.page_size
-    left = np.zeros((*candidates.shape[:2], layer.held.capacity), bool)
+    left = np.zeros((*candidates.shape[:2], layer.kv.capacity), bool)
     for b, head in np.ndindex(candidates.shape[:2]):
         slots = np.flatnonzero(candidates[b, head])
         for row in logits[b, head]:
@@ -129,9 +129,9 @@ def test_an_estimate_reads_the_bias():
     layer = OneLayer(
         jsparse.twilight(jsparse.all_pages()._replace(needs=("bias",)), p=0.9, prune="token")
     )
-    assert layer.held.bias is not None
-    bias = layer.held.bias.reshape(2, 2, -1).at[:, :, 11].set(30.0).reshape(layer.held.bias.shape)
-    held = layer.held._replace(bias=bias)
+    assert layer.kv.bias is not None
+    bias = layer.kv.bias.reshape(2, 2, -1).at[:, :, 11].set(30.0).reshape(layer.kv.bias.shape)
+    held = layer.kv._replace(bias=bias)
     layer.view = layer.view._replace(cache=layer.view.cache._replace(layers=(held,)))
     assert layer.select().ids[..., 0].tolist() == [[11, 11], [11, 11]]
     assert layer.select().count.tolist() == [[1, 1], [1, 1]]

@@ -87,9 +87,9 @@ def further_turn(expression, second=((5, 8, 13), (21, 34))):
     held = Session(params(), parse(expression), spec, resumable=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk_attention, "chunk_tokens", lambda spec: CHUNK)
-        held.read(PROMPTS)
+        held.prefill(PROMPTS)
         first = forced_logits(held, FORCED[:, :20])
-        held.read(second)
+        held.prefill(second)
     return first, forced_logits(held, FORCED[:, :11])
 
 
@@ -105,10 +105,10 @@ def test_a_prompt_read_on_the_device_moves_to_host_memory():
     p, spec = params(), spec_of(params(), 2, page_size=PAGE, num_pages=12)
     expression = f"retrieval_heads({QUEST}, {GATES})"
     on_device = Session(p, parse(expression), spec)
-    on_device.read(PROMPTS)
+    on_device.prefill(PROMPTS)
     adopted = Session(p, parse(offloaded(expression)), spec)
-    adopted.adopt(jax.tree.map(jnp.copy, on_device.held))
-    first = adopted.held.cache.layers[0].k
+    adopted.adopt(jax.tree.map(jnp.copy, on_device.prefilled))
+    first = adopted.prefilled.cache.layers[0].k
     assert isinstance(first, HostPool)
     assert first.heads == (1,)
     np.testing.assert_array_equal(forced_logits(adopted, FORCED), forced_logits(on_device, FORCED))
@@ -141,7 +141,7 @@ def test_host_memory_that_is_too_small_is_refused_before_anything_moves(monkeypa
 def test_a_gpu_does_not_read_pages_in_place(monkeypatch):
     policy = parse(offloaded(QUEST, reads="in_place"))
     held = Session(params(), policy, spec_of(params(), 2, page_size=PAGE, num_pages=12))
-    held.read(PROMPTS)
+    held.prefill(PROMPTS)
     monkeypatch.setattr(host_attention.jax, "default_backend", lambda: "gpu")
     with pytest.raises(ValueError, match="reads='in_place': must be None or 'gather' where a"):
         forced_logits(held, FORCED[:, :3])

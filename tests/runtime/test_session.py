@@ -94,7 +94,7 @@ def decoded(policy, steps_per_program, limits=LIMITS):
     params = tiny_params(num_layers=1 if policy is SERVICED else 2)
     spec = spec_of(params, len(PROMPTS), page_size=PAGE)
     made = Session(params, policy, spec, steps_per_program=steps_per_program)
-    made.read(PROMPTS)
+    made.prefill(PROMPTS)
     options = [SamplingParams(), *(SamplingParams(temperature=t, seed=3) for t in (1.0, 2.0))]
     chosen = sampling.chooser(requests(params, PROMPTS, options, policy), params.config.vocab_size)
     return list(jax.device_get(list(made.steps(*chosen, limits=limits))))
@@ -152,7 +152,7 @@ def test_steps_are_compiled_while_the_prompt_is_read():
 
     began = compilation.waited()
     run.expect(choose, given, limits=[4])
-    run.read([[1, 2, 3]])
+    run.prefill([[1, 2, 3]])
     assert run._expected is not None
     run._expected.result()
     compiled = compilation.traces()
@@ -189,17 +189,17 @@ def further_turns(policy, params):
     """Two further turns of a ragged batch equal sessions that read everything at once."""
     spec = spec_of(params, len(PROMPTS), page_size=PAGE)
     made = Session(params, policy, spec, resumable=True)
-    made.read(PROMPTS)
+    made.prefill(PROMPTS)
     rows, (_, forced) = PROMPTS, turn_logits(made, 0)
-    assert made.can_read_on
+    assert made.can_continue
     for nth, turn in enumerate(TURNS, 1):
         new = random_prompts([count for _, count in turn], seed=20 + nth)
         more = [forced[row, :kept].tolist() + new[row] for row, (kept, _) in enumerate(turn)]
-        made.read(more)
+        made.prefill(more)
         rows = [ids + own for ids, own in zip(rows, more, strict=True)]
         logits, forced = turn_logits(made, nth)
         fresh = Session(params, policy, spec)
-        fresh.read(rows)
+        fresh.prefill(rows)
         expected, _ = turn_logits(fresh, nth)
         assert_close(logits, expected, rtol=1e-5, turn=nth)
 
@@ -224,11 +224,11 @@ def test_a_further_turn_after_an_eviction_is_refused_by_name():
 def test_a_second_prompt_of_a_session_that_evicted_is_refused():
     params = tiny_params(num_layers=1)
     made = Session(params, parse(EVICTORS[0]), spec_of(params, len(PROMPTS), page_size=PAGE))
-    made.read(PROMPTS)
+    made.prefill(PROMPTS)
     list(made.steps(sampling.greedy, (), limits=[2] * 3))
-    assert not made.can_read_on
+    assert not made.can_continue
     with pytest.raises(ValueError, match="resumable=False: must be True to read a further turn"):
-        made.read(PROMPTS)
+        made.prefill(PROMPTS)
 
 
 @pytest.mark.parametrize("expression", slow_except(OTHERS, *FIRST))
@@ -242,13 +242,17 @@ def test_only_new_tokens_are_read(short_chunks):
     params, done = tiny_params(num_layers=1), []
     made = Session(params, dense(), spec_of(params, 3, page_size=PAGE), resumable=True)
     for rows in (PROMPTS, random_prompts((3, 20, 0)), random_prompts((1, 1, 1))):
-        made.read(rows, lambda *call: done.append(call))
+        made.prefill(rows, lambda *call: done.append(call))
         list(made.steps(sampling.greedy, (), limits=[4] * 3))
     assert done == [
         ("prefill", 16, 37), ("prefill", 32, 37), ("prefill", 37, 37),
         ("prefill", 16, 20), ("prefill", 20, 20), ("prefill", 1, 1),
     ]  # fmt: skip
-    assert made.held.cache.positions.tolist() == [37 + 3 + 1 + 3, 18 + 20 + 1 + 3, 3 + 0 + 1 + 3]
+    assert made.prefilled.cache.positions.tolist() == [
+        37 + 3 + 1 + 3,
+        18 + 20 + 1 + 3,
+        3 + 0 + 1 + 3,
+    ]
 
 
 def test_what_cannot_be_read_is_refused_and_changes_nothing():
@@ -256,39 +260,39 @@ def test_what_cannot_be_read_is_refused_and_changes_nothing():
     spec = spec_of(params, 3, page_size=PAGE, num_pages=8)
     made = Session(params, dense(), spec, resumable=True)
     with pytest.raises(ValueError, match="must have read prompts"):
-        _ = made.held
+        _ = made.prefilled
     for rows, said in (([[1]], "1 entries: must be 3"), ([[], [], []], "must not all be empty")):
         with pytest.raises(ValueError, match=said):
-            made.read(rows)
+            made.prefill(rows)
     with pytest.raises(ValueError, match=r"rows of \[65, 1, 1\] tokens: must fit in the 64"):
-        made.read([[1] * 65, [1], [1]])
-    made.read(PROMPTS)
+        made.prefill([[1] * 65, [1], [1]])
+    made.prefill(PROMPTS)
     steps = made.steps(sampling.greedy, (), limits=[9] * 3)
     next(steps)
     with pytest.raises(ValueError, match="must have read prompts, and neither be decoding"):
-        made.read([[1]] * 3)
+        made.prefill([[1]] * 3)
     steps.close()
     said = r"rows of \[65, 19, 4\] tokens: must fit in the 64 of the cache"
     with pytest.raises(ValueError, match=said):
-        made.read([[1] * 28, [1], [1]])
-    made.read([[1] * 27, [1], [1]])
-    assert made.held.cache.positions.tolist() == [64, 19, 4]
+        made.prefill([[1] * 28, [1], [1]])
+    made.prefill([[1] * 27, [1], [1]])
+    assert made.prefilled.cache.positions.tolist() == [64, 19, 4]
 
 
 def test_a_turn_that_failed_cannot_be_read_on(short_chunks):
     params = tiny_params(num_layers=1)
     made = Session(params, dense(), spec_of(params, 3, page_size=PAGE), resumable=True)
-    made.read(PROMPTS)
+    made.prefill(PROMPTS)
 
     def interrupt(what, done, total):
         if done > 16:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        made.read(random_prompts((20, 20, 20)), interrupt)
-    assert not made.can_read_on
+        made.prefill(random_prompts((20, 20, 20)), interrupt)
+    assert not made.can_continue
     with pytest.raises(ValueError, match="must begin anew after a turn that failed"):
-        made.read([[1]] * 3)
+        made.prefill([[1]] * 3)
 
 
 def test_a_step_that_fails_leaves_nothing_to_read_on(monkeypatch):
@@ -296,18 +300,18 @@ def test_a_step_that_fails_leaves_nothing_to_read_on(monkeypatch):
     params = tiny_params(num_layers=1)
     policy = dense()._replace(services=Services(correct_every=1))
     made = Session(params, policy, spec_of(params, 3, page_size=PAGE), resumable=True)
-    made.read(PROMPTS)
+    made.prefill(PROMPTS)
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
         for _ in made.steps(sampling.greedy, (), limits=[9] * 3):
             raise KeyboardInterrupt
-    assert made.can_read_on
-    made.read([[1]] * 3)
+    assert made.can_continue
+    made.prefill([[1]] * 3)
 
-    def failing(decoder, policy, weights, tokens, cache, state, beside):
+    def failing(decoder, policy, weights, tokens, cache, state, read_only):
         jax.tree.map(lambda x: x.delete(), cache)
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(driver, "correct", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         list(made.steps(sampling.greedy, (), limits=[9] * 3))
-    assert not made.can_read_on
+    assert not made.can_continue

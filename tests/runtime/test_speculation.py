@@ -15,7 +15,6 @@ from jsparse.policies.combinators import WrappedState
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.policy import Services
 from jsparse.runtime import compilation, decoding, draft_length
-from jsparse.runtime.answers import answers
 from jsparse.runtime.chunk_attention import attend_chunk, attend_few
 from jsparse.runtime.draft_length import DraftLength
 from jsparse.runtime.generate_options import num_drafts
@@ -23,6 +22,7 @@ from jsparse.runtime.request import requests
 from jsparse.runtime.sampling import chooser, forced, greedy
 from jsparse.runtime.session import Session
 from jsparse.runtime.speculation import speculate
+from jsparse.runtime.turn import answers
 from tests.support.marks import slow_except
 from tests.support.policy_table import METHODS
 from tests.support.tiny import assert_close, random_prompts, spec_of, tiny_params
@@ -52,7 +52,7 @@ def session_of(policy, drafts, rows=PROMPTS, **options):
     params = tiny_params(num_layers=2)
     spec = spec_of(params, len(rows))
     session = Session(params, as_policy(policy), spec, drafts=drafts, **options)
-    session.read(rows)
+    session.prefill(rows)
     return session
 
 
@@ -130,10 +130,12 @@ def test_a_round_keeps_what_agrees_and_one_more():
 def test_k_and_v_are_dense_attentions(policy):
     """Those of generated tokens, too, which a further turn may use."""
     (_, session), (_, its) = decoded(policy, DRAFTS, DRAWN), decoded("dense", 0, DRAWN)
-    held = session.held.cache.positions.tolist()
+    held = session.prefilled.cache.positions.tolist()
     # a row's newest token has been chosen and not been read
     assert held == [len(p) + limit - 1 for p, limit in zip(PROMPTS, LIMITS, strict=True)]
-    for layer, other in zip(session.held.cache.layers, its.held.cache.layers, strict=True):
+    for layer, other in zip(
+        session.prefilled.cache.layers, its.prefilled.cache.layers, strict=True
+    ):
         for b, length in enumerate(held):
             assert layer.lengths[b].tolist() == [length] * layer.lengths.shape[1]
             for pool, its_pool in ((layer.k, other.k), (layer.v, other.v)):
@@ -153,9 +155,9 @@ def test_a_further_turn_reads_only_what_is_new(policy, less):
     rows = zip(PROMPTS, outs, more, strict=True)
     whole = [[*prompt, *out.token_ids, *new] for prompt, out, new in rows]
     start = [len(p) + limit - 1 - less for p, limit in zip(PROMPTS, LIMITS, strict=True)]
-    session.read([text[at:] for text, at in zip(whole, start, strict=True)], start=start)
+    session.prefill([text[at:] for text, at in zip(whole, start, strict=True)], start=start)
     alone = session_of("dense", 0, whole)
-    assert_close(session.held.logits, alone.held.logits)
+    assert_close(session.prefilled.logits, alone.prefilled.logits)
     # and what follows, for which the policy's state must be right
     choose, given = chosen(session, GREEDY)
     made, expected = ([], [])
@@ -175,11 +177,11 @@ def test_rows_keep_no_more_than_they_may():
     for start in (lengths[:2], *bad):
         message = r"start=\[.*\]: must be one integer per row, from \[30, 9, 17\] to"
         with pytest.raises(ValueError, match=message):
-            session.read(PROMPTS, start=start)
+            session.prefill(PROMPTS, start=start)
     sparse = session_of(QUEST, 0, resumable=True)
     answers(sparse, asked_of(sparse, GREEDY), SILENT, lambda *_: None, 0.0, 0.0)
     with pytest.raises(ValueError, match=r"to \[30, 9, 17\]"):
-        sparse.read(PROMPTS, start=[at + 1 for at in lengths])
+        sparse.prefill(PROMPTS, start=[at + 1 for at in lengths])
 
 
 @pytest.mark.slow
@@ -189,7 +191,7 @@ def test_the_last_queries_must_be_read_again():
     answers(session, asked_of(session, GREEDY), SILENT, lambda *_: None, 0.0, 0.0)
     start = [len(prompt) + 1 for prompt in PROMPTS]
     with pytest.raises(ValueError, match=r"rows of \[3, 40, 40\] tokens: must have at least 32"):
-        session.read(random_prompts((3, 40, 40)), start=start)
+        session.prefill(random_prompts((3, 40, 40)), start=start)
 
 
 def test_a_row_decodes_until_its_capacity():
@@ -215,7 +217,7 @@ def test_maintenance_comes_when_it_is_due():
     for _ in alone.steps(forced, jnp.asarray(table), limits=LIMITS):
         pass
     # the other rows went on beyond their texts
-    ours, expected = (each.held.state.chunks for each in (session, alone))
+    ours, expected = (each.prefilled.state.chunks for each in (session, alone))
     assert int(ours.count[row]) == int(expected.count[row]) > 0
     np.testing.assert_array_equal(ours.starts[row], expected.starts[row])
 
@@ -235,7 +237,7 @@ def test_no_row_drafts_beyond_its_maintenance():
     choose, given = chosen(session, GREEDY)
     for _ in session.steps(choose, given, limits=LIMITS):
         pass
-    assert session.held.state.tolist() == [(limit - 1) // 5 for limit in LIMITS]
+    assert session.prefilled.state.tolist() == [(limit - 1) // 5 for limit in LIMITS]
 
 
 def test_no_round_is_traced_again():
@@ -411,7 +413,7 @@ def test_a_method_sees_what_checks_saw():
     for result in session.steps(choose, given, limits=LIMITS):
         if result.drafts is not None:
             rounds += np.asarray(result.drafts.counts) > 0
-    for layer in session.held.state.own:
+    for layer in session.prefilled.state.own:
         assert layer.tolist() == rounds.tolist()
 
 

@@ -9,7 +9,7 @@ def request(times=(1.5, 2.0, 3.5), finishes=("stop",), cached=0):
     return SimpleNamespace(
         request_id="cmpl-1",
         ids=[1] * 7,
-        answers=[SimpleNamespace(cached=cached)],
+        seqs=[SimpleNamespace(cached_tokens=cached)],
         builders=[SimpleNamespace(finish=finish) for finish in finishes],
         metrics=SimpleNamespace(arrived=1.0, token_times=list(times)),
     )
@@ -31,7 +31,7 @@ def an_engine(running=0, waiting=0, read=0, new=0):
     pool = SimpleNamespace(available=30, size=40)
     scheduler = SimpleNamespace(begun=[0] * running, reading=[], waiting=[0] * waiting, pool=pool)
     return SimpleNamespace(
-        scheduler=scheduler, counters=SimpleNamespace(read_tokens=read, new_tokens=new)
+        scheduler=scheduler, counters=SimpleNamespace(prefill_tokens=read, new_tokens=new)
     )
 
 

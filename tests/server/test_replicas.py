@@ -25,11 +25,11 @@ from jsparse.server.errors import ApiError
 from jsparse.server.front import Options
 from jsparse.server.replicas import pictures, process, replica
 from jsparse.server.replicas import router as router_module
-from jsparse.server.replicas.answer import Answer, Lost
 from jsparse.server.replicas.balance import PREFIX_CHARS, Balance, Work, work_of
 from jsparse.server.replicas.folder import PREFIX, socket_folder
 from jsparse.server.replicas.process import About
 from jsparse.server.replicas.replica import NeverReady, Replica
+from jsparse.server.replicas.response import Lost, ReplicaResponse
 from jsparse.server.replicas.router import Router
 from jsparse.server.replicas.serve import make_app, serve
 from tests.support import patient
@@ -463,7 +463,7 @@ def test_only_the_replica_s_own_faults_count_as_lost(folder, monkeypatch):
                 raise OSError(number, "")
 
             monkeypatch.setattr(asyncio.get_running_loop(), "create_unix_connection", refuse)
-            await Answer.to(folder / "0", "GET", "/health")
+            await ReplicaResponse.to(folder / "0", "GET", "/health")
 
         with pytest.raises(raised) as caught:
             asyncio.run(connect())
@@ -482,15 +482,15 @@ def test_a_replica_whose_backlog_is_full_is_tried_again(folder, monkeypatch):
             return None, make()
 
         monkeypatch.setattr(asyncio.get_running_loop(), "create_unix_connection", busy)
-        return await Answer.to(folder / "0", "GET", "/health")
+        return await ReplicaResponse.to(folder / "0", "GET", "/health")
 
-    assert isinstance(asyncio.run(connect()), Answer)
+    assert isinstance(asyncio.run(connect()), ReplicaResponse)
     assert len(tries) == 3
 
 
 def test_a_router_without_descriptors_says_so_and_keeps_its_replicas(folder, monkeypatch):
     monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.0)
-    to, asked = Answer.to, []
+    to, asked = ReplicaResponse.to, []
 
     async def full(path, method, target, body=None):
         asked.append(target)
@@ -498,13 +498,13 @@ def test_a_router_without_descriptors_says_so_and_keeps_its_replicas(folder, mon
 
     with routed(folder) as (url, router):
         before = [each._process for each in router.replicas]
-        monkeypatch.setattr(Answer, "to", full)
+        monkeypatch.setattr(ReplicaResponse, "to", full)
         refused = post(url, "a")
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"
         asked.clear()
         assert soon(lambda: asked.count("/health") > 10)
-        monkeypatch.setattr(Answer, "to", to)
+        monkeypatch.setattr(ReplicaResponse, "to", to)
         assert post(url, "a").json() == {"answer": "a"}
         assert [each._process for each in router.replicas] == before
 
@@ -543,7 +543,7 @@ class Loading:
 def test_a_replica_that_hangs_while_it_starts_is_started_again(monkeypatch, begin):
     """Also at the first start; the first answer may take longer than later ones."""
     monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.0)
-    monkeypatch.setattr(replica, "BEGIN_SECONDS", begin)
+    monkeypatch.setattr(replica, "START_SECONDS", begin)
     asked, started, counts = [], [], []
 
     async def unhealthy(_):

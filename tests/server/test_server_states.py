@@ -96,7 +96,7 @@ def test_a_program_that_hangs_is_unhealthy_and_clients_hear_of_a_lost_process(mo
         try:
             assert hangs.wait(60)
             hung = patient.get(f"{url}/health")
-            run.tell_clients(service)
+            run.notify_clients(service)
             assert service.inside == 0
             got = answer.result(10)
             assert patient.get(f"{url}/health").status_code == 503

@@ -8,10 +8,10 @@ from jsparse.cache import StepView
 from jsparse.runtime import prefill
 from jsparse.runtime import rows as driver
 from jsparse.runtime.decoding import with_logits
-from jsparse.runtime.owners import clear_rows
 from jsparse.runtime.pauses import due
-from jsparse.runtime.reading import first_logits
 from jsparse.runtime.sampling import greedy
+from jsparse.runtime.session_prefill import first_logits
+from jsparse.runtime.state_axes import clear_rows
 from tests.support.tiny import read_only
 
 static = {"static_argnames": ("policy", "spec")}
@@ -28,7 +28,7 @@ class Crowd:
 
     def __init__(self, params, policy, spec, cache, state, *, chunk):
         self.params, self.policy, self.spec, self.chunk = params, policy, spec, chunk
-        self.beside = read_only(params, policy)
+        self.read_only = read_only(params, policy)
         zeros = jnp.zeros(spec.batch, jnp.int32)
         recent = jnp.zeros((spec.batch, policy.services.correct_every), jnp.int32)
         self.batch = driver.Batch(zeros, cache, state, (), zeros, recent)
@@ -49,14 +49,14 @@ class Crowd:
         carry = prefill.start(p.decoder, policy, part.cache, part.state)
         new = np.array([prompt], np.int32)
         tokens = np.pad(new, ((0, 0), (0, -new.size % self.chunk)))
-        carry = prefill.read_prompts(
+        carry = prefill.prefill_prompts(
             *(p.decoder, policy, p.weights, tokens, np.array([new.size]), carry),
             chunk=self.chunk,
-            beside=self.beside,
+            read_only=self.read_only,
         )
         cache, state = carry.cache, carry.state
         if policy.eviction is not None and policy.eviction.after_prompt is not None:
-            view = StepView(cache, self.beside.constants)
+            view = StepView(cache, self.read_only.constants)
             state, cache = policy.eviction.after_prompt(state, view, self.spec.capacity)
         logits = first_logits(p.decoder, p.weights, carry.last_hidden)
         token = jnp.argmax(logits, -1).astype(jnp.int32)
@@ -71,7 +71,7 @@ class Crowd:
         p, policy = self.params, self.policy
         active = np.array([age is not None for age in self.ages])
         self.batch, result = driver.decode_steps(
-            *(p.decoder, policy, greedy, 1, with_logits, p.weights, self.beside, self.batch),
+            *(p.decoder, policy, greedy, 1, with_logits, p.weights, self.read_only, self.batch),
             jnp.asarray(active, jnp.int32),
         )
         for slot, age in enumerate(self.ages):
@@ -81,7 +81,7 @@ class Crowd:
                     rows = jnp.array([slot])
                     part = take(policy, self.spec, self.batch, rows)
                     part = driver.serviced(
-                        name, p.decoder, policy, p.weights, self.beside, part, within=False
+                        name, p.decoder, policy, p.weights, self.read_only, part, within=False
                     )
                     self.batch = put(policy, self.spec, self.batch, part, rows)
         assert (np.asarray(result.stats.attended)[0, ~active] == 0).all()

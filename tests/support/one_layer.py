@@ -67,7 +67,7 @@ class OneLayer:
         self.k = np.asarray(k, np.float64).swapaxes(1, 2)
 
     @property
-    def held(self):
+    def kv(self):
         """The layer's cache."""
         return self.view.layers[0]
 

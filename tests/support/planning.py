@@ -1,9 +1,9 @@
-"""Builds schedulers with small sizes, and answers for them; follows their plans."""
+"""Builds schedulers with small sizes, and sequences for them; follows their plans."""
 
 import numpy as np
 
 from jsparse.engine.sizes import EngineSizes, Rules
-from jsparse.engine.step_plan import Answer
+from jsparse.engine.step_plan import SequenceState
 
 SIZES = EngineSizes(
     num_slots=6,
@@ -35,26 +35,26 @@ def took(rows, size, start):
 class LatencyModel:
     """Knows how long programs take, or only how long steps do."""
 
-    def __init__(self, reading=took, step=1):
-        self.reading, self.drafts, self.idles = reading, lambda rows: 3, False
+    def __init__(self, prefill=took, step=1):
+        self.prefill, self.drafts, self.idles = prefill, lambda rows: 3, False
         self.step = lambda rows: step
 
 
 LATENCY = LatencyModel()
 
 
-def answer(number, prompt, tokens, born=0.0):
-    return Answer(number, np.array(prompt, np.int32), tokens, born)
+def seq(number, prompt, tokens, arrival=0.0):
+    return SequenceState(number, np.array(prompt, np.int32), tokens, arrival)
 
 
 def served(scheduler, plans=1000):
-    """The numbers of answers in the order in which their prompts were read, and all plans."""
+    """The numbers of sequences in the order in which their prompts were read, and all plans."""
     order, made = [], []
     for _ in range(plans):
         plan = scheduler.plan()
         made.append(plan)
-        if plan.reading is not None and plan.reading.last:
-            order += [chunk.answer for chunk in plan.reading.chunks]
+        if plan.prefill is not None and plan.prefill.last:
+            order += [chunk.seq for chunk in plan.prefill.chunks]
         if scheduler.idle:
             break
     return order, made
@@ -62,4 +62,4 @@ def served(scheduler, plans=1000):
 
 def chunks_of(*plans):
     """The chunks that plans read."""
-    return [chunk for plan in plans if plan.reading is not None for chunk in plan.reading.chunks]
+    return [chunk for plan in plans if plan.prefill is not None for chunk in plan.prefill.chunks]

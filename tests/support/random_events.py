@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jsparse.engine import shared_prefixes
 from jsparse.engine.scheduler import Scheduler
-from jsparse.engine.sizes import MAX_READING
+from jsparse.engine.sizes import MAX_PREFILLS
 from jsparse.engine.step_plan import Phase
-from tests.support.planning import LATENCY, PACKED, RULES, SIZES, VARIANT, answer
+from tests.support.planning import LATENCY, PACKED, RULES, SIZES, VARIANT, seq
 
 
 class Serving(RuleBasedStateMachine):
@@ -26,7 +26,7 @@ class Serving(RuleBasedStateMachine):
         rules = RULES._replace(replays=self.replays, slots=self.most)
         self.scheduler = Scheduler(self.sizes, rules, LATENCY)
         self.asked, self.cut_short, self.clock = [], set(), 0.0
-        # what a device would hold: per answer, the prompt's tokens in its groups, and its steps
+        # what a device would hold: per sequence, the prompt's tokens in its groups, and its steps
         self.read, self.steps, self.slots, self.places = {}, Counter(), {}, {}
         self.tables, self.on_host = {}, {}
         # the tokens that groups hold, and whether a whole chunk wrote them
@@ -42,7 +42,7 @@ class Serving(RuleBasedStateMachine):
         self.clock += seconds
         prompt = [(nth // 16) % alphabet for nth in range(size)]
         tokens = min(tokens, self.sizes.max_model_len - size)
-        made = answer(len(self.asked), prompt, tokens, self.clock)
+        made = seq(len(self.asked), prompt, tokens, self.clock)
         self.scheduler.add(made)
         self.asked.append(made)
 
@@ -63,46 +63,46 @@ class Serving(RuleBasedStateMachine):
         for number in plan.forgotten:
             del self.on_host[number]
         for move in plan.swapped_in:
-            assert len(move.groups) == len(set(move.groups)) == self.on_host.pop(move.answer)
-            assert self.slots[move.slot] == move.answer
-            assert len(self.tables[move.answer]) == move.first
-            self.tables[move.answer] += move.groups
+            assert len(move.groups) == len(set(move.groups)) == self.on_host.pop(move.seq)
+            assert self.slots[move.slot] == move.seq
+            assert len(self.tables[move.seq]) == move.first
+            self.tables[move.seq] += move.groups
             for group in move.groups:
                 self.written.pop(group, None)
-        if plan.reading is not None:
-            self.follow_reading(plan.reading)
+        if plan.prefill is not None:
+            self.follow_prefill(plan.prefill)
         for move in plan.swapped_out:
-            assert self.slots[move.slot] == move.answer
-            table = self.tables[move.answer]
-            self.tables[move.answer], rest = table[: move.first], table[move.first :]
+            assert self.slots[move.slot] == move.seq
+            table = self.tables[move.seq]
+            self.tables[move.seq], rest = table[: move.first], table[move.first :]
             assert rest == move.groups
-            self.on_host[move.answer] = len(move.groups)
+            self.on_host[move.seq] = len(move.groups)
         assert sum(self.on_host.values()) <= self.sizes.host_groups
-        if plan.decoding is None:
+        if plan.decode is None:
             return
-        self.follow_prefixes(plan.decoding)
-        self.follow_decoding(plan.decoding)
+        self.follow_prefixes(plan.decode)
+        self.follow_decode(plan.decode)
 
-    def follow_decoding(self, decoding):
+    def follow_decode(self, decoding):
         assert decoding.drafts is None
         slots = [row.slot for row in decoding.rows]
         assert 1 <= len(slots) == len(set(slots)) <= decoding.num_rows
         assert decoding.num_rows in self.sizes.rows
         for row in decoding.rows:
-            asked = self.asked[row.answer]
-            assert self.slots[row.slot] == row.answer
+            asked = self.asked[row.seq]
+            assert self.slots[row.slot] == row.seq
             assert 1 <= row.steps <= decoding.steps
-            before = self.steps[row.answer] - 1
-            self.steps[row.answer] += row.steps
-            assert row.age == self.steps[row.answer] - 1
-            assert self.steps[row.answer] <= asked.max_tokens
+            before = self.steps[row.seq] - 1
+            self.steps[row.seq] += row.steps
+            assert row.age == self.steps[row.seq] - 1
+            assert self.steps[row.seq] <= asked.max_tokens
             self.follow_groups(row, asked, row.age)
             # no program runs past a row's service
             assert all(before // every == (row.age - 1) // every for every in RULES.periods)
 
     def follow_groups(self, row, asked, tokens):
         """It has groups for its prompt and so many tokens, and the device knows of them."""
-        table = self.tables[row.answer]
+        table = self.tables[row.seq]
         if row.groups:
             assert len(row.groups) <= self.sizes.growth
             assert row.first == len(table)
@@ -127,33 +127,33 @@ class Serving(RuleBasedStateMachine):
             for slot in prefix.slots:
                 assert len(self.asked[self.slots[slot]].ids) >= prefix.tokens
 
-    def follow_reading(self, reading):
-        assert 1 <= len(reading.chunks) <= reading.num_rows
-        assert reading.num_rows in self.sizes.prefill_rows
-        if reading.num_rows > 1:
-            assert 2 * sum(c.valid for c in reading.chunks) >= reading.num_rows * reading.size
-        for column in ("answer", "slot", "place"):
-            assert len({getattr(chunk, column) for chunk in reading.chunks}) == len(reading.chunks)
-        for chunk in reading.chunks:
+    def follow_prefill(self, prefill):
+        assert 1 <= len(prefill.chunks) <= prefill.num_rows
+        assert prefill.num_rows in self.sizes.prefill_rows
+        if prefill.num_rows > 1:
+            assert 2 * sum(c.valid for c in prefill.chunks) >= prefill.num_rows * prefill.size
+        for column in ("seq", "slot", "place"):
+            assert len({getattr(chunk, column) for chunk in prefill.chunks}) == len(prefill.chunks)
+        for chunk in prefill.chunks:
             # a place is nobody else's while its prompt is partly read
-            assert 0 <= chunk.place < MAX_READING
-            assert chunk.fresh or self.places[chunk.answer] == chunk.place
-            self.places[chunk.answer] = chunk.place
-            self.follow_chunk(chunk, reading)
+            assert 0 <= chunk.place < MAX_PREFILLS
+            assert chunk.fresh or self.places[chunk.seq] == chunk.place
+            self.places[chunk.seq] = chunk.place
+            self.follow_chunk(chunk, prefill)
 
-    def follow_chunk(self, chunk, reading):
-        asked = self.asked[chunk.answer]
+    def follow_chunk(self, chunk, prefill):
+        asked = self.asked[chunk.seq]
         assert not asked.stopped
         if self.sizes.batch_invariant:
             assert chunk.start == SIZES.chunk_start(chunk.start)
         assert chunk.start % SIZES.page_size == 0
-        assert 1 <= chunk.valid <= reading.size <= SIZES.chunk_size(chunk.start)
+        assert 1 <= chunk.valid <= prefill.size <= SIZES.chunk_size(chunk.start)
         tokens = len(asked.ids)
         if not self.sizes.evicted_pages:
             tokens += min(asked.max_tokens, self.sizes.growth_tokens)
         assert len(chunk.groups) == len(set(chunk.groups)) == SIZES.groups_for(tokens)
         if not chunk.fresh:
-            assert self.read[chunk.answer] == chunk.start
+            assert self.read[chunk.seq] == chunk.start
         # what it did not read itself is there: another has written these very tokens
         for at in range(0, chunk.start, SIZES.page_size):
             group = chunk.groups[at // SIZES.page_size]
@@ -161,28 +161,28 @@ class Serving(RuleBasedStateMachine):
             assert tokens == asked.ids[: at + SIZES.page_size].tolist()
             assert whole
         end = chunk.start + chunk.valid
-        assert not reading.replay or (self.replays and not reading.last)
+        assert not prefill.replay or (self.replays and not prefill.last)
         if self.replays:
             assert chunk.fresh == (chunk.start == 0)
         for at in range(chunk.start, end, SIZES.page_size):
             group = chunk.groups[at // SIZES.page_size]
-            if reading.replay:
+            if prefill.replay:
                 assert self.written[group] == (asked.ids[: at + SIZES.page_size].tolist(), True)
                 continue
             size = SIZES.chunk_size(chunk.start)
             whole = not self.sizes.batch_invariant or chunk.valid == size
             self.written[group] = asked.ids[: min(end, at + SIZES.page_size)].tolist(), whole
-        if not reading.replay:
+        if not prefill.replay:
             for group in chunk.groups[-(-end // SIZES.page_size) :]:
                 self.written.pop(group, None)
-        self.read[chunk.answer] = end
-        assert reading.last == (end == len(asked.ids))
-        self.tables[chunk.answer] = list(chunk.groups)
-        if reading.last and self.sizes.evicted_pages:
+        self.read[chunk.seq] = end
+        assert prefill.last == (end == len(asked.ids))
+        self.tables[chunk.seq] = list(chunk.groups)
+        if prefill.last and self.sizes.evicted_pages:
             self.follow_eviction(chunk, asked)
-        if reading.last:
-            self.slots[chunk.slot] = chunk.answer
-            self.steps[chunk.answer] = 1
+        if prefill.last:
+            self.slots[chunk.slot] = chunk.seq
+            self.steps[chunk.seq] = 1
 
     def follow_eviction(self, chunk, asked):
         """It goes on in groups that are nobody else's, and its own are as they were."""
@@ -192,33 +192,33 @@ class Serving(RuleBasedStateMachine):
         assert not set(chunk.kept) & set(chunk.groups)
         for group in chunk.kept:
             self.written.pop(group, None)
-        self.tables[chunk.answer] = list(chunk.kept)
+        self.tables[chunk.seq] = list(chunk.kept)
 
     @invariant()
     def memory_is_accounted_for(self):
         scheduler, pool = self.scheduler, self.scheduler.pool
-        live = [*scheduler.reading, *scheduler.decoding]
+        live = [*scheduler.prefilling, *scheduler.decoding]
         blocks = Counter(block for held in scheduler.begun for block in held.blocks)
-        own = [group for held in live for group in [*held.own, *held.kept]]
+        own = [group for held in live for group in [*held.private_groups, *held.kept_groups]]
         shared = [group for block in blocks for group in block.groups]
         assert len(own) == len(set(own))
         assert not set(own) & set(shared)
         assert len(own) + len(set(shared)) + pool.available == pool.size
-        assert all(block.holders == count for block, count in blocks.items())
+        assert all(block.references == count for block, count in blocks.items())
         slots = [held.slot for held in scheduler.begun]
         assert len(slots) == len(set(slots))
         assert scheduler.memory.swapped == sum(held.swapped for held in scheduler.swapped)
-        assert not any(held.own or held.kept for held in scheduler.swapped)
+        assert not any(held.private_groups or held.kept_groups for held in scheduler.swapped)
         staying = {block for held in scheduler.swapped for block in held.blocks}
         groups = [group for block in staying for group in block.groups]
         assert not staying or len(groups) + self.sizes.row_groups <= pool.size
-        places = [held.place for held in scheduler.reading if held.place >= 0]
-        assert sorted([*places, *scheduler.prompts._places]) == list(range(MAX_READING))
+        places = [held.place for held in scheduler.prefilling if held.place >= 0]
+        assert sorted([*places, *scheduler.prompts._places]) == list(range(MAX_PREFILLS))
         for held in live:
-            if held.phase is Phase.READING and self.sizes.evicted_pages:
+            if held.phase is Phase.PREFILL and self.sizes.evicted_pages:
                 assert len(held.groups) == SIZES.groups_for(len(held.ids))
                 continue
-            slots, groups = self.most(len(held.ids), max(0, held.sent - 1)), len(held.groups)
+            slots, groups = self.most(len(held.ids), max(0, held.planned - 1)), len(held.groups)
             assert SIZES.groups_for(slots) <= groups
             assert groups <= SIZES.groups_for(self.most(len(held.ids), held.max_tokens))
 
@@ -275,7 +275,7 @@ class Keeping(Variant):
 
 
 class Swapping(Variant):
-    """The same, where answers leave the device for others."""
+    """The same, where sequences leave the device for others."""
 
     sizes = Variant.sizes._replace(host_groups=90, growth_tokens=4, num_groups=25, prefix_rows=0)
 
@@ -300,43 +300,43 @@ class Drafting(Variant):
         self.scheduler = Scheduler(self.sizes, RULES, LATENCY)
         self.on_their_way, self.random = [], Random(0)
 
-    def follow_reading(self, reading):
-        super().follow_reading(reading)
-        if reading.last:
+    def follow_prefill(self, prefill):
+        super().follow_prefill(prefill)
+        if prefill.last:
             # the first tokens
-            read = [self.asked[chunk.answer] for chunk in reading.chunks]
+            read = [self.asked[chunk.seq] for chunk in prefill.chunks]
             self.on_their_way.append([(asked, 1, 1, 1) for asked in read])
 
-    def follow_decoding(self, decoding):
+    def follow_decode(self, decoding):
         assert (decoding.steps, decoding.drafts) == (1, 3)
         given = []
         for row in decoding.rows:
-            asked = self.asked[row.answer]
-            assert self.slots[row.slot] == row.answer
+            asked = self.asked[row.seq]
+            assert self.slots[row.slot] == row.seq
             assert 1 <= row.steps <= 1 + max(self.sizes.drafts)
             # whatever rounds before it give, there is room, and it is not too much
-            assert self.steps[row.answer] + row.steps <= asked.max_tokens
-            self.follow_groups(row, asked, self.steps[row.answer] + row.steps - 1)
+            assert self.steps[row.seq] + row.steps <= asked.max_tokens
+            self.follow_groups(row, asked, self.steps[row.seq] + row.steps - 1)
             tokens = self.random.randint(1, row.steps)
-            self.steps[row.answer] += tokens
-            given.append((asked, row.steps, tokens, self.steps[row.answer]))
+            self.steps[row.seq] += tokens
+            given.append((asked, row.steps, tokens, self.steps[row.seq]))
         self.on_their_way.append(given)
 
     def follow(self, plan):
         super().follow(plan)
-        if plan.decoding is None or len(self.on_their_way) > 2:
+        if plan.decode is None or len(self.on_their_way) > 2:
             self.arrive()
 
     @rule()
     def arrive(self):
         for asked, planned, tokens, made in self.on_their_way.pop(0) if self.on_their_way else ():
             if not asked.stopped:
-                self.scheduler.gave(asked, planned, tokens)
+                self.scheduler.record_tokens(asked, planned, tokens)
                 if made == asked.max_tokens:
                     self.end(asked)
 
     def end(self, asked):
-        """The answer, which has no token but 0, is there for those whose prompts begin with it."""
+        """Stops a sequence, whose tokens are all 0; prompts that begin with it may share them."""
         self.scheduler.stop(asked, [0] * asked.max_tokens)
         text = [*asked.ids.tolist(), *[0] * (asked.max_tokens - 1)]
         for at in range(0, len(text) - SIZES.page_size + 1, SIZES.page_size):

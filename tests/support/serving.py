@@ -11,7 +11,7 @@ import pytest
 import jsparse
 from jsparse.engine.llm import LLM
 from jsparse.engine.request_state import RequestState
-from jsparse.engine.sizes import MAX_READING
+from jsparse.engine.sizes import MAX_PREFILLS
 from jsparse.runtime.request import Request, requests
 from tests.support.tiny import tiny_params
 
@@ -83,7 +83,7 @@ def assert_at_rest(llm: LLM) -> None:
     assert engine._free_slots == engine.sizes.num_slots
     assert not engine._live
     assert not engine._requests
-    assert len(scheduler.prompts._places) == MAX_READING
+    assert len(scheduler.prompts._places) == MAX_PREFILLS
 
 
 def hold(

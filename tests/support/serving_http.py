@@ -99,7 +99,7 @@ def at_rest(service: Service) -> bool:
             pool.available == pool.size
             and inner._free_slots == inner.sizes.num_slots
             and not (inner._live or inner._requests or outer._listeners)
-            and not (service.live or service.inside or service._arriving or service.held)
+            and not (service.live or service.inside or service._arriving or service.buffered)
         )
 
     if not soon(idle):

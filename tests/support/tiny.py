@@ -70,7 +70,7 @@ def engine_logits(
     session = Session(params, as_policy(policy), spec, steps_per_program=steps_per_program)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk_attention, "chunk_tokens", lambda spec: chunk)
-        session.read(prompts)
+        session.prefill(prompts)
     return forced_logits(session, forced, knobs)
 
 

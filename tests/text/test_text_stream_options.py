@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import jsparse
 from jsparse import SamplingParams
-from jsparse.runtime import answers, sampling
+from jsparse.runtime import sampling, turn
 
 GGUF = Path(__file__).parents[1] / "fixtures" / "hf" / "llama" / "model.gguf"
 
@@ -17,7 +17,7 @@ def test_generate_passes_options_on(monkeypatch):
     assert texts.tokenizer is not None
     ids = texts.tokenizer.encode("one. two. one. two.", add_special_tokens=False)
     table = jnp.asarray([[token] * 3 for token in ids], jnp.int32)
-    monkeypatch.setattr(answers, "chooser", lambda *_: (sampling.forced, table))
+    monkeypatch.setattr(turn, "chooser", lambda *_: (sampling.forced, table))
     first = len(texts.tokenizer.encode("one. two.", add_special_tokens=False))
     usual: dict[str, Any] = {"stop": "two", "ignore_eos": True, "max_tokens": len(ids)}
     asked = [

@@ -88,7 +88,7 @@ def test_the_teacher_is_a_full_pass_over_context_and_target(given):
     assert_rows_close(
         given.outputs, [row[length - 1 :] for row, length in zip(expected, LENGTHS, strict=True)]
     )
-    assert given.held.tolist() == [length - 1 for length in LENGTHS]
+    assert given.context_lengths.tolist() == [length - 1 for length in LENGTHS]
 
 
 # the student

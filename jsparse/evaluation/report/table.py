@@ -156,8 +156,12 @@ def _grid(
         for policy in dict.fromkeys(policy for policy, _ in measured)
     ]
     title = f"{report['settings']['model']}, {' and '.join(map(tokens, lengths))} tokens"
-    beside = any(column.task == YARDSTICK for column in columns)
-    notes = [MARKED] * (not left_out.isdisjoint(columns)) + [BESIDE] * beside + [note] * bool(note)
+    has_yardstick = any(column.task == YARDSTICK for column in columns)
+    notes = (
+        [MARKED] * (not left_out.isdisjoint(columns))
+        + [BESIDE] * has_yardstick
+        + [note] * bool(note)
+    )
     return Grid(title, ["policy", *header, "attended %"], rows, " ".join(notes))
 
 

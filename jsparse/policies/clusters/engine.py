@@ -192,20 +192,20 @@ def init(settings: Settings, spec: CacheSpec) -> Index:
 
 def prefill(settings: Settings, state: Index, layer: int, view: PrefillView) -> Index:
     """Notes boundaries; when the prompt ends, cut it into chunks and index each layer's keys."""
-    held = view.step.layers[layer]
+    kv = view.step.layers[layer]
     if layer == 0:
-        length = held.lengths[:, 0]
+        length = kv.lengths[:, 0]
         first = length - view.valid
         state = marked(settings, state, view.tokens, first, view.valid, view.step)
         if view.last:
             max_chunks = state.chunks.starts.shape[1] - 1
             ends = length - settings.recent
-            at = min(settings.sink, held.capacity)
+            at = min(settings.sink, kv.capacity)
             chunks = cut(classes(state), at, ends, capacity=max_chunks, **settings.lengths)
             state = state._replace(chunks=chunks)
     if not view.last:
         return state
-    made = settings.chunk_index.build(held, state.chunks)
+    made = settings.chunk_index.build(kv, state.chunks)
     return state._replace(layers=at_layer(state.layers, layer, made))
 
 
@@ -222,21 +222,21 @@ def append(
 def select(settings: Settings, state: Index, layer: int, q: Queries, view: StepView):
     """Lists sinks, open tokens and, as far as the budget reaches, the best chunks."""
     # all layers hold the same tokens: values that depend on these alone are computed once per step
-    held, chunks = view.layers[0].lengths, state.chunks
+    kv, chunks = view.layers[0].lengths, state.chunks
     budget = min(settings.budget, view.layers[0].capacity)
-    count = jnp.broadcast_to(chunks.count[:, None], held.shape)
+    count = jnp.broadcast_to(chunks.count[:, None], kv.shape)
     narrow = np.min_scalar_type(settings.longest)  # bytes, which choosing reads faster
     scores = settings.chunk_index.scores(state.layers[layer], q, count, WIDER * budget)
     there = jnp.arange(scores.shape[-1]) < count[..., None]
     sizes = jnp.diff(chunks.starts)[:, None].astype(narrow)
     chosen = threshold_select(
         jnp.where(there, scores, -jnp.inf)[:, :, None],
-        Budget(budget - outside(chunks, held), sizes),
+        Budget(budget - outside(chunks, kv), sizes),
         capacity=max(min(budget // settings.shortest, scores.shape[-1]), 1),
         weights="raw",
     )
-    tokens = runs_to_tokens(chosen.ids, chosen.count, chunks.starts[:, None], held, capacity=budget)
-    return replace(tokens, dense=held <= budget), None, state
+    tokens = runs_to_tokens(chosen.ids, chosen.count, chunks.starts[:, None], kv, capacity=budget)
+    return replace(tokens, dense=kv <= budget), None, state
 
 
 def maintain(settings: Settings, state: Index, view: StepView) -> tuple[Index, KVCache]:

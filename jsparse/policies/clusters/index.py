@@ -107,31 +107,31 @@ def _no_groups(spec: CacheSpec, groups: int, points: int, form: Form) -> Groups:
     )
 
 
-def build(held: LayerCache, chunks: Chunks, form: Form) -> Clusters:
+def build(kv: LayerCache, chunks: Chunks, form: Form) -> Clusters:
     """Clusters all chunks of every row anew.
 
     Rows are taken one after the other, so that temporary memory does not grow with the batch.
     """
-    pages = jnp.arange(held.num_pages, dtype=jnp.int32)
-    table = physical_pages(held, jnp.broadcast_to(pages, (*held.lengths.shape, pages.size)))
+    pages = jnp.arange(kv.num_pages, dtype=jnp.int32)
+    table = physical_pages(kv, jnp.broadcast_to(pages, (*kv.lengths.shape, pages.size)))
 
     def of_row(row: tuple[Array, Array, Chunks]) -> Clusters:
         table, lengths, its = jax.tree.map(lambda x: x[None], row)
-        built = _build(held._replace(block_table=table, lengths=lengths), its, form)
+        built = _build(kv._replace(block_table=table, lengths=lengths), its, form)
         return jax.tree.map(lambda x: x[0], built)
 
-    return jax.lax.map(of_row, (table, held.lengths, chunks))
+    return jax.lax.map(of_row, (table, kv.lengths, chunks))
 
 
-def _build(held: LayerCache, chunks: Chunks, form: Form) -> Clusters:
+def _build(kv: LayerCache, chunks: Chunks, form: Form) -> Clusters:
     lengths = jnp.diff(chunks.starts, axis=1)
-    values = representatives(held, chunks.starts[:, :-1], lengths, chunks.count, form)
+    values = representatives(kv, chunks.starts[:, :-1], lengths, chunks.count, form)
     clusters = num_clusters(chunks.count, form)
     max_points = num_clusters(lengths.shape[1], form)
     starts = jnp.broadcast_to(
         jnp.arange(max_points, dtype=jnp.int32) * form.cluster_size, (len(clusters), max_points)
     )
-    dtype = held.k.dtype
+    dtype = kv.k.dtype
     fine = k_means(values, chunks.count, starts, clusters, dtype, form)
     if not form.units:
         return Clusters(fine, None, None)
@@ -154,20 +154,20 @@ def units_of(fine: Groups, clusters: Rows, dtype: Any, form: Form) -> Groups:
 
 
 def representatives(
-    held: LayerCache,
+    kv: LayerCache,
     first: Int32[Array, "B C"],
     lengths: Int32[Array, "B C"],
     count: Rows,
     form: Form,
 ) -> Float32[Array, "B K C H"]:
     """Returns the pooled keys of each of the first `count` chunks of a row."""
-    (rows, heads), number = held.lengths.shape, first.shape[1]
-    width = held.k.shape[-1]
+    (rows, heads), number = kv.lengths.shape, first.shape[1]
+    width = kv.k.shape[-1]
     blocks = Blocks.of(number, rows * heads * form.longest * width)
 
     def block(i: Array, values: Array) -> Array:
         some = blocks.cut(lengths, i, 1)
-        keys = keys_of_chunks(held, blocks.cut(first, i, 1), some, form.longest)
+        keys = keys_of_chunks(kv, blocks.cut(first, i, 1), some, form.longest)
         return blocks.put(values, pooled(keys, some, form), i)
 
     values = jnp.zeros((rows, heads, number, width), jnp.float32)
@@ -175,15 +175,15 @@ def representatives(
 
 
 def keys_of_chunks(
-    held: LayerCache, first: Int32[Array, "B n"], lengths: Int32[Array, "B n"], longest: int
+    kv: LayerCache, first: Int32[Array, "B n"], lengths: Int32[Array, "B n"], longest: int
 ) -> Float[Array, "B K n m H"]:
     """Reads the keys of slots first … first + lengths - 1; past a chunk's end there is anything."""
-    (rows, heads), number = held.lengths.shape, first.shape[1]
+    (rows, heads), number = kv.lengths.shape, first.shape[1]
     nth = jnp.arange(longest, dtype=jnp.int32)
     inside = nth < lengths[..., None]
     slots = jnp.where(inside, first[..., None] + nth, 0).reshape(rows, 1, -1)
     slots = jnp.broadcast_to(slots, (rows, heads, slots.shape[-1]))
-    return read_slots(held.k, held, slots).reshape(rows, heads, number, longest, -1)
+    return read_slots(kv.k, kv, slots).reshape(rows, heads, number, longest, -1)
 
 
 def pooled(

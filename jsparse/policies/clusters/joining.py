@@ -72,7 +72,7 @@ def join(
     opens = now > jnp.maximum(had[:, None], jnp.pad(now, [(0, 0), (1, 0)])[:, :-1])
     coarse = NewPoints(cluster, there & fine.opens, opens, now - 1, had)
 
-    keys = jnp.stack([keys_of_chunks(held, first, lengths, form.longest) for held in caches])
+    keys = jnp.stack([keys_of_chunks(kv, first, lengths, form.longest) for kv in caches])
     of_layers = pooled(keys, lengths, form)
     directions_of_layers = unit_length(of_layers).astype(keys.dtype)
 

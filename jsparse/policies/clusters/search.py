@@ -58,12 +58,12 @@ def unit_scores(coarse: Groups, q: Queries) -> Float32[Array, "B K U"]:
 
 
 def best_units(
-    scores: Float32[Array, "B K U"], held: Int32[Array, "B K U"], tokens: int
+    scores: Float32[Array, "B K U"], tokens_in: Int32[Array, "B K U"], tokens: int
 ) -> Bool[Array, "B K U"]:
     """Marks the units of the greatest scores: MIN_UNITS, and more until they hold `tokens`."""
     nth = jnp.arange(scores.shape[-1])
     this, other = scores[..., :, None], scores[..., None, :]
     better = (other > this) | ((other == this) & (nth < nth[:, None]))
     rank = jnp.sum(better, -1)
-    before = jnp.sum(jnp.where(better, held[..., None, :], 0), -1)
+    before = jnp.sum(jnp.where(better, tokens_in[..., None, :], 0), -1)
     return (rank < MIN_UNITS) | (before < tokens)

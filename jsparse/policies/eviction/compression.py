@@ -18,11 +18,11 @@ from jsparse.shapes import Lengths, Rows
 
 
 def compress(
-    settings: Settings, entry: EvictionState, held: LayerCache, positions: Rows
+    settings: Settings, entry: EvictionState, kv: LayerCache, positions: Rows
 ) -> tuple[EvictionState, LayerCache]:
     """Drops the slots of a layer that score least, and moves the rest up."""
-    competing = competing_in(settings, held)
-    view = LayerView(held, competing, entry.ring, positions, entry.tracked)
+    competing = competing_in(settings, kv)
+    view = LayerView(kv, competing, entry.ring, positions, entry.tracked)
     scores = settings.score(view)
 
     def attended() -> Attended:
@@ -32,17 +32,17 @@ def compress(
     scores = jnp.where(competing, scores, -jnp.inf)
     chosen, missed = best(scores, wanted, settings.kept), entry.missed
     if missed is not None:
-        lost, period = ~_marked(chosen, held) & (missed < settings.patience), settings.period
+        lost, period = ~_marked(chosen, kv) & (missed < settings.patience), settings.period
         waiting = best(jnp.where(lost, scores, -jnp.inf), jnp.full_like(wanted, period), period)
-        missed = jnp.where(_marked(waiting, held) & competing, missed + 1, 0).astype(jnp.uint8)
-        chosen = union(chosen, waiting, held.capacity)
-    keep = _between(chosen, competing, held, settings.first, settings.newest)
+        missed = jnp.where(_marked(waiting, kv) & competing, missed + 1, 0).astype(jnp.uint8)
+        chosen = union(chosen, waiting, kv.capacity)
+    keep = _between(chosen, competing, kv, settings.first, settings.newest)
     if settings.merge:
-        dropped = competing & ~_marked(chosen, held)
-        query = mean_query(entry.ring, positions, held.lengths.shape[1])
-        compacted = _merging(held, keep, dropped, query, settings.sink)
+        dropped = competing & ~_marked(chosen, kv)
+        query = mean_query(entry.ring, positions, kv.lengths.shape[1])
+        compacted = _merging(kv, keep, dropped, query, settings.sink)
     else:
-        compacted = compact_pages(held, keep)
+        compacted = compact_pages(kv, keep)
     tracked, missed = (x if x is None else _moved(x, keep) for x in (entry.tracked, missed))
     return EvictionState(entry.ring, tracked, temperatures, missed), compacted
 
@@ -52,18 +52,18 @@ def attention(settings: Settings, view: LayerView) -> Attended:
 
     A query's shares are its softmax over all slots up to its own token.
     """
-    held = view.held
-    slots = jnp.arange(held.capacity, dtype=jnp.int32)
-    older = slots < held.lengths[..., None] - settings.newest
-    shares = window_attention(view.ring, view.positions, held, older, over="held")
+    kv = view.kv
+    slots = jnp.arange(kv.capacity, dtype=jnp.int32)
+    older = slots < kv.lengths[..., None] - settings.newest
+    shares = window_attention(view.ring, view.positions, kv, older, over="held")
     merged = shares[..., settings.sink] if settings.merge else jnp.zeros_like(shares[..., 0])
     return Attended(jnp.where(view.competing, shares, 0.0), merged)
 
 
-def competing_in(settings: Settings, held: LayerCache) -> Bool[Array, "B K S"]:
+def competing_in(settings: Settings, kv: LayerCache) -> Bool[Array, "B K S"]:
     """Marks the slots that compete: neither the first, which are protected, nor the newest."""
-    slots = jnp.arange(held.capacity, dtype=jnp.int32)
-    return (slots >= settings.first) & (slots < held.lengths[..., None] - settings.newest)
+    slots = jnp.arange(kv.capacity, dtype=jnp.int32)
+    return (slots >= settings.first) & (slots < kv.lengths[..., None] - settings.newest)
 
 
 def best(scores: Float32[Array, "B K S"], wanted: Lengths, max_length: int) -> Selection:
@@ -74,52 +74,52 @@ def best(scores: Float32[Array, "B K S"], wanted: Lengths, max_length: int) -> S
 
 
 def _between(
-    chosen: Selection, competing: Bool[Array, "B K S"], held: LayerCache, first: int, newest: int
+    chosen: Selection, competing: Bool[Array, "B K S"], kv: LayerCache, first: int, newest: int
 ) -> Selection:
     """Lists a head's protected slots and, between them, those chosen of the competing ones."""
-    nth = jnp.arange(min(first + chosen.ids.shape[-1] + newest, held.capacity), dtype=jnp.int32)
+    nth = jnp.arange(min(first + chosen.ids.shape[-1] + newest, kv.capacity), dtype=jnp.int32)
     dropped = jnp.sum(competing, -1, dtype=jnp.int32) - chosen.count
     behind = first + chosen.count[..., None]
     at = jnp.clip(nth - first, 0, chosen.ids.shape[-1] - 1)
     inside = jnp.take_along_axis(chosen.ids, jnp.broadcast_to(at, (*behind.shape[:2], nth.size)), 2)
     ids = jnp.where(nth < first, nth, jnp.where(nth < behind, inside, nth + dropped[..., None]))
-    count = held.lengths - dropped
+    count = kv.lengths - dropped
     ids = jnp.where(nth < count[..., None], ids, 0)
     return Selection(ids, count, granularity="token")
 
 
 def _merging(
-    held: LayerCache,
+    kv: LayerCache,
     keep: Selection,
     dropped: Bool[Array, "B K S"],
     query: Float32[Array, "B K H"],
     slot: int,
 ) -> LayerCache:
     """Merges the dropped slots into one, and moves the kept ones."""
-    slots = jnp.arange(held.capacity, dtype=jnp.int32)
-    merged = merged_slot(held, dropped | (slots == slot), query)
+    slots = jnp.arange(kv.capacity, dtype=jnp.int32)
+    merged = merged_slot(kv, dropped | (slots == slot), query)
     # the dropped slots are read before anything moves, or XLA would move a copy
-    held, keep, merged = jax.lax.optimization_barrier((held, keep, merged))
-    return put_slot(compact_pages(held, keep), slot, merged, keep.count < held.lengths)
+    kv, keep, merged = jax.lax.optimization_barrier((kv, keep, merged))
+    return put_slot(compact_pages(kv, keep), slot, merged, keep.count < kv.lengths)
 
 
-def not_waiting(held: LayerCache, missed: UInt8[Array, "B K S"] | None) -> Selection:
+def not_waiting(kv: LayerCache, missed: UInt8[Array, "B K S"] | None) -> Selection:
     """Selects everything but the slots that wait."""
     if missed is None:
-        return everything(held.lengths)
-    there = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None]
-    pages = held.page_size <= MAX_BITS_PAGE
+        return everything(kv.lengths)
+    there = jnp.arange(kv.capacity, dtype=jnp.int32) < kv.lengths[..., None]
+    pages = kv.page_size <= MAX_BITS_PAGE
     return from_token_mask(
         there & (missed == 0),
-        held.num_pages if pages else held.capacity,
-        page_size=held.page_size,
+        kv.num_pages if pages else kv.capacity,
+        page_size=kv.page_size,
         granularity="page" if pages else "token",
     )
 
 
-def _marked(chosen: Selection, held: LayerCache) -> Bool[Array, "B K S"]:
+def _marked(chosen: Selection, kv: LayerCache) -> Bool[Array, "B K S"]:
     """Marks the slots that are listed, and perhaps the newest, which does not compete."""
-    return token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size)
+    return token_mask(chosen, kv.lengths, num_pages=kv.num_pages, page_size=kv.page_size)
 
 
 def _moved(numbers: Array, keep: Selection) -> Array:

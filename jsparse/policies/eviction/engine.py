@@ -59,12 +59,12 @@ def prefill(settings: Settings, state: State, layer: int, view: PrefillView) -> 
     """Keeps the prompt's last queries, and begins to track."""
     if not view.last:
         return state
-    held = view.step.layers[layer]
-    positions = held.lengths[:, 0]
+    kv = view.step.layers[layer]
+    positions = kv.lengths[:, 0]
     entry = jax.tree.map(jnp.zeros_like, state[layer])
     entry = entry._replace(ring=as_ring(view.q_window, positions).astype(entry.ring.dtype))
     if settings.tracking:
-        seen = LayerView(held, competing_in(settings, held), entry.ring, positions, entry.tracked)
+        seen = LayerView(kv, competing_in(settings, kv), entry.ring, positions, entry.tracked)
         entry = entry._replace(tracked=settings.tracking.begin(seen))
     return at_layer(state, layer, entry)
 
@@ -76,23 +76,23 @@ def after_prompt(
     cache = view.cache
     # layer by layer, so that no more than one layer is ever there twice
     for layer, entry in enumerate(state):
-        entry, held = compress_alone(settings, entry, cache.layers[layer], cache.positions)
-        held = cut_pages(held, -(-slots // held.page_size))
+        entry, kv = compress_alone(settings, entry, cache.layers[layer], cache.positions)
+        kv = cut_pages(kv, -(-slots // kv.page_size))
         numbers = entry.tracked, entry.missed
-        tracked, missed = (x if x is None else x[..., : held.capacity] for x in numbers)
+        tracked, missed = (x if x is None else x[..., : kv.capacity] for x in numbers)
         entry = entry._replace(tracked=tracked, missed=missed)
-        state, cache = at_layer(state, layer, entry), replace_layer(cache, layer, held)
+        state, cache = at_layer(state, layer, entry), replace_layer(cache, layer, kv)
     return state, cache
 
 
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
     """Attends to all that is held and does not wait; keep the query for the next compression."""
-    held, entry = view.layers[layer], state[layer]
+    kv, entry = view.layers[layer], state[layer]
     if settings.period:
         row, at = jnp.arange(q.shape[0]), view.positions % settings.window
         ring = entry.ring.at[row, at].set(q.astype(entry.ring.dtype))
         state = at_layer(state, layer, entry._replace(ring=ring))
-    return not_waiting(held, entry.missed), None, state
+    return not_waiting(kv, entry.missed), None, state
 
 
 def update(settings: Settings, state: State, layer: int, stats, view: StepView) -> State:
@@ -109,8 +109,8 @@ def maintain(settings: Settings, state: State, view: StepView) -> tuple[State, K
     """Compresses every layer."""
     cache = view.cache
     for layer, entry in enumerate(state):
-        entry, held = compress(settings, entry, cache.layers[layer], cache.positions)
-        state, cache = at_layer(state, layer, entry), replace_layer(cache, layer, held)
+        entry, kv = compress(settings, entry, cache.layers[layer], cache.positions)
+        state, cache = at_layer(state, layer, entry), replace_layer(cache, layer, kv)
     return state, cache
 
 

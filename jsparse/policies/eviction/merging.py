@@ -25,23 +25,23 @@ class MergedSlot(NamedTuple):
 
 
 def merged_slot(
-    held: LayerCache, slots: Bool[Array, "B K S"], query: Float32[Array, "B K H"]
+    kv: LayerCache, slots: Bool[Array, "B K S"], query: Float32[Array, "B K H"]
 ) -> MergedSlot:
     """Merges the marked slots of each head, of which there must be at least one."""
     # products and sums rather than matrix products, which would round the weights to K's type
-    k, v = (read_heads(pool, held).astype(jnp.float32) for pool in (held.k, held.v))
+    k, v = (read_heads(pool, kv).astype(jnp.float32) for pool in (kv.k, kv.v))
     scale = k.shape[-1] ** -0.5
     logits = scale * jnp.sum(k * query[:, :, None], axis=-1)
-    if held.bias is not None:
-        logits += read_heads(held.bias, held)
+    if kv.bias is not None:
+        logits += read_heads(kv.bias, kv)
     logits = jnp.where(slots, logits, -jnp.inf)
     lse = jax.nn.logsumexp(logits, axis=-1)
     weights = jnp.where(slots, jnp.exp(logits - lse[..., None]), 0.0)
     mean_k, mean_v = (jnp.sum(weights[..., None] * rows, axis=2) for rows in (k, v))
-    mean_k = mean_k.astype(held.k.dtype)
+    mean_k = mean_k.astype(kv.k.dtype)
     # of the key as it is stored, so that its logit at the query is exact
     at_query = scale * jnp.sum(mean_k.astype(jnp.float32) * query, axis=-1)
-    return MergedSlot(mean_k, mean_v.astype(held.v.dtype), lse - at_query)
+    return MergedSlot(mean_k, mean_v.astype(kv.v.dtype), lse - at_query)
 
 
 def put_slot(layer: LayerCache, slot: int, merged: MergedSlot, where: HeadFlags) -> LayerCache:

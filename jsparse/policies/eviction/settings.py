@@ -36,7 +36,7 @@ class LayerView(NamedTuple):
         positions: the number of tokens so far of each row.
     """
 
-    held: LayerCache
+    kv: LayerCache
     competing: Bool[Array, "B K S"]
     ring: Float[Array, "B W N H"]
     positions: Rows

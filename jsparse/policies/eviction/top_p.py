@@ -31,14 +31,14 @@ def in_top_p(view: LayerView, p: float) -> Bool[Array, "B K S"]:
 
     A query's softmax is over all slots up to its own token, sinks and the merged slot included.
     """
-    held, size = view.held, view.ring.shape[1]
-    batch, kv_heads = held.lengths.shape
+    kv, size = view.kv, view.ring.shape[1]
+    batch, kv_heads = kv.lengths.shape
     queries = view.ring.reshape(batch, size, kv_heads, -1, view.ring.shape[-1]).swapaxes(1, 2)
     age = (view.positions[:, None] - 1 - jnp.arange(size, dtype=jnp.int32)) % size  # [B, W]
     asked = jnp.arange(size, dtype=jnp.int32) < view.positions[:, None]
-    reach = jnp.where(asked[:, None], held.lengths[..., None] - age[:, None], 0)  # [B, K, W]
-    keys = read_heads(held.k, held)
-    bias = jnp.zeros(keys.shape[:3]) if held.bias is None else read_heads(held.bias, held)
+    reach = jnp.where(asked[:, None], kv.lengths[..., None] - age[:, None], 0)  # [B, K, W]
+    keys = read_heads(kv.k, kv)
+    bias = jnp.zeros(keys.shape[:3]) if kv.bias is None else read_heads(kv.bias, kv)
 
     def of_head(given: tuple[Array, Array, Array, Array]) -> Bool[Array, "S"]:
         return _union(*given, p=p)
@@ -46,7 +46,7 @@ def in_top_p(view: LayerView, p: float) -> Bool[Array, "B K S"]:
     by_head = jax.tree.map(
         lambda x: x.reshape(batch * kv_heads, *x.shape[2:]), (queries, keys, bias, reach)
     )
-    return jax.lax.map(of_head, by_head).reshape(*held.lengths.shape, -1)
+    return jax.lax.map(of_head, by_head).reshape(*kv.lengths.shape, -1)
 
 
 def _union(

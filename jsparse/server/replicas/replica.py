@@ -12,8 +12,8 @@ from weakref import WeakSet
 import orjson
 
 from jsparse.server.errors import ApiError
-from jsparse.server.replicas.answer import Answer, Lost
 from jsparse.server.replicas.process import About, ReplicaProcess
+from jsparse.server.replicas.response import Lost, ReplicaResponse
 
 POLL_SECONDS = 0.1
 # how often a replica is asked whether its engine works
@@ -23,7 +23,7 @@ PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0
 # how long it may take to answer that, and how often in a row it may take longer, without requests
 SILENT_SECONDS, MAX_SILENT = 10.0, 3
 # how long a process may take to its first answer: it imports jax before it listens
-BEGIN_SECONDS = 120.0
+START_SECONDS = 120.0
 # in an answer, or in the first event of one, that could not be begun
 FAILED = b'"code":"engine_error"'
 log = logging.getLogger("jsparse.server")
@@ -41,7 +41,7 @@ class Replica:
         self._start = start
         self._process: ReplicaProcess | None = None
         self._path: Path | None = None
-        self._answers = WeakSet[Answer]()
+        self._answers = WeakSet[ReplicaResponse]()
 
     async def watch(self, forget: Callable[[], None]) -> None:
         """Keeps the process running; `forget` is called before it begins anew.
@@ -99,7 +99,7 @@ class Replica:
                     reason = await self._unhealthy()
                 except (TimeoutError, Lost):
                     silent, self.ready = silent + 1, False
-                    slow = time.monotonic() - began > BEGIN_SECONDS
+                    slow = time.monotonic() - began > START_SECONDS
                     if silent >= MAX_SILENT and (heard or slow):
                         return f"replica {self.nth} does not answer"
                 except ApiError as error:  # no word about the replica
@@ -116,7 +116,7 @@ class Replica:
         if self._process is not None:
             self._process.end()
 
-    async def ask(self, method: str, path: str, body: bytes | None = None) -> Answer:
+    async def ask(self, method: str, path: str, body: bytes | None = None) -> ReplicaResponse:
         """Sends a request; returns the answer, which has begun to come and is to be closed.
 
         Raises:
@@ -150,12 +150,12 @@ class Replica:
                 text = b"".join([piece async for piece in answer.pieces()])
                 return None if answer.status == 200 else text.decode()
 
-    async def _sent(self, method: str, path: str, body: bytes | None = None) -> Answer:
+    async def _sent(self, method: str, path: str, body: bytes | None = None) -> ReplicaResponse:
         """Sends a request; returns its answer, which is to be closed."""
         if self._path is None:
             raise Lost("it is not running")
         here = self._path
-        answer = await Answer.to(here, method, path, body)
+        answer = await ReplicaResponse.to(here, method, path, body)
         if self._path is not here:  # it was lost meanwhile, and its answers were closed
             answer.close()
             raise Lost("it is not running")

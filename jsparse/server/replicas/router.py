@@ -13,10 +13,10 @@ from jsparse.server.errors import ApiError, json_response
 from jsparse.server.front import PARSED_AT_ONCE, Front, Options, max_body_bytes
 from jsparse.server.live import INTERVAL
 from jsparse.server.replicas import totals
-from jsparse.server.replicas.answer import Lost
 from jsparse.server.replicas.balance import Balance, Work, work_of
 from jsparse.server.replicas.pictures import Pictures
 from jsparse.server.replicas.replica import SILENT_SECONDS, Replica
+from jsparse.server.replicas.response import Lost
 from jsparse.server.sse import EventStream, event, unless_gone
 
 # how often a request is sent: one that ends the engine must not end all of them

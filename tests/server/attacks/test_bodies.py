@@ -50,12 +50,12 @@ def test_slow_bodies_keep_nobody_out(url, service):
 
 def test_large_bodies_that_never_end_keep_small_ones_out_never(url, service, monkeypatch):
     monkeypatch.setattr(front, "MIN_BODY", 2**17)
-    monkeypatch.setattr(front, "LARGE_BODIES_HELD", 2**17)
+    monkeypatch.setattr(front, "MAX_LARGE_BODIES", 2**17)
     maximum = 10**5
     begun = post(COMPLETIONS, b" " * maximum, length=maximum + 10)
     with crowd(url, 2) as peers:
         peers[0].sendall(begun)
-        assert soon(lambda: service.held == maximum)
+        assert soon(lambda: service.buffered == maximum)
         peers[1].sendall(begun)
         assert answer(peers[1])[0] == 429
         assert is_answered(url)

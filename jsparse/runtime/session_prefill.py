@@ -16,15 +16,17 @@ from jsparse.models.transformer import to_logits
 from jsparse.runtime import chunk_attention, prefill
 from jsparse.runtime.admission import Deployment
 from jsparse.runtime.compilation import program
-from jsparse.runtime.owners import row_arrays, with_row_arrays
 from jsparse.runtime.prefill import OnChunk, PrefillCarry
-from jsparse.runtime.spread_programs import SAME, by_rank
+from jsparse.runtime.spread_programs import REPLICATED, by_rank
+from jsparse.runtime.state_axes import row_arrays, with_row_arrays
 from jsparse.shapes import Rows
 
 # the tokens of each row; rows may have different numbers of them
 TokenRows = Sequence[Sequence[int] | np.ndarray]
 
-first_logits = program(to_logits, static_argnames=("decoder",), own=("weights", "hidden"), out=SAME)
+first_logits = program(
+    to_logits, static_argnames=("decoder",), sharded=("weights", "hidden"), out=REPLICATED
+)
 
 
 class PrefillResult(NamedTuple):
@@ -51,7 +53,7 @@ class Prompts(NamedTuple):
     lengths: np.ndarray
 
 
-class Reading:
+class SessionPrefill:
     """Reads all rows of one cache side by side, densely.
 
     Attributes:
@@ -62,7 +64,7 @@ class Reading:
         """Prepares to read."""
         self._deployment, self.resumable = deployment, resumable
 
-    def checked(self, rows: TokenRows, start: np.ndarray) -> Prompts:
+    def padded(self, rows: TokenRows, start: np.ndarray) -> Prompts:
         """Returns prompts that follow the first `start[b]` tokens of each row.
 
         Raises:
@@ -84,7 +86,7 @@ class Reading:
             tokens[b, : len(ids)] = ids
         return Prompts(tokens, lengths)
 
-    def read(
+    def run(
         self,
         prompts: Prompts,
         before: tuple[PrefillResult, PromptEnd] | None,
@@ -99,7 +101,7 @@ class Reading:
         params, policy, spec, store, *_ = self._deployment
         decoder, weights = params.decoder, params.weights
         carry = store.committed(self._begin() if before is None else self._resume(*before, start))
-        carry = prefill.read_prompts(
+        carry = prefill.prefill_prompts(
             decoder,
             policy,
             weights,
@@ -107,15 +109,15 @@ class Reading:
             prompts.lengths,
             carry,
             chunk=chunk_attention.chunk_tokens(spec),
-            beside=ReadOnly(self._deployment.constants(report)),
+            read_only=ReadOnly(self._deployment.constants(report)),
             store=store,
             report=report,
             mesh=params.mesh,
         )
         end = None
         if self.resumable:
-            own = [jnp.copy(x) for x in row_arrays(policy, spec, carry.state)]
-            end = PromptEnd(start + prompts.lengths, carry.last_hidden, carry.windows, own)
+            arrays = [jnp.copy(x) for x in row_arrays(policy, spec, carry.state)]
+            end = PromptEnd(start + prompts.lengths, carry.last_hidden, carry.windows, arrays)
         logits = first_logits.on(params.mesh)(decoder, weights, carry.last_hidden)
         return PrefillResult(logits, carry.cache, carry.state), end
 
@@ -123,16 +125,16 @@ class Reading:
         """Returns the carry of the first prompts."""
         params, policy, spec, store, *_ = self._deployment
         empty = store.begin(chunk_attention.chunk_tokens(spec))
-        own, static = ("cache", "state"), ("decoder", "policy")
-        start = by_rank(prefill.start, params.mesh, own=own, static=static)
+        sharded, static = ("cache", "state"), ("decoder", "policy")
+        start = by_rank(prefill.start, params.mesh, sharded=sharded, static=static)
         return start(params.decoder, policy, *empty)
 
-    def _resume(self, held: PrefillResult, end: PromptEnd, start: np.ndarray) -> PrefillCarry:
+    def _resume(self, prefilled: PrefillResult, end: PromptEnd, start: np.ndarray) -> PrefillCarry:
         """Returns the carry of a further turn: rows are cut back to their first `start` tokens."""
         params, policy, spec, store, *_ = self._deployment
-        cut = by_rank(cut_back, params.mesh, own=("cache",), donated=("cache",))
-        cache = store.after_cut(cut(held.cache, jnp.asarray(start)))
-        state = held.state
+        cut = by_rank(cut_back, params.mesh, sharded=("cache",), donated=("cache",))
+        cache = store.after_cut(cut(prefilled.cache, jnp.asarray(start)))
+        state = prefilled.state
         if (start == end.positions).all():
             state = with_row_arrays(policy, spec, state, end.rows)
         return PrefillCarry(cache, state, end.last_hidden, end.windows)

@@ -10,21 +10,21 @@ from jaxtyping import Array, Int32
 
 from jsparse.cache import ReadOnly
 from jsparse.engine.packing import CHOICES, Packed, pack_for
-from jsparse.engine.program_record import NewAnswer, engine_program
+from jsparse.engine.program_record import NewRequest, engine_program
 from jsparse.engine.setup import EngineSpec
-from jsparse.engine.sizes import MAX_READING, EngineSizes, SamplingMode
-from jsparse.engine.slots import ReadRows, Slots, neutral, no_knobs
+from jsparse.engine.sizes import MAX_PREFILLS, EngineSizes, SamplingMode
+from jsparse.engine.slots import PrefillRows, Slots, neutral, no_knobs
 from jsparse.host_memory.pages import Leaving
 from jsparse.models.transformer import Weights, to_logits
 from jsparse.policy import Policy
 from jsparse.runtime.compilation import inlined, note_trace
-from jsparse.runtime.owners import keep_inactive, row_arrays, with_row_arrays
 from jsparse.runtime.prefill import PrefillCarry, prefill_chunk, replay_chunk
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.rows import Batch, first_tokens, no_recent
 from jsparse.runtime.sampling import RowSampling, row_sampling
 from jsparse.runtime.shared_pages import scratch_group
-from jsparse.runtime.spread_programs import OWN, SAME
+from jsparse.runtime.spread_programs import REPLICATED, SHARDED
+from jsparse.runtime.state_axes import keep_inactive, row_arrays, with_row_arrays
 from jsparse.shapes import Rows
 
 
@@ -32,13 +32,13 @@ def _start_key(*_: Any) -> list[ProgramKey]:
     return [start.key()]
 
 
-@engine_program(of_nobody=lambda spec, size: (), of_engine=_start_key, donates=False)
+@engine_program(placeholders=lambda spec, size: (), keys_of_engine=_start_key, donates=False)
 def start(spec: EngineSpec) -> Slots:
     """Returns empty slots."""
     policy, decoder, rows = spec.policy, spec.decoder, spec.cache.batch
     config, zeros = decoder.config, jnp.zeros(rows, jnp.int32)
     options = row_sampling([neutral()], spec.decoder.config.vocab_size)
-    cache, state, reading = spec.memory.empty()
+    cache, state, prefill_state = spec.memory.empty()
     batch = Batch(
         tokens=zeros,
         cache=cache,
@@ -49,34 +49,34 @@ def start(spec: EngineSpec) -> Slots:
         knobs=no_knobs(spec.knobs, rows),
     )
     window = jnp.zeros(
-        (MAX_READING, policy.window, config.num_heads, config.head_dim), decoder.dtype
+        (MAX_PREFILLS, policy.window, config.num_heads, config.head_dim), decoder.dtype
     )
     return Slots(
         batch,
         jnp.zeros((rows, config.hidden_size), decoder.dtype),
         tuple(window for _ in range(config.num_layers if policy.window else 0)),
-        reading,
+        prefill_state,
     )
 
 
-def no_chunks(spec: EngineSpec, size: tuple[int, ...]) -> tuple[np.ndarray, ReadRows]:
+def no_chunks(spec: EngineSpec, size: tuple[int, ...]) -> tuple[np.ndarray, PrefillRows]:
     """Returns the tokens and the rows of a program that reads (prompts, tokens), of no prompt."""
     rows, cache = size[0], spec.cache
     columns: dict[str, Any] = {
         "slots": np.full(rows, spec.sizes.num_slots, np.int32),
-        "places": np.full(rows, MAX_READING, np.int32),
+        "places": np.full(rows, MAX_PREFILLS, np.int32),
         "fresh": np.zeros(rows, np.bool_),
         "start": np.zeros(rows, np.int32),
         "valid": np.zeros(rows, np.int32),
         "groups": np.full((rows, cache.num_pages), scratch_group(cache), np.int32),
     }
-    return np.zeros(size, np.int32), ReadRows(**columns)
+    return np.zeros(size, np.int32), PrefillRows(**columns)
 
 
-def _read_keys(sizes: EngineSizes, *_: Any) -> list[ProgramKey]:
+def _prefill_keys(sizes: EngineSizes, *_: Any) -> list[ProgramKey]:
     full = sizes.full_sizes
     return [
-        read.key(rows, size, last=last)
+        prefill.key(rows, size, last=last)
         for rows in sizes.prefill_rows
         for size in {*full, *sizes.tails}
         if rows == 1 or size <= sizes.packed_tokens
@@ -84,27 +84,27 @@ def _read_keys(sizes: EngineSizes, *_: Any) -> list[ProgramKey]:
     ]
 
 
-def _chunk_keys(sizes: EngineSizes, answer: NewAnswer) -> list[ProgramKey]:
-    chunks = sizes.chunks(answer.start, answer.end)
-    return [read.key(1, size, last=last) for size, last in chunks]
+def _chunk_keys(sizes: EngineSizes, request: NewRequest) -> list[ProgramKey]:
+    chunks = sizes.chunks(request.start, request.end)
+    return [prefill.key(1, size, last=last) for size, last in chunks]
 
 
 @engine_program(
     "last",
-    of_nobody=no_chunks,
-    of_engine=_read_keys,
-    of_answer=_chunk_keys,
-    out=(OWN, SAME, SAME),
+    placeholders=no_chunks,
+    keys_of_engine=_prefill_keys,
+    keys_of_request=_chunk_keys,
+    out=(SHARDED, REPLICATED, REPLICATED),
 )
-def read(
+def prefill(
     spec: EngineSpec,
     slots: Slots,
     tokens: Int32[Array, "R T"],
-    asked: ReadRows,
+    asked: PrefillRows,
     *,
     last: bool,
     weights: Weights,
-    beside: ReadOnly,
+    read_only: ReadOnly,
 ) -> tuple[Slots, Rows, tuple[Leaving, ...]]:
     """Reads a chunk of each of some prompts; also returns where their next chunks begin.
 
@@ -119,7 +119,7 @@ def read(
         tokens,
         valid=asked.valid,
         carry=carry_of(spec, slots, asked, asked.start, size),
-        beside=beside,
+        read_only=read_only,
         last=last,
     )
     leaving = spec.memory.leaving(carry.cache, asked.start, size)
@@ -130,25 +130,27 @@ def _replay_keys(sizes: EngineSizes, policy: Policy, *_: Any) -> list[ProgramKey
     return [replay.key(1, size) for size in sizes.full_sizes if policy.shares == "keys"]
 
 
-@engine_program(of_nobody=no_chunks, of_engine=_replay_keys, out=(OWN, SAME, SAME))
+@engine_program(
+    placeholders=no_chunks, keys_of_engine=_replay_keys, out=(SHARDED, REPLICATED, REPLICATED)
+)
 def replay(
     spec: EngineSpec,
     slots: Slots,
     tokens: Int32[Array, "R T"],
-    asked: ReadRows,
+    asked: PrefillRows,
     *,
-    beside: ReadOnly,
+    read_only: ReadOnly,
 ) -> tuple[Slots, Rows, tuple[Leaving, ...]]:
-    """Shows the policy chunks whose K and V other requests have computed; as `read`."""
+    """Shows the policy chunks whose K and V other requests have computed; as `prefill`."""
     note_trace()
     carry = carry_of(spec, slots, asked, asked.start + asked.valid, tokens.shape[1])
-    carry = carry._replace(cache=spec.memory.with_newest(carry.cache, beside))
-    carry = replay_chunk(spec.decoder, spec.policy, tokens, asked.valid, carry, beside)
+    carry = carry._replace(cache=spec.memory.with_newest(carry.cache, read_only))
+    carry = replay_chunk(spec.decoder, spec.policy, tokens, asked.valid, carry, read_only)
     return *_after(spec, slots, asked, carry), ()
 
 
 def carry_of(
-    spec: EngineSpec, slots: Slots, asked: ReadRows, lengths: Rows, size: int
+    spec: EngineSpec, slots: Slots, asked: PrefillRows, lengths: Rows, size: int
 ) -> PrefillCarry:
     """Returns prompts that hold `lengths` tokens, at most `size` new, as a batch of their own.
 
@@ -171,17 +173,17 @@ def carry_of(
 
 
 def _after(
-    spec: EngineSpec, slots: Slots, asked: ReadRows, carry: PrefillCarry
+    spec: EngineSpec, slots: Slots, asked: PrefillRows, carry: PrefillCarry
 ) -> tuple[Slots, Rows]:
     """Returns the slots after a chunk of these prompts, and the prompts' positions."""
     end = asked.start + asked.valid
-    rows, reading = spec.memory.after_reading(slots, asked, end, carry)
+    rows, prefill_state = spec.memory.after_prefill(slots, asked, end, carry)
     windows = (
         each.at[asked.places].set(new)
         for each, new in zip(slots.windows, carry.windows, strict=True)
     )
     hidden = slots.hidden.at[asked.slots].set(carry.last_hidden)
-    return Slots(rows, hidden, tuple(windows), reading), end
+    return Slots(rows, hidden, tuple(windows), prefill_state), end
 
 
 def _no_firsts(spec: EngineSpec, size: tuple[int, ...]) -> tuple[Any, ...]:
@@ -194,12 +196,16 @@ def _join_keys(sizes: EngineSizes, _: Policy, choices: Sequence[SamplingMode]) -
     return [join.key(rows, choice=choice) for choice in choices for rows in sizes.prefill_rows]
 
 
-def _join_key(_: EngineSizes, answer: NewAnswer) -> list[ProgramKey]:
-    return [join.key(1, choice=answer.choice)]
+def _join_key(_: EngineSizes, request: NewRequest) -> list[ProgramKey]:
+    return [join.key(1, choice=request.choice)]
 
 
 @engine_program(
-    "choice", of_nobody=_no_firsts, of_engine=_join_keys, of_answer=_join_key, out=(OWN, SAME)
+    "choice",
+    placeholders=_no_firsts,
+    keys_of_engine=_join_keys,
+    keys_of_request=_join_key,
+    out=(SHARDED, REPLICATED),
 )
 def join(
     spec: EngineSpec,

@@ -9,13 +9,13 @@ from jsparse import cache as kv_cache
 from jsparse.builder import dense
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.policy import Policy
-from jsparse.runtime.owners import (
-    Owner,
+from jsparse.runtime.state_axes import (
+    StateAxis,
     clear_rows,
     keep_inactive,
-    owners,
     put_rows,
     row_arrays,
+    state_axes,
     take_rows,
     with_row_arrays,
 )
@@ -32,17 +32,17 @@ def test_every_array_has_an_owner_whose_axis_it_has():
     sizes = {"row": SPEC.batch, "page": SPEC.pages}
     for policy in map(as_policy, [*METHODS, *TOYS]):
         state = jax.eval_shape(lambda policy=policy: policy.init(SPEC))
-        for leaf, owner in zip(jax.tree.leaves(state), owners(policy, SPEC), strict=True):
-            assert leaf.shape[owner.axis] == sizes[owner.kind], policy
+        for leaf, at in zip(jax.tree.leaves(state), state_axes(policy, SPEC), strict=True):
+            assert leaf.shape[at.axis] == sizes[at.kind], policy
 
 
 def test_owners_are_what_one_would_say():
     quest, lychee = parse("quest(budget=16)"), parse("lychee_decode(((1, 1), (0, 1)), value=16)")
-    assert set(owners(quest, SPEC)) == {Owner("page", 0)}
-    assert set(owners(lychee, SPEC)) == {Owner("row", 0)}
-    labels = owners(parse("double_sparsity(budget=8)"), SPEC)
-    assert labels[:4] == (Owner("row", 0), *[Owner("page", 0)] * 3)
-    assert owners(dense(), SPEC) == ()
+    assert set(state_axes(quest, SPEC)) == {StateAxis("page", 0)}
+    assert set(state_axes(lychee, SPEC)) == {StateAxis("row", 0)}
+    labels = state_axes(parse("double_sparsity(budget=8)"), SPEC)
+    assert labels[:4] == (StateAxis("row", 0), *[StateAxis("page", 0)] * 3)
+    assert state_axes(dense(), SPEC) == ()
 
 
 def with_init(init) -> Policy:
@@ -61,7 +61,7 @@ def test_an_array_without_one_owner_is_refused_by_name():
         policy = with_init(lambda spec, shape=shape: {"steps": jnp.zeros(shape(spec))})
         said = r"policy=mine: state\['steps'\] is .* must have one axis"
         with pytest.raises(ValueError, match=said):
-            owners(policy, SPEC)
+            state_axes(policy, SPEC)
 
 
 def numbered(policy: Policy, seed: int):
@@ -89,9 +89,9 @@ taken, put, cleared_of = (
 def of_rows(policy, cache, state, rows):
     """What rows own, as numpy arrays."""
     arrays = [
-        np.take(np.asarray(leaf), rows, axis=owner.axis)
-        for leaf, owner in zip(jax.tree.leaves(state), owners(policy, SPEC), strict=True)
-        if owner.kind == "row"
+        np.take(np.asarray(leaf), rows, axis=at.axis)
+        for leaf, at in zip(jax.tree.leaves(state), state_axes(policy, SPEC), strict=True)
+        if at.kind == "row"
     ]
     held = [x for layer in cache.layers for x in (layer.lengths, layer.block_table)]
     return arrays + [np.asarray(x)[rows] for x in (*held, cache.positions, cache.overflow)]
@@ -101,8 +101,8 @@ def of_pages(policy, cache, state):
     """What pages own, as numpy arrays."""
     arrays = [
         leaf
-        for leaf, owner in zip(jax.tree.leaves(state), owners(policy, SPEC), strict=True)
-        if owner.kind == "page"
+        for leaf, at in zip(jax.tree.leaves(state), state_axes(policy, SPEC), strict=True)
+        if at.kind == "page"
     ]
     pools = [x for layer in cache.layers for x in (layer.k, layer.v, layer.bias)]
     return [np.asarray(x) for x in (*arrays, *pools) if x is not None]

@@ -8,12 +8,12 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jsparse.runtime import capacity
-from jsparse.runtime.collecting import AnswerBuilder
+from jsparse.runtime.collecting import OutputBuilder
 from jsparse.runtime.compilation import clock, keep_compilations, waited
 from jsparse.runtime.host_reader import (
-    AnswerRow,
     Generation,
     OnChunk,
+    OutputRow,
     Reader,
     Streamer,
     TokenStreamer,
@@ -51,7 +51,7 @@ def run(
         )
         begins = [0] * len(asked) if start is None else start
         read = [request.ids[at:] for request, at in zip(asked, begins, strict=True)]
-        session.read(read, report, start=start)
+        session.prefill(read, report, start=start)
         return answers(session, asked, streamers, report, began, waits)
 
 
@@ -73,7 +73,7 @@ def answers(
     tokenizer = session.deployment.params.tokenizer
     turns = [()] * len(asked) if questions is None else questions
     rows = [
-        AnswerRow(AnswerBuilder(request, 0, tokenizer, turn=turn), emit, len(turn))
+        OutputRow(OutputBuilder(request, 0, tokenizer, turn=turn), emit, len(turn))
         for request, emit, turn in zip(asked, streamers, turns, strict=True)
     ]
     reader = Reader(rows, report, clock)

@@ -27,7 +27,7 @@ class Lost(EngineError):
     """Signals that a replica has ended, or that its engine has failed."""
 
 
-class Answer(asyncio.Protocol):
+class ReplicaResponse(asyncio.Protocol):
     """A replica's answer while it comes, and its connection; header names are lower-case."""
 
     def __init__(self, request: bytes) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from jsparse.server.replicas import answer
-from jsparse.server.replicas.answer import Answer, Lost
+from jsparse.server.replicas import response
+from jsparse.server.replicas.response import Lost, ReplicaResponse
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
@@ -47,7 +47,7 @@ async def asked(*writes, method="GET", target="/", body=None):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "replica")
         async with await asyncio.start_unix_server(answers, path):
-            with closing(await Answer.to(path, method, target, body)) as it:
+            with closing(await ReplicaResponse.to(path, method, target, body)) as it:
                 yield it, requests
 
 
@@ -102,7 +102,7 @@ def test_a_piece_does_not_wait_for_the_next(run):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "replica")
             async with await asyncio.start_unix_server(answers, path):
-                with closing(await Answer.to(path, "GET", "/")) as it:
+                with closing(await ReplicaResponse.to(path, "GET", "/")) as it:
                     pieces = it.pieces()
                     assert await anext(pieces) == b"one"
                     go.set()
@@ -118,7 +118,7 @@ def test_a_replica_waits_for_who_does_not_read(run):
             while it._transport.is_reading() and not it._whole:
                 await asyncio.sleep(0)
             # one read more than the bound at most
-            assert answer.MAX_BYTES < it._size < len(data)
+            assert response.MAX_BYTES < it._size < len(data)
             assert b"".join(await read(it)) == data * 16
 
     run(work())
@@ -133,7 +133,7 @@ def test_who_does_not_begin_is_lost(run, tmp_path):
     for writes in ([b""], [HEAD], [b"nonsense\r\n\r\n"]):
         run(work(*writes))
     with pytest.raises(Lost):
-        run(Answer.to(tmp_path / "nobody", "GET", "/"))
+        run(ReplicaResponse.to(tmp_path / "nobody", "GET", "/"))
 
 
 def test_who_does_not_end_is_lost_behind_what_has_come(run):
@@ -141,13 +141,13 @@ def test_who_does_not_end_is_lost_behind_what_has_come(run):
         async with asked(HEAD + chunk(b"whole"), end) as (it, _):
             come = []
 
-            async def read_on():
+            async def next_prefill():
                 async for piece in it.pieces():
                     come.append(piece)
 
             assert (await it.begun()).startswith(b"whole")
             with pytest.raises(Lost):
-                await read_on()
+                await next_prefill()
             assert b"".join(come) == b"whole" + rest
 
     for end, rest in ((b"", b""), (b"9\r\nhalf", b"half"), (b"nonsense", b"")):

@@ -25,7 +25,7 @@ from jsparse.runtime.shared_pages import SharedPages
 _BATCHES, _POOLS = (2, 3), (53, 59)
 
 
-class Owner(NamedTuple):
+class StateAxis(NamedTuple):
     """Names the owner of an array, rows or pages, and their axis."""
 
     kind: str
@@ -33,7 +33,7 @@ class Owner(NamedTuple):
 
 
 @functools.cache
-def owners(policy: Policy, spec: CacheSpec) -> tuple[Owner, ...]:
+def state_axes(policy: Policy, spec: CacheSpec) -> tuple[StateAxis, ...]:
     """Returns the owner of each array of the policy's state, in the order of its leaves.
 
     Raises:
@@ -54,22 +54,22 @@ def owners(policy: Policy, spec: CacheSpec) -> tuple[Owner, ...]:
         )
     )
     return tuple(
-        _owner(policy, jax.tree_util.keystr(path), leaf.shape, by_row.shape, by_page.shape)
+        _state_axis(policy, jax.tree_util.keystr(path), leaf.shape, by_row.shape, by_page.shape)
         for (path, leaf), (_, by_row), (_, by_page) in zip(
             first, more_rows, more_pages, strict=True
         )
     )
 
 
-def _owner(
+def _state_axis(
     policy: Policy,
     name: str,
     shape: tuple[int, ...],
     by_row: tuple[int, ...],
     by_page: tuple[int, ...],
-) -> Owner:
+) -> StateAxis:
     found = [
-        Owner(kind, axis)
+        StateAxis(kind, axis)
         for kind, sizes, other in (("row", _BATCHES, by_row), ("page", _POOLS, by_page))
         for axis in range(len(shape))
         if (shape[axis], other[axis]) == sizes
@@ -105,7 +105,7 @@ def take_state(
 
     It is over the same pages, or has a copy of those that are named and no others.
     """
-    return _map_owned(
+    return _map_by_axis(
         policy,
         spec,
         lambda axis, leaf: jnp.take(leaf, rows, axis=axis, mode="clip"),
@@ -141,7 +141,7 @@ def put_state(
     pages: Int32[Array, "m"] | None = None,
 ) -> State:
     """Returns the state with that of a part, as `take_state` took it, in these rows and pages."""
-    return _map_owned(
+    return _map_by_axis(
         policy,
         spec,
         lambda axis, leaf, new: _put(leaf, new, rows, axis),
@@ -155,8 +155,8 @@ def take_pages(
     policy: Policy, spec: CacheSpec, state: State, pages: Int32[Array, "n"]
 ) -> list[Array]:
     """Returns these pages of the arrays of the state that pages own."""
-    found = zip(jax.tree.leaves(state), owners(policy, spec), strict=True)
-    return [jnp.take(leaf, pages, owner.axis) for leaf, owner in found if owner.kind == "page"]
+    found = zip(jax.tree.leaves(state), state_axes(policy, spec), strict=True)
+    return [jnp.take(leaf, pages, at.axis) for leaf, at in found if at.kind == "page"]
 
 
 def put_pages(
@@ -164,9 +164,9 @@ def put_pages(
 ) -> State:
     """Returns the state with what `take_pages` took in these pages."""
     rest, leaves = iter(taken), []
-    for leaf, owner in zip(jax.tree.leaves(state), owners(policy, spec), strict=True):
-        if owner.kind == "page":
-            leaf = _put(leaf, next(rest), pages, owner.axis)
+    for leaf, at in zip(jax.tree.leaves(state), state_axes(policy, spec), strict=True):
+        if at.kind == "page":
+            leaf = _put(leaf, next(rest), pages, at.axis)
         leaves.append(leaf)
     return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
@@ -182,7 +182,7 @@ def clear_rows(
     Raises:
         ValueError: the cache has no block table.
     """
-    state = _map_owned(
+    state = _map_by_axis(
         policy,
         spec,
         lambda axis, leaf, fresh: _put(leaf, jnp.take(fresh, rows, axis=axis), rows, axis),
@@ -205,22 +205,22 @@ def keep_inactive(
             jnp.expand_dims(active, [i for i in range(after.ndim) if i != axis]), after, before
         )
 
-    return _map_owned(policy, spec, chosen, lambda axis, after, before: after, new, old)
+    return _map_by_axis(policy, spec, chosen, lambda axis, after, before: after, new, old)
 
 
 def row_arrays(policy: Policy, spec: CacheSpec, state: State) -> list[Array]:
     """Returns the arrays of the state that rows own."""
-    found = zip(jax.tree.leaves(state), owners(policy, spec), strict=True)
-    return [leaf for leaf, owner in found if owner.kind == "row"]
+    found = zip(jax.tree.leaves(state), state_axes(policy, spec), strict=True)
+    return [leaf for leaf, at in found if at.kind == "row"]
 
 
 def with_row_arrays(policy: Policy, spec: CacheSpec, state: State, arrays: list[Array]) -> State:
     """Returns the state with the arrays that `row_arrays` returned."""
     rest = iter(arrays)
-    return _map_owned(policy, spec, lambda axis, leaf: next(rest), lambda axis, leaf: leaf, state)
+    return _map_by_axis(policy, spec, lambda axis, leaf: next(rest), lambda axis, leaf: leaf, state)
 
 
-def _map_owned(
+def _map_by_axis(
     policy: Policy,
     spec: CacheSpec,
     of_rows: Callable[..., Array],
@@ -231,8 +231,8 @@ def _map_owned(
     leaves, tree = jax.tree.flatten(states[0])
     columns = zip(leaves, *map(jax.tree.leaves, states[1:]), strict=True)
     made = [
-        (of_rows if owner.kind == "row" else of_pages)(owner.axis, *column)
-        for column, owner in zip(columns, owners(policy, spec), strict=True)
+        (of_rows if at.kind == "row" else of_pages)(at.axis, *column)
+        for column, at in zip(columns, state_axes(policy, spec), strict=True)
     ]
     return jax.tree.unflatten(tree, made)
 
