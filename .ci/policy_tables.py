@@ -31,7 +31,7 @@ def uses(policies: Policies) -> str:
     rows = (
         (
             re.sub(r"\w+\(.*?\)", r"`\g<0>`", policy.calls or f"{policy.build.__name__}()"),
-            policy.gist or policy.attends,
+            policy.attends,
             policy.when,
         )
         for policy in policies
@@ -45,12 +45,11 @@ def arguments(policies: Policies) -> str:
     rows = (
         (
             f"`{policy.build.__name__}({', '.join(inspect.signature(policy.build).parameters)})`",
-            policy.attends,
             ", ".join(paper(policy)),
         )
         for policy in policies
     )
-    return table(("policy", "attends to", "paper"), *rows)
+    return table(("policy", "paper"), *rows)
 
 
 def paper(policy: Method) -> Iterator[str]:

@@ -44,10 +44,6 @@ REGISTRY: tuple[Method, ...] = (
     Method(
         auto,
         attends=(
-            "everything, or the selection of the policy that was measured to be fastest on this "
-            "device"
-        ),
-        gist=(
             "the selection of the policy that `jsparse recommend` found; without a measurement, "
             "Twilight's for large batches on an H100 or H200, else everything"
         ),
@@ -55,9 +51,9 @@ REGISTRY: tuple[Method, ...] = (
     ),
     Method(
         streaming,
-        attends="the first and the newest tokens",
         paper="StreamingLLM",
         calls="streaming(sink, recent)",
+        attends="the first and the newest tokens",
         when=(
             "if only the recent text matters; it scores nothing, and finds nothing outside its "
             "window"
@@ -65,13 +61,9 @@ REGISTRY: tuple[Method, ...] = (
     ),
     Method(
         quest,
-        attends=(
-            "the pages that rank highest by the least and greatest keys of each channel; these "
-            "bounds have K's type or 8 bits"
-        ),
         paper="Quest",
         calls="quest(budget), quest_chunks(budget)",
-        gist=(
+        attends=(
             "the pages, or chunks of text, that rank highest by the least and greatest keys of "
             "each channel"
         ),
@@ -82,49 +74,36 @@ REGISTRY: tuple[Method, ...] = (
     ),
     Method(
         quest_chunks,
-        attends=(
-            "the newest tokens, and the chunks of text that rank highest by the least and greatest "
-            "keys of each channel"
-        ),
         paper="Quest over chunks, LycheeCluster section 3.1",
     ),
     Method(
         double_sparsity,
+        paper="Double Sparsity",
+        calls="double_sparsity(budget)",
         attends=(
             "the tokens or pages that score highest on a few heavy channels of K, stored in 4 bits"
         ),
-        paper="Double Sparsity",
-        calls="double_sparsity(budget)",
-        gist="the tokens or pages that score highest on a few heavy channels of K",
         when="with a small budget; slower per step than `quest`, but better once calibrated",
     ),
     Method(
         tidal,
-        attends=(
-            "in later layers, the tokens with the highest weights in two selection layers, shared "
-            "by all heads or per head"
-        ),
         paper="TidalDecode",
         calls="tidal(budget)",
-        gist="the tokens with the highest weights in two selection layers, in all later layers",
+        attends="the tokens with the highest weights in two selection layers, in all later layers",
         when="to select tokens only twice per step; set the two selection layers for your model",
     ),
     Method(
         lychee_decode,
-        attends=(
-            "everything in retrieval heads; in other heads, the picks that the retrieval head of "
-            "the same index made in an earlier layer"
-        ),
         paper="LycheeDecode",
         calls="lychee_decode(gates, value)",
-        gist="everything in a few retrieval heads; the other heads reuse their picks",
+        attends="everything in a few retrieval heads; the other heads reuse their picks",
         when="for long contexts, once you have trained gates for your model",
     ),
     Method(
         duo_attention,
-        attends="everything in retrieval heads; the first and the newest tokens in the others",
         paper="DuoAttention",
         calls="duo_attention(gates)",
+        attends="everything in retrieval heads; the first and the newest tokens in the others",
         when=(
             "with the same gates, if sparse heads should select and share nothing; these forget "
             "the middle of the text"
@@ -132,13 +111,12 @@ REGISTRY: tuple[Method, ...] = (
     ),
     Method(
         lfps,
+        paper="LFPS",
+        calls="lfps(budget)",
         attends=(
             "a share `budget` of the tokens, at positions and distances that earlier steps "
             "attended to"
         ),
-        paper="LFPS",
-        calls="lfps(budget)",
-        gist="the tokens at positions and distances that earlier steps attended to",
         when=(
             "with K and V in slow memory, as selecting reads no keys; misses tokens that no "
             "earlier step attended to, as for a later question"
@@ -146,13 +124,9 @@ REGISTRY: tuple[Method, ...] = (
     ),
     Method(
         lychee_cluster,
-        attends=(
-            "sinks, the newest tokens, and the chunks of text in the clusters whose centroids "
-            "align best with the query"
-        ),
         paper="LycheeCluster",
         calls="lychee_cluster(budget), cluster_kv(budget), arkvale(budget)",
-        gist=(
+        attends=(
             "chunks of text (`lychee_cluster`) or tokens (`cluster_kv`) ranked by centroids of "
             "their keys; pages ranked by cuboids around their keys (`arkvale`)"
         ),
@@ -163,30 +137,22 @@ REGISTRY: tuple[Method, ...] = (
     ),
     Method(
         cluster_kv,
-        attends=(
-            "sinks, the newest tokens, and the tokens in the clusters whose centroids align best "
-            "with the query"
-        ),
         paper="ClusterKV",
     ),
     Method(
         arkvale,
-        attends="the pages with the highest logits that a cuboid around their keys allows",
         paper="ArkVale, NeurIPS 2024",
     ),
-    Method(
-        all_pages,
-        attends="every page, as a list, for `twilight(all_pages())` to prune",
-    ),
+    Method(all_pages),
     Method(
         hard_kv,
-        attends=(
-            "the tokens left after eviction by head, and one slot per head that merges the dropped "
-            "tokens"
-        ),
         paper="HARD-KV",
         kind="evicts",
         calls="hard_kv(budget, cap)",
+        attends=(
+            "the tokens left after eviction by head, and one slot per head that merges the "
+            "dropped tokens"
+        ),
         when=(
             "for long outputs and large batches, if memory is short; defaults lose passkeys "
             "([figures](results/eviction.md)), and later questions cannot find dropped tokens"
@@ -194,75 +160,56 @@ REGISTRY: tuple[Method, ...] = (
     ),
     Method(
         snapkv,
-        attends="the tokens that the prompt's last queries attended to most, and all new tokens",
         paper="SnapKV",
         kind="evicts",
-        calls="snapkv(budget), ada_kv(budget), h2o(budget), r_kv(budget), raas(budget)",
-        gist=(
-            "the tokens left after eviction: by the prompt's last queries (`snapkv`, `ada_kv`), "
-            "most used (`h2o`), important or rare (`r_kv`), most recently used (`raas`)"
+        calls="snapkv(budget), ada_kv(budget)",
+        attends=(
+            "the prompt tokens that its last queries attended to most, and all new tokens; in "
+            "`ada_kv`, a layer's heads compete for slots"
         ),
-        when=(
-            "`ada_kv`, `snapkv`: one question at the end of a long prompt; they miss needles in "
-            "real text. Others: to compare with `hard_kv` in long outputs"
-        ),
+        when="for one question at the end of a long prompt; they miss needles in real text",
     ),
     Method(
         ada_kv,
-        attends=(
-            "the same as `snapkv`, but a layer's heads compete for its slots, of which a share "
-            "`floor` is divided equally"
-        ),
         paper="Ada-KV",
         kind="evicts",
     ),
     Method(
         h2o,
-        attends=(
-            "the newest tokens, and those that the prompt's last `window` queries and all decode "
-            "steps attended to most"
-        ),
         paper="H2O",
         kind="evicts",
+        calls="h2o(budget), r_kv(budget), raas(budget)",
+        attends=(
+            "the newest tokens, and the most used (`h2o`) or important and rare (`r_kv`) others; "
+            "in `raas`, the prompt and the most recently used new tokens"
+        ),
+        when="for long outputs, to compare with `hard_kv`",
     ),
     Method(
         r_kv,
-        attends="the newest tokens, and the important and the rare ones of the others",
         paper="R-KV",
         kind="evicts",
     ),
     Method(
         raas,
-        attends="the prompt, and the `budget` most recently used new tokens",
         paper="RaaS",
         kind="evicts",
     ),
     Method(
         oracle_top_k,
-        attends=(
-            "the tokens or pages with the highest exact attention weights; it reads all keys to "
-            "find them"
-        ),
         calls="oracle_top_k(budget), oracle_top_p(p)",
-        gist="the tokens or pages with the highest exact attention weights",
+        attends="the tokens or pages with the highest exact attention weights",
         when="as a yardstick for quality, never for speed: they read all keys",
     ),
-    Method(
-        oracle_top_p,
-        attends=(
-            "the fewest tokens or pages with exact weights that sum to p; it reads all keys to "
-            "find them"
-        ),
-    ),
+    Method(oracle_top_p),
     Method(
         twilight,
-        attends=(
-            "the smallest part of another policy's selection with weights that sum to p, estimated "
-            "from a 4-bit copy of K"
-        ),
         paper="Twilight",
         calls="twilight(base, p)",
-        gist="the smallest part of the selection of `base` with a share p of the attention mass",
+        attends=(
+            "the smallest part of the selection of `base` with a share p of the attention mass, "
+            "estimated from a 4-bit copy of K"
+        ),
         when=(
             "around a generous base (`all_pages()` for the best quality), to fit the selection to "
             "each head and step; pays in large batches"
@@ -270,11 +217,11 @@ REGISTRY: tuple[Method, ...] = (
     ),
     Method(
         verified,
+        calls="verified(budget)",
         attends=(
             "the newest pages, and those with the highest weights under dense attention in the "
             "last verification round"
         ),
-        calls="verified(budget)",
         when=(
             "as the draft policy for `exact=True`; not alone, because it cannot find tokens that "
             "it has stopped reading"
@@ -282,10 +229,9 @@ REGISTRY: tuple[Method, ...] = (
     ),
     Method(
         keep,
-        attends="another policy's selection, and always the first and the newest tokens",
         kind="wraps",
         calls="keep(policy, sink, recent), dense_layers(policy, n), retrieval_heads(policy, gates)",
-        gist=(
+        attends=(
             "the selection of `policy`, and always the first and newest tokens (`keep`) or "
             "everything in the first n layers or in retrieval heads"
         ),
@@ -293,21 +239,18 @@ REGISTRY: tuple[Method, ...] = (
     ),
     Method(
         dense_layers,
-        attends="another policy's selection, but everything in the first n layers",
         kind="wraps",
     ),
     Method(
         retrieval_heads,
-        attends="another policy's selection, but everything in the heads that `gates` names",
         kind="wraps",
     ),
     Method(
         offloaded,
-        attends="another policy's selection, with K and V in host memory",
         paper="the setting of LFPS",
         kind="wraps",
         calls="offloaded(policy)",
-        gist="the selection of `policy`, with K and V in host memory",
+        attends="the selection of `policy`, with K and V in host memory",
         when=(
             "for contexts larger than device memory, around policies with a small index (`lfps`, "
             "`quest`); slower than dense if K and V fit the device"

@@ -14,19 +14,17 @@ class Method(NamedTuple):
 
     Attributes:
         build: the builder.
-        attends: the tokens that it attends to.
-        kind: its section in docs/api.md.
         paper: the method's name in its paper; empty: no paper.
+        kind: its section in docs/api.md.
         calls: the calls in its row of "When to use each", with the most important arguments; empty:
             a call without arguments. Similar methods share the row of the first.
-        gist: `attends` for that row, if it differs.
-        when: when to use it; empty: another method's row names it.
+        attends: the tokens that it attends to; empty: another method's row has them.
+        when: when to use it; empty: another method's row has it.
     """
 
     build: Callable[..., AnyPolicy]
-    attends: str
-    kind: Literal["selects", "evicts", "wraps"] = "selects"
     paper: str = ""
+    kind: Literal["selects", "evicts", "wraps"] = "selects"
     calls: str = ""
-    gist: str = ""
+    attends: str = ""
     when: str = ""
