@@ -37,8 +37,8 @@ REGISTRY: tuple[Method, ...] = (
         dense,
         attends="everything",
         when=(
-            "as the baseline; faster than Twilight below about 37,000 tokens per batch on an H100, or "
-            "59,000 on an H200"
+            "as the baseline; faster than Twilight below about 37,000 tokens per batch on an H100, "
+            "or 59,000 on an H200"
         ),
     ),
     Method(
