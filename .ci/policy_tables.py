@@ -27,7 +27,7 @@ def table(*rows: Iterable[str]) -> str:
 
 
 def uses(policies: Policies) -> str:
-    """Returns the table of what policies attend to and when to use them."""
+    """Returns the table of the tokens that policies attend to, and of their uses."""
     rows = (
         (
             re.sub(r"\w+\(.*?\)", r"`\g<0>`", policy.calls or f"{policy.build.__name__}()"),
