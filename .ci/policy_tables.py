@@ -1,8 +1,9 @@
-"""Writes what the docs and the stub list of policies, from the registry in jsparse/policies.
+"""Write the lists of policies in the docs and the stub from the registry in jsparse/policies.
 
 Usage: python .ci/policy_tables.py
 
-It writes parts of files, each between two comments that name it, and prints the files that changed.
+It writes parts of files, each between two comments with the part's name, and prints the files that
+changed.
 """
 
 import inspect
@@ -20,40 +21,39 @@ type Policies = Sequence[Method]
 
 
 def table(*rows: Iterable[str]) -> str:
-    """Returns a Markdown table, whose first row is its head."""
+    """Returns a Markdown table; the first row is its head."""
     head, *lines = (f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
     return "\n".join(["", head, "|---" * (head.count("|") - 1) + "|", *lines, "", ""])
 
 
 def uses(policies: Policies) -> str:
-    """Returns the README's table: what policies attend to, and when to use them."""
+    """Returns the table of the tokens that policies attend to, and of their uses."""
     rows = (
         (
             re.sub(r"\w+\(.*?\)", r"`\g<0>`", policy.calls or f"{policy.build.__name__}()"),
-            policy.gist or policy.attends,
+            policy.attends,
             policy.when,
         )
         for policy in policies
         if policy.when
     )
-    return table(("policy", "what it attends to", "when to use it"), *rows)
+    return table(("policy", "attends to", "when to use it"), *rows)
 
 
 def arguments(policies: Policies) -> str:
-    """Returns the table of docs/policies.md: all policies, with their arguments and papers."""
+    """Returns the table of all policies with their arguments and papers."""
     rows = (
         (
             f"`{policy.build.__name__}({', '.join(inspect.signature(policy.build).parameters)})`",
-            policy.attends,
             ", ".join(paper(policy)),
         )
         for policy in policies
     )
-    return table(("policy", "attends to", "paper"), *rows)
+    return table(("policy", "paper"), *rows)
 
 
 def paper(policy: Method) -> Iterator[str]:
-    """Yields the name of a policy's paper and a link to it, as far as there are any."""
+    """Yields the name of a policy's paper, if it has one, and a link if the arXiv id is known."""
     if policy.paper:
         yield policy.paper
         docstring = sys.modules[policy.build.__module__].__doc__ or ""
@@ -62,7 +62,7 @@ def paper(policy: Method) -> Iterator[str]:
 
 
 def reference(kind: str) -> Callable[[Policies], str]:
-    """Returns what lists the policies of a kind for the API reference."""
+    """Returns the function that lists the policies of a kind for the API reference."""
 
     def listed(policies: Policies) -> str:
         lines = (
@@ -82,10 +82,9 @@ def imports(policies: Policies) -> str:
     return "\n".join([*lines, "", ""])
 
 
-# what is written of each file, by the names in the comments around it
+# the written parts of each file, by the names in the comments around them
 PARTS: Mapping[str, Mapping[str, Callable[[Policies], str]]] = {
-    "README.md": {"policies": uses},
-    "docs/policies.md": {"policies": arguments},
+    "docs/policies.md": {"policies": uses, "arguments": arguments},
     "docs/api.md": {
         "policies that select": reference("selects"),
         "policies that evict": reference("evicts"),
@@ -109,7 +108,7 @@ def written(root: Path, file: str, policies: Policies) -> str:
 
 
 def outdated(root: Path, policies: Policies) -> dict[str, str]:
-    """Returns the files that differ from what they should be, and what that is."""
+    """Returns the expected texts of the files that differ from them."""
     texts = {file: written(root, file, policies) for file in PARTS}
     return {
         file: text

@@ -1,4 +1,4 @@
-"""Tests that what the docs and the stub list of policies is what the registry says."""
+"""Tests that the docs and the stub list the policies of the registry."""
 
 import importlib.util
 import inspect
@@ -22,17 +22,23 @@ spec.loader.exec_module(policy_tables)
 HOME = "jsparse/policies/__init__.py"
 
 
-def test_every_list_of_policies_is_what_the_registry_says():
+def test_every_list_of_policies_matches_the_registry():
     stale = list(policy_tables.outdated(ROOT, REGISTRY))
     assert not stale, f"{', '.join(stale)}: run {policy_tables.COMMAND}"
 
 
-def test_the_readme_names_every_policy():
+def test_the_table_of_uses_names_every_policy():
     table = policy_tables.uses(REGISTRY)
     missing = [name for name in POLICIES if not re.search(rf"\b{name}\(", table)]
     assert not missing, (
         f"{missing}: set `when` in its entry of {HOME}, or add it to another's `calls`"
     )
+
+
+def test_texts_are_short():
+    for policy in REGISTRY:
+        for text in (policy.attends, policy.when):
+            assert len(text.split()) <= 25, text
 
 
 def test_wrappers_are_the_methods_that_take_a_policy():
@@ -43,14 +49,14 @@ def test_wrappers_are_the_methods_that_take_a_policy():
 
 @pytest.fixture
 def checkout(tmp_path):
-    """Returns a folder with the files that list policies."""
+    """A folder with the files that list policies."""
     for file in policy_tables.PARTS:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / file, tmp_path / file)
     return tmp_path
 
 
-def test_a_method_and_its_entry_are_all_that_the_lists_need(checkout, monkeypatch):
+def test_a_method_and_its_entry_suffice_for_every_list(checkout, monkeypatch):
     module = ModuleType("jsparse.policies.newest", 'Paper: "Newest", arXiv:2601.00001.')
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
@@ -62,24 +68,26 @@ def test_a_method_and_its_entry_are_all_that_the_lists_need(checkout, monkeypatc
     policies = [*REGISTRY, entry]
     changed = policy_tables.outdated(checkout, policies)
     assert list(changed) == list(policy_tables.PARTS)
-    for file, line in (
-        ("README.md", "| `newest()` | the newest tokens | never |"),
+    for file, *lines in (
         (
             "docs/policies.md",
-            "| `newest(recent)` | the newest tokens "
-            "| Newest, [2601.00001](https://arxiv.org/abs/2601.00001) |",
+            "| `newest()` | the newest tokens | never |",
+            "| `newest(recent)` | Newest, [2601.00001](https://arxiv.org/abs/2601.00001) |",
         ),
         ("docs/api.md", "::: jsparse.policies.newest.newest"),
         ("jsparse/__init__.pyi", "from jsparse.policies.newest import newest as newest"),
     ):
         before = (checkout / file).read_text("utf-8").splitlines()
-        assert set(changed[file].splitlines()) - set(before) == {line}
+        assert set(changed[file].splitlines()) - set(before) == {*lines}
         (checkout / file).write_text(changed[file], "utf-8")
     assert not policy_tables.outdated(checkout, policies)
 
 
 def test_a_file_without_its_comments_is_refused_by_name(checkout):
-    text = (checkout / "README.md").read_text("utf-8")
-    (checkout / "README.md").write_text(text.replace("<!-- end of policies -->", ""), "utf-8")
-    with pytest.raises(SystemExit, match=r"README.md must have the comments 'policies: written by"):
+    page = checkout / "docs" / "policies.md"
+    text = page.read_text("utf-8")
+    page.write_text(text.replace("<!-- end of policies -->", ""), "utf-8")
+    with pytest.raises(
+        SystemExit, match=r"docs/policies.md must have the comments 'policies: written by"
+    ):
         policy_tables.outdated(checkout, REGISTRY)

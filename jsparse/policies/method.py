@@ -7,26 +7,24 @@ from jsparse.policy import AnyPolicy
 
 
 class Method(NamedTuple):
-    """Registers a method, with its texts for the docs.
+    """A method's entry in the registry, with its texts for docs/policies.md.
 
-    The arguments in docs/policies.md are those of the builder, and the link to a paper comes from
-    the arXiv id in the docstring of its module.
+    The docs take the arguments from the builder and the paper's arXiv id from the docstring of the
+    builder's module. A text has at most 25 words.
 
     Attributes:
         build: the builder.
-        attends: the tokens that it attends to, for docs/policies.md.
-        kind: the part of docs/api.md that it belongs to.
-        paper: the method's name in its paper; empty if there is none.
-        calls: calls in the README's row, with the arguments that matter most; empty for a call
-            without arguments. Methods that are alike share the row of the first.
-        gist: the same for the README; empty if that is `attends`.
-        when: when to use it, for the README; empty if another method's row names it.
+        paper: the method's name in its paper; empty: no paper.
+        kind: its section in docs/api.md.
+        calls: the calls in its row of "When to use each", with the most important arguments; empty:
+            a call without arguments. Similar methods share the row of the first.
+        attends: the tokens that it attends to; empty: another method's row has them.
+        when: when to use it; empty: another method's row has it.
     """
 
     build: Callable[..., AnyPolicy]
-    attends: str
-    kind: Literal["selects", "evicts", "wraps"] = "selects"
     paper: str = ""
+    kind: Literal["selects", "evicts", "wraps"] = "selects"
     calls: str = ""
-    gist: str = ""
+    attends: str = ""
     when: str = ""
