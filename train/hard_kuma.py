@@ -59,7 +59,7 @@ def pdf(kuma: Kuma, x: Float32[Array, "..."]) -> Float32[Array, "..."]:
 
 
 def active(kuma: Kuma) -> Float32[Array, "*gates"]:
-    """Returns P(z ≠ 0), a gate's term of E[L0] in equation 8; initially 11/12."""
+    """Returns P(z ≠ 0), a gate's term of E[L0] in equation 8; it is 11/12 at the start."""
     return tail(kuma, jnp.float32(stretch_and_rectify.ZERO))
 
 
