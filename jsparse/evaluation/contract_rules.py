@@ -1,4 +1,4 @@
-"""Lists the rules of the contract that a policy is checked against."""
+"""The rules of the contract that a policy is checked against."""
 
 from typing import NamedTuple
 
