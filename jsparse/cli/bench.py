@@ -1,4 +1,4 @@
-"""Defines the commands `jsparse bench …`."""
+"""The commands `jsparse bench …`."""
 
 import json
 import sys
@@ -64,7 +64,7 @@ def throughput(
     seed: Annotated[int, Option(help="Random seed.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve random prompts and report tokens per second and delays.
+    """Serve random prompts and report throughput and latency.
 
     Example: jsparse bench throughput smollm2 --policy "quest(budget=256)" --input-len 512:2048
     """
@@ -130,7 +130,7 @@ def latency(
 ) -> None:
     """Time a decode step, compared with dense attention and with a memory-bandwidth bound.
 
-    The cache is full of random K and V, so no prompt is read.
+    The cache is full of random K and V, so there is no prefill.
 
     Example: jsparse bench latency smollm2 --policy "quest(budget=256)" --context 1024,4096
     """
@@ -168,7 +168,7 @@ def latency(
 
 
 def _print_steps(measured: dict[str, Any]) -> None:
-    """Prints the result of `measure` of jsparse.benchmark.steps."""
+    """Prints the result of jsparse.benchmark.steps.measure."""
     title = "{model}, {dtype}, {device}".format(**measured)
     right: Any = {"justify": "right", "no_wrap": True}
     table = Table(title=title, title_justify="left")

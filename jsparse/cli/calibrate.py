@@ -1,4 +1,4 @@
-"""Defines the command `jsparse calibrate-channels`."""
+"""The command `jsparse calibrate-channels`."""
 
 from contextlib import closing
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Declares the options of `jsparse eval`."""
+"""The options of `jsparse eval`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from typer import Option
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """Holds the measurements to make: keyword arguments of `plan`, without policies."""
+    """The measurements to take: keyword arguments of `plan`, without policies."""
 
     tasks: Annotated[
         str,

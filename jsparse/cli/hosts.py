@@ -1,4 +1,4 @@
-"""Lets a command be one of several processes, on as many hosts, that run one model together."""
+"""Options for running one model with several processes, on one or more hosts."""
 
 import socket
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from jsparse.cli.options import require
 
 @dataclass(frozen=True)
 class HostsOptions:
-    """Holds which of several processes a command is."""
+    """The index of a command among several processes."""
 
     nnodes: Annotated[
         int,
@@ -38,7 +38,7 @@ class HostsOptions:
     ] = False
 
     def join(self, tensor_parallel_size: int, data_parallel_size: int) -> bool:
-        """Joins the processes that run one model; returns whether this one answers requests."""
+        """Joins the processes that run one model; returns whether this one serves requests."""
         nodes, rank, addr = self.nnodes, self.node_rank, self.master_addr
         port, size, several = self.master_port, tensor_parallel_size, nodes > 1
         require("--nnodes", nodes, nodes >= 1, "at least 1")
@@ -69,7 +69,7 @@ class HostsOptions:
 
 
 def _is_free(port: int) -> bool:
-    """Returns whether a process may listen at a port; jax would crash."""
+    """Returns whether a process can listen on a port; jax would crash."""
     try:
         socket.create_server(("", port)).close()
     except OSError:

@@ -1,4 +1,4 @@
-"""Defines the command `jsparse recommend`."""
+"""The command `jsparse recommend`."""
 
 import json
 import sys
@@ -26,10 +26,10 @@ from jsparse.cli.options import (
 )
 from jsparse.text.short_names import short_name
 
-# seconds between two lines on the progress
+# seconds between two progress lines
 LINE_SECONDS = 10
 STAYS_DENSE = 1
-"""The exit status where nothing faster than dense attention is close enough to it."""
+"""The exit status if nothing faster than dense attention is close enough to it."""
 
 
 @takes_model
@@ -75,7 +75,7 @@ def recommend(
 
     Times decode steps of ten policies, then compares those that are faster than dense attention
     with it: KL divergence, and pass keys that the prompt's end or a later turn asks for. An
-    interrupted run goes on where it stopped. The exit status is 0 if a policy is recommended, 1 if
+    interrupted run resumes where it stopped. The exit status is 0 if a policy is recommended, 1 if
     dense attention is best.
 
     Example: jsparse recommend Qwen/Qwen3-8B --context 32768 --kl 0.01
@@ -111,7 +111,7 @@ def recommend(
 
 
 def _kept(measured: dict[str, Any]) -> str:
-    """Writes the policy that `auto` is to use, and prints a line about it."""
+    """Saves the policy for `auto`, and returns a line about it."""
     from jsparse.benchmark.recommend import choice
     from jsparse.policies import choices
     from jsparse.policies.expressions import is_own

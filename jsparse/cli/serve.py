@@ -1,4 +1,4 @@
-"""Defines the command `jsparse serve`."""
+"""The command `jsparse serve`."""
 
 import re
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from jsparse.machine.extras import install
 
 @dataclass(frozen=True)
 class EngineFlags:
-    """Holds the options of the engine: keyword arguments of AsyncEngine."""
+    """The options of the engine: keyword arguments of AsyncEngine."""
 
     max_model_len: Annotated[
         int | None,
@@ -77,7 +77,7 @@ class EngineFlags:
 
 @dataclass(frozen=True)
 class ServerFlags:
-    """Holds the options of the server around the engine."""
+    """The options of the server around the engine."""
 
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1"
     port: Annotated[int, Option(help="Port to listen on; 0 picks a free one.")] = 8000
@@ -152,7 +152,7 @@ class ServerFlags:
         require("--drain-seconds", self.drain_seconds, self.drain_seconds >= 0, "at least 0")
         number = self.data_parallel_size
         require("--data-parallel-size", number, number >= 1, "at least 1")
-        # the key itself stays out of the message
+        # the message must not contain the key
         if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
             raise ValueError("--api-key: must be one or more visible ASCII characters")
 
@@ -172,7 +172,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API.
 
-    Requests join and leave one running batch. SIGTERM lets those finish that have begun.
+    Requests join and leave one running batch. On SIGTERM, running requests finish first.
 
     Example: jsparse serve smollm2 --policy "quest(budget=1024)" --max-model-len 2048
     """
@@ -196,7 +196,7 @@ def serve(
     allowed = origins.checked(server.allowed_origins or ())
     if engines > 1:
         _leave_gpus_to_engines()
-    resolve(policy)  # what is wrong with it is told before anything is loaded
+    resolve(policy)  # report its errors before loading anything
     answers = hosts.join(size, engines)
     log.show(server.log_level)
     descriptors.raise_limit(2 if engines > 1 else 1)
@@ -205,11 +205,11 @@ def serve(
         **vars(loading),
         **flags.arguments(),
         layer_stats="newest",
-        # else the first request for likely tokens would wait for them, and all others with it
+        # otherwise the first request for logprobs would compile them, and stall all others
         prepare="logprobs" if server.max_logprobs else True,
     )
     if not answers:
-        make_engine()  # and works for process 0, until that ends
+        make_engine()  # runs the commands of process 0 until that exits
         return
     listening = run.listen(server.host, server.port)
     address, at = listening.getsockname()[:2]
@@ -247,7 +247,7 @@ def serve(
 
 
 def _leave_gpus_to_engines() -> None:
-    """Keeps this process from claiming a GPU's memory, as code of a user's policy might."""
+    """Keeps this process from allocating GPU memory, as code of a user's policy might."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")

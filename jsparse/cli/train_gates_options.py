@@ -1,4 +1,4 @@
-"""Declares the options of `jsparse train-gates`."""
+"""The options of `jsparse train-gates`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from jsparse.cli.options import DtypeOption, ModelOption, RevisionOption
 
 @dataclass(frozen=True)
 class TrainGatesOptions:
-    """Holds the model, the samples and the settings of a training."""
+    """The model, the samples and the settings of a training run."""
 
     out: Annotated[
         Path, Option(help="Folder for the run: settings, log, checkpoints, gates, record, plots.")
