@@ -1,4 +1,4 @@
-"""Writes what the docs and the stub list of policies, from the registry in jsparse/policies.
+"""Writes the tables of policies in the docs and the stub, from the registry in jsparse/policies.
 
 Usage: python .ci/policy_tables.py
 
@@ -20,13 +20,13 @@ type Policies = Sequence[Method]
 
 
 def table(*rows: Iterable[str]) -> str:
-    """Returns a Markdown table, whose first row is its head."""
+    """Returns a Markdown table; the first row is its head."""
     head, *lines = (f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
     return "\n".join(["", head, "|---" * (head.count("|") - 1) + "|", *lines, "", ""])
 
 
 def uses(policies: Policies) -> str:
-    """Returns the README's table: what policies attend to, and when to use them."""
+    """Returns the README's table: the tokens that policies attend to, and when to use them."""
     rows = (
         (
             re.sub(r"\w+\(.*?\)", r"`\g<0>`", policy.calls or f"{policy.build.__name__}()"),
@@ -53,7 +53,7 @@ def arguments(policies: Policies) -> str:
 
 
 def paper(policy: Method) -> Iterator[str]:
-    """Yields the name of a policy's paper and a link to it, as far as there are any."""
+    """Yields the name of a policy's paper and a link to it, if there are any."""
     if policy.paper:
         yield policy.paper
         docstring = sys.modules[policy.build.__module__].__doc__ or ""
@@ -62,7 +62,7 @@ def paper(policy: Method) -> Iterator[str]:
 
 
 def reference(kind: str) -> Callable[[Policies], str]:
-    """Returns what lists the policies of a kind for the API reference."""
+    """Returns a function that lists the policies of a kind for the API reference."""
 
     def listed(policies: Policies) -> str:
         lines = (
@@ -82,7 +82,7 @@ def imports(policies: Policies) -> str:
     return "\n".join([*lines, "", ""])
 
 
-# what is written of each file, by the names in the comments around it
+# the parts of each file, by the names in the comments around them
 PARTS: Mapping[str, Mapping[str, Callable[[Policies], str]]] = {
     "README.md": {"policies": uses},
     "docs/policies.md": {"policies": arguments},
@@ -109,7 +109,7 @@ def written(root: Path, file: str, policies: Policies) -> str:
 
 
 def outdated(root: Path, policies: Policies) -> dict[str, str]:
-    """Returns the files that differ from what they should be, and what that is."""
+    """Returns the files that differ from their expected text, with that text."""
     texts = {file: written(root, file, policies) for file in PARTS}
     return {
         file: text
