@@ -23,13 +23,13 @@ def list_() -> None:
 
 @app.command()
 def reproduce(
-    name: Annotated[str, Argument(help="A name that `python -m bench list` prints.")],
+    name: Annotated[str, Argument(help="A name from `python -m bench list`.")],
     more: Annotated[
         list[str] | None, Argument(help="Further arguments for the script, after --.")
     ] = None,
     out: Annotated[
         Path | None,
-        Option(help="Path of the report. The default lies in build/bench, not in bench/results."),
+        Option(help="Path of the report. The default is in build/bench, not in bench/results."),
     ] = None,
 ) -> None:
     """Measures a committed result again, on this machine.

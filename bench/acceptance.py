@@ -217,7 +217,7 @@ def main() -> None:
     parser = report_parser("acceptance", (__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--context", type=int, default=6144, help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=129, help="tokens to decode of each")
+    parser.add_argument("--new", type=int, default=129, help="tokens to decode per prompt")
     parser.add_argument("--rows", type=int, default=3, help="prompts, which decode in one batch")
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="POLICY")

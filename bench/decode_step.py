@@ -236,18 +236,16 @@ def main() -> None:
         "--steps-per-program",
         type=int,
         default=1,
-        help="steps of ours that are one program (default 1)",
+        help="steps per program of ours (default 1)",
     )
     parser.add_argument(
-        "--drafts", type=int, default=0, help="time rounds of as many drafts, instead of steps"
+        "--drafts", type=int, default=0, help="time rounds of this many drafts instead of steps"
     )
     parser.add_argument("--shape", choices=list(SHAPES), default="8b", help="of our steps")
     parser.add_argument(
         "--weights", nargs="+", choices=("bf16", "q8_0"), default=["bf16"], help="of our steps"
     )
-    parser.add_argument(
-        "--ranks", nargs="+", type=int, default=[1], help="GPUs that share a step of ours"
-    )
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1], help="GPUs for a step of ours")
     parser.add_argument("--profile", action="store_true", help="add a table by kernel to our rows")
     parser.add_argument(
         "--child",

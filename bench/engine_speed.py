@@ -458,19 +458,19 @@ def main() -> None:
     parser = report_parser("engine_speed", (__doc__ or "").splitlines()[0])
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"among {', '.join(PARTS)}")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="POLICY")
-    parser.add_argument("--shorten", type=int, default=4, help="divide counts of requests by this")
-    parser.add_argument("--slots", type=int, default=64, help="rows that decode together")
+    parser.add_argument("--shorten", type=int, default=4, help="divides the numbers of requests")
+    parser.add_argument("--slots", type=int, default=64, help="maximum decode batch size")
     parser.add_argument(
         "--max-stall-ms",
         type=float,
         default=MAX_STALL_MS,
-        help="for how long reading keeps rows from decoding where requests arrive",
+        help="maximum time for which prefill stalls decoding when requests arrive",
     )
     parser.add_argument(
         "--decode-rows",
         type=int,
         nargs="+",
-        help="numbers of rows of decode programs, up to --slots: the fewer, the sooner it begins",
+        help="batch sizes of decode programs, up to --slots: fewer sizes start faster",
     )
     args = parser.parse_args()
     unknown = sorted(set(args.parts) - set(PARTS))

@@ -38,7 +38,7 @@ def main() -> None:
     ops = {name: op for name, op in OPS.items() if name not in MOSAIC}
     parser = recording_parser("interpret_kernels", "Run the Triton kernels in the interpreter.")
     parser.add_argument("--only", nargs="+", choices=ops, default=list(ops))
-    parser.add_argument("--cases", nargs="+", metavar="NAME", help="cases of these names alone")
+    parser.add_argument("--cases", nargs="+", metavar="NAME", help="only cases with these names")
     args = parser.parse_args()
     if os.environ.get(INTERPRET) != "1":
         again = [sys.executable, "-m", "bench.interpret_kernels", *sys.argv[1:]]

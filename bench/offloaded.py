@@ -378,7 +378,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=131072, help="tokens of the steps' cache")
     parser.add_argument("--only", nargs="+", choices=tuple(STEPS), default=list(STEPS))
     parser.add_argument(
-        "--seconds", type=float, default=1e9, help="begin no contender after this time"
+        "--seconds", type=float, default=1e9, help="start no contender after this time"
     )
     parser.add_argument(
         "--prompts", nargs="+", default=list(PROMPTS), help="each: its tokens, a space, a policy"

@@ -174,9 +174,7 @@ def joined(reports: Sequence[Mapping[str, Any]], environment: Mapping[str, Any])
 def main() -> None:
     """Parses the arguments and runs the benchmark."""
     parser = report_parser("quality", "Measure the policies' quality.", required=True)
-    parser.add_argument(
-        "--model", default="smollm2", help="as jsparse.load takes it (default smollm2)"
-    )
+    parser.add_argument("--model", default="smollm2", help="as for jsparse.load (default smollm2)")
     parser.add_argument(
         "--set",
         choices=SETS,
@@ -212,7 +210,7 @@ def main() -> None:
     )
     parser.add_argument("--resume", action="store_true", help="continue an unfinished run")
     parser.add_argument(
-        "--yardstick", action="store_true", help="as in `jsparse eval`, beside the task kl"
+        "--yardstick", action="store_true", help="as in `jsparse eval`, with the task kl"
     )
     args = parser.parse_args()
     for name in ("samples", "batch", "groups", "processes", "gpus"):

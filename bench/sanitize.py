@@ -108,7 +108,7 @@ def main() -> None:
         "--workers",
         type=int,
         default=4,
-        help="runs at once, which take turns on the GPU (default 4)",
+        help="parallel runs, which take turns on the GPU (default 4)",
     )
     parser.add_argument(
         "--seconds",

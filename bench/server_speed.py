@@ -246,8 +246,8 @@ def main() -> None:
     parser = report_parser("server_speed", (__doc__ or "").splitlines()[0])
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"among {', '.join(PARTS)}")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="POLICY")
-    parser.add_argument("--shorten", type=int, default=4, help="divide counts of requests by this")
-    parser.add_argument("--slots", type=int, default=64, help="rows that decode together")
+    parser.add_argument("--shorten", type=int, default=4, help="divides the numbers of requests")
+    parser.add_argument("--slots", type=int, default=64, help="maximum decode batch size")
     parser.add_argument("--client", metavar="ADDRESS", help="send the requests in a file instead")
     args = parser.parse_args()
     if args.client:

@@ -168,7 +168,7 @@ def main() -> None:
         nargs="+",
         type=int,
         default=[1, 8],
-        help="steps of jsparse that are one program (default 1 and 8)",
+        help="steps per program of jsparse (default 1 and 8)",
     )
     parser.add_argument(
         "--prompt-tokens", type=int, default=PROMPT_TOKENS, help="prompt length (default 2048)"

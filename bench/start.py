@@ -33,7 +33,7 @@ def main() -> None:
     parser = report_parser("start", __doc__ or "")
     parser.add_argument("--policy", default="quest(budget=2048)")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--child", action="store_true", help="be one of the processes")
+    parser.add_argument("--child", action="store_true", help="run as one of the processes")
     given = parser.parse_args()
     if given.child:
         print(json.dumps(start(given.policy, given.ranks)))

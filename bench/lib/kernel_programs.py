@@ -1,4 +1,4 @@
-"""Builds programs of several calls of attention, for bench.kernels and bench.tune.
+"""Builds programs of several calls of attention, for bench.kernels.
 
 A program's calls take turns with their inputs, and each waits for the previous one: an optimisation
 barrier makes its inputs depend on the last result, so that XLA neither reorders nor fuses work of

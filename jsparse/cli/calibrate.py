@@ -13,7 +13,7 @@ from jsparse.cli.options import DtypeOption, ModelOption, RevisionOption, read_t
 @takes_model
 def calibrate_channels(
     text: Annotated[
-        Path, Option(help="UTF-8 text file to calibrate on, similar to what the model will read.")
+        Path, Option(help="UTF-8 text file to calibrate on, similar to the model's later inputs.")
     ],
     model: ModelOption = "smollm2",
     out: Annotated[

@@ -16,24 +16,23 @@ class HostsOptions:
     nnodes: Annotated[
         int,
         Option(
-            help="Number of processes, on as many hosts, whose GPUs the model is spread over. "
-            "Under Slurm, Open MPI or in an indexed job of Kubernetes this and the next three are "
-            "found."
+            help="Number of processes, one per host, over whose GPUs the model is spread. "
+            "Slurm, Open MPI and indexed jobs of Kubernetes set this and the next three."
         ),
     ] = 1
     node_rank: Annotated[
         int,
-        Option(help="Which of these this one is; 0 answers requests, and the others work for it."),
+        Option(help="Rank of this process; rank 0 serves requests, and the others work for it."),
     ] = 0
-    master_addr: Annotated[
-        str | None, Option(help="Name or address of the host of the process with rank 0.")
-    ] = None
-    master_port: Annotated[int, Option(help="Port at which processes meet there.")] = 29500
+    master_addr: Annotated[str | None, Option(help="Name or address of the host of rank 0.")] = None
+    master_port: Annotated[int, Option(help="Port on that host for the processes to connect.")] = (
+        29500
+    )
     headless: Annotated[
         bool,
         Option(
             "--headless",
-            help="Answer no requests, as processes with a rank above 0 do in any case.",
+            help="Serve no requests; always the case for ranks above 0.",
         ),
     ] = False
 

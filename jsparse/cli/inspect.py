@@ -49,7 +49,9 @@ def inspect(
     ] = None,
     overlap: Annotated[
         int | None,
-        Option(help="Also show which share of so many heaviest tokens a head and the next share."),
+        Option(
+            help="Also show the share of each head's n heaviest tokens that the next layer shares."
+        ),
     ] = None,
     page_size: PageSizeOption = 16,
 ) -> None:

@@ -27,7 +27,7 @@ DtypeOption = Annotated[
 WeightsOption = Annotated[
     Literal["q8_0"] | None,
     Option(
-        help="q8_0 keeps matrices in blocks of 8 bits; the default is numbers of the dtype, or "
+        help="q8_0 stores matrices in 8-bit blocks; the default is numbers of the dtype, or "
         "what was saved."
     ),
 ]
@@ -51,7 +51,7 @@ class LoadingOptions:
     revision: RevisionOption = None
     tensor_parallel_size: Annotated[
         int,
-        Option(help="Number of GPUs that the model is spread over, each with some of its heads."),
+        Option(help="Number of GPUs for tensor parallelism; each has some of the heads."),
     ] = 1
 
     def load(self, model: str, on_progress: OnBytes | None = None) -> "Params":
@@ -88,15 +88,14 @@ ExactOption = Annotated[
     bool,
     Option(
         "--exact",
-        help="Let dense attention check what the policy drafts: the text is the one that dense "
-        "attention gives.",
+        help="Verify the policy's drafts with dense attention: the text is dense attention's own.",
     ),
 ]
 NumSpeculativeTokensOption = Annotated[
     int | None,
     Option(
-        help="With --exact, the tokens drafted between two checks. By default that is chosen as it "
-        "goes, from the drafts accepted and the time that rounds took."
+        help="With --exact, the tokens drafted per verification round. By default it adapts to "
+        "the acceptance rate and the time of rounds."
     ),
 ]
 
@@ -114,19 +113,19 @@ class GenerationOptions:
         float | None,
         Option(help="Sampling temperature; 0 is greedy. The default is the model's own, else 0."),
     ] = None
-    top_k: Annotated[int | None, Option(help="Sample from the k likeliest tokens; 0 is off.")] = (
+    top_k: Annotated[int | None, Option(help="Sample from the k most likely tokens; 0: off.")] = (
         None
     )
     top_p: Annotated[
         float | None,
-        Option(help="Sample from the likeliest tokens whose probabilities sum to p; 1 is off."),
+        Option(help="Sample from the most likely tokens with a total probability of p; 1: off."),
     ] = None
     min_p: Annotated[
         float | None,
-        Option(help="Drop tokens less likely than min-p times the likeliest; 0 is off."),
+        Option(help="Drop tokens less likely than min-p times the most likely one; 0: off."),
     ] = None
     repetition_penalty: Annotated[
-        float | None, Option(help="Make tokens that occurred before less likely; 1 is off.")
+        float | None, Option(help="Make tokens that occurred before less likely; 1: off.")
     ] = None
     seed: Annotated[int, Option(help="Random seed.")] = 0
     stop: Annotated[

@@ -45,27 +45,28 @@ def recommend(
     batch: Annotated[int, Option(help="Number of sequences that decode together.")] = 1,
     kl: Annotated[
         float,
-        Option("--kl", help="Greatest mean KL divergence from dense attention, in nats per token."),
+        Option("--kl", help="Maximum mean KL divergence from dense attention, in nats per token."),
     ] = 0.02,
     exact: Annotated[
         bool,
-        Option("--exact", help="Take only what chooses dense attention's token at every place."),
+        Option(
+            "--exact",
+            help="Accept only policies that choose dense attention's token at every position.",
+        ),
     ] = False,
     policy: Annotated[
         list[str] | None,
         Option(
             metavar="<policy>",
             autocompletion=complete_policy,
-            help=f"Policy to try beside the usual ones: {POLICY_FORMS} Repeatable.",
+            help=f"Policy to try in addition to the default ones: {POLICY_FORMS} Repeatable.",
         ),
     ] = None,
     only: Annotated[
-        bool, Option("--only", help="Try only what --policy names, not the usual policies.")
+        bool, Option("--only", help="Try only the policies of --policy, not the default ones.")
     ] = False,
     samples: Annotated[int, Option(help="Number of texts, and of pass keys of each kind.")] = 8,
-    keep: Annotated[
-        bool, Option(help="Whether to write what policy=auto uses from then on.")
-    ] = True,
+    keep: Annotated[bool, Option(help="Whether to save the result for policy=auto.")] = True,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     revision: RevisionOption = None,
