@@ -14,11 +14,10 @@ def checked[**P, R](*, nonempty: str = "") -> Callable[[Callable[P, R]], Callabl
     """Makes a function check its arguments, and their fields, against the annotations.
 
     An axis must have the same size everywhere in a call. If N and K are axes (jsparse.shapes), K
-    must divide N, and G = N / K. Only shapes and dtypes are read; under jit, that happens while
-    tracing.
+    must divide N, and G = N / K. Only shapes and dtypes are read: under jit, while tracing.
 
-    The function raises ValueError for an array of a wrong shape or dtype, and for a value that a
-    Literal does not list.
+    The function raises ValueError for an array of a wrong shape or dtype, and for a value that is
+    not in its Literal.
 
     Args:
         nonempty: the axes that must have a size of at least 1, separated by spaces.

@@ -2,7 +2,7 @@
 
 int4_append writes it and int4_scores reads it. Quantisation is asymmetric, per token and KV head
 over the channels, as in Twilight (Lin et al., arXiv:2502.02770): channel ≈ scale · code + zero,
-with code in 0 … 15. The source is K, or K in the frame of the model's constants
+with code in 0 … 15. It quantises K, or K in the frame of the model's constants
 (jsparse.cache.key_constants), in all channels or in selected ones per row and head.
 """
 

@@ -1,8 +1,8 @@
 """Multiplies one row by a matrix in jax-triton, without tensor cores.
 
-A program has some columns of the matrix and all its rows. It loads a tile of rows at a time into
-registers, large enough to keep the memory busy. Each program recomputes the row's inputs (a sum and
-its norm, or a gate), tile by tile, which takes less time than another launch.
+A program has some columns of the matrix and all its rows, and loads a tile of rows at a time into
+registers, large enough to keep the memory busy. Each program recomputes the row (a sum and its
+norm, or a gate), tile by tile, which takes less time than another launch.
 """
 
 from typing import NamedTuple
@@ -157,8 +157,8 @@ def norm_product_kernel(
 ):
     """Adds and normalises the row, and multiplies it by COLUMNS columns of the matrix.
 
-    The norm divides the whole row by one number, so the sums are divided by it instead. Products
-    with the matrix then do not wait for the norm, and the row is not rounded before them.
+    The sums are divided by the norm instead of the row, so that products do not wait for the norm
+    and the row is not rounded before them.
     """
     row = tl.arange(0, ROWS)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)

@@ -1,10 +1,9 @@
 """Computes `key_constants.span_terms` with jax-triton, for score kernels.
 
-XLA's product would work, but its tiling depends on the batch, and so would the bits of a row. Here
-the queries of all rows are side by side in a tile, so that the angles are read once for many, and a
-term comes from one row and one column of one tile. Each float32 factor is multiplied as three TF32
-products, which lose almost nothing of float32. That precision is needed: terms reach 10,000, while
-logits that differ by 1 must be distinguished.
+The tiling of XLA's product depends on the batch, and with it the bits of a row. Here the queries of
+all rows are side by side in a tile, so that the angles are read once for many, and a term comes
+from one row and one column of one tile. Each float32 factor is multiplied as three TF32 products,
+which lose almost nothing: terms reach 10,000, while logits that differ by 1 must be distinguished.
 """
 
 import jax

@@ -17,8 +17,8 @@ from jsparse.selection import Selection
 from jsparse.selection.partials import AttentionOut, ListedLogits, StatsKind
 
 MAX_QUERIES = 64  # queries of a KV head, including the mean query of a report
-# In the Triton kernel, more bytes of queries do not fit beside K and V on some GPUs. More float32
-# queries do not fit in registers, since tensor cores do not multiply float32.
+# With more bytes of queries, K and V do not fit beside them in the Triton kernel on some GPUs. More
+# float32 queries, which tensor cores do not multiply, do not fit in registers.
 QUERY_BYTES, MAX_FLOAT32 = 16_384, 16
 
 
@@ -92,14 +92,14 @@ def block_sparse_decode(
 
     Args:
         q: the queries, after RoPE.
-        layer: the K and V pages, lengths, block table and bias. If the layer has `prefixes`, all
-            heads are dense or empty, and no report is requested, pages of a shared prefix are read
-            once for all rows that share it (`cascade`).
+        layer: the K and V pages, lengths, block table and bias. Pages of its shared `prefixes` are
+            read once for all their rows (`cascade`) if every head is dense or empty and no report
+            is requested.
         selection: the pages, at granularity "page"; `Selection` documents its fields.
         sm_scale: the factor of q·k; None: 1/√H.
         stats: the report: "page_mass" or "token_logits" of each group's mean query, "listed_logits"
             (empty for lists of pages), or None.
-        dtype: the dtype of o; use float32 if o will be merged with another partial result.
+        dtype: the dtype of o; float32 if o will be merged with another partial.
         implementation: "mosaic" (Hopper; bfloat16 or float16, head dimensions divisible by 64),
             "triton" (compute capability 8 or more), "reference", or None for the first that can
             run.

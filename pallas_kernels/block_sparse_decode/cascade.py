@@ -1,8 +1,8 @@
 """Reads the pages of a shared prefix once for all rows that share it.
 
-Attention over the prefix and attention over the rest of each row are two partial results, merged by
-their lse. The prefix part treats the queries of all rows that share it as queries of a single row
-(Hydragen, Juravsky et al., arXiv 2402.05099, section 3).
+Attention over the prefix and over the rest of each row are two partials, merged by their lse. For
+the prefix, the queries of all its rows become those of a single row (Hydragen, Juravsky et al.,
+arXiv 2402.05099, section 3).
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """The multiplying (consumer) warpgroup.
 
-wgmma needs 64 rows but allows 8 columns, and a head has few queries. Queries are therefore the
-columns, and tokens or channels are the rows: logits are K·qᵀ, the output is Vᵀ·weights.
+wgmma needs 64 rows but allows 8 columns. A head has few queries, so they are the columns, and
+tokens or channels are the rows: logits are K·qᵀ, the output is Vᵀ·weights.
 """
 
 import jax.numpy as jnp

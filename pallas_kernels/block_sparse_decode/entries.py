@@ -13,8 +13,7 @@ from jsparse.pallas_kernels.block_sparse_decode.refs import GlobalRefs
 class Entries(NamedTuple):
     """The pages of a head in the order of its tiles.
 
-    These are the listed pages, or all pages of a dense head. The newest page follows if the list
-    lacks it.
+    They are the listed pages, or all pages of a dense head, then the newest if the list lacks it.
     """
 
     p: Problem

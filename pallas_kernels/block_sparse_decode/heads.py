@@ -1,7 +1,4 @@
-"""Loads each head's data for the producer warpgroup.
-
-The data are the head's share of the work, and whether its list has the newest token's page.
-"""
+"""Loads each head's share of the work, and whether its list has the newest token's page."""
 
 from typing import Any, NamedTuple
 

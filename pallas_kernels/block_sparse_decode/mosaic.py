@@ -1,12 +1,12 @@
 """Implements `api.block_sparse_decode` with Mosaic GPU, for Hopper.
 
-One persistent launch attends to the pages of all heads; a second launch merges the splits.
+One persistent launch attends to the pages of all heads; a second merges the splits.
 
-Each head's pages are cut into tiles of 64 tokens, and its tiles into splits, by a rule that does
-not depend on other heads (`schedule`). Every team of two warpgroups computes its own equal share of
-all tiles, rounded to whole splits. One warpgroup copies pages by TMA and writes the bits of
-attended tokens (`producer`); the other multiplies (`consumer`). If a report is requested, a group's
-mean query is one more query.
+Each head's pages are cut into tiles of 64 tokens, and its tiles into splits, independently of other
+heads (`schedule`). Every team of two warpgroups computes its own equal share of all tiles, rounded
+to whole splits. One warpgroup copies pages by TMA and writes the bits of attended tokens
+(`producer`); the other multiplies (`consumer`). A report adds the group's mean query to its
+queries.
 """
 
 from functools import cache
@@ -104,8 +104,8 @@ def block_sparse_decode(
 def _kernel(problem: Problem):
     """Builds the launch.
 
-    It returns o and lse of each split, the number of splits per head, and the mean query's logits
-    if requested.
+    It returns o and lse per split, the number of splits per head, and the mean query's logits if
+    requested.
     """
     p, t = problem, problem.tiles
     splits = schedule.max_splits(p.max_tiles, t)

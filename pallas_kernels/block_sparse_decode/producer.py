@@ -32,9 +32,9 @@ def produce(
 ) -> None:
     """Finds the team's splits and sends their tiles: pages by TMA, and a bit per attended token.
 
-    A run is one head's splits that a team takes. A tile's entries are loaded two tiles ahead. The
-    next run's head is loaded before this run's tiles are sent, and its list after them, so a run's
-    tiles wait only for their own data. The warps share a tile's pages.
+    A run is one head's splits of a team. A tile's entries are loaded two tiles ahead, the next
+    run's head before this run's tiles are sent, and its list after them, so tiles wait only for
+    their own data. The warps share a tile's pages.
     """
     per_tile, team = p.pages_a_tile, lax.axis_index("warpgroup") - p.tiles.teams
     _share_out(p, g, s, team)
@@ -165,8 +165,8 @@ def _share_out(p: Problem, g: GlobalRefs, s: SharedRefs, team) -> None:
 def _adder(p: Problem, s: SharedRefs):
     """Returns a function that sums each of several vectors of the warpgroup.
 
-    A call synchronises the warpgroup once, for any number of vectors. A call's results are read
-    before the next call synchronises, so two buffers in turn are enough.
+    A call synchronises the warpgroup once. Its results are read before the next call synchronises,
+    so two alternating buffers are enough.
     """
     turns = cycle(range(2))
 
@@ -189,10 +189,9 @@ def _wait_for_room(p: Problem, free, team, nth) -> None:
 def _duties(p: Problem, warp):
     """Returns a warp's pages of a tile, whether it copies their K, and whether it copies their V.
 
-    With four or more pages per tile, a warp copies K and V of every fourth page. With fewer, it
-    copies K or V of one page. It waits only for the slots that it fills. A barrier that it does not
-    need could complete two phases meanwhile and show the same parity again, and the wait would
-    never end.
+    With four or more pages per tile, a warp copies K and V of every fourth; with fewer, K or V of
+    one. It waits only for the slots that it fills: another slot's barrier could complete two phases
+    meanwhile and show the same parity again, and the wait would never end.
     """
     n = p.pages_a_tile
     mine = [lax.rem(warp, min(n, WARPS)) + i for i in range(0, max(n, WARPS), WARPS)]

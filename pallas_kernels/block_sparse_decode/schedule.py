@@ -1,12 +1,11 @@
 """Divides the work into tiles of tokens, splits of a head, and shares of a block.
 
-The number of splits of a head depends only on its number of tiles and on the call's static
-parameters, so a row's result is bitwise the same alone and in a batch. If all heads are of one
-kind, the numbers of splits are chosen so that heads of equal length fill the blocks of an H100 or
-H200 evenly: 66 splits of each of 8 KV heads are 528 = 4 · 132. A team takes the splits that start
-in its equal share of all tiles.
+The number of splits of a head depends only on its number of tiles and on static parameters, so a
+row's result is bitwise the same alone and in a batch. If all heads are of one kind, the numbers of
+splits let heads of equal length fill the blocks of an H100 or H200 evenly: 66 splits of each of 8
+KV heads are 528 = 4 · 132. A team takes the splits that start in its equal share of all tiles.
 
-Everything here except `tiles` and `max_splits` runs in the kernel. Numbers of tiles and splits are
+All of it except `tiles` and `max_splits` runs in the kernel. Numbers of tiles and splits are
 scalars, or vectors of all heads.
 """
 
@@ -29,8 +28,8 @@ class Tiles(NamedTuple):
         stages: a team's tiles in flight to shared memory.
         teams: teams per block, each a copying and a multiplying warpgroup.
         splits: numbers of splits per head, descending; shorter heads have fewer.
-        min_tiles: minimum number of tiles per split.
-        many: the same for heads with more splits than the last of `splits`.
+        min_tiles: minimum tiles per split.
+        many: minimum tiles per split for heads with more splits than the last of `splits`.
     """
 
     blocks: int
@@ -49,10 +48,9 @@ class Tiles(NamedTuple):
 def tiles(head_dim: int, mixed: bool = False) -> Tiles:
     """Returns the best schedule found on an H200, scaled to this device's number of SMs.
 
-    If some heads list pages and others are dense (`mixed`), a long head may be the only dense one.
-    It is cut finer, but into fewer splits than there are blocks, because a team may take two splits
-    that are slightly shorter than its share. Head dimensions other than 128 were tried but not
-    tuned.
+    If heads may be sparse or dense (`mixed`), a long head may be the only dense one. It is cut
+    finer, but into fewer splits than blocks, because a team may take two splits slightly shorter
+    than its share. Head dimensions other than 128 were tried but not tuned.
     """
     blocks = getattr(jax.local_devices()[0], "core_count", None) or 132  # 132: H100 and H200
     # 10 / 11 of 132 blocks are 120 splits: 48 us, against 56 with 132 (bench/README.md)
@@ -102,10 +100,9 @@ def beginning(tiles, splits, before):
 def find(num_tiles, pairs: int, starts, sums):
     """Finds the heads that contain the tiles `starts`, and the number of tiles before each head.
 
-    `num_tiles` is the vector of all heads, and `sums` sums each of several vectors.
-
-    The search determines a head's index bit by bit. On 256 heads of 64 to 16K tokens it took the
-    kernel from 154 us, with a loop over all heads, to 130 (bench/README.md).
+    `num_tiles` is the vector of all heads, and `sums` sums each of several vectors. The index of a
+    head is found bit by bit: on 256 heads of 64 to 16K tokens this took the kernel from 154 us,
+    with a loop over all heads, to 130 (bench/README.md).
     """
     index = plgpu.broadcasted_iota(
         jnp.int32, num_tiles.shape, 0, layout=STRIDED(num_tiles.shape, 1)

@@ -34,9 +34,9 @@ def bounds_append(
 ) -> Bounds:
     """Updates the bounds for `valid[b]` tokens of row b, from each head's slot `first` on.
 
-    `layer` must already contain these tokens, and its lengths must include them. The bounds of
-    touched pages are recomputed from K, so a rewritten token leaves no trace. No other page is read
-    or written.
+    `layer` must already contain these tokens and count them in its lengths. The bounds of touched
+    pages are recomputed from K, so a rewritten token leaves no trace; no other page is read or
+    written.
 
     Args:
         bounds: the bounds before the call.

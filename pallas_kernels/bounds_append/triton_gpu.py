@@ -1,10 +1,10 @@
 """Implements `api.bounds_append` with jax-triton, in place and in one launch.
 
-There is one program per page that may have been touched. Slots past a page's last token read that
-token again, which changes neither minimum nor maximum and needs no mask.
+There is one program per possibly touched page. Slots past a page's last token read that token
+again, which changes no extreme and needs no mask.
 
-In a frame, a product of the rotation may be fused with its sum, in the kernel and in the reference.
-The division by key_scale is a product with a reciprocal. A bound may therefore be an ulp of float32
+In a frame, a product of the rotation may be fused with its sum, also in the reference, and the
+division by key_scale is a product with a reciprocal. A bound may therefore be an ulp of float32
 off, and halfway between two codes it may get either.
 """
 

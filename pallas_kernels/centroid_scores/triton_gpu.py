@@ -1,8 +1,8 @@
 """Implements `api.centroid_scores` with jax-triton, one program per block of a head's centroids.
 
-With units, a program first finds its centroids of chosen units, and its loads mask all other rows,
-so that their bytes are not read. A row of 64 channels has at least 128 bytes, so scattered rows are
-read as fast as adjacent ones, and units need no lists of centroids.
+With units, a program first finds its centroids of chosen units and masks the loads of all other
+rows. A row of 64 channels has at least 128 bytes, so scattered rows are read as fast as adjacent
+ones, and units need no lists of centroids.
 """
 
 import jax

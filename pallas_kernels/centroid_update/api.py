@@ -50,8 +50,8 @@ def centroid_update(
         points: the new points of each head, finite, including unused ones.
         radius: the points' own radii, which extend the groups' radii; None if they have none.
         group: the group that each point joins; groups may be empty.
-        nth: the index of each new point among all points of its row, below C; `of_point` gets its
-            group there. Unused points have -1, and their group is ignored.
+        nth: the index of each new point among all points of its row, below C, at which `of_point`
+            gets its group. Unused points have -1, and their group is ignored.
         normalise: whether centroids are scaled to length 1.
         implementation: "triton", "reference", or None to choose.
 

@@ -37,16 +37,14 @@ def compact_pages(
     the new length are unchanged. Pools are updated in place if the caller's jit donates them, and
     copied first otherwise.
 
-    A rewritten head must not share a page with another head, since the other head's rows would be
-    overwritten.
+    A rewritten head must not share a page with another head, whose rows would be overwritten.
 
     Args:
         layer: the pages, lengths and block table.
         keep: the rows to keep, at granularity "token", taken literally: the newest token stays only
             if listed. Ids are distinct, ascending and below the head's length. Dense heads keep
             everything.
-        rewrite: the heads to rewrite; others are unchanged whatever `keep` lists for them. None:
-            all.
+        rewrite: the heads to rewrite; for others `keep` is ignored. None: all.
         implementation: "triton", "reference", or None to choose.
 
     Raises:

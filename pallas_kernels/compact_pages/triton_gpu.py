@@ -1,14 +1,14 @@
 """Moves rows with jax-triton, in place, in one launch for K and V.
 
-A row never moves to a higher slot: ids ascend, so the row for slot j is at slot j or later. A
-program processes its head from front to back in chunks of rows. A chunk overwrites only rows that
-this or an earlier chunk has read, so it is enough to read each chunk completely before writing it.
-The next chunk, and the ids and locations of the one after, can therefore be prefetched.
+Ids ascend, so the row for slot j is at slot j or later. A program processes its head from front to
+back in chunks of rows. A chunk overwrites only rows that this or an earlier chunk has read, so it
+is enough to read each chunk completely before writing it, and later chunks can be prefetched with
+their ids and locations.
 
 Chunks of one head depend on each other, so programs divide a head by columns: each moves a strip of
 all the head's rows, independently of the others. Strips are at least two 32-byte sectors (the
-memory's granularity) wide, so nothing is read twice. No lock and no scratch pool are needed; a
-scratch pool would double the traffic.
+memory's granularity) wide, so nothing is read twice. There is no lock, and no scratch pool, which
+would double the traffic.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from jsparse.shapes import Ids, Lengths
 
 
 class CompactTiling(NamedTuple):
-    """How rows are divided among programs.
+    """Division of the rows among programs.
 
     Attributes:
         strip: bytes of a row per program, a power of two.

@@ -1,9 +1,8 @@
 """Implements `api.group_means` with jax-triton, as products with a 0/1 membership matrix.
 
-A program accumulates the sums of a block of groups over all points of the head. The membership
+A program accumulates the sums of a block of groups over all points of the head, in their order. The
 matrix is built in registers, and multiplying by it is exact: float32 points are the sum of three
-bfloat16 parts, each multiplied separately. Programs are independent, so sums add in the order of
-the points.
+bfloat16 parts, each multiplied separately.
 """
 
 import jax

@@ -37,9 +37,9 @@ def int4_append(
 ) -> Int4Keys:
     """Appends the first `valid[b]` of row b's T tokens, from each head's slot `first` on.
 
-    The arguments are those of `cache.write`, which must have stored the same tokens. Only the rows
-    that it wrote are written, and a rewritten slot has its newest token. Pools are updated in place
-    if the caller's jit donates them, and copied first otherwise.
+    The arguments are those of `cache.write`, which must have stored the same tokens. Only its rows
+    are written, and a rewritten slot has its newest token. Pools are updated in place if the
+    caller's jit donates them, and copied first otherwise.
 
     Args:
         keys: the 4-bit copy before the call.

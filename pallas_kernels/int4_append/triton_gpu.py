@@ -1,10 +1,10 @@
 """Implements `api.int4_append` with jax-triton, in one launch for codes, scales and zeros.
 
-A program appends tokens of one head, in place. A token's location and its channels are loaded in
-parallel: at one token per step, the time is that of dependent loads, and only the block table's
-load is dependent. A frame's angles wait for the slot's load, and listed channels for the channel's,
-both in parallel with the table's load. The two codes of a byte belong to one token, so no two
-programs write the same byte.
+A program appends tokens of one head, in place. At one token per step, the time is that of dependent
+loads. A token's location and its channels are loaded in parallel, so only the block table's load is
+dependent. A frame's angles wait for the slot's load, and listed channels for the channel's, in
+parallel with the table's. The two codes of a byte belong to one token, so no two programs write the
+same byte.
 
 A program's tokens are in at most two adjacent spans, so it rotates the mean key twice, not per
 token.
@@ -12,9 +12,9 @@ token.
 Codes are rounded by adding 2^23 to a float32 in 0 … 15, which rounds half to even; the lowest bits
 of the sum are the code.
 
-In a frame, a product of the rotation may be fused with its sum, in the kernel and in the reference.
-The division by key_scale is a product with a reciprocal. A channel may therefore be an ulp of
-float32 off, and halfway between two codes it may get either.
+In a frame, a product of the rotation may be fused with its sum, also in the reference, and the
+division by key_scale is a product with a reciprocal. A channel may therefore be an ulp of float32
+off, and halfway between two codes it may get either.
 """
 
 import jax

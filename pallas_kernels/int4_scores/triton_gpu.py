@@ -2,16 +2,16 @@
 
 Codes become float16 by masking alone. A 16-bit word has the codes of four channels. Masked and
 combined with 0x6400 (the bits of 1024), code n in bits 0-3 is the float16 1024 + n, and in bits 4-7
-it is 1024 + 16·n. One instruction makes two operands, and a shift by a byte does the same for the
-other two codes. The offset of 1024 is subtracted after the MMA, and the factor of 16 is divided out
-of the query. The query's channels are arranged like those of the words: channel 4w + j belongs to
-the jth code of word w. If keys have fewer words than an MMA needs, two or four adjacent tokens
-share a row. Each query then has one column per token, which meets the words of that token only.
+it is 1024 + 16·n. One instruction makes two operands; after a shift by a byte, another makes the
+other two. The offset of 1024 is subtracted after the MMA, and the factor of 16 divided out of the
+query. The query's channels are arranged like the words': channel 4w + j belongs to the jth code of
+word w. If keys have fewer words than an MMA needs, two or four adjacent tokens share a row. Each
+query then has one column per token, which meets only that token's words.
 
-In a frame, the query's channels are multiplied by key_scale. A previous launch computes the term of
-every span and query, which is added to the scores of the span's tokens. Queries are scaled by a
-power of two into float16's upper range, so that every channel keeps 11 bits, whatever the dtype. A
-token's score comes from one row of one tile, so neither tiling nor batch size changes its bits.
+In a frame, the query's channels are multiplied by key_scale, and a previous launch computes the
+term of every span and query that is added to the span's scores. Queries are scaled by a power of
+two into float16's upper range, so that every channel keeps 11 bits, whatever the dtype. A token's
+score comes from one row of one tile, so neither tiling nor batch size changes its bits.
 """
 
 from typing import NamedTuple

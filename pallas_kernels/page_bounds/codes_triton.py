@@ -1,15 +1,15 @@
 """Implements `api.page_bounds` for 8-bit bounds with jax-triton; pages are the rows of the MMAs.
 
-Codes become float16 by permuting bytes, two at a time: a byte n below 0x64 is the float16 1024 + n.
-A 16-bit word has the codes of channels 2w and 2w + 1, so even and odd channels are separate, also
-in the query. Positive channels of the query meet the upper codes, negative ones the lower. A slack
-below 1 adds columns, as for bounds in K's dtype.
+Codes become float16 by permuting bytes, two at a time: the byte 0x64 above a byte n makes the
+float16 1024 + n. A 16-bit word has the codes of channels 2w and 2w + 1, so even and odd channels
+are separate, also in the query. Positive channels of the query meet the upper codes, negative ones
+the lower. A slack below 1 adds columns, as for bounds in K's dtype.
 
 The contributions of 1024 and of the page's zero are multiples of the sum of the query's channels.
-Subtracting them after the MMA costs the sum two bits; tensor cores truncate its last bits instead
-of rounding. Queries are scaled by a power of two into float16's upper range, where bfloat16 and
-float16 lose nothing significant. In a frame, times key_scale, they are rounded to float16, and a
-previous launch computes the contribution of the frame's mid. A page's score comes from one row of
+Subtracting them after the MMA costs the sum two bits, and tensor cores truncate its last bits
+instead of rounding. Queries are scaled by a power of two into float16's upper range, where bfloat16
+and float16 lose nothing significant. In a frame, times key_scale, they are rounded to float16, and
+a previous launch computes the contribution of the frame's mid. A page's score comes from one row of
 one tile, so neither tiling nor batch size changes its bits.
 """
 

@@ -1,9 +1,9 @@
 """Implements `api.page_bounds` with jax-triton, by two MMAs with pages as their rows.
 
 Positive channels of the query meet the upper bounds, negative ones the lower. With a slack c below
-1 the score is c times that, plus (1 - c)/2 times the query's product with both bounds. For this the
-query is another column of the same MMAs, beside its signed parts, so that no operand is rounded. A
-page's score comes from one row of one tile, so neither tiling nor batch size changes its bits.
+1 the score is c times that, plus (1 - c)/2 times the query's product with both bounds, for which
+the query is another column of the same MMAs, so that no operand is rounded. A page's score comes
+from one row of one tile, so neither tiling nor batch size changes its bits.
 """
 
 from collections.abc import Mapping, Sequence

@@ -36,11 +36,10 @@ def place_logits(
     """Moves each page's logits, or their logsumexp, to the page's position; the rest is -inf.
 
     Args:
-        logits: P logits for each page that a pair (row, KV head) reads, -inf for tokens that are
-            not attended. Pages are in list order, followed by the newest token's page if the list
-            lacks it; pages of a dense head are in their own order. Entries past these are ignored.
-            So are all entries of a head that reads nothing: it is empty, or it lists no pages and
-            is not dense.
+        logits: P logits for each page that a pair (row, KV head) reads, -inf for unattended tokens.
+            Pages are in list order, followed by the newest token's page if the list lacks it; a
+            dense head's are in their own order. Later entries are ignored, and all entries of a
+            head that reads nothing: an empty head, or one that lists no pages and is not dense.
         selection: the pages that were read, at granularity "page". Lists may extend past a head's
             length.
         lengths: the number of tokens of each head.

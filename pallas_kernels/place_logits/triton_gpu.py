@@ -1,7 +1,7 @@
 """Implements `api.place_logits` with jax-triton, one program per block of entries.
 
-XLA fills the output with -inf first, and programs write entries to their pages' positions. Little
-of a long context is read, so programs loop over the pages that were read, not over all pages.
+XLA fills the output with -inf, and programs write entries to their pages' positions. They loop over
+the pages that were read, which are few in a long context.
 """
 
 import jax

@@ -2,9 +2,9 @@
 """Implements `api.quantized_product` with Mosaic GPU for at most 32 rows, for Hopper.
 
 It is one persistent launch. A unit of work is 64 rows of the matrix over a part of its columns. One
-warpgroup copies chunks of columns by TMA, up to the capacity of shared memory ahead. The others
-convert x to fixed point while the first chunks are in flight, and then take chunks in turn. Tensor
-cores multiply the integers of both, block by block of 32 columns, without rounding. These sums are
+warpgroup copies chunks of columns by TMA, as far ahead as shared memory allows. The others convert
+x to fixed point while the first chunks are in flight, and then take chunks in turn. Tensor cores
+multiply the integers of both, block by block of 32 columns, without rounding. The sums are
 multiplied by the block's scale and unit and added in float32. The bits of a row of x do not depend
 on the other rows, up to 16 or 32 in all, but differ from those of other backends.
 """
@@ -110,7 +110,7 @@ def few_rows(
 ) -> Float32[Array, "parts rows out"]:
     """Multiplies at most 32 rows in one launch; the caller adds the returned parts.
 
-    The integers override the values that were fastest. `interpret` runs the kernel on any machine,
+    The integers override the fastest measured values. `interpret` runs the kernel on any machine,
     slowly, for tests.
     """
     (rows, width), out = x.shape, matrix["values"].shape[0]

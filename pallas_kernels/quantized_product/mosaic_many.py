@@ -2,12 +2,12 @@
 """Implements `api.quantized_product` with Mosaic GPU for many rows, for Hopper.
 
 It is one persistent launch. A unit of work is a tile of the matrix by up to 256 rows of x. It spans
-all columns of the tile, or a part of them if that gives more programs work in the last wave; XLA
-then adds the parts. One warpgroup copies chunks of both operands by TMA, up to the capacity of
-shared memory ahead. Two warpgroups take 64 rows of the matrix each. They widen integers in
-registers (`mosaic_widening`) to numbers rounded to bfloat16 like the reference's, and multiply them
-by x in the tensor cores. With many rows, the two programs of a cluster take adjacent rows of the
-matrix and the same rows of x, which TMA multicasts to both.
+all columns, or a part of them if that gives more programs work in the last wave; XLA then adds the
+parts. One warpgroup copies chunks of both operands by TMA, as far ahead as shared memory allows.
+Two take 64 rows of the matrix each. They widen integers in registers (`mosaic_widening`), rounded
+to bfloat16 like the reference's, and multiply them by x in the tensor cores. With many rows, the
+two programs of a cluster take adjacent rows of the matrix and the same rows of x, which TMA
+multicasts to both.
 """
 
 from collections.abc import Callable

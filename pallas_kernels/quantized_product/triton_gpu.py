@@ -1,14 +1,14 @@
 """Implements `api.quantized_product` with jax-triton for a few rows, without tensor cores.
 
-Widening a byte takes as many instructions as multiplying it, so x is converted to fixed point
-instead, block by block. Numbers have 16 bits, or 24 if x is float32, and the largest number of a
+Widening a byte takes the same number of instructions as multiplying it, so x is converted to fixed
+point instead, block by block. Numbers have 16 bits, or 24 if x is float32, and the largest of a
 block of 32 uses all of them. An instruction multiplies four bytes of the matrix by four bytes of x,
 and accumulates. The integers of a block are added without rounding, and multiplied by the block's
 scale before sums across blocks.
 
 A program has all columns, or a part of them that is added up afterwards, and several rows of the
-matrix at a time; the next rows are in flight while it multiplies. It computes x itself, as a sum
-and its norm or as a gate, while its first rows are in flight.
+matrix at a time; the next rows are in flight while it multiplies. It computes x itself (a sum and
+its norm, or a gate) while its first rows are in flight.
 """
 
 from typing import Any, NamedTuple

@@ -1,9 +1,9 @@
 """Implements `api.shared_counts` with jax-triton, one program per row of the batch.
 
-A program keeps the row's scores in registers. It searches for a threshold that is reached by the
-row's budget of scores, with each list's number clamped to its floor and its cap. A pass counts
-three trial thresholds at once, since the reductions after counting take as long as counting itself.
-One trial is interpolated from the counts at both ends of the remaining interval, and two are placed
+A program keeps the row's scores in registers. It searches for a threshold that the budgeted number
+of scores reaches, with each list's number clamped to its floor and its cap. A pass counts three
+trial thresholds at once, since the reductions after counting take as long as counting itself. One
+trial is interpolated from the counts at both ends of the remaining interval, and two are placed
 around it: 8 or 9 passes suffice for most scores. After a poor guess, the next pass cuts the
 interval into four. After a pass that separates nothing, the ends move to existing scores, so that
 equal scores end the search. Thresholds are integers with the order of the floats.

@@ -65,9 +65,9 @@ def skinny_product(
 ) -> Float[Array, "*parts_and_batch out"]:
     """Returns x · W plus a bias.
 
-    For one row, XLA may write the product of each number to memory before summing, or sum in parts
-    that it adds in another launch. Here, one launch reads the matrix once. XLA multiplies more rows
-    and large matrices, in parts or with its own choice. The kernel has no gradient.
+    For one row, XLA may write the product of each number to memory before summing, or add partial
+    sums in another launch. The kernel reads the matrix once, in one launch. XLA multiplies more
+    rows and large matrices, in parts or with its own choice. The kernel has no gradient.
 
     Args:
         x: the rows.

@@ -5,14 +5,13 @@ own part of the slots and four steps:
 
 1. It counts a sample of its scores by their upper eight bits.
 2. From all programs' counts it derives a floor that enough scores probably reach. If far too many
-would reach it, the sample is also counted by the lower bits, for a higher floor. The few slots that
-reach the floor are gathered in order.
+   would, the sample is also counted by the lower bits, for a higher floor. The few slots that reach
+   the floor are gathered in order.
 3. The few are counted, score by score for almost two octaves above the floor, and by octaves above
-that. If the threshold is among the octaves, they are counted again from its octave on. If all
-programs' few are too few, everything is repeated with all scores instead of a sample. All programs
-then have the threshold.
-4. It lists its few above the threshold, and the required number of those equal to it. The counts of
-earlier parts give its start in the list.
+   that. If the threshold is among the octaves, they are counted again from its octave on. If all
+   programs' few are too few, everything is repeated with all scores instead of a sample.
+4. With the threshold known, it lists its few above it, and the required number of those equal to
+   it. The counts of earlier parts give its start in the list.
 
 The programs of a head synchronise after each count (triton_meeting.py).
 """

@@ -1,10 +1,9 @@
 """Implements `api.threshold_select` with jax-triton, in one launch.
 
-A thread block searches each row. It finds its row's threshold and writes the selected units as
-bits. The last block of a KV head to finish unites the bits of the group's rows, cuts the union to
-the capacity if needed, and lists it. If a head has only one row and it is long, several blocks
-share it, each with its part in registers. After every pass over the row they synchronise, and each
-adds up the results of all.
+A thread block searches each row for its threshold and writes the selected units as bits. The last
+block of a KV head to finish unites the bits of the group's rows, cuts the union to the capacity if
+needed, and lists it. If a head has only one row and it is long, several blocks share it, each with
+its part in registers; they synchronise after every pass, and each adds up the results of all.
 """
 
 from dataclasses import replace

@@ -8,10 +8,12 @@ separated.
 
 Once few entries of a resident row remain between the bounds, they are drawn from it, or listed
 under a budget, and compared with each other. Scores like a normal distribution's take two or three
-passes; others five or six, some rows a dozen. Drawn entries are compared by their bits, which have
-the order of the numbers on one side of 0. Some cannot be drawn: those on the other side of 0,
-repeated values in a thread, and a thread's fifth and later ones. Their sum is then missing, and the
-search continues. `plan` is a SearchedRow.
+passes; others five or six, some rows a dozen. Drawn entries are compared by their bits, whose order
+is that of the numbers on one side of 0. Some cannot be drawn: those on the other side of 0,
+repeated values in a thread, and a thread's fifth and later ones. The sum is then incomplete, and
+the search continues.
+
+`plan` is a SearchedRow.
 """
 
 from typing import Any, NamedTuple
@@ -176,7 +178,7 @@ def search(row, words, bracket, wanted, enough, mean, spread, met, plan: tl.cons
 
     Under a budget the second result is the maximum sum of the sizes of its ties, and the third is
     the end of the ties if all before it are kept and it is known. The last result is the number of
-    meetings. At first the bracket spans the whole row; a guess outside it is merely wasted. `words`
+    meetings. The initial bracket spans the whole row; a guess outside it is merely wasted. `words`
     is memory for two bitmaps.
     """
     total, highest, end = bracket.at_lo, bracket.hi, row.length

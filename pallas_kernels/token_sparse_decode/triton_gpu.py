@@ -1,10 +1,10 @@
 """Attends to listed tokens or pages with jax-triton; all heads' lists are one pool of work.
 
 Rows are gathered one by one; rows of K only if the list has no logits. A page's tokens are
-consecutive rows. The list of a head is cut into units. Their length depends only on the head's own
-list and on the capacity of lists, so that a row's bits are the same alone and in any batch. A fixed
-number of programs divide the units of all heads; each finds its own units by a prefix sum over all
-counts. A second, small launch merges the units of every head.
+consecutive rows. The list of a head is cut into units whose length depends only on that list and on
+the capacity of lists, so that a row's bits are the same in any batch. A fixed number of programs
+divide the units of all heads; each finds its own by a prefix sum over all counts. A second, small
+launch merges the units of every head.
 """
 
 from dataclasses import dataclass

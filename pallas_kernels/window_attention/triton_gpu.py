@@ -1,10 +1,9 @@
 """Implements `api.window_attention` with jax-triton, in two launches that both multiply Q and K.
 
-The first computes the logsumexp of every query over each SPLIT slots, and XLA merges these. The
-second computes shares from the logits. Nothing of the size of the logits is written. A query's row
-is (index in the window, head of the group), each padded to a power of two, so that the heads of a
-group are adjacent. The division of a head depends only on its capacity, so the batch changes no
-bits.
+The first computes the logsumexp of every query over each SPLIT slots, which XLA merges; the second
+computes shares. No array has the size of the logits. A query's row is (index in the window, head of
+the group), each padded to a power of two, so that the heads of a group are adjacent. The division
+of a head depends only on its capacity, so the batch changes no bits.
 """
 
 from typing import Any
