@@ -40,7 +40,7 @@ class EvaluateOptions:
         bool,
         Option(
             "--yardstick",
-            help="With the task kl, also measure exact top-k attention that reads the same bytes as "
+            help="With the task kl, measure exact top-k attention that reads the same bytes as "
             "each policy.",
         ),
     ] = False
