@@ -98,7 +98,7 @@ def serve(checkout: Path, policy: str) -> dict[str, float]:
         try:
             while not healthy(url):
                 if server.poll() is not None:
-                    raise RuntimeError(f"{checkout}: the server has ended with {server.returncode}")
+                    raise RuntimeError(f"{checkout}: the server exited with {server.returncode}")
                 time.sleep(0.2)
             row = {"ready_seconds": time.monotonic() - began, "ready_cpu": cpu_seconds(server)}
             body = {"prompt": "Gravity is", "max_tokens": 8, "temperature": 0}

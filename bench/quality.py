@@ -129,7 +129,7 @@ def measure(args: argparse.Namespace, part: ReportPart, free: Queue[str]) -> dic
         if done.returncode != 0:
             raise RuntimeError(
                 f"{path.stem} failed; "
-                f"its finished samples lie beside {path}: continue with --resume"
+                f"its finished samples are next to {path}: continue with --resume"
             )
     report = json.loads(path.read_text(encoding="utf-8"))
     wanted = {
@@ -141,7 +141,7 @@ def measure(args: argparse.Namespace, part: ReportPart, free: Queue[str]) -> dic
         if report["settings"][name] != value:
             raise ValueError(
                 f"{path} has {name}={report['settings'][name]}, not {value}: "
-                "resume with the settings it started with"
+                "resume with its original settings"
             )
     return report
 

@@ -60,7 +60,7 @@ def joined(content: Any) -> str:
         for key, value in part.items():
             if key not in PART | HINTS and value not in (None, [], {}):
                 raise ValueError(
-                    f"has a part with the key {reprlib.repr(key)}: must have type and text alone"
+                    f"has a part with the key {reprlib.repr(key)}: must have only type and text"
                 )
     return "".join(part["text"] for part in content)
 

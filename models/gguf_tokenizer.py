@@ -182,7 +182,7 @@ def _finish(
     for name in around:
         if name not in ids:
             raise ValueError(
-                f"{_KEY}{name}_token_id is missing, but the text is to have that token added"
+                f"{_KEY}{name}_token_id is missing, but that token must be added to the text"
             )
     if around:
         template = ("bos " if "bos" in around else "") + "$A" + (" eos" if "eos" in around else "")
@@ -223,7 +223,7 @@ def _read_vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
     ids = {token: token_id for token_id, token in enumerate(tokens)}
     if len(ids) < len(tokens):
         twice = next(token for token_id, token in enumerate(tokens) if ids[token] != token_id)
-        raise ValueError(f"{_KEY}tokens holds {twice!r} twice; each token must be there once")
+        raise ValueError(f"{_KEY}tokens holds {twice!r} twice; each token must occur once")
     types = (
         _read_list(metadata, "token_type", int)
         if _KEY + "token_type" in metadata

@@ -90,8 +90,8 @@ def _download(repo_id: str, revision: str | None, weights: bool) -> Path:
         raise FileNotFoundError(
             f"{named} is neither a path here nor in the Hub's cache, and the Hub cannot be "
             "reached: "
-            "go online, or pass a folder that holds the model"
+            "go online, or pass the model's folder"
         ) from None
     except Exception as error:  # the HTTP client's errors are not part of the library's interface
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"{named} cannot be had from the Hub: {reason}") from error
+        raise ValueError(f"{named} cannot be downloaded from the Hub: {reason}") from error

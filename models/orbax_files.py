@@ -48,7 +48,7 @@ def load_weights(
     from orbax.checkpoint import StandardCheckpointer
 
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} does not exist: a saved model keeps its weights there")
+        raise FileNotFoundError(f"{folder} does not exist: a saved model has its weights there")
     with StandardCheckpointer() as checkpointer:
         stored = _shapes(checkpointer, folder)
         listed = list_weights(folder, len(stored), config, names)

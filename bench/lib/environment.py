@@ -42,7 +42,7 @@ def describe(*, allow_modified: bool = False) -> dict[str, Any]:
     if revision["modified"] and not allow_modified:
         raise SystemExit(
             f"error: the working tree differs from revision {str(revision['git_revision'])[:10]}: "
-            "commit the changes, or pass --allow-modified to measure them and record so"
+            "commit the changes, or pass --allow-modified to measure them and record that"
         )
     return {
         "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -171,7 +171,7 @@ def _instructions(_: Any, text: str, __: str, values: Any, kinds: Any, *___: Any
                 made = compute(*given)
             pairs = zip(made if isinstance(made, tuple) else (made,), kinds, strict=True)
             return _Results(*(interpreter.TensorHandle(x, kind.scalar) for x, kind in pairs))
-    raise NotImplementedError(f"the interpreter has no numpy for {text}")
+    raise NotImplementedError(f"the interpreter has no emulation of {text}")
 
 
 def _list_bits(word: Any, first: Any, ids: Any, room: Any, names: Any, shift: Any) -> np.ndarray:

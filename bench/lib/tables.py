@@ -68,7 +68,7 @@ class Table:
                 f"name={self.name!r}: check out revision {self.revision}, the last with its script"
             )
         if not self.script:
-            raise ValueError(f"name={self.name!r}: no command makes it. {self.note}")
+            raise ValueError(f"name={self.name!r}: no command produces it. {self.note}")
         commands = []
         for nth, run in enumerate(self.runs, 1):
             path = out if len(self.runs) == 1 else out.with_stem(f"{out.stem}_{nth}")

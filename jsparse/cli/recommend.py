@@ -166,7 +166,7 @@ def _print(measured: dict[str, Any]) -> None:
             if found is not None and found < dense["of"] / 2:
                 lines.append(
                     f"Dense attention itself finds {found} of {dense['of']} pass "
-                    f"keys{words}, so that they say little about this model."
+                    f"keys{words}, so they give little information about this model."
                 )
     console.print(*lines, sep="\n", soft_wrap=True)
 

@@ -40,7 +40,7 @@ def check_selection(selection: Selection, lengths: np.ndarray, where: str) -> No
                 f"{selection.granularity}s {where}"
             )
         if ids[at][count[at] :].any():
-            raise Violation(f"ids behind count are {ids[at].tolist()}, {count[at]} valid {where}")
+            raise Violation(f"ids past count are {ids[at].tolist()}, {count[at]} valid {where}")
 
 
 def check_close(how: str, logits: Any, expected: Any, than: str = "before") -> None:

@@ -169,7 +169,7 @@ class JSparseLM(TemplateLM):
         before, separator, _ = text.rpartition(last)
         if not separator:
             raise ValueError(
-                f"message {last!r}: must stand in the chat template's text to be continued"
+                f"message {last!r}: must occur in the chat template's text to be continued"
             )
         return before + last
 

@@ -96,7 +96,7 @@ def page_bounds(
         raise ValueError(f"slack={slack}: must be a number from 0 to 1")
     if sm_scale is not None and not sm_scale > 0:
         raise ValueError(
-            f"sm_scale={sm_scale}: must be above 0, or what bounds q·k does not bound the logit"
+            f"sm_scale={sm_scale}: must be above 0, or a bound of q·k does not bound the logit"
         )
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     return run(

@@ -19,7 +19,7 @@ def _load_triton():
 
 def _refusal(heads: Heads, layer: LayerCache, *_) -> str | None:
     if layer.page_pools is not None:
-        return "takes K and V on the device alone"
+        return "takes K and V only on the device"
     return wide_rows(heads.qkv.shape[-1]) or no_triton()
 
 

@@ -30,9 +30,7 @@ QA_PREFIX = " Answer:"
 def find_file(task: str, name: str, files: Path | None, source: str) -> Path:
     """Returns the path of a file of the folder; ValueError names the task and the file's source."""
     if files is None:
-        raise ValueError(
-            f"files=None: {task} needs {name} ({source}), give the folder that holds it"
-        )
+        raise ValueError(f"files=None: {task} needs {name} ({source}), give its folder")
     if not (files / name).is_file():
         raise ValueError(
             f"files={str(files)!r}: {task} needs {name} ({source}), which is not there"
