@@ -5,7 +5,7 @@ pieces with byte fallback ("llama": Llama 2). Both become a `tokenizers` BPE mod
 llama.cpp omits (such as Qwen2's NFC normalisation) are also omitted here.
 
 Two differences remain. llama.cpp treats plain tokens as control tokens if their text looks like one
-("</s>" is ordinary text in Qwen2, and also in its vocabulary); here only token_type decides.
+("</s>" is ordinary text for Qwen2, although its vocabulary has it); here only token_type decides.
 Characters newer than the Unicode tables of either side (so far Unicode 16) may be split from their
 neighbours differently.
 """

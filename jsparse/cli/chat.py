@@ -114,8 +114,8 @@ def run(chat: Chat) -> None:
                     continue
                 case unknown:
                     raise ValueError(
-                        f"{unknown}: must be one of {', '.join(COMMANDS)}; a message may begin "
-                        "with a slash behind a space"
+                        f"{unknown}: must be one of {', '.join(COMMANDS)}; a message may start "
+                        "with a space and a slash"
                     )
         except ValueError as error:
             if not at_terminal:

@@ -91,7 +91,7 @@ def launch(
     constants: Mapping[str, Any],
     more: Sequence[Array] = (),
 ) -> Float32[Array, "B K M"]:
-    """Launches a kernel over tiles of pages, with `constants` beside the parameters set here.
+    """Launches a kernel over tiles of pages, with `constants` and the parameters set here.
 
     `more` are arrays that follow the block table.
     """

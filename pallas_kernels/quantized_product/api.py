@@ -15,7 +15,7 @@ from jsparse.parts import total
 # with tensor cores; for more, it is faster to widen the matrix and multiply with XLA
 MAX_ROWS = 4096
 MAX_FEW_ROWS = 4  # without tensor cores
-FASTER_WITHOUT = 2  # maximum rows for which no tensor cores are faster
+FASTER_WITHOUT = 2  # maximum rows that are faster without tensor cores
 
 
 def _mosaic():
