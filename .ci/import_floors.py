@@ -1,10 +1,10 @@
-"""Check that no module imports from a floor above its own, and that nothing imports in a circle.
+"""Check that no module imports from a floor above its own, and that there are no import cycles.
 
 Usage: python .ci/import_floors.py [ROOT]
 
-It prints the imports that do, and what a drawing of the packages has: arrows, from each package to
-those it imports from; levels, the length of the longest chain of arrows; and circles, packages or
-modules that import one another. Imports for types count in circles of modules.
+It prints such imports, and the figures of the package graph: arrows, from each package to those it
+imports from; levels, the length of the longest chain of arrows; and cycles of packages or modules.
+Imports for types count in cycles of modules.
 """
 
 import ast
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# What each floor holds, from the ground up: rooms and modules below jsparse.
+# The rooms and modules of each floor, from the ground up, below jsparse.
 FLOORS = (
     (
         "vocabulary",
@@ -37,7 +37,8 @@ FLOORS = (
     ("server and benchmark", "server", "benchmark"),
     ("cli", "cli", "__main__"),
 )
-# models stand apart: of what is below they use these modules, which know nothing of caches
+# models is separate: from the lower floors it uses only these modules, which do not depend on
+# caches
 FOR_MODELS = {
     "machine.jax_settings",
     "machine.memory",
@@ -56,7 +57,7 @@ FOR_MODELS = {
     "pallas_kernels.quantized_product",
     "pallas_kernels.residual_norm",
 }
-# packages of one floor that do not know each other
+# packages of one floor that do not import each other
 BESIDE = {"evaluation", "train", "engine"}
 
 
@@ -83,7 +84,7 @@ def public_names(package: Path) -> dict[str, str]:
 def imports(path: Path, public: dict[str, str]) -> Iterator[tuple[int, str, bool]]:
     """Yields line and target, below `jsparse.`, of every import, and whether it is for types.
 
-    What is read off a plain `import jsparse` counts as imported from where it is.
+    An attribute of a plain `import jsparse` counts as imported from its module.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     typing = {
@@ -100,7 +101,7 @@ def imports(path: Path, public: dict[str, str]) -> Iterator[tuple[int, str, bool
             names = (alias.name for alias in node.names if alias.name != "__version__")
             targets = [public.get(name, name) for name in names]
         elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("jsparse."):
-            # what is imported may be a module
+            # the imported name may be a module
             module = str(node.module).removeprefix("jsparse.")
             targets = [f"{module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
@@ -149,7 +150,7 @@ def violations(root: Path) -> tuple[int, list[str]]:
 
 
 def graph(package: Path, *, types: bool) -> dict[str, set[str]]:
-    """Returns the modules that each module imports; those for types only if asked."""
+    """Returns the modules that each module imports; `types`: including those for types."""
     found = modules(package)
     return {
         module: {
@@ -163,7 +164,7 @@ def graph(package: Path, *, types: bool) -> dict[str, set[str]]:
 
 
 def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
-    """Returns the groups of nodes each of which leads to all the others."""
+    """Returns the groups of nodes in which each node leads to all the others."""
     reached: dict[str, set[str]] = {}
     for node in arrows:
         seen, waiting = set(), [node]
@@ -181,7 +182,7 @@ def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
 
 
 def levels(arrows: dict[str, set[str]]) -> int:
-    """Returns the length of the longest chain; those that run in a circle count as one."""
+    """Returns the length of the longest chain; a cycle counts as one."""
     together = {node: group[0] for group in circles(arrows) for node in group}
     below: dict[str, set[str]] = {}
     for node, there in arrows.items():
@@ -196,7 +197,7 @@ def levels(arrows: dict[str, set[str]]) -> int:
 
 
 def drawing(package: Path) -> list[str]:
-    """Describes how packages import one another, and then each circle in a line of its own."""
+    """Describes the imports between packages, followed by each cycle on its own line."""
     packages: dict[str, set[str]] = {}
 
     def room(module: str) -> str:
@@ -214,7 +215,7 @@ def drawing(package: Path) -> list[str]:
 
 
 def main() -> None:
-    """Prints the imports that go up, and the circles; fails if there are any."""
+    """Prints the imports that go up, and the cycles; fails if there are any."""
     root = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
     count, found = violations(root)
     print("\n".join(found) if found else f"{count} modules, no import goes up")

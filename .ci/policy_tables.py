@@ -53,7 +53,7 @@ def arguments(policies: Policies) -> str:
 
 
 def paper(policy: Method) -> Iterator[str]:
-    """Yields the name of a policy's paper, if it has one, and a link if the arXiv id is known."""
+    """Yields the name of a policy's paper and a link to it, if there are any."""
     if policy.paper:
         yield policy.paper
         docstring = sys.modules[policy.build.__module__].__doc__ or ""
@@ -62,7 +62,7 @@ def paper(policy: Method) -> Iterator[str]:
 
 
 def reference(kind: str) -> Callable[[Policies], str]:
-    """Returns the function that lists the policies of a kind for the API reference."""
+    """Returns a function that lists the policies of a kind for the API reference."""
 
     def listed(policies: Policies) -> str:
         lines = (
@@ -82,7 +82,7 @@ def imports(policies: Policies) -> str:
     return "\n".join([*lines, "", ""])
 
 
-# the written parts of each file, by the names in the comments around them
+# the parts of each file, by the names in the comments around them
 PARTS: Mapping[str, Mapping[str, Callable[[Policies], str]]] = {
     "docs/policies.md": {"policies": uses, "arguments": arguments},
     "docs/api.md": {
@@ -108,7 +108,7 @@ def written(root: Path, file: str, policies: Policies) -> str:
 
 
 def outdated(root: Path, policies: Policies) -> dict[str, str]:
-    """Returns the expected texts of the files that differ from them."""
+    """Returns the files that differ from their expected text, with that text."""
     texts = {file: written(root, file, policies) for file in PARTS}
     return {
         file: text

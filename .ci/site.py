@@ -1,10 +1,9 @@
-"""Lets the pages of docs/ link to any file of the repository, on GitHub and in the site alike.
+"""Makes links from docs/ to any file of the repository work both on GitHub and in the site.
 
-A hook of mkdocs. Pages write the links that GitHub follows, such as ../bench/README.md. Whatever a
-page links to outside docs/ becomes a file of the site: Markdown becomes a page, code a page that
-shows it, a folder a page with its names, anything else a copy. README.md becomes the home page.
-A link whose text is the name of a page gets the page's title. In the navigation, a folder stands
-for its pages.
+A hook of mkdocs. Pages use links that GitHub follows, such as ../bench/README.md. Every link target
+outside docs/ becomes a file of the site: Markdown becomes a page, code a page that shows it, a
+folder a page with its names, anything else a copy. README.md becomes the home page. A link with the
+name of a page as its text gets the page's title. In the navigation, a folder represents its pages.
 """
 
 import os
@@ -18,19 +17,19 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-# code, which is passed over, or a link's opening and its target
+# code, which is skipped, or a link's opening and its target
 LINK = re.compile(
     r"^(`{3,}|~{3,}).*?^\1|`[^`\n]+`|(\]\()(?!https?://|mailto:)([^)#\s]+)",
     re.MULTILINE | re.DOTALL,
 )
-# code, which is passed over, or a link whose text is a page's file
+# code, which is skipped, or a link with a page's file as its text
 NAMED = re.compile(
     r"^(`{3,}|~{3,}).*?^\1|`[^`\n]+`|\[[\w./-]+\.md\]\((?P<target>(?!https?://)[^)#\s]+)",
     re.MULTILINE | re.DOTALL,
 )
-# code in the cells of a table, where lines may also break after an opening bracket
+# code in table cells, where lines may also break after an opening bracket
 CELL_CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>[^\n]*</td>)")
-# what a browser would fetch from another host to show a page
+# resources that a browser would fetch from another host
 FETCHED = re.compile(
     r'<(?:script|img|iframe|source)\b[^>]*\bsrc="(?:https?:)?//[^"]+'
     r'|<link\b[^>]*\brel="(?:stylesheet|preconnect)"[^>]*\bhref="(?:https?:)?//[^"]+'
@@ -40,7 +39,7 @@ LANGUAGES = {".py": "python", ".pyi": "python", ".toml": "toml"}
 
 
 def place(path: str) -> str:
-    """Returns where the site keeps the source of a file or folder of the repository."""
+    """Returns the path of a repository file's or folder's source in the site."""
     if path == "README.md":
         return "index.md"
     if path.startswith("docs/"):
@@ -86,7 +85,7 @@ def index_first(name: str) -> tuple[bool, str]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Puts the pages of a folder where the navigation names the folder."""
+    """Replaces a folder in the navigation by its pages."""
     for section in config.nav or []:
         for title, entry in section.items():
             if isinstance(entry, str) and entry.endswith("/"):
@@ -96,12 +95,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds what the pages link to, what that links to, and so on."""
+    """Adds the targets of the pages' links, their own targets, and so on."""
     seen = {f"docs/{file.src_uri}" for file in files}
     waiting = {"README.md", *(path for path in seen if path.endswith(".md"))}
     while waiting:
         path = waiting.pop()
-        if path not in seen and (ROOT / path).exists():  # mkdocs warns of a link to nowhere
+        if path not in seen and (ROOT / path).exists():  # mkdocs warns of broken links
             files.append(made(path, config))
         seen.add(path)
         if path.endswith(".md") and (ROOT / path).exists():
@@ -127,7 +126,7 @@ def title(path: str, otherwise: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns links of the repository into links of the site."""
+    """Converts links of the repository to links of the site."""
     here, folder = posixpath.dirname(page.file.src_uri), posixpath.dirname(source(page))
 
     def moved(link: re.Match) -> str:
@@ -147,12 +146,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lets long expressions in tables break."""
+    """Allows long expressions in tables to break."""
     return CELL_CODE.sub(lambda code: code[0].replace("(", "(<wbr>"), html)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Refuses a page that would fetch something from another host."""
+    """Raises an error if a page would fetch something from another host."""
     if found := FETCHED.search(output):
         raise PluginError(f"{page.file.src_uri}: must not fetch {found.group()!r}")
     return output

@@ -1,1 +1,1 @@
-"""Answers one question per script; `python -m bench list` prints the committed results."""
+"""One question per script; `python -m bench list` prints the committed results."""

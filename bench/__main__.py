@@ -1,4 +1,4 @@
-"""Lists the committed results and runs their commands again."""
+"""Lists the committed results and reruns their commands."""
 
 import shlex
 import subprocess
@@ -15,7 +15,7 @@ app = Typer(no_args_is_help=True, add_completion=False, help="The benchmarks beh
 
 @app.command("list")
 def list_() -> None:
-    """Prints each committed result: name, machine, script and what it shows."""
+    """Prints each committed result: name, machine, script and content."""
     for table in tables().values():
         echo(f"{table.name:28}{table.machine:6}{table.script or '(no script)'}")
         echo(f"    {table.shows}")
@@ -23,13 +23,13 @@ def list_() -> None:
 
 @app.command()
 def reproduce(
-    name: Annotated[str, Argument(help="A name that `python -m bench list` prints.")],
+    name: Annotated[str, Argument(help="A name from `python -m bench list`.")],
     more: Annotated[
         list[str] | None, Argument(help="Further arguments for the script, after --.")
     ] = None,
     out: Annotated[
         Path | None,
-        Option(help="Path of the report. The default lies in build/bench, not in bench/results."),
+        Option(help="Path of the report. The default is in build/bench, not in bench/results."),
     ] = None,
 ) -> None:
     """Measures a committed result again, on this machine.
@@ -54,7 +54,7 @@ def reproduce(
 
 
 def _within(path: Path) -> Path:
-    """Returns a path relative to the repository where it lies within it."""
+    """Returns a path relative to the repository if it is within it."""
     return path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path
 
 

@@ -1,17 +1,18 @@
-"""How many of a policy's drafts does dense attention accept, and what does that make of it?
+"""How many of a policy's drafts does dense attention accept, and how fast is decoding then?
 
-Prompts are read once; then dense attention decodes them, greedily or at --temperature, and each
-policy drafts under `exact`. The --rows of a batch are windows of --context tokens, by turns of:
+Prompts are prefilled once. Then dense attention decodes them, greedily or at --temperature, and
+each policy drafts under `exact`. The --rows of a batch are windows of --context tokens, taken in
+turn from:
 
     verse       the text of `jsparse eval`
     code        the package's own modules
     prose       the package's own documentation
 
-For each policy and number of drafts K the report has: the time beside dense attention's in the same
-process; where rows first differed from its text, and how far apart the two best logits were there;
-and by kind of text the share of drafts that were accepted, that by position in a round (of those
-that were drafted there), and the tokens per round. With --fewer-rows dense attention is compared
-with itself, which rounds differently in a batch of another size.
+For each policy and number of drafts K, the report has the time next to dense attention's in the
+same process; the position where rows first differ from its text, and the gap of the two best logits
+there; and by kind of text the acceptance rate, the acceptance rate by position in a round (of the
+drafts made there), and the tokens per round. With --fewer-rows, dense attention is compared with
+itself, since it rounds differently at another batch size.
 
     python -m bench.acceptance --json build/acceptance.json
 """
@@ -46,7 +47,7 @@ DRAFTS = (2, 4, 8)
 
 
 def texts(wanted: int) -> dict[str, str]:
-    """Returns the texts, each of which has at least as many tokens, if it is long enough."""
+    """Returns the texts, each cut to at least `wanted` tokens if it is long enough."""
     folders = {
         "verse": REPOSITORY / "jsparse/evaluation/texts",
         "code": REPOSITORY / "jsparse/runtime",
@@ -65,13 +66,13 @@ def _read(path: Path) -> str:
 
 
 def windows(ids: list[int], length: int, count: int) -> list[list[int]]:
-    """Returns `count` windows of `length` tokens, evenly spread."""
+    """Returns `count` windows of `length` tokens, evenly spaced."""
     starts = np.linspace(0, len(ids) - length, count).astype(int)
     return [ids[start : start + length] for start in starts]
 
 
 def prompts_of(params: Any, context: int, rows: int) -> dict[str, list[list[int]]]:
-    """Returns windows of each text, `rows` of them in all."""
+    """Returns windows of each text, `rows` in all."""
     from jsparse.text.prompts import tokenizer_of
 
     made, found = {}, texts(context + 256 * rows)
@@ -84,12 +85,12 @@ def prompts_of(params: Any, context: int, rows: int) -> dict[str, list[list[int]
 
 
 class Run(NamedTuple):
-    """Holds what rows decoded.
+    """Decoded rows.
 
     Attributes:
         tokens: the tokens of each row.
-        rounds: for each row, of each of its rounds, how many drafts were made and accepted.
-        seconds: how long all rows took after their first tokens, without compiling.
+        rounds: the drafted and accepted numbers of each round of each row.
+        seconds: the time of all rows after their first tokens, without compilation.
     """
 
     tokens: list[list[int]]
@@ -100,7 +101,7 @@ class Run(NamedTuple):
 def decoded(
     shared: "SharedPrefill", index: int, drafts: int | None, new: int, temperature: float
 ) -> Run:
-    """Decodes `new` tokens of each row, twice, since the first compiles."""
+    """Decodes `new` tokens of each row, twice, since the first run compiles."""
     runs = []
     for _ in range(2):
         session, asked = shared.session(index, drafts=drafts), choice(shared, index, temperature)
@@ -111,7 +112,7 @@ def decoded(
         made = np.ones(shared.spec.batch, int)
         for result in results:
             kept.append(result)
-            # the host reads one program late, while the next runs, as where answers are read
+            # the host reads each program's results while the next one runs, as in serving
             made += counts(kept[-2]) if len(kept) > 2 else 0
             if made.min() >= new:
                 break
@@ -129,7 +130,7 @@ def counts(result: "StepResult") -> np.ndarray:
 
 
 def choice(shared: "SharedPrefill", index: int, temperature: float) -> Any:
-    """Returns the way to choose tokens, and its first carry."""
+    """Returns the token chooser and its initial carry."""
     import jsparse
     from jsparse.runtime.request import requests
     from jsparse.runtime.sampling import chooser
@@ -158,7 +159,7 @@ def read(results: "Sequence[StepResult]", new: int, seconds: float) -> Run:
 
 
 def gaps(shared: "SharedPrefill", new: int) -> np.ndarray:
-    """Returns by how much the likeliest logit of dense attention is above the next, [new, rows]."""
+    """Returns the gap between dense attention's two highest logits, [new, rows]."""
     import jax
 
     def gap(logits: Any) -> Any:
@@ -177,7 +178,7 @@ def gaps(shared: "SharedPrefill", new: int) -> np.ndarray:
 def differences(run: Run, dense: Run, gaps: np.ndarray | None) -> list[dict[str, Any]]:
     """Returns where rows first differ from dense attention's, with the gap of the two best logits.
 
-    What follows a difference is another text, and is not compared.
+    After a difference the texts diverge and are not compared.
     """
     found = []
     for row, (own, others) in enumerate(zip(run.tokens, dense.tokens, strict=False)):
@@ -190,12 +191,12 @@ def differences(run: Run, dense: Run, gaps: np.ndarray | None) -> list[dict[str,
 
 
 def compared(differ: list[dict[str, Any]], rows: int, new: int) -> int:
-    """Returns how many tokens stood where the text before them was the same."""
+    """Returns the number of tokens whose preceding text was the same."""
     return rows * new - sum(new - 1 - each["token"] for each in differ)
 
 
 def accepted(rounds: Sequence[Sequence[tuple[int, int]]], new: int) -> dict[str, Any]:
-    """Returns what a report says of the rounds of some rows of `new` tokens each."""
+    """Returns a report's statistics of the rounds of some rows of `new` tokens each."""
     of_all = [each for row in rounds for each in row]
     drafted, kept = (sum(column) for column in zip(*of_all, strict=True))
     by_position = [
@@ -216,7 +217,7 @@ def main() -> None:
     parser = report_parser("acceptance", (__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--context", type=int, default=6144, help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=129, help="tokens to decode of each")
+    parser.add_argument("--new", type=int, default=129, help="tokens to decode per prompt")
     parser.add_argument("--rows", type=int, default=3, help="prompts, which decode in one batch")
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="POLICY")

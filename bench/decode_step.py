@@ -1,4 +1,4 @@
-"""How long does one decode step take, next to its bytes and to Hugging Face?
+"""How long does one decode step take, compared with its bytes and with Hugging Face?
 
 Llama 3.1 8B's shape, random bf16 weights, a cache full of random K and V, greedy, one token per
 step, fed back on the device, by the session's own loop. Contenders, each in its own process:
@@ -9,18 +9,17 @@ step, fed back on the device, by the session's own loop. Contenders, each in its
     hf-cudagraphs       the same under torch.compile(mode="reduce-overhead")
 
 A policy's state is that after a prompt that filled the cache. path.py:function names one of your
-own. replayed(…) around an expression replays counts of bench/results/twilight_trace.
+own. replayed(…) around an expression replays counts of bench/results/twilight_trace. --shape
+selects SmolLM2's shape or that of Llama 3.1 70B, for our steps. --weights q8_0 stores matrices as
+8-bit blocks. --ranks spreads the model over that number of GPUs; bytes are then per GPU. --profile
+adds a table of a step's kernels on the first GPU, from two programs under jax's profiler after all
+timings: name without its number, launches and microseconds per step, and the time during which any
+kernel ran.
 
---shape takes SmolLM2's shape or that of Llama 3.1 70B instead, for our steps. --weights q8_0 keeps
-matrices as 8-bit blocks. --ranks spreads the model over so many GPUs; bytes are then those of one.
---profile adds a table of a step's kernels on the first GPU, from two programs under jax's profiler
-after all timings: name without its number, launches and microseconds per step, and for how long any
-ran.
+With --drafts K a "step" is a round of `exact`: the policy drafts K tokens, and dense attention
+verifies them. With random weights few are accepted; the time of a round does not depend on that.
 
-With --drafts K a "step" is a round of `exact`: K drafts of the policy, and a check of them by dense
-attention. With random weights few agree; what a round takes does not depend on that.
-
-A run of our step is long enough that its start on the host, which the device waits for, is less
+A run of our step is long enough that its start on the host, for which the device waits, is less
 than a hundredth of it. The floor is (weights + the K and V that the policy attends to) over the
 measured read bandwidth of the device.
 
@@ -49,7 +48,7 @@ from bench.lib.smollm2 import SMOLLM2
 from bench.lib.subprocesses import run_child, spread, write_report
 
 CONTENDERS = ("jsparse", "hf-eager", "hf-compile", "hf-cudagraphs")
-# programs that are not timed; steps per timing, in programs of any size; timings
+# programs without timing; steps per timing, in programs of any size; timings
 WARM_UP, STEPS, RUNS = 5, 104, 5
 SHAPES = {"8b": LLAMA_8B, "70b": LLAMA_70B, "135m": SMOLLM2}
 PROFILED = 2  # programs under the profiler
@@ -70,7 +69,7 @@ def jsparse_step(
 ) -> dict[str, Any]:
     """Times the package's own loop at a nearly full cache, `count` steps per program.
 
-    With `drafts`, a program is a round, and what is timed is that.
+    With `drafts`, a program is a round, which is timed instead.
     """
     if drafts:
         count = drafts + 1
@@ -97,9 +96,9 @@ def jsparse_step(
         "bfloat16",
         ranks=ranks,
     )
-    # maintenance that falls into any timing is compiled before the first
+    # compile maintenance before the first timing if any timing includes it
     measured, period = STEPS * RUNS + PROFILED * count, method.services.period
-    # programs up to the first: the last few steps before it are a program each
+    # programs before the first maintenance: the last few steps are one program each
     due = 1 + sum(divmod(period, count)) if period <= WARM_UP * count + measured else 0
     warm_up = max(WARM_UP, due)
     held = context - warm_up * count - measured - 1
@@ -143,7 +142,7 @@ def jsparse_step(
 
 
 def dispatched(results: Iterator[Any], programs: int, *, rounds: bool) -> tuple[Any, int]:
-    """Dispatches programs; returns the last one's result, and the steps or rounds of all."""
+    """Dispatches programs; returns the last one's result, and the number of all steps or rounds."""
     number = 0
     for _ in range(programs):
         result = next(results)
@@ -152,7 +151,7 @@ def dispatched(results: Iterator[Any], programs: int, *, rounds: bool) -> tuple[
 
 
 def shaped_model(shape: str, context: int, ranks: int, *, quantized: bool) -> Any:
-    """Returns a model of random weights, with positions for such a context."""
+    """Returns a model of random weights, with enough positions for this context."""
     import jax.numpy as jnp
 
     from jsparse.benchmark.random_model import random_model
@@ -164,7 +163,7 @@ def shaped_model(shape: str, context: int, ranks: int, *, quantized: bool) -> An
 
 
 def nbytes(arrays: Any) -> int:
-    """Returns how many bytes arrays take together."""
+    """Returns the total bytes of arrays."""
     import jax
 
     return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
@@ -186,7 +185,7 @@ def huggingface_step(batch: int, context: int, mode: str) -> dict[str, Any]:
     position = torch.full((batch, 1), context - 8, device="cuda")
     with (
         torch.no_grad()
-    ):  # the cache allocates itself when first used, which must not be inside a CUDA graph
+    ):  # the cache is allocated on first use, which must not be inside a CUDA graph
         model(input_ids=ids, past_key_values=cache, position_ids=position, use_cache=True)
 
     @torch.no_grad()
@@ -237,18 +236,16 @@ def main() -> None:
         "--steps-per-program",
         type=int,
         default=1,
-        help="steps of ours that are one program (default 1)",
+        help="steps per program of ours (default 1)",
     )
     parser.add_argument(
-        "--drafts", type=int, default=0, help="time rounds of as many drafts, instead of steps"
+        "--drafts", type=int, default=0, help="time rounds of this many drafts instead of steps"
     )
     parser.add_argument("--shape", choices=list(SHAPES), default="8b", help="of our steps")
     parser.add_argument(
         "--weights", nargs="+", choices=("bf16", "q8_0"), default=["bf16"], help="of our steps"
     )
-    parser.add_argument(
-        "--ranks", nargs="+", type=int, default=[1], help="GPUs that share a step of ours"
-    )
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1], help="GPUs for a step of ours")
     parser.add_argument("--profile", action="store_true", help="add a table by kernel to our rows")
     parser.add_argument(
         "--child",

@@ -1,30 +1,30 @@
-"""What does the engine make of queues, shared documents, ragged answers and arrivals?
+"""How fast is the engine with queues, shared documents, ragged outputs and arrivals?
 
 Llama 3.1 8B's shape, random bf16 weights, random prompts. Workloads:
 
-    start       seconds until all programs are there, and from the compilation cache
+    start       seconds until all programs are ready, and from the compilation cache
     queued      64 prompts of 30,720 tokens at once, 256 new each; if all fit, the same again, from
-                the prefix cache; beside it static batches of generate's session, as many rows as
-                fit
+                the prefix cache; for comparison static batches of generate's session, with the
+                maximum number of rows
     eight       the same of 8 prompts
     document    64 questions of 128 tokens on one document of 30,720, 256 new; others on the same,
-                then such for which each row reads it for itself; beside it fewer questions, each on
-                a document of its own
-    ragged      256 prompts of 2,048, new tokens log-uniform in 32 to 2,048; beside it static
+                then some for which each row attends to it separately; for comparison fewer
+                questions, each on its own document
+    ragged      256 prompts of 2,048, new tokens log-uniform in 32 to 2,048; for comparison static
                 batches of 64 in their order
-    arrivals    Poisson, at 60 % of what prefill can do, prompts log-uniform in 1K to 32K, 256 new
-    beside      prompts of 128K that arrive beside prompts of 1K
-    chunks      one prompt of 32,768 read in chunks of each size: tokens per second
-    small       SmolLM2's shape: 64 prompts of 1,024, 512 new each, the likeliest tokens and drawn
-                ones (temperature 1, top_p 0.95)
-    answers     64 prompts of 2,048 tokens, 8,192 new each, where K and V have 20 GB; half as many
-                where the policy keeps all of them, since the metric is tokens per second
-    sixteen     16 prompts of 2,048 tokens, 1,024 new; beside it one static batch
-    many        SmolLM2's shape: 2,000 requests of 64 to 1,024 tokens, 1 to 64 new; how much memory
-                device and host hold after each quarter
+    arrivals    Poisson, at 60 % of prefill throughput, prompts log-uniform in 1K to 32K, 256 new
+    beside      prompts of 128K that arrive together with prompts of 1K
+    chunks      one prompt of 32,768 prefilled in chunks of each size: tokens per second
+    small       SmolLM2's shape: 64 prompts of 1,024, 512 new each, greedy and sampled
+                (temperature 1, top_p 0.95)
+    answers     64 prompts of 2,048 tokens, 8,192 new each, with 20 GB for K and V; half the prompts
+                if the policy keeps all of them, since the metric is tokens per second
+    sixteen     16 prompts of 2,048 tokens, 1,024 new; for comparison one static batch
+    many        SmolLM2's shape: 2,000 requests of 64 to 1,024 tokens, 1 to 64 new; memory in use on
+                device and host after each quarter
 
-Counts are divided by --shorten, so that a run of all fits in minutes; the report says by how much.
-Each row says how much memory device and host have held at most since the process began.
+Counts are divided by --shorten, so that a complete run takes minutes; the report records the
+divisor. Each row has the peak memory of device and host since the process started.
 
     python -m bench.engine_speed queued document --policies dense --json build/engine.json
 """
@@ -51,25 +51,25 @@ if TYPE_CHECKING:
 TWILIGHT = "twilight(quest(budget=7680, bounds_dtype='uint8'), p=0.95)"
 POLICIES = ("dense", TWILIGHT)
 DOCUMENT, QUESTION, PROMPT, NEW = 30_720, 128, 2048, 256
-LONG = 131_072 - NEW  # the model takes 128K with what is generated
-# what servers let reading keep rows from decoding, in milliseconds
+LONG = 131_072 - NEW  # the model's 128K include the generated tokens
+# stall budget of decoding in servers, in milliseconds
 MAX_STALL_MS = 200.0
 # the engine's max_model_len in most parts, and with the small model
 SERVED, SMALL = 32_768 + 256, 2048
 MANY = 2000
-# tokens whose K and V take 20 GB, and those of long answers
+# tokens whose K and V take 20 GB, and new tokens of the long outputs
 SCARCE, LONG_ANSWER = 152_576, 8192
 CHUNKS = (512, 1024, 2048, 8192)
 
 
 class Bench:
-    """Holds the model, and one engine at a time.
+    """The model, and one engine at a time.
 
     Attributes:
-        shorten: what the counts of requests are divided by.
-        slots: how many rows decode together.
-        max_stall_ms: for how long reading keeps rows from decoding where requests arrive.
-        decode_rows: the numbers of rows of decode programs; None is the engine's own.
+        shorten: divides the numbers of requests.
+        slots: the maximum decode batch size.
+        max_stall_ms: the stall budget of decoding when requests arrive.
+        decode_rows: the batch sizes of decode programs; None: the engine's own.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class Bench:
         max_stall_ms: float = MAX_STALL_MS,
         decode_rows: Sequence[int] | None = None,
     ) -> None:
-        """Prepares to measure a model with engines of `slots` slots."""
+        """Sets up measurements of a model with engines of `slots` slots."""
         self.params, self.shorten, self.slots = params, shorten, slots
         self.max_stall_ms, self.decode_rows = max_stall_ms, decode_rows
         self._held: tuple[Any, Any] = None, None
 
     def engine(self, policy: str, max_model_len: int | None = None, **options: Any) -> Any:
-        """Returns an engine, the last one if it is the same; else that is let go first.
+        """Returns an engine, the last one if it is the same; otherwise that one is released first.
 
-        All its programs are compiled, so that none is while something is measured.
+        All its programs are compiled, so that no measurement includes compilation.
         """
         asked = (policy, max_model_len or SERVED, *options.items())
         if self._held[0] != asked:
@@ -108,16 +108,16 @@ class Bench:
         return Engine(self.params, policy, EngineOptions(max_model_len=max_model_len, **options))
 
     def release(self) -> None:
-        """Lets the engine's memory go."""
+        """Releases the engine's memory."""
         self._held = None, None
         gc.collect()
 
     def served(self, policy: str, max_model_len: int | None = None) -> Any:
-        """Returns an engine in which prompts that are read do not stall rows for long."""
+        """Returns an engine in which prefill stalls decoding only briefly."""
         return self.engine(policy, max_model_len, max_stall_ms=self.max_stall_ms)
 
     def count(self, requests: int) -> int:
-        """Returns the number of requests that this run makes instead of `requests`."""
+        """Returns the number of requests in this run that replaces `requests`."""
         return max(2, requests // self.shorten)
 
     def workload(self, **options: Any) -> Any:
@@ -127,7 +127,7 @@ class Bench:
         return random_workload(self.params.config.vocab_size, **options)
 
     def static(self, policy: str, workload: Any, rows: int) -> dict[str, Any]:
-        """Times static batches of `rows`, as `generate` runs them, without compiling."""
+        """Times static batches of `rows`, as `generate` runs them, without compilation."""
         self.release()
         batches = [workload[at : at + rows] for at in range(0, len(workload), rows)]
         for batch in {len(batch): batch for batch in batches}.values():
@@ -140,9 +140,9 @@ class Bench:
         }
 
     def _batch(self, policy: str, batch: Any, *, warm: bool = False) -> tuple[float, float]:
-        """Returns a batch's seconds, and the milliseconds per step of its programs' median.
+        """Returns a batch's seconds, and the median milliseconds per step of its programs.
 
-        To warm up it reads two chunks, which is all that is compiled, and decodes a little.
+        A warm-up prefills two chunks, which compiles everything, and decodes a few tokens.
         """
         from jsparse.policies.expressions import parse
         from jsparse.runtime import capacity, chunk_attention
@@ -171,21 +171,21 @@ class Bench:
         return moments[-1] - began, statistics.median(steps) if steps else float("nan")
 
 
-# what a part has measured, and what is to be run in static batches: requests and rows
+# a part's measurement, and the requests and rows to run in static batches
 Measurement = tuple[dict[str, Any], tuple[Any, int] | None]
 
 
 def queued(bench: Bench, policy: str) -> Measurement:
-    """Measures requests that all come at once, and of equal lengths.
+    """Measures requests of equal lengths that all arrive at once.
 
-    If all fit into the pool, they come a second time, when the cache has their prompts: then all
+    If all fit in the pool, they are sent a second time, when the cache has their prompts: then all
     rows decode together.
     """
     return _queued(bench, policy, queued_workload(bench))
 
 
 def eight(bench: Bench, policy: str) -> Measurement:
-    """Measures eight such requests, whatever counts are divided by."""
+    """Measures eight such requests, for any divisor of counts."""
     few = bench.workload(num_prompts=8, input_len=DOCUMENT, output_len=NEW)
     return _queued(bench, policy, few)
 
@@ -209,8 +209,8 @@ def queued_workload(bench: Bench) -> "list[WorkloadRequest]":
 def document(bench: Bench, policy: str) -> Measurement:
     """Measures many questions on one document, and fewer on a document each.
 
-    Other questions on the same document follow, and then such with which each row reads it for
-    itself.
+    Other questions on the same document follow, and then some for which each row attends to it
+    separately.
     """
     from jsparse.benchmark.throughput import measure
 
@@ -230,7 +230,7 @@ def document(bench: Bench, policy: str) -> Measurement:
 
 
 def ragged(bench: Bench, policy: str) -> Measurement:
-    """Measures answers of very different lengths."""
+    """Measures outputs of very different lengths."""
     from jsparse.benchmark.throughput import measure
 
     workload, engine = ragged_workload(bench), bench.engine(policy)
@@ -238,14 +238,14 @@ def ragged(bench: Bench, policy: str) -> Measurement:
 
 
 def ragged_workload(bench: Bench) -> "list[WorkloadRequest]":
-    """Returns prompts of one length, whose answers are short or long."""
+    """Returns prompts of one length, with short or long outputs."""
     return bench.workload(
         num_prompts=bench.count(256), input_len=PROMPT, output_len=(NEW // 8, 8 * NEW), seed=1
     )
 
 
 def arrivals(bench: Bench, policy: str) -> Measurement:
-    """Measures delays where requests come at random times."""
+    """Measures latency for requests that arrive at random times."""
     from jsparse.benchmark.throughput import measure
 
     engine = bench.served(policy)
@@ -256,7 +256,7 @@ def arrivals(bench: Bench, policy: str) -> Measurement:
 def arriving_workload(
     bench: Bench, engine: Any
 ) -> "tuple[list[WorkloadRequest], dict[str, float]]":
-    """Returns requests that keep an engine busy to 60 % with reading, and what was measured."""
+    """Returns requests that keep an engine 60 % busy with prefill, and the measured rates."""
     from jsparse.benchmark.throughput import measure
 
     min_length, max_length = DOCUMENT // 30, SERVED - NEW
@@ -278,7 +278,7 @@ def arriving_workload(
 
 
 def beside(bench: Bench, policy: str) -> Measurement:
-    """Measures short prompts that arrive while long ones are read."""
+    """Measures short prompts that arrive during the prefill of long ones."""
     from jsparse.benchmark.throughput import run
 
     workload = beside_workload(bench)
@@ -287,7 +287,7 @@ def beside(bench: Bench, policy: str) -> Measurement:
 
 
 def beside_workload(bench: Bench) -> "list[WorkloadRequest]":
-    """Returns two long prompts that come first, and short ones."""
+    """Returns two long prompts that arrive first, and short ones."""
     long = bench.workload(num_prompts=2, input_len=LONG - 1024, output_len=64)
     short = bench.workload(
         num_prompts=bench.count(64), input_len=1024, output_len=64, request_rate=4.0, seed=3
@@ -307,7 +307,7 @@ def first_tokens(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def chunks(bench: Bench, policy: str) -> Measurement:
-    """Measures how fast one prompt is read in chunks of each size."""
+    """Measures the prefill throughput of one prompt in chunks of each size."""
     from jsparse.benchmark.throughput import measure
 
     measured = {}
@@ -331,9 +331,9 @@ def chunks(bench: Bench, policy: str) -> Measurement:
 
 
 def small(bench: Bench, policy: str) -> Measurement:
-    """Measures many rows of a small model, which the host bounds.
+    """Measures many rows of a small model, for which the host is the bottleneck.
 
-    Tokens are the likeliest, then drawn; once to warm up, then twice, of which the slower counts.
+    Decoding is greedy, then sampled; once to warm up, then twice, and the slower run counts.
     """
     from jsparse.benchmark.throughput import measure
 
@@ -349,19 +349,19 @@ def small(bench: Bench, policy: str) -> Measurement:
 
 
 def small_bench() -> Bench:
-    """Returns a bench for SmolLM2's shape, whose counts are not divided."""
+    """Returns a bench for SmolLM2's shape, with undivided counts."""
     from bench.lib.smollm2 import SMOLLM2
 
     return Bench(random_model(SMOLLM2), 1, 64)
 
 
 def small_workload(bench: Bench, seed: int = 0) -> "list[WorkloadRequest]":
-    """Returns as many requests as there are slots."""
+    """Returns one request per slot."""
     return bench.workload(num_prompts=64, input_len=SMALL // 2, output_len=SMALL // 4, seed=seed)
 
 
 def answers(bench: Bench, policy: str) -> Measurement:
-    """Measures long answers where memory is scarce, and how many rows decode side by side."""
+    """Measures long outputs with scarce memory, and the decode batch size."""
     from jsparse.benchmark.throughput import measure
 
     engine = bench.engine(policy, PROMPT + LONG_ANSWER, kv_cache_tokens=SCARCE)
@@ -371,7 +371,7 @@ def answers(bench: Bench, policy: str) -> Measurement:
 
 
 def sixteen(bench: Bench, policy: str) -> Measurement:
-    """Measures a step of sixteen rows, of an engine that has programs for as many."""
+    """Measures a step of sixteen rows, in an engine with programs for that batch size."""
     from jsparse.benchmark.throughput import measure
 
     own = Bench(bench.params, 1, 16, decode_rows=[16])
@@ -382,7 +382,7 @@ def sixteen(bench: Bench, policy: str) -> Measurement:
 
 
 def many(bench: Bench, policy: str) -> Measurement:
-    """Measures what an engine holds after each quarter of many requests."""
+    """Measures an engine's memory after each quarter of many requests."""
     from jsparse.benchmark.throughput import measure
 
     bench.release()
@@ -400,7 +400,7 @@ def many(bench: Bench, policy: str) -> Measurement:
 
 
 def memory_now() -> dict[str, float]:
-    """Returns the gigabytes that device and host hold now."""
+    """Returns the current memory use of device and host in gigabytes."""
     import jax
     import psutil
 
@@ -410,7 +410,7 @@ def memory_now() -> dict[str, float]:
 
 
 def memory_peaks() -> dict[str, float]:
-    """Returns the most gigabytes that device and host have held since the process began."""
+    """Returns the peak memory of device and host in gigabytes since the process started."""
     import jax
 
     stats = jax.local_devices()[0].memory_stats() or {}
@@ -422,7 +422,7 @@ def memory_peaks() -> dict[str, float]:
 
 
 def start(bench: Bench, policy: str) -> Measurement:
-    """Measures how long an engine takes to be ready, and again from the compilation cache."""
+    """Measures the startup time of an engine, and again from the compilation cache."""
     from jsparse.machine.folders import cache_folder
 
     kept = sum(1 for _ in (cache_folder() / "jax").glob("*"))
@@ -458,19 +458,19 @@ def main() -> None:
     parser = report_parser("engine_speed", (__doc__ or "").splitlines()[0])
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"among {', '.join(PARTS)}")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="POLICY")
-    parser.add_argument("--shorten", type=int, default=4, help="divide counts of requests by this")
-    parser.add_argument("--slots", type=int, default=64, help="rows that decode together")
+    parser.add_argument("--shorten", type=int, default=4, help="divides the numbers of requests")
+    parser.add_argument("--slots", type=int, default=64, help="maximum decode batch size")
     parser.add_argument(
         "--max-stall-ms",
         type=float,
         default=MAX_STALL_MS,
-        help="for how long reading keeps rows from decoding where requests arrive",
+        help="maximum time for which prefill stalls decoding when requests arrive",
     )
     parser.add_argument(
         "--decode-rows",
         type=int,
         nargs="+",
-        help="numbers of rows of decode programs, up to --slots: the fewer, the sooner it begins",
+        help="batch sizes of decode programs, up to --slots: fewer sizes start faster",
     )
     args = parser.parse_args()
     unknown = sorted(set(args.parts) - set(PARTS))
@@ -509,7 +509,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def random_model(shape: Any = LLAMA_8B, ranks: int = 1) -> Any:
-    """Returns a model of a shape, with random weights, on so many GPUs."""
+    """Returns a model of a shape, with random weights, on `ranks` GPUs."""
     import jax.numpy as jnp
 
     from jsparse.benchmark.random_model import random_model

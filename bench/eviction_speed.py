@@ -1,4 +1,4 @@
-"""How fast are steps of hard_kv, and what memory does it take, next to dense attention?
+"""How fast are steps of hard_kv, and how much memory does it need, compared with dense attention?
 
 The shape of Llama 3.1 8B, random bf16 weights, K and V. Every part runs in its own process:
 
@@ -6,10 +6,10 @@ The shape of Llama 3.1 8B, random bf16 weights, K and V. Every part runs in its 
     d  decode steps of all rows that fit: 1K prompts, 32K new tokens
     e  memory of one row after a prompt of 128K
 
-Heads of hard_kv in c and d have the lengths that they had on SmolLM2
-(bench/results/eviction_trace). Seconds are the host's over whole periods of 128 steps, one
-compression of all layers in each. In d tokens per second are integrated over the steps' times, with
-no prompt read: dense at eight lengths, hard_kv at the size that it keeps.
+Heads of hard_kv in c and d have their lengths on SmolLM2 (bench/results/eviction_trace). Seconds
+are the host's over whole periods of 128 steps, each with one compression of all layers. In d,
+tokens per second are integrated over the steps' times, without prefill: dense at eight lengths,
+hard_kv at its steady size.
 
     python -m bench.eviction_speed --json build/eviction_speed.json
 """
@@ -29,7 +29,7 @@ from bench.lib.subprocesses import run_child, write_report
 
 PARTS = ("c", "d", "e")
 STEP_BATCHES = (1, 4)
-DENSE_ROWS, EVICTING_ROWS = 27, 256  # that fit beside the weights
+DENSE_ROWS, EVICTING_ROWS = 27, 256  # that fit in addition to the weights
 PROMPT, NEW, LENGTHS = 1024, 32768, 8  # of d
 DEFAULT = "hard_kv()"
 STATIC = "hard_kv(metric='snapkv', budgets='uniform', merge=False)"
@@ -68,7 +68,7 @@ def cases(part: str, tiny: bool, policies: Sequence[str]) -> list[tuple[str, str
 
 
 def measured(part: str, tiny: bool, policies: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
-    """Yields the rows of a part, each measured in a child process; a failure is a row too."""
+    """Yields the rows of a part, each measured in a child process; a failure is also a row."""
     flags = ["--tiny"] * tiny
     rows = []
     for case, policy in cases(part, tiny, policies):
@@ -95,13 +95,13 @@ def floored(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def throughput(rows: Sequence[dict[str, Any]], tiny: bool) -> list[dict[str, Any]]:
-    """Returns tokens per second of whole generations, integrated over the steps that were timed."""
+    """Returns tokens per second of whole generations, integrated over the timed steps."""
     found, new = [], 448 if tiny else NEW
     for row in rows:
         if "lengths" in row:
             at = [point["slots"] for point in row["lengths"]]
             seconds = [point["step"]["median"] for point in row["lengths"]]
-            # the ends may lie a little inside, where the last steps that fit were timed
+            # the ends may be slightly inside, at the last timed steps that fit
             step = float(np.trapezoid(seconds, at)) / (at[-1] - at[0])
         elif "step" in row:
             step = row["step"]["median"]
@@ -141,7 +141,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measures the requested parts and prints a table last."""
+    """Measures the requested parts and prints a table at the end."""
     parser = report_parser("eviction_speed", "Time hard_kv by part, and measure its memory.")
     parser.add_argument("--parts", default=",".join(PARTS), help="such as c,d (default all)")
     parser.add_argument(

@@ -1,14 +1,14 @@
-"""Does every Triton kernel compute what its reference does, in Triton's interpreter on a CPU?
+"""Does every Triton kernel match its reference, in Triton's interpreter on a CPU?
 
-The cases of lib/small_cases are run without a GPU, and compared with plain JAX. Numbers may be
-1/256 of the largest of their row apart, a rounding of bfloat16, or some of their own type; integers
-must be the same. Programs that meet do so at barriers of Python's. Nothing is compiled, so that a
-kernel may still fail to, as `bench.compile_kernels` tells.
+The cases of lib/small_cases run without a GPU and are compared with plain JAX. Numbers may differ
+by 1/256 of the largest of their row, which is a rounding of bfloat16, or by a few roundings of
+their own type; integers must be equal. Programs that meet use Python barriers. Nothing is compiled,
+so a kernel may still fail to compile, which `bench.compile_kernels` checks.
 
     python -m bench.interpret_kernels [--only threshold_select ...] [--cases top_k_long ...]
 
-Needs the packages triton and jax-triton: uv run --extra cuda13, or without a GPU
---with 'triton>=3.6,<3.7' --with jax-triton; later interpreters differ.
+Needs the packages triton and jax-triton: uv run --extra cuda13, or without a GPU --with
+'triton>=3.6,<3.7' --with jax-triton; later interpreters differ.
 """
 
 import os
@@ -32,13 +32,13 @@ APART, ROUNDINGS = 2.0**-8, 4
 
 
 def main() -> None:
-    """Prints a line for each case; the exit status is 1 where one differs or fails."""
+    """Prints a line for each case; the exit status is 1 if any differs or fails."""
     from bench.lib.small_cases import MOSAIC, OPS
 
     ops = {name: op for name, op in OPS.items() if name not in MOSAIC}
     parser = recording_parser("interpret_kernels", "Run the Triton kernels in the interpreter.")
     parser.add_argument("--only", nargs="+", choices=ops, default=list(ops))
-    parser.add_argument("--cases", nargs="+", metavar="NAME", help="cases of these names alone")
+    parser.add_argument("--cases", nargs="+", metavar="NAME", help="only cases with these names")
     args = parser.parse_args()
     if os.environ.get(INTERPRET) != "1":
         again = [sys.executable, "-m", "bench.interpret_kernels", *sys.argv[1:]]
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def compared(op: Any, case: Any) -> str | None:
-    """Returns how a case's results differ from its reference's, or None."""
+    """Returns the differences of a case's results from its reference's, or None."""
     from bench.lib.interpreter import interpreting
 
     try:
@@ -78,7 +78,7 @@ def compared(op: Any, case: Any) -> str | None:
 
 @contextmanager
 def by_reference() -> Iterator[None]:
-    """Lets ops that name another backend run their reference."""
+    """Makes ops that name another backend run their reference."""
 
     def run(op: str, _: Any, backends: Any, *args: Any, **kwargs: Any) -> Any:
         return dispatch.run(op, "reference", backends, *args, **kwargs)
@@ -91,7 +91,7 @@ def by_reference() -> Iterator[None]:
 
 
 def difference(got: np.ndarray, wanted: np.ndarray) -> str | None:
-    """Returns where and how far two arrays are apart, or None."""
+    """Returns where and how far two arrays differ, or None."""
     if (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
         return f"{got.dtype}{list(got.shape)} for {wanted.dtype}{list(wanted.shape)}"
     if not jnp.issubdtype(wanted.dtype, jnp.floating):

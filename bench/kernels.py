@@ -1,4 +1,4 @@
-"""How long does each kernel take, next to the bytes it must move, to PyTorch and to FlashInfer?
+"""How long does each kernel take, compared with its minimum bytes, PyTorch and FlashInfer?
 
 Attention of one query per head in the shape of Llama 3.1 8B, dense and over listed pages or tokens,
 and the other ops of policies: page bounds, 4-bit scores, selection, runs, gather, compaction. Cases
@@ -12,10 +12,10 @@ lib/peers. In the table, microseconds per call:
                 a copy of 268 MB
     x           us over floor
 
-PyTorch's times are those of dense attention, whatever the case. `--grid` adds dense and 50 % to 2 %
-of 8K to 128K tokens at batch 1 to 16, each call alone and cold; `--hybrid` likewise 4, 6, 7 or 8 of
-a row's 8 KV heads that attend to 10 % of 16K to 128K tokens, or to 4096, beside dense ones, at
-batch 1 to 8 (LycheeDecode's Figure 5).
+PyTorch's times are those of dense attention in every case. `--grid` adds dense and 50 % to 2 %
+of 8K to 128K tokens at batch 1 to 16, each call alone and cold. `--hybrid` does the same for 4, 6,
+7 or 8 of a row's 8 KV heads that attend to 10 % of 16K to 128K tokens, or to 4096, beside dense
+ones, at batch 1 to 8 (LycheeDecode's Figure 5).
 
     python -m bench.kernels --grid --hybrid --json build/kernels.json
 """
@@ -81,7 +81,7 @@ def main() -> None:
         help="shapes for a CPU, to test the script; times mean nothing",
     )
     args = parser.parse_args()
-    # arrays come and go, and the peers' process needs memory too
+    # arrays are allocated and freed, and the peers' process also needs memory
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if jax.default_backend() != "gpu" and not args.tiny:
         parser.error("needs a GPU; --tiny tests the script on a CPU")
@@ -182,7 +182,7 @@ def _header(settings: Settings, *, allow_modified: bool) -> dict[str, Any]:
 
 
 def _memory_limit() -> int:
-    """Returns the greatest size of K and V of a grid's case."""
+    """Returns the maximum size of K and V of a grid's case."""
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return MAX_POOL_BYTES if memory is None else min(MAX_POOL_BYTES, int(MEMORY_SHARE * memory))
 

@@ -1,14 +1,15 @@
-"""What does decoding with K and V in host memory cost, and how far does it reach?
+"""What does decoding with K and V in host memory cost, and how long can contexts be?
 
 Llama 3.1 8B's shape, random bf16 weights, one row. Three parts:
 
-    steps    A decode step behind a full cache of random K and V. Policies read them from host
-             memory, in place, gathered first or fetched a layer ahead, and the same policies from
-             the device. Beside them, in the same process: all of K and V copied to the device every
-             step, with dense attention; K copied, the exact top-k chosen, its V gathered.
-    prompt   A prompt of random ids is read and some tokens are generated; peak memory. Each prompt
-             has a process of its own, and the environment says how much of the device it may use
-             (XLA_PYTHON_CLIENT_MEM_FRACTION) and of the host (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB).
+    steps    A decode step after a full cache of random K and V. Policies read them from host
+             memory, in place, gathered first or prefetched by one layer, and the same policies
+             from the device. For comparison, in the same process: all of K and V copied to the
+             device every step, with dense attention; K copied, the exact top-k selected, its V
+             gathered.
+    prompt   Prefill of a prompt of random ids and generation of some tokens; peak memory. Each
+             prompt has its own process, and the environment limits its memory on the device
+             (XLA_PYTHON_CLIENT_MEM_FRACTION) and on the host (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB).
     tokens   SmolLM2 generates from real text, with K and V on the host and on the device.
 
     python -m bench.offloaded steps --json build/offloaded.json
@@ -33,8 +34,8 @@ from bench.lib.subprocesses import run_child, spread, write_report
 
 LFPS, QUEST = "lfps(budget=0.02)", "quest(budget=2624)"  # 2 % of 128K tokens
 DOUBLE = "double_sparsity(budget=2624)"
-# Twilight's Table 7: its base takes a quarter of the context. Of random keys, which top-p hardly
-# prunes, heads keep as many pages as SmolLM2's did.
+# Twilight's Table 7: its base selects a quarter of the context. Top-p hardly prunes random keys, so
+# heads keep the number of pages that SmolLM2's did.
 BASE = "quest(budget={quarter})"
 TWILIGHT = f"twilight({BASE}, p=0.95)"
 STEPS = {
@@ -76,7 +77,7 @@ def sizes(config, context: int):
 
 
 def full_cache(spec, held: int):
-    """Returns a cache on the device that holds `held` random tokens."""
+    """Returns a cache on the device with `held` random tokens."""
     import jax
     import jax.numpy as jnp
 
@@ -222,7 +223,7 @@ def copying_step(params, spec, cache, host, name: str) -> dict[str, Any]:
 
 
 def steps(config, context: int, names: list[str], seconds: float) -> Iterator[dict[str, Any]]:
-    """Times contenders one after the other, until the time is over; yields a row each."""
+    """Times contenders one after the other, until the time is up; yields a row each."""
     import jax.numpy as jnp
 
     from jsparse.host_memory.pages import moved
@@ -256,7 +257,7 @@ def steps(config, context: int, names: list[str], seconds: float) -> Iterator[di
 
 
 def prompt(config, tokens: int, new: int, expression: str) -> dict[str, Any]:
-    """Reads a prompt of random ids and generates. Rates of reading leave XLA's compiling out."""
+    """Prefills a prompt of random ids and generates. Prefill rates exclude XLA's compilation."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -357,7 +358,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def tiny_shape():
-    """Returns sizes for a CPU, with which times mean nothing."""
+    """Returns sizes for a CPU, where times are meaningless."""
     return replace(
         LLAMA_8B,
         hidden_size=64,
@@ -377,7 +378,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=131072, help="tokens of the steps' cache")
     parser.add_argument("--only", nargs="+", choices=tuple(STEPS), default=list(STEPS))
     parser.add_argument(
-        "--seconds", type=float, default=1e9, help="begin no contender after this time"
+        "--seconds", type=float, default=1e9, help="start no contender after this time"
     )
     parser.add_argument(
         "--prompts", nargs="+", default=list(PROMPTS), help="each: its tokens, a space, a policy"
@@ -410,7 +411,7 @@ def main() -> None:
 
 
 def prompts(asked: list[str], new: int, *, tiny: bool) -> Iterator[dict[str, Any]]:
-    """Reads each prompt in a process of its own."""
+    """Prefills each prompt in its own process."""
     for text in asked:
         tokens, policy = text.split(" ", 1)
         arguments = ["prompt", "--new", str(new), *["--tiny"] * tiny, "--child", tokens, policy]

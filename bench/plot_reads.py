@@ -1,9 +1,9 @@
 """What does one decode step read? Draws it for the five papers, from SmolLM2's own attention.
 
-SmolLM2 reads the first tokens of the text of `jsparse eval` and decodes a few with each method. A
-figure has a row per KV head, 30 layers of 3 from the top, and a column per token: blue is attended
-to, orange is passed over though dense attention gives it weight, on the same query and cache. A
-figure has this key below it.
+SmolLM2 prefills the first tokens of the text of `jsparse eval` and decodes a few with each method.
+A figure has a row per KV head, 30 layers of 3 from the top, and a column per token. Blue tokens are
+attended to. Orange tokens are skipped although dense attention gives them weight, on the same query
+and cache. A figure has this key below it.
 
     python -m bench.plot_reads --out docs/images/papers
 
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def draw(shown: "Inspection", expression: str, file: Path) -> None:
-    """Draws one step, in few colours so that the file is small."""
+    """Draws one step, with few colours for a small file."""
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
     from PIL import Image
@@ -79,7 +79,7 @@ def draw(shown: "Inspection", expression: str, file: Path) -> None:
 
 
 def picture(shown: "Inspection") -> Any:
-    """Returns the colours, [L * K, T, 3]: what is passed over is the fainter the less it weighs."""
+    """Returns the colours, [L * K, T, 3]; skipped tokens are fainter the less they weigh."""
     attended = shown.attended.reshape(-1, shown.attended.shape[-1])
     weights = shown.weights.reshape(attended.shape)
     missed = np.clip(weights / 0.01, 0, 1)[..., None] ** 0.5

@@ -1,10 +1,10 @@
-"""How fast is prefill of a long prompt, next to Hugging Face, and how much memory does it take?
+"""How fast is prefill of a long prompt, and how much memory does it need, next to Hugging Face?
 
 Llama 3.1 8B's shape, random bf16 weights, random ids, batch 1. jsparse works in chunks, as
-`generate` does; Hugging Face reads the prompt in one piece through SDPA's flash attention, with a
-DynamicCache and logits of the last token only. Each contender runs in its own process; one warm-up,
-which also compiles. Memory is that beside weights and cache. A policy that builds an index of the
-prompt does so within the time.
+`generate` does. Hugging Face prefills the prompt in one piece through SDPA's flash attention, with
+a DynamicCache and logits of the last token only. Each contender runs in its own process, with one
+warm-up, which also compiles. Memory excludes weights and cache. A policy that builds an index of
+the prompt does so within the time.
 
     python -m bench.prefill --json build/prefill.json
 """
@@ -22,7 +22,7 @@ CONTENDERS = ("jsparse", "hf")
 
 
 def jsparse_prefill(context: int, runs: int, policy: str) -> dict[str, Any]:
-    """Times the prefill of `generate`, cache allocation and first logits included."""
+    """Times the prefill of `generate`, including cache allocation and first logits."""
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -1,23 +1,24 @@
 """What do the policies cost in quality on SmolLM2?
 
-It runs `jsparse eval` with one of these sets of policies, with the set's own tasks and lengths
-unless others are named:
+It runs `jsparse eval` with one of these sets of policies, with the set's own tasks and lengths by
+default:
 
-    yardsticks   dense, StreamingLLM, and the oracles, which show what a perfect selector would
-                 keep, given the number of tokens or the share of the attention mass
-    eviction     policies that evict, at 12.5 % and 25 % of the length, next to what reads or keeps
-                 about as much; 512 decode steps, since at 64 little is evicted
-    second_turn  the same policies at 25 %, where the question comes only after the context was
-                 compressed
+    yardsticks     dense, StreamingLLM, and the oracles, which show the tokens that a perfect
+                   selector would keep, given their number or their share of the attention mass
+    eviction       policies that evict, at 12.5 % and 25 % of the length, compared with policies
+                   that read or keep a similar amount; 512 decode steps, since at 64 little is
+                   evicted
+    second_turn    the same policies at 25 %, with a question that comes only after the context was
+                   compressed
     every_method   every method at a quarter of the length, evicting or selecting, on the real texts
-                 of `bench.real_text` (--files, --text)
+                   of `bench.real_text` (--files, --text)
 
-Each length, and each group of policies, is a process of its own. Several run side by side, since
-much of the time goes into compiling; they share the GPUs in turn. PATH holds the report of them
-all, without the samples; the reports of the processes, with every sample, lie beside it.
+Each length, and each group of policies, has its own process. Several run in parallel, since much of
+the time is compilation; they take turns on the GPUs. PATH gets the joint report without the
+samples; the reports of the processes, with every sample, are next to it.
 
     python -m bench.quality --json build/quality.json [--resume] [--lengths 1024 2048] [--groups 2]
-                            [--processes 4] [--gpus 2]
+                           [--processes 4] [--gpus 2]
 """
 
 import argparse
@@ -63,7 +64,7 @@ def parts(policies: Mapping[int, Sequence[str]], groups: int) -> list[ReportPart
 
 
 def devices(gpus: int, processes: int) -> Queue[str]:
-    """Returns CUDA_VISIBLE_DEVICES for each of the processes that run at once: one visible GPU.
+    """Returns CUDA_VISIBLE_DEVICES for each of the processes that run in parallel: one visible GPU.
 
     Raises:
         ValueError: fewer GPUs are visible.
@@ -81,7 +82,7 @@ def devices(gpus: int, processes: int) -> Queue[str]:
 
 
 def measure(args: argparse.Namespace, part: ReportPart, free: Queue[str]) -> dict[str, Any]:
-    """Returns the report of one part; with --resume a finished one is read.
+    """Returns the report of one part; with --resume a finished one is loaded.
 
     Raises:
         RuntimeError: its process failed.
@@ -128,7 +129,7 @@ def measure(args: argparse.Namespace, part: ReportPart, free: Queue[str]) -> dic
         if done.returncode != 0:
             raise RuntimeError(
                 f"{path.stem} failed; "
-                f"its finished samples lie beside {path}: continue with --resume"
+                f"its finished samples are next to {path}: continue with --resume"
             )
     report = json.loads(path.read_text(encoding="utf-8"))
     wanted = {
@@ -140,7 +141,7 @@ def measure(args: argparse.Namespace, part: ReportPart, free: Queue[str]) -> dic
         if report["settings"][name] != value:
             raise ValueError(
                 f"{path} has {name}={report['settings'][name]}, not {value}: "
-                "resume with the settings it started with"
+                "resume with its original settings"
             )
     return report
 
@@ -173,9 +174,7 @@ def joined(reports: Sequence[Mapping[str, Any]], environment: Mapping[str, Any])
 def main() -> None:
     """Parses the arguments and runs the benchmark."""
     parser = report_parser("quality", "Measure the policies' quality.", required=True)
-    parser.add_argument(
-        "--model", default="smollm2", help="as jsparse.load takes it (default smollm2)"
-    )
+    parser.add_argument("--model", default="smollm2", help="as for jsparse.load (default smollm2)")
     parser.add_argument(
         "--set",
         choices=SETS,
@@ -211,7 +210,7 @@ def main() -> None:
     )
     parser.add_argument("--resume", action="store_true", help="continue an unfinished run")
     parser.add_argument(
-        "--yardstick", action="store_true", help="as in `jsparse eval`, beside the task kl"
+        "--yardstick", action="store_true", help="as in `jsparse eval`, with the task kl"
     )
     args = parser.parse_args()
     for name in ("samples", "batch", "groups", "processes", "gpus"):
@@ -224,11 +223,11 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measures, prints the tables and writes a page with plots beside the JSON.
+    """Measures, prints the tables and writes a page with plots next to the JSON.
 
     Raises:
         RuntimeError: a process failed.
-        ValueError: a policy, task or length is refused, or a file of gates is missing.
+        ValueError: a policy, task or length is invalid, or a file of gates is missing.
     """
     environment, chosen = describe(allow_modified=args.allow_modified), SETS[args.set]
     args.tasks = args.tasks or chosen.tasks

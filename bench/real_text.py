@@ -1,12 +1,12 @@
-"""Makes long real texts, and tasks in the form of LongBench and RULER, of what is installed here.
+"""Makes long real texts, and tasks in the form of LongBench and RULER, from installed files.
 
-Nothing is downloaded. Modules of Python's standard library are code, the licences of installed
-packages are prose. The folder then serves `jsparse eval --files` and `--text`:
+Nothing is downloaded. Modules of Python's standard library are the code, licences of installed
+packages the prose. The folder works with `jsparse eval --files` and `--text`:
 
     N/lcc.jsonl               LongBench's task lcc, for prompts of N tokens: a module's next line.
-                              Lines are taken that repeat a name which stands before them, though
-                              not within the last FAR characters; nothing of the prompt is cut.
-    N/PaulGrahamEssays.json   licences, under the name that RULER's tasks look for: haystacks for
+                              Only lines that repeat a name from earlier text are used, and only if
+                              it is not within the last FAR characters; no prompt is cut.
+    N/PaulGrahamEssays.json   licences, under the file name of RULER's tasks: haystacks for
                               niah_single_2, niah_multikey_1 and others
     code.txt, prose.txt       modules and licences one after the other, for kl, ppl and attention
 
@@ -27,12 +27,12 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
-LENGTHS = (1984, 4032)  # tokens of a prompt, which with the answer stay below 2K and 4K
-CHARACTERS = 2.6  # per token of code, fewer than any model here has
-FAR = 2000  # characters between a line and what it repeats
+LENGTHS = (1984, 4032)  # tokens of a prompt; with the answer below 2K and 4K
+CHARACTERS = 2.6  # per token of code, below that of every model here
+FAR = 2000  # characters between a line and the name that it repeats
 SAMPLES = 100  # of each length
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{7,}")
-WANTED = range(20, 81)  # characters of a line that is asked for
+WANTED = range(20, 81)  # characters of a target line
 MIN_LICENCE = 5000  # characters
 
 
@@ -40,8 +40,8 @@ class Line(NamedTuple):
     """A line of a module that repeats a name from far before.
 
     Attributes:
-        first: where the text before it begins, a whole line too.
-        start: where the line begins.
+        first: the start of the text before it, a whole line.
+        start: the start of the line.
         text: the line without its end.
     """
 
@@ -51,13 +51,13 @@ class Line(NamedTuple):
 
 
 def modules() -> list[tuple[str, str]]:
-    """Returns the names and texts of the standard library's modules, no packages, in order."""
+    """Returns the names and texts of the standard library's modules, without packages, in order."""
     folder = Path(sysconfig.get_path("stdlib"))
     return [(path.name, path.read_text("utf-8")) for path in sorted(folder.glob("*.py"))]
 
 
 def licences() -> list[str]:
-    """Returns the long licences of installed packages, each text once, longest first."""
+    """Returns the long licences of installed packages, without duplicates, longest first."""
     found = {
         path.read_text("utf-8", "replace")
         for distribution in distributions()
@@ -83,9 +83,9 @@ def repeating(text: str, before: int) -> Iterator[Line]:
 
 
 def next_lines(length: int, count: int) -> list[dict[str, Any]]:
-    """Returns rows of LongBench's form, whose prompts have up to `length` tokens.
+    """Returns rows in LongBench's form, with prompts of up to `length` tokens.
 
-    A module gives one row, and more only where there are not enough modules.
+    A module gives one row, or more only if there are not enough modules.
     """
     before, rows = int(length * CHARACTERS), []
     rng = random.Random(length)
@@ -112,7 +112,7 @@ def next_lines(length: int, count: int) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, lengths: tuple[int, ...], samples: int) -> dict[str, Any]:
-    """Writes the files, and returns what they are made of."""
+    """Writes the files, and returns their sources."""
     folder.mkdir(parents=True, exist_ok=True)
     prose, code = "\n\n".join(licences()), "\n\n".join(text for _, text in modules())
     files = {"code.txt": code, "prose.txt": prose}
@@ -139,7 +139,7 @@ def write(folder: Path, lengths: tuple[int, ...], samples: int) -> dict[str, Any
 
 
 def main() -> None:
-    """Writes the folder and prints what is in it."""
+    """Writes the folder and prints its contents."""
     parser = argparse.ArgumentParser(prog="python -m bench.real_text", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="tokens of prompts")

@@ -1,14 +1,15 @@
-"""What do several engines on as many GPUs serve beside one?
+"""What throughput do several engines on several GPUs have, compared with one?
 
-Random weights and prompts, over HTTP. For each model, each number of engines of --engines behind
-the router, and before each measurement a smaller one, so that all programs are compiled:
+Random weights and prompts, over HTTP. For each model and each number of engines of --engines behind
+the router, a smaller measurement comes first, so that all programs are compiled:
 
-    ragged      prompts of 2,048 tokens at once, new tokens log-uniform in 32 to 2,048; as many per
-                engine with several as with one, so that the last answers wait for no more others;
-                also the processor cores that router, replicas and clients have kept busy
+    ragged      prompts of 2,048 tokens at once, new tokens log-uniform in 32 to 2,048; the number
+                per engine is the same with several as with one, so that the last outputs wait for
+                the same number of others; also the busy processor cores of router, replicas and
+                clients
     documents   16 documents of 8,192 tokens, 8 questions of 128 about each in any order, 32 new,
-                five times: the median time, and the share of the prompts' tokens that engines had
-                read before
+                five times: the median time, and the share of the prompts' tokens found in the
+                engines' prefix caches
 
 The models are Llama 3.1 8B's shape (256 requests per engine) and SmolLM2's (768), in bf16.
 
@@ -44,11 +45,11 @@ REQUESTS = {"8b": 256, "small": 768}
 WORKLOADS = ("ragged", "documents")
 DOCUMENTS, QUESTIONS, DOCUMENT = 16, 8, 8192
 DOCUMENT_SEEDS = (200, 300, 400, 500, 600)
-CLIENTS = 6  # processes that send requests: one would be as busy as the engines
+CLIENTS = 6  # processes that send requests: a single one would be as busy as the engines
 
 
 def an_engine(model: str, policy: str) -> "jsparse.AsyncEngine":
-    """Returns an engine all of whose programs are compiled."""
+    """Returns an engine with all its programs compiled."""
     import jsparse
 
     params = with_words(random_model(LLAMA_8B if model == "8b" else SMOLLM2))
@@ -71,7 +72,7 @@ def serve(model: str, policy: str, engines: int) -> None:
 
 @contextmanager
 def serving(model: str, policy: str, engines: int) -> Iterator[tuple[str, int]]:
-    """Serves in a process of its own; yields the address and the process's number."""
+    """Serves in its own process; yields the address and the process id."""
     command = [sys.executable, "-m", "bench.replica_speed", "--serve", model, policy, f"{engines}"]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -86,7 +87,7 @@ def serving(model: str, policy: str, engines: int) -> Iterator[tuple[str, int]]:
 
 
 def asked(address: str, workload: "Sequence[WorkloadRequest]") -> dict[str, Any]:
-    """Sends requests from several processes; returns rates of all."""
+    """Sends requests from several processes; returns the total rates."""
     parts = [workload[nth::CLIENTS] for nth in range(CLIENTS)]
     with ThreadPoolExecutor(CLIENTS) as threads:
         made = list(threads.map(partial(over_http, address), parts))
@@ -98,7 +99,7 @@ def asked(address: str, workload: "Sequence[WorkloadRequest]") -> dict[str, Any]
 
 
 def processor_seconds(pid: int) -> dict[str, float]:
-    """Returns what the router, its replicas and the clients so far have taken of processors."""
+    """Returns the processor seconds of the router, its replicas and the clients so far."""
     import psutil
 
     router = psutil.Process(pid)
@@ -111,7 +112,7 @@ def processor_seconds(pid: int) -> dict[str, float]:
 
 
 def ragged(vocab_size: int, num_prompts: int, seed: int) -> "list[WorkloadRequest]":
-    """Returns prompts of one length, whose answers are short or long."""
+    """Returns prompts of one length, with short or long outputs."""
     from jsparse.benchmark.workload import random_workload
 
     lengths: dict[str, Any] = {"input_len": PROMPT, "output_len": (NEW // 8, 8 * NEW)}
@@ -119,7 +120,7 @@ def ragged(vocab_size: int, num_prompts: int, seed: int) -> "list[WorkloadReques
 
 
 def documents(vocab_size: int, length: int, seed: int) -> "list[WorkloadRequest]":
-    """Returns questions about some documents, in any order."""
+    """Returns questions about several documents, in any order."""
     from jsparse.benchmark.workload import random_workload
 
     workload = [
@@ -139,7 +140,7 @@ def documents(vocab_size: int, length: int, seed: int) -> "list[WorkloadRequest]
 
 
 def counted(address: str) -> tuple[float, float]:
-    """Returns the prompt tokens that engines had read before, and all that were asked for."""
+    """Returns the prompt tokens found in prefix caches, and all prompt tokens."""
     import httpx
 
     text = httpx.get(f"{address}/metrics").text
@@ -151,7 +152,7 @@ def counted(address: str) -> tuple[float, float]:
 
 
 def measured(model: str, policy: str, engines: int, workloads: Sequence[str]) -> dict[str, Any]:
-    """Measures one model behind so many engines."""
+    """Measures one model with `engines` engines."""
     row: dict[str, Any] = {"model": model, "policy": policy, "engines": engines}
     vocab_size = (LLAMA_8B if model == "8b" else SMOLLM2).vocab_size
     length = DOCUMENT if model == "8b" else DOCUMENT // 2
@@ -171,7 +172,7 @@ def measured(model: str, policy: str, engines: int, workloads: Sequence[str]) ->
         if "documents" in workloads:
             asked(address, documents(vocab_size, length, seed=100))
             known = counted(address)
-            # at first programs for what rows have in common may still be compiled beside
+            # at first, programs for shared prefixes may still compile in the background
             times = [asked(address, documents(vocab_size, length, seed)) for seed in DOCUMENT_SEEDS]
             row["documents"] = {key: median(each[key] for each in times) for key in times[0]}
             row["documents"]["all_seconds"] = [each["seconds"] for each in times]
@@ -211,7 +212,7 @@ def main() -> None:
 
 
 def rate(row: dict[str, Any]) -> float:
-    """Returns the tokens per second of ragged answers."""
+    """Returns the tokens per second of ragged outputs."""
     return row["ragged"]["tokens_per_second"]
 
 

@@ -1,10 +1,11 @@
 """What does compute-sanitizer report for each kernel: accesses out of bounds, races?
 
 A few small cases of every op run under memcheck, and under racecheck for races in shared memory.
-Every array has its own allocation (XLA's pool is off), so that an access past an array's end is one
-past an allocation. Inputs are made on the CPU and nothing is compared, which is the tests' task:
-hardly any kernel is launched but ours. CUDA graphs and XLA's autotuning are off. racecheck does not
-know bulk copies (TMA): in kernels that use them it sees only ordinary loads and stores.
+Every array has its own allocation (XLA's pool is off), so that an access past an array's end is
+outside any allocation. Inputs are made on the CPU and nothing is compared, which is the tests'
+task, so almost only our own kernels are launched. CUDA graphs and XLA's autotuning are off.
+racecheck does not support bulk copies (TMA): in kernels that use them it sees only ordinary loads
+and stores.
 
     python -m bench.sanitize [--only threshold_select ...] [--workers 4] [--seconds 300] [--log
     PATH]
@@ -35,11 +36,11 @@ SETTINGS = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
 }
-GRACE = 60  # seconds for a run to end by itself after its time
+GRACE = 60  # seconds for a run to exit by itself after its time
 
 
 def run(op: Op, seconds: float) -> None:
-    """Runs an op's cases and prints each as it ends; after `seconds` it prints a traceback."""
+    """Runs an op's cases and prints each when it ends; after `seconds` it prints a traceback."""
     faulthandler.dump_traceback_later(seconds, exit=True)
     device = jax.devices()[0]
     for name, case in op.cases.items():
@@ -89,15 +90,15 @@ def check(name: str, tool: str, seconds: float) -> list[str]:
 
 
 def is_clean(line: str) -> bool:
-    """Returns whether all cases ran and every summary in the line counts nothing."""
+    """Returns whether all cases ran and every summary in the line has a count of 0."""
     ran = re.search(r": (\d+) of \1 cases", line)
     return ran is not None and set(re.findall(r"SUMMARY: (\d+)", line)) == {"0"}
 
 
 def main() -> None:
-    """Prints each tool's result for each op as it comes, and writes it to a file.
+    """Prints each tool's result for each op when it ends, and writes it to a file.
 
-    The exit status is 1 after any complaint.
+    The exit status is 1 after any finding.
     """
     parser = recording_parser("sanitize", "Run the kernels under compute-sanitizer.")
     parser.add_argument(
@@ -107,7 +108,7 @@ def main() -> None:
         "--workers",
         type=int,
         default=4,
-        help="runs at once, which take turns on the GPU (default 4)",
+        help="parallel runs, which take turns on the GPU (default 4)",
     )
     parser.add_argument(
         "--seconds",

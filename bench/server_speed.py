@@ -1,16 +1,15 @@
-"""What does a server cost: the engine's workloads over HTTP beside the engine alone?
+"""How much does a server cost: the engine's workloads over HTTP, next to the engine alone?
 
-Llama 3.1 8B's shape, random bf16 weights, random prompts, a client in a process of its own. Each
-part runs on one engine twice, first alone and then over HTTP, with other prompts of the same
-lengths:
+Llama 3.1 8B's shape, random bf16 weights, random prompts, a client in its own process. Each part
+runs on one engine twice, first alone and then over HTTP, with other prompts of the same lengths:
 
     queued      64 prompts of 30,720 tokens at once, 256 new each
     ragged      256 prompts of 2,048, new tokens log-uniform in 32 to 2,048
-    arrivals    Poisson, at 60 % of what prefill can do, prompts log-uniform in 1K to 32K, 256 new
-    beside      prompts of 128K that arrive beside prompts of 1K
+    arrivals    Poisson, at 60 % of prefill throughput, prompts log-uniform in 1K to 32K, 256 new
+    beside      prompts of 128K that arrive together with prompts of 1K
     small       SmolLM2's shape: 64 prompts of 1,024, 512 new each
 
-Counts are divided by --shorten; the report says by how much.
+Counts are divided by --shorten; the report records the divisor.
 
     python -m bench.server_speed queued ragged --policies dense --json build/server.json
 """
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
     from jsparse.models.checkpoint import Params
 
 PARTS = ("queued", "ragged", "arrivals", "beside", "small")
-# the longest prompt and answer of parts that have engines of their own
+# the longest prompt and output of parts that have their own engines
 LONGEST = {"beside": LONG + NEW, "small": SMALL}
 
 
@@ -75,7 +74,7 @@ def measured(bench: Bench, engine: "jsparse.AsyncEngine", address: str, part: st
             "small": small_workload,
         }
         workload = make[part](bench)
-    # the engine's own thread sleeps until something is asked of it
+    # the engine's own thread sleeps until a request arrives
     if part == "beside":
         outs = run(inner, workload)
         alone = first_tokens([out.metrics.time_to_first_token or 0.0 for out in outs])
@@ -94,7 +93,7 @@ def measured(bench: Bench, engine: "jsparse.AsyncEngine", address: str, part: st
 
 
 def others(workload: "Sequence[WorkloadRequest]", vocab_size: int) -> "list[WorkloadRequest]":
-    """Returns requests of the same lengths, of whose prompts nothing is in the cache."""
+    """Returns requests of the same lengths, with prompts that are not in the cache."""
     return [
         dataclasses.replace(each, ids=[(token + 1) % vocab_size for token in each.ids])
         for each in workload
@@ -102,7 +101,7 @@ def others(workload: "Sequence[WorkloadRequest]", vocab_size: int) -> "list[Work
 
 
 def over_http(address: str, workload: "Sequence[WorkloadRequest]") -> dict[str, Any]:
-    """Sends requests from another process; returns the figures of their answers."""
+    """Sends requests from another process; returns the figures of their responses."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "workload.json"
         path.write_text(json.dumps([dataclasses.asdict(each) for each in workload]))
@@ -111,11 +110,11 @@ def over_http(address: str, workload: "Sequence[WorkloadRequest]") -> dict[str, 
 
 @dataclasses.dataclass
 class Answer:
-    """Records a streamed answer; times are in seconds of one clock.
+    """A record of a streamed response; times are in seconds of one clock.
 
     Attributes:
-        due: the time at which the request was to be sent.
-        times: the time at which each part came that holds a token or its text.
+        due: the scheduled time of the request.
+        times: the arrival time of each part with a token or its text.
         prompt_tokens, output_tokens: the lengths that the server counts.
         error: a description of the failure, or "".
     """
@@ -172,7 +171,7 @@ def client(address: str, path: Path) -> dict[str, Any]:
 
 
 def figures(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Returns the figures of a run; rates and delays leave failed requests out."""
+    """Returns the figures of a run; rates and delays exclude failed requests."""
     done = [answer for answer in answers if not answer.error]
     delays = {
         "ttft": [answer.times[0] - answer.due for answer in done],
@@ -231,7 +230,7 @@ def serving(engine: "jsparse.AsyncEngine") -> Iterator[str]:
 
 
 def with_words(params: "Params") -> "Params":
-    """Returns a model each of whose tokens is a word, so that a server makes text of them."""
+    """Returns a model with a word for each token, so that a server can convert them to text."""
     import tokenizers
 
     from jsparse.models.tokenizer import Tokenizer
@@ -247,8 +246,8 @@ def main() -> None:
     parser = report_parser("server_speed", (__doc__ or "").splitlines()[0])
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"among {', '.join(PARTS)}")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="POLICY")
-    parser.add_argument("--shorten", type=int, default=4, help="divide counts of requests by this")
-    parser.add_argument("--slots", type=int, default=64, help="rows that decode together")
+    parser.add_argument("--shorten", type=int, default=4, help="divides the numbers of requests")
+    parser.add_argument("--slots", type=int, default=64, help="maximum decode batch size")
     parser.add_argument("--client", metavar="ADDRESS", help="send the requests in a file instead")
     args = parser.parse_args()
     if args.client:
@@ -276,12 +275,12 @@ def run_parts(
     report: dict[str, Any],
     path: Path | None,
 ) -> None:
-    """Runs the parts that an engine of one `max_model_len` takes; adds their rows to the report."""
+    """Runs the parts of engines with one `max_model_len`; adds their rows to the report."""
     import jsparse
 
     options = {"max_num_seqs": bench.slots, "max_model_len": longest, "layer_stats": True}
     engine = jsparse.AsyncEngine(with_words(bench.params), policy, prepare=True, **options)
-    # so that none is compiled while something is measured
+    # so that no measurement includes compilation
     engine.engine.prepare(("sampled",), all_rows=True)
     with serving(engine) as address:
         for part in parts:

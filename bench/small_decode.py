@@ -1,18 +1,18 @@
-"""How many tokens per second does a small model decode after the first, next to Hugging Face?
+"""How many tokens per second does a small model decode after the first, compared with Hugging Face?
 
 SmolLM2-135M's shape, a prompt of 2048 tokens, 256 new ones after the first, greedy, batch 1;
 bfloat16 on a GPU and float32 on a CPU. Contenders, each in its own process:
 
-    jsparse             what jsparse.generate runs, for each policy of --policy and each number of
-                        --steps-per-program; a session takes 8 on a GPU by itself
+    jsparse             as in jsparse.generate, for each policy of --policy and each number of
+                        --steps-per-program; a session's default on a GPU is 8
     hf-compile          transformers, StaticCache, SDPA, a step under torch.compile
     hf-cudagraphs       the same under torch.compile(mode="reduce-overhead")
 
-`--model smollm2` loads SmolLM2 and reads the text of `jsparse eval`; `--model random` takes random
+`--model smollm2` loads SmolLM2 and uses the text of `jsparse eval`. `--model random` uses random
 weights and random ids, as Hugging Face's contenders always do: dense attention takes the same time
 with any weights. All feed tokens back on the device. One warm-up, which also compiles, precedes the
-timed runs. The rate of jsparse is GenerationStats.decode_tokens_per_second, that of Hugging Face
-the same by its definition: tokens after the first over the time from the first to the last.
+timed runs. The rate of jsparse is GenerationStats.decode_tokens_per_second; that of Hugging Face
+has the same definition: tokens after the first over the time from the first to the last.
 
     python -m bench.small_decode --json build/small_decode.json
 """
@@ -50,7 +50,7 @@ def jsparse_decode(
     spec = cache_spec(params, [prompt], new_tokens, None, 16)
 
     def once() -> jsparse.GenerationStats:
-        # what jsparse.generate does; the number of steps is an option of sessions
+        # as in jsparse.generate; the number of steps is an option of sessions
         session = Session(params, method, spec, steps_per_program=count)
         (out,) = run(session, asked, [lambda piece: None], lambda *_: None)
         assert len(out.token_ids) == new_tokens
@@ -91,7 +91,7 @@ def model_and_prompt(model: str, prompt_tokens: int) -> tuple[Any, list[int]]:
 
 
 def huggingface_decode(name: str, prompt_tokens: int, new_tokens: int, runs: int) -> dict[str, Any]:
-    """Times transformers' forward, token by token, after the prompt was read."""
+    """Times transformers' forward, token by token, after the prefill."""
     import torch
     from transformers import StaticCache
 
@@ -113,7 +113,7 @@ def huggingface_decode(name: str, prompt_tokens: int, new_tokens: int, runs: int
 
     def step(ids: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
-        # the position is the length that the cache keeps on the device
+        # the position is the cache's length, on the device
         logits = forward(input_ids=ids, past_key_values=cache, use_cache=True).logits
         return logits[:, -1:].argmax(-1)
 
@@ -169,7 +169,7 @@ def main() -> None:
         nargs="+",
         type=int,
         default=[1, 8],
-        help="steps of jsparse that are one program (default 1 and 8)",
+        help="steps per program of jsparse (default 1 and 8)",
     )
     parser.add_argument(
         "--prompt-tokens", type=int, default=PROMPT_TOKENS, help="prompt length (default 2048)"
@@ -220,7 +220,7 @@ def option_of(name: str) -> str:
 
 
 def contenders(names: list[str], policies: list[str], counts: list[int]) -> list[dict[str, Any]]:
-    """Returns what tells the rows apart; Hugging Face's are dense, one step per program."""
+    """Returns the fields that identify rows; Hugging Face's are dense, one step per program."""
     return [
         {"name": name, "policy": policy, "steps_per_program": count}
         for name in names

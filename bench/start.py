@@ -1,11 +1,11 @@
 """How long does a server or a script wait for its programs, at its first start and at later ones?
 
-Each start is a process of its own with a model of Llama 3.1 8B's shape on a GPU, or the demo model
-elsewhere, spread over --ranks devices. It makes an `LLM` and has a short answer made:
+Each start is its own process with a model of Llama 3.1 8B's shape on a GPU, or the demo model
+elsewhere, spread over --ranks devices. It creates an `LLM` and generates a short output:
 
     cold     Nothing is on disk.
-    stored   Programs are, which an earlier process has stored (jsparse.runtime.stored).
-    jax      Only jax's compilation cache has them, as any program of jax may: they are traced and
+    stored   An earlier process has stored the programs (jsparse.runtime.stored).
+    jax      Only jax's compilation cache has them, as for any jax program: they are traced and
              lowered, and looked up by their text.
 
     python -m bench.start --policy "quest(budget=2048)" --json build/start.json
@@ -33,7 +33,7 @@ def main() -> None:
     parser = report_parser("start", __doc__ or "")
     parser.add_argument("--policy", default="quest(budget=2048)")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--child", action="store_true", help="be one of the processes")
+    parser.add_argument("--child", action="store_true", help="run as one of the processes")
     given = parser.parse_args()
     if given.child:
         print(json.dumps(start(given.policy, given.ranks)))
@@ -61,16 +61,16 @@ def main() -> None:
 
 
 def summary(starts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what the starts of one kind took, and what the last of them did."""
+    """Returns the times of the starts of one kind, and the counts of the last one."""
     seconds = {name: spread([each["seconds"][name] for each in starts]) for name in PHASES}
     return seconds | {name: starts[-1][name] for name in ("programs", "traced", "tokens")}
 
 
 def child(policy: str, ranks: int, folder: str, *, own: bool) -> dict[str, Any]:
-    """Starts one process; `own` says whether it stores its programs, or leaves them to jax."""
+    """Starts one process; `own`: whether it stores its programs itself or leaves them to jax."""
     caches = {"JSPARSE_CACHE_DIR": folder}
     if not own:
-        # a cache that is set up already is left alone, and nothing is stored then
+        # an existing cache setup is not changed, and nothing is stored then
         caches = {"JAX_COMPILATION_CACHE_DIR": str(Path(folder) / "jax")}
     before = dict(os.environ)
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
@@ -84,7 +84,7 @@ def child(policy: str, ranks: int, folder: str, *, own: bool) -> dict[str, Any]:
 
 
 def start(policy: str, ranks: int) -> dict[str, Any]:
-    """Returns how long each phase of a start takes in this process, and what it answers."""
+    """Returns the time of each phase of a start in this process, and its output."""
     times = [time.perf_counter()]
 
     def lap() -> None:
@@ -124,7 +124,7 @@ def start(policy: str, ranks: int) -> dict[str, Any]:
         lap()
     if answers[0] != answers[1]:
         sys.exit(f"error: one prompt was answered in two ways: {answers}")
-    # what is being stored must be on disk before the next process looks
+    # pending stores must be on disk before the next process starts
     compilation._compilers.shutdown(wait=True)
     seconds = [later - earlier for earlier, later in pairwise(times)]
     return {

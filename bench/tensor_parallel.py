@@ -1,12 +1,12 @@
-"""What does a model gain from a second GPU that has half of its heads?
+"""How much faster is a model with a second GPU that has half of its heads?
 
-Random bf16 weights and prompts of Llama 3.1's shapes, in an engine, on each of the numbers of GPUs
-that --ranks names:
+Random bf16 weights and prompts of Llama 3.1's shapes, in an engine, on each number of GPUs in
+--ranks:
 
     one         a prompt of 128K, 256 new
     eight       eight prompts of 30,720, 256 new
-    many        three prompts of 256K, 64 new, of which one GPU of 80 GB cannot hold K and V;
-                only on several; XLA_PYTHON_CLIENT_MEM_FRACTION=0.94 gives them the room
+    many        three prompts of 256K, 64 new, whose K and V do not fit on one GPU of 80 GB;
+                only on several, with XLA_PYTHON_CLIENT_MEM_FRACTION=0.94 to make room
     large       the shape of the 70B model: a prompt of 64K, 64 new; only on several
 
     python -m bench.tensor_parallel one eight --json build/tensor_parallel.json
@@ -36,7 +36,7 @@ PARTS = {
 
 
 def floor_ms(shape: Any, rows: int, tokens: int, ranks: int, device: str) -> float:
-    """Returns the time to read a GPU's weights, and its K and V of so many tokens per row."""
+    """Returns the time to read a GPU's weights, and its K and V of `tokens` tokens per row."""
     head = 0 if shape.tie_word_embeddings else shape.hidden_size * shape.vocab_size
     weights = 2 * (shape.num_layers * shape.layer_weights + head)
     total = weights + rows * tokens * shape.cache_bytes_per_token(2)
@@ -44,7 +44,7 @@ def floor_ms(shape: Any, rows: int, tokens: int, ranks: int, device: str) -> flo
 
 
 def measured(part: str, policy: str, ranks: int) -> dict[str, Any]:
-    """Measures a part on so many GPUs."""
+    """Measures a part on `ranks` GPUs."""
     import jax
 
     from jsparse.benchmark.throughput import measure

@@ -1,4 +1,4 @@
-"""Ask two questions about one document; the second turn does not read the document again."""
+"""Ask two questions about one document; the second turn does not prefill the document again."""
 
 import time
 

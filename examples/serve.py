@@ -1,4 +1,4 @@
-"""Serves requests that come and go: prints each answer when it is complete, the shortest first.
+"""Serves concurrent requests: prints each output when it is complete, the shortest first.
 
 python examples/serve.py
 """
@@ -21,7 +21,7 @@ async def answer(engine: jsparse.AsyncEngine, prompt: str, tokens: int) -> None:
 
 
 async def main() -> None:
-    """Asks all questions at once."""
+    """Sends all questions at once."""
     policy = "streaming(sink=4, recent=8)"
     async with jsparse.AsyncEngine("smollm2", policy, max_num_seqs=4, max_model_len=256) as engine:
         asked = zip(QUESTIONS, (24, 16, 12, 8), strict=True)

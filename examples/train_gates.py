@@ -1,6 +1,6 @@
-"""Train gates that tell retrieval heads from the others, and decode with them.
+"""Train gates that separate retrieval heads from the others, and decode with them.
 
-Three steps on short texts show how it is done, and make gates that are worth nothing. On a GPU take
+Three steps on short texts show the workflow; the resulting gates are useless. On a GPU use
 `steps=1000` and contexts of 1,024 to 7,680 tokens, or the command `jsparse train-gates`.
 """
 
@@ -15,7 +15,7 @@ from jsparse.train.trainer import Trainer
 
 params = jsparse.load("smollm2")
 heads = params.config.num_layers * params.config.num_kv_heads
-# one in eight; all heads of the first layer are among them
+# one in eight, including all heads of the first layer
 target = max(heads // 8, params.config.num_kv_heads + 1)
 assert params.tokenizer is not None
 source = passkeys(

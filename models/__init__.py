@@ -1,1 +1,1 @@
-"""Defines the decoder, its configurations, and how weights and tokenizers are loaded."""
+"""The decoder, its configurations, and loading of weights and tokenizers."""

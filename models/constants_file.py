@@ -1,4 +1,4 @@
-"""Reads and writes the constants of a model: arrays by name, as one safetensors file."""
+"""Reads and writes a model's constants: arrays by name, in one safetensors file."""
 
 import os
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save
 
 
 def write_constants(constants: Mapping[str, jax.Array], path: Path) -> None:
-    """Writes the constants to `path`, whole or not at all."""
+    """Writes the constants to `path`, atomically."""
     data = save({name: np.asarray(array) for name, array in constants.items()})
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     unfinished.write_bytes(data)
@@ -20,7 +20,7 @@ def write_constants(constants: Mapping[str, jax.Array], path: Path) -> None:
 
 
 def read_constants(path: Path) -> dict[str, jax.Array]:
-    """Reads the constants in `path`, none if it does not exist; ValueError if it is damaged."""
+    """Reads the constants in `path`; {} if it does not exist, ValueError if it is damaged."""
     try:
         return {name: jnp.asarray(array) for name, array in load_file(path).items()}
     except FileNotFoundError:

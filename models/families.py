@@ -1,7 +1,7 @@
-"""Defines how model families differ when loading: in config fields and tensor names.
+"""Differences between model families when loading: config fields and tensor names.
 
-Names of weights are paths in the decoder's tree ("layers_{i}/mlp/down/kernel"), each with the
-tensors that a checkpoint stores for it, in the order in which they are joined.
+Names of weights are paths in the decoder's tree ("layers_{i}/mlp/down/kernel"). Each maps to the
+checkpoint's tensors for it, in the order in which they are joined.
 """
 
 import reprlib
@@ -15,15 +15,16 @@ Names = dict[str, tuple[str, ...]]
 
 
 class Family(NamedTuple):
-    """Describes one model family.
+    """One model family.
 
     Attributes:
         name: config.json's `model_type` and GGUF's `general.architecture`.
-        hf_names, gguf_names: the names per weight; those of a tied lm_head or an absent bias are
-            not used.
-        switches: the fields of ModelConfig that all of its models have alike.
-        without, required: the fields that config.json must not set, and must have besides others.
-        gguf_interleaved: whether GGUF stores the rows of q and k for a rotation of neighbours.
+        hf_names, gguf_names: the tensor names per weight; those of a tied lm_head or an absent bias
+            are unused.
+        switches: the ModelConfig fields with the same value in all its models.
+        without, required: fields that config.json must not set, and additional fields that it must
+            have.
+        gguf_interleaved: whether GGUF orders the rows of q and k for a rotation of neighbours.
     """
 
     name: str
@@ -81,7 +82,7 @@ GGUF_NAMES: Names = {
 _BIAS = "layers_{i}/attention/qkv/bias"
 _Q_NORM, _K_NORM = "layers_{i}/attention/q_norm/scale", "layers_{i}/attention/k_norm/scale"
 _FAMILIES = (
-    # Llama 2 and 3.x and models built alike (SmolLM2)
+    # Llama 2 and 3.x and models of the same architecture (SmolLM2)
     Family(
         "llama",
         HF_NAMES,
@@ -112,11 +113,11 @@ _FAMILIES = (
     ),
 )
 FAMILIES = {family.name: family for family in _FAMILIES}
-"""Families that can be loaded."""
+"""The supported families, by name."""
 
 
 def sizes_from_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields that every config.json states alike, under ModelConfig's names."""
+    """Returns the fields common to every config.json, under ModelConfig's names."""
     if quantization := config.get("quantization_config") or config.get("compression_config"):
         raise ValueError(
             f"the checkpoint is quantised with {_quantization_method(quantization)}: must be in "
@@ -145,7 +146,7 @@ def sizes_from_hf(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def sizes_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) -> dict[str, Any]:
-    """Returns the fields that all GGUF metadata states alike, under ModelConfig's names.
+    """Returns the fields common to all GGUF metadata, under ModelConfig's names.
 
     The embedding is tied if there is no tensor `output.weight`.
     """
@@ -174,7 +175,7 @@ def sizes_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) 
 
 
 def _quantization_method(quantization: Any) -> Any:
-    """Returns the method that a config.json's quantization_config names, or all of its fields."""
+    """Returns the method of a config.json's quantization_config, or else all of its fields."""
     fields = quantization if isinstance(quantization, dict) else {}
     return fields.get("quant_method", reprlib.repr(quantization))
 

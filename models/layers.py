@@ -1,4 +1,4 @@
-"""Defines the decoder's building blocks: norms, rotary embedding, the gated MLP."""
+"""The decoder's building blocks: norms, rotary embedding, and the gated MLP."""
 
 import math
 from functools import partial
@@ -23,7 +23,7 @@ from jsparse.models.parameters import parameter
 
 
 class Scale(nn.Module):
-    """Holds the weights of an RMSNorm."""
+    """The weights of an RMSNorm."""
 
     width: int
     dtype: Any
@@ -34,7 +34,7 @@ class Scale(nn.Module):
 
 
 class MLP(nn.Module):
-    """Computes down(silu(gate(x)) · up(x)) of the normalised sum, and returns that sum as well."""
+    """The gated MLP: down(silu(gate(x)) · up(x)) of the normalised sum, returned with that sum."""
 
     intermediate_size: int
     eps: float
@@ -58,10 +58,10 @@ class MLP(nn.Module):
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
     """Returns the angle per position of each rotated pair, float32[H/2].
 
-    `config.rope_scaling` slows pairs down. Linear: all turn `factor` times slower. Llama 3.1's:
-    those whose wavelength exceeds original_max / low_freq_factor do, those below original_max /
-    high_freq_factor are unchanged, and those between are interpolated. YaRN's: the same with bounds
-    beta_slow and beta_fast, interpolated over the pairs' numbers.
+    `config.rope_scaling` slows pairs down. Linear: all pairs turn `factor` times slower. Llama 3.1:
+    pairs with a wavelength above original_max / low_freq_factor turn that much slower, those below
+    original_max / high_freq_factor are unchanged, and those between are interpolated. YaRN: the
+    same with bounds beta_slow and beta_fast, interpolated over the pairs' indices.
     """
     frequencies = config.rope_theta ** (
         -np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
@@ -77,7 +77,7 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
 def _kept_share(
     rule: Llama3Rope | YarnRope | LinearRope, config: ModelConfig, frequencies: np.ndarray
 ) -> np.ndarray:
-    """Returns how much of each pair's own frequency a rule keeps, 0 to 1, float64[H/2]."""
+    """Returns the fraction of each pair's own frequency that a rule keeps, 0 to 1, float64[H/2]."""
     if isinstance(rule, LinearRope):
         return np.zeros_like(frequencies)
     if isinstance(rule, Llama3Rope):
@@ -93,7 +93,7 @@ def _kept_share(
     first, last = pair_that_turns(rule.beta_fast), pair_that_turns(rule.beta_slow)
     if rule.truncate:
         first, last = math.floor(first), math.ceil(last)
-    # The published code bounds pairs by H, not by H/2; checkpoints were trained with that.
+    # The published code limits pairs to H, not to H/2; checkpoints were trained with that.
     first, last = max(first, 0), min(last, config.head_dim - 1)
     width = last - first or 0.001
     return 1 - np.clip((np.arange(len(frequencies)) - first) / width, 0.0, 1.0)

@@ -1,7 +1,7 @@
-"""Defines a model's linear maps, with what comes before them in a layer.
+"""A model's linear maps, fused with the op before them where possible.
 
-Their weights are matrices [in, out], or 8-bit blocks [out, in] (jsparse.models.quantized). What a
-map follows, a norm or a gate, is its own affair: some kernels take both together.
+Their weights are matrices [in, out], or 8-bit blocks [out, in] (jsparse.models.quantized). Maps
+have methods for a preceding norm or gate, since some kernels fuse both.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from jsparse.pallas_kernels.norm_product import norm_product
 from jsparse.pallas_kernels.residual_norm import residual_norm
 from jsparse.parts import total
 
-# what is added to the residual stream, or its parts (jsparse.parts)
+# a sublayer's output, to be added to the residual stream, or its parts (jsparse.parts)
 Delta = Float[Array, "B T D"] | Float[Array, "parts B T D"]
 
 
@@ -29,7 +29,7 @@ def add_and_norm(
     scale: Float[Array, "D"],
     eps: float,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-    """Returns x + delta, and that after RMSNorm; in one launch for the tokens of a decode step."""
+    """Returns x + delta, and its RMSNorm; in one launch for the tokens of a decode step."""
     if delta is not None and x.shape[1] == 1:
         whole, normed = residual_norm(x[:, 0], delta[..., 0, :], scale, eps=eps)
         return whole[:, None], normed[:, None]
@@ -39,7 +39,7 @@ def add_and_norm(
 
 @dataclass(frozen=True)
 class Linear:
-    """Computes x · W + b, in parts for the caller to add up if `in_parts` (jsparse.parts).
+    """The map x · W + b, in parts for the caller to add if `in_parts` (jsparse.parts).
 
     W is [in, out], or [out, in] in 8-bit blocks.
     """
@@ -61,7 +61,7 @@ class Linear:
         *,
         in_parts: bool = False,
     ) -> tuple[Float[Array, "B T in"], Float[Array, "*parts B T out"]]:
-        """Returns x + delta, and what the map makes of that after RMSNorm."""
+        """Returns x + delta, and the map of its RMSNorm."""
         if delta is not None and x.shape[1] == 1:
             given = x, delta, scale, self.matrix, self.bias
             return norm_product(*given, eps=eps, in_parts=in_parts)
@@ -71,12 +71,12 @@ class Linear:
     def after_gate(
         self, gate_up: Float[Array, "B T two_in"], *, in_parts: bool = False
     ) -> Float[Array, "*parts B T out"]:
-        """Returns what the map makes of silu(gate) · up."""
+        """Returns the map of silu(gate) · up."""
         return gated_product(gate_up, self.matrix, self.bias, in_parts=in_parts)
 
 
 class Dense(nn.Module):
-    """Holds the weights of a linear map: blocks if `quantized`, else of `dtype`."""
+    """The weights of a linear map: blocks if `quantized`, else of `dtype`."""
 
     features: int
     dtype: Any
@@ -85,7 +85,7 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, width: int) -> Linear:
-        """Returns the map of rows of this width."""
+        """Returns the map for rows of this width."""
         bias = None
         if self.use_bias:
             bias = parameter(self, "bias", nn.initializers.zeros, (self.features,), self.dtype)

@@ -1,7 +1,6 @@
-"""Saves and loads weights as an orbax checkpoint, the format in which jsparse saves models.
+"""Saves and loads weights as an orbax checkpoint, the format of saved jsparse models.
 
-orbax is imported where it is used, since its import takes a second, which other formats need not
-wait for.
+orbax is imported only where it is used, since its import takes a second.
 """
 
 import itertools
@@ -39,17 +38,17 @@ def load_weights(
 ) -> Weights:
     """Reads the tree of `config` from `folder`, cast to `dtype`, onto the default device or spread.
 
-    Spreading holds a layer at a time beside the device's part. Matrices saved in blocks of 8 bits
-    stay so; with `quantized`, others are put into blocks, a layer at a time.
+    Spreading needs memory for one layer in addition to the device's part. Matrices saved in 8-bit
+    blocks stay in blocks; with `quantized`, others are converted to blocks, one layer at a time.
 
     Raises:
         FileNotFoundError: the folder does not exist.
-        ValueError: it is not an orbax checkpoint, is damaged, or holds other arrays.
+        ValueError: it is not an orbax checkpoint, is damaged, or has other arrays.
     """
     from orbax.checkpoint import StandardCheckpointer
 
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} does not exist: a saved model keeps its weights there")
+        raise FileNotFoundError(f"{folder} does not exist: a saved model has its weights there")
     with StandardCheckpointer() as checkpointer:
         stored = _shapes(checkpointer, folder)
         listed = list_weights(folder, len(stored), config, names)
@@ -77,7 +76,7 @@ def load_weights(
     sharding = jnp.zeros(()).sharding  # the default device, which may be set
     quantized = quantized or saved_in_blocks
     types = {"values": jnp.int8, "scales": jnp.float16} if saved_in_blocks else {}
-    if quantized and not saved_in_blocks:  # blocks are those of the numbers that were saved
+    if quantized and not saved_in_blocks:  # blocks are made from the saved numbers
         types = {"kernel": jnp.float32, "lm_head": jnp.float32, "embed": jnp.float32}
     wanted = {
         path: jax.ShapeDtypeStruct(s, types.get(path.split("/")[-1], dtype), sharding=sharding)
@@ -103,7 +102,7 @@ def load_weights(
 
 
 def _restored(folder: Path, target: Weights) -> Weights:
-    """Reads a part of the tree; ValueError if it is damaged."""
+    """Reads a part of the tree; raises ValueError if it is damaged."""
     from orbax.checkpoint import PyTreeCheckpointer, args, checkpoint_utils
 
     asked = args.PyTreeRestore(
@@ -114,7 +113,7 @@ def _restored(folder: Path, target: Weights) -> Weights:
     try:
         with PyTreeCheckpointer() as checkpointer:
             return checkpointer.restore(folder.absolute(), args=asked)
-    except Exception as error:  # orbax raises bare exceptions too
+    except Exception as error:  # orbax also raises bare exceptions
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(f"{folder} is damaged: {reason}") from error
 

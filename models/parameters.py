@@ -1,6 +1,6 @@
-"""Takes parameters out of a model's weights without tracing how they would be made.
+"""Reads parameters from a model's weights without tracing their initialisers.
 
-Hence linear maps of our own (jsparse.models.linear): those of flax trace it.
+This is why we have our own linear maps (jsparse.models.linear): those of flax trace initialisers.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,9 @@ import flax.linen as nn
 
 
 def parameter(module: nn.Module, name: str, make: Callable[..., Any], *given: Any) -> Any:
-    """Returns what `module.param` does.
+    """Returns `module.param(...)`, but faster to trace.
 
-    For an existing parameter flax would trace `make` to compare shapes, in each layer anew.
+    For an existing parameter, flax would trace `make` in every layer just to compare shapes.
     """
     if module.has_variable("params", name):
         return module.get_variable("params", name)

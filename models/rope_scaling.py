@@ -1,4 +1,4 @@
-"""Reads how far RoPE reaches, and how it is stretched, from config.json and GGUF metadata.
+"""Reads RoPE's maximum length and scaling from config.json and GGUF metadata.
 
 Both give fields of `ModelConfig`: max_position_embeddings, rope_theta and rope_scaling.
 """
@@ -16,7 +16,7 @@ from jsparse.models.config import (
 )
 
 ROPE_TYPES = {"llama3": Llama3Rope, "yarn": YarnRope, "linear": LinearRope}
-"""Rules by the name that configs give them; "default" is none of them."""
+"""Rules by their name in configs; "default" is not one of them."""
 
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -24,8 +24,8 @@ _ORIGINAL = "original_max_position_embeddings"
 def rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Reads RoPE's fields from config.json.
 
-    transformers 5 nests them in `rope_parameters`; before that `rope_theta` stood at the top beside
-    `rope_scaling`. ValueError if both styles state different rules.
+    transformers 5 nests them in `rope_parameters`; earlier versions have `rope_theta` at the top
+    level, beside `rope_scaling`. ValueError if both styles state different rules.
     """
     scaling = _stated_rule(config)
     kind = scaling.get("rope_type", "default")
@@ -70,7 +70,7 @@ def _stated_rule(config: dict[str, Any]) -> dict[str, Any]:
 
 def _yarn_from_hf(config: dict[str, Any], scaling: dict[str, Any]) -> YarnRope:
     """Returns YaRN's rule with the defaults of transformers 5."""
-    # A field at the top, as Phi-3 has it, comes before that of the rule.
+    # A top-level field, as in Phi-3, takes precedence over the rule's.
     original = config.get(_ORIGINAL) or scaling.get(_ORIGINAL)
     factor = scaling.get("factor")
     if factor is None and original is not None:
@@ -103,7 +103,7 @@ def rope_from_gguf(fields: Mapping[str, Any]) -> dict[str, Any]:
     """
     fields = dict(fields)
     longest = require(fields, "context_length")
-    # 0 stands for a factor that was not set, and files of 2023 have the older key alone.
+    # 0 represents an unset factor; files of 2023 have only the older key.
     factor = fields.get("rope.scaling.factor", fields.get("rope.scale_linear")) or None
     kind = fields.get("rope.scaling.type", "linear")
     refuse({"rope.scaling.type": kind}, "rope.scaling.type", ("none", "linear", "yarn"))
@@ -129,7 +129,7 @@ def rope_from_gguf(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_from_saved(fields: Mapping[str, Any]) -> Llama3Rope | YarnRope | LinearRope:
-    """Returns the rule that `save` wrote; saves of version 0.1 know llama3's alone."""
+    """Returns the rule that `save` wrote; saves of version 0.1 have only llama3's."""
     kind = fields.get("rope_type", "llama3")
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope_type={kind!r} is not supported: must be one of {list(ROPE_TYPES)}")
@@ -137,9 +137,9 @@ def rope_from_saved(fields: Mapping[str, Any]) -> Llama3Rope | YarnRope | Linear
 
 
 def _reach(rule: YarnRope, longest: Any) -> Any:
-    """Returns the longest text: Qwen's configs turn YaRN on and still state the original one."""
+    """Returns the maximum context length: Qwen's configs enable YaRN but state the original."""
     if type(longest) is not int or longest < 1:
-        return longest  # which ModelConfig refuses
+        return longest  # ModelConfig rejects it
     return max(longest, round(rule.factor * rule.original_max_position_embeddings))
 
 

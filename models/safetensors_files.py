@@ -20,8 +20,8 @@ class SafetensorsFolder:
 
         Raises:
             FileNotFoundError: the file or a shard is missing.
-            ValueError: a file is damaged, a tensor has another dtype than float32, float16 or
-                bfloat16, or the index names tensors that are not in the shards.
+            ValueError: a file is damaged, a tensor's dtype is not float32, float16 or bfloat16, or
+                the index names tensors that are not in the shards.
         """
         self.path = folder
         single = folder / "model.safetensors"
@@ -46,12 +46,12 @@ class SafetensorsFolder:
         """Returns None: no tensor is stored in blocks."""
 
     def read(self, name: str) -> np.ndarray:
-        """Copies the tensor's values, in the dtype they are stored in."""
+        """Copies the tensor's values, in their stored dtype."""
         return self._files[name].get_tensor(name)
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Reads the object in a JSON file; ValueError if it holds none."""
+    """Reads the object in a JSON file; raises ValueError if there is none."""
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist")
     try:

@@ -1,4 +1,4 @@
-"""Finds special tokens that a text spells, and encodes their spelling as text."""
+"""Finds special tokens spelled out in a text, and encodes their spelling as text."""
 
 import re
 from functools import cached_property
@@ -7,7 +7,7 @@ import tokenizers
 
 
 class SpelledTokens:
-    """Hides the special tokens that messages spell, so that they are not taken for such."""
+    """A mask for special tokens spelled out in messages, which are then encoded as plain text."""
 
     def __init__(self, core: tokenizers.Tokenizer) -> None:
         self._core = core

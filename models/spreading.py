@@ -1,4 +1,4 @@
-"""Spreads weights over devices, each of which gets some heads and a part of the MLP."""
+"""Spreads weights over devices; each gets some of the heads and a part of the MLP."""
 
 from typing import Any
 
@@ -15,15 +15,17 @@ from jsparse.ranks import AXIS
 
 
 class Spreading:
-    """Divides the arrays of a model among the first devices, one rank on each.
+    """Division of a model's arrays among the first devices, one rank on each.
 
     Norms and the embedding are the same on all ranks (jsparse.ranks), and so are the columns of a
-    vocabulary that is no multiple of their number. Each of several processes (jax.distributed) has
-    as many ranks, and places theirs. `config` has the sizes of a rank.
+    vocabulary that is not a multiple of their number. All processes (jax.distributed) have the same
+    number of ranks, and each places its own. `config` has the sizes of a rank.
     """
 
     def __init__(self, config: ModelConfig, ranks: int) -> None:
-        """Raises ValueError if the model cannot be divided so, or devices are missing."""
+        """Raises ValueError if the model cannot be divided into these ranks, or devices are too
+        few.
+        """
         whole_number("tensor_parallel_size", ranks, 1)
         processes, devices = jax.process_count(), jax.devices()
         if ranks > len(devices) or ranks % processes:
@@ -32,18 +34,18 @@ class Spreading:
                 f"tensor_parallel_size={ranks}: must be at most {len(devices)}, the number of "
                 f"devices{each}"
             )
-        link()  # from here on, each notices when another ends
+        link()  # from here on, each process notices when another ends
         self._whole, self.config = config, config.of_rank(ranks)
         own = [[x for x in devices if x.process_index == nth] for nth in range(processes)]
         first = np.array([some[: ranks // processes] for some in own])
         self.mesh = Mesh(first.reshape(-1), (AXIS,), axis_types=(AxisType.Auto,))
 
     def own_size(self, path: str, size: int) -> int:
-        """Returns how many of the numbers of the array at a path each rank has."""
+        """Returns how many elements of the array at a path each rank has."""
         return size if self._ends(path.split("/")) is None else size // self.mesh.size
 
     def place(self, path: str, whole: Array) -> Array:
-        """Returns the array at a path such as layers_0/mlp/down/kernel, the ranks as first axis."""
+        """Returns the array at a path such as layers_0/mlp/down/kernel, with ranks as axis 0."""
         parts = self._parts(path.split("/"), whole)
         pairs = zip(parts, self.mesh.devices.flat, strict=True)
         here = jax.process_index()
@@ -64,7 +66,7 @@ class Spreading:
         )
 
     def _parts(self, names: list[str], whole: Array) -> list[Array]:
-        """Returns what each rank gets of the array of this name."""
+        """Returns each rank's part of the array of this name."""
         ends, ranks = self._ends(names), self.mesh.size
         if ends is None:
             return [whole] * ranks
@@ -76,7 +78,7 @@ class Spreading:
         return [jnp.concatenate(of_rank, axis=out) for of_rank in zip(*kinds, strict=True)]
 
     def _ends(self, names: list[str]) -> list[int] | None:
-        """Returns where the kinds of columns of an array end, but the last; None: not divided."""
+        """Returns the ends of an array's kinds of columns, except the last; None: not divided."""
         config = self._whole
         if "qkv" in names:
             q, kv = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))

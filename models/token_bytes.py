@@ -1,4 +1,4 @@
-"""Finds the bytes that every id of a vocabulary stands for, with tokenizers of any kind."""
+"""Maps every id of a vocabulary to its bytes, for tokenizers of any kind."""
 
 import json
 from typing import Any
@@ -10,14 +10,14 @@ _NO_BYTE = 0xFFFF
 
 
 def token_bytes(core: tokenizers.Tokenizer) -> list[bytes]:
-    """Returns the bytes of each id, as they are in the middle of a text; b"" where none is.
+    """Returns the bytes of each id, as in the middle of a text; b"" for ids without a token.
 
-    Two spellings are known: the alphabet of byte-level BPE, in which each character is a byte, and
-    SentencePiece's, with a character for a space and "<0x0A>" for a byte. Added tokens are their
-    text.
+    Two spellings are supported: the alphabet of byte-level BPE, in which each character is a byte,
+    and SentencePiece's, with a character for a space and "<0x0A>" for a byte. Added tokens are
+    their text.
 
     Raises:
-        ValueError: the decoder has a step that is not known.
+        ValueError: the decoder has an unknown step.
     """
     steps = _steps(core)
     vocabulary = core.get_vocab(with_added_tokens=True)
@@ -43,7 +43,7 @@ def token_bytes(core: tokenizers.Tokenizer) -> list[bytes]:
 
 
 def _steps(core: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """Returns the steps of the decoder, each of which is one that `token_bytes` knows."""
+    """Returns the decoder's steps, all of them known to `token_bytes`."""
     if core.decoder is None:
         return []
     decoder = json.loads(core.decoder.__getstate__())
@@ -70,7 +70,7 @@ def _replaced(steps: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _fallback_byte(token: str) -> bytes | None:
-    """Returns the byte that a token such as "<0x0A>" stands for; None if it is none of these."""
+    """Returns the byte of a token such as "<0x0A>"; None for other tokens."""
     if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
         return None
     try:
@@ -80,9 +80,9 @@ def _fallback_byte(token: str) -> bytes | None:
 
 
 def _byte_level_alphabet() -> dict[int, int]:
-    """Returns the byte for each character that GPT-2 spells bytes with, both as numbers.
+    """Returns the byte for each character of GPT-2's spelling of bytes, both as numbers.
 
-    Bytes that Latin-1 prints stand for themselves, the others for characters from 256 on.
+    Bytes that are printable in Latin-1 represent themselves; the others use characters from 256 on.
     """
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]

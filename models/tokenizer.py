@@ -1,4 +1,4 @@
-"""Turns text into token ids and back, for every checkpoint format that jsparse reads.
+"""Converts text to token ids and back, for every checkpoint format that jsparse reads.
 
 `Tokenizer` wraps the Rust `tokenizers` library, which has its own file format (tokenizer.json);
 `gguf_tokenizer` builds the same from GGUF metadata, and `tokenizer_files` reads it from a folder.
@@ -18,15 +18,16 @@ from jsparse.models import gguf_tokenizer, tokenizer_files
 from jsparse.models import token_bytes as bytes_of_tokens
 from jsparse.models.spelled_tokens import SpelledTokens
 
-_ANSWER = "\uf8ffanswer\uf8ff"  # an assistant's message, to find its end in a rendered chat
+# a placeholder message, to find the end of the assistant's turn
+_ANSWER = "\uf8ffanswer\uf8ff"
 
 
 class Tokenizer:
-    """Wraps a `tokenizers.Tokenizer`, which turns text into ids and back.
+    """A wrapper of a `tokenizers.Tokenizer`, which converts text to ids and back.
 
     Attributes:
-        eos_token_ids: the ids that end a text or a turn, with the token that the chat template puts
-            after an assistant's message; generation stops at any of them.
+        eos_token_ids: the ids that end a text or a turn, including the token that the chat template
+            puts after an assistant's message; generation stops at any of them.
         vocab_size: the number of ids. The model's embedding may have more rows (padding).
         chat_template: the Jinja source of the chat template, or None.
     """
@@ -42,7 +43,7 @@ class Tokenizer:
     ):
         """Wraps `core`, which must have a token for each of the ids.
 
-        `named_tokens` are further tokens by the name that the chat template has for them.
+        `named_tokens` are further tokens by their name in the chat template.
         """
         if chat_template is not None and not isinstance(chat_template, str):
             raise ValueError(
@@ -64,11 +65,11 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of `text`; special tokens written in the text are recognised.
 
-        Bytes that no token stands for are left out, as in llama.cpp. With `add_special_tokens` the
-        checkpoint's stand around the text.
+        Bytes without a token are dropped, as in llama.cpp. With `add_special_tokens`, the
+        checkpoint's special tokens are added around the text.
 
         Raises:
-            ValueError: `text` is not a string, or holds surrogates, which are not characters.
+            ValueError: `text` is not a string, or has surrogates, which are not characters.
         """
         if not isinstance(text, str):
             raise ValueError(f"text is of type {type(text).__name__}; it must be a string")
@@ -83,11 +84,11 @@ class Tokenizer:
     def decode(self, ids: Any, *, skip_special_tokens: bool = True) -> str:
         """Returns the text of `ids`, a list or one-dimensional integer array.
 
-        Bytes that do not make up a character become U+FFFD. Ids past the vocabulary decode to
-        nothing. Control tokens are left out unless `skip_special_tokens` is False.
+        Bytes that do not form a character become U+FFFD. Ids past the vocabulary decode to nothing.
+        Control tokens are omitted unless `skip_special_tokens` is False.
 
         Raises:
-            ValueError: `ids` is not one-dimensional, or holds something other than ids.
+            ValueError: `ids` is not one-dimensional, or has values that are not ids.
         """
         array = np.asarray(ids)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -105,7 +106,7 @@ class Tokenizer:
         """Returns the bytes of each id inside a text; b"" for ids without a token.
 
         Raises:
-            ValueError: the tokenizer spells its tokens in an unknown way.
+            ValueError: the tokenizer's spelling of tokens is unknown.
         """
         return self._token_bytes
 
@@ -114,19 +115,19 @@ class Tokenizer:
         return bytes_of_tokens.token_bytes(self._core)
 
     def token_text(self, token_id: int) -> str:
-        """Returns the text of a token inside a text, with the space that it may begin with.
+        """Returns a token's text inside a text, including its leading space, if any.
 
-        Bytes that do not make up a character become U+FFFD; ids without a token give no text.
+        Bytes that do not form a character become U+FFFD; ids without a token give no text.
         """
         try:
             table = self.token_bytes()
-        except ValueError:  # an unknown spelling: as at the beginning of a text
+        except ValueError:  # an unknown spelling: decode as at the start of a text
             return self.decode([token_id], skip_special_tokens=False)
         return table[token_id].decode(errors="replace") if token_id < len(table) else ""
 
     @cached_property
     def max_characters_per_token(self) -> int | None:
-        """The most characters that one token stands for; None: unbounded, or not known."""
+        """The maximum number of characters per token; None: unbounded or unknown."""
         model = self._core.model
         if not isinstance(model, tokenizers.models.BPE) or model.unk_token is not None:
             return None
@@ -137,11 +138,11 @@ class Tokenizer:
 
     @property
     def control_tokens(self) -> Mapping[str, int]:
-        """The ids of the special tokens by their text, which `decode` leaves out by default."""
+        """The ids of the special tokens by their text; `decode` omits them by default."""
         return self._spelled_tokens.ids
 
     def control_token_ids(self) -> list[int]:
-        """Returns the ids of the tokens that are no text, such as the end of a turn."""
+        """Returns the ids of the tokens that are not text, such as the end of a turn."""
         special = set(self.control_tokens.values())
         bos = () if self.bos_token_id is None else (self.bos_token_id,)
         return sorted(special.union(bos, self.eos_token_ids))
@@ -149,9 +150,9 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **extra: Any
     ) -> str:
-        """Returns the text that the model's chat template makes of `messages`.
+        """Returns `messages` rendered by the model's chat template.
 
-        If the template writes the beginning-of-sequence, encode the text without
+        If the template writes the beginning-of-sequence token, encode the text without
         `add_special_tokens`. `extra` are further variables for the template, such as tools or
         enable_thinking.
 
@@ -176,13 +177,13 @@ class Tokenizer:
     def encode_chat(
         self, messages: list[dict[str, Any]], *, special_tokens: bool = False
     ) -> list[int]:
-        """Returns the ids of a chat that is to be answered, by the model's chat template.
+        """Returns the ids of a chat for the model to continue, by the model's chat template.
 
         A content may be a list of parts {"type": "text", "text": …}. With `special_tokens`, special
-        tokens that messages spell count as such: a message can then contain other turns, of the
-        system too. Otherwise only the template's own count.
+        tokens spelled in messages count as such, so a message can then contain other turns, even
+        system turns. Otherwise only the template's own count.
         """
-        mark = f"\uf8ff{secrets.token_hex(8)}\uf8ff"  # in no message
+        mark = f"\uf8ff{secrets.token_hex(8)}\uf8ff"  # not in any message
 
         def marked(message: dict[str, Any]) -> dict[str, Any]:
             content = message.get("content")
@@ -194,7 +195,7 @@ class Tokenizer:
         whole = chat_templates.with_text(messages)
         text = self.apply_chat_template([marked(message) for message in whole])
         ids = []
-        # every other part is the id of a special token that a message spells
+        # every other part is the id of a special token spelled in a message
         for nth, part in enumerate(text.split(mark)):
             if nth % 2:
                 ids += self._spelled_tokens.as_text[int(part)]
@@ -220,7 +221,7 @@ class Tokenizer:
     def from_transformers(cls, tokenizer: Any, eos_token_ids: Iterable[Any] = ()) -> "Tokenizer":
         """Copies a fast transformers tokenizer: its ids, special tokens and chat template.
 
-        `eos_token_ids` are further ids to stop at, or lists of them.
+        `eos_token_ids` are further stop ids, or lists of them.
 
         Raises:
             ValueError: it is a slow one, or splits special tokens; or an id has no token.
@@ -257,7 +258,7 @@ class Tokenizer:
         messages = [{"role": role, "content": _ANSWER} for role in roles]
         try:
             text = self.apply_chat_template(messages, add_generation_prompt=False)
-        except ValueError:  # a template that only renders other chats; `encode_chat` reports it
+        except ValueError:  # the template cannot render this chat; `encode_chat` reports it
             return []
         _, found, after = text.rpartition(_ANSWER)
         added = self._core.get_added_tokens_decoder().items()
@@ -283,7 +284,7 @@ class Tokenizer:
 
 
 def as_tokenizer(tokenizer: Any, eos_token_ids: Iterable[Any] = ()) -> Tokenizer:
-    """Returns a jsparse tokenizer as it is, a transformers one copied."""
+    """Returns a jsparse tokenizer unchanged, or copies a transformers one."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     return Tokenizer.from_transformers(tokenizer, eos_token_ids)

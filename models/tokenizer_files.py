@@ -16,7 +16,7 @@ _FLAGS = {"special", "normalized", "lstrip", "rstrip", "single_word"}
 
 
 class TokenizerParts(NamedTuple):
-    """Holds the arguments of jsparse.models.tokenizer.Tokenizer, which describes them."""
+    """Arguments of jsparse.models.tokenizer.Tokenizer, documented there."""
 
     core: tokenizers.Tokenizer
     bos_token_id: int | None
@@ -26,7 +26,7 @@ class TokenizerParts(NamedTuple):
 
 
 def folder_parts(folder: Path) -> TokenizerParts:
-    """Reads tokenizer.json and the files around it, as `Tokenizer.from_folder` says."""
+    """Reads tokenizer.json and the files around it, as `Tokenizer.from_folder` describes."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"path is {str(folder)!r}, but there is no tokenizer.json in it")
@@ -57,7 +57,7 @@ def folder_parts(folder: Path) -> TokenizerParts:
 
 
 def transformers_parts(tokenizer: Any, eos_token_ids: Iterable[Any]) -> TokenizerParts:
-    """Copies a fast transformers tokenizer, as `Tokenizer.from_transformers` says."""
+    """Copies a fast transformers tokenizer, as `Tokenizer.from_transformers` describes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     kind = type(tokenizer).__name__
     if not isinstance(backend, tokenizers.Tokenizer):
@@ -100,7 +100,7 @@ def stated_ends(folder: Path) -> list[Any]:
 
 
 def _flat(values: Iterable[Any]) -> list[Any]:
-    """Returns the ids of one list; None stands for no id."""
+    """Returns the ids as one list, without None."""
     lists = (ids if isinstance(ids, list) else [] if ids is None else [ids] for ids in values)
     return [token_id for ids in lists for token_id in ids]
 
@@ -111,7 +111,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _add_stated_tokens(core: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> None:
-    """Adds the tokens of added_tokens_decoder, whose flags win over those of tokenizer.json.
+    """Adds the tokens of added_tokens_decoder, whose flags override those of tokenizer.json.
 
     As in transformers, a new token gets the next id, whatever id is stated, and added_tokens.json
     is used if added_tokens_decoder is missing.
@@ -142,7 +142,7 @@ def _add_stated_tokens(core: tokenizers.Tokenizer, config: Mapping[str, Any], fo
 
 
 def _add_named_tokens(core: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Adds the special tokens that the config names and no file describes."""
+    """Adds the special tokens that the config names but no file describes."""
     further = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     further = further.values() if isinstance(further, dict) else further
     tokens = [value for key, value in config.items() if key.endswith("_token")] + [*further]

@@ -1,13 +1,12 @@
-"""Defines the one decoder, whose configuration alone distinguishes the model families.
+"""The decoder of all model families, which differ only in its configuration.
 
-The families are Llama 2/3.x, SmolLM2, Qwen2/2.5 and Qwen3. Attention is a callable that is passed
-in: `attend(layer, q, k, v) -> o`. Prefill, decoding and a plain dense pass are three such
-callables; the decoder knows neither the cache nor how much of it is read. A caller that rotates q
-and k together with other work passes `rotate(layer, heads) -> q, k, v`, too.
+The families are Llama 2/3.x, SmolLM2, Qwen2/2.5 and Qwen3. The caller passes attention as a
+callable: `attend(layer, q, k, v) -> o`. Prefill, decoding and a plain dense pass are three such
+callables, so the decoder depends neither on the cache nor on how much of it is read. A caller that
+fuses the rotation of q and k with other work also passes `rotate(layer, heads) -> q, k, v`.
 
-Weights are a plain pytree. The q, k and v projections are one matrix [in, out], with columns
-ordered q | k | v, and so are gate | up. In blocks of 8 bits matrices are [out, in], and these are
-rows.
+Weights are a plain pytree. The q, k and v projections are one matrix [in, out] with columns ordered
+q | k | v, and likewise gate | up. In 8-bit blocks, matrices are [out, in], and these are rows.
 """
 
 import math
@@ -46,14 +45,14 @@ RotateFn = Callable[[int, Heads], tuple[ChunkQueries, ChunkKV, ChunkKV]]
 
 
 def rotated(layer: int, heads: Heads) -> tuple[ChunkQueries, ChunkKV, ChunkKV]:
-    """Rotates q and k, and does nothing else."""
+    """Rotates q and k, and nothing else."""
     return heads.rotated()
 
 
 class Attention(nn.Module):
-    """Applies projections and RoPE around the attention that the caller supplies.
+    """Projections and RoPE around the caller's attention.
 
-    Returns x + delta and attention(norm(x + delta)).
+    It returns x + delta and attention(norm(x + delta)).
     """
 
     config: ModelConfig
@@ -85,7 +84,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Applies one layer: attention and MLP, each after its norm; takes and returns (x, delta)."""
+    """One layer: attention and MLP, each after its norm; maps (x, delta) to (x, delta)."""
 
     config: ModelConfig
     layer: int
@@ -109,9 +108,9 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Turns token ids into hidden states and logits; see `hidden_states` and `to_logits`.
+    """The model from token ids to hidden states and logits; see `hidden_states` and `to_logits`.
 
-    `dtype` is that of the weights and of everything between them; `quantized`: 8-bit blocks.
+    `dtype` is that of weights and activations; `quantized`: 8-bit blocks.
     """
 
     config: ModelConfig
@@ -219,10 +218,10 @@ def random_weights(
     quantized: bool = False,
     place: Callable[[str, Array], Array] = lambda _, whole: whole,
 ) -> Weights:
-    """Returns random weights of the true shapes, to measure speed and memory with.
+    """Returns random weights of the real shapes, for measuring speed and memory.
 
-    Matrices have a deviation of 0.02, and norms are 1. `place` gets each array with its path and
-    returns what is kept of it, before the next is made.
+    Matrices have a deviation of 0.02, and norms are 1. `place` receives each array with its path,
+    before the next one is made, and returns the part to keep.
     """
     shapes = weight_shapes(config, dtype, quantized=quantized)["params"]
     paths, tree = jax.tree.flatten_with_path(shapes)

@@ -1,7 +1,7 @@
-"""Takes over a Hugging Face transformers model that is in memory, with no copy on disk.
+"""Converts a Hugging Face transformers model in memory, without writing it to disk.
 
-Neither transformers nor PyTorch is imported: both are loaded where such a model exists, and a few
-of the model's own methods suffice.
+Neither transformers nor PyTorch is imported: if such a model exists, both are loaded, and a few of
+the model's own methods suffice.
 """
 
 import math
@@ -35,18 +35,18 @@ def from_transformers(
     """Builds a model from a transformers model in memory, on the default device.
 
     The result equals that of `load` on the model's files. It shares no memory with the model, which
-    may be trained on or deleted.
+    may be trained further or deleted.
 
     Args:
         model: a LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM, on any device.
-        tokenizer: a fast transformers tokenizer, a jsparse one, or None; then only token ids can be
-            given.
-        dtype: "float32", "bfloat16" or "float16"; None is bfloat16 on a GPU and float32 elsewhere.
-        weights: "q8_0" keeps matrices in blocks of 8 bits, as `load` does.
-        on_progress: a callable that gets the bytes read so far and in total, as tensors arrive.
+        tokenizer: a fast transformers tokenizer, a jsparse one, or None; inputs must then be token
+            ids.
+        dtype: "float32", "bfloat16" or "float16"; None: bfloat16 on a GPU and float32 elsewhere.
+        weights: "q8_0" stores matrices in 8-bit blocks, as in `load`.
+        on_progress: a callable that receives the bytes read so far and in total, as tensors arrive.
 
     Raises:
-        ValueError: `model` is none of these, is quantised, carries an adapter or does not fit in
+        ValueError: `model` is none of these, is quantised, has an adapter or does not fit in
             memory, or the tokenizer is a slow one.
     """
     _check_model(model)
@@ -69,7 +69,7 @@ class StateDict:
     """The tensors of a PyTorch model by name; `path` is its class, for messages."""
 
     def __init__(self, model: Any):
-        """Raises ValueError if a tensor has another dtype, or its values are elsewhere."""
+        """Raises ValueError if a tensor's dtype is not supported, or its values are elsewhere."""
         self.path = Path(type(model).__name__)
         self._tensors: Mapping[str, Any] = model.state_dict()
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
@@ -103,7 +103,7 @@ def _dtype(tensor: Any) -> str:
 
 
 def _check_model(model: Any) -> None:
-    """Raises ValueError unless `model` is a transformers model, by its looks."""
+    """Raises ValueError unless `model` looks like a transformers model."""
     config = getattr(model, "config", None)
     if callable(getattr(model, "state_dict", None)) and callable(getattr(config, "to_dict", None)):
         return
@@ -117,6 +117,6 @@ def _check_model(model: Any) -> None:
 
 
 def _generation_settings(model: Any) -> dict[str, Any]:
-    """Returns the fields that the model's generation_config.json would have."""
+    """Returns the fields of the generation_config.json that the model would be saved with."""
     settings = getattr(model, "generation_config", None)
     return {} if settings is None else settings.to_diff_dict()

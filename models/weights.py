@@ -1,9 +1,9 @@
-"""Turns a checkpoint's tensors into the decoder's tree.
+"""Converts a checkpoint's tensors to the decoder's tree.
 
-Checkpoints store a linear map as [out, in] and q, k, v (gate, up) separately; the decoder wants
-these joined and, but for blocks of 8 bits, [in, out]. Tensors are checked by name and shape before
-the first is read, then go to the device one weight at a time, where they are joined, transposed and
-cast: the host never holds more than one weight.
+Checkpoints store a linear map as [out, in] and q, k, v (gate, up) separately. The decoder needs
+these joined and, except for 8-bit blocks, as [in, out]. All names and shapes are checked before the
+first tensor is read. One weight at a time then goes to the device, where its tensors are joined,
+transposed and cast; the host never has more than one weight.
 """
 
 import math
@@ -24,14 +24,14 @@ from jsparse.models.spreading import Spreading
 from jsparse.models.transformer import Weights
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
-# bytes per number that cutting a matrix into blocks takes: arguments, results, what is between
+# bytes per number to convert a matrix to blocks: arguments, results, and intermediates
 WHILE_CUT = 12
 OnProgress = Callable[[int, int], None]
 
 
 @runtime_checkable
 class TensorStore(Protocol):
-    """Gives the tensors of a checkpoint by name, already checked to lie inside their files."""
+    """A checkpoint's tensors by name, already checked to be inside their files."""
 
     path: Path
     shapes: dict[str, tuple[int, ...]]
@@ -45,12 +45,12 @@ class TensorStore(Protocol):
         ...
 
     def blocks(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Reads a tensor of Q8_0: integers, and the scales of 32 of a row; else None."""
+        """Reads a Q8_0 tensor: integers, and a scale per 32 numbers of a row; None for others."""
         ...
 
 
 class TensorSource(NamedTuple):
-    """Names a tensor to read; `interleaved_heads` > 0 if its rows are in llama.cpp's order."""
+    """A tensor to read; `interleaved_heads` > 0 if its rows are in llama.cpp's order."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,22 +65,22 @@ class Weight(NamedTuple):
 
     @property
     def is_matrix(self) -> bool:
-        """Returns whether it is a matrix, which may be kept in blocks of 8 bits."""
+        """Whether it is a matrix, which may be stored in 8-bit blocks."""
         return self.path == "embed" or self.transposed
 
     @property
     def transposed(self) -> bool:
-        """Returns whether it is a linear map, whose numbers the decoder wants as [in, out]."""
+        """Whether it is a linear map, which the decoder needs as [in, out]."""
         return self.path.endswith("kernel") or self.path == "lm_head"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape of its numbers in the tree; `shapes` tells that of blocks, too."""
+        """The shape of its numbers in the tree; `shapes` also gives those of blocks."""
         return self.joined_shape[::-1] if self.transposed else self.joined_shape
 
     @property
     def joined_shape(self) -> tuple[int, ...]:
-        """Returns the shape of its tensors together."""
+        """The shape of its joined tensors."""
         return (sum(source.shape[0] for source in self.sources), *self.sources[0].shape[1:])
 
     def shapes(self, *, quantized: bool) -> dict[str, tuple[int, ...]]:
@@ -91,7 +91,7 @@ class Weight(NamedTuple):
         return {f"{self.path}/values": (out, width), f"{self.path}/scales": (width // BLOCK, out)}
 
     def nbytes(self, dtype: Any, *, quantized: bool) -> int:
-        """Returns the bytes that it takes, as numbers of a type or in blocks of 8 bits."""
+        """Returns its size in bytes, as numbers of a type or in 8-bit blocks."""
         count = math.prod(self.shape)
         if quantized and self.is_matrix:
             return count + 2 * count // BLOCK
@@ -101,7 +101,7 @@ class Weight(NamedTuple):
 def list_weights(
     path: Path, num_tensors: int, config: ModelConfig, names: Names, *, interleaved: bool = False
 ) -> list[Weight]:
-    """Lists a decoder's weights and the tensors they come from; the largest come first.
+    """Lists a decoder's weights and their source tensors; the largest come first.
 
     `num_tensors` is the number of tensors in the checkpoint at `path`. `interleaved`: whether q and
     k rows are in llama.cpp's order.
@@ -126,7 +126,7 @@ def list_weights(
 
 
 def _tensor_shapes(c: ModelConfig) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Returns the shapes of each weight's tensors, as plain products: absurd sizes cost nothing."""
+    """Returns the shapes of each weight's tensors, without allocating: any size is safe."""
     d, f, q, kv = (
         c.hidden_size,
         c.intermediate_size,
@@ -163,17 +163,17 @@ def read_weights(
 ) -> Weights:
     """Reads every tensor and returns the tree on the default device, or spread over several.
 
-    The host holds a tensor at a time, and so does the default device beside its part. With
-    `quantized`, matrices are in blocks of 8 bits: as they are stored, or made of numbers.
+    The host has one tensor at a time, and so does the default device in addition to its part. With
+    `quantized`, matrices are in 8-bit blocks, either as stored or converted.
 
     Raises:
-        ValueError: they do not fit in its memory, or cannot be cut into blocks.
+        ValueError: they do not fit in the device's memory, or cannot be stored in blocks.
     """
     if quantized:
         for weight in weights:
             require_blocks(weight, 1 if spreading is None else spreading.mesh.size)
     kept = needed = 0
-    for weight in weights:  # what is kept, and what is beside it while one is made
+    for weight in weights:  # memory to keep, plus the temporary memory of making one weight
         size = weight.nbytes(dtype, quantized=quantized)
         beside = 0 if spreading is None else size
         if quantized and weight.is_matrix:
@@ -196,7 +196,7 @@ def read_weights(
             done += store.nbytes(source.name)
             if on_progress is not None:
                 on_progress(done, total)
-        # Waiting keeps the host from running ahead of the copies and holding many tensors at once.
+        # Wait, so that the host does not run ahead of the copies with many tensors in memory.
         if of_blocks:
             whole = _join_blocks(tuple(parts))
         else:
@@ -210,7 +210,7 @@ def read_weights(
 
 
 def require_blocks(weight: Weight, ranks: int) -> None:
-    """Raises ValueError if a matrix, or a rank's part of it, cannot be cut into blocks."""
+    """Raises ValueError if a matrix, or a rank's part of it, cannot be stored in blocks."""
     if not weight.is_matrix:
         return
     size = weight.sources[0].shape[-1]
@@ -245,7 +245,7 @@ def tree(leaves: Mapping[str, Any]) -> Weights:
 
 
 def in_blocks(weights: Weights) -> Weights:
-    """Returns the decoder's tree, or a part of it, with its matrices in blocks of 8 bits."""
+    """Returns the decoder's tree, or a part of it, with its matrices in 8-bit blocks."""
     leaves = jax.tree.leaves_with_path(weights["params"])
     made = {}
     for path, leaf in leaves:
@@ -274,7 +274,7 @@ def _in_order(source: TensorSource, tensor: np.ndarray) -> np.ndarray:
 
 @jax.jit
 def _join_blocks(parts: tuple[Any, ...]) -> Blocks:
-    """Returns a matrix in blocks: those of the file, or made from the numbers in float32."""
+    """Returns a matrix in blocks: the file's own, or converted from its numbers in float32."""
     of_parts = [part if isinstance(part, dict) else to_blocks(part) for part in parts]
     return {
         "values": jnp.concatenate([part["values"] for part in of_parts]),

@@ -1,4 +1,4 @@
-"""Checks the arguments that ops on queries and a layer of the cache have in common."""
+"""Argument checks shared by the ops that take queries and a cache layer."""
 
 from jaxtyping import Array, Float
 
@@ -10,7 +10,7 @@ _TYPES = ("bfloat16", "float16", "float32")
 
 
 def check_list(op: str, granularity: str, layer: LayerCache, selection: Selection) -> None:
-    """Raises ValueError where an op cannot read what a selection lists of a layer."""
+    """Raises ValueError if an op cannot read a selection of this layer."""
     if selection.granularity != granularity:
         raise ValueError(f"granularity={selection.granularity!r}: {op} takes {granularity!r}")
     if selection.bits is not None and layer.page_size > MAX_BITS_PAGE:
@@ -21,7 +21,7 @@ def check_list(op: str, granularity: str, layer: LayerCache, selection: Selectio
 
 
 def no_rows(q: Float[Array, "B N H"], layer: LayerCache, *, max_group: int) -> str | None:
-    """Returns why the Triton kernel of attention to rows of K and V cannot run here, or None."""
+    """Returns why the Triton kernels that attend to rows of K and V cannot run here, or None."""
     types = {array.dtype.name for array in (q, layer.k, layer.v)}
     if len(types) > 1 or types.isdisjoint(_TYPES):
         return (

@@ -1,4 +1,4 @@
-"""Checks arguments against their annotations: shapes and dtypes of arrays, and literals."""
+"""Checks arguments against their annotations: array shapes, dtypes, and literals."""
 
 import functools
 import inspect
@@ -13,18 +13,18 @@ from jaxtyping import AbstractArray, Shaped
 def checked[**P, R](*, nonempty: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a function check its arguments, and their fields, against the annotations.
 
-    An axis has the same size everywhere in a call. Where N and K are axes (jsparse.shapes), K
-    divides N, and G = N / K. Only shapes and dtypes are read: under jit, while tracing.
+    An axis must have the same size everywhere in a call. If N and K are axes (jsparse.shapes), K
+    must divide N, and G = N / K. Only shapes and dtypes are read: under jit, while tracing.
+
+    The function raises ValueError for an array of a wrong shape or dtype, and for a value that is
+    not in its Literal.
 
     Args:
-        nonempty: the axes whose size must be at least 1, separated by spaces.
-
-    The function raises ValueError for an array of another shape or dtype, and for a value that a
-    Literal does not list.
+        nonempty: the axes that must have a size of at least 1, separated by spaces.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        # what the wrapper encloses must have a fingerprint (jsparse.runtime.fingerprint)
+        # the wrapper's closure must have a fingerprint (jsparse.runtime.fingerprint)
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
             axes, signature = _Axes(nonempty.split()), _signature(function)
@@ -38,14 +38,14 @@ def checked[**P, R](*, nonempty: str = "") -> Callable[[Callable[P, R]], Callabl
 
 
 def check_dtypes(**arrays: Any) -> None:
-    """Raises ValueError where an array that is not None has another dtype than the first."""
+    """Raises ValueError if an array that is not None has a different dtype from the first."""
     (first, model), *others = arrays.items()
     for name, array in others:
         if array is not None and array.dtype != model.dtype:
             raise ValueError(f"{name}.dtype={array.dtype}: must be that of {first}, {model.dtype}")
 
 
-# of an axis, if another one is known
+# relations of an axis to another one, if that one is known
 _RULES = {
     "N": ("K", ", N a multiple of K"),
     "K": ("N", ", K a divisor of N"),
@@ -66,14 +66,14 @@ def _fields(value: Any, kinds: tuple[Any, ...]) -> Iterator[tuple[str, Any, Any]
 
 @dataclass
 class _Axes:
-    """The axes of one call: each one's size, and the argument that it was found in."""
+    """The axes of one call: the size of each, and the argument that set it."""
 
     nonempty: list[str]
     sizes: dict[str, Any] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
 
     def check(self, name: str, value: Any, annotation: Any) -> None:
-        """Raises ValueError where a value does not fit its annotation."""
+        """Raises ValueError if a value does not match its annotation."""
         union = get_origin(annotation) in (Union, UnionType)
         kinds = get_args(annotation) if union else (annotation,)
         if NoneType in kinds and isinstance(value, NoneType):
@@ -95,10 +95,11 @@ class _Axes:
             self.check(f"{name}.{part}", inner, hint)
 
     def _fits(self, name: str, array: Any, kind: Any) -> bool:
-        """Returns whether an array is of this kind; if so, keeps the sizes of its axes."""
+        """Returns whether an array is of this kind; if so, records the sizes of its axes."""
         axes, shape, sizes = kind.dim_str.split(), array.shape, dict(self.sizes)
         for i, axis in enumerate(axes):
-            if axis.startswith("*"):  # any number of axes; one is like an axis without the star
+            # any number of axes; a single one is like an axis without the star
+            if axis.startswith("*"):
                 end = max(i, len(shape) - len(axes) + i + 1)
                 some = shape[i:end]
                 shape = (*shape[:i], some[0] if len(some) == 1 else some, *shape[end:])
@@ -118,7 +119,7 @@ class _Axes:
         return fits
 
     def _described(self, kind: Any) -> str:
-        """Returns an annotation as text, with the sizes that its axes must have."""
+        """Returns an annotation as text, with the required sizes of its axes."""
         axes, rule = [], ""
         for axis in kind.dim_str.split():
             name = axis.lstrip("#*")

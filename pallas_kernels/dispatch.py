@@ -1,7 +1,7 @@
-"""Chooses the backend that runs an op.
+"""Chooses the backend of an op.
 
-A named backend runs or raises; None takes the first that the op lists and that can run here, and
-the log says which.
+A named backend runs or raises. None runs the first listed backend that supports this call, and logs
+its name.
 """
 
 import logging
@@ -20,15 +20,13 @@ logger = logging.getLogger("jsparse.kernels")
 
 @dataclass(frozen=True)
 class Backend:
-    """Describes one way to run an op.
+    """One way to run an op.
 
     Attributes:
-        name: the backend's name: "mosaic", "triton", "reference", "separate" where ops run one
-            after the other, or "parts" where XLA multiplies part by part.
-        load: function that imports the kernel and returns it, so that no machine imports what it
-            lacks.
-        refusal: function of the op's own arguments. It returns the reason why this backend cannot
-            run them here, or None.
+        name: "mosaic", "triton", "reference", "separate" (ops run one after the other), or "parts"
+            (XLA multiplies part by part).
+        load: imports and returns the kernel, so that a machine imports only packages that it has.
+        refusal: returns why this backend cannot run the op's arguments here, or None.
     """
 
     name: str
@@ -39,11 +37,10 @@ class Backend:
 def run(
     op: str, implementation: str | None, backends: Sequence[Backend], *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs the op on the named backend, or on the first that takes these arguments here.
+    """Runs the op on the named backend, or on the first that supports these arguments here.
 
     Raises:
-        ValueError: `implementation` names a backend that the op does not have, or that cannot run
-            these arguments here.
+        ValueError: the op has no backend `implementation`, or it cannot run these arguments here.
     """
     names = [backend.name for backend in backends]
     if implementation is not None and implementation not in names:
@@ -63,7 +60,7 @@ def run(
 
 
 MAX_HEADS = 2**16 - 1  # programs along the second axis of a CUDA grid
-MAX_WIDTH = 256  # channels of rows that programs hold whole
+MAX_WIDTH = 256  # channels of a row that one program can hold
 
 
 @cache
@@ -77,17 +74,17 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 def no_mosaic() -> str | None:
-    """Returns the reason why our Mosaic GPU kernels cannot run here, or None."""
+    """Returns why our Mosaic GPU kernels cannot run here, or None."""
     here = compute_capability()
     if here is None:
         return "needs an NVIDIA GPU"
-    if here[0] != 9:  # wgmma is Hopper's alone
+    if here[0] != 9:  # only Hopper has wgmma
         return f"needs compute capability 9, Hopper's: this GPU has {here[0]}.{here[1]}"
     return None
 
 
 def no_triton() -> str | None:
-    """Returns the reason why jax-triton kernels cannot run here, or None."""
+    """Returns why jax-triton kernels cannot run here, or None."""
     here = compute_capability()
     if here is None:
         return "needs an NVIDIA GPU"
@@ -102,14 +99,14 @@ def no_triton() -> str | None:
 
 
 def wide_rows(width: int) -> str | None:
-    """Returns the reason why rows are too wide for a program to hold whole ones, or None."""
+    """Returns why rows are too wide for one program to hold, or None."""
     return (
         f"takes a head dimension of at most {MAX_WIDTH}, not {width}" if width > MAX_WIDTH else None
     )
 
 
 def many_heads(heads: int) -> str | None:
-    """Returns the reason why a grid with an axis over all rows' heads is too large, or None."""
+    """Returns why a grid with an axis over all rows' heads is too large, or None."""
     return (
         f"takes at most {MAX_HEADS} heads of all rows, not {heads}" if heads > MAX_HEADS else None
     )

@@ -1,9 +1,9 @@
-"""Defines Int4Keys, a copy of K in 4 bits per channel, paged like K.
+"""Int4Keys: a copy of K in 4 bits per channel, paged like K.
 
 int4_append writes it and int4_scores reads it. Quantisation is asymmetric, per token and KV head
-over its channels, as in Twilight (Lin et al., arXiv:2502.02770): channel ≈ scale · code + zero,
-with code in 0 … 15. What is quantised is K, or K in the frame of the model's constants
-(jsparse.cache.key_constants), in all channels or in some of each row and head.
+over the channels, as in Twilight (Lin et al., arXiv:2502.02770): channel ≈ scale · code + zero,
+with code in 0 … 15. It quantises K, or K in the frame of the model's constants
+(jsparse.cache.key_constants), in all channels or in selected ones per row and head.
 """
 
 from typing import NamedTuple
@@ -20,14 +20,14 @@ FLOAT16_MAX = float(jnp.finfo(jnp.float16).max)
 
 
 class Int4Keys(NamedTuple):
-    """Holds one layer's 4-bit keys, indexed by physical page.
+    """One layer's 4-bit keys, indexed by physical page.
 
     Attributes:
         packed: two codes per byte, channel 2i in the low half of byte i and channel 2i + 1 in the
-            high half. A 16-bit word then holds four neighbours, and one mask takes the same one of
-            the four out of two words at once.
-        scale: the step of each token's codes; 1 where all channels are equal.
-        zero: the least channel of each token.
+            high half. A 16-bit word then has four adjacent codes, and one mask extracts the same
+            code of two words at once.
+        scale: the step of each token's codes; 1 if all channels are equal.
+        zero: the minimum channel of each token.
     """
 
     packed: UInt8[Array, "pages P bytes"]
@@ -36,30 +36,30 @@ class Int4Keys(NamedTuple):
 
 
 def init(spec: CacheSpec) -> Int4Keys:
-    """Makes the keys of an empty layer."""
+    """Returns the keys of an empty layer."""
     rows = (spec.pages, spec.page_size)
     packed = jnp.zeros((*rows, spec.head_dim // 2), jnp.uint8)
     return Int4Keys(
         packed, jnp.ones(rows, jnp.float16), jnp.zeros(rows, jnp.float16)
-    )  # the code that quantise gives for zeros
+    )  # the code of zeros in `quantise`
 
 
 def quantise(
     k: Float[Array, "*rows H"],
 ) -> tuple[UInt8[Array, "*rows H//2"], Float16[Array, "*rows"], Float16[Array, "*rows"]]:
-    """Quantises the last axis; return packed, scale and zero.
+    """Quantises the last axis; returns packed, scale and zero.
 
-    A channel is off by at most half a step, plus what scale and zero lose as float16. Channels
-    beyond float16's range are clipped to it, so that everything stored is finite.
+    The error of a channel is at most half a step, plus the float16 rounding of scale and zero.
+    Channels outside float16's range are clipped, so that everything stored is finite.
 
-    The divisions are written as products with reciprocals because XLA makes them that where it
-    jits. Its own reciprocal is an ulp off on GPUs: there a channel halfway between two codes may
-    get either.
+    Divisions are written as products with reciprocals because XLA compiles them that way under jit.
+    On GPUs XLA's own reciprocal is an ulp off, so a channel halfway between two codes may get
+    either.
     """
     if k.shape[-1] % 2:
         raise ValueError(f"k.shape={k.shape}: the last axis must be even, two codes share a byte")
     k = jnp.clip(k.astype(jnp.float32), -FLOAT16_MAX, FLOAT16_MAX)
-    # without the barrier XLA may use the unrounded minimum in place of the stored one
+    # without the barrier XLA may replace the stored minimum by the unrounded one
     zero = jax.lax.optimization_barrier(jnp.min(k, -1).astype(jnp.float16))
     scale = ((jnp.max(k, -1) - jnp.min(k, -1)) * (1 / LEVELS)).astype(jnp.float16)
     scale = jnp.where(scale == 0, jnp.float16(1), scale)
@@ -73,7 +73,7 @@ def dequantise(
     scale: Float16[Array, "*rows"],
     zero: Float16[Array, "*rows"],
 ) -> Float32[Array, "*rows 2*half"]:
-    """Returns the channels that the codes stand for, the inverse of `quantise` up to rounding."""
+    """Returns the channels that the codes represent: the inverse of `quantise` up to rounding."""
     codes = jnp.stack([packed & LEVELS, packed >> 4], axis=-1).reshape(
         *packed.shape[:-1], 2 * packed.shape[-1]
     )
@@ -83,7 +83,7 @@ def dequantise(
 
 
 def check_frame(head_dim: int, layer: LayerCache, frame: KeyFrame | None) -> None:
-    """Raises ValueError where a frame has other channels, or other spans than the layer."""
+    """Raises ValueError if the frame's channels or spans differ from the layer's."""
     if frame is None:
         return
     given = frame.key_scale.shape[1], len(frame.angles)

@@ -1,4 +1,4 @@
-"""Loads queries in Triton, each on its own or the mean of a group."""
+"""Loads queries in Triton, individually or as the mean of a group."""
 
 import triton
 import triton.language as tl
@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def load_queries(at, inside, H: tl.constexpr, MEAN: tl.constexpr):
-    """Loads queries, or the means of MEAN that follow each other, rounded to their dtype.
+    """Loads queries, or the means of MEAN consecutive ones, rounded to their dtype.
 
-    `at` points to channels of the first of each; from one query to the next it is H channels.
+    `at` points to channels of the first query of each; consecutive queries are H channels apart.
     """
     first = tl.load(at, mask=inside, other=0.0)
     if MEAN > 1:

@@ -1,8 +1,8 @@
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false
-"""Says which numbers of a product a thread holds in Mosaic GPU, and reckons with their places.
+"""Maps a thread's registers to elements of a product in Mosaic GPU, with index arithmetic.
 
-In the layout of wgmma a thread of warp w and lane l holds, of a product's 64 rows, 16 w + l / 4 and
-the one 8 below; of every 8 columns two, from 2 (l mod 4) on.
+In the wgmma layout, a thread of warp w and lane l has rows 16 w + l / 4 and 8 below it of a
+product's 64 rows, and of every 8 columns the two from 2 (l mod 4) on.
 """
 
 from typing import Any
@@ -11,11 +11,11 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-THREADS = 128  # of a warpgroup
+THREADS = 128  # per warpgroup
 
 
 def position() -> tuple[Any, Any]:
-    """Returns the first row and column that this thread holds."""
+    """Returns this thread's first row and column."""
     warp, lane = divided(remainder(mgpu.thread_idx(), THREADS), 32)
     row, pair = divided(lane, 4)
     return arith.addi(row, times(warp, 16)), times(pair, 2)
@@ -47,7 +47,7 @@ def divided(x: Any, n: int) -> tuple[Any, Any]:
 
 
 def below(x: Any, n: int) -> Any:
-    """Returns whether 0 ≤ x < n: what is negative is large, as unsigned numbers compare."""
+    """Returns whether 0 ≤ x < n: negative numbers are large in the unsigned comparison."""
     return arith.cmpi(arith.CmpIPredicate.ult, x, constant(x, n))
 
 

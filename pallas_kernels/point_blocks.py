@@ -1,4 +1,4 @@
-"""Goes through points block by block, so that arrays per block stay small."""
+"""Processes points in blocks, which bounds the size of arrays per block."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,18 +9,18 @@ from jaxtyping import Array, Bool
 
 from jsparse.shapes import Rows
 
-BLOCK_BYTES = 2**27  # of the largest array that exists per block
+BLOCK_BYTES = 2**27  # of the largest array per block
 
 
 class Blocks(NamedTuple):
-    """Cuts an axis of points into blocks of one size; the last overlaps the one before."""
+    """Blocks of equal size along an axis of points; the last overlaps the one before."""
 
     num_points: int
     size: int
 
     @classmethod
     def of(cls, num_points: int, numbers_each: int) -> "Blocks":
-        """Makes blocks as large as BLOCK_BYTES allow where a point has `numbers_each` numbers."""
+        """Returns blocks as large as BLOCK_BYTES allows, with `numbers_each` numbers per point."""
         fitting = max(BLOCK_BYTES // (4 * numbers_each), 1)
         return cls(num_points, min(1 << (fitting.bit_length() - 1), num_points))
 
@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
         return jnp.minimum(i * self.size, self.num_points - self.size)
 
     def fresh(self, i: Array, number: Rows) -> Bool[Array, "B m"]:
-        """Marks the points of block i that no block before had, among a row's first `number`."""
+        """Marks the points of block i that no earlier block has, among a row's first `number`."""
         at = self.first(i) + jnp.arange(self.size, dtype=jnp.int32)
         return (at >= i * self.size) & (at < number[:, None])
 
@@ -42,5 +42,5 @@ class Blocks(NamedTuple):
         return jax.lax.dynamic_update_slice_in_dim(whole, part, self.first(i), 2)
 
     def run(self, number: Rows, block: Callable[[Array, Any], Any], carry: Any) -> Any:
-        """Goes through the blocks that hold the first `number` points of the longest row."""
+        """Loops over the blocks that contain the first `number` points of the longest row."""
         return jax.lax.fori_loop(0, -(-jnp.max(number) // self.size), block, carry)

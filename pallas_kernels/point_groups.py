@@ -1,21 +1,22 @@
-"""Defines Groups of points around centroids, and the measures that go with them."""
+"""Groups of points around centroids, and their geometry."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-ROUNDING = 2.0**-18  # the part of distances, and of points, by which radii exceed the computed ones
+ROUNDING = 2.0**-18  # relative margin of radii over computed distances and points
 
 
 class Groups(NamedTuple):
-    """Holds centroids of groups of points, and which group each point is in.
+    """Centroids of groups of points, and the group of each point.
 
     Attributes:
-        centroid: the mean of the group's points, of length 1 if these are; in K's dtype.
-        size: the number of points; a group without any keeps the centroid that it had.
+        centroid: the mean of the group's points, of length 1 if the points are; in K's dtype.
+        size: the number of points; an emptied group keeps its last centroid.
         of_point: the group of each point.
-        radius: no point of the group is farther from the centroid; None if radii are not kept.
+        radius: an upper bound of the distance of the group's points from the centroid; None if
+            radii are not maintained.
     """
 
     centroid: Float[Array, "B K L H"]
@@ -35,8 +36,8 @@ def centroids_of(
 
 
 def unit_length(x: Float32[Array, "*points H"]) -> Float32[Array, "*points H"]:
-    """Scales vectors to length 1; those of length 0 stay."""
-    # by the largest channel first, so that no square leaves float32's range
+    """Scales vectors to length 1; zero vectors stay zero."""
+    # divide by the largest channel first, so that no square overflows float32
     scale = jnp.max(jnp.abs(x), -1, keepdims=True)
     x = x / jnp.where(scale > 0, scale, 1.0)
     norm = jnp.sqrt(jnp.sum(x * x, -1, keepdims=True))

@@ -1,8 +1,8 @@
-"""Multiplies one row with a matrix in jax-triton, without tensor cores.
+"""Multiplies one row by a matrix in jax-triton, without tensor cores.
 
-A program has some columns of the matrix and all of its rows, of which it loads a tile at a time
-into registers, enough at once to keep the memory busy. What the row is made of, a sum and its norm
-or a gate, each program computes anew, tile by tile: that takes less time than another launch.
+A program has some columns of the matrix and all its rows, and loads a tile of rows at a time into
+registers, large enough to keep the memory busy. Each program recomputes the row (a sum and its
+norm, or a gate), tile by tile, which takes less time than another launch.
 """
 
 from typing import NamedTuple
@@ -14,11 +14,11 @@ from jaxtyping import Array, Float
 
 
 class ProductTiling(NamedTuple):
-    """Describes how the work is cut.
+    """Division of the work.
 
     Attributes:
-        rows: of the matrix in a tile.
-        columns: of a program.
+        rows: rows of the matrix per tile.
+        columns: columns per program.
         num_warps: warps per program.
         unroll: tiles between two branches.
     """
@@ -30,10 +30,10 @@ class ProductTiling(NamedTuple):
 
 
 def default_tiling(width: int, out: int) -> ProductTiling:
-    """Chooses what was measured best for matrices of about this size.
+    """Returns the fastest tiling measured for matrices of about this size.
 
-    Measured on an H100, on the matrices of SmolLM2-135M, and of Llama 3.1 8B and 70B shared out
-    over four. Few columns take narrow programs, for there to be many, and tiles of all rows.
+    It was measured on an H100, on the matrices of SmolLM2-135M, and of Llama 3.1 8B and 70B divided
+    over four. Few columns take narrow programs, so that there are many, and tiles of all rows.
     """
     if width <= 1024 and out < 4096:
         return ProductTiling(1024, 16, 8, 1)
@@ -50,13 +50,13 @@ def row_product(
     gated: bool = False,
     tiling: ProductTiling | None = None,
 ) -> Float[Array, "*batch out"]:
-    """Implements `skinny_product`, and `gated_product` where x is gate | up."""
+    """Implements `skinny_product`, and `gated_product` if x is gate | up."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     return triton_call(
         x,
         matrix,
-        x if bias is None else bias,  # a stand-in, never read
+        x if bias is None else bias,  # placeholder, never read
         kernel=product_kernel,
         out_shape=jax.ShapeDtypeStruct((*x.shape[:-1], matrix.shape[1]), x.dtype),
         HAS_BIAS=bias is not None,
@@ -111,7 +111,7 @@ def _launch(matrix: Float[Array, "in out"], tiling: ProductTiling | None) -> dic
 
 @triton.jit
 def product_kernel(
-    x_ptr,  # [WIDTH], or gate and up, [2 · WIDTH], where GATED
+    x_ptr,  # [WIDTH], or gate and up, [2 · WIDTH], if GATED
     matrix_ptr,  # [WIDTH, N]
     bias_ptr,  # [N], read where HAS_BIAS
     out_ptr,  # [N]
@@ -123,7 +123,7 @@ def product_kernel(
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Multiplies the row with COLUMNS columns of the matrix."""
+    """Multiplies the row by COLUMNS columns of the matrix."""
     row = tl.arange(0, ROWS)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in tl.range(0, WIDTH, ROWS, num_stages=1, loop_unroll_factor=UNROLL):
@@ -155,10 +155,10 @@ def norm_product_kernel(
     HAS_BIAS: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """Adds and normalises the row, and multiplies it with COLUMNS columns of the matrix.
+    """Adds and normalises the row, and multiplies it by COLUMNS columns of the matrix.
 
-    All of a row is divided by one number, so that the sums are divided by it instead: no number of
-    the matrix waits for the norm, nor is one of the row rounded before it is multiplied.
+    The sums are divided by the norm instead of the row, so that products do not wait for the norm
+    and the row is not rounded before them.
     """
     row = tl.arange(0, ROWS)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -188,7 +188,7 @@ def _tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Loads ROWS rows of the program's columns, from a first one on."""
+    """Loads ROWS rows of the program's columns, from row `first` on."""
     nth = first + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     at = matrix_ptr + nth.to(tl.int64)[:, None] * N + column[None, :]
@@ -209,7 +209,7 @@ def _store(
     COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Adds up the rows' parts of each column, multiplies that, adds a bias, and stores it."""
+    """Adds the rows' parts of each column, multiplies by `rate`, adds a bias, and stores it."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     y = (tl.sum(sums, 0) * rate).to(out_ptr.dtype.element_ty)
     if HAS_BIAS:

@@ -1,4 +1,4 @@
-"""Attends to selected slots in plain jnp: what references of sparse decode kernels share."""
+"""Attends to selected slots in plain jnp, for the references of sparse decode kernels."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -35,7 +35,7 @@ def gathered(
     sm_scale: float,
     stats: MeanStatsKind | None,
 ) -> AttentionOut:
-    """Reads the listed slots alone, with the newest token behind lists that lack it."""
+    """Reads only the listed slots, plus the newest token if a list lacks it."""
     lengths = layer.lengths[..., None]
     slots, listed = _listed_slots(layer, selection)
     newest = lengths - 1
@@ -63,7 +63,7 @@ def gathered(
 def _listed_slots(
     layer: LayerCache, selection: Selection
 ) -> tuple[Int32[Array, "B K n"], Bool[Array, "B K n"]]:
-    """Returns every slot that the list names, and which of them count."""
+    """Returns every slot that the list names, and a mask of the attended ones."""
     valid = jnp.arange(selection.ids.shape[-1], dtype=jnp.int32) < selection.count[..., None]
     if selection.granularity == "token":
         return selection.ids, valid
@@ -97,7 +97,7 @@ def attend(
     bias: Float32[Array, "B K S"] | None,
     sm_scale: float,
 ) -> tuple[Float32[Array, "B N H"], Float32[Array, "B N"], Float32[Array, "B K S"]]:
-    """Computes o, lse and the logits of the mean query of each group."""
+    """Returns o, lse and the logits of each group's mean query."""
     batch, heads, head_dim = q.shape
     grouped = q.reshape(batch, k.shape[1], -1, head_dim)
     weights, total, lse = softmax_partial(score(grouped, k, mask, bias, sm_scale))
@@ -119,7 +119,7 @@ def score(
     bias: Float32[Array, "B K S"] | None,
     sm_scale: float,
 ) -> Float32[Array, "B K n S"]:
-    """Computes the logits, -inf where the mask is not set."""
+    """Returns the logits, -inf where the mask is not set."""
     logits = sm_scale * jnp.einsum(
         "bknh,bksh->bkns", queries, k, preferred_element_type=jnp.float32
     )
@@ -131,7 +131,7 @@ def score(
 def _mean_query(grouped: Float[Array, "B K G H"]) -> Float[Array, "B K 1 H"]:
     """Averages the group's queries, rounded to their type.
 
-    XLA may leave out a mere cast to that type and back, but not `reduce_precision`.
+    XLA may remove a cast to that type and back, but not `reduce_precision`.
     """
     mean = jnp.mean(grouped, axis=2, keepdims=True, dtype=jnp.float32)
     kept = jnp.finfo(grouped.dtype)

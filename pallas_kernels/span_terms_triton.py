@@ -1,10 +1,9 @@
-"""Computes `key_constants.span_terms` with jax-triton, for kernels of scores to add.
+"""Computes `key_constants.span_terms` with jax-triton, for score kernels.
 
-XLA's product would do, but picks its tiling by the batch, and with it the bits of a row. Here the
-queries of all rows lie side by side in a tile, so that the angles are read once for many; all of a
-term comes from one row and one column of one tile. Each float32 factor meets the tensor cores as
-three products of TF32, which loses next to nothing of float32: terms reach 10,000 where logits that
-differ by 1 are to be told apart.
+The tiling of XLA's product depends on the batch, and with it the bits of a row. Here the queries of
+all rows are side by side in a tile, so that the angles are read once for many, and a term comes
+from one row and one column of one tile. Each float32 factor is multiplied as three TF32 products,
+which lose almost nothing: terms reach 10,000, while logits that differ by 1 must be distinguished.
 """
 
 import jax
@@ -16,16 +15,16 @@ from jaxtyping import Array, Float, Float32
 from jsparse.cache.key_constants import KeyFrame
 from jsparse.pallas_kernels.mean_query_triton import load_queries
 
-SPANS, QUERIES = 16, 32  # per program: small, since one row alone has few queries
+SPANS, QUERIES = 16, 32  # per program: small, since a single row has few queries
 
 
 def span_terms(
     q: Float[Array, "B N H"], frame: KeyFrame, cols: int, mean: int = 1
 ) -> Float32[Array, "B K spans cols"]:
-    """Computes the terms, with the query heads of a group beside each other.
+    """Computes the terms, with the query heads of a group side by side.
 
-    `mean` query heads that follow each other count as one, their mean. Columns past a group's
-    number of these have no meaning.
+    `mean` consecutive query heads count as one, their mean. Columns past a group's number of these
+    are undefined.
     """
     from jsparse.pallas_kernels.triton_call import triton_call
 

@@ -1,8 +1,8 @@
-"""Lets programs of one launch wait for each other.
+"""Synchronises programs of one launch.
 
-Programs whose ids are adjacent may wait for each other as long as the GPU holds all of them at
-once, one per multiprocessor at the least: since it starts programs in the order of their ids, none
-then waits for one that cannot start. CUDA does not promise that order; GPUs keep it.
+Programs with adjacent ids may wait for each other if the GPU can run all of them at once, with at
+least one per SM. It starts programs in the order of their ids, so none waits for one that cannot
+start. CUDA does not guarantee that order; GPUs keep it.
 """
 
 import jax
@@ -13,18 +13,18 @@ MAX_PROGRAMS = 32
 
 
 def max_programs() -> int:
-    """Returns the most programs that may meet on the default device, a power of two."""
+    """Returns the maximum number of programs that may meet on the default device, a power of 2."""
     multiprocessors = jax.local_devices()[0].core_count
     return min(MAX_PROGRAMS, 1 << (multiprocessors.bit_length() - 1))
 
 
 @triton.jit
 def meet(
-    arrived_ptr,  # one int32, 0 before the first meeting, not read where PROGRAMS is 1
+    arrived_ptr,  # one int32, 0 before the first meeting, not read if PROGRAMS is 1
     meetings,
     PROGRAMS: tl.constexpr,
 ):
-    """Waits until all that other programs stored is visible; returns the number of meetings."""
+    """Waits until all stores of the other programs are visible; returns the number of meetings."""
     tl.debug_barrier()  # every thread has stored
     if PROGRAMS > 1:
         tl.atomic_add(arrived_ptr, 1, sem="release")

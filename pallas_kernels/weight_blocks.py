@@ -1,7 +1,7 @@
-"""Defines matrices in 8-bit blocks, GGUF's Q8_0, and the numbers that they stand for.
+"""Matrices in 8-bit blocks, GGUF's Q8_0, and their values.
 
-A block is 32 numbers that a product sums over: 8-bit integers, and one scale in float16 for all of
-them, so that a number takes 8.5 bits. Source: llama.cpp's `block_q8_0`.
+A block is 32 numbers that a product sums over: 8-bit integers with one float16 scale, so that a
+number takes 8.5 bits. Source: llama.cpp's `block_q8_0`.
 """
 
 from typing import Any, TypedDict
@@ -13,7 +13,7 @@ BLOCK = 32
 
 
 class Blocks(TypedDict):
-    """Holds a matrix [out, in] in blocks of 32 numbers of a row.
+    """A matrix [out, in] in blocks of 32 numbers of a row.
 
     Attributes:
         values: the integers, rows as GGUF stores them.

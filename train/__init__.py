@@ -1,1 +1,1 @@
-"""Trains gates that tell retrieval heads from the others (LycheeDecode, DuoAttention)."""
+"""Trains gates that separate retrieval heads from the others (LycheeDecode, DuoAttention)."""

@@ -1,7 +1,7 @@
-"""Draws batches to train on: contexts, and the tokens that follow them.
+"""Draws training batches: contexts, and the tokens that follow them.
 
-A batch depends on the seed of its source, its step and its size alone, so that training that goes
-on sees the same ones. Rows are padded to few widths, so that few shapes are compiled.
+A batch depends only on the seed of its source, its step and its size, so resumed training sees the
+same batches. Rows are padded to a few widths, to compile few shapes.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ TokenIds = Int32[np.ndarray, " n"]
 
 
 class TrainingBatch(NamedTuple):
-    """Holds the samples of one step of training.
+    """The samples of one training step.
 
     Attributes:
         context: token ids, padded at the end with 0.
-        length: the number of them that count, at least 1.
+        length: the number of tokens before the padding, at least 1.
         target: the tokens after the context, always fed to the model as they are; padded with 0.
-        scored: the tokens of the answer: the loss is taken on these alone.
+        scored: marks the answer's tokens, the only ones in the loss.
     """
 
     context: Int32[np.ndarray, "B S"]
@@ -33,7 +33,7 @@ class TrainingBatch(NamedTuple):
 
 
 class TrainingSample(NamedTuple):
-    """Holds a row of a batch, not padded."""
+    """A row of a batch, without padding."""
 
     context: TokenIds
     target: TokenIds
@@ -42,7 +42,7 @@ class TrainingSample(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Describes where batches come from.
+    """A source of batches.
 
     Attributes:
         draw: (step, size) -> the samples of a step; a pure function.
@@ -57,7 +57,7 @@ class Source:
     settings: dict[str, Any]
 
     def batch(self, step: int, size: int) -> TrainingBatch:
-        """Returns the batch of a step; S is the smallest bucket that holds its contexts."""
+        """Returns the batch of a step; S is the smallest bucket that fits its contexts."""
         check_at_least(0, step=step)
         check_at_least(1, size=size)
         contexts, targets, scored = zip(*self.draw(step, size), strict=True)
@@ -71,7 +71,7 @@ class Source:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Describes the source and its settings in plain JSON values, for the record."""
+        """Returns the source and its settings as plain JSON values, for the record."""
         return {**self.settings, "buckets": list(self.buckets), "target_tokens": self.target_tokens}
 
 
@@ -80,17 +80,17 @@ def _padded(rows: Sequence[np.ndarray], width: int) -> np.ndarray:
 
 
 def check_at_least(minimum: int, **arguments: int) -> None:
-    """Raises ValueError where one of the arguments is below `minimum`."""
+    """Raises ValueError if any of the arguments is below `minimum`."""
     for name, value in arguments.items():
         if value < minimum:
             raise ValueError(f"{name}={value}: must be at least {minimum}")
 
 
 def continued(tokenizer: Tokenizer, text: str) -> TokenIds:
-    """Returns the ids of `text` as it follows a word, without special tokens or a first space.
+    """Returns the ids of `text` after a word, without special tokens or a leading space.
 
     Raises:
-        ValueError: the tokenizer joins the beginning of `text` with the word.
+        ValueError: the tokenizer merges the start of `text` with the word.
     """
     word = tokenizer.encode("zulu", add_special_tokens=False)
     both = tokenizer.encode("zulu" + text, add_special_tokens=False)

@@ -1,7 +1,7 @@
-"""Implements DuoAttention's gates: one number α per head, learned as it is and rounded in the end.
+"""Implements DuoAttention's gates: one learned number α per head, rounded after training.
 
-DuoAttention (Xiao et al., arXiv:2410.10819), section 2.2. α is clipped after each step rather than
-in use, as a clip halves the gradient at the bounds, and 1 is where every gate starts.
+DuoAttention (Xiao et al., arXiv:2410.10819), section 2.2. α is clipped after each step, not when it
+is used: a clip halves the gradient at the bounds, and every gate starts at 1.
 """
 
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def project(alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
 def sample(
     alpha: Float32[Array, "*gates"], u: Float32[Array, "*gates"]
 ) -> Float32[Array, "*gates"]:
-    """Returns α for any noise."""
+    """Returns α, ignoring the noise."""
     del u
     return alpha
 

@@ -1,17 +1,15 @@
-"""Measures how far the model with gated heads is from itself, by distillation.
+"""Measures the distance between the model with gated heads and the dense model, by distillation.
 
-LycheeDecode (arXiv:2602.04541), section 3.2. The context is read once, densely; the tokens behind
-it, whose predictions are compared, then run twice over its K and V: densely, as teacher, and with
-every KV head a mixture
-
+LycheeDecode (arXiv:2602.04541), section 3.2. The context is prefilled once, densely. The tokens
+after it, whose predictions are compared, then run twice over its K and V: densely, as teacher, and
+with every KV head a mixture
     z · (attention over everything) + (1 - z) · (attention over the set inherited from the layer
     above)
-
-of its two possible roles. A head picks the best `keep` of a token's context, by the logits of its
-group's mean query, for the head of its index in the next layer. Where sets are "handed_on", a head
-whose gate is below one half passes on its inherited set instead, as a sparse head does in decoding;
-where they are "refreshed", every head picks, as in the paper's training. Only rows of attention of
-those tokens ever exist, and the backward pass recomputes them.
+of its two possible roles. A head selects the best `keep` of a token's context, by the logits of its
+group's mean query, for the head with its index in the next layer. With "handed_on" sets, a head
+with a gate below one half passes on its inherited set instead, as a sparse head does in decoding.
+With "refreshed" sets, every head selects, as in the paper's training. Only these tokens' rows of
+attention are ever materialised, and the backward pass recomputes them.
 """
 
 from functools import partial
@@ -36,14 +34,14 @@ KV = tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]
 
 
 class TeacherCache(NamedTuple):
-    """Holds the outputs of the dense model for a batch, which no gate changes.
+    """Outputs of the dense model for a batch, independent of the gates.
 
     Attributes:
-        context: K and V of everything before the first of `tokens`, per layer.
-        context_lengths: the number of context tokens that count.
-        tokens: the context's last and all targets but the last, which predict the targets.
+        context: K and V of all tokens before the first of `tokens`, per layer.
+        context_lengths: the number of valid context tokens.
+        tokens: the context's last token and all targets but the last, which predict the targets.
         outputs: the dense model's outputs for them.
-        scored: which of them count.
+        scored: marks the tokens in the loss.
     """
 
     context: tuple[KV, ...]
@@ -56,7 +54,7 @@ class TeacherCache(NamedTuple):
 def teacher_cache(
     decoder: Decoder, weights: Weights, batch: TrainingBatch, match: Match
 ) -> TeacherCache:
-    """Reads the context and predicts the targets with the dense model."""
+    """Prefills the context and predicts the targets with the dense model."""
     context, length, target, scored = map(jnp.asarray, batch)
     context_lengths = length - 1
     last = jnp.take_along_axis(context, context_lengths[:, None], axis=1)
@@ -94,7 +92,7 @@ def predictions(
     keep: float = 1.0,
     sets: Sets = "handed_on",
 ) -> Float32[Array, "B T out"]:
-    """Returns logits of the teacher cache's tokens, or hidden states; None: the dense model."""
+    """Returns logits or hidden states of the lesson's tokens; gates None: the dense model."""
     steps = jnp.arange(lesson.tokens.shape[1], dtype=jnp.int32)
     inherited = None
 
@@ -131,13 +129,13 @@ def attention(
     inherited: Bool[Array, "B K T slots"] | None,
     keep: float | None,
 ) -> tuple[Float[Array, "B T N H"], Bool[Array, "B K T slots"] | None]:
-    """Returns a layer's mixture, and the set that it hands on: the best `keep` and a token itself.
+    """Returns a layer's mixture, and the set that it passes on: the best `keep` and a token itself.
 
-    The last T slots are the tokens' own; of those before, `context_lengths` count.
+    The last T slots are the tokens' own; of those before, `context_lengths` are valid.
     """
     batch, tokens, heads, head_dim = q.shape
     slot = jnp.arange(k.shape[2], dtype=jnp.int32)
-    own = slot - (k.shape[2] - tokens)  # which of the tokens a slot holds, negative in the context
+    own = slot - (k.shape[2] - tokens)  # index of the token in a slot, negative in the context
     step = jnp.arange(tokens, dtype=jnp.int32)[:, None]
     seen = (slot < context_lengths[:, None, None]) & (own < 0) | (own >= 0) & (own <= step)
     grouped = q.reshape(batch, tokens, k.shape[1], -1, head_dim)

@@ -1,6 +1,6 @@
-"""Defines families of gates z in [0, 1], one per KV head.
+"""Families of gates z in [0, 1], one per KV head.
 
-They make KV heads retrieval or sparse while the model stays as it is.
+They make KV heads retrieval or sparse while the model's weights are frozen.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,16 @@ NOISE = 1e-3, 1 - 1e-3
 
 
 class Gates(NamedTuple):
-    """Describes a family of gates: pure functions in float32 that keep the gates' shape.
+    """A family of gates: pure float32 functions that preserve the gates' shape.
 
     Attributes:
         init: (shape) -> parameters, a pytree of arrays of that shape.
-        sample: (parameters, noise u of (0, 1)) -> z in [0, 1]; differentiable in the parameters.
+        sample: (parameters, noise u in (0, 1)) -> z in [0, 1]; differentiable in the parameters.
         project: a function applied after every step of the optimiser.
-        active: P(z ≠ 0) of each gate, whose sum is E[L0]; for `direct` α itself.
+        active: P(z ≠ 0) of each gate, with the sum E[L0]; for `direct` α itself.
         mean: E[z] of each gate.
-        score: E[s] of each gate, s being z before stretch and clip: it ranks gates, and above 0.5
-            means retrieval.
+        score: E[s] of each gate, with s being z before stretch and clip: it ranks gates, and above
+            0.5 means retrieval.
     """
 
     init: Callable[[tuple[int, ...]], GateParams]
@@ -54,12 +54,12 @@ def noise(key: Key[Array, ""], shape: tuple[int, ...]) -> Float32[Array, "..."]:
 
 
 def one_in_eight(layers: int, heads: int) -> int:
-    """Returns the usual number of retrieval heads: an eighth of all, and layer 0's at least."""
+    """Returns the usual number of retrieval heads: an eighth of all, but at least layer 0's."""
     return max(round(layers * heads / 8), heads)
 
 
 def hardened(scores: Float32[Array, "L K"], count: int) -> Bool[Array, "L K"]:
-    """Marks exactly `count` retrieval heads: all of layer 0, and the others that score highest.
+    """Marks exactly `count` retrieval heads: all of layer 0, and the highest-scoring others.
 
     Ties go to the lowest index. ValueError: `count` is below layer 0's heads, or above all heads.
     """

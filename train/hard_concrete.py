@@ -1,9 +1,10 @@
 """Implements Hard Concrete gates: a logistic variable through a sigmoid, stretched and clipped.
 
 The sigmoid's temperature is 2/3. "Learning Sparse Neural Networks through L0 Regularization"
-(Louizos et al., arXiv:1712.01312), section 2.3. Where we differ: a gate starts with the P(z ≠ 0) at
-which HardKuma starts, so that one target of E[L0] is as far from both, and E[s] decides, as for
-HardKuma; it is above 0.5 where their sigmoid(log α) is, and orders gates alike.
+(Louizos et al., arXiv:1712.01312), section 2.3. There are two differences. A gate starts with
+HardKuma's initial P(z ≠ 0), so that both start equally far from a target E[L0]. The decision is by
+E[s], as for HardKuma; E[s] is above 0.5 where the paper's sigmoid(log α) is, and orders gates the
+same way.
 """
 
 from functools import partial
@@ -19,7 +20,7 @@ BETA = 2 / 3
 
 
 def init(shape: tuple[int, ...]) -> Float32[Array, "*gates"]:
-    """Starts gates where P(z ≠ 0) = 11/12: log α = (1 - β) log(-r/l) = 0.799."""
+    """Starts gates at P(z ≠ 0) = 11/12: log α = (1 - β) log(-r/l) = 0.799."""
     return jnp.full(
         shape,
         (1 - BETA) * jnp.log(-stretch_and_rectify.HIGH / stretch_and_rectify.LOW),
@@ -28,7 +29,7 @@ def init(shape: tuple[int, ...]) -> Float32[Array, "*gates"]:
 
 
 def project(log_alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
-    """Returns log α as it is: it has no bounds."""
+    """Returns log α unchanged: it has no bounds."""
     return log_alpha
 
 

@@ -1,9 +1,9 @@
 """Implements HardKuma gates: a Kumaraswamy distribution of learned shape, stretched and clipped.
 
-So 0 and 1 have mass. LycheeDecode (Lin et al., arXiv:2602.04541), section 3.2 and appendix A; the
-distribution is that of Bastings et al., arXiv:1905.08160. The clamp is ours. x^a and (1 - x^a)^b
-are taken through log(1 - e^-y), so that values and gradients stay finite in float32 at any a and b
-within the clamp.
+Stretching and clipping give 0 and 1 positive probability. LycheeDecode (Lin et al.,
+arXiv:2602.04541), section 3.2 and appendix A; the distribution is that of Bastings et al.,
+arXiv:1905.08160. The clamp is ours. x^a and (1 - x^a)^b are computed through log(1 - e^-y), so that
+values and gradients stay finite in float32 for all a and b within the clamp.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ CLAMP = 1e-6, 100.0
 
 
 class Kuma(NamedTuple):
-    """Holds the shapes a and b of F(x) = 1 - (1 - x^a)^b."""
+    """The shapes a and b of F(x) = 1 - (1 - x^a)^b."""
 
     a: Float32[Array, "*gates"]
     b: Float32[Array, "*gates"]
@@ -43,7 +43,7 @@ def sample(kuma: Kuma, u: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
 
 
 def quantile(kuma: Kuma, u: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
-    """Returns where F(s) = u: s = (1 - (1 - u)^(1/b))^(1/a)."""
+    """Returns the solution of F(s) = u: s = (1 - (1 - u)^(1/b))^(1/a)."""
     return jnp.exp(log1mexp(-jnp.log1p(-u) / kuma.b) / kuma.a)
 
 
@@ -69,6 +69,6 @@ def mean(kuma: Kuma) -> Float32[Array, "*gates"]:
 
 
 def score(kuma: Kuma) -> Float32[Array, "*gates"]:
-    """Returns E[s] = b B(1 + 1/a, b): above 0.5 a head is one of retrieval, in the paper."""
+    """Returns E[s] = b B(1 + 1/a, b): above 0.5 a head is a retrieval head, in the paper."""
     a, b = kuma
     return jnp.exp(jnp.log(b) + betaln(1 + 1 / a, b))

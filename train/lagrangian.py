@@ -1,12 +1,10 @@
-"""Finds the gates of least distance whose expected number is a target, by a Lagrange multiplier.
+"""Minimises the gates' distance subject to a target expected number, by a Lagrange multiplier.
 
 LycheeDecode (arXiv:2602.04541), equations 7 and 8. Gates descend on, and the multiplier ascends on,
-
     distance + multiplier · (expected share of retrieval heads - wanted share),
-
-or its augmented form, whose squared surplus damps the two against each other. Both terms are free
-of scale, so that one rate serves models of any size. Several seeds are trained side by side: every
-array has an axis of them in front.
+or its augmented form, whose squared surplus damps their oscillation. Both terms are scale-free, so
+one learning rate works for models of any size. Several seeds are trained side by side, along the
+first axis of every array.
 """
 
 from collections.abc import Callable
@@ -23,7 +21,7 @@ Penalty = Literal["ascent", "exponential", "fixed"]
 
 
 class LagrangianState(NamedTuple):
-    """Holds the state of a training: gates [seeds, layers but the first, KV heads], multipliers."""
+    """The state of a training: gates [seeds, layers but the first, KV heads], and multipliers."""
 
     gates: GateParams
     multiplier: Float32[Array, "seeds"]
@@ -31,7 +29,7 @@ class LagrangianState(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """Reports one step, by seed, with the multiplier before it and E[L0], layer 0's counted."""
+    """Report of one step, by seed, with the multiplier before it and E[L0], including layer 0's."""
 
     distance: Float32[Array, "seeds"]
     active: Float32[Array, "seeds"]
@@ -39,19 +37,20 @@ class StepReport(NamedTuple):
 
 
 class Lagrangian(NamedTuple):
-    """Holds the rules of a training, all static.
+    """The rules of a training, all static.
 
     Attributes:
-        shape: the numbers of layers and KV heads, the first layer counted.
-        target: the number of retrieval heads wanted, the first layer's counted.
-        rate: AdamW learning rate, reached after a fifth of the steps and left in the last fifth.
-        penalty: "ascent": the multiplier ascends by gradient, of one head's surplus at most;
-            "exponential": by a power of e, as LycheeDecode's public code has it, and never falls;
-            "fixed": a plain L1 penalty as DuoAttention has it.
+        shape: the numbers of layers and KV heads, including the first layer.
+        target: the wanted number of retrieval heads, including the first layer's.
+        rate: AdamW learning rate, with a warmup over the first fifth of the steps and a decay over
+            the last fifth.
+        penalty: "ascent": the multiplier ascends by gradient, clipped to one head's surplus;
+            "exponential": by a power of e, as in LycheeDecode's public code, and never falls;
+            "fixed": a plain L1 penalty as in DuoAttention.
         penalty_rate: the multiplier's rate of ascent.
-        penalty_start: the multiplier's value at the start.
-        anneal: the share of the steps over which the wanted number falls from all heads to the
-            target; 0: the target is wanted from the start, as in the paper.
+        penalty_start: the multiplier's initial value.
+        anneal: the fraction of the steps over which the wanted number falls from all heads to the
+            target; 0: the target from the start, as in the paper.
         damping: the weight of the squared surplus in the augmented Lagrangian; 0: the paper's.
     """
 
@@ -83,8 +82,8 @@ class Lagrangian(NamedTuple):
     def optimiser(self) -> optax.GradientTransformation:
         """AdamW for the gates, and the penalty's rule for the multiplier.
 
-        AdamW's second moment forgets in twenty steps: gates near 0 or 1 have gradients so much
-        smaller than before that they would not move again.
+        AdamW's second moment decays within twenty steps. With a slower decay, gates near 0 or 1
+        would not move again, since their gradients are far smaller than before.
         """
         fifth = max(self.steps // 5, 1)
         rise, fall = (
@@ -105,7 +104,7 @@ class Lagrangian(NamedTuple):
 
 
 def start(problem: Lagrangian, seeds: int) -> LagrangianState:
-    """Returns the first state; only the noise differs between seeds."""
+    """Returns the initial state; only the noise differs between seeds."""
     layers, heads = problem.shape
     gates = problem.gates.init((seeds, layers - 1, heads))
     multiplier = jnp.full(seeds, problem.penalty_start, jnp.float32)
@@ -121,9 +120,9 @@ def step(
     distance: Callable[[Float32[Array, "L K"]], Array],
     nth: int | Array = 0,
 ) -> tuple[LagrangianState, StepReport]:
-    """Takes one step of all seeds, the nth from 0 on, with a key of the noise per seed.
+    """Takes the nth step (from 0) of all seeds, with a key of the noise per seed.
 
-    `distance` is the function of all gates, layer 0's being 1, to minimise.
+    `distance` is the function to minimise, of all gates, with layer 0's set to 1.
     """
 
     def objective(learned: GateParams, key: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -147,12 +146,12 @@ def step(
 
 
 def expected(problem: Lagrangian, gates: GateParams) -> Float32[Array, ""]:
-    """Returns E[L0] of one seed's gates, layer 0's heads counted."""
+    """Returns E[L0] of one seed's gates, including layer 0's heads."""
     return jnp.sum(problem.gates.active(gates)) + problem.shape[1]
 
 
 def with_first_layer(gates: Float32[Array, "*seeds learned K"]) -> Float32[Array, "*seeds L K"]:
-    """Returns the gates of all layers: those of the first are open."""
+    """Returns the gates of all layers, with those of the first set to 1."""
     return jnp.concatenate([jnp.ones_like(gates[..., :1, :]), gates], axis=-2)
 
 

@@ -1,8 +1,8 @@
-"""Hides pass keys of many words in filler, some of which are to be recited.
+"""Hides pass keys of many words in filler, and asks for some of them.
 
 "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads" (Xiao et
-al.), arXiv:2410.10819, on whose data "LycheeDecode" trains its gates. Where we differ: some of the
-keys are asked for, not all of them; contexts are exactly as long as drawn, in tokens; the texts
+al.), arXiv:2410.10819; "LycheeDecode" trains its gates on its data. There are three differences:
+only some of the keys are asked for; contexts have exactly the drawn length, in tokens; the texts
 around the keys are ours.
 """
 
@@ -28,7 +28,7 @@ SHALLOWEST, DEEPEST = 0.05, 0.95
 
 
 class _Pieces(NamedTuple):
-    """Holds tokens to make samples of; those of a pass key by its number less 1."""
+    """Tokens from which samples are made; pass key n's are at index n - 1."""
 
     introduction: TokenIds
     filler: TokenIds
@@ -40,7 +40,7 @@ class _Pieces(NamedTuple):
     joint: TokenIds
     prompt: TokenIds  # the end of the context
     first: list[TokenIds]  # " Pass key 3:", in the answer
-    later: list[TokenIds]  # the same after other pass keys, on a line of its own
+    later: list[TokenIds]  # the same after other pass keys, on its own line
 
 
 def _tokenized(tokenizer: Tokenizer, text: str, needles: int) -> _Pieces:
@@ -70,7 +70,7 @@ def _question(pieces: _Pieces, chosen: Sequence[int]) -> TokenIds:
 def _answer(
     pieces: _Pieces, keys: list[TokenIds], chosen: Sequence[int]
 ) -> tuple[TokenIds, np.ndarray]:
-    """Returns the target, and which of its tokens are words of keys."""
+    """Returns the target, and a mask of its tokens that are words of keys."""
     headings = [pieces.first[chosen[0]], *(pieces.later[number] for number in chosen[1:])]
     spans = [
         span
@@ -85,7 +85,7 @@ def _answer(
 def _context(
     pieces: _Pieces, rng: np.random.Generator, keys: list[TokenIds], question: TokenIds, length: int
 ) -> TokenIds:
-    """Puts the keys in random order at depths of their own, in filler up to `length` tokens."""
+    """Puts the keys in random order at their own depths, in filler up to `length` tokens."""
     needles = [
         np.concatenate([pieces.opening[number], keys[number], pieces.closing])
         for number in rng.permutation(len(keys))
@@ -99,12 +99,12 @@ def _context(
 
 
 def _longest(pieces: Sequence[TokenIds], count: int = 1) -> int:
-    """Returns the most tokens that `count` different pieces can have."""
+    """Returns the maximum tokens of `count` different pieces."""
     return sum(sorted(map(len, pieces), reverse=True)[:count])
 
 
 def _longest_headings(pieces: _Pieces, asked: int) -> int:
-    """Returns the most tokens of the headings of `asked` different pass keys in an answer."""
+    """Returns the maximum tokens of the headings of `asked` different pass keys in an answer."""
     return max(
         len(first) + _longest(pieces.later[:number] + pieces.later[number + 1 :], asked - 1)
         for number, first in enumerate(pieces.first)
@@ -112,7 +112,7 @@ def _longest_headings(pieces: _Pieces, asked: int) -> int:
 
 
 def _min_length(pieces: _Pieces, words: int, asked: int) -> int:
-    """Counts the tokens of a context without filler whose words are of average length."""
+    """Counts the tokens of a context without filler, with words of average length."""
     needles = sum(map(len, pieces.opening)) + len(pieces.opening) * len(pieces.closing)
     question = (
         len(pieces.asking)
@@ -135,17 +135,17 @@ def passkeys(
     asked: int = 2,
     seed: int = 0,
 ) -> Source:
-    """Draws contexts of filler with pass keys in it, a question for some, and the answer.
+    """Draws contexts of filler that contain pass keys, a question for some keys, and the answer.
 
-    The length of a context in tokens, question and special tokens included, is uniform in
-    [min_length, max_length]; keys that leave no room in it are drawn again. Every context has
-    another window of the filler `text`. The keys' depths are uniform from 0.05 to 0.95 of the
-    filler; `words` words each, every one of the 26 equally likely. The answer recites the `asked`
-    keys, and only their words are scored.
+    The length of a context in tokens, including question and special tokens, is uniform in
+    [min_length, max_length]; keys that do not fit are drawn again. Every context has a different
+    window of the filler `text`. The keys' depths are uniform from 0.05 to 0.95 of the filler. A key
+    has `words` words, each uniform over the 26. The answer recites the `asked` keys, and only their
+    words are scored.
 
     Raises:
-        ValueError: an argument is out of its range, the text has no tokens, more keys are asked for
-            than there are, or `min_length` does not hold keys of average length.
+        ValueError: an argument is out of range, the text has no tokens, `asked` exceeds the number
+            of keys, or keys of average length do not fit in `min_length`.
     """
     check_at_least(1, needles=needles, words=words, asked=asked)
     check_at_least(0, seed=seed)

@@ -1,7 +1,7 @@
-"""Plots how gates part in training: a heat map over the steps, and the densities of two of them.
+"""Plots the gates during training: a heat map over the steps, and the densities of two of them.
 
-The plots follow the last figure of LycheeDecode's appendix D (arXiv:2602.04541), need matplotlib,
-and leave its settings and windows alone.
+The plots follow the last figure of LycheeDecode's appendix D (arXiv:2602.04541). They need
+matplotlib, and do not touch its settings and windows.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def heat_map(path: Path | str, steps: Sequence[int], values: Any) -> None:
     `values`: the means from 0 (sparse) to 1 (retrieval), [steps, layers, KV heads].
 
     Raises:
-        ValueError: `values` has another shape, or matplotlib is not installed.
+        ValueError: `values` has a wrong shape, or matplotlib is not installed.
     """
     values = np.asarray(values, np.float32)
     if values.ndim != 3 or not values.size or len(values) != len(steps):
@@ -53,13 +53,13 @@ def heat_map(path: Path | str, steps: Sequence[int], values: Any) -> None:
 
 
 def densities(path: Path | str, steps: Sequence[int], a: Any, b: Any, names: Sequence[str]) -> None:
-    """Plots the Kumaraswamy densities of the gates whose E[s] ends highest and lowest, as PNG.
+    """Plots the Kumaraswamy densities of the gates with the highest and lowest final E[s], as PNG.
 
-    `a` and `b` are the shapes [steps, ...] of the gates with these names. Where s lies in a grey
-    margin, the gate is exactly 0 or 1.
+    `a` and `b` are the shapes [steps, ...] of the gates with these names. If s is in a grey margin,
+    the gate is exactly 0 or 1.
 
     Raises:
-        ValueError: `a`, `b` or `names` has another shape, or matplotlib is not installed.
+        ValueError: `a`, `b` or `names` has a wrong shape, or matplotlib is not installed.
     """
     a, b = (np.asarray(shape, np.float32) for shape in (a, b))
     if (
@@ -92,13 +92,13 @@ def densities(path: Path | str, steps: Sequence[int], a: Any, b: Any, names: Seq
 
 
 def _margin(axis: Any, end: float, inner: float, label: str, side: str) -> None:
-    """Shades where s makes a gate of exactly 0 or 1."""
+    """Shades the range of s in which a gate is exactly 0 or 1."""
     axis.axvspan(end, inner, color="0.92", linewidth=0)
     axis.text(inner, 0.95 * DENSEST, label, ha=side, va="center", color="0.4", fontsize=9)
 
 
 def _chosen(count: int) -> list[int]:
-    """Returns at most six of `count` places, evenly spread, with the first and the last."""
+    """Returns at most six of `count` indices, evenly spaced, including the first and the last."""
     return np.linspace(0, count - 1, min(count, MAX_STEPS)).round().astype(int).tolist()
 
 

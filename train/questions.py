@@ -14,7 +14,7 @@ PROMPT = "{context}\n\nQuestion: {question}\nAnswer:"
 
 
 def _sample(tokenizer: Tokenizer, line: bytes, max_length: int) -> TrainingSample:
-    """Returns the sample that a line holds; raises ValueError where it holds none."""
+    """Returns the sample of a line; raises ValueError if the line is malformed."""
     item = json.loads(line)
     if not isinstance(item, dict) or not all(isinstance(item.get(name), str) for name in FIELDS):
         raise ValueError(f"must be an object that has the strings {', '.join(FIELDS)}")
@@ -37,15 +37,15 @@ def questions(
     max_length: int,
     seed: int = 0,
 ) -> Source:
-    r"""Draws the questions of a file, every one once per epoch, in an order of that epoch's own.
+    r"""Draws the questions of a file, each once per epoch, in a different order in every epoch.
 
-    Every line is an object with the strings context, question and answer. The model reads
+    Every line is an object with the strings context, question and answer. The model is given
     "{context}\n\nQuestion: {question}\nAnswer:", of at most `max_length` tokens, then " {answer}",
-    all of which is scored. An epoch may end within a batch.
+    which is scored completely. An epoch may end within a batch.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: an argument is out of its range, a line is malformed, or there is none.
+        ValueError: an argument is out of range, a line is malformed, or the file is empty.
     """
     check_at_least(1, max_length=max_length)
     check_at_least(0, seed=seed)

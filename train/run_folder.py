@@ -1,4 +1,4 @@
-"""Checks the folder of a training, and reads and writes its log."""
+"""Checks the folder of a training run, and reads and writes its log."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import jax
 
 
 def check_folder(folder: Path, description: dict[str, Any], *, resume: bool) -> None:
-    """Raises ValueError unless the folder is free, or with `resume` has one of these settings."""
+    """Raises ValueError unless the folder is free, or with `resume` has a run of these settings."""
     path = folder / "settings.json"
     shown = f"out={str(folder)!r}"
     if path.exists() != resume:
@@ -28,7 +28,7 @@ def check_folder(folder: Path, description: dict[str, Any], *, resume: bool) -> 
 
 
 class Log:
-    """Writes a file of JSON lines, without those after step `first` of a run that was cut off."""
+    """A writer of JSON lines; drops an interrupted run's lines after step `first`."""
 
     def __init__(self, path: Path, first: int):
         lines = read_lines(path) if path.exists() and first else []
@@ -41,7 +41,7 @@ class Log:
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Adds a line, on disk at once."""
+        """Appends a line and flushes it to disk."""
         self._file.write(json.dumps(line) + "\n")
 
     def __enter__(self) -> "Log":
@@ -57,12 +57,12 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the whole lines of a file, without one that was cut off."""
+    """Returns the complete lines of a file, without a truncated one."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     return [json.loads(line) for line in lines]
 
 
 def _leaves(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of nested dicts by their paths."""
+    """Returns the values of nested dicts by path."""
     paths = jax.tree.leaves_with_path(tree, is_leaf=lambda x: not isinstance(x, dict))
     return {jax.tree_util.keystr(path, simple=True, separator="."): value for path, value in paths}

@@ -1,4 +1,4 @@
-"""Defines Settings, on which a training depends besides the model and its data."""
+"""The settings of a training run, besides the model and its data."""
 
 import math
 from dataclasses import dataclass
@@ -19,19 +19,20 @@ PENALTIES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds the settings of a training.
+    """The settings of a training run.
 
     Attributes:
-        target: the wanted number of retrieval heads, with those of layer 0.
+        target: the wanted number of retrieval heads, including those of layer 0.
         family: "hard_kuma", "hard_concrete" or "direct".
         penalty, penalty_rate, penalty_start, damping, anneal: see `lagrangian.Lagrangian`; None:
-            the penalty's own.
+            the penalty's default.
         rate: AdamW learning rate.
-        keep: the share of the context that a sparse head inherits.
+        keep: the fraction of the context that a sparse head inherits.
         sets: "handed_on" or "refreshed"; see `distill`.
         match: the outputs that are compared, "logits" or "hidden".
         seeds: the number of seeds trained side by side, on the same samples.
-        held_out: the number of batches, after those trained on, that measure the result.
+        held_out: the number of batches, after the training batches, on which the result is
+            measured.
     """
 
     target: int
@@ -51,10 +52,10 @@ class Settings:
     held_out: int = 16
 
     def lagrangian(self, layers: int, heads: int) -> Lagrangian:
-        """Returns the rules for a model of these numbers of layers and KV heads.
+        """Returns the rules for a model with these numbers of layers and KV heads.
 
         Raises:
-            ValueError: a setting is out of its range.
+            ValueError: a setting is out of range.
         """
         kinds = {"penalty": lagrangian.Penalty, "match": distill.Match, "sets": distill.Sets}
         for name, known in {

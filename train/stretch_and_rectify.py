@@ -1,7 +1,7 @@
 """Stretches a sample s of a distribution on (0, 1) to (-0.1, 1.1), then clips it to [0, 1].
 
-Families of gates share this: z is exactly 0 where s ≤ ZERO, exactly 1 where s ≥ ONE, and between
-them it has a gradient. A distribution comes in as its tail P(s > x).
+Families of gates share this: z is exactly 0 where s ≤ ZERO, exactly 1 where s ≥ ONE, and has a
+gradient between them. A distribution is given by its tail P(s > x).
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ def rectify(s: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
 
 
 def mean(tail: Tail) -> Float32[Array, "*gates"]:
-    """Returns E[z] = ∫ P(z > y) dy over [0, 1], which nowhere meets the corners of s at 0 and 1."""
+    """Returns E[z] = ∫ P(z > y) dy over [0, 1], which avoids the corners of s at 0 and 1."""
     return _average(tail, ZERO, ONE)
 
 
 def score(tail: Tail) -> Float32[Array, "*gates"]:
-    """Returns E[s] = ∫ P(s > x) dx over [0, 1], off by 2e-5 at most for Hard Concrete."""
+    """Returns E[s] = ∫ P(s > x) dx over [0, 1], with an error of at most 2e-5 for Hard Concrete."""
     return _average(tail, 0.0, 1.0)
 
 

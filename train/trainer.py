@@ -1,9 +1,9 @@
-"""Trains head gates, and leaves the record and the gates of each seed in the folder of the run.
+"""Trains head gates, and writes the record and each seed's gates to the run's folder.
 
-The folder of a run holds `settings.json`, `log.jsonl` (one line per step, and every so often all
-gates), `checkpoints/` and, when it is done, one file of gates per seed (see
-jsparse.policies.head_gates) and `record.json`. A run that was cut off goes on where its last
-checkpoint is, with the same samples and the same noise.
+The folder has `settings.json`, `log.jsonl` (one line per step, and periodically all gates),
+`checkpoints/` and, after the run, one file of gates per seed (see jsparse.policies.head_gates) and
+`record.json`. An interrupted run resumes from its last checkpoint, with the same samples and the
+same noise.
 """
 
 import json
@@ -32,12 +32,12 @@ from jsparse.train.run_folder import Log, check_folder, read_log
 from jsparse.train.settings import Settings
 
 GREY = 0.1, 0.9
-KEPT = 50  # lines of the log with all gates, evenly over the training
+KEPT = 50  # lines of the log with all gates, evenly spaced over the training
 OnStep = Callable[[int, int, dict[str, Any]], Any]
 
 
 class Trainer:
-    """Runs one training, in a folder."""
+    """One training run, in a folder."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class Trainer:
         *,
         resume: bool = False,
     ):
-        """Begins a training, or with `resume` goes on with one.
+        """Starts a training, or with `resume` continues one.
 
         Raises:
-            ValueError: a setting is out of its range, the folder does not fit `resume` and the
+            ValueError: a setting is out of range, the folder does not match `resume` and the
                 settings, or the model is spread over several devices, or has 8-bit blocks.
         """
         require_on_one_device(params)
@@ -115,7 +115,7 @@ class Trainer:
         )
 
     def teach(self, nth: int) -> distill.TeacherCache:
-        """Reads the nth batch with the dense model."""
+        """Prefills the nth batch with the dense model."""
         batch = self.source.batch(nth, self.settings.batch)
         return self._teacher_cache(
             self._weights, jax.device_put(batch, NamedSharding(self._mesh, PartitionSpec("data")))
@@ -124,8 +124,8 @@ class Trainer:
     def run(self, report: OnStep = lambda *_: None, *, save_every: int = 200) -> dict[str, Any]:
         """Trains to the end and returns the record that it writes.
 
-        `report` gets each step's number, the number of steps, and its line of the log. Checkpoints
-        are `save_every` steps apart.
+        `report` receives each step's number, the number of steps, and its line of the log.
+        Checkpoints are `save_every` steps apart.
         """
         from orbax.checkpoint import CheckpointManager, CheckpointManagerOptions
         from orbax.checkpoint.args import StandardRestore, StandardSave
@@ -150,7 +150,7 @@ class Trainer:
                 ahead = self.teach(first)
                 for nth in range(first, steps):
                     state, progress = self._step(self._weights, state, jnp.int32(nth), ahead)
-                    ahead = self.teach(nth + 1)  # while the device is at work
+                    ahead = self.teach(nth + 1)  # while the device is busy
                     line = {
                         "step": nth + 1,
                         **{name: np.asarray(x).tolist() for name, x in progress._asdict().items()},
@@ -233,7 +233,7 @@ class Trainer:
         return (self.teach(self.settings.steps + i) for i in range(self.settings.held_out))
 
     def _peak_bytes(self) -> int | None:
-        """Returns the most bytes in use on a device; None where it does not tell."""
+        """Returns the peak bytes in use on a device; None if the device does not report it."""
         memory = [device.memory_stats() or {} for device in self._mesh.devices.flat]
         return max(
             (stats["peak_bytes_in_use"] for stats in memory if "peak_bytes_in_use" in stats),

@@ -1,1 +1,1 @@
-"""Holds what the scripts share: cases, clocks, contenders, and the record of a run."""
+"""Code shared by the scripts: cases, clocks, contenders, and the record of a run."""

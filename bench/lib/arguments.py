@@ -1,4 +1,4 @@
-"""Defines the options that all scripts share."""
+"""Options shared by all scripts."""
 
 from argparse import ArgumentParser
 from pathlib import Path
@@ -10,7 +10,7 @@ def report_parser(script: str, description: str, *, required: bool = False) -> A
     Args:
         script: the name of the module in bench.
         description: of the script, for --help.
-        required: --json must be given.
+        required: whether --json must be given.
     """
     parser = recording_parser(script, description)
     parser.add_argument(
@@ -20,7 +20,7 @@ def report_parser(script: str, description: str, *, required: bool = False) -> A
 
 
 def recording_parser(script: str, description: str) -> ArgumentParser:
-    """Returns such a parser without --json, for a script that writes something else."""
+    """Returns the same parser without --json, for a script with another kind of output."""
     parser = ArgumentParser(prog=f"python -m bench.{script}", description=description)
     parser.add_argument(
         "--allow-modified",

@@ -21,19 +21,19 @@ def describe(*, allow_modified: bool = False) -> dict[str, Any]:
     """Returns the environment as a dict ready for JSON; a value that cannot be found is None.
 
     Scripts call it before they measure, so that the load average is that of other processes and a
-    modified working tree costs no run.
+    modified working tree fails early.
 
     Args:
         allow_modified: record a modified working tree instead of refusing it.
 
     Returns:
         timestamp (of the call, UTC, in ISO 8601), argv (the script, relative to the repository, and
-        its arguments), python, platform, cpu, cores (those this process may use), load_average (of
-        the last minute: timings taken while other processes use the machine are worth little),
-        versions (of the installed ones among jax, jaxlib, numpy, torch and transformers), gpus
-        (name and driver of each, from nvidia-smi), git_revision, and modified (whether tracked
-        files differ from that revision). JSPARSE_REVISION, where it is set, states the revision, as
-        for a copy of the source without git; modified is then None.
+        its arguments), python, platform, cpu, cores (available to this process), load_average (of
+        the last minute: timings under load from other processes are unreliable), versions (of those
+        installed among jax, jaxlib, numpy, torch and transformers), gpus (name and driver of each,
+        from nvidia-smi), git_revision, and modified (whether tracked files differ from that
+        revision). JSPARSE_REVISION, if set, overrides the revision, for a copy of the source
+        without git; modified is then None.
 
     Raises:
         SystemExit: the working tree is modified and `allow_modified` is not set.
@@ -42,7 +42,7 @@ def describe(*, allow_modified: bool = False) -> dict[str, Any]:
     if revision["modified"] and not allow_modified:
         raise SystemExit(
             f"error: the working tree differs from revision {str(revision['git_revision'])[:10]}: "
-            "commit the changes, or pass --allow-modified to measure them and record so"
+            "commit the changes, or pass --allow-modified to measure them and record that"
         )
     return {
         "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -59,17 +59,17 @@ def describe(*, allow_modified: bool = False) -> dict[str, Any]:
 
 
 def available_cores() -> int:
-    """Returns the number of cores that this process may run on."""
+    """Returns the number of cores available to this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of those of PACKAGES that are installed."""
+    """Returns the versions of the installed ones among PACKAGES."""
     found = {}
     for package in PACKAGES:
-        # from the installed metadata: importing torch or jax here would weigh on the measurement
+        # from the installed metadata: importing torch or jax here would affect the measurement
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -99,7 +99,7 @@ def _gpus() -> list[dict[str, str]]:
 
 
 def _script(path: str) -> str:
-    """Returns the script's path relative to the repository, where it lies within it."""
+    """Returns the script's path, relative to the repository if it is inside."""
     resolved = Path(path).resolve()
     inside = resolved.is_relative_to(REPOSITORY)
     return resolved.relative_to(REPOSITORY).as_posix() if inside else path
@@ -111,7 +111,7 @@ def _revision() -> dict[str, str | bool | None]:
             return {"git_revision": stated, "modified": None}
     top = _output("git", "rev-parse", "--show-toplevel")
     revision = _output("git", "rev-parse", "--verify", "HEAD")
-    # another repository around an unpacked copy of the source says nothing about the source
+    # another repository around an unpacked copy of the source does not have its revision
     if top is None or revision is None or Path(top).resolve() != REPOSITORY:
         return {"git_revision": None, "modified": None}
     status = _output("git", "status", "--porcelain", "--untracked-files=no")
@@ -119,7 +119,7 @@ def _revision() -> dict[str, str | bool | None]:
 
 
 def _output(*command: str) -> str | None:
-    """Returns the output of a command, or None where it is missing, fails or hangs."""
+    """Returns the output of a command, or None if it is missing, fails or hangs."""
     if shutil.which(command[0]) is None:
         return None
     try:

@@ -1,8 +1,8 @@
 """Times decode steps of a whole model for bench.eviction_speed, and measures its memory.
 
-Caches are built as they are after the prompt, of random K and V, so that none has to be read. Heads
-of hard_kv have the lengths of a trace of SmolLM2 then, and get them back after every compression:
-random weights would share the slots out evenly.
+Caches are built as after a prompt, from random K and V, so no prefill is needed. Heads of hard_kv
+then have the lengths of a trace of SmolLM2, and get them back after every compression, since random
+weights would give all heads about the same length.
 """
 
 import gc
@@ -34,11 +34,11 @@ PAGE = 16
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Holds the sizes of a policy's layer.
+    """The sizes of a policy's layer.
 
     Attributes:
-        capacity: the slots that a head has room for.
-        cap, floor: the most and the least that a compression leaves.
+        capacity: the slots per head.
+        cap, floor: the maximum and minimum that a compression leaves.
         period: the steps between compressions.
         prompt: the tokens of the dense baseline's heads.
     """
@@ -51,7 +51,7 @@ class LayerSizes:
 
 
 def replayed_lengths(batch: int, layer: int, sizes: LayerSizes) -> np.ndarray:
-    """Returns lengths of a layer's heads [B, K] as they were on SmolLM2, within `sizes`."""
+    """Returns the lengths of a layer's heads [B, K] on SmolLM2, clipped to `sizes`."""
     shape = (batch, LLAMA_8B.num_kv_heads)
     lengths = spread_evenly(lengths_kept(), layer, shape) * sizes.cap // LayerSizes.cap
     return np.clip(lengths, sizes.floor, sizes.cap).astype(np.int32)
@@ -59,13 +59,13 @@ def replayed_lengths(batch: int, layer: int, sizes: LayerSizes) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Scale:
-    """Holds what is run: the model, how many steps per program, and how often it is timed.
+    """The run: the model, the steps per program, and the number of timings.
 
     Attributes:
         model: the model's sizes.
         sizes: those of the policy.
         count: steps per program, a divisor of the period.
-        runs: the periods that are timed.
+        runs: the number of timed periods.
     """
 
     model: ModelConfig = LLAMA_8B
@@ -92,7 +92,7 @@ def model_of(scale: Scale) -> Params:
 def filled(
     spec: CacheSpec, policy: Policy, lengths: Sequence[np.ndarray], position: int
 ) -> PrefillResult:
-    """Returns a cache of random K and V, a layer's heads of these lengths, and a state."""
+    """Returns a cache of random K and V, with these lengths per layer, and a policy state."""
     shape = (spec.pages, spec.page_size, spec.head_dim)
     layers = tuple(
         LayerCache(
@@ -114,8 +114,8 @@ def filled(
 def keeping_lengths(policy: Policy, lengths: Sequence[np.ndarray]) -> Policy:
     """Returns the policy with heads that have these lengths after every compression.
 
-    All that it computes is still computed, and rows move as it says; K and V are random in any
-    case. There is no prompt, and so nothing after it.
+    Everything is still computed, and rows move as the policy directs; K and V are random in any
+    case. There is no prompt, and therefore nothing after it.
     """
 
     def maintain(state, view):
@@ -138,7 +138,7 @@ def keeping_lengths(policy: Policy, lengths: Sequence[np.ndarray]) -> Policy:
 def lengths_after(expression: str, scale: Scale, batch: int) -> list[np.ndarray]:
     """Returns the lengths of each layer's heads after a compression.
 
-    Those of a policy that gives all heads the same are its budget.
+    For a policy with equal lengths, they are its budget.
     """
     heads = (batch, scale.model.num_kv_heads)
     if "'uniform'" in parse(expression).name:
@@ -156,10 +156,10 @@ def periods(session: Session, scale: Scale, held: PrefillResult, runs: int) -> d
     """Times steps from `held` on, by periods of the policy.
 
     Returns:
-        step: seconds of a step, its share of a compression included.
-        alone: the same without.
-        compression: seconds of a compression of all layers, and of one start of the host, which
-            the device waits for.
+        step: seconds per step, including its share of a compression.
+        alone: the same without compression.
+        compression: seconds of a compression of all layers, and of one start of the host, for which
+            the device waits.
     """
     period, count = scale.sizes.period, scale.count
     session.adopt(held)
@@ -176,7 +176,7 @@ def periods(session: Session, scale: Scale, held: PrefillResult, runs: int) -> d
 
     next(results)
     run(period)  # compiles
-    # the first program of a period waits for the compression at the end of the one before
+    # the first program of a period waits for the compression at the end of the previous one
     times = [(run(count), run(period - count)) for _ in range(runs)]
     run(count)
     results.close()
@@ -189,7 +189,7 @@ def periods(session: Session, scale: Scale, held: PrefillResult, runs: int) -> d
 
 
 def after_prompt(scale: Scale, batch: int, expression: str) -> dict[str, Any]:
-    """Times steps after the prompt: densely, or with hard_kv's heads as they were replayed."""
+    """Times steps after the prompt: dense, or with hard_kv's replayed heads."""
     policy, sizes = parse(expression), scale.sizes
     if policy.evicts:
         lengths, slots = lengths_after(expression, scale, batch), sizes.capacity
@@ -206,7 +206,7 @@ def after_prompt(scale: Scale, batch: int, expression: str) -> dict[str, Any]:
 
 
 def sized(params: Params, spec: CacheSpec, lengths: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Returns the bytes that a step must read, and how much memory was in use at most."""
+    """Returns the bytes that a step must read, and the peak memory."""
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
     # a step reads one row of the input embedding
     weights -= params.weights["params"]["embed"].nbytes
@@ -224,7 +224,7 @@ def dense_over_lengths(scale: Scale, batch: int, longest: int, at: Sequence[int]
     """Times dense steps in a cache of `longest` slots at several lengths."""
     policy, heads = parse("dense"), (batch, scale.model.num_kv_heads)
     params, spec = model_of(scale), spec_of(scale, batch, longest)
-    # no more than a period of steps per length
+    # at most one period of steps per length
     few = Scale(scale.model, scale.sizes, scale.count, 3)
     session = Session(params, policy, spec, adopts=True, steps_per_program=scale.count)
     steps = few.sizes.period * (few.runs + 1) + 2 * few.count
@@ -246,7 +246,7 @@ def dense_over_lengths(scale: Scale, batch: int, longest: int, at: Sequence[int]
 
 
 def evicted_over_time(scale: Scale, batch: int, expression: str) -> dict[str, Any]:
-    """Times steps of hard_kv at the size that it keeps, at a position in the middle."""
+    """Times steps of hard_kv at its steady size, at a position in the middle."""
     sizes, lengths = scale.sizes, lengths_after(expression, scale, batch)
     policy = keeping_lengths(parse(expression), lengths)
     params, spec = model_of(scale), spec_of(scale, batch, sizes.capacity)
@@ -256,7 +256,7 @@ def evicted_over_time(scale: Scale, batch: int, expression: str) -> dict[str, An
 
 
 def prompt_memory(scale: Scale, expression: str) -> dict[str, Any]:
-    """Reads a prompt of random tokens and measures the memory before and after a compression."""
+    """Prefills a prompt of random tokens and measures the memory before and after a compression."""
     policy, prompt = parse(expression), scale.sizes.prompt
     params, spec = model_of(scale), spec_of(scale, 1, prompt)
     jax.block_until_ready(params.weights)
@@ -289,9 +289,9 @@ def prompt_memory(scale: Scale, expression: str) -> dict[str, Any]:
 
 
 def compression_memory(scale: Scale, expression: str) -> dict[str, Any]:
-    """Measures the most memory that the compression of a prompt takes beside the cache.
+    """Measures the peak memory of a prompt's compression in addition to the cache.
 
-    K and V are zeros: nothing else has been in memory before.
+    K and V are zeros: memory has had no other contents.
     """
     policy, sizes = parse(expression), scale.sizes
     spec = spec_of(scale, 1, sizes.prompt)
@@ -315,7 +315,7 @@ def compression_memory(scale: Scale, expression: str) -> dict[str, Any]:
 
 
 def memory(name: str) -> int:
-    """Returns a number of the device's memory statistics, 0 where it has none, as on a CPU."""
+    """Returns one of the device's memory statistics, or 0 if it has none, as on a CPU."""
     return (jax.local_devices()[0].memory_stats() or {}).get(name, 0)
 
 

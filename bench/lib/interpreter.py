@@ -1,9 +1,8 @@
-"""Runs Triton kernels on a CPU, in Triton's interpreter, in place of jax-triton.
+"""Runs Triton kernels on a CPU, in Triton's interpreter, instead of jax-triton.
 
-The interpreter runs one program after the other. Programs that meet cannot be run so: each of them
-gets a thread, and where they meet a barrier of Python's takes the place of counting. Instructions
-that kernels write down in PTX are done in numpy. The process must have started with
-TRITON_INTERPRET=1.
+The interpreter runs one program after the other, which would deadlock if programs meet. Each of
+those gets a thread, and a Python barrier replaces the counter. Instructions that kernels write in
+PTX are emulated in numpy. The process must have started with TRITON_INTERPRET=1.
 """
 
 import ctypes
@@ -24,12 +23,12 @@ from bench.compile_kernels import TYPES, standing_in
 from jsparse.pallas_kernels import triton_meeting
 
 AT_ONCE = 64  # threads: more than ever meet
-PATIENCE = 300  # seconds for which a program waits for others, of which one may have failed
-JUNK = 0x7F  # bytes of what a kernel has to write
+PATIENCE = 300  # timeout in seconds of a program waiting for others, which may have failed
+JUNK = 0x7F  # initial bytes of a kernel's outputs
 
 
 class Argument:
-    """Holds an array as the interpreter takes one: as bytes at an address."""
+    """An array in the interpreter's form: bytes at an address."""
 
     def __init__(self, x: Any) -> None:
         self.kind = f"*{TYPES[jnp.dtype(x.dtype).name]}"
@@ -81,7 +80,7 @@ def _run(kernel: Any, given: Sequence[Any], constants: dict[str, Any], grid: tup
             PLACE.at = place[::-1] + (0,) * (3 - len(place))
             run(**call)
 
-        # the first axis runs fastest, as on a GPU
+        # the first axis varies fastest, as on a GPU
         places = product(*(range(size) for size in grid[::-1]))
         if "meet" in kernel.fn.__globals__:
             _side_by_side(program, list(places))
@@ -93,12 +92,12 @@ def _run(kernel: Any, given: Sequence[Any], constants: dict[str, Any], grid: tup
 
 
 def _only(x: Any) -> Any:
-    """Returns the number of an array that has but one, which numpy takes for no index."""
+    """Returns the number in an array of size 1, which numpy does not accept as an index."""
     return x.handle.data.reshape(-1)[0]
 
 
 def _patch_tensor(tensor: Any, scope: Any) -> None:
-    """Patches Triton's tensors as its interpreter does, anew for each function that one calls."""
+    """Patches Triton's tensors as its interpreter does, anew for each called function."""
     PATCH_TENSOR(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda x: int(_only(x)))
 
@@ -111,7 +110,7 @@ def _argument(x: Any) -> Any:
 
 
 class _Place(threading.local):
-    """Holds the place of the program that a thread runs, which the interpreter takes for global."""
+    """The position of a thread's program, which the interpreter stores as a global."""
 
     at: tuple[int, ...] = (0, 0, 0)
 
@@ -120,13 +119,13 @@ PLACE = _Place()
 
 
 def _side_by_side(program: Callable[[Any], None], places: Sequence[Any]) -> None:
-    """Runs programs in threads, started in their order, of which some are there at a time."""
+    """Runs programs in threads, started in order, with a limited number at a time."""
     room, failed = threading.Semaphore(AT_ONCE), []
 
     def run(place: Any) -> None:
         try:
             program(place)
-        except BaseException as error:  # those that wait for it must not do so forever
+        except BaseException as error:  # programs that wait for it must not do so forever
             failed.append(error)
             for barrier in BARRIERS.values():
                 barrier.abort()
@@ -145,11 +144,11 @@ def _side_by_side(program: Callable[[Any], None], places: Sequence[Any]) -> None
         raise failed[0]
 
 
-BARRIERS: dict[int, threading.Barrier] = {}  # by the address that programs would count at
+BARRIERS: dict[int, threading.Barrier] = {}  # by the address of the programs' counter
 
 
 def _meet(arrived: Any, meetings: Any, programs: Any) -> Any:
-    """Does what `triton_meeting.meet` does, without counting."""
+    """Emulates `triton_meeting.meet`, without counting."""
     count = int(getattr(programs, "value", programs))
     if count > 1:
         at = int(_only(arrived))
@@ -158,7 +157,7 @@ def _meet(arrived: Any, meetings: Any, programs: Any) -> Any:
 
 
 class _Results:
-    """Holds what instructions return, as the interpreter takes it."""
+    """Results of instructions, in the interpreter's form."""
 
     def __init__(self, *results: Any) -> None:
         self.get_result = results.__getitem__
@@ -172,11 +171,11 @@ def _instructions(_: Any, text: str, __: str, values: Any, kinds: Any, *___: Any
                 made = compute(*given)
             pairs = zip(made if isinstance(made, tuple) else (made,), kinds, strict=True)
             return _Results(*(interpreter.TensorHandle(x, kind.scalar) for x, kind in pairs))
-    raise NotImplementedError(f"the interpreter has no numpy for {text}")
+    raise NotImplementedError(f"the interpreter has no emulation of {text}")
 
 
 def _list_bits(word: Any, first: Any, ids: Any, room: Any, names: Any, shift: Any) -> np.ndarray:
-    """Does what `threshold_select.triton_bits.list_bits` says."""
+    """Emulates `threshold_select.triton_bits.list_bits`."""
     flat = (x.reshape(-1).tolist() for x in (word, first, ids, room, names, shift))
     for bits, entry, target, left, table, by in zip(*flat, strict=True):
         while bits and left > 0:
@@ -205,7 +204,7 @@ def _log2(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(x) < 2.0**-126, -np.inf, np.log2(x)).astype(np.float32)
 
 
-# what tells an instruction from others: how numpy does it
+# text that identifies an instruction: its emulation in numpy
 INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "set.ge.f32.f32": lambda x, t: (x >= t).astype(np.float32),
     "ex2.approx.ftz": lambda x: np.where(x < -126, 0, np.exp2(x)).astype(np.float32),
@@ -213,7 +212,7 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "mad.lo.s32": lambda x, by, plus: (x.astype(np.int64) * by + plus).astype(np.int32),
     "brev.b32": _list_bits,
     "lop3.b32": lambda w: tuple(_half(w >> at & m) for at in (0, 8) for m in (0xF, 0xF0)),
-    # before that of bytes without a sign, which has this one's second instruction, too
+    # precedes the one for unsigned bytes, which also contains this one's second instruction
     "dp4a.s32.s32": lambda w, high, low: 256 * _dp4a(w, high, "i1") + _dp4a(w, low, "u1"),
     "dp4a.s32.u32": lambda w, low: _dp4a(w, low, "u1"),
     "prmt.b32": lambda w: (_half(w & 0xFF), _half(w >> 8 & 0xFF)),
@@ -225,13 +224,13 @@ def _program_id(_: Any, axis: int) -> Any:
 
 
 def _dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
-    """Multiplies matrices; the interpreter alone would take bits of bfloat16 for numbers."""
+    """Multiplies matrices; the plain interpreter would treat bits of bfloat16 as numbers."""
     wide = (_cast(builder, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
     return DOT(builder, *wide, *rest)
 
 
 def _cast(builder: Any, x: Any, kind: Any) -> Any:
-    """Casts numbers; to bfloat16 the interpreter alone rounds down, or takes integers for bits."""
+    """Casts numbers; the plain interpreter truncates to bfloat16, or treats integers as bits."""
     if tl.bfloat16 not in (x.dtype.scalar, kind.scalar):
         return CAST(builder, x, kind)
     given = x.data.view(jnp.bfloat16) if x.dtype.scalar == tl.bfloat16 else x.data
@@ -249,11 +248,11 @@ PATCH_TENSOR = interpreter._patch_lang_tensor
 
 @contextmanager
 def interpreting() -> Iterator[None]:
-    """Lets ops find a GPU that runs kernels in the interpreter."""
+    """Makes ops find a GPU that runs kernels in the interpreter."""
     builder = interpreter.InterpreterBuilder
     with standing_in(triton_call, 90), ExitStack() as stack:
         stack.enter_context(jax.disable_jit())
-        # modules that take it from there do so when they are first used
+        # modules import it from there on first use
         stack.enter_context(patch.object(triton_meeting, "meet", _meet))
         stack.enter_context(patch.object(interpreter, "_patch_lang_tensor", _patch_tensor))
         stack.enter_context(patch.object(builder, "create_inline_asm", _instructions))

@@ -1,4 +1,4 @@
-"""Defines the attention cases of bench.kernels in NumPy alone, so that contenders share them.
+"""Attention cases of bench.kernels, in NumPy alone, so that contenders share them.
 
 Unless a case differs, they have the attention of Llama 3.1 8B: 32 query heads, 8 KV heads of 128
 channels, bf16, pages of 16 tokens.
@@ -24,16 +24,16 @@ class AttentionCase:
     """One case of attention; letters are those of jsparse.shapes.
 
     Attributes:
-        context: the number of tokens that every head holds.
-        tokens: the number of them that a head lists, chosen at random, the newest always included.
+        context: the number of tokens of every head.
+        tokens: the number of them that a head lists, chosen at random, always including the newest.
         min_tokens: if heads differ, their counts spread log-uniformly from this number to `tokens`.
-        dense: the heads that attend to everything instead; an int is their number per row.
+        dense: the heads that attend to all tokens instead; an int is their number per row.
         page: P.
-        lists: what an id stands for.
+        lists: the unit of an id.
         heads: N.
-        capacity: C, in ids; None is the length of the longest list.
-        flags: heads carry the flag that says which are dense, even if none is.
-        small: the reference is timed too.
+        capacity: C, in ids; None: the length of the longest list.
+        flags: whether heads have dense flags, even if none is dense.
+        small: whether the reference is also timed.
     """
 
     name: str
@@ -54,28 +54,28 @@ class AttentionCase:
 
     @property
     def pairs(self) -> int:
-        """Returns B·K."""
+        """B·K."""
         return self.batch * KV_HEADS
 
     @property
     def num_pages(self) -> int:
-        """Returns M."""
+        """M."""
         return self.context // self.page
 
     @property
     def unit(self) -> int:
-        """Returns the number of tokens per id."""
+        """The number of tokens per id."""
         return self.page if self.lists == "page" else 1
 
     @property
     def pool_bytes(self) -> int:
-        """Returns the bytes of K and V."""
+        """The bytes of K and V."""
         return 2 * self.pairs * self.context * HEAD_DIM * ITEM_BYTES
 
     def dense_heads(self, seed: int = 0) -> np.ndarray:
-        """Returns which pairs are dense.
+        """Returns the dense pairs as a mask.
 
-        A single dense pair changes with the seed, or it would stay in the cache.
+        A single dense pair changes with the seed, so that it does not stay in the cache.
         """
         if isinstance(self.dense, int):
             return np.arange(self.pairs) % KV_HEADS < self.dense
@@ -117,14 +117,14 @@ class AttentionCase:
 
     @property
     def bytes(self) -> int:
-        """Returns the bytes that a call must read: K and V of whole pages, ids and bits."""
+        """The bytes that a call must read: K and V of whole pages, ids and bits."""
         counts = self.counts()
         slots = int(np.where(self.dense_heads(), self.context, counts * self.unit).sum())
         return 2 * slots * HEAD_DIM * ITEM_BYTES + int(counts.sum()) * (8 if self.bits else 4)
 
     @property
     def calls(self) -> int:
-        """Returns the calls per program, enough that what they read does not stay in a cache."""
+        """The calls per program, enough that their data does not stay in a cache."""
         return min(max(-(-ROTATED_BYTES // self.bytes), 4), 32)
 
 
@@ -169,7 +169,7 @@ CASES = (
 
 
 def grid(limit: int) -> list[AttentionCase]:
-    """Returns dense and each fraction, for shapes whose K and V fit into `limit` bytes."""
+    """Returns dense and each fraction, for shapes with K and V of at most `limit` bytes."""
     shapes = [(32, batch, context) for batch in BATCHES for context in CONTEXTS]
     shapes += [(64, 8, context) for context in CONTEXTS]
     cases = []
@@ -205,7 +205,7 @@ GRIDS: Mapping[str, Callable[[int], list[AttentionCase]]] = {"grid": grid, "hybr
 def _of_shape(name: str, heads: int, batch: int, context: int) -> AttentionCase:
     """Returns the base of a shape's cases, which share one program.
 
-    Lists have room for half the pages, and every head has the flag that says whether it is dense.
+    Lists have room for half the pages, and every head has a dense flag.
     """
     return AttentionCase(
         name, batch, context, heads=heads, capacity=context // AttentionCase.page // 2, flags=True

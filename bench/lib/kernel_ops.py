@@ -1,6 +1,6 @@
 """Builds jobs of the other ops for bench.kernels: scores, selection, runs, gather, compaction.
 
-The folder `tests` is imported by jobs alone that use its cases.
+Only jobs that use the cases in `tests` import that folder.
 """
 
 from functools import partial
@@ -34,14 +34,14 @@ from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 from jsparse.selection import Selection
 
 PAGE, GROUP = 16, 4
-# for normal logits with this deviation, 4 % of the tokens hold that share of the mass
+# for normal logits with this deviation, 4 % of the tokens have that share of the mass
 TOP_P, LOGIT_SPREAD = 0.9, 3.0
-# 128K tokens in runs of 8 to 16, of which a budget of tokens holds at most CHOSEN_RUNS
+# 128K tokens in runs of 8 to 16; a budget of tokens fits at most CHOSEN_RUNS
 RUNS, CHOSEN_RUNS, BUDGET = 13108, 130, 1024
-# clusters of two runs on average, as many as there is room for, and the runs that 16 steps may add
+# clusters of two runs on average, the maximum number, and the runs that 16 steps may add
 CLUSTERS, NEW_CHUNKS = 6554, 3
-# of a layer of SmolLM2-135M, of Llama 3.1 8B, and of a fourth of it, up to 32 MiB, with what may be
-# in the same launch before them
+# of a layer of SmolLM2-135M, of Llama 3.1 8B, and of a fourth of it, up to 32 MiB, with the ops
+# that may precede them in the same launch
 ROW_PRODUCTS = (
     ("135M qkv", 960, 576, "norm"),
     ("135M o", 576, 576, None),
@@ -57,7 +57,7 @@ ROW_OPS: dict[str | None, Any] = {
     "norm": (norm_product, {"eps": 1e-5}, "separate"),
     "gate": (gated_product, {}, "separate"),
 }
-MANY = 16  # rows from which on products have others beside them
+MANY = 16  # minimum rows of products that have others for comparison
 # of a layer of Llama 3.1 8B
 PRODUCTS = (("qkv", 6144, 4096), ("o", 4096, 4096), ("gate|up", 28672, 4096), ("down", 4096, 14336))
 
@@ -105,9 +105,9 @@ def jobs(*, on_gpu: bool, max_calls: int, shrink: int = 1) -> list[Job]:
 
 
 def _row(name: str, what: str, before: str | None, out: int, width: int, max_calls: int) -> Job:
-    """Returns a product of one row with a matrix, beside XLA's own.
+    """Returns a product of one row with a matrix, compared with XLA's own.
 
-    With a norm or a gate before it, it stands beside these in launches of their own.
+    With a norm or a gate before it, it is compared with separate launches.
     """
     nbytes = 2 * out * width
     calls = min(max(-(-ROTATED_BYTES // nbytes), 4), 4 * max_calls)  # more than L2 holds
@@ -129,7 +129,8 @@ def _row(name: str, what: str, before: str | None, out: int, width: int, max_cal
 def _product(name: str, case: str, rows: int, out: int, width: int, max_calls: int) -> Job:
     """Returns a product of some rows with a matrix in 8-bit blocks.
 
-    Of many rows it stands beside that with a matrix which is widened first, and with one of bf16.
+    With many rows, it is compared with a product that first widens the matrix, and with one in
+    bf16.
     """
     nbytes = out * width + 2 * out * width // BLOCK
     calls = min(max(-(-ROTATED_BYTES // nbytes), 4), 32, max_calls)
@@ -166,7 +167,7 @@ def _queries(batch: int, calls: int = 4) -> list[jax.Array]:
 def _unread(batch: int, pages: int) -> LayerCache:
     """Returns a full cache for use within a program.
 
-    K and V are never made, since nothing reads them.
+    K and V are never allocated, since nothing reads them.
     """
     pool = jnp.zeros((batch * KV_HEADS * pages, PAGE, HEAD_DIM), jnp.bfloat16)
     return LayerCache(pool, pool, jnp.full((batch, KV_HEADS), pages * PAGE, jnp.int32))

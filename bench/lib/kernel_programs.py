@@ -1,6 +1,6 @@
-"""Builds programs of several calls of attention, for bench.kernels and bench.tune.
+"""Builds programs of several calls of attention, for bench.kernels.
 
-A program's calls take turns with their inputs, and each waits for the one before: an optimisation
+A program's calls take turns with their inputs, and each waits for the previous one: an optimisation
 barrier makes its inputs depend on the last result, so that XLA neither reorders nor fuses work of
 two calls.
 """
@@ -22,7 +22,7 @@ from jsparse.pallas_kernels.token_sparse_decode.api import token_sparse_decode
 from jsparse.selection import MAX_BITS_PAGE, Selection
 
 Contender = Callable[[Any, list[Any]], TimedProgram]
-PARTS = 64  # equal parts of a pool: quickly made, and attention reads every one
+PARTS = 64  # equal parts of a pool: quick to make, and attention reads every one
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Job:
     """One case of an op.
 
     Attributes:
-        bytes: the bytes that a call must read, and write where it writes as much.
-        build: makes the inputs that all calls share, and a list of each call's own.
-        contenders: functions that make a program of both; they keep what they compile.
-        crosses: where `bytes` pass: the device's "memory", or the "bus" to the host's.
+        bytes: the bytes that a call must read, plus those written if it writes a similar amount.
+        build: makes the inputs shared by all calls, and a list of each call's own.
+        contenders: functions that make a program from both; they cache their compiled functions.
+        crosses: the path of `bytes`: the device's "memory", or the "bus" to the host's.
         attention: the case, if the op is attention.
     """
 
@@ -46,7 +46,7 @@ class Job:
 
 
 def in_turn(op: Callable[[Any, Any], Any]) -> Contender:
-    """Returns a maker of programs with one call for each of the sets."""
+    """Returns a factory of programs with one call per set of inputs."""
 
     @jax.jit
     def run(fixed, sets):
@@ -101,7 +101,7 @@ def inputs(case: AttentionCase, seed: int) -> tuple[jax.Array, jax.Array, Select
 
 
 def attention_op(case: AttentionCase, implementation: str | None):
-    """Returns the op for the case's lists, as `in_turn` takes it."""
+    """Returns the op for the case's lists, in the form that `in_turn` takes."""
     op = block_sparse_decode if case.lists == "page" else token_sparse_decode
 
     def attend(layer: LayerCache, one):

@@ -16,7 +16,7 @@ BUS_PAGES = 65536  # 268 MB
 
 
 class Settings(NamedTuple):
-    """How often a program is timed.
+    """Numbers of timings per program.
 
     Attributes:
         calls: the calls of one measurement on the host's clock.
@@ -30,7 +30,7 @@ class Settings(NamedTuple):
 
 
 class Bandwidth(NamedTuple):
-    """Bytes per second that this run measured, of the device's memory and of the bus.
+    """Bytes per second of the device's memory and of the bus, measured in this run.
 
     Without a GPU both are the same.
     """
@@ -40,7 +40,7 @@ class Bandwidth(NamedTuple):
 
 
 def bandwidth(before: TimedProgram, nbytes: int, settings: Settings, *, on_gpu: bool) -> Bandwidth:
-    """Measures the bandwidths, that of the memory with `before`, which reads `nbytes` of it."""
+    """Measures the bandwidths, that of memory with `before`, which reads `nbytes` of it."""
     (found,) = profile([], before, settings.runs)
     memory = (
         nbytes
@@ -85,7 +85,7 @@ def warm_grid(cases: Sequence[AttentionCase], contender: Contender) -> None:
 def job_rows(
     job: Job, before: TimedProgram, rate: Bandwidth, settings: Settings
 ) -> list[dict[str, Any]]:
-    """Returns a row for each contender: its times, or the reason why there are none."""
+    """Returns a row for each contender: its times, or the reason why it has none."""
     made, programs = job.build(), {}
     rows: dict[str, dict[str, Any]] = {}
     for name, contender in job.contenders.items():
@@ -111,8 +111,8 @@ def grid_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for each case; each of its calls runs alone and cold.
 
-    `before` runs ahead of every call and fills the cache with other data. Cases of one shape come
-    together and share the cache and one profile.
+    `before` runs ahead of every call and fills the cache with other data. Cases of one shape are
+    adjacent and share the cache and one profile.
     """
     for _, group in groupby(cases, key=_shape):
         same = list(group)
@@ -129,7 +129,7 @@ def grid_rows(
             heads = {
                 "sparse_heads": sparse,
                 "fraction": fraction,
-            }  # of each row; what they attend to
+            }  # of each row; their attended tokens
             row = {"case": case.name, **heads, "bytes": case.bytes, "crosses": "memory", **row}
             yield _finished({**_shape(case), **row}, rate)
 
@@ -155,16 +155,16 @@ def _profiles(
 
 
 def _failure(error: Exception) -> dict[str, str]:
-    """Returns the row of a case that failed, so that the others keep theirs.
+    """Returns the row of a failed case, so that the others keep theirs.
 
-    An op refuses what it cannot do with a ValueError.
+    An op raises ValueError for unsupported arguments.
     """
     kind = "refused" if isinstance(error, ValueError) else "error"
     return {kind: f"{type(error).__name__}: {str(error)[:400]}"}
 
 
 def _finished(row: dict[str, Any], rate: Bandwidth) -> dict[str, Any]:
-    """Adds floors; `us` is the device's time, or the host's where there is no profile."""
+    """Adds floors; `us` is the device's time, or the host's without a profile."""
     row["floor_us"] = row["bytes"] / getattr(rate, row["crosses"]) * 1e6
     row["floor_at_4400_us"] = row["bytes"] / READ_BANDWIDTH * 1e6
     us = row.get("device") or row.get("wall")

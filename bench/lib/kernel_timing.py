@@ -1,8 +1,8 @@
 """Times small programs with two clocks: the host's, over many calls, and the device's, by profile.
 
-A program is a jitted function of several calls, one after the other. Under the profiler every
-program runs behind a lead, a sum over more bytes than any cache holds: the host is then ahead of
-the device, and the program's inputs are cold.
+A program is a jitted function of several consecutive calls. Under the profiler, every program runs
+after a lead, a sum over more bytes than any cache holds: the host is then ahead of the device, and
+the program's inputs are cold.
 """
 
 import gzip
@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from bench.lib.subprocesses import spread
 
 LEAD_BYTES = 2_000_000_000
-LONGEST = 0.3  # seconds that one measurement may take
-PAUSE_SECONDS, PAUSE_US = 0.04, 15e3  # between programs; the least pause seen in a trace
+LONGEST = 0.3  # maximum seconds of one measurement
+PAUSE_SECONDS, PAUSE_US = 0.04, 15e3  # between programs; the minimum pause seen in a trace
 
 
 class TimedProgram(NamedTuple):
@@ -49,7 +49,7 @@ class Event(NamedTuple):
 
 
 def lead(nbytes: int = LEAD_BYTES) -> TimedProgram:
-    """Returns a program that reads that many bytes once."""
+    """Returns a program that reads `nbytes` bytes once."""
     x = jnp.ones(nbytes // 2, jnp.bfloat16)
     total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))
     jax.block_until_ready(total(x))
@@ -59,7 +59,7 @@ def lead(nbytes: int = LEAD_BYTES) -> TimedProgram:
 def wall(program: TimedProgram, calls: int, repeats: int) -> dict[str, float]:
     """Returns the microseconds per call on the host's clock, over `repeats` measurements.
 
-    Each measurement waits once, after `calls` calls or as many as fit into LONGEST.
+    Each measurement waits once, after `calls` calls or the number that fits in LONGEST.
     """
     jax.block_until_ready(program.run())
     began = time.perf_counter()
@@ -81,18 +81,16 @@ def profile(
     """Profiles programs that have run before; see `summary`.
 
     Returns:
-        A dict for `before` itself, then one for each program. All are empty where the profile has
-        no device, as on a CPU; {"profile_error": …} where a program's kernels cannot be told from
-        the others'.
+        A dict for `before` itself, then one for each program. All are empty if the profile has no
+        device, as on a CPU; {"profile_error": …} if a program's kernels cannot be distinguished
+        from the others'.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     folder = tempfile.mkdtemp()
     try:
         with jax.profiler.trace(folder, profiler_options=options):
-            jax.block_until_ready(
-                before.run()
-            )  # the first kernel that a profiler sees may be held up
+            jax.block_until_ready(before.run())  # the first kernel in a profile may be delayed
             time.sleep(PAUSE_SECONDS)
             for program in (None, *programs):
                 for _ in range(repeats):
@@ -119,7 +117,7 @@ def profile(
 
 
 def read_trace(folder: Path) -> list[Event]:
-    """Returns everything that ran on the streams of the first GPU, ordered by start."""
+    """Returns all events on the streams of the first GPU, ordered by start."""
     (path,) = folder.rglob("*.trace.json.gz")
     with gzip.open(path) as file:
         entries = json.load(file)["traceEvents"]
@@ -140,7 +138,7 @@ def read_trace(folder: Path) -> list[Event]:
 
 
 def traced[Result](run: Callable[[], Result]) -> tuple[Result, list[Event]]:
-    """Runs something and waits for its result; also returns what ran on the GPU."""
+    """Calls a function and waits for its result; also returns the events on the GPU."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             result = jax.block_until_ready(run())
@@ -148,14 +146,14 @@ def traced[Result](run: Callable[[], Result]) -> tuple[Result, list[Event]]:
 
 
 def step_kernels(events: Sequence[Event], steps: int) -> dict[str, Any]:
-    """Summarises so many decode steps in microseconds per step.
+    """Summarises `steps` decode steps in microseconds per step.
 
     Returns:
         span: from the start of the first kernel to the end of the last.
-        busy: for how long any ran.
-        launches: how many did.
-        kernels: for each name, without the number that XLA gives it: launches, microseconds of all
-            of them, and the median of one; most time first.
+        busy: the time during which any kernel ran.
+        launches: the number of kernels.
+        kernels: for each name, without XLA's number: launches, total microseconds, and the median
+            of one; most time first.
     """
     if not events:
         return {}
@@ -197,17 +195,17 @@ def summary(events: Sequence[Event], repeats: int, calls: int, skip: int) -> dic
     """Summarises `repeats` runs of `calls` calls in microseconds per call.
 
     Each run follows `skip` events of the lead. XLA may run a part of all calls once, or the first
-    call's another way: a run that does not divide into equal calls is summarised as a whole.
+    call's in a different way: a run that does not divide into equal calls is summarised as a whole.
 
     Returns:
-        device: from the start of one call's first kernel to that of the next call's, launch gaps
-            included; to the end of its last kernel where a run is one call. Of calls that differ,
-            the time of a run divided by their number.
+        device: from the start of one call's first kernel to that of the next call's, including
+            launch gaps; to the end of its last kernel if a run is one call. For unequal calls, the
+            time of a run divided by their number.
         kernels: the sum of its kernels' durations.
         launches: the number of these kernels.
         by_kernel: both for each name, most time first.
-        order: name and duration of each kernel of a call, in their order; not of calls that differ
-            in number. Where XLA runs the first call's another way, its names are outvoted.
+        order: name and duration of each kernel of a call, in order; missing if calls differ in
+            number. If XLA runs the first call's in a different way, its names are outvoted.
     """
     each, left = divmod(len(events), repeats)
     if left or each <= skip:

@@ -1,6 +1,6 @@
-"""Defines the shapes of the GPU benchmarks, Llama 3.1 8B's and that of 70B.
+"""Shapes of the GPU benchmarks: Llama 3.1 8B's and 70B's.
 
-Weights are random: right for speed, never for quality.
+Weights are random: valid for speed, never for quality.
 """
 
 from dataclasses import replace
@@ -26,14 +26,14 @@ LLAMA_70B = replace(
     LLAMA_8B, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64
 )
 
-# Measured read bandwidths, bytes/s (XLA sums 2 GB): floors are bytes over these. A device that is
-# not here has the floors of an H200.
+# Measured read bandwidths, bytes/s (XLA sums 2 GB); floors are bytes divided by these. Other
+# devices use the H200's.
 READ_BANDWIDTHS = {"NVIDIA H100 80GB HBM3": 3.19e12, "NVIDIA H200": 4.4e12}
 READ_BANDWIDTH = READ_BANDWIDTHS["NVIDIA H200"]
 
 
 def key_constants(spec):
-    """Returns constants as a model of these sizes has them."""
+    """Returns constants with the shapes of a model of these sizes."""
     import jax.numpy as jnp
 
     from jsparse.cache.key_constants import KeyConstants
@@ -47,7 +47,7 @@ def key_constants(spec):
 
 
 def boundary_constants():
-    """Returns constants that cut random tokens into chunks as a tokenizer's cut prose.
+    """Returns constants that cut random tokens into chunks as long as a tokenizer's in prose.
 
     Chunks of 8 to 16 tokens have 13.7 on average (jsparse.policies.clusters.chunking).
     """
@@ -66,7 +66,7 @@ def boundary_constants():
 def state_after_prompt(policy, spec, view):
     """Returns the policy's state after a prompt of one chunk that filled the cache.
 
-    The prompt's tokens and its last queries, which some policies look at, are random.
+    The prompt's tokens and its last queries, which some policies use, are random.
     """
     from jsparse.benchmark import random_cache
 
@@ -74,7 +74,7 @@ def state_after_prompt(policy, spec, view):
 
 
 def huggingface_model(config=LLAMA_8B, device="cuda"):
-    """Returns a shape in transformers: random weights through PyTorch's SDPA.
+    """Returns a transformers model of this shape: random weights through PyTorch's SDPA.
 
     Weights are bfloat16 on a GPU and float32 on a CPU, as in jsparse.
     """

@@ -2,16 +2,16 @@
 
 It runs in its own process.
 
-    torch FA2           scaled_dot_product_attention, FLASH_ATTENTION: dense, whatever the case
+    torch FA2           scaled_dot_product_attention, FLASH_ATTENTION: dense in every case
     torch cuDNN         the same, CUDNN_ATTENTION
     FlashInfer CUDA     BatchDecodeWithPagedKVCacheWrapper on CUDA cores; dense cases with all heads
                         of a row in a page, others with every KV head as its own request; the plan
                         is made before
-    FlashInfer tensor   the same on tensor cores. FlashInfer's FA2 kernels: its FA3, which it would
-                        choose on Hopper, does not split a request
+    FlashInfer tensor   the same on tensor cores. FlashInfer's FA2 kernels: its FA3, its default on
+                        Hopper, does not split a request
 
-Every time is that of one CUDA graph of calls that take turns with their inputs, as those of
-bench.kernels do.
+Every time is that of one CUDA graph of calls that take turns with their inputs, as in
+bench.kernels.
 """
 
 import argparse
@@ -45,13 +45,14 @@ from bench.lib.subprocesses import run_child, spread
 PEERS = ("torch", "flashinfer")
 WORKSPACE_BYTES = 512 << 20
 BUILD_SECONDS, CHILD_SECONDS = 240, 240
-MIN_CALLS, MAX_REPLAYS, SECONDS = 16, 20, 0.1  # calls of a graph; its replays; their time
+# calls per graph; its replays; their seconds
+MIN_CALLS, MAX_REPLAYS, SECONDS = 16, 20, 0.1
 
 
 def time_graph(calls: Sequence[Callable[[], Any]], repeats: int) -> dict[str, float]:
     """Returns microseconds per call of a graph.
 
-    The graph holds each of the calls in turn, MIN_CALLS or more in all.
+    The graph has each of the calls in turn, at least MIN_CALLS in all.
     """
     import torch
 
@@ -104,14 +105,14 @@ def torch_rows(shapes: Sequence[tuple[int, int, int]], repeats: int) -> Iterator
 
 
 def flashinfer_rows(cases: Sequence[AttentionCase], repeats: int) -> Iterator[dict[str, Any]]:
-    """Yields each case that FlashInfer can run: no token bits, no bias, no report."""
+    """Yields each case that FlashInfer supports: no token bits, no bias, no report."""
     import torch
 
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     for case in cases:
         if case.bits or case.bias or case.stats:
             continue
-        # all heads of a row in a page, or every head a request with its own pages
+        # all heads of a row in a page, or every head as a request with its own pages
         requests, heads = (case.batch, KV_HEADS) if case.dense == "all" else (case.pairs, 1)
         shape = (requests * case.context // case.unit, 2, case.unit, heads, HEAD_DIM)
         pool = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -174,7 +175,7 @@ def _requests(
 
 
 def present(wanted: Sequence[str], left_out: dict[str, str], *, on_gpu: bool) -> list[str]:
-    """Returns those peers that can run here; `left_out` gets the reason for each of the others."""
+    """Returns the peers that can run here; `left_out` gets the reason for each of the others."""
     here = [name for name in wanted if on_gpu and find_spec(name) is not None]
     left_out |= {
         name: "not installed" if on_gpu else "needs a GPU" for name in wanted if name not in here
@@ -184,7 +185,7 @@ def present(wanted: Sequence[str], left_out: dict[str, str], *, on_gpu: bool) ->
 
 @contextmanager
 def building(left_out: dict[str, str]) -> Iterator[None]:
-    """Compiles FlashInfer's kernels in another process, meanwhile; they are ready at the end."""
+    """Compiles FlashInfer's kernels in another process, in parallel; they are ready on exit."""
     with TemporaryFile("w+") as log:
         command = [sys.executable, "-m", "bench.lib.peers", "--build"]
         child = subprocess.Popen(
@@ -197,7 +198,7 @@ def building(left_out: dict[str, str]) -> Iterator[None]:
             left_out["flashinfer"] = f"its compilation took more than {BUILD_SECONDS} s"
         finally:
             if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)  # its compilers too
+                os.killpg(child.pid, signal.SIGKILL)  # also its compilers
                 child.wait()
         if child.returncode and "flashinfer" not in left_out:
             log.seek(0)
@@ -249,8 +250,8 @@ def _of_shapes(shapes: Sequence[str]) -> list[AttentionCase]:
 
 
 def build() -> None:
-    """Compiles both modules of `flashinfer_rows` at once; FlashInfer keeps them for later."""
-    os.nice(10)  # jsparse compiles meanwhile
+    """Compiles both modules of `flashinfer_rows` in parallel; FlashInfer caches them."""
+    os.nice(10)  # jsparse compiles at the same time
     import torch
     from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
 

@@ -1,4 +1,4 @@
-"""Names the policies that bench.quality measures together, with their tasks and lengths."""
+"""The sets of policies that bench.quality measures together, with their tasks and lengths."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,23 +22,24 @@ TASKS = (
     "fwe",
 )
 ANSWERED_WHEN_LONG = TASKS[:4]
-AGAIN = 14  # the layer of SmolLM2 that picks again
-TIDAL_DENSE = 4 / 30  # the share of layers that are dense then
+AGAIN = 14  # the layer of SmolLM2 that selects again
+TIDAL_DENSE = 4 / 30  # the resulting share of dense layers
 PAPERS_QUEST = "slack=1.0, group='max'"
 DUO_RETRIEVAL = 11 / 90  # the share of retrieval heads in direct.safetensors
 GATE_FILES = "hard_kuma.safetensors", "direct.safetensors"
 
 
 def hard_kv(budget: int, more: str = "") -> str:
-    """Returns hard_kv whose heads may hold from half to twice the budget."""
+    """Returns hard_kv with heads of half to twice the budget."""
     return f"hard_kv(budget={budget}, floor={budget // 2}, cap={2 * budget}{more})"
 
 
 def at_budget(budget: int) -> tuple[str, ...]:
-    """Returns the policies that keep `budget` slots per head, and those that read as many.
+    """Returns the policies that keep `budget` slots per head, and those that read that number.
 
-    StreamingLLM and Quest keep everything, whatever they read. The questions of the tasks have
-    about ten tokens, which the default window of 32 queries drowns in filler: hence those of 8.
+    StreamingLLM and Quest keep everything, however much they read. The questions of the tasks have
+    about ten tokens, which filler dominates in the default window of 32 queries; hence the windows
+    of 8.
     """
     return (
         hard_kv(budget),
@@ -55,7 +56,7 @@ def at_budget(budget: int) -> tuple[str, ...]:
 def at_a_quarter(gates: Path, length: int) -> tuple[str, ...]:
     """Returns the policies at a quarter of the length, with DuoAttention and a yardstick.
 
-    The window of DuoAttention's other heads is such that all heads hold a quarter on average.
+    The window of DuoAttention's other heads makes the average over all heads a quarter.
     """
     window = round((0.25 - DUO_RETRIEVAL) / (1 - DUO_RETRIEVAL) * length)
     return (
@@ -78,10 +79,10 @@ def eviction(gates: Path, length: int) -> tuple[str, ...]:
 
 
 def every_method(gates: Path, length: int) -> tuple[str, ...]:
-    """Returns every method such that heads read a quarter of the length on average.
+    """Returns every method, such that heads read a quarter of the length on average.
 
-    `tidal`, `lychee_decode` and `duo_attention` read everything in some layers or heads, and so
-    have less in the others. What Twilight reads follows from p.
+    `tidal`, `lychee_decode` and `duo_attention` read everything in some layers or heads, and
+    therefore less in the others. Twilight's reads follow from p.
     """
     budget = length // 4
     in_layers, in_heads = (
@@ -120,8 +121,8 @@ class Set(NamedTuple):
 
     Attributes:
         policies: maps the folder of gates and a length to expressions; dense() is always measured
-            too.
-        tasks: the default tasks; SmolLM2 answers few of them at 4K and 8K.
+            in addition.
+        tasks: the default tasks; SmolLM2 solves few of them at 4K and 8K.
         lengths: the default lengths.
         steps: the default number of decode steps of the tasks that compare with dense.
     """

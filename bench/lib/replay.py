@@ -1,4 +1,4 @@
-"""Replays what was recorded on SmolLM2: the pages that Twilight kept and the lengths of heads.
+"""Replays records of SmolLM2: the pages that Twilight kept and the lengths of heads.
 
 The records are bench/results/twilight_trace and eviction_trace.
 """
@@ -32,15 +32,15 @@ def pages_kept(context: int) -> np.ndarray:
 
 @cache
 def lengths_kept() -> np.ndarray:
-    """Returns the lengths of all heads after the last compression that was recorded."""
+    """Returns the lengths of all heads after the last recorded compression."""
     return np.array(json.loads(LENGTHS_TRACE.read_text(encoding="utf-8"))["traces"][-1]["lengths"])
 
 
 def replayed(policy: Policy, context: int) -> Policy:
-    """Returns `policy` with heads that keep only as many of their pages as heads of the trace.
+    """Returns `policy` with the number of pages per head limited to the trace's.
 
-    A head keeps the first of its pages. Counts are spread evenly over the trace's and dealt to the
-    heads by layer. Everything that `policy` computes is still computed, plus one small kernel.
+    A head keeps the first of its pages. Counts are spaced evenly over the trace's and dealt to the
+    heads by layer. Everything in `policy` is still computed, plus one small kernel.
     """
     recorded = pages_kept(context)
 
@@ -60,12 +60,12 @@ def spread_evenly(recorded: np.ndarray, seed: int, shape: tuple[int, ...]) -> np
 
 
 def parse(text: str, context: int) -> Policy:
-    """Parses a policy's expression, or finds one of your own, named `path.py:function`.
+    """Parses a policy's expression, or imports your own from `path.py:function`.
 
     replayed(…) around it replays the counts of that context.
     """
     replays = text.startswith("replayed(") and text.endswith(")")
     inner = text[len("replayed(") : -1] if replays else text
-    resolve(inner)  # imports code of your own, whose policy the parser then knows by this text
+    resolve(inner)  # imports your own code and registers its policy with the parser under this text
     policy = expressions.parse(inner)
     return replayed(policy, context) if replays else policy

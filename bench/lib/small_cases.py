@@ -1,7 +1,7 @@
 """Calls every op with a kernel on small cases that cover its branches.
 
-bench.sanitize runs them on a GPU, bench.compile_kernels compiles what they launch, and
-bench.interpret_kernels runs that on a CPU.
+bench.sanitize runs them on a GPU, bench.compile_kernels compiles their kernels, and
+bench.interpret_kernels runs these on a CPU.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -114,7 +114,7 @@ def framed_bounds(case: Any) -> Any:
 
 
 def framed_scores(case: Any, inputs: Any) -> Any:
-    """Takes the bounds of all slots in anew, and scores them."""
+    """Recomputes the bounds of all slots, and scores them."""
     q, layer, bounds, frame = inputs
     append = partial(bounds_append, frame=frame, max_new=layer.capacity, implementation="triton")
     valid, first = layer.lengths[:, 0], jnp.zeros_like(layer.lengths)
@@ -132,7 +132,7 @@ def placed(case: Any, inputs: Any) -> Any:
 
 
 def gathered(_: Any, inputs: Any) -> Any:
-    """Gathers from a pool in the device's memory and from one in the host's."""
+    """Gathers from a pool in device memory and from one in host memory."""
     pool, ids, count = inputs
     on_host = jax.device_put(
         pool, SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
@@ -215,7 +215,7 @@ def updated(case: Any, inputs: Any) -> Any:
 
 
 def attended_by_window(_: Any, inputs: Any) -> Any:
-    """Takes the shares of every head and those of groups, of competing slots and of all."""
+    """Computes the shares of every head and those of groups, of competing slots and of all."""
     op = partial(window_attention, implementation="triton")
     ways = (op, partial(op, group="max"), partial(op, over="held"))
     return [jax.jit(way)(*inputs) for way in ways]
@@ -276,12 +276,12 @@ def int4_appended(_: Any, inputs: Any) -> Any:
 
 
 def int4_inputs(case: Any) -> Any:
-    """Returns inputs that score, and how keys are kept."""
+    """Returns inputs for scoring, and the keys' format."""
     return int4_cases.build(case), int4_cases.options(case)
 
 
 def int4_append_inputs(case: Any) -> Any:
-    """Returns inputs that append each head's last five tokens, or all that it has, once more."""
+    """Returns inputs that append each head's last five tokens (or all if fewer) once more."""
     (q, layer, keys, _), kept = int4_inputs(case)
     k = jnp.ones((case.batch, 5, case.kv_heads, q.shape[-1]), layer.k.dtype)
     return (keys, layer, k, jnp.full(case.batch, 5), jnp.maximum(layer.lengths - 5, 0)), kept
@@ -460,5 +460,5 @@ OPS = {
         attended_by_window, named(window_cases.CASES, "scrambled bias group_of_16 group_of_7 llama")
     ),
 }
-# those that Mosaic GPU runs
+# those that run on Mosaic GPU
 MOSAIC = ("block_sparse", "quantized_product", "many_rows_product")

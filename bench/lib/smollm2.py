@@ -1,4 +1,4 @@
-"""Defines the shape of SmolLM2-135M, for benchmarks of a small model."""
+"""The shape of SmolLM2-135M, for benchmarks of a small model."""
 
 from jsparse.models.config import ModelConfig
 

@@ -1,4 +1,4 @@
-"""Runs each contender in its own process, so that neither shares the other's memory or programs."""
+"""Runs each contender in its own process, so that they do not share memory or programs."""
 
 import json
 import statistics
@@ -28,7 +28,7 @@ def run_child(
 
 
 def write_report(path: Path | None, report: dict[str, Any]) -> None:
-    """Writes the report so far, so that a run that is cut short leaves its rows.
+    """Writes the report so far, so that an interrupted run leaves its rows.
 
     Without a path it writes nothing.
     """
@@ -38,5 +38,5 @@ def write_report(path: Path | None, report: dict[str, Any]) -> None:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Returns the median, the least and the greatest value."""
+    """Returns the median, the minimum and the maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}

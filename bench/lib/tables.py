@@ -1,4 +1,4 @@
-"""Reads tables.toml: the committed results, and the commands that make them."""
+"""Reads tables.toml: the committed results, and the commands that produce them."""
 
 import sys
 import tomllib
@@ -19,16 +19,16 @@ class Table:
 
     Attributes:
         name: the folder of its files in bench/results.
-        shows: what it shows, in one sentence.
+        shows: its content, in one sentence.
         machine: h200 or h100 (NVIDIA H200, H100) or cpu (two cores of an AMD EPYC).
         files: its files; a script writes the first, and the plots with it.
         page: the page that shows it.
-        script: the module that makes it; "" if none does today.
-        revision: the last one with the script that made it, where its question is answered.
+        script: the module that produces it; "" if none does today.
+        revision: the last one with the script that produced it, if its question is answered.
         arguments: the arguments of every run.
         runs: further arguments of each run, if there are several.
-        output: the option that takes the report's path; "" if the script only prints.
-        note: what the record does not tell, or how it was made by hand.
+        output: the option for the report's path; "" if the script only prints.
+        note: facts that the record lacks, or how it was made by hand.
     """
 
     name: str
@@ -45,30 +45,30 @@ class Table:
 
     @property
     def results(self) -> list[Path]:
-        """Returns the committed files."""
+        """The committed files."""
         return [RESULTS / self.name / file for file in self.files]
 
     @property
     def build(self) -> Path:
-        """Returns the default path of a new report, outside the committed ones."""
+        """The default path of a new report, outside the committed ones."""
         return BUILD / self.name / Path(self.files[0]).name
 
     def commands(self, out: Path, more: Sequence[str] = ()) -> list[list[str]]:
-        """Returns the commands that make the result.
+        """Returns the commands that produce the result.
 
         Args:
             out: the path of the report; several runs append _1, _2, … to its stem.
             more: arguments that follow those of the table.
 
         Raises:
-            ValueError: no command makes the result.
+            ValueError: no command produces the result.
         """
         if self.revision:
             raise ValueError(
                 f"name={self.name!r}: check out revision {self.revision}, the last with its script"
             )
         if not self.script:
-            raise ValueError(f"name={self.name!r}: no command makes it. {self.note}")
+            raise ValueError(f"name={self.name!r}: no command produces it. {self.note}")
         commands = []
         for nth, run in enumerate(self.runs, 1):
             path = out if len(self.runs) == 1 else out.with_stem(f"{out.stem}_{nth}")
@@ -89,7 +89,7 @@ def find(name: str) -> Table:
     """Returns one table.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no table of that name.
     """
     known = tables()
     if name not in known:

@@ -1,4 +1,4 @@
-"""Gives benchmarks the text of `jsparse eval`."""
+"""Loads the text of `jsparse eval` for benchmarks."""
 
 from importlib.resources import files
 

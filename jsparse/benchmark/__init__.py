@@ -1,1 +1,1 @@
-"""Measures the engine as its users see it: tokens per second, and how long they wait for them."""
+"""Benchmarks of the engine: throughput and latency as users see them."""

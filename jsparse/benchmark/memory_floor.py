@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jsparse.machine import memory
 from jsparse.models.checkpoint import Params
 
-BYTES_TO_MOVE = 2**30  # of the array with which bandwidth is measured
+BYTES_TO_MOVE = 2**30  # of the array that measures bandwidth
 MOVES = 8
 
 
 def memory_bandwidth() -> float:
-    """Returns the bytes/s of the device's memory: reads and writes of an array negated in place.
+    """Returns the device's memory bandwidth in bytes/s, from negating an array in place.
 
     The array has 1 GiB, or a quarter of the free memory. The fastest of 8 passes counts.
     """
@@ -31,7 +31,8 @@ def memory_bandwidth() -> float:
 def read_bytes(params: Params) -> int:
     """Returns the bytes of weights that a step must read on each device.
 
-    Of an input embedding that the output does not share, a step reads a row per token: none counts.
+    An input embedding that the output does not share is not counted, since a step reads only a row
+    of it per token.
     """
     read = dict(params.weights["params"])
     if not params.config.tie_word_embeddings:

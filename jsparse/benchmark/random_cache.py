@@ -1,4 +1,4 @@
-"""Fills a cache or a session with random K and V, to measure times without a prompt."""
+"""Fills a cache or a session with random K and V, for timings without a prompt."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from jsparse.runtime.spread_programs import by_rank, same_on_all
 def full_session(
     params: Params, policy: Policy, spec: CacheSpec, tokens: int, **how: Any
 ) -> Session:
-    """Returns a session whose rows hold random tokens, with the state after a prompt.
+    """Returns a session with random tokens in its rows, and the state after a prompt.
 
     `how` are further arguments of Session.
     """
@@ -51,10 +51,10 @@ def _state_behind(
 def random_cache(
     spec: CacheSpec, tokens: int, fields: tuple[str, ...] = (), mesh: Mesh | None = None
 ) -> KVCache:
-    """Returns a cache in which every head holds `tokens` random keys and values, in order.
+    """Returns a cache with `tokens` random keys and values in every head, in order.
 
     `fields` are the optional fields that a policy needs; slots have no bias. All devices of `mesh`
-    hold the same.
+    have the same contents.
     """
     in_order = by_rank(_in_order, mesh, static=("spec", "tokens", "fields"))
     fill = jax.jit(_filled, donate_argnames="like")
@@ -70,7 +70,7 @@ def random_cache(
 
 
 def _in_order(spec: CacheSpec, tokens: int, fields: tuple[str, ...]) -> KVCache:
-    """Returns a cache whose heads hold so many tokens, each in the slot of its position."""
+    """Returns a cache with `tokens` tokens per head, each in the slot of its position."""
     cache = kv_cache.init(spec, fields=fields)
     in_order = jnp.arange(spec.capacity, dtype=jnp.int32).reshape(-1, spec.page_size)
     layers = tuple(
@@ -86,7 +86,7 @@ def _in_order(spec: CacheSpec, tokens: int, fields: tuple[str, ...]) -> KVCache:
 
 
 def _filled(seed: Array, like: Array) -> Array:
-    """Returns random numbers in the place of zeros."""
+    """Returns random numbers in the shape of `like`, an array of zeros."""
     return like + jax.random.normal(jax.random.key(seed), like.shape, like.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Makes models of random weights, whose speed and memory are those of any others."""
+"""Makes models with random weights, for measuring speed and memory."""
 
 import dataclasses
 from typing import Any
@@ -20,10 +20,10 @@ def random_model(
     quantized: bool = False,
     tensor_parallel_size: int = 1,
 ) -> Params:
-    """Returns a model of these sizes; over several devices, none of them ever has the whole.
+    """Returns a model of these sizes; if spread over devices, no device ever has the whole model.
 
     Raises:
-        ValueError: it cannot be divided so, or there are not as many devices.
+        ValueError: it cannot be divided into that number of parts, or there are not enough devices.
     """
     whole_number("tensor_parallel_size", tensor_parallel_size, 1)
     if quantized:
@@ -34,7 +34,7 @@ def random_model(
     spreading = Spreading(config, tensor_parallel_size)
 
     def place(path: str, whole: jax.Array) -> jax.Array:
-        # the next is not made before this one's memory is free
+        # the next array is not made before this one's memory is free
         return jax.block_until_ready(spreading.place(path, whole))
 
     made = random_weights(config, dtype, quantized=quantized, place=place)

@@ -9,16 +9,16 @@ from jsparse.evaluation.store import Entry
 STEPS, REFUSED = "steps", "refused"
 KL, TURNS = "kl", ("passkey", "passkey_turn2")
 NO_KL, NO_KEYS = "not compared with dense attention", "slower than the one to take"
-# a step must be this much faster than dense attention's to be worth a difference in the text
+# minimum speedup over dense attention that is worth a difference in the text
 MIN_GAIN = 1.02
 
 
 def ranked(entries: Sequence[Entry], requirements: Requirements) -> list[dict[str, Any]]:
-    """Returns a dict for dense attention and each candidate, the ones to take first.
+    """Returns a dict for dense attention and each candidate, the recommended ones first.
 
     Keys: policy; ms (per step); over_dense; kl and agreement, means over the texts; found and lost,
-    for each kind of pass key how many the policy finds, and only dense attention; of, their number;
-    verdict, why it is not to be taken, or "". Missing measurements are None.
+    the numbers of pass keys of each kind that the policy finds, and that only dense attention
+    finds; of, their total; verdict, the reason against it, or "". Missing measurements are None.
     """
     values: dict[tuple[str, str], dict[int, Mapping[str, float]]] = {}
     refused: dict[str, str] = {}
@@ -65,7 +65,7 @@ def _found(values: Mapping[tuple[str, str], Mapping[int, Any]], policy: str) -> 
 
 
 def _verdict(row: Mapping[str, Any], requirements: Requirements) -> str:
-    """Returns why a policy is not to be taken, or ""."""
+    """Returns the reason against a policy, or ""."""
     if row["policy"] == DENSE:
         return ""
     if row["ms"] is None:

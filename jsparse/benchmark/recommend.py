@@ -1,9 +1,9 @@
 """Finds the fastest policy for a model on this device that stays close to dense attention.
 
-Steps of every candidate are timed as `jsparse bench latency` times them. Those that are faster than
-dense attention's are then compared with it as `jsparse eval` does: by the KL divergence along the
-same text, and by pass keys that the prompt's end or a later turn asks for. Everything measured is
-kept in a journal as it comes, so that an interrupted run goes on where it stopped.
+Steps of every candidate are timed as in `jsparse bench latency`. Candidates that are faster than
+dense attention are then compared with it as in `jsparse eval`: by the KL divergence along the same
+text, and by pass keys that the prompt's end or a later turn asks for. All measurements go to a
+journal immediately, so that an interrupted run resumes where it stopped.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ from jsparse.policies.expressions import parse
 from jsparse.runtime import capacity
 from jsparse.text.short_names import short_name
 
-# How much longer a CPU compiles steps of a policy than of dense attention: those of SmolLM2 take 8
-# CPU seconds with dense attention, 28 with quest
+# How much longer a CPU compiles a policy's steps than dense attention's: on SmolLM2, 28 CPU seconds
+# with quest against 8.
 CPU_COMPILING = 3
 
 OnPart = Callable[[str, int, int], Any]
@@ -45,15 +45,15 @@ def recommend(
 ) -> dict[str, Any]:
     """Measures the candidates and ranks them.
 
-    `report` gets the current measurement, and how many of its parts are done, of all; `notify`
+    `report` receives the current measurement and its finished and total parts; `notify` receives
     sentences about the run.
 
     Returns:
-        A dict of wanted, device, dtype, length (the tokens of the texts; 0 where no step was faster
+        A dict of wanted, device, dtype, length (the tokens of the texts; 0 if no step was faster
         than dense attention's), rows (see `ranked`) and best, the first of them.
 
     Raises:
-        ValueError: an argument is out of its range, the model is spread over devices, or dense
+        ValueError: an argument is out of range, the model is spread over devices, or dense
             attention itself does not fit.
     """
     require_on_one_device(params)
@@ -92,7 +92,7 @@ def _measured(
     first = _plan(requirements, [DENSE], TURNS[:1], length)._replace(samples=_rows(requirements))
     run(params, first, store)
     of_batch = time.monotonic() - began
-    if not resumed:  # else nothing was measured now that could tell how long the rest takes
+    if not resumed:  # otherwise no new measurement predicts how long the rest takes
         notify(_outlook(params, requirements, length, of_one, of_batch))
     for nth, policy in enumerate(requirements.policies):
         report(f"decode steps of {short_name(policy)}", nth, len(requirements.policies))
@@ -101,7 +101,7 @@ def _measured(
     faster = _with(store, requirements, NO_KL)
     for group in _groups(params, requirements, faster, length):
         _compare(params, requirements, _plan(requirements, group, (KL,), length), store, report)
-    # the fastest that loses none is the one to take: slower ones need no pass keys
+    # the fastest one without losses is the result: slower ones need no pass keys
     while ranked(store.entries, requirements)[0]["policy"] == DENSE and (
         near := _with(store, requirements, NO_KEYS)
     ):
@@ -138,7 +138,7 @@ def choice(measured: Mapping[str, Any]) -> Choice:
 
 
 def _with(store: ResultStore, requirements: Requirements, verdict: str) -> list[str]:
-    """Returns the policies of which this is said, the fastest first."""
+    """Returns the policies with this verdict, the fastest first."""
     rows = ranked(store.entries, requirements)
     return [row["policy"] for row in rows if row["verdict"] == verdict]
 
@@ -151,16 +151,16 @@ def _store(params: Params, requirements: Requirements) -> ResultStore:
         "dtype": params.types,
         "versions": {"jsparse": __version__, "jax": jax.__version__},
     }
-    del settings["kl"], settings["exact"]  # they only judge measurements
+    del settings["kl"], settings["exact"]  # they affect only verdicts, not measurements
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     path = cache_folder() / "recommend" / f"{digest}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # of a run that ended: a second request measures again
+    path.unlink(missing_ok=True)  # of a completed run: a second request measures again
     return ResultStore(path, settings, resume=True)
 
 
 def _time(params: Params, requirements: Requirements, policy: str, store: ResultStore) -> None:
-    """Times a policy's steps, unless the journal has them, and notes why it cannot run."""
+    """Times a policy's steps, unless the journal has them, and records why it cannot run."""
     cells = [Cell(policy, task, requirements.context) for task in (STEPS, REFUSED)]
     if not all(store.missing(cell, 1) for cell in cells):
         return
@@ -188,7 +188,7 @@ def _timed(store: ResultStore, policy: str) -> str:
 def _compare(
     params: Params, requirements: Requirements, group: Plan, store: ResultStore, report: OnPart
 ) -> None:
-    """Compares policies with dense attention; an error of one does not stop the others."""
+    """Compares policies with dense attention; an error in one does not stop the others."""
 
     def update(now: Progress) -> None:
         report(f"closeness to dense attention: {now.part.tasks[0]}", now.part_done, now.part_total)
@@ -210,7 +210,7 @@ def _refusal(policy: str, requirements: Requirements, error: ValueError) -> Entr
 
 
 def _rows(requirements: Requirements) -> int:
-    """Returns the texts per batch: several where that costs little memory."""
+    """Returns the texts per batch: several if that needs little memory."""
     return min(4 if requirements.context <= 2**13 else 1, requirements.samples)
 
 
@@ -222,7 +222,7 @@ def _plan(
 
 
 def _longest(params: Params, requirements: Requirements) -> int:
-    """Returns the greatest length of texts up to the context of which memory holds two batches."""
+    """Returns the maximum length of texts, up to the context, at which two batches fit."""
     length = requirements.context
     while not _fits(params, requirements, [DENSE], length):
         length //= 2
@@ -235,7 +235,7 @@ def _longest(params: Params, requirements: Requirements) -> int:
 
 
 def _fits(params: Params, requirements: Requirements, policies: Sequence[str], length: int) -> bool:
-    """Returns whether prompts read for all these policies fit, beside a copy for one to decode."""
+    """Returns whether prompts for all these policies fit, plus a copy for one to decode."""
     spec = capacity.cache_spec(params, [[]] * _rows(requirements), length, None, PAGE_SIZE)
     bundled = bundle(tuple(map(parse, policies)))
     return capacity.fits(spec._replace(batch=2 * spec.batch), bundled)
@@ -244,7 +244,7 @@ def _fits(params: Params, requirements: Requirements, policies: Sequence[str], l
 def _groups(
     params: Params, requirements: Requirements, policies: Sequence[str], length: int
 ) -> Iterator[list[str]]:
-    """Yields the policies in groups that fit in memory together, to read each prompt once for."""
+    """Yields groups of policies that fit in memory together, so that they share each prefill."""
     group: list[str] = []
     for policy in policies:
         if group and not _fits(params, requirements, [*group, policy], length):
@@ -258,7 +258,7 @@ def _groups(
 def _outlook(
     params: Params, requirements: Requirements, length: int, of_one: float, of_batch: float
 ) -> str:
-    """Words the measurements to come and their time, by the seconds of dense steps and a batch."""
+    """Describes the remaining measurements and their time, from that of dense steps and a batch."""
     count = len(requirements.policies)
     steps = f"steps of {count} policies" if count > 1 else "steps of one policy"
     groups = len(list(_groups(params, requirements, requirements.policies, length)))

@@ -1,4 +1,4 @@
-"""Defines the requirements of a recommendation, and the candidates that are tried by default."""
+"""The requirements of a recommendation, and its default candidates."""
 
 from typing import NamedTuple
 
@@ -10,15 +10,15 @@ PAGE_SIZE, MIN_LENGTH = 16, 512
 
 
 class Requirements(NamedTuple):
-    """Holds the sizes of a measurement, and how close to dense attention is close enough.
+    """The sizes of a measurement, and the required closeness to dense attention.
 
     Attributes:
         context: the tokens in the cache of each sequence.
         batch: the sequences that decode together.
         policies: the candidates' expressions.
-        kl: the greatest mean KL divergence from dense attention, in nats.
-        exact: whether every greedy choice along the text must be dense attention's, too.
-        samples: the texts, and the pass keys of each kind.
+        kl: the maximum mean KL divergence from dense attention, in nats.
+        exact: whether every greedy choice along the text must also be dense attention's.
+        samples: the number of texts, and of pass keys of each kind.
         steps: the decode steps per text.
     """
 
@@ -33,9 +33,10 @@ class Requirements(NamedTuple):
 
 
 def candidates(context: int) -> list[str]:
-    """Returns the expressions that are tried by default, with budgets for a context.
+    """Returns the default candidates' expressions, with budgets for a context.
 
-    They need neither training nor calibration. Those whose minimum budget exceeds it are left out.
+    They need neither training nor calibration. Those with a minimum budget above the context are
+    omitted.
     """
     eighth, quarter = (_whole_pages(context // parts) for parts in (8, 4))
     usual = [
@@ -66,7 +67,7 @@ def _whole_pages(tokens: int) -> int:
 
 
 def checked(requirements: Requirements, longest: int) -> Requirements:
-    """Returns the requirements with canonical names, once each and without dense attention."""
+    """Returns the requirements with canonical names, without duplicates and dense attention."""
     for name in ("context", "batch", "samples", "steps"):
         whole_number(name, getattr(requirements, name), 1)
     if not MIN_LENGTH <= requirements.context <= longest:

@@ -1,11 +1,11 @@
-"""Measures how long a decode step takes on this device, beside dense attention and a floor.
+"""Measures the time of a decode step on this device, next to dense attention and a floor.
 
 The cache is full of random K and V (jsparse.benchmark.random_cache), tokens are chosen greedily and
 fed back on the device, and the steps run in the loop of `jsparse.generate`. The floor is the time
-in which the device's memory delivers what a step must read: all weights once, of an input embedding
-that the output does not share only the rows of the tokens, and the K and V that the policy attends
-to. It includes neither a policy's reads in choosing them nor computation. Where a model is spread
-over devices, bytes are those of one.
+in which the device's memory delivers the bytes that a step must read: all weights once (only the
+tokens' rows of an input embedding that the output does not share), and the K and V that the policy
+attends to. It includes neither a policy's reads for selection nor computation. For a model spread
+over devices, bytes are per device.
 """
 
 import logging
@@ -36,7 +36,7 @@ from jsparse.runtime.sampling import greedy
 from jsparse.runtime.session import StepResult
 
 PAGE_SIZE = 16
-# steps per iteration: on a GPU enough that starting the first is lost in them
+# steps per iteration: enough on a GPU that starting the first is negligible
 STEPS_ON_GPU, STEPS_ELSEWHERE = 104, 4
 IN_FLIGHT = 4  # programs
 
@@ -51,18 +51,17 @@ def measure(
     num_iters_warmup: int = 1,
     bandwidth: float | None = None,
 ) -> dict[str, Any]:
-    """Times decode steps of every policy at every context and batch, after dense attention.
+    """Times decode steps of every policy at every context and batch size, after dense attention.
 
     Args:
         params: the model; random weights give the same times, except for policies that choose how
             many tokens they attend to.
         policies: policies or their expressions; dense() comes first and need not be named.
-        contexts: tokens in the cache of each row when the last step has run.
-        batches: the numbers of rows.
-        num_iters: iterations that are timed, each of 104 steps on a GPU and 4 elsewhere.
-        num_iters_warmup: iterations before them that are not timed, or more for services to come
-            due.
-        bandwidth: the bandwidth of the device's memory in bytes/s; None measures it.
+        contexts: tokens in the cache of each row after the last step.
+        batches: the batch sizes.
+        num_iters: timed iterations, each of 104 steps on a GPU and 4 elsewhere.
+        num_iters_warmup: untimed iterations before them; more if services need them to come due.
+        bandwidth: the bandwidth of the device's memory in bytes/s; None: measure it.
 
     Returns:
         bandwidth (bytes/s), bandwidth_measured, steps_per_iteration, num_iters, weight_bytes (read
@@ -71,8 +70,8 @@ def measure(
         and read (shares of the tokens), attended_bytes, floor_ms, over_floor and kernels (by op).
 
     Raises:
-        ValueError: an argument is out of its range, a policy is refused, or the cache does not fit
-            the model or the memory.
+        ValueError: an argument is out of range, a policy is invalid, or the cache does not fit the
+            model or the memory.
     """
     for name, value in (("num_iters", num_iters), ("num_iters_warmup", num_iters_warmup)):
         whole_number(name, value, 1)
@@ -108,7 +107,7 @@ def measure(
 def time_steps(
     params: Params, policy: AnyPolicy | str, *, batch: int, context: int, num_iters: int = 5
 ) -> dict[str, Any]:
-    """Times one policy as `measure`; its result lacks over_dense, floor_ms and over_floor."""
+    """Times one policy as `measure` does; its result lacks over_dense, floor_ms and over_floor."""
     steps = STEPS_ON_GPU if jax.default_backend() == "gpu" else STEPS_ELSEWHERE
     return _measured(params, _plan(params, as_policy(policy), batch, context, steps, num_iters, 1))
 
@@ -121,7 +120,7 @@ def shaped(
     revision: str | None = None,
     tensor_parallel_size: int = 1,
 ) -> Params:
-    """Returns a model of which only the config is read, with random weights."""
+    """Returns a model with random weights, reading only the config."""
     config = read_config(model, revision=revision)
     default = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     return random_model(
@@ -132,7 +131,7 @@ def shaped(
 
 
 class _Run(NamedTuple):
-    """A measurement to make; `tokens` are in the cache before the first step."""
+    """A planned measurement; `tokens` are in the cache before the first step."""
 
     original: AnyPolicy
     policy: Policy
@@ -159,7 +158,7 @@ def _plan(
     limit = params.config.max_position_embeddings
     if context > limit:
         raise ValueError(f"context={context}: must be at most {limit}, the model's maximum")
-    # a program that maintenance cuts short shifts those after it, which then end later
+    # a program that maintenance cuts short shifts the following ones, which then end later
     further = (num_iters + 1) * STEPS_PER_PROGRAM
     spec = capacity.cache_spec(params, [[]] * batch, context, None, PAGE_SIZE)
     spec = spec._replace(num_pages=spec.num_pages + -(-further // PAGE_SIZE))
@@ -180,7 +179,7 @@ def _measured(params: Params, run: _Run) -> dict[str, Any]:
     limit = run.spec.capacity - run.tokens
 
     def choose(arguments: Any, nth: Any, logits: Any, active: Any) -> Any:
-        # a new function each time, so that the step is traced and says which kernels it runs
+        # a new function each time, so that the step is retraced and logs its kernels
         return greedy(arguments, nth, logits, active)
 
     results = few_in_flight(session.steps(choose, (), limits=[limit] * run.spec.batch))
@@ -224,9 +223,9 @@ def _measured(params: Params, run: _Run) -> dict[str, Any]:
 
 
 def few_in_flight(results: Iterable[StepResult]) -> Generator[StepResult]:
-    """Yields results of programs, of which few run or wait to, as where somebody reads tokens.
+    """Yields results of programs while keeping few in flight, as when a client reads the tokens.
 
-    On several devices of a CPU more than 32 would wait for each other for ever.
+    On several devices of a CPU, more than 32 would deadlock.
     """
     running = deque[jax.Array]()
     for result in results:
@@ -237,7 +236,7 @@ def few_in_flight(results: Iterable[StepResult]) -> Generator[StepResult]:
 
 
 def _warm_up_steps(policy: Policy, steps: int, num_iters: int, num_iters_warmup: int) -> int:
-    """Returns whole iterations of steps in which each service that will come due is compiled."""
+    """Returns whole iterations of steps that compile each service that will come due."""
     minimum = num_iters_warmup * steps
     periods = policy.services.every.values()
     due = [every for every in periods if every <= minimum + num_iters * steps]
@@ -246,7 +245,7 @@ def _warm_up_steps(policy: Policy, steps: int, num_iters: int, num_iters_warmup:
 
 @contextmanager
 def _noted(kernels: dict[str, list[str]]) -> Iterator[None]:
-    """Notes which backends run which ops in programs that are traced meanwhile."""
+    """Records which backends run which ops in programs traced in this context."""
 
     class Notes(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

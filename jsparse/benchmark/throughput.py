@@ -1,7 +1,7 @@
-"""Runs a workload through an engine and reports its rates and delays.
+"""Runs a workload through an engine and reports its throughput and latency.
 
-A workload is a list of prompts with lengths of answers and times of arrival. Prompts are random
-tokens and answers have exactly the requested length.
+A workload is a list of prompts with output lengths and arrival times. Prompts are random tokens,
+and outputs have exactly the requested length.
 """
 
 import time
@@ -23,10 +23,10 @@ PERCENTILES = (50, 90, 99)
 def run(
     engine: Engine, workload: Sequence[WorkloadRequest], **sampling: Any
 ) -> list[RequestOutput]:
-    """Serves a workload, each request when its time has come; outputs in the order of requests.
+    """Serves a workload, each request at its arrival time; outputs are in the order of requests.
 
-    Tokens are greedy unless options of SamplingParams say otherwise. The engine's clock must be
-    `time.perf_counter`.
+    Decoding is greedy unless options of SamplingParams specify otherwise. The engine's clock must
+    be `time.perf_counter`.
     """
     sampling = {"temperature": 0, "ignore_eos": True} | sampling
     options = [SamplingParams(max_tokens=each.tokens, **sampling) for each in workload]
@@ -56,12 +56,13 @@ def run(
 
 
 def measure(engine: Engine, workload: Sequence[WorkloadRequest], **sampling: Any) -> dict[str, Any]:
-    """Serves a workload as `run` does and returns its rates and delays, with units in their names.
+    """Serves a workload as `run` does; returns throughput and latency, with units in their names.
 
     TTFT: from arrival to the first token; ITL: between tokens as the host sees them; TPOT: mean per
-    token after the first. `host_ms_per_step`: computing time of the engine's thread, part by part
-    in `plan_seconds`, `dispatch_seconds` and `results_seconds` with waiting; `decode_ms_per_step`:
-    once the last prompt has been read. `accepted_share` is None where nothing was drafted.
+    token after the first. `host_ms_per_step`: computing time of the engine's thread, split into
+    `plan_seconds`, `dispatch_seconds` and `results_seconds`, which include waiting;
+    `decode_ms_per_step`: after the last prompt's prefill. `accepted_share` is None if nothing was
+    drafted.
     """
     before = vars(engine.counters).copy()
     cpu, began = time.thread_time(), time.perf_counter()
@@ -98,7 +99,7 @@ def measure(engine: Engine, workload: Sequence[WorkloadRequest], **sampling: Any
 
 
 def _undisturbed_ms(times: Sequence[float]) -> float | None:
-    """Returns the time per token of an answer, without the program that ran beside its prompt."""
+    """Returns the time per token of an output, without the program that ran with its prefill."""
     moments, tokens = np.unique(times, return_counts=True)
     if len(moments) < 3:
         return None

@@ -1,4 +1,4 @@
-"""Draws workloads: the lengths of prompts and answers, and the times at which they come."""
+"""Draws workloads: the lengths of prompts and outputs, and arrival times."""
 
 import math
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ def random_workload(
 ) -> list[WorkloadRequest]:
     """Returns requests with random prompts.
 
-    Lengths are numbers or pairs (least, most) to draw from log-uniformly; `input_len` counts tokens
-    after the prefix that all prompts share. `request_rate` is per second, with exponential times
-    between requests; None: all at once.
+    Lengths are numbers or pairs (minimum, maximum) to draw from log-uniformly; `input_len` counts
+    tokens after the shared prefix of all prompts. `request_rate` is per second, with exponential
+    times between requests; None: all at once.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of range.
     """
     whole_number("num_prompts", num_prompts, 1)
     whole_number("shared_prefix", shared_prefix, 0)
@@ -50,7 +50,7 @@ def random_workload(
 
 
 def arrivals(rng: np.random.Generator, count: int, request_rate: float) -> list[float]:
-    """Returns the times at which requests come, in seconds: a Poisson process."""
+    """Returns the arrival times of requests in seconds: a Poisson process."""
     if not request_rate > 0:
         raise ValueError(f"request_rate={request_rate!r}: must be a number above 0")
     return np.cumsum(rng.exponential(1 / request_rate, count)).tolist()

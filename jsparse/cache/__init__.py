@@ -1,8 +1,8 @@
 """The paged KV cache, and the pure functions that append to it, read it and shrink it.
 
-The cache is head-major and has one entry per layer. A physical page holds P tokens of ONE KV head
-of ONE row. A block table maps page m of head (b, k) to its physical page. Without a table the
-mapping is the identity: it is page (b·K + k)·M + m, and reading a whole head is a reshape.
+The cache is head-major and has one entry per layer. A physical page has P tokens of ONE KV head of
+ONE row. A block table maps page m of head (b, k) to its physical page. Without a table the mapping
+is the identity: physical page (b·K + k)·M + m, so that reading a whole head is a reshape.
 """
 
 from jsparse.cache.layers import (

@@ -1,18 +1,18 @@
-"""Defines the constants of a model's keys, in whose frame quantised copies of K are kept.
+"""Constants of a model's keys: the frame in which quantised copies of K are stored.
 
 Some models have channels of K that hardly vary and are far from 0: the biases of Qwen2's keys reach
-200. A few bits per token would be spent on them. So quantised copies hold keys less their mean,
-divided by a scale per rotated pair, channels i and i + H/2. The scale is √(reach / rms q), reach
-being the largest of these: keys in the frame then reach as far as queries are large. Scaling
-queries by s and keys by 1/s, pair by pair, changes nothing in the frame.
+200. Quantised as they are, they would waste the few bits per token. Quantised copies therefore
+     store
+keys minus their mean, divided by a scale per rotated pair, channels i and i + H/2. The scale is
+√(reach / rms q), with reach the largest of these differences: keys in the frame then have the range
+of queries. Scaling queries by s and keys by 1/s, pair by pair, does not change dot products.
 
-The mean is that of keys before RoPE, rotated to the first position of each span of SPAN tokens:
-RoPE turns a constant channel, and a mean taken behind RoPE holds only near the positions it was
-taken at. Within a span a channel of long wavelength hardly turns. In one of short wavelength a mean
-shortens nothing, and none is taken off there.
+The mean is that of keys before RoPE, rotated to the first position of each span of SPAN tokens.
+RoPE turns a constant channel, so a mean taken after RoPE holds only near its own positions. Within
+a span, a channel of long wavelength hardly turns. In a channel of short wavelength a mean gains
+nothing, and none is subtracted.
 
 Dot products are the same in the frame, up to rounding:
-
     q·k = (q · key_scale)·((k - R(span)·mid) / key_scale) + q·R(span)·mid
 
 The last term is one number per span and query head, `span_terms`.
@@ -31,10 +31,10 @@ SPAN = 128  # tokens
 
 
 class KeyConstants(NamedTuple):
-    """Holds the constants of all layers; its fields are their names among a model's constants.
+    """The constants of all layers; the fields are their names among a model's constants.
 
     Attributes:
-        key_mid: the mean key before RoPE; 0 in pairs where taking it off gains little.
+        key_mid: the mean key before RoPE; 0 in pairs where subtracting it gains little.
         key_scale: the divisor of each pair of k - R(span)·mid; above 0.
         rope_frequencies: the angle per position of each pair.
     """
@@ -44,12 +44,12 @@ class KeyConstants(NamedTuple):
     rope_frequencies: Float32[Array, "half"]
 
 
-# constants of policies that keep arrays in the frame
+# the constants that policies need to store arrays in the frame
 KEY_CONSTANTS = KeyConstants._fields
 
 
 class KeyFrame(NamedTuple):
-    """Holds the constants of one layer in the form that ops take.
+    """The constants of one layer, in the form that ops use.
 
     `angles` are the cosines, then the sines, of every pair's angle at the first position of each
     span of a head's slots; the same array in all layers.
@@ -75,7 +75,7 @@ def frame_at(view: StepView, layer: int) -> KeyFrame:
 
 
 def num_spans(layer_cache: LayerCache) -> int:
-    """Returns the number of spans of a head's slots; the last may be cut short."""
+    """Returns the number of spans of a head's slots; the last one may be partial."""
     return -(-layer_cache.capacity // SPAN)
 
 
@@ -90,7 +90,7 @@ def angles_at(
 def into_frame(
     k: Float[Array, "B K T H"], frame: KeyFrame, slots: Int32[Array, "B K T"]
 ) -> Float32[Array, "B K T H"]:
-    """Returns (k - R(span)·mid) / key_scale for keys that lie in these slots."""
+    """Returns (k - R(span)·mid) / key_scale for the keys of these slots."""
     mid = rotated(frame.mid[:, None], frame.angles[slots // SPAN])
     return (k.astype(jnp.float32) - mid) / _by_channel(frame)[:, None]
 
@@ -105,14 +105,14 @@ def rotated(
 
 
 def scaled_queries(q: Float[Array, "B N H"], frame: KeyFrame) -> Float32[Array, "B N H"]:
-    """Returns q · key_scale, the queries that meet keys in the frame."""
+    """Returns q · key_scale: the queries for keys in the frame."""
     heads = frame.mid.shape[0]
     grouped = q.astype(jnp.float32).reshape(q.shape[0], heads, -1, q.shape[-1])
     return (grouped * _by_channel(frame)[:, None]).reshape(q.shape)
 
 
 def span_terms(q: Float[Array, "B N H"], frame: KeyFrame) -> Float32[Array, "B N spans"]:
-    """Returns q·R(span)·mid for all spans: the term that logits lack in the frame, unscaled."""
+    """Returns q·R(span)·mid for all spans: the term missing from logits in the frame, unscaled."""
     heads = frame.mid.shape[0]
     grouped = q.astype(jnp.float32).reshape(q.shape[0], heads, -1, q.shape[-1])
     q_low, q_high = jnp.split(grouped, 2, axis=-1)

@@ -1,4 +1,4 @@
-"""Defines KVCache and its layers, pools and free lists."""
+"""KVCache and its layers, pools and free lists."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from jsparse.shapes import BlockTable, Lengths, Pages, Rows
 
 
 class PagePool(ABC):
-    """Stands in for an array of pages, [pages, P, H], whose pages lie in several memories.
+    """An array of pages, [pages, P, H], spread over several memories.
 
-    It has an array's `shape` and `dtype`, and is read and written by the functions of this module.
-    jsparse.host_memory.pool.HostPool is the only one, and describes the arrays.
+    It has an array's `shape` and `dtype`; the functions of this module read and write it.
+    jsparse.host_memory.pool.HostPool is the only implementation, and documents the arrays.
     """
 
     ring: Array
@@ -23,28 +23,28 @@ class PagePool(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, int, int]:
-        """Returns [pages, P, H]."""
+        """[pages, P, H]."""
 
     @property
     @abstractmethod
     def dtype(self) -> Any:
-        """Returns the type of the values."""
+        """The type of the values."""
 
     @abstractmethod
     def ring_pages(self, layer: "LayerCache") -> int:
-        """Returns the pages per head that the ring holds."""
+        """Returns the number of pages per head in the ring."""
 
     @abstractmethod
     def resident_first(self, layer: "LayerCache") -> Int32[Array, "B K 1"]:
-        """Returns each head's first page in `resident`; negative for heads that are not there."""
+        """Returns each head's first page in `resident`; negative for heads without pages there."""
 
     @abstractmethod
     def read_pages(self, layer: "LayerCache", logical: Int32[Array, "B K n"]) -> Array:
-        """Returns chosen pages of each head, [B, K, n, P, H]."""
+        """Returns selected pages of each head, [B, K, n, P, H]."""
 
     @abstractmethod
     def read_slots(self, layer: "LayerCache", slots: Int32[Array, "B K n"]) -> Array:
-        """Returns chosen slots of each head, [B, K, n, H]."""
+        """Returns selected slots of each head, [B, K, n, H]."""
 
     @abstractmethod
     def read_heads(self, layer: "LayerCache") -> Array:
@@ -58,30 +58,30 @@ class PagePool(ABC):
         ok: Bool[Array, "B K T"],
         rows: Array,
     ) -> "PagePool":
-        """Returns the pool with rows [B, K, T, H] at those of the slots that are `ok`."""
+        """Returns the pool with rows [B, K, T, H] written to the slots that are `ok`."""
 
     @abstractmethod
     def take(self, rows: Int32[Array, "n"], batch: int) -> "PagePool":
-        """Returns what the device has of some of `batch` rows, as a pool of their own."""
+        """Returns the device's part of some of `batch` rows, as a separate pool."""
 
     @abstractmethod
     def put(self, part: "PagePool", rows: Int32[Array, "n"], batch: int) -> "PagePool":
-        """Returns the pool with what `take` took in the places of these rows."""
+        """Returns the pool with a part from `take` in the place of these rows."""
 
     @abstractmethod
     def with_host(self, host: Array | None) -> "PagePool":
-        """Returns the pool with its pages in host memory, which it borrows for one program."""
+        """Returns the pool with its pages in host memory, borrowed for one program."""
 
 
 class HostPages(NamedTuple):
-    """Holds the pages of one layer in host memory, [pages, P, H] each."""
+    """The pages of one layer in host memory, [pages, P, H] each."""
 
     k: Array
     v: Array
 
 
 class FreeList(NamedTuple):
-    """Holds a stack of unused physical pages, of which `pages[:count]` are free.
+    """A stack of unused physical pages; `pages[:count]` are free.
 
     The pool's last page is the scratch page.
     """
@@ -91,13 +91,13 @@ class FreeList(NamedTuple):
 
 
 class SharedPrefixes(NamedTuple):
-    """Names rows whose first tokens lie in the same pages, so that these can be read once for all.
+    """Rows that share the pages of their first tokens, which are then read once for all of them.
 
     Attributes:
-        rows: the rows of each family, in any order; numbers of B or more are nobody. No row is in
-            two families.
-        tokens: for each family, the first tokens that lie in the same pages, which they fill; 0
-            where there is no family. A row of a family holds at least as many, or none at all.
+        rows: the rows of each shared prefix, in any order; numbers ≥ B are padding. No row has two
+            shared prefixes.
+        tokens: the length of each shared prefix, in whole pages; 0 for padding. Each of its rows
+            has at least that number of tokens, or none at all.
     """
 
     rows: Int32[Array, "families n"]
@@ -105,19 +105,19 @@ class SharedPrefixes(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """Holds one layer's K and V.
+    """One layer's K and V.
 
     Attributes:
-        k, v: the page pool, flattened over rows and heads: an array, or a PagePool that stands in
-            for one where K and V lie in host memory. Every slot is finite, held or not,
-            because attention may multiply unattended slots by 0.
-        lengths: the number of tokens held, per row and head.
-        block_table: the physical page of each logical page; None is the identity.
-        free: the unused pages, if there is a table whose pages the device hands out; None with a
-            table means that the host writes the table. The identity frees nothing.
-        bias: a term added to the logit of each slot; None unless a policy asks for it.
-        slot_positions: the text position of each slot; None unless a policy asks for it.
-        prefixes: rows that have their first pages in common; None says nothing of any.
+        k, v: the page pool, flattened over rows and heads: an array, or a PagePool if K and V are
+            in host memory. Every slot is finite, used or not, because attention may multiply
+            unattended slots by 0.
+        lengths: the number of tokens, per row and head.
+        block_table: the physical page of each logical page; None: the identity.
+        free: the unused pages, if the device allocates the table's pages; None with a table: the
+            host writes the table. With the identity, pages are never freed.
+        bias: a term added to the logit of each slot; None unless a policy requests it.
+        slot_positions: the text position of each slot; None unless a policy requests it.
+        prefixes: the shared prefixes of rows; None: no information.
     """
 
     k: Pages | PagePool
@@ -131,42 +131,42 @@ class LayerCache(NamedTuple):
 
     @property
     def page_pools(self) -> tuple[PagePool, PagePool] | None:
-        """Returns the pools of K and V that lie in several memories; None on the device."""
+        """The pools of K and V if they are in several memories; None if on the device."""
         k, v = self.k, self.v
         return (k, v) if isinstance(k, PagePool) and isinstance(v, PagePool) else None
 
     @property
     def arrays(self) -> tuple[Pages, Pages]:
-        """Returns the pools of K and V, which must lie on the device."""
+        """The pools of K and V, which must be on the device."""
         assert self.page_pools is None
         return cast("tuple[Pages, Pages]", (self.k, self.v))
 
     @property
     def page_size(self) -> int:
-        """Returns P, the number of tokens per page."""
+        """P, the number of tokens per page."""
         return self.k.shape[1]
 
     @property
     def num_pages(self) -> int:
-        """Returns M, the number of logical pages that a head can have."""
+        """M, the maximum number of logical pages of a head."""
         if self.block_table is not None:
             return self.block_table.shape[2]
         return self.k.shape[0] // self.lengths.size
 
     @property
     def capacity(self) -> int:
-        """Returns S, the number of slots of a head."""
+        """S, the number of slots of a head."""
         return self.num_pages * self.page_size
 
 
 class KVCache(NamedTuple):
-    """Holds all layers, and each row's position and overflow.
+    """All layers, and each row's position and overflow.
 
     Attributes:
         layers: K and V, per layer.
         positions: the next text position of each row.
-        overflow: rows that found no room for a token. Such a row keeps its tokens and takes in
-            nothing more.
+        overflow: rows that had no room for a token. Such a row keeps its tokens and accepts no
+            more.
     """
 
     layers: tuple[LayerCache, ...]
@@ -174,24 +174,24 @@ class KVCache(NamedTuple):
     overflow: Bool[Array, "B"]
 
     def of_rows(self, active: Bool[Array, "B"] | None = None) -> "KVCache":
-        """Returns the cache itself, in which each row has pages of its own."""
+        """Returns the cache itself, since each row has its own pages."""
         return self
 
     def after(self, cache: "KVCache", longer: Bool[Array, "B"] | Rows | None = None) -> "KVCache":
-        """Returns the cache that a program left, which says itself how long its rows are."""
+        """Returns the cache that a program returned, since it has its own lengths."""
         return cache
 
     def take(self, rows: Int32[Array, "n"]) -> "KVCache":
-        """Returns some rows as a batch of their own, over the same pages.
+        """Returns some rows as a separate batch, over the same pages.
 
         Raises:
-            ValueError: there is no block table, so that pages cannot be parted from their rows.
+            ValueError: there is no block table, so pages cannot be separated from their rows.
         """
         self._require_table()
         return self._map_rows(lambda x: x[rows])
 
     def put(self, part: "KVCache", rows: Int32[Array, "n"]) -> "KVCache":
-        """Returns the cache with the rows of `part` in these places, and the pages of `part`.
+        """Returns the cache with the rows of `part` in these positions, and the pages of `part`.
 
         Raises:
             ValueError: there is no block table.
@@ -207,7 +207,7 @@ class KVCache(NamedTuple):
     def clear(self, rows: Int32[Array, "n"]) -> "KVCache":
         """Returns the cache without the tokens and pages of these rows.
 
-        To return pages to a free list, call `truncate` before.
+        To return pages to a free list, call `truncate` first.
 
         Raises:
             ValueError: there is no block table.

@@ -1,4 +1,4 @@
-"""Reads pages, slots and whole heads of a layer, wherever they lie."""
+"""Reads pages, slots and whole heads of a layer, in any memory."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ def physical_pages(layer: LayerCache, logical: Int32[Array, "B K n"]) -> Int32[A
 
 
 def read_pages(pool: Array | PagePool, layer: LayerCache, logical: Int32[Array, "B K n"]) -> Array:
-    """Reads chosen pages of each head, [B, K, n, P, …], from a pool such as `layer.k`.
+    """Reads selected pages of each head, [B, K, n, P, …], from a pool such as `layer.k`.
 
     A pool is [pages, P, …].
     """
@@ -27,7 +27,7 @@ def read_pages(pool: Array | PagePool, layer: LayerCache, logical: Int32[Array, 
 
 
 def read_slots(pool: Array | PagePool, layer: LayerCache, slots: Int32[Array, "B K n"]) -> Array:
-    """Reads chosen slots of each head one by one, [B, K, n, …], from a pool [pages, P, …]."""
+    """Reads selected slots of each head one by one, [B, K, n, …], from a pool [pages, P, …]."""
     return _pool(pool).read_slots(layer, slots)
 
 
@@ -40,7 +40,7 @@ def read_heads(pool: Array | PagePool, layer: LayerCache) -> Array:
 
 
 class _Plain(NamedTuple):
-    """An array as a pool: all of its pages lie on the device."""
+    """An array as a pool: all of its pages are on the device."""
 
     pages: Array
 
@@ -63,7 +63,7 @@ def _pool(pool: Array | PagePool) -> _Plain | PagePool:
 def slot_positions(layer: LayerCache) -> Int32[Array, "B K S"]:
     """Returns the text position of every slot of every head.
 
-    It is the slot's own number unless a policy keeps positions.
+    It is the slot's index unless a policy keeps positions.
     """
     if layer.slot_positions is not None:
         return read_heads(layer.slot_positions, layer)

@@ -1,4 +1,4 @@
-"""Defines StepView, the cache as the hooks of a policy see it in a decode step."""
+"""StepView, a policy hook's view of the cache in a decode step."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -11,12 +11,12 @@ from jsparse.shapes import Rows
 
 
 class ReadOnly(NamedTuple):
-    """Holds the inputs of programs beside the weights; none of them is donated or returned.
+    """Inputs of programs besides the weights; none of them is donated or returned.
 
     Attributes:
-        constants: arrays that belong to the model, by name, among those that the policy `needs`.
+        constants: the model's arrays that the policy `needs`, by name.
         knobs: hyper-parameters that differ by row, by name: one number per row.
-        host: the layers' pages in host memory; None if K and V lie on the device.
+        host: the layers' pages in host memory; None if K and V are on the device.
     """
 
     constants: Mapping[str, Array] | None = None
@@ -28,12 +28,12 @@ NOTHING = ReadOnly()
 
 
 class StepView(NamedTuple):
-    """The view that a policy's hooks have of a step.
+    """The view of a step for a policy's hooks.
 
     Attributes:
-        cache: K and V, in whichever memories they lie.
+        cache: K and V, in any memories.
         constants, knobs: as in ReadOnly.
-        valid: how many of the new tokens each row takes in, the first of them; None is all.
+        valid: the number of new tokens that each row accepts, from the first on; None: all.
     """
 
     cache: KVCache
@@ -48,12 +48,12 @@ class StepView(NamedTuple):
 
     @property
     def positions(self) -> Rows:
-        """The text position of the token that each row takes in; between steps, of the next."""
+        """The text position of each row's new token; between steps, of the next one."""
         return self.cache.positions
 
     @property
     def active(self) -> Bool[Array, "B"] | None:
-        """The rows that take in a token; None is all."""
+        """The rows that accept a token; None: all."""
         return None if self.valid is None else self.valid > 0
 
 
@@ -83,7 +83,7 @@ def _with_host(layer: LayerCache, pages: HostPages | None) -> LayerCache:
 
 
 def taking_part(view: StepView, tokens: int) -> Rows:
-    """Returns how many of `tokens` new tokens each row takes in, the first of them."""
+    """Returns how many of `tokens` new tokens each row accepts, from the first on."""
     if view.valid is None:
         return jnp.full(view.positions.shape, tokens, jnp.int32)
     return view.valid

@@ -1,4 +1,4 @@
-"""Makes caches, appends tokens to them, allocates pages and shrinks layers."""
+"""Creates caches, appends tokens to them, allocates pages and shrinks layers."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ OPTIONAL_FIELDS = ("bias", "slot_positions")
 
 
 def init(spec: CacheSpec, *, fields: tuple[str, ...] = ()) -> KVCache:
-    """Returns an empty cache; where the spec has a shared pool, with block tables and free lists.
+    """Returns an empty cache, with block tables and free lists if the spec has a shared pool.
 
     Args:
         spec: the sizes.
@@ -94,17 +94,17 @@ def grow(
 ) -> KVCache:
     """Makes room in each head of row b for the `valid[b]` ≤ `max_new` tokens that `fill` writes.
 
-    It does so in all layers at once, or in those that are named: with the identity table that is
-    one launch for all of them.
+    It does so in all layers at once, or in the given ones; with the identity table that is one
+    launch for all of them.
 
-    A row that finds no room in some layer, or found none earlier, is marked in `cache.overflow` and
-    grows nowhere: it keeps its tokens. `taken` says how many tokens `fill` may write. Rows are
-    served in their order, and one that gets nothing takes nothing from those behind it.
+    A row that lacks room in some layer, now or earlier, is marked in `cache.overflow`; it keeps its
+    tokens and does not grow. `taken` returns how many tokens `fill` may write. Rows are served in
+    order, and a row that gets nothing does not reduce the pages of later rows.
     """
     chosen = range(len(cache.layers)) if layers is None else layers
     held = [cache.layers[i] for i in chosen]
     valid = taken(cache, valid)
-    # layers first, then heads: XLA would take apart a reduction over a stack of layers
+    # layers first, then heads: XLA would split a reduction over a stack of layers
     full = functools.reduce(
         jnp.logical_or, (layer.lengths + valid[:, None] > layer.capacity for layer in held)
     )
@@ -113,15 +113,15 @@ def grow(
         short = _short_of_pages(held, taken(cache, valid), max_new)
         cache = cache._replace(overflow=cache.overflow | short)
     valid = taken(cache, valid)
-    # layers that hold the same tokens share one array, in the order of layers: by address alone,
-    # programs would differ from process to process
+    # layers with the same tokens share one array, in the order of layers: ordered by address,
+    # programs would differ between processes
     nth, distinct = {}, []
     for layer in held:
         if id(layer.lengths) not in nth:
             nth[id(layer.lengths)] = len(distinct)
             distinct.append(layer.lengths + valid[:, None])
-    # nothing below reads the old lengths, which XLA would then copy before the new ones take their
-    # (donated) place
+    # nothing below reads the old lengths; otherwise XLA would copy them before the new ones take
+    # their (donated) place
     distinct = jax.lax.optimization_barrier(distinct)
     for i, layer in zip(chosen, held, strict=True):
         grown = _allocate(layer, valid, max_new)
@@ -130,10 +130,10 @@ def grow(
 
 
 def level(cache: KVCache) -> KVCache:
-    """Returns a cache whose heads hold all tokens of their rows, with one array of lengths for all.
+    """Returns the cache with one array of lengths for all layers; heads must have all their tokens.
 
-    That they do is not checked: only policies that say so (`Eviction`) drop tokens. What layers
-    make of their lengths alone, such as a list of the newest pages, is then made once.
+    That condition is not checked: only policies that declare `Eviction` drop tokens. Results that
+    layers derive from lengths alone, such as a list of the newest pages, are then computed once.
     """
     lengths = jnp.broadcast_to(cache.positions[:, None], cache.layers[0].lengths.shape)
     layers = tuple(layer._replace(lengths=lengths) for layer in cache.layers)
@@ -143,14 +143,15 @@ def level(cache: KVCache) -> KVCache:
 def once(cache: KVCache) -> KVCache:
     """Returns a level cache with the lengths of the first layer alone, for loops to carry.
 
-    Under 32 names the array would be copied 31 times a step. Only `level` takes such a cache.
+    With 32 references, the array would be copied 31 times per step. Only `level` accepts such a
+    cache.
     """
     first, *others = cache.layers
     return cache._replace(layers=(first, *(layer._replace(lengths=None) for layer in others)))
 
 
 def taken(cache: KVCache, valid: Rows) -> Rows:
-    """Returns how many of `valid[b]` new tokens row b takes in: none where room ran out."""
+    """Returns how many of `valid[b]` new tokens row b accepts: none after an overflow."""
     return jnp.where(cache.overflow, 0, valid)
 
 
@@ -162,7 +163,7 @@ def fill(
     positions: Int32[Array, "B T"],
     valid: Rows,
 ) -> KVCache:
-    """Writes the first `valid[b]` of T new tokens to the last slots that `grow` made room for."""
+    """Writes the first `valid[b]` of T new tokens to the slots that `grow` added last."""
     layer = cache.layers[layer_idx]
     layer = write(layer, k, v, positions, valid, layer.lengths - valid[:, None])
     return replace_layer(cache, layer_idx, layer)
@@ -178,7 +179,7 @@ def write(
 ) -> LayerCache:
     """Stores the first `valid[b]` of T tokens at the slots first, first + 1, … of each head.
 
-    The pages must already exist, as `grow` makes them; lengths do not change.
+    Their pages must already be allocated (see `grow`); lengths do not change.
     """
     put = _putter(layer, k.shape[1], valid, first)
     k, v = finite(k), finite(v)
@@ -187,10 +188,10 @@ def write(
 
 
 def finite(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
-    """Returns x with 0 for NaN and infinities.
+    """Returns x with NaN and infinities replaced by 0.
 
     Pages pass from one request to another, and attention multiplies V of unused slots by weights of
-    0, which only finite numbers survive.
+    0, which is safe only for finite numbers.
     """
     return jnp.where(jnp.isfinite(x), x, 0)
 
@@ -198,7 +199,7 @@ def finite(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
 def write_beside(
     layer: LayerCache, positions: Int32[Array, "B T"], valid: Rows, first: Lengths
 ) -> LayerCache:
-    """Stores what the layer keeps beside K and V of the tokens that `write` stores."""
+    """Stores the layer's other fields for the tokens that `write` stores."""
     put = _putter(layer, positions.shape[1], valid, first)
     shape = (*first.shape, positions.shape[1])
     if layer.bias is not None:
@@ -247,10 +248,10 @@ def truncate(layer: LayerCache, lengths: Lengths) -> LayerCache:
 
 
 def cut_pages(layer: LayerCache, pages: int) -> LayerCache:
-    """Leaves every head room for `pages` pages, in smaller pools; later pages are lost.
+    """Limits every head to `pages` pages, in smaller pools; later pages are lost.
 
-    With a block table, pools stay as they are. A table that the host writes is cut; where the
-    device hands out pages, nothing changes.
+    With a block table, pools are unchanged. A table that the host writes is cut; if the device
+    allocates pages, nothing changes.
     """
     if pages >= layer.num_pages or _hands_out(layer):
         return layer
@@ -277,7 +278,7 @@ def _pages_for(tokens: Lengths, page_size: int) -> Lengths:
 
 
 def _wanted(layer: LayerCache, valid: Rows, max_new: int) -> tuple[Array, Array]:
-    """Returns the logical pages that `valid[b]` ≤ `max_new` tokens may touch, and which are new.
+    """Returns the logical pages that `valid[b]` ≤ `max_new` tokens may touch, and marks new ones.
 
     Both are [B, K, n].
     """
@@ -288,7 +289,7 @@ def _wanted(layer: LayerCache, valid: Rows, max_new: int) -> tuple[Array, Array]
 
 
 def _hands_out(layer: LayerCache) -> bool:
-    """Returns whether the device hands out the layer's pages."""
+    """Returns whether the device allocates the layer's pages."""
     return layer.block_table is not None and layer.free is not None
 
 
@@ -313,7 +314,7 @@ def _short_of_pages(layers: Sequence[LayerCache], valid: Rows, max_new: int) -> 
 
 
 def _allocate(layer: LayerCache, valid: Rows, max_new: int) -> LayerCache:
-    """Gives heads the pages for `valid[b]` ≤ `max_new` more tokens, which must be free."""
+    """Allocates pages to heads for `valid[b]` ≤ `max_new` more tokens; these must be free."""
     if layer.block_table is None or layer.free is None:
         return layer
     page, wanted = _wanted(layer, valid, max_new)

@@ -1,1 +1,1 @@
-"""The command line: `app` defines the commands, one module holds each."""
+"""The command line: `app` defines the commands, one module per command."""

@@ -1,6 +1,6 @@
-"""Defines the command `jsparse`: generate, chat, serve, inspect, eval, bench and others.
+"""The command `jsparse`: generate, chat, serve, inspect, eval, bench and others.
 
-jax and the modules that need it are imported inside the commands, so that `--help` and errors in
+jax and modules that depend on it are imported inside the commands, so that `--help` and errors in
 options appear at once.
 """
 
@@ -27,9 +27,9 @@ from jsparse.cli.train_gates import train_gates
 
 
 class _Commands(CommandGroup):
-    """Prints the library's refusals, and jax's of a platform, as one line on standard error.
+    """A command group that prints the library's errors, and jax's of a platform, as one line.
 
-    Other exceptions keep their traceback.
+    They go to standard error. Other exceptions keep their traceback.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -37,7 +37,7 @@ class _Commands(CommandGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
-        except BrokenPipeError:  # typer ends quietly then
+        except BrokenPipeError:  # typer then exits quietly
             raise
         except (ValueError, OSError, FloatingPointError) as error:
             print_error(error)
@@ -51,7 +51,7 @@ class _Commands(CommandGroup):
 
 
 def _lacks_platform(error: BaseException) -> bool:
-    """Returns whether jax raised the error while it looked for its devices."""
+    """Returns whether jax raised the error while initialising its devices."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(
         frame.f_globals.get("__name__") == "jax._src.xla_bridge"

@@ -1,4 +1,4 @@
-"""Defines the commands `jsparse bench …`."""
+"""The commands `jsparse bench …`."""
 
 import json
 import sys
@@ -42,9 +42,9 @@ def throughput(
     policy: PolicyOption = "dense",
     num_prompts: Annotated[int, Option(help="Number of requests.")] = 32,
     input_len: Annotated[str, Option(help=f"Tokens per prompt: {LENGTH}.")] = "512",
-    output_len: Annotated[str, Option(help=f"Tokens per answer: {LENGTH}.")] = "64",
+    output_len: Annotated[str, Option(help=f"Tokens per output: {LENGTH}.")] = "64",
     shared_prefix: Annotated[
-        int, Option(help="Tokens with which all prompts begin, beside --input-len.")
+        int, Option(help="Tokens of a prefix that all prompts share, in addition to --input-len.")
     ] = 0,
     request_rate: Annotated[
         float | None,
@@ -52,19 +52,19 @@ def throughput(
     ] = None,
     max_num_seqs: Annotated[
         int | None,
-        Option(help="Most requests that decode together; the default is 64 on a GPU, else 8."),
+        Option(help="Maximum decode batch size; the default is 64 on a GPU, else 8."),
     ] = None,
     max_model_len: Annotated[
         int | None,
-        Option(help="Most tokens of prompt and answer; the default fits the longest request."),
+        Option(help="Maximum tokens of prompt and output; the default fits the longest request."),
     ] = None,
     prefix_caching: Annotated[
-        bool, Option(help="Whether requests share what others have read of the same prompt.")
+        bool, Option(help="Whether requests reuse the KV cache of shared prefixes.")
     ] = True,
     seed: Annotated[int, Option(help="Random seed.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve random prompts and report tokens per second and delays.
+    """Serve random prompts and report throughput and latency.
 
     Example: jsparse bench throughput smollm2 --policy "quest(budget=256)" --input-len 512:2048
     """
@@ -114,23 +114,23 @@ def latency(
     context: Annotated[
         str, Option(help="Comma-separated numbers of tokens in the cache of each row.")
     ] = "4096",
-    batch: Annotated[str, Option(help="Comma-separated numbers of rows.")] = "1",
+    batch: Annotated[str, Option(help="Comma-separated batch sizes.")] = "1",
     num_iters: Annotated[
         int, Option(help="Iterations to time, each of 104 steps on a GPU and 4 elsewhere.")
     ] = 5,
-    num_iters_warmup: Annotated[int, Option(help="Iterations before them, not timed.")] = 1,
+    num_iters_warmup: Annotated[int, Option(help="Warm-up iterations, not timed.")] = 1,
     bandwidth: Annotated[
         float | None,
         Option(help="Memory bandwidth for the floor, in GB/s; the default measures it."),
     ] = None,
     random_weights: Annotated[
-        bool, Option("--random-weights", help="Read only the config, and make up the weights.")
+        bool, Option("--random-weights", help="Read only the config, and use random weights.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Time a decode step, compared with dense attention and with a memory-bandwidth bound.
 
-    The cache is full of random K and V, so no prompt is read.
+    The cache is full of random K and V, so there is no prefill.
 
     Example: jsparse bench latency smollm2 --policy "quest(budget=256)" --context 1024,4096
     """
@@ -168,7 +168,7 @@ def latency(
 
 
 def _print_steps(measured: dict[str, Any]) -> None:
-    """Prints the result of `measure` of jsparse.benchmark.steps."""
+    """Prints the result of jsparse.benchmark.steps.measure."""
     title = "{model}, {dtype}, {device}".format(**measured)
     right: Any = {"justify": "right", "no_wrap": True}
     table = Table(title=title, title_justify="left")

@@ -1,4 +1,4 @@
-"""Defines the command `jsparse calibrate-channels`."""
+"""The command `jsparse calibrate-channels`."""
 
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +13,7 @@ from jsparse.cli.options import DtypeOption, ModelOption, RevisionOption, read_t
 @takes_model
 def calibrate_channels(
     text: Annotated[
-        Path, Option(help="UTF-8 text file to calibrate on, similar to what the model will read.")
+        Path, Option(help="UTF-8 text file to calibrate on, similar to the model's later inputs.")
     ],
     model: ModelOption = "smollm2",
     out: Annotated[
@@ -30,7 +30,7 @@ def calibrate_channels(
     Example: jsparse calibrate-channels --text book.txt --out heavy.safetensors
     """
     if not out.parent.is_dir():
-        raise ValueError(f"--out {str(out)!r}: must lie in a folder that exists")
+        raise ValueError(f"--out {str(out)!r}: must be in an existing folder")
     from jsparse.evaluation import channel_calibration
     from jsparse.models.checkpoint import load
     from jsparse.policies import channel_ranking
@@ -38,7 +38,7 @@ def calibrate_channels(
 
     read = read_text(text, "--text")
     if not read.strip():
-        raise ValueError(f"--text {str(text)!r}: must hold some text")
+        raise ValueError(f"--text {str(text)!r}: must not be empty")
     with closing(Bars()) as bars:
         params = load(model, dtype=dtype, revision=revision, on_progress=bars.load)
         ids = prompts.encode(params, read)[0][0][:tokens]

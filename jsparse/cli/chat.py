@@ -1,4 +1,4 @@
-"""Defines `jsparse chat`: it reads turns from standard input and streams the answers."""
+"""The command `jsparse chat`, which reads turns from standard input and streams the replies."""
 
 import re
 import sys
@@ -20,16 +20,17 @@ Messages = list[dict[str, str]]
 
 
 class Chat:
-    """Holds a conversation with a model that has a chat template.
+    """A conversation with a model that has a chat template.
 
-    A further turn reads at most the last answer and the new message. Everything is read anew if the
-    policy evicts tokens, the template rewrites earlier messages, or the cache has become too small.
+    A further turn prefills at most the last reply and the new message. The whole conversation is
+    prefilled again if the policy evicts tokens, the template rewrites earlier messages, or the
+    cache has become too small.
     """
 
     def __init__(
         self, params: "Params", arguments: dict[str, Any], system: str | None, bars: Bars
     ) -> None:
-        """Begins a conversation; `arguments` are those of `jsparse.generate`."""
+        """Starts a conversation; `arguments` are those of `jsparse.generate`."""
         if params.tokenizer is None or params.tokenizer.chat_template is None:
             raise ValueError(f"model={params.name!r} has no chat template: use `jsparse generate`")
         self._params, self._arguments, self._bars = params, arguments, bars
@@ -41,11 +42,11 @@ class Chat:
         self._noted = False
 
     def reset(self) -> None:
-        """Forgets everything but the system message."""
+        """Removes all messages except the system message."""
         self.messages, self._conversation = list(self._opening), None
 
     def answer(self, text: str) -> None:
-        """Streams the answer to one more message; an interrupted answer is kept so far."""
+        """Streams the reply to one more message; an interrupted reply stays in the conversation."""
         from jsparse.conversation import Conversation
 
         if self._conversation is None:
@@ -113,8 +114,8 @@ def run(chat: Chat) -> None:
                     continue
                 case unknown:
                     raise ValueError(
-                        f"{unknown}: must be one of {', '.join(COMMANDS)}; a message may begin "
-                        "with a slash behind a space"
+                        f"{unknown}: must be one of {', '.join(COMMANDS)}; a message may start "
+                        "with a space and a slash"
                     )
         except ValueError as error:
             if not at_terminal:
@@ -123,7 +124,7 @@ def run(chat: Chat) -> None:
 
 
 def _command(line: str) -> str | None:
-    """Returns the command that a line begins with; paths such as /etc/hosts are none."""
+    """Returns the command at the start of a line; paths such as /etc/hosts are not commands."""
     match = re.match(r"/[A-Za-z]*(?=\s|$)", line)
     return match and match[0]
 

@@ -1,4 +1,4 @@
-"""Defines the command `jsparse check-policy`."""
+"""The command `jsparse check-policy`."""
 
 import json
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +12,7 @@ from jsparse.cli.options import POLICY_FORMS, JsonOption, complete_policy
 if TYPE_CHECKING:
     from jsparse.evaluation.policy_checks import Finding
 
-SMALL, ALL = 16, 2**20  # budgets: of two pages of the trial's, and of more tokens than it has
+SMALL, ALL = 16, 2**20  # budgets: two pages of the trial's, and more tokens than it has
 MARKS = {True: "ok", False: "BROKEN", None: "-"}
 
 
@@ -29,8 +29,8 @@ def check_policy(
 ) -> None:
     """Check that a policy keeps the contract, on a small random model; no GPU is needed.
 
-    A budget that is not given is 16 tokens here, since prompts are short. The exit code is 1 if a
-    rule is broken.
+    The default budget is 16 tokens here, since prompts are short. The exit code is 1 if a rule is
+    broken.
 
     Example: jsparse check-policy my_policy.py:my_quest
     """

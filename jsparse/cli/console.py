@@ -1,4 +1,4 @@
-"""Prints the progress bars, errors and statistics of commands."""
+"""Prints progress bars, errors and statistics of commands."""
 
 import io
 import logging
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def quiet_jax() -> None:
-    """Keeps jax's notes off the terminal, unless the user wants them; before jax is imported."""
+    """Hides jax's log messages unless the user wants them; call it before importing jax."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if "JAX_LOGGING_LEVEL" not in os.environ:
         logging.getLogger("jax").setLevel(logging.ERROR)
@@ -52,21 +52,21 @@ def print_note(text: str) -> None:
 
 
 def print_wrote(path: Path) -> None:
-    """Says on standard error where a result is."""
+    """Prints the path of a result on standard error."""
     print("wrote", path, file=sys.stderr, flush=True)
 
 
 def progress_bar(*further: ProgressColumn, transient: bool = True) -> Progress:
-    """Returns a bar of counts on standard error, shown if that is a terminal."""
+    """Returns a progress bar of counts on standard error, visible if that is a terminal."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *further
     console, disable = Console(stderr=True), not sys.stderr.isatty()
     return Progress(*columns, console=console, transient=transient, disable=disable)
 
 
 class Bars:
-    """Shows the progress of loading and generating on standard error, one bar at a time.
+    """Progress bars of loading and generation on standard error, one at a time.
 
-    Nothing is shown unless both standard output and standard error are terminals.
+    They are visible only if both standard output and standard error are terminals.
     """
 
     def __init__(self) -> None:
@@ -112,9 +112,9 @@ class Bars:
 
 
 class TextOutput:
-    """Writes pieces of text to standard output as they arrive and ends with a line break.
+    """A writer of text pieces to standard output as they arrive, with a line break at the end.
 
-    On a terminal the dimmed prompt comes before the first piece.
+    On a terminal the dimmed prompt precedes the first piece.
     """
 
     def __init__(self, bars: Bars, prompt: str = "") -> None:
@@ -129,7 +129,7 @@ class TextOutput:
         sys.stdout.flush()
 
     def close(self) -> None:
-        """Ends the text, finished or not, with a line break."""
+        """Ends the text, complete or not, with a line break."""
         self._begin()
         sys.stdout.write("\n")
         sys.stdout.flush()
@@ -150,7 +150,7 @@ class TextOutput:
 
 
 def print_stats(generation: "Generation") -> None:
-    """Prints counts and speed, dimmed, if standard error is a terminal; no part is broken."""
+    """Prints counts and speed, dimmed, if standard error is a terminal; parts stay on one line."""
     if not sys.stderr.isatty():
         return
     stats = generation.stats
@@ -178,7 +178,7 @@ def print_stats(generation: "Generation") -> None:
 
 
 def in_lines(parts: Sequence[str], between: str, width: int) -> list[str]:
-    """Joins parts to lines of at most `width` characters; a longer part has a line of its own."""
+    """Joins parts to lines of at most `width` characters; a longer part has its own line."""
     lines = [parts[0]]
     for part in parts[1:]:
         longer = lines[-1] + between + part

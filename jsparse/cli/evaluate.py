@@ -1,4 +1,4 @@
-"""Defines the command `jsparse eval`."""
+"""The command `jsparse eval`."""
 
 import math
 import sys
@@ -59,7 +59,7 @@ def evaluate(
     if report is not None and find_spec("matplotlib") is None:
         raise ValueError(f"--report needs matplotlib: {install('eval')}")
     result = carry_out(wanted, model, out, _environment(), resume=resume, **vars(loading))
-    # a pipe that closes while tables are printed ends the process: files are written first
+    # a pipe that closes while tables are printed ends the process: write files first
     if out is not None:
         print_wrote(out)
     if report is not None:
@@ -77,10 +77,10 @@ def carry_out(
     resume: bool = False,
     **loading: Any,
 ) -> dict[str, Any]:
-    """Loads the model, takes the measurements that are missing, and returns the report.
+    """Loads the model, takes the missing measurements, and returns the report.
 
-    Progress goes to standard error: a bar on a terminal, else lines. `out` is the file for the
-    report and, until then, its journal; None writes neither. The environment's "versions" are
+    Progress goes to standard error: a bar on a terminal, otherwise lines. `out` is the file for the
+    report and, until then, its journal; None: neither is written. The environment's "versions" are
     settings.
     """
     from tempfile import TemporaryDirectory
@@ -118,7 +118,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def write_page(report: dict[str, Any], file: Path) -> None:
-    """Writes the report as one page, its plots inside."""
+    """Writes the report as one page, including its plots."""
     from jsparse.evaluation.report.eval_page import page
     from jsparse.evaluation.report.plots import pictures
 
@@ -156,7 +156,7 @@ def _shown_progress() -> "Iterator[Callable[[Progress], None]]":
 
 
 class _Lines:
-    """Prints a line per finished task and length, and an estimate after its first batch."""
+    """A printer of a line per finished task and length, and an estimate after its first batch."""
 
     def __init__(self) -> None:
         self._began = 0.0
@@ -186,7 +186,7 @@ class _Lines:
 
 
 def _duration(seconds: float) -> str:
-    """Returns a time as one number: 42 s, 3 min, 2.5 h."""
+    """Returns a duration as one number: 42 s, 3 min, 2.5 h."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{math.ceil(seconds / 60)} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

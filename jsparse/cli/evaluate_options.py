@@ -1,4 +1,4 @@
-"""Declares the options of `jsparse eval`."""
+"""The options of `jsparse eval`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from typer import Option
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """Holds the measurements to make: keyword arguments of `plan`, without policies."""
+    """The measurements to take: keyword arguments of `plan`, without policies."""
 
     tasks: Annotated[
         str,
@@ -21,7 +21,7 @@ class EvaluateOptions:
     lengths: Annotated[
         str,
         Option(
-            help="Comma-separated lengths in tokens, prompt and answer together; the task "
+            help="Comma-separated lengths in tokens, prompt and output together; the task "
             "questions has its own."
         ),
     ] = "1024"
@@ -40,7 +40,7 @@ class EvaluateOptions:
         bool,
         Option(
             "--yardstick",
-            help="Beside the task kl, measure exact top-k attention that reads as many bytes as "
+            help="With the task kl, measure exact top-k attention that reads the same bytes as "
             "each policy.",
         ),
     ] = False
@@ -61,7 +61,7 @@ class EvaluateOptions:
 
 OutOption = Annotated[
     Path | None,
-    Option("--json", help="File to write all results to; partial results are kept beside it."),
+    Option("--json", help="File to write all results to; partial results are kept next to it."),
 ]
 ResumeOption = Annotated[
     bool, Option("--resume", help="Continue an unfinished run that used --json.")

@@ -1,4 +1,4 @@
-"""Defines the command `jsparse generate`."""
+"""The command `jsparse generate`."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def generate(
 ) -> None:
     """Continue a prompt.
 
-    A final line break is dropped from text that is read from a file or standard input.
+    The final line break of text from a file or standard input is dropped.
 
     Example: jsparse generate "Gravity is" --policy "streaming(sink=4, recent=512)"
     """
@@ -61,7 +61,7 @@ def generate(
 def _generate_text(
     params: "Params", prompt: Any, shown: str, options: GenerationOptions, bars: Bars
 ) -> None:
-    """Streams the text; after an interrupt it ends where it is."""
+    """Streams the text; an interrupt ends it."""
     from jsparse.generation import generate
 
     output = TextOutput(bars, shown)
@@ -96,7 +96,7 @@ def _generate_json(
     finally:
         bars.close()
         if generation is not None or isinstance(sys.exception(), KeyboardInterrupt):
-            # in ASCII, whatever the encoding of standard output
+            # in ASCII, for any encoding of standard output
             print(json.dumps(_result(generation, "".join(pieces)) | _origin(params, options)))
 
 
@@ -109,7 +109,7 @@ def _result(generation: "Generation | None", text: str) -> dict[str, Any]:
 
 
 def _origin(params: "Params", options: GenerationOptions) -> dict[str, Any]:
-    """Returns the options that generate the same text again."""
+    """Returns the options that reproduce the text."""
     import jax
 
     from jsparse import __version__

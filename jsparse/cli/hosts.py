@@ -1,4 +1,4 @@
-"""Lets a command be one of several processes, on as many hosts, that run one model together."""
+"""Options for running one model with several processes, on one or more hosts."""
 
 import socket
 from dataclasses import dataclass
@@ -11,34 +11,33 @@ from jsparse.cli.options import require
 
 @dataclass(frozen=True)
 class HostsOptions:
-    """Holds which of several processes a command is."""
+    """The index of a command among several processes."""
 
     nnodes: Annotated[
         int,
         Option(
-            help="Number of processes, on as many hosts, whose GPUs the model is spread over. "
-            "Under Slurm, Open MPI or in an indexed job of Kubernetes this and the next three are "
-            "found."
+            help="Number of processes, one per host, over whose GPUs the model is spread. "
+            "Slurm, Open MPI and indexed jobs of Kubernetes set this and the next three."
         ),
     ] = 1
     node_rank: Annotated[
         int,
-        Option(help="Which of these this one is; 0 answers requests, and the others work for it."),
+        Option(help="Rank of this process; rank 0 serves requests, and the others work for it."),
     ] = 0
-    master_addr: Annotated[
-        str | None, Option(help="Name or address of the host of the process with rank 0.")
-    ] = None
-    master_port: Annotated[int, Option(help="Port at which processes meet there.")] = 29500
+    master_addr: Annotated[str | None, Option(help="Name or address of the host of rank 0.")] = None
+    master_port: Annotated[int, Option(help="Port on that host for the processes to connect.")] = (
+        29500
+    )
     headless: Annotated[
         bool,
         Option(
             "--headless",
-            help="Answer no requests, as processes with a rank above 0 do in any case.",
+            help="Serve no requests; always the case for ranks above 0.",
         ),
     ] = False
 
     def join(self, tensor_parallel_size: int, data_parallel_size: int) -> bool:
-        """Joins the processes that run one model; returns whether this one answers requests."""
+        """Joins the processes that run one model; returns whether this one serves requests."""
         nodes, rank, addr = self.nnodes, self.node_rank, self.master_addr
         port, size, several = self.master_port, tensor_parallel_size, nodes > 1
         require("--nnodes", nodes, nodes >= 1, "at least 1")
@@ -69,7 +68,7 @@ class HostsOptions:
 
 
 def _is_free(port: int) -> bool:
-    """Returns whether a process may listen at a port; jax would crash."""
+    """Returns whether a process can listen on a port; jax would crash."""
     try:
         socket.create_server(("", port)).close()
     except OSError:

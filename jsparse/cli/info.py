@@ -1,4 +1,4 @@
-"""Defines the commands `jsparse info` and `jsparse policies`."""
+"""The commands `jsparse info` and `jsparse policies`."""
 
 import inspect
 import json
@@ -33,7 +33,7 @@ def info(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a model's sizes, what a policy keeps, and how much context fits in the free memory.
+    """Show a model's sizes, a policy's memory, and how much context fits in the free memory.
 
     Example: jsparse info smollm2 --context 4096 --policy "twilight(quest(budget=1024), p=0.95)"
     """
@@ -58,9 +58,9 @@ def info(
 
 
 def policies() -> None:
-    """List the policies that --policy takes, with their arguments and defaults.
+    """List the policies for --policy, with their arguments and defaults.
 
-    A policy of your own is named path.py:function or module:function.
+    Name a policy of your own as path.py:function or module:function.
 
     Example: jsparse chat --policy "keep(oracle_top_k(budget=256), sink=4, recent=64)"
     """

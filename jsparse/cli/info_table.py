@@ -1,4 +1,4 @@
-"""Words the table of `jsparse info`."""
+"""Formats the table of `jsparse info`."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from jsparse.text.short_names import short_name
 
 
 def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns the lines of a table that shows the result of jsparse.evaluation.info.describe."""
+    """Returns the rows of a table that shows the result of jsparse.evaluation.info.describe."""
     c, dtype = info["config"], info["dtype"]
     extras = [
         name for name, on in (("q, k, v biases", c["qkv_bias"]), ("q, k norms", c["qk_norm"])) if on
@@ -63,12 +63,12 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _types(info: dict[str, Any]) -> str:
-    """Names the types of weights and cache."""
+    """Returns the types of weights and cache as text."""
     return info["dtype"] if info["weights"] is None else f"{info['weights']} and {info['dtype']}"
 
 
 def _of_each_device(info: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns the line on what one of several devices has."""
+    """Returns the row on one device's part, if there are several devices."""
     if info["devices"] == 1:
         return []
     weights, cache = info["device_weight_bytes"], info["device_cache_bytes_per_token"]
@@ -77,7 +77,7 @@ def _of_each_device(info: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _kept(info: dict[str, Any]) -> str:
-    """Describes the memory that a policy takes beside K and V."""
+    """Describes a policy's memory besides K and V."""
     parts = []
     if info["policy_bytes_per_token"]:
         size = memory.size(info["policy_bytes_per_token"])
@@ -88,7 +88,7 @@ def _kept(info: dict[str, Any]) -> str:
 
 
 def _cache_of_a_prompt(info: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns the lines on K and V of one prompt, and of the tokens that may follow it."""
+    """Returns the rows on K and V of one prompt, and of the tokens that may follow it."""
     context, per_token = info["context"], info["cache_bytes_per_token"]
     limit = info["config"]["max_position_embeddings"]
     prompt, max_length = context * per_token, info["max_cache_bytes"]

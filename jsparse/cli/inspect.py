@@ -1,4 +1,4 @@
-"""Defines the command `jsparse inspect`."""
+"""The command `jsparse inspect`."""
 
 import sys
 from contextlib import closing
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # from an empty cell to a full one
 SHADES = " ░▒▓█"
-WIDTH = 100  # columns where standard output is no terminal
+WIDTH = 100  # columns if standard output is not a terminal
 
 
 @takes_options(LoadingOptions, "loading")
@@ -49,7 +49,9 @@ def inspect(
     ] = None,
     overlap: Annotated[
         int | None,
-        Option(help="Also show which share of so many heaviest tokens a head and the next share."),
+        Option(
+            help="Also show the share of each head's n heaviest tokens that the next layer shares."
+        ),
     ] = None,
     page_size: PageSizeOption = 16,
 ) -> None:
@@ -79,7 +81,7 @@ def inspect(
 
 
 def show(inspection: "Inspection", layer: int | None) -> None:
-    """Prints a heat map, a row per layer, or per head of one layer, whose text follows."""
+    """Prints a heat map with a row per layer, or per head of one layer followed by its text."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     of_rows = inspection.attended.mean(axis=1) if layer is None else inspection.attended[layer]
     name = "layer" if layer is None else "head"
@@ -98,7 +100,7 @@ def show(inspection: "Inspection", layer: int | None) -> None:
     for nth, row in enumerate(cells):
         line = Text(f"{nth:>{len(name)}} │")
         for cell in row:
-            # tokens that are attended to at all show
+            # any attention is visible
             shade = int(np.ceil(cell * (len(SHADES) - 1)))
             line.append(SHADES[shade], style="cyan")
         line.append(f"│ {of_rows[nth].mean():6.1%}")
@@ -131,7 +133,7 @@ def show_overlap(shares: np.ndarray, count: int) -> None:
 
 
 def _show_text(console: Console, inspection: "Inspection", layer: int) -> None:
-    """Prints the text; tokens that more heads attend to stand out more."""
+    """Prints the text; tokens that more heads attend to are brighter."""
     shares = inspection.attended[layer].mean(axis=0)
     text = Text()
     for token, share in zip(inspection.tokens, shares, strict=True):

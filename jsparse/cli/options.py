@@ -1,4 +1,4 @@
-"""Declares the options that several commands share, once."""
+"""Options shared by several commands."""
 
 import functools
 import inspect
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DtypeName = Literal["float32", "bfloat16", "float16"]
 OnBytes = Callable[[int, int], None]
 
-# the options with which every command that loads a model names it; see also `takes_model`
+# options by which every command names its model; see also `takes_model`
 MODEL_HELP = "Model to load: smollm2, a folder, a .gguf file, or a Hub id such as org/name."
 ModelOption = Annotated[str, Option("--model", "-m", help=MODEL_HELP)]
 DtypeOption = Annotated[
@@ -27,7 +27,7 @@ DtypeOption = Annotated[
 WeightsOption = Annotated[
     Literal["q8_0"] | None,
     Option(
-        help="q8_0 keeps matrices in blocks of 8 bits; the default is numbers of the dtype, or "
+        help="q8_0 stores matrices in 8-bit blocks; the default is numbers of the dtype, or "
         "what was saved."
     ),
 ]
@@ -44,14 +44,14 @@ PageSizeOption = Annotated[int, Option(help="Tokens per page of the cache: 8, 16
 
 @dataclass(frozen=True)
 class LoadingOptions:
-    """Holds how a command loads its model: keyword arguments of `jsparse.load`."""
+    """How to load the model: keyword arguments of `jsparse.load`."""
 
     dtype: DtypeOption = None
     weights: WeightsOption = None
     revision: RevisionOption = None
     tensor_parallel_size: Annotated[
         int,
-        Option(help="Number of GPUs that the model is spread over, each with some of its heads."),
+        Option(help="Number of GPUs for tensor parallelism; each has some of the heads."),
     ] = 1
 
     def load(self, model: str, on_progress: OnBytes | None = None) -> "Params":
@@ -61,7 +61,7 @@ class LoadingOptions:
 
 
 def complete_policy(incomplete: str) -> list[str]:
-    """Returns the names of policies that begin so, for the shell."""
+    """Returns the names of policies with this prefix, for shell completion."""
     from jsparse.policies import POLICIES
 
     return [name for name in POLICIES if name.startswith(incomplete)]
@@ -88,22 +88,21 @@ ExactOption = Annotated[
     bool,
     Option(
         "--exact",
-        help="Let dense attention check what the policy drafts: the text is the one that dense "
-        "attention gives.",
+        help="Verify the policy's drafts with dense attention: the text is dense attention's own.",
     ),
 ]
 NumSpeculativeTokensOption = Annotated[
     int | None,
     Option(
-        help="With --exact, the tokens drafted between two checks. By default that is chosen as it "
-        "goes, from the drafts accepted and the time that rounds took."
+        help="With --exact, the tokens drafted per verification round. By default it adapts to "
+        "the acceptance rate and the time of rounds."
     ),
 ]
 
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """Holds the model to load and the keyword arguments of `jsparse.generate`."""
+    """The model to load and the keyword arguments of `jsparse.generate`."""
 
     model: ModelOption = "smollm2"
     policy: PolicyOption = "dense"
@@ -114,19 +113,19 @@ class GenerationOptions:
         float | None,
         Option(help="Sampling temperature; 0 is greedy. The default is the model's own, else 0."),
     ] = None
-    top_k: Annotated[int | None, Option(help="Sample from the k likeliest tokens; 0 is off.")] = (
+    top_k: Annotated[int | None, Option(help="Sample from the k most likely tokens; 0: off.")] = (
         None
     )
     top_p: Annotated[
         float | None,
-        Option(help="Sample from the likeliest tokens whose probabilities sum to p; 1 is off."),
+        Option(help="Sample from the most likely tokens with a total probability of p; 1: off."),
     ] = None
     min_p: Annotated[
         float | None,
-        Option(help="Drop tokens less likely than min-p times the likeliest; 0 is off."),
+        Option(help="Drop tokens less likely than min-p times the most likely one; 0: off."),
     ] = None
     repetition_penalty: Annotated[
-        float | None, Option(help="Make tokens that occurred before less likely; 1 is off.")
+        float | None, Option(help="Make tokens that occurred before less likely; 1: off.")
     ] = None
     seed: Annotated[int, Option(help="Random seed.")] = 0
     stop: Annotated[
@@ -161,7 +160,7 @@ class GenerationOptions:
 def takes_options(
     kind: type[Any], name: str = "options"
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replaces a command's parameter of this name by one per field of a dataclass, `kind`."""
+    """Replaces a command's parameter `name` by one per field of the dataclass `kind`."""
     hints = get_type_hints(kind, include_extras=True)
     shared = [
         inspect.Parameter(
@@ -193,7 +192,7 @@ def require(option: str, value: object, holds: bool, rule: str) -> None:
 
 
 def takes_model(command: Callable[..., None]) -> Callable[..., None]:
-    """Lets a command take the model as its first argument, too, not only by its option --model."""
+    """Allows a command to take the model as its first argument or by its option --model."""
     own = inspect.signature(command).parameters
     default = own["model"].default
     [option] = own["model"].annotation.__metadata__
@@ -225,7 +224,7 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
 def _with_parameters(
     wrapper: Callable[..., None], parameters: Sequence[inspect.Parameter]
 ) -> Callable[..., None]:
-    """Gives a command the parameters that typer shall see; all of them have names."""
+    """Sets the parameters of a command that typer sees; all of them have names."""
     named = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
     wrapper.__dict__["__signature__"] = inspect.Signature(named)
     wrapper.__annotations__ = {p.name: p.annotation for p in named}
@@ -233,7 +232,7 @@ def _with_parameters(
 
 
 class _PlainFlags:
-    """Shows no type beside options that take no value."""
+    """A mixin that hides the type of options without a value."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         parameters = super().get_params(ctx)  # pyright: ignore[reportAttributeAccessIssue]
@@ -244,7 +243,7 @@ class _PlainFlags:
 
 
 class Command(_PlainFlags, TyperCommand):
-    """A command whose flags show no type."""
+    """A command that hides the type of its flags."""
 
 
 class CommandGroup(_PlainFlags, TyperGroup):
@@ -252,7 +251,7 @@ class CommandGroup(_PlainFlags, TyperGroup):
 
 
 def whole_numbers(name: str, text: str) -> list[int]:
-    """Returns the numbers of an option that takes several, with commas between them."""
+    """Returns the numbers of an option with several, separated by commas."""
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
@@ -274,7 +273,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def read_text(file: Path | None, option: str) -> str:
-    """Returns the text of the file that an option names, or of standard input."""
+    """Returns the text of an option's file, or of standard input."""
     try:
         return sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

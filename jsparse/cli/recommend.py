@@ -1,4 +1,4 @@
-"""Defines the command `jsparse recommend`."""
+"""The command `jsparse recommend`."""
 
 import json
 import sys
@@ -26,10 +26,10 @@ from jsparse.cli.options import (
 )
 from jsparse.text.short_names import short_name
 
-# seconds between two lines on the progress
+# seconds between two progress lines
 LINE_SECONDS = 10
 STAYS_DENSE = 1
-"""The exit status where nothing faster than dense attention is close enough to it."""
+"""The exit status if nothing faster than dense attention is close enough to it."""
 
 
 @takes_model
@@ -45,27 +45,28 @@ def recommend(
     batch: Annotated[int, Option(help="Number of sequences that decode together.")] = 1,
     kl: Annotated[
         float,
-        Option("--kl", help="Greatest mean KL divergence from dense attention, in nats per token."),
+        Option("--kl", help="Maximum mean KL divergence from dense attention, in nats per token."),
     ] = 0.02,
     exact: Annotated[
         bool,
-        Option("--exact", help="Take only what chooses dense attention's token at every place."),
+        Option(
+            "--exact",
+            help="Accept only policies that choose dense attention's token at every position.",
+        ),
     ] = False,
     policy: Annotated[
         list[str] | None,
         Option(
             metavar="<policy>",
             autocompletion=complete_policy,
-            help=f"Policy to try beside the usual ones: {POLICY_FORMS} Repeatable.",
+            help=f"Policy to try in addition to the default ones: {POLICY_FORMS} Repeatable.",
         ),
     ] = None,
     only: Annotated[
-        bool, Option("--only", help="Try only what --policy names, not the usual policies.")
+        bool, Option("--only", help="Try only the policies of --policy, not the default ones.")
     ] = False,
     samples: Annotated[int, Option(help="Number of texts, and of pass keys of each kind.")] = 8,
-    keep: Annotated[
-        bool, Option(help="Whether to write what policy=auto uses from then on.")
-    ] = True,
+    keep: Annotated[bool, Option(help="Whether to save the result for policy=auto.")] = True,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     revision: RevisionOption = None,
@@ -75,7 +76,7 @@ def recommend(
 
     Times decode steps of ten policies, then compares those that are faster than dense attention
     with it: KL divergence, and pass keys that the prompt's end or a later turn asks for. An
-    interrupted run goes on where it stopped. The exit status is 0 if a policy is recommended, 1 if
+    interrupted run resumes where it stopped. The exit status is 0 if a policy is recommended, 1 if
     dense attention is best.
 
     Example: jsparse recommend Qwen/Qwen3-8B --context 32768 --kl 0.01
@@ -111,7 +112,7 @@ def recommend(
 
 
 def _kept(measured: dict[str, Any]) -> str:
-    """Writes the policy that `auto` is to use, and prints a line about it."""
+    """Saves the policy for `auto`, and returns a line about it."""
     from jsparse.benchmark.recommend import choice
     from jsparse.policies import choices
     from jsparse.policies.expressions import is_own
@@ -165,7 +166,7 @@ def _print(measured: dict[str, Any]) -> None:
             if found is not None and found < dense["of"] / 2:
                 lines.append(
                     f"Dense attention itself finds {found} of {dense['of']} pass "
-                    f"keys{words}, so that they say little about this model."
+                    f"keys{words}, so they give little information about this model."
                 )
     console.print(*lines, sep="\n", soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""Defines the command `jsparse serve`."""
+"""The command `jsparse serve`."""
 
 import re
 from dataclasses import dataclass
@@ -23,34 +23,34 @@ from jsparse.machine.extras import install
 
 @dataclass(frozen=True)
 class EngineFlags:
-    """Holds the options of the engine: keyword arguments of AsyncEngine."""
+    """The options of the engine: keyword arguments of AsyncEngine."""
 
     max_model_len: Annotated[
         int | None,
-        Option(help="Most tokens of prompt and answer; the default is the model's on a GPU."),
+        Option(help="Maximum tokens of prompt and output; the default is the model's on a GPU."),
     ] = None
     max_num_seqs: Annotated[
         int | None,
-        Option(help="Most requests that decode together; the default is 64 on a GPU, else 8."),
+        Option(help="Maximum decode batch size; the default is 64 on a GPU, else 8."),
     ] = None
     gpu_memory_utilization: Annotated[
         float,
-        Option(help="Share of the memory that model, K and V and the policy's state may take."),
+        Option(help="Fraction of the memory for the model, the KV cache and the policy's state."),
     ] = 0.9
     swap_space: Annotated[
-        float, Option(help="GiB of host memory for K and V of answers that make room for others.")
+        float, Option(help="GiB of host memory for the KV cache of swapped-out sequences.")
     ] = 0.0
     enable_prefix_caching: Annotated[
-        bool, Option(help="Whether requests share what others have read of the same prompt.")
+        bool, Option(help="Whether requests reuse the KV cache of shared prefixes.")
     ] = True
-    max_waiting: Annotated[int, Option(help="Most requests that wait; further ones get 429.")] = (
-        1024
-    )
+    max_waiting: Annotated[
+        int, Option(help="Maximum number of waiting requests; more get status 429.")
+    ] = 1024
     max_stall_ms: Annotated[
-        float, Option(help="Milliseconds for which an answer may wait for its next tokens.")
+        float, Option(help="Maximum milliseconds for which prefill may stall decoding.")
     ] = 200.0
     batch_invariant: Annotated[
-        bool, Option(help="Whether a request gets the same bits in any company; slower.")
+        bool, Option(help="Whether results are bitwise the same in every batch; slower.")
     ] = False
     exact: ExactOption = False
     num_speculative_tokens: NumSpeculativeTokensOption = None
@@ -66,8 +66,8 @@ class EngineFlags:
         bool,
         Option(
             "--check-ranks",
-            help="Compare what the GPUs of a model have chosen after each program, and fail if it "
-            "differs; slower.",
+            help="Compare the tokens chosen on a model's GPUs after each program, and fail if they "
+            "differ; slower.",
         ),
     ] = False
 
@@ -77,15 +77,15 @@ class EngineFlags:
 
 @dataclass(frozen=True)
 class ServerFlags:
-    """Holds the options of the server around the engine."""
+    """The options of the server around the engine."""
 
-    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1"
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0: all addresses.")] = "127.0.0.1"
     port: Annotated[int, Option(help="Port to listen on; 0 picks a free one.")] = 8000
     data_parallel_size: Annotated[
         int,
         Option(
-            help="Number of engines, each in a process and on GPUs of its own, to which requests "
-            "are sent by their beginnings and by what each engine has to do."
+            help="Number of engines, each with its own process and GPUs; requests are routed by "
+            "prefix and load."
         ),
     ] = 1
     api_key: Annotated[
@@ -98,28 +98,28 @@ class ServerFlags:
     ] = None
     max_logprobs: Annotated[
         int,
-        Option(help="Most likely tokens that requests may ask for; without any it starts sooner."),
+        Option(help="Maximum top logprobs per token of a request; 0 starts faster."),
     ] = 20
     default_max_tokens: Annotated[
         int | None,
         Option(
-            help="Most tokens of answers to chats that name no number; the default is as many as "
-            "there is room for."
+            help="Maximum output tokens of chats that do not set a limit; the default is the "
+            "available room."
         ),
     ] = None
     seed: Annotated[
         int | None,
-        Option(help="Random seed of requests that name none; the default is drawn at the start."),
+        Option(help="Random seed of requests without one; the default is drawn at startup."),
     ] = None
     drain_seconds: Annotated[
-        float, Option(help="Seconds that SIGTERM leaves to the requests that have begun.")
+        float, Option(help="Seconds for running requests to finish after SIGTERM.")
     ] = 30.0
     allowed_host: Annotated[
         list[str] | None,
         Option(
             metavar="<host>",
-            help="Further name under which browsers may reach a server of this machine alone that "
-            "has no key; * is any. Repeatable.",
+            help="Additional host name for browsers to reach a server that listens on loopback "
+            "and has no key; *: any. Repeatable.",
         ),
     ] = None
     allowed_origins: Annotated[
@@ -127,18 +127,20 @@ class ServerFlags:
         Option(
             metavar="<origin>",
             help="Origin, such as http://localhost:3000, whose pages may use the server from a "
-            "browser; * is any. Repeatable.",
+            "browser; *: any. Repeatable.",
         ),
     ] = None
     special_tokens_in_messages: Annotated[
         bool,
-        Option(help="Whether special tokens spelled in messages count: users could write turns."),
+        Option(
+            help="Whether special tokens spelled in messages count: users could then write turns."
+        ),
     ] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Option(
-            help="Least level of what is logged: info has a line for each request, and how fast "
-            "the engine is every ten seconds; warning only what goes wrong."
+            help="Minimum log level: info logs each request, and the engine's throughput every ten "
+            "seconds; warning logs only problems."
         ),
     ] = "info"
 
@@ -152,7 +154,7 @@ class ServerFlags:
         require("--drain-seconds", self.drain_seconds, self.drain_seconds >= 0, "at least 0")
         number = self.data_parallel_size
         require("--data-parallel-size", number, number >= 1, "at least 1")
-        # the key itself stays out of the message
+        # the message must not contain the key
         if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
             raise ValueError("--api-key: must be one or more visible ASCII characters")
 
@@ -172,7 +174,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API.
 
-    Requests join and leave one running batch. SIGTERM lets those finish that have begun.
+    Requests join and leave one running batch. On SIGTERM, running requests finish first.
 
     Example: jsparse serve smollm2 --policy "quest(budget=1024)" --max-model-len 2048
     """
@@ -196,7 +198,7 @@ def serve(
     allowed = origins.checked(server.allowed_origins or ())
     if engines > 1:
         _leave_gpus_to_engines()
-    resolve(policy)  # what is wrong with it is told before anything is loaded
+    resolve(policy)  # report its errors before loading anything
     answers = hosts.join(size, engines)
     log.show(server.log_level)
     descriptors.raise_limit(2 if engines > 1 else 1)
@@ -205,11 +207,11 @@ def serve(
         **vars(loading),
         **flags.arguments(),
         layer_stats="newest",
-        # else the first request for likely tokens would wait for them, and all others with it
+        # otherwise the first request for logprobs would compile them, and stall all others
         prepare="logprobs" if server.max_logprobs else True,
     )
     if not answers:
-        make_engine()  # and works for process 0, until that ends
+        make_engine()  # runs the commands of process 0 until that exits
         return
     listening = run.listen(server.host, server.port)
     address, at = listening.getsockname()[:2]
@@ -247,7 +249,7 @@ def serve(
 
 
 def _leave_gpus_to_engines() -> None:
-    """Keeps this process from claiming a GPU's memory, as code of a user's policy might."""
+    """Keeps this process from allocating GPU memory, as code of a user's policy might."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")

@@ -1,4 +1,4 @@
-"""Defines the command `jsparse train-gates`."""
+"""The command `jsparse train-gates`."""
 
 import dataclasses
 import sys
@@ -30,7 +30,7 @@ between 0.1 and 0.9; 0 is best.
 Distance: of the outputs from the dense model's on held-out contexts, as a share of their variance;
 0 is the dense model. With mean gates each head mixes its two roles, as in training; with hard gates
 the best heads are retrieval heads and the others sparse, as in decoding."""
-# of the distance that layer 0's retrieval heads leave alone: SmolLM2's gates, after 1000 steps of
+# fraction of the distance with only layer 0's retrieval heads: SmolLM2's gates, after 1000 steps of
 # hard_kuma, have 0.21 of it
 TOO_FAR = 0.5
 
@@ -98,7 +98,7 @@ def _settings(options: TrainGatesOptions, config: "ModelConfig") -> "Settings":
 
 
 def _source(tokenizer: "Tokenizer", options: TrainGatesOptions) -> "Source":
-    """Returns the training samples that the options ask for."""
+    """Returns the training samples that the options specify."""
     from jsparse.evaluation.texts import read
     from jsparse.train.passkey import passkeys
     from jsparse.train.questions import questions

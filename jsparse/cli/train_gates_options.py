@@ -1,4 +1,4 @@
-"""Declares the options of `jsparse train-gates`."""
+"""The options of `jsparse train-gates`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from jsparse.cli.options import DtypeOption, ModelOption, RevisionOption
 
 @dataclass(frozen=True)
 class TrainGatesOptions:
-    """Holds the model, the samples and the settings of a training."""
+    """The model, the samples and the settings of a training run."""
 
     out: Annotated[
         Path, Option(help="Folder for the run: settings, log, checkpoints, gates, record, plots.")
@@ -20,7 +20,7 @@ class TrainGatesOptions:
     target: Annotated[
         int | None,
         Option(
-            help="Number of retrieval heads to find, layer 0's KV heads included; the default is "
+            help="Number of retrieval heads to find, including layer 0's KV heads; the default is "
             "one in eight."
         ),
     ] = None
@@ -63,17 +63,17 @@ class TrainGatesOptions:
         str,
         Option(
             help="Tokens of the sparse heads: handed_on (as in decoding, heads below one half pass "
-            "on their set) or refreshed (all heads pick)."
+            "on their set) or refreshed (all heads select)."
         ),
     ] = "handed_on"
     match: Annotated[
         str, Option(help="Output to match with the dense model: logits or hidden.")
     ] = "logits"
     seeds: Annotated[
-        int, Option(help="Number of trainings to run side by side, on the same samples.")
+        int, Option(help="Number of training runs side by side, on the same samples.")
     ] = 1
     held_out: Annotated[
-        int, Option(help="Number of held-out batches to measure the result on.")
+        int, Option(help="Number of held-out batches on which the result is measured.")
     ] = 16
     text: Annotated[
         Path | None,

@@ -1,4 +1,4 @@
-"""Measures the loss of quality that a policy causes.
+"""Measures the quality loss of a policy.
 
-It compares closeness to dense attention, tasks of long context, and attention on real queries.
+Measures are closeness to dense attention, long-context tasks, and attention on real queries.
 """

@@ -1,7 +1,7 @@
 """Measures the errors of a policy's selections by layer and head, on queries of real text.
 
-`measured` wraps a policy: it decodes as before, and its state also sums up how each selection
-compares with dense attention on the same query and cache. The decode step does not know of it.
+`measured` wraps a policy: it decodes as before, and its state also accumulates how each selection
+compares with dense attention on the same query and cache. The decode step is unchanged.
 
     forcing = force(params, [measured("streaming(sink=4, recent=512)")], prompts, max_new_tokens=64)
     print(attention_metrics(forcing)[0].heads.recall.mean())
@@ -33,24 +33,23 @@ from jsparse.shapes import Lengths, Queries, Rows
 
 
 class HeadMetrics(NamedTuple):
-    """Compares a selection with dense attention on the same queries and cache, by row and KV head.
+    """A selection compared with dense attention on the same queries and cache, by row and KV head.
 
-    Mass and errors are means over the group of query heads that a KV head serves. Every policy
-    attends to the newest token, which does not count for recall.
+    Mass and errors are means over the group of query heads of a KV head. Every policy attends to
+    the newest token, which does not count for recall.
 
     Attributes:
-        recall: the share of the k tokens of largest weight that the selection covers; k is `top_k`
-            of `measured`, or the number of tokens attended. A token's weight is the largest in the
-            group, as for oracle_top_k; ties go to the oldest.
+        recall: the share of the k tokens with the largest weights that the selection covers; k is
+            `top_k` of `measured`, or the number of attended tokens. A token's weight is the largest
+            in the group, as for oracle_top_k; ties go to the oldest.
         mass: the share of the exact softmax's mass that the selection covers; a summary covers
             none.
         output_error: ‖o - ô‖ / ‖o‖, with the summary merged into ô.
-        lse_error: |lse - lŝe| in nats, with the summary merged; infinite where nothing at all was
-            attended.
-        attended: the tokens attended over the positions so far.
-        pages: the pages of which anything is attended, over those that the head holds.
+        lse_error: |lse - lŝe| in nats, with the summary merged; infinite if nothing was attended.
+        attended: the attended tokens over the positions so far.
+        pages: the pages with any attended token, over the head's pages.
         bytes_read: the bytes of K and V that are read, as whole pages, without the policy's own
-            reads in selecting.
+            reads for selection.
     """
 
     recall: Float32[Array, "B K"]
@@ -63,11 +62,12 @@ class HeadMetrics(NamedTuple):
 
 
 class AttentionMetrics(NamedTuple):
-    """Holds means over decode steps.
+    """Means over decode steps.
 
     Attributes:
         heads: HeadMetrics of float32[L, B, K] arrays; NaN for a layer that selected nothing.
-        steps: how often each layer selected; steps that fell back to dense attention do not count.
+        steps: the number of selections of each layer; steps that fell back to dense attention do
+            not count.
     """
 
     heads: HeadMetrics
@@ -75,7 +75,7 @@ class AttentionMetrics(NamedTuple):
 
 
 class MetricSums(NamedTuple):
-    """Holds one layer's sums over the steps so far, and their number in each row."""
+    """One layer's sums over the steps so far, and their number in each row."""
 
     heads: HeadMetrics
     steps: Int32[Array, "B"]
@@ -83,7 +83,7 @@ class MetricSums(NamedTuple):
 
 @builder
 def measured(policy: Policy | str, top_k: int = 0) -> Policy:
-    """Wraps a policy so that its state sums up HeadMetrics of every selection.
+    """Wraps a policy so that its state accumulates HeadMetrics of every selection.
 
     `top_k` is k of the recall; 0: the number of tokens that the head attends to, at least 1.
     """
@@ -117,8 +117,8 @@ def measured(policy: Policy | str, top_k: int = 0) -> Policy:
 def attention_metrics(forcing: Forcing) -> list[AttentionMetrics]:
     """Compares the selections of `measured` policies with dense attention under teacher forcing.
 
-    The queries are those of the policy's own run, so they carry the errors of earlier layers. There
-    is an entry per policy of the forcing, in their order, without its dense reference.
+    The queries are those of the policy's own run, so they include the errors of earlier layers.
+    There is an entry per policy of the forcing, in order, without its dense reference.
 
     Raises:
         ValueError: a policy is not measured.
@@ -150,7 +150,7 @@ def _head_metrics(
     summary: Summary | None,
     top_k: int,
 ) -> HeadMetrics:
-    """Computes one step's metrics in plain jnp: everything the head holds is read."""
+    """Computes one step's metrics in plain jnp, reading all the head's tokens."""
     logits, values = (
         attention_logits(q, layer_cache),
         read_heads(layer_cache.v, layer_cache).astype(jnp.float32),

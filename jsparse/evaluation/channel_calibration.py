@@ -1,11 +1,10 @@
-"""Finds offline the channels of K that carry most of the logits, to calibrate Double Sparsity.
+"""Finds offline the channels of K that contribute most to the logits, to calibrate Double Sparsity.
 
-As in the paper (arXiv:2408.07092, and the code its authors published), a channel's weight is the
-mean of |q·k| in it, where each token's query meets the token's own key, after RoPE. Where we
-differ: k is taken in the frame of the model's key constants (jsparse.cache.key_constants),
-since the constant part of a channel need not be looked for; the query heads that share a KV head
-share its ranking, by the sum over them; and the text is the user's, read in one piece with full
-attention (theirs is cut into blocks of 512 tokens).
+As in the paper (arXiv:2408.07092, and its authors' code), a channel's weight is the mean of its
+|q·k|, with each token's query and the same token's key, after RoPE. There are three differences. k
+is in the frame of the model's key constants (jsparse.cache.key_constants), since the constant part
+of a channel needs no search. The query heads of a KV head share its ranking, by their sum. The text
+is the user's, prefilled in one piece with full attention (theirs is cut into blocks of 512 tokens).
 """
 
 from functools import partial
@@ -47,9 +46,9 @@ def calibrate_channels(
 
     Args:
         params: the model.
-        prompt: the text to read, as for `generate`: text, token ids, or a list of these, each of
-            which is read on its own.
-        on_progress: a callable that gets ("prefill", done, total), in tokens of each prompt.
+        prompt: the text, as for `generate`: text, token ids, or a list of these, each prefilled
+            separately.
+        on_progress: a callable that receives ("prefill", done, total), in tokens of each prompt.
 
     Raises:
         ValueError: a prompt is malformed, or leaves no room for one more token in the model's
@@ -74,7 +73,7 @@ def calibrate_channels(
 
 @builder
 def _weighed(window: int) -> Policy:
-    """Attends densely and sums up the weight of every channel; no chunk exceeds `window`."""
+    """Attends densely and sums the weight of every channel; no chunk exceeds `window`."""
 
     def init(spec: CacheSpec) -> State:
         shape = (spec.batch, spec.num_kv_heads, spec.head_dim)

@@ -1,7 +1,7 @@
 """Measures how close a policy is to dense attention: KL divergence, top-1 agreement, likelihood.
 
-Every policy decodes the same tokens after the same densely read prompt, so its whole distribution
-can be compared with dense attention's at each step.
+Every policy decodes the same tokens after the same dense prefill, so its whole distribution can be
+compared with dense attention's at each step.
 
     result = closeness(force(params, ["streaming(sink=4, recent=512)"], prompts, max_new_tokens=64))
     print(result.policies, result.kl.mean(axis=(1, 2)), perplexity(result.logprob))
@@ -20,14 +20,14 @@ from jsparse.shapes import Rows
 
 
 class Closeness(NamedTuple):
-    """Holds the comparison of R policies with dense attention over n steps; dense() comes first.
+    """Comparison of R policies with dense attention over n steps; dense() comes first.
 
     Attributes:
         policies: the names of the R policies.
         tokens: the continuation; entry i + 1 is the token that step i had to predict.
         kl: KL(dense ‖ policy) over the vocabulary, in nats; rounding may leave it below 0.
-        agreement: whether both find the same token likeliest.
-        logprob: the log-probability that the policy gives to the token that follows, in nats.
+        agreement: whether both have the same most likely token.
+        logprob: the policy's log-probability of the next token, in nats.
         attended, read: shares of the positions so far that attention used, and whose K and V it
             read.
     """
@@ -44,8 +44,8 @@ class Closeness(NamedTuple):
 def closeness(forcing: Forcing) -> Closeness:
     """Runs the policies and compares them with dense attention.
 
-    Nothing of the vocabulary's size comes to the host. Forcings of several batches with the same
-    `max_length` and number of prompts run the same compiled programs.
+    No array of the vocabulary's size is copied to the host. Forcings of several batches with the
+    same `max_length` and number of prompts run the same compiled programs.
     """
     names = forcing.shared.names
     tokens = np.asarray(forcing.tokens).T
@@ -64,10 +64,9 @@ def windows(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Cuts a text into prompts and continuations for `closeness` to score token by token.
 
-    Each window of `length` tokens becomes a prompt and a continuation of `scored` + 1 tokens, the
-    last `scored` of which are scored by a decode step each. A remainder is left out. Quest (Tang et
-    al., arXiv:2406.10774) scores PG-19 through its decode step; here the tokens before are
-    prefilled.
+    Each window of `length` tokens becomes a prompt and a continuation of `scored` + 1 tokens; a
+    decode step scores each of the last `scored`. A remainder is dropped. Quest (Tang et al.,
+    arXiv:2406.10774) scores PG-19 through its decode step; here the earlier tokens are prefilled.
 
     Raises:
         ValueError: `scored` leaves no prompt, or there is no whole window.

@@ -12,7 +12,7 @@ from jsparse.runtime import capacity, scoring
 def score_continuations(
     params: Params, rows: list[list[int]], counts: list[int], *, page_size: int
 ) -> list[tuple[float, bool]]:
-    """Scores each row's last `counts` tokens: log-likelihood, and whether all are likeliest."""
+    """Scores each row's last `counts` tokens: log-likelihood, and whether all are greedy."""
     longest = max(map(len, rows)) - 1
     width = min(capacity.bucket(longest, page_size), params.config.max_position_embeddings)
     tokens = np.zeros((len(rows), width + 1), np.int32)
@@ -29,7 +29,7 @@ def score_continuations(
 def _log_likelihoods(
     logits: Float32[Array, "B T V"], targets: Int32[Array, "B T"], scored: Bool[Array, "B T"]
 ) -> tuple[Float32[Array, "B"], Bool[Array, "B"]]:
-    """Sums the log-probabilities of each row's scored targets, and says if all are likeliest."""
+    """Returns the summed log-probabilities of each row's scored targets, and if all are greedy."""
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     log_probs = picked - jax.nn.logsumexp(logits, axis=-1)
     greedy = jnp.argmax(logits, axis=-1) == targets

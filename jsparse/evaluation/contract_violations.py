@@ -16,17 +16,17 @@ from jsparse.policy import Policy
 from jsparse.runtime.state_axes import state_axes
 from jsparse.selection import Selection
 
-CLOSE = 1e-4  # differences over the largest logit that rounding may make
+CLOSE = 1e-4  # maximum differences from rounding, relative to the largest logit
 # of the mass of a random selection; selection_mass.py has the measured shares
 BLIND = 0.75
 
 
 class Violation(Exception):
-    """Describes an observation that a rule forbids."""
+    """An observation that a rule forbids."""
 
 
 def check_selection(selection: Selection, lengths: np.ndarray, where: str) -> None:
-    """Raises Violation, which names `where`, unless the selection lists held slots, in order."""
+    """Raises Violation, naming `where`, unless the selection lists existing slots, in order."""
     ids, count = np.asarray(selection.ids), np.asarray(selection.count)
     unit = PAGE if selection.granularity == "page" else 1
     if count.shape != lengths.shape or (count < 0).any() or (count > ids.shape[-1]).any():
@@ -40,7 +40,7 @@ def check_selection(selection: Selection, lengths: np.ndarray, where: str) -> No
                 f"{selection.granularity}s {where}"
             )
         if ids[at][count[at] :].any():
-            raise Violation(f"ids behind count are {ids[at].tolist()}, {count[at]} valid {where}")
+            raise Violation(f"ids past count are {ids[at].tolist()}, {count[at]} valid {where}")
 
 
 def check_close(how: str, logits: Any, expected: Any, than: str = "before") -> None:
@@ -52,9 +52,9 @@ def check_close(how: str, logits: Any, expected: Any, than: str = "before") -> N
 
 
 def check_mass(chosen: Sequence[LayerSelection]) -> str:
-    """Returns the mass of selections in words; raises Violation if it is far below that of chance.
+    """Returns the mass of selections as text; raises Violation if it is far below that of chance.
 
-    Heads that attend to all tokens, or to none but the newest, do not count.
+    Heads that attend to all tokens, or only to the newest, do not count.
     """
     tokens, mass = (
         np.stack([np.asarray(each) for each in shares])
@@ -76,7 +76,7 @@ def check_mass(chosen: Sequence[LayerSelection]) -> str:
 def row_arrays(
     policy: Policy, spec: CacheSpec, rows: TrialRows, row: int
 ) -> list[tuple[str, np.ndarray]]:
-    """Returns the arrays of a row with their names; its pages too if each row has its own."""
+    """Returns the named arrays of a row, including its pages if rows do not share pages."""
 
     def part(array: Any, axis: int) -> np.ndarray:
         array = np.asarray(array)
@@ -94,7 +94,7 @@ def row_arrays(
 
 
 def leaves_out(chosen: LayerSelection) -> bool:
-    """Returns whether some head attends to less than it holds."""
+    """Returns whether some head attends to only a part of its tokens."""
     selection, lengths, *_ = chosen
     unit = PAGE if selection.granularity == "page" else 1
     part = np.asarray(selection.count) * unit < np.asarray(lengths)
@@ -103,7 +103,7 @@ def leaves_out(chosen: LayerSelection) -> bool:
 
 
 def with_checked_types(policy: Policy) -> Policy:
-    """Returns the policy with hooks that raise Violation where one changes the state's types."""
+    """Returns the policy with hooks that raise Violation if one changes the state's types."""
 
     def watch(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         def watched(state: Any, *args: Any) -> Any:
@@ -127,7 +127,7 @@ def with_checked_types(policy: Policy) -> Policy:
 
 
 def _types_of(state: Any) -> dict[str, str]:
-    """Returns shape and dtype of each array, or the type of any other leaf, by its path."""
+    """Returns shape and dtype of each array, or the type of any other leaf, by path."""
     return {
         f"state{jax.tree_util.keystr(path)}": f"{leaf.dtype}{list(leaf.shape)}"
         if hasattr(leaf, "dtype")
@@ -137,7 +137,7 @@ def _types_of(state: Any) -> dict[str, str]:
 
 
 def _difference(was: dict[str, str], now: dict[str, str]) -> str:
-    """Names the first array whose type has changed."""
+    """Describes the first array with a changed type."""
     for name in {**was, **now}:
         if was.get(name) != now.get(name):
             return f"{name} from {was.get(name, 'nothing')} into {now.get(name, 'nothing')}"
@@ -145,7 +145,7 @@ def _difference(was: dict[str, str], now: dict[str, str]) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Returns an error as one line, with the place in the policy's own code that raised it."""
+    """Returns an error as one line, with its location in the policy's own code."""
     ours = str(Path(jsparse.__file__).parent), sysconfig.get_path("stdlib"), "<"
     text = " ".join(str(error).split())
     reason = f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}"

@@ -1,4 +1,4 @@
-"""Measures batches of samples: how policies differ from dense attention or how well they answer."""
+"""Measures batches of samples: policies' differences from dense attention, and their answers."""
 
 import random
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ COLUMNS = {
 }
 DRAFTS = "drafts"
 MEASURES = (*COLUMNS, "attention", DRAFTS)
-# what is drafted in a round of "drafts"
+# tokens drafted per round of "drafts"
 DRAFTED = 4
 PAGE_SIZE = 16
 Values = tuple[dict[str, float], dict[str, Any]]
@@ -32,16 +32,16 @@ SampleValues = list[list[Values]]
 
 
 class Comparison:
-    """Compares policies with dense attention, all of them fed the same tokens.
+    """Comparison of policies with dense attention, all of them fed the same tokens.
 
-    "kl": dense attention continues excerpts of the text; "ppl": the text itself goes on, in windows
-    one after the other; "attention": like "kl", but the selections are compared. "kl" may also
-    measure the policies' yardsticks, as a task of its own.
+    "kl": dense attention continues excerpts of the text; "ppl": the text itself continues, in
+    consecutive windows; "attention": like "kl", but compares the selections. "kl" may also measure
+    the policies' yardsticks, as a separate task.
 
     Attributes:
-        length: the number of tokens, of prompt and new tokens together.
+        length: the total number of prompt and new tokens.
         samples: the number of samples; None: any number.
-        tasks: the tasks that are measured.
+        tasks: the measured tasks.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Comparison:
     def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> list[SampleValues]:
         """Returns the means over each sample's steps, for each task.
 
-        Where there are more than STEP_BLOCK steps, their meta has the means of every block, too.
+        With more than STEP_BLOCK steps, their meta also has the means of every block.
         """
         filled, continuation = _filled(indices, self._batch), None
         if self._windows is None:
@@ -107,7 +107,7 @@ class Comparison:
 
 
 class Drafting:
-    """Counts how many of a policy's DRAFTED drafts a round dense attention accepts in excerpts.
+    """A count of the DRAFTED drafts per round of a policy that dense attention accepts in excerpts.
 
     Dense attention drafts nothing, and has no values. Attributes are those of Comparison.
     """
@@ -122,7 +122,7 @@ class Drafting:
         self._steps, self._batch = steps, batch
 
     def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> list[SampleValues]:
-        """Returns the share of drafts that were accepted, and the tokens of a round."""
+        """Returns the acceptance rate, and the tokens per round."""
         answers = generate(
             self._params,
             policies,
@@ -140,7 +140,7 @@ class Drafting:
 
 
 def _of_drafts(stats: GenerationStats) -> dict[str, float]:
-    """Returns the acceptance of an answer's drafts; {} if nothing was drafted."""
+    """Returns the acceptance of an output's drafts; {} if nothing was drafted."""
     if not stats.drafted_tokens:
         return {}
     made = stats.new_tokens - 1  # the first follows from the prompt
@@ -170,10 +170,10 @@ def _require_room(length: int, text: Sequence[int], steps: int) -> None:
 
 
 class GreedyAnswers:
-    """Scores the greedy answers of policies; attributes are those of Comparison.
+    """Scores of the policies' greedy answers; attributes are those of Comparison.
 
     For a chat model the length includes the chat's template, unlike in RULER itself. An open-ended
-    task has the length of its longest sample, and is put as a chat to every model with a template.
+    task has the length of its longest sample, and is sent as a chat to every model with a template.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class GreedyAnswers:
         return values, sample.meta | {"text": out.text, "answers": list(sample.answers)}
 
     def _longest(self) -> int:
-        """Returns the tokens of the longest sample of an open-ended task."""
+        """Returns the number of tokens of an open-ended task's longest sample."""
         assert self._task.num_samples is not None
         samples = (self._task.sample(self._encode, 0, i) for i in range(self._task.num_samples))
         prompt, limit = max((len(self._ids(sample)), sample.max_new_tokens) for sample in samples)
@@ -237,9 +237,9 @@ class GreedyAnswers:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _ids(self, sample: Sample) -> list[int]:
-        """Encodes the prompt, in the chat's template if wanted, then the answer's prefix.
+        """Encodes the prompt, in the chat's template if requested, then the answer's prefix.
 
-        A prompt that is followed by a second turn's question is encoded alone.
+        A prompt with a second turn's question is encoded alone.
         """
         if sample.question:
             return self._tokenizer.encode(sample.prompt)
@@ -266,7 +266,7 @@ def blocks(result: Closeness, policy: int, row: int) -> dict[str, Any]:
 
 
 def _yardstick_values(forcing: Forcing, result: Closeness) -> SampleValues:
-    """Returns the means of the yardsticks, without values where there is none."""
+    """Returns the means of the yardsticks, without values if there is none."""
     oracle = yardsticks(forcing, result)
     return [
         [
@@ -293,7 +293,7 @@ def _of_heads(heads: HeadMetrics, row: int) -> Values:
 
 
 def _filled(items: Sequence[Any], size: int) -> list[Any]:
-    """Fills a batch by repeating its last item: one number of rows compiles once."""
+    """Pads a batch by repeating its last item, so that only one batch size is compiled."""
     return [*items, *[items[-1]] * (size - len(items))]
 
 

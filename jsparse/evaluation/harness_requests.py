@@ -1,4 +1,4 @@
-"""Prepares requests of lm-evaluation-harness: options, windows, cuts and batches."""
+"""Prepares requests of lm-evaluation-harness: options, windows, truncation and batches."""
 
 import itertools
 import logging
@@ -20,16 +20,16 @@ TokenizedPair = tuple[tuple[str, str] | None, list[int], list[int]]
 def generation_options(
     arguments: dict[str, Any], *, max_gen_toks: int, max_length: int
 ) -> dict[str, Any]:
-    """Converts a request's arguments to options of `jsparse.generate`; options not given are off.
+    """Converts a request's arguments to options of `jsparse.generate`; missing options are off.
 
-    `max_gen_toks` is the number of new tokens for requests that give none, `max_length` the maximum
-    of context and answer together.
+    `max_gen_toks` is the number of new tokens for requests without one, `max_length` the maximum of
+    context and output together.
 
     Raises:
-        ValueError: an argument is unknown or out of its range.
+        ValueError: an argument is unknown or out of range.
     """
     options: dict[str, Any] = {**normalize_gen_kwargs(arguments, max_gen_toks)}
-    del options["do_sample"]  # it has set the temperature
+    del options["do_sample"]  # already applied to the temperature
     stop = [text for text in options.pop("until") if text]
     new_tokens = positive_integer("max_gen_toks", options.pop("max_gen_toks"))
     if unknown := options.keys() - OFF.keys():
@@ -60,7 +60,7 @@ def text_windows(ids: list[int], prefix_token_id: int, max_length: int) -> list[
 
 
 def cut_to_fit(rows: list[list[int]], rooms: list[int], max_length: int) -> list[list[int]]:
-    """Returns the last tokens of each row, as many as its room; warns of those that are lost."""
+    """Returns the last tokens of each row that fit its room; warns about dropped tokens."""
     lost = [len(ids) - room for ids, room in zip(rows, rooms, strict=True) if len(ids) > room]
     if lost:
         _log.warning(
@@ -84,7 +84,7 @@ def equal_batches(
 ) -> Iterator[list[int]]:
     """Yields the indices of rows with equal options, the longest first, in batches of one size.
 
-    The last is filled by repetition. `label` stands beside the progress bar.
+    The last batch is padded by repetition. `label` is shown at the progress bar.
     """
     size = min(batch_size, len(rows))
     names = [repr(each) for each in options or [None] * len(rows)]

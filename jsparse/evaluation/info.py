@@ -1,4 +1,4 @@
-"""Describes a model and the memory it takes, from its files' headers alone."""
+"""Describes a model and its memory, from its files' headers alone."""
 
 import dataclasses
 import math
@@ -39,15 +39,15 @@ def describe(
 ) -> dict[str, Any]:
     """Returns the sizes of a model, its cache and a policy's state, and how much context fits.
 
-    The cache and the policy's state, in pages of 16 tokens, must fit beside the weights in the
-    memory that is free now, of each device; temporary arrays of a step are not counted. "auto" is
-    the policy that it chooses for one prompt of `context` tokens, by default the model's maximum,
-    for which the largest batch is counted. Other arguments are those of `jsparse.load`.
+    The cache and the policy's state, in pages of 16 tokens, must fit with the weights in the
+    currently free memory of each device; temporary arrays of a step are not counted. "auto" is
+    resolved for one prompt of `context` tokens, by default the model's maximum, for which the
+    largest batch is also computed. Other arguments are those of `jsparse.load`.
 
     Raises:
         FileNotFoundError: there is no such model.
-        ValueError: the model's kind is not supported, `context` is out of its range, the policy is
-            refused, or the model cannot be spread so.
+        ValueError: the kind of model is not supported, `context` is out of range, the policy is
+            invalid, or the model cannot be spread over that number of devices.
     """
     whole_number("tensor_parallel_size", tensor_parallel_size, 1)
     original = as_policy(policy)
@@ -109,14 +109,14 @@ def describe(
 def kept_beside(
     config: ModelConfig, policy: Policy, dtype: str, ranks: int = 1
 ) -> tuple[float, int]:
-    """Returns the bytes that a policy keeps beside K and V, per token of context and per prompt."""
+    """Returns a policy's bytes besides K and V, per token of context and per prompt."""
     return _growth(config, dtype, ranks, lambda spec: capacity.policy_bytes(spec, policy))
 
 
 def on_device(config: ModelConfig, policy: Policy, dtype: str, ranks: int = 1) -> tuple[float, int]:
     """Returns the bytes of K and V on the device, per token of context and per prompt.
 
-    In host memory, these are the tail, the heads that stay, and one whole layer.
+    With K and V in host memory, these are the tail, the resident heads, and one whole layer.
     """
 
     def kept(spec: CacheSpec) -> int:
@@ -138,7 +138,7 @@ def _growth(
 
 
 def max_cache_bytes(config: ModelConfig, policy: Policy, context: int, per_token: int) -> int:
-    """Returns the bytes of K and V that a row can hold after a prompt of `context` tokens."""
+    """Returns the maximum bytes of K and V of a row after a prompt of `context` tokens."""
     limit = config.max_position_embeddings
     max_length = None if policy.eviction is None else policy.eviction.max_length
     slots = limit if max_length is None else max_length(context, limit - context)
@@ -153,13 +153,13 @@ def _spec(config: ModelConfig, dtype: str, pages: int, ranks: int = 1) -> CacheS
 
 
 def num_own_parameters(config: ModelConfig, ranks: int) -> int:
-    """Counts the values in the weights that each of several ranks has (jsparse.ranks)."""
+    """Counts the values in the weights of each rank (jsparse.ranks)."""
     heads = 0 if config.tie_word_embeddings else config.hidden_size * config.vocab_size
     return num_parameters(config.of_rank(ranks)) - heads + heads // config.vocab_parts(ranks)
 
 
 def own_weight_bytes(config: ModelConfig, ranks: int, dtype: str, weights: str | None) -> int:
-    """Returns the bytes of the weights that each of several ranks has."""
+    """Returns the bytes of the weights of each rank."""
     count = num_own_parameters(config, ranks)
     if not parse_weights(weights):
         return count * ITEM_BYTES[dtype]

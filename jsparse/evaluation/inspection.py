@@ -1,7 +1,7 @@
 """Shows which tokens each layer and KV head attends to in one decode step.
 
-`recorded` wraps a policy: it decodes as before, and its state also keeps the last step's selections
-beside the weights that dense attention would have given. The decode step does not know of it.
+`recorded` wraps a policy: it decodes as before, and its state also keeps the last step's
+selections, together with dense attention's weights. The decode step is unchanged.
 """
 
 from typing import Any, NamedTuple
@@ -30,17 +30,17 @@ from jsparse.text import prompts
 
 
 class Inspection(NamedTuple):
-    """Holds the tokens that one decode step attended to; the cache holds T, the newest included.
+    """The tokens attended in one decode step; the cache has T tokens, including the newest.
 
     Attributes:
         tokens: the text of each token.
-        prompt_tokens: how many of them are the prompt's; the others were generated.
+        prompt_tokens: the number of prompt tokens; the others were generated.
         next_token: the text of the token that the step chose.
         attended: the tokens that each KV head attends to.
         weights: the softmax of dense attention on the same query and cache, mean over the group of
             query heads; 0 for dropped tokens, and in layers of `fell_back`.
-        fell_back: the layers in which the policy left this step to dense attention.
-        evicts: whether the policy drops tokens; `weights` are then over the tokens that remain.
+        fell_back: the layers in which the policy used dense attention in this step.
+        evicts: whether the policy drops tokens; `weights` are then over the remaining tokens.
     """
 
     model: str
@@ -55,7 +55,7 @@ class Inspection(NamedTuple):
 
     @property
     def attended_fraction(self) -> float:
-        """Returns the share of tokens that heads attend to."""
+        """The share of tokens that heads attend to."""
         return float(self.attended.mean())
 
     @property
@@ -70,10 +70,10 @@ class Inspection(NamedTuple):
         return float((weights * self.attended[layers]).sum() / total) if total else 1.0
 
     def overlap(self, count: int) -> Float32[np.ndarray, "pairs K"]:
-        """Returns the share of each head's `count` heaviest tokens that the next layer shares.
+        """Returns the share of each head's `count` heaviest tokens that are also the next layer's.
 
         Row l compares heads of one index in layers l and l + 1, by dense attention's weights; NaN
-        where one of the two fell back (LycheeDecode, arXiv:2602.04541, Figures 2 and 11 to 14).
+        if one of the two fell back (LycheeDecode, arXiv:2602.04541, Figures 2 and 11 to 14).
         """
         whole_number("overlap", count, 1)
         if count > len(self.tokens):
@@ -90,13 +90,13 @@ class Inspection(NamedTuple):
 
     @property
     def description(self) -> str:
-        """Returns the step's shares in words."""
+        """The step's shares as text."""
         whose = "what is left" if self.evicts else "dense attention's weight"
         return f"{self.attended_fraction:.1%} of the tokens, with {self.covered:.1%} of {whose}"
 
 
 class Record(NamedTuple):
-    """Holds one layer's last selection by position, and the position of its query, -1 before."""
+    """One layer's last selection by position, and the position of its query, -1 initially."""
 
     attended: Bool[Array, "B K S"]
     weights: Float32[Array, "B K S"]
@@ -128,7 +128,7 @@ def recorded(base: Policy) -> Policy:
         )
         weights = jnp.mean(jax.nn.softmax(attention_logits(q, layer_cache), axis=-1), axis=2)
         seen = jnp.arange(layer_cache.capacity, dtype=jnp.int32) < layer_cache.lengths[..., None]
-        # slots past a head's end go nowhere
+        # slots past a head's end are dropped
         at = jnp.where(seen, slot_positions(layer_cache), old.attended.shape[-1])
         record = Record(
             _placed(mask, at, old.attended), _placed(weights, at, old.weights), view.positions
@@ -142,7 +142,7 @@ def recorded(base: Policy) -> Policy:
 
 
 def _placed(values: Array, at: Int32[Array, "B K S"], like: Array) -> Array:
-    """Returns values of slots by the positions of their tokens, 0 where there is no slot."""
+    """Returns values of slots by the positions of their tokens, 0 for positions without a slot."""
     row, head = (i[..., None] for i in jnp.indices(at.shape[:2]))
     return jnp.zeros_like(like).at[row, head, at].set(values, mode="drop")
 
@@ -156,14 +156,14 @@ def inspect_step(
     page_size: int = 16,
     on_progress: OnChunk | None = None,
 ) -> Inspection:
-    """Reads a prompt, decodes greedily, and returns the tokens that one step attended to.
+    """Prefills a prompt, decodes greedily, and returns the tokens that one step attended to.
 
-    `prompt` is one prompt as `jsparse.generate` takes it. The query of `step` 1 is the first
-    generated token's; the prompt itself is prefilled. `on_progress` gets ("prefill", done, tokens).
+    `prompt` is a single prompt of `jsparse.generate`. The query of `step` 1 is the first generated
+    token's; the prompt itself is prefilled. `on_progress` receives ("prefill", done, tokens).
 
     Raises:
-        ValueError: an argument is out of its range, there are several prompts, or prompt and steps
-            do not fit.
+        ValueError: an argument is out of range, there are several prompts, or prompt and steps do
+            not fit.
     """
     whole_number("step", step, 1)
     rows, _ = prompts.encode(params, prompt)
@@ -202,7 +202,7 @@ def inspect_step(
 
 
 def _texts(params: Params, ids: list[int]) -> list[str]:
-    """Returns the text of each token, or its number without a tokenizer; � in part characters."""
+    """Returns the text of each token, or its id without a tokenizer; � in partial characters."""
     if params.tokenizer is None:
         return [f"<{token}>" for token in ids]
     return [params.tokenizer.token_text(token) for token in ids]

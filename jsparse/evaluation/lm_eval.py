@@ -2,7 +2,6 @@
 
     import lm_eval
     import jsparse.evaluation.lm_eval
-
     policy = "streaming(sink=4, recent=512)"
     lm_eval.simple_evaluate(
         model="jsparse",
@@ -11,12 +10,11 @@
     )
 
 The harness does not find models of other packages, so in the shell use `python -m
-jsparse.evaluation.lm_eval` in place of its command `lm_eval`. This module needs the package
-lm-eval; the harness' RULER also needs transformers, for a tokenizer that
-`metadata={"tokenizer": …}` names.
+jsparse.evaluation.lm_eval` instead of its command `lm_eval`. This module needs the package lm-eval;
+the harness' RULER also needs transformers, for the tokenizer in `metadata={"tokenizer": …}`.
 
-Only generation decodes, so policies apply to `generate_until` alone: log-likelihoods are one dense
-pass over a text under every policy, and the results' config says so.
+Only generation decodes, so policies apply only to `generate_until`. Log-likelihoods are one dense
+pass over a text under every policy, and the results' config states that.
 """
 
 import itertools
@@ -53,13 +51,13 @@ _log = logging.getLogger(__name__)
 
 @register_model("jsparse")
 class JSparseLM(TemplateLM):
-    """Reads prompts densely and decodes with a policy.
+    """A model of the harness that prefills densely and decodes with a policy.
 
-    Texts that are too long are cut from the left, with a warning that says by how much.
+    Texts that are too long are truncated from the left, with a warning about the number of tokens.
 
     Attributes:
-        tokenizer: the model's tokenizer, which the harness asks for its chat template.
-        policy: the policy that `generate_until` decodes with.
+        tokenizer: the model's tokenizer, from which the harness gets its chat template.
+        policy: the policy of `generate_until`.
         max_length, batch_size, max_gen_toks: as given.
     """
 
@@ -82,19 +80,18 @@ class JSparseLM(TemplateLM):
         Args:
             pretrained: smollm2, a folder, a .gguf file, or a Hub id.
             policy: a policy or its expression.
-            dtype: float32, bfloat16 or float16; None means bfloat16 on a GPU and float32 elsewhere.
+            dtype: float32, bfloat16 or float16; None: bfloat16 on a GPU and float32 elsewhere.
             revision: a branch, tag or commit of a Hub id.
-            max_length: an integer, at most the model's maximum, which None means.
-            batch_size: an integer, also as text.
+            max_length: an integer, at most the model's maximum, which is the default.
+            batch_size: an integer, or its text.
             max_gen_toks: an integer less than max_length.
             page_size: tokens per page, one of 8, 16, 32, 64.
-            weights: "q8_0" keeps matrices in blocks of 8 bits.
-            tensor_parallel_size: the number of devices that the model is spread over.
-            device: a name that is ignored, since jax chooses; the harness' command always gives
-                one.
+            weights: "q8_0" stores matrices in 8-bit blocks.
+            tensor_parallel_size: the number of devices for tensor parallelism.
+            device: ignored, since jax chooses; the harness' command always passes one.
 
         Raises:
-            ValueError: an argument is out of its range, or the model has no tokenizer.
+            ValueError: an argument is out of range, or the model has no tokenizer.
         """
         super().__init__()
         _log.info("device=%s is ignored: jax runs on %s", device, jax.local_devices()[0])
@@ -121,7 +118,7 @@ class JSparseLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Returns the first of the tokens that end a text."""
+        """The first of the tokens that end a text."""
         ends = self.tokenizer.eos_token_ids
         if not ends:
             raise ValueError(
@@ -138,13 +135,13 @@ class JSparseLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Returns the model's name as a part of file names."""
+        """The model's name as a part of file names."""
         return self._pretrained.replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Encodes a text; None: special tokens are added unless the text begins with one."""
+        """Encodes a text; None: special tokens are added unless the text starts with one."""
         if add_special_tokens is None:
             begin = self.tokenizer.bos_token_id
             opening = (
@@ -158,7 +155,7 @@ class JSparseLM(TemplateLM):
     ) -> str:
         """Returns the text of a conversation.
 
-        Without a generation prompt the last message stays open, to be continued.
+        Without a generation prompt, the last message stays open, to be continued.
 
         Raises:
             ValueError: there is no template, it fails, or it changes a message to be continued.
@@ -172,7 +169,7 @@ class JSparseLM(TemplateLM):
         before, separator, _ = text.rpartition(last)
         if not separator:
             raise ValueError(
-                f"message {last!r}: must stand in the chat template's text to be continued"
+                f"message {last!r}: must occur in the chat template's text to be continued"
             )
         return before + last
 
@@ -188,7 +185,7 @@ class JSparseLM(TemplateLM):
         }
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Decodes answers with the policy, greedily unless a request asks for sampling.
+        """Decodes outputs with the policy, greedily unless a request specifies sampling.
 
         The model's own sampling defaults are ignored. Requests with equal arguments share batches.
         """
@@ -206,7 +203,7 @@ class JSparseLM(TemplateLM):
                 [rows[place] for place in places],
                 policy=self.policy,
                 page_size=self._page_size,
-                seed=nth,  # otherwise repeats of a prompt would draw the same in every batch
+                seed=nth,  # otherwise repeats of a prompt would sample the same in every batch
                 **options[places[0]],
             )
             for place, out in dict(zip(places, completions, strict=True)).items():

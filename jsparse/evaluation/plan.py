@@ -1,6 +1,6 @@
 """Runs the evaluation: batches of samples for every task and length.
 
-Each prompt is read once for all policies.
+All policies share the prefill of each prompt.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,20 +27,20 @@ OnSample = Callable[["Progress"], Any]
 
 
 class Plan(NamedTuple):
-    """Lists the measurements of a run.
+    """The measurements of a run.
 
     Attributes:
         policies: expressions of policies; dense() is the reference and comes first.
         tasks: names from `MEASURES` or `tasks.TASKS`.
-        lengths: tokens of prompt and new tokens together; open-ended tasks have their own.
+        lengths: total prompt and new tokens; open-ended tasks have their own.
         samples: the number of samples per task and length.
-        batch: the number of prompts in a batch.
+        batch: the number of prompts per batch.
         steps: the number of decode steps per sample of a measure.
-        chat: whether a task's prompt is put as a user's message to a chat model.
-        text: the UTF-8 text that measures read; None: the one that ships.
+        chat: whether a task's prompt is sent as a user's message to a chat model.
+        text: the UTF-8 text of the measures; None: the included one.
         files: the folder of the files that some tasks need; see `tasks.parse`.
         yardstick: whether "kl" is also compared with the oracle of `jsparse.evaluation.yardstick`.
-        max_new_tokens: the most tokens per answer of open-ended tasks.
+        max_new_tokens: the maximum tokens per answer of open-ended tasks.
     """
 
     policies: tuple[str, ...]
@@ -62,7 +62,7 @@ def plan(
     """Builds a checked plan: policies by their full names, dense() first.
 
     Raises:
-        ValueError: a name is unknown or given twice, or a value is out of its range.
+        ValueError: a name is unknown or given twice, or a value is out of range.
     """
     chosen = dict.fromkeys([dense().name, *(as_policy(policy).name for policy in policies)])
     result = Plan(tuple(chosen), tuple(names), tuple(lengths), samples, **more)
@@ -91,7 +91,7 @@ def plan(
 def run(params: Params, plan: Plan, store: ResultStore, report: OnSample = lambda _: None) -> None:
     """Measures the samples that the store lacks; each batch is on disk when it ends.
 
-    `report` gets the progress before each batch and after the last of a part.
+    `report` receives the progress before each batch and after the last of a part.
 
     Raises:
         ValueError: the model has no tokenizer, a length exceeds its maximum, or a file is missing.
@@ -121,7 +121,7 @@ def run(params: Params, plan: Plan, store: ResultStore, report: OnSample = lambd
 
 
 class Part(NamedTuple):
-    """Groups the tasks that are measured together at one length."""
+    """Tasks that are measured together at one length."""
 
     tasks: tuple[str, ...]
     length: int
@@ -130,7 +130,7 @@ class Part(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Counts samples of a policy and task: all stored ones of all, and this run's of a part."""
+    """Numbers of samples of a policy and task: all stored ones, and this run's of a part."""
 
     done: int
     total: int

@@ -1,7 +1,7 @@
 """Checks that a policy keeps the contract, on a small random model.
 
-Some part of jsparse relies on each rule for every method. A policy that breaks one may give right
-answers alone and wrong ones in a batch, in an engine or after a longer prompt.
+Some part of jsparse relies on each rule for every method. A policy that breaks a rule may work on
+its own but give wrong results in a batch, in an engine or after a longer prompt.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ from jsparse.runtime.store import on_host
 
 
 class Finding(NamedTuple):
-    """Holds whether a policy keeps a rule; None: it was not checked.
+    """Whether a policy keeps a rule; None: it was not checked.
 
     `detail` is the violation, a measurement, or the reason why the rule was not checked.
     """
@@ -57,11 +57,11 @@ class Finding(NamedTuple):
 
 
 class CheckResult(NamedTuple):
-    """Holds the finding of each rule.
+    """The finding of each rule.
 
-    `leaves_out` is whether the policy left out any token: rules that dense attention keeps say
-    little of a policy that left out none. None means that it does not run, drops tokens or has
-    dense rows.
+    `leaves_out` is whether the policy left out any token: if it left out none, rules that dense
+    attention keeps are hardly tested. None: the policy does not run, drops tokens or has dense
+    rows.
     """
 
     findings: list[Finding]
@@ -69,12 +69,12 @@ class CheckResult(NamedTuple):
 
     @property
     def broken(self) -> list[str]:
-        """The names of the rules that are broken."""
+        """The names of the broken rules."""
         return [finding.rule.name for finding in self.findings if finding.kept is False]
 
 
 class _Skip(Exception):
-    """Says why a rule was not checked."""
+    """The reason why a rule was not checked."""
 
 
 def check(
@@ -86,8 +86,9 @@ def check(
 ) -> CheckResult:
     """Checks that a policy keeps the rules of these names.
 
-    The policy's budget must be so small that it leaves out some of 30 tokens. `full` is the same
-    with a budget for all tokens; None: it has no budget in tokens. The default model is random.
+    The policy's budget must be small enough that it leaves out some of 30 tokens. `full` is the
+    same policy with a budget for all tokens; None: it has no budget in tokens. The default model is
+    random.
 
     Raises:
         ValueError: the model lacks constants that the policy needs.
@@ -98,7 +99,7 @@ def check(
 
 
 class _Checks:
-    """Checks the rules; runs that several of them need are made once, when first needed."""
+    """Checks of the rules; runs that several of them need are made once, on first use."""
 
     def __init__(self, params: Params, policy: AnyPolicy, full: AnyPolicy | None) -> None:
         self._params, self._prompts = params, random_prompts(LENGTHS, seed=1)
@@ -129,7 +130,7 @@ class _Checks:
 
     @cached_property
     def _failure(self) -> Exception | None:
-        """The error that keeps the policy from running, or None."""
+        """The error that prevents the policy from running, or None."""
         try:
             if isinstance(self._changes, Exception):
                 return self._changes
@@ -163,7 +164,7 @@ class _Checks:
 
     @cached_property
     def _base(self) -> TrialResult:
-        """Two rows, read at once; notes how many programs its last steps traced."""
+        """Two rows, prefilled together; records how many programs its last steps traced."""
         every = max((n for n in self.policy.services.every.values() if n <= STEPS), default=0)
         trial, first = self._trial, min(every + 1, STEPS)
         result = trial.run(self._prompts, self._forced[:, :first])
@@ -175,7 +176,7 @@ class _Checks:
 
     @cached_property
     def _others(self) -> TrialResult:
-        """The second row in the first's place, beside another one."""
+        """The second row in the first's position, with another one."""
         (other,) = random_prompts([LENGTHS[0] - 3], seed=3)
         before = traces()
         result = self._trial.run([self._prompts[1], other], self._forced[::-1])
@@ -286,7 +287,7 @@ class _Checks:
 
     @property
     def leaves_out(self) -> bool | None:
-        """Whether some step left out a token of the cache; None where no run shows it."""
+        """Whether some step left out a token of the cache; None if no run shows it."""
         result: TrialResult | None = self.__dict__.get("_base")
         if result is None or not result.chosen or self.policy.evicts:
             return None

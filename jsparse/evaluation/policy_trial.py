@@ -1,8 +1,8 @@
 """Runs a policy on a small random model, for jsparse.evaluation.policy_checks.
 
 A trial decodes given tokens, so that all runs of a policy see the same text. It keeps the
-selections of every step, donates nothing, and compiles as few programs as it can: runs differ only
-in their sizes.
+selections of every step, donates nothing, and minimises the number of compiled programs: runs
+differ only in size.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from jsparse.selection import Selection
 from jsparse.shapes import Lengths, Queries, Rows
 
 PAGE, VOCAB, CHUNK, PIECE = 8, 300, 32, 13
-LENGTHS, STEPS = (29, 9), 12  # of the prompts, of which the second ends in a page's first slot
+LENGTHS, STEPS = (29, 9), 12  # of the prompts; the second ends in a page's first slot
 
 
 class TrialRows(NamedTuple):
@@ -44,7 +44,7 @@ class TrialRows(NamedTuple):
 
 
 class LayerSelection(NamedTuple):
-    """Holds one step's selection in one layer, each head's length, and the results of `covered`."""
+    """One step's selection in one layer, each head's length, and the results of `covered`."""
 
     selection: Selection
     lengths: Lengths
@@ -53,7 +53,7 @@ class LayerSelection(NamedTuple):
 
 
 class TrialResult(NamedTuple):
-    """Holds the logits and selections of all steps, and the rows after the last of them."""
+    """The logits and selections of all steps, and the rows after the last step."""
 
     logits: Float32[np.ndarray, "steps B V"]
     chosen: list[LayerSelection]
@@ -64,7 +64,7 @@ class TrialResult(NamedTuple):
 def random_model(
     num_layers: int = 2, num_heads: int = 4, num_kv_heads: int = 2, seed: int = 0
 ) -> Params:
-    """Returns a model with weights large enough for peaked attention, so that mistakes show."""
+    """Returns a model with weights large enough for peaked attention, so that errors show."""
     config = ModelConfig(
         family="llama",
         vocab_size=VOCAB,
@@ -95,9 +95,9 @@ def random_prompts(lengths: Sequence[int], seed: int) -> list[list[int]]:
 
 
 class Trial:
-    """Reads prompts and decodes by one policy, whose K and V stay on the device.
+    """A policy's prefill and decoding, with K and V on the device.
 
-    `owned`: whether each array of the state has an owner, so that rows may sit out steps.
+    `owned`: whether each array of the state has an owner, so that rows may skip steps.
     """
 
     def __init__(self, params: Params, policy: Policy, *, owned: bool = True) -> None:
@@ -105,7 +105,7 @@ class Trial:
         self.read_only = ReadOnly(constants(params, policy))
 
     def spec(self, batch: int, pool_pages: int | None = None) -> CacheSpec:
-        """Returns the sizes of a cache for these many rows."""
+        """Returns the sizes of a cache with `batch` rows."""
         config = self.params.config
         pages = -(-(max(LENGTHS) + STEPS) // PAGE) + 1
         sizes = config.num_heads, config.num_kv_heads, config.head_dim, PAGE, pages
@@ -113,13 +113,13 @@ class Trial:
         return CacheSpec(config.num_layers, batch, *sizes, dtype, pool_pages)
 
     def run(self, prompts: list[list[int]], forced: np.ndarray, piece: int = CHUNK) -> TrialResult:
-        """Reads prompts `piece` tokens at a time, and decodes the tokens forced[B, steps]."""
+        """Prefills prompts in pieces of `piece` tokens, and decodes the tokens forced[B, steps]."""
         spec = self.spec(len(prompts))
         carry = self.read(self.begin(spec), prompts, piece)
         return self.decode(self.after_prompt(spec, carry), forced)
 
     def run_in_a_used_pool(self, prompts: list[list[int]], forced: np.ndarray) -> TrialResult:
-        """Runs as `run` does, in a pool of scrambled pages that other rows have used before."""
+        """Runs as `run` does, in a pool of shuffled pages that other rows have used before."""
         pages = sum(-(-(length + forced.shape[1]) // PAGE) for length in LENGTHS)
         spec = self.spec(len(prompts), self.params.config.num_kv_heads * pages + 1)
         decoder, policy = self.params.decoder, self.policy
@@ -135,7 +135,7 @@ class Trial:
     def read(
         self, carry: PrefillCarry, prompts: list[list[int]], piece: int = CHUNK
     ) -> PrefillCarry:
-        """Reads prompts `piece` tokens at a time, in chunks that are padded to one size."""
+        """Prefills prompts in pieces of `piece` tokens, in chunks padded to one size."""
         longest = max(map(len, prompts))
         for first in range(0, longest, piece):
             parts = [ids[first : first + piece] for ids in prompts]
@@ -164,7 +164,7 @@ class Trial:
     def step(
         self, current: TrialRows, tokens: np.ndarray, active: Sequence[bool] | None = None
     ) -> tuple[Float32[Array, "B V"], list[LayerSelection], TrialRows]:
-        """Decodes one token of each row that is active."""
+        """Decodes one token of each active row."""
         some = np.array(active or [True] * len(tokens)) if self.owned else None
         logits, chosen, *after = _step(
             self.params.decoder,
@@ -200,7 +200,7 @@ class Trial:
 
 
 def traces() -> int:
-    """Returns how many programs the trials of this process have traced."""
+    """Returns the number of programs that the trials of this process have traced."""
     programs: tuple[Any, ...] = (_read_chunk, _step, _correct, _maintain)
     return sum(program._cache_size() for program in programs)
 
@@ -227,7 +227,7 @@ def _step(
     read_only: ReadOnly,
     active: Bool[Array, "B"] | None,
 ) -> tuple[Float32[Array, "B V"], list[LayerSelection], KVCache, State]:
-    """Runs `decode_step`, and also returns its selections where no row can be short."""
+    """Runs `decode_step`, and also returns its selections if no row can be short."""
     chosen = []
 
     def select(state: State, layer: int, q: Queries, view: StepView):
@@ -248,7 +248,7 @@ def _step(
 def _given_back(
     decoder: Decoder, policy: Policy, spec: CacheSpec, cache: KVCache, state: State
 ) -> PrefillCarry:
-    """Empties all rows, and puts their pages back on the free lists."""
+    """Empties all rows, and returns their pages to the free lists."""
     layers = tuple(truncate(layer, jnp.zeros_like(layer.lengths)) for layer in cache.layers)
     every = jnp.arange(spec.batch)
     cleared = clear_rows(policy, spec, cache._replace(layers=layers), state, every)
@@ -256,7 +256,7 @@ def _given_back(
 
 
 def _scrambled(carry: PrefillCarry) -> PrefillCarry:
-    """Shuffles the free pages of every layer, but for the scratch page."""
+    """Shuffles the free pages of every layer, except the scratch page."""
     cache = carry.cache
     for nth, layer in enumerate(cache.layers):
         assert layer.free is not None

@@ -13,16 +13,17 @@ from jsparse.selection import Selection
 from jsparse.selection.attended import token_mask
 from jsparse.shapes import Queries
 
-# a random model's embeddings have a deviation of 1. With these, selections of our policies
-# have 1.0 to 13 times the mass of random ones, and the first page alone has half of it
+# A random model's embeddings have a deviation of 1. With these, selections of our policies have 1.0
+# to 13 times the mass of random ones, and the first page alone has half of it.
 FIRST_CHANNEL, COMMON_PART = 4.0, 1.3
 
 
 def with_recency(params: Params) -> Params:
-    """Returns a random model changed so that heads weigh near tokens most, as those of text do.
+    """Returns a random model changed so that heads weigh near tokens most, as real models do.
 
-    All embeddings get the same first channel, which queries and keys repeat in each of theirs. By
-    RoPE that part of a logit is largest between equal positions. Sizes stay, so programs do too.
+    All embeddings get the same first channel, which all channels of queries and keys repeat. RoPE
+    makes that part of a logit largest between equal positions. Sizes do not change, so programs are
+    reused.
     """
     config, tree = params.config, dict(params.weights["params"])
     tree["embed"] = tree["embed"].at[:, 0].set(FIRST_CHANNEL)
@@ -39,8 +40,8 @@ def covered(
 ) -> tuple[Float32[Array, "B K"], Float32[Array, "B K"]]:
     """Returns the shares of the tokens before the newest that each head's selection covers.
 
-    The first is of their number, the mass of a random selection of that size on average; the second
-    of dense attention's mass on them.
+    The first is of their number, the average mass of a random selection of that size; the second of
+    dense attention's mass on them.
     """
     older = jnp.arange(kv.capacity, dtype=jnp.int32) < kv.lengths[..., None] - 1
     listed = older & token_mask(

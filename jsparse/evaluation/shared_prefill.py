@@ -1,9 +1,9 @@
-"""Reads prompts once for several policies: prefill is dense whatever the policy, so they share it.
+"""Shares one prefill among several policies: prefill is dense for every policy.
 
 Each policy's `prefill` hooks run over that one pass. Each policy then decodes from its own copy of
-the cache, with its own state, as if it had been alone: it sees the last W queries that it asked for
-and the cache fields that it needs, however much the others want. One copy of the cache exists
-besides the shared one while a policy decodes.
+the cache, with its own state, exactly as it would alone: with the last W queries and the cache
+fields that it requested, whatever the others requested. While a policy decodes, one copy of the
+cache exists besides the shared one.
 """
 
 import functools
@@ -30,12 +30,12 @@ from jsparse.text import prompts
 
 
 class SharedPrefill(NamedTuple):
-    """Holds prompts that were read for several policies.
+    """Prompts prefilled for several policies.
 
     Attributes:
-        names: the policies as they were asked for, which one may stand for.
+        names: the policies as requested; "auto" resolves to another.
         policies: those that run.
-        prefilled: the dense logits after the prompts, the cache with every field that a policy
+        prefilled: the dense logits after the prompts, the cache with every field that any policy
             needs, and a tuple of the policies' states.
     """
 
@@ -46,7 +46,7 @@ class SharedPrefill(NamedTuple):
     prefilled: PrefillResult
 
     def session(self, index: int, *, drafts: int | None = 0) -> Session:
-        """Returns a session of policy `index`, on copies, since decoding donates what it reads.
+        """Returns a session of policy `index`, on copies, since decoding donates its inputs.
 
         `drafts`: the tokens that it drafts for dense attention to verify; None: the fastest number.
         """
@@ -58,7 +58,7 @@ class SharedPrefill(NamedTuple):
         return session
 
     def with_policy(self, policy: Policy) -> "SharedPrefill":
-        """Returns the same prompts as if read for another policy, which must not keep a state."""
+        """Returns the same prompts as if prefilled for another policy, which must have no state."""
         state = policy.init(self.spec)
         if jax.tree.leaves(state) or policy.needs or policy.window:
             raise ValueError(f"policy={policy}: must keep nothing of the prompt but K and V")
@@ -85,7 +85,7 @@ def prime(
     *,
     drafts: int = 0,
 ) -> SharedPrefill:
-    """Reads the prompts once for all policies, with all rows in one batch.
+    """Prefills the prompts once for all policies, with all rows in one batch.
 
     `drafts`: the number of tokens that the policies will draft at a time.
 
@@ -93,7 +93,7 @@ def prime(
         ValueError: the cache and all states do not fit in memory.
     """
     keep_compilations()
-    # one by one, or errors would name the bundle; memory must hold them all
+    # one by one, since otherwise errors would name the bundle; memory must fit them all
     running = tuple(
         admit(params, policy, spec, allocates=False, drafts=drafts).policy for policy in policies
     )
@@ -105,7 +105,7 @@ def prime(
 
 @functools.cache
 def bundle(policies: tuple[Policy, ...]) -> Policy:
-    """Builds the policy whose state is the tuple of all policies' states; it only reads prompts."""
+    """Builds a policy with the tuple of all policies' states, for prefill only."""
 
     def init(spec: CacheSpec) -> State:
         return tuple(policy.init(spec) for policy in policies)
@@ -140,14 +140,14 @@ def generate(
     questions: Sequence[Sequence[int]] | None = None,
     drafts: int = 0,
 ) -> list[list[Generation]]:
-    """Runs `jsparse.generate` greedily for several policies, and reads the prompts once.
+    """Runs `jsparse.generate` greedily for several policies, with one prefill of the prompts.
 
-    Progress of "decode" starts again for each policy. `questions` are ids that follow each prompt
-    in a second turn, fed through decode steps after the prompt was compressed. `drafts` is the
-    number of tokens that policies draft at a time for dense attention to verify.
+    Progress of "decode" restarts for each policy. `questions` are ids that follow each prompt in a
+    second turn, fed through decode steps after the prompt was compressed. `drafts` is the number of
+    tokens that policies draft at a time for dense attention to verify.
 
     Returns:
-        [policy][prompt]; `prefill_seconds` is as if each policy had read the prompt itself.
+        [policy][prompt]; `prefill_seconds` is as if each policy had prefilled the prompt itself.
     """
     rows, _ = prompts.encode(params, prompt)
     options = generate_options.sampling_params(
@@ -166,7 +166,7 @@ def generate(
     spec = capacity.cache_spec(params, rows, new, max_length, page_size)
     report = on_progress or (lambda *_: None)
     chosen = as_policies(policies)
-    # no option is a policy's own: the requests are those of any policy
+    # no option depends on a policy: the requests are the same for all
     asked = requests(params, rows, options, dense())
     began, waits = clock(), waited()
     shared = prime(params, chosen, rows, spec, report, drafts=drafts)
@@ -200,6 +200,6 @@ def _view_of(policy: Policy, view: PrefillView) -> PrefillView:
 
 
 def _with_fields(cache: KVCache, fields: tuple[str, ...]) -> KVCache:
-    """Returns the cache without the optional fields that are not among `fields`."""
+    """Returns the cache with only those optional fields that are in `fields`."""
     others = dict.fromkeys(name for name in OPTIONAL_FIELDS if name not in fields)
     return cache._replace(layers=tuple(layer._replace(**others) for layer in cache.layers))

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 RESAMPLES, SEED, LEVEL = 10_000, 0, 95
-YARDSTICK = "yardstick"  # the task whose KL is that of a policy's yardstick
+YARDSTICK = "yardstick"  # the task with the KL of a policy's yardstick
 BY_STEP = "by_step"  # the key of means over blocks of decode steps
 STEP_BLOCK = 64  # the steps of such a block
-FLOOR = 0.30  # a task that dense itself fails says nothing about a policy
+FLOOR = 0.30  # a task that dense itself fails gives no information about a policy
 
 Transform = Callable[[Any], Any]
 ScoresBySample = dict[int, float]  # a metric's values by the sample's index
@@ -30,7 +30,7 @@ def is_dense(policy: str) -> bool:
 
 
 def mean(average: Any) -> Any:
-    """Returns the average over the samples itself, as most metrics are reported."""
+    """Returns the average over the samples unchanged, as most metrics are reported."""
     return average
 
 
@@ -42,7 +42,7 @@ def perplexity(average: Any) -> Any:
     return np.exp(-average)
 
 
-# name: the recorded metric it is made of
+# name: the recorded metric from which it is computed
 DERIVED: dict[str, tuple[str, Transform]] = {"perplexity": ("logprob", perplexity)}
 
 
@@ -52,8 +52,8 @@ def summarize(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Keys: policy, task, length; metrics, with mean, samples, difference (from dense's mean over the
     pairs, the samples that both have), interval (95 %) and pairs for each; samples, with index,
     values and meta. Difference and interval are None without pairs, and for dense itself.
-    Perplexity is of the mean logprob over samples. The KL of a yardstick has a ratio: see `ratio`.
-    by_step has the means by step over samples, where every sample's meta has them.
+    Perplexity is that of the mean logprob over samples. The KL of a yardstick has a ratio: see
+    `ratio`. by_step has the means by step over samples, if every sample's meta has them.
     """
     cells: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
     for entry in entries:
@@ -85,8 +85,8 @@ def summarize(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def ratio(kl: ScoresBySample, yardstick: ScoresBySample) -> dict[str, Any] | None:
     """Returns a policy's mean KL over its yardstick's, over their common samples.
 
-    Keys: mean, interval (None for fewer than two samples). None where the yardstick's mean is not
-    above 0 in some resample, which rounding can make of a KL of 0.
+    Keys: mean, interval (None for fewer than two samples). Returns None if the yardstick's mean is
+    not above 0 in some resample, which rounding can cause for a KL of 0.
     """
     ours, theirs = _paired(kl, yardstick)
     if not len(ours):
@@ -102,8 +102,8 @@ def ratio(kl: ScoresBySample, yardstick: ScoresBySample) -> dict[str, Any] | Non
 def averages(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Averages scores over tasks: returns one dict for each policy and length that has scores.
 
-    Keys: policy, length; tasks, those averaged, in which dense scores at least 30 %; left_out, the
-    others; and mean, difference and interval as in `summarize`, None where no task is averaged.
+    Keys: policy, length; tasks, the averaged ones, in which dense scores at least 30 %; left_out,
+    the others; and mean, difference and interval as in `summarize`, None if no task is averaged.
     """
     scored = {(c["policy"], c["task"], c["length"]): c for c in cells if "score" in c["metrics"]}
     kept = {
@@ -133,7 +133,7 @@ def averages(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _by_step(metas: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
-    """Returns the means over samples of their means by step; nothing where a sample has none."""
+    """Returns the means over samples of their means by step; {} if a sample has none."""
     if not all(BY_STEP in meta for meta in metas):
         return {}
     means = {
@@ -170,7 +170,7 @@ def _metrics(
 def _of_yardstick(
     columns: dict[str, ScoresBySample], policy: dict[str, ScoresBySample]
 ) -> dict[str, Any]:
-    """Returns the metrics of a policy's yardstick; it has none where the policy reads all."""
+    """Returns the metrics of a policy's yardstick; it has none if the policy reads everything."""
     metrics = _metrics(columns, {})
     if "kl" in metrics:
         metrics["kl"]["ratio"] = ratio(policy.get("kl", {}), columns["kl"])
@@ -182,7 +182,7 @@ def _compared(
 ) -> dict[str, Any]:
     """Returns mean, difference and interval of the average over columns.
 
-    `pairs` is the fewest that one of the columns has.
+    `pairs` is the minimum over the columns.
     """
     pairs = [_paired(column, base) for column, base in zip(columns, dense, strict=True)]
     shortest = min((len(ours) for ours, _ in pairs), default=0)
@@ -211,7 +211,8 @@ def _paired(column: ScoresBySample, dense: ScoresBySample) -> tuple[np.ndarray, 
 def _interval(pairs: Sequence[tuple[np.ndarray, np.ndarray]], transform: Transform) -> list[float]:
     """Returns the percentile bootstrap's 95 % interval of the average difference from dense.
 
-    Each pair has a policy's values [n] and dense's of the same samples, which are drawn together.
+    Each pair has a policy's values [n] and dense's of the same samples, which are resampled
+    together.
     """
     differences = [
         transform(_weights(len(ours)) @ ours) - transform(_weights(len(theirs)) @ theirs)
@@ -221,14 +222,14 @@ def _interval(pairs: Sequence[tuple[np.ndarray, np.ndarray]], transform: Transfo
 
 
 def _middle(drawn: Any) -> list[float]:
-    """Returns the interval in which the middle 95 % of the resamples lie."""
+    """Returns the interval of the middle 95 % of the resamples."""
     tail = (100 - LEVEL) / 2
     return np.percentile(drawn, [tail, 100 - tail]).tolist()
 
 
 @lru_cache(maxsize=2)
 def _weights(n: int) -> np.ndarray:
-    """Returns how often each of n samples is drawn, over n: [RESAMPLES, n], the same at every call.
+    """Returns how often each of n samples is drawn, over n: [RESAMPLES, n], always the same.
 
     It takes 80 kB per sample.
     """

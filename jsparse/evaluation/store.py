@@ -1,8 +1,7 @@
-"""Records a run in a journal that survives being killed, and in a JSON file at the end.
+"""Records a run in a journal that survives a kill, and in a JSON file at the end.
 
-While the run goes on, OUT.partial.jsonl lies beside OUT.json: one line with the settings, then one
-line per entry. A run that is started again with the same settings reads it and measures the missing
-samples.
+During the run, OUT.partial.jsonl is next to OUT.json: one line with the settings, then one line per
+entry. A run that restarts with the same settings reads it and measures the missing samples.
 """
 
 import json
@@ -17,7 +16,7 @@ from jsparse.evaluation.statistics import averages, summarize
 
 
 class Cell(NamedTuple):
-    """Identifies the samples that are summarised together."""
+    """The key of samples that are summarised together."""
 
     policy: str
     task: str
@@ -25,10 +24,10 @@ class Cell(NamedTuple):
 
 
 class Entry(TypedDict):
-    """Holds one sample of a cell: finite `values` by metric, and further facts in `meta`.
+    """One sample of a cell: finite `values` by metric, and further facts in `meta`.
 
-    The heat maps read depth (of the needle, 0 … 1) and attended_heads ([layers][KV heads], null
-    where nothing was selected) of `meta`.
+    The heat maps read depth (of the needle, 0 … 1) and attended_heads ([layers][KV heads], null if
+    nothing was selected) from `meta`.
     """
 
     policy: str
@@ -43,11 +42,10 @@ Key = tuple[Cell, int]
 
 
 class ResultStore:
-    """Stores a run's entries: a killed run loses none that `add` returned from, and repeats none.
+    """The entries of a run: a kill loses none for which `add` returned, and none are repeated.
 
     One process at a time may write a run. `settings` are all JSON values that the entries depend
-    on, among them `samples` per cell. The journal lies beside `path`, with the suffix
-    .partial.jsonl.
+    on, including `samples` per cell. The journal is next to `path`, with the suffix .partial.jsonl.
 
     Raises:
         ValueError: `path` already exists; its journal does, and `resume` is False or the settings
@@ -70,7 +68,7 @@ class ResultStore:
 
     @property
     def entries(self) -> list[Entry]:
-        """Returns all entries so far, in the order in which they came."""
+        """The entries so far, in order of arrival."""
         return list(self._entries.values())
 
     def missing(self, cell: Cell, samples: int | None = None) -> list[int]:
@@ -83,7 +81,7 @@ class ResultStore:
 
         Raises:
             ValueError: an entry is malformed, or differs from the stored one of the same sample;
-                then nothing of the batch is written.
+                nothing of the batch is written then.
         """
         new = self._new(map(_checked, entries))
         with open(self.journal, "ab") as file:
@@ -93,7 +91,7 @@ class ResultStore:
         self._entries |= new
 
     def finish(self, environment: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes the JSON file, whole or not at all, removes the journal and returns the report."""
+        """Writes the JSON file atomically, removes the journal and returns the report."""
         cells = summarize(self.entries)
         report = {
             "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -107,7 +105,7 @@ class ResultStore:
         return report
 
     def _read(self, resume: bool) -> None:
-        """Takes the entries of whole lines and cuts off a torn last line."""
+        """Loads the entries of complete lines and cuts off a truncated last line."""
         data = self.journal.read_bytes()
         end = data.rfind(b"\n") + 1
         header, *lines = data[:end].split(b"\n")
@@ -147,7 +145,7 @@ class ResultStore:
             raise ValueError(f"{self.journal}, line {number}: {error}") from None
 
     def _new(self, entries: Iterable[Entry]) -> dict[Key, Entry]:
-        """Returns the entries that are not stored yet, each once."""
+        """Returns the entries that are not stored yet, without duplicates."""
         new: dict[Key, Entry] = {}
         for entry in entries:
             key = Cell(entry["policy"], entry["task"], entry["length"]), entry["index"]
@@ -161,7 +159,7 @@ class ResultStore:
 
 
 def _checked(entry: Entry) -> Entry:
-    """Checks an entry and returns a copy as JSON gives it back."""
+    """Checks an entry and returns a copy as JSON would return it."""
     if entry.keys() != Entry.__annotations__.keys():
         raise ValueError(
             f"an entry has the keys {', '.join(entry)}: must be {', '.join(Entry.__annotations__)}"
@@ -180,7 +178,7 @@ def _line(value: Any) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Puts the text in place of the file, if there is one, in one step."""
+    """Writes the text to the file atomically, replacing any old one."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)

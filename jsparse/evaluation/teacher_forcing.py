@@ -1,8 +1,8 @@
 """Feeds every policy the tokens with which dense attention continues a prompt.
 
-This is teacher forcing: each decode step takes one of the tokens. With n steps a continuation has
-n + 1 tokens. Its first follows from the prefill's logits, which are dense for every policy, so it
-is only fed; each of the others is the target of one decode step.
+This is teacher forcing: each decode step takes one of the tokens. With n steps a continuation has n
++ 1 tokens. Its first follows from the prefill's logits, which are dense for every policy, so it is
+only fed; each of the others is the target of one decode step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from jsparse.text import prompts
 
 
 class ForcedStep(NamedTuple):
-    """Holds one decode step, on the device; `target` is the token that really follows, fed next."""
+    """One decode step, on the device; `target` is the true next token, fed next."""
 
     logits: Float32[Array, "B V"]
     target: Rows
@@ -36,9 +36,9 @@ class ForcedStep(NamedTuple):
 
 
 class Forcing(NamedTuple):
-    """Holds prompts that were read once, and the tokens that every policy is fed.
+    """Prefilled prompts, and the tokens that every policy is fed.
 
-    `shared` has the prompts read by dense() and, after it, the policies; `reference` dense
+    `shared` has the prompts prefilled for dense() and the policies after it; `reference` has dense
     attention's steps, whose logits stay on the device: steps · B · V float32.
     """
 
@@ -54,7 +54,7 @@ class Forcing(NamedTuple):
         return self._run(index, self.shared.session(index))
 
     def steps_beside(self, policy: Policy, knobs: dict[str, Array]) -> Iterator[ForcedStep]:
-        """Iterates over the steps of a policy without state that was not named before.
+        """Iterates over the steps of a further policy, which must not have a state.
 
         `knobs`: its hyper-parameters by name, a number per row. No progress is reported.
         """
@@ -62,7 +62,7 @@ class Forcing(NamedTuple):
         return _decode(session, forced, jnp.copy(self.tokens), count, knobs)
 
     def last_state(self, index: int) -> State:
-        """Returns the state of policy `index` after all steps, which are run anew."""
+        """Returns the state of policy `index` after all steps, which it runs again."""
         session = self.shared.session(index)
         for _ in self._run(index, session):
             pass
@@ -86,18 +86,17 @@ def force(
     page_size: int = 16,
     on_progress: OnChunk | None = None,
 ) -> Forcing:
-    """Reads the prompts for dense() and all policies, and continues them with dense attention.
+    """Prefills the prompts for dense() and all policies, and continues them with dense attention.
 
-    Dense logits of all steps stay on the device (64 steps of 4 rows of 49,152 words: 50 MB), beside
-    two caches while a policy decodes. dense() is put before the policies and need not be named.
-
+    Dense logits of all steps stay on the device (64 steps of 4 rows of 49,152 words: 50 MB), plus
+    two caches while a policy decodes. dense() precedes the policies and need not be named.
     `max_new_tokens` is n, the number of decode steps; not even end tokens end a continuation early.
     `continuation` has the tokens to force, integers [B, n + 1]; None: dense attention's own,
-    greedily. `on_progress` gets ("prefill" | "decode", done, total), in tokens of the prompt and
-    steps of all policies. The others are arguments of `jsparse.generate`.
+    greedily. `on_progress` receives ("prefill" | "decode", done, total), in tokens of the prompt
+    and steps of all policies. The others are arguments of `jsparse.generate`.
 
     Raises:
-        ValueError: an argument is out of its range, or prompt, steps and dense's logits do not fit.
+        ValueError: an argument is out of range, or prompt, steps and dense's logits do not fit.
     """
     rows, _ = prompts.encode(params, prompt)
     chosen = (dense(), *(policy for policy in as_policies(policies) if policy is not dense()))

@@ -1,9 +1,9 @@
-"""Measures how good a selector is, against exact top-k attention that reads the same bytes.
+"""Measures the quality of a selector against exact top-k attention that reads the same bytes.
 
-In each sample `oracle_top_k` has as many tokens as the policy read K and V of, on average over
-layers, heads and steps, and decodes the same continuation. The policy's KL over the oracle's says
-in one number how much its selection loses: 1 is perfect. Reads that serve the choice do not count:
-the oracle reads all keys for it.
+In each sample, `oracle_top_k` gets the number of tokens whose K and V the policy read, on average
+over layers, heads and steps, and decodes the same continuation. The policy's KL over the oracle's
+is one number for the loss of its selection: 1 is perfect. Reads for selecting do not count; the
+oracle reads all keys for that.
 
     forcing = force(params, ["quest(budget=256)"], prompts, max_new_tokens=64)
     found = closeness(forcing)
@@ -21,16 +21,16 @@ from jsparse.evaluation.teacher_forcing import Forcing
 from jsparse.policies.oracle import oracle_top_k
 from jsparse.runtime.spread_programs import on_host
 
-ALL = 1 - 1e-6  # the share from which on everything was read; float32 may leave it below 1
+ALL = 1 - 1e-6  # a larger share counts as everything; float32 may leave it below 1
 
 
 class Yardsticks(NamedTuple):
-    """Holds the oracle's closeness to dense attention, for R policies and B samples of n steps.
+    """The oracle's closeness to dense attention, for R policies and B samples of n steps.
 
     Attributes:
         budget: the oracle's number of tokens per head and step, rounded down, since it also reads
             the newest token; 0: the policy read everything, and there is no yardstick.
-        kl: KL(dense ‖ oracle) in nats; NaN where there is none.
+        kl: KL(dense ‖ oracle) in nats; NaN if there is none.
     """
 
     budget: Int32[np.ndarray, "R B"]
@@ -40,13 +40,13 @@ class Yardsticks(NamedTuple):
 def yardsticks(forcing: Forcing, found: Closeness) -> Yardsticks:
     """Runs the oracle with the number of tokens that each policy of `found` read per sample.
 
-    All budgets run the same compiled programs, since they are arguments of these, and equal ones
-    are run once.
+    All budgets run the same compiled programs, which take them as arguments; equal budgets are run
+    once.
     """
     shared = forcing.shared
     lengths = on_host(shared.prefilled.cache.positions, shared.params.mesh)[:, None] + 1
     lengths = lengths + np.arange(len(forcing.reference))
-    # a share in float32 may be a little less than the exact fraction
+    # a share in float32 may be slightly less than the exact fraction
     tokens = np.floor(np.mean(found.read * lengths, axis=-1) + 0.01).astype(np.int32)
     budget = np.where((found.read >= ALL).all(axis=-1), 0, np.maximum(tokens, 1))
     oracle, none = oracle_top_k(budget=2**30), np.full(found.kl.shape[1:], np.nan, np.float32)

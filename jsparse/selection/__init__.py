@@ -1,6 +1,6 @@
-"""Defines Selection, the slots that each KV head attends to.
+"""Selection, the slots that each KV head attends to.
 
-The pages, tokens, clusters and head roles of every method end as one.
+Every method's pages, tokens, clusters and head roles are expressed as one.
 """
 
 from collections.abc import Sequence
@@ -22,25 +22,25 @@ _ARRAYS = ("ids", "count", "bits", "dense", "logits")
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class Selection:
-    """Lists the slots that each KV head attends to.
+    """The slots that each KV head attends to.
+
+    A head that attends to anything also attends to its newest token, listed or not. A head with
+    count 0 that is not dense attends to nothing: o = 0, lse = -inf.
 
     Attributes:
         ids: logical page ids or token slots; the first `count` of each head are valid, distinct and
             ascending, the rest are 0. C is static.
         count: the number of valid ids.
-        bits: token bits, for pages with P ≤ 32: bit t set means token t of that page is attended,
-            if the head holds it. None means all tokens. Bits save arithmetic, not bytes: a page
-            with one bit set is read whole.
-        dense: heads that attend to everything they hold; their list is not read, and no wrapper may
+        bits: token bits, for pages with P ≤ 32: bit t set means that token t of the page is
+            attended, if it exists. None: all tokens. Bits save arithmetic, not bytes: a page with
+            one bit set is read whole.
+        dense: heads that attend to all their tokens; their list is ignored, and no wrapper may
             prune them.
         granularity: the unit of `ids`.
-        logits: the query heads' scaled logits of listed tokens, without a bias, where choosing has
-            found them: attention then need not read these tokens' keys again. They save reads and
-            add no information: None is as good, and a backend may ignore them. A list
-            of other tokens must drop them.
-
-    A head that attends to anything also attends to its newest token, listed or not. A head with
-    count 0 that is not dense attends to nothing: o = 0, lse = -inf.
+        logits: the query heads' scaled logits of listed tokens, without bias, if the selection
+            computed them: attention then need not read these tokens' keys again. They save reads
+            but add no information: None gives the same result, and a backend may ignore them. A
+            list of other tokens must drop them.
     """
 
     ids: Ids
@@ -66,13 +66,13 @@ class Selection:
 
 
 def everything(lengths: Lengths) -> Selection:
-    """Returns the selection with which every head attends to all it holds."""
+    """Returns the selection in which every head attends to all its tokens."""
     ids = jnp.zeros((*lengths.shape, 0), jnp.int32)
     return Selection(ids, jnp.zeros_like(lengths), dense=jnp.ones(lengths.shape, jnp.bool_))
 
 
 def nothing(lengths: Lengths, granularity: Granularity = "page") -> Selection:
-    """Returns the selection with which no head attends to anything."""
+    """Returns the selection in which no head attends to anything."""
     ids = jnp.zeros((*lengths.shape, 0), jnp.int32)
     return Selection(ids, jnp.zeros_like(lengths), granularity=granularity)
 
@@ -82,7 +82,7 @@ def from_token_mask(
 ) -> Selection:
     """Lists the marked slots as tokens, or as pages with bits.
 
-    `mask` must fit: at most `capacity` ids per head.
+    `mask` must mark at most `capacity` ids per head.
     """
     if granularity == "token":
         ids, count = compact(mask, capacity)
@@ -95,13 +95,13 @@ def from_token_mask(
 
 
 def from_page_mask(mask: Bool[Array, "B K M"], capacity: int) -> Selection:
-    """Lists the marked pages, whole; `mask` must mark at most `capacity` pages per head."""
+    """Lists the marked pages as wholes; `mask` must mark at most `capacity` pages per head."""
     ids, count = compact(mask, capacity)
     return Selection(ids, count)
 
 
 def paged(selection: Selection, *, num_pages: int, page_size: int) -> Selection:
-    """Lists the same slots as pages, with bits if tokens were listed; that needs P ≤ 32."""
+    """Lists the same slots as pages, with bits if tokens were listed, which requires P ≤ 32."""
     if selection.granularity == "page":
         return selection
     if page_size > MAX_BITS_PAGE:
@@ -118,7 +118,7 @@ def paged(selection: Selection, *, num_pages: int, page_size: int) -> Selection:
     nth = jnp.where(valid, jnp.cumsum(first, axis=-1, dtype=jnp.int32) - 1, at.shape[-1])
     bits = jnp.uint32(1) << (selection.ids % page_size).astype(
         jnp.uint32
-    )  # distinct, so that their sum is their union
+    )  # distinct bits, so that their sum is their union
     bits = jnp.zeros(at.shape, jnp.uint32).at[row, head, nth].add(bits, mode="drop")
     ids = jnp.where(
         jnp.arange(at.shape[-1]) < count[..., None], jnp.take_along_axis(page, at, -1), 0
@@ -137,14 +137,14 @@ def window(
 ) -> Selection:
     """Selects the first `sink` and the last `recent` slots of each head.
 
-    C is the maximum number of their ids. Pages of more than 32 tokens carry no bits and are
-    taken whole, so some more slots are attended.
+    C is the maximum number of their ids. Pages of more than 32 tokens have no bits and are attended
+    as a whole, so slightly more slots are attended.
     """
     sink, recent = min(sink, num_pages * page_size), min(recent, num_pages * page_size)
     unit = page_size if granularity == "page" else 1
     num_units = num_pages * page_size // unit
     sink_units = min(-(-sink // unit), num_units)
-    # recent tokens that do not start at the edge of a page touch one more page
+    # recent tokens that start within a page touch one more page
     recent_units = min(-(-recent // unit) + (unit > 1 and recent > 0), num_units)
     used = -(-lengths // unit)
     sink_count = jnp.minimum(used, sink_units)
@@ -170,7 +170,7 @@ def window(
 def union(a: Selection, b: Selection, num_units: int) -> Selection:
     """Returns the union of two selections.
 
-    `num_units` is M (pages) or S (tokens), the most that a head can list.
+    `num_units` is M (pages) or S (tokens), the maximum length of a head's list.
     """
     if a.granularity != b.granularity:
         raise ValueError(
@@ -217,23 +217,23 @@ def pack_bits(mask: Bool[Array, "*batch P"]) -> UInt32[Array, "*batch"]:
 
 
 def unpack_bits(bits: UInt32[Array, "*batch"], page_size: int) -> Bool[Array, "*batch P"]:
-    """Unpacks the flags that `pack_bits` packed."""
+    """Unpacks the flags of `pack_bits`."""
     return (bits[..., None] >> jnp.arange(page_size, dtype=jnp.uint32)) & 1 == 1
 
 
 def valid_ids(selection: Selection) -> Bool[Array, "B K C"]:
-    """Marks the ids that are valid, the first `count` of each head."""
+    """Marks the valid ids, the first `count` of each head."""
     return jnp.arange(selection.ids.shape[-1], dtype=jnp.int32) < selection.count[..., None]
 
 
 def bits_of(selection: Selection) -> UInt32[Array, "B K C"]:
-    """Returns the bits of a selection; all are set where it has none."""
+    """Returns the bits of a selection; all set if it has none."""
     if selection.bits is None:
         return jnp.full(selection.ids.shape, 0xFFFFFFFF, jnp.uint32)
     return selection.bits
 
 
 def low_bits(count: Int32[Array, "*batch"]) -> UInt32[Array, "*batch"]:
-    """Returns words with the lowest `count` bits set: none below 0, all from 32 on."""
+    """Returns words with the lowest `count` bits set: none for negative counts, all from 32 on."""
     low = (jnp.uint32(1) << jnp.maximum(count, 0).astype(jnp.uint32)) - 1
     return jnp.where(count >= 32, jnp.uint32(0xFFFFFFFF), low)

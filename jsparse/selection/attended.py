@@ -11,10 +11,7 @@ from jsparse.shapes import Lengths
 def token_mask(
     selection: Selection, lengths: Lengths, *, num_pages: int, page_size: int
 ) -> Bool[Array, "B K S"]:
-    """Marks the slots that each head attends to.
-
-    The rule of the newest token is included.
-    """
+    """Marks the slots that each head attends to, including its newest token's."""
     slots = jnp.arange(num_pages * page_size, dtype=jnp.int32)
     valid = valid_ids(selection)
     row, head = (i[..., None] for i in jnp.indices(lengths.shape))
@@ -49,7 +46,7 @@ def attended_tokens(selection: Selection, lengths: Lengths, page_size: int) -> L
 def read_tokens(selection: Selection, lengths: Lengths, page_size: int) -> Lengths:
     """Counts the slots whose K and V are read.
 
-    Pages are read whole, the newest token's too, up to the head's length.
+    Pages are read whole, including the newest token's, up to the head's length.
     """
     return count_tokens(selection, lengths, page_size)[1]
 
@@ -57,7 +54,7 @@ def read_tokens(selection: Selection, lengths: Lengths, page_size: int) -> Lengt
 def count_tokens(selection: Selection, lengths: Lengths, page_size: int) -> tuple[Lengths, Lengths]:
     """Returns `attended_tokens` and `read_tokens`, in one pass over the list.
 
-    The newest token and its page count whether listed or not, once for each list that is not empty.
+    The newest token and its page count whether listed or not, once for each nonempty list.
     """
     unit = page_size if selection.granularity == "page" else 1
     newest, listed = lengths - 1, (selection.count > 0) & (lengths > 0)
@@ -79,6 +76,6 @@ def count_tokens(selection: Selection, lengths: Lengths, page_size: int) -> tupl
 
 
 def _sum_both(a: Int32[Array, "B K C"], b: Int32[Array, "B K C"]) -> tuple[Lengths, Lengths]:
-    """Sums both over C in one reduction, which XLA joins over several layers in one kernel."""
+    """Sums both over C in one reduction; XLA then fuses several layers into one kernel."""
     both = jnp.sum(jnp.stack([a, b]), -1, dtype=jnp.int32)
     return both[0], both[1]

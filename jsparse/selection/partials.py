@@ -1,23 +1,22 @@
-"""Defines attention partials (o, lse), how they are merged, and the statistics of attention."""
+"""Attention partials (o, lse), their merging, and the statistics of attention."""
 
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-MeanStatsKind = Literal["page_mass", "token_logits"]  # the kinds that Stats holds
+MeanStatsKind = Literal["page_mass", "token_logits"]  # the kinds of Stats
 StatsKind = Literal[MeanStatsKind, "listed_logits"]
 
 
 class Stats(NamedTuple):
-    """Holds the weights that each group's mean query, rounded to the queries' type, gave to slots.
+    """Weights from each group's mean query, rounded to the queries' type, to slots.
 
     Attributes:
         scores: with "page_mass" float32[B, K, M], the un-normalised logsumexp of each logical
             page's attended slots; with "token_logits" float32[B, K, S], the logit of each slot.
             They are -inf where nothing was read.
-        lse: the logsumexp over everything attended; a page's share of the mass is exp(scores -
-            lse).
+        lse: the logsumexp over all attended slots; a page's share of the mass is exp(scores - lse).
     """
 
     scores: Float32[Array, "B K units"]
@@ -25,11 +24,11 @@ class Stats(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Stands for tokens that a selection leaves out: a partial that is merged into attention.
+    """A substitute for tokens that a selection omits: a partial to merge into attention.
 
     Attributes:
-        o, lse: the partial; lse = -inf where there is nothing to merge.
-        attended, read: the tokens per head that count as attended and as read on its account.
+        o, lse: the partial; lse = -inf if there is nothing to merge.
+        attended, read: the tokens per head that it adds to the attended and read counts.
     """
 
     o: Float32[Array, "B N H"]
@@ -39,17 +38,17 @@ class Summary(NamedTuple):
 
 
 class ListedLogits(NamedTuple):
-    """Holds the logit that every query head gave to each token that its list made it attend to.
+    """The logit of every query head for each token that its list made it attend to.
 
     There are C + 1 entries per head. Heads that are dense, attend to nothing or list pages report
-    none of them.
+    no entries.
 
     Attributes:
         ids: the slots of the attended tokens, ascending and distinct; past `count` they are 0. Ids
-            past the head's length are left out, and the newest token is the last, listed or not.
+            past the head's length are omitted, and the newest token is last, listed or not.
         count: the number of valid entries.
         logits: q·k of each query head of the group, scaled and with bias; -inf past `count`.
-        lse: their logsumexp, so that exp(logits - lse) are the weights; -inf where there are none.
+        lse: their logsumexp, so that exp(logits - lse) are the weights; -inf if there are none.
     """
 
     ids: Int32[Array, "B K entries"]
@@ -59,7 +58,7 @@ class ListedLogits(NamedTuple):
 
 
 class AttentionOut(NamedTuple):
-    """Holds the whole output of attention, or a partial one with o in float32.
+    """The whole output of attention, or a partial one with o in float32.
 
     A head that attended to nothing has o = 0 and lse = -inf.
     """
@@ -75,7 +74,7 @@ def merge(
     o2: Float32[Array, "*rows H"],
     lse2: Float32[Array, "*rows"],
 ) -> tuple[Float32[Array, "*rows H"], Float32[Array, "*rows"]]:
-    """Merges the attention over two disjoint sets into the attention over their union.
+    """Merges attention over two disjoint sets into attention over their union.
 
     Splits, tiers, shards and summary tokens are all merged this way. An empty partial (lse = -inf)
     changes nothing; two of them give an empty one, never NaN.
@@ -108,6 +107,6 @@ def group_weights(
     """Returns the maximum over the group of the query heads' weights, divided by its sum."""
     lse = jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]
     best = jnp.where(counted, jnp.max(logits - lse, axis=-2), -jnp.inf)
-    # in logarithms: all that counts may lie far below a sink
+    # in logarithms: all counted weights may be far below a sink's
     weights, total, _ = softmax_partial(best)
     return weights / jnp.where(total > 0, total, 1.0)[..., None]

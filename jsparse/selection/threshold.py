@@ -1,7 +1,7 @@
 """Implements top-k and top-p with static shapes.
 
-They bisect a threshold, take the values above it and compact them to ids, without a sort: 32 passes
-over the order-preserving integer image of the float32 scores find the threshold exactly.
+They bisect a threshold, select the values above it and compact them to ids, without sorting: 32
+passes over the order-preserving integer image of the float32 scores find the threshold exactly.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, Integer, UInt, UInt32
 
 _PARTS = 8  # into which a GPU cuts rows
-_LANES = 128  # a multiple of a word's 32 bits whose marks a byte can count
+_LANES = 128  # a multiple of a word's 32 bits; a byte can count that number of marks
 
 
 def top_k_mask(
@@ -21,7 +21,7 @@ def top_k_mask(
 ) -> Bool[Array, "*rows S"]:
     """Marks the k largest scores of each row; ties go to the lowest index.
 
-    k may differ from row to row. A row with fewer than k finite scores marks them all; -inf and NaN
+    k may differ between rows. A row with fewer than k finite scores marks them all; -inf and NaN
     are never marked.
     """
     keys = ordered(scores)
@@ -44,8 +44,8 @@ def top_k_ids(
     """Returns the indices of the k largest keys of each row, ascending, and their number.
 
     Ties go to the lowest index, keys of 0 are never listed, and entries past the number are 0. k is
-    at most `capacity`. It says what `compact` says of `top_k_mask`, but takes less time on a CPU:
-    marks are packed into words, so that running sums take a 32nd of the entries, and keys of 16
+    at most `capacity`. The result is that of `compact` of `top_k_mask`, but it is faster on a CPU:
+    marks are packed into words, so that cumulative sums have a 32nd of the entries, and keys of 16
     bits need half the passes over half the bytes.
     """
     padding = [(0, 0)] * (keys.ndim - 1) + [(0, -keys.shape[-1] % _LANES)]
@@ -82,7 +82,7 @@ def top_p_mask(
         before = (jnp.cumsum(ties, -1, dtype=jnp.int32) - 1).astype(jnp.float32) * weights
         return ties & ((before < missing[..., None]) | (before == 0))
 
-    # a row keeps one at least
+    # a row keeps at least one
     several = jnp.any(jnp.sum(ties, -1, dtype=jnp.int32) > 1)
     smallest = above | jax.lax.cond(several, first, lambda ties: ties, ties)
     everything = jnp.broadcast_to(jnp.asarray(p, jnp.float32) >= 1.0, target.shape)[..., None]
@@ -96,8 +96,8 @@ def budget_mask(
 ) -> Bool[Array, "*rows S"]:
     """Marks the largest scores of each row, until the next one's size exceeds the rest.
 
-    Sizes are at least 0, and `tokens` below 0 count as 0. Ties go to the lowest index. A row marks
-    its largest score whatever its size, unless it is -inf or NaN, which are never marked.
+    Sizes are at least 0, and negative `tokens` count as 0. Ties go to the lowest index. A row marks
+    its largest score for any size, unless it is -inf or NaN, which are never marked.
     """
     keys = ordered(scores)
     finite = keys > ordered(jnp.float32(-jnp.inf))
@@ -119,7 +119,7 @@ def compact(
 ) -> tuple[Int32[Array, "*rows C"], Int32[Array, "*rows"]]:
     """Returns the indices of the marked entries, ascending, and their number.
 
-    Entries past the count are 0. More than `capacity` marks would be lost: cap them first, by score
+    Entries past the count are 0. Marks beyond `capacity` would be lost: limit them first, by score
     (`top_k_mask`).
     """
     running = jnp.cumsum(mask, -1, dtype=jnp.int32)
@@ -154,8 +154,8 @@ def _largest(
 ) -> UInt[Array, "*rows"]:
     """Finds bit by bit the largest threshold t of each row for which enough(a sum) holds.
 
-    The sum is that of the values whose keys are at least t; without values it is the number of
-    these keys, which `count` returns of their marks. `enough` is monotone.
+    The sum is over the values with keys of at least t; without values it is the number of these
+    keys, which `count` returns for their marks. `enough` is monotone.
     """
     if jax.default_backend() == "gpu":
         return _largest_on_gpu(keys, enough, values)
@@ -176,15 +176,15 @@ def _largest(
 def _largest_on_gpu(
     keys: UInt[Array, "*rows S"], enough: Callable[[Array], Array], values: Array | None
 ) -> UInt[Array, "*rows"]:
-    """Is `_largest` where a pass over the keys takes longer to start than to run.
+    """Computes `_largest` where launching a pass over the keys takes longer than running it.
 
-    Each pass finds two bits, and parts of rows are summed apart, since there are few rows.
+    Each pass finds two bits, and parts of rows are summed separately, since there are few rows.
     """
     if values is None:
         values = jnp.ones(keys.shape, jnp.int32)
     pad = [(0, 0)] * (keys.ndim - 1) + [(0, -keys.shape[-1] % _PARTS)]
     parts = (*keys.shape[:-1], _PARTS, -1)
-    # no threshold that is tried is 0, the key of what is padded
+    # no tried threshold is 0, the key of padding
     keys, values = (
         jnp.pad(x, pad).reshape(parts) for x in (keys, jnp.broadcast_to(values, keys.shape))
     )
@@ -207,9 +207,9 @@ def _sum_dtype(values: Array) -> Any:
 
 
 def _number(mask: Bool[Array, "*rows S"]) -> Int32[Array, "*rows"]:
-    """Counts the marks of each row, of whole _LANES, in bytes as far as these reach.
+    """Counts the marks of each row, a multiple of _LANES, in bytes where possible.
 
-    A sum of _LANES bytes down the columns is what a CPU adds the most of at once.
+    A sum of _LANES bytes down the columns is the widest addition of a CPU.
     """
     columns = mask.reshape(*mask.shape[:-1], _LANES, -1)
     return jnp.sum(jnp.sum(columns, -2, dtype=jnp.uint8), -1, dtype=jnp.int32)

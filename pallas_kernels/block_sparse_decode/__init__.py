@@ -1,4 +1,4 @@
-"""Computes decode attention over pages: see `api.block_sparse_decode`."""
+"""Decode attention over selected pages: see `api.block_sparse_decode`."""
 
 from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
 

@@ -1,4 +1,4 @@
-"""Attends from one new query per head to the pages that a Selection names."""
+"""Attends from one new query per head to the pages of a Selection."""
 
 from functools import partial
 from typing import Any
@@ -16,9 +16,9 @@ from jsparse.pallas_kernels.dispatch import Backend, no_mosaic, run
 from jsparse.selection import Selection
 from jsparse.selection.partials import AttentionOut, ListedLogits, StatsKind
 
-MAX_QUERIES = 64  # of a KV head, with the mean that a report takes
-# In the Triton kernel more bytes of queries do not fit beside K and V on some GPUs, and of float32,
-# which tensor cores do not multiply, more queries do not fit in registers.
+MAX_QUERIES = 64  # queries of a KV head, including the mean query of a report
+# With more bytes of queries, K and V do not fit beside them in the Triton kernel on some GPUs. More
+# float32 queries, which tensor cores do not multiply, do not fit in registers.
 QUERY_BYTES, MAX_FLOAT32 = 16_384, 16
 
 
@@ -38,7 +38,7 @@ def _not_mosaic(
 ) -> str | None:
     reason = "takes K and V on the device" if layer.page_pools else no_mosaic()
     head_dim, size = layer.k.shape[-1], layer.page_size
-    # a report takes one more, the mean
+    # a report adds one query, the mean
     queries = q.shape[1] // layer.lengths.shape[1] + (stats is not None)
     if reason is None and not (
         q.dtype == layer.k.dtype == layer.v.dtype and q.dtype in (jnp.bfloat16, jnp.float16)
@@ -64,7 +64,7 @@ def _not_triton(
 ) -> str | None:
     if layer.page_pools:
         return "takes K and V on the device"
-    width = 1 << (q.shape[2] - 1).bit_length()  # as the kernel pads it
+    width = 1 << (q.shape[2] - 1).bit_length()  # the kernel pads to this
     most = MAX_FLOAT32 if q.dtype == jnp.float32 else MAX_QUERIES
     most = min(most, QUERY_BYTES // (width * q.dtype.itemsize))
     return no_rows(q, layer, max_group=most - (stats is not None))
@@ -92,24 +92,23 @@ def block_sparse_decode(
 
     Args:
         q: the queries, after RoPE.
-        layer: the K and V pages, lengths, block table and bias. Where it names `prefixes`, heads
-            are dense or empty, and no report is asked for, pages that rows have in common are read
-            once for all of these (`cascade`).
+        layer: the K and V pages, lengths, block table and bias. Pages of its shared `prefixes` are
+            read once for all their rows (`cascade`) if every head is dense or empty and no report
+            is requested.
         selection: the pages, at granularity "page"; `Selection` documents its fields.
-        sm_scale: the factor of q·k; None is 1/√H.
-        stats: the report: "page_mass" or "token_logits" on the mean query of each group,
-            "listed_logits", which is empty for lists of pages, or None.
-        dtype: the type to which o is rounded at the end; float32 where it is to be merged with
-            another.
-        implementation: "mosaic" (Hopper; bfloat16 or float16, head dimensions that 64 divides),
-            "triton" (compute capability 8 or more), "reference", or None for the first of them that
-            can run.
+        sm_scale: the factor of q·k; None: 1/√H.
+        stats: the report: "page_mass" or "token_logits" of each group's mean query, "listed_logits"
+            (empty for lists of pages), or None.
+        dtype: the dtype of o; float32 if o will be merged with another partial.
+        implementation: "mosaic" (Hopper; bfloat16 or float16, head dimensions divisible by 64),
+            "triton" (compute capability 8 or more), "reference", or None for the first that can
+            run.
 
     Returns:
-        o, float32 lse, and stats if asked for.
+        o, float32 lse, and stats if requested.
 
     Raises:
-        ValueError: shapes, granularity or page size do not fit together.
+        ValueError: shapes, granularity or page size do not match.
     """
     check_list("block_sparse_decode", "page", layer, selection)
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
@@ -123,7 +122,7 @@ def block_sparse_decode(
 
 
 def _no_tokens(q: Float[Array, "B N H"], selection: Selection) -> ListedLogits:
-    """Reports on no token, with room for as many as a list of tokens of this length would name."""
+    """Returns an empty report, with room for all tokens that such a token list could name."""
     batch, heads, capacity = selection.ids.shape
     entries = (batch, heads, q.shape[1] // heads, capacity + 1)
     return ListedLogits(

@@ -1,8 +1,8 @@
-"""Reads pages that several rows have in common once for all of them.
+"""Reads the pages of a shared prefix once for all rows that share it.
 
-Attention over a shared prefix and attention over the rest of a row are two partials that are merged
-by their lse. The queries of all rows of a family then are those of one row, which holds the prefix
-(Hydragen, Juravsky et al., arXiv 2402.05099, section 3).
+Attention over the prefix and over the rest of each row are two partials, merged by their lse. For
+the prefix, the queries of all its rows become those of a single row (Hydragen, Juravsky et al.,
+arXiv 2402.05099, section 3).
 """
 
 from collections.abc import Callable
@@ -25,15 +25,15 @@ def cascade(
     selection: Selection,
     dtype: DTypeLike,
 ) -> AttentionOut:
-    """Attends in heads that are dense or empty, of rows that have their first pages in common.
+    """Attends in dense or empty heads of rows with shared prefixes.
 
     Args:
         attend: `block_sparse_decode` for queries, a layer without prefixes, and a selection.
         q: the queries, after RoPE.
         layer: K and V, with a block table.
-        prefixes: which rows have what in common.
-        selection: which heads are dense; it lists nothing.
-        dtype: the type to which o is rounded at the end.
+        prefixes: the shared prefixes and the rows of each.
+        selection: the dense heads; it lists no pages.
+        dtype: the dtype of o.
     """
     assert layer.block_table is not None
     assert selection.dense is not None
@@ -42,7 +42,7 @@ def cascade(
     group = q.shape[1] // kv_heads
     own = layer._replace(prefixes=None)
 
-    # any row of a family has the table of its prefix: the first
+    # all rows that share a prefix have its pages in their tables: use the first row's
     tables = layer.block_table.at[prefixes.rows[:, 0]].get(mode="clip")
     held = jnp.broadcast_to(prefixes.tokens[:, None], (families, kv_heads))
     common = own._replace(lengths=held, block_table=tables)
@@ -77,11 +77,11 @@ def cascade(
 
 
 def lists_nothing(selection: Selection) -> bool:
-    """Returns whether heads can only be dense or empty."""
+    """Returns whether every head is dense or empty."""
     return selection.dense is not None and selection.ids.shape[-1] == 0
 
 
 def _shifted(table: Int32[Array, "B K M"], pages: Int32[Array, "B"]) -> Int32[Array, "B K M"]:
-    """Returns tables without the first pages of each row."""
+    """Returns the tables without each row's first `pages` pages."""
     at = jnp.minimum(lax.iota(jnp.int32, table.shape[2]) + pages[:, None], table.shape[2] - 1)
     return jnp.take_along_axis(table, at[:, None], axis=2)

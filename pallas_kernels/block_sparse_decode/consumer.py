@@ -1,7 +1,7 @@
-"""Runs the warpgroup that multiplies.
+"""The multiplying (consumer) warpgroup.
 
-A head has few queries, so they are the columns of the products, of which there may be 8, and tokens
-or channels are the rows, of which there are 64: logits are K·qᵀ, and the output is Vᵀ·weights.
+wgmma needs 64 rows but allows 8 columns. A head has few queries, so they are the columns, and
+tokens or channels are the rows: logits are K·qᵀ, the output is Vᵀ·weights.
 """
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jsparse.pallas_kernels.block_sparse_decode.refs import GlobalRefs, SharedRe
 from jsparse.pallas_kernels.block_sparse_decode.registers import LOG2_E, operations
 from jsparse.pallas_kernels.block_sparse_decode.schedule import TOKENS
 
-NOTHING = -1e30  # the running maximum before any token; finite, so that differences are no NaN
+NOTHING = -1e30  # the running maximum before any token; finite, so that no difference is NaN
 
 
 def consume(
@@ -23,7 +23,7 @@ def consume(
     g: GlobalRefs,
     s: SharedRefs,
 ) -> None:
-    """Attends to the tiles that arrive, run by run, until a run has no splits."""
+    """Attends to the tiles that the producer sends, run by run, until a run has no splits."""
     stages, tokens, width = p.tiles.stages, TOKENS, min(p.page_size, WORD)
     by_token, by_query = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
     do = operations(p)
@@ -32,7 +32,7 @@ def consume(
     def down(x, like):
         return lax.broadcast_in_dim(x, like.shape, [1])
 
-    def receive(n):  # the end of the nth run's splits; 0 where the producer has finished
+    def receive(n):  # the end split of the nth run; 0 if the producer has finished
         slot = team * p.runs + lax.rem(n, p.runs)
         plgpu.barrier_wait(s.run_full.at[slot])
         plgpu.barrier_wait(s.q_full.at[slot])
@@ -49,23 +49,23 @@ def consume(
             slot = lax.rem(sent + i - first_tile, stages)
             at = team * stages + slot
             plgpu.barrier_wait(s.k_full.at[at])
-            # each token's word of bits: 32 tokens have one, or a page if that is smaller
+            # 32 tokens share a word of bits, or a page does if it is smaller
             token = plgpu.broadcasted_iota(jnp.int32, (tokens,), 0, layout=by_token)
             word = s.words_s[at, 0]
             for w in range(1, tokens // width):
                 word = jnp.where(token >= w * width, s.words_s[at, w], word)
             attended = (lax.shift_right_logical(word, lax.rem(token, width)) & 1) == 1
             logits = do.product(s.k_s.at[team, slot], s.q_s.at[run_slot])
-            logits = logits * (p.scale * LOG2_E)  # in base 2, for exp2 below
+            logits = logits * (p.scale * LOG2_E)  # base 2, for exp2 below
             if p.has_bias:
                 logits = do.add_bias(s.bias_s.at[team, slot], logits)
-            # K, bias and words of this slot are read: it may be refilled while V is used
+            # K, bias and words have been read: the slot may be refilled while V is in use
             plgpu.barrier_arrive(s.k_free.at[at])
             logits = jnp.where(lax.broadcast_in_dim(attended, logits.shape, [0]), logits, -jnp.inf)
             if p.logits:
                 row = g.logits.at[h, pl.ds(i * tokens, tokens)]
                 do.store_column(row, s.run_s.at[run_slot], logits * (1 / LOG2_E))
-            # online softmax: earlier sums shrink by 2^(old maximum - new maximum)
+            # online softmax: scale earlier sums by 2^(old maximum - new maximum)
             new_top = jnp.maximum(top, do.over_tokens("max", logits, s.reduced_s.at[team, 0]))
             weights = jnp.exp2(logits - down(new_top, logits))
             decay = jnp.exp2(top - new_top)
@@ -87,10 +87,10 @@ def consume(
             nothing = (
                 full((p.head_dim, p.columns), 0.0, plgpu.Layout.WGMMA),
                 full((p.columns,), NOTHING, by_query),
-                # of each token; they are added up at the end
+                # per token; reduced at the end
                 full((tokens, p.columns), 0.0, plgpu.Layout.WGMMA),
             )
-            # the last split takes the extra tile, which holds the newest page alone
+            # the last split also takes the extra tile, which has only the newest page
             acc, top, sums = lax.fori_loop(
                 t0, t1 + jnp.where(nth == splits - 1, extra, 0), tile, nothing
             )

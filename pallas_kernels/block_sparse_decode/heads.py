@@ -1,7 +1,4 @@
-"""Loads the data of each head for the copying warpgroup.
-
-That is the head's share of the work, and whether its list has the newest token's page.
-"""
+"""Loads each head's share of the work, and whether its list has the newest token's page."""
 
 from typing import Any, NamedTuple
 
@@ -14,17 +11,17 @@ from jsparse.pallas_kernels.block_sparse_decode.refs import GlobalRefs
 
 
 class Head(NamedTuple):
-    """Holds scalars of one pair (row, KV head)."""
+    """Scalars of one pair (row, KV head)."""
 
-    splits: Any  # into which its tiles are cut
-    tiles: Any  # of its list, or of all it holds where it is dense
-    dense: Any  # not 0: it attends to everything
-    length: Any  # tokens that it holds
-    count: Any  # pages that it lists
+    splits: Any  # splits of the head
+    tiles: Any  # tiles of its list, or of all its tokens if it is dense
+    dense: Any  # nonzero: it attends to all tokens
+    length: Any  # tokens in the cache
+    count: Any  # listed pages
 
 
 def load_head(p: Problem, g: GlobalRefs, h) -> Head:
-    """Loads head h, or the last one where h is beyond it."""
+    """Loads head h, or the last head if h is past the end."""
     h = jnp.minimum(h, p.pairs - 1)
     length, count = g.lengths[h], g.count[h]
     dense = g.dense[h] if p.has_dense else jnp.int32(0)
@@ -35,13 +32,13 @@ def load_head(p: Problem, g: GlobalRefs, h) -> Head:
 def next_with_tiles(p: Problem, g: GlobalRefs, h, base, head: Head, ahead: Head):
     """Finds the first head from h on that has any tiles.
 
-    `base` tiles are before h, `head` is h, `ahead` the one after it. The result is the same four of
-    the head that was found.
+    `base` is the number of tiles before h, `head` is h, and `ahead` the head after it. Returns the
+    same four values for the head found.
     """
 
     def step(carry):
         h, base, _, ahead = carry
-        return h + 1, base, ahead, load_head(p, g, h + 2)  # no tiles: base stays
+        return h + 1, base, ahead, load_head(p, g, h + 2)  # no tiles, so base does not change
 
     return lax.while_loop(
         lambda c: (c[0] < p.pairs) & (c[2].tiles == 0), step, (h, base, head, ahead)
@@ -49,14 +46,14 @@ def next_with_tiles(p: Problem, g: GlobalRefs, h, base, head: Head, ahead: Head)
 
 
 def last_listed(p: Problem, g: GlobalRefs, h, head: Head):
-    """Loads the page that ends a head's list."""
+    """Loads the last page of a head's list."""
     if not p.capacity:
         return jnp.int32(0)
     return g.ids[jnp.minimum(h, p.pairs - 1), jnp.clip(head.count - 1, 0, p.capacity - 1)]
 
 
 def lacks_newest(p: Problem, g: GlobalRefs, h, head: Head, last):
-    """Returns whether a list lacks the newest token's page; most lists end with it, or before."""
+    """Returns whether a list lacks the newest token's page; most lists end with it or before it."""
     if not p.capacity:
         return jnp.bool_(False)
     newest = lax.div(head.length - 1, p.page_size)

@@ -1,12 +1,12 @@
 """Implements `api.block_sparse_decode` with Mosaic GPU, for Hopper.
 
-One persistent launch covers the pages of all heads, a second one merges the splits.
+One persistent launch attends to the pages of all heads; a second merges the splits.
 
-Each head's pages are cut into tiles of 64 tokens and these, by a rule that knows nothing of other
-heads, into splits (`schedule`). Every team of two warpgroups takes an equal share of all tiles,
-rounded to whole splits, which it finds by itself: one copies pages by TMA and writes down which
-tokens of a tile count (`producer`), the other multiplies (`consumer`). The mean query of a group,
-where asked for, is one more of its queries.
+Each head's pages are cut into tiles of 64 tokens, and its tiles into splits, independently of other
+heads (`schedule`). Every team of two warpgroups computes its own equal share of all tiles, rounded
+to whole splits. One warpgroup copies pages by TMA and writes the bits of attended tokens
+(`producer`); the other multiplies (`consumer`). A report adds the group's mean query to its
+queries.
 """
 
 from functools import cache
@@ -45,7 +45,8 @@ def block_sparse_decode(
 ) -> AttentionOut:
     """Implements `api.block_sparse_decode` with Mosaic GPU.
 
-    `tiles` overrides the table of `schedule`; `interpret` runs on any machine, slowly, for tests.
+    `tiles` overrides the table of `schedule`. `interpret` runs the kernel on any machine, slowly,
+    for tests.
     """
     batch, heads, head_dim = q.shape
     pairs = layer.lengths.size
@@ -72,11 +73,11 @@ def block_sparse_decode(
     if stats is not None:
         mean = jnp.mean(grouped, axis=1, keepdims=True, dtype=jnp.float32)
         grouped = jnp.concatenate([mean.astype(grouped.dtype), grouped], axis=1)
-    # rows fill whole tiles of shared memory, by several heads or by zeros
+    # fill whole tiles of shared memory, with several heads or with zeros
     if problem.heads_a_window == 1:
         grouped = jnp.pad(grouped, ((0, 0), (0, problem.columns - problem.queries), (0, 0)))
     queries = grouped.reshape(-1, problem.columns, head_dim)
-    # in the order of Global
+    # in the order of GlobalRefs
     operands = [queries, layer.k, layer.v, layer.lengths.reshape(-1), selection.count.reshape(-1)]
     if selection.dense is not None:
         operands.append(selection.dense.reshape(-1).astype(jnp.int32))
@@ -103,8 +104,8 @@ def block_sparse_decode(
 def _kernel(problem: Problem):
     """Builds the launch.
 
-    It returns o and lse of each split, the splits of each head, and the mean query's logits if they
-    are wanted.
+    It returns o and lse per split, the number of splits per head, and the mean query's logits if
+    requested.
     """
     p, t = problem, problem.tiles
     splits = schedule.max_splits(p.max_tiles, t)
@@ -119,7 +120,7 @@ def _kernel(problem: Problem):
     def body(*refs, **scratch):
         g, s = GlobalRefs.of(p, refs), SharedRefs(**scratch)
 
-        # two teams, each of 128 threads at 208 and 128 at 40, take 63,488 of 65,536 registers
+        # two teams, each 128 threads with 208 and 128 with 40, use 63,488 of 65,536 registers
         @pl.when(lax.axis_index("warpgroup") < t.teams)
         def _():
             plgpu.set_max_registers(208, action="increase")
@@ -151,7 +152,7 @@ def _stats(
     selection: Selection,
     stats: MeanStatsKind,
 ) -> Stats:
-    """Puts the mean query's logits, which lie in the order of the tiles, where the pages are."""
+    """Moves the mean query's logits from tile order to page order."""
     pages, size = layer.num_pages, layer.page_size
     scores = place_logits(
         logits, selection, layer.lengths, stats=stats, num_pages=pages, page_size=size

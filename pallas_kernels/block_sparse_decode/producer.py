@@ -1,5 +1,5 @@
 # pyright: reportAssignmentType=false
-"""Runs the warpgroup that copies: it finds its team's splits and sends their tiles."""
+"""The copying (producer) warpgroup, which finds its team's splits and sends their tiles."""
 
 from functools import partial
 from itertools import cycle
@@ -22,7 +22,7 @@ from jsparse.pallas_kernels.block_sparse_decode.problem import WARPS, Problem
 from jsparse.pallas_kernels.block_sparse_decode.refs import GlobalRefs, SharedRefs
 from jsparse.pallas_kernels.block_sparse_decode.registers import operations
 
-AHEAD = 2  # tiles whose entries are loaded before they are copied
+AHEAD = 2  # tiles of lookahead in loading entries
 
 
 def produce(
@@ -32,9 +32,9 @@ def produce(
 ) -> None:
     """Finds the team's splits and sends their tiles: pages by TMA, and a bit per attended token.
 
-    The splits of one head that a team takes are a run. Two of its tiles ahead their entries are
-    loaded, and what the next run's head is before this one's tiles are sent; its list is, once they
-    are. So the tiles of a run wait for nothing but what they need. The warps share a tile's pages.
+    A run is one head's splits of a team. A tile's entries are loaded two tiles ahead, the next
+    run's head before this run's tiles are sent, and its list after them, so tiles wait only for
+    their own data. The warps share a tile's pages.
     """
     per_tile, team = p.pages_a_tile, lax.axis_index("warpgroup") - p.tiles.teams
     _share_out(p, g, s, team)
@@ -47,7 +47,7 @@ def produce(
     )
 
     def fetch(h, head, split):
-        """Loads the entries of a split's first tile, and the last of the head's list."""
+        """Loads the entries of a split's first tile, and the last entry of the head's list."""
         pages, tile = Entries(p, g, h, head), schedule.bounds(head.tiles, head.splits, split)[0]
         found = tuple(pages.fetch(tile * per_tile + j) for j in range(per_tile))
         return found, last_listed(p, g, h, head)
@@ -55,9 +55,9 @@ def produce(
     def send(carry):
         n, sent, (h, base, head, ahead), split, (found, last) = carry
         later = load(h + 2)
-        # this team's are [split, splits): those that begin before its share ends
+        # this team takes [split, splits): the splits that start before its share ends
         splits = jnp.minimum(schedule.beginning(head.tiles, head.splits, end - base), head.splits)
-        # the last split adds the newest page, in a tile of its own where the list fills its tiles
+        # the last split adds the newest page, in an extra tile if the list fills its tiles
         missing = lacks_newest(p, g, h, head, last) & (splits == head.splits)
         t0, t1 = (schedule.bounds(head.tiles, head.splits, i)[0] for i in (split, splits))
         extra = jnp.where(missing & (lax.rem(head.count, per_tile) == 0), 1, 0)
@@ -65,8 +65,8 @@ def produce(
         announce(n, h, split, splits, head.tiles, head.splits, extra, sent, first_row)
 
         entries = Entries(p, g, h, head)
-        # A TMA copy by a warpgroup makes all its 128 threads synchronise. Sharing the pages among
-        # the warps took the hybrid case from 584 to 562 us (bench/README.md).
+        # A TMA copy by a warpgroup synchronises all its 128 threads. Sharing the pages among the
+        # warps took the hybrid case from 584 to 562 us (bench/README.md).
         plgpu.warp_map(
             lambda warp: _send_tiles(
                 p, s, team, warp, entries, missing, sent, t0, t1 + extra, found
@@ -81,7 +81,7 @@ def produce(
         h, base, *_ = carry[2]
         return (h < p.pairs) & (base < end)
 
-    # of the first head, the splits that begin at `start` or later; it may have none
+    # the first head's splits that start at `start` or later; there may be none
     head, ahead = load(first), load(first + 1)
     split = schedule.beginning(head.tiles, head.splits, start - base)
     none = split >= head.splits
@@ -133,7 +133,7 @@ def _drain(p: Problem, s: SharedRefs, team, n, sent) -> None:
 
 
 def _share_out(p: Problem, g: GlobalRefs, s: SharedRefs, team) -> None:
-    """Finds where each team's share of the tiles begins and ends, and in which head.
+    """Finds each team's share of the tiles: its first and end tile, and its first head.
 
     The first team does it for all teams of the block.
     """
@@ -146,7 +146,7 @@ def _share_out(p: Problem, g: GlobalRefs, s: SharedRefs, team) -> None:
         sums = _adder(p, s)
         (total,) = sums(num_tiles)
         first = lax.axis_index("block") * p.tiles.teams
-        # tiles, counted over all heads, where shares begin
+        # tile indices, over all heads, at which the shares start
         edges = [lax.div((first + i) * total, p.tiles.shares) for i in range(p.tiles.teams + 1)]
         heads, bases = schedule.find(num_tiles, p.pairs, edges[:-1], sums)
         for i in range(p.tiles.teams):
@@ -154,7 +154,7 @@ def _share_out(p: Problem, g: GlobalRefs, s: SharedRefs, team) -> None:
                 s.share_s[i, j] = value
         plgpu.barrier_arrive(s.shared)
 
-        # one block is enough: every block finds the same
+        # every block computes the same, so one writes
         @pl.when(lax.axis_index("block") == 0)
         def _():
             g.splits[...] = schedule.num_splits(num_tiles, p.tiles)
@@ -163,10 +163,10 @@ def _share_out(p: Problem, g: GlobalRefs, s: SharedRefs, team) -> None:
 
 
 def _adder(p: Problem, s: SharedRefs):
-    """Returns the function that adds up the numbers of each of some vectors of the warpgroup.
+    """Returns a function that sums each of several vectors of the warpgroup.
 
-    A call waits for the warpgroup once, whatever it adds up. What a call wrote is read before the
-    next one waits, so the one after that may overwrite it.
+    A call synchronises the warpgroup once. Its results are read before the next call synchronises,
+    so two alternating buffers are enough.
     """
     turns = cycle(range(2))
 
@@ -179,7 +179,7 @@ def _adder(p: Problem, s: SharedRefs):
 
 
 def _wait_for_room(p: Problem, free, team, nth) -> None:
-    """Waits until the consumer has used the slot that the nth tile of a team overwrites."""
+    """Waits until the consumer has freed the slot of the team's nth tile."""
 
     @pl.when(nth >= p.tiles.stages)
     def _():
@@ -189,9 +189,9 @@ def _wait_for_room(p: Problem, free, team, nth) -> None:
 def _duties(p: Problem, warp):
     """Returns a warp's pages of a tile, whether it copies their K, and whether it copies their V.
 
-    Of four pages or more, a warp copies K and V of every fourth; of fewer, K or V of one. It waits
-    for the room that it fills and for no other: a barrier that others pass can complete two phases
-    meanwhile, and then has the parity that it had before. The wait would never end.
+    With four or more pages per tile, a warp copies K and V of every fourth; with fewer, K or V of
+    one. It waits only for the slots that it fills: another slot's barrier could complete two phases
+    meanwhile and show the same parity again, and the wait would never end.
     """
     n = p.pages_a_tile
     mine = [lax.rem(warp, min(n, WARPS)) + i for i in range(0, max(n, WARPS), WARPS)]
@@ -199,12 +199,12 @@ def _duties(p: Problem, warp):
 
 
 def _send_tiles(p: Problem, s: SharedRefs, team, warp, pages, missing, sent, t0, t1, found) -> None:
-    """Sends one warp's part of tiles t0 to t1 of a head; `found` are the entries of tile t0."""
+    """Sends one warp's part of tiles t0 to t1 of a head; `found` has the entries of tile t0."""
     stages, n = p.tiles.stages, p.pages_a_tile
     mine, copies_k, copies_v = _duties(p, warp)
 
     def first(j):
-        """Returns found[j] by selects, since j is known to the warp alone."""
+        """Returns found[j] by selects, since j differs between warps."""
         choice = found[0]
         for k in range(1, n):
             choice = tuple(

@@ -1,4 +1,4 @@
-"""Implements `api.block_sparse_decode` in plain jnp, as CPU path and oracle of the kernel."""
+"""Implements `api.block_sparse_decode` in plain jnp: the CPU path and the kernel's oracle."""
 
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -20,7 +20,7 @@ def block_sparse_decode(
 ) -> AttentionOut:
     """Implements `api.block_sparse_decode` in plain jnp.
 
-    With dense heads every slot is read and masked; without, only the listed pages are gathered.
+    With dense heads it reads and masks every slot; without, it gathers only the listed pages.
     """
     run = gathered if selection.dense is None else masked
     out = run(q, layer, selection, sm_scale, stats)

@@ -1,5 +1,5 @@
 # pyright: reportAbstractUsage=false
-"""Names the memory of the warpgroups: the arrays of a launch and a block's shared memory."""
+"""The warpgroups' memory: a launch's arrays and a block's shared memory."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from jsparse.pallas_kernels.block_sparse_decode.schedule import TOKENS
 
 
 class GlobalRefs(NamedTuple):
-    """Holds refs in global memory; None for arrays that the launch lacks."""
+    """Refs in global memory; None for arrays that the launch lacks."""
 
     q: Any  # [windows, rows, H]
     k: Any  # [pages, P, H]
@@ -31,7 +31,7 @@ class GlobalRefs(NamedTuple):
 
     @classmethod
     def of(cls, p: Problem, refs: tuple[Any, ...]) -> "GlobalRefs":
-        """Names the launch's refs, which come in the order of the fields."""
+        """Names the launch's refs, which are in the order of the fields."""
         optional = {
             "dense": p.has_dense,
             "ids": p.capacity,
@@ -45,41 +45,40 @@ class GlobalRefs(NamedTuple):
 
 
 class SharedRefs(NamedTuple):
-    """Holds shared memory and barriers of a block.
+    """Shared memory and barriers of a block.
 
-    The producer fills what the consumer frees; a *_full of a copy also counts its bytes. Runs and
-    tiles go round in rings, so a slot's nth use is its barrier's nth phase.
+    The producer fills slots and the consumer frees them. A barrier for a copy (*_full) also counts
+    bytes. Runs and tiles use ring buffers, so a slot's nth use is its barrier's nth phase.
     """
 
     q_s: Any  # [teams · runs, columns, H]
     k_s: Any  # [teams, stages, tokens, H]
-    v_s: Any  # the same
-    weights_s: Any  # [teams, columns, tokens]: those of a tile
-    # [teams, 2, warps, columns]: what the warps of a team have found of maxima, and of sums
+    v_s: Any  # like k_s
+    weights_s: Any  # [teams, columns, tokens]: weights of the current tile
+    # [teams, 2, warps, columns]: each warp's maxima, then its sums
     reduced_s: Any
-    sums_s: Any  # [2, teams, warps]: sums of vectors, a part by each warp; for two calls in turn
+    sums_s: Any  # [2, teams, warps]: each warp's part of a sum; double-buffered
     share_s: Any  # [teams, 4]: first head, tiles before it, first tile, end tile
     # [teams · runs, 8]: head, first split, end split, tiles and splits of the head, extra tile,
     # tiles sent before, FIRST_ROW
     run_s: Any
-    # [teams · stages, 8]: a tile's tokens that count, as bits; 8 pages of 8 tokens need the most
-    # words
+    # [teams · stages, 8]: bits of a tile's attended tokens; 8 pages of 8 tokens need all 8 words
     words_s: Any
     shared: Any  # the first team has found all shares
-    q_full: Any  # the run's queries are there
-    run_full: Any  # run_s is written
-    run_free: Any  # the run is done: its run_s and queries may be overwritten
-    k_full: Any  # K and bias of a tile are there, and its words are written
-    v_full: Any  # V of a tile is there
-    k_free: Any  # K, bias and words are used
-    v_free: Any  # V is used
-    bias_s: Any = None  # [teams, stages, pages of a tile, ≥ P], where there is a bias
+    q_full: Any  # the run's queries have arrived
+    run_full: Any  # run_s has been written
+    run_free: Any  # the run has finished: its run_s and queries may be overwritten
+    k_full: Any  # a tile's K and bias have arrived, and its words have been written
+    v_full: Any  # a tile's V has arrived
+    k_free: Any  # K, bias and words have been read
+    v_free: Any  # V has been read
+    bias_s: Any = None  # [teams, stages, pages per tile, ≥ P], if the layer has a bias
 
 
 def storage() -> tuple[Any, ...]:
-    """Returns how what wgmma reads lies in shared memory.
+    """Returns the shared memory layout of wgmma operands.
 
-    That is in tiles of 8 rows by one swizzle of 128 bytes; elements have 2 bytes.
+    Tiles have 8 rows by one swizzle of 128 bytes; elements have 2 bytes.
     """
     return plgpu.TilingTransform((8, LANE)), plgpu.SwizzleTransform(2 * LANE)
 
@@ -110,7 +109,7 @@ def shared_types(p: Problem) -> dict[str, Any]:
         "k_free": ring(),
         "v_free": ring(),
     }
-    if p.has_bias:  # each page's takes 128 bytes or more, since copies begin at multiples of that
+    if p.has_bias:  # at least 128 bytes per page, since copies start at multiples of 128 bytes
         bias = (t.teams, t.stages, p.pages_a_tile, max(p.page_size, BIAS_ROW))
         types["bias_s"] = plgpu.SMEM(bias, jnp.float32)
     return types

@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false
-"""Defines the register operations of a multiplying warpgroup, on a GPU and in the interpreter."""
+"""Register operations of the consumer warpgroup, for a GPU and for the interpreter."""
 
 from collections.abc import Callable
 from functools import partial, reduce
@@ -35,27 +35,27 @@ WGMMA = plgpu.Layout.WGMMA
 
 
 class Operations(NamedTuple):
-    """Collects the operations on float32[tokens, queries] or [H, queries] in registers.
+    """Operations on float32[tokens, queries] or [H, queries] in registers.
+
+    A "run" argument is a row of run_s in shared memory; its entry FIRST_ROW is the head's first
+    query.
 
     Attributes:
         product: (k, q in shared memory) -> k·qᵀ.
         add_product: (acc, v, weights in shared memory) -> acc + vᵀ·weightsᵀ.
-        add_bias: (the bias of a tile's pages, each in a row of shared memory; logits in base 2) ->
-            their sum.
+        add_bias: (the bias of a tile's pages, one row of shared memory per page; logits in base 2)
+            -> their sum.
         over_tokens: ("max" or "add"; x; float32[warps, queries] in shared memory) ->
-            float32[queries], of all tokens. It waits for the warpgroup before it reads what all
-            have written; before the same memory is used again, the caller must do so once more.
+            float32[queries], reduced over all tokens. It synchronises the warpgroup between writing
+            and reading this memory; the caller must synchronise again before it reuses the memory.
         store_weights: ([queries, tokens] in shared memory; x) stores xᵀ.
         store_columns: (o, lse in memory; run; x, y) stores the head's columns of x as rows of o,
-            and those of y.
-        store_column: (row in memory; run; x) stores the mean query's column of x, the first of the
-            head's.
-        add_by_warp: (int32[≥ n, warps] in shared memory; n vectors of the warpgroup) adds up what
-            each warp has of each vector, and waits until all have.
-        load_heads: (int32[pairs] in memory) -> int32[padded], with zeros to a multiple of the
-            warpgroup's threads.
-
-    The run is a row of run_s in shared memory; its entry FIRST_ROW is the head's first query.
+            and the head's columns of y as lse.
+        store_column: (row in memory; run; x) stores the mean query's column of x, the head's first.
+        add_by_warp: (int32[≥ n, warps] in shared memory; n vectors of the warpgroup) sums each
+            warp's part of each vector, and synchronises the warpgroup.
+        load_heads: (int32[pairs] in memory) -> int32[padded], padded with zeros to a multiple of
+            the warpgroup's threads.
     """
 
     product: Callable[..., Any]
@@ -70,7 +70,7 @@ class Operations(NamedTuple):
 
 
 def operations(p: Problem) -> Operations:
-    """Returns the operations of the GPU, or of the interpreter."""
+    """Returns the operations for a GPU or for the interpreter."""
     if not p.interpret:
         return Operations(
             *(_wgmma, _add_wgmma, _bias_adder(p), _over_tokens, _store_weights),
@@ -134,7 +134,7 @@ def _bias_adder(p: Problem):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA), return_type=shape)
     def add_bias(_, bias_ref, logits):
-        def biased(value, at):  # the row, which is page · P + token, and the column
+        def biased(value, at):  # the row, page · P + token, and the column
             bias = memref.load(bias_ref, divided(at[0], p.page_size))
             return arith.addf(value, arith.mulf(bias, arith.constant(value.type, LOG2_E)))
 
@@ -154,9 +154,9 @@ def _over_tokens(how, x, reduced_s):  # [tokens, queries], [warps, queries]
         columns = [index(plus(column, 8 * i)) for i in range(x.shape[1] // 8)]
         for i, at in enumerate(columns):
             value = combined(_registers(x)[:, i].flat)
-            for distance in (4, 8, 16):  # to the lanes that have other rows of these columns
+            for distance in (4, 8, 16):  # lanes with other rows of the same columns
                 value = combined((value, utils.shfl_bfly(value, distance)))
-            vector.store(value, reduced_s, [index(warp), at])  # by all of them, the same
+            vector.store(value, reduced_s, [index(warp), at])  # all of them store the same value
         utils.warpgroup_barrier()
         kind = ir.VectorType.get((2,), ir.F32Type.get())
         first = arith.constant(ir.IndexType.get(), 0)
@@ -180,7 +180,7 @@ def _store_weights(weights_s, x):  # [queries, tokens], [tokens, queries]
         to = utils.memref_ptr(weights_s)
         tokens, (row, column) = x.shape[0] // LANE, position()
         for (m, i, half), two in np.ndenumerate(_registers(x)):
-            # the token's place in its tile of 8 queries, and 16 bytes of it are swizzled together
+            # the token's index in its tile of 8 queries; 16 bytes are swizzled together
             of_eight, rest = divided(plus(row, 8 * half), 8)
             for nth in range(2):
                 query = plus(column, nth)
@@ -210,7 +210,7 @@ def _store_columns(_, o_ref, lse_ref, run_s, x, y):  # [queries, H], [queries], 
             for (m, half), two in np.ndenumerate(registers[:, i]):
                 to = index(plus(channel, LANE * m + 8 * half))
                 memref.store(vector.extract(two, [], [nth]), o_ref, [index(own), to])
-            # the threads that share a column store the same lse
+            # threads that share a column store the same lse
             memref.store(vector.extract(scalars[i], [], [nth]), lse_ref, [index(own)])
 
 
@@ -225,9 +225,9 @@ def _store_column(_, row_ref, run_s, x):  # [tokens], [8], [tokens, queries]
 
 
 def _registers(x):
-    """Returns registers of [64 m, 8 n] by m, n and which of two rows, 8 apart.
+    """Returns registers of [64 m, 8 n] by m, n and one of two rows, 8 apart.
 
-    Each holds two columns.
+    Each register has two columns.
     """
     return x.registers.reshape(x.shape[0] // LANE, x.shape[1] // 8, 2)
 
@@ -243,14 +243,14 @@ def _add_by_warp(sums_s, *vectors):  # [≥ n, warps], n times [padded]
             number = reduce(arith.addi, own)
             every_lane = constant(number, -1)
             part = utils.redux(number, every_lane, utils.ReductionKind.ADD)
-            memref.store(part, sums_s, [constant(warp, i), warp])  # by all lanes, the same
+            memref.store(part, sums_s, [constant(warp, i), warp])  # all lanes store the same value
         utils.warpgroup_barrier()
 
     add(sums_s, *vectors)
 
 
 def _position(run_s):
-    """Returns the first row and column that this thread holds; columns count from the head's."""
+    """Returns this thread's first row and column; columns count from the head's first."""
     row, column = position()
     first = memref.load(run_s, [arith.constant(ir.IndexType.get(), FIRST_ROW)])
     return row, arith.subi(column, first)
@@ -266,7 +266,7 @@ def _heads_loader(p: Problem):
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=layout),
     )
     def load_heads(_, ref):  # [pairs]
-        # no load is masked: past the end the last head is read, and 0 taken in its place
+        # unmasked loads: indices past the end read the last head, and 0 replaces it
         registers = []
         for at in strided.linear_thread_idxs():
             last = constant(at, p.pairs - 1)

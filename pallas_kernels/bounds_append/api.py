@@ -1,4 +1,4 @@
-"""Updates the bounds of every page that new tokens touch."""
+"""Updates the key bounds of every page that new tokens touch."""
 
 from jsparse.cache import LayerCache
 from jsparse.cache.key_constants import KeyFrame
@@ -32,26 +32,26 @@ def bounds_append(
     frame: KeyFrame | None = None,
     implementation: str | None = None,
 ) -> Bounds:
-    """Updates the bounds for `valid[b]` tokens of row b, at each head's slots from `first` on.
+    """Updates the bounds for `valid[b]` tokens of row b, from each head's slot `first` on.
 
-    `layer` must hold these tokens already, and its lengths must count them. The bounds of the pages
-    that they touch are computed afresh from K, so that a token written again leaves nothing behind;
-    no other page is read or written.
+    `layer` must already contain these tokens and count them in its lengths. The bounds of touched
+    pages are recomputed from K, so a rewritten token leaves no trace; no other page is read or
+    written.
 
     Args:
         bounds: the bounds before the call.
         layer: the cache's layer.
-        valid: the number of slots that were written in each row.
-        first: the first slot of each head that was written.
-        max_new: T, the most that `valid` can be; static.
-        frame: the frame that 8-bit bounds are kept in; None keeps K as it is.
-        implementation: "triton", "reference", or None to pick.
+        valid: the number of slots written in each row.
+        first: the first slot written of each head.
+        max_new: T, the maximum of `valid`; static.
+        frame: the frame of 8-bit bounds; None: K as it is.
+        implementation: "triton", "reference", or None to choose.
 
     Raises:
-        ValueError: the frame does not fit the layer, or bounds in K's dtype are given one.
+        ValueError: the frame does not match the layer, or bounds in K's dtype have a frame.
     """
     check_frame(bounds, layer, frame)
-    # T slots that do not start on a page's edge touch one page more
+    # T slots that start within a page touch one page more
     touched = (max_new + layer.page_size - 2) // layer.page_size + 1
     return run(
         "bounds_append",

@@ -1,4 +1,4 @@
-"""Implements `api.bounds_append` in plain jnp: computes touched pages' bounds afresh from K."""
+"""Implements `api.bounds_append` in plain jnp: recomputes touched pages' bounds from K."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
@@ -40,6 +40,6 @@ def bounds_append(
 
 
 def _held(logical: Int32[Array, "B K n"], layer: LayerCache) -> Bool[Array, "B K n P"]:
-    """Marks the slots of these pages that hold a token."""
+    """Marks the slots of these pages that have a token."""
     slots = logical[..., None] * layer.page_size + jnp.arange(layer.page_size, dtype=jnp.int32)
     return slots < layer.lengths[..., None, None]

@@ -1,11 +1,11 @@
 """Implements `api.bounds_append` with jax-triton, in place and in one launch.
 
-There is a program for each page that may have been touched. Slots behind a page's last token read
-that token again: it changes neither minimum nor maximum, and needs no mask.
+There is one program per possibly touched page. Slots past a page's last token read that token
+again, which changes no extreme and needs no mask.
 
-In a frame a product of the rotation may be fused with its sum, in the kernel and in the reference,
-and the division by key_scale is a product with a reciprocal: a bound may be an ulp of float32 off,
-and where it lies halfway between two codes it may get either.
+In a frame, a product of the rotation may be fused with its sum, also in the reference, and the
+division by key_scale is a product with a reciprocal. A bound may therefore be an ulp of float32
+off, and halfway between two codes it may get either.
 """
 
 from dataclasses import dataclass
@@ -21,18 +21,18 @@ from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
 from jsparse.shapes import Lengths, Rows
 
 SPAN = tl.constexpr(key_constants.SPAN)
-VALUES_A_THREAD = 64  # of a page: 16 tokens of 128 channels are then one warp's, with no barrier
+VALUES_A_THREAD = 64  # per page: 16 tokens of 128 channels fit in one warp, without a barrier
 
 
 @dataclass(frozen=True)
 class AppendPlan:
-    """Holds the static parameters of one launch, with the letters of jsparse.shapes.
+    """Static parameters of one launch, with the letters of jsparse.shapes.
 
     Attributes:
         heads, pages, page_size, head_dim: K, M, P and H.
-        rows, columns: the least powers of two that are no less than P and H.
-        paged: whether there is a block table.
-        framed: whether bounds are kept in a frame.
+        rows, columns: P and H, rounded up to powers of two.
+        paged: whether the layer has a block table.
+        framed: whether bounds are in a frame.
         steps, coarsest, min_magnitude, max_magnitude: the constants of `key_bounds`.
     """
 
@@ -64,7 +64,7 @@ def bounds_append(
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (_, page_size, head_dim), table = layer.k.shape, layer.block_table
-    # touched pages are new, and so lie on the device
+    # touched pages are new, and therefore on the device
     k, ring = layer.k, 0
     if layer.page_pools is not None:
         pool, _ = layer.page_pools
@@ -80,7 +80,7 @@ def bounds_append(
         ring=ring,
         framed=frame is not None,
     )
-    absent = layer.lengths  # stands in for arrays that the call lacks; never read
+    absent = layer.lengths  # placeholder for missing arrays; never read
     given = (
         *(k, valid, first, layer.lengths),
         absent if table is None else table,
@@ -107,7 +107,7 @@ def find(
     lengths,  # [B, K]
     plan: tl.constexpr,
 ):
-    """Returns the program's logical page, its number of tokens, and whether any was written."""
+    """Returns the program's logical page, its number of tokens, and whether it was written to."""
     pair = tl.program_id(1)
     start = tl.load(first + pair)
     count = tl.load(valid + pair // plan.heads)
@@ -126,7 +126,7 @@ def locate(
     logical,
     plan: tl.constexpr,
 ):
-    """Returns a page's index in the pool, int64: a pool may have more than 2^31 elements."""
+    """Returns a page's index in the pool; int64, since a pool may have more than 2^31 elements."""
     page = tl.program_id(1) * plan.pages + logical
     if plan.paged:
         page = tl.load(table + page)
@@ -139,7 +139,7 @@ def locate_keys(
     logical,
     plan: tl.constexpr,
 ):
-    """Returns the index of a page of keys, which may lie in the head's ring of newest pages."""
+    """Returns the index of a page of keys, which may be in the head's ring of newest pages."""
     if plan.ring:
         page = (tl.program_id(1) * plan.ring + logical % plan.ring).to(tl.int64)
     return page
@@ -147,7 +147,7 @@ def locate_keys(
 
 @triton.jit
 def wider(low, high, other_low, other_high):
-    """Combines a minimum and a maximum."""
+    """Combines minima and maxima."""
     return tl.minimum(low, other_low), tl.maximum(high, other_high)
 
 
@@ -158,7 +158,7 @@ def extremes(
     held,
     plan: tl.constexpr,
 ):
-    """Reduces a page's first `held` tokens to each channel's least and greatest value, float32."""
+    """Reduces a page's first `held` tokens to each channel's minimum and maximum, float32."""
     slot = tl.minimum(tl.arange(0, plan.rows), tl.minimum(held, plan.page_size) - 1)
     channel = tl.arange(0, plan.columns)[None, :]
     at = page * (plan.page_size * plan.head_dim) + (slot[:, None] * plan.head_dim + channel)
@@ -168,7 +168,7 @@ def extremes(
 
 @triton.jit
 def round_down(x):
-    """Rounds down to a number that bfloat16 has, as `key_bounds` does."""
+    """Rounds down to a bfloat16 number, as `key_bounds` does."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + ((bits >> 31) & 0xFFFF)) & -0x10000).to(tl.float32, bitcast=True)
 
@@ -183,7 +183,7 @@ def into_frame(
     logical,
     plan: tl.constexpr,
 ):
-    """Returns a page's extremes in the frame, as key_constants.into_frame does."""
+    """Returns a page's bounds in the frame, as key_constants.into_frame does."""
     channel, half = tl.arange(0, plan.columns), plan.head_dim // 2
     inside = channel < plan.head_dim
     head = tl.program_id(1) % plan.heads
@@ -210,7 +210,7 @@ def append_values(
     _mid,
     _key_scale,
     _angles,
-    _low_given,  # the bounds given: they share their memory with the last two
+    _low_given,  # aliases of the last two
     _high_given,
     low_ptr,  # [pages, H]
     high_ptr,  # [pages, H]
@@ -237,7 +237,7 @@ def append_codes(
     mid,  # [K, H]
     key_scale,  # [K, H / 2]
     angles,  # [spans, H]
-    _low_given,  # the bounds given: they share their memory with the last three
+    _low_given,  # aliases of the last three
     _high_given,
     _affine_given,
     low_ptr,  # [pages, H]
@@ -245,7 +245,7 @@ def append_codes(
     affine_ptr,  # [pages, 2]
     plan: tl.constexpr,
 ):
-    """Updates PageBounds8 of one page, by the steps of `PageBounds8.of`."""
+    """Updates PageBounds8 of one page, with the steps of `PageBounds8.of`."""
     logical, held, touched = find(valid, first, lengths, plan)
     if touched:
         page = locate(table, logical, plan)

@@ -1,4 +1,4 @@
-"""Scores centroids of clusters by a step's queries: see `api.centroid_scores`."""
+"""Scores cluster centroids by a step's queries: see `api.centroid_scores`."""
 
 from jsparse.pallas_kernels.centroid_scores.api import centroid_scores
 

@@ -34,26 +34,25 @@ def centroid_scores(
     chosen: Bool[Array, "B K U"] | None = None,
     implementation: str | None = None,
 ) -> Float32[Array, "B K L"]:
-    """Returns the largest q·centroid that the query heads of a KV head have for each centroid.
+    """Returns each centroid's largest q·centroid over the query heads of its KV head.
 
-    With radii it is the largest q·centroid + |q| · radius, which no vector exceeds that lies within
-    the radius of the centroid.
+    With radii, the score is the largest q·centroid + |q| · radius, an upper bound for all vectors
+    within the radius of the centroid.
 
-    With units, only the centroids of chosen units are read. Of the others four bytes are, those
-    that say which unit they belong to, however unevenly units are filled.
+    With units, only the centroids of chosen units are read. The others cost four bytes each, for
+    their unit, however unevenly units are filled.
 
     Args:
         q: the queries of one step.
-        centroids: the centroids, in K's type; those past a head's number are not looked at.
-        number: the number of centroids of each head. Those past it get -inf.
+        centroids: the centroids, in K's type; those past a head's number are not read.
+        number: the number of centroids of each head. Those past it score -inf.
         radius: the radius around each centroid, if any.
         unit: the unit of each centroid, from 0 to U - 1, if there are units.
-        chosen: the units whose centroids are scored; those of the others get -inf.
-        implementation: "triton", "reference", or None to pick.
+        chosen: the units to score; centroids of other units score -inf.
+        implementation: "triton", "reference", or None to choose.
 
     Raises:
-        ValueError: shapes or types do not fit together, or of two that go together one is
-            missing.
+        ValueError: shapes or types do not match, or only one of `unit` and `chosen` is given.
     """
     if (unit is None) != (chosen is None):
         raise ValueError("unit, chosen: must be given together")

@@ -1,4 +1,4 @@
-"""Implements `api.centroid_scores` in plain jnp, as CPU path and oracle of the kernel."""
+"""Implements `api.centroid_scores` in plain jnp: the CPU path and the kernel's oracle."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32

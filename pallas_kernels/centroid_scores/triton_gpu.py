@@ -1,9 +1,8 @@
 """Implements `api.centroid_scores` with jax-triton, one program per block of a head's centroids.
 
-Where units are chosen, a program first looks up which of its centroids belong to one. Its loads
-leave out the rows of all others, whose bytes then stay in memory. A row of 64 channels has at least
-128 bytes, so that single rows are read as well as neighbours are, and a unit needs no list of its
-centroids.
+With units, a program first finds its centroids of chosen units and masks the loads of all other
+rows. A row of 64 channels has at least 128 bytes, so scattered rows are read as fast as adjacent
+ones, and units need no lists of centroids.
 """
 
 import jax
@@ -14,9 +13,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jsparse.shapes import Lengths, Queries
 
-BLOCK_BYTES = 16384  # of a block of centroids
+BLOCK_BYTES = 16384  # per block of centroids
 NUM_WARPS = 4
-MIN_BLOCK = 16  # rows and columns of a product
+MIN_BLOCK = 16  # minimum rows and columns of a product
 
 
 def centroid_scores(
@@ -40,7 +39,7 @@ def centroid_scores(
         q,
         centroids,
         number,
-        # stand-ins for arrays that the call lacks are never read
+        # placeholders for missing arrays; never read
         centroids if radius is None else radius,
         number if unit is None else unit,
         number if chosen is None else chosen.astype(jnp.int32),
@@ -71,7 +70,7 @@ def score_kernel(
     number_ptr,  # [pairs]
     radius_ptr,  # [pairs, L], read where RADII
     unit_ptr,  # [pairs, L], read where UNITS
-    chosen_ptr,  # [pairs, UNITS], likewise
+    chosen_ptr,  # [pairs, UNITS], read where UNITS
     scores_ptr,  # [pairs, L]
     BLOCKS: tl.constexpr,
     L: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Moves the centroids that new points join: see `api.centroid_update`."""
+"""Moves centroids as new points join their groups: see `api.centroid_update`."""
 
 from jsparse.pallas_kernels.centroid_update.api import centroid_update
 

@@ -1,4 +1,4 @@
-"""Adds a few new points to groups, whose centroids move."""
+"""Adds a few new points to groups and moves their centroids."""
 
 from jaxtyping import Array, Float32, Int32
 
@@ -7,7 +7,7 @@ from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run, wide_rows
 from jsparse.pallas_kernels.point_groups import Groups
 
-MAX_NEW = 128  # points per head that the kernel holds at a time
+MAX_NEW = 128  # points per head that the kernel keeps in registers
 
 
 def _triton():
@@ -41,23 +41,22 @@ def centroid_update(
 ) -> Groups:
     """Returns the groups after new points have joined them.
 
-    The centroid of a group that has new points becomes the mean of all its points, and its radius
-    is large enough for these wherever they lie. All other groups stay as they are. In place where
-    the caller donates the groups.
+    A group's centroid becomes the mean of all its points, and its radius grows to cover the new
+    ones. Groups without new points do not change. The update is in place if the caller donates the
+    groups.
 
     Args:
         groups: the groups so far.
-        points: the new points of each head, finite, those that are not there included.
-        radius: the points' own radii, by which those of the groups grow; None if they have none.
+        points: the new points of each head, finite, including unused ones.
+        radius: the points' own radii, which extend the groups' radii; None if they have none.
         group: the group that each point joins; groups may be empty.
-        nth: the index of each new point among all points of its row, at which `of_point` gets its
-            group, below C; the points that are not there have -1, and theirs is not looked at.
+        nth: the index of each new point among all points of its row, below C, at which `of_point`
+            gets its group. Unused points have -1, and their group is ignored.
         normalise: whether centroids are scaled to length 1.
-        implementation: "triton", "reference", or None to pick.
+        implementation: "triton", "reference", or None to choose.
 
     Raises:
-        ValueError: shapes or types do not fit together, or there are radii of points but not of
-            groups.
+        ValueError: shapes or types do not match, or points have radii but groups do not.
     """
     if radius is not None and groups.radius is None:
         raise ValueError("radius: must be None for groups that have none")

@@ -1,4 +1,4 @@
-"""Implements `api.centroid_update` in plain jnp, as CPU path and oracle of the kernel."""
+"""Implements `api.centroid_update` in plain jnp: the CPU path and the kernel's oracle."""
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,7 @@ def centroid_update(
 ) -> Groups:
     """Implements `api.centroid_update` in plain jnp.
 
-    For each new point it computes the group that the point joins; points of one group write the
-    same.
+    It computes the joined group once for each new point; points of one group write equal results.
     """
     there = (nth >= 0)[:, None]
     group = jnp.where(there, group, 0)
@@ -42,7 +41,7 @@ def centroid_update(
     centroid = (had[..., None] * old + added) / jnp.maximum(size, 1)[..., None]
     if normalise:
         centroid = unit_length(centroid)
-    # radii reach out from the centroid as it is stored; XLA may drop a conversion that is undone
+    # radii start at the stored (rounded) centroid; XLA may remove a conversion and its inverse
     kind = jnp.finfo(groups.centroid.dtype)
     centroid = jax.lax.reduce_precision(centroid, kind.nexp, kind.nmant)
     stored = centroid.astype(groups.centroid.dtype)
@@ -62,6 +61,6 @@ def centroid_update(
     grown = jnp.take_along_axis(groups.radius, group, axis=2)
     grown += jnp.sqrt(jnp.sum(jnp.square(centroid - old), -1))
     grown = jnp.where(had > 0, grown, 0.0)
-    others = jnp.max(jnp.where(same, own[..., None, :], 0.0), -1)  # of the same group, new as well
+    others = jnp.max(jnp.where(same, own[..., None, :], 0.0), -1)  # new points of the same group
     grown = jnp.maximum(grown, others) * (1 + ROUNDING)
     return made._replace(radius=groups.radius.at[row, head, into].set(grown, mode="drop"))

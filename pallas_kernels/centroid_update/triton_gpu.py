@@ -1,7 +1,7 @@
 """Implements `api.centroid_update` with jax-triton, one program per head.
 
-A program holds, for each new point, the group that the point joins. It reads them all before it
-writes any; points of one group then write the same.
+A program has the joined group of each new point in registers. It reads all groups before it writes
+any; points of one group write equal results.
 """
 
 import jax
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float32, Int32
 from jsparse.pallas_kernels import point_groups
 from jsparse.pallas_kernels.point_groups import Groups
 
-NUMBERS_PER_WARP = 1024  # of those that a program holds of all groups' centroids
+NUMBERS_PER_WARP = 1024  # numbers of all groups' centroids per warp
 
 
 def centroid_update(
@@ -33,7 +33,7 @@ def centroid_update(
     radii = groups.radius is not None
     none = jax.ShapeDtypeStruct((1,), jnp.float32)
     inputs = (
-        *(points if x is None else x for x in groups),  # stand-ins are never read
+        *(points if x is None else x for x in groups),  # placeholders are never read
         points,
         points if radius is None else radius,
         group,
@@ -70,7 +70,7 @@ def _joining(group_ptr, nth_ptr, other, group):
 
 @triton.jit
 def unit_length(x):
-    """Scales rows to length 1; those of length 0 stay."""
+    """Scales rows to length 1; zero rows stay zero."""
     scale = tl.max(tl.abs(x), 1)[:, None]
     x /= tl.where(scale > 0, scale, 1.0)
     norm = tl.sqrt(tl.sum(x * x, 1))[:, None]
@@ -79,10 +79,10 @@ def unit_length(x):
 
 @triton.jit
 def update_kernel(
-    _centroid,  # an alias of centroid_ptr
-    _size,  # an alias of size_ptr
-    _of_point,  # an alias of of_point_ptr
-    _radius,  # an alias of radius_ptr with RADII
+    _centroid,  # alias of centroid_ptr
+    _size,  # alias of size_ptr
+    _of_point,  # alias of of_point_ptr
+    _radius,  # alias of radius_ptr with RADII
     points_ptr,  # [pairs, N, H]
     own_ptr,  # [pairs, N] with OWN
     group_ptr,  # [pairs, N]
@@ -103,7 +103,7 @@ def update_kernel(
     OWN: tl.constexpr,
     ROUNDING: tl.constexpr,
 ):
-    """Moves the centroids of the groups that one head's new points join."""
+    """Moves the centroids of one head's groups that have new points."""
     pair = tl.program_id(0).to(tl.int64)
     group_ptr += pair * N
     points_ptr += pair * N * H
@@ -146,7 +146,7 @@ def update_kernel(
             if OWN:
                 away += tl.load(own_ptr + pair * N + other)
             radius = tl.maximum(radius, tl.where(joins, away, 0.0))
-    tl.debug_barrier()  # other warps read what this one writes
+    tl.debug_barrier()  # other warps read this warp's writes
     tl.store(centroid_ptr + cells, rounded, mask=inside)
     tl.store(size_ptr + into, size, mask=there)
     tl.store(of_point_ptr + pair * C + nth, group, mask=there)

@@ -1,4 +1,4 @@
-"""Rewrites the tokens that each KV head keeps into contiguous pages: see `api.compact_pages`."""
+"""Compacts each KV head's kept tokens into contiguous pages: see `api.compact_pages`."""
 
 from jsparse.pallas_kernels.compact_pages.api import compact_pages
 

@@ -1,4 +1,4 @@
-"""Rewrites the tokens that each KV head keeps into its first slots, in place."""
+"""Compacts each KV head's kept tokens into its first slots, in place."""
 
 import jax.numpy as jnp
 
@@ -30,26 +30,25 @@ def compact_pages(
     rewrite: HeadFlags | None = None,
     implementation: str | None = None,
 ) -> LayerCache:
-    """Moves row `keep.ids[b, k, j]` of each head to its row j, and forgets the head's other rows.
+    """Moves row `keep.ids[b, k, j]` of each head to its row j, and drops the head's other rows.
 
-    K, V, and bias and positions where the layer has them, move together; the order stays. The
-    head's length becomes `keep.count`, and pages that become empty go back to the free list. Rows
-    at or past the new length keep what they hold. Pools are changed in place where the caller's jit
-    donates them, and copied first where it does not.
+    K and V move together, with bias and positions if the layer has them; order is preserved. The
+    head's length becomes `keep.count`, and emptied pages return to the free list. Rows at or past
+    the new length are unchanged. Pools are updated in place if the caller's jit donates them, and
+    copied first otherwise.
 
-    No page of a rewritten head may also belong to another head: its rows would be overwritten.
+    A rewritten head must not share a page with another head, whose rows would be overwritten.
 
     Args:
         layer: the pages, lengths and block table.
         keep: the rows to keep, at granularity "token", taken literally: the newest token stays only
             if listed. Ids are distinct, ascending and below the head's length. Dense heads keep
             everything.
-        rewrite: heads to rewrite; the others stay as they are, whatever `keep` lists for them. None
-            is all.
-        implementation: "triton", "reference", or None to pick.
+        rewrite: the heads to rewrite; for others `keep` is ignored. None: all.
+        implementation: "triton", "reference", or None to choose.
 
     Raises:
-        ValueError: `keep` is no list of tokens, or shapes do not fit together.
+        ValueError: `keep` is not a list of tokens, or shapes do not match.
     """
     if keep.granularity != "token":
         raise ValueError(f"keep.granularity={keep.granularity!r}: compact_pages takes 'token'")

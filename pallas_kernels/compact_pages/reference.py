@@ -1,4 +1,4 @@
-"""Moves rows in plain jnp, as CPU path and oracle of the kernel."""
+"""Moves rows in plain jnp: the CPU path and the kernel's oracle."""
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -8,9 +8,9 @@ from jsparse.shapes import Ids, Lengths
 
 
 def move_rows(layer: LayerCache, ids: Ids, moved: Lengths) -> LayerCache:
-    """Puts row ids[b, k, j] of each head at its slot j, for j < moved[b, k].
+    """Moves row ids[b, k, j] of each head to its slot j, for j < moved[b, k].
 
-    Lengths and tables stay. Everything listed is read before anything is written.
+    Lengths and tables do not change. All listed rows are read before any is written.
     """
     slots = jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape)
     listed = slots < moved[..., None]

@@ -1,14 +1,14 @@
 """Moves rows with jax-triton, in place, in one launch for K and V.
 
-A row never moves up: ids ascend, so slot j receives a row that lies at j or behind. A program goes
-through its head front to back, one chunk of rows after the other. A chunk overwrites rows that this
-or an earlier chunk has read, so nothing is lost as long as a chunk is read whole before any of it
-is written. That also lets the next chunk be fetched first, after its ids and where its rows lie.
+Ids ascend, so the row for slot j is at slot j or later. A program processes its head from front to
+back in chunks of rows. A chunk overwrites only rows that this or an earlier chunk has read, so it
+is enough to read each chunk completely before writing it, and later chunks can be prefetched with
+their ids and locations.
 
-Chunks of one head wait for each other, so a head is shared among programs by columns instead: every
-program moves a strip of all the head's rows and needs to know nothing of the others. Strips are at
-least two 32-byte sectors wide, the memory's own grain, so nothing is read twice; and there is
-neither a scratch pool, which would double the traffic, nor a lock.
+Chunks of one head depend on each other, so programs divide a head by columns: each moves a strip of
+all the head's rows, independently of the others. Strips are at least two 32-byte sectors (the
+memory's granularity) wide, so nothing is read twice. There is no lock, and no scratch pool, which
+would double the traffic.
 """
 
 from dataclasses import dataclass
@@ -24,29 +24,29 @@ from jsparse.shapes import Ids, Lengths
 
 
 class CompactTiling(NamedTuple):
-    """Describes how the rows are shared out.
+    """Division of the rows among programs.
 
     Attributes:
-        strip: bytes of a row that a program moves, a power of two.
-        rows: rows per chunk. A program holds one chunk in registers and has the next in flight.
+        strip: bytes of a row per program, a power of two.
+        rows: rows per chunk. A program has one chunk in registers and the next in flight.
         num_warps: warps per program.
     """
 
-    strip: int = 256  # 282 us, where 64 bytes took 484 (bench/README.md)
+    strip: int = 256  # 282 us; 64 bytes took 484 (bench/README.md)
     rows: int = 256
     num_warps: int = 8
 
 
 @dataclass(frozen=True)
 class Strips:
-    """Holds the static parameters of one launch, with the letters of jsparse.shapes.
+    """Static parameters of one launch, with the letters of jsparse.shapes.
 
     Attributes:
         capacity, pages, page_size: C, M and P.
         columns: elements per row.
         width: elements of a row per strip.
         rows: rows per chunk.
-        paged: whether there is a block table.
+        paged: whether the layer has a block table.
     """
 
     capacity: int
@@ -66,7 +66,7 @@ def locate(
     valid,
     plan: tl.constexpr,
 ):
-    """Returns each slot's row in the pool, int64: a pool may have more than 2^31 elements."""
+    """Returns each slot's row in the pool; int64, since a pool may have more than 2^31 elements."""
     page = head * plan.pages + slot // plan.page_size
     if plan.paged:
         page = tl.load(table + page, mask=valid, other=0).to(tl.int64)
@@ -82,7 +82,7 @@ def find(
     count,
     plan: tl.constexpr,
 ):
-    """Returns where the rows that go to `slot` lie, and which of them are not there already."""
+    """Returns the source rows for `slot`, and a mask of those that have to move."""
     listed = slot < count
     source = tl.load(ids + head * plan.capacity + slot, mask=listed, other=0)
     moves = listed & (source != slot)
@@ -115,7 +115,7 @@ def move_strip(
     row, moves = find(ids, table, head, slot, count, plan)
     rows = tl.load(elements(pool, row, plan), mask=moves[:, None], other=0)
     row, moves_next = find(ids, table, head, slot + plan.rows, count, plan)
-    # each pass stores a chunk, with the next in flight and the places known of the one after
+    # each pass stores a chunk; the next chunk's rows and the locations after it are in flight
     for _start in range(0, count, plan.rows):
         rows_next = tl.load(elements(pool, row, plan), mask=moves_next[:, None], other=0)
         row, moves_then = find(ids, table, head, slot + 2 * plan.rows, count, plan)
@@ -130,7 +130,7 @@ def move_one(
     ids,  # [B, K, C]
     moved,  # [B, K]
     table,  # [B, K, M]
-    _given,  # an alias of pool
+    _given,  # alias of pool
     pool,  # [pages, P, columns]
     plan: tl.constexpr,
 ):
@@ -171,7 +171,7 @@ def move_rows(
         return triton_call(
             ids,
             moved,
-            moved if table is None else table,  # a stand-in, never read
+            moved if table is None else table,  # placeholder, never read
             *pools,
             kernel=move_one if len(pools) == 1 else move_two,
             out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],

@@ -1,4 +1,4 @@
-"""Multiplies silu(gate) · up with a matrix: see `api.gated_product`."""
+"""Multiplies silu(gate) · up by a matrix: see `api.gated_product`."""
 
 from jsparse.pallas_kernels.gated_product.api import gated_product
 

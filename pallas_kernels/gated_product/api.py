@@ -1,4 +1,4 @@
-"""Gates what the first half of an MLP made, and multiplies it with a matrix."""
+"""Applies an MLP's gate and multiplies the result by a matrix."""
 
 from collections.abc import Mapping
 
@@ -45,24 +45,23 @@ def gated_product(
     in_parts: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "*parts_and_batch out"]:
-    """Returns (silu(gate) · up) · W, and adds a bias to it.
+    """Returns (silu(gate) · up) · W, plus a bias.
 
-    The gated row is rounded to its type before it is multiplied, and for blocks as
-    `quantized_product` says. The kernel has no gradient.
+    The gated row is rounded to its type before the product, and quantised for 8-bit blocks as in
+    `quantized_product`. The kernel has no gradient.
 
     Args:
-        gate_up: gate, and behind it up, of a row.
-        matrix: W [in, out] of the type of gate_up, or [out, in] in 8-bit blocks.
-        bias: what is added then, of the type of gate_up.
-        in_parts: whether the product may be left in parts, with an axis of them in front, for the
-            caller to add up (jsparse.parts).
-        implementation: "triton" (one row, and blocks or a matrix of at most 32 MiB of two bytes a
-            number), "separate" (`skinny_product` or `quantized_product` after the gate),
-            "reference", or None to pick.
+        gate_up: a row's gate, followed by its up projection.
+        matrix: W [in, out] in the type of gate_up, or [out, in] in 8-bit blocks.
+        bias: added to the product, in the type of gate_up.
+        in_parts: whether the product may be returned in parts, along a leading axis, for the caller
+            to add (jsparse.parts).
+        implementation: "triton" (one row, and either blocks or a matrix of at most 32 MiB with two
+            bytes per element), "separate" (the gate, then `skinny_product` or `quantized_product`),
+            "reference", or None to choose.
 
     Raises:
-        ValueError: shapes or types do not fit together, or the named implementation cannot run
-            here.
+        ValueError: shapes or types do not match, or the named implementation cannot run here.
     """
     width = matrix["values"].shape[1] if isinstance(matrix, Mapping) else len(matrix)
     if gate_up.shape[-1] != 2 * width:

@@ -1,4 +1,4 @@
-"""Averages the points of each group, and counts them."""
+"""Computes the mean and the number of points of each group."""
 
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -29,23 +29,23 @@ def group_means(
     max_groups: int,
     implementation: str | None = None,
 ) -> tuple[Float32[Array, "B K L H"], Int32[Array, "B K L"]]:
-    """Returns the mean of each group's points, and the number of these.
+    """Returns the mean of each group's points, and their number.
 
-    Sums are float32 and add in an order that is always the same.
+    Sums are float32, in an order that is always the same.
 
     Args:
         points: the points of each head, finite.
-        of_point: the group of each point, from 0 on and below `groups`.
-        number: how many points each row has; those behind them belong to no group.
-        groups: how many groups each row has, at most `max_groups`.
+        of_point: the group of each point, in [0, `groups`).
+        number: the number of points of each row; points past it belong to no group.
+        groups: the number of groups of each row, at most `max_groups`.
         max_groups: L.
-        implementation: "triton", "reference", or None to pick.
+        implementation: "triton", "reference", or None to choose.
 
     Returns:
         Means and sizes; both are 0 for groups without points.
 
     Raises:
-        ValueError: shapes or types do not fit together, or `max_groups` is below 1.
+        ValueError: shapes or types do not match, or `max_groups` is below 1.
     """
     if type(max_groups) is not int or max_groups < 1:
         raise ValueError(f"max_groups={max_groups!r}: must be an integer of at least 1")

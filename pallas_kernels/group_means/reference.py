@@ -1,4 +1,4 @@
-"""Implements `api.group_means` in plain jnp, as CPU path and oracle of the kernel."""
+"""Implements `api.group_means` in plain jnp: the CPU path and the kernel's oracle."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def group_means(
     max_groups: int,
 ) -> tuple[Float32[Array, "B K L H"], Int32[Array, "B K L"]]:
     """Implements `api.group_means` in plain jnp, over blocks of points."""
-    del groups  # no point is in the others
+    del groups  # no point is in any group past it
     rows, heads, max_points, width = points.shape
     blocks = Blocks.of(max_points, rows * heads * max_groups)
     nth = jnp.arange(max_groups, dtype=jnp.int32)
@@ -26,7 +26,7 @@ def group_means(
         some = blocks.cut(points, i, 2)
         inside = blocks.cut(of_point, i, 2)[..., None] == nth
         inside &= blocks.fresh(i, number)[:, None, :, None]
-        # products add in an order that is always the same, as scattering does not
+        # products add in a fixed order; scatters do not
         return sums + jnp.einsum(
             "bkml,bkmh->bklh",
             inside.astype(some.dtype),

@@ -1,9 +1,8 @@
-"""Implements `api.group_means` with jax-triton, as products with which point is in which group.
+"""Implements `api.group_means` with jax-triton, as products with a 0/1 membership matrix.
 
-A program holds the sums of a block of groups and goes through all points of the head. The matrix of
-zeros and ones is made in registers, and multiplying by it is exact: float32 points are the sum of
-three bfloat16 parts, each of which is multiplied. No program waits for another, so sums add in
-the order of the points.
+A program accumulates the sums of a block of groups over all points of the head, in their order. The
+matrix is built in registers, and multiplying by it is exact: float32 points are the sum of three
+bfloat16 parts, each multiplied separately.
 """
 
 import jax
@@ -15,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from jsparse.shapes import Rows
 
 BLOCK = 64  # groups per program
-TILE_BYTES = 16384  # of the points at a time, of which there are at most 64
+TILE_BYTES = 16384  # bytes of points per tile, which has at most 64 points
 NUM_WARPS, NUM_STAGES = 8, 3
 
 

@@ -35,25 +35,25 @@ def int4_append(
     channels: Int32[Array, "B K r"] | None = None,
     implementation: str | None = None,
 ) -> Int4Keys:
-    """Appends the first `valid[b]` of row b's T tokens, at each head's slots from `first` on.
+    """Appends the first `valid[b]` of row b's T tokens, from each head's slot `first` on.
 
-    Arguments are those of `cache.write`, which must have stored the same tokens: only the rows it
-    wrote are written, and a slot written again holds its newest token. Pools are changed in place
-    where the caller's jit donates them, and copied first where it does not.
+    The arguments are those of `cache.write`, which must have stored the same tokens. Only its rows
+    are written, and a rewritten slot has its newest token. Pools are updated in place if the
+    caller's jit donates them, and copied first otherwise.
 
     Args:
         keys: the 4-bit copy before the call.
-        layer: the cache's layer with its pages allocated, for where pages lie and the dtype of K;
+        layer: the cache's layer with its pages allocated, for page locations and the dtype of K;
             its K and V are not read.
         k: the tokens, in all H channels.
-        valid: the number of tokens that count in each row.
+        valid: the number of valid tokens in each row.
         first: the slot of each head's first new token.
-        frame: the frame that the copy is kept in; None keeps K as it is.
-        channels: the channels that `keys` has, each in [0, H); None is all, in their order.
-        implementation: "triton", "reference", or None to pick.
+        frame: the frame of the copy; None: K as it is.
+        channels: the channels in `keys`, each in [0, H); None: all, in order.
+        implementation: "triton", "reference", or None to choose.
 
     Raises:
-        ValueError: shapes do not fit together.
+        ValueError: shapes do not match.
     """
     name, given = ("k", k) if channels is None else ("channels", channels)
     if given.shape[-1] != (width := 2 * keys.packed.shape[-1]):

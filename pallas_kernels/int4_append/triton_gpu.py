@@ -1,20 +1,20 @@
 """Implements `api.int4_append` with jax-triton, in one launch for codes, scales and zeros.
 
-A program appends tokens of one head, in place. Where a token goes and what it holds are loaded side
-by side: at one token per step, time is that of the loads which wait for each other, and only the
-block table's does. The angles of a frame, and what lies in listed channels, wait for one load too,
-that of the slot or of the channel, beside the table. A byte's two codes are of one token, so no two
-programs share one.
+A program appends tokens of one head, in place. At one token per step, the time is that of dependent
+loads. A token's location and its channels are loaded in parallel, so only the block table's load is
+dependent. A frame's angles wait for the slot's load, and listed channels for the channel's, in
+parallel with the table's. The two codes of a byte belong to one token, so no two programs write the
+same byte.
 
-A program's tokens lie in two neighbouring spans at most: it rotates the mean key twice, not per
+A program's tokens are in at most two adjacent spans, so it rotates the mean key twice, not per
 token.
 
-2^23 plus a float32 in 0 … 15 is rounded to an integer, half to even: the sum's lowest bits are the
-code.
+Codes are rounded by adding 2^23 to a float32 in 0 … 15, which rounds half to even; the lowest bits
+of the sum are the code.
 
-In a frame a product of the rotation may be fused with its sum, in the kernel and in the reference,
-and the division by key_scale is a product with a reciprocal: a channel may be an ulp of float32
-off, and where it lies halfway between two codes it may get either.
+In a frame, a product of the rotation may be fused with its sum, also in the reference, and the
+division by key_scale is a product with a reciprocal. A channel may therefore be an ulp of float32
+off, and halfway between two codes it may get either.
 """
 
 import jax
@@ -29,7 +29,7 @@ from jsparse.pallas_kernels import int4_keys
 from jsparse.pallas_kernels.int4_keys import Int4Keys
 from jsparse.shapes import ChunkKV, Lengths, Rows
 
-TILE = 4096  # most channels per program
+TILE = 4096  # maximum channels per program
 PER_WARP = 1024  # channels per warp: 32 per thread
 LEVELS = tl.constexpr(int4_keys.LEVELS)
 FLOAT16_MAX = tl.constexpr(int4_keys.FLOAT16_MAX)
@@ -56,7 +56,7 @@ def int4_append(
     cols = triton.next_power_of_2(count)
     tokens = min(triton.next_power_of_2(steps), max(TILE // cols, 1), TOKENS_PER_SPAN)
     table = layer.block_table
-    absent = first  # stands in for arrays that the call lacks; never read
+    absent = first  # placeholder for missing arrays; never read
     given = (
         k.astype(layer.k.dtype),
         valid,
@@ -90,7 +90,7 @@ def int4_append(
 
 @triton.jit
 def _rotated(mid, partner, angles_ptr, slot, real, H: tl.constexpr, SLOTS: tl.constexpr):
-    """Rotates the mean key to the span of a slot, or to the nearest that there is."""
+    """Rotates the mean key to the span of a slot, or to the last span."""
     angles_ptr += tl.minimum(tl.maximum(slot, 0), SLOTS - 1) // SPAN * H
     cos = tl.load(angles_ptr, mask=real, other=0)
     sin = tl.load(angles_ptr + H // 2, mask=real, other=0)
@@ -107,7 +107,7 @@ def append_kernel(
     key_scale_ptr,  # [K, H / 2]
     angles_ptr,  # [spans, H]
     channels_ptr,  # [B, K, R]
-    _packed_given,  # the pools given: they share their memory with the last three
+    _packed_given,  # aliases of the last three
     _scale_given,
     _zero_given,
     packed_ptr,  # [pages, P, R / 2]
@@ -141,7 +141,7 @@ def append_kernel(
     k = tl.load(k_ptr + lies, mask=(token < T)[:, None] & real[None, :], other=0).to(tl.float32)
     if FRAMED:
         low = channel < H // 2
-        nth = tl.where(low, channel, channel - H // 2)  # of the rotated pair
+        nth = tl.where(low, channel, channel - H // 2)  # index in the rotated pair
         mid_ptr += pair % K * H
         mid = tl.load(mid_ptr + channel, mask=real, other=0)
         partner = tl.load(mid_ptr + tl.where(low, channel + H // 2, nth), mask=real, other=0)
@@ -161,7 +161,7 @@ def append_kernel(
     k = tl.minimum(tl.maximum(k, -FLOAT16_MAX), FLOAT16_MAX)
     lowest = tl.min(tl.where(real[None, :], k, float("inf")), 1)
     span = tl.max(tl.where(real[None, :], k, float("-inf")), 1) - lowest
-    # bit for bit what int4_keys.quantise gives on a CPU
+    # bitwise equal to int4_keys.quantise on a CPU
     zero = lowest.to(tl.float16)
     scale = (span * (1 / LEVELS)).to(tl.float16)
     scale = tl.where(scale == 0, 1.0, scale)

@@ -1,6 +1,6 @@
 """Estimates logits from a 4-bit copy of K, or of some of its channels.
 
-Twilight and Double Sparsity choose by these estimates.
+Twilight and Double Sparsity select by these estimates.
 """
 
 from jaxtyping import Array, Float, Float32, Int32
@@ -52,32 +52,31 @@ def int4_scores(
     sm_scale: float | None = None,
     implementation: str | None = None,
 ) -> Float32[Array, "B N slots"]:
-    """Estimates the logits of every query head for all slots of its KV head, or of listed pages.
+    """Estimates every query head's logits for all slots of its KV head, or for listed pages.
 
     The estimate is sm_scale · q·(scale · code + zero), without the layer's bias. In a frame it is
-    sm_scale · ((q · key_scale)·(scale · code + zero) + q·R(span)·mid), where the first product is
-    over the channels that `keys` has and the second over all.
+    sm_scale · ((q · key_scale)·(scale · code + zero) + q·R(span)·mid), with the first product over
+    the channels of `keys` and the second over all channels.
 
     Args:
         q: the queries, after RoPE, in all H channels.
-        layer: the cache's layer, for where pages lie and how many slots each head holds; its K and
-            V are not read.
+        layer: the cache's layer, for page locations and lengths; its K and V are not read.
         keys: the 4-bit copy of the layer's K.
-        selection: the pages to read, at granularity "page"; None is all of them.
-        frame: the frame that the copy is kept in; None where it is K's own.
-        channels: the channels that `keys` has, each in [0, H); None is all, in their order.
-        sm_scale: the factor of the dot product; None is 1/√H.
-        implementation: "triton", "reference", or None to pick.
+        selection: the pages to read, at granularity "page"; None: all.
+        frame: the frame of the copy; None: K as it is.
+        channels: the channels in `keys`, each in [0, H); None: all, in order.
+        sm_scale: the factor of the dot product; None: 1/√H.
+        implementation: "triton", "reference", or None to choose.
 
     Returns:
-        float32[B, N, S], by slot; with a selection float32[B, N, C·P], slot t of the page `ids[…,
-        i]` at i·P + t. Query heads are not reduced. Scores are -inf at and behind the head's
-        length, behind the list's count and where a bit is off. The list alone counts: `dense` is
-        not looked at (a dense head scores what it lists, in general nothing), and the newest token
-        has a score only where its page is listed.
+        float32[B, N, S], by slot; with a selection float32[B, N, C·P], with slot t of the page
+        `ids[…, i]` at i·P + t. Query heads are not reduced. Scores are -inf at and past the head's
+        length, past the list's count, and where a bit is off. Only the list counts: `dense` is
+        ignored (a dense head scores its list, usually empty), and the newest token has a score only
+        if its page is listed.
 
     Raises:
-        ValueError: shapes, granularity or page size do not fit together.
+        ValueError: shapes, granularity or page size do not match.
     """
     if selection is not None:
         check_list("int4_scores", "page", layer, selection)

@@ -1,4 +1,4 @@
-"""Implements `api.int4_scores` in plain jnp, as CPU path and oracle of the kernel."""
+"""Implements `api.int4_scores` in plain jnp: the CPU path and the kernel's oracle."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def int4_scores(
 
 
 def _listed(layer: LayerCache, selection: Selection) -> Bool[Array, "B K slots"]:
-    """Marks the slots of the listed pages that count."""
+    """Marks the attended slots of the listed pages."""
     slots = _slots(layer, selection).reshape(*selection.ids.shape, layer.page_size)
     listed = jnp.arange(selection.ids.shape[-1], dtype=jnp.int32) < selection.count[..., None]
     seen = (slots < layer.lengths[..., None, None]) & listed[..., None]
@@ -53,7 +53,7 @@ def _listed(layer: LayerCache, selection: Selection) -> Bool[Array, "B K slots"]
 
 
 def _slots(layer: LayerCache, selection: Selection | None) -> Int32[Array, "B K slots"]:
-    """Returns the slots of the listed pages, or of all."""
+    """Returns the slots of the listed pages, or all slots."""
     if selection is None:
         return jax.lax.broadcasted_iota(jnp.int32, (*layer.lengths.shape, layer.capacity), 2)
     within = jnp.arange(layer.page_size, dtype=jnp.int32)

@@ -1,17 +1,17 @@
 """Implements `api.int4_scores` with jax-triton, with tokens as the rows of the MMA.
 
-Codes become float16 by masking alone. A 16-bit word holds the codes of four channels. Masked and
-joined with 0x6400, the bits of 1024, code n in bits 0-3 is the float16 1024 + n, and in bits 4-7 it
-is 1024 + 16·n: one instruction makes two operands, and a shift by a byte serves the other two
-codes. What 1024 and 16 add is taken out behind the MMA and out of the query, whose channels are
-parted like the words': channel 4w + j belongs to the jth code of word w. Where keys have fewer
-words than an MMA takes, two or four neighbouring tokens share a row, and each query has as many
-columns, each of which meets the words of one of these tokens alone.
+Codes become float16 by masking alone. A 16-bit word has the codes of four channels. Masked and
+combined with 0x6400 (the bits of 1024), code n in bits 0-3 is the float16 1024 + n, and in bits 4-7
+it is 1024 + 16·n. One instruction makes two operands; after a shift by a byte, another makes the
+other two. The offset of 1024 is subtracted after the MMA, and the factor of 16 divided out of the
+query. The query's channels are arranged like the words': channel 4w + j belongs to the jth code of
+word w. If keys have fewer words than an MMA needs, two or four adjacent tokens share a row. Each
+query then has one column per token, which meets only that token's words.
 
-In a frame the query's channels are multiplied by key_scale, and a launch before makes the term of
-every span and query, which is added to its tokens' scores. Queries are scaled by a power of two
-into float16's upper range, so that 11 bits of every channel count, whatever the dtype. All of a
-token's score comes from one row of one tile: neither the tiling nor the batch changes its bits.
+In a frame, the query's channels are multiplied by key_scale, and a previous launch computes the
+term of every span and query that is added to the span's scores. Queries are scaled by a power of
+two into float16's upper range, so that every channel keeps 11 bits, whatever the dtype. A token's
+score comes from one row of one tile, so neither tiling nor batch size changes its bits.
 """
 
 from typing import NamedTuple
@@ -29,19 +29,19 @@ from jsparse.pallas_kernels.span_terms_triton import span_terms
 from jsparse.selection import Selection
 
 SPAN = tl.constexpr(key_constants.SPAN)
-LEAST_WORDS, MAX_TOKENS = 16, 4  # an MMA's least K in float16; tokens of a row
+LEAST_WORDS, MAX_TOKENS = 16, 4  # minimum K of a float16 MMA; tokens per row
 
 
 class ScoresTiling(NamedTuple):
-    """Describes how the work is cut; the bits of a result do not depend on it.
+    """Division of the work; results are bitwise independent of it.
 
     Attributes:
-        block: tokens per tile, whole pages. With 64 rows per warp each thread loads two scales or
-            more: 4 bytes, the fewest that can be copied asynchronously.
-        max_tiles: most tiles per program.
-        programs: programs per multiprocessor before any is given more than one tile.
+        block: tokens per tile, in whole pages. With 64 rows per warp each thread loads at least two
+            scales: 4 bytes, the minimum of an asynchronous copy.
+        max_tiles: maximum tiles per program.
+        programs: programs per SM before any program gets more than one tile.
         num_warps: warps per program.
-        ahead: tiles that are loaded ahead of the current one.
+        ahead: tiles prefetched.
     """
 
     block: int = 128
@@ -77,11 +77,9 @@ def int4_scores(
     tiles = triton.cdiv(shape[2], tiling.block)
     everywhere = tiling.programs * jax.local_devices()[0].core_count
     per_program = min(triton.cdiv(tiles * batch * heads, everywhere), tiling.max_tiles)
-    absent = layer.lengths  # stands in for arrays that the call lacks; never read
+    absent = layer.lengths  # placeholder for missing arrays; never read
     bits = None if selection is None else selection.bits
-    chained = (
-        1 + (selection is not None) + (layer.block_table is not None)
-    )  # loads that wait for one another
+    chained = 1 + (selection is not None) + (layer.block_table is not None)  # dependent loads
     inputs = (
         q,
         *keys,
@@ -110,12 +108,12 @@ def int4_scores(
         K=heads,
         G=group,
         TOKENS=tokens,
-        COLS=max(8, tokens * triton.next_power_of_2(group)),  # 8 is the least N of an MMA
+        COLS=max(8, tokens * triton.next_power_of_2(group)),  # 8 is the minimum N of an MMA
         TERMS=terms,
         H=head_dim,
         R=width,
         WORDS=max(LEAST_WORDS, triton.next_power_of_2(width // 4)),
-        # a page lies in one span; with all pages so do UNIT tokens
+        # a page is in one span; with all pages, so are UNIT tokens
         UNIT=min(tiling.block, key_constants.SPAN) if selection is None else layer.page_size,
         SPANS=1 if frame is None else frame.angles.shape[0],
         FRAMED=frame is not None,
@@ -127,7 +125,7 @@ def int4_scores(
 
 
 def tokens_of_row(words: int, page_size: int) -> int:
-    """Returns how many neighbouring tokens of a page share a row of an MMA."""
+    """Returns the number of adjacent tokens of a page that share a row of an MMA."""
     tokens = min(max(LEAST_WORDS // words, 1), MAX_TOKENS)
     return tokens if words & (words - 1) == 0 and page_size % tokens == 0 else 1
 
@@ -135,8 +133,8 @@ def tokens_of_row(words: int, page_size: int) -> int:
 @triton.jit
 def _operands(words):
     """Unpacks each word's codes into the float16 1024 + n, 1024 + 16n, 1024 + n and 1024 + 16n."""
-    # A 32-bit register holds two words (pack=2). lop3 with 0xea is (a & b) | c: both words' codes
-    # are cut out and given the exponent of 1024 at once.
+    # A 32-bit register has two words (pack=2). lop3 with 0xea is (a & b) | c: it masks both words'
+    # codes and adds the exponent of 1024 at once.
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 upper;
@@ -170,14 +168,14 @@ def _query(
     FRAMED: tl.constexpr,
     HAS_CHANNELS: tl.constexpr,
 ):
-    """Loads the queries of one KV head, scaled and parted like the words of keys.
+    """Loads the queries of one KV head, scaled and arranged like the words of keys.
 
-    Returns the four parts [WORDS, COLS], and by column the sum of its channels and what 1024 adds
-    to its products; then the unit of all three.
+    Returns the four parts [WORDS, COLS]; per column the sum of its channels and the contribution of
+    the 1024 offset to its products; and the unit of all three.
     """
     head, place = tl.arange(0, COLS) // TOKENS, tl.arange(0, COLS) % TOKENS
     column = tl.arange(0, 4 * WORDS)
-    channel = column[None, :] - (place * R)[:, None]  # of the token at that place in a row
+    channel = column[None, :] - (place * R)[:, None]  # of the token at that position in a row
     real = (channel >= 0) & (channel < R)
     if HAS_CHANNELS:
         channel = tl.load(channels_ptr + pair * R + channel, mask=real, other=0)
@@ -186,18 +184,18 @@ def _query(
     if FRAMED:
         nth = tl.where(channel < H // 2, channel, channel - H // 2)
         q *= tl.load(key_scale_ptr + pair % K * (H // 2) + nth, mask=real, other=0.0)
-    # By exponents: the group's largest channel goes to [2^14, 2^15), and `unit` undoes that. From
+    # Exponents: the group's largest channel is scaled to [2^14, 2^15), and `unit` undoes that. From
     # 24 on neither factor is subnormal or infinite.
     exponent = tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0).to(tl.int32, bitcast=True) >> 23, 24)
     up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     unit = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
     odd = (column % 2 == 1)[None, :]
-    # odd channels meet codes that are 16 times as large
+    # odd channels meet codes multiplied by 16
     q = (q * tl.where(odd, up / 16, up)).to(tl.float16)
     wide = q.to(tl.float32)
     offset = 1024 * tl.sum(wide, 1)
     total = tl.sum(tl.where(odd, 16 * wide, wide), 1)
-    # channel 4w + 2a + b is [w, a, b]; split takes the last axis apart, b first and then a
+    # channel 4w + 2a + b is [w, a, b]; split divides the last axis, so b first and then a
     evens, odds = tl.split(tl.reshape(q, [COLS, WORDS, 2, 2]))
     q0, q2 = tl.split(evens)
     q1, q3 = tl.split(odds)
@@ -242,7 +240,7 @@ def scores_kernel(
     HAS_BITS: tl.constexpr,
     HAS_TABLE: tl.constexpr,
 ):
-    """Scores TILES tiles of one KV head; those behind all that it holds are filled with -inf."""
+    """Scores TILES tiles of one KV head; tiles past the head's length are filled with -inf."""
     pair = tl.program_id(1)
     first = tl.program_id(0) * (BLOCK * TILES)
     last = tl.minimum(first + BLOCK * TILES, ENTRIES * P)
@@ -277,12 +275,12 @@ def scores_kernel(
     tiles = tl.maximum(tl.cdiv(tl.minimum(used * P, last) - first, BLOCK), 0)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         entry = first // P + tile * (BLOCK // P) + row // P
-        # behind the last page it is read again, which needs no mask
+        # past the last page, read it again: no mask needed
         near = tl.minimum(entry, used - 1)
         page = near
         if LISTED:
             page = tl.load(ids_ptr + pair * ENTRIES + near)
-        # [ROWS, TOKENS]: of every token
+        # [ROWS, TOKENS]: per token
         seen = ((page * P + slot)[:, None] + place < length) & (entry < used)[:, None]
         if HAS_BITS:
             bits = tl.load(bits_ptr + pair * ENTRIES + near)[:, None]

@@ -1,4 +1,4 @@
-"""Multiplies by a matrix of the model, by the kernel for its type and the number of rows."""
+"""Multiplies by a weight matrix, with the kernel for its type and the number of rows."""
 
 from jsparse.pallas_kernels.linear.api import Matrix, product
 

@@ -1,4 +1,4 @@
-"""Multiplies with a matrix whichever way it is kept: what kernels of products have in common."""
+"""Products with weight matrices in any format: the code that their kernels share."""
 
 import math
 from collections.abc import Mapping
@@ -28,9 +28,9 @@ def product(
     *,
     in_parts: bool = False,
 ) -> Float[Array, "*parts_and_batch out"]:
-    """Returns x · W and adds a bias to it, by the op that takes such a matrix.
+    """Returns x · W plus a bias, with the op for this kind of matrix.
 
-    Without a bias it may be left `in_parts`.
+    Without a bias the product may be left `in_parts`.
     """
     if not isinstance(matrix, Mapping):
         return skinny_product(x, matrix, bias, in_parts=in_parts)
@@ -42,7 +42,7 @@ def product(
 def plain_product(
     x: Float[Array, "*batch in"], matrix: Matrix, bias: Float[Array, "out"] | None = None
 ) -> Float[Array, "*batch out"]:
-    """Returns the same in plain jnp."""
+    """Computes `product` in plain jnp."""
     if isinstance(matrix, Mapping):
         rows = math.prod(x.shape[:-1]), x.shape[-1]
         y = reference_of_blocks(x.reshape(rows), matrix, dtype=x.dtype)
@@ -53,7 +53,7 @@ def plain_product(
 
 
 def check_product(matrix: Matrix, bias: Float[Array, "out"] | None, **rows: Any) -> None:
-    """Raises ValueError where dtypes differ from the rows', or blocks lack scales."""
+    """Raises ValueError if dtypes differ from the rows', or if blocks lack scales."""
     if isinstance(matrix, Mapping):
         check_blocks(matrix)
         check_dtypes(**rows, bias=bias)
@@ -62,7 +62,7 @@ def check_product(matrix: Matrix, bias: Float[Array, "out"] | None, **rows: Any)
 
 
 def no_one_launch(x: Float[Array, "*batch numbers"], matrix: Matrix, *_: Any) -> str | None:
-    """Returns the reason why no kernel takes what comes before a product together with it here."""
+    """Returns why no kernel can fuse a product with the op before it here, or None."""
     if not isinstance(matrix, Mapping):
         return no_row_product(x, matrix)
     if math.prod(x.shape[:-1]) != 1:

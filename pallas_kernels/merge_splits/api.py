@@ -1,4 +1,4 @@
-"""Computes attention over a whole head from the attention over its splits."""
+"""Merges a head's split attention results."""
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -37,18 +37,18 @@ def merge_splits(
     Args:
         o: the partial results.
         lse: the logsumexp of each partial result; an empty one has o = 0 and lse = -inf.
-        used: the number of splits that count for each pair, 0 ≤ used ≤ splits; 0 gives o = 0 and
-            lse = -inf. Entries past the pairs are not read.
-        rows: the number of rows that are wanted, the first of R.
-        lse_only: the number of these, the first ones, that are wanted for their lse alone.
-        dtype: the type to which the merged o is rounded at the end.
-        implementation: "triton", "reference", or None to pick.
+        used: the number of splits of each pair, 0 ≤ used ≤ splits; 0 gives o = 0 and lse = -inf.
+            Entries past the pairs are not read.
+        rows: the number of rows to merge, the first of R.
+        lse_only: the number of these rows, from the first on, for which only lse is returned.
+        dtype: the dtype of the merged o.
+        implementation: "triton", "reference", or None to choose.
 
     Returns:
-        o of the wanted rows without the first `lse_only`, and lse of all wanted rows.
+        o of the merged rows without the first `lse_only`, and lse of all merged rows.
 
     Raises:
-        ValueError: the shapes do not fit together.
+        ValueError: the shapes do not match.
     """
     if len(used) < len(o):
         raise ValueError(f"used.shape={used.shape}: must have an entry for each of {len(o)} pairs")

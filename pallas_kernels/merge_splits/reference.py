@@ -1,4 +1,4 @@
-"""Implements `api.merge_splits` in plain jnp, as CPU path and oracle of the kernel."""
+"""Implements `api.merge_splits` in plain jnp: the CPU path and the kernel's oracle."""
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike

@@ -1,7 +1,7 @@
 """Implements `api.merge_splits` with jax-triton, one program per pair and row.
 
-A program merges all splits at once: 66 of them take 3.2 us so, and 132 taken 32 at a time took 13.3
-in a trial (bench/README.md).
+A program merges all splits at once: 66 of them take 3.2 us, and 132 taken 32 at a time took 13.3 in
+a trial (bench/README.md).
 """
 
 import jax
@@ -11,7 +11,7 @@ import triton.language as tl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-FEW = 16  # splits that one warp merges; four warps took 8.3 us for its 3.2 (bench/README.md)
+FEW = 16  # splits that one warp merges in 3.2 us; four warps took 8.3 (bench/README.md)
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _sum(
         o_ptr + at[:, None] * H + channel, mask=counts[:, None] & (channel < H), other=0.0
     )
     top = tl.max(lse, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)  # -inf less -inf would be NaN
+    top = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf would be NaN
     weights = tl.exp(lse - top)
     total = tl.sum(weights, 0)
     return tl.sum(weights[:, None] * parts, 0) / tl.where(total == 0.0, 1.0, total), tl.log(
@@ -98,7 +98,7 @@ def merge_splits(
         grid=(pairs, rows),
         num_warps=1
         if all_splits <= FEW
-        else max(4, all_splits // 32),  # with fewer, a thread's registers do not hold them
+        else max(4, all_splits // 32),  # with fewer warps, a thread's registers overflow
         splits=splits,
         R=padded,
         H=head_dim,

@@ -1,4 +1,4 @@
-"""Finds the nearest of many centroids: see `api.nearest_centroid`."""
+"""Finds each point's nearest centroid: see `api.nearest_centroid`."""
 
 from jsparse.pallas_kernels.nearest_centroid.api import nearest_centroid
 

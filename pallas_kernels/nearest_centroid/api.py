@@ -1,4 +1,4 @@
-"""Assigns each point to the centroid with which it has the largest product."""
+"""Assigns each point to the centroid with the largest dot product."""
 
 from jaxtyping import Array, Float, Int32
 
@@ -28,23 +28,23 @@ def nearest_centroid(
     groups: Rows,
     implementation: str | None = None,
 ) -> Int32[Array, "B K C"]:
-    """Returns the index of the centroid that has the largest product with each point.
+    """Returns the index of the centroid that has the largest dot product with each point.
 
-    For centroids of length 1 that is the nearest by direction. Of equal products the first counts.
-    Products add in float32; those of bfloat16 and float16 are exact.
+    For centroids of length 1 that is the nearest by direction. Ties go to the first centroid.
+    Products accumulate in float32; those of bfloat16 and float16 are exact.
 
     Args:
         points: the points of each head, finite.
         centroid: the centroids of each head, finite, in the points' dtype.
-        number: how many points each row has; those behind them are not read.
-        groups: how many centroids each row has; those behind them are never the nearest.
-        implementation: "triton", "reference", or None to pick.
+        number: the number of points of each row; those past it are not read.
+        groups: the number of centroids of each row; those past it are never chosen.
+        implementation: "triton", "reference", or None to choose.
 
     Returns:
-        Indices below `groups`; 0 for the points behind `number`, and where there are no centroids.
+        Indices below `groups`; 0 for points past `number`, and if there are no centroids.
 
     Raises:
-        ValueError: shapes or types do not fit together.
+        ValueError: shapes or types do not match.
     """
     check_dtypes(points=points, centroid=centroid)
     arrays = points, centroid, number, groups

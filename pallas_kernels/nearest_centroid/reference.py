@@ -1,4 +1,4 @@
-"""Implements `api.nearest_centroid` in plain jnp, as CPU path and oracle of the kernel."""
+"""Implements `api.nearest_centroid` in plain jnp: the CPU path and the kernel's oracle."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32

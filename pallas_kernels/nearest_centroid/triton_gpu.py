@@ -1,10 +1,8 @@
 """Implements `api.nearest_centroid` with jax-triton; products never leave the registers.
 
-A program holds a block of points and goes through blocks of centroids. It keeps the largest product
-so far, and where it was, for each column of a block, so that rows are reduced once, at the end.
-
-Where points are few, programs share a head's centroids, and a second launch compares what they
-found.
+A program has a block of points and loops over blocks of centroids. For each column of a block it
+keeps the largest product so far and its index, so that rows are reduced only once, at the end. With
+few points, programs divide a head's centroids, and a second launch reduces their results.
 """
 
 import jax
@@ -15,17 +13,17 @@ from jaxtyping import Array, Float, Int32
 
 from jsparse.shapes import Rows
 
-FEW = 64  # points of a head that are few
-SPAN = 256  # centroids per program where they are
+FEW = 64  # maximum points of a short head
+SPAN = 256  # centroids per program of a short head
 NUM_STAGES = 3
 
 
 def blocks_for(points: int, width: int, itemsize: int) -> tuple[int, int, int]:
-    """Returns the points of a block, the centroids of a block, and the number of warps.
+    """Returns points per block, centroids per block, and the number of warps.
 
-    Their bytes fit in the 99 KB of shared memory that any GPU has for a program.
+    The blocks fit in 99 KB of shared memory, which every GPU has per program.
     """
-    if itemsize == 4:  # no tensor cores multiply float32
+    if itemsize == 4:  # tensor cores do not multiply float32
         return 32, 32, 4
     if points > FEW:
         return 128 if width <= 128 else 64, 64, 8
@@ -87,7 +85,7 @@ def nearest_centroid(
 
 @triton.jit
 def larger(value, nth, other, other_nth):
-    """Returns the larger of two products and where it is; of equal ones the first."""
+    """Returns the larger of two products and its index; of equal ones the first."""
     first = (value > other) | ((value == other) & (nth < other_nth))
     return tl.where(first, value, other), tl.where(first, nth, other_nth)
 
@@ -98,7 +96,7 @@ def nearest_kernel(
     centroid_ptr,  # [pairs, L, H]
     number_ptr,  # [rows]
     groups_ptr,  # [rows]
-    best_ptr,  # [pairs, SPLITS, C] where SPLITS is above 1
+    best_ptr,  # [pairs, SPLITS, C] if SPLITS is above 1
     nearest_ptr,  # [pairs, SPLITS, C]
     C: tl.constexpr,
     L: tl.constexpr,
@@ -138,7 +136,7 @@ def nearest_kernel(
             other=0.0,
         )
         products = tl.dot(x, centroid, input_precision="ieee")  # [BLOCK, TILE]
-        # an equal product comes later and does not count
+        # of equal products the first counts
         better = (products > best) & (nth < groups)[None, :]
         best = tl.where(better, products, best)
         block = tl.where(better, at, block)
@@ -159,7 +157,7 @@ def reduce_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Chooses the nearest of the centroids that the splits of a head have found."""
+    """Chooses the nearest of the centroids found by the splits of a head."""
     pair = tl.program_id(0).to(tl.int64)
     point = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)

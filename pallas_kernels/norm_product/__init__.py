@@ -1,4 +1,4 @@
-"""Adds to the residual stream, normalises the sum and multiplies it: see `api.norm_product`."""
+"""Residual add, normalisation and product in one op: see `api.norm_product`."""
 
 from jsparse.pallas_kernels.norm_product.api import norm_product
 

@@ -1,4 +1,4 @@
-"""Adds to the residual stream, normalises the sum and multiplies it with a matrix."""
+"""Adds to the residual stream, normalises the sum, and multiplies it by a matrix."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from jsparse.pallas_kernels.residual_norm import residual_norm
 from jsparse.pallas_kernels.residual_norm.api import check_delta
 from jsparse.parts import total
 
-MAX_WIDTH = 2**14  # of a matrix in blocks, of which a program has all columns
+MAX_WIDTH = 2**14  # of a matrix in blocks, since a program has all columns
 
 
 def _in_one_launch(x: Any, delta: Any, scale: Any, matrix: Matrix, *bias: Any, eps: float) -> Any:
@@ -70,28 +70,28 @@ def norm_product(
     in_parts: bool = False,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*batch in"], Float[Array, "*parts_and_batch out"]]:
-    """Returns x + delta, and norm(x + delta) · W with a bias added: two ops in a launch.
+    """Returns x + delta, and norm(x + delta) · W plus a bias: two ops in one launch.
 
-    They are `residual_norm`, and `skinny_product` or `quantized_product`. The kernel does not round
-    what is normalised to its type before it is multiplied, as these do; for blocks it rounds it to
-    16 bits of the largest number in a block, as `quantized_product` says. It has no gradient.
+    The ops are `residual_norm`, and `skinny_product` or `quantized_product`. Unlike them, the
+    kernel does not round the normalised row to its type before the product. For blocks it rounds
+    the row to 16 bits of a block's largest number, as `quantized_product` describes. It has no
+    gradient.
 
     Args:
         x: the residual stream.
-        delta: what is added to it, of the same type; or its parts, as `residual_norm` takes them.
+        delta: added to x, of the same type; or its parts, as in `residual_norm`.
         scale: the norm's weights.
-        matrix: W [in, out] of the type of x, or [out, in] in 8-bit blocks.
-        bias: what is added to the product, of the type of x.
-        eps: what is added to the mean of squares.
-        in_parts: whether the product may be left in parts, with an axis of them in front, for the
-            caller to add up (jsparse.parts).
-        implementation: "triton" (one row, and blocks of at most 16,384 columns or a matrix of at
-            most 32 MiB of two bytes a number), "separate" (the two ops, each as it picks),
-            "reference", or None to pick.
+        matrix: W [in, out] in the type of x, or [out, in] in 8-bit blocks.
+        bias: added to the product, in the type of x.
+        eps: added to the mean of squares.
+        in_parts: whether the product may be returned in parts, along a leading axis, for the caller
+            to add (jsparse.parts).
+        implementation: "triton" (one row, and either blocks of at most 16,384 columns or a matrix
+            of at most 32 MiB with two bytes per element), "separate" (the two ops, each with its
+            own choice), "reference", or None to choose.
 
     Raises:
-        ValueError: shapes or types do not fit together, or the named implementation cannot run
-            here.
+        ValueError: shapes or types do not match, or the named implementation cannot run here.
     """
     check_product(matrix, bias, x=x)
     check_delta(x, delta)

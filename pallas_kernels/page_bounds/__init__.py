@@ -1,4 +1,4 @@
-"""Computes upper bounds of whole pages' scores: see `api.page_bounds`."""
+"""Computes upper bounds of page scores: see `api.page_bounds`."""
 
 from jsparse.pallas_kernels.page_bounds.api import page_bounds
 

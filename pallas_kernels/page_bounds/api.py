@@ -1,4 +1,4 @@
-"""Scores pages by how much a token of theirs could score: Quest ranks pages by it."""
+"""Scores pages by an upper bound of their tokens' logits; Quest ranks pages by it."""
 
 from typing import Literal
 
@@ -59,48 +59,44 @@ def page_bounds(
     sm_scale: float | None = None,
     implementation: str | None = None,
 ) -> Float32[Array, "B K M"]:
-    """Scores every page by the greatest logit that a token in it could have, for any query head.
+    """Scores every page by the largest logit that any token in it could have, for any query head.
 
-    With mid and half the middle and half the range of a page's keys, the score is
-
+    With mid the centre and half the half-width of a page's key range, the score is
         sm_scale · max over the group of (q·mid + slack · |q|·half),
-
-    or, without the maximum, that of the group's mean query.
+    or the same for the group's mean query, without the maximum.
 
     With a slack of 1 this is Σ_d max(q_d · high_d, q_d · low_d), the bound from "Quest: Query-Aware
     Sparsity for Efficient Long-Context LLM Inference" (Tang et al., arXiv:2406.10774): up to
-    float32 rounding no token of the page scores more, the layer's bias left aside. With less it
-    bounds nothing, and ranks pages better. In a frame, mid and half are those of what is kept, and
-    the parentheses hold
-
+    float32 rounding no token of the page scores higher, ignoring the layer's bias. A smaller slack
+    gives no bound, but ranks pages better. In a frame, mid and half are those of the stored bounds,
+    and the parentheses contain
         (q · key_scale)·mid + slack · |q · key_scale|·half + q·R(span)·mid_of_the_frame.
 
     Args:
         q: the queries, after RoPE.
-        layer: the cache's layer, for where pages lie and how many slots each head holds; its K and
-            V are not read.
-        bounds: the least and greatest keys of every page, in K's dtype or, rounded outward, in 8
-            bits.
-        frame: the frame that 8-bit bounds are kept in; None where it is K's own.
-        slack: the part of half the range that counts, from 0 to 1.
-        group: "max" for the greatest score of a group's queries, "mean" for the score of their
-            mean, rounded to their dtype.
-        sm_scale: the factor of the logits, above 0; None is 1/√H.
-        implementation: "triton", "reference", or None to pick.
+        layer: the cache's layer, for page locations and lengths; its K and V are not read.
+        bounds: the minimum and maximum keys of every page, in K's dtype or in 8 bits, rounded
+            outward.
+        frame: the frame of 8-bit bounds; None: K as it is.
+        slack: the fraction of half that counts, from 0 to 1.
+        group: "max" for the largest score of a group's queries, "mean" for the score of their mean,
+            rounded to their dtype.
+        sm_scale: the factor of the logits, above 0; None: 1/√H.
+        implementation: "triton", "reference", or None to choose.
 
     Returns:
-        float32[B, K, M] by logical page; -inf for pages that hold no token.
+        float32[B, K, M] by logical page; -inf for pages without tokens.
 
     Raises:
-        ValueError: shapes do not fit together, bounds in K's dtype are given a frame, slack is not
-            from 0 to 1, there is no such `group`, or sm_scale is not above 0.
+        ValueError: shapes do not match, bounds in K's dtype have a frame, slack is not from 0 to 1,
+            `group` is unknown, or sm_scale is not above 0.
     """
     check_frame(bounds, layer, frame)
     if not 0 <= slack <= 1:
         raise ValueError(f"slack={slack}: must be a number from 0 to 1")
     if sm_scale is not None and not sm_scale > 0:
         raise ValueError(
-            f"sm_scale={sm_scale}: must be above 0, or what bounds q·k does not bound the logit"
+            f"sm_scale={sm_scale}: must be above 0, or a bound of q·k does not bound the logit"
         )
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     return run(

@@ -1,16 +1,16 @@
 """Implements `api.page_bounds` for 8-bit bounds with jax-triton; pages are the rows of the MMAs.
 
-Codes become float16 by permuting bytes, two at a time: a byte n with 0x64 above it is the float16
-1024 + n. A 16-bit word holds the codes of channels 2w and 2w + 1, so the even and the odd channels
-are apart, in the query as well; positive channels of the query meet the upper codes, negative the
-lower; a slack below 1 adds columns as it does for bounds in K's dtype. What 1024 adds, together
-with the page's zero, is a multiple of the sum of the query's channels: taken out behind the MMA, it
-costs the sum two of its bits, of which tensor cores cut the last ones off instead of rounding.
+Codes become float16 by permuting bytes, two at a time: the byte 0x64 above a byte n makes the
+float16 1024 + n. A 16-bit word has the codes of channels 2w and 2w + 1, so even and odd channels
+are separate, also in the query. Positive channels of the query meet the upper codes, negative ones
+the lower. A slack below 1 adds columns, as for bounds in K's dtype.
 
-Queries are scaled by a power of two into float16's upper range, where bfloat16 and float16 lose
-nothing that counts; in a frame, times key_scale, they are rounded to float16, and what the frame's
-middle adds comes from a launch before. All of a page's score comes from one row of one tile:
-neither the tiling nor the batch changes its bits.
+The contributions of 1024 and of the page's zero are multiples of the sum of the query's channels.
+Subtracting them after the MMA costs the sum two bits, and tensor cores truncate its last bits
+instead of rounding. Queries are scaled by a power of two into float16's upper range, where bfloat16
+and float16 lose nothing significant. In a frame, times key_scale, they are rounded to float16, and
+a previous launch computes the contribution of the frame's mid. A page's score comes from one row of
+one tile, so neither tiling nor batch size changes its bits.
 """
 
 import triton
@@ -53,7 +53,7 @@ def page_bounds(
         "FRAMED": frame is not None,
     }
     tiling = tiling or default_tiling(q.shape[2], 1)
-    absent = layer.lengths  # stands in for arrays that the call lacks; never read
+    absent = layer.lengths  # placeholder for missing arrays; never read
     members = q.shape[1] // layer.lengths.shape[1]
     mean = members if group == "mean" else 1
     of_frame = (absent,) * 2
@@ -65,7 +65,7 @@ def page_bounds(
 @triton.jit
 def _operands(words):
     """Unpacks each word's two codes into the float16 1024 + n."""
-    # A 32-bit register holds two words (pack=2). prmt picks bytes by the digits of its last
+    # A 32-bit register has two words (pack=2). prmt selects bytes by the digits of its last
     # operand, lowest first: 0 to 3 are the words' bytes, 4 is 0x64.
     return tl.inline_asm_elementwise(
         """{
@@ -94,10 +94,11 @@ def _query(
     WIDTH: tl.constexpr,
     FRAMED: tl.constexpr,
 ):
-    """Loads the queries of one KV head, scaled, with signs and even and odd channels apart.
+    """Loads the queries of one KV head, scaled, with signs and even and odd channels separated.
 
-    Returns even and odd channels [WIDTH, COLS] of the positive parts, then of the negative; by
-    column the sum of its channels, counted as often as codes meet them; and the unit of them all.
+    Returns even and odd channels [WIDTH, COLS] of the positive parts, then of the negative ones;
+    per column the sum of its channels, each counted once per code that it meets; and the unit of
+    them all.
     """
     col, channel = tl.arange(0, COLS), tl.arange(0, 2 * WIDTH)
     head, whole = col // EACH, col % EACH == 1
@@ -105,10 +106,10 @@ def _query(
     inside = (head < G)[:, None] & (channel < 2 * WORDS)[None, :]
     q = load_queries(q_ptr + at, inside, 2 * WORDS, MEAN).to(tl.float32)
     if FRAMED:
-        # a pair of rotated channels, whose reach is one, are as far apart as there are words
+        # the two channels of a rotated pair, which share a key_scale, are WORDS apart
         reach_at = key_scale_ptr + pair % K * WORDS + channel % WORDS
         q *= tl.load(reach_at, mask=channel < 2 * WORDS, other=0.0)[None, :]
-    # By exponents: the group's largest channel goes to [2^14, 2^15), and `unit` undoes that. From
+    # Exponents: the group's largest channel is scaled to [2^14, 2^15), and `unit` undoes that. From
     # 24 on neither factor is subnormal or infinite.
     exponent = tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0).to(tl.int32, bitcast=True) >> 23, 24)
     q = (q * ((268 - exponent) << 23).to(tl.float32, bitcast=True)).to(tl.float16)
@@ -150,7 +151,7 @@ def codes_kernel(
     HAS_TABLE: tl.constexpr,
     FRAMED: tl.constexpr,
 ):
-    """Scores TILES tiles of one KV head; those behind all that it holds are filled with -inf."""
+    """Scores TILES tiles of one KV head; tiles past the head's length are filled with -inf."""
     pair = tl.program_id(1)
     first = tl.program_id(0) * (BLOCK * TILES)
     last = tl.minimum(first + BLOCK * TILES, M)
@@ -160,7 +161,7 @@ def codes_kernel(
     )
     unit *= SCALE
     used = tl.minimum(tl.cdiv(tl.load(lengths_ptr + pair), P), M)
-    # a word of two codes, and scale and zero together, are each one load
+    # one load for a word of two codes, and one for scale and zero together
     low_ptr = low_ptr.to(tl.pointer_type(tl.int16))
     high_ptr = high_ptr.to(tl.pointer_type(tl.int16))
     affine_ptr = affine_ptr.to(tl.pointer_type(tl.int32))
@@ -172,7 +173,7 @@ def codes_kernel(
     tiles = tl.maximum(tl.cdiv(tl.minimum(used, last) - first, BLOCK), 0)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         page = first + tile * BLOCK + row
-        # behind the last page it is read again, which needs no mask
+        # past the last page, read it again: no mask needed
         near = tl.minimum(page, used - 1)
         if HAS_TABLE:
             near = tl.load(table_ptr + pair * M + near).to(tl.int64)
@@ -184,7 +185,7 @@ def codes_kernel(
             high = tl.load(high_ptr + at, mask=(word < WORDS)[None, :])
             low = tl.load(low_ptr + at, mask=(word < WORDS)[None, :])
         affine = tl.load(affine_ptr + near)
-        # bfloat16 is the upper half of a float32: scale lies in the low half, zero in the high
+        # bfloat16 is the upper half of a float32: scale is in the low half, zero in the high half
         scale = (affine << 16).to(tl.float32, bitcast=True) * unit
         zero = (affine & -0x10000).to(tl.float32, bitcast=True) * unit
         high_even, high_odd = _operands(high)

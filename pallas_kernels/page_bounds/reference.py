@@ -1,4 +1,4 @@
-"""Implements `api.page_bounds` in plain jnp, as CPU path and oracle of the kernels."""
+"""Implements `api.page_bounds` in plain jnp: the CPU path and the kernels' oracle."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def page_bounds(
     first_slots = jnp.arange(layer.num_pages, dtype=jnp.int32) * layer.page_size
     low, high = bounds.values()
     reach = slack * jnp.abs(grouped)
-    # (q ± slack · |q|) / 2 are the positive and the negative part of q at a slack of 1
+    # with slack 1, (q ± slack · |q|) / 2 are the positive and negative parts of q
     scores = dot((grouped + reach) / 2, high) + dot((grouped - reach) / 2, low)
     if frame is not None:
         terms = span_terms(q, frame).reshape(*scores.shape[:3], -1)

@@ -1,9 +1,9 @@
 """Implements `api.page_bounds` with jax-triton, by two MMAs with pages as their rows.
 
-Positive channels of the query meet the upper bounds, negative the lower. With a slack c below 1 the
-score is c times that, and (1 - c)/2 times the query's product with both bounds: the query is a
-column of the same MMAs, beside its signed parts, so that no operand is rounded. All of a page's
-score comes from one row of one tile: neither the tiling nor the batch changes its bits.
+Positive channels of the query meet the upper bounds, negative ones the lower. With a slack c below
+1 the score is c times that, plus (1 - c)/2 times the query's product with both bounds, for which
+the query is another column of the same MMAs, so that no operand is rounded. A page's score comes
+from one row of one tile, so neither tiling nor batch size changes its bits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,14 @@ from jsparse.pallas_kernels.mean_query_triton import load_queries
 
 
 class BoundsTiling(NamedTuple):
-    """Describes how the work is cut; the bits of a result do not depend on it.
+    """Division of the work; results are bitwise independent of it.
 
     Attributes:
         block: pages per tile.
-        max_tiles: most tiles per program.
-        programs: programs per multiprocessor before any is given more than one tile.
+        max_tiles: maximum tiles per program.
+        programs: programs per SM before any program gets more than one tile.
         num_warps: warps per program.
-        ahead: tiles that are loaded ahead of the current one.
+        ahead: tiles prefetched.
     """
 
     block: int
@@ -41,8 +41,8 @@ class BoundsTiling(NamedTuple):
 def default_tiling(head_dim: int, itemsize: int) -> BoundsTiling:
     """Chooses tiles of 8 KB of each bound.
 
-    Three of them in flight, in each of four programs, fill a multiprocessor's shared memory. Of
-    larger ones, which an MMA's 16 rows can need, fewer are in flight.
+    Three of them in flight, in each of four programs, fill an SM's shared memory. Larger tiles,
+    which an MMA's 16 rows can need, have fewer in flight.
     """
     row = triton.next_power_of_2(head_dim) * itemsize
     block = min(max(8192 // row, 16), 64)
@@ -91,9 +91,9 @@ def launch(
     constants: Mapping[str, Any],
     more: Sequence[Array] = (),
 ) -> Float32[Array, "B K M"]:
-    """Launches a kernel over tiles of pages, with `constants` beside the parameters set here.
+    """Launches a kernel over tiles of pages, with `constants` and the parameters set here.
 
-    `more` are arrays that the kernel takes behind the block table.
+    `more` are arrays that follow the block table.
     """
     from jsparse.pallas_kernels.triton_call import triton_call
 
@@ -108,15 +108,13 @@ def launch(
         q,
         *bounds,
         layer.lengths,
-        layer.lengths if table is None else table,  # a stand-in, never read
+        layer.lengths if table is None else table,  # placeholder, never read
         *more,
         kernel=kernel,
         out_shape=jax.ShapeDtypeStruct((batch, heads, pages), jnp.float32),
         grid=(triton.cdiv(tiles, per_program), batch * heads),
         num_warps=tiling.num_warps,
-        STAGES=1
-        + tiling.ahead
-        * (1 + (table is not None)),  # loads that wait for one another share out the stages
+        STAGES=1 + tiling.ahead * (1 + (table is not None)),  # dependent loads share the stages
         BLOCK=tiling.block,
         TILES=per_program,
         M=pages,
@@ -125,7 +123,7 @@ def launch(
         MEAN=members // queries,
         SLACK=slack,
         EACH=columns,
-        COLS=max(8, columns * triton.next_power_of_2(queries)),  # 8 is the least N of an MMA
+        COLS=max(8, columns * triton.next_power_of_2(queries)),  # 8 is the minimum N of an MMA
         HAS_TABLE=table is not None,
         **constants,
     )
@@ -138,9 +136,9 @@ def by_head(
     EACH: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Returns scores by query head [BLOCK, COLS / EACH] from those by column.
+    """Returns scores by query head [BLOCK, COLS / EACH] from scores by column.
 
-    A head has its bound and, if EACH is 2, its product with both bounds beside it.
+    A head has its bound and, if EACH is 2, the product with both bounds in the next column.
     """
     if EACH == 2:
         part = tl.where(tl.arange(0, COLS) % 2 == 0, SLACK, (1 - SLACK) / 2)
@@ -172,7 +170,7 @@ def bounds_kernel(
     HAS_TABLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Scores TILES tiles of one KV head; those behind all that it holds are filled with -inf."""
+    """Scores TILES tiles of one KV head; tiles past the head's length are filled with -inf."""
     pair = tl.program_id(1)
     first = tl.program_id(0) * (BLOCK * TILES)
     last = tl.minimum(first + BLOCK * TILES, M)
@@ -191,7 +189,7 @@ def bounds_kernel(
     tiles = tl.maximum(tl.cdiv(tl.minimum(used, last) - first, BLOCK), 0)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         page = first + tile * BLOCK + row
-        # behind the last page it is read again, which needs no mask
+        # past the last page, read it again: no mask needed
         near = tl.minimum(page, used - 1)
         if HAS_TABLE:
             near = tl.load(table_ptr + pair * M + near).to(tl.int64)

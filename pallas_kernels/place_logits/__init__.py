@@ -1,4 +1,4 @@
-"""Puts logits from the order of a list into that of pages: see `api.place_logits`."""
+"""Moves logits from list order to page order: see `api.place_logits`."""
 
 from jsparse.pallas_kernels.place_logits.api import place_logits
 

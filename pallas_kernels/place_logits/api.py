@@ -1,4 +1,4 @@
-"""Puts logits from the order in which pages were read into the order that `Stats` reports."""
+"""Moves logits from the order in which pages were read to the order of `Stats`."""
 
 from jaxtyping import Array, Float32
 
@@ -33,27 +33,26 @@ def place_logits(
     page_size: int,
     implementation: str | None = None,
 ) -> Float32[Array, "B K units"]:
-    """Puts each page's logits, or their logsumexp, where the page is; -inf stands for the rest.
+    """Moves each page's logits, or their logsumexp, to the page's position; the rest is -inf.
 
     Args:
-        logits: P logits for each page that a pair (row, KV head) reads, -inf for tokens that are
-            not attended. Pages stand in the order of the list, and behind them the newest token's
-            where the list lacks it; those of a dense head in their own. What lies behind is not
-            read, whatever it holds, nor is anything of a head that reads nothing: one that holds no
-            token, or lists none and is not dense.
-        selection: the pages that were read, at granularity "page". Lists may go on past what a head
-            holds.
-        lengths: the number of slots that each head holds.
+        logits: P logits for each page that a pair (row, KV head) reads, -inf for unattended tokens.
+            Pages are in list order, followed by the newest token's page if the list lacks it; a
+            dense head's are in their own order. Later entries are ignored, and all entries of a
+            head that reads nothing: an empty head, or one that lists no pages and is not dense.
+        selection: the pages that were read, at granularity "page". Lists may extend past a head's
+            length.
+        lengths: the number of tokens of each head.
         stats: "page_mass" or "token_logits".
         num_pages: M.
         page_size: P.
-        implementation: "triton", "reference", or None to pick.
+        implementation: "triton", "reference", or None to choose.
 
     Returns:
         "page_mass": float32[B, K, M]; "token_logits": float32[B, K, M·P].
 
     Raises:
-        ValueError: shapes or granularity do not fit together, or there is no such report.
+        ValueError: shapes or granularity do not match, or `stats` is unknown.
     """
     if selection.granularity != "page":
         raise ValueError(

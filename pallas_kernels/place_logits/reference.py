@@ -1,4 +1,4 @@
-"""Implements `api.place_logits` in plain jnp, as CPU path and oracle of the kernel."""
+"""Implements `api.place_logits` in plain jnp: the CPU path and the kernel's oracle."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float32

@@ -1,7 +1,7 @@
 """Implements `api.place_logits` with jax-triton, one program per block of entries.
 
-Entries go where their pages are; XLA has filled the rest before. Little of a long context is read,
-so programs go through the pages that were read, not through every page.
+XLA fills the output with -inf, and programs write entries to their pages' positions. They loop over
+the pages that were read, which are few in a long context.
 """
 
 import jax
@@ -42,7 +42,7 @@ def place_logits(
         logits,
         lengths,
         selection.count,
-        selection.ids if capacity else lengths,  # a stand-in, never read; so is the next
+        selection.ids if capacity else lengths,  # placeholder, never read; so is the next
         lengths if dense is None else dense,
         nothing,
         kernel=place_kernel,
@@ -69,13 +69,13 @@ def lists(
     page,
     STEPS: tl.constexpr,
 ):
-    """Returns whether the first `count` > 0 of ascending ids have `page`.
+    """Returns whether the first `count` > 0 of ascending ids include `page`.
 
-    Most lists end with it, or before, and need no search.
+    Most lists end with it or before it and need no search.
     """
     last = tl.load(ids_ptr + count - 1)
     if last > page:
-        # search bit by bit for the last entry whose page is not beyond `page`; -1: none
+        # bitwise search for the last entry with a page at or before `page`; -1: none
         entry = -1
         for step in tl.static_range(STEPS):
             ahead = entry + (1 << (STEPS - 1 - step))
@@ -92,7 +92,7 @@ def place_kernel(
     count_ptr,  # [pairs]
     ids_ptr,  # [pairs, C]
     dense_ptr,  # [pairs]
-    _nothing_ptr,  # an alias of out_ptr, full of -inf
+    _nothing_ptr,  # alias of out_ptr, filled with -inf
     out_ptr,  # [pairs, M], or [pairs, M, P]
     SLOTS: tl.constexpr,
     C: tl.constexpr,
@@ -109,12 +109,12 @@ def place_kernel(
     first = tl.program_id(0) * BLOCK
     entry = first + tl.arange(0, BLOCK)
     length = tl.load(lengths_ptr + pair)
-    newest = tl.cdiv(length, P) - 1  # -1 where nothing is held
+    newest = tl.cdiv(length, P) - 1  # -1 if the head is empty
     page = tl.full([BLOCK], M, tl.int32)  # page M does not exist
     if C > 0:
         count = tl.where(length > 0, tl.load(count_ptr + pair), 0)
         page = tl.load(ids_ptr + pair * C + entry, mask=entry < count, other=M)
-        # only the program that has the entry behind the list asks whether the newest page is there
+        # only the program with the entry after the list checks for the newest page
         if (count > 0) & (first <= count) & (count < first + BLOCK):
             missing = not lists(ids_ptr + pair * C, count, newest, STEPS)
             page = tl.where((entry == count) & missing, newest, page)

@@ -1,4 +1,4 @@
-"""Multiplies with a matrix that is kept in 8-bit blocks."""
+"""Multiplies by a matrix in 8-bit blocks."""
 
 import math
 from typing import Any
@@ -12,9 +12,10 @@ from jsparse.pallas_kernels.quantized_product import reference
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 from jsparse.parts import total
 
-MAX_ROWS = 4096  # with tensor cores; XLA multiplies more of them faster after widening the matrix
+# with tensor cores; for more, it is faster to widen the matrix and multiply with XLA
+MAX_ROWS = 4096
 MAX_FEW_ROWS = 4  # without tensor cores
-FASTER_WITHOUT = 2  # as many rows, where there are tensor cores that could be used
+FASTER_WITHOUT = 2  # maximum rows that are faster without tensor cores
 
 
 def _mosaic():
@@ -71,27 +72,27 @@ def quantized_product(
     in_parts: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "*parts_and_batch out"]:
-    """Multiplies rows with a matrix in 8-bit blocks: y = x · Wᵀ.
+    """Multiplies rows by a matrix in 8-bit blocks: y = x · Wᵀ.
 
-    Kernels multiply with blocks as they are read. For more rows, and elsewhere, the matrix is
-    widened to the type of x first, and a barrier keeps XLA from doing that before x is there: else
-    it would widen all matrices of a model at the beginning of a program.
+    Kernels read and multiply blocks directly. For more rows, and on other devices, the matrix is
+    first widened to the type of x. A barrier makes XLA wait for x before widening; otherwise it
+    would widen all matrices of a model at the start of a program.
 
     Args:
-        x: the rows. Kernels for few put their numbers in fixed point, block by block: integers of
-            16 bits, or of 24 in "triton" where x is float32, which leaves most of bfloat16 as they
-            are. Of a row with an infinite number they make NaN alone.
-        matrix: W [out, in], in blocks. For more than 32 rows (16 of a width beyond 16,384, 4 where
-            128 does not divide it, 2 beyond 32,768) "mosaic" rounds its numbers to the type of x;
-            for fewer, and in "triton", nothing else is rounded but sums.
+        x: the rows. Kernels for few rows convert them to fixed point, block by block: integers of
+            16 bits, or of 24 in "triton" if x is float32. Most bfloat16 numbers are unchanged by
+            this. A row with an infinite number gives NaN.
+        matrix: W [out, in], in blocks. For more than 32 rows (16 if the width is above 16,384, 4 if
+            it is not divisible by 128, 2 above 32,768), "mosaic" rounds its numbers to the type of
+            x. For fewer rows, and in "triton", only sums are rounded.
         dtype: the type of the result, by default that of x. Sums are float32.
-        in_parts: whether the product may be left in parts, in float32 and with an axis of them in
-            front, for the caller to add up (jsparse.parts).
-        implementation: "mosaic" (tensor cores of Hopper, 3 to 4096 rows of bfloat16), "triton"
-            (any NVIDIA GPU, 1 to 4 rows), "reference", or None to pick.
+        in_parts: whether the product may be returned in float32 parts, along a leading axis, for
+            the caller to add (jsparse.parts).
+        implementation: "mosaic" (Hopper's tensor cores, 3 to 4096 rows of bfloat16), "triton" (any
+            NVIDIA GPU, 1 to 4 rows), "reference", or None to choose.
 
     Raises:
-        ValueError: shapes do not fit together, or the named implementation cannot run here.
+        ValueError: shapes do not match, or the named implementation cannot run here.
     """
     check_blocks(matrix)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

@@ -8,21 +8,21 @@ from jsparse.pallas_kernels.quantized_product.mosaic_few import GROUPS, few_rows
 from jsparse.pallas_kernels.quantized_product.mosaic_many import many_rows
 from jsparse.pallas_kernels.weight_blocks import Blocks
 
-FEW_COLUMNS = 128  # must divide the width of the kernel for few rows
-MAX_FEW = 2**19  # numbers of 16 or 32 rows, of which shared memory has room for an eighth
+FEW_COLUMNS = 128  # divides the width in the kernel for few rows
+MAX_FEW = 2**19  # elements of 16 or 32 rows; shared memory has room for an eighth
 
 
 def quantized_product(
     x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any
 ) -> Float[Array, "rows out"] | Float32[Array, "parts rows out"]:
-    """Implements `api.quantized_product` with Mosaic GPU; of few rows in parts."""
+    """Implements `api.quantized_product` with Mosaic GPU; few rows return parts."""
     if takes_few(x):
         return few_rows(x, matrix)
     return many_rows(x, matrix, dtype=dtype)
 
 
 def takes_few(x: Float[Array, "rows in"]) -> bool:
-    """Returns whether these rows are put in fixed point and multiplied with blocks as they are."""
+    """Returns whether these rows are multiplied in fixed point, without widening the blocks."""
     rows, width = x.shape
     if rows > GROUPS[-1] or width % FEW_COLUMNS:
         return False

@@ -1,12 +1,12 @@
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportAbstractUsage=false
 """Implements `api.quantized_product` with Mosaic GPU for at most 32 rows, for Hopper.
 
-One persistent launch. A unit of work is 64 rows of the matrix over a part of its columns. One
-warpgroup copies: chunks of columns by TMA, as many ahead as shared memory holds. The others put x
-in fixed point while the first chunks are on their way, and then take them in turn. Tensor cores
-multiply the integers of both, block by block of 32 columns, without rounding; these sums are
-multiplied with the block's scale and unit and added up in float32. A row of x has the same bits
-whichever others there are, up to 16 or 32 in all, but not those of other backends.
+It is one persistent launch. A unit of work is 64 rows of the matrix over a part of its columns. One
+warpgroup copies chunks of columns by TMA, as far ahead as shared memory allows. The others convert
+x to fixed point while the first chunks are in flight, and then take chunks in turn. Tensor cores
+multiply the integers of both, block by block of 32 columns, without rounding. The sums are
+multiplied by the block's scale and unit and added in float32. The bits of a row of x do not depend
+on the other rows, up to 16 or 32 in all, but differ from those of other backends.
 """
 
 from collections.abc import Sequence
@@ -35,27 +35,27 @@ from jsparse.pallas_kernels.quantized_product.mosaic_shared import (
 )
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 
-GROUPS = (16, 32)  # the most rows of x in a launch; how it is cut goes by these alone
+GROUPS = (16, 32)  # maximum rows of x per launch; the division of the work depends only on these
 PARTS = (1, 2, 4, 8)
-MEMORY = 232_448  # bytes of shared memory of a program
-DIGIT_BYTES = 2**16  # of it, what a part of x should take at most
-UNIT_CHUNKS = 1  # what a unit costs beside its chunks, in chunks
+MEMORY = 232_448  # bytes of shared memory per program
+DIGIT_BYTES = 2**16  # target bytes of it for a part of x
+UNIT_CHUNKS = 1  # overhead of a unit, in chunks
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Holds the sizes of one launch; it is the key of compiled kernels.
+    """Sizes of one launch; the key of compiled kernels.
 
     Attributes:
-        rows: of x that count.
-        padded: the rows of x in a product, a multiple of 8.
+        rows: rows of x.
+        padded: rows of x in a product, a multiple of 8.
         out, width: the sizes of the matrix.
-        columns: of a chunk.
-        stages: the chunks that shared memory holds, a multiple of `turns`.
-        turns: the warpgroups that multiply.
-        parts: the parts that columns are cut into.
-        blocks: the programs.
-        interpret: whether it runs in the interpreter.
+        columns: columns per chunk.
+        stages: chunks in shared memory, a multiple of `turns`.
+        turns: multiplying warpgroups.
+        parts: parts of the columns.
+        blocks: programs.
+        interpret: whether the kernel runs in the interpreter.
     """
 
     rows: int
@@ -79,7 +79,7 @@ class Problem:
 
     @property
     def chunks(self) -> int:
-        """Of a part."""
+        """The number of chunks per part."""
         return -(-self.width // (self.columns * self.parts))
 
     @property
@@ -88,12 +88,12 @@ class Problem:
 
     @property
     def at_once(self) -> int:
-        """The blocks whose products are in registers together."""
+        """The number of blocks with their products in registers at once."""
         return 4 if self.padded <= 16 else 2
 
     @property
     def others(self) -> int:
-        """The warpgroups that multiply, but the first; 1 at least, as no memory has size 0."""
+        """The multiplying warpgroups after the first; at least 1, since no buffer may be empty."""
         return max(self.turns - 1, 1)
 
 
@@ -108,10 +108,10 @@ def few_rows(
     blocks: int = BLOCKS_OF_H100,
     interpret: bool = False,
 ) -> Float32[Array, "parts rows out"]:
-    """Multiplies at most 32 rows, in one launch; what it returns is to be added up.
+    """Multiplies at most 32 rows in one launch; the caller adds the returned parts.
 
-    The integers override what was measured best; `interpret` runs on any machine, slowly, for
-    tests.
+    The integers override the fastest measured values. `interpret` runs the kernel on any machine,
+    slowly, for tests.
     """
     (rows, width), out = x.shape, matrix["values"].shape[0]
     padded, group = -(-rows // 8) * 8, group_of(rows)
@@ -131,14 +131,15 @@ def few_rows(
 
 
 def group_of(rows: int) -> int:
-    """Returns the number of rows that a launch of these is cut for."""
+    """Returns the size in GROUPS that a launch of `rows` rows uses."""
     return next(most for most in GROUPS if rows <= most)
 
 
 def best_parts(out: int, width: int, columns: int, rows: int) -> int:
-    """Returns the number of parts with which the busiest program has least to do.
+    """Returns the number of parts that minimises the work of the busiest program.
 
-    The bits of a row of x depend on it: so it goes by the most rows, not by those that there are.
+    The bits of a row of x depend on this number, so it depends on the size in GROUPS instead of the
+    actual number of rows.
     """
 
     def cost(parts: int) -> tuple[int, int]:
@@ -152,32 +153,32 @@ def best_parts(out: int, width: int, columns: int, rows: int) -> int:
 
 
 def most_stages(padded: int, columns: int, chunks: int, turns: int) -> int:
-    """Returns the chunks that shared memory has room for, at most eight, a multiple of `turns`."""
+    """Returns the number of chunks that fit in shared memory: a multiple of `turns`, at most 8."""
     of_x = chunks * columns * padded * (2 + 4 / BLOCK)  # digits and units
-    others = 4 * ROWS * padded * turns + 4096  # sums, and what aligns all of these
+    others = 4 * ROWS * padded * turns + 4096  # sums, and alignment of all of these
     stage = ROWS * columns * (1 + 2 / BLOCK)
     room = int((MEMORY - of_x - others) / stage)
     return max(min(room, 8) // turns, 1) * turns
 
 
 class Refs(NamedTuple):
-    """Names a launch's arrays, and a program's shared memory and barriers, in their order.
+    """A launch's arrays, and a program's shared memory and barriers, in the kernel's order.
 
-    What a warpgroup fills another frees. A slot's nth use is its barriers' nth phase.
+    One warpgroup fills a slot and another frees it. A slot's nth use is its barriers' nth phase.
     """
 
     x: Any  # [rows, in]
     values: Any  # [out, in]
     scales: Any  # [in / 32, out]
-    out: Any  # [parts, rows, out]: each part's sums
-    digits_s: Any  # [2 · padded, part_columns]: the high digits of x, and the low ones
-    units_s: Any  # [part_columns / 32, padded]: those of x
+    out: Any  # [parts, rows, out]: sums of each part
+    digits_s: Any  # [2 · padded, part_columns]: the high digits of x, then the low ones
+    units_s: Any  # [part_columns / 32, padded]: units of x
     values_s: Any  # [stages, ROWS, columns]
     scales_s: Any  # [stages, columns / 32, ROWS]
-    sums_s: Any  # [turns - 1, ROWS, padded]: of the warpgroups but the first
-    x_full: Any  # all have put their share of x in fixed point
-    full: Any  # [stages]: values and scales of a chunk are there
-    free: Any  # [stages]: they are used
+    sums_s: Any  # [turns - 1, ROWS, padded]: sums of all warpgroups but the first
+    x_full: Any  # all have converted their share of x to fixed point
+    full: Any  # [stages]: values and scales of a chunk have arrived
+    free: Any  # [stages]: they have been used
     sums_full: Any  # all but the first have stored their sums
     sums_free: Any  # the first has added them to its own
 
@@ -224,19 +225,19 @@ def _kernel(p: Problem):
 
 
 def _share(p: Problem) -> tuple[Any, Any]:
-    """Returns the part that all units of a program have, and their number."""
+    """Returns the part of all units of a program, and the number of its units."""
     block = lax.axis_index("block")
     return lax.rem(block, p.parts), lax.div(p.units - block + p.blocks - 1, p.blocks)
 
 
 def _rows_of(p: Problem, unit: Any) -> Any:
-    """Returns the rows of the matrix that a program's nth unit has."""
+    """Returns the matrix rows of a program's nth unit."""
     tile = lax.div(lax.axis_index("block") + unit * p.blocks, p.parts)
     return pl.ds(pl.multiple_of(tile * ROWS, ROWS), ROWS)
 
 
 def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
-    """Multiplies the chunks that are this warpgroup's turn; the first stores the sums of all."""
+    """Multiplies this warpgroup's chunks; the first warpgroup stores the sums of all."""
     part, units = _share(p)
     put, multiply, store = (
         (_put, _products, _store)
@@ -272,8 +273,8 @@ def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
         return acc
 
     def unit(nth, none):
-        # of all of a program's chunks every p.turns-th, so that a slot of shared memory is always
-        # the same warpgroup's, which counts the phases of its barriers
+        # takes every p.turns-th of all the program's chunks, so that a slot of shared memory always
+        # belongs to the same warpgroup, which counts the phases of its barriers
         first = lax.rem(warpgroup + (p.turns - 1) * nth * p.chunks, p.turns)
         own = lax.div(p.chunks - first + p.turns - 1, p.turns)
         acc = jnp.full((ROWS, p.padded), 0.0, jnp.float32)
@@ -310,9 +311,9 @@ def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
 
 
 def _copy(p: Problem, r: Refs) -> None:
-    """Copies chunk after chunk into slots that are free.
+    """Copies chunk after chunk into free slots.
 
-    Rows and columns past the end become 0, of values and scales, too.
+    Rows and columns past the end become 0, in values and in scales.
     """
     part, units = _share(p)
     sent, blocks = units * p.chunks, p.columns // BLOCK
@@ -348,7 +349,7 @@ def _load(p: Problem, ref: Any, layout: Any) -> Any:
 
 
 def _put(x: Any, digits_s: Any, units_s: Any, first: Any, _: int) -> None:
-    """Does what `put_in_fixed_point` does, in the interpreter."""
+    """Emulates `put_in_fixed_point` in the interpreter."""
     padded, columns = digits_s.shape[0] // 2, digits_s.shape[1]
     given = jnp.pad(x[...], ((0, padded - x.shape[0]), (0, PARTS[-1] * columns)))
     digits, units = fixed_point(lax.dynamic_slice(given, (0, first), (padded, columns)))
@@ -356,7 +357,7 @@ def _put(x: Any, digits_s: Any, units_s: Any, first: Any, _: int) -> None:
 
 
 def _products(values_s: Any, digits_s: Any, blocks: Sequence[int]) -> list[Any]:
-    """Returns what `block_products` does, in the interpreter."""
+    """Emulates `block_products` in the interpreter."""
     count = values_s.shape[1] // BLOCK
     values, digits = (
         jnp.split(ref[...].astype(jnp.int32), count, 1) for ref in (values_s, digits_s)

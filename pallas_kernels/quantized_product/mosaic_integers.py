@@ -1,10 +1,10 @@
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
-"""Puts rows in fixed point and multiplies integers in tensor cores, in Mosaic GPU.
+"""Converts rows to fixed point and multiplies integers in tensor cores, in Mosaic GPU.
 
-A block of 32 numbers of a row becomes integers of 16 bits and their unit, a power of two that
-leaves the largest of them room. Tensor cores multiply bytes: so each integer is 256 · high + low,
-and its two digits stand in two rows. Where a block's largest number has all eight bits of
-bfloat16's mantissa set, its unit is twice as large, for 128 would not fit into the high digit.
+A block of 32 numbers of a row becomes 16-bit integers and their unit, a power of two that fits the
+largest of them. Tensor cores multiply bytes, so each integer is 256 · high + low, with its two
+digits in two rows. If all eight bits of the bfloat16 mantissa of a block's largest number are set,
+its unit is doubled, because 128 would not fit in the high digit.
 """
 
 from collections.abc import Sequence
@@ -33,15 +33,15 @@ from jsparse.pallas_kernels.mosaic_registers import (
 from jsparse.pallas_kernels.quantized_product.mosaic_shared import tiled
 from jsparse.pallas_kernels.weight_blocks import BLOCK
 
-SWIZZLE = 128  # bytes; also the columns of a tile of 8 rows
+SWIZZLE = 128  # bytes; also columns of a tile of 8 rows
 TILE = 8 * SWIZZLE
-ROUND_UP = 1 << 16  # takes a float32 whose mantissa begins with seven ones to the next exponent
-BITS = 14  # of an integer, behind the first
-INFINITE = 0x7F800000  # from there on, what is infinite or not a number
-LEAST = 24  # the least exponent that is told apart, so that units are not subnormal
+ROUND_UP = 1 << 16  # moves a float32 with a mantissa of seven leading ones to the next exponent
+BITS = 14  # bits of an integer after the first
+INFINITE = 0x7F800000  # from here on, infinity or NaN
+LEAST = 24  # exponents are clamped to at least this, so that units are not subnormal
 NOT_A_NUMBER = 0x7FC00000
 AT_ONCE = 4  # blocks that a thread loads before it stores any
-WHOLE = 12_582_912.0  # 1.5 · 2^23: added to a float32, its last bits are a rounded integer
+WHOLE = 12_582_912.0  # 1.5 · 2^23: added to a float32, the last bits are the rounded integer
 
 
 def fixed_point(
@@ -59,14 +59,14 @@ def fixed_point(
 
 
 def put_in_fixed_point(x: Any, digits_s: Any, units_s: Any, first: Any, warpgroups: int) -> None:
-    """Does what `fixed_point` does to the columns that `digits_s` has room for, from the first on.
+    """Computes `fixed_point` of the columns from `first` on for which `digits_s` has room.
 
     Args:
         x: [rows, in] of bfloat16, in global memory.
-        digits_s: [2 · padded, columns]; rows past those of x stay unwritten.
-        units_s: [columns / 32, padded]; those of blocks past the end of x become 0.
+        digits_s: [2 · padded, columns]; rows past those of x are not written.
+        units_s: [columns / 32, padded]; units of blocks past the end of x become 0.
         first: the first column.
-        warpgroups: those that do this together.
+        warpgroups: the number of warpgroups that share the work.
     """
     arguments = (
         plgpu.RefType(),
@@ -85,7 +85,7 @@ def put_in_fixed_point(x: Any, digits_s: Any, units_s: Any, first: Any, warpgrou
         def load(nth):
             row, block = divided(nth, blocks)
             column = arith.addi(begin, times(block, BLOCK))
-            # what lies past the end counts 0, whatever it is
+            # columns past the end count as 0, whatever they contain
             there = below(column, width)
             column = arith.minui(column, constant(column, width - BLOCK))
             return row, block, there, _load_block(at_x, arith.addi(times(row, width), column))
@@ -109,7 +109,8 @@ def put_in_fixed_point(x: Any, digits_s: Any, units_s: Any, first: Any, warpgrou
             last = min(start + AT_ONCE * threads, all_of_them)
             places = [plus(of_thread, nth) for nth in range(start, last, threads)]
             end = constant(of_thread, all_of_them - 1)
-            loaded = [load(arith.minui(nth, end)) for nth in places]  # without waiting for any
+            # issue all loads before using any
+            loaded = [load(arith.minui(nth, end)) for nth in places]
             for nth, one in zip(places, loaded, strict=True):
                 with mgpu.when(below(nth, all_of_them)):
                     put(*one)
@@ -125,7 +126,7 @@ def _load_block(x: Any, at: Any) -> list[Any]:
 
 
 def _in_fixed_point(numbers: list[Any]) -> tuple[list[Any], list[Any], Any]:
-    """Returns a block's high digits, 16 and 16, its low ones, and its unit."""
+    """Returns a block's high digits, 16 and 16, its low digits, and its unit."""
     floats, integers = (
         ir.VectorType.get((16,), kind)
         for kind in (ir.F32Type.get(), ir.IntegerType.get_signless(32))
@@ -166,12 +167,12 @@ def _store(value: Any, pointer: Any, byte: Any) -> None:
 
 
 def block_products(values_s: Any, digits_s: Any, blocks: Sequence[int]) -> list[Any]:
-    """Returns some blocks' products of 64 rows of bytes with digits, [64, digits] of int32.
+    """Returns several blocks' products of 64 rows of bytes with digits, [64, digits] of int32.
 
     Args:
         values_s: rows of 128 columns.
         digits_s: the same columns of the digits.
-        blocks: which of its four.
+        blocks: indices among its four blocks.
     """
     rows, digits = values_s.shape[0], digits_s.shape[0]
     kind = plgpu.RefType(tiled(SWIZZLE, 1))
@@ -203,7 +204,7 @@ def block_products(values_s: Any, digits_s: Any, blocks: Sequence[int]) -> list[
                 a_k_stride=BLOCK,
                 b_k_stride=BLOCK,
                 n=digits,
-                swizzle=BLOCK,  # as many bytes of a row are multiplied
+                swizzle=BLOCK,  # a product takes this many bytes of a row
                 a_element_type=byte,
                 b_element_type=byte,
             )
@@ -211,7 +212,7 @@ def block_products(values_s: Any, digits_s: Any, blocks: Sequence[int]) -> list[
         nvvm.wgmma_commit_group_sync_aligned()
         nvvm.wgmma_wait_group_sync_aligned(0)
         return [
-            mgpu.optimization_barrier(  # nothing reads registers before they are there
+            mgpu.optimization_barrier(  # no register is read before its product has finished
                 mgpu.FragmentedArray(
                     _registers=registers, _layout=acc._value.layout, _is_signed=True
                 )

@@ -1,13 +1,13 @@
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportAbstractUsage=false
 """Implements `api.quantized_product` with Mosaic GPU for many rows, for Hopper.
 
-One persistent launch. A unit of work is a tile of the matrix by up to 256 rows of x: all columns of
-it, or a part of them where that gives the last round of programs more to do, and then XLA adds the
-parts up. One warpgroup copies chunks of both by TMA, as many ahead as shared memory holds. Two take
-64 rows of the matrix each: they widen integers in registers (`mosaic_widening`), to numbers that
-are rounded to bfloat16 as the reference's are, and multiply these with x in the tensor cores. Where
-there are many rows, two programs of a cluster take neighbouring rows of the matrix and the same
-rows of x, which TMA multicasts to both.
+It is one persistent launch. A unit of work is a tile of the matrix by up to 256 rows of x. It spans
+all columns, or a part of them if that gives more programs work in the last wave; XLA then adds the
+parts. One warpgroup copies chunks of both operands by TMA, as far ahead as shared memory allows.
+Two take 64 rows of the matrix each. They widen integers in registers (`mosaic_widening`), rounded
+to bfloat16 like the reference's, and multiply them by x in the tensor cores. With many rows, the
+two programs of a cluster take adjacent rows of the matrix and the same rows of x, which TMA
+multicasts to both.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ from jsparse.pallas_kernels.quantized_product.mosaic_widening import widened
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 from jsparse.parts import total
 
-OUT = 64  # rows of x that are stored at once
+OUT = 64  # rows of x per store
 
 
 def many_rows(
@@ -58,20 +58,20 @@ def many_rows(
     cluster: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "rows out"]:
-    """Multiplies any number of rows, in one launch.
+    """Multiplies any number of rows in one launch.
 
-    How work is shared out, and with it the bits of a row, depends on the number of rows.
-
-    `row_tile` to `cluster` override what is chosen here (`split`: `Problem`'s `whole` and `parts`);
-    `interpret` runs on any machine, slowly, for tests.
+    The division of the work, and with it the bits of a row, depends on the number of rows.
+    `row_tile` to `cluster` override the defaults (`split`: `Problem`'s `whole` and `parts`).
+    `interpret` runs the kernel on any machine, slowly, for tests.
     """
     (rows, width), out = x.shape, matrix["values"].shape[0]
-    padded = -(-rows // 8) * 8  # TMA takes whole tiles of rows
+    padded = -(-rows // 8) * 8  # TMA copies whole tiles of rows
     if row_tile is None:
         row_tile = next((size for size in ROW_TILES if rows <= size), ROW_TILES[-1])
     if cluster is None:
         cluster = 2 if row_tile >= MULTICAST and not interpret else 1
-    assert stages > 1  # a slot is freed once the next chunk is there: one alone never would be
+    # a slot is freed once the next chunk has arrived, so a single slot would deadlock
+    assert stages > 1
     dtype = jnp.dtype(dtype)
     kept = dtype if dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
     p = Problem(padded, out, width, row_tile, cluster, stages, blocks, kept, interpret)
@@ -88,19 +88,19 @@ def many_rows(
 
 
 class Refs(NamedTuple):
-    """Names a launch's arrays, and a program's shared memory and barriers, in their order."""
+    """A launch's arrays, and a program's shared memory and barriers, in the kernel's order."""
 
     x: Any  # [rows, in]
     values: Any  # [out, in]
     scales: Any  # [in / 32, out]
-    out: Any  # [rows, out], of which whole tiles are stored; None without these
-    sums: Any  # [parts, rows, the other columns]; None without these
+    out: Any  # [rows, out], written for whole tiles; None if there are none
+    sums: Any  # [parts, rows, the other columns]; None if there are none
     x_s: Any  # [stages, row_tile, CHUNK]
     values_s: Any  # [stages, TILE, CHUNK]
     scales_s: Any  # [stages, CHUNK / 32, TILE]
     out_s: Any  # [WARPGROUPS, OUT, ROWS]
-    full: Any  # [stages]: a chunk is there
-    free: Any  # [stages]: it is used, by all who share it
+    full: Any  # [stages]: a chunk has arrived
+    free: Any  # [stages]: all its readers have used it
 
 
 @cache
@@ -119,7 +119,7 @@ def _kernel(p: Problem):
         r = Refs(*refs[:3], out, sums, *others)
         warpgroup = lax.axis_index("warpgroup")
 
-        # 128 threads at 40 and twice 128 at 232 take 64,512 of 65,536 registers
+        # 128 threads with 40 and twice 128 with 232 use 64,512 of 65,536 registers
         @pl.when(warpgroup < WARPGROUPS)
         def _():
             plgpu.set_max_registers(232, action="increase")
@@ -157,21 +157,21 @@ def _kernel(p: Problem):
 
 
 class Unit(NamedTuple):
-    """Holds what a program multiplies."""
+    """A program's unit of work."""
 
-    whole: Any  # whether that is all columns
-    part: Any  # which of the parts of the columns, else 0
-    out_row: Any  # the first row of the matrix
-    x_row: Any  # the first row of x
+    whole: Any  # whether it spans all columns
+    part: Any  # index of the part of the columns; 0 if whole
+    out_row: Any  # first row of the matrix
+    x_row: Any  # first row of x
     first_chunk: Any
-    chunks: Any  # their number
+    chunks: Any  # number of chunks
 
 
 def _each_unit(p: Problem, do: Callable[[Unit, Any], None]) -> Any:
     """Calls `do` with each unit of this program and the number of chunks before it.
 
-    Returns the number of all chunks. Neighbours have the same rows of the matrix: all but the first
-    find them in the cache.
+    Returns the number of all chunks. Neighbouring programs share rows of the matrix, so all but the
+    first find them in the cache.
     """
     cluster = lax.axis_index("cluster")
 
@@ -199,7 +199,7 @@ def _each_unit(p: Problem, do: Callable[[Unit, Any], None]) -> Any:
 
 
 def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
-    """Multiplies every unit's chunks with 64 rows of the matrix, and stores the sums."""
+    """Multiplies every unit's chunks by 64 rows of the matrix, and stores the sums."""
     own = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
     numbers_of, sum_up = (_numbers, _sum_values) if p.interpret else (widened, _sum_registers)
 
@@ -212,7 +212,8 @@ def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
         return r.x_s.at[lax.rem(n, p.stages)]
 
     def free(n):
-        if p.cluster > 1:  # one thread arrives for its warpgroup then: first all are to be done
+        # one thread arrives for its warpgroup, so all threads must have finished first
+        if p.cluster > 1:
             _meet()
         plgpu.barrier_arrive(r.free.at[lax.rem(n, p.stages)])
 
@@ -221,14 +222,14 @@ def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
         _store(p, r, warpgroup, sums, unit)
 
     _each_unit(p, unit)
-    if not p.interpret:  # before this memory is another program's
+    if not p.interpret:  # before another program uses this memory
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _sum_registers(p: Problem, first: Any, last: Any, widen: Any, x_of: Any, free: Any) -> Any:
-    """Returns the product of a unit's chunks, from the first to the last, of the tensor cores.
+    """Returns the tensor cores' product of a unit's chunks, from the first to the last.
 
-    While they multiply a chunk, threads widen the next one.
+    While tensor cores multiply a chunk, threads widen the next one.
     """
 
     def run(acc):
@@ -254,7 +255,7 @@ def _sum_registers(p: Problem, first: Any, last: Any, widen: Any, x_of: Any, fre
 
 @plgpu.inline_mgpu()
 def _meet(_) -> None:
-    """Lets a warpgroup's threads wait for each other."""
+    """Synchronises a warpgroup's threads."""
     mgpu.utils.warpgroup_barrier()
 
 
@@ -277,7 +278,7 @@ def _numbers(values_s: Any, scales_s: Any) -> Any:
 
 
 def _store(p: Problem, r: Refs, warpgroup: Any, sums: Any, unit: Unit) -> None:
-    """Stores what a unit's columns give, rows of x, or a part of it."""
+    """Stores a unit's products, or its part of them, as rows of x."""
     out_row = unit.out_row + pl.multiple_of(warpgroup * ROWS, ROWS)
     by_eight = _store_values if p.interpret else store_registers
 
@@ -285,8 +286,8 @@ def _store(p: Problem, r: Refs, warpgroup: Any, sums: Any, unit: Unit) -> None:
         if p.interpret or p.dtype == jnp.float32:
             _store_by_eight(p, r.out, sums, unit.x_row, out_row, by_eight)
         else:
-            # with one tile along an axis Mosaic drops the axis: TMA would store a tile past the
-            # end over the first
+            # if an axis has only one tile, Mosaic drops the axis, and TMA would store a tile past
+            # the end over the first
             pl.when(out_row < p.out)(
                 lambda: _store_tiles(p, r, warpgroup, sums, unit.x_row, out_row)
             )
@@ -305,7 +306,7 @@ def _store(p: Problem, r: Refs, warpgroup: Any, sums: Any, unit: Unit) -> None:
 
 
 def _store_tiles(p: Problem, r: Refs, warpgroup: Any, sums: Any, x_row: Any, out_row: Any) -> None:
-    """Stores products by TMA; what lies past the end is not stored."""
+    """Stores products by TMA, except those past the end."""
     sums = sums.astype(p.dtype)
     for at in range(0, p.row_tile, OUT):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -319,7 +320,7 @@ def _store_tiles(p: Problem, r: Refs, warpgroup: Any, sums: Any, x_row: Any, out
 def _store_by_eight(
     p: Problem, out: Any, sums: Any, x_row: Any, out_row: Any, store: Callable[..., None]
 ) -> None:
-    """Stores what does not lie past the end, eight rows of x at a time."""
+    """Stores products, except those past the end, eight rows of x at a time."""
     for at in range(0, p.row_tile, 8):
 
         @pl.when((x_row + at < p.rows) & (out_row < out.shape[-1]))
@@ -333,7 +334,7 @@ def _store_values(out: Any, some: Any) -> None:
 
 
 def _copy(p: Problem, r: Refs) -> None:
-    """Copies chunk after chunk into slots that are free; what lies past the end becomes 0."""
+    """Copies chunk after chunk into free slots; elements past the end become 0."""
     multicast = "program" if p.cluster > 1 else None
 
     def copy(unit, n):

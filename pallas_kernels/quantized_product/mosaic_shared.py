@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportAbstractUsage=false
-"""Holds what the kernels in Mosaic GPU for few and for many rows have in common."""
+"""Code shared by the Mosaic GPU kernels for few and for many rows."""
 
 from typing import Any
 
@@ -9,20 +9,20 @@ from jaxlib.mlir.dialects import memref, vector
 
 from jsparse.pallas_kernels.mosaic_registers import below, index, plus, position
 
-ROWS = 64  # of the matrix, the least that a product in tensor cores has
-BLOCKS_OF_H100 = 132  # multiprocessors; also those of an H200
+ROWS = 64  # of the matrix: the minimum of a tensor core product
+BLOCKS_OF_H100 = 132  # SMs; also of an H200
 
 
 def tiled(width: int, nbytes: int) -> tuple[Any, ...]:
-    """Returns how shared memory keeps tiles of 8 rows, swizzled over their width."""
+    """Returns the shared memory layout: tiles of 8 rows, swizzled over their width."""
     return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * nbytes)
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
 def store_registers(_, out, sums) -> None:  # [rows, ROWS], [ROWS, padded]
-    """Stores the rows of x that count, which are columns of the sums."""
+    """Stores the actual rows of x, which are columns of the sums."""
     row, column = position()
-    # parts[i, half]: columns 8 i + column and the next, of the row that lies 8 · half below
+    # parts[i, half]: columns 8 i + column and the next, of the row 8 · half below
     for i, parts in enumerate(sums.registers.reshape(-1, 2)):
         for half, part in enumerate(parts):
             at = index(plus(row, 8 * half))

@@ -1,11 +1,11 @@
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
-"""Widens a matrix's blocks in registers, in Mosaic GPU, for tensor cores that take bfloat16.
+"""Widens a matrix's blocks to bfloat16 in registers, for tensor cores, in Mosaic GPU.
 
-Tensor cores wait for a good part of this, so instructions count. For two numbers they are a load,
-one that flips the signs, two that put each number n into the mantissa of a float32 with the
-exponent of 2^15, which then is 2^15 + 128 + n, two fused multiply-adds, and one that rounds. A
+Tensor cores wait for a good part of this, so every instruction counts. Two numbers take a load; an
+instruction that flips the signs; two that put each number n into the mantissa of a float32 with the
+exponent of 2^15, which gives 2^15 + 128 + n; two fused multiply-adds; and one that rounds. A
 multiply-add subtracts scale · (2^15 + 128) from scale · (2^15 + 128 + n). A scale has 11 bits, so
-the former is exact, and what is rounded is scale · n.
+the former is exact, and the rounded number is scale · n.
 """
 
 from typing import Any
@@ -29,13 +29,13 @@ from jsparse.pallas_kernels.quantized_product.mosaic_shared import ROWS, tiled
 from jsparse.pallas_kernels.weight_blocks import BLOCK
 
 LINES, SEGMENT = 8, 16  # rows of a tile of shared memory; bytes that are swizzled together
-SIGNS = 0x8080  # of two bytes
+SIGNS = 0x8080  # sign bits of two bytes
 EXPONENT, OFFSET = 0x47000000, 2.0**15 + 128
-SELECTORS = (0x7604, 0x7614)  # of prmt: the first or second byte, and the exponent's others
+SELECTORS = (0x7604, 0x7614)  # of prmt: the first or second byte, and the exponent's bytes
 
 
 def widened(values_s: Any, scales_s: Any) -> list[Any]:
-    """Returns numbers as tensor cores take them, [64, 32] of each block.
+    """Returns tensor core operands, [64, 32] per block.
 
     Args:
         values_s: 64 rows of bytes, [64, columns].
@@ -76,14 +76,14 @@ def widened(values_s: Any, scales_s: Any) -> list[Any]:
 
 
 def _load_two(memory: Any, at: Any) -> Any:
-    """Returns two bytes, in a word."""
+    """Loads two bytes into a word."""
     byte, two, word = (ir.IntegerType.get_signless(bits) for bits in (8, 16, 32))
     place = mgpu.utils.getelementptr(memory, [at], byte)
     return arith.extui(word, llvm.load(two, place, alignment=2))
 
 
 def _scale(scales: Any, block: int, row: Any) -> tuple[Any, Any]:
-    """Returns a row's scale, and what is added to its products."""
+    """Returns a row's scale, and the offset that is added to its products."""
     place = [arith.constant(ir.IndexType.get(), block), index(row)]
     scale = arith.extf(ir.F32Type.get(), memref.load(scales, place))
     return scale, arith.mulf(scale, constant(scale, -OFFSET))

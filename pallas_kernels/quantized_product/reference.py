@@ -1,4 +1,4 @@
-"""Implements `api.quantized_product` in plain jnp, for very many rows and other machines."""
+"""Implements `api.quantized_product` in plain jnp, for very many rows and other devices."""
 
 from typing import Any
 

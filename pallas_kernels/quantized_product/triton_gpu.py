@@ -1,14 +1,14 @@
 """Implements `api.quantized_product` with jax-triton for a few rows, without tensor cores.
 
-Widening a byte takes as many instructions as multiplying it. So x is put in fixed point instead,
-block by block: 16 bits a number, of which the largest of a block of 32 uses all, or 24 where x is
-float32. An instruction multiplies four bytes of the matrix with four bytes of that, and adds.
-Integers of a block are added without rounding, and multiplied with the block's scale before
-anything is added across blocks.
+Widening a byte takes the same number of instructions as multiplying it, so x is converted to fixed
+point instead, block by block. Numbers have 16 bits, or 24 if x is float32, and the largest of a
+block of 32 uses all of them. An instruction multiplies four bytes of the matrix by four bytes of x,
+and accumulates. The integers of a block are added without rounding, and multiplied by the block's
+scale before sums across blocks.
 
-A program has all columns, or a part of them that is summed up afterwards, and some rows of the
-matrix at a time; while it multiplies these, the next are on their way. What x is made of, a sum
-and its norm or a gate, it computes itself, while its first rows are on theirs.
+A program has all columns, or a part of them that is added up afterwards, and several rows of the
+matrix at a time; the next rows are in flight while it multiplies. It computes x itself (a sum and
+its norm, or a gate) while its first rows are in flight.
 """
 
 from typing import Any, NamedTuple
@@ -22,18 +22,18 @@ from jaxtyping import Array, Float
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
 from jsparse.parts import total
 
-WHOLE = 4096  # columns up to which a program has them all
-PART = 2048  # the most that it has where there are more
+WHOLE = 4096  # maximum columns for which one program has them all
+PART = 2048  # maximum columns per program otherwise
 
 
 class BlocksTiling(NamedTuple):
-    """Describes how the work is cut.
+    """Division of the work.
 
     Attributes:
         out: rows of the matrix that a program has at a time.
-        columns: the most columns that it has, a power of two.
+        columns: maximum columns per program, a power of two.
         num_warps: warps per program.
-        programs: programs per multiprocessor.
+        programs: programs per SM.
     """
 
     out: int
@@ -43,9 +43,9 @@ class BlocksTiling(NamedTuple):
 
 
 def default_tiling(width: int, *, whole: bool) -> BlocksTiling:
-    """Chooses what was measured best on an H200, for the matrices of Llama 3.1 8B.
+    """Returns the fastest tiling measured on an H200, for the matrices of Llama 3.1 8B.
 
-    `whole` asks for programs that have all columns.
+    `whole` requests programs that have all columns.
     """
     columns = triton.next_power_of_2(width if whole or width <= WHOLE else PART)
     return BlocksTiling(min(8, 2**15 // columns), columns, 8, 2 if columns > PART else 4)
@@ -116,7 +116,7 @@ def norm_product(
     assert width <= tiling.columns
     whole, y = triton_call(
         *(x, delta, scale, matrix["values"], matrix["scales"]),
-        x if bias is None else bias,  # a stand-in, never read
+        x if bias is None else bias,  # placeholder, never read
         kernel=norm_product_kernel,
         out_shape=[
             jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -147,7 +147,7 @@ def _launch(x: Array, matrix: Blocks, tiling: BlocksTiling, parts: int) -> dict[
 
 @triton.jit
 def product_kernel(
-    x_ptr,  # [ROWS, WIDTH], or gate and up, [ROWS, 2 · WIDTH], where GATED
+    x_ptr,  # [ROWS, WIDTH], or gate and up, [ROWS, 2 · WIDTH], if GATED
     values_ptr,  # [N, WIDTH]
     scales_ptr,  # [WIDTH / 32, N]
     out_ptr,  # [parts, ROWS, N]
@@ -161,7 +161,7 @@ def product_kernel(
     CHUNK: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Multiplies CHUNK columns of every GROUPSth OUT rows of the matrix with those of x."""
+    """Multiplies CHUNK columns of every GROUPSth OUT rows of the matrix by those of x."""
     part, group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
     begin, end = part * CHUNK, tl.minimum(part * CHUNK + CHUNK, WIDTH)
     words, scales = tile(values_ptr, scales_ptr, group, begin, end, N, WIDTH, OUT, COLUMNS)
@@ -217,7 +217,7 @@ def norm_product_kernel(
     HAS_BIAS: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """Adds and normalises a row, and multiplies every GROUPSth OUT rows of the matrix with it.
+    """Adds and normalises a row, and multiplies every GROUPSth OUT rows of the matrix by it.
 
     Sums are divided by the norm, as in `row_product_triton`.
     """
@@ -268,7 +268,7 @@ def tile(
     OUT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Loads columns from `begin` to `end` of the nth OUT rows, four to a word, and their scales."""
+    """Loads columns `begin` to `end` of the nth OUT rows, four to a word, and their scales."""
     n = nth * OUT + tl.arange(0, OUT)[:, None]
     word = begin // 4 + tl.arange(0, COLUMNS // 4)[None, :]
     block = begin // 32 + tl.arange(0, COLUMNS // 32)[None, :]
@@ -280,15 +280,15 @@ def tile(
 
 @triton.jit
 def in_fixed_point(x, COLUMNS: tl.constexpr, BITS: tl.constexpr):
-    """Returns the unit of each block, and numbers as bytes, four to a word.
+    """Returns the unit of each block, and its numbers as bytes, four to a word.
 
-    The highest bytes, which have the sign, come first. A block with something that is infinite or
-    not a number gets NaN for a unit, so that this is not lost.
+    The highest bytes, with the sign, come first. The unit of a block with an infinity or NaN is
+    NaN, so that the result is NaN as well.
     """
     blocks = tl.reshape(x, (COLUMNS // 32, 32))
     top = tl.max(tl.abs(blocks), 1)
     known = tl.max((blocks != blocks).to(tl.int32), 1) == 0
-    # by exponents: the block's largest number goes to [2^(BITS - 2), 2^(BITS - 1)); from 32 on
+    # exponents: the block's largest number is scaled to [2^(BITS - 2), 2^(BITS - 1)); from 32 on
     # neither factor is subnormal or infinite
     exponent = tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 32)
     unit = ((exponent - (BITS - 2)) << 23).to(tl.float32, bitcast=True)
@@ -305,7 +305,7 @@ def in_fixed_point(x, COLUMNS: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def in_words(numbers, COLUMNS: tl.constexpr):
-    """Packs the lowest bytes of four neighbours each, [1, COLUMNS / 4]."""
+    """Packs the lowest bytes of every four neighbours, [1, COLUMNS / 4]."""
     shift = (tl.arange(0, 4) * 8)[None, :]
     return tl.sum((tl.reshape(numbers, (COLUMNS // 4, 4)) & 255) << shift, 1)[None, :]
 
@@ -331,7 +331,7 @@ def multiply(
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Multiplies rows in fixed point with every GROUPSth tile, of which the first is loaded."""
+    """Multiplies rows in fixed point by every GROUPSth tile; the first tile is already loaded."""
     for nth in tl.range(group, tl.cdiv(N, OUT), GROUPS):
         ahead, scales_ahead = tile(
             values_ptr, scales_ptr, nth + GROUPS, begin, end, N, WIDTH, OUT, COLUMNS
@@ -339,12 +339,12 @@ def multiply(
         n = nth * OUT + tl.arange(0, OUT)
         scales = scales.to(tl.float32)
         for row in tl.static_range(ROWS):
-            # the sum of 32 products of 8 by 16 bits fits into 32
+            # the sum of 32 products of 8 by 16 bits fits in 32 bits
             sums = by_block(dot_of_two(words, rows[row][1], rows[row][2]))
             if BITS == 24:
                 sums = sums * 256 + by_block(dot_of_one(words, rows[row][3]))
-            # a product alone would not be rounded where it is fused with the addition of another
-            # thread's: each thread would have a sum of its own
+            # an fma with 0: a plain product may be fused with the addition of another thread's,
+            # which skips its rounding, and each thread would get a different sum
             scale, zeros = scales * rows[row][0], tl.zeros(sums.shape, tl.float32)
             terms = tl.fma(sums.to(tl.float32), scale, zeros)
             y = tl.sum(terms, 1) * rates[row]
@@ -358,14 +358,14 @@ def multiply(
 
 @triton.jit
 def by_block(numbers):
-    """Adds up the eight words of each block."""
+    """Adds the eight words of each block."""
     SHAPE: tl.constexpr = (numbers.shape[0], numbers.shape[1] // 8, 8)
     return tl.sum(tl.reshape(numbers, SHAPE), 2).to(tl.float32)
 
 
 @triton.jit
 def dot_of_two(words, high, low):
-    """Multiplies the signed bytes of words with numbers of two bytes, and adds four of them."""
+    """Returns dot products of four signed bytes per word with numbers of two bytes."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 sum;
@@ -383,7 +383,7 @@ def dot_of_two(words, high, low):
 
 @triton.jit
 def dot_of_one(words, low):
-    """Multiplies the signed bytes of words with unsigned bytes, and adds four of them."""
+    """Returns dot products of four signed bytes per word with unsigned bytes."""
     return tl.inline_asm_elementwise(
         "dp4a.s32.u32 $0, $1, $2, 0;",
         "=r,r,r",

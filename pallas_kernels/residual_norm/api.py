@@ -1,4 +1,4 @@
-"""Adds what a part of a layer computed to the residual stream, and normalises the sum."""
+"""Adds a sublayer's output to the residual stream and normalises the sum."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -7,7 +7,7 @@ from jsparse.pallas_kernels.checked import check_dtypes, checked
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.residual_norm import reference
 
-MAX_WIDTH = 2**14  # a program holds a row in its registers
+MAX_WIDTH = 2**14  # a program has a row in registers
 
 
 def _load_triton():
@@ -29,7 +29,7 @@ BACKENDS = (
 
 
 def check_delta(x: Float[Array, "*batch D"], delta: Float[Array, "*parts_and_batch D"]) -> None:
-    """Raises a ValueError unless x and delta, or delta's parts, can be added up."""
+    """Raises ValueError unless x and delta, or delta's parts, can be added."""
     whole = delta.shape == x.shape and delta.dtype == x.dtype
     parts = delta.shape[1:] == x.shape and len(delta) > 0 and delta.dtype == jnp.float32
     if not whole and not parts:
@@ -50,16 +50,16 @@ def residual_norm(
 ) -> tuple[Float[Array, "rows D"], Float[Array, "rows D"]]:
     """Returns x + delta, and scale · (x + delta) / sqrt(mean((x + delta)²) + eps), RMSNorm.
 
-    Both have the type of x; the mean is float32. Of what is normalised, each factor is rounded to
-    that type first, as checkpoints' own code does.
+    Both have the type of x; the mean is float32. Each factor of the normalised row is rounded to
+    that type first, as in the checkpoints' own code.
 
     Args:
         x: the residual stream, a row per token.
-        delta: what is added to it, of the same type; or parts of it, of float32, whose sum is
-            rounded to that type first (jsparse.parts).
+        delta: added to x, of the same type; or float32 parts, whose sum is first rounded to that
+            type (jsparse.parts).
         scale: the norm's weights.
-        eps: what is added to the mean.
-        implementation: "triton" (one launch), "reference", or None to pick.
+        eps: added to the mean.
+        implementation: "triton" (one launch), "reference", or None to choose.
 
     Raises:
         ValueError: shapes or types differ, or the named implementation cannot run here.

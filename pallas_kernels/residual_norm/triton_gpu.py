@@ -1,4 +1,4 @@
-"""Implements `api.residual_norm` with jax-triton, in one launch of a program per row."""
+"""Implements `api.residual_norm` with jax-triton, in one launch with a program per row."""
 
 import jax
 import triton

@@ -1,4 +1,4 @@
-"""Rotates the heads of a decode step's tokens and writes their K and V into the cache."""
+"""Rotates the heads of a decode step's tokens and writes their K and V to the cache."""
 
 from jaxtyping import Array, Int32
 
@@ -19,7 +19,7 @@ def _load_triton():
 
 def _refusal(heads: Heads, layer: LayerCache, *_) -> str | None:
     if layer.page_pools is not None:
-        return "takes K and V on the device alone"
+        return "takes K and V only on the device"
     return wide_rows(heads.qkv.shape[-1]) or no_triton()
 
 
@@ -41,19 +41,19 @@ def rope_append(
     """Splits, normalises and rotates q, k and v of one token per row, and stores K and V.
 
     Args:
-        heads: what the product with the weights of q, k and v gave, [B, 1, N + 2K, H], or its
-            parts, [parts, B, 1, N + 2K, H].
-        layer: the cache's layer. It must have made room: its lengths count the tokens.
+        heads: the product with the weights of q, k and v, [B, 1, N + 2K, H], or its parts, [parts,
+            B, 1, N + 2K, H].
+        layer: the cache's layer, with room for the tokens: its lengths already include them.
         positions: the tokens' positions in the text.
-        valid: 1 for rows that take part, 0 for others, whose K and V are stored nowhere.
-        implementation: "triton" (one launch, in place), "reference", or None to pick.
+        valid: 1 for active rows; 0 for others, whose K and V are not stored.
+        implementation: "triton" (one launch, in place), "reference", or None to choose.
 
     Returns:
-        q and k after their norms and rotation, v, and the layer that holds K and V. NaN and
-        infinities in k and v are 0, as `jsparse.cache.finite` explains.
+        q and k after their norms and rotation, v, and the layer with K and V. NaN and infinities in
+        k and v become 0, as `jsparse.cache.finite` explains.
 
     Raises:
-        ValueError: there are several tokens per row, heads do not fit the layer, or the named
+        ValueError: there are several tokens per row, heads do not match the layer, or the named
             implementation cannot run here.
     """
     check_parts("qkv", heads.qkv, 4)

@@ -1,7 +1,7 @@
-"""Implements `api.rope_append` with jax-triton, in one launch of a program per head.
+"""Implements `api.rope_append` with jax-triton, in one launch with a program per head.
 
-Pages are written in place. A product of the rotation may be fused with its sum: an element may be
-an ulp off.
+Pages are written in place. A product of the rotation may be fused with its sum, so an element may
+be an ulp off.
 """
 
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ from jsparse.shapes import ChunkKV, ChunkQueries, Rows
 
 @dataclass(frozen=True)
 class RopePlan:
-    """Holds the static parameters of one launch, with the letters of jsparse.shapes.
+    """Static parameters of one launch, with the letters of jsparse.shapes.
 
     Attributes:
-        parts: of q, k and v, to be added up.
-        part: the numbers of one; 0 where there is one.
+        parts: parts of q, k and v to add.
+        part: elements per part; 0 if there is only one part.
         heads, kv_heads, head_dim, page_size, pages: N, K, H, P and M.
         half: H / 2.
-        columns: the least power of two that is no less than that.
-        paged: whether there is a block table.
+        columns: `half`, rounded up to a power of two.
+        paged: whether the layer has a block table.
         normed: whether heads of q and k are normalised.
         eps: of their norms.
     """
@@ -68,7 +68,7 @@ def rope_append(
         normed=heads.scales is not None,
         eps=heads.eps,
     )
-    absent = layer.lengths  # stands in for arrays that the call lacks; never read
+    absent = layer.lengths  # placeholder for missing arrays; never read
     pools = layer.arrays if layer.bias is None else (*layer.arrays, layer.bias)
     given = (
         *(heads.qkv, *heads.table, *(heads.scales or (absent, absent))),
@@ -108,7 +108,7 @@ def rope_kernel(
     lengths,  # [B, K]
     valid,  # [B]
     table,  # [B, K, M]
-    _k,  # the pools as they were given: they share their memory with those that are returned
+    _k,  # aliases of the returned pools
     _v,
     q_out,  # [B, N, H]
     k_out,  # [B, K, H]
@@ -117,7 +117,7 @@ def rope_kernel(
     v_pool,  # [pages, P, H]
     plan: tl.constexpr,
 ):
-    """Does what is to be done for one head of a row."""
+    """Processes one head of a row."""
     inputs = (qkv, cos, sin, q_scale, k_scale, lengths, valid, table)
     rotate(inputs, (q_out, k_out, v_out, k_pool, v_pool, None), plan)
 
@@ -143,14 +143,14 @@ def rope_bias_kernel(
     bias_pool,  # [pages, P]
     plan: tl.constexpr,
 ):
-    """Does the same in a cache whose slots have biases: a new one's is 0."""
+    """Processes one head of a row in a cache with slot biases; new slots get 0."""
     inputs = (qkv, cos, sin, q_scale, k_scale, lengths, valid, table)
     rotate(inputs, (q_out, k_out, v_out, k_pool, v_pool, bias_pool), plan)
 
 
 @triton.jit
 def rotate(inputs, outputs, plan: tl.constexpr):
-    """Rotates one head of a row, and stores what becomes of it."""
+    """Rotates one head of a row, and stores the result."""
     qkv, cos, sin, q_scale, k_scale, lengths, valid, table = inputs
     q_out, k_out, v_out, k_pool, v_pool, bias_pool = outputs
     head, row = tl.program_id(0), tl.program_id(1)
@@ -209,7 +209,7 @@ def rotate(inputs, outputs, plan: tl.constexpr):
 
 @triton.jit
 def finite(x):
-    """Returns x with 0 for NaN and infinities."""
+    """Returns x with NaN and infinities replaced by 0."""
     return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
 
 

@@ -36,26 +36,25 @@ def row_gather(
     row_axes: int = 1,
     implementation: str | None = None,
 ) -> Shaped[Array, "*gathered"]:
-    """Gathers the listed rows into the device's memory, in the order of their list.
+    """Gathers the listed rows into device memory, in list order.
 
     Args:
-        pool: an array with rows along its first `row_axes` axes: [rows, H], or [pages, P, H], whose
-            rows are pages, or with row_axes=2 the slots of pages after each other. It may lie in
-            `pinned_host` memory: inside jit too, the Triton backend then fetches the listed rows
-            over the bus and no others, while the reference copies the whole pool to the device
-            first.
-        ids: rows in [0, rows). A negative id gives zeros, and nothing is read for it; one that is
-            too large gives the last row.
-        count: the number of rows that are wanted from each list, the first ones; None is all C. The
-            rows of the others are zeros, and nothing is read for them.
-        row_axes: the number of the pool's leading axes that count rows.
-        implementation: "triton", "reference", or None to pick.
+        pool: an array with rows along its first `row_axes` axes: [rows, H]; or [pages, P, H] with
+            pages as rows; or, with row_axes=2, with the slots of all pages as rows. It may be in
+            `pinned_host` memory, also inside jit. The Triton backend then transfers only the listed
+            rows over the bus, while the reference first copies the whole pool to the device.
+        ids: rows in [0, rows). A negative id gives zeros and reads nothing; an id past the end
+            gives the last row.
+        count: the number of rows to gather from each list, from its start; None: all C. The rest
+            are zeros and read nothing.
+        row_axes: the number of leading axes of the pool that count rows.
+        implementation: "triton", "reference", or None to choose.
 
     Returns:
         [*lists, C, *W], of the pool's type.
 
     Raises:
-        ValueError: shapes or types do not fit together.
+        ValueError: shapes or types do not match.
     """
     if not 1 <= row_axes < max(pool.ndim, 2):
         raise ValueError(f"row_axes={row_axes}: must be at least 1 and leave axes of {pool.shape}")

@@ -1,4 +1,4 @@
-"""Implements `api.row_gather` in plain jnp, as CPU path and oracle of the kernel."""
+"""Implements `api.row_gather` in plain jnp: the CPU path and the kernel's oracle."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ def row_gather(
 ) -> Shaped[Array, "*gathered"]:
     """Implements `api.row_gather` in plain jnp.
 
-    XLA gathers on the device alone, so a pool in host memory is copied there whole.
+    XLA gathers only on the device, so a pool in host memory is first copied there as a whole.
     """
     pool = jax.device_put(pool, jax.memory.Space.Device)
     width = pool.shape[row_axes:]

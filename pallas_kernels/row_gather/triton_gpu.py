@@ -1,8 +1,8 @@
 """Implements `api.row_gather` with jax-triton.
 
-The kernel reads the pool where it lies, so that a pool in host memory crosses the bus row by row.
-The bus answers late: the number of loads of 16 bytes in flight decides, so each program
-asks for a tile of several rows at once and there are many programs.
+The kernel reads the pool in place, so only the rows of a pool in host memory cross the bus. The bus
+has a high latency, so throughput depends on the number of 16-byte loads in flight. Each program
+therefore loads a tile of several rows at once, and there are many programs.
 """
 
 from math import prod
@@ -16,13 +16,13 @@ from jaxtyping import Array, Int32, Shaped
 
 
 class GatherTiling(NamedTuple):
-    """Describes how the rows are shared out.
+    """How rows are divided among programs.
 
     Attributes:
         size: bytes of a program's tile.
         num_warps: warps per program.
-        cache: Triton's cache modifier for the pool's loads; ".cg" bypasses the L1 cache, which
-            would hold rows that no program reads again.
+        cache: Triton's cache modifier for the pool's loads; ".cg" bypasses the L1 cache, since no
+            program reads a row again.
     """
 
     size: int
@@ -31,7 +31,7 @@ class GatherTiling(NamedTuple):
 
 
 def default_tiling(total: int) -> GatherTiling:
-    """Chooses tiles of 16 KB, down to 2 KB where these would leave multiprocessors idle.
+    """Chooses tiles of 16 KB, down to 2 KB if larger ones would leave SMs idle.
 
     `total` is the number of bytes to gather.
     """
@@ -60,7 +60,7 @@ def row_gather(
     return triton_call(
         pool,
         ids,
-        ids if count is None else count,  # ids stand in for a count; never read
+        ids if count is None else count,  # placeholder for a missing count; never read
         ids.size,
         ids.shape[-1],
         prod(pool.shape[:row_axes]),
@@ -79,7 +79,7 @@ def row_gather(
 @triton.jit
 def gather_kernel(
     pool_ptr,  # [pool_rows, W]
-    ids_ptr,  # [entries], lists of `capacity` after each other
+    ids_ptr,  # [entries], lists of `capacity` one after the other
     count_ptr,  # [entries / capacity]
     entries,
     capacity,

@@ -35,21 +35,21 @@ def row_scatter(
     *,
     implementation: str | None = None,
 ) -> Shaped[Array, "rows *W"]:
-    """Writes rows of the device's memory into the pool, at the places that `ids` name.
+    """Writes rows from device memory to the pool's rows `ids`.
 
     Args:
-        pool: an array with rows along its first axis: [rows, H], or [pages, P, H], whose rows are
-            pages. It may lie in `pinned_host` memory. In a program that is given the pool to keep
-            (donated) and returns it in the same memory, it is written in place.
+        pool: an array with rows along its first axis: [rows, H], or [pages, P, H] with pages as
+            rows. It may be in `pinned_host` memory. It is updated in place by a program that
+            receives it as a donated argument and returns it in the same memory kind.
         ids: rows in [0, rows), distinct. Any other id writes nothing.
         rows: [*lists, *W], of the pool's type.
-        implementation: "triton", "reference", or None to pick.
+        implementation: "triton", "reference", or None to choose.
 
     Returns:
         The pool with these rows.
 
     Raises:
-        ValueError: shapes or types do not fit together.
+        ValueError: shapes or types do not match.
     """
     if pool.ndim < 2:
         raise ValueError(f"pool.shape={pool.shape}: must be [rows, W] or have more axes")

@@ -1,4 +1,4 @@
-"""Implements `api.row_scatter` in plain jnp, as CPU path and oracle of the kernel."""
+"""Implements `api.row_scatter` in plain jnp: the CPU path and the kernel's oracle."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, Shaped

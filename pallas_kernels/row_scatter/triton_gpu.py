@@ -1,7 +1,7 @@
-"""Implements `api.row_scatter` with jax-triton, on the pool where it lies.
+"""Implements `api.row_scatter` with jax-triton, in place.
 
-The result shares the pool's memory, in host memory too: XLA's own scatter would do the same there,
-at three times the time.
+The result shares the pool's memory, also in host memory. XLA's own scatter does the same there, but
+takes three times as long.
 """
 
 from math import prod
@@ -46,7 +46,7 @@ def row_scatter(
 
 @triton.jit
 def scatter_kernel(
-    _,  # the pool as it was given: it shares its memory with pool_ptr
+    _,  # alias of pool_ptr
     ids_ptr,  # [entries]
     rows_ptr,  # [entries, W]
     entries,

@@ -1,4 +1,4 @@
-"""Turns chosen runs of neighbouring slots into the list of their slots."""
+"""Expands chosen runs of adjacent slots into the list of their slots."""
 
 from jaxtyping import Array, Int32
 
@@ -31,26 +31,25 @@ def runs_to_tokens(
     capacity: int,
     implementation: str | None = None,
 ) -> Selection:
-    """Lists the slots of the chosen runs, of which run i goes from edges[i] to below edges[i + 1].
+    """Lists the slots of the chosen runs; run i spans [edges[i], edges[i + 1]).
 
-    With lengths, heads list what lies outside all runs as well: their slots before the first edge
-    and those from the last edge on. Where that is more than `capacity` slots, the last are left
-    out.
+    With lengths, heads also list the slots outside all runs: those before the first edge and those
+    from the last edge on. If there are more than `capacity` slots, the last ones are dropped.
 
     Args:
-        ids: indices of the chosen runs, ascending; those past the count are not looked at.
+        ids: indices of the chosen runs, ascending; those past the count are ignored.
         count: the number of runs that each head chooses.
-        edges: where runs begin and end, ascending; heads may share them. Runs may be empty, and
-            runs of very different lengths may stand side by side.
-        lengths: the number of slots that each head holds; None lists nothing but the chosen runs.
+        edges: the boundaries of the runs, ascending; heads may share them. Runs may be empty, and
+            adjacent runs may have very different lengths.
+        lengths: the number of tokens of each head; None: list only the chosen runs.
         capacity: C.
-        implementation: "triton", "reference", or None to pick.
+        implementation: "triton", "reference", or None to choose.
 
     Returns:
         Token ids, ascending, 0 past the count.
 
     Raises:
-        ValueError: shapes or types do not fit together, or `capacity` is below 1.
+        ValueError: shapes or types do not match, or `capacity` is below 1.
     """
     if edges.shape[2] < 2:
         raise ValueError(f"edges.shape={edges.shape}: must have at least two edges per head")

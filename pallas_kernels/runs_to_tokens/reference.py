@@ -1,4 +1,4 @@
-"""Implements `api.runs_to_tokens` in plain jnp, as CPU path and oracle of the kernel."""
+"""Implements `api.runs_to_tokens` in plain jnp: the CPU path and the kernel's oracle."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ def runs_to_tokens(
     sizes = jnp.where(chosen, jnp.take_along_axis(edges, ids + 1, -1) - starts, 0)
     ends = jnp.cumsum(sizes, -1, dtype=jnp.int32)
     slot = jnp.arange(capacity, dtype=jnp.int32)
-    # the run of an entry of the list is the number of runs that end at or before it
+    # the run of a list entry is the number of runs that end at or before it
     search = partial(jnp.searchsorted, v=slot, side="right", method="scan_unrolled")
     nth = jnp.minimum(jax.vmap(jax.vmap(search))(ends), ids.shape[-1] - 1)
     count = jnp.minimum(ends[..., -1], capacity)
@@ -41,7 +41,7 @@ def with_outside(
     edges: Int32[Array, "B #K edges"],
     lengths: Lengths,
 ) -> tuple[Int32[Array, "B K R+2"], Lengths, Int32[Array, "B K edges+2"]]:
-    """Chooses two more runs: the slots before the others, and those behind them."""
+    """Adds two chosen runs: the slots before the others, and the slots after them."""
     held = lengths[..., None]
     within = jnp.minimum(edges, held)
     edges = jnp.concatenate([jnp.zeros_like(held), within, held], -1)

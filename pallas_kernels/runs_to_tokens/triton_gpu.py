@@ -1,7 +1,8 @@
 """Implements `api.runs_to_tokens` with jax-triton, one program per head.
 
-A program takes a block of runs at a time. Their running sum says where each begins in the list, and
-all of them are written side by side, `TILE` slots of each at a time: most are as short as that.
+A program processes blocks of runs. The cumulative sum of their lengths gives each run's start in
+the list. The runs of a block are written in parallel, `TILE` slots of each at a time; most runs are
+no longer than that.
 """
 
 import jax
@@ -13,9 +14,9 @@ from jaxtyping import Array, Int32
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
-BLOCK = 256  # runs at a time
+BLOCK = 256  # runs per block
 TILE = 16  # slots of a run at a time
-ZEROS = 1024  # entries at a time that are cleared
+ZEROS = 1024  # entries cleared at a time
 NUM_WARPS = 8
 
 
@@ -36,7 +37,7 @@ def runs_to_tokens(
         ids,
         count,
         edges,
-        lengths if outside else count,  # a stand-in, never read
+        lengths if outside else count,  # placeholder, never read
         kernel=list_kernel,
         out_shape=[
             jax.ShapeDtypeStruct((batch, heads, capacity), jnp.int32),
@@ -58,7 +59,7 @@ def runs_to_tokens(
 
 @triton.jit
 def maxima(a, b, c, d):
-    """Combines two maxima."""
+    """Computes two maxima."""
     return tl.maximum(a, c), tl.maximum(b, d)
 
 
@@ -86,10 +87,10 @@ def list_kernel(
     edges_ptr += pair // SHARING * (N + 1)
     count = tl.load(count_ptr + pair)
     total = count * 0
-    # up to R and not the count, which ids need not wait for
+    # loop to R instead of the count, so that ids need not wait for it
     for first in range(0, R + 2 * OUTSIDE, BLOCK):
         nth = first + tl.arange(0, BLOCK)
-        if OUTSIDE:  # run -1 lies before all others, and run N behind them
+        if OUTSIDE:  # run -1 is before all others, run N after them
             held = tl.load(lengths_ptr + pair)
             run = tl.load(ids_ptr + nth - 1, mask=(nth > 0) & (nth <= R), other=-1)
             run = tl.where(nth <= count, run, N)
@@ -102,7 +103,7 @@ def list_kernel(
             chosen = (nth < count) & (nth < R)
             start = tl.load(edges_ptr + run, mask=chosen, other=0)
             length = tl.load(edges_ptr + run + 1, mask=chosen, other=0) - start
-        # where runs begin and end in the list, as far as it goes
+        # start and end of runs in the list, up to its capacity
         end = total + tl.cumsum(length, 0)
         begin = tl.minimum(end - length, C)
         end = tl.minimum(end, C)

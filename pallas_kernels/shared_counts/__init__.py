@@ -1,4 +1,4 @@
-"""Counts how many of a row's best scores lie in each of its lists: see `api.shared_counts`."""
+"""Counts a row's best scores in each of its lists: see `api.shared_counts`."""
 
 from jsparse.pallas_kernels.shared_counts.api import shared_counts
 

@@ -1,4 +1,4 @@
-"""Counts how many of a row's best scores lie in each of its lists: heads' shares of a budget."""
+"""Counts a row's best scores in each of its lists: the heads' shares of a budget."""
 
 from jaxtyping import Array, Float
 
@@ -7,7 +7,7 @@ from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.shared_counts import reference
 from jsparse.shapes import Lengths, Rows
 
-# The registers of one program hold a row, with each thread's part in its own, beside the counts.
+# One program's registers hold a row and the counts, each thread its own part.
 MAX_SCORES, MAX_SLOTS, MAX_LISTS = 36864, 4096, 16
 
 
@@ -44,20 +44,21 @@ def shared_counts(
     max_count: int,
     implementation: str | None = None,
 ) -> Lengths:
-    """Counts how many of a row's `total` best scores lie in each of its K lists.
+    """Counts how a row's `total` best scores are distributed over its K lists.
 
-    A list gets at least `min_count` and at most `max_count`, and never more than it has scores that
-    count; the others get what that leaves. Ties go to the first list. -inf and NaN never count.
+    A list gets at least `min_count` and at most `max_count`, and never more than its number of
+    valid scores. The other lists share the rest. Ties go to the first list. -inf and NaN never
+    count.
 
     Args:
         scores: the lists of each row.
         total: the number of scores that each row's lists get together.
-        min_count: the fewest that a list gets.
-        max_count: the most that a list gets.
-        implementation: "triton", "reference", or None to pick.
+        min_count: the minimum of a list.
+        max_count: the maximum of a list.
+        implementation: "triton", "reference", or None to choose.
 
     Raises:
-        ValueError: shapes do not fit together, or `min_count` is negative or above `max_count`.
+        ValueError: shapes do not match, or `min_count` is negative or above `max_count`.
     """
     if not 0 <= min_count <= max_count:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Implements `api.shared_counts` in plain jnp, as CPU path and oracle of the kernel.
+"""Implements `api.shared_counts` in plain jnp: the CPU path and the kernel's oracle.
 
-It finds the threshold digit by digit: 8 passes over the scores, where bits would take 32.
+It finds the threshold digit by digit, in 8 passes over the scores; bit by bit would take 32.
 """
 
 import jax.numpy as jnp

@@ -1,12 +1,12 @@
 """Implements `api.shared_counts` with jax-triton, one program per row of the batch.
 
-A program keeps the row's scores in registers and searches for a threshold that as many of them
-reach as the row may have, each list's number held between its floor and its cap. A pass counts
-three trial thresholds at once, since the reductions behind the counting take as long as counting
-itself. One trial is interpolated from the counts at both ends of the interval that is left, and two
-stand around it: 8 or 9 passes for most scores. After a poor guess the next pass cuts the interval
-into four, and after one that separates nothing its ends move to scores that there are, so that
-equal scores end the search. Thresholds are integers that are ordered as the floats are.
+A program keeps the row's scores in registers. It searches for a threshold that the budgeted number
+of scores reaches, with each list's number clamped to its floor and its cap. A pass counts three
+trial thresholds at once, since the reductions after counting take as long as counting itself. One
+trial is interpolated from the counts at both ends of the remaining interval, and two are placed
+around it: 8 or 9 passes suffice for most scores. After a poor guess, the next pass cuts the
+interval into four. After a pass that separates nothing, the ends move to existing scores, so that
+equal scores end the search. Thresholds are integers with the order of the floats.
 """
 
 import jax
@@ -17,14 +17,15 @@ from jaxtyping import Array, Float
 from jsparse.shapes import Lengths, Rows
 
 MIN_WARPS = 8
-VECTOR = 4  # scores of one load
-GUESS, QUARTERS, ENDS = (tl.constexpr(way) for way in range(3))  # how trials are placed
-# Around a guess among n candidates lie two trials, at this many standard deviations of its rank.
+VECTOR = 4  # scores per load
+GUESS, QUARTERS, ENDS = (tl.constexpr(way) for way in range(3))  # placement of the trials
+# The two trials around a guess among n candidates are this many standard deviations of its rank
+# away.
 SPREAD = tl.constexpr(1.5)
 INF = tl.constexpr(float("inf"))
-# what `order` makes of the lowest finite float and of infinity
+# `order` of the lowest finite float and of infinity
 LOWEST, LARGEST = tl.constexpr(-0x7F800000), tl.constexpr(0x7F800000)
-# where three counts lie in an integer of 64 bits
+# bits per count when three counts share an integer of 64 bits
 FIELD = tl.constexpr(21)
 MASK = tl.constexpr((1 << 21) - 1)
 
@@ -72,7 +73,7 @@ def load_scores(
 ):
     """Returns the scores of CHUNKS · WIDTH slots, [LISTS, CHUNKS, WIDTH]; -inf where none counts.
 
-    A warp belongs to one list as far as there are enough of them, and chunks lie in registers.
+    A warp belongs to one list if there are enough warps; chunks are in registers.
     """
     row = tl.program_id(0).to(tl.int64)
     nth = tl.arange(0, LISTS)[:, None, None]
@@ -86,14 +87,14 @@ def load_scores(
 
 @triton.jit
 def order(x):
-    """Returns the integer, of 64 bits, that orders a float; 0 and -0 have the same."""
+    """Returns a 64-bit integer with the order of the float; 0 and -0 give the same."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
 
 @triton.jit
 def from_order(key):
-    """Returns the float that an integer orders."""
+    """Returns the float of an integer from `order`."""
     key = key.to(tl.int32)
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
@@ -104,9 +105,9 @@ def by_thread(
     bound,
     EACH: tl.constexpr,
 ):
-    """Returns the number of scores that reach `bound` in each thread's share, a float.
+    """Returns the number of scores in each thread's share that reach `bound`, a float.
 
-    Floats count faster than integers, since one unit compares and another adds.
+    Counting in floats is faster than in integers, since one unit compares and another adds.
     """
     by_column = tl.sum(tl.where(x >= bound, 1.0, 0.0), 1)
     columns: tl.constexpr = [x.shape[0], x.shape[2] // EACH, EACH]
@@ -130,9 +131,9 @@ def by_list(
         in_a += by_thread(tail, a, EACH)
         in_b += by_thread(tail, b, EACH)
         in_c += by_thread(tail, c, EACH)
-    # a thread counts less than 256, so that the 24 bits of a float hold three counts
+    # a thread counts less than 256, so the 24 bits of a float fit three counts
     packed = (in_a + in_b * 256.0 + in_c * 65536.0).to(tl.int32)
-    # a list counts less than 32768, so that one sum of 32 bits serves two thresholds
+    # a list counts less than 32768, so one sum of 32 bits serves two thresholds
     pair = tl.sum((packed & 255) | ((packed >> 8) & 255) << 16, 1)
     return pair & 0xFFFF, pair >> 16, tl.sum(packed >> 16, 1)
 
@@ -148,7 +149,7 @@ def over_lists(a, b, c):
 
 @triton.jit
 def narrow(lo, in_lo, n_lo, hi, in_hi, n_hi, trial, inside, n, total):
-    """Moves the end of the interval to a trial that lies in it; trials must come ascending."""
+    """Moves an end of the interval to a trial inside it; trials must be in ascending order."""
     enough = n >= total
     first = (not enough) & (trial < hi)
     return (
@@ -188,7 +189,7 @@ def extremes(
     lo,
     hi,
 ):
-    """Returns the least score from lo on and the largest that does not reach hi, of each column."""
+    """Returns each column's lowest score from lo on and its highest score below hi."""
     lowest = tl.min(tl.where(x >= lo, x, INF), 1)
     return lowest, tl.max(tl.where(x >= hi, -INF, x), 1)
 
@@ -201,7 +202,7 @@ def tighten(
     hi,
     HAS_TAIL: tl.constexpr,
 ):
-    """Returns the interval of the scores from lo on that do not reach hi."""
+    """Returns the interval of the scores from lo on and below hi."""
     lo, hi = from_order(lo), from_order(hi)
     lowest, largest = extremes(head, lo, hi)
     if HAS_TAIL:
@@ -231,11 +232,11 @@ def counts_kernel(
     row = tl.program_id(0)
     total = tl.load(total_ptr + row)
     head = load_scores(scores_ptr, 0, K, S, LISTS, HEAD, WIDTH)
-    tail = head  # never looked at without a tail
+    tail = head  # unused without a tail
     if HAS_TAIL:
         tail = load_scores(scores_ptr, HEAD * WIDTH, K, S, LISTS, TAIL, WIDTH)
 
-    # -inf does not reach the lowest finite threshold; what comes after infinity is NaN, which no
+    # -inf does not reach the lowest finite threshold; the threshold after infinity is NaN, which no
     # score reaches
     lo, hi = tl.full([], LOWEST, tl.int64), tl.full([], LARGEST + 1, tl.int64)
     finite, _, _ = by_list(head, tail, lo, lo, lo, HAS_TAIL, EACH)
@@ -245,8 +246,8 @@ def counts_kernel(
     n_lo, n_hi, _ = over_lists(in_lo, in_hi, in_hi)
     way = tl.full([], GUESS, tl.int32)
 
-    # floors and caps considered, more than `total` scores reach lo and fewer reach hi; once exactly
-    # as many reach one of them, it is the threshold
+    # with floors and caps, more than `total` scores reach lo and fewer reach hi; an end reached by
+    # exactly `total` scores is the threshold
     while (hi - lo > 1) & (n_lo > total) & (n_hi < total):
         a, b, c = place_trials(lo, hi, n_lo, n_hi, total, way)
         in_a, in_b, in_c = by_list(head, tail, a, b, c, HAS_TAIL, EACH)

@@ -1,4 +1,4 @@
-"""Multiplies one row with a matrix: see `api.skinny_product`."""
+"""Multiplies one row by a matrix: see `api.skinny_product`."""
 
 from jsparse.pallas_kernels.skinny_product.api import skinny_product
 

@@ -1,4 +1,4 @@
-"""Multiplies with a matrix, and reads it in one launch where there is one row."""
+"""Multiplies by a matrix; for a single row, reads the matrix in one launch."""
 
 import math
 
@@ -9,7 +9,7 @@ from jsparse.pallas_kernels.dispatch import Backend, compute_capability, no_trit
 from jsparse.pallas_kernels.skinny_product import reference, xla_parts
 from jsparse.parts import total
 
-# of a matrix; larger ones keep the memory busy in XLA's kernels, too
+# of a matrix; XLA's kernels keep the memory busy with larger ones
 MAX_BYTES = 2**25
 
 
@@ -22,7 +22,7 @@ def _load_triton():
 def no_row_product(
     x: Float[Array, "*batch numbers"], matrix: Float[Array, "in out"], *_: object
 ) -> str | None:
-    """Returns the reason why the kernel for one row cannot run here, or None."""
+    """Returns why the kernel for one row cannot run here, or None."""
     if math.prod(x.shape[:-1]) != 1:
         return f"takes one row, not {list(x.shape[:-1])}"
     if x.dtype.itemsize != 2:
@@ -38,7 +38,7 @@ def _no_parts(
     rows = math.prod(x.shape[:-1])
     if not 0 < rows <= xla_parts.MAX_ROWS:
         return f"takes 1 to {xla_parts.MAX_ROWS} rows, not {list(x.shape[:-1])}"
-    if rows == 1 and x.dtype.itemsize != 2:  # tensor cores might round what XLA does not
+    if rows == 1 and x.dtype.itemsize != 2:  # tensor cores might round numbers that XLA does not
         return f"takes one row of bfloat16 or float16, not {x.dtype}"
     if bias is not None:
         return "takes no bias"
@@ -63,25 +63,24 @@ def skinny_product(
     in_parts: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "*parts_and_batch out"]:
-    """Returns x · W, and adds a bias to it.
+    """Returns x · W plus a bias.
 
-    Of one row XLA may make a product of each number, which it writes to memory, and a sum, or
-    parts of a sum, which it adds up in another launch. Here a launch reads the matrix once. More
-    rows, and large matrices, are XLA's, in parts or as it likes. The kernel has no gradient.
+    For one row, XLA may write the product of each number to memory before summing, or add partial
+    sums in another launch. The kernel reads the matrix once, in one launch. XLA multiplies more
+    rows and large matrices, in parts or with its own choice. The kernel has no gradient.
 
     Args:
         x: the rows.
         matrix: W, of the type of x. Sums are float32, and rounded to that type.
-        bias: what is added then, of the type of x.
-        in_parts: whether the product may be left in parts, with an axis of them in front, for the
-            caller to add up (jsparse.parts).
-        implementation: "triton" (one row and a matrix of at most 32 MiB, of two bytes a number),
-            "parts" (1 to 32 rows on a GPU, where the matrix has few columns; one has two bytes a
-            number), "reference", or None to pick.
+        bias: added to the product, in the type of x.
+        in_parts: whether the product may be returned in parts, along a leading axis, for the caller
+            to add (jsparse.parts).
+        implementation: "triton" (one row, and a matrix of at most 32 MiB with two bytes per
+            element), "parts" (1 to 32 rows on a GPU, with a matrix of few columns; a single row
+            must have two bytes per element), "reference", or None to choose.
 
     Raises:
-        ValueError: shapes or types do not fit together, or the named implementation cannot run
-            here.
+        ValueError: shapes or types do not match, or the named implementation cannot run here.
     """
     check_dtypes(x=x, matrix=matrix, bias=bias)
     y = run("skinny_product", implementation, BACKENDS, x, matrix, bias)

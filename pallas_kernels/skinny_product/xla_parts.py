@@ -1,22 +1,24 @@
-"""Implements `api.skinny_product` with XLA, in parts that are still to be added up."""
+"""Implements `api.skinny_product` with XLA, in parts for the caller to add."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 # chosen by trials on an H200, with the products of models of 135M to 8B
-MAX_ROWS = 32  # of x
-COLUMNS = 14 * 2**10  # times parts, at least: as many keep a GPU busy
-MAX_PARTS = 8  # one row returns twice as many, of which half are zeros
-MIN_WIDTH, UNIT, SHORT = 128, 64, 512  # rows of a part: at least, and whole units where not short
+MAX_ROWS = 32  # rows of x
+COLUMNS = 14 * 2**10  # minimum of columns times parts, which keeps a GPU busy
+MAX_PARTS = 8  # a single row returns twice the number of parts, half of them zeros
+# rows per part: the minimum, the multiple for long parts, and the minimum of a long part
+MIN_WIDTH, UNIT, SHORT = 128, 64, 512
 
 
 def skinny_product(
     x: Float[Array, "*batch in"], matrix: Float[Array, "in out"], bias: None = None
 ) -> Float32[Array, "parts *batch out"]:
-    """Implements `api.skinny_product` with XLA, in parts that are still to be added up.
+    """Implements `api.skinny_product` with XLA, in parts for the caller to add.
 
-    XLA cuts such products itself, and then adds the parts up in a launch. One row it would multiply
-    without tensor cores; so it gets one of zeros beside it, whose products are parts, too.
+    XLA splits such products itself, and then adds the parts in another launch. It would multiply a
+    single row without tensor cores, so a row of zeros is added, and its products are returned as
+    parts.
     """
     (width, out), rows = matrix.shape, x.reshape(-1, x.shape[-1])
     parts = best_parts(width, out)
@@ -32,7 +34,7 @@ def skinny_product(
 
 
 def best_parts(width: int, out: int) -> int:
-    """Returns the number of parts into which the rows of a matrix [in, out] are cut."""
+    """Returns the number of parts that the rows of a matrix [in, out] are cut into."""
 
     def fit(parts: int) -> bool:
         rows, left = divmod(width, parts)

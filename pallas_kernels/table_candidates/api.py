@@ -1,4 +1,4 @@
-"""Lists the slots that two tables of past attention predict to be attended to next."""
+"""Lists the slots that two tables of past attention predict for the next step."""
 
 from jaxtyping import Array, BFloat16
 
@@ -43,35 +43,34 @@ def table_candidates(
     sink: int,
     implementation: str | None = None,
 ) -> Selection:
-    """Lists the slots whose entry by position or by distance is large.
+    """Lists the slots with a large entry by position or by distance.
 
-    With t = length - 1 the newest slot of a head, slots sink ≤ i < t are ranked, by
-
+    With t = length - 1 the newest slot of a head, slots sink ≤ i < t are ranked by
         score(i) = max(vertical[i], distance[t - i], 0).
 
-    The sinks (i < sink) and the newest slot are always listed, and rank above all that are ranked
-    by score: sinks first, oldest first. Equal scores are taken from the lowest slot on. A common
-    positive factor on all entries of a head changes nothing.
+    The sinks (i < sink) and the newest slot are always listed, and rank above all slots ranked by
+    score: sinks first, oldest first. Ties go to the lowest slot. A common positive factor on all
+    entries of a head has no effect.
 
-    A head that holds something lists min(number, capacity, length) slots, at least 1, where
-    `number` is what the rule says. One that holds nothing lists nothing.
+    A nonempty head lists min(number, capacity, length) slots, at least 1, with `number` given by
+    the rule. An empty head lists none.
 
     Args:
-        vertical: a number per slot. Entries that are not ranked, at slots below `sink` or from t
-            on, are not looked at, whatever they hold; the others must be finite.
-        distance: a number per distance from the newest slot. Distances 0 and those above t - sink
-            are not looked at.
-        lengths: the number of slots that each head holds, at most S; 0 is possible.
+        vertical: a number per slot. Entries below `sink` or from t on are not ranked and are
+            ignored; the others must be finite.
+        distance: a number per distance from the newest slot. Distances 0 and above t - sink are
+            ignored.
+        lengths: the number of tokens of each head, at most S; may be 0.
         rule: `Best`, or `Kurtosis`, which runs in plain jnp on every backend.
         capacity: C, at most S.
         sink: the number of first slots that are always listed; static.
-        implementation: "triton", "reference", or None to pick.
+        implementation: "triton", "reference", or None to choose.
 
     Returns:
         Token ids, ascending, 0 past the count.
 
     Raises:
-        ValueError: shapes or types do not fit together, or `capacity`, `sink` or `rule` is invalid.
+        ValueError: shapes or types do not match, or `capacity`, `sink` or `rule` is invalid.
     """
     if type(sink) is not int or sink < 0:
         raise ValueError(f"sink={sink!r}: must be an integer of at least 0")

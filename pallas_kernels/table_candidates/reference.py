@@ -1,4 +1,4 @@
-"""Implements `api.table_candidates` in plain jnp: the kernel's oracle, and Kurtosis everywhere."""
+"""Implements `api.table_candidates` in plain jnp: the kernel's oracle, and all of Kurtosis."""
 
 from functools import partial
 
@@ -12,8 +12,8 @@ from jsparse.selection.threshold import top_k_ids
 from jsparse.shapes import Lengths
 
 OFFSETS = (-1, 0, 1, 2)
-# Ranks have 16 bits: 0 is what is never listed, 1 the score 0. The largest score, with what marks
-# add, stays below the newest.
+# Ranks have 16 bits: 0 is never listed, 1 is the score 0. The largest score plus MARKED stays below
+# NEWEST.
 MARKED, NEWEST, SINKS = 2**15, 2**16 - 2, 2**16 - 1
 
 
@@ -47,9 +47,9 @@ def table_candidates(
 
 
 def by_slot(distance: BFloat16[Array, "B K S"], lengths: Lengths) -> BFloat16[Array, "B K S"]:
-    """Turns a table over distance into one over slots; those from a head's length on hold 0.
+    """Converts a table over distance to one over slots; slots from a head's length on have 0.
 
-    It is a slice of the reversed table, because a CPU gathers single entries slowly.
+    It slices the reversed table, because a CPU gathers single entries slowly.
     """
     size = distance.shape[-1]
     backwards = jnp.pad(distance[..., ::-1], ((0, 0), (0, 0), (0, size)))
@@ -60,16 +60,16 @@ def by_slot(distance: BFloat16[Array, "B K S"], lengths: Lengths) -> BFloat16[Ar
 def standing_out(
     tables: list[BFloat16[Array, "B K S"]], ranked: Bool[Array, "B K S"], a: float
 ) -> Bool[Array, "B K S"]:
-    """Marks the slots that stand out of either table, and those of their neighbours that may be.
+    """Marks the peaks of either table, and their eligible neighbours.
 
-    Both tables are by slot, and 0 where nothing is ranked.
+    Both tables are by slot, and 0 for unranked slots.
     """
     number = jnp.maximum(jnp.sum(ranked, -1, dtype=jnp.int32), 1)[..., None]
     out, above_mean = jnp.zeros_like(ranked), jnp.zeros_like(ranked)
     for table in tables:
         x = table.astype(jnp.float32)
         greatest = jnp.max(jnp.abs(x), -1, keepdims=True)
-        x /= jnp.where(greatest > 0, greatest, 1.0)  # or its fourth powers leave float32's range
+        x /= jnp.where(greatest > 0, greatest, 1.0)  # otherwise fourth powers overflow float32
         mean = jnp.sum(x, -1, keepdims=True) / number
         out |= x > threshold(x, mean, ranked, a)
         above_mean |= x > mean
@@ -89,7 +89,7 @@ def threshold(
     ranked: Bool[Array, "B K S"],
     a: float,
 ) -> Float32[Array, "B K 1"]:
-    """Returns a · mean / κ of the ranked entries, +inf where they are equal."""
+    """Returns a · mean / κ of the ranked entries, +inf if they are all equal."""
     squares = jnp.where(ranked, (x - mean) ** 2, 0.0)
     total = jnp.sum(squares, -1, keepdims=True)
     return jnp.where(
@@ -98,6 +98,6 @@ def threshold(
 
 
 def _ordered(scores: BFloat16[Array, "B K S"]) -> UInt16[Array, "B K S"]:
-    """Maps scores to the numbers 0 to 2^15 - 1 in the same order, and those below 0 to 0."""
-    bits = jax.lax.bitcast_convert_type(scores, jnp.int16)  # below 0 where the sign is set
+    """Maps scores to the numbers 0 to 2^15 - 1 in the same order, and negative ones to 0."""
+    bits = jax.lax.bitcast_convert_type(scores, jnp.int16)  # negative if the sign is set
     return jnp.maximum(bits, 0).astype(jnp.uint16)

@@ -1,4 +1,4 @@
-"""Defines the rules by which tables choose candidates. Numbers count sinks and newest token too."""
+"""Rules by which tables choose candidates. Their numbers include sinks and the newest token."""
 
 from typing import NamedTuple
 
@@ -6,26 +6,26 @@ from jsparse.shapes import Lengths
 
 
 class Best(NamedTuple):
-    """Lists the slots of greatest score, `number` per head."""
+    """The slots with the highest scores, `number` per head."""
 
     number: Lengths
 
 
 class Kurtosis(NamedTuple):
-    """Lists the peaks of either table, and their neighbours, as the paper of LFPS does.
+    """The peaks of either table and their neighbours, as in the LFPS paper.
 
-    With x a table's entries for the n ranked slots of a head, x̄ their mean and
-    κ(x) = Σ(x - x̄)⁴ / (Σ(x - x̄)²)², a slot stands out where x > τ(x) = a·x̄ / κ(x) in either table.
-    Where all entries of a table are equal, τ is +inf. The slots at offsets -1, 0, 1 and 2 from
-    those that stand out are marked if they exceed the mean of either table.
+    With x a table's entries for the n ranked slots of a head, x̄ their mean and κ(x) = Σ(x - x̄)⁴ /
+    (Σ(x - x̄)²)², a slot is a peak if x > τ(x) = a·x̄ / κ(x) in either table. If all entries of a
+    table are equal, τ is +inf. The slots at offsets -1, 0, 1 and 2 from the peaks are marked if
+    they exceed the mean of either table.
 
-    Marked slots rank above all others. A head lists as many slots as are marked or always listed,
-    but at least `min_count` and at most `max_count`.
+    Marked slots rank above all others. A head lists the marked slots and those always listed, but
+    at least `min_count` and at most `max_count` slots.
 
     Attributes:
         a: the factor of the threshold; static.
-        min_count, max_count: the bounds on the number of listed slots; the smaller of them is the
-            upper bound if they cross.
+        min_count, max_count: the bounds on the number of listed slots; if they cross, the smaller
+            one is the upper bound.
     """
 
     a: float

@@ -1,20 +1,19 @@
 """Implements the rule Best of `api.table_candidates` with jax-triton, in one launch.
 
-Scores are not negative, so that their bits order them. Every head has P programs, each of which
-owns a part of the slots and takes four steps:
+Scores are not negative, so their bits have the same order. Every head has P programs, each with its
+own part of the slots and four steps:
 
 1. It counts a sample of its scores by their upper eight bits.
-2. All programs' counts tell a floor that more scores than are wanted probably reach. Where far too
-   many would, the sample is counted by the lower bits too, for a higher floor. The slots that reach
-   it, the few, are gathered in their order.
+2. From all programs' counts it derives a floor that enough scores probably reach. If far too many
+   would, the sample is also counted by the lower bits, for a higher floor. The few slots that reach
+   the floor are gathered in order.
 3. The few are counted, score by score for almost two octaves above the floor, and by octaves above
-   that. If the threshold lies among the octaves, they are counted again from its octave on; if all
-   programs' few are too few, everything is repeated with all scores in place of a sample. Then all
-   programs know the threshold.
-4. It lists its few that exceed the threshold, and as many that equal it as are wanted; the counts
-   of the parts before its own tell where they begin.
+   that. If the threshold is among the octaves, they are counted again from its octave on. If all
+   programs' few are too few, everything is repeated with all scores instead of a sample.
+4. With the threshold known, it lists its few above it, and the required number of those equal to
+   it. The counts of earlier parts give its start in the list.
 
-The programs of a head meet after each counting (triton_meeting.py).
+The programs of a head synchronise after each count (triton_meeting.py).
 """
 
 import math
@@ -31,28 +30,28 @@ from jsparse.pallas_kernels.triton_meeting import max_programs, meet
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
-PROGRAMS = 256  # of all heads, where so many may meet
-SMALLEST = 1024  # slots of a part at least, on average
-MAX_PART = 1 << 17  # slots of a part at most, which FIELD bits number
-TILE = 4096  # slots that are looked at at once
-FEW = 2048  # gathered slots that are looked at at once
-SAMPLE = 1024  # slots that are sampled at once
+PROGRAMS = 256  # of all heads, if that many can run at once
+SMALLEST = 1024  # minimum slots per part, on average
+MAX_PART = 1 << 17  # maximum slots per part, numbered by FIELD bits
+TILE = 4096  # slots per load
+FEW = 2048  # gathered slots per load
+SAMPLE = 1024  # sampled slots per load
 NUM_WARPS = 8
-RAREST = tl.constexpr(16)  # one slot of this many is sampled where rows are long
-SAMPLED = tl.constexpr(8)  # neighbouring slots of a sample
-UPPER = tl.constexpr(1 << 8)  # bins of the upper 8 bits of a score, which has 15
-LOW = tl.constexpr(7)  # the number of its other bits
+RAREST = tl.constexpr(16)  # in long rows, one slot of this many is sampled
+SAMPLED = tl.constexpr(8)  # adjacent slots of a sample
+UPPER = tl.constexpr(1 << 8)  # bins of the upper 8 of a score's 15 bits
+LOW = tl.constexpr(7)  # number of its other bits
 LOWER = tl.constexpr(1 << 7)  # bins of these
-BINS = tl.constexpr(1 << 8)  # that count the few, as many as a thread block has threads
-SINGLE = tl.constexpr(224)  # of these, the bins of single scores; the others are of octaves
-CROWD = tl.constexpr(3)  # times as many slots as are wanted are too many to gather
-SLACK = tl.constexpr(8.0)  # by so many square roots a sample's number may be off
-GRAIN = tl.constexpr(64)  # parts begin at multiples of it
-# an integer of the few holds a slot, from its part's first on, and above it the score
+BINS = tl.constexpr(1 << 8)  # bins that count the few: one per thread of a block
+SINGLE = tl.constexpr(224)  # bins of single scores among these; the others are octaves
+CROWD = tl.constexpr(3)  # more than this times the required slots are too many to gather
+SLACK = tl.constexpr(8.0)  # margin of a sampled count, in square roots of it
+GRAIN = tl.constexpr(64)  # parts start at multiples of it
+# an integer of the few has a slot, relative to its part's first, with the score above it
 FIELD = tl.constexpr(17)
 MASK = tl.constexpr((1 << 17) - 1)
 KEYS = tl.constexpr((1 << 15) - 1)
-HALF = tl.constexpr(16)  # where two numbers of slots lie in one integer
+HALF = tl.constexpr(16)  # two numbers of slots share an integer, split here
 HALF_MASK = tl.constexpr((1 << 16) - 1)
 
 
@@ -74,7 +73,7 @@ def table_candidates(
     outputs = (
         jax.ShapeDtypeStruct((*lengths.shape, capacity), jnp.int32),
         jax.ShapeDtypeStruct(lengths.shape, jnp.int32),
-        # from here on memory that the kernel works in
+        # from here on, scratch memory of the kernel
         jax.ShapeDtypeStruct((pairs, slots), jnp.int32),
         jax.ShapeDtypeStruct((pairs, parts, UPPER.value), jnp.int32),
         jax.ShapeDtypeStruct((pairs, 2, parts, BINS.value), jnp.int32),
@@ -111,15 +110,15 @@ def number_of_parts(pairs: int, slots: int) -> int:
 
 
 class Part(NamedTuple):
-    """Holds the slots of a head that a program owns."""
+    """A program's part of a head's slots."""
 
     vertical: Any  # [SLOTS], of the head
-    distance: Any  # where the newest slot's distance, 0, stands
-    few: Any  # where those of its slots go that are gathered
+    distance: Any  # at the newest slot's distance, 0
+    few: Any  # destination of its gathered slots
     begin: Any
-    end: Any  # of those that the head holds
-    room: Any  # the end of what may be read and is its own
-    newest: Any  # slot of the head
+    end: Any  # end of its slots that have a token
+    room: Any  # end of the slots that it may read
+    newest: Any  # newest slot of the head
 
 
 @triton.jit
@@ -130,11 +129,11 @@ def candidates_kernel(
     number_ptr,  # [pairs]
     ids_ptr,  # [pairs, CAPACITY]
     count_ptr,  # [pairs]
-    few_ptr,  # [pairs, SLOTS], those of each part from its first slot on
+    few_ptr,  # [pairs, SLOTS], each part's from its first slot on
     upper_ptr,  # [pairs, PARTS, UPPER], of a sample
     few_counts_ptr,  # [pairs, 2, PARTS, BINS], of the few
     lower_ptr,  # [pairs, PARTS, LOWER], of a sample
-    arrived_ptr,  # [pairs], zeros where there are several parts
+    arrived_ptr,  # [pairs], zeros if there are several parts
     SLOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
     SINK: tl.constexpr,
@@ -151,10 +150,10 @@ def candidates_kernel(
     always = tl.minimum(tl.maximum(newest, 0), SINK)
     number = tl.minimum(tl.maximum(tl.load(number_ptr + pair), 1), CAPACITY)
     count = tl.minimum(number, length)
-    wanted = tl.maximum(count - always - 1, 0)  # of those that are ranked
+    wanted = tl.maximum(count - always - 1, 0)  # number of ranked slots to list
     sinks = tl.minimum(always, count)
 
-    # multiples of powers of two, as the compiler knows: it then loads several slots at once
+    # multiples of powers of two, known to the compiler, which then loads several slots at once
     whole = tl.cdiv(length, ALIGNED) * ALIGNED
     size = tl.cdiv(whole, PARTS * GRAIN) * GRAIN
     begin = part * size
@@ -195,7 +194,7 @@ def candidates_kernel(
         few = _gather(own, floor, SINK, TILE)
         counting = True
         while counting:
-            # two places in turn: others may still read what this program told them last
+            # double-buffered: other programs may still be reading the previous post
             told_ptr = few_counts_ptr + meetings % 2 * PARTS * BINS
             tl.store(told_ptr + part * BINS + bins, _count_few(few_ptr, few, floor, FEW))
             meetings = meet(arrived_ptr + pair, meetings, PARTS)
@@ -207,7 +206,7 @@ def candidates_kernel(
         searching = (every > 1) & (not enough)
         every = 1
 
-    ties = wanted - above  # as many are listed, the lowest slots first
+    ties = wanted - above  # this many are listed, the lowest slots first
     ties_before = tl.sum(tl.where(bins == bin, earlier, 0), 0)
     place = sinks + tl.sum(tl.where(bins > bin, earlier, 0), 0)
     lowest = tl.where(wanted > 0, floor + bin, KEYS)
@@ -226,13 +225,13 @@ def candidates_kernel(
 
 @triton.jit
 def _keys(
-    vertical_ptr,  # of the first slot; the next ones' stand behind it
-    distance_ptr,  # likewise; the next ones' stand before it
+    vertical_ptr,  # of the first slot; the next ones follow
+    distance_ptr,  # of the first slot; the next ones precede
     nth,
     inside,
     ranked,
 ):
-    """Returns the scores of the ranked slots as integers; all slots of `inside` may be read."""
+    """Returns the scores of the ranked slots as integers; all slots of `inside` are readable."""
     vertical = tl.load(vertical_ptr + nth, mask=inside, other=0)
     distance = tl.load(distance_ptr - nth, mask=ranked, other=0)
     return tl.maximum(tl.maximum(vertical, distance), 0).to(tl.int32)
@@ -265,7 +264,7 @@ def _sample(
 
 @triton.jit
 def _gather(own, floor, SINK: tl.constexpr, TILE: tl.constexpr):
-    """Stores the ranked slots that reach the floor, in their order; returns their number."""
+    """Stores the ranked slots that reach the floor, in order; returns their number."""
     few = 0
     for start in range(own.begin, own.end, TILE):
         nth = tl.arange(0, TILE)
@@ -289,10 +288,10 @@ def _count_few(
     floor,
     FEW: tl.constexpr,
 ):
-    """Counts the few of a part that reach the floor.
+    """Counts a part's few that reach the floor.
 
-    The first bins are those of single scores from the floor on, the others of octaves above these;
-    the last counts everything above, too.
+    The first bins count single scores from the floor on, the others octaves above these; the last
+    also counts everything above.
     """
     counts = tl.zeros([BINS], tl.int32)
     for start in range(0, few, FEW):
@@ -311,11 +310,11 @@ def _list(
     few,
     lowest,
     ties,
-    ties_before,  # of the parts before
-    ids_ptr,  # where those of this part begin
+    ties_before,  # of earlier parts
+    ids_ptr,  # start of this part
     FEW: tl.constexpr,
 ):
-    """Lists the few above the lowest score, and those that equal it and are wanted."""
+    """Lists the few above the lowest score, and the required number of those equal to it."""
     for start in range(0, few, FEW):
         nth = start + tl.arange(0, FEW)
         word = _rows(tl.load(own.few + nth, mask=nth < few, other=0), FEW, 4)
@@ -339,7 +338,7 @@ def _counts(
     PARTS: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Adds up the counts of all parts, and of those before `part`."""
+    """Adds the counts of all parts, and those of the parts before `part`."""
     whole, earlier = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
     for nth in tl.static_range(PARTS):
         counts = tl.load(counts_ptr + nth * BINS + tl.arange(0, BINS))
@@ -350,7 +349,7 @@ def _counts(
 
 @triton.jit
 def _end(counts, wanted):
-    """Returns the bin in which the `wanted` greatest end, and the number of those above it."""
+    """Returns the bin in which the `wanted` largest end, and the number above that bin."""
     from_here = tl.cumsum(counts, 0, reverse=True)  # in this bin or above it
     bin = tl.maximum(tl.sum((from_here >= wanted).to(tl.int32), 0) - 1, 0)
     bins = tl.arange(0, counts.shape[0])
@@ -359,17 +358,17 @@ def _end(counts, wanted):
 
 @triton.jit
 def _rows(numbers, SIZE: tl.constexpr, ROW: tl.constexpr):
-    """Puts numbers into rows.
+    """Arranges numbers in rows.
 
-    A row is the 16 bytes that a thread loads at once. Then no numbers move between threads, neither
-    where rows are added up nor where numbers are stored in their places.
+    A row is the 16 bytes that a thread loads at once, so no numbers move between threads when rows
+    are summed or numbers are stored.
     """
     return tl.reshape(numbers, [SIZE // ROW, ROW])
 
 
 @triton.jit
 def _before(numbers):
-    """Sums what stands before each of the numbers, which are in rows, and all of them."""
+    """Returns the exclusive cumulative sum of numbers in rows, and their total."""
     of_rows = tl.sum(numbers, 1)
     before = (tl.cumsum(of_rows, 0) - of_rows)[:, None] + tl.cumsum(numbers, 1) - numbers
     return before, tl.sum(of_rows, 0)

@@ -1,4 +1,4 @@
-"""Adds the attention of a step to two tables: see `api.table_update`."""
+"""Adds a step's attention to two tables: see `api.table_update`."""
 
 from jsparse.pallas_kernels.table_update.api import table_update
 

@@ -1,4 +1,4 @@
-"""Adds the attention of a step to tables over position and over distance."""
+"""Adds a step's attention to tables over position and over distance."""
 
 from jaxtyping import Array, BFloat16, Float32
 
@@ -37,35 +37,32 @@ def table_update(
     penalty: float = 0.0,
     implementation: str | None = None,
 ) -> tuple[BFloat16[Array, "B K S"], BFloat16[Array, "B K S"]]:
-    """Adds the weights of the attended tokens to both tables, less a part of their mean.
+    """Adds the weights of the attended tokens to both tables, minus a fraction of their mean.
 
-    Of a head's listed tokens, the c that are no sinks (id ≥ sink) count. w is the maximum over the
-    group of the query heads' weights exp(logits - lse), divided by its sum over these. With
-    t = length - 1 the newest slot,
-
+    Only the c listed tokens of a head that are not sinks (id ≥ sink) count. w is the maximum over
+    the group of the query heads' weights exp(logits - lse), divided by its sum over these tokens.
+    With t = length - 1 the newest slot,
         vertical[i]     += scale · (w_i - penalty / c)
         distance[t - i] += scale · (w_i - penalty / c)
-
-    for each listed i ≥ sink, in float32, rounded once to nearest even. No other entry changes; a
-    head with no counted token is unchanged. Ids are distinct, so that no entry is written
-    twice.
+    for each listed i ≥ sink, in float32, rounded once to nearest even. No other entry changes, and
+    a head without counted tokens is unchanged. Ids are distinct, so no entry is written twice.
 
     Args:
         vertical: a number per slot.
         distance: a number per distance from the newest slot.
-        listed: the tokens that were attended to and their logits, as attention reports them.
-        lengths: the number of slots that each head holds, the newest included.
-        scale: the factor of what is added to each row, by which tables are kept above their true
-            values; at least 1 where tables decay.
-        sink: the number of first slots that no table counts; static.
-        penalty: the part of the mean weight 1 / c that every one of them loses; static.
-        implementation: "triton", "reference", or None to pick.
+        listed: the attended tokens and their logits, as attention reports them.
+        lengths: the number of tokens of each head, including the newest.
+        scale: the factor of each row's additions, by which its tables exceed their true values; at
+            least 1 if tables decay.
+        sink: the number of first slots that tables ignore; static.
+        penalty: the fraction of the mean weight 1 / c that is subtracted from each weight; static.
+        implementation: "triton", "reference", or None to choose.
 
     Returns:
-        Both tables. They may take the place of the old ones, which callers should donate.
+        Both tables. They may reuse the memory of the old ones, which callers should donate.
 
     Raises:
-        ValueError: shapes or types do not fit together, or `sink` or `penalty` is out of range.
+        ValueError: shapes or types do not match, or `sink` or `penalty` is out of range.
     """
     if type(sink) is not int or sink < 0:
         raise ValueError(f"sink={sink!r}: must be an integer of at least 0")

@@ -1,4 +1,4 @@
-"""Implements `api.table_update` in plain jnp, as CPU path and oracle of the kernel."""
+"""Implements `api.table_update` in plain jnp: the CPU path and the kernel's oracle."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32

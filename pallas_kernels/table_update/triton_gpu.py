@@ -1,7 +1,7 @@
 """Implements `api.table_update` with jax-triton, in one launch.
 
-Every head has several programs, each of which adds the weights of one part of the list. They need
-the sum over all parts, for which they meet (triton_meeting.py).
+Every head has several programs, each of which adds the weights of one part of the list. They
+synchronise to get the sum over all parts (triton_meeting.py).
 """
 
 import jax
@@ -14,7 +14,7 @@ from jsparse.pallas_kernels.triton_meeting import max_programs, meet
 from jsparse.selection.partials import ListedLogits
 from jsparse.shapes import Lengths
 
-PROGRAMS = 512  # of all heads, where parts have SMALLEST to LARGEST entries
+PROGRAMS = 512  # of all heads, with SMALLEST to LARGEST entries per part
 SMALLEST, LARGEST = 256, 2048
 NUM_WARPS = 4
 
@@ -50,7 +50,7 @@ def table_update(
         kernel=update_kernel,
         out_shape=[
             *tables,
-            # from here on memory that the kernel works in
+            # from here on, scratch memory of the kernel
             jax.ShapeDtypeStruct((pairs, parts), jnp.float32),
             jax.ShapeDtypeStruct((pairs, parts), jnp.float32),
             jax.ShapeDtypeStruct((pairs,), jnp.int32),
@@ -84,8 +84,8 @@ def _sinks(ids_ptr, count, SINK: tl.constexpr, SINKS: tl.constexpr):
 
 @triton.jit
 def update_kernel(
-    _vertical,  # an alias of vertical_ptr
-    _distance,  # an alias of distance_ptr
+    _vertical,  # alias of vertical_ptr
+    _distance,  # alias of distance_ptr
     ids_ptr,  # [pairs, ENTRIES]
     count_ptr,  # [pairs]
     logits_ptr,  # [pairs, G, ENTRIES]
@@ -96,7 +96,7 @@ def update_kernel(
     distance_ptr,  # [pairs, SLOTS]
     tops_ptr,  # [pairs, PARTS]
     sums_ptr,  # [pairs, PARTS]
-    arrived_ptr,  # [pairs], zeros where there are several parts
+    arrived_ptr,  # [pairs], zeros if there are several parts
     HEADS: tl.constexpr,
     SLOTS: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -123,19 +123,19 @@ def update_kernel(
     entry = part * SHARE + nth
     counts = (nth < SHARE) & (entry >= sinks) & (entry < count)
 
-    # what is far away is asked for first, so that it comes while programs meet
+    # issue the slow loads first, so that they complete while programs synchronise
     slot = tl.load(ids_ptr + entry, mask=counts, other=0)
     old = tl.load(vertical_ptr + slot, mask=counts, other=0.0).to(tl.float32)
     past = tl.load(distance_ptr - slot, mask=counts, other=0.0).to(tl.float32)
 
-    # the greatest weight over the group, as a logarithm
+    # the largest weight over the group, as a logarithm
     best = tl.full([BLOCK], minus_inf, tl.float32)
     for row in tl.static_range(G):
         lse = tl.load(lse_ptr + pair * G + row)
         logits = tl.load(logits_ptr + row * ENTRIES + entry, mask=counts, other=minus_inf)
         best = tl.maximum(best, logits - tl.where(lse == minus_inf, 0.0, lse))
     own_top = tl.max(best, 0)
-    base = tl.where(own_top == minus_inf, 0.0, own_top)  # -inf less -inf would be NaN
+    base = tl.where(own_top == minus_inf, 0.0, own_top)  # -inf - -inf would be NaN
     weights = tl.exp(best - base)
     tl.store(tops_ptr + pair * PARTS + part, own_top)
     tl.store(sums_ptr + pair * PARTS + part, tl.sum(weights, 0))
@@ -147,7 +147,7 @@ def update_kernel(
     top = tl.max(tops, 0)
     top = tl.where(top == minus_inf, 0.0, top)
     whole = tl.sum(sums * tl.exp(tops - top), 0)
-    # a part without weights may have a base above the top
+    # the base of a part without weights may be above the top
     part_of_top = tl.where(own_top == minus_inf, 0.0, tl.exp(base - top))
     added = weights * (part_of_top / tl.where(whole > 0, whole, 1.0))
     added = scale * (added - PENALTY / tl.maximum(count - sinks, 1))

@@ -39,39 +39,40 @@ def threshold_select(
 ) -> Selection:
     """Selects the units that each KV head attends to, from the scores of its query heads.
 
-    At least one unit of every row that has a score (under TopP, a positive weight) is chosen. Equal
-    scores are taken from the lowest index on. Sums are of float32 and vary with their order: a TopP
-    set weighs at least p of its row to within 1e-5, and less without its lightest unit; TopK is
-    exact, and so is Budget where a row's sizes add up to at most 2^24. Where the union is more than
-    `capacity`, the units of lowest score are dropped. A unit's score is then the largest that any
-    row gives it, and logits of several rows are compared as logarithms of their normalised weights.
+    Every row that has a score (under TopP, a positive weight) selects at least one unit. Ties go to
+    the lowest index. Sums are float32 and depend on their order: a TopP set has at least the weight
+    p of its row to within 1e-5, and less without its lightest unit. TopK is exact, and so is Budget
+    if a row's sizes add up to at most 2^24. If the union exceeds `capacity`, the units with the
+    lowest scores are dropped. A unit's score is then its maximum over the rows, and logits of
+    several rows are compared as logarithms of their normalised weights.
 
     Args:
-        scores: the rows, one per query head; -inf and NaN are never chosen.
-        rule: TopK, TopP, Threshold or, where ids are of the units scored, Budget.
+        scores: the rows, one per query head; -inf and NaN are never selected.
+        rule: TopK, TopP, Threshold or, if ids are of the scored units, Budget.
         capacity: C.
-        granularity: the units that scores and ids stand for. With "token" and "page", ids are of
-            the units scored. With "page_mass" scores are of tokens and ids of pages: the rule
-            applies to the pages' weights, each the sum of its tokens'.
-        page_size: P under "page_mass", else None.
-        weights: the quantity that TopP and Threshold compare. "softmax": scores are logits, and it
-            is their softmax over the row; "raw": the scores themselves, at least 0 under TopP.
-        group: the way a group chooses. "union": each row chooses for itself. "max": the group
-            chooses once, by the largest weight (TopP: as a share of these), or where weights are
-            raw the largest score, that a unit has in any row.
-        lengths: the number of scores that count in each head's rows; None is all.
-        names: the ids under which units are listed, ascending; None is their indices. Each names
-            S = units / m neighbours: unit i is listed as names[…, i // S]·S + i % S, so that pages'
-            names serve for their tokens.
-        always: the units that come before all others, where TopK chooses once per KV head among
-            the units scored; None is none.
-        implementation: "triton", "reference", or None to pick.
+        granularity: the units of scores and ids. With "token" and "page", ids are of the scored
+            units. With "page_mass", scores are of tokens and ids of pages: the rule applies to the
+            pages' weights, each the sum of its tokens'.
+        page_size: P under "page_mass", otherwise None.
+        weights: the quantity that TopP and Threshold compare. "softmax": scores are logits, and the
+            quantity is their softmax over the row; "raw": the scores themselves, at least 0 under
+            TopP.
+        group: how a group selects. "union": each row selects for itself. "max": the group selects
+            once, by a unit's largest weight in any row (TopP: as a share of these), or by its
+            largest score if weights are raw.
+        lengths: the number of valid scores in each head's rows; None: all.
+        names: the ids under which units are listed, ascending; None: their indices. Each name
+            covers S = units / m adjacent units: unit i is listed as names[…, i // S]·S + i % S, so
+            that the names of pages serve for their tokens.
+        always: the units that precede all others, if TopK selects once per KV head among the scored
+            units; None: none.
+        implementation: "triton", "reference", or None to choose.
 
     Returns:
-        ids ascending, 0 past the count. The granularity is "token" for "token", else "page".
+        ids ascending, 0 past the count. The granularity is "token" for "token", otherwise "page".
 
     Raises:
-        ValueError: an argument is not one of the above, or shapes do not fit together.
+        ValueError: an argument is none of the above, or shapes do not match.
     """
     if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
         raise ValueError(f"capacity={capacity!r}: must be an integer of at least 1")

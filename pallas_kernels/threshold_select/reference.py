@@ -1,4 +1,4 @@
-"""Implements `api.threshold_select` in plain jnp, as CPU path and oracle of the kernel."""
+"""Implements `api.threshold_select` in plain jnp: the CPU path and the kernel's oracle."""
 
 from dataclasses import replace
 
@@ -19,9 +19,9 @@ from jsparse.selection.threshold import budget_mask, ordered, top_k_ids, top_k_m
 from jsparse.shapes import Lengths
 
 REACH = 2.0**-1  # of scores above the largest, so that none becomes infinite
-TINY = 2.0**-100  # above it by little is still a normal number
+TINY = 2.0**-100  # a number slightly above it is still normal
 HIGHEST = 2.0**126
-MIN_WEIGHT = 2.0**-125  # part of the row's largest weight below which float32 is not relied on
+MIN_WEIGHT = 2.0**-125  # float32 is not precise below this fraction of the row's largest weight
 
 
 def threshold_select(
@@ -64,9 +64,9 @@ def threshold_select(
 
 
 def heaviest(rows: Float32[Array, "B K n"], rule: TopK, capacity: int) -> Selection:
-    """Lists the k tokens of greatest score of one row per head, none of -inf.
+    """Lists the k tokens with the highest scores of one row per head, excluding -inf.
 
-    Marks of all rows would say the same, at three times the time on a CPU.
+    Marks of all rows would give the same result, but take three times as long on a CPU.
     """
     keys = jnp.where(jnp.isneginf(rows), 0, ordered(rows))
     k = jnp.broadcast_to(jnp.clip(jnp.asarray(rule[0]), 1, capacity), rows.shape[:-1])
@@ -74,7 +74,7 @@ def heaviest(rows: Float32[Array, "B K n"], rule: TopK, capacity: int) -> Select
 
 
 def come_first(always: Always, units: int) -> Bool[Array, "B K n"]:
-    """Marks the units that come before all others."""
+    """Marks the units that precede all others."""
     first, held = jnp.arange(units) * always.unit, always.lengths[..., None]
     newest = jnp.minimum(first + always.unit, held) > held - always.recent
     return (first < held) & ((first < always.sink) | newest)
@@ -83,9 +83,9 @@ def come_first(always: Always, units: int) -> Bool[Array, "B K n"]:
 def raised(
     rows: Float32[Array, "B K 1 n"], marked: Bool[Array, "B K 1 n"]
 ) -> Float32[Array, "B K 1 n"]:
-    """Raises the marked scores above all others, in the order that they have.
+    """Raises the marked scores above all others, preserving their order.
 
-    Scores beyond HIGHEST count as it, so that there are numbers above them.
+    Scores beyond HIGHEST count as HIGHEST, so that larger numbers exist.
     """
     known, rows = rows > -jnp.inf, jnp.minimum(rows, HIGHEST)
     top = rows.max(-1, keepdims=True)
@@ -95,7 +95,7 @@ def raised(
 
 
 def named(listed: Selection, names: Int32[Array, "B K m"], span: int) -> Selection:
-    """Lists units by their names, of which `span` neighbours share one."""
+    """Lists units by their names; `span` adjacent units share a name."""
     ids = jnp.take_along_axis(names, listed.ids // span, -1) * span + listed.ids % span
     valid = jnp.arange(ids.shape[-1]) < listed.count[..., None]
     return replace(listed, ids=jnp.where(valid, ids, 0))
@@ -104,9 +104,9 @@ def named(listed: Selection, names: Int32[Array, "B K m"], span: int) -> Selecti
 def page_mass(
     rows: Float32[Array, "B K G n"], page_size: int, softmax: bool
 ) -> Float32[Array, "B K G M"]:
-    """Sums each page's weights, as a logarithm where rows are logits.
+    """Sums each page's weights, as a logarithm if rows are logits.
 
-    A page none of whose tokens can be chosen gets -inf.
+    A page without selectable tokens gets -inf.
     """
     pages = rows.reshape(*rows.shape[:-1], -1, page_size)
     if softmax:
@@ -116,9 +116,9 @@ def page_mass(
 
 
 def pooled(rows: Float32[Array, "B K G n"], softmax: bool) -> Float32[Array, "B K n"]:
-    """Returns the best that any row of a group gives each unit.
+    """Returns each unit's best score in any row of a group.
 
-    Logits of several rows become logarithms of their normalised weights first.
+    Logits of several rows are first converted to logarithms of their normalised weights.
     """
     if softmax and rows.shape[2] > 1:
         lse = softmax_partial(rows)[2]
@@ -129,7 +129,7 @@ def pooled(rows: Float32[Array, "B K G n"], softmax: bool) -> Float32[Array, "B 
 def chosen(
     rows: Float32[Array, "B K G n"], rule: Rule, softmax: bool, normalised: bool
 ) -> Bool[Array, "B K G n"]:
-    """Marks the units that each row chooses; `normalised`: exp(rows) are the weights."""
+    """Marks the units that each row selects; `normalised`: exp(rows) are the weights."""
     setting = jnp.asarray(rule[0])[..., None] if jnp.ndim(rule[0]) else rule[0]
     if isinstance(rule, TopK):
         return top_k_mask(rows, jnp.maximum(setting, 1))

@@ -1,4 +1,4 @@
-"""Defines the rules by which a row chooses units.
+"""Rules by which a row selects units.
 
 A rule's number is static; an array gives every KV head its own.
 """
@@ -11,32 +11,32 @@ from jsparse.shapes import Lengths
 
 
 class TopK(NamedTuple):
-    """Chooses the k best; a k below 1 counts as 1."""
+    """The k best units; a k below 1 counts as 1."""
 
     k: int | Int[Array, "B K"]
 
 
 class TopP(NamedTuple):
-    """Chooses the fewest, best first, whose weights are at least the share p of the row's.
+    """The fewest units, best first, with at least the share p of the row's weight.
 
-    From p = 1 on it chooses all that weigh anything.
+    From p = 1 on, these are all units with any weight.
     """
 
     p: float | Float[Array, "B K"]
 
 
 class Threshold(NamedTuple):
-    """Chooses everything that weighs more than theta, or the best one where nothing does."""
+    """All units that weigh more than theta, or the best one if none does."""
 
     theta: float | Float[Array, "B K"]
 
 
 class Budget(NamedTuple):
-    """Chooses units, best first, until the next one's size exceeds the rest of `tokens`.
+    """The best units, until the next one's size exceeds the rest of `tokens`.
 
-    The best is chosen whatever its size; otherwise the sizes of what a row chooses add up to at
-    most `tokens`, of which a number below 0 counts as 0. Sizes are at least 0, one per scored unit;
-    heads may share theirs.
+    The best unit is selected whatever its size; otherwise the selected sizes add up to at most
+    `tokens`. Negative `tokens` count as 0. Sizes are at least 0, one per scored unit; heads may
+    share them.
     """
 
     tokens: int | Int[Array, "B K"]
@@ -47,17 +47,17 @@ Rule = TopK | TopP | Threshold | Budget
 
 
 class Always(NamedTuple):
-    """Names the units that TopK chooses before all others.
+    """The units that TopK selects before all others.
 
-    They hold one of the first `sink` or last `recent` slots of a head. What has no score is not
-    chosen even so. Where there are more of them than k, the best are chosen, as far as two steps of
-    float32 at the largest score of the row tell them apart.
+    They contain one of the first `sink` or last `recent` slots of a head. A unit without a score is
+    not selected even so. If there are more than k of them, the best are selected, provided their
+    scores differ by at least two float32 steps at the row's largest score.
 
     Attributes:
-        lengths: the number of slots that each head holds.
+        lengths: the number of tokens of each head.
         sink: a number of slots.
         recent: a number of slots.
-        unit: the number of slots of a unit.
+        unit: the number of slots per unit.
     """
 
     lengths: Lengths

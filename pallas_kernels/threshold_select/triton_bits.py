@@ -1,7 +1,7 @@
 """Writes marks as bitmaps of 32-bit words, unites them, and lists the marked entries.
 
-`plan` is the SearchedRow of triton_gpu up to `lowest`, and from `unite` on its Lists, except in
-`list_entries`, which serves searches too.
+`plan` is the SearchedRow of triton_gpu up to `lowest`, and its Lists from `unite` on, except in
+`list_entries`, which also serves searches.
 """
 
 import triton
@@ -16,8 +16,8 @@ ALL_TIES = tl.constexpr(2**31 - 1)
 def mark(x, words, start, t, ties, end, plan: tl.constexpr):
     """Writes a bit for each entry of a tile that is at least t, to its part of the bitmap.
 
-    If not all that equal t are kept, those get a bitmap of their own, `plan.words` behind. Under a
-    budget those of them get no bit that lie at `end` or behind it in the row.
+    If not all entries equal to t are kept, these get their own bitmap, `plan.words` further on.
+    Under a budget, ties at or past `end` in the row get no bit.
     """
     at = word_index(plan)
     kept = x >= t
@@ -33,9 +33,9 @@ def mark(x, words, start, t, ties, end, plan: tl.constexpr):
 def pack(marks, plan: tl.constexpr):
     """Packs a tile of marks [T, R, 4] into 32-bit words [T / 8, R].
 
-    Word w of run r covers entries 32·(r·T/8 + w) and on.
+    Word w of run r covers 32 entries from 32·(r·T/8 + w) on.
     """
-    # [T, R]: the four neighbours of a thread's run; eight threads make a word
+    # [T, R]: four adjacent entries of a thread's run; eight threads make a word
     nibbles = tl.sum(marks.to(tl.uint32) << tl.arange(0, 4).to(tl.uint32)[None, None, :], 2)
     shift = (tl.arange(0, 8) * 4).to(tl.uint32)[None, :, None]
     return tl.sum(tl.reshape(nibbles, [plan.threads // 8, 8, plan.runs]) << shift, 1)
@@ -43,22 +43,22 @@ def pack(marks, plan: tl.constexpr):
 
 @triton.jit
 def word_index(plan: tl.constexpr):
-    """Returns where the words of `pack` lie in the tile's part of the bitmap."""
+    """Returns the indices of the words of `pack` in the tile's part of the bitmap."""
     WORDS: tl.constexpr = plan.threads // 8
     return tl.arange(0, plan.runs)[None, :] * WORDS + tl.arange(0, WORDS)[:, None]
 
 
 @triton.jit
 def trim(
-    words,  # [2 · plan.words]: the bitmap, then that of the entries that equal the threshold
-    sizes,  # [plan.size], read where plan.sized
+    words,  # [2 · plan.words]: the bitmap, then that of entries equal to the threshold
+    sizes,  # [plan.size], read if plan.sized
     length,
     ties,
     plan: tl.constexpr,
 ):
     """Removes all but the first entries equal to the threshold from a bitmap.
 
-    `ties` says how many are kept or, where they have sizes, how much these may add up to.
+    `ties` is the number to keep or, if entries have sizes, the maximum sum of their sizes.
     """
     for start in range(0, tl.cdiv(length, 32), plan.threads):
         at = start + tl.arange(0, plan.threads)
@@ -77,12 +77,12 @@ def mark_first(
     length,
     plan: tl.constexpr,
 ):
-    """Adds the first of the entries that equal the threshold to a bitmap."""
+    """Adds the first entry equal to the threshold to a bitmap."""
     first = length
     for start in range(0, tl.cdiv(length, 32), plan.threads):
         at = start + tl.arange(0, plan.threads)
         equal = tl.load(words + plan.words + at, mask=at * 32 < length, other=0)
-        entry = at * 32 + ones((equal ^ (equal - 1)) >> 1)  # bits below the lowest that is set
+        entry = at * 32 + ones((equal ^ (equal - 1)) >> 1)  # bits below the lowest set bit
         first = tl.minimum(first, tl.min(tl.where(equal != 0, entry, length), 0))
     word = words + first // 32
     tl.store(word, tl.load(word) | tl.full([], 1, tl.uint32) << (first % 32).to(tl.uint32))
@@ -91,7 +91,7 @@ def mark_first(
 @triton.jit
 def ones(word):
     """Counts the set bits."""
-    # sums of bits by twos, fours and bytes; the product adds up the bytes in its highest one
+    # bit sums by twos, fours and bytes; the product adds the bytes in its highest one
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     word = (word + (word >> 4)) & 0x0F0F0F0F
@@ -101,7 +101,7 @@ def ones(word):
 @triton.jit
 def size_of(
     word,
-    sizes,  # that of bit 0, and on
+    sizes,  # from bit 0's on
     plan: tl.constexpr,
 ):
     """Returns the counts of the entries of set bits: their sizes, or one each."""
@@ -116,11 +116,11 @@ def size_of(
 @triton.jit
 def lowest(
     word,
-    sizes,  # that of bit 0, and on
+    sizes,  # from bit 0's on
     room,
     plan: tl.constexpr,
 ):
-    """Keeps the lowest set bits, as many as there is room for."""
+    """Keeps the lowest set bits that fit into `room`."""
     kept = word ^ word
     for bit in tl.static_range(32):
         one = (word >> bit) & 1
@@ -134,7 +134,7 @@ def lowest(
 
 @triton.jit
 def unite(
-    words,  # [rows, 2, row.words]: each row's bitmap and that of its ties
+    words,  # [rows, 2, row.words]: each row's bitmap, then that of its ties
     length,
     plan: tl.constexpr,
 ):
@@ -151,16 +151,16 @@ def unite(
 @triton.jit
 def list_entries(
     words,  # the bitmap of all entries
-    begin,  # the first that is listed, a multiple of 32
-    end,  # where entries end
-    total,  # how many marked ones come before
+    begin,  # first entry to list, a multiple of 32
+    end,  # end of the entries
+    total,  # number of marked entries before
     names,  # [m]
     ids,  # [CAPACITY]
     CAPACITY: tl.constexpr,
     SHIFT: tl.constexpr,
     row: tl.constexpr,
 ):
-    """Writes the names of marked entries, ascending, up to the capacity, and returns their number.
+    """Writes the names of marked entries, ascending, up to the capacity; returns their number.
 
     The words of a tile are listed at once. `row` is a SearchedRow.
     """
@@ -182,7 +182,7 @@ def list_entries(
 
 @triton.jit
 def number_of(words, begin, end, row: tl.constexpr):
-    """Returns how many entries are marked from a multiple of 32 on."""
+    """Returns the number of marked entries from a multiple of 32 on."""
     T: tl.constexpr = row.threads
     number = tl.zeros([T], tl.int32)
     for start in range(begin // 32, tl.cdiv(end, 32), T):
@@ -195,20 +195,19 @@ def number_of(words, begin, end, row: tl.constexpr):
 def list_bits(
     word,
     first,  # entry of bit 0
-    ids,  # where the first name goes
+    ids,  # destination of the first name
     room,
     names,  # [m]
     SHIFT: tl.constexpr,
 ):
     """Writes the name of entry first + b for every set bit b, ascending, at most `room` of them.
 
-    Few bits are set as a rule, so each warp loops as often as its fullest word needs, which Triton
-    cannot express.
+    Usually few bits are set, so each warp loops only for its fullest word, which Triton cannot
+    express.
     """
-    # $1 to $6 are the arguments below, in their order. brev and clz find the lowest set bit, and
-    # word & (word - 1) clears it. Where SHIFT ≥ 0, `run` = entry >> SHIFT, and the id is
-    # entry + ((names[run] - run) << SHIFT). $0 is there because an operation must
-    # have a result.
+    # $1 to $6 are the arguments below, in order. brev and clz find the lowest set bit, and word &
+    # (word - 1) clears it. If SHIFT ≥ 0, `run` = entry >> SHIFT, and the id is entry + ((names[run]
+    # - run) << SHIFT). $0 exists because an operation must have a result.
     tl.inline_asm_elementwise(
         """{
         .reg .b32 word, bit, room, run, name;

@@ -1,10 +1,9 @@
 """Implements `api.threshold_select` with jax-triton, in one launch.
 
-A thread block runs for every row that is searched. It finds its row's threshold and writes what it
-chooses as bits. The last block of a KV head to finish unites the bits of the group's rows, cuts the
-union to the capacity if need be, and lists it. Long rows that are a head's only one are shared by
-several blocks, each of which keeps its part in registers: after every pass over it they meet, and
-each adds up what all have found.
+A thread block searches each row for its threshold and writes the selected units as bits. The last
+block of a KV head to finish unites the bits of the group's rows, cuts the union to the capacity if
+needed, and lists it. If a head has only one row and it is long, several blocks share it, each with
+its part in registers; they synchronise after every pass, and each adds up the results of all.
 """
 
 from dataclasses import replace
@@ -66,7 +65,7 @@ def threshold_select(
         always=always,
         tiling=tiling or SelectTiling(),
     )
-    # no list can be too long: there are no more units, or one row chooses, and the kernel lowers
+    # no list can be too long: there are no more units, or one row selects, and the kernel limits
     # its k to the capacity
     once = pooled or members == 1
     fits = capacity >= row.size or (row.rule == "top_k" and once)
@@ -88,7 +87,7 @@ def threshold_select(
     outputs = (
         jax.ShapeDtypeStruct((batch, heads, capacity), jnp.int32),  # ids
         jax.ShapeDtypeStruct((batch, heads), jnp.int32),  # count
-        # from here on memory that the kernel works in: bitmaps, floats, rows that have finished
+        # from here on, scratch memory of the kernel: bitmaps, floats, finished rows
         jax.ShapeDtypeStruct((batch * heads, plan.words), jnp.uint32),
         jax.ShapeDtypeStruct((batch * heads, max(plan.floats, 1)), jnp.float32),
         jax.ShapeDtypeStruct((batch * heads,), jnp.int32),
@@ -96,7 +95,7 @@ def threshold_select(
     alone = row.parts == 1
     ids, count, *_ = triton_call(
         scores,
-        scores if static else setting,  # scores stand in for arrays that the call lacks
+        scores if static else setting,  # scores are a placeholder for missing arrays
         scores if sizes is None else sizes,
         scores if lengths is None else lengths,
         scores if names is None else names,
@@ -116,18 +115,18 @@ def threshold_select(
 def select_kernel(
     scores,  # [B, K, G, n]
     settings,  # [B, K]
-    sizes,  # [B, K / plan.sharing, n], read where plan.row.sized
+    sizes,  # [B, K / plan.sharing, n], read if plan.row.sized
     lengths,  # [B, K]
     names,  # [B, K, m]
-    held,  # [B, K], read where plan.row.unit
+    held,  # [B, K], read if plan.row.unit
     ids,  # [B, K, C]
     count,  # [B, K]
     bitmaps,  # [B · K, plan.words]
-    floats,  # [B · K, plan.floats], or [B · K, 1] where none are needed
-    arrived,  # [B · K], zeros where a head has several rows
+    floats,  # [B · K, plan.floats], or [B · K, 1] if none are needed
+    arrived,  # [B · K], zeros if a head has several rows
     plan: tl.constexpr,
 ):
-    """Searches one row, of program head · rows + row; the last of a head also writes its list."""
+    """Searches one row, as program head · rows + row; the last of a head also writes its list."""
     ROW: tl.constexpr = plan.row
     head = tl.program_id(0) // plan.rows
     g = tl.program_id(0) % plan.rows
@@ -137,7 +136,7 @@ def select_kernel(
     sizes += wide // plan.sharing * plan.row.size
     floats += wide * plan.floats
     bitmaps += wide * plan.words
-    if plan.by_mass:  # all of the group's rows where they are pooled, else the program's own
+    if plan.by_mass:  # all of the group's rows if they are pooled, else the program's own
         for r in range(plan.group // plan.rows):
             sum_pages(row + r * plan.scores, floats + (g + r) * plan.row.size, length, plan)
         tl.debug_barrier()
@@ -162,7 +161,7 @@ def select_kernel(
 
 @triton.jit
 def asked(lengths, settings, head, plan: tl.constexpr):
-    """Returns the number of a head's scores that count, and its rule's number."""
+    """Returns a head's number of valid scores, and its rule's number."""
     length = tl.full([], plan.scores, tl.int32)
     if plan.with_lengths:
         length = tl.minimum(tl.maximum(tl.load(lengths + head), 0), plan.scores)
@@ -172,19 +171,19 @@ def asked(lengths, settings, head, plan: tl.constexpr):
         else tl.full([], plan.row.value, tl.float32)
     )
     if plan.row.rule == "top_k":
-        # what is not among a row's C best is not in the list
+        # units beyond a row's C best are never listed
         setting = tl.minimum(setting, plan.capacity)
     return length, setting
 
 
 @triton.jit
 def select_shared_kernel(
-    scores,  # [B, K, G, n]; more than one row of a head becomes one
+    scores,  # [B, K, G, n]; several rows of a head become one
     settings,  # [B, K]
     sizes,  # not read
     lengths,  # [B, K]
     names,  # [B, K, m]
-    held,  # [B, K], read where plan.row.unit
+    held,  # [B, K], read if plan.row.unit
     ids,  # [B, K, C]
     count,  # [B, K]
     bitmaps,  # [B · K, plan.words]
@@ -192,7 +191,7 @@ def select_shared_kernel(
     arrived,  # [B · K], zeros
     plan: tl.constexpr,
 ):
-    """Searches a part of a head's row, of program head · parts + part, and lists what is chosen."""
+    """Searches a part of a head's row, as program head · parts + part, and lists the selection."""
     ROW: tl.constexpr = plan.row
     PARTS: tl.constexpr = plan.row.parts
     head, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
@@ -222,7 +221,7 @@ def select_shared_kernel(
 
 @triton.jit
 def write_list(
-    rows,  # [rows, row.size]: what was searched
+    rows,  # [rows, row.size]: the searched rows
     bitmaps,  # [plan.words]
     floats,  # [plan.floats]
     length,
@@ -244,7 +243,7 @@ def write_list(
     total = list_entries(bitmaps, 0, length, none, names, ids, CAPACITY, plan.shift, ROW)
     if plan.cap is not None:
         CAP: tl.constexpr = plan.cap
-        # too long: search for the best units by the best score of each, and list those
+        # too long: search for the best units by each unit's best score, and list those
         if total > CAPACITY:
             best = floats + plan.cap_at
             kept = bitmaps + plan.cap_word

@@ -1,4 +1,4 @@
-"""Makes rows from rows: masses of pages, and the best score of each entry.
+"""Computes rows from rows: masses of pages, and the best score of each entry.
 
 `plan` is Lists, and a SearchedRow in `log_sum` and `pool_share`.
 """
@@ -26,7 +26,7 @@ from jsparse.pallas_kernels.triton_meeting import meet
 
 @triton.jit
 def log_sum(scores, length, plan: tl.constexpr):
-    """Returns the logsumexp of a row in memory, which is not shared; 0 where it has none."""
+    """Returns the logsumexp of a row in memory, which is not shared; 0 if it has no scores."""
     row = take(scores, scores, length, scores, Share(0, scores, scores), None, plan)
     row, met = with_top(row, 0, plan)
     weight, met = row_weight(row, met, plan)
@@ -35,9 +35,9 @@ def log_sum(scores, length, plan: tl.constexpr):
 
 @triton.jit
 def pool_share(row, GROUP: tl.constexpr, met, plan: tl.constexpr):
-    """Returns the row with what `pool` makes of it and of those that follow it, and the meetings.
+    """Returns the row pooled with those that follow it, as in `pool`, and the number of meetings.
 
-    The programs tell each other the largest logit and the weight of each row of theirs.
+    The programs exchange the largest logit and the weight of each of their rows.
     """
     SIZE: tl.constexpr = plan.size
     if plan.softmax:

@@ -1,16 +1,19 @@
 """Searches for the threshold of a row.
 
-A reduction over a block costs as much as the arithmetic before it, so every pass measures two
-thresholds, guessed well: first from the mean and spread of the scores, then between what is known.
-After two poor guesses a pass bisects, which bounds their number; after one that separates nothing
-the next steps to the next value there is, since equal scores cannot be separated.
+A reduction over a block costs the same as the arithmetic before it, so every pass measures two
+well-guessed thresholds: first from the mean and spread of the scores, then between known ones.
+After two poor guesses a pass bisects, which bounds the number of passes. After a pass that
+separates nothing, the next steps to the next existing value, since equal scores cannot be
+separated.
 
-Once few entries of a resident row lie between, they are drawn out of it, or listed under a budget,
-and compared with each other: scores like a normal distribution's take two or three passes, and five
-or six, some rows a dozen, where they are not. Drawn entries are compared by their bits, whose order
+Once few entries of a resident row remain between the bounds, they are drawn from it, or listed
+under a budget, and compared with each other. Scores like a normal distribution's take two or three
+passes; others five or six, some rows a dozen. Drawn entries are compared by their bits, whose order
 is that of the numbers on one side of 0. Some cannot be drawn: those on the other side of 0,
-repeated values in a thread, and a thread's fifth and later ones. Their sum is then missed, and the
-search goes on. `plan` is a SearchedRow.
+repeated values in a thread, and a thread's fifth and later ones. The sum is then incomplete, and
+the search continues.
+
+`plan` is a SearchedRow.
 """
 
 from typing import Any, NamedTuple
@@ -49,17 +52,17 @@ from jsparse.pallas_kernels.threshold_select.triton_tiles import (
 )
 from jsparse.pallas_kernels.triton_meeting import meet
 
-# Sums of a row vary with their order by about this factor: a set whose mass exceeds the wanted mass
-# by less is accepted.
+# Sums of a row vary with their order by about this factor: a set that exceeds the wanted mass by
+# less is accepted.
 ROUNDING = tl.constexpr(1.0 + 2.0**-19)
-# at most 17 halve what lies between, and after two that do not one bisects 32 bits
+# at most 17 halve the interval; after two that do not, one bisects 32 bits
 MAX_PASSES = tl.constexpr(128)
 
 
 class Bracket(NamedTuple):
-    """Holds two thresholds, between which the right one lies, and the number that each keeps."""
+    """Two thresholds around the right one, and the number that each keeps."""
 
-    lo: Any  # keeps at least what is wanted
+    lo: Any  # keeps at least the wanted number
     hi: Any  # keeps less
     at_lo: Any
     at_hi: Any
@@ -67,15 +70,15 @@ class Bracket(NamedTuple):
 
 @triton.jit
 def choose(
-    row,  # as `take` returns it
-    words,  # [2 · plan.words]: the bitmap, up to the end of the last score's tile, and room
+    row,  # from `take`
+    words,  # [2 · plan.words]: the bitmap, up to the end of the last score's tile, and scratch
     setting,  # the rule's number
-    met,  # how often programs that share the row have met
+    met,  # number of meetings so far of the programs that share the row
     plan: tl.constexpr,
 ):
-    """Writes the bitmap of what the rule chooses: at least one entry if any can be chosen.
+    """Writes the bitmap of the entries that the rule selects: at least one if any is eligible.
 
-    Of a shared row each program writes its part. Returns the meetings.
+    Each program writes its part of a shared row. Returns the number of meetings.
     """
     sizes, length = row.sizes, row.length
     if plan.mass or plan.rule == "threshold":
@@ -103,7 +106,7 @@ def choose(
             mark(tile, words + start // 32, start, t, ties, end, plan)
     tl.debug_barrier()
     if ties != ALL_TIES:
-        if plan.parts > 1:  # those of earlier parts come first
+        if plan.parts > 1:  # ties of earlier parts come first
             equal = tl.sum(in_thread((row.x == t).to(tl.float32)), 0)
             post(row, met, 0, equal, plan)
             meet(row.share.arrived, met, plan.parts)
@@ -112,7 +115,7 @@ def choose(
             met += 1
         trim(own, sizes, tl.minimum(length - begin, plan.part), ties, plan)
         tl.debug_barrier()
-        # where nothing is above, it is the best that may not fit
+        # if nothing is above, the best may not fit
         if plan.sized and from_key(key(t) + 1) >= hi:
             mark_first(words, length, plan)
             tl.debug_barrier()
@@ -121,7 +124,7 @@ def choose(
 
 @triton.jit
 def fixed(row, setting, met, plan: tl.constexpr):
-    """Returns the threshold of everything above a given one, and the meetings.
+    """Returns the threshold of all entries above a given one, and the number of meetings.
 
     If nothing is above it, the threshold is that of the first of the largest entries.
     """
@@ -134,7 +137,7 @@ def fixed(row, setting, met, plan: tl.constexpr):
         bound = log2(weight) / LOG2_E
         if not plan.normalised:
             bound += row.top
-    t = from_key(key(bound) + 1)  # the next float: above the bound is at least that
+    t = from_key(key(bound) + 1)  # the next float: the minimum of numbers above the bound
     some = row.top >= t
     return tl.where(some, t, row.top), tl.where(some, ALL_TIES, 1), met
 
@@ -149,14 +152,14 @@ def mass_bracket(row, p, total, plan: tl.constexpr):
     lowest = (1.0 - p) * 0.999 * total / tl.maximum(row.length, 1).to(tl.float32)
     wanted = tl.maximum(p * total, SMALLEST)
     largest = total * 0.0 + 1.0 if plan.softmax else tl.maximum(row.top, SMALLEST)
-    # of a row without scores the total is less than a largest weight would be
+    # the total of a row without scores is less than any largest weight
     enough = tl.where((p >= 1.0) | (total < 0.5 * largest), -NOTHING, wanted * ROUNDING)
     return tl.maximum(lowest, SMALLEST), from_key(key(largest) + 1), wanted, enough
 
 
 @triton.jit
 def count_bracket(low, top, k, total, plan: tl.constexpr):
-    """Returns a bracket of the wanted threshold, the number wanted, and the number that is enough.
+    """Returns a bracket of the wanted threshold, the wanted number, and a sufficient number.
 
     Under a budget the wanted threshold is that of the first entry that does not fit, which keeps
     more than the budget.
@@ -171,12 +174,12 @@ def count_bracket(low, top, k, total, plan: tl.constexpr):
 
 @triton.jit
 def search(row, words, bracket, wanted, enough, mean, spread, met, plan: tl.constexpr):
-    """Finds the largest threshold that keeps what is wanted, and how many of its ties are needed.
+    """Finds the largest threshold that keeps the wanted amount, and the number of its ties to keep.
 
-    Under a budget the second is what the sizes of its ties may add up to, and the third result says
-    where the ties end of which all are kept, if that is known. The last is the meetings. At first
-    the bracket spans the whole row; a guess outside it is merely wasted. `words` is memory for two
-    bitmaps.
+    Under a budget the second result is the maximum sum of the sizes of its ties, and the third is
+    the end of the ties if all before it are kept and it is known. The last result is the number of
+    meetings. The initial bracket spans the whole row; a guess outside it is merely wasted. `words`
+    is memory for two bitmaps.
     """
     total, highest, end = bracket.at_lo, bracket.hi, row.length
     center = mean + spread * deviations(wanted / tl.maximum(total, SMALLEST))
@@ -222,7 +225,7 @@ def search(row, words, bracket, wanted, enough, mean, spread, met, plan: tl.cons
     lo, hi, at_lo, at_hi = bracket
     if plan.sized:
         return lo, tl.where(at_lo <= enough, ALL_TIES, (enough - at_hi).to(tl.int32)), end, met
-    # what is left between the bounds equals lo: take the ties that are needed, or all
+    # all entries between the bounds equal lo: take the ties that are needed, or all
     one = lo if plan.mass else 1.0
     number = (at_lo - at_hi) / one
     needed = tl.ceil((wanted - at_hi) / one)
@@ -232,7 +235,7 @@ def search(row, words, bracket, wanted, enough, mean, spread, met, plan: tl.cons
 
 @triton.jit
 def is_open(bracket, enough, plan: tl.constexpr):
-    """Returns whether more than one entry may lie in the bracket.
+    """Returns whether more than one entry may be in the bracket.
 
     Each weighs at least lo, and sums are not exact.
     """
@@ -244,11 +247,11 @@ def is_open(bracket, enough, plan: tl.constexpr):
 
 @triton.jit
 def is_few(bracket, one, enough, plan: tl.constexpr):
-    """Returns whether the bracket holds more than one entry, and no more than fit into the slots.
+    """Returns whether the bracket has more than one entry, and no more than fit into the slots.
 
-    An entry counts `one`, on average where entries have sizes, or at least lo.
+    An entry counts `one`, on average if entries have sizes, or at least lo.
     """
-    # programs that share a row have a part of the slots each: room for what falls unevenly
+    # programs that share a row each have a part of the slots: leave room for imbalance
     slots = plan.slots * plan.parts // (2 if plan.parts > 1 else 1)
     few = bracket.at_lo - bracket.at_hi <= slots * (bracket.lo if plan.mass else one)
     return few & is_open(bracket, enough, plan)
@@ -266,19 +269,19 @@ def narrow(bracket, t, at_t, wanted):
 
 @triton.jit
 def to_place(t, plan: tl.constexpr):
-    """Returns where a threshold lies on the axis of guesses, that of the scores."""
+    """Returns a threshold's position on the axis of guesses, that of the scores."""
     return log2(t) if plan.mass else t
 
 
 @triton.jit
 def from_place(place, plan: tl.constexpr):
-    """Returns the threshold at a place on the axis of guesses."""
+    """Returns the threshold at a position on the axis of guesses."""
     return exp2(place) if plan.mass else place
 
 
 @triton.jit
 def deviations(share):
-    """Estimates the deviation of a normal distribution above which this share of its mass lies.
+    """Estimates the deviation of a normal distribution above which this share of its mass is.
 
     The result is in standard deviations above the mean, within 5 %.
     """
@@ -291,13 +294,13 @@ def deviations(share):
 def last_that_fits(row, words, bracket, budget, highest, plan: tl.constexpr):
     """Finds the last entry that fits, best first, among the few in the bracket.
 
-    Their indices stand in a list behind their bitmap in `words`, ascending, so that entries of
-    equal score are told apart too: what all of them count in turn says which is the last that fits.
+    Their indices are listed after their bitmap in `words`, ascending, so that entries of equal
+    score can be distinguished. The cumulative count gives the last entry that fits.
 
     Returns:
-        Its score; the index behind it, where the ties end that are kept; whether both are known.
-        They are not if there are more entries than slots, or none fits and none is above: `hi` is
-        then still the `highest`. If none fits but some are above, these are what is kept.
+        Its score; the index after it, which ends the ties that are kept; whether both are known.
+        They are unknown if there are more entries than slots, or if none fits and none is above, so
+        that `hi` is still the `highest`. If none fits but some are above, those are kept.
     """
     hi = bracket.hi
     ids = words + plan.words
@@ -310,7 +313,7 @@ def last_that_fits(row, words, bracket, budget, highest, plan: tl.constexpr):
     entry = tl.load(ids + slot, mask=listed, other=0).to(tl.int32)
     score = tl.load(row.scores + entry, mask=listed, other=NOTHING).to(tl.float32)
     size = tl.load(row.sizes + entry, mask=listed, other=0).to(tl.float32)
-    # all pairs: what an entry and those that come before it count
+    # all pairs: the count of an entry and those that precede it
     ahead = score[:, None] > score[None, :]
     ahead |= (score[:, None] == score[None, :]) & (slot[:, None] <= slot[None, :])
     taken = bracket.at_hi + tl.sum(tl.where(ahead, size[:, None], 0.0), 0)
@@ -324,9 +327,9 @@ def last_that_fits(row, words, bracket, budget, highest, plan: tl.constexpr):
 
 @triton.jit
 def draw(row, lo, hi, met, plan: tl.constexpr):
-    """Writes the keys of a tile's entries from lo to below hi, as many as fit into its slots.
+    """Writes the keys of a tile's entries from lo to below hi that fit into its slots.
 
-    Slots that are left over hold a lower key. Returns the meetings.
+    Unused slots get a lower key. Returns the number of meetings.
     """
     lowest = key(lo)
     slots, slot = row.room, tl.arange(0, plan.slots)
@@ -363,18 +366,18 @@ def put(slots, at, found, lowest, plan: tl.constexpr):
 
 @triton.jit
 def weigh_few(slots, wanted, bracket, plan: tl.constexpr):
-    """Returns the largest drawn threshold that keeps what is wanted, and the bracket.
+    """Returns the largest drawn threshold that keeps the wanted amount, and the bracket.
 
     If all entries were drawn, the bracket is closed around the threshold.
     """
     lo, hi, at_lo, at_hi = bracket
-    # what other multiprocessors have drawn is not in this one's cache
+    # entries drawn by other SMs are not in this one's cache
     CACHE: tl.constexpr = ".cg" if plan.parts > 1 else ""
     slot = tl.arange(0, plan.slots * plan.parts)
     mine = tl.load(slots + slot, cache_modifier=CACHE).to(tl.int32, bitcast=True)
     other = tl.load(slots + slot, cache_modifier=CACHE).to(tl.int32, bitcast=True)[None, :]
     lowest, missing = key(lo), at_lo - at_hi
-    # all pairs of slots: how much of what was drawn is at least as large as each
+    # all pairs of slots: the amount drawn that is at least as large as each
     each = from_key(other) if plan.mass else 1.0
     sums = tl.sum(tl.where((other >= mine[:, None]) & (other >= lowest), each, 0.0), 1)
     drawn = mine >= lowest

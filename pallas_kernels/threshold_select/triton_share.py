@@ -1,7 +1,7 @@
-"""Lets the programs that share a long row tell each other what they have found in their parts.
+"""Exchanges results among the programs that share a long row.
 
-`plan` is a SearchedRow. The programs of a row go the same way through a search, since each adds up
-the same numbers in the same order; so all meet equally often.
+`plan` is a SearchedRow. The programs of a row follow the same path through a search, since each
+adds the same numbers in the same order, so all have the same number of meetings.
 """
 
 from typing import Any, NamedTuple
@@ -13,13 +13,13 @@ from jsparse.pallas_kernels.triton_meeting import meet
 
 
 class Share(NamedTuple):
-    """Holds the part of a long row that a program has, and what it tells those of the others.
+    """A program's part of a long row, and its exchange with the other programs.
 
-    A post is a number of each program, which all read after they have met. Posts of a meeting are
-    overwritten by those of the one after the next, which no program reaches before all have read.
+    A post is one number per program, which all read after a meeting. Posts are overwritten two
+    meetings later, which no program reaches before all have read.
     """
 
-    begin: Any  # where its part of the row begins; 0 of a row that is not shared
+    begin: Any  # start of its part of the row; 0 if the row is not shared
     posts: Any  # [2, plan.parts, plan.posts]
     arrived: Any  # [], 0 before the first meeting
 
@@ -36,7 +36,7 @@ def posted(row, met, i, plan: tl.constexpr):
     """Returns the ith number of all programs, [parts], after a meeting."""
     part = tl.arange(0, plan.parts)
     at = row.share.posts + ((met % 2) * plan.parts + part) * plan.posts + i
-    return tl.load(at, cache_modifier=".cg")  # other multiprocessors have written
+    return tl.load(at, cache_modifier=".cg")  # written by other SMs
 
 
 @triton.jit
@@ -48,9 +48,9 @@ def sum_before(numbers, plan: tl.constexpr):
 
 @triton.jit
 def across(a, b, c, row, met, SUMS: tl.constexpr, plan: tl.constexpr):
-    """Combines three numbers of all programs that share the row, and returns the meetings.
+    """Combines three numbers of all programs that share the row; also returns the meetings.
 
-    They are added up, or else, the first is the lowest, the second the highest, and the third 0.
+    With SUMS they are added; otherwise they become the minimum, the maximum, and 0.
     """
     if plan.parts > 1:
         post(row, met, 0, a, plan)
@@ -68,9 +68,9 @@ def across(a, b, c, row, met, SUMS: tl.constexpr, plan: tl.constexpr):
 
 @triton.jit
 def summed_up_across(a, b, c, low, top, row, met, plan: tl.constexpr):
-    """Adds up three numbers of all programs that share the row, and returns the meetings at last.
+    """Adds three numbers over all programs that share the row; also returns the meetings, last.
 
-    Unless it is searched by mass, `low` and `top` become the lowest and the highest of all.
+    Unless the row is searched by mass, `low` and `top` become the minimum and the maximum of all.
     """
     if plan.parts > 1:
         post(row, met, 0, a, plan)
@@ -91,17 +91,17 @@ def summed_up_across(a, b, c, low, top, row, met, plan: tl.constexpr):
 
 @triton.jit
 def add_pairs(a, b, c, d):
-    """Combines two sums."""
+    """Computes two sums."""
     return a + c, b + d
 
 
 @triton.jit
 def add_triples(a, b, c, d, e, f):
-    """Combines three sums."""
+    """Computes three sums."""
     return a + d, b + e, c + f
 
 
 @triton.jit
 def extremes(low, top, other_low, other_top):
-    """Combines a minimum and a maximum."""
+    """Computes a minimum and a maximum."""
     return tl.minimum(low, other_low), tl.maximum(top, other_top)

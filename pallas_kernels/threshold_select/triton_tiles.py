@@ -1,8 +1,8 @@
 """Reads rows of scores by tiles, and reduces tiles and whole rows to sums and extremes.
 
-A tile is [T, R, 4]: T threads hold R runs of four neighbours each, so that loads are coalesced and
-sums over the last two axes need no other thread. A row that fits one tile is read once and stays in
-registers; a longer one is read again by every pass, mostly from L2.
+A tile is [T, R, 4]: T threads have R runs of four neighbours each, so that loads are coalesced and
+sums over the last two axes stay within a thread. A row that fits one tile is read once and stays in
+registers; every pass reads a longer one again, mostly from L2.
 
 `plan` is a SearchedRow.
 """
@@ -23,49 +23,49 @@ from jsparse.pallas_kernels.threshold_select.triton_share import (
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(float("-inf"))
-MIN_LOG = tl.constexpr(-126.0)  # of 2^-126, the least weight: it is below what can be chosen
+MIN_LOG = tl.constexpr(-126.0)  # of 2^-126, the minimum weight, which is never selected
 TINY, HIGHEST = tl.constexpr(reference.TINY), tl.constexpr(reference.HIGHEST)
 REACH = tl.constexpr(reference.REACH)
-SMALLEST = tl.constexpr(2.0**-125)  # more than the weight of what cannot be chosen
+SMALLEST = tl.constexpr(2.0**-125)  # more than the weight of entries that cannot be selected
 
 
 class First(NamedTuple):
-    """Holds what raises the scores that come before all others; read where plan.unit.
+    """Constants that raise the scores that precede all others; read if plan.unit.
 
-    They are those before `sinks`, and those from `recent` to `end`.
+    These scores are those before `sinks`, and those from `recent` to `end`.
     """
 
     sinks: Any
     recent: Any
     end: Any
     low: Any  # the smallest score, times REACH
-    floor: Any  # what that becomes, above the largest one
+    floor: Any  # its raised value, above the largest score
 
 
 class Row(NamedTuple):
-    """Holds a row that is searched."""
+    """A row to search."""
 
-    x: Any  # its one tile [T, R, 4] where it is resident: scores, or what it is searched by
-    each: Any  # what the entries of that tile count, once `row_summary` has found it
+    x: Any  # its one tile [T, R, 4] if resident: scores, or the values that are searched
+    each: Any  # counts of the entries of that tile, from `row_summary`
     scores: Any  # the row in memory, [plan.size]
-    sizes: Any  # what its entries count there, [plan.size]; read where plan.sized
-    length: Any  # number of scores that count
-    top: Any  # its largest score where weights are relative to it, else 0
-    room: Any  # memory for entries that are drawn out of it
-    share: Any  # what programs that share it do together
-    first: Any  # what makes scores come before all others
+    sizes: Any  # counts of its entries there, [plan.size]; read if plan.sized
+    length: Any  # number of valid scores
+    top: Any  # its largest score if weights are relative to it, else 0
+    room: Any  # memory for drawn entries
+    share: Any  # exchange with the programs that share it
+    first: Any  # constants for scores that precede all others
 
 
 @triton.jit
 def read(row, start, length, plan: tl.constexpr, PAST: tl.constexpr = NOTHING):
-    """Loads a tile of a row in memory, [T, R, 4], with -inf, or what `PAST` says, past the length.
+    """Loads a tile of a row in memory, [T, R, 4], with `PAST` (-inf) past the length.
 
     Whole runs are loaded, so that loads stay 16 bytes wide.
     """
     run = first_of_runs(plan)
     entry = run + tl.arange(0, 4)[None, None, :]
     inside = tl.broadcast_to(start + run < length, [plan.threads, plan.runs, 4])
-    if plan.size % 4:  # the last run goes past the row
+    if plan.size % 4:  # the last run extends past the row
         inside &= start + entry < plan.size
     scores = tl.load(row + start + entry, mask=inside, other=PAST).to(tl.float32)
     return tl.where(start + entry < length, scores, PAST)
@@ -73,28 +73,28 @@ def read(row, start, length, plan: tl.constexpr, PAST: tl.constexpr = NOTHING):
 
 @triton.jit
 def read_row(row, start, plan: tl.constexpr):
-    """Loads a tile of a row as it is searched: what comes before all others is raised."""
+    """Loads a tile of a row as it is searched: scores that precede all others are raised."""
     return raised(read(row.scores, start, row.length, plan), row, start, plan)
 
 
 @triton.jit
 def raised(scores, row, start, plan: tl.constexpr):
-    """Raises the scores of a tile that come before all others."""
+    """Raises the scores of a tile that precede all others."""
     if plan.unit:
         entry = start + first_of_runs(plan) + tl.arange(0, 4)[None, None, :]
         first = entry < row.first.sinks
-        if plan.recent > 0:  # from there to the end: numbers before it are large without a sign
+        if plan.recent > 0:  # from there to the end: numbers before it are large as unsigned
             behind = (entry - row.first.recent).to(tl.uint32, bitcast=True)
             first |= behind < (row.first.end - row.first.recent).to(tl.uint32, bitcast=True)
         scores = tl.where(scores > HIGHEST, HIGHEST, scores)
-        # -inf stays what it is, and so does NaN
+        # -inf and NaN are unchanged
         scores = tl.where(first, row.first.floor + (scores * REACH - row.first.low), scores)
     return scores
 
 
 @triton.jit
 def first_of_runs(plan: tl.constexpr):
-    """Returns where in a tile each thread's runs begin, [T, R, 1]."""
+    """Returns the start of each thread's runs in a tile, [T, R, 1]."""
     T: tl.constexpr = plan.threads
     return (tl.arange(0, plan.runs)[None, :, None] * T + tl.arange(0, T)[:, None, None]) * 4
 
@@ -103,8 +103,8 @@ def first_of_runs(plan: tl.constexpr):
 def weigh(scores, top, plan: tl.constexpr):
     """Returns weights and their logarithms to base 2.
 
-    Weights are relative to the row's largest where scores are logits. The weight of -inf and of NaN
-    (of a number and NaN the maximum is the number) is too small to be chosen or to count.
+    If scores are logits, weights are relative to the row's largest. The weight of -inf and of NaN
+    (the maximum of a number and NaN is the number) is too small to be selected or to count.
     """
     if plan.softmax:
         logs = tl.maximum((scores - top) * LOG2_E, MIN_LOG)
@@ -115,7 +115,7 @@ def weigh(scores, top, plan: tl.constexpr):
 
 @triton.jit
 def to_entries(scores, top, plan: tl.constexpr):
-    """Returns the values to search a row by: its weights, or its scores."""
+    """Returns the values by which a row is searched: its weights, or its scores."""
     if plan.mass:
         return weigh(scores, top, plan)[0]
     return scores
@@ -134,7 +134,7 @@ def counted(x, row, start, plan: tl.constexpr):
 
 @triton.jit
 def moments(scores, row, start, plan: tl.constexpr):
-    """Returns what a tile is searched by, what entries count, and each thread's total and moments.
+    """Returns a tile's searched values, its entries' counts, and each thread's total and moments.
 
     The first two moments are of the logarithms by weight, or of the scores by number or size.
     """
@@ -151,7 +151,7 @@ def moments(scores, row, start, plan: tl.constexpr):
 
 @triton.jit
 def above(x, each, t):
-    """Sums by thread what the entries of a tile that are at least t count."""
+    """Sums by thread the counts of the tile's entries that are at least t."""
     at_least = tl.inline_asm_elementwise(  # 1.0 or 0.0, in one instruction
         "set.ge.f32.f32 $0, $1, $2;", "=f,f,f", [x, t], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -160,7 +160,7 @@ def above(x, each, t):
 
 @triton.jit
 def highest_below(x, each, hi, plan: tl.constexpr):
-    """Returns each thread's largest entry below hi that counts anything."""
+    """Returns each thread's largest entry below hi with a nonzero count."""
     below = x < hi
     if plan.sized:
         below &= each > 0
@@ -181,13 +181,13 @@ def thread_top(scores):
 
 @triton.jit
 def thread_low(scores):
-    """Returns each thread's smallest score that can be chosen."""
+    """Returns each thread's smallest score that can be selected."""
     return tl.min(tl.min(tl.where(scores > NOTHING, scores, -NOTHING), 2), 1)
 
 
 @triton.jit
 def thread_extremes(scores, plan: tl.constexpr):
-    """Returns each thread's smallest and largest score that can be chosen, if they are needed."""
+    """Returns each thread's smallest and largest score that can be selected, if needed."""
     if plan.mass:
         none = tl.full([plan.threads], 0.0, tl.float32)
         return none, none
@@ -199,8 +199,8 @@ def thread_extremes(scores, plan: tl.constexpr):
 def next_key(bits, sign, below, lowest):
     """Returns each thread's largest key from `lowest` to under `below`, or a lower one.
 
-    Keys are bits, or 2^31 - 1 - bits where numbers are below 0. With `below` subtracted, keys under
-    it are the largest as unsigned integers.
+    Keys are bits, or 2^31 - 1 - bits for negative numbers. With `below` subtracted, keys under it
+    are the largest as unsigned integers.
     """
     distance = multiply_add(bits, sign, (tl.where(sign < 0, 0x7FFFFFFF, 0) - below)[:, None, None])
     found = (
@@ -214,7 +214,7 @@ def next_key(bits, sign, below, lowest):
 def multiply_add(x, factor, term):
     """Computes x · factor + term on integers in one instruction.
 
-    It is computed again at each use, since x · factor would take registers.
+    It is recomputed at each use, since keeping x · factor would take registers.
     """
     return tl.inline_asm_elementwise(
         "mad.lo.s32 $0, $1, $2, $3;",
@@ -229,7 +229,7 @@ def multiply_add(x, factor, term):
 @triton.jit
 def key(x):
     """Returns the bits of a float as an integer of the same order."""
-    # floats are sign and magnitude, so those below 0 have their other bits turned over
+    # floats are sign and magnitude, so the other bits of negative ones are inverted
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -258,9 +258,9 @@ def log2(x):
 
 @triton.jit
 def take(scores, sizes, length, room, share, held, plan: tl.constexpr):
-    """Returns the Row at `scores`, or a program's part of it, read where it is resident.
+    """Returns the Row at `scores`, or a program's part of it, loaded if it is resident.
 
-    Nothing is raised yet. `held` points to the slots that the head holds; None where no scores come
+    No scores are raised yet. `held` points to the head's number of tokens; None: no scores come
     first, whatever the plan says.
     """
     first = First(0, 0, 0, 0.0, 0.0)
@@ -277,16 +277,16 @@ def take(scores, sizes, length, room, share, held, plan: tl.constexpr):
 
 @triton.jit
 def changed(row, x, each, top, first):
-    """Returns the row with another tile, counts of its entries, top, and what comes first."""
+    """Returns the row with another tile, counts of its entries, top, and raised scores."""
     scores, sizes, length, room, share = row.scores, row.sizes, row.length, row.room, row.share
     return Row(x, each, scores, sizes, length, top, room, share, first)
 
 
 @triton.jit
 def with_first_raised(row, low, top, plan: tl.constexpr):
-    """Returns the row with what comes first above all others, and a bound of its scores then.
+    """Returns the row with its first scores raised above all others, and a new bound of its scores.
 
-    `low` and `top` are the smallest and the largest score that it had.
+    `low` and `top` are its smallest and largest score before.
     """
     top = tl.minimum(top, HIGHEST)
     floor = tl.where(tl.abs(top) < TINY, TINY, from_key(key(top) + 1))
@@ -300,9 +300,9 @@ def with_first_raised(row, low, top, plan: tl.constexpr):
 
 @triton.jit
 def with_top(row, met, plan: tl.constexpr):
-    """Returns the row with its largest score; 0 where it has none, so that differences are numbers.
+    """Returns the row with its largest score; 0 if it has none, so that differences are finite.
 
-    The second result is how often the programs that share it have met.
+    The second result is the number of meetings of the programs that share it.
     """
     if plan.resident:
         best = thread_top(row.x)
@@ -318,7 +318,7 @@ def with_top(row, met, plan: tl.constexpr):
 
 @triton.jit
 def row_weight(row, met, plan: tl.constexpr):
-    """Returns the sum of the row's weights, relative to its top, and the meetings."""
+    """Returns the sum of the row's weights, relative to its top, and the number of meetings."""
     if plan.resident:
         sums = in_thread(weigh(row.x, row.top, plan)[0])
     else:
@@ -333,9 +333,9 @@ def row_weight(row, met, plan: tl.constexpr):
 def row_summary(row, met, plan: tl.constexpr):
     """Returns the row as it is searched, its total, and its mean and spread on the axis of guesses.
 
-    Then come, unless it is searched by mass, its smallest and largest score that can be chosen, the
-    first above the second where there is none, and at last the meetings. A resident row then holds
-    what it is searched by, and what its entries count.
+    Unless it is searched by mass, its smallest and largest selectable scores follow; with no such
+    score, the first is above the second. The last result is the number of meetings. A resident row
+    then has its searched values and its entries' counts.
     """
     x, each = row.x, 0.0
     if plan.resident:
@@ -353,7 +353,7 @@ def row_summary(row, met, plan: tl.constexpr):
             a, b, c = add_triples(a, b, c, *moments(tile, row, start, plan)[2:])
     a, b, c = tl.reduce((a, b, c), 0, add_triples)
     if plan.mass:
-        low, top = a, b  # not asked for
+        low, top = a, b  # not requested
     else:
         low, top = tl.reduce((low, top), 0, extremes)
     total, first, second, low, top, met = summed_up_across(a, b, c, low, top, row, met, plan)
@@ -365,7 +365,7 @@ def row_summary(row, met, plan: tl.constexpr):
 
 @triton.jit
 def measure(row, t, u, met, plan: tl.constexpr):
-    """Measures how much of the row is at least t, and at least u; returns the meetings, too."""
+    """Measures how much of the row is at least t, and at least u; also returns the meetings."""
     if plan.resident:
         a, b = above(row.x, row.each, t), above(row.x, row.each, u)
     else:
@@ -382,9 +382,9 @@ def measure(row, t, u, met, plan: tl.constexpr):
 
 @triton.jit
 def next_below(row, hi, met, plan: tl.constexpr):
-    """Returns the largest entry below hi that counts, and the meetings.
+    """Returns the largest counted entry below hi, and the number of meetings.
 
-    It is 0 where it is -0, whose key is another.
+    -0 is returned as 0, since its key differs.
     """
     if plan.resident:
         best = highest_below(row.x, row.each, hi, plan)

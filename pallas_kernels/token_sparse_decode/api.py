@@ -1,4 +1,4 @@
-"""Attends from one new query per head to the single tokens that a Selection lists."""
+"""Attends from one new query per head to the tokens that a Selection lists."""
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -46,7 +46,7 @@ def token_sparse_decode(
 
     Rows are gathered one by one. Arguments, results and errors are those of `block_sparse_decode`,
     except that `selection` lists tokens, that `stats="listed_logits"` therefore reports on them,
-    and that `implementation` is "triton", "reference", or None to pick.
+    and that `implementation` is "triton", "reference", or None to choose.
     """
     check_list("token_sparse_decode", "token", layer, selection)
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)

@@ -1,4 +1,4 @@
-"""Names the tokens that the report "listed_logits" is about."""
+"""The tokens of a "listed_logits" report."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
@@ -21,7 +21,7 @@ def listed_tokens(
     if selection.dense is not None:
         attends &= ~selection.dense
     count = jnp.where(attends, jnp.sum(older, -1, dtype=jnp.int32) + 1, 0)
-    # ids ascend: the older tokens come first, and the newest takes the place behind them
+    # ids ascend: the older tokens come first, and the newest follows them
     last = count[..., None] - 1
     ids = jnp.pad(selection.ids, ((0, 0), (0, 0), (0, 1)))
     return jnp.where(nth < last, ids, jnp.where(nth == last, newest[..., None], 0)), count

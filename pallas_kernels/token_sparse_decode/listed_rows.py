@@ -1,8 +1,8 @@
 """Multiplies by listed rows of K and V in plain jnp, block by block on a CPU.
 
-Gathered rows of a long list fill memory that is fetched anew in every call; a block of them stays
-in a CPU's cache until it has been multiplied. On a GPU a kernel multiplies by rows of K, if it
-takes them.
+Gathering all rows of a long list fills memory that is newly allocated in every call. A block of
+them stays in a CPU's cache until it has been multiplied. On a GPU, a kernel multiplies by rows of K
+if it supports them.
 """
 
 import jax
@@ -13,8 +13,8 @@ from jsparse.cache import LayerCache, PagePool, physical_pages, read_slots
 from jsparse.pallas_kernels.dispatch import no_triton
 from jsparse.shapes import Pages
 
-MAX_GROUP, MAX_WIDTH = 16, 256  # query heads and channels that the kernel takes
-BLOCK = 512  # rows, of 512 bytes at 128 float32 channels: a quarter of a usual L2 cache
+MAX_GROUP, MAX_WIDTH = 16, 256  # query heads and channels that the kernel supports
+BLOCK = 512  # rows, of 512 bytes at 128 float32 channels: a quarter of a typical L2 cache
 
 
 def products(
@@ -55,7 +55,7 @@ def products(
 
 
 def _by_kernel(q: Float[Array, "B K G H"], pool: Pages) -> bool:
-    """Returns whether the kernel takes these queries and keys here."""
+    """Returns whether the kernel supports these queries and keys here."""
     fits = q.shape[2] <= MAX_GROUP and q.shape[3] <= MAX_WIDTH
     return fits and q.dtype == pool.dtype and no_triton() is None
 
@@ -97,9 +97,9 @@ def weighted_sum(
 def _blocks(
     pool: Pages | PagePool, layer: LayerCache, slots: Int32[Array, "B K n"]
 ) -> tuple[Float[Array, "rows H"], Int32[Array, "heads blocks BLOCK"]]:
-    """Returns the pool by rows and each head's rows in it, filled up with its slot 0.
+    """Returns the pool by rows and each head's rows in it, padded with its slot 0.
 
-    Of a pool that lies in several memories, only the listed rows are fetched.
+    If a pool is in several memories, only the listed rows are fetched.
     """
     if isinstance(pool, PagePool):
         slots = jnp.pad(slots, ((0, 0), (0, 0), (0, -slots.shape[-1] % BLOCK)))
@@ -114,7 +114,7 @@ def _blocks(
 def _placed(
     pool: Pages, layer: LayerCache, slots: Int32[Array, "B K n"]
 ) -> tuple[Float[Array, "rows H"], Int32[Array, "B K n"]]:
-    """Returns the pool by rows, and where each head's listed rows lie in it."""
+    """Returns the pool by rows, and the indices of each head's listed rows in it."""
     size = layer.page_size
     at = physical_pages(layer, slots // size) * size + slots % size
     return pool.reshape(-1, pool.shape[-1]), at

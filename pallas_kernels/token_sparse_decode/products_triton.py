@@ -1,8 +1,8 @@
-"""Multiplies queries by listed rows of K with jax-triton, without a copy of these rows.
+"""Multiplies queries by listed rows of K with jax-triton, without copying these rows.
 
-Attention to the best of them then reads V alone (`Selection.logits`). To choose and to attend in
-one launch, a program would have to hold all rows of a head: the keys of 900 tokens, at 128 channels
-of 16 bits, fill the shared memory of a multiprocessor of an H100.
+Attention to the best of them then reads only V (`Selection.logits`). To select and attend in one
+launch, a program would need all rows of a head: the keys of 900 tokens, at 128 channels of 16 bits,
+fill the shared memory of an SM of an H100.
 """
 
 import jax
@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Float32, Int32
 
-BLOCK = 64  # rows of a program
+BLOCK = 64  # rows per program
 NUM_WARPS = 4
 
 
 def products(
     q: Float[Array, "B K G H"], rows: Float[Array, "rows H"], at: Int32[Array, "B K n"]
 ) -> Float32[Array, "B K G n"]:
-    """Multiplies each query by the rows of its KV head, which lie in one array."""
+    """Multiplies each query by the rows of its KV head, all in one array."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, heads, group, width), number = q.shape, at.shape[2]
@@ -33,7 +33,7 @@ def products(
         NUMBER=number,
         G=group,
         H=width,
-        ROWS=16,  # the fewest of an MMA
+        ROWS=16,  # the minimum of an MMA
         COLS=max(16, triton.next_power_of_2(width)),
         BLOCK=BLOCK,
         PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",

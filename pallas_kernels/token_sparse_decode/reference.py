@@ -23,7 +23,7 @@ def token_sparse_decode(
 ) -> AttentionOut:
     """Implements `api.token_sparse_decode` in plain jnp.
 
-    With dense heads every slot is read and masked; without, only the listed slots are gathered.
+    With dense heads it reads and masks every slot; without, it gathers only the listed slots.
     """
     if selection.dense is not None:
         kind = None if stats == "listed_logits" else stats
@@ -41,13 +41,13 @@ def token_sparse_decode(
 def _listed(
     q: Float[Array, "B N H"], layer: LayerCache, selection: Selection, sm_scale: float
 ) -> AttentionOut:
-    """Attends to the listed tokens, and reports the logit that every query head gave to each."""
+    """Attends to the listed tokens, and reports every query head's logit for each."""
     ids, count = listed_tokens(selection, layer.lengths)
     valid = jnp.arange(ids.shape[-1], dtype=jnp.int32) < count[..., None]
     grouped = q.reshape(*count.shape, -1, q.shape[-1])
     if selection.logits is None:
         logits = sm_scale * products(grouped, layer.k, layer, ids)
-    else:  # the newest token, which lists may lack, is the last one
+    else:  # the newest token, which lists may lack, is last
         last = count[..., None] - 1
         newest = jnp.clip(layer.lengths[..., None] - 1, 0)
         of_newest = sm_scale * products(grouped, layer.k, layer, newest)

@@ -1,11 +1,10 @@
 """Attends to listed tokens or pages with jax-triton; all heads' lists are one pool of work.
 
-Rows are gathered one by one, those of K only where the list brings no logits. A page stands for its
-tokens, whose rows lie behind one another. The list of a head is cut into units, whose length
-depends on what that head lists and on the capacity of lists alone, so that a row gives the same
-bits alone and in any batch. A fixed number of programs share out the units of all heads, which each
-of them finds by itself in a prefix sum over all counts; a second, small launch merges the units of
-every head.
+Rows are gathered one by one; rows of K only if the list has no logits. A page's tokens are
+consecutive rows. The list of a head is cut into units whose length depends only on that list and on
+the capacity of lists, so that a row's bits are the same in any batch. A fixed number of programs
+divide the units of all heads; each finds its own by a prefix sum over all counts. A second, small
+launch merges the units of every head.
 """
 
 from dataclasses import dataclass
@@ -26,19 +25,19 @@ from jsparse.pallas_kernels.token_sparse_decode.triton_tiers import Pools
 from jsparse.selection import Selection
 from jsparse.selection.partials import AttentionOut, ListedLogits, Stats, StatsKind, softmax_partial
 
-MAX_SUMS = 64 * 128  # sums of V that the registers of four warps hold
-LONG = 2048  # the capacity from which on lists are long
+MAX_SUMS = 64 * 128  # sums of V that fit in the registers of four warps
+LONG = 2048  # minimum capacity of long lists
 
 
 class TokenTiling(NamedTuple):
-    """Describes how the work is cut; the bits of a result depend on it, but not on `programs`.
+    """Division of the work; result bits depend on it, but not on `programs`.
 
     Attributes:
-        block: entries of a list that are read at once.
-        unit_blocks: least number of blocks per unit.
-        max_units: most units per head: longer lists have longer units.
-        programs: programs per multiprocessor.
-        num_warps, num_stages: warps per program, and blocks of it in flight.
+        block: entries of a list per load.
+        unit_blocks: minimum blocks per unit.
+        max_units: maximum units per head: longer lists have longer units.
+        programs: programs per SM.
+        num_warps, num_stages: warps per program, and its blocks in flight.
     """
 
     block: int
@@ -51,24 +50,24 @@ class TokenTiling(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Holds the static parameters of one launch.
+    """Static parameters of one launch.
 
     Attributes:
         block, unit_blocks, max_units: as in TokenTiling.
-        ring: pages in the ring of a head; 0 where all of K and V lies in one memory.
+        ring: pages in the ring of a head; 0 if all of K and V is in one memory.
         resident: whether heads may have all their pages on the device.
-        known: whether lists bring logits.
-        tokens: tokens that an id of the lists stands for, 1 or those of a page.
-        has_bits: whether pages carry token bits.
+        known: whether lists have logits.
+        tokens: tokens per listed id: 1, or those of a page.
+        has_bits: whether pages have token bits.
         has_dense, has_table, has_bias: whether there are dense heads, a block table, a bias.
-        mean: the number of queries before the group's own: 1, their mean, whose logits are
+        mean: the number of queries before the group's own: 1 for their mean, whose logits are
             reported, or 0.
         listed: whether every query's logits of listed tokens are reported.
         group, head_dim, page_size: G, H and P.
-        rows: queries, the mean among them, rounded up to a power of two.
-        cols: H, rounded up to one.
-        pairs: B · K, rounded up to one.
-        scale: factor of products.
+        rows: queries, including the mean, rounded up to a power of two.
+        cols: H, rounded up to a power of two.
+        pairs: B · K, rounded up to a power of two.
+        scale: the factor of products.
         precision: that of products.
     """
 
@@ -100,9 +99,9 @@ def default_tiling(
 ) -> TokenTiling:
     """Chooses blocks of 16 KB of K.
 
-    Two of them and two of V in flight, in each of three programs, fill a multiprocessor; where
-    logits are listed, registers do not hold more than two programs. With long lists, four programs
-    of two warps then have half of that in flight each.
+    Two blocks of K and two of V in flight, in each of three programs, fill an SM; if logits are
+    listed, registers fit only two programs. With long lists, four programs of two warps have half
+    of that in flight each.
     """
     width = triton.next_power_of_2(head_dim)
     block = min(max(16384 // (width * itemsize), 16), 128)
@@ -131,11 +130,11 @@ def sparse_decode(
     listed = stats == "listed_logits"
     by_slot = stats is not None and not listed  # the logits of the mean query
     queries = group + by_slot
-    rows = max(16, triton.next_power_of_2(queries))  # 16 rows are the fewest of an MMA
+    rows = max(16, triton.next_power_of_2(queries))  # 16 rows are the minimum of an MMA
     if tiling is None:
         tiling = default_tiling(head_dim, q.dtype.itemsize, capacity, listed=listed, rows=rows)
     tokens = 1 if selection.granularity == "token" else layer.page_size
-    # a list, and the newest token behind it
+    # a list, then the newest token
     longest = capacity * tokens + 1
     longest = longest if selection.dense is None else max(longest, layer.capacity)
     splits = min(tiling.max_units, triton.cdiv(longest, tiling.block * tiling.unit_blocks))
@@ -146,7 +145,7 @@ def sparse_decode(
         max_units=tiling.max_units,
         ring=ring,
         resident=pools.own_first is not None,
-        # dense heads and the mean query read keys of which no logits are known
+        # dense heads and the mean query read keys that have no known logits
         known=selection.logits is not None and selection.dense is None and not by_slot,
         tokens=tokens,
         has_bits=selection.bits is not None and capacity > 0,
@@ -211,7 +210,7 @@ def _inputs(
     pools: Pools,
     plan: LaunchPlan,
 ) -> tuple[Array, ...]:
-    """Returns the arrays of a launch; lengths stand in for those that the call lacks, unread."""
+    """Returns the arrays of a launch; lengths are an unread placeholder for missing arrays."""
     mean_logits = (*layer.lengths.shape, layer.capacity)
     arrays = (
         q,
@@ -238,7 +237,7 @@ def _inputs(
 
 
 def tiers(layer: LayerCache) -> tuple[int, Pools]:
-    """Returns the pages in the ring of a head, 0 without rings, and where K and V lie."""
+    """Returns the pages in the ring of a head, 0 without rings, and the pools of K and V."""
     if layer.page_pools is None:
         return 0, Pools(*layer.arrays, *(None,) * 5)
     k, v = layer.page_pools
@@ -249,7 +248,7 @@ def tiers(layer: LayerCache) -> tuple[int, Pools]:
 def with_newest(
     q: Float[Array, "B N H"], layer: LayerCache, selection: Selection, sm_scale: float
 ) -> Float32[Array, "B K G entries"]:
-    """Returns the logits that lists bring, and right behind them that of the newest token."""
+    """Returns the lists' logits, each followed by that of the newest token."""
     newest = jnp.clip(layer.lengths[..., None] - 1, 0)
     of_newest = sm_scale * products(
         q.reshape(*layer.lengths.shape, -1, q.shape[-1]), layer.k, layer, newest

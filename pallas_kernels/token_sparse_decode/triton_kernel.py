@@ -1,4 +1,4 @@
-"""Defines the kernel: programs find their units of all heads' lists, and attend to each.
+"""The kernel: programs find their units of all heads' lists, and attend to each.
 
 `plan` is the LaunchPlan of triton_gpu.
 """
@@ -25,7 +25,7 @@ from jsparse.pallas_kernels.token_sparse_decode.triton_tiers import Pools, first
 
 
 class LogitInputs(NamedTuple):
-    """Holds the inputs of logits beside K; arrays that the call lacks are None."""
+    """The inputs of logits except K; None for missing arrays."""
 
     q: Any  # [B, N, H]
     bias: Any  # [pool pages, P]
@@ -33,7 +33,7 @@ class LogitInputs(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """Holds the indices of a unit's products."""
+    """The indices of a unit's products."""
 
     row: Any  # [rows, 1], of queries
     col: Any  # [1, cols], of channels
@@ -41,7 +41,7 @@ class Axes(NamedTuple):
 
 
 class UnitSums(NamedTuple):
-    """Holds the sums of a unit over its blocks."""
+    """The sums of a unit over its blocks."""
 
     top: Any  # [rows], the largest logit
     total: Any  # [rows], of weights relative to it
@@ -60,8 +60,8 @@ def attend_kernel(
     bits_ptr,  # [B, K, capacity]
     table_ptr,  # [B, K, pages]
     bias_ptr,  # [pool pages, P]
-    _,  # where plan.mean an alias of scores_ptr, full of -inf
-    ring_k_ptr,  # [pairs · ring, P, H], where k_ptr lies in host memory
+    _,  # if plan.mean an alias of scores_ptr, filled with -inf
+    ring_k_ptr,  # [pairs · ring, P, H], if k_ptr is in host memory
     ring_v_ptr,  # [pairs · ring, P, H]
     own_k_ptr,  # [resident pages, P, H]
     own_v_ptr,  # [resident pages, P, H]
@@ -74,9 +74,9 @@ def attend_kernel(
     o_ptr,  # [pairs, splits, mean + G, H]
     lse_ptr,  # [pairs, splits, mean + G]
     used_ptr,  # [pairs]
-    scores_ptr,  # [pairs, pages · P] where plan.mean; [pairs, G, capacity + 1] where plan.listed
-    named_ptr,  # [pairs, capacity + 1] where plan.listed
-    number_ptr,  # [pairs] where plan.listed
+    scores_ptr,  # [pairs, pages · P] if plan.mean; [pairs, G, capacity + 1] if plan.listed
+    named_ptr,  # [pairs, capacity + 1] if plan.listed
+    number_ptr,  # [pairs] if plan.listed
     plan: tl.constexpr,
 ):
     """Computes the partial (o, lse) of every unit, and stores the report."""
@@ -131,7 +131,7 @@ def attend_kernel(
 
 @triton.jit
 def attend(heads, pools, given, report, axes, head, split, plan: tl.constexpr):
-    """Returns the sums of one unit of a head, whose blocks' logits are reported."""
+    """Returns the sums of one unit of a head, and reports its blocks' logits."""
     row, col, offset = axes
     own_first = first_own_page(pools, head.pair)
     size = unit_size(head.entries, plan)
@@ -144,8 +144,7 @@ def attend(heads, pools, given, report, axes, head, split, plan: tl.constexpr):
         tl.full([plan.rows, plan.cols], 0.0, tl.float32),
     )
     for start in range(first, tl.minimum(first + size, head.entries), plan.block):
-        # found a block ahead: only then do the loads of K and V, which depend on it, overlap
-        # with the arithmetic
+        # found a block ahead, so that the dependent loads of K and V overlap with the arithmetic
         ahead = start + plan.block + offset
         slot_ahead, at_ahead, valid_ahead = find(heads, head, ahead, plan)
         inside = valid[:, None] & (col < plan.head_dim)
@@ -171,7 +170,7 @@ def attend(heads, pools, given, report, axes, head, split, plan: tl.constexpr):
 
 @triton.jit
 def queries(given, axes, head, plan: tl.constexpr):
-    """Loads the rows of a group's queries, behind their mean where its logits are wanted.
+    """Loads the rows of a group's queries, preceded by their mean if its logits are requested.
 
     The mean is rounded to their type, as an operand.
     """
@@ -191,7 +190,7 @@ def add_block(sums, logits, valid, v, plan: tl.constexpr):
     minus_inf = float("-inf")
     logits = tl.where(valid[None, :], logits, minus_inf)
     higher = tl.maximum(sums.top, tl.max(logits, 1))
-    base = tl.where(higher == minus_inf, 0.0, higher)  # -inf less -inf would be NaN
+    base = tl.where(higher == minus_inf, 0.0, higher)  # -inf - -inf would be NaN
     weights = tl.exp(logits - base[:, None])
     shrink = tl.exp(sums.top - base)
     total = sums.total * shrink + tl.sum(weights, 1)

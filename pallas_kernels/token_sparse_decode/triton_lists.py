@@ -1,7 +1,7 @@
-"""Finds the tokens that each head reads: those of its list, or all where it is dense.
+"""Finds the tokens that each head reads: those of its list, or all if it is dense.
 
-A list is of tokens or of pages, and followed by the newest token. What a head reads is cut into
-units of whole blocks. `plan` is the LaunchPlan of triton_gpu.
+A list is of tokens or of pages, followed by the newest token. A head's tokens are cut into units of
+whole blocks. `plan` is the LaunchPlan of triton_gpu.
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 class HeadArrays(NamedTuple):
-    """Holds the lists and lengths of all heads; arrays that the call lacks are None."""
+    """The lists and lengths of all heads; None for missing arrays."""
 
     lengths: Any  # [B, K]
     number: Any  # [B, K], of listed ids
@@ -24,13 +24,13 @@ class HeadArrays(NamedTuple):
 
 
 class HeadScalars(NamedTuple):
-    """Holds scalars of one head."""
+    """Scalars of one head."""
 
     pair: Any  # row · K + KV head
-    entries: Any  # that it reads
-    listed: Any  # those of them that its list names; -1: it is dense
+    entries: Any  # entries that it reads
+    listed: Any  # number of these on its list; -1: it is dense
     newest: Any  # slot of its newest token
-    line: Any  # pair · (capacity + 1): where what is known or reported of its list begins
+    line: Any  # pair · (capacity + 1): start of its list's known or reported logits
 
 
 @triton.jit
@@ -53,13 +53,13 @@ def unit_size(entries, plan: tl.constexpr):
 
 @triton.jit
 def find(heads, head, entry, plan: tl.constexpr):
-    """Returns the slots of a block of entries, their rows in the pool, and which of them count."""
+    """Returns the slots of a block of entries, their rows in the pool, and a mask of valid ones."""
     unlisted = tl.where(head.listed < 0, entry, head.newest)
     named = entry < head.listed
     T: tl.constexpr = plan.tokens
     nth = head.pair.to(tl.int64) * heads.capacity + entry // T
-    # what is not listed takes the place of an id: a choice after the load would make ptxas wait for
-    # one load before it issues the next
+    # unlisted tokens are converted to ids: a select after the load would make ptxas wait for one
+    # load before it issues the next
     unit = tl.load(heads.ids + nth, mask=named, other=unlisted // T)
     slot = unit * T + tl.where(named, entry, unlisted) % T
     # the newest token counts once, as the last entry, whether or not it is listed
@@ -80,7 +80,7 @@ def find(heads, head, entry, plan: tl.constexpr):
 
 @triton.jit
 def count_older(heads, head, plan: tl.constexpr):
-    """Counts the ids below the newest; only the end of a list, which ascends, may hold others."""
+    """Counts the ids below the newest; only the end of an ascending list may have others."""
     ids = heads.ids + head.pair.to(tl.int64) * heads.capacity
     older, searching = head.listed, True
     while searching:

@@ -9,11 +9,11 @@ from jsparse.pallas_kernels.token_sparse_decode.triton_lists import count_older
 
 
 class Report(NamedTuple):
-    """Holds the arrays of a report; those that it lacks are never written."""
+    """The arrays of a report; missing ones are never written."""
 
     scores: Any  # [pairs, pages · P] of the mean query, [pairs, G, capacity + 1] of listed tokens
-    named: Any  # [pairs, capacity + 1], the tokens that lists name
-    number: Any  # [pairs], of these tokens
+    named: Any  # [pairs, capacity + 1], listed tokens
+    number: Any  # [pairs], number of these tokens
 
 
 @triton.jit
@@ -28,8 +28,8 @@ def store_by_slot(report, heads, axes, head, slot, valid, logits, plan: tl.const
 def store_listed(report, heads, axes, head, start, slot, valid, logits, plan: tl.constexpr):
     """Stores the tokens of a block and every row's logits.
 
-    The newest token, read behind the list, is reported right behind the older ones: lists may name
-    it, and go on past the head's length.
+    The newest token is read after the list but reported directly after the older ones, since lists
+    may name it and extend past the head's length.
     """
     row, offset, line = axes.row, axes.offset, head.line
     last = head.entries - 1 - start
@@ -48,9 +48,9 @@ def store_listed(report, heads, axes, head, start, slot, valid, logits, plan: tl
 
 @triton.jit
 def end_report(report, heads, pair, line, number, plan: tl.constexpr):
-    """Stores the number of a head's reported tokens, and what stands behind them.
+    """Stores the number of a head's reported tokens, and fills the entries past them.
 
-    `line` is where in `named` the head's begin.
+    `line` is the head's start in `named`.
     """
     capacity = heads.capacity
     scores, named = report.scores + line * plan.group, report.named + line

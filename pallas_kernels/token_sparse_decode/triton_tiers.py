@@ -1,4 +1,4 @@
-"""Finds rows of K and V that lie in several memories."""
+"""Finds rows of K and V that are in several memories."""
 
 from typing import Any, NamedTuple
 
@@ -7,9 +7,9 @@ import triton.language as tl
 
 
 class Pools(NamedTuple):
-    """Holds K and V; None for tiers that the call lacks."""
+    """K and V; None for missing tiers."""
 
-    k: Any  # [pool pages, P, H], in host memory where there are rings
+    k: Any  # [pool pages, P, H], in host memory if there are rings
     v: Any  # [pool pages, P, H]
     ring_k: Any  # [pairs · ring, P, H]
     ring_v: Any  # [pairs · ring, P, H]
@@ -29,10 +29,10 @@ def first_own_page(pools, pair):
 
 @triton.jit
 def places(pools, head, own_first, slot, at, plan: tl.constexpr):
-    """Returns the elements at which rows of K and V begin, counted from pools.k and pools.v.
+    """Returns the elements at which rows of K and V start, counted from pools.k and pools.v.
 
-    The newest pages of a head, as many as its ring has, are read from there, all pages of a
-    resident head from the device, others where pools.k and pools.v lie.
+    The newest pages of a head are read from its ring, all pages of a resident head from the device,
+    and other pages from pools.k and pools.v.
     """
     P: tl.constexpr = plan.page_size
     H: tl.constexpr = plan.head_dim
@@ -53,9 +53,9 @@ def places(pools, head, own_first, slot, at, plan: tl.constexpr):
 
 @triton.jit
 def away(base_ptr, ptr):
-    """Returns how many elements lie between two arrays, a multiple of 16 bytes.
+    """Returns the number of elements between two arrays, a multiple of 16 bytes.
 
-    Loads stay as wide as within one array, and there is one of them wherever a row lies.
+    Loads then stay as wide as within one array, and one load serves every memory.
     """
     unit: tl.constexpr = 128 // base_ptr.dtype.element_ty.primitive_bitwidth
     return (ptr.to(tl.int64) - base_ptr.to(tl.int64)) // 16 * unit

@@ -45,25 +45,25 @@ def window_attention(
 ) -> Float32[Array, "B K S"]:
     """Returns each competing slot's mean share of a window's attention; 0 for all others.
 
-    A query's shares are its softmax over the competing slots, all of which it must come after, or
-    over everything that its head holds up to its own token. With group="mean" every query head has
-    its own, and the mean is over the window and the group; with "max" the group has one per query,
-    of the largest logits that any of its heads gives.
+    A query's shares are its softmax over the competing slots, all of which must precede it, or over
+    all of its head's slots up to its own token. With group="mean" every query head has its own
+    shares, and the mean is over the window and the group. With "max" a group has one set per query,
+    from the largest logits of any of its heads.
 
     Args:
-        queries: the window, after RoPE, that of position p at p % W, or with over="competing" in
-            any order; where rows have had fewer than W tokens, only the first of it count.
+        queries: the window, after RoPE, with that of position p at p % W, or with over="competing"
+            in any order; if a row has had fewer than W tokens, only its first entries count.
         positions: the number of tokens so far of each row.
-        layer: the layer's K, and the bias of its slots where it has one.
-        competing: the slots that count.
-        group: the way in which the heads of a group are made one.
-        over: the slots that a query's shares add up to 1 over: those that are "competing", as in
-            R-KV's code, or all "held" ones up to its own, as in SnapKV's; these must end with one
-            slot for each of the newest W tokens, in their order.
-        implementation: "triton", "reference", or None to pick.
+        layer: the layer's K, and the bias of its slots if it has one.
+        competing: the slots to rank.
+        group: how the heads of a group are combined.
+        over: the slots over which a query's shares sum to 1: the "competing" ones, as in R-KV's
+            code, or all "held" ones up to its own, as in SnapKV's; these must end with one slot for
+            each of the newest W tokens, in order.
+        implementation: "triton", "reference", or None to choose.
 
     Raises:
-        ValueError: shapes do not fit together, or `group` or `over` is neither.
+        ValueError: shapes do not match, or `group` or `over` is unknown.
     """
     if competing.shape[2] != layer.capacity:
         raise ValueError(f"competing.shape={competing.shape}: must have {layer.capacity} slots")

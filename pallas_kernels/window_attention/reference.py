@@ -1,7 +1,7 @@
 """Implements `api.window_attention` in plain jnp, in blocks of pages.
 
-No more than a block of logits ever exists. What fits in one block is computed once, anything longer
-twice: for its logsumexps, then for the shares.
+Only one block of logits exists at a time. A single block is computed once. With more blocks, each
+is computed twice: for the logsumexps, then for the shares.
 """
 
 import jax
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from jsparse.cache import LayerCache, read_heads, read_pages
 from jsparse.shapes import Rows
 
-BLOCK_BYTES = 2**28  # of one block of logits
+BLOCK_BYTES = 2**28  # per block of logits
 
 
 def window_attention(
@@ -28,7 +28,7 @@ def window_attention(
     size, heads, head_dim = queries.shape[1:]
     grouped = queries.reshape(batch, size, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
     asked = (jnp.arange(size, dtype=jnp.int32) < positions[:, None])[:, None]  # [B, 1, W]
-    # the slots, from the front, that each query can see
+    # the number of slots, from the first on, that each query can see
     reach = layer.lengths[..., None] - _ages(positions, size)[:, None]  # [B, K, W]
     if group == "mean":
         asked = jnp.tile(asked, (1, 1, heads // kv_heads))
@@ -65,7 +65,8 @@ def window_attention(
 
     def block(first: Array) -> tuple[Float32[Array, "B K rows n"], Bool[Array, "B K n"]]:
         page = first + jnp.arange(pages, dtype=jnp.int32)
-        logical = jnp.minimum(page, layer.num_pages - 1)  # past the last it is read again, unseen
+        # past the last page it is read again, masked
+        logical = jnp.minimum(page, layer.num_pages - 1)
         logical = jnp.broadcast_to(logical, (batch, kv_heads, pages))
         bias = None if layer.bias is None else _flat(read_pages(layer.bias, layer, logical))
         paged = competing.reshape(batch, kv_heads, layer.num_pages, layer.page_size)
@@ -87,7 +88,7 @@ def window_attention(
 
 
 def _ages(positions: Rows, size: int) -> Int32[Array, "B W"]:
-    """Returns how many tokens came after each query of a ring; queries that are not there aside."""
+    """Returns the number of tokens after each query of a ring, ignoring missing queries."""
     return (positions[:, None] - 1 - jnp.arange(size, dtype=jnp.int32)) % size
 
 

@@ -1,9 +1,9 @@
 """Implements `api.window_attention` with jax-triton, in two launches that both multiply Q and K.
 
-The first leaves the logsumexp of every query over each SPLIT slots, the second makes shares of the
-logits, once XLA has joined these. Nothing of the size of the logits is written. A query's row is
-(place in the window, head of the group), each padded to a power of two, so that the heads of a
-group are neighbours. How a head is cut depends on its capacity alone: batches change no bits.
+The first computes the logsumexp of every query over each SPLIT slots, which XLA merges; the second
+computes shares. No array has the size of the logits. A query's row is (index in the window, head of
+the group), each padded to a power of two, so that the heads of a group are adjacent. The division
+of a head depends only on its capacity, so the batch changes no bits.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ def window_attention(
     each = triton.next_power_of_2(heads // kv_heads)
     rows = max(triton.next_power_of_2(size) * each, 16)
     tile = min(max(MAX_ROWS, each), rows)
-    absent = layer.lengths  # stands in for arrays that the call lacks; never read
+    absent = layer.lengths  # placeholder for missing arrays; never read
     arrays = (
         queries,
         layer.k,
@@ -104,8 +104,9 @@ def load_queries(
     EACH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Returns TILE query rows of one KV head [TILE, CHANNELS], which of them there are, and their
-    ages in tokens.
+    """Returns TILE query rows of one KV head [TILE, CHANNELS], a mask of existing ones, and ages.
+
+    Ages are in tokens.
     """
     row, channel = first + tl.arange(0, TILE), tl.arange(0, CHANNELS)
     nth, head = row // EACH, row % EACH
@@ -145,7 +146,8 @@ def logits_of(
 ):
     """Returns a tile of logits, [TILE, BLOCK], or with LARGEST [TILE // EACH, BLOCK].
 
-    Those of competing slots, or with HELD of all up to each query's own; all others are -inf.
+    These are logits of competing slots, or with HELD of all slots up to each query's own; all
+    others are -inf.
     """
     channel = tl.arange(0, CHANNELS)
     if HELD:
@@ -159,7 +161,7 @@ def logits_of(
     if HAS_TABLE:
         page = tl.load(table_ptr + page, mask=seen, other=0).to(tl.int64)
     at = page * P + slot % P
-    # these slots alone: others are never looked at
+    # only these slots: others are ignored
     k = tl.load(
         k_ptr + at[:, None] * H + channel[None, :],
         mask=seen[:, None] & (channel < H)[None, :],
@@ -272,7 +274,7 @@ def shares_kernel(
         )  # fmt: skip
         at = pair.to(tl.int64) * (ROWS // TILE * SETS) + chunk * SETS + tl.arange(0, SETS)
         lse = tl.load(lse_ptr + at)
-        lse = tl.where(lse == float("-inf"), 0.0, lse)  # its logits are -inf, too
+        lse = tl.where(lse == float("-inf"), 0.0, lse)  # its logits are also -inf
         total += tl.sum(tl.exp(logits - lse[:, None]), 0)
     asked_of = tl.maximum(tl.minimum(tl.load(positions_ptr + pair // K), W), 1)
     each = 1 if LARGEST else N // K

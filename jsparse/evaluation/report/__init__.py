@@ -1,1 +1,1 @@
-"""Turns the result of a run into statistics, tables and plots."""
+"""Converts the result of a run to statistics, tables and plots."""

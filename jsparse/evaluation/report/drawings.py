@@ -21,7 +21,7 @@ TICK_SIZE = 8
 
 
 class Point(NamedTuple):
-    """Places a policy in the plot of quality."""
+    """A policy's point in the plot of quality."""
 
     policy: str
     attended: float
@@ -31,7 +31,7 @@ class Point(NamedTuple):
 def quality_curves(
     metric: str, points: Mapping[str, list[Point]], families: Sequence[str]
 ) -> DrawFn:
-    """Returns the drawing of a metric over the attended fraction, with one line per family."""
+    """Returns a function that draws a metric over the attended fraction, one line per family."""
     label, factor, _ = LABELS[metric]
 
     def draw(axis: Any) -> None:
@@ -55,7 +55,7 @@ def quality_curves(
 
 
 def step_curves(metric: str, lines: Mapping[str, list[float]], policies: Sequence[str]) -> DrawFn:
-    """Returns the drawing of a metric by decode step, with one line per policy."""
+    """Returns a function that draws a metric by decode step, one line per policy."""
 
     def draw(axis: Any) -> None:
         for policy, values in lines.items():
@@ -97,10 +97,10 @@ def _log(
 
 
 def log_ticks(values: Sequence[float]) -> list[float]:
-    """Returns 1, 2 and 5 times powers of ten around the values, or powers of ten alone if many."""
+    """Returns 1, 2 and 5 times powers of ten around the values, or only powers of ten if many."""
     if not values:
         return []
-    # shares that rounding has put above 1 are 1
+    # shares that rounding has moved above 1 are 1
     low, high = min(values) * (1 + ROUNDING), max(values) * (1 - ROUNDING)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1, 2, 5), (1,)):
@@ -118,7 +118,7 @@ def _percent(share: float) -> str:
 
 
 def needle_map(scores: Mapping[tuple[float, int], list[float]]) -> DrawFn:
-    """Returns the drawing of mean scores by depth and length."""
+    """Returns a function that draws mean scores by depth and length."""
     depths, lengths = (sorted(set(axis)) for axis in zip(*scores, strict=True))
     grid = np.full((len(depths), len(lengths)), np.nan)
     for (depth, length), values in scores.items():
@@ -134,7 +134,7 @@ def needle_map(scores: Mapping[tuple[float, int], list[float]]) -> DrawFn:
 
 
 def head_map(fractions: np.ndarray) -> DrawFn:
-    """Returns the drawing of attended fractions [samples, L, K], mean over samples."""
+    """Returns a function that draws attended fractions [samples, L, K], mean over samples."""
     means = np.ma.masked_invalid(fractions).mean(axis=0)
 
     def draw(axis: Any) -> None:

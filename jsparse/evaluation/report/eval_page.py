@@ -29,10 +29,10 @@ SETTINGS = ("model", "revision", "dtype", "samples", "steps", "batch", "chat")
 
 
 def page(report: Mapping[str, Any], plots: Mapping[str, Mapping[str, str]]) -> str:
-    """Returns the page, which needs nothing but itself.
+    """Returns the page, which is self-contained.
 
     Args:
-        report: the result of a run, as `--json` writes it.
+        report: the result of a run, as written by `--json`.
         plots: SVGs by name, among those of PLOTS, and by title.
     """
     policies = list(dict.fromkeys(cell["policy"] for cell in report["cells"]))
@@ -96,7 +96,7 @@ def _columns(report: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the numbers and texts of a sample, without values that are drawn by head or step."""
+    """Returns a sample's numbers and texts, without values drawn by head or step."""
     facts = {
         name: value
         for name, value in sample["meta"].items()

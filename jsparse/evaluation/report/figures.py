@@ -15,7 +15,7 @@ DrawFn = Callable[[Any], Any]
 
 
 def svg(title: str, draw: DrawFn) -> str:
-    """Returns a panel as an SVG without ground, whose black is that of the page's theme."""
+    """Returns a panel as an SVG without a background; black follows the page's theme."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -12,10 +12,10 @@ ATTENDED, LEVELS = 128, 127
 
 
 def page(shown: Inspection) -> str:
-    """Returns the page, which needs nothing but itself.
+    """Returns the page, which is self-contained.
 
-    A cell is a byte: its highest bit says whether a head attends to a token, the others hold the
-    root of the weight, in 127 levels.
+    A cell is a byte: its highest bit is whether a head attends to a token, the others are the root
+    of the weight, in 127 levels.
     """
     levels = np.rint(LEVELS * np.sqrt(shown.weights.clip(0, 1))).astype(np.uint8)
     cells = levels | np.where(shown.attended, ATTENDED, 0).astype(np.uint8)

@@ -1,7 +1,6 @@
 """Plots a run's result from its JSON: quality over attended fraction, needle and head heat maps.
 
-The page of `jsparse eval --report` shows these panels, which need nothing but that JSON and
-matplotlib.
+The page of `jsparse eval --report` shows these panels, which need only that JSON and matplotlib.
 """
 
 from collections.abc import Iterable, Mapping
@@ -97,8 +96,8 @@ def _by_step_panels(report: Mapping[str, Any]) -> dict[str, DrawFn]:
 def quality_points(report: Mapping[str, Any], metric: str, length: int) -> dict[str, list[Point]]:
     """Returns each family's points, by attended fraction: means over the tasks with the metric.
 
-    For score, over the averaged tasks; the ratio's attended fraction is the policy's of the task
-    kl.
+    For score, the means are over the averaged tasks. The ratio's attended fraction is the policy's
+    in the task kl.
     """
     averaged = {(row["policy"], row["length"]): row["tasks"] for row in report["averages"]}
     measured: dict[str, list[tuple[float, float]]] = {}

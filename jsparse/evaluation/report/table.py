@@ -40,7 +40,7 @@ KIB = 1024
 
 
 class Column(NamedTuple):
-    """Names a metric of a task, or of the average over tasks, at one length."""
+    """A metric of a task, or of the average over tasks, at one length."""
 
     task: str
     metric: str
@@ -51,7 +51,7 @@ TableValues = Mapping[tuple[str, Column], Mapping[str, Any]]  # by policy and co
 
 
 class Grid(NamedTuple):
-    """Holds one table's texts; lines of a text stand one below the other."""
+    """One table's texts; a text may have several lines."""
 
     title: str
     header: list[str]
@@ -72,9 +72,9 @@ def grids(
     """Returns the texts of the tables.
 
     There is a column for each task, length and measured metric, and for the average score over
-    several tasks. If there are more than `columns` (four fit into 120 characters), each table has
-    one length. A number is followed by its difference from dense and the 95 % interval of that, as
-    in "93.0 (-2.1 [-4.0, -0.3])". The last column is the attended fraction, mean over all tasks.
+    several tasks. With more than `columns` (four fit in 120 characters), each table has one length.
+    A number is followed by its difference from dense and the 95 % interval of that, as in "93.0
+    (-2.1 [-4.0, -0.3])". The last column is the attended fraction, mean over all tasks.
     """
     measured = table_values(report)
     shown = dict.fromkeys(column for _, column in measured if column.metric in metrics)
@@ -86,7 +86,7 @@ def grids(
 
 
 def table_values(report: Mapping[str, Any]) -> TableValues:
-    """Returns all metrics, and the average score over tasks where there are several."""
+    """Returns all metrics, and the average score over tasks if there are several."""
     return {
         (cell["policy"], Column(cell["task"], metric, cell["length"])): value
         for cell in report["cells"]
@@ -108,7 +108,7 @@ def not_averaged(report: Mapping[str, Any]) -> set[Column]:
 
 
 def tokens(length: int) -> str:
-    """Returns a number of tokens in short: 4K, 1500."""
+    """Returns a number of tokens in short form: 4K, 1500."""
     return str(length) if length % KIB else f"{length // KIB}K"
 
 
@@ -140,7 +140,7 @@ def _grid(
     left_out = not_averaged(report)
     lengths = list(dict.fromkeys(column.length for column in columns))
     where = ", {}" if len(lengths) > 1 else ""
-    # a task stands over the first of its columns alone
+    # a task is named only above the first of its columns
     follows = [False, *(a[::2] == b[::2] for a, b in pairwise(columns))]
     header = [
         f"{'' if again else column.task}\n{FORMATS.get(column.metric, (column.metric,))[0]}"

@@ -1,29 +1,33 @@
-"""Generates or reads the tasks of long context, for any tokenizer and length.
+"""Generates or reads long-context tasks, for any tokenizer and length.
 
 RULER's tasks have NVIDIA's templates, needles, numbers of keys, values, queries and hops,
 frequencies, generated tokens (niah 128, vt 30, cwe 120, fwe 50, qa 32), answer prefixes, scoring
-and definition of length (prompt, prefix and generated tokens, without a chat template). In all of
-them we differ in three things: a sample has a random generator of its own, seeded by (42, task,
-length, index), where theirs has one for the run and shuffles every sample alike; its filler is
-sized for that sample, to the last unit that fits, where theirs is sized once, and cut by 5 to 500
-units where it does not fit; prompt and prefix are counted separately. Word lists are those of the
-installed wonderwords.
+and definition of length (prompt, prefix and generated tokens, without a chat template). All of them
+differ in three ways:
 
-The list says which part of each task is NVIDIA's and, after "here", where we differ further:
+- A sample has its own random generator, seeded by (42, task, length, index); NVIDIA has one for the
+  run and shuffles every sample alike.
+- Filler is sized for each sample, to the last unit that fits; NVIDIA sizes it once, and cuts 5 to
+  500 units if it does not fit.
+- Prompt and prefix are counted separately.
+
+Word lists are those of the installed wonderwords.
+
+The list has NVIDIA's definition of each task and, after "here", further differences:
 
 - niah_single_1: one key (adjective-noun) with a number of 7 digits among lines of noise.
 - niah_single_2, niah_single_3: the same in essays; in the latter the value is a UUID. Here
-  sentences end at . ! or ? before a space, where NVIDIA uses nltk.
-- niah_multikey_1, niah_multivalue, niah_multiquery: four keys of which one is asked for, four
-  values of a key, four keys asked for; in essays. Here they differ as niah_single_2 does.
+  sentences end at . ! or ? before a space; NVIDIA uses nltk.
+- niah_multikey_1, niah_multivalue, niah_multiquery: four keys and a question for one, four values
+  of a key, a question for four keys; in essays. Here they differ as niah_single_2 does.
 - niah_multikey_2, niah_multikey_3: the haystack is other needles; in the latter keys and values are
   UUIDs. Here no key or value occurs twice.
 - vt: one chain of five variables (four hops) in noise, after an example of at most 500 tokens. Here
-  every sample has an example of its own, where NVIDIA renames the variables of one.
+  every sample has its own example; NVIDIA renames the variables of one.
 - cwe: ten words 30 times and others 3 times (6 times and once in budgets below 4096 tokens), after
-  an example. Here texts that need more words than wonderwords has (8166 in its version 3.0.1) are
-  refused, where NVIDIA goes on to another list.
-- fwe: coded words of six letters, as often as Zipf's law with alpha 2 says; the most frequent,
+  an example. Here texts that need more words than wonderwords has (8166 in its version 3.0.1) raise
+  an error; NVIDIA continues with another list.
+- fwe: coded words of six letters, with frequencies by Zipf's law with alpha 2; the most frequent,
   dots, does not count. Here the third answer is always more frequent than the next word.
 - qa_1, qa_2: questions of SQuAD and HotpotQA about documents among others; any answer counts.
 
@@ -63,7 +67,7 @@ def parse(
     files: str | os.PathLike[str] | None = None,
     max_new_tokens: int = questions.MAX_NEW_TOKENS,
 ) -> list[Task]:
-    """Returns the tasks of a list of names of `TASKS`, with commas between them.
+    """Returns the tasks of a comma-separated list of names of `TASKS`.
 
     `files` is the folder of PaulGrahamEssays.json, squad.json, hotpotqa.json, questions.jsonl, and
     of LongBench's NAME.jsonl and v2's data.json; without it LongBench is read from the Hub.

@@ -1,13 +1,14 @@
 """Asks for the rest of one record's label in a long list of records, as pretty-printed JSON.
 
-Brackets, braces and line ends say where a record begins and ends, and all records have the same
-keys. A label is two words that name the record, two more words and a number; until a word list is
-used up, no word of a label occurs in another label. The answer begins as the record does, up to and
-including its name, so that a small model need only go on copying; the rest must be right to the
-letter. The name stands nowhere else: where the question had it too, SmolLM2 went on as the question
-did, and where all records had a number behind a key, it took any record's number. LycheeCluster
-(arXiv:2603.08453, Figures 1 and 2) expects the most of its chunks, which end where the text's own
-units do, on texts of this kind; records and question are ours.
+Brackets, braces and line ends delimit records, and all records have the same keys. A label is two
+words that name the record, two more words and a number. No word of a label occurs in another label
+until a word list is used up. The answer's prefix is the start of the record, up to and including
+its name, so that a small model need only continue copying; the rest must match exactly. The name
+occurs nowhere else: when the question also had it, SmolLM2 continued as the question did, and when
+all records had a number after a key, it took any record's number.
+
+LycheeCluster (arXiv:2603.08453, Figures 1 and 2) expects the largest gain from its chunks, which
+end at the text's own units, on texts of this kind; records and question are ours.
 """
 
 import itertools
@@ -34,7 +35,7 @@ LAST = (
     *("King", "Lewis", "Miller", "Nelson", "Parker", "Quinn", "Reed", "Scott", "Turner", "Young"),
 )
 CITIES = ("Berlin", "Boston", "Cairo", "Dublin", "Lima", "London", "Madrid", "Paris", "Rome")
-MAX_RECORDS = 50_000  # no two names are the same, of which there are more than a million
+MAX_RECORDS = 50_000  # names are unique; there are more than a million
 PLAIN = re.compile("[a-z]{3,9}")
 REST = re.compile(r'\s*"?([^",}\]\n]*)')
 
@@ -66,7 +67,7 @@ def json_retrieval(name: str, files: Path | None) -> Task:
 
 
 def score_rest(text: str, sample: Sample) -> float:
-    """Returns 1 where the text begins with the answer, with or without quotes, else 0."""
+    """Returns 1 if the text starts with the answer, with or without quotes, else 0."""
     match = REST.match(text)
     assert match is not None
     return float(match[1].strip().removesuffix(".") == sample.answers[0])
@@ -93,7 +94,7 @@ def _labels(
 
 
 def _again_and_again(rng: random.Random, words: Sequence[str]) -> Iterator[str]:
-    """Yields all words in random order, then all of them in another, without end."""
+    """Yields all words in random order, then in another random order, endlessly."""
     while True:
         yield from rng.sample(words, len(words))
 

@@ -2,11 +2,11 @@
 
 Papers: "LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding" (Bai et al.),
 arXiv:2308.14508, and "LongBench v2" (Bai et al.), arXiv:2412.15204. Prompts, numbers of generated
-tokens and metrics are those of github.com/THUDM/LongBench. Where we differ: prompts that are too
-long are cut in the middle as there, but by characters, so that both halves have the same number of
-them (LongBench halves the tokens, and needs a decoder for that); v2 is answered greedily, without a
-chain of thought. Left out: the Chinese tasks whose metric needs a word segmenter (multifieldqa_zh,
-dureader, vcsum).
+tokens and metrics are those of github.com/THUDM/LongBench. There are two differences. Prompts that
+are too long are also cut in the middle, but by characters, so that both halves have the same number
+of them (LongBench halves the tokens, which requires a decoder). v2 is answered greedily, without a
+chain of thought. The Chinese tasks with metrics that need a word segmenter (multifieldqa_zh,
+dureader, vcsum) are omitted.
 """
 
 import json
@@ -24,13 +24,13 @@ MIN_PROMPT = 64  # tokens
 
 
 class Dataset(NamedTuple):
-    """Describes how the rows of one data set are asked and scored.
+    """How to ask and score the rows of one data set.
 
     Attributes:
         prompt: a text with the names of a row's fields in braces.
         metric: (text, answer, classes) -> a score from 0 to 1; the best over the answers counts.
-        plain: whether the prompt is to be continued, without a chat template.
-        first_line: whether the first line of the text alone counts.
+        plain: whether the model continues the prompt, without a chat template.
+        first_line: whether only the first line of the text counts.
     """
 
     prompt: str
@@ -56,7 +56,7 @@ def _download(repo_id: str, name: str) -> Path:
 
     try:
         return Path(huggingface_hub.hf_hub_download(repo_id, name, repo_type="dataset"))
-    except Exception as error:  # the HTTP client's errors are no part of the library's interface
+    except Exception as error:  # the HTTP client's errors are not part of the library's interface
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(
             f"files=None: {name} of {repo_id} cannot be downloaded from the Hub ({reason}), give "
@@ -75,7 +75,7 @@ def _read(dataset: str, files: Path | None) -> str:
 
 
 def longbench(name: str, files: Path | None) -> Task:
-    """Builds the task of a data set of LongBench, from NAME.jsonl of the folder or from the Hub."""
+    """Builds the task of a data set of LongBench, from the folder's NAME.jsonl or from the Hub."""
     dataset = name.removeprefix("longbench_")
     return _task(
         name,
@@ -85,7 +85,7 @@ def longbench(name: str, files: Path | None) -> Task:
 
 
 def longbench_v2(name: str, files: Path | None) -> Task:
-    """Builds the task of LongBench v2, from data.json of the folder or from the Hub."""
+    """Builds the task of LongBench v2, from the folder's data.json or from the Hub."""
     repo_id = "THUDM/LongBench-v2"
     file = (
         _download(repo_id, "data.json")

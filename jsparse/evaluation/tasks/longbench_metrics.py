@@ -19,7 +19,7 @@ def _words(text: str) -> list[str]:
 
 
 def qa_f1(text: str, answer: str, classes: Sequence[str]) -> float:
-    """Returns the F1 of the words that both have."""
+    """Returns the F1 of the common words."""
     prediction, right = Counter(_words(text)), Counter(_words(answer))
     shared = (prediction & right).total()
     return 2 * shared / (prediction.total() + right.total()) if shared else 0.0
@@ -48,7 +48,7 @@ def _lcs(x: list[str], y: list[str]) -> set[str]:
 
 
 def rouge_l(text: str, answer: str, classes: Sequence[str]) -> float:
-    """Returns the F1 of ROUGE-L as the package rouge counts it.
+    """Returns the F1 of ROUGE-L as the package rouge computes it.
 
     It takes unions of common words over pairs of sentences, and counts each word once.
     """
@@ -67,29 +67,29 @@ def rouge_l(text: str, answer: str, classes: Sequence[str]) -> float:
 
 
 def classification(text: str, answer: str, classes: Sequence[str]) -> float:
-    """Returns 1 / the number of classes that the text names, where the right one is among them.
+    """Returns 1 / the number of classes named in the text, if the right one is among them, else 0.
 
-    A class whose name is part of the right one's does not count. LongBench drops these from the
-    list it walks over, and so keeps some where several follow one another.
+    A class with a name that is part of the right one's does not count. LongBench removes these from
+    a list while iterating over it, and therefore keeps some if several are adjacent.
     """
     named = [name for name in classes if name in text and (name == answer or name not in answer)]
     return 1 / len(named) if answer in named else 0.0
 
 
 def count(text: str, answer: str, classes: Sequence[str]) -> float:
-    """Returns the share of the numbers in the text that are the right one."""
+    """Returns the fraction of the numbers in the text that are the right one."""
     numbers = re.findall(r"\d+", text)
     return numbers.count(answer) / len(numbers) if numbers else 0.0
 
 
 def retrieval(text: str, answer: str, classes: Sequence[str]) -> float:
-    """Scores like `count`, where the right answer reads "Paragraph 7" or "段落7"."""
+    """Scores like `count`, for right answers such as "Paragraph 7" or "段落7"."""
     number = re.search(r"\d+", answer)
     return count(text, number[0], classes) if number else 0.0
 
 
 def code_similarity(text: str, answer: str, classes: Sequence[str]) -> float:
-    """Returns how alike the right line and the first line of code in the text are.
+    """Returns the similarity of the right line and the first line of code in the text.
 
     It is rounded to whole per cent.
     """
@@ -99,7 +99,7 @@ def code_similarity(text: str, answer: str, classes: Sequence[str]) -> float:
 
 
 def choice(text: str, answer: str, classes: Sequence[str]) -> float:
-    """Returns 1 where the letter in "The correct answer is (A)" is the right one, for LongBench v2.
+    """Returns 1 if the letter in "The correct answer is (A)" is the right one, for LongBench v2.
 
     The brackets may be missing.
     """

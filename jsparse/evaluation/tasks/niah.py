@@ -1,4 +1,4 @@
-"""Hides needles in a haystack, as RULER words them: sentences with values of keys.
+"""Hides needles in a haystack, in RULER's words: sentences with values of keys.
 
 The haystack is noise, essays or more needles.
 """
@@ -57,7 +57,7 @@ DRAW = {"numbers": _number, "words": _word, "uuids": _uuid}
 
 
 def distinct(draw: Callable[[], str]) -> Iterator[str]:
-    """Yields items as they are drawn, without repetition."""
+    """Yields drawn items without repetition."""
     seen: set[str] = set()
     while True:
         item = draw()
@@ -76,7 +76,7 @@ def among_lines(rng: random.Random, lines: list[str], items: list[str]) -> str:
 
 
 def ask(kind: str, values: dict[str, list[str]], keys: list[str], context: str) -> Sample:
-    """Asks for the values of some of the keys; meta's depth is where the first answer stands."""
+    """Asks for the values of some of the keys; meta's depth is the first answer's position."""
     answers = tuple(value for key in keys for value in values[key])
     template, prefix = TEMPLATE, PREFIX
     if len(answers) == 1:
@@ -94,7 +94,7 @@ def ask(kind: str, values: dict[str, list[str]], keys: list[str], context: str) 
 
 @dataclass(frozen=True)
 class Niah:
-    """Describes a needle task, with RULER's num_needle_k, num_needle_v and num_needle_q."""
+    """A needle task, with RULER's num_needle_k, num_needle_v and num_needle_q."""
 
     haystack: Literal["noise", "needle", "essay"]
     key: Literal["words", "uuids"] = "words"

@@ -1,9 +1,9 @@
 """Hides a pass key in repeated filler, and a needle at given depths.
 
 Passkey: "Landmark Attention: Random-Access Infinite Context Length for Transformers" (Mohtashami
-and Jaggi), arXiv:2305.16300. Where we differ: the key has five digits and stands in the text once
-(theirs is from 1 to 50000 and said twice), its place is uniform over the gaps between fillers, and
-the question's end begins the answer.
+and Jaggi), arXiv:2305.16300. There are three differences: the key has five digits and occurs once
+in the text (theirs is from 1 to 50000 and occurs twice); its place is uniform over the gaps between
+fillers; and the end of the question is the answer's prefix.
 """
 
 import random
@@ -27,7 +27,7 @@ def _hide(item: str, depth: float, size: int, joint: str) -> str:
 
 
 def passkey(name: str, files: Path | None) -> Task:
-    """Builds the task of a number of five digits, asked for at the end."""
+    """Builds the task of a number of five digits, with the question at the end."""
 
     def make(encode: EncodeFn, rng: random.Random, length: int, index: int, size: int) -> Sample:
         key, depth = str(rng.randint(10000, 99999)), round(rng.random(), 3)

@@ -1,9 +1,9 @@
-r"""Asks the questions of a JSONL file, which may take long answers, as those of AIME do.
+r"""Asks the questions of a JSONL file, which may need long answers, like those of AIME.
 
-questions.jsonl has one object per line: `question`, `answer` (text or a number) and, if wanted,
-`id`; other keys are left alone. A question is asked as it stands, so instructions on the form of
-the answer (such as `\boxed{...}`) belong in it. An answer counts as right only if it equals the one
-in the file: numbers as numbers, anything else as text without blanks and $.
+questions.jsonl has one object per line: `question`, `answer` (text or a number) and optionally
+`id`; other keys are ignored. A question is asked verbatim, so it must include instructions on the
+form of the answer (such as `\boxed{...}`). An answer is right only if it equals the one in the
+file: numbers as numbers, anything else as text without blanks and $.
 """
 
 import json
@@ -23,7 +23,7 @@ BOX = re.compile(r"\\boxed\s*\{")
 
 
 class Question(NamedTuple):
-    """Holds a line of the file; `id` is the line's number where the line names none."""
+    """A line of the file; the default `id` is the line's number."""
 
     question: str
     answer: str
@@ -58,7 +58,7 @@ def read(file: Path) -> list[Question]:
         text = file.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(file)!r} is not UTF-8: {error}") from None
-    # str.splitlines would also cut at U+2028, which JSON may hold
+    # str.splitlines would also split at U+2028, which JSON may contain
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ValueError(f"{str(file)!r} is empty: must hold at least one question")
@@ -104,7 +104,7 @@ def _is_value(value: Any) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Returns the text without blanks and $, with hyphens for the minus signs of typography."""
+    """Returns the text without blanks and $, with hyphens for typographic minus signs."""
     return re.sub(r"[\s$]", "", text).replace("\N{MINUS SIGN}", "-")
 
 

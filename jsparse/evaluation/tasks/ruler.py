@@ -2,7 +2,7 @@
 
 Paper: "RULER: What's the Real Context Size of Your Long-Context Language Models?" (Hsieh et al.),
 arXiv:2404.06654. Templates, counts and numbers of generated tokens are those of
-github.com/NVIDIA/RULER; `jsparse.evaluation.tasks` says where the generators differ.
+github.com/NVIDIA/RULER; `jsparse.evaluation.tasks` lists the differences of the generators.
 """
 
 import functools
@@ -126,7 +126,7 @@ def cwe(name: str, files: Path | None) -> Task:
 
 
 def fwe(name: str, files: Path | None) -> Task:
-    """Builds frequent words extraction: coded words as often as Zipf's law (alpha 2) says.
+    """Builds frequent words extraction: coded words with frequencies by Zipf's law (alpha 2).
 
     The most frequent are dots. A size is the number of words that the whole law would spread; from
     74 on, the third answer is more frequent than the word after it.

@@ -1,7 +1,7 @@
 """Reads the files of RULER's tasks: Paul Graham's essays for haystacks, SQuAD and HotpotQA.
 
 The latter two have the questions. The files are those that RULER's scripts/data/synthetic/json/
-downloads, under the names it gives them.
+downloads, under the same names.
 """
 
 import functools
@@ -30,9 +30,7 @@ QA_PREFIX = " Answer:"
 def find_file(task: str, name: str, files: Path | None, source: str) -> Path:
     """Returns the path of a file of the folder; ValueError names the task and the file's source."""
     if files is None:
-        raise ValueError(
-            f"files=None: {task} needs {name} ({source}), give the folder that holds it"
-        )
+        raise ValueError(f"files=None: {task} needs {name} ({source}), give its folder")
     if not (files / name).is_file():
         raise ValueError(
             f"files={str(files)!r}: {task} needs {name} ({source}), which is not there"
@@ -68,7 +66,7 @@ def among_sentences(rng: random.Random, words: Iterable[str], items: list[str]) 
 
 
 class DocumentQuestion(NamedTuple):
-    """Holds a question with the numbers of its documents.
+    """A question with the indices of its documents.
 
     `gold` documents are always shown, `near` ones before any others.
     """
@@ -100,7 +98,7 @@ def squad(data: Any) -> tuple[list[str], list[DocumentQuestion]]:
 
 
 def hotpotqa(data: Any) -> tuple[list[str], list[DocumentQuestion]]:
-    """Returns documents and questions of HotpotQA, all of whose paragraphs are gold."""
+    """Returns documents and questions of HotpotQA; all paragraphs are gold."""
     texts = [
         tuple(f"{title}\n{''.join(lines)}" for title, lines in entry["context"]) for entry in data
     ]
@@ -125,7 +123,7 @@ QA_FILES = {
 
 
 def qa(name: str, files: Path | None) -> Task:
-    """Builds questions about documents that are among others."""
+    """Builds questions about documents that are mixed with others."""
     file, read, source = QA_FILES[name]
     documents, questions = read(read_json(find_file(name, file, files, source)))
 

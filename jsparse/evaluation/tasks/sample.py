@@ -1,7 +1,7 @@
-"""Makes one sample of a task, and finds how long its text may be.
+"""Makes one sample of a task, and finds the maximum length of its text.
 
-Every text is made from a generator of its own, so that a sample depends on its task, length and
-number alone, not on those made before it, and a run that goes on makes the same ones.
+Every text has its own random generator, so that a sample depends only on its task, length and
+index, not on previous samples, and a resumed run makes the same ones.
 """
 
 import math
@@ -17,16 +17,16 @@ EncodeFn = Callable[[str], Sequence[int]]
 
 
 class Sample(NamedTuple):
-    """Holds a prompt for a model, and its expected answers.
+    """A prompt for a model, and its expected answers.
 
     Attributes:
         prompt: the user's message.
-        prefix: the beginning of the answer, in the assistant's turn; "": none.
-        answers: the texts that are looked for in the generated text.
-        max_new_tokens: the most tokens that may be generated.
+        prefix: the start of the answer, in the assistant's turn; "": none.
+        answers: the texts to find in the generated text.
+        max_new_tokens: the maximum number of generated tokens.
         meta: plain JSON values: context_tokens (those of prompt and prefix) and others of the task.
-        question: a second turn between prompt and prefix, which reaches the model only after a
-            policy that evicts has compressed the prompt; "": the prompt asks.
+        question: a second turn between prompt and prefix, which the model gets only after an
+            evicting policy has compressed the prompt; "": the prompt has the question.
     """
 
     prompt: str
@@ -39,12 +39,12 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """Describes a source of samples and their scoring.
+    """A source of samples and their scoring.
 
     Attributes:
         sample: (encode, length, index) -> Sample. `length` is the budget in tokens for prompt,
             prefix and generated tokens together (without a chat template, as in RULER). Raises
-            ValueError where it is too small, or there is no sample of that index.
+            ValueError if it is too small, or there is no sample of that index.
         score: (generated text, Sample) -> a score from 0 to 1.
         num_samples: the number of samples; None: no limit.
         open_ended: whether samples ignore `length`, and the lengths of answers are recorded.
@@ -82,7 +82,7 @@ def filled(
     score: Callable[[str, Sample], float] = score_all,
     num_samples: int | None = None,
 ) -> Task:
-    """Builds a task whose texts are as long as the budget allows.
+    """Builds a task with texts of the maximum length that fits the budget.
 
     `make` takes a size of filler from `min_size` to `max_size` (None: any); the rest is as in
     `Task`.
@@ -119,25 +119,25 @@ def filled(
 
 
 def check_index(name: str, index: int, num_samples: int | None) -> None:
-    """Raises ValueError where there is no sample of that number."""
+    """Raises ValueError if there is no sample of that index."""
     if index < 0 or (num_samples is not None and index >= num_samples):
         number = "any number of" if num_samples is None else num_samples
         raise ValueError(f"index={index}: must be from 0, {name} has {number} samples")
 
 
 def count_tokens(encode: EncodeFn, sample: Sample) -> int:
-    """Counts the tokens of prompt and prefix, each alone: a chat template may part them."""
+    """Counts the tokens of prompt and prefix separately: a chat template may be between them."""
     return len(encode(sample.prompt)) + len(encode(sample.prefix))
 
 
 def largest(
     cost: Callable[[int], int], budget: int, min_size: int, max_size: int | None = None
 ) -> int:
-    """Returns the largest size from `min_size` to `max_size` that costs no more than the budget.
+    """Returns the largest size from `min_size` to `max_size` with a cost within the budget.
 
-    RULER bisects; this draws a straight line through the costs seen, which takes about four of
+    RULER bisects; this fits a straight line through the known costs, which takes about four of
     them. `min_size` must fit, and costs must grow without bounds if `max_size` is None. Costs may
-    fall back a little: the result then fits, and the next size does not.
+    decrease slightly: the result then fits, and the next size does not.
     """
     fits, spent = min_size, cost(min_size)
     fails = math.inf if max_size is None else max_size + 1

@@ -1,8 +1,8 @@
-"""Asks the question of a task in a second turn, when the context has been compressed without it.
+"""Asks the question of a task in a second turn, after the context has been compressed without it.
 
-A policy that evicts keeps the tokens that the prompt's end attends to. Where that is the question,
-it keeps the answer; where the question comes later, dropped tokens are gone. The samples are those
-of the task itself, cut before the question, so that both can be compared one by one.
+An evicting policy keeps the tokens that the prompt's end attends to. If that end is the question,
+it keeps the answer; if the question comes later, dropped tokens are lost. The samples are those of
+the task itself, cut before the question, so that both can be compared one by one.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ SUFFIX = "_turn2"
 
 
 def second_turn(build: Callable[[str, Path | None], Task]) -> Callable[[str, Path | None], Task]:
-    """Returns the builder of a task whose prompts' last line is the question; no chat template."""
+    """Returns the builder of a task with its question in the prompt's last line; no template."""
 
     def built(name: str, files: Path | None) -> Task:
         task = build(name.removesuffix(SUFFIX), files)

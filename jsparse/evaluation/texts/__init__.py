@@ -1,7 +1,7 @@
-"""Ships a text for measures that need one: Shakespeare, from the Encyclopaedia Britannica.
+"""A text for measures that need one: Shakespeare, from the Encyclopaedia Britannica.
 
 The article is that of the 11th edition, 1911, which is in the public domain: without its
-bibliography, as it was scanned.
+bibliography, as scanned.
 """
 
 from importlib.resources import files
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def read(path: Path | None) -> str:
-    """Reads the file, or the text that ships if `path` is None.
+    """Reads the file, or the included text if `path` is None.
 
     Raises:
         ValueError: the file is not UTF-8.

@@ -30,7 +30,7 @@ class LayerView(NamedTuple):
     """Holds the inputs by which a method scores the slots of a layer.
 
     Attributes:
-        held: the layer's cache.
+        kv: the layer's cache.
         competing: the slots to score.
         ring, tracked: those of the state.
         positions: the number of tokens so far of each row.

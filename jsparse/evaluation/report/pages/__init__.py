@@ -1,4 +1,4 @@
-"""Makes pages that are one file: style, script and data are inside, and nothing is fetched."""
+"""Makes single-file pages that include style, script and data, and fetch nothing."""
 
 import json
 from importlib import resources
@@ -10,6 +10,6 @@ def fill(name: str, data: dict[str, Any]) -> str:
     folder = resources.files(__name__)
     template = folder.joinpath(f"{name}.html").read_text(encoding="utf-8")
     style = folder.joinpath("style.css").read_text(encoding="utf-8")
-    # in JSON these only stand in strings; a text must not end the element that holds it
+    # in JSON these occur only in strings; a text must not end its HTML element
     safe = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     return template.replace("{{style}}", style).replace("{{data}}", safe)
