@@ -45,8 +45,8 @@ def page_policy(summarise: Summarise, score: Score, budget: int = 1024) -> Polic
 
     Args:
         summarise: returns the summary of a page, a tree of arrays of any shapes and dtypes. It
-            gets keys[P, H], as they are in the cache, and valid[P], true for the slots with a token:
-            the first ones, at least one. The other slots repeat the newest key, so the minimum and
+            gets keys[P, H], as cached, and valid[P], true for the slots with a token: the first
+            ones, at least one. The other slots repeat the newest key, so the minimum and
             the maximum are exact without `valid`; sums and means need it. The page is summarised
             again whenever it gets tokens.
         score: returns a number, how much a page matters to the queries q[G, H], in float32, of the
