@@ -35,13 +35,12 @@ def jsparse_decode(
     model: str, policy: str, count: int, prompt_tokens: int, new_tokens: int, runs: int
 ) -> dict[str, Any]:
     """Times generation with at most `count` decode steps per program."""
-    from jsparse.runtime.answers import run
-
     import jsparse
     from jsparse.policies.expressions import parse
     from jsparse.runtime.capacity import cache_spec
     from jsparse.runtime.request import requests
     from jsparse.runtime.session import Session
+    from jsparse.runtime.turn import run
 
     params, prompt = model_and_prompt(model, prompt_tokens)
     method = parse(policy)

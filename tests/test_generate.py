@@ -20,9 +20,9 @@ from jsparse.runtime import (
     capacity,
     generate_options,
     prefill,
-    reading,
     sampling,
     session,
+    session_prefill,
     store,
     turn,
 )
@@ -554,7 +554,7 @@ def compilations():
     return traces(
         driver.decode_steps,
         driver.first_tokens,
-        reading.first_logits,
+        session_prefill.first_logits,
         store.empty_rows,
         prefill.prefill_chunk,
     )
@@ -686,7 +686,7 @@ def test_memory_counts_the_policy_s_state(params, monkeypatch):
         raise Stopped
 
     monkeypatch.setattr(memory, "available_bytes", lambda **_: 3 * 2**20)
-    monkeypatch.setattr(session.Session, "read", stop)
+    monkeypatch.setattr(session.Session, "prefill", stop)
     with pytest.raises(Stopped):
         jsparse.generate(params, [1], max_new_tokens=2, max_length=512)
     heavy = dense()._replace(init=lambda spec: jnp.zeros((1024, 1024)))

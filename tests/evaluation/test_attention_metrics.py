@@ -193,7 +193,7 @@ def test_steps_that_fall_back_to_dense_are_not_counted():
 def test_policies_must_be_measured():
     held = SimpleNamespace(state=[(), ()])
     unmeasured: Any = SimpleNamespace(
-        shared=SimpleNamespace(policies=["dense()", "streaming()"], held=held)
+        shared=SimpleNamespace(policies=["dense()", "streaming()"], prefilled=held)
     )
     with pytest.raises(ValueError, match=r"policy=streaming.*must be wrapped in measured"):
         attention_metrics(unmeasured)
