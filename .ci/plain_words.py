@@ -72,7 +72,7 @@ ALLOWED = re.compile(
     | \bbehind\s(a|the)\s(flag|proxy|router|gate|load\sbalancer|firewall)\b
     | \b(once|twice|half|times)\sas\s(many|much|few)\b | \bas\sfew\sas\b
     """,
-    re.VERBOSE,
+    re.VERBOSE | re.IGNORECASE,
 )
 QUOTED_CODE = re.compile(r"``[^`]*``|`[^`\n]*`")
 QUESTION = re.compile(r"[^.;:!?]*\?")
@@ -167,7 +167,7 @@ def main() -> None:
             words += len(text.split())
             clean = without_allowed(text)
             for pattern in PATTERNS:
-                for found in re.finditer(pattern.expression, clean, re.MULTILINE):
+                for found in re.finditer(pattern.expression, clean, re.MULTILINE | re.IGNORECASE):
                     at = line + clean[: found.start()].count("\n")
                     context = " ".join(text[max(0, found.start() - 30) : found.end() + 30].split())
                     uses[pattern.name].append(f"{path}:{at}: {context}")
