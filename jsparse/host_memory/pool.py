@@ -179,7 +179,7 @@ class HostPool(PagePool):
         return self._map(of_rows)
 
     def put(self, part: PagePool, rows: Int32[Array, "n"], batch: int) -> "HostPool":
-        """Returns the pool with a `part` that `take` returned written back to these rows."""
+        """Returns the pool with `part`, from `take`, written back to these rows."""
 
         def placed(pages: Array, new: Array) -> Array:
             by_row = pages.reshape(batch, -1, *pages.shape[1:])

@@ -20,8 +20,8 @@ def in_tail(
 ) -> LayerCache:
     """Returns an empty layer with K and V in host memory, and rings of `ring_pages` pages.
 
-    Resident heads have the pages of the layer, which has the identity table. `table` gives the ids
-    of its pages in host memory; None: their order.
+    Resident heads have the pages of the layer, which has the identity table. `table` has the ids of
+    its pages in host memory; None: the identity.
     """
     batch, kv_heads = layer.lengths.shape
 
