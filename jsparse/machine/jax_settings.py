@@ -10,8 +10,7 @@ import jax
 def own_settings() -> Iterator[None]:
     """Sets jax's types, promotions and transfer guard to their defaults, in this thread.
 
-    Public functions have it as a decorator, and so does code of other threads that trace and
-    compile.
+    It decorates public functions, and functions that trace and compile in other threads.
     """
     with (
         jax.enable_x64(False),

@@ -25,7 +25,7 @@ from jsparse.machine.peers import NOTICED, Peer
 
 # seconds within which processes must connect to each other
 MEETING = 300
-# seconds until XLA ends this process with a stack trace; after SILENT, it ends with one line
+# seconds until XLA ends this process with a stack trace; a Peer ends it sooner, with one line
 XLA_NOTICED = 4 * NOTICED
 _ADDRESS_BYTES = 1024
 
