@@ -30,8 +30,8 @@ class TextStream:
         """Creates an empty text; without a tokenizer it stays empty.
 
         Of several stop strings, the one that starts first ends the text; a control token always
-        does. They complete after `min_tokens` ids. `before` has the prompt's ids: decoders drop the
-        space at the start of a text, but a completion's first token must keep it.
+        does. Stop strings count only after `min_tokens` ids. `before` has the prompt's ids:
+        decoders drop the space at the start of a text, but a completion's first token must keep it.
         """
         self.stopped = False
         self._tokenizer, self._skip_special = tokenizer, skip_special
