@@ -96,8 +96,8 @@ def evict(
     expected = jax.eval_shape(lambda: policy.init(decoding._replace(batch=1)))
     if jax.tree.map(jax.typeof, state) != jax.tree.map(jax.typeof, expected):
         raise ValueError(
-            f"policy={policy}: after_prompt must leave a state for {decoding.capacity} slots "
-            "per head in an engine, the bound of `max_length`"
+            f"policy={policy}: in an engine, after_prompt must leave a state for "
+            f"{decoding.capacity} slots per head, the bound of `max_length`"
         )
     part = memory.rows(inputs.kept, inputs.lengths).by_head(cache)
     memory, state = put_rows(policy, decoding, rows.cache, rows.state, (part, state), inputs.slots)

@@ -110,8 +110,8 @@ class EngineOptions:
         number_in("gpu_memory_utilization", self.gpu_memory_utilization, "(0, 1]")
         if self.batch_invariant and self.drafts != 0:
             raise ValueError(
-                "exact=True: must be False if batch_invariant is true: rounding depends on how "
-                "many tokens are verified together, and that on when results arrive"
+                "exact=True: must be False if batch_invariant is true: rounding depends on the "
+                "number of tokens verified together, and so on when results arrive"
             )
 
     @property

@@ -237,5 +237,5 @@ def _require_ladder(ladder: tuple[tuple[int, int], ...], block: int, page_size: 
         if size < 1 or size % block or size % page_size or at % size or at % below:
             raise ValueError(
                 f"ladder={ladder}: sizes must be multiples of {block} and of "
-                f"page_size={page_size}, and positions multiples of their size and the one before"
+                f"page_size={page_size}, and each position of its size and the one before"
             )
