@@ -156,7 +156,7 @@ def test_a_bar_of_one_s_own_is_moved_by_each_prompt(llm):
     llm.generate(TEXTS, SamplingParams(max_tokens=2), use_tqdm=make)
     assert bars[0].options["total"] == bars[0].done == 2
     assert bars[0].closed
-    with pytest.raises(ValueError, match="use_tqdm='yes': must be true, false or what makes a bar"):
+    with pytest.raises(ValueError, match="use_tqdm='yes': must be true, false or a callable"):
         llm.generate(TEXTS, SamplingParams(max_tokens=2), use_tqdm="yes")
 
 

@@ -1,1 +1,1 @@
-"""Serves many requests at once: they join and leave one running batch, under any policy."""
+"""Serves many requests with continuous batching, under any policy."""

@@ -1,4 +1,4 @@
-"""Defines AsyncEngine: an Engine in a thread of its own, for programs that run on asyncio."""
+"""Defines AsyncEngine, an Engine in a separate thread, for asyncio."""
 
 import asyncio
 import atexit
@@ -30,7 +30,7 @@ from jsparse.text import prompts
 MAX_WAITING = 1024
 MAX_STALL_MS = 200.0
 STREAMS = 2**20
-# seconds between two looks at programs that are being compiled
+# seconds between two checks of programs in compilation
 POLL_SECONDS = 0.25
 
 
@@ -40,7 +40,7 @@ def drawn_seed() -> int:
 
 
 class _Listener:
-    """Passes a request's news to its coroutine; a slow one skips outdated outputs."""
+    """The link between a request and its coroutine; a slow coroutine skips outdated outputs."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -51,14 +51,14 @@ class _Listener:
 
 
 class AsyncEngine:
-    """Answers requests as they come, and yields their tokens as they are made.
+    """An engine for asyncio: requests can arrive at any time, and their tokens are streamed.
 
         async with jsparse.AsyncEngine("smollm2", "quest(budget=1024)") as engine:
             async for out in engine.generate("Gravity is", jsparse.SamplingParams(max_tokens=64)):
                 print(out.outputs[0].text)
 
-    The engine's thread sleeps while there is nothing to do. Prompts are turned into ids outside of
-    it, and so are ids into text unless they must be searched for stop strings.
+    The engine's thread sleeps while there is no work. Other threads encode prompts, and decode ids
+    unless their text must be searched for stop strings.
 
     Attributes:
         engine: the engine; only its thread may use it.
@@ -77,7 +77,7 @@ class AsyncEngine:
     ) -> None:
         """Loads the model, prepares the engine and starts its thread; arguments are those of LLM.
 
-        Without a `seed`, requests that name none draw differently in every process.
+        Without `seed`, requests without a seed draw differently in every process.
 
         Raises:
             ValueError: an option is out of its range or is refused, the policy cannot be served, or
@@ -93,8 +93,9 @@ class AsyncEngine:
         self._listeners: dict[str, _Listener] = {}
         self._awake = threading.Condition()
         self._closing = False
-        self._waiting, self._max_waiting = 0, max_waiting  # for programs in compilation
-        # when the thread began its step; None while it sleeps
+        # requests that wait for programs in compilation
+        self._waiting, self._max_waiting = 0, max_waiting
+        # when the thread started its step; None while it sleeps
         self._began: float | None = None
         self._thread = threading.Thread(target=self._work, name="jsparse-engine", daemon=True)
         self._thread.start()
@@ -108,19 +109,19 @@ class AsyncEngine:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Yields the request's output whenever there is more of it; the last is `finished`.
+        """Yields the request's output whenever it has new tokens; the last is `finished`.
 
-        Each output holds everything so far. If you stop iterating early, close the
-        generator (`aclose`): that aborts the request.
+        Each output holds everything so far. If you stop iterating early, close the generator
+        (`aclose`): that aborts the request.
 
         Args:
             prompt: text, chat messages or token ids.
-            sampling_params: the options; None is the model's defaults.
-            request_id: the request's name, for `abort`; None makes one.
+            sampling_params: the options; None: the model's defaults.
+            request_id: the request's name, for `abort`; None: a new name.
 
         Raises:
             ValueError: an argument is out of its range.
-            EngineFull: too many requests wait.
+            EngineFull: too many requests are waiting.
             EngineError: the engine has failed.
         """
         async with aclosing(self.follow(prompt, sampling_params, request_id)) as updates:
@@ -137,9 +138,9 @@ class AsyncEngine:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[RequestState]:
-        """Like `generate`, but yields the request's state, and the caller makes outputs from it.
+        """Yields the request's state, from which the caller makes outputs; else like `generate`.
 
-        The request is yielded as soon as it has been taken in, and whenever there is more of it.
+        The state is yielded as soon as the request is accepted, and whenever it has new tokens.
         """
         params, options = self.engine.params, sampling_params or SamplingParams()
         prompt = prompts.plain(prompt)
@@ -152,7 +153,7 @@ class AsyncEngine:
             if not alone:
                 raise ValueError(f"prompt holds {len(rows)} prompts: must be one")
             nth = next(self._streams) if options.seed is None else 0
-            # a random stream of its own; a seed has this many
+            # each request has its own random stream; a seed has STREAMS of them
             seed = (self._seed + nth // STREAMS) % 2**63
             (request,) = requests(params, rows, options, self.engine.policy, seed=seed)
             request = replace(request, stream=request.stream + nth % STREAMS)
@@ -174,10 +175,10 @@ class AsyncEngine:
                 self._call_on_thread(lambda: self._leave(name, listener))
 
     async def _compiled(self, choice: SamplingMode, listener: _Listener) -> None:
-        """Waits for programs in compilation that a request would otherwise stall all others for.
+        """Waits while a request's programs are in compilation, so that it stalls no others.
 
         Raises:
-            EngineFull: as many requests wait as may wait.
+            EngineFull: too many requests are waiting.
         """
         if not self.engine.programs.coming(choice):
             return
@@ -193,19 +194,19 @@ class AsyncEngine:
             self._waiting -= 1
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request in any phase; its generator yields the answer so far and ends."""
+        """Aborts a request in any phase; its generator yields the output so far and ends."""
         self._call_on_thread(lambda: self._abort(request_id))
 
     @property
     def alive(self) -> bool:
-        """Returns whether requests are taken: it has neither failed nor been closed."""
+        """Whether requests are accepted: the engine has neither failed nor been closed."""
         return self.engine.error is None and not self._closing
 
     @property
     def busy_seconds(self) -> float:
-        """Returns for how long the thread has been running one step, compilation included.
+        """The seconds for which the thread has been running one step, compilation included.
 
-        It is 0 while there is nothing to do. This is the only place where a hung device shows.
+        It is 0 while there is no work. Only this shows that a device hangs.
         """
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
@@ -213,7 +214,7 @@ class AsyncEngine:
     def fail(self, why: str) -> None:
         """Ends all requests with an EngineError at once; any thread may call it.
 
-        It waits for no program, as one never ends where another process of the model is lost.
+        It does not wait for programs: they never end if another process of the model is lost.
         """
         with self._awake:
             self._closing = True
@@ -233,11 +234,11 @@ class AsyncEngine:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
-    def _call_on_thread(self, what: Callable[[], None]) -> None:
+    def _call_on_thread(self, call: Callable[[], None]) -> None:
         with self._awake:
             if self._closing:
                 raise EngineError("the engine has been closed")
-            self._inbox.append(what)
+            self._inbox.append(call)
             self._awake.notify()
 
     def _work(self) -> None:
@@ -267,8 +268,8 @@ class AsyncEngine:
             if self._closing:
                 return False
             self._began = time.monotonic()
-        for what in calls:
-            what()
+        for call in calls:
+            call()
         if self._busy:
             try:
                 self._spread(self.engine.step())
@@ -300,7 +301,7 @@ class AsyncEngine:
             self._wake([listener])
 
     def _leave(self, name: str, listener: _Listener) -> None:
-        """Forgets a request whose coroutine has ended, and aborts it if it has not ended."""
+        """Forgets a request whose coroutine has ended, and aborts it if it is unfinished."""
         if self._listeners.get(name) is listener:
             self.engine.abort(name)
             del self._listeners[name]
@@ -322,10 +323,10 @@ class AsyncEngine:
         self._wake(listeners)
 
     def _wake(self, listeners: list[_Listener]) -> None:
-        """Wakes coroutines by one call per event loop, not one per token."""
+        """Wakes coroutines with one call per event loop, not one per token."""
         by_loop: dict[asyncio.AbstractEventLoop, list[_Listener]] = {}
         for listener in listeners:
             by_loop.setdefault(listener.loop, []).append(listener)
         for loop, group in by_loop.items():
-            with suppress(RuntimeError):  # the loop has been closed, and with it its coroutines
+            with suppress(RuntimeError):  # the loop and its coroutines have been closed
                 loop.call_soon_threadsafe(lambda group=group: [each.ready.set() for each in group])

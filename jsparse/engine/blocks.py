@@ -1,8 +1,9 @@
-"""Allocates groups of pages, and caches blocks of them that requests with equal prefixes share.
+"""Allocates page groups, and caches blocks of them for requests with equal prefixes.
 
-A *group* is one page for every layer and KV head. A *block* is a run of groups whose tokens filled
-whole prefill chunks, so that another request with the same prefix may use it. This module does not
-use jax: a group is a number, and the tables on the device are written from these numbers.
+A *page group*, or group, is one page for every layer and KV head. A *block* is a run of groups
+whose tokens filled whole prefill chunks, so that another request with the same prefix may use it.
+This module does not use jax: a group is a number, and the page tables on the device are filled with
+these numbers.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ import numpy as np
 
 @dataclass(eq=False)
 class CacheBlock:
-    """Holds the groups of one block of tokens, and its number of references.
+    """The groups of one block of tokens, with a reference count.
 
     Attributes:
         key: a hash of these tokens and of all before them.
@@ -29,9 +30,9 @@ class CacheBlock:
 
 
 class BlockPool:
-    """Allocates groups, and keeps the blocks of finished requests until memory is needed.
+    """An allocator of groups, which keeps the blocks of finished requests until memory is needed.
 
-    Every group but the last, which is scratch, is free, allocated to one request, or part of a
+    Every group except the last, which is scratch, is free, allocated to one request, or part of a
     block.
 
     Attributes:
@@ -39,7 +40,7 @@ class BlockPool:
     """
 
     def __init__(self, num_groups: int) -> None:
-        """Creates a pool of `num_groups` groups, of which the last is scratch."""
+        """Creates a pool of `num_groups` groups; the last one is scratch."""
         self.size = num_groups - 1
         self._free = list(range(self.size - 1, -1, -1))
         self._blocks: dict[bytes, CacheBlock] = {}
@@ -49,7 +50,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """The number of groups that `allocate` can allocate: free ones and those of idle blocks."""
+        """The number of groups that can be allocated: free ones and those of idle blocks."""
         return len(self._free) + self._num_idle
 
     @property
@@ -64,7 +65,9 @@ class BlockPool:
             ValueError: fewer are available.
         """
         if count > self.available:
-            raise ValueError(f"count={count}: must be at most {self.available}, those available")
+            raise ValueError(
+                f"count={count}: must be at most {self.available}, the available groups"
+            )
         while len(self._free) < count:
             _, block = self._idle.popitem(last=False)
             del self._blocks[block.key]
@@ -87,7 +90,7 @@ class BlockPool:
         return len(keys)
 
     def idle(self, keys: Sequence[bytes]) -> int:
-        """Returns the number of groups in the idle ones of these blocks."""
+        """Returns the number of groups in the idle blocks among these."""
         return sum(len(self._idle[key].groups) for key in keys if key in self._idle)
 
     def find(self, keys: Sequence[bytes]) -> list[CacheBlock]:
@@ -95,7 +98,7 @@ class BlockPool:
         return [self._blocks[key] for key in keys]
 
     def acquire(self, keys: Sequence[bytes]) -> list[CacheBlock]:
-        """Returns the blocks of these keys, with a further reference to each."""
+        """Returns the blocks of these keys, and adds a reference to each."""
         blocks = self.find(keys)
         for block in blocks:
             if block.references == 0:
@@ -105,13 +108,13 @@ class BlockPool:
         return blocks
 
     def share(self, key: bytes, groups: Sequence[int]) -> CacheBlock:
-        """Makes a block of a request's groups; the request holds its first reference.
+        """Makes a block of a request's groups, with one reference, the request's.
 
         Raises:
             ValueError: a block of this key exists.
         """
         if key in self._blocks:
-            raise ValueError(f"key={key!r}: must be of no block in the pool")
+            raise ValueError(f"key={key!r}: must not be the key of a block in the pool")
         block = self._blocks[key] = CacheBlock(key, tuple(groups), references=1)
         return block
 
@@ -138,7 +141,7 @@ class BlockPool:
 def block_keys(ids: np.ndarray, block_tokens: int, root: str) -> list[bytes]:
     """Returns the key of each whole block of a prompt.
 
-    A key is a chain: it depends on all tokens up to the block's end and on `root`, which names
+    Keys form a chain: each depends on all tokens up to the block's end and on `root`, which names
     everything else that K and V depend on.
     """
     key = hashlib.blake2b(root.encode(), digest_size=16).digest()

@@ -32,25 +32,24 @@ from jsparse.runtime.compilation import keep_compilations
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.request import Request
 
-# steps and chunks that may have been dispatched without their results having been read
+# the number of steps and chunks that may stay in flight after a call of `step`
 LAG = 2
-# milliseconds of work in flight that are not worth waiting for: the device would be idle meanwhile
+# `step` does not wait for in-flight work of fewer milliseconds: the device would run idle
 AHEAD_MS = 50
 
 logger = logging.getLogger("jsparse.engine")
 
 
 class Engine:
-    """Decodes many requests side by side; each joins when there is room and leaves when it is done.
+    """A continuous-batching engine: requests join when there is room and leave when they finish.
 
-    With `batch_invariant`, a request gives the same bits in any company and any slot, and whether
-    or not others have read the beginning of its prompt. One thread may use it; see AsyncEngine and
-    LLM.
+    With `batch_invariant`, a request gets the same bits in any batch and any slot, and whether or
+    not its prefix is cached. Only one thread may use an engine; see AsyncEngine and LLM.
 
     Attributes:
         policy: the policy that decodes.
         sizes: the static sizes.
-        scheduler: the sequences that wait, are being read or decode.
+        scheduler: the scheduler, with all unfinished sequences.
         programs: the compiled programs.
         counters: counts and times of the work so far.
         per_request: the names of the hyper-parameters that requests may set.
@@ -66,8 +65,8 @@ class Engine:
     ) -> None:
         """Allocates the memory and compiles the programs.
 
-        Of a model that several processes run, all processes but the first work for its engine
-        here, and end when it ends.
+        If several processes run the model, all but process 0 work for its engine here, and exit
+        when it does.
 
         Args:
             params: a model that `jsparse.load` returned.
@@ -83,8 +82,8 @@ class Engine:
         link = None if params.mesh is None else processes.link()
         if link is not None and link.works:
             raise ValueError(
-                f"params={params!r} has an engine: must have one alone, where several processes "
-                "run it"
+                f"params={params!r} has an engine: must have only one if several processes run "
+                "the model"
             )
         spec = setup.engine_spec(params, as_policy(policy), options)
         self._link, self._options = link, options
@@ -109,7 +108,7 @@ class Engine:
         self._requests: dict[str, RequestState] = {}
         self._numbers, self._names = itertools.count(), itertools.count()
         self._in_flight: deque[PendingResults] = deque()
-        self._taken = -math.inf  # when the last results were taken
+        self._taken = -math.inf  # when the last results arrived
         self.counters = Counters()
         self.error: BaseException | None = None
         self._runner = Runner(spec, self.programs, lambda number: self._live[number][2].request)
@@ -142,12 +141,12 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Returns whether nothing is left to do."""
+        """Whether no work is left."""
         return self.scheduler.idle and not self._in_flight
 
     @property
     def kv_host_bytes(self) -> int:
-        """Returns the bytes of K and V in host memory: all, or those of sequences swapped out."""
+        """The bytes of K and V in host memory: those of all sequences, or of the swapped ones."""
         if self.sizes.tail_tokens:
             return self.spec.nbytes
         swapped = self.scheduler.memory.swapped * self.spec.num_kv_heads
@@ -158,7 +157,7 @@ class Engine:
 
         Raises:
             EngineError: the engine has failed.
-            EngineFull: as many requests wait as may wait.
+            EngineFull: too many requests are waiting.
             ValueError: the request cannot be served.
         """
         if self.error is not None:
@@ -174,7 +173,7 @@ class Engine:
         n, limit = request.sampling.n, self._options.max_waiting
         if limit is not None and n > limit + self.sizes.num_slots:
             raise ValueError(
-                f"n={n}: must be at most {limit + self.sizes.num_slots}, max_waiting and the slots"
+                f"n={n}: must be at most {limit + self.sizes.num_slots}, max_waiting plus the slots"
             )
         if limit is not None and len(self.scheduler.waiting) + n > limit + self._free_slots:
             raise EngineFull(
@@ -193,12 +192,12 @@ class Engine:
 
         Args:
             request: the request, checked by `jsparse.runtime.request.requests`.
-            request_id: its name, which no live request may have; None makes one.
-            prompt: the prompt as it was given, for the output.
-            arrived: when it came, by the engine's clock; None is now.
+            request_id: a name that no live request has; None: a new name.
+            prompt: the prompt's text, for the output.
+            arrived: the arrival time, by the engine's clock; None: now.
 
         Raises:
-            EngineError, EngineFull, ValueError: as `check` says.
+            EngineError, EngineFull, ValueError: as for `check`.
         """
         self.check(request)
         if request_id is None:
@@ -210,19 +209,19 @@ class Engine:
         ran = policy_of(self.policy, request.sampling.policy)
         state = RequestState(request_id, prompt, request.ids, [], [], RequestMetrics(now), ran)
         for index in range(request.sampling.n):
-            # each sequence draws from a stream of its own
-            own = replace(request, stream=request.stream + (index << 20))
+            # each sequence has its own random stream
+            single = replace(request, stream=request.stream + (index << 20))
             seq = SequenceState(
                 next(self._numbers),
-                own.ids,
-                max_tokens=own.sampling.max_tokens,
+                single.ids,
+                max_tokens=single.sampling.max_tokens,
                 arrival=now,
-                cache_salt=own.sampling.cache_salt,
+                cache_salt=single.sampling.cache_salt,
             )
             state.seqs.append(seq)
             keep = self._options.layer_stats is True
             state.builders.append(
-                OutputBuilder(own, index, self.params.tokenizer, keep_layers=keep)
+                OutputBuilder(single, index, self.params.tokenizer, keep_layers=keep)
             )
         self._requests[request_id] = state
         for seq, builder in zip(state.seqs, state.builders, strict=True):
@@ -231,7 +230,7 @@ class Engine:
         return state
 
     def abort(self, request_id: str) -> RequestState | None:
-        """Ends a request in any phase; returns it, or None if it has ended already."""
+        """Aborts a request in any phase; returns it, or None if it has already ended."""
         state = self._requests.get(request_id)
         if state is None:
             return None
@@ -243,7 +242,7 @@ class Engine:
 
     @own_settings()
     def step(self) -> list[RequestState]:
-        """Dispatches the next plan and reads results that have had time to arrive.
+        """Dispatches the next plan, and collects the results of earlier ones.
 
         Returns:
             The requests that got tokens; `finished` ones have left the engine.
@@ -301,7 +300,7 @@ class Engine:
         return list(updates.values())
 
     def _take(self, pending: PendingResults, *, timed: bool) -> list[RequestState]:
-        """Reads one program's results; returns the requests that they are for."""
+        """Records one program's results; returns the requests that got tokens."""
         results, now, updates = self._runner.results(pending), self._clock(), []
         # programs run one after another
         took = 1e3 * (now - max(self._taken, pending.dispatched)) if timed else None
@@ -311,7 +310,7 @@ class Engine:
         for number, tokens, planned in results:
             state, seq, builder = self._live.get(number, (None, None, None))
             if state is None or seq is None or builder is None or builder.finish is not None:
-                continue  # it ended while this was on its way
+                continue  # it ended while the program was in flight
             self.scheduler.record_tokens(seq, planned, len(tokens.ids))
             count = builder.take(tokens)
             if isinstance(pending.work, DecodePlan) and self.sizes.drafts:

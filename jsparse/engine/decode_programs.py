@@ -1,4 +1,4 @@
-"""Decodes rows, by steps or by rounds of speculation, and runs services between their steps."""
+"""Decodes rows, by steps or by verification rounds, and runs services between steps."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -26,18 +26,18 @@ from jsparse.runtime.spread_programs import REPLICATED, SHARDED
 
 
 class DecodeRows(NamedTuple):
-    """Names the rows of which a program runs steps.
+    """The rows of a decode program.
 
-    A program may be made for more rows than take part: those beyond have no steps, and a slot
-    behind the last where a program has not all rows.
+    A program may be compiled for more rows than take part. The others have no steps, and a slot
+    past the end unless the program has all rows.
 
     Attributes:
         slots: their slots.
-        counts: the number of first steps in which each takes part.
-        first, groups: each row gets `groups` behind its first `first` ones; what lies behind the
-            last group of a row is ignored.
-        prefixes: what rows have in common, by their numbers in the program; None is that each reads
-            its own.
+        counts: the number of steps in which each takes part, the first ones.
+        first, groups: each row gets `groups` after its first `first` groups; entries past its last
+            group are ignored.
+        prefixes: the prefixes that rows share, by their indices in the program; None: each row
+            reads its own.
     """
 
     slots: Int32[Array, "n"]
@@ -65,11 +65,11 @@ def _no_rows(spec: EngineSpec, size: tuple[int, ...]) -> tuple[DecodeRows]:
 
 
 def decode_key(choice: SamplingMode, *size: int, drafts: int | None = None) -> ProgramKey:
-    """Returns the key of a program that decodes.
+    """Returns the key of a decode program.
 
-    The size is the number of rows; where rows read shared prefixes together, it is followed by the
-    most prefixes and the most rows of each. With `drafts`, it is of a verification round with room
-    for that many; else of decode steps.
+    The size is the number of rows. If rows read shared prefixes together, the most prefixes and the
+    most rows of each follow. With `drafts`, the program is a verification round with room for that
+    number of drafts; otherwise it runs decode steps.
     """
     if drafts is None:
         return decode.key(*size, choice=choice)
@@ -79,7 +79,7 @@ def decode_key(choice: SamplingMode, *size: int, drafts: int | None = None) -> P
 def decode_keys(
     choices: Iterable[SamplingMode], *size: int, drafts: int | None = None
 ) -> list[ProgramKey]:
-    """Returns such keys, for these ways of choosing tokens."""
+    """Returns the keys of decode programs with these sampling modes."""
     return [decode_key(choice, *size, drafts=drafts) for choice in choices]
 
 
@@ -108,69 +108,69 @@ def _request_keys(sizes: EngineSizes, request: NewRequest) -> list[ProgramKey]:
 def decode(
     spec: EngineSpec,
     slots: Slots,
-    asked: DecodeRows,
+    inputs: DecodeRows,
     *,
     choice: SamplingMode,
     weights: Weights,
     read_only: ReadOnly,
 ) -> tuple[Slots, Packed]:
-    """Runs decode steps of some rows; a program for all has them in their order."""
+    """Runs decode steps of some rows; a program of all rows has them in slot order."""
     decoder, steps = spec.decoder, spec.sizes.steps
     static = decoder, spec.policy, CHOICES[choice], steps, pack_for(spec, choice)
     run = partial(inlined(decode_steps), *static, weights, read_only)
-    return _decoded(spec, slots, asked, lambda part: run(part, asked.counts))
+    return _decoded(spec, slots, inputs, lambda part: run(part, inputs.counts))
 
 
 @engine_program("choice", "drafts", placeholders=_no_rows, out=(SHARDED, REPLICATED))
 def draft_and_verify(
     spec: EngineSpec,
     slots: Slots,
-    asked: DecodeRows,
+    inputs: DecodeRows,
     *,
     choice: SamplingMode,
     drafts: int,
     weights: Weights,
     read_only: ReadOnly,
 ) -> tuple[Slots, Packed]:
-    """Runs a round of speculation of some rows, as `decode` runs steps."""
+    """Runs a verification round of some rows, as `decode` runs steps."""
     keep = pack_for(spec, choice, pack_round)
     static = spec.decoder, spec.policy, CHOICES[choice], drafts, keep
 
     def run(part: Batch[SharedPages]) -> tuple[Batch[SharedPages], Packed]:
-        limits, most = part.made + asked.counts, jnp.int32(drafts)
+        limits, most = part.made + inputs.counts, jnp.int32(drafts)
         return inlined(speculate)(*static, weights, read_only, limits, most, part)
 
-    return _decoded(spec, slots, asked, run)
+    return _decoded(spec, slots, inputs, run)
 
 
 def _decoded(
     spec: EngineSpec,
     slots: Slots,
-    asked: DecodeRows,
+    inputs: DecodeRows,
     run: Callable[[Batch[SharedPages]], tuple[Batch[SharedPages], Packed]],
 ) -> tuple[Slots, Packed]:
     """Returns the slots after `run` has decoded these rows as a batch, and its results."""
     policy, rows = spec.policy, slots.rows
-    which, of_all = asked.slots, asked.slots.size == spec.decoding.batch
-    places = which[:, None], asked.first[:, None] + jnp.arange(asked.groups.shape[1])
-    rows = rows._replace(cache=rows.cache.with_groups(*places, asked.groups))
+    which, of_all = inputs.slots, inputs.slots.size == spec.decoding.batch
+    places = which[:, None], inputs.first[:, None] + jnp.arange(inputs.groups.shape[1])
+    rows = rows._replace(cache=rows.cache.with_groups(*places, inputs.groups))
     part = rows if of_all else take(policy, spec.decoding, rows, which)
-    part, packed = run(part._replace(cache=part.cache.with_prefixes(asked.prefixes)))
+    part, packed = run(part._replace(cache=part.cache.with_prefixes(inputs.prefixes)))
     part = part._replace(cache=part.cache.with_prefixes(None))
     rows = part if of_all else put(policy, spec.decoding, rows, part, which)
     return slots._replace(rows=rows), packed
 
 
 def service_keys(sizes: EngineSizes, policy: Policy, *_: Any) -> list[ProgramKey]:
-    """Returns the keys of the programs that serve rows between their steps."""
-    if sizes.drafts:  # a round has its services within
+    """Returns the keys of the programs that service rows between steps."""
+    if sizes.drafts:  # a verification round includes its services
         return []
     rows = sizes.service_rows
     return [service.key(rows, service=name) for name in policy.services.every]
 
 
 def past_end(spec: EngineSpec, size: tuple[int, ...]) -> tuple[np.ndarray]:
-    """Returns the number behind the last row, for each row of a program."""
+    """Returns placeholder inputs: the index past the last row, for each row of a program."""
     return (np.full(size[0], spec.sizes.num_slots, np.int32),)
 
 
@@ -186,8 +186,8 @@ def service(
 ) -> Slots:
     """Runs one of the policy's services on some rows.
 
-    One of them may be named repeatedly, unless the policy evicts: it would move the same tokens
-    twice. Then numbers behind the last row stand for no row.
+    A row may be listed several times, unless the policy evicts: its tokens would move twice.
+    Indices past the last row then stand for no row.
     """
     part = spec.memory.due(slots.rows, which)
     static = service, spec.decoder, spec.policy

@@ -2,8 +2,8 @@
 
 
 class EngineError(RuntimeError):
-    """Says that the engine has failed and its unfinished work is lost."""
+    """A failure of the engine, whose unfinished work is lost."""
 
 
 class EngineFull(RuntimeError):
-    """Says that too many requests wait; the engine goes on."""
+    """A refused request: too many requests are waiting; the engine continues."""

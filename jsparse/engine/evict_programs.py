@@ -1,4 +1,4 @@
-"""Compresses prompts that have been read, where the policy evicts."""
+"""Compresses prompts after their prefill, if the policy evicts."""
 
 from typing import Any, NamedTuple
 
@@ -20,13 +20,13 @@ from jsparse.runtime.state_axes import put_rows
 
 
 class EvictRow(NamedTuple):
-    """Names a prompt that has been read, and is compressed into groups of its own.
+    """A prompt to compress into groups of its own, after its prefill.
 
     Attributes:
         slots, places: its slot, and the place of its state.
         lengths: the number of its tokens.
-        groups: the groups that it was read into.
-        kept: the groups that it goes on in.
+        groups: the groups of the uncompressed prompt.
+        kept: the groups of the compressed prompt.
     """
 
     slots: Int32[Array, "1"]
@@ -49,7 +49,7 @@ def _no_prompt(spec: EngineSpec, size: tuple[int, ...]) -> tuple[EvictRow, dict[
 
 
 def evict_key(sizes: EngineSizes, tokens: int) -> ProgramKey:
-    """Returns the key of the program that compresses a prompt of so many tokens."""
+    """Returns the key of the program that compresses a prompt of `tokens` tokens."""
     return evict.key(1, sizes.pages_for(tokens))
 
 
@@ -63,37 +63,42 @@ def _request_keys(sizes: EngineSizes, request: NewRequest) -> list[ProgramKey]:
 
 @engine_program(placeholders=_no_prompt, keys_of_engine=_evict_keys, keys_of_request=_request_keys)
 def evict(
-    spec: EngineSpec, slots: Slots, asked: EvictRow, knobs: dict[str, Array], *, read_only: ReadOnly
+    spec: EngineSpec,
+    slots: Slots,
+    inputs: EvictRow,
+    knobs: dict[str, Array],
+    *,
+    read_only: ReadOnly,
 ) -> Slots:
-    """Compresses a prompt that has been read, into groups of its own.
+    """Compresses a prompt into groups of its own, after its prefill.
 
-    Its first pages are copied there before the policy reworks them: others may have the groups
-    that it was read into, too.
+    Its first pages are copied there before the policy modifies them, since other sequences may
+    share the uncompressed prompt's groups.
 
     Raises:
-        ValueError: the policy leaves a state of other sizes than it has for rows that decode.
+        ValueError: the state that the policy leaves differs in size from that of decoding rows.
     """
     note_trace()
     policy, decoding, rows = spec.policy, spec.decoding, slots.rows
-    pages = min(decoding.num_pages, asked.groups.shape[1])
-    kept, read = asked.kept[:, :pages], asked.groups[:, :pages]
+    pages = min(decoding.num_pages, inputs.groups.shape[1])
+    kept, read = inputs.kept[:, :pages], inputs.groups[:, :pages]
     memory = rows.cache.copied(read, kept)
-    # heads come to lie in the groups that the row keeps; what is behind these is only read
+    # heads are compressed into the kept groups; later groups are only read
     first = jnp.where(kept == scratch_group(spec.cache), read, kept)
-    groups = jnp.concatenate([first, asked.groups[:, pages:]], axis=1)
+    groups = jnp.concatenate([first, inputs.groups[:, pages:]], axis=1)
     cache, state = evict_prompt(
         policy,
-        memory.rows(groups, asked.lengths).of_rows(),
-        spec.memory.state_of_prompts(slots, asked.slots, asked.places),
+        memory.rows(groups, inputs.lengths).of_rows(),
+        spec.memory.state_of_prompts(slots, inputs.slots, inputs.places),
         read_only._replace(knobs=knobs or None),
         pages * spec.cache.page_size,
     )
     expected = jax.eval_shape(lambda: policy.init(decoding._replace(batch=1)))
     if jax.tree.map(jax.typeof, state) != jax.tree.map(jax.typeof, expected):
         raise ValueError(
-            f"policy={policy}: after_prompt must leave a state for {decoding.capacity} slots "
-            "per head where rows join, as `max_length` says"
+            f"policy={policy}: in an engine, after_prompt must leave a state for "
+            f"{decoding.capacity} slots per head, the bound of `max_length`"
         )
-    part = memory.rows(asked.kept, asked.lengths).by_head(cache)
-    memory, state = put_rows(policy, decoding, rows.cache, rows.state, (part, state), asked.slots)
+    part = memory.rows(inputs.kept, inputs.lengths).by_head(cache)
+    memory, state = put_rows(policy, decoding, rows.cache, rows.state, (part, state), inputs.slots)
     return slots._replace(rows=rows._replace(cache=memory, state=state))

@@ -1,11 +1,12 @@
-"""Runs an engine's programs in several processes, of which one plans.
+"""Runs an engine's programs in several processes; process 0 plans.
 
-A model may be spread over devices of several processes. All of them make the same engine; process 0
-takes requests, plans, and tells the others which programs it runs, with which arrays of its memory.
-They run them in that order. Nothing that is on a device leaves it for this.
+A model may be spread over devices of several processes. All of them create the same engine. Process
+0 takes requests, plans, and sends the others each program that it runs, with its host arrays. They
+run the programs in that order. Nothing is copied off a device for this.
 
-Process 0 alone compiles programs, and sends them. What each compiled for itself would differ by
-what it found to be fastest, and so by rounding: ranks would draw different tokens.
+Only process 0 compiles programs, and sends them to the others. If each process compiled its own,
+autotuning could pick different kernels, and rounding would differ: ranks would draw different
+tokens.
 """
 
 import hashlib
@@ -32,10 +33,10 @@ from jsparse.runtime.program_set import ProgramKey
 
 
 class LeaderPrograms(Programs):
-    """Holds the programs of process 0, which tells the others what it runs."""
+    """The programs of process 0, which sends the others each program that it runs."""
 
     def __init__(self, spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
-        """Prepares programs; with `check_ranks`, all ranks must choose the same tokens."""
+        """Creates the programs; with `check_ranks`, all ranks must choose the same tokens."""
         super().__init__(spec)
         self._link, self._check = link, check_ranks
         self._sent, self._sending = set[ProgramKey](), threading.Lock()
@@ -44,65 +45,65 @@ class LeaderPrograms(Programs):
         """Runs a program in all processes.
 
         Raises:
-            RuntimeError: ranks have chosen different tokens, where that is to be checked.
+            RuntimeError: with `check_ranks`, ranks have chosen different tokens.
         """
         self.expect([wanted])
-        self._made[wanted].result()  # what cannot be compiled is told to nobody
+        self._made[wanted].result()  # a failed compilation raises here, before followers run it
         self._send(wanted)
-        own = jax.tree.map(np.asarray, arrays[1:])
-        self._link.send({"run": _as_json(wanted)}, jax.tree.leaves(own))
-        made = super().run(wanted, *arrays[:1], *own)
+        inputs = jax.tree.map(np.asarray, arrays[1:])
+        self._link.send({"run": _as_json(wanted)}, jax.tree.leaves(inputs))
+        out = super().run(wanted, *arrays[:1], *inputs)
         if self._check and _chooses(wanted):
-            found = [_digests(made[1]), *(peer.receive()[0]["chose"] for peer in self._link.peers)]
+            found = [_digests(out[1]), *(peer.receive()[0]["chose"] for peer in self._link.peers)]
             if len({digest for of_process in found for digest in of_process}) > 1:
                 raise RuntimeError(
                     f"ranks have chosen different tokens; digests by process and rank: {found}"
                 )
-        return made
+        return out
 
     def expect(self, wanted: Iterable[ProgramKey]) -> None:
-        """Begins to compile programs, which other processes get as soon as they are there."""
+        """Starts to compile programs; other processes get them as soon as they are ready."""
         new = [each for each in wanted if each not in self._made]
         super().expect(new)
         for each in new:
-            self._made[each].add_done_callback(partial(self._made_one, each))
+            self._made[each].add_done_callback(partial(self._send_if_compiled, each))
 
-    def _made_one(self, key: ProgramKey, job: Future[Any]) -> None:
+    def _send_if_compiled(self, key: ProgramKey, job: Future[Any]) -> None:
         if not job.cancelled() and job.exception() is None:
             self._send(key)
 
     def _send(self, key: ProgramKey) -> None:
-        """Sends a program that is there to the other processes, if there are any, once."""
+        """Sends a compiled program to the other processes, if any, once."""
         if key in self._sent or not self._link.peers:
             return
         with self._sending:
             if key not in self._sent:
-                made = cast(Sendable, self._made[key].result())
-                data = np.frombuffer(made.data, np.uint8)
+                program = cast(Sendable, self._made[key].result())
+                data = np.frombuffer(program.data, np.uint8)
                 self._link.send({"program": _as_json(key)}, [data])
                 self._sent.add(key)
 
 
 def follow_and_exit(spec: EngineSpec, link: Link, *, check_ranks: bool) -> NoReturn:
-    """Does what process 0 says until that ends, and ends this process."""
+    """Runs the leader's commands until it exits, then ends this process."""
     if threading.current_thread() is threading.main_thread():
-        # who stops all processes leaves it to process 0 to end those requests that have begun
+        # on a signal to all processes, the leader drains its requests, then ends the followers
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_IGN)
     programs, slots = Programs(spec), tuple[Slots, ...]()
     try:
-        for said, arrays in link.messages():
-            if "program" in said:
-                programs.adopt(_key(said["program"]), arrays[0].tobytes())
+        for message, arrays in link.messages():
+            if "program" in message:
+                programs.adopt(_key(message["program"]), arrays[0].tobytes())
                 continue
-            key = _key(said["run"])
+            key = _key(message["run"])
             structure = jax.tree.structure(
                 programs.placeholders(key.name, key.size) if slots else ()
             )
-            made = programs.run(key, *slots, *jax.tree.unflatten(structure, arrays))
-            slots = (made if isinstance(made, Slots) else made[0],)
+            out = programs.run(key, *slots, *jax.tree.unflatten(structure, arrays))
+            slots = (out if isinstance(out, Slots) else out[0],)
             if check_ranks and _chooses(key):
-                link.send({"chose": _digests(made[1])})
+                link.send({"chose": _digests(out[1])})
         jax.block_until_ready(slots)
         raise SystemExit(0)
     except Exception as error:
@@ -111,17 +112,17 @@ def follow_and_exit(spec: EngineSpec, link: Link, *, check_ranks: bool) -> NoRet
 
 
 def agree(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
-    """Compares what processes are about to run.
+    """Checks that all processes are about to run the same engine.
 
     Raises:
-        ValueError: they differ, by what a process has been started with or has loaded.
+        ValueError: they differ, by their arguments or by the code or model that they have loaded.
     """
     from jsparse import __version__
 
     model, sizes, flags = spec.deployment.params.config, spec.sizes._asdict(), jax.config
     options = {"per_request": spec.knobs, "layer_stats": spec.layer_stats}
     packages = {"jsparse": __version__, "jax": jax.__version__, "jaxlib": version("jaxlib")}
-    own = {
+    properties = {
         "versions": packages | {"Python": platform.python_version()},
         "sources": fingerprint.SOURCES,
         "kinds of devices": jax.local_devices()[0].device_kind,
@@ -132,12 +133,12 @@ def agree(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
         "policy": spec.policy.name,
         "sizes": json.dumps(sizes | options),
     }
-    first, *others = link.all_gather("engine", own)
+    first, *others = link.all_gather("engine", properties)
     for nth, other in enumerate(others, 1):
-        for what, theirs in other.items():
-            if theirs != first[what]:
+        for name, value in other.items():
+            if value != first[name]:
                 raise ValueError(
-                    f"processes 0 and {nth} have different {what}: {first[what]} and {theirs}; all "
+                    f"processes 0 and {nth} have different {name}: {first[name]} and {value}; all "
                     "must be started with the same arguments"
                 )
 
@@ -152,13 +153,13 @@ def _of_norms(weights: Any) -> str:
 
 
 def _digests(packed: jax.Array) -> list[str]:
-    """Returns a digest of what each rank of this process has chosen."""
+    """Returns a digest of the tokens that each rank of this process has chosen."""
     shards = (np.asarray(shard.data).tobytes() for shard in packed.addressable_shards)
     return [hashlib.sha256(each).hexdigest()[:16] for each in shards]
 
 
 def _chooses(key: ProgramKey) -> bool:
-    """Returns whether a program chooses tokens, which it returns behind the slots."""
+    """Returns whether a program chooses tokens, which it returns after the slots."""
     return "choice" in dict(key.static)
 
 
@@ -166,6 +167,6 @@ def _as_json(key: ProgramKey) -> Any:
     return [key.name, key.size, sorted(key.static)]
 
 
-def _key(said: Any) -> ProgramKey:
-    name, size, static = said
+def _key(value: Any) -> ProgramKey:
+    name, size, static = value
     return ProgramKey(name, tuple(size), frozenset(map(tuple, static)))

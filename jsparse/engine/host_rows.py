@@ -1,8 +1,8 @@
-"""Keeps K and V of an engine's rows in host memory, where the policy is `offloaded`.
+"""Keeps K and V of an engine's rows in host memory, if the policy is `offloaded`.
 
-Groups of pages are then groups in host memory, and a row that decodes has its newest tokens in a
-tail on the device. Prompts are read as a session reads them: each layer's earlier tokens come over
-the bus, and the chunk leaves once it has been read.
+Page groups are then in host memory, and a decoding row has its newest tokens in a tail on the
+device. Prefill works as in a session: each layer's earlier tokens are copied to the device, and
+each chunk is copied to host memory after its prefill.
 """
 
 from dataclasses import replace
@@ -40,15 +40,15 @@ def memory_kind(policy: AnyPolicy) -> type[DeviceRows]:
 
 
 class HostRows(DeviceRows):
-    """Keeps pages in host memory, and tails and resident heads of rows on the device."""
+    """Rows with pages in host memory, and tails and resident heads on the device."""
 
-    MOST_ROWS = 8  # a row of an 8B model has half a gigabyte on the device, its tail
-    PACKS = DECODES_SOME = False  # which would copy tails
+    MOST_ROWS = 8  # the tail of a row takes half a gigabyte on the device for an 8B model
+    PACKS = DECODES_SOME = False  # either would copy tails
     SINGLE_STEPS = True
     EXCLUDES: ClassVar[dict[str, object]] = {"cascade_attention": False, "swap_space": 0}
 
     def __init__(self, *given: Any) -> None:
-        """Prepares as DeviceRows does."""
+        """Takes the arguments of DeviceRows."""
         super().__init__(*given)
         spec = self.decoding._replace(pool_pages=None)
         self._store = OnHost(self.policy, spec)
@@ -56,18 +56,17 @@ class HostRows(DeviceRows):
         self.host_group_bytes = spec.num_layers * spec.num_kv_heads * page_bytes(spec)
 
     def device_bytes(self, groups: int) -> int:
-        """Returns the bytes of the policy's state; on a CPU, whose memory is one, also of pages."""
+        """Returns the bytes of the policy's state; on a CPU, also of pages in its one memory."""
         on_device = capacity.policy_bytes(self.of_groups(groups), self.policy)
         if jax.default_backend() == "gpu":
             return on_device
         return on_device + groups * self.host_group_bytes
 
     def bytes_outside_pool(self, prompts: int, chunk: int) -> int:
-        """Returns the bytes on the device of what is on its way to host memory and back.
+        """Returns the device bytes of tails, resident heads and prompts in prefill.
 
-        These are the rows' tails and resident heads; of prompts that are being read, a layer and
-        what the policy knows of them; and their chunks, which are there twice as they leave, or a
-        tail.
+        Prompts in prefill need one layer of K and V, the policy's state, and twice the memory of
+        their chunks (which are copied to leave the device), or of a tail if that is more.
         """
         spec = self.decoding
         tokens = max(2 * chunk, self.tail_tokens)
@@ -88,30 +87,31 @@ class HostRows(DeviceRows):
         return empty_rows(spec, tuple(map(of_all, layers))), self.policy.init(spec), ()
 
     def of_prompts(
-        self, slots: Slots, asked: PrefillRows, lengths: Rows, size: int
+        self, slots: Slots, inputs: PrefillRows, lengths: Rows, size: int
     ) -> tuple[KVCache, State]:
-        """Returns prompts as a batch, whose pages lie in their order.
+        """Returns prompts as a batch, with their pages in order.
 
-        Its tails are empty, and have room for `size` tokens, the first of a page first.
+        Its tails are empty, with room for `size` tokens, and start at a page boundary.
         """
-        spec, rows = self._prompts, slots.rows.cache.rows(asked.groups, lengths)
-        own = kv_cache.init(spec._replace(batch=len(lengths), pool_pages=None))
+        spec, rows = self._prompts, slots.rows.cache.rows(inputs.groups, lengths)
+        empty = kv_cache.init(spec._replace(batch=len(lengths), pool_pages=None))
         by_head = jnp.broadcast_to(lengths[:, None], (len(lengths), spec.num_kv_heads))
         room = -(-size // spec.page_size) + 1
         layers = (
-            in_tail(layer, room, table=rows.table)._replace(lengths=by_head) for layer in own.layers
+            in_tail(layer, room, table=rows.table)._replace(lengths=by_head)
+            for layer in empty.layers
         )
-        pages = rows.pages_of(asked.groups)
-        state = take_state(self.policy, spec, slots.rows.state, asked.slots, pages)
-        return own._replace(layers=tuple(layers), positions=lengths), state
+        pages = rows.pages_of(inputs.groups)
+        state = take_state(self.policy, spec, slots.rows.state, inputs.slots, pages)
+        return empty._replace(layers=tuple(layers), positions=lengths), state
 
     def after_prefill(
-        self, slots: Slots, asked: PrefillRows, end: Rows, carry: PrefillCarry
+        self, slots: Slots, inputs: PrefillRows, end: Rows, carry: PrefillCarry
     ) -> tuple[Batch[SharedPages], State]:
-        """Returns rows of which these have other groups and tokens, and the state of prompts."""
-        rows, pages = slots.rows, slots.rows.cache.pages_of(asked.groups)
-        state = put_state(self.policy, self._prompts, rows.state, carry.state, asked.slots, pages)
-        cache = rows.cache.placed(asked.slots, asked.groups, end)
+        """Returns the rows with these prompts' groups and lengths, and the state of prompts."""
+        rows, pages = slots.rows, slots.rows.cache.pages_of(inputs.groups)
+        state = put_state(self.policy, self._prompts, rows.state, carry.state, inputs.slots, pages)
+        cache = rows.cache.placed(inputs.slots, inputs.groups, end)
         return rows._replace(cache=cache, state=state), slots.prefill_state
 
     def leaving(self, cache: KVCache, first: Rows, size: int) -> tuple[Leaving, ...]:
@@ -127,12 +127,12 @@ class HostRows(DeviceRows):
     def after_service(
         self, rows: Batch[SharedPages], part: Batch[SharedPages], which: Int32[Array, "n"]
     ) -> Batch[SharedPages]:
-        """Returns all rows after a service, which has left K and V as they are."""
+        """Returns all rows after a service, which leaves K and V unchanged."""
         state = put_state(self.policy, self.decoding, rows.state, part.state, which)
         return rows._replace(state=state)
 
     def tails_leaving(self, rows: SharedPages, which: Int32[Array, "n"]) -> tuple[Leaving, ...]:
-        """Returns the pages that leave some rows between two of their steps, by layer."""
+        """Returns the tail pages to copy to host memory between two steps of rows, by layer."""
         part = rows.take(which)
         first = jnp.maximum(part.lengths - self.tail_tokens, 0)
         return self.leaving(part.of_rows(), first, self.tail_tokens)

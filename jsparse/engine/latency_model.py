@@ -1,4 +1,4 @@
-"""Estimates the times of programs from those measured so far."""
+"""Estimates the times of programs from earlier measurements."""
 
 import statistics
 from collections import defaultdict, deque
@@ -10,12 +10,12 @@ from jsparse.engine.step_plan import DecodePlan, PrefillPlan
 from jsparse.models.config import ModelConfig
 from jsparse.runtime.draft_length import DraftLength
 
-# an estimate is the median of so many programs of a size: the first may take much longer
+# an estimate is the median of this number of programs of a size: the first may take much longer
 NEWEST = 5
 
 
 class LatencyModel:
-    """Estimates the time of prefill and decode programs, and so how many tokens rows should draft.
+    """Estimates of program times, and the choice of draft lengths that follows from them.
 
     The work of a chunk is its number of tokens, weighted by position: attention adds to the
     arithmetic of the model's matrices.
@@ -24,7 +24,7 @@ class LatencyModel:
     def __init__(self, config: ModelConfig, sizes: EngineSizes) -> None:
         """Creates a model without measurements, for a model and an engine's sizes."""
         self._sizes, self._length = sizes, DraftLength(adapts=sizes.adapts)
-        # the position where a token's attention takes as much arithmetic as its matrices
+        # the position where attention to earlier tokens costs the same arithmetic as the matrices
         self._even = config.layer_weights / (2 * config.num_heads * config.head_dim)
         newest = partial(deque[float], maxlen=NEWEST)
         self._per_work: dict[tuple[int, int], deque[float]] = defaultdict(newest)
@@ -41,7 +41,7 @@ class LatencyModel:
     def observe_round(
         self, rows: int, drafted: Sequence[int], accepted: Sequence[int], milliseconds: float | None
     ) -> None:
-        """Records the drafts of a verification round, and its time if that was measured."""
+        """Records the drafts of a verification round, and its time if it was measured."""
         self._length.observe(drafted, accepted)
         if milliseconds is not None:
             self._length.took(rows, max(drafted, default=0), milliseconds / 1e3)
@@ -64,8 +64,8 @@ class LatencyModel:
     def prefill(self, rows: int, size: int, start: int) -> float | None:
         """Returns the milliseconds of a prefill program; None without measurements.
 
-        A program is taken to be at least as fast per token as smaller ones, so that a size that was
-        slow once is retried. If no smaller one was measured, it is as slow as the slowest.
+        A program is assumed to be at least as fast per token as smaller ones, so that a size that
+        was slow once is retried. If no smaller one was measured, the slowest measurement counts.
         """
         known = {shape: statistics.median(each) for shape, each in self._per_work.items()}
         smaller = [each for (n, tokens), each in known.items() if n * tokens <= rows * size]
@@ -75,7 +75,7 @@ class LatencyModel:
     def step(self, rows: int) -> float | None:
         """Returns the milliseconds of a decode step or verification round of `rows` rows.
 
-        It is the slowest measured one if that number of rows was not measured; None without
+        If that number of rows was not measured, the slowest measurement counts; None without
         measurements.
         """
         known = [self._per_step[rows]] if rows in self._per_step else self._per_step.values()
@@ -86,5 +86,5 @@ class LatencyModel:
 
 
 def _shape(work: PrefillPlan) -> tuple[int, int, int]:
-    """Returns the number and the size of chunks, and the position where the last of them begins."""
+    """Returns the number and the size of chunks, and the last of their start positions."""
     return work.num_rows, work.size, max(chunk.start for chunk in work.chunks)

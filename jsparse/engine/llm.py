@@ -1,4 +1,4 @@
-"""Defines LLM: prompts in, answers out, as many at a time as there is room for."""
+"""Defines LLM, which generates completions for many prompts in a continuous batch."""
 
 import os
 import threading
@@ -20,11 +20,11 @@ from jsparse.text.prompts import encode, plain, tokenizer_of
 
 
 class LLM:
-    """Answers many prompts with one model and one policy.
+    """An engine for offline use: many prompts with one model and one policy.
 
-    Requests join the running batch when there is room and leave it when they are done, so that
-    neither long prompts nor long answers keep the others waiting. For one prompt, or a few of
-    similar lengths, `jsparse.generate` does the same without compiling anything ahead.
+    Requests join the running batch when there is room and leave when they finish, so that neither
+    long prompts nor long completions delay the others. For one prompt, or a few of similar lengths,
+    `jsparse.generate` does the same without compiling anything ahead.
 
         llm = jsparse.LLM("smollm2", policy="quest(budget=1024)", max_model_len=8192)
         outs = llm.generate(prompts, jsparse.SamplingParams(temperature=0.7, max_tokens=256))
@@ -48,7 +48,7 @@ class LLM:
         Args:
             model: an argument of `jsparse.load`, or its result.
             policy: the policy or its expression.
-            seed: the seed of requests whose SamplingParams names none.
+            seed: the seed of requests whose SamplingParams have none.
             options: those of `EngineOptions`, and dtype, weights, revision, tokenizer and
                 tensor_parallel_size of `jsparse.load`.
 
@@ -69,30 +69,28 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         on_output: Callable[[RequestOutput], Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers prompts; calls from other threads wait for their turn.
+        """Generates completions of prompts; calls from other threads wait for their turn.
 
         Args:
-            prompts: text, chat messages, token ids, or a list of any of these; vLLM's
-                {"prompt": text} and {"prompt_token_ids": ids} count as text and ids.
-            sampling_params: the options of all prompts, or one entry per prompt; None is the
-                model's defaults.
-            use_tqdm: whether a bar on standard error, if that is a terminal, shows the prompts done
-                and the tokens per second. A callable such as `tqdm.tqdm` makes the bar: it gets
-                total, desc and unit, and returns an object with update(1) and close().
-            on_output: a callable that gets each request's output when it is finished, in the order
-                in which they finish.
+            prompts: text, chat messages, token ids, or a list of any of these; vLLM's {"prompt":
+                text} and {"prompt_token_ids": ids} count as text and ids.
+            sampling_params: the options of all prompts, or one entry per prompt; None: the model's
+                defaults.
+            use_tqdm: whether to show a bar on standard error, if that is a terminal, with the
+                finished prompts and the tokens per second. A callable such as `tqdm.tqdm` makes the
+                bar: it gets total, desc and unit, and returns an object with update(1) and close().
+            on_output: a callable that gets each request's output as soon as it is finished.
 
         Returns:
             The outputs, in the order of the prompts.
 
         Raises:
-            ValueError: an argument is out of its range or is refused; no prompt has been answered
-                then.
+            ValueError: an argument is out of its range or is refused; then nothing is generated.
             TypeError: there is no option of that name.
             EngineError: the engine has failed.
             EngineFull: there are more prompts than may wait.
         """
-        return self._answer(prompts, sampling_params, use_tqdm, on_output)
+        return self._generate(prompts, sampling_params, use_tqdm, on_output)
 
     @takes(CHAT)
     def chat(
@@ -104,9 +102,9 @@ class LLM:
         on_output: Callable[[RequestOutput], Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
-        """Answers a conversation (a list of dicts with role and content), or a list of them.
+        """Replies to a conversation (a list of dicts with role and content), or to a list of them.
 
-        Other arguments and the result are as for `generate`. A conversation is always answered:
+        Other arguments and the result are as for `generate`. The model always replies:
         `add_generation_prompt` may only be True.
         """
         first = messages[0] if isinstance(messages, Sequence) and messages else None
@@ -119,9 +117,9 @@ class LLM:
                 f"messages={messages!r}: must be chat messages, dicts with role and content, or a "
                 "list of conversations"
             )
-        return self._answer(list(talks), sampling_params, use_tqdm, on_output)
+        return self._generate(list(talks), sampling_params, use_tqdm, on_output)
 
-    if not TYPE_CHECKING:  # which would take every name for an attribute
+    if not TYPE_CHECKING:  # a type checker would accept every attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             """Raises AttributeError, with the reason for methods of vLLM's LLM that are missing."""
@@ -133,10 +131,10 @@ class LLM:
         return tokenizer_of(self.engine.params, "get_tokenizer()")
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns the options of prompts without any, with the model's own defaults filled in."""
+        """Returns the default options of prompts, with the model's own defaults filled in."""
         return default_sampling(self.engine.params)
 
-    def _answer(
+    def _generate(
         self,
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
@@ -147,15 +145,15 @@ class LLM:
         rows, alone = encode(self.engine.params, given)
         texts = [each if isinstance(each, str) else None for each in ([given] if alone else given)]
         options = SamplingParams() if sampling_params is None else sampling_params
-        asked = requests(self.engine.params, rows, options, self.engine.policy, seed=self._seed)
+        checked = requests(self.engine.params, rows, options, self.engine.policy, seed=self._seed)
         programs = self.engine.programs
         with self._alone():
-            for request in asked:
+            for request in checked:
                 self.engine.check(request)
             with progress(
-                use_tqdm, len(asked), doing=lambda: "compiling" if programs.compiling else ""
+                use_tqdm, len(checked), doing=lambda: "compiling" if programs.compiling else ""
             ) as bar:
-                return self._run(asked, texts, on_output, bar)
+                return self._run(checked, texts, on_output, bar)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -178,7 +176,7 @@ class LLM:
 
     def _run(
         self,
-        asked: Sequence[Request],
+        checked: Sequence[Request],
         texts: Sequence[str | None],
         on_output: Callable[[RequestOutput], Any] | None,
         bar: OnOutput,
@@ -186,7 +184,7 @@ class LLM:
         engine, names = self.engine, []
         done: dict[str, RequestOutput] = {}
         try:
-            for request, text in zip(asked, texts, strict=True):
+            for request, text in zip(checked, texts, strict=True):
                 names.append(engine.add(request, prompt=text).request_id)
             while len(done) < len(names):
                 # an interrupt within a step could come between a plan and its dispatch
@@ -195,7 +193,7 @@ class LLM:
                 for state in updates:
                     if state.finished and state.request_id in names:
                         done[state.request_id] = output = state.output()
-                        bar(sum(len(answer.token_ids) for answer in output.outputs))
+                        bar(sum(len(completion.token_ids) for completion in output.outputs))
                         if on_output is not None:
                             on_output(output)
         finally:

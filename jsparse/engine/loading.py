@@ -1,4 +1,4 @@
-"""Defines `load_engine`, with which LLM and AsyncEngine begin."""
+"""Defines `load_engine`, which LLM and AsyncEngine share."""
 
 import os
 from typing import Any
@@ -27,14 +27,14 @@ def load_engine(
     Args:
         model: an argument of `jsparse.load`, or its result.
         policy: the policy or its expression.
-        dtype: "float32", "bfloat16" or "float16"; None: bfloat16 on a GPU and float32 elsewhere.
-            It and the next three are for `jsparse.load`.
+        dtype: "float32", "bfloat16" or "float16"; None: bfloat16 on a GPU and float32 elsewhere. It
+            and the next three are for `jsparse.load`.
         weights: "q8_0" keeps matrices in blocks of 8 bits; None: numbers of `dtype`.
         revision: a branch, tag or commit, for Hub ids.
         tokenizer: a fast transformers tokenizer, or a jsparse one, instead of the model's.
         tensor_parallel_size: the number of devices that the model is spread over, each with some of
-            its heads; None: one, or those that `jsparse.load` has spread it over. The devices may
-            be those of several processes (jax.distributed), which all make the same engine: all but
+            its heads; None: one, or those over which `jsparse.load` has spread it. The devices may
+            belong to several processes (jax.distributed), which all create the same engine: all but
             process 0 then work for it, and exit when it does.
         options: those of `EngineOptions`.
 

@@ -11,12 +11,12 @@ from jsparse.engine.step_plan import SequenceState
 
 
 class Memory:
-    """Allocates the groups of a sequence's prompt on admission, and those of its tokens later.
+    """The allocator of page groups: a prompt's on admission, a sequence's as it grows.
 
-    A sequence begins or grows only if every running sequence can still finish, so that none is ever
-    preempted for good. If host memory can hold the pages that do not fit on the device, all of them
-    can finish side by side, and a stalled sequence is swapped out. Otherwise they finish one at a
-    time, and a stalled sequence keeps its groups.
+    No sequence is ever preempted for good: one is admitted or grows only if every running sequence
+    can still finish. If host memory can hold the pages that do not fit on the device, all sequences
+    can finish side by side, and a stalled one is swapped out. Otherwise they finish one at a time,
+    and a stalled one keeps its groups.
 
     Attributes:
         pool: the groups, and the blocks of shared prefixes.
@@ -29,7 +29,7 @@ class Memory:
         self.swapped = 0
 
     def require_room(self, prompt: int, max_tokens: int) -> None:
-        """Raises ValueError unless a prompt and a sequence of these sizes can ever fit."""
+        """Raises ValueError if a prompt with `max_tokens` new tokens can never fit."""
         sizes, tokens = self.sizes, prompt + max_tokens
         if tokens > sizes.max_model_len:
             raise ValueError(
@@ -43,18 +43,18 @@ class Memory:
                 takes = f"takes {groups * sizes.page_size} while the prompt is compressed"
             raise ValueError(
                 f"prompt of {prompt} tokens + max_tokens={max_tokens} {takes}: must fit in the "
-                f"{self.pool.size * sizes.page_size} tokens of K and V that the engine holds"
+                f"{self.pool.size * sizes.page_size} tokens of the engine's KV cache"
             )
 
     def _needed(self, prompt: int, new: int) -> int:
-        """Returns the groups of a sequence with `new` tokens after its prompt."""
+        """Returns the number of groups of a sequence with `new` tokens after its prompt."""
         return self.sizes.groups_for(self.rules.slots(prompt, new))
 
     def _first(self, prompt: int, max_tokens: int) -> int:
-        """Returns the groups that a sequence needs until it decodes.
+        """Returns the number of groups that a sequence needs until it decodes.
 
-        They are those of its prompt and of its first tokens; if the policy evicts, also those of
-        the uncompressed prompt.
+        They hold its prompt and its first tokens; if the policy evicts, also the uncompressed
+        prompt.
         """
         kept = self._needed(prompt, min(max_tokens, self.sizes.growth_tokens))
         return kept + self.sizes.groups_for(prompt) if self.sizes.evicted_pages else kept
@@ -67,7 +67,7 @@ class Memory:
         left = self.pool.available - self.pool.idle(shared) - wanted
         later = max(0, self._missing(seq) - (wanted if self.sizes.evicted_pages else first))
         claim = later, wanted, self.pool.find(shared)
-        # a single sequence always fits, but idle blocks may hold its prompt's groups
+        # a single sequence always fits, but idle blocks may occupy its prompt's groups
         can_finish = not begun or self._fit_with_host([*begun, seq])
         if left < 0 or not (can_finish or self._all_can_finish(begun, left, claim)):
             return False
@@ -108,9 +108,9 @@ class Memory:
         return sizes.hit_end(max(0, min(maximum, known))) // sizes.block_tokens
 
     def take_over(self, seq: SequenceState) -> None:
-        """Takes over cached blocks that others have computed since.
+        """Adopts cached blocks that other sequences have computed in the meantime.
 
-        The policy's state must begin anew if the tokens in between are not replayed to it.
+        Resets the policy's state if the adopted tokens are not replayed to it.
         """
         blocks = self._shareable(seq)
         tokens = blocks * self.sizes.block_tokens
@@ -127,7 +127,7 @@ class Memory:
             seq.prefilled, seq.fresh = tokens, True
 
     def share(self, seq: SequenceState) -> None:
-        """Adds the whole blocks that were computed to the prefix cache, unless they are in it."""
+        """Moves completed blocks to the prefix cache, up to the first that is already cached."""
         for key in seq.keys[len(seq.blocks) : seq.prefilled // self.sizes.block_tokens]:
             if self.pool.num_cached([key]):
                 return
@@ -142,7 +142,7 @@ class Memory:
     def steps_left(self, seq: SequenceState, steps: int) -> int:
         """Returns the number of steps, up to `steps`, that fit a sequence's groups.
 
-        A head holds one token less than the prompt and the sequence have.
+        The newest token has no K and V yet, so each head holds one token fewer than the sequence.
         """
         prompt, made, groups = len(seq.ids), seq.planned - 1, self.num_groups(seq)
         if self._needed(prompt, made + steps) <= groups:
@@ -151,10 +151,9 @@ class Memory:
         return bisect(too_many, False, key=lambda n: self._needed(prompt, made + n) > groups)
 
     def grow(self, seq: SequenceState, steps: int, begun: Sequence[SequenceState]) -> list[int]:
-        """Allocates the memory of `steps` further decode steps; returns the new groups.
+        """Allocates memory for `steps` more decode steps; returns the new groups.
 
-        Returns [] if the sequence has enough. Also returns [] if another one could then not finish:
-        the sequence stalls until others finish.
+        Returns [] if the sequence has enough, or must stall because another could no longer finish.
         """
         if self.steps_left(seq, steps) >= steps:
             return []
@@ -166,18 +165,19 @@ class Memory:
         return groups
 
     def lacks_pages(self, seq: SequenceState, begun: Sequence[SequenceState]) -> bool:
-        """Returns whether a sequence needs another one to be swapped out, rather than to finish.
+        """Returns whether a sequence can continue only if another one is swapped out.
 
-        It has no memory for a step, and none is free.
+        True if it lacks memory for a step, no group is free, and device and host memory together
+        can hold all sequences.
         """
         short = self.pool.available == 0 and self.steps_left(seq, 1) == 0
         return short and self._fit_with_host(begun)
 
     def _fit_with_host(self, begun: Sequence[SequenceState]) -> bool:
-        """Returns whether device and host memory together hold all that these sequences will need.
+        """Returns whether device and host memory together can hold these sequences until they end.
 
-        Room for two of the largest sequences is kept free, since a sequence moves as a whole: then
-        either a stalled one can be swapped out, or another one can finish.
+        Room for two of the largest sequences stays free, since a sequence moves as a whole. A
+        stalled one can then be swapped out, or another one can finish.
         """
         sizes = self.sizes
         room = sizes.host_groups - 2 * self._on_host(sizes.row_groups)
@@ -193,12 +193,12 @@ class Memory:
         return sum(map(self._on_host, needs)) <= self.pool.size + room
 
     def _on_host(self, groups: int) -> int:
-        """Returns the groups of host memory that `groups` take, which move in parts."""
+        """Returns the number of host groups for `groups` groups: a multiple of `moved_groups`."""
         part = self.sizes.moved_groups
         return -(-groups // part) * part
 
     def _may_grow(self, seq: SequenceState, count: int, begun: Sequence[SequenceState]) -> bool:
-        """Returns whether every sequence could still finish if one had `count` groups more."""
+        """Returns whether every sequence could still finish if this one had `count` more groups."""
         if self._fit_with_host(begun):
             return True
         seq.private_groups += [-1] * count
@@ -211,10 +211,10 @@ class Memory:
         return self.swapped + self._on_host(self.num_groups(seq)) <= self.sizes.host_groups
 
     def swap_out(self, seq: SequenceState, swapped: Sequence[SequenceState]) -> list[int]:
-        """Frees the groups of a sequence whose pages go to host memory, and returns them.
+        """Frees and returns the groups of a sequence that is swapped out.
 
-        The sequence keeps blocks that others share, provided the blocks of all `swapped` sequences
-        leave room for the largest one, so that the others can finish.
+        The sequence keeps the blocks that it shares with others, unless the kept blocks of all
+        `swapped` sequences would leave too little room for the largest sequence to finish.
         """
         stay = [*itertools.takewhile(lambda block: block.references > 1, seq.blocks)]
         staying = {*stay, *(block for other in swapped for block in other.blocks)}
@@ -230,7 +230,7 @@ class Memory:
     def swap_in(self, seq: SequenceState, spare: int) -> list[int]:
         """Allocates groups for the pages of a swapped sequence, and returns them.
 
-        Returns [] if fewer than `spare` would be left, or no page for its next token.
+        Returns [] if that would leave fewer than `spare` groups, or no room for the next token.
         """
         needed = self._needed(len(seq.ids), seq.planned) - self.num_groups(seq)
         if self.pool.available < max(seq.swapped, needed) + spare:
@@ -245,13 +245,13 @@ class Memory:
         seq.swapped = 0
 
     def num_groups(self, seq: SequenceState) -> int:
-        """Returns the number of groups that a sequence holds."""
+        """Returns the number of groups allocated to a sequence."""
         return len(seq.blocks) * self._block_groups + len(seq.private_groups) + len(seq.kept_groups)
 
     def _missing(self, seq: SequenceState) -> int:
-        """Returns the groups that a sequence still needs for all its tokens.
+        """Returns the number of groups that a sequence still needs for all its tokens.
 
-        If the policy evicts, its blocks do not count: it leaves them before it decodes.
+        If the policy evicts, the sequence's blocks do not count: they are freed before it decodes.
         """
         needed = self._needed(len(seq.ids), seq.max_tokens)
         allocated = self.num_groups(seq)
@@ -267,9 +267,10 @@ class Memory:
     ) -> bool:
         """Returns whether every running sequence can still finish, one at a time.
 
-        This is the banker's algorithm (Dijkstra, EWD 108): the sequence that needs least gets it,
-        finishes and frees its groups for the others. `available` groups are free; `further` is an
-        sequence about to begin: the groups that it needs, those that it has, and its blocks.
+        This is the banker's algorithm (Dijkstra, EWD 108): the sequence that needs the fewest
+        groups gets them, finishes, and frees its groups for the others. `available` groups are
+        free. `further` describes a sequence that is about to start: the number of groups that it
+        needs, the number that it has, and its blocks.
         """
         claims = [
             (

@@ -1,4 +1,4 @@
-"""Moves the pages of sequences that others make room for, to host memory and back."""
+"""Swaps the pages of sequences out to host memory, and back in."""
 
 from typing import Any, NamedTuple
 
@@ -20,11 +20,11 @@ from jsparse.runtime.state_axes import put_pages, take_pages
 
 
 class MovedGroups(NamedTuple):
-    """Names groups whose pages leave the device or come back.
+    """Groups whose pages are swapped out or in.
 
     Attributes:
-        slots: the slot of the row that has them.
-        first: the number of groups that it has before them.
+        slots: the slot of their row.
+        first: the number of groups before them in the row.
         groups: the groups.
     """
 
@@ -34,18 +34,18 @@ class MovedGroups(NamedTuple):
 
 
 class GroupPages(NamedTuple):
-    """Holds the pages of some groups: K and V, and the policy's arrays of pages."""
+    """The pages of some groups: K and V, and the policy's arrays of pages."""
 
     pools: tuple[Pool, ...]
     state: list[Array]
 
 
-# pages of some groups on their way to host memory and back, as one array for each type
+# swapped pages of some groups, as one array for each type
 SwappedPages = tuple[Shaped[Array, "..."], ...]
 
 
 def no_groups(spec: EngineSpec, _: tuple[int, ...] = ()) -> tuple[MovedGroups]:
-    """Returns the groups of a program that moves some, of none."""
+    """Returns placeholder inputs of a program that moves groups."""
     columns: dict[str, Any] = {
         "slots": np.full(1, spec.sizes.num_slots, np.int32),
         "first": np.full(1, spec.decoding.num_pages, np.int32),
@@ -66,14 +66,14 @@ def _swap_keys(sizes: EngineSizes, *_: Any) -> list[ProgramKey]:
 
 @engine_program(placeholders=no_groups, keys_of_engine=_swap_keys, donates=False)
 def swap_out(spec: EngineSpec, slots: Slots, moved: MovedGroups) -> SwappedPages:
-    """Returns the pages of some groups, which others get then."""
+    """Returns the pages of some groups, which other sequences use afterwards."""
     note_trace()
     return joined(_pages(spec, slots, moved))
 
 
 @engine_program(placeholders=_no_pages)
 def swap_in(spec: EngineSpec, slots: Slots, moved: MovedGroups, swapped: SwappedPages) -> Slots:
-    """Puts pages that `swap_out` returned into other groups of their row."""
+    """Writes pages that `swap_out` returned into new groups of their row."""
     note_trace()
     rows, pages = slots.rows, slots.rows.cache.pages_of(moved.groups)
     back = parted(swapped, jax.eval_shape(lambda: _pages(spec, slots, moved)))

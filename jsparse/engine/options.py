@@ -13,60 +13,59 @@ class EngineOptions:
     """The options of an engine; LLM and AsyncEngine take them by name.
 
     Attributes:
-        max_num_seqs: the most requests that decode together; None: 64 on a GPU, 8 where the
-            policy is offloaded, and 8 on a CPU. A step computes this many rows whether or not
-            they hold requests.
-        max_model_len: the most tokens of prompt and answer together; None: the model's maximum on
-            a GPU and at most 2048 on a CPU, where attention walks through all of it.
-        max_waiting: the most requests that may wait for a slot; None: any number. AsyncEngine and
+        max_num_seqs: the maximum batch size, in sequences; None: 64 on a GPU, 8 if the policy is
+            offloaded, and 8 on a CPU. A step computes this number of rows whether or not they hold
+            requests.
+        max_model_len: the maximum context length: prompt and completion together; None: the model's
+            maximum on a GPU, and at most 2048 on a CPU, where attention processes all of it.
+        max_waiting: the most requests that may wait for a slot; None: unlimited. AsyncEngine and
             servers have 1024.
-        kv_cache_tokens: the tokens whose K and V the engine holds; None: as many as
-            `gpu_memory_utilization` allows; on a CPU and in host memory, no more than all slots
-            and a prompt can use.
-        gpu_memory_utilization: the share of the device's memory, on a CPU of its free memory, that
-            model, K and V and the policy's state may take; programs need the rest.
+        kv_cache_tokens: the size of the KV cache, in tokens; None: all that
+            `gpu_memory_utilization` allows; on a CPU and in host memory, no more than all slots and
+            a prompt can use.
+        gpu_memory_utilization: the share of the device's memory (of its free memory on a CPU) that
+            the model, K and V and the policy's state may take; programs need the rest.
         swap_space: the GiB of host memory for K and V of sequences that are swapped out when others
-            need their device memory; 0: those others wait instead. It helps where it and the
-            device's memory hold all that sequences can need.
+            need their device memory; 0: those others wait instead. It helps if host and device
+            memory together hold all that sequences can need.
         page_size: the number of tokens per page.
-        enable_prefix_caching: whether a prefix that prompts, or a prompt and an earlier sequence,
-            share is computed once, if `policy` can.
+        enable_prefix_caching: whether a prefix that several prompts, or a prompt and an earlier
+            sequence, have in common is computed once, if `policy` can share it.
         per_request: the names of the hyper-parameters that requests may set, among those that the
             policy lists in `per_row`, and "dense". Each makes the step a little slower.
-        layer_stats: whether outputs hold the shares attended and read of each layer and step;
-            "newest" keeps those of the newest step alone, for live views.
+        layer_stats: whether outputs hold the attended and read shares of each layer and step;
+            "newest": only those of the newest step, for live views.
         steps_per_program: the most decode steps per program; None: 32 on a GPU, 1 on a CPU. A
-            program has fewer where they take more than 100 ms, or half of `max_stall_ms`, and 8 at
-            most while requests wait.
+            program has fewer if they take more than 100 ms, or half of `max_stall_ms`, and at most
+            8 while requests wait.
         decode_rows: the numbers of rows of decode programs, ascending to `max_num_seqs`; a step
             runs the smallest that fits. None: 8, 16, … and all on a GPU, 1 and all on a CPU.
-        prefill_rows: the numbers of prompts of which a program computes short chunks, ascending
-            from 1; None: 1 and 8 on a GPU, 1 on a CPU.
-        ladder: the sizes of prompt chunks, as (position, size) pairs, from position 0 on; None:
-            512 and more on a GPU, by the model, and 64 on a CPU.
-        max_stall_ms: the milliseconds for which a sequence may wait for its next tokens during
-            prefill, as far as chunks of the ladder's sizes allow, and twice those that a decode
-            program takes; 0: one step at a time, after each chunk. None, the fastest where nobody
-            waits for single tokens: all prompts for which there is room come first. AsyncEngine
-            and servers have 200.
-        batch_invariant: whether a request gets the same bits in any company, and whether or not
-            its prompt's prefix is cached. Programs then have one step, compute chunks of one
-            prompt and decode all rows, and chunks begin where position alone says.
-        cascade_attention: whether dense layers read shared prefixes once for all rows that share
-            them, where these are long. Such programs are compiled when they are first useful.
-            None: true on a GPU if half of the policy's layers are dense.
-        exact: whether the policy only drafts, and dense attention verifies its drafts, so that
-            sequences are dense attention's own; not with `batch_invariant` or
-            `cascade_attention`. A token's shares are the means of the drafts that were made with
-            it, 1 where none was.
-        num_speculative_tokens: with `exact`, the tokens drafted between two checks, up to 32;
-            None: chosen from the drafts accepted and the time that rounds took.
-        prepare: whether all programs, but those that return likely tokens, are compiled now and
+        prefill_rows: the numbers of prompts in prefill programs for short chunks, ascending from 1;
+            None: 1 and 8 on a GPU, 1 on a CPU.
+        ladder: the sizes of prefill chunks, as (position, size) pairs, from position 0 on; None:
+            512 and more on a GPU, depending on the model, and 64 on a CPU.
+        max_stall_ms: the most milliseconds that a sequence waits for its next tokens during
+            prefill, if the chunk sizes of the ladder allow it; a decode program takes at most half
+            of it. 0: one step at a time, after each chunk. None: all prompts that fit are prefilled
+            first, which is fastest if no client waits for single tokens. AsyncEngine and servers
+            have 200.
+        batch_invariant: whether a request gets the same bits in any batch, and whether or not its
+            prefix is cached. Programs then have one step, prefill one prompt and decode all rows,
+            and the starts of chunks depend on position alone.
+        cascade_attention: whether dense layers read long shared prefixes once for all rows that
+            share them. Such programs are compiled when they are first useful. None: true on a GPU
+            if half of the policy's layers are dense.
+        exact: whether the policy only drafts, and dense attention verifies its drafts, so that the
+            output is that of dense attention; not with `batch_invariant` or `cascade_attention`. A
+            token's shares are the means of the drafts that were made with it, 1 if there were none.
+        num_speculative_tokens: with `exact`, the number of tokens drafted per verification round,
+            up to 32; None: chosen from the accepted drafts and the times of rounds.
+        prepare: whether all programs, except those that return likely tokens, are compiled now and
             not on first use; "logprobs": also these. On a CPU this waits only for the programs that
             any request needs; the rest are compiled in the background. None: true on a GPU, which
-            then also runs each once, since a first run takes longer.
+            then also runs each program once, since a first run takes longer.
         check_ranks: whether the devices of a model that is spread over several are compared after
-            each program: they must have chosen the same tokens, or the engine fails. It is slower.
+            each program: the engine fails unless they chose the same tokens. This is slower.
 
     Raises:
         ValueError: an option is out of its range, or excludes another.
@@ -111,17 +110,17 @@ class EngineOptions:
         number_in("gpu_memory_utilization", self.gpu_memory_utilization, "(0, 1]")
         if self.batch_invariant and self.drafts != 0:
             raise ValueError(
-                "exact=True: must be False where batch_invariant is true: how many tokens are "
-                "verified together depends on when results arrive, and rounding on that"
+                "exact=True: must be False if batch_invariant is true: rounding depends on the "
+                "number of tokens verified together, and so on when results arrive"
             )
 
     @property
     def drafts(self) -> int | None:
-        """The tokens drafted between two checks; 0: nothing is verified; None: to be chosen."""
+        """The tokens drafted per verification round; 0: nothing is verified; None: automatic."""
         return num_drafts(self.exact, self.num_speculative_tokens)
 
     def only(self, where: str, **values: object) -> "EngineOptions":
-        """Returns the options with `values`, the only ones possible `where` something holds.
+        """Returns the options with `values`, the only ones allowed if the condition `where` holds.
 
         Raises:
             ValueError: an option was given another value.
@@ -129,5 +128,5 @@ class EngineOptions:
         for name, value in values.items():
             given = getattr(self, name)
             if given is not None and value != (list(given) if name.endswith("rows") else given):
-                raise ValueError(f"{name}={given!r}: must be {value!r} where {where}")
+                raise ValueError(f"{name}={given!r}: must be {value!r} if {where}")
         return replace(self, **values)  # pyright: ignore[reportArgumentType]

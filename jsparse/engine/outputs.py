@@ -1,4 +1,4 @@
-"""Defines RequestOutput, the answers to one prompt, and when things happened to its request."""
+"""Defines RequestOutput, the completions of a prompt, and RequestMetrics, its times."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,12 +10,12 @@ from jsparse.runtime.collecting import CompletionOutput
 
 @dataclass
 class RequestMetrics:
-    """Holds when things happened to a request, in seconds of the engine's clock.
+    """The times of a request, in seconds of the engine's clock.
 
     Attributes:
         arrived: when it was added.
         scheduled: when its first chunk was dispatched; None before.
-        token_times: when the host knew each token, of all answers.
+        token_times: when the host received each token, of all completions.
     """
 
     arrived: float
@@ -24,23 +24,23 @@ class RequestMetrics:
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Returns the seconds from the request to its first token, if there is one."""
+        """The seconds from arrival to the first token; None before that."""
         return self.token_times[0] - self.arrived if self.token_times else None
 
 
 @dataclass
 class RequestOutput:
-    """Holds the answers to one prompt.
+    """The completions of one prompt.
 
     Attributes:
         request_id: the request's name.
-        prompt: the prompt as it was given, if it was text.
+        prompt: the prompt, if it was given as text.
         prompt_ids: the prompt's ids, int32 [T].
-        outputs: the `n` answers.
+        outputs: the `n` completions.
         num_cached_tokens: the prompt tokens that were not computed, since another request, or
-            another of these answers, had read them; the most of any answer.
-        metrics: when things happened.
-        finished: whether all answers are complete.
+            another of these completions, had computed them; the maximum over the completions.
+        metrics: the times of the request.
+        finished: whether all completions are finished.
         policy: the policy that decoded them, with the hyper-parameters that this request set.
     """
 
@@ -55,5 +55,5 @@ class RequestOutput:
 
     @cached_property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt's ids, as in vLLM. The list is made when it is first read."""
+        """The prompt's ids as a list, as in vLLM; created on first use."""
         return self.prompt_ids.tolist()

@@ -1,4 +1,4 @@
-"""Packs what leaves the device into one array per program: each transfer to the host costs time."""
+"""Packs a program's results into one array, since each transfer to the host costs time."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from jsparse.runtime.sampling import ChooseFn, greedy, sampled, top_logprobs
 from jsparse.runtime.speculation import VerificationRound
 from jsparse.shapes import Rows
 
-# The results of n steps for each row: the token; the bits of its log-probability and of the shares
-# attended and read; and on request the shares of each layer, and the likeliest tokens and their
-# log-probabilities.
+# The results of n steps for each row: the token, and the bits of its log-probability and of the
+# attended and read shares; on request, also the shares of each layer, and the likeliest tokens with
+# their log-probabilities.
 Packed = Int32[Array, "n B w"]
 
 
-# What stands in place of a token behind the last that a round gave: a draft that did not agree, or
-# was drafted behind such a one; and no draft.
+# Markers past a row's last token of a round: a draft that was rejected, or followed a rejected one;
+# no draft.
 REJECTED, NOT_DRAFTED = -1, -2
 
 CHOICES: dict[SamplingMode, ChooseFn] = {"greedy": greedy, "sampled": sampled, "top": sampled}
@@ -48,9 +48,9 @@ def pack(step: Step, num_layers: int, *, layer_stats: bool, top: bool) -> Int32[
 
 
 def pack_round(made: VerificationRound, num_layers: int, *, layer_stats: bool, top: bool) -> Packed:
-    """Returns the results of a round of speculation.
+    """Returns the results of a verification round.
 
-    Places without a token hold REJECTED, or NOT_DRAFTED.
+    Positions without a token hold REJECTED or NOT_DRAFTED.
     """
     nth = jnp.arange(len(made.tokens), dtype=jnp.int32)[:, None]
     token = jnp.where(nth <= made.drafted, REJECTED, NOT_DRAFTED)
@@ -67,16 +67,16 @@ def pack_round(made: VerificationRound, num_layers: int, *, layer_stats: bool, t
 def pack_for(
     spec: EngineSpec, choice: SamplingMode, packs: Callable[..., Packed] = pack
 ) -> Callable[[Any], Packed]:
-    """Returns the function that packs the results of a step, or of a round, for the host."""
+    """Returns the function that packs the results of a step or verification round for the host."""
     wanted = {"layer_stats": spec.layer_stats, "top": choice == "top"}
     return partial(packs, num_layers=spec.cache.num_layers, **wanted)
 
 
 def unpack(steps: np.ndarray, num_layers: int, layer_stats: bool) -> NewTokens:
-    """Returns the results of one row of `Packed`, [n, w], as far as there are tokens."""
+    """Returns the results of one row of `Packed`, [n, w], without the markers."""
     places = steps[:, 0]
     drafted = int(np.sum(places != NOT_DRAFTED)) - 1
-    # copied: a view would keep all rows' results as long as this answer
+    # copied: a view would keep the results of all rows alive as long as this sequence
     steps = np.ascontiguousarray(steps[places >= 0])
     floats = steps.view(np.float32)
     at = 4 + (2 * num_layers if layer_stats else 0)
@@ -97,7 +97,7 @@ def _bits(x: Float32[Array, "B n"]) -> Int32[Array, "B n"]:
 
 
 def joined(tree: Any) -> tuple[Shaped[Array, "..."], ...]:
-    """Returns the leaves of a tree behind one another, one array for each of their types."""
+    """Returns the leaves of a tree, concatenated into one array per type."""
     flat = defaultdict[Any, list[Array]](list)
     for leaf in jax.tree.leaves(tree):
         flat[leaf.dtype].append(leaf.ravel())
@@ -105,7 +105,7 @@ def joined(tree: Any) -> tuple[Shaped[Array, "..."], ...]:
 
 
 def parted[Tree](arrays: tuple[Shaped[Array, "..."], ...], like: Tree) -> Tree:
-    """Returns the tree that `joined` has made these arrays of, one of the shapes of `like`."""
+    """Returns the tree from which `joined` made these arrays, with the shapes of `like`."""
     leaves, structure = jax.tree.flatten(like)
     rest = dict(zip(dict.fromkeys(leaf.dtype for leaf in leaves), arrays, strict=True))
     at = dict.fromkeys(rest, 0)

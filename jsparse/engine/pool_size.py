@@ -1,4 +1,4 @@
-"""Chooses how many groups of pages an engine's rows share."""
+"""Chooses how many page groups an engine's rows share."""
 
 import sys
 
@@ -14,9 +14,9 @@ DEFAULT_HOST_SHARE = 0.8
 
 
 def group_bytes(rows: DeviceRows) -> tuple[float, float]:
-    """Returns the bytes on the device that a pool takes for each group, and beside that.
+    """Returns the device bytes of a pool per page group, and those that do not depend on its size.
 
-    A group is a page of all layers and heads, and of the policy's state.
+    A page group has one page for every layer and head, and the policy's state of these pages.
     """
     few, more = 64, 128
     each = (rows.device_bytes(more) - rows.device_bytes(few)) / (more - few)
@@ -26,17 +26,17 @@ def group_bytes(rows: DeviceRows) -> tuple[float, float]:
 def pool_groups(
     rows: DeviceRows, options: EngineOptions, *, prompts: int = 1, chunk: int = 0
 ) -> int:
-    """Returns the pages per layer and head of a pool that rows share, a scratch page included.
+    """Returns the number of page groups of a pool, including a scratch group.
 
-    Without `kv_cache_tokens`, there are as many as memory allows, but no more than all rows can use
-    where the rest of the memory is not the engine's, on a CPU or in host memory, or prompts that
-    have been read cannot be kept for others.
+    Without `kv_cache_tokens`, the pool takes all memory that is allowed. It has no more groups than
+    all rows can use if other programs need the rest of the memory (on a CPU, or in host memory), or
+    if finished prompts cannot be kept for other requests.
 
     Args:
-        rows: where rows lie, with the policy, whose state takes memory by page and by row.
-        options: the tokens that the pool must hold, if they are given, and the share of the
-            device's memory that may be in use.
-        prompts: how many prompts are read at a time.
+        rows: the memory of rows, with the policy, whose state takes memory per page and per row.
+        options: the tokens that the pool must hold, if given, and the share of the device's memory
+            that may be in use.
+        prompts: the number of prompts in a prefill program.
         chunk: the tokens of all their chunks.
 
     Raises:
@@ -46,9 +46,9 @@ def pool_groups(
     utilization = options.gpu_memory_utilization
     each, fixed_bytes = group_bytes(rows)
     fixed_bytes += rows.bytes_outside_pool(prompts, chunk)
-    there = memory.available_bytes(utilization, spec.ranks) - fixed_bytes
-    maximum = int(there // each) if each else sys.maxsize
-    maximum = max(0, maximum) if there >= 0 else 0
+    free = memory.available_bytes(utilization, spec.ranks) - fixed_bytes
+    maximum = int(free // each) if each else sys.maxsize
+    maximum = max(0, maximum) if free >= 0 else 0
     host_bytes = host_store.available_host_bytes() if on_host else 0
     if options.kv_cache_tokens is None:
         if on_host:
@@ -71,8 +71,8 @@ def pool_groups(
         raise ValueError(
             f"K and V of {tokens} tokens{where} and the state of {policy} take "
             f"{memory.size(fixed_bytes + max(wanted, 2) * each)}: must fit in the "
-            f"{memory.size(max(0, there + fixed_bytes))} that gpu_memory_utilization={utilization} "
-            "leaves beside the model"
+            f"{memory.size(max(0, free + fixed_bytes))} that gpu_memory_utilization={utilization} "
+            "leaves besides the model"
         )
     return wanted
 

@@ -1,4 +1,4 @@
-"""Reads prompts, and chooses the first tokens of their answers."""
+"""Runs the prefill of prompts, and chooses their first tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -60,7 +60,7 @@ def start(spec: EngineSpec) -> Slots:
 
 
 def no_chunks(spec: EngineSpec, size: tuple[int, ...]) -> tuple[np.ndarray, PrefillRows]:
-    """Returns the tokens and the rows of a program that reads (prompts, tokens), of no prompt."""
+    """Returns placeholder inputs of a prefill program of size (prompts, tokens)."""
     rows, cache = size[0], spec.cache
     columns: dict[str, Any] = {
         "slots": np.full(rows, spec.sizes.num_slots, np.int32),
@@ -100,15 +100,15 @@ def prefill(
     spec: EngineSpec,
     slots: Slots,
     tokens: Int32[Array, "R T"],
-    asked: PrefillRows,
+    inputs: PrefillRows,
     *,
     last: bool,
     weights: Weights,
     read_only: ReadOnly,
 ) -> tuple[Slots, Rows, tuple[Leaving, ...]]:
-    """Reads a chunk of each of some prompts; also returns where their next chunks begin.
+    """Prefills one chunk of each of some prompts; also returns where their next chunks start.
 
-    The last result is the chunk's pages, by layer, if K and V lie in host memory.
+    The last result is the pages of the chunks, by layer, if K and V are in host memory.
     """
     note_trace()
     size = tokens.shape[1]
@@ -117,13 +117,13 @@ def prefill(
         spec.policy,
         weights,
         tokens,
-        valid=asked.valid,
-        carry=carry_of(spec, slots, asked, asked.start, size),
+        valid=inputs.valid,
+        carry=carry_of(spec, slots, inputs, inputs.start, size),
         read_only=read_only,
         last=last,
     )
-    leaving = spec.memory.leaving(carry.cache, asked.start, size)
-    return *_after(spec, slots, asked, carry), leaving
+    leaving = spec.memory.leaving(carry.cache, inputs.start, size)
+    return *_after(spec, slots, inputs, carry), leaving
 
 
 def _replay_keys(sizes: EngineSizes, policy: Policy, *_: Any) -> list[ProgramKey]:
@@ -137,52 +137,52 @@ def replay(
     spec: EngineSpec,
     slots: Slots,
     tokens: Int32[Array, "R T"],
-    asked: PrefillRows,
+    inputs: PrefillRows,
     *,
     read_only: ReadOnly,
 ) -> tuple[Slots, Rows, tuple[Leaving, ...]]:
-    """Shows the policy chunks whose K and V other requests have computed; as `prefill`."""
+    """Builds the policy's state from chunks with cached K and V; results are as for `prefill`."""
     note_trace()
-    carry = carry_of(spec, slots, asked, asked.start + asked.valid, tokens.shape[1])
+    carry = carry_of(spec, slots, inputs, inputs.start + inputs.valid, tokens.shape[1])
     carry = carry._replace(cache=spec.memory.with_newest(carry.cache, read_only))
-    carry = replay_chunk(spec.decoder, spec.policy, tokens, asked.valid, carry, read_only)
-    return *_after(spec, slots, asked, carry), ()
+    carry = replay_chunk(spec.decoder, spec.policy, tokens, inputs.valid, carry, read_only)
+    return *_after(spec, slots, inputs, carry), ()
 
 
 def carry_of(
-    spec: EngineSpec, slots: Slots, asked: PrefillRows, lengths: Rows, size: int
+    spec: EngineSpec, slots: Slots, inputs: PrefillRows, lengths: Rows, size: int
 ) -> PrefillCarry:
-    """Returns prompts that hold `lengths` tokens, at most `size` new, as a batch of their own.
+    """Returns prompts with `lengths` tokens, and room for `size` new ones, as a batch.
 
-    Those that begin have a state that has seen nothing, whatever was in their slots before.
+    Prompts that start here have an empty state, regardless of earlier contents of their slots.
     """
     policy, rows = spec.policy, spec.cache
-    cache, state = spec.memory.of_prompts(slots, asked, lengths, size)
-    no_pages = rows._replace(batch=asked.slots.size, pool_pages=rows.num_kv_heads)
+    cache, state = spec.memory.of_prompts(slots, inputs, lengths, size)
+    no_pages = rows._replace(batch=inputs.slots.size, pool_pages=rows.num_kv_heads)
     empty = row_arrays(policy, rows, policy.init(no_pages))
     empty = with_row_arrays(policy, rows, state, empty)
-    fresh = asked.fresh[:, None, None, None]
+    fresh = inputs.fresh[:, None, None, None]
     return PrefillCarry(
         cache,
-        keep_inactive(policy, rows, ~asked.fresh, state, empty),
-        jnp.where(asked.fresh[:, None], 0, slots.hidden.at[asked.slots].get(mode="clip")),
+        keep_inactive(policy, rows, ~inputs.fresh, state, empty),
+        jnp.where(inputs.fresh[:, None], 0, slots.hidden.at[inputs.slots].get(mode="clip")),
         tuple(
-            jnp.where(fresh, 0, each.at[asked.places].get(mode="clip")) for each in slots.windows
+            jnp.where(fresh, 0, each.at[inputs.places].get(mode="clip")) for each in slots.windows
         ),
     )
 
 
 def _after(
-    spec: EngineSpec, slots: Slots, asked: PrefillRows, carry: PrefillCarry
+    spec: EngineSpec, slots: Slots, inputs: PrefillRows, carry: PrefillCarry
 ) -> tuple[Slots, Rows]:
-    """Returns the slots after a chunk of these prompts, and the prompts' positions."""
-    end = asked.start + asked.valid
-    rows, prefill_state = spec.memory.after_prefill(slots, asked, end, carry)
+    """Returns the slots after a chunk of these prompts, and where their next chunks start."""
+    end = inputs.start + inputs.valid
+    rows, prefill_state = spec.memory.after_prefill(slots, inputs, end, carry)
     windows = (
-        each.at[asked.places].set(new)
+        each.at[inputs.places].set(new)
         for each, new in zip(slots.windows, carry.windows, strict=True)
     )
-    hidden = slots.hidden.at[asked.slots].set(carry.last_hidden)
+    hidden = slots.hidden.at[inputs.slots].set(carry.last_hidden)
     return Slots(rows, hidden, tuple(windows), prefill_state), end
 
 
@@ -217,7 +217,7 @@ def join(
     choice: SamplingMode,
     weights: Weights,
 ) -> tuple[Slots, Packed]:
-    """Chooses the first tokens of rows whose prompts have been read: they decode from now."""
+    """Chooses the first tokens of rows after their prefill; they decode from now on."""
     note_trace()
     hidden = slots.hidden.at[which].get(mode="clip")
     logits = to_logits(spec.decoder, weights, hidden)

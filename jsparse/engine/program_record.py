@@ -1,4 +1,4 @@
-"""Defines EngineProgram, all that an engine knows of one of its programs."""
+"""Defines EngineProgram, the description of one of an engine's programs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from jsparse.runtime.spread_programs import SHARDED
 
 
 class NewRequest(NamedTuple):
-    """Describes an answer whose prompt is read alone, to name the programs that it needs.
+    """A sequence whose prompt is prefilled alone, for finding the programs that it needs.
 
     Attributes:
-        start, end: the first token that is read, and the end of the prompt.
-        new_tokens: the most tokens of the answer.
-        rows: the rows that it decodes with, itself included.
-        choice: how its tokens are chosen.
+        start, end: the first token to prefill, and the end of the prompt.
+        new_tokens: the most tokens of its completion.
+        rows: the number of rows that decode with it, itself included.
+        choice: its sampling mode.
     """
 
     start: int
@@ -31,25 +31,25 @@ class NewRequest(NamedTuple):
 
 
 def no_keys(*_: Any) -> list[ProgramKey]:
-    """Returns the keys of a program that is compiled on first use alone."""
+    """Returns no keys, for a program that is compiled on first use."""
     return []
 
 
 @dataclass(frozen=True)
 class EngineProgram:
-    """Holds one of an engine's programs: what it computes, and when and how it is compiled.
+    """One of an engine's programs: its function, and when and how it is compiled.
 
     Attributes:
         body: the function, `body(spec, slots, *inputs, **static)`. It may also take the model's
             `weights`, and `read_only`, the arrays that programs only read.
-        placeholders: returns the inputs, on the host, with which a program of this size changes no
-            row; a service takes rows behind the last, which stand for a copy of it.
+        placeholders: returns inputs, on the host, with which a program of this size changes no row.
+            The rows of a service are then past the last row, and stand for copies of it.
         keys_of_engine: returns the keys of the programs that an engine of these sizes may run for
-            answers whose tokens are chosen in these ways.
-        keys_of_request: returns the keys of the programs that one answer needs.
+            sequences with these sampling modes.
+        keys_of_request: returns the keys of the programs that one sequence needs.
         static: the names of static arguments.
         donates: whether it takes the slots and returns them, as its first result.
-        out: OWN or SAME for each result, where the model is spread over several devices.
+        out: SHARDED or REPLICATED for each result, if the model is spread over several devices.
     """
 
     body: Callable[..., Any]
@@ -85,11 +85,11 @@ def engine_program(
     donates: bool = True,
     out: Any = SHARDED,
 ) -> Callable[[Callable[..., Any]], EngineProgram]:
-    """Makes an EngineProgram of a function with these static arguments."""
+    """Returns a decorator that makes an EngineProgram of a function with these static arguments."""
 
-    def made(body: Callable[..., Any]) -> EngineProgram:
+    def decorate(body: Callable[..., Any]) -> EngineProgram:
         return EngineProgram(
             body, placeholders, keys_of_engine, keys_of_request, static, donates, out
         )
 
-    return made
+    return decorate

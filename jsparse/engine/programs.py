@@ -1,9 +1,8 @@
 """Compiles the engine's few programs, and predicts which of them requests will run.
 
-A program is compiled for the shapes of its arguments and for nothing that a request brings: no
-request ever waits for a compilation but the first that samples, or that asks for likely tokens.
-Where they are not compiled ahead, the first request begins to compile all that it will run, several
-at a time.
+A program is compiled for the shapes of its arguments, which no request changes. Only the first
+request that samples, or that asks for likely tokens, may wait for a compilation. If programs are
+not compiled ahead, the first request starts to compile all that it will run, several at a time.
 """
 
 import logging
@@ -36,7 +35,7 @@ from jsparse.runtime.program_set import ProgramKey, ProgramSet
 from jsparse.runtime.spread_programs import placed
 
 logger = logging.getLogger("jsparse.engine")
-# in the order in which an answer needs them, and then those that move and serve rows
+# in the order in which a sequence needs them, then those that swap and service rows
 PROGRAMS = {
     each.name: each
     for each in (
@@ -49,7 +48,7 @@ PROGRAMS = {
 def engine_keys(
     sizes: EngineSizes, policy: Policy, choices: Sequence[SamplingMode]
 ) -> list[ProgramKey]:
-    """Returns the keys of all programs for answers with these sampling modes.
+    """Returns the keys of all programs for sequences with these sampling modes.
 
     Programs for shared prefixes are not among them. Decode programs, which take longest to compile,
     come before prefill programs.
@@ -59,17 +58,17 @@ def engine_keys(
 
 
 class Programs(ProgramSet):
-    """Holds the programs of one engine."""
+    """The programs of one engine."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Prepares programs; none is compiled."""
+        """Creates the set, without compiled programs."""
         self._made_for, self._sizes = spec, spec.sizes
         programs = {name: record.compiled_for(spec) for name, record in PROGRAMS.items()}
-        # pages in host memory are lent to each program, since they change between them
+        # pages in host memory change between programs, so they are passed to each one anew
         pages = shapes(spec.cache) if spec.sizes.tail_tokens else None
         self._read_only = ReadOnly(spec.deployment.constants(), host=pages)
         fixed = {"weights": spec.deployment.params.weights, "read_only": self._read_only}
-        # the ways of choosing tokens whose programs have been prepared
+        # the sampling modes whose programs have been prepared
         self._prepared: tuple[SamplingMode, ...] = ()
         super().__init__(programs, fixed, self._shapes_of)
 
@@ -79,14 +78,14 @@ class Programs(ProgramSet):
         self.lend("read_only", lent)
 
     def require_evictable(self) -> None:
-        """Raises ValueError if the policy evicts and leaves what rows that decode cannot take."""
+        """Raises ValueError if the policy evicts and its state does not fit decoding rows."""
         if self._sizes.evicted_pages:
             size = 1, self._sizes.prompt_pages[-1]
             shapes, fixed = self._shapes_of(evict.name, size), self._fixed[evict.name]
             jax.eval_shape(inlined(self._programs[evict.name]), *shapes, **fixed)
 
     def expect_request(self, request: NewRequest) -> None:
-        """Begins to compile the programs of an answer, unless all have been prepared."""
+        """Starts to compile the programs of a sequence, unless all have been prepared."""
         if not self._prepared:
             for record in PROGRAMS.values():
                 self.expect(map(self.usable, record.keys_of_request(self._sizes, request)))
@@ -94,12 +93,13 @@ class Programs(ProgramSet):
     def prepare(
         self, choices: Sequence[SamplingMode], *, all_rows: bool = False, wait: bool = True
     ) -> list[ProgramKey]:
-        """Compiles the programs that requests of these kinds need; returns those that are new.
+        """Compiles the programs that requests with these sampling modes need; returns the new ones.
 
-        Of decode programs these are those of the fewest rows and of all, unless `all_rows`; the
-        others, and those for rows that read shared prefixes together, are compiled when there is
-        use for them, while the engine does without. Unless it should `wait`, the same holds for all
-        but the programs that any request needs: the first of `choices`, in programs of all rows.
+        Unless `all_rows`, decode programs are compiled only for the fewest rows and for all rows.
+        The others, and those for shared prefixes, are compiled once they are useful, while the
+        engine runs without them. Unless `wait`, this waits only for the programs that any request
+        needs (the first of `choices`, and decode programs of all rows); the rest are compiled in
+        the background.
         """
         sizes = self._sizes
         if not all_rows:
@@ -130,8 +130,8 @@ class Programs(ProgramSet):
     def usable_rows(self, count: int) -> int:
         """Returns the size of the smallest compiled program for at least `count` rows.
 
-        If a smaller one would do, its compilation begins. If none is compiled, the caller waits for
-        that of all rows, or for the smallest if programs have not been prepared.
+        Starts to compile the smallest size that would do. If no size is compiled, the caller waits
+        for the program of all rows, or for the smallest one if no programs have been prepared.
         """
         fitting = [rows for rows in self._sizes.rows if rows >= count]
 
@@ -139,8 +139,8 @@ class Programs(ProgramSet):
             return decode_keys(self._prepared, rows, drafts=self._sizes.drafts_for(rows))
 
         self.expect(keys(fitting[0]))
-        there = (rows for rows in fitting if all(map(self.ready, keys(rows))))
-        if (rows := next(there, None)) is not None:
+        compiled = (rows for rows in fitting if all(map(self.ready, keys(rows))))
+        if (rows := next(compiled, None)) is not None:
             return rows
         self.expect(keys(fitting[-1]) + service_keys(self._sizes, self._made_for.policy))
         return fitting[-1]
@@ -148,9 +148,9 @@ class Programs(ProgramSet):
     def can_run(self, rows: int, wanted: SamplingMode, *, drafts: int | None = None) -> bool:
         """Returns whether an optional, faster program is compiled.
 
-        It is one for shared prefixes, or a verification round with room for `drafts` drafts.
-        Otherwise its compilation begins, unless its sampling mode has not been prepared. If no mode
-        has, the caller waits for a program for shared prefixes.
+        It is a program for shared prefixes, or a verification round with room for `drafts` drafts.
+        If it is not compiled, its compilation starts, unless its sampling mode has not been
+        prepared. If no mode has been prepared, the caller waits for a program for shared prefixes.
         """
         if self._prepared and wanted == "top" and wanted not in self._prepared:
             return False
@@ -162,9 +162,9 @@ class Programs(ProgramSet):
         return all(map(self.ready, keys))
 
     def usable(self, wanted: ProgramKey) -> ProgramKey:
-        """Returns the program to run, whose sampling mode may be more general than wanted.
+        """Returns the program to run; its sampling mode may be more general than requested.
 
-        Greedy rows gain little by a program of their own: they run in one that samples, if that is
+        Greedy rows gain little from their own program: they run in one that samples, if that is
         compiled.
         """
         static = dict(wanted.static)
@@ -180,7 +180,7 @@ class Programs(ProgramSet):
         return shapes if mesh is None else placed(shapes, mesh)
 
     def _shapes_of(self, name: str, size: tuple[int, ...]) -> tuple[Any, ...]:
-        """Returns the shapes of the arguments with which a program of this size is run."""
+        """Returns the shapes of the arguments of a program of this size."""
         return () if name == start.name else (self._slots, *self.placeholders(name, size))
 
     def placeholders(self, name: str, size: tuple[int, ...]) -> tuple[Any, ...]:

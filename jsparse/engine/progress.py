@@ -1,4 +1,4 @@
-"""Shows how many prompts have been answered, and how fast, while `LLM` answers them."""
+"""Shows the progress of `LLM`: the number of finished prompts, and tokens per second."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ from rich.progress import (
 )
 from rich.text import Text
 
-# takes the number of tokens of an answer that is finished
+# takes the number of tokens of a finished request
 OnOutput = Callable[[int], None]
 
 
 class _Speed(ProgressColumn):
-    """Shows the speed of answering, or the work before it."""
+    """The column of tokens per second, or of the work before decoding."""
 
     def __init__(self, doing: Callable[[], str]) -> None:
         super().__init__()
@@ -42,25 +42,25 @@ def progress(
     """Shows a bar while the body runs, and yields the function that moves it.
 
     Args:
-        wanted: whether there is one, if `console` is a terminal or a notebook; or a callable that
+        wanted: whether to show a bar, if `console` is a terminal or a notebook; or a callable that
             makes one, as `tqdm.tqdm` does.
         total: the number of prompts.
-        console: the console that shows it; None is standard error.
-        doing: returns the name of the work before answering, if that is going on; the bar polls it
-            and shows the name in place of the speed.
+        console: the console that shows it; None: standard error.
+        doing: returns the name of the work before decoding, or "" after it; the bar polls it and
+            shows the name in place of the speed.
 
     Raises:
         ValueError: `wanted` is neither a bool nor callable.
     """
     if callable(wanted):
-        made = wanted(total=total, desc="prompts", unit="prompt")
+        custom = wanted(total=total, desc="prompts", unit="prompt")
         try:
-            yield lambda tokens: made.update(1)
+            yield lambda tokens: custom.update(1)
         finally:
-            made.close()
+            custom.close()
         return
     if not isinstance(wanted, bool):
-        raise ValueError(f"use_tqdm={wanted!r}: must be true, false or what makes a bar")
+        raise ValueError(f"use_tqdm={wanted!r}: must be true, false or a callable that makes a bar")
     console = Console(stderr=True) if console is None else console
     columns = (
         *(TextColumn("prompts"), BarColumn(), MofNCompleteColumn()),
@@ -70,10 +70,10 @@ def progress(
     with Progress(*columns, console=console, disable=not shown, transient=True) as bar:
         task, began, new = bar.add_task("prompts", total=total, speed=""), time.monotonic(), 0
 
-        def answered(tokens: int) -> None:
+        def finished(tokens: int) -> None:
             nonlocal new
             new += tokens
             per_second = new / max(time.monotonic() - began, 1e-6)
             bar.update(task, advance=1, speed=f"{per_second:.0f} tokens/s")
 
-        yield answered
+        yield finished

@@ -10,7 +10,7 @@ from jsparse.engine.step_plan import Chunk, PrefillPlan, SequenceState
 
 
 class NextChunk(NamedTuple):
-    """Describes the next chunk of a prompt.
+    """The next chunk of a prompt.
 
     Attributes:
         valid, size: the number of its tokens, and the size that they are padded to.
@@ -27,7 +27,7 @@ class NextChunk(NamedTuple):
 
 
 class Prompts:
-    """Holds the sequences in prefill, and plans their next chunks.
+    """The sequences in prefill, and the planner of their chunks.
 
     Attributes:
         seqs: the sequences in prefill, in the order of admission.
@@ -42,8 +42,8 @@ class Prompts:
     def next_prefill(self) -> tuple[PrefillPlan, list[SequenceState]] | None:
         """Plans a chunk of the prompt with the fewest tokens left, less a credit for waiting.
 
-        The program also takes chunks of other prompts that fit into it. Returns the plan and its
-        sequences; None if no prompt is in prefill.
+        The program also gets chunks of other prompts that fit. Returns the plan and its sequences;
+        None if no prompt is in prefill.
         """
         candidates = self.candidates()
         if not candidates:
@@ -52,7 +52,7 @@ class Prompts:
             self._memory.take_over(seq)
         first = self.next_chunk(candidates[0])
         together = self._together(candidates, first)
-        chunks = [self._read(seq, first) for seq in together]
+        chunks = [self._plan_chunk(seq, first) for seq in together]
         num_rows = next(rows for rows in self._sizes.prefill_rows if rows >= len(chunks))
         return PrefillPlan(num_rows, first.size, first.last, first.replay, chunks), together
 
@@ -64,7 +64,7 @@ class Prompts:
             seq.place = -1
 
     def candidates(self) -> list[SequenceState]:
-        """Returns the sequences whose prompts may go on now, in their order."""
+        """Returns the sequences whose prefill may continue now, by rank."""
         order = sorted(self.seqs, key=lambda seq: (seq.rank, seq.number))
         others = [seq for seq in order if seq.place < 0]
         allowed = set(others[: len(self._places)])
@@ -78,7 +78,7 @@ class Prompts:
         chosen, keys = [], set()
         for seq in candidates[: max(self._sizes.prefill_rows)]:
             chunk = self.next_chunk(seq)
-            # prompts with equal blocks: one computes them, the others take them over
+            # of prompts with equal blocks, one computes them and the others adopt them
             if chunk[1:4] == first[1:4] and (chunk.key is None or chunk.key not in keys):
                 chosen.append(seq)
                 keys.add(chunk.key)
@@ -108,7 +108,7 @@ class Prompts:
         key = seq.keys[block] if completes else None
         return NextChunk(valid, size, start + valid == end, False, key)
 
-    def _read(self, seq: SequenceState, like: NextChunk) -> Chunk:
+    def _plan_chunk(self, seq: SequenceState, like: NextChunk) -> Chunk:
         """Plans the next chunk of a prompt, in a program for chunks `like` it."""
         if seq.place < 0:
             seq.place = heapq.heappop(self._places)

@@ -14,18 +14,18 @@ from jsparse.runtime.collecting import OutputBuilder
 
 @dataclass
 class Counters:
-    """Counts the work of an engine so far.
+    """Counts of an engine's work so far.
 
     Attributes:
-        prefill_tokens: prompt tokens that were computed.
-        decode_steps, row_steps: decode steps, or rounds of speculation, and the rows in them.
+        prefill_tokens: computed prompt tokens.
+        decode_steps, row_steps: decode steps or verification rounds, and the rows in them.
         new_tokens: tokens of sequences.
-        drafts: the rounds in which rows drafted, each counted for every row.
-        draft_tokens, accepted_tokens: tokens that were drafted, and those that were accepted.
+        drafts: verification rounds with drafts, counted once per row.
+        draft_tokens, accepted_tokens: drafted tokens, and accepted ones.
         accepted_at: accepted tokens, by their position in a round.
-        compressed_rows: how often the tokens of a row were compressed, as policies that evict do
-            after its prompt and while it decodes.
-        preemptions: how often a sequence left the device for host memory.
+        compressed_rows: compressions of a row's tokens; policies that evict compress a row after
+            its prompt and while it decodes.
+        preemptions: the number of times that a sequence was swapped out.
         plan_seconds, dispatch_seconds, results_seconds: the host's time.
     """
 
@@ -49,7 +49,7 @@ class Counters:
             self.prefill_tokens += sum(chunk.valid for chunk in plan.prefill.chunks)
         if plan.decode is not None:
             self.decode_steps += plan.decode.steps
-            # of a round, `steps` of a row are tokens
+            # in a verification round, a row's `steps` count tokens
             self.row_steps += sum(min(row.steps, plan.decode.steps) for row in plan.decode.rows)
         self.preemptions += len(plan.swapped_out)
         if policy.evicts:
@@ -62,7 +62,7 @@ class Counters:
                 self.compressed_rows += sum(row.age % period == 0 for row in rows or ())
 
     def count_drafts(self, drafted: int, tokens: int) -> None:
-        """Counts a row's round, in which some were drafted and that gave so many tokens."""
+        """Counts a row's verification round of `drafted` drafts, which yielded `tokens` tokens."""
         if drafted > 0:
             self.drafts += 1
             self.draft_tokens += drafted
@@ -70,17 +70,17 @@ class Counters:
             self.accepted_at.update(range(tokens - 1))
 
 
-def policy_of(policy: Policy, own: Mapping[str, float | bool]) -> str:
-    """Returns the policy that decodes a request which sets some of its hyper-parameters."""
-    if own.get("dense"):
+def policy_of(policy: Policy, settings: Mapping[str, float | bool]) -> str:
+    """Returns the name of the policy for a request that sets some of its hyper-parameters."""
+    if settings.get("dense"):
         return "dense"
-    changed = ", ".join(f"{name}={value}" for name, value in own.items() if name != "dense")
+    changed = ", ".join(f"{name}={value}" for name, value in settings.items() if name != "dense")
     return f"{policy.name} with {changed}" if changed else policy.name
 
 
 @dataclass(eq=False)
 class RequestState:
-    """Holds a request and its sequences."""
+    """A request with its sequences."""
 
     request_id: str
     prompt: str | None
@@ -92,20 +92,20 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        """Returns whether all sequences are complete."""
+        """Whether all sequences are complete."""
         return None not in (builder.finish for builder in self.builders)
 
     def output(self, *, new: bool = False) -> RequestOutput:
         """Returns the sequences so far, or only the part that is `new` since the last output."""
-        # tokens that another thread adds in the meantime are in all of it or in none
-        made = [builder.output(new=new) for builder in self.builders]
+        # built once: another thread may add tokens in the meantime
+        outputs = [builder.output(new=new) for builder in self.builders]
         return RequestOutput(
             self.request_id,
             self.prompt,
             self.ids,
-            made,
+            outputs,
             max(seq.cached_tokens for seq in self.seqs),
             self.metrics,
-            all(seq.finish_reason is not None for seq in made),
+            all(seq.finish_reason is not None for seq in outputs),
             self.policy,
         )

@@ -1,6 +1,6 @@
-"""Carries plans out on the device: dispatches programs, and does not wait for their results.
+"""Dispatches plans to the device, and does not wait for their results.
 
-Where sequences move between device and host memory it waits, so that few copies are on their way.
+It waits only for swaps, to limit the number of copies in flight.
 """
 
 import itertools
@@ -33,19 +33,19 @@ from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.request import Request, knob_rows
 from jsparse.runtime.sampling import row_sampling
 
-# copies of parts of a row that are on their way between device and host memory
+# the most copies of parts of rows that are in flight between device and host memory
 AT_A_TIME = 8
 
 
 class PendingResults(NamedTuple):
-    """Holds the results of one program, on their way to the host.
+    """The results of one program, in flight to the host.
 
     Attributes:
-        packed: as in `packing.Packed`; of a chunk that is not the last, any number.
+        packed: as in `packing.Packed`; for a chunk that is not its prompt's last, any numbers.
         rows: the sequences, with their rows in `packed` and their steps.
-        work: what the program has read, or the steps that it has run.
+        work: the plan of the program.
         dispatched: when it was dispatched, in seconds.
-        milliseconds: how long it is expected to take.
+        milliseconds: its expected time.
     """
 
     packed: Array
@@ -56,55 +56,55 @@ class PendingResults(NamedTuple):
 
     @property
     def ready(self) -> bool:
-        """Whether the results are there."""
+        """Whether the results are ready."""
         return self.packed.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def steps(self) -> int:
-        """The number of steps that the program has run; reading counts as one."""
+        """The number of steps of the program; a prefill program counts as one."""
         return self.work.steps if isinstance(self.work, DecodePlan) else 1
 
 
 def choice_of(request: Request) -> SamplingMode:
-    """Returns the cheapest way of choosing tokens that a request allows."""
+    """Returns the cheapest sampling mode that a request allows."""
     if request.sampling.logprobs:
         return "top"
     return "greedy" if request.sampling.greedy else "sampled"
 
 
 class Runner:
-    """Holds the device's arrays, and carries out plans in their order."""
+    """The device's arrays; plans are run on them in order."""
 
     def __init__(
         self, spec: EngineSpec, programs: Programs, request_of: Callable[[int], Request]
     ) -> None:
-        """Allocates the slots; `request_of` returns the request of a sequence's number."""
+        """Allocates the slots; `request_of` returns the request of a sequence, by its number."""
         self._spec, self._programs, self._request_of = spec, programs, request_of
         self._neutral = {
             rows: jax.device_put(row_sampling([neutral()] * rows, spec.decoder.config.vocab_size))
             for rows in spec.sizes.prefill_rows
         }
         self._slots: Slots = programs.run(start.key())
-        # K and V, where they lie in host memory
+        # K and V, if they are in host memory
         self._host: HostLayers = ()
         if spec.sizes.tail_tokens:
             self._host = host_pages.empty_pages(spec.cache)
             programs.lend_pages(self._host)
-        # the pages of sequences that are swapped out, in host memory
+        # the pages of swapped sequences, in host memory
         self._swapped: dict[int, list[SwappedPages]] = {}
         self._copying: deque[SwappedPages] = deque()
 
     def warm_up(self, programs: Iterable[ProgramKey]) -> None:
         """Warms programs up with placeholder inputs: on a GPU, first runs take longer.
 
-        Services are left out, since they take a row that is due, whatever it is.
+        Services are left out, since they treat every row in their inputs as due.
         """
         for key in programs:
             if key.name in (start.name, service.name, swap_out.name, swap_in.name):
                 continue
             arguments = self._slots, *self._programs.placeholders(key.name, key.size)
             out = self._programs.run(key, *arguments)
-            if key.name == leave.name:  # it took the last row
+            if key.name == leave.name:  # it read the last row
                 self._store(tuple((jnp.full_like(ids, -1), pages) for ids, pages in out))
                 continue
             if key.name == prefill.name:
@@ -125,20 +125,17 @@ class Runner:
             self._swap_out(move)
         if plan.decode is not None:
             pending.append(self._decode(plan.decode))
-            if not self._spec.sizes.drafts:  # a round has them within
+            if not self._spec.sizes.drafts:  # a verification round includes its services
                 self._service(plan.decode.rows)
                 self._store_tails(plan.decode.rows)
-        # whoever is moved keeps what is needed
+        # swapped sequences keep their pages in `_swapped`
         self._copying.clear()
         for results in pending:
             results.packed.copy_to_host_async()
         return pending
 
     def results(self, pending: PendingResults) -> list[tuple[int, NewTokens, int]]:
-        """Returns each sequence that a program decoded for, once its results are there.
-
-        It is followed by its tokens, and by how many were planned.
-        """
+        """Waits for a program's results; returns its sequences, with tokens and planned steps."""
         packed = np.asarray(pending.packed)
         layers, layer_stats = self._spec.cache.num_layers, self._spec.layer_stats
         return [
@@ -158,12 +155,12 @@ class Runner:
         settle(self._slots, self._host)
 
     def expect(self, plan: PrefillPlan, live: int) -> None:
-        """Has all programs compiled that the first sequence will run, beside `live` - 1 others."""
+        """Starts to compile all programs that the first sequence will run in a batch of `live`."""
         chunk = plan.chunks[0]
         request = self._request_of(chunk.seq)
         rows = min(live, self._spec.sizes.num_slots)
-        asked = request.sampling.max_tokens, rows, choice_of(request)
-        self._programs.expect_request(NewRequest(chunk.start, len(request.ids), *asked))
+        rest = request.sampling.max_tokens, rows, choice_of(request)
+        self._programs.expect_request(NewRequest(chunk.start, len(request.ids), *rest))
 
     def _prefill(self, plan: PrefillPlan) -> PendingResults:
         spec, chunks, size = (
@@ -172,15 +169,15 @@ class Runner:
             (plan.num_rows, plan.size),
         )
         of_chunks = [self._request_of(chunk.seq) for chunk in chunks]
-        tokens, asked = prefill.placeholders(spec, size)
+        tokens, inputs = prefill.placeholders(spec, size)
         for row, (chunk, request) in enumerate(zip(chunks, of_chunks, strict=True)):
             tokens[row, : chunk.valid] = request.ids[chunk.start : chunk.start + chunk.valid]
-            asked.groups[row, : len(chunk.groups)] = chunk.groups
+            inputs.groups[row, : len(chunk.groups)] = chunk.groups
             of_row = (chunk.slot, chunk.place, chunk.fresh, chunk.start, chunk.valid)
-            for column, value in zip(asked[:-1], of_row, strict=True):
+            for column, value in zip(inputs[:-1], of_row, strict=True):
                 column[row] = value
         key = replay.key(*size) if plan.replay else prefill.key(*size, last=plan.last)
-        self._slots, done, leaving = self._programs.run(key, self._slots, tokens, asked)
+        self._slots, done, leaving = self._programs.run(key, self._slots, tokens, inputs)
         self._store(leaving)
         if not plan.last:
             return PendingResults(done, [], plan)
@@ -197,7 +194,7 @@ class Runner:
         if dict(key.static)["choice"] != "greedy":
             sampling = row_sampling([*of_chunks, *neutral_rows], spec.decoder.config.vocab_size)
         knobs = knob_rows([*of_chunks, *neutral_rows], spec.knobs)
-        self._slots, packed = self._programs.run(key, self._slots, asked.slots, sampling, knobs)
+        self._slots, packed = self._programs.run(key, self._slots, inputs.slots, sampling, knobs)
         firsts = [(chunk.seq, row, 1) for row, chunk in enumerate(chunks)]
         return PendingResults(packed, firsts, plan)
 
@@ -208,7 +205,7 @@ class Runner:
             self._programs.lend_pages(self._host)
 
     def _store_tails(self, rows: list[RowPlan]) -> None:
-        """Writes the newest tokens of the rows that are due into host memory."""
+        """Writes the newest tokens of rows that are due into host memory."""
         every = self._spec.sizes.tail_tokens
         for row in rows:
             if every and row.age % every == 0:
@@ -216,7 +213,7 @@ class Runner:
                 self._store(self._programs.run(leave.key(1), self._slots, which))
 
     def _swap_out(self, move: Move) -> None:
-        """Copies the pages of a row to host memory."""
+        """Copies a row's pages to host memory."""
         parts: list[SwappedPages] = []
         for moved in self._moved(move):
             part = self._programs.run(swap_out.key(1), self._slots, moved)
@@ -225,21 +222,21 @@ class Runner:
         self._swapped[move.seq] = parts
 
     def _swap_in(self, move: Move) -> None:
-        """Copies the pages of a row back, into other groups."""
+        """Copies a row's pages back to the device, into new groups."""
         place = device_sharding()
         copies = (jax.device_put(part, place) for part in self._swapped.pop(move.seq))
         coming = next(copies)
         for moved in self._moved(move):
-            # a copy waits for what the device was given before it: the next one goes first
+            # a copy waits for programs dispatched before it, so the next one is started first
             part, coming = coming, next(copies, coming)
             self._slots = self._programs.run(swap_in.key(1), self._slots, moved, part)
             self._copying.append(part)
 
     def _moved(self, move: Move) -> Iterator[MovedGroups]:
-        """Returns the groups of a row, as many at a time as a program takes."""
+        """Yields the groups of a row, `moved_groups` at a time."""
         size = self._spec.sizes.moved_groups
         for nth, groups in enumerate(itertools.batched(move.groups, size)):
-            if len(self._copying) >= AT_A_TIME:  # the device has a copy of each
+            if len(self._copying) >= AT_A_TIME:  # each takes device memory
                 jax.block_until_ready(self._copying.popleft())
             (moved,) = no_groups(self._spec)
             moved.slots[0], moved.first[0] = move.slot, move.first + nth * size
@@ -247,51 +244,51 @@ class Runner:
             yield moved
 
     def _evict(self, chunk: Chunk) -> None:
-        """Lets the policy compress a prompt that ends with this chunk."""
+        """Compresses a prompt that ends with this chunk."""
         prompt = chunk.start + chunk.valid
         key = evict_key(self._spec.sizes, prompt)
-        asked, _ = self._programs.placeholders(key.name, key.size)
-        asked.slots[0], asked.places[0], asked.lengths[0] = chunk.slot, chunk.place, prompt
-        asked.groups[0, : len(chunk.groups)] = chunk.groups
-        asked.kept[0, : len(chunk.kept)] = chunk.kept
+        inputs, _ = self._programs.placeholders(key.name, key.size)
+        inputs.slots[0], inputs.places[0], inputs.lengths[0] = chunk.slot, chunk.place, prompt
+        inputs.groups[0, : len(chunk.groups)] = chunk.groups
+        inputs.kept[0, : len(chunk.kept)] = chunk.kept
         knobs = knob_rows([self._request_of(chunk.seq)], self._spec.knobs)
-        self._slots = self._programs.run(key, self._slots, asked, knobs)
+        self._slots = self._programs.run(key, self._slots, inputs, knobs)
 
     def _decode(self, plan: DecodePlan) -> PendingResults:
         num_rows, rows, sizes = plan.num_rows, plan.rows, self._spec.sizes
         size = num_rows, *(sizes.prefixes(num_rows) if plan.prefixes else ())
-        (asked,) = decode.placeholders(self._spec, size)
-        # a program of all rows has them in their order; in others the unused ones are the last
+        (inputs,) = decode.placeholders(self._spec, size)
+        # a program of all rows has them in slot order; in others, unused rows come last
         in_order = num_rows == sizes.num_slots
         at = {row.slot: row.slot if in_order else nth for nth, row in enumerate(rows)}
         for row in rows:
             nth = at[row.slot]
-            asked.slots[nth], asked.counts[nth] = row.slot, row.steps
+            inputs.slots[nth], inputs.counts[nth] = row.slot, row.steps
             if row.groups:
-                asked.first[nth], asked.groups[nth, : len(row.groups)] = row.first, row.groups
+                inputs.first[nth], inputs.groups[nth, : len(row.groups)] = row.first, row.groups
         for nth, prefix in enumerate(plan.prefixes):
             members = [at[slot] for slot in prefix.slots]
-            asked.prefixes.rows[nth, : len(members)] = members
-            asked.prefixes.tokens[nth] = prefix.tokens
+            inputs.prefixes.rows[nth, : len(members)] = members
+            inputs.prefixes.tokens[nth] = prefix.tokens
         choice = self.sampling_mode(row.seq for row in rows)
         key = self._programs.usable(decode_key(choice, *size, drafts=plan.drafts))
-        self._slots, packed = self._programs.run(key, self._slots, asked)
+        self._slots, packed = self._programs.run(key, self._slots, inputs)
         results = [(row.seq, at[row.slot], row.steps) for row in rows]
         return PendingResults(packed, results, plan)
 
     def sampling_mode(self, seqs: Iterable[int]) -> SamplingMode:
-        """Returns the cheapest way of choosing tokens that all of these sequences allow."""
+        """Returns the cheapest sampling mode that all of these sequences allow."""
         wanted = {choice_of(self._request_of(seq)) for seq in seqs}
         modes: list[SamplingMode] = [mode for mode in CHOICES if mode in wanted]
         return modes[-1]
 
     def _service(self, rows: list[RowPlan]) -> None:
-        """Corrects and maintains the rows that are due, some at a time."""
+        """Corrects and maintains the rows that are due, `service_rows` at a time."""
         size = self._spec.sizes.service_rows
         for name, every in self._spec.policy.services.every.items():
             due = [row.slot for row in rows if row.age % every == 0]
             for part in itertools.batched(due, size):
-                # served twice by one program, a row stays as it is, if its tokens do not move
+                # repeating a row changes nothing unless the service moves its tokens
                 filler = self._spec.sizes.num_slots if self._spec.policy.evicts else part[0]
                 which = np.array([*part, *[filler] * (size - len(part))], np.int32)
                 key = service.key(size, service=name)

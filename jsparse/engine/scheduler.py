@@ -1,7 +1,7 @@
 """Plans the next prefill and decode programs, and allocates their memory.
 
-It uses neither jax nor a clock, so that many simulated events can test it. A plan is plain numbers:
-the same plans give the same bits again.
+It uses neither jax nor a clock, so that tests can simulate many events. A plan consists of plain
+numbers: the same plans give the same bits again.
 """
 
 import heapq
@@ -29,13 +29,13 @@ from jsparse.engine.step_plan import (
 )
 from jsparse.runtime.pauses import until_due
 
-# The most steps of a program while others wait: a sequence that finishes early keeps its slot until
-# its program and the next one have finished.
+# The most steps of a program while requests wait: a sequence that finishes early keeps its slot
+# until its program and the next one have finished.
 BUSY_STEPS = 8
 
 
 class Scheduler:
-    """Holds all unfinished sequences by phase, and plans their programs."""
+    """The queues of unfinished sequences, by phase, and the planner of their programs."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class Scheduler:
         Args:
             sizes: the static sizes.
             rules: the policy's traits.
-            latency: estimates of the times of programs.
+            latency: estimates of program times.
             rows_for: returns the size of the smallest compiled program for at least n rows; None:
                 all programs count as compiled.
-            can_run: returns whether an optional program of `rows` rows, for the sequences of these
-                numbers, is compiled: one for shared prefixes, or a verification round with room for
+            can_run: returns whether an optional program of `rows` rows for these sequence numbers
+                is compiled: a program for shared prefixes, or a verification round with room for
                 `drafts` drafts.
         """
         self.sizes, self.rules, self._latency = sizes, rules, latency
@@ -84,7 +84,7 @@ class Scheduler:
 
     @property
     def begun(self) -> list[SequenceState]:
-        """The sequences that have begun and have a slot."""
+        """The sequences with a slot."""
         return [*self.prefilling, *self.decoding, *self.swapped]
 
     def add(self, seq: SequenceState) -> None:
@@ -110,13 +110,13 @@ class Scheduler:
     def stop(self, seq: SequenceState, made: Sequence[int] = ()) -> None:
         """Stops a sequence in any phase; the next plan removes it.
 
-        Its tokens `made`, if given, may be shared as its prompt is.
+        If given, its tokens `made` can be shared like its prompt.
         """
         seq.stopped = self._some_stopped = True
         seq.generated = made
 
     def plan(self) -> StepPlan:
-        """Returns the next programs; the state is then that after they have run."""
+        """Returns the next programs, and advances the state as if they had run."""
         self._moves = swapped_in, swapped_out, forgotten = [], [], []
         self._release_finished()
         self._swap_in()
@@ -124,7 +124,7 @@ class Scheduler:
         return StepPlan(self._prefill(), self._decode(), swapped_in, swapped_out, forgotten)
 
     def _release_finished(self) -> None:
-        """Frees the memory of sequences that have stopped or have all their tokens planned."""
+        """Frees the memory of sequences that have stopped or whose tokens are all planned."""
         if self._some_stopped:
             self._some_stopped = False
             for _, _, seq in self.waiting:
@@ -164,7 +164,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Gives free slots and memory to waiting sequences, the shortest first.
 
-        None begins while another is swapped out.
+        No sequence is admitted while another is swapped out.
         """
         while self.waiting and self._slots and not self.swapped:
             seq = self.waiting[0][2]
@@ -175,9 +175,9 @@ class Scheduler:
             self.prefilling.append(seq)
 
     def _swap_in(self) -> None:
-        """Swaps sequences in while memory has room, in the order in which they joined.
+        """Swaps sequences in while memory has room, in the order of joining.
 
-        Those that decode keep room to grow.
+        Decoding sequences keep room to grow.
         """
         for seq in sorted(self.swapped, key=lambda seq: seq.joined):
             first = self.memory.num_groups(seq)
@@ -190,11 +190,12 @@ class Scheduler:
             insort(self.decoding, seq, key=lambda seq: seq.joined)
 
     def _preempt_for(self, seq: SequenceState, planned: list[SequenceState]) -> bool:
-        """Swaps out the last to have joined, so that a sequence can grow; returns whether it did.
+        """Swaps out the sequence that joined last so that `seq` can grow; returns whether it did.
 
-        Sequences in `planned` stay, and so do those that joined before this one. If this one is
-        the last, it is swapped out itself, unless it is alone: prompts in prefill will join. None
-        is swapped out while one has all its tokens planned: the next plan has its memory.
+        Sequences in `planned` stay, as do those that joined before `seq`. If `seq` itself joined
+        last, it is swapped out, unless it decodes alone: prompts in prefill will join. Nothing is
+        swapped out while another sequence has all its tokens planned, since the next plan frees its
+        memory.
         """
         others = [seq for seq in self.decoding if seq not in planned]
         if not self.sizes.drafts and any(o.planned == o.max_tokens for o in others):
@@ -212,7 +213,7 @@ class Scheduler:
         return True
 
     def _prefill(self) -> PrefillPlan | None:
-        """Plans a prefill program; sequences whose prompts end decode from then on."""
+        """Plans a prefill program, and moves sequences whose prompts end in it to decoding."""
         planned = self.prompts.next_prefill()
         if planned is None:
             return None

@@ -1,4 +1,4 @@
-"""Makes the spec of an engine, and the rules of its scheduler."""
+"""Creates the spec of an engine, and the rules of its scheduler."""
 
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,13 +16,13 @@ from jsparse.policy import AnyPolicy, Policy, is_dense
 from jsparse.runtime.admission import Deployment, admit
 from jsparse.runtime.draft_length import most_drafts
 
-# Steps per program on a GPU, if they are short.
+# The default steps per program on a GPU, if they are short.
 STEPS_GPU = 32
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Describes the engine that programs are made for.
+    """The engine that programs are compiled for.
 
     Attributes:
         deployment: the model, the policy that decodes, and the sizes of the rows and of the pool of
@@ -38,9 +38,9 @@ class EngineSpec:
     layer_stats: bool
 
     def made_from(self) -> tuple[Any, ...]:
-        """Returns everything that programs depend on beside their arguments."""
-        own = self.policy, self.cache, self.sizes, self.knobs, self.layer_stats
-        return self.decoder, *own
+        """Returns everything that programs depend on besides their arguments."""
+        others = self.policy, self.cache, self.sizes, self.knobs, self.layer_stats
+        return self.decoder, *others
 
     @property
     def policy(self) -> Policy:
@@ -59,12 +59,12 @@ class EngineSpec:
 
     @cached_property
     def memory(self) -> DeviceRows:
-        """Where K, V and the policy's state of rows lie."""
+        """The memory of K, V and the policy's state: on the device, or partly in host memory."""
         return memory_kind(self.policy)(self.policy, self.cache, self.decoding)
 
     @property
     def decoding(self) -> CacheSpec:
-        """The sizes of rows that decode: if the policy evicts, not those of rows that are read."""
+        """The sizes of decoding rows; if the policy evicts, they differ from those in prefill."""
         pages = self.sizes.evicted_pages or self.cache.num_pages
         return self.cache._replace(num_pages=pages)
 
@@ -103,7 +103,7 @@ def engine_spec(params: Params, policy: AnyPolicy, options: EngineOptions) -> En
         options = options.only("the model is spread over several devices", swap_space=0)
     if admitted.drafts:
         options = options.only("exact is true", cascade_attention=False)
-    options = options.only("K and V lie in host memory", **memory.EXCLUDES)
+    options = options.only("K and V are in host memory", **memory.EXCLUDES)
     sizes = sizing.sizes_of(admitted.policy, params.config, rows, options, steps=admitted.max_steps)
     if admitted.drafts:
         most = partial(most_drafts, on_gpu=sizing.on_gpu())
@@ -119,24 +119,24 @@ def engine_spec(params: Params, policy: AnyPolicy, options: EngineOptions) -> En
 
 
 def rules(spec: EngineSpec, *, share: bool) -> Rules:
-    """Returns the rules by which requests are planned; if `share`, they share prefixes."""
+    """Returns the rules of the scheduler; if `share`, requests share prefixes."""
     policy, sizes = spec.policy, spec.sizes
     return Rules(
         root=policy.name if share and policy.shares is not None else None,
         window=policy.window,
         replays=policy.shares == "keys",
         periods=tuple(policy.services.every.values()),
-        # a decode program adds up in another order than one that reads
+        # decode programs sum in a different order than prefill programs
         shares_generated=share
         and is_dense(policy, spec.cache)
         and not sizes.batch_invariant
-        and not sizes.tail_tokens,  # not all have left the tail
+        and not sizes.tail_tokens,  # the newest tokens are still in the tail
         slots=sizing.bound(policy),
     )
 
 
 def require_exact(policy: Policy, spec: CacheSpec, sizes: EngineSizes, exact: bool | None) -> None:
-    """Raises ValueError unless an engine can give an answer that asks for `exact`."""
+    """Raises ValueError if an engine cannot serve a request with this `exact`."""
     started = bool(sizes.drafts)
     if exact not in (None, started) and not is_dense(policy, spec):
         raise ValueError(

@@ -1,7 +1,7 @@
 """Finds rows whose prompts share a prefix, so that a decode step reads its pages once for all.
 
-Prefixes are whole blocks of `jsparse.engine.blocks`: equal prompts have the same ones, so that rows
-form a tree by them.
+Prefixes consist of whole blocks (`jsparse.engine.blocks`). Equal prompts have the same blocks, so
+that rows form a tree.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from itertools import batched, groupby
 
 from jsparse.engine.step_plan import SequenceState, SharedPrefix
 
-# The reads that are saved must be at least this part of the tokens that the rows hold, and so many
+# Sharing must save at least this share of the tokens that rows hold, and at least this number of
 # tokens: a step with shared prefixes takes two launches per layer instead of one.
 MIN_SHARE, MIN_TOKENS = 1 / 4, 16_384
 
@@ -17,12 +17,12 @@ MIN_SHARE, MIN_TOKENS = 1 / 4, 16_384
 def shared_prefixes(
     seqs: Sequence[SequenceState], count: int, max_rows: int, block_tokens: int
 ) -> list[SharedPrefix]:
-    """Returns up to `count` prefixes of up to `max_rows` rows each, those that save most reads.
+    """Returns the prefixes that save the most reads: up to `count`, of up to `max_rows` rows each.
 
     Returns [] if they would save too little.
     """
     sharing = [seq for seq in seqs if seq.blocks and seq.blocks[0].references > 1]
-    # rows that begin alike come together
+    # rows with a common prefix become neighbours
     sharing.sort(key=lambda seq: [block.groups[0] for block in seq.blocks])
     found = [
         SharedPrefix(_common(part) * block_tokens, [seq.slot for seq in part])
@@ -34,10 +34,10 @@ def shared_prefixes(
 
 
 def _cut(seqs: Sequence[SequenceState], max_rows: int) -> list[Sequence[SequenceState]]:
-    """Splits rows in the order of their blocks into groups with a prefix; some are in none.
+    """Splits rows, sorted by their blocks, into sets with a common prefix; some are in none.
 
-    Rows with a longer prefix in common stay a group if that saves more than a larger group with a
-    shorter prefix.
+    Rows with a longer common prefix stay a set if that saves more than a larger set with a shorter
+    prefix.
     """
     if len(seqs) < 2:
         return []
@@ -57,7 +57,7 @@ def _cut(seqs: Sequence[SequenceState], max_rows: int) -> list[Sequence[Sequence
 
 
 def _common(seqs: Sequence[SequenceState]) -> int:
-    """Returns the number of first blocks that rows in the order of their blocks have in common."""
+    """Returns the number of leading blocks that rows, sorted by their blocks, have in common."""
     pairs = zip(seqs[0].blocks, seqs[-1].blocks, strict=False)
     return next(
         (nth for nth, (a, b) in enumerate(pairs) if a is not b),
@@ -66,5 +66,5 @@ def _common(seqs: Sequence[SequenceState]) -> int:
 
 
 def _saved(group: SharedPrefix) -> int:
-    """Returns the number of tokens that a group's rows need not read, each for itself."""
+    """Returns the number of tokens that a set of rows no longer reads once per row."""
     return (len(group.slots) - 1) * group.tokens

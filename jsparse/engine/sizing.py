@@ -1,4 +1,4 @@
-"""Chooses an engine's sizes by its options, its policy and the device's memory."""
+"""Chooses an engine's sizes from its options, its policy and the device's memory."""
 
 import itertools
 import operator
@@ -21,12 +21,12 @@ from jsparse.runtime import capacity, chunk_attention
 from jsparse.runtime.host_store import LIMIT_VARIABLE, available_host_bytes
 from jsparse.runtime.room import max_length
 
-# With an 8B model on an H100, chunks of 512 tokens at a prompt's beginning keep the device as busy
-# as longer ones. Further on, attention gains by longer ones, the longest of which take too long
-# where rows decode beside them. Of a model whose matrices take less than BUSY operations for 512
-# tokens, chunks are longer: a program keeps the host busy for several milliseconds.
-# Without flash attention scores are stored, and chunks are smaller; on a CPU all have the smallest
-# size, since compiling a program takes longer than reading a short prompt.
+# With an 8B model on an H100, chunks of 512 tokens at the start of a prompt keep the device as busy
+# as longer chunks do. Further on, attention gains from longer chunks, but the longest ones stall
+# decoding too much. If a model's matrices take fewer than BUSY operations for 512 tokens, chunks
+# are longer, since each program keeps the host busy for several milliseconds. Without flash
+# attention, scores are stored, and chunks are smaller. On a CPU all chunks have the smallest size,
+# since compiling a program takes longer than the prefill of a short prompt.
 LADDER = ((0, 512), (4096, 2048))
 UNHURRIED_LADDER = (*LADDER, (8192, 8192))
 SMALL_LADDER = ((0, 2048), (8192, 8192))
@@ -35,18 +35,18 @@ TAILS = (64, 256, 512, 1024)
 BUSY = 2e12
 BLOCK_TOKENS = 512
 # A step computes all rows of its program, whether or not they hold requests. Programs of few rows
-# and of all are enough: on a GPU the smaller is hardly faster for fewer rows than this; on a CPU a
-# step of one row takes a quarter of the time that eight take.
+# and of all rows suffice: on a GPU, fewer rows than this are hardly faster; on a CPU, a step of one
+# row takes a quarter of the time of eight.
 FEW_ROWS_GPU, FEW_ROWS_CPU = 8, 1
 ROWS_CPU = 8
-# Tokens of an answer for which it gets memory at a time.
+# Tokens for which a sequence is allocated memory at a time.
 GROWTH_TOKENS = 256
 # The pages per head of the smallest program that compresses prompts; each larger one has four times
 # as many.
 PROMPT_PAGES = 128
-# Groups that leave the device, or come back, at a time: 134 MB of an 8B model.
+# Groups that are swapped at a time: 134 MB of an 8B model.
 MOVED_GROUPS = 64
-# A GPU has room for several short chunks at a time.
+# The most short chunks that a GPU prefills at a time.
 PACKED_GPU = 8
 
 
@@ -58,16 +58,16 @@ def on_gpu() -> bool:
 def cache_spec(
     params: Params, options: EngineOptions, most_rows: int = DeviceRows.MOST_ROWS
 ) -> CacheSpec:
-    """Returns the sizes of an engine's rows, of which a GPU has `most_rows` by default.
+    """Returns the sizes of an engine's rows; a GPU has `most_rows` of them by default.
 
     Raises:
         ValueError: an argument is out of its range.
     """
     gpu, longest = on_gpu(), params.config.max_position_embeddings
-    asked = options.max_model_len
-    if asked is not None and asked > longest:
-        raise ValueError(f"max_model_len={asked}: must be at most {longest}, the model's maximum")
-    tokens = asked or (longest if gpu else min(longest, 2048))
+    limit = options.max_model_len
+    if limit is not None and limit > longest:
+        raise ValueError(f"max_model_len={limit}: must be at most {longest}, the model's maximum")
+    tokens = limit or (longest if gpu else min(longest, 2048))
     rows = options.max_num_seqs or (most_rows if gpu else ROWS_CPU)
     return capacity.cache_spec(params, [[]] * rows, [0] * rows, tokens, options.page_size)
 
@@ -135,10 +135,10 @@ def sizes_of(
 
 
 def evicted_pages(policy: Policy, rows: CacheSpec, max_model_len: int) -> int:
-    """Returns the most pages per head of rows that decode, where a policy evicts; 0 if none do."""
+    """Returns the most pages per head of decoding rows if the policy evicts, otherwise 0."""
     if policy.eviction is None:
         return 0
-    if policy.eviction.after_prompt is None:  # which would cut the state
+    if policy.eviction.after_prompt is None:  # nothing shrinks the state
         return rows.num_pages
     prompts, slots = range(1, max_model_len), bound(policy)
     most = max((slots(prompt, max_model_len - prompt) for prompt in prompts), default=1)
@@ -146,39 +146,39 @@ def evicted_pages(policy: Policy, rows: CacheSpec, max_model_len: int) -> int:
 
 
 def bound(policy: Policy) -> Callable[[int, int], int]:
-    """Returns the most slots of a head, behind a prompt of so many tokens and so many new ones."""
+    """Returns a function (prompt, new) that returns the most slots per head."""
     if policy.eviction is None or policy.eviction.after_prompt is None:
         return operator.add
     slots = max_length(policy)
     return lambda prompt, new: min(slots(prompt, new), prompt + new)
 
 
-def prefix_rows(asked: bool | None, policy: Policy, spec: CacheSpec) -> int:
-    """Returns the most rows that read together what they have in common; 0 is that none do."""
-    if asked is None:
+def prefix_rows(cascade: bool | None, policy: Policy, spec: CacheSpec) -> int:
+    """Returns the most rows that read a shared prefix together; 0: none do."""
+    if cascade is None:
         heads, layers = spec.model_kv_heads, range(spec.num_layers)
         dense = sum(len(policy.dense_heads(layer, heads)) == heads for layer in layers)
-        asked = on_gpu() and 2 * dense >= spec.num_layers
+        cascade = on_gpu() and 2 * dense >= spec.num_layers
     rows = MAX_QUERIES * spec.num_kv_heads // spec.num_heads
-    return min(rows, spec.batch) if asked and rows > 1 else 0
+    return min(rows, spec.batch) if cascade and rows > 1 else 0
 
 
 def _host_groups(swap_space: float, rows: DeviceRows) -> int:
-    """Returns the groups whose pages fit into so many GiB of host memory."""
-    nbytes, there = swap_space * 2**30, available_host_bytes()
-    if nbytes > there:
-        limit = f", as {LIMIT_VARIABLE} allows," if on_gpu() else ""
+    """Returns the number of groups that fit in `swap_space` GiB of host memory."""
+    nbytes, free = swap_space * 2**30, available_host_bytes()
+    if nbytes > free:
+        limit = f" and that {LIMIT_VARIABLE} allows" if on_gpu() else ""
         raise ValueError(
-            f"swap_space={swap_space}: must be at most {there / 2**30:.1f}, the GiB of host memory "
-            f"that are free{limit} now"
+            f"swap_space={swap_space}: must be at most {free / 2**30:.1f}, the GiB of host memory "
+            f"that are free now{limit}"
         )
     return int(nbytes / group_bytes(rows)[0]) if nbytes else 0
 
 
 def _prompt_pages(policy: Policy, spec: CacheSpec) -> tuple[int, ...]:
-    """Returns the pages per head for which there are programs that compress prompts.
+    """Returns the pages per head for which programs compress prompts.
 
-    Where the policy has a number per slot, they are all of those that rows may have.
+    If the policy's state depends on the number of pages, that is only the most that rows can have.
     """
 
     def state(pages: int) -> list[tuple[int, ...]]:
@@ -193,49 +193,49 @@ def _prompt_pages(policy: Policy, spec: CacheSpec) -> tuple[int, ...]:
 
 
 def _decode_rows(
-    asked: Sequence[int] | None, slots: int, *, on_gpu: bool, some: bool
+    given: Sequence[int] | None, slots: int, *, on_gpu: bool, some: bool
 ) -> tuple[int, ...]:
-    """Returns the numbers of rows of decode programs; all rows alone unless there are `some`."""
-    if asked is None and not some:
+    """Returns the numbers of rows of decode programs; only that of all rows unless `some`."""
+    if given is None and not some:
         return (slots,)
-    if asked is None:
+    if given is None:
         few = FEW_ROWS_GPU if on_gpu else FEW_ROWS_CPU
         doubled = itertools.takewhile(lambda n: n < slots, (few << i for i in itertools.count()))
         return (*(doubled if on_gpu else [few] * (few < slots)), slots)
-    rows = _rising("decode_rows", asked)
+    rows = _ascending("decode_rows", given)
     if rows[-1] != slots:
-        raise ValueError(f"decode_rows={asked!r}: must rise up to max_num_seqs={slots}")
+        raise ValueError(f"decode_rows={given!r}: must ascend to max_num_seqs={slots}")
     return rows
 
 
-def _prefill_rows(asked: Sequence[int] | None, slots: int, *, packs: bool) -> tuple[int, ...]:
-    """Returns the numbers of prompts of programs that read them, by default some if it `packs`."""
-    if asked is None:
+def _prefill_rows(given: Sequence[int] | None, slots: int, *, packs: bool) -> tuple[int, ...]:
+    """Returns the numbers of prompts in prefill programs; by default only 1 unless it `packs`."""
+    if given is None:
         return tuple(sorted({1, min(PACKED_GPU, slots) if packs else 1}))
-    rows = _rising("prefill_rows", asked)
+    rows = _ascending("prefill_rows", given)
     maximum = min(MAX_PREFILLS, slots)
     if rows[0] != 1 or rows[-1] > maximum:
-        raise ValueError(f"prefill_rows={asked!r}: must rise from 1 to at most {maximum}")
+        raise ValueError(f"prefill_rows={given!r}: must ascend from 1 to at most {maximum}")
     return rows
 
 
-def _rising(name: str, asked: Sequence[int]) -> tuple[int, ...]:
-    rows = tuple(asked) if isinstance(asked, Sequence) else ()
+def _ascending(name: str, given: Sequence[int]) -> tuple[int, ...]:
+    rows = tuple(given) if isinstance(given, Sequence) else ()
     for number in rows:
         whole_number(name, number, 1)
     if not rows or list(rows) != sorted(set(rows)):
-        raise ValueError(f"{name}={asked!r}: must be numbers that rise")
+        raise ValueError(f"{name}={given!r}: must be numbers in ascending order")
     return rows
 
 
 def _require_ladder(ladder: tuple[tuple[int, int], ...], block: int, page_size: int) -> None:
     positions = [at for at, _ in ladder]
     if not ladder or positions[0] != 0 or positions != sorted(set(positions)):
-        raise ValueError(f"ladder={ladder}: positions must begin at 0 and rise")
+        raise ValueError(f"ladder={ladder}: positions must start at 0 and ascend")
     for at, size in ladder:
-        below = next((own for first, own in reversed(ladder) if first < at), size)
+        below = next((smaller for first, smaller in reversed(ladder) if first < at), size)
         if size < 1 or size % block or size % page_size or at % size or at % below:
             raise ValueError(
                 f"ladder={ladder}: sizes must be multiples of {block} and of "
-                f"page_size={page_size}, and positions multiples of the sizes beside them"
+                f"page_size={page_size}, and each position of its size and the one before"
             )

@@ -1,4 +1,4 @@
-"""Defines the arrays of an engine's slots, in which rows are read and decode."""
+"""Defines the arrays of an engine's slots, where rows are prefilled and decode."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,16 +15,16 @@ from jsparse.runtime.shared_pages import SharedPages
 
 
 class Slots(NamedTuple):
-    """Holds all rows of an engine, whether or not they hold requests.
+    """All rows of an engine, with or without requests.
 
     Attributes:
-        rows: the rows. Those whose prompts are being read have pages and a policy state, and take
-            part in no decode step.
-        hidden: the hidden state of each row's newest token, while its prompt is being read.
-        windows: the newest queries of prompts that are being read, per layer, by their places; as
-            in PrefillCarry.
-        prefill_state: if the policy evicts, its state of the prompts in prefill, by place;
-            otherwise it is in `rows`.
+        rows: the rows. Rows in prefill have pages and a policy state, and take part in no decode
+            step.
+        hidden: the hidden state of each row's newest token, during prefill.
+        windows: the newest queries of prompts in prefill, per layer, by their places; as in
+            PrefillCarry.
+        prefill_state: the policy's state of prompts in prefill, by place, if it evicts; otherwise
+            that is in `rows`.
     """
 
     rows: Batch[SharedPages]
@@ -34,15 +34,15 @@ class Slots(NamedTuple):
 
 
 class PrefillRows(NamedTuple):
-    """Names the prompts of which a program reads a chunk each.
+    """The prompts of a prefill program, which computes a chunk of each.
 
-    A program may be made for more prompts than there are: those beyond have no valid tokens, and a
-    slot and a place behind the last.
+    A program may be compiled for more prompts than it gets: the others have no valid tokens, and a
+    slot and a place past the end.
 
     Attributes:
         slots, places: their slots, and the places of their windows.
-        fresh: whether a prompt begins here, with an empty policy state.
-        start, valid: the position of the first of its tokens, and their number.
+        fresh: whether a prompt starts here, with an empty policy state.
+        start, valid: the position of the chunk's first token, and the number of its tokens.
         groups: the groups of its row.
     """
 
@@ -55,7 +55,7 @@ class PrefillRows(NamedTuple):
 
 
 def neutral() -> Request:
-    """Returns the request of an empty slot, which takes the likeliest token."""
+    """Returns the request of an empty slot, which decodes greedily."""
     return Request(np.zeros(0, np.int32), SamplingParams(**OFF), frozenset(), 0)
 
 

@@ -7,22 +7,22 @@ from typing import Protocol
 from jsparse.engine.sizes import EngineSizes
 from jsparse.engine.step_plan import SequenceState
 
-# The most milliseconds of a program of several steps where the stall has no limit: the next one is
+# The most milliseconds of a program of several steps if the stall is unlimited: the next program is
 # dispatched before its results arrive.
 PROGRAM_MS = 100
-# The part of the budget that prefill is planned for: a program may take longer than its estimate,
-# and the host reads results with some delay.
+# The share of the budget that prefill may use: a program may take longer than estimated, and the
+# host receives results with some delay.
 MARGIN = 0.85
 
 
 class Estimates(Protocol):
-    """Estimates the milliseconds that programs take; None: unknown."""
+    """Estimates of program times, in milliseconds; None: unknown."""
 
     def prefill(self, rows: int, size: int, start: int) -> float | None:
         """Returns the time to prefill `rows` chunks of `size` tokens from position `start` on."""
 
     def step(self, rows: int) -> float | None:
-        """Returns the time of a decode step, or a round, in a program of `rows` rows."""
+        """Returns the time of a decode step or verification round in a program of `rows` rows."""
 
     @property
     def idles(self) -> bool:
@@ -35,7 +35,7 @@ class Estimates(Protocol):
 
 
 class StallBudget:
-    """Counts the milliseconds for which prefill has stalled decoding, and limits them."""
+    """A limit on the milliseconds for which prefill stalls decoding."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class StallBudget:
         rows_for: Callable[..., int],
         decoding: Sequence[SequenceState],
     ) -> None:
-        """Creates an empty stall for the sequences in `decoding`, in programs of `rows_for`."""
+        """Creates an unused budget; the sequences in `decoding` run in programs of `rows_for`."""
         self._maximum, self._latency = sizes.max_stall_ms, latency
         self._rows_for, self._decoding = rows_for, decoding
         # milliseconds of prefill since the last decode program

@@ -1,4 +1,4 @@
-"""Defines StepPlan, the device's next programs, and SequenceState, the scheduler's view of one."""
+"""Defines StepPlan, the device's next programs, and SequenceState, the scheduler's sequences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ import numpy as np
 
 from jsparse.engine.blocks import CacheBlock
 
-# A prompt that has waited a second counts as this many tokens shorter, about the prefill of an 8B
-# model in a second, so that the shortest goes first and none waits forever.
+# Each second of waiting makes a prompt count as this many tokens shorter, about what an 8B model
+# prefills in that time. So the shortest prompt goes first, and none waits forever.
 TOKENS_PER_SECOND = 20_000
 
 Phase = Enum("Phase", ["WAITING", "PREFILL", "DECODING", "SWAPPED", "ENDED"])
@@ -18,30 +18,30 @@ Phase = Enum("Phase", ["WAITING", "PREFILL", "DECODING", "SWAPPED", "ENDED"])
 
 @dataclass(eq=False)
 class SequenceState:
-    """Holds one sequence, a prompt and one completion of it, as the scheduler sees it.
+    """One sequence, a prompt and one completion of it, as the scheduler sees it.
 
     Attributes:
-        number: its name in plans.
+        number: its number in plans.
         ids: the prompt, int32 [T].
         max_tokens: the most tokens of the completion.
         arrival: the arrival time, in seconds.
         keys: the keys of the prompt's blocks.
         phase, slot: its phase and slot.
         place: the place of its newest queries during prefill, else -1.
-        fresh: whether the policy's state begins anew with the next chunk.
+        fresh: whether the next chunk starts with an empty policy state.
         prefilled: the number of prompt tokens that the state has seen, as planned.
         kv_tokens: the number of prompt tokens with K and V; greater than `prefilled` while tokens
             from the prefix cache are replayed.
         cached_tokens: the number of tokens from the prefix cache.
-        planned: the number of planned tokens; of a pending verification round, the most that it can
-            yield.
-        stopped: whether no more tokens are wanted.
-        cache_salt: the secret that sequences must have in common to share blocks.
+        planned: the number of planned tokens; for a pending verification round, the most that it
+            can yield.
+        stopped: whether no more tokens are needed.
+        cache_salt: a secret; sequences share blocks only if theirs are equal.
         generated: its tokens, if it has stopped and others may share them.
         blocks: its blocks, the prefix of the prompt.
         private_groups: the groups after them.
         kept_groups: the groups for the compressed prompt, if the policy evicts.
-        joined: its place in the order in which sequences began to decode.
+        joined: its position in the order in which sequences started to decode.
         swapped: the number of its groups in host memory.
     """
 
@@ -76,23 +76,23 @@ class SequenceState:
     def rank(self) -> float:
         """The rank in the order of prefill, the smallest first.
 
-        All waiting sequences age alike, so that the current time does not matter.
+        All waiting sequences age alike, so the current time does not matter.
         """
         return len(self.ids) - self.prefilled + self.arrival * TOKENS_PER_SECOND
 
 
 class Chunk(NamedTuple):
-    """Plans one chunk of a prompt.
+    """One chunk of a prompt.
 
     Attributes:
         seq: the number of the sequence.
         slot: the slot that it will decode in.
         place: the place of the prompt's newest queries.
-        fresh: whether the prompt begins here, with an empty policy state.
-        start, valid: the tokens: `valid` of them, from `start` on.
+        fresh: whether the prompt starts here, with an empty policy state.
+        start, valid: the position of the first token, and the number of tokens.
         groups: the sequence's groups.
-        kept: the groups of the compressed prompt, if it ends here and the policy evicts; from then
-            on the sequence has no others.
+        kept: the groups of the compressed prompt, if it ends here and the policy evicts; afterwards
+            the sequence has only these.
     """
 
     seq: int
@@ -106,7 +106,7 @@ class Chunk(NamedTuple):
 
 
 class PrefillPlan(NamedTuple):
-    """Plans a prefill program: a chunk each of some prompts.
+    """A prefill program: one chunk of each of some prompts.
 
     Attributes:
         num_rows: the number of prompts that the program is compiled for.
@@ -124,13 +124,13 @@ class PrefillPlan(NamedTuple):
 
 
 class RowPlan(NamedTuple):
-    """Plans steps of the program for a row.
+    """The steps of one row in a decode program.
 
     Attributes:
         seq, slot: the number of the sequence, and its slot.
-        steps: the number of its steps; of a verification round, the most tokens that it may yield.
+        steps: the number of its steps; in a verification round, the most tokens that it may yield.
         age: the number of steps that it will have decoded afterwards.
-        groups: the groups that are allocated for them.
+        groups: the groups allocated for these steps.
         first: the number of groups that it had before.
     """
 
@@ -143,7 +143,7 @@ class RowPlan(NamedTuple):
 
 
 class SharedPrefix(NamedTuple):
-    """Names rows whose first tokens have the same pages.
+    """Rows that share the pages of their first tokens.
 
     Attributes:
         tokens: the number of shared tokens.
@@ -155,14 +155,14 @@ class SharedPrefix(NamedTuple):
 
 
 class DecodePlan(NamedTuple):
-    """Plans a program of `steps` decode steps, or a verification round, which counts as one.
+    """A program of `steps` decode steps, or a verification round, which counts as one.
 
     Attributes:
         num_rows: the number of rows that the program is compiled for.
         steps: the number of steps.
         rows: the rows that take part.
-        prefixes: the prefixes that rows read together; none: each row reads its own.
-        drafts: of a verification round, the most drafts of its program; None: decode steps.
+        prefixes: the prefixes that rows read together; (): each row reads its own.
+        drafts: the most drafts of a verification round; None: decode steps.
     """
 
     num_rows: int
@@ -173,12 +173,12 @@ class DecodePlan(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Plans to swap the pages of a sequence out, or in.
+    """The transfer of a sequence's pages to host memory or back.
 
     Attributes:
         seq, slot: the number of the sequence, and its slot, which it keeps.
         groups: the groups that move, in the order of its tokens.
-        first: the number of groups before them, which stay on the device, since others share them.
+        first: the number of groups before them, which stay on the device because others share them.
     """
 
     seq: int
@@ -188,13 +188,13 @@ class Move(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """Plans the device's next programs.
+    """The device's next programs.
 
     Attributes:
         prefill: the prefill program; None: none.
-        decode: the decode program, the last; None: none.
+        decode: the decode program, which runs last; None: none.
         swapped_in: the sequences to swap in, before everything else.
-        swapped_out: those to swap out, between prefill and decoding.
+        swapped_out: the sequences to swap out, between prefill and decoding.
         forgotten: the numbers of sequences that ended while they were swapped out.
     """
 
@@ -206,5 +206,5 @@ class StepPlan(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether the plan has no work."""
         return not any(self)

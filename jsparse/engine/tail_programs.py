@@ -1,4 +1,4 @@
-"""Keeps the tails of rows that decode in step with host memory, where K and V lie there."""
+"""Copies the tails of rows to and from host memory, if K and V are stored there."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def _refill_key(sizes: EngineSizes, *_: Any) -> list[ProgramKey]:
 def refill(
     spec: EngineSpec, slots: Slots, which: Int32[Array, "n"], *, read_only: ReadOnly
 ) -> Slots:
-    """Fills the tails of rows whose prompts have been read, from host memory."""
+    """Fills the tails of rows from host memory, after their prefill."""
     note_trace()
     rows = slots.rows
     part = rows.cache.take(which)
@@ -45,6 +45,6 @@ def _request_keys(sizes: EngineSizes, request: NewRequest) -> list[ProgramKey]:
     placeholders=past_end, keys_of_engine=_leave_key, keys_of_request=_request_keys, donates=False
 )
 def leave(spec: EngineSpec, slots: Slots, which: Int32[Array, "n"]) -> tuple[Leaving, ...]:
-    """Returns the newest pages of rows that decode, by layer, for host memory."""
+    """Returns the newest pages of decoding rows, by layer, for host memory."""
     note_trace()
     return spec.memory.tails_leaving(slots.rows.cache, which)

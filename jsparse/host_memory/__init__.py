@@ -1,6 +1,6 @@
-"""Holds a layer's K and V in host memory, as kernels see them there.
+"""Keeps a layer's K and V in host memory, where kernels can read them.
 
-`pool` stands for a layer's K or V in the cache; `tails` has the part of it on the device, and
-`pages` the part in host memory. `jsparse.runtime` moves K and V there (`host_store`) and attends to
-them (`host_attention`).
+`pool` represents a layer's K or V in the cache; `tails` handles the part on the device, and `pages`
+the part in host memory. `jsparse.runtime` copies K and V (`host_store`) and attends to them
+(`host_attention`).
 """

@@ -1,4 +1,4 @@
-"""Makes, writes and copies the pages of K and V in host memory."""
+"""Allocates, writes and copies the pages of K and V in host memory."""
 
 import functools
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from jsparse.pallas_kernels.row_scatter import row_scatter
 from jsparse.shapes import Rows
 
 HostLayers = tuple[HostPages, ...]
-# pages of a layer that leave the device: where they lie in host memory, and their K and V
+# pages of a layer that leave the device: their ids in host memory, and their K and V
 Leaving = tuple[Int32[Array, "B K n"], tuple[Array, Array]]
 
 
@@ -33,20 +33,20 @@ def host_sharding() -> SingleDeviceSharding:
     if "pinned_host" not in kinds:
         raise ValueError(
             f"device {device.device_kind}: must address pinned_host memory for K and V on the "
-            f"host, and addresses {kinds}"
+            f"host, but addresses {kinds}"
         )
     return SingleDeviceSharding(device, memory_kind="pinned_host")
 
 
 def device_sharding() -> SingleDeviceSharding:
-    """Returns the sharding of what comes back from host memory."""
+    """Returns the sharding of arrays that come back from host memory."""
     device = jax.local_devices()[0]
     return SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
 
 
 @functools.cache
 def _programs() -> tuple[Any, Any]:
-    """Returns the jitted functions that make pages in host memory and write into them."""
+    """Returns the jitted functions that allocate pages in host memory and write into them."""
     place = host_sharding()
 
     def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -59,11 +59,11 @@ def _programs() -> tuple[Any, Any]:
 
 
 def empty_pages(spec: CacheSpec) -> HostLayers:
-    """Returns all layers' pages in host memory, zeros."""
+    """Returns all layers' pages in host memory, filled with zeros."""
     make, shape = _programs()[0], (spec.pages, spec.page_size, spec.head_dim)
 
     def pages() -> Array:
-        # zeros are made on the device: one array after the other
+        # the zeros are created on the device, so only one array at a time
         return make(shape, jnp.dtype(spec.dtype)).block_until_ready()
 
     try:
@@ -73,8 +73,8 @@ def empty_pages(spec: CacheSpec) -> HostLayers:
             raise
         raise ValueError(
             f"K and V of {spec.pages // spec.num_kv_heads * spec.page_size} tokens take "
-            f"{memory.size(spec.nbytes)} of pinned host memory: must fit in what the device's "
-            "allocator gives, in pieces of one layer"
+            f"{memory.size(spec.nbytes)} of pinned host memory, allocated by layer: must fit in "
+            "the memory that the device's allocator has left"
         ) from error
 
 

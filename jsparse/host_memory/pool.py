@@ -1,13 +1,13 @@
-"""Defines HostPool: a layer's K or V in host memory, the newest tokens on the device.
+"""Defines HostPool: a layer's K or V in host memory, with the newest tokens on the device.
 
-A page is read from the tail, a ring of R pages per head on the device, where it is one of the
-newest R that the head holds, and from host memory otherwise. The head's length alone
-decides which. A page must be stored in host memory (`pages.stored`) before the ring overwrites it,
-and nothing else is ever written there.
+The tail is a ring of R pages per head on the device, with the newest R pages of the head. A page is
+read from the ring if it is one of these, and from host memory otherwise; only the head's length
+decides. A page must be stored in host memory (`pages.stored`) before the ring overwrites it, and
+nothing else is ever written there.
 
 Pages in host memory are not part of the cache: programs borrow them (`jsparse.cache.with_host`), so
-that no donated buffer is ever one of them. The heads that attend to everything in every step can
-have all their pages on the device, too.
+that they are never in a donated buffer. Heads that attend to everything in every step can have all
+their pages on the device as well.
 """
 
 import functools
@@ -31,20 +31,18 @@ from jsparse.shapes import BlockTable, Lengths
 )
 @dataclass(frozen=True)
 class HostPool(PagePool):
-    """Holds K or V of one layer.
+    """K or V of one layer.
 
     Attributes:
         ring: [B·K·R, P, H] on the device; page m of a head is page m mod R of its ring.
-        host: [pages, P, H] in host memory, or None between programs: then only the ring is
-            read.
-        resident: [B·n·M, P, H] on the device, all pages of the n KV heads `heads`; None if there
-            are none.
+        host: [pages, P, H] in host memory; None between programs: then only the ring is read.
+        resident: [B·n·M, P, H] on the device, all pages of the n KV heads `heads`; None: no heads.
         pages: the number of pages that the rows can have.
-        heads: the KV heads that are resident, ascending.
-        table: the page in host memory of each logical page; None is that of the layer's table.
+        heads: the resident KV heads, ascending.
+        table: the page in host memory of each logical page; None: the layer's table.
     """
 
-    # jax makes such trees of shapes, too, which are no arrays
+    # jax also builds such trees of shapes, which are not arrays
     __no_type_check__: ClassVar[bool] = True
 
     ring: Array
@@ -56,21 +54,21 @@ class HostPool(PagePool):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Returns [pages, P, H], the shape that an array in one memory would have."""
+        """[pages, P, H], the shape of an array with the same pages in one memory."""
         _, page_size, head_dim = self.ring.shape
         return self.pages, page_size, head_dim
 
     @property
     def dtype(self) -> Any:
-        """Returns the type of the values."""
+        """The type of the values."""
         return self.ring.dtype
 
     def ring_pages(self, layer: LayerCache) -> int:
-        """Returns R."""
+        """Returns R, the pages of each head's ring."""
         return self.ring.shape[0] // layer.lengths.size
 
     def host_pages(self, layer: LayerCache, logical: Int32[Array, "B K n"]) -> Array:
-        """Returns the pages in host memory of logical pages."""
+        """Returns the ids in host memory of logical pages."""
         if self.table is None:
             return physical_pages(layer, logical)
         return jnp.take_along_axis(self.table, logical, axis=2, mode="clip")
@@ -81,7 +79,7 @@ class HostPool(PagePool):
         return logical > newest[..., None] - self.ring_pages(layer)
 
     def ring_at(self, layer: LayerCache, logical: Int32[Array, "B K n"]) -> Int32[Array, "B K n"]:
-        """Returns the places that pages have in the ring when they lie in it."""
+        """Returns the indices in `ring` of pages that are in the ring."""
         first = _pairs(layer) * self.ring_pages(layer)
         return first + logical % self.ring_pages(layer)
 
@@ -108,7 +106,7 @@ class HostPool(PagePool):
         offset: Int32[Array, "B K n"] | None,
         count: Lengths | None = None,
     ) -> Array | None:
-        """Returns the first `count` slots from host memory, or pages if offset is None.
+        """Returns the first `count` slots from host memory, or pages if `offset` is None.
 
         The others, and those in the ring, are zeros.
         """
@@ -128,7 +126,7 @@ class HostPool(PagePool):
         offset: Int32[Array, "B K n"] | None,
         fetched: Array | None,
     ) -> Array:
-        """Returns the result of `fetched`, with the slots or pages that lie in the ring."""
+        """Returns the result of `fetched`, completed by the slots or pages in the ring."""
         at = self.ring_at(layer, page)
         ring = self.ring[at] if offset is None else self.ring[at, offset]
         if fetched is None:
@@ -160,19 +158,19 @@ class HostPool(PagePool):
         return replace(self, ring=ring, resident=put(self.resident, at, jnp.array(heads)))
 
     def resident_first(self, layer: LayerCache) -> Int32[Array, "B K 1"]:
-        """Returns each head's first page in `resident`; negative for heads that are not there."""
+        """Returns each head's first page in `resident`; negative: the head is not resident."""
         batch, heads = layer.lengths.shape
         nth = [self.heads.index(h) if h in self.heads else -1 for h in range(heads)]
-        own = jnp.array(nth, jnp.int32)[None, :, None]
+        index = jnp.array(nth, jnp.int32)[None, :, None]
         row = jnp.arange(batch, dtype=jnp.int32)[:, None, None] * len(self.heads)
-        return jnp.where(own < 0, -1, (row + own) * layer.num_pages)
+        return jnp.where(index < 0, -1, (row + index) * layer.num_pages)
 
     def with_host(self, host: Array | None) -> "HostPool":
         """Returns the pool with these pages in host memory."""
         return replace(self, host=host)
 
     def take(self, rows: Int32[Array, "n"], batch: int) -> "HostPool":
-        """Returns what the device has of some of `batch` rows, as a pool of their own."""
+        """Returns the device arrays of some of `batch` rows, as a pool of their own."""
 
         def of_rows(pages: Array) -> Array:
             by_row = pages.reshape(batch, -1, *pages.shape[1:])
@@ -181,7 +179,7 @@ class HostPool(PagePool):
         return self._map(of_rows)
 
     def put(self, part: PagePool, rows: Int32[Array, "n"], batch: int) -> "HostPool":
-        """Returns the pool with what `take` took in the places of these rows."""
+        """Returns the pool with `part`, from `take`, written back to these rows."""
 
         def placed(pages: Array, new: Array) -> Array:
             by_row = pages.reshape(batch, -1, *pages.shape[1:])

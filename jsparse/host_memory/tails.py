@@ -1,4 +1,4 @@
-"""Makes, refills and reads the tails of layers in host memory, and brings whole layers back."""
+"""Creates, refills and reads the tails of layers in host memory, and copies whole layers back."""
 
 from dataclasses import replace
 
@@ -18,20 +18,20 @@ def in_tail(
     heads: tuple[int, ...] = (),
     table: BlockTable | None = None,
 ) -> LayerCache:
-    """Returns an empty layer whose K and V lie in host memory, with rings of that many pages.
+    """Returns an empty layer with K and V in host memory, and rings of `ring_pages` pages.
 
-    Resident heads' pages are those of the layer, which has the identity table. In host memory, its
-    pages lie where `table` says, or in their order if it is None.
+    Resident heads have the pages of the layer, which has the identity table. `table` has the ids of
+    its pages in host memory; None: the identity.
     """
     batch, kv_heads = layer.lengths.shape
 
     def pool(pages: Array) -> HostPool:
         shape = (batch, kv_heads, layer.num_pages, *pages.shape[1:])
-        own = pages.reshape(shape)[:, list(heads)] if heads else None
+        resident = pages.reshape(shape)[:, list(heads)] if heads else None
         return HostPool(
             ring=jnp.zeros((batch * kv_heads * ring_pages, *pages.shape[1:]), pages.dtype),
             host=None,
-            resident=None if own is None else own.reshape(-1, *pages.shape[1:]),
+            resident=None if resident is None else resident.reshape(-1, *pages.shape[1:]),
             pages=pages.shape[0],
             heads=heads,
             table=table,
@@ -42,9 +42,9 @@ def in_tail(
 
 
 def refilled(layer: LayerCache, *, resident: bool = False) -> LayerCache:
-    """Returns a layer with the newest pages of every head in its ring, as host memory has them.
+    """Returns a layer whose rings have the newest pages of every head, from host memory.
 
-    With `resident`, resident heads get all their pages, too.
+    With `resident`, resident heads also get all their pages.
     """
     k, v = pools(layer)
     size = k.ring_pages(layer)
@@ -62,11 +62,11 @@ def refilled(layer: LayerCache, *, resident: bool = False) -> LayerCache:
     if resident and k.resident is not None:
         count = (layer.lengths + layer.page_size - 1) // layer.page_size
         every = jnp.broadcast_to(jnp.arange(layer.num_pages), (*count.shape, layer.num_pages))
-        own, heads = k.host_pages(layer, every), list(k.heads)
+        all_ids, heads = k.host_pages(layer, every), list(k.heads)
 
         def filled(pool: HostPool) -> HostPool:
             assert pool.host is not None
-            rows = row_gather(pool.host, own[:, heads], count[:, heads])
+            rows = row_gather(pool.host, all_ids[:, heads], count[:, heads])
             return replace(pool, resident=rows.reshape(-1, *pool.shape[1:]))
 
         k, v = filled(k), filled(v)
@@ -80,11 +80,11 @@ def whole(
     positions: Tokens,
     valid: Rows,
 ) -> tuple[LayerCache, Array]:
-    """Returns a layer with all of K and V on the device, or as it is if it lies there, and q.
+    """Returns a layer with all of K and V on the device, and q; a layer on the device is unchanged.
 
-    The tokens before the first `valid[b]` new ones come from host memory, once the
-    queries q are there, so that no two layers are on the device for long. (XLA drops the order of
-    the two unless the q that is returned is used.)
+    The tokens before the first `valid[b]` new ones are copied from host memory once the queries q
+    are ready, so that two layers are on the device only briefly. (XLA drops this order unless the
+    returned q is used.)
     """
     if layer.page_pools is None:
         return layer, q
@@ -106,9 +106,9 @@ def whole(
 def newest_pages(
     layer: LayerCache, first: Lengths, max_new: int
 ) -> tuple[Int32[Array, "B K n"], tuple[Array, Array]]:
-    """Returns the pages of the tokens from `first` on, at most `max_new`, and their K and V.
+    """Returns the ids and contents of the pages of at most `max_new` tokens from `first` on.
 
-    Ids are physical; -1 is none.
+    Ids are physical; -1: no page.
     """
     k, v = pools(layer)
     count = min(-(-max_new // layer.page_size) + 1, k.ring_pages(layer))

@@ -1,5 +1,5 @@
-"""Knows the machine: free memory, the folders of jsparse's own files, which extras are there.
+"""Queries the machine: free memory, folders of jsparse's own files, installed extras.
 
-Everything may use it; it uses nothing else of jsparse. `memory` and `processes` alone import jax,
-when asked.
+Any module may use it; it imports nothing else of jsparse. Only `jax_settings`, `memory` and
+`processes` import jax.
 """

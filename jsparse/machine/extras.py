@@ -1,8 +1,8 @@
-"""Says how to install optional packages; this module imports nothing."""
+"""Describes how to install optional packages; this module imports nothing."""
 
 
 def install(extra: str) -> str:
-    """Returns the end of an error about a missing package of an extra.
+    """Returns the end of an error message about a missing package of an extra.
 
     jsparse is on no package index yet, so an extra is installed from a clone.
     """

@@ -1,16 +1,17 @@
-"""Names the folder for files of jsparse's own; this module imports nothing else of jsparse."""
+"""Defines the folder for jsparse's own files; this module imports nothing else of jsparse."""
 
 import os
 from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Returns the folder for files that can be made or measured again.
+    """Returns the folder for files that can be created or measured again.
 
-    It is $JSPARSE_CACHE_DIR, else jsparse in the user's cache folder ($XDG_CACHE_HOME or ~/.cache).
+    It is $JSPARSE_CACHE_DIR, or else jsparse in the user's cache folder ($XDG_CACHE_HOME or
+    ~/.cache).
     """
-    if own := os.environ.get("JSPARSE_CACHE_DIR"):
-        return Path(own)
+    if folder := os.environ.get("JSPARSE_CACHE_DIR"):
+        return Path(folder)
     if caches := os.environ.get("XDG_CACHE_HOME"):
         return Path(caches) / "jsparse"
     try:
@@ -22,7 +23,7 @@ def cache_folder() -> Path:
 
 
 def distrust(folder: Path) -> str | None:
-    """Returns the reason why code in a folder must not be run, as others may write it, or None."""
+    """Returns why code in a folder must not be run, since other users may write it, or None."""
     if os.name != "posix":
         return None
     try:

@@ -1,4 +1,4 @@
-"""Runs jsparse under the jax settings that it is written for, whatever its caller has set."""
+"""Runs jsparse under the jax settings that it expects, regardless of its caller's settings."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ import jax
 def own_settings() -> Iterator[None]:
     """Sets jax's types, promotions and transfer guard to their defaults, in this thread.
 
-    Used as a decorator of public functions, and where other threads trace and compile.
+    It decorates public functions, and functions that trace and compile in other threads.
     """
     with (
         jax.enable_x64(False),

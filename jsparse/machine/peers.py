@@ -1,7 +1,7 @@
-"""Connects a process with another, and ends it when the other is lost.
+"""Connects a process to another one, and ends it if the other is lost.
 
-Both ends read all the time, and send a beat every few seconds: if one ends or hangs, the other ends
-within seconds, whatever it waits for.
+Both processes read continuously, and send a heartbeat every few seconds. If one ends or hangs, the
+other ends within seconds, even if its other threads are blocked.
 """
 
 import json
@@ -17,27 +17,27 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-# seconds until a host that is gone is noticed
+# seconds until a lost host is noticed
 NOTICED = 8
-# seconds between two beats of a process, and without any until it counts as hung
+# seconds between two heartbeats, and without any until a process counts as hung
 BEAT, SILENT = 2.0, 16.0
 _ENDED = "{} has ended; this process cannot continue without it"
 _HUNG = "{} has sent nothing for {:g} seconds; this process cannot continue without it"
 _HEAD = struct.Struct("!II")
-# run before this process ends for the loss of another; each takes a few seconds at most
+# run before this process ends because another is lost; each takes a few seconds at most
 farewells: list[Callable[[], None]] = []
 _ending = threading.Lock()
 
 
 class Peer:
-    """A connection to another process of this `name`, with its messages: values and arrays."""
+    """A connection to another process, `name`; messages consist of a value and arrays."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
         for option, value in (("KEEPIDLE", 2), ("KEEPINTVL", 2), ("KEEPCNT", 3)):
             if hasattr(socket, f"TCP_{option}"):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # while something is on its way
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # applies while data is unacknowledged
             milliseconds = 1000 * NOTICED
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -51,11 +51,11 @@ class Peer:
             threading.Thread(target=work, name=f"jsparse-{name}", daemon=True).start()
 
     def send(self, value: Any, arrays: Sequence[np.ndarray] = (), *, last: bool = False) -> None:
-        """Sends a value of JSON, and arrays; after the last nothing more can be sent."""
+        """Sends a JSON value and arrays; nothing can be sent after the `last` message."""
         arrays = [np.asarray(array, order="C") for array in arrays]
         shapes = [(array.dtype.str, array.shape) for array in arrays]
         head, body = json.dumps([value, shapes]).encode(), b"".join(x.tobytes() for x in arrays)
-        with suppress(OSError), self._sending:  # whether it has ended, the reading thread says
+        with suppress(OSError), self._sending:  # the reader thread detects a closed connection
             self.connection.sendall(_HEAD.pack(len(head), len(body)) + head + body)
             if last:
                 self._done.set()
@@ -65,7 +65,7 @@ class Peer:
         """Waits for the next message.
 
         Raises:
-            SystemExit: the other has ended, which is expected only with `to_the_end`.
+            SystemExit: the other process has ended, which is expected only with `to_the_end`.
         """
         value, arrays = self.messages.get()
         if "end" in value and not to_the_end:
@@ -74,7 +74,7 @@ class Peer:
         return value, arrays
 
     def _beat(self) -> None:
-        """Shows the other end that this process lives, until nothing more can be sent."""
+        """Sends heartbeats until the last message has been sent."""
         while not self._done.wait(BEAT):
             self.send({"beat": True})
 
@@ -92,11 +92,11 @@ class Peer:
                         self.messages.put((value, _arrays(shapes, body)))
         except BlockingIOError:  # SO_RCVTIMEO; silence is expected after an "end" message
             why = _HUNG.format(self.name, SILENT)
-        except TimeoutError:  # of TCP: its host is gone, or it reads nothing
+        except TimeoutError:  # TCP's: the host is lost, or the process does not read
             why = _HUNG.format(self.name, NOTICED)
-        except OSError:  # reset, as where it has ended without reading the last beat
+        except OSError:  # reset, for instance if it ended before it read the last heartbeat
             pass
-        except (ValueError, struct.error):  # in the middle of a message, or none of ours
+        except (ValueError, struct.error):  # a truncated or foreign message
             self.ended = False
         finally:
             self._done.set()
@@ -105,7 +105,7 @@ class Peer:
 
 
 def _received(connection: socket.socket, size: int) -> bytearray:
-    """Returns this many bytes, or fewer at the end; BlockingIOError after SILENT seconds."""
+    """Returns `size` bytes, or fewer at the end; BlockingIOError after SILENT seconds."""
     data, at = bytearray(size), 0
     with memoryview(data) as view:
         while at < size and (count := connection.recv_into(view[at:])):
@@ -124,8 +124,8 @@ def _arrays(shapes: Sequence[tuple[str, Sequence[int]]], body: bytearray) -> lis
 
 
 def lost(why: str) -> NoReturn:
-    """Ends this process after its farewells, whatever its other threads wait for."""
-    with _ending:  # for good: the first reason alone is printed
+    """Ends this process after its farewells, even if other threads are blocked."""
+    with _ending:  # never released, so that only the first reason is printed
         print(f"jsparse: {why}", file=sys.stderr, flush=True)
         for farewell in farewells:
             with suppress(Exception):

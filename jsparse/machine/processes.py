@@ -1,7 +1,7 @@
 """Connects the processes that run one model together, on one host or several.
 
-Tensors go from device to device as XLA sends them. What else processes have to tell each other goes
-over one TCP connection each from process 0, which plans, to the others (jsparse.machine.peers).
+XLA sends tensors between devices. All other messages go over one TCP connection per process, to
+process 0, which plans (jsparse.machine.peers).
 """
 
 import atexit
@@ -23,19 +23,19 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jsparse.machine.peers import NOTICED, Peer
 
-# seconds until processes must have found each other
+# seconds within which processes must connect to each other
 MEETING = 300
-# until XLA ends this process, with a stack trace: later than SILENT, which ends it with a line
+# seconds until XLA ends this process with a stack trace; a Peer ends it sooner, with one line
 XLA_NOTICED = 4 * NOTICED
 _ADDRESS_BYTES = 1024
 
 
-# where processes meet, if it was said
+# the address where processes connect, if it was given
 _meeting: str | None = None
 
 
 def join(nnodes: int, node_rank: int, master_addr: str, master_port: int) -> None:
-    """Makes this process one of `nnodes`, which meet at the address of the one with rank 0."""
+    """Makes this process one of `nnodes`, which connect at the address of the one with rank 0."""
     global _meeting
     _meeting = master_addr
     _initialize(f"{master_addr}:{master_port}", nnodes, node_rank, how="deactivate")
@@ -52,7 +52,7 @@ def join_launched() -> None:
 
 
 def _initialize(*where: Any, how: str | None = None) -> None:
-    # it would catch SIGTERM, for training
+    # the service would catch SIGTERM, for training
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         *where,
@@ -70,11 +70,11 @@ def index() -> int:
 
 
 class Link:
-    """Connects this process with process 0, or process 0 with all others.
+    """The connections of this process: to process 0, or from process 0 to all others.
 
     Attributes:
-        works: whether they run an engine, which they do to the end.
-        failed: whether this one has let the others end with an error.
+        works: whether the processes run an engine, which they do until they exit.
+        failed: whether this process has ended the others with an error.
     """
 
     def __init__(self, index: int, peers: Sequence[Peer]) -> None:
@@ -82,11 +82,11 @@ class Link:
         self.works = self.failed = False
 
     def all_gather(self, what: str, value: Any) -> list[Any]:
-        """Returns the values of all processes; ValueError: another is at another place."""
-        said = {what: value}
+        """Returns the values of all processes; ValueError: another one gathers something else."""
+        message = {what: value}
         if self.index:
             (leader,) = self.peers
-            leader.send(said)
+            leader.send(message)
             return _about(what, leader.receive()[0], leader.name)
         values = [value, *(_about(what, peer.receive()[0], peer.name) for peer in self.peers)]
         for peer in self.peers:
@@ -98,26 +98,26 @@ class Link:
             peer.send(value, arrays)
 
     def messages(self) -> Iterator[tuple[Any, list[np.ndarray]]]:
-        """Yields what process 0 says, to its end."""
+        """Yields the messages of process 0, until it ends."""
         (leader,) = self.peers
         while "end" not in (message := leader.receive(to_the_end=True))[0]:
             yield message
 
     def end(self, error: BaseException | None = None) -> None:
-        """Lets the others end: with an error where that ends this process, or its engine."""
+        """Ends the other processes; `error`, if any, is why this process or its engine ends."""
         self.failed = self.failed or error is not None
         for peer in self.peers:
             if not peer.ended:
-                peer.ended = True  # that it goes is what was asked for
+                peer.ended = True  # expected, so it is not reported as lost
                 peer.send({"end": True} if error is None else {"failed": repr(error)}, last=True)
 
 
 def _end(own: Link) -> None:
     """Runs when this process exits, before jax waits for the others, which may have ended."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_exc", None)
-    early = own.index > 0 and not own.peers[0].ended  # process 0 has not let it go
+    early = own.index > 0 and not own.peers[0].ended  # process 0 still needs this one
     if early and error is None:
-        error = RuntimeError("it was ended before process 0, or could not begin")
+        error = RuntimeError("it ended before process 0, or could not start")
     failed = own.failed or error is not None
     own.end(error)
     if failed:
@@ -137,26 +137,26 @@ def _about(what: str, message: Any, name: str) -> Any:
 
 @functools.cache
 def link() -> Link | None:
-    """Connects the processes, if there are several; all call it at the same place."""
+    """Connects the processes, if there are several; all must call it at the same point."""
     count, index = jax.process_count(), jax.process_index()
     if count == 1:
         return None
-    # programs that all compile are tuned together: who had one in a cache would not take part
+    # autotuning is collective: a process with a cached program would not take part
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # or jax would go on to use one that it has used
+    compilation_cache.reset_cache()  # or jax would continue to use an open cache
     owners = [device.process_index for device in jax.devices()]
     devices = [owners.count(nth) for nth in range(count)]
     if len({*devices}) > 1:
-        raise ValueError(f"processes have {devices} devices: must have as many each")
+        raise ValueError(f"processes have {devices} devices: all must have the same number")
     listening, secret = None, secrets.token_hex(16)
-    said = np.zeros(_ADDRESS_BYTES, np.uint8)
+    packet = np.zeros(_ADDRESS_BYTES, np.uint8)
     if index == 0:
         listening = socket.create_server(("", 0), backlog=count)
         address = [_own_addresses(), listening.getsockname()[1], secret]
         text = json.dumps(address).encode()
-        said[: len(text)] = np.frombuffer(text, np.uint8)
-    heard = multihost_utils.broadcast_one_to_all(said)
-    hosts, port, secret = json.loads(heard.tobytes().rstrip(b"\0"))
+        packet[: len(text)] = np.frombuffer(text, np.uint8)
+    packet = multihost_utils.broadcast_one_to_all(packet)
+    hosts, port, secret = json.loads(packet.tobytes().rstrip(b"\0"))
     if listening is None:
         peers = [Peer(_connected(hosts, port, _greeting(secret, index)), "process 0")]
     else:
@@ -177,7 +177,7 @@ def _own_addresses() -> list[str]:
 
 
 def _greeting(secret: str, index: int) -> bytes:
-    """Returns what process `index` says first, of a length that is always the same."""
+    """Returns the first message of process `index`, of constant length."""
     return f"{secret}{index:8d}".encode()
 
 
@@ -186,7 +186,7 @@ def _connected(hosts: Sequence[str], port: int, greeting: bytes) -> socket.socke
         with suppress(OSError):
             connection = socket.create_connection((host, port), timeout=5)
             connection.sendall(greeting)
-            connection.settimeout(MEETING)  # others may be before it
+            connection.settimeout(MEETING)  # other processes may be accepted first
             if connection.recv(1) == b"+":
                 return connection
     raise ValueError(f"process 0 cannot be reached at port {port} of any of {hosts}")
@@ -201,11 +201,11 @@ def _accepted(listening: socket.socket, secret: str, count: int) -> list[Peer]:
             connection, (host, *_) = listening.accept()
         except TimeoutError:
             raise ValueError(
-                f"{count - len(found)} of {count} other processes have not reached this one within "
-                f"{MEETING} seconds"
+                f"{count - len(found)} of {count} other processes have not connected to this one "
+                f"within {MEETING} seconds"
             ) from None
         with suppress(OSError):
-            given = _heard(connection, len(_greeting(secret, 0)))
+            given = _greeted(connection, len(_greeting(secret, 0)))
             for nth in range(1, count + 1):
                 if nth not in found and secrets.compare_digest(given, _greeting(secret, nth)):
                     connection.sendall(b"+")
@@ -215,8 +215,8 @@ def _accepted(listening: socket.socket, secret: str, count: int) -> list[Peer]:
     return [found[nth] for nth in sorted(found)]
 
 
-def _heard(connection: socket.socket, size: int) -> bytes:
-    """Returns so many bytes, or those that came within two seconds."""
+def _greeted(connection: socket.socket, size: int) -> bytes:
+    """Returns `size` bytes, or those that arrived within two seconds."""
     given, deadline = b"", time.monotonic() + 2
     while len(given) < size and (left := deadline - time.monotonic()) > 0:
         connection.settimeout(left)

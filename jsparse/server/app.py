@@ -1,4 +1,4 @@
-"""Defines the application: its middleware, its files and its answers to errors."""
+"""Defines the application: its middleware, its files and its error responses."""
 
 import hmac
 import logging
@@ -23,7 +23,7 @@ from jsparse.server.service import Service
 from jsparse.server.sse import ClientGone
 
 PAGE = Path(__file__).parent / "page"
-# the page loads the files beside it, talks to this server alone, and is shown in no other page
+# the page loads only its own files, connects only to this server, and cannot be framed
 PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -32,7 +32,7 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-# paths that need no key, beside the page
+# paths besides the page that need no key
 OPEN = ("/health", "/version")
 log = logging.getLogger("jsparse.server")
 
@@ -52,21 +52,21 @@ def gated(
     *,
     openapi_url: str | None = "/openapi.json",
 ) -> FastAPI:
-    """Returns an application of these routes and the page, behind the gate."""
+    """Returns an application with these routes and the page, behind the gate."""
     app = FastAPI(
         title="jsparse",
         version=__version__,
         openapi_url=openapi_url,
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # the address would be of the client's choosing
+        redirect_slashes=False,  # a client could choose the address
     )
     files = {file.name: file.read_bytes() for file in page.glob("*.*")} if page.is_dir() else {}
     app.add_middleware(Gate, front=front, open_paths={*OPEN, "/", *(f"/{name}" for name in files)})
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(HTTPException, _not_found)
-    app.add_exception_handler(ClientGone, _nobody)
-    app.add_exception_handler(ClientDisconnect, _nobody)
+    app.add_exception_handler(ClientGone, _client_closed)
+    app.add_exception_handler(ClientDisconnect, _client_closed)
     origins.allow(app, front.options.origins)
     app.include_router(routes)
     for name, data in files.items():
@@ -77,7 +77,7 @@ def gated(
 
 
 class Gate:
-    """Admits requests with the key, and counts those being answered."""
+    """The middleware that admits requests with the key, and counts those in progress."""
 
     def __init__(self, app: ASGIApp, front: Front, open_paths: set[str]) -> None:
         self._app, self._front, self._open = app, front, open_paths
@@ -99,7 +99,7 @@ class Gate:
         try:
             await self._app(scope, receive, sent)
         except Exception:
-            if not begun:  # our own fault; the server logs it with its traceback
+            if not begun:  # a bug; the server logs it with its traceback
                 failed = ApiError(500, "the server has failed", code="server_error")
                 await failed.response(scope, receive, send)
             raise
@@ -126,7 +126,7 @@ class Gate:
 
 
 def _add_schemas(app: FastAPI) -> None:
-    """Adds the schemas of requests to OpenAPI's, as FastAPI does not parse their bodies."""
+    """Adds the schemas of request bodies to OpenAPI's, since FastAPI does not parse the bodies."""
     plain, definitions = app.openapi, schemas()
 
     def openapi() -> dict[str, Any]:
@@ -157,10 +157,10 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _not_found(_: Request, error: Exception) -> Response:
-    """Answers requests that match no route."""
+    """Responds to requests that match no route."""
     assert isinstance(error, HTTPException)
     return ApiError(error.status_code, str(error.detail), headers=error.headers).response
 
 
-async def _nobody(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+async def _client_closed(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)  # never read

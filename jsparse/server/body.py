@@ -1,4 +1,4 @@
-"""Defines RequestBody, the base of JSON bodies, and parses them.
+"""Defines RequestBody, the base class of JSON bodies, and parses them.
 
 Unknown fields are refused by name.
 """
@@ -12,16 +12,16 @@ from pydantic_core import ErrorDetails
 from jsparse.names import SAMPLING
 from jsparse.server.errors import ApiError, shown
 
-# fields that other servers know
+# fields of other servers
 REFUSED = {
     **{name: refused.rule for name, refused in SAMPLING.items()},
     "audio": "audio is not supported",
-    "chat_template": "a template from a request is never run: the model's own is used",
-    "chat_template_kwargs": "the model's own template is used as it is",
+    "chat_template": "templates from requests are never run: the model's own is used",
+    "chat_template_kwargs": "the model's own template is used without options",
     "documents": "documents are not supported: write them into a message",
     "function_call": "functions are not supported",
     "functions": "functions are not supported",
-    "modalities": "answers are text alone",
+    "modalities": "only text is generated",
     "response_format": "structured output is not supported",
     "suffix": "text is continued, never filled in",
     "tool_call_id": "tools are not supported",
@@ -29,7 +29,7 @@ REFUSED = {
     "tool_choice": "tools are not supported",
     "tools": "tools are not supported",
 }
-# values that clients send without asking for anything; they are dropped
+# values without effect, which some clients send; they are dropped
 NOTHING_ASKED: dict[str, tuple[Any, ...]] = {
     **{name: (refused.nothing,) for name, refused in SAMPLING.items()},
     "annotations": ([],),
@@ -46,40 +46,40 @@ NOTHING_ASKED: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "suffix": ("",),
     "tool_calls": ([],),
-    "tool_choice": ("none", "auto"),  # tools themselves are refused
+    "tool_choice": ("none", "auto"),  # tools are refused
     "tools": ([],),
     "verbosity": ("medium",),
 }
 
 
 def _asks_nothing(name: str, value: Any) -> bool:
-    # True is no 1
+    # True does not count as 1
     nothing = NOTHING_ASKED.get(name, ())
     return value is None or any(type(value) is type(each) and value == each for each in nothing)
 
 
 class RequestBody(BaseModel):
-    """Holds the JSON body of a request; nulls and fields that ask for nothing are dropped."""
+    """The JSON body of a request; nulls and fields without effect are dropped."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _without_defaults(cls, given: Any) -> Any:
-        """Drops nulls, fields that ask for nothing, and all unknown fields but the first."""
+        """Drops nulls, fields without effect, and all unknown fields but the first."""
         if not isinstance(given, dict):
             return given
-        asked = {name: value for name, value in given.items() if not _asks_nothing(name, value)}
-        unknown = next((name for name in asked if name not in cls.model_fields), None)
+        kept = {name: value for name, value in given.items() if not _asks_nothing(name, value)}
+        unknown = next((name for name in kept if name not in cls.model_fields), None)
         return {
             name: value
-            for name, value in asked.items()
+            for name, value in kept.items()
             if name in cls.model_fields or name == unknown
         }
 
 
 def parse[Body: RequestBody](kind: type[Body], data: bytes) -> Body:
-    """Returns the body of a request; ApiError names the field, its value and the rule."""
+    """Returns the body of a request; an ApiError names the field, its value and the rule."""
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
@@ -89,7 +89,7 @@ def parse[Body: RequestBody](kind: type[Body], data: bytes) -> Body:
         message = f"{where}: {REFUSED.get(str(first['loc'][-1]), 'unknown field')}"
     elif first["type"] == "missing":
         message = f"{where}: must be given"
-    elif not where:  # the whole body, or a rule about several fields, which names them
+    elif not where:  # an error of the whole body, or a rule that names several fields
         message, word = rule, rule.split("=")[0].split(":")[0]
         where = word if word in kind.model_fields else ""
     else:

@@ -1,4 +1,4 @@
-"""Answers /v1/completions and /v1/chat/completions."""
+"""Handles /v1/completions and /v1/chat/completions."""
 
 import time
 from abc import ABC, abstractmethod
@@ -29,9 +29,9 @@ CHAT_NAMES = NAMES | {
 
 @dataclass
 class ResponseWriter(ABC):
-    """Shows the answers to a request's prompts as clients expect them.
+    """The completions of a request's prompts, in the format that clients expect.
 
-    Subclasses say how a choice looks. `texts` are the prompts' texts, to be echoed.
+    Subclasses define the format of a choice. `texts` are the prompts' texts, to be echoed.
     """
 
     service: Service
@@ -44,18 +44,18 @@ class ResponseWriter(ABC):
 
     @abstractmethod
     def choice(self, completion: CompletionOutput, prompt: int) -> dict[str, Any]:
-        """Returns a whole answer."""
+        """Returns a whole completion."""
 
     @abstractmethod
     def piece(
         self, completion: CompletionOutput, prompt: int, offset: int | None
     ) -> dict[str, Any]:
-        """Returns the new part of an answer, from token `offset` on; None is the beginning."""
+        """Returns the new part of a completion, from token `offset` on; None: its first part."""
 
     async def whole(self) -> Response:
-        """Returns all answers when they are finished."""
+        """Returns all completions when they are finished."""
         outputs = await all_of([each.whole() for each in self.prompts])
-        # not in the event loop: log-probabilities of many tokens take a while
+        # in another thread: log-probabilities of many tokens would block the event loop
         return await self.service.texts.made(partial(self._whole, outputs))
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> Response:
@@ -70,7 +70,7 @@ class ResponseWriter(ABC):
         return json_response(body)
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Yields the answers piece by piece."""
+        """Yields the completions piece by piece."""
         last: dict[int, RequestOutput] = {}
         offsets: dict[int, int] = {}
         new = 0
@@ -80,12 +80,12 @@ class ResponseWriter(ABC):
                 last[nth] = output
                 new += sum(len(completion.token_ids) for completion in output.outputs)
                 make = partial(self._pieces, nth, output, offsets)
-                # see `whole`; quick work need not wait for another thread
+                # as in `whole`, but fast work does not wait for another thread
                 slow = self.request.likely is not None
                 choices = await self.service.texts.made(make) if slow else make()
                 if self.request.with_usage_so_far:
                     extra = {"usage": usage([last[nth] for nth in sorted(last)], new)}
-                # a chunk has one choice: many clients look at the first alone
+                # a chunk has one choice, since many clients read only the first
                 frames = [self._frame(self.piece_kind, [choice]) | extra for choice in choices]
                 if frames:
                     yield b"".join(map(event, frames))
@@ -97,7 +97,7 @@ class ResponseWriter(ABC):
     def _pieces(
         self, prompt: int, output: RequestOutput, offsets: dict[int, int]
     ) -> list[dict[str, Any]]:
-        """Returns the new parts of a prompt's answers, and moves their offsets."""
+        """Returns the new parts of a prompt's completions, and advances their offsets."""
         choices = []
         for completion in output.outputs:
             index = self._index(prompt, completion)
@@ -141,7 +141,7 @@ class ResponseWriter(ABC):
 
 
 class Completions(ResponseWriter):
-    """Shows answers as /v1/completions does."""
+    """Completions in the format of /v1/completions."""
 
     whole_kind = piece_kind = "text_completion"
 
@@ -159,7 +159,7 @@ class Completions(ResponseWriter):
 
 
 class Chats(ResponseWriter):
-    """Shows answers as /v1/chat/completions does."""
+    """Completions in the format of /v1/chat/completions."""
 
     whole_kind, piece_kind = "chat.completion", "chat.completion.chunk"
 
@@ -183,19 +183,19 @@ class Chats(ResponseWriter):
 
 
 async def complete(service: Service, http: HttpRequest) -> Response:
-    """Answers POST /v1/completions."""
+    """Handles POST /v1/completions."""
     request = await service.body(CompletionRequest, http)
     with service.arriving():
-        answers = await unless_gone(http.receive, _complete(service, request))
-    return await _response(answers, http)
+        writer = await unless_gone(http.receive, _complete(service, request))
+    return await _response(writer, http)
 
 
 async def chat(service: Service, http: HttpRequest) -> Response:
-    """Answers POST /v1/chat/completions."""
+    """Handles POST /v1/chat/completions."""
     request = await service.body(ChatRequest, http)
     with service.arriving():
-        answers = await unless_gone(http.receive, _chat(service, request))
-    return await _response(answers, http)
+        writer = await unless_gone(http.receive, _chat(service, request))
+    return await _response(writer, http)
 
 
 async def _complete(service: Service, request: CompletionRequest) -> ResponseWriter:
@@ -229,17 +229,17 @@ async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
     return Chats(service, request, streams, [])
 
 
-async def _response(answers: ResponseWriter, http: HttpRequest) -> Response:
-    if answers.request.stream:
-        return EventStream(answers.events(), answers.close)
+async def _response(writer: ResponseWriter, http: HttpRequest) -> Response:
+    if writer.request.stream:
+        return EventStream(writer.events(), writer.close)
     try:
-        return await unless_gone(http.receive, answers.whole())
+        return await unless_gone(http.receive, writer.whole())
     except ClientGone:
         raise
     except Exception as error:
         raise as_api_error(error, {}) from error
     finally:
-        await answers.close()
+        await writer.close()
 
 
 def _echoed(service: Service, prompts: Sequence[Any]) -> list[str]:

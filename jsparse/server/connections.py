@@ -1,4 +1,4 @@
-"""Bounds the memory and time of connections, whether or not their peers have a key."""
+"""Bounds the memory and time of connections, whether or not their clients have a key."""
 
 import asyncio
 import socket
@@ -13,28 +13,28 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from jsparse.server.descriptors import Room
 from jsparse.server.errors import ApiError
 
-# of a head, which may be a quarter of a MiB longer: what came with its end is not counted
+# the most bytes of a head, which may be a quarter of a MiB longer: the last read is not counted
 MAX_BYTES = 2**16
-# in which a peer must send a whole head, or read some of its answer
+# seconds within which a client must send a whole head, or read MIN_READ of its response
 SECONDS = 60
-# of an answer that is to be read in that time
+# bytes of a response to be read in that time
 MIN_READ = 2**16
 # closes a socket at once and drops unsent data
 DROP = struct.pack("ii", 1, 0)
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """Closes a connection whose peer sends too much, or too little, or reads nothing.
+    """A connection that closes if its client sends too much or too little, or does not read.
 
-    A request that comes before the last one has been answered is not taken: the connection is
-    closed after that answer, and the client may ask again (RFC 9112, section 9.3.2). So a peer that
-    hangs up is noticed at once. Of too many connections, the one idle for longest is closed. After
-    an answer that came before the end of its request, only sending ends at first: closing a socket
-    with unread bytes would reset the connection (RFC 9112, section 9.6).
+    A request that arrives during the previous response is refused: the connection closes after that
+    response, and the client may retry (RFC 9112, section 9.3.2). So a disconnected client is
+    noticed at once. If there are too many connections, the one idle for longest is closed. After a
+    response that precedes the end of its request, at first only the sending side closes: closing a
+    socket with unread bytes would reset the connection (RFC 9112, section 9.6).
     """
 
     _moved, _bytes, _unsent, _since = False, 0, 0, 0.0
-    _deaf = False  # to what comes after a request that has not been answered
+    _deaf = False  # whether further data is ignored
     _late: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, room: Room, **options: Any) -> None:
@@ -45,10 +45,10 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_made(transport)  # pyright: ignore[reportArgumentType]
         self._watch()
         if len(self.connections) > self._room.most:
-            # those that are being dropped are among them for a moment
-            there = [each for each in self._all if not each.transport.is_closing()]
-            idle = (each for each in there if not each._responding)
-            if len(there) > self._room.most:
+            # closing connections are briefly among them
+            alive = [each for each in self._all if not each.transport.is_closing()]
+            idle = (each for each in alive if not each._responding)
+            if len(alive) > self._room.most:
                 min(idle, key=lambda each: each._since)._drop()
                 self._room.count_closed()
 
@@ -57,7 +57,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Takes in bytes, and counts those that neither end a head nor belong to a body."""
+        """Parses data, and counts bytes that neither end a head nor belong to a body."""
         if self._deaf:
             return
         self._moved = False
@@ -70,7 +70,7 @@ class BoundedConnection(HttpToolsProtocol):
             self.send_400_response(f"The head is too large: must have at most {MAX_BYTES} bytes.")
 
     def on_headers_complete(self) -> None:
-        """Begins the request, unless it must not have come yet, or offers another protocol."""
+        """Starts the request, unless it came too early or offers another protocol."""
         if self._responding:
             self._stop_listening()
         if not (self._deaf or self._offers):
@@ -90,12 +90,12 @@ class BoundedConnection(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Waits for the next request, or until the peer has read the answer."""
+        """Waits for the next request, or until the client has read the response."""
         super().on_response_complete()
         self._watch()
 
     def pause_writing(self) -> None:
-        """Waits until the peer reads; the application waits as well."""
+        """Waits until the client reads; the application also waits."""
         super().pause_writing()
         self._watch()
 
@@ -120,7 +120,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._watch()
 
     def hang_up(self) -> None:
-        """Ends sending; the connection closes once the peer has ended, or its time is up."""
+        """Ends sending; the connection closes once the client has closed it, or after a timeout."""
         body_complete = self.cycle is not None and not self.cycle.more_body
         if body_complete or not self.transport.can_write_eof():
             self.transport.close()
@@ -138,13 +138,13 @@ class BoundedConnection(HttpToolsProtocol):
 
     @property
     def _offers(self) -> bool:
-        """Whether the request offers to go on in another protocol, such as h2c."""
+        """Whether the request offers to switch to another protocol, such as h2c."""
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _take(self, data: bytes) -> None:
-        """Parses bytes; a request that offers another protocol is parsed again without the offer.
+        """Parses data; a request that offers another protocol is parsed again without the offer.
 
-        The parser ends at the offer, which we may ignore (RFC 9110, section 7.8).
+        The parser stops at the offer, which a server may ignore (RFC 9110, section 7.8).
         """
         try:
             self.parser.feed_data(data)
@@ -164,11 +164,11 @@ class BoundedConnection(HttpToolsProtocol):
         self._deaf, self.cycle.keep_alive = True, False
 
     def _move(self) -> None:
-        # what follows in the same piece is not counted
+        # later bytes of the same read are not counted
         self._moved, self._bytes = True, 0
 
     def _watch(self) -> None:
-        """Ends the connection if it has waited too long."""
+        """Ends the connection if it waits too long."""
         self._unwatch()
         self._since, self._unsent = self.loop.time(), self.transport.get_write_buffer_size()
         self._late = self.loop.call_later(SECONDS, self._end)
@@ -185,7 +185,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._drop()
 
     def _drop(self) -> None:
-        """Closes the connection; data that the peer has not read is lost."""
+        """Closes the connection; data that the client has not read is lost."""
         if self.transport.get_write_buffer_size():
             peer: socket.socket = self.transport.get_extra_info("socket")
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, DROP)
@@ -193,7 +193,7 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 class _ResponseTransport:
-    """The transport of a connection as an answer writes to it."""
+    """The transport of a connection, for its responses."""
 
     def __init__(self, connection: BoundedConnection) -> None:
         self.close = connection.hang_up

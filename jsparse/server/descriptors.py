@@ -1,17 +1,17 @@
-"""Fits the number of connections to the file descriptors that this process may open."""
+"""Limits the number of connections by the file descriptors that this process may open."""
 
 import logging
 import resource
 import time
 from typing import NamedTuple
 
-# where descriptors suffice: connections, and those that wait to be accepted
+# if descriptors suffice: accepted connections, and those that wait to be accepted
 MAX_CONNECTIONS, MAX_BACKLOG = 4096, 2048
 # descriptors for files of the model, compiled programs and pipes, or a quarter of a small limit
 RESERVED = 256
-# a higher limit has no use here, and slows down programs that close all possible descriptors
+# a higher limit is of no use, and slows down programs that close all possible descriptors
 MAX_LIMIT = 2**16
-# between two lines of the log
+# seconds between two lines of the log
 LOG_SECONDS = 60
 logger = logging.getLogger("jsparse.server")
 
@@ -26,7 +26,7 @@ class Bounds(NamedTuple):
 def bounds(each: int) -> Bounds:
     """Returns the bounds under the current limit, with `each` descriptors per connection.
 
-    The event loop may accept a whole backlog at once, while it still closes another one.
+    The event loop may accept a whole backlog at once while it is still closing another one.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
@@ -37,7 +37,7 @@ def bounds(each: int) -> Bounds:
 
 
 def raise_limit(each: int) -> None:
-    """Raises the soft limit to the hard one, and logs if it is too low for MAX_CONNECTIONS."""
+    """Raises the soft limit to the hard one, and warns if it is too low for MAX_CONNECTIONS."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_LIMIT if hard == resource.RLIM_INFINITY else min(hard, MAX_LIMIT)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -56,7 +56,7 @@ def raise_limit(each: int) -> None:
 
 
 class Room:
-    """The room for `most` connections, and a log of those that were closed to make room."""
+    """The room for `most` connections, and the count of those closed to make room."""
 
     def __init__(self, most: int) -> None:
         self.most = most

@@ -1,4 +1,4 @@
-"""Loads the engine that a server runs, and says what it is."""
+"""Loads the engine that a server runs, and describes it."""
 
 from typing import Any
 
@@ -9,20 +9,20 @@ from jsparse.text.short_names import short_name
 
 
 def load_engine(model: str, policy: str, **options: Any) -> AsyncEngine:
-    """Returns an engine for a model and a policy that are named as on the command line."""
+    """Returns an engine for a model and a policy, named as on the command line."""
     log.logger.info("loading %s", model)
     return AsyncEngine(model, resolve(policy), **options)
 
 
 def describe(engine: AsyncEngine) -> tuple[str, str]:
-    """Returns the name of an engine's policy, and a sentence on what is sparse."""
+    """Returns the name of an engine's policy, and a sentence about its sparsity."""
     policy, settable = engine.engine.policy, engine.engine.per_request
     knobs = f"; requests may set {', '.join(settable)}" if settable else ""
     drafts = max(engine.engine.sizes.drafts, default=0)
     if policy.name.startswith("dense("):
-        what = f"Nothing is sparse: every step attends to all tokens{knobs}."
+        sentence = f"Nothing is sparse: every step attends to all tokens{knobs}."
     elif drafts:
-        what = f"The policy drafts up to {drafts} tokens, dense attention checks them{knobs}."
+        sentence = f"The policy drafts up to {drafts} tokens, dense attention verifies them{knobs}."
     else:
-        what = f"Answers attend to what the policy selects, prompts to all tokens{knobs}."
-    return short_name(policy), what
+        sentence = f"Decoding attends to the policy's selection, prefill to all tokens{knobs}."
+    return short_name(policy), sentence

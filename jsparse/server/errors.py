@@ -1,4 +1,4 @@
-"""Defines ApiError, and how errors look to clients: in OpenAI's shape."""
+"""Defines ApiError, and the format of errors for clients, which is OpenAI's."""
 
 import re
 from collections.abc import Mapping
@@ -10,15 +10,15 @@ from starlette.responses import Response
 from jsparse.engine.errors import EngineFull
 
 MAX_VALUE_CHARS = 80
-# characters of a message, which may repeat a client's input
+# the most characters of a message, which may repeat a client's input
 MAX_MESSAGE_CHARS = 300
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
-# of answers after which the client may try again
+# seconds after which a client may retry, and the statuses of such responses
 RETRY_SECONDS, RETRIED = 1, (429, 503)
 
 
 class ApiError(Exception):
-    """An error that the server answers with its HTTP status and message.
+    """An error that clients get, with its HTTP status and message.
 
     `param` is the argument's name, `code` a word for programs.
     """
@@ -39,7 +39,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """Returns the error as clients see it."""
+        """The error as clients see it."""
         other = "invalid_request_error" if self.status < 500 else "server_error"
         kind = KINDS.get(self.status, other)
         error = {"message": _cut(self.message), "type": kind}
@@ -58,15 +58,14 @@ def _cut(text: str) -> str:
 def json_response(
     body: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Returns an answer of JSON."""
+    """Returns a JSON response."""
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
 def as_api_error(error: Exception, names: Mapping[str, str]) -> ApiError:
-    """Returns the answer to an exception of the engine.
+    """Returns the response to an exception of the engine.
 
-    A ValueError's message begins with an argument's name, for which `names` has the request's
-    field.
+    A ValueError's message starts with an argument's name; `names` maps it to the request's field.
     """
     if isinstance(error, ApiError):
         return error
@@ -77,7 +76,7 @@ def as_api_error(error: Exception, names: Mapping[str, str]) -> ApiError:
         assert word is not None
         code = "context_length_exceeded" if "max_model_len" in str(error) else None
         return ApiError(400, str(error), param=names.get(word[0]), code=code)
-    # unforeseen errors stay in the log: they may name files
+    # unexpected errors appear only in the log, since they may name files
     return ApiError(500, "the engine has failed", code="engine_error")
 
 
@@ -87,6 +86,6 @@ def full(message: str) -> ApiError:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as messages show it: its beginning, if it is long."""
+    """Returns a value for messages, truncated if it is long."""
     text = repr(value[:MAX_VALUE_CHARS] if isinstance(value, str | list) else value)
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}…"

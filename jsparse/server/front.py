@@ -1,4 +1,4 @@
-"""Defines Front, what stands behind the gate of a server, and a server's Options."""
+"""Defines Front, the base class of handlers behind the gate, and a server's Options."""
 
 import asyncio
 import time
@@ -16,9 +16,9 @@ from jsparse.server.errors import ApiError, full, shown
 from jsparse.server.origins import ANY
 from jsparse.server.protocol import MAX_LOGPROBS
 
-# a body may have this many bytes per token that a prompt can have, and at least MIN_BODY
+# a body may have this number of bytes per token of the longest prompt, and at least MIN_BODY
 BYTES_PER_TOKEN, MIN_BODY = 32, 2**20
-# larger bodies are parsed in a thread, and count among those that are held at a time
+# larger bodies are parsed in a thread, and count towards MAX_LARGE_BODIES bytes in memory
 PARSED_AT_ONCE = 2**16
 MAX_LARGE_BODIES = 2**26
 BODY_SECONDS = 60
@@ -26,17 +26,17 @@ BODY_SECONDS = 60
 
 @dataclass
 class Options:
-    """Holds the options of a server that are not the engine's.
+    """The options of a server that are not the engine's.
 
     Attributes:
         name: the model's name for clients.
         api_key: the key that clients must send, or None.
         max_waiting: the maximum number of requests that wait.
-        max_logprobs: the most likely tokens that requests may ask for beside each token.
-        default_max_tokens: the most tokens of answers to chats that name no number; None: all that
+        max_logprobs: the maximum number of likely tokens that requests may ask for per token.
+        default_max_tokens: the most tokens of replies to chats that set no number; None: all that
             fit.
         hosts: the names under which browsers may reach the server, lower-case; None: any.
-        origins: the origins whose pages may use the server from a browser; "*": any.
+        origins: the origins of pages that may use the server from a browser; "*": any.
         special_tokens: whether special tokens that are spelled in messages count as such.
         drain_seconds: seconds that requests may still take when the server shuts down.
     """
@@ -67,13 +67,13 @@ class Options:
 
 
 class Front(ABC):
-    """Base class of the handlers behind the gate: Service and Router.
+    """The base class of the handlers behind the gate: Service and Router.
 
     Attributes:
-        draining: whether no new requests are taken.
-        created: when the server began, in seconds since 1970.
-        inside: the number of HTTP requests that are being answered.
-        held: the bytes of the large bodies that are held.
+        draining: whether new requests are refused.
+        created: when the server started, in seconds since 1970.
+        inside: the number of HTTP requests in progress.
+        buffered: the bytes of large bodies in memory.
     """
 
     def __init__(self, options: Options) -> None:
@@ -84,26 +84,26 @@ class Front(ABC):
     @property
     @abstractmethod
     def unhealthy(self) -> str | None:
-        """Returns why no request can be answered, or None."""
+        """Why no request can be served, or None."""
 
     @property
     @abstractmethod
     def max_body_bytes(self) -> int:
-        """Returns the maximum number of bytes of a request's body."""
+        """The maximum number of bytes of a request's body."""
 
     @asynccontextmanager
     async def body_of(self, request: HttpRequest) -> AsyncIterator[bytes]:
-        """Reads the body of a request; a large one counts as held meanwhile.
+        """Reads the body of a request; a large one counts as buffered in the meantime.
 
         Raises:
-            ApiError: it is too large, too slow, or no JSON by its type.
+            ApiError: it is too large, too slow, or not JSON by its type.
         """
         maximum = self.max_body_bytes
         sort = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if sort != "application/json":
-            # a foreign page in a browser cannot send this type without asking, which is refused
+            # a foreign page in a browser needs a preflight request for this type, and that fails
             raise ApiError(415, f"Content-Type={sort!r}: must be 'application/json'")
-        data, held = bytearray(), 0
+        data, counted = bytearray(), 0
         try:
             try:
                 async with asyncio.timeout(BODY_SECONDS):
@@ -114,24 +114,24 @@ class Front(ABC):
                         if len(data) > maximum:
                             raise _too_large(maximum)
                         if len(data) > PARSED_AT_ONCE:
-                            self.buffered, held = self.buffered + len(data) - held, len(data)
+                            self.buffered, counted = self.buffered + len(data) - counted, len(data)
                             if self.buffered > max(maximum, MAX_LARGE_BODIES):
-                                raise full("too many large bodies arrive")
+                                raise full("too many large bodies are arriving")
             except TimeoutError:
-                message = f"the body took over {BODY_SECONDS} s: must come sooner"
+                message = f"the body took more than {BODY_SECONDS} s: must arrive sooner"
                 raise ApiError(408, message, headers={"Connection": "close"}) from None
             yield bytes(data)
         finally:
-            self.buffered -= held
+            self.buffered -= counted
 
 
 def max_body_bytes(tokens: int) -> int:
-    """Returns the most bytes of a body whose prompt may have this many tokens."""
+    """Returns the maximum number of bytes of a body whose prompt may have `tokens` tokens."""
     return max(MIN_BODY, tokens * BYTES_PER_TOKEN)
 
 
 def _host_of(address: str) -> str | None:
-    """Returns the host of a Host or Origin header, lower-case; None if there is none."""
+    """Returns the host of a Host or Origin header, lower-case; None: no host."""
     try:
         return urlsplit(address if "://" in address else f"//{address}").hostname
     except ValueError:

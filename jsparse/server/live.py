@@ -1,4 +1,4 @@
-"""Makes the data of /live: the running requests, their speed and the attended share."""
+"""Builds the data of /live: the running requests, their speed and the attended share."""
 
 import time
 from collections import deque
@@ -14,7 +14,7 @@ from jsparse.server.service import Service
 INTERVAL = 0.5
 # speed is averaged over this many seconds
 SPEED_SECONDS = 4
-# bytes per second of the devices' memory, as NVIDIA's data sheets have them
+# bytes per second of the devices' memory, from NVIDIA's data sheets
 BANDWIDTH = {
     "NVIDIA A100-SXM4-40GB": 1.555e12,
     "NVIDIA A100-SXM4-80GB": 2.039e12,
@@ -27,12 +27,12 @@ BANDWIDTH = {
 
 
 class Live:
-    """Shows a service as it is now."""
+    """The current state of a service, for /live."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._engine = service, service.ready.engine
         leaves = jax.tree.leaves(self._engine.params.weights)
-        # of one device, as all that follows: several read theirs side by side
+        # of one device, like all values below: several devices read their memory in parallel
         mesh = self._engine.params.mesh
         devices = 1 if mesh is None else mesh.size
         self._weight_bytes = sum(leaf.nbytes for leaf in leaves) / devices
@@ -43,7 +43,7 @@ class Live:
         self._seen: deque[tuple[float, int]] = deque()
 
     def now(self) -> dict[str, Any]:
-        """Returns the picture of this moment."""
+        """Returns the current state."""
         scheduler = self._engine.scheduler
         decoding = list(scheduler.decoding)
         return {
@@ -85,7 +85,7 @@ class Live:
         return (tokens - before) / (now - since) if now > since else 0.0
 
     def _attended(self) -> list[float] | None:
-        """Returns the share that the newest steps attended to in each layer, over all answers."""
+        """Returns the share that the newest steps attended to in each layer, over all sequences."""
         newest = [
             builder.layers
             for stream in list(self._service.live.values())
@@ -96,6 +96,6 @@ class Live:
 
 
 def _phase(stream: PromptStream) -> str:
-    """Returns waiting, reading, decoding, swapped or ended: how far the last of the answers is."""
+    """Returns waiting, prefill, decoding, swapped or ended: the least advanced sequence's phase."""
     phases = [seq.phase for seq in stream.state.seqs]
     return min(phases, key=lambda phase: phase.value).name.lower()

@@ -1,6 +1,6 @@
-"""Logs the server's start, end and speed, and the requests that end.
+"""Logs the server's start, end and speed, and finished requests.
 
-Nothing of a prompt or an answer is logged.
+It logs nothing of prompts and completions.
 """
 
 import asyncio
@@ -20,23 +20,23 @@ logger = logging.getLogger("jsparse.server")
 
 
 def show(level: str, name: str = "") -> None:
-    """Writes jsparse's log from this level on to standard error, with time and process name."""
+    """Writes jsparse's log, from this level on, to standard error with time and process name."""
     handler = logging.StreamHandler(sys.stderr)
     shown = f"%(asctime)s {name}{': ' if name else ''}%(message)s"
     handler.setFormatter(logging.Formatter(shown, "%H:%M:%S"))
-    own = logging.getLogger("jsparse")
-    own.addHandler(handler)
-    own.setLevel(level.upper())
-    own.propagate = False
+    logs = logging.getLogger("jsparse")
+    logs.addHandler(handler)
+    logs.setLevel(level.upper())
+    logs.propagate = False
 
 
 def level() -> str:
-    """Returns the level from which on jsparse's log is written."""
+    """Returns the level of jsparse's log."""
     return logging.getLevelName(logging.getLogger("jsparse").getEffectiveLevel())
 
 
 def of_request(state: RequestState) -> str:
-    """Returns the line about a request that has ended, or that its client has left."""
+    """Returns the line about a request that has ended, or whose client has left."""
     metrics = state.metrics
     times = list(metrics.token_times)
     parts = [f"{len(state.ids)} prompt tokens"]
@@ -52,7 +52,7 @@ def of_request(state: RequestState) -> str:
 
 
 class EngineSnapshot(NamedTuple):
-    """Holds an engine's counters at a time, in seconds."""
+    """An engine's counters at a time, in seconds."""
 
     time: float
     read: int
@@ -67,7 +67,7 @@ def seen(engine: Engine) -> EngineSnapshot:
 
 
 def of_speed(engine: Engine, before: EngineSnapshot, now: EngineSnapshot) -> str:
-    """Returns the line about the engine's work between two times, or "" for none."""
+    """Returns the line about the engine's work between two times; "": it has done nothing."""
     scheduler = engine.scheduler
     running = len(scheduler.begun)
     waiting = len(scheduler.waiting)
@@ -82,16 +82,16 @@ def of_speed(engine: Engine, before: EngineSnapshot, now: EngineSnapshot) -> str
 
 
 async def log_speed(engine_now: Callable[[], AsyncEngine | None]) -> None:
-    """Logs how fast the engine is, every ten seconds in which it has done something.
+    """Logs the engine's throughput every ten seconds, unless it was idle.
 
-    `engine_now` returns it, or None while there is none.
+    `engine_now` returns the engine, or None before it is loaded.
     """
     before: EngineSnapshot | None = None
     while True:
         await asyncio.sleep(EVERY_SECONDS)
-        if (own := engine_now()) is None:
+        if (loaded := engine_now()) is None:
             continue
-        engine = own.engine
+        engine = loaded.engine
         now = seen(engine)
         if line := of_speed(engine, before or now, now):
             logger.info(line)

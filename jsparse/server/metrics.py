@@ -14,9 +14,9 @@ SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1)
 
 
 class Metrics:
-    """Counts tokens and times of requests, and reads the engine's own counters on demand.
+    """Counts and times of requests, with the engine's counters read on demand.
 
-    `query_tokens` are the prompt tokens looked for in the prefix cache, `hit_tokens` those found.
+    `query_tokens` are the prompt tokens looked up in the prefix cache, `hit_tokens` those found.
     """
 
     def __init__(self, engine: Engine, model: str) -> None:
@@ -32,30 +32,30 @@ class Metrics:
         def counter(name: str, text: str) -> Counter:
             return Counter(f"jsparse:{name}", text, **label).labels(model)
 
-        self._prompt = counter("prompt_tokens", "Tokens of prompts whose answers have begun.")
+        self._prompt = counter("prompt_tokens", "Tokens of prefilled prompts.")
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self._queue = histogram("request_queue_time_seconds", "From arrival to the first chunk.")
         self._itl = histogram(
             "inter_token_latency_seconds",
-            "Between the times at which tokens came, of requests for one answer.",
+            "Time between tokens, of requests for one completion.",
         )
         self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.")
         self._attended = histogram(
-            "attended_fraction", "Tokens attended over positions so far, by answer.", SHARES
+            "attended_fraction", "Tokens attended over positions so far, by completion.", SHARES
         )
         self._read = histogram(
-            "read_fraction", "Tokens read over positions so far, by answer.", SHARES
+            "read_fraction", "Tokens read over positions so far, by completion.", SHARES
         )
         self._success = Counter(
             "jsparse:request_success",
-            "Answers that have ended.",
+            "Completions that have ended.",
             labelnames=("model_name", "finished_reason"),
             registry=self._registry,
         )
 
     @property
     def text(self) -> bytes:
-        """Returns everything in Prometheus' format."""
+        """All metrics, in Prometheus' format."""
         return generate_latest(self._registry)
 
     def begun(self, state: RequestState) -> None:
@@ -80,7 +80,7 @@ class Metrics:
         if state.finished and times:
             self._e2e.observe(times[-1] - state.metrics.arrived)
         if len(state.builders) == 1:
-            # the tokens of one program come at one time
+            # tokens of one program arrive at the same time
             for before, after in pairwise(dict.fromkeys(times)):
                 self._itl.observe(after - before)
 
@@ -89,8 +89,8 @@ class Metrics:
         scheduler, counters = self._engine.scheduler, self._engine.counters
         running, memory = len(scheduler.begun), scheduler.memory
         for name, text, value in (
-            ("num_requests_running", "Answers that have a slot.", running),
-            ("num_requests_waiting", "Answers that wait for a slot.", len(scheduler.waiting)),
+            ("num_requests_running", "Sequences that have a slot.", running),
+            ("num_requests_waiting", "Sequences that wait for a slot.", len(scheduler.waiting)),
             (
                 "num_requests_swapped",
                 "Sequences in host memory.",
@@ -116,20 +116,20 @@ class Metrics:
             gauge.add_metric([self._model], value)
             yield gauge
         for name, text, value in (
-            ("prefix_cache_queries", "Tokens looked for in the prefix cache.", self.query_tokens),
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", self.query_tokens),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", self.hit_tokens),
             ("num_preemptions", "Times that a sequence was swapped out.", counters.preemptions),
-            ("generation_tokens", "Tokens of answers.", counters.new_tokens),
+            ("generation_tokens", "Generated tokens.", counters.new_tokens),
             (
                 "computed_prompt_tokens",
                 "Prompt tokens that were computed.",
                 counters.prefill_tokens,
             ),
             ("decode_steps", "Decode steps.", counters.decode_steps),
-            ("spec_decode_num_drafts", "Rounds in which answers drafted.", counters.drafts),
+            ("spec_decode_num_drafts", "Verification rounds with drafts.", counters.drafts),
             ("spec_decode_num_draft_tokens", "Tokens drafted.", counters.draft_tokens),
             ("spec_decode_num_accepted_tokens", "Drafts accepted.", counters.accepted_tokens),
-            ("compressed_rows", "Compressions of an answer's tokens.", counters.compressed_rows),
+            ("compressed_rows", "Compressions of a sequence's tokens.", counters.compressed_rows),
             ("programs_compiled", "Programs compiled so far.", self._engine.programs.compiled),
         ):
             count = CounterMetricFamily(f"jsparse:{name}", text, labels=["model_name"])
@@ -152,6 +152,6 @@ class Metrics:
 
 
 def kv_cache_usage(engine: Engine) -> float:
-    """Returns the share of the memory for K and V that requests hold now."""
+    """Returns the share of the KV cache that requests use now."""
     pool = engine.scheduler.pool
     return 1 - pool.available / pool.size

@@ -26,9 +26,9 @@ def checked(given: Iterable[str]) -> frozenset[str]:
 
 
 def allow(app: FastAPI, origins: Set[str]) -> None:
-    """Answers preflight requests of these origins, and marks all answers to them.
+    """Handles preflight requests of these origins, and adds CORS headers to all their responses.
 
-    It must be added last: a browser sends no key with a preflight request.
+    It must be added last, since a browser sends no key with a preflight request.
     """
     if origins:
         app.add_middleware(

@@ -1,4 +1,4 @@
-"""Defines PromptStream, one prompt on its way through the engine, and the usage of several."""
+"""Defines PromptStream, one prompt in the engine, and the usage of several."""
 
 import asyncio
 import re
@@ -18,12 +18,12 @@ from jsparse.text.short_names import short_name
 
 
 class Serving(NamedTuple):
-    """Holds what a server works with once its engine is there.
+    """The objects that a server works with once its engine is ready.
 
     Attributes:
         engine: the engine.
-        texts: the threads that turn text into tokens, and back.
-        metrics: those of /metrics.
+        texts: the threads that encode and decode text.
+        metrics: the metrics of /metrics.
         live: the prompts that the engine works on, by name.
     """
 
@@ -34,7 +34,7 @@ class Serving(NamedTuple):
 
 
 class PromptStream:
-    """Holds one prompt that the engine works on, until it is closed."""
+    """One prompt that the engine works on, until it is closed."""
 
     state: RequestState
 
@@ -46,12 +46,12 @@ class PromptStream:
         self._begun = False
 
     async def begin(self) -> None:
-        """Hands the prompt to the engine; returns once it is accepted, else raises the reason."""
+        """Sends the prompt to the engine; returns once it is accepted, else raises the reason."""
         self.state = await anext(self._states)
         self._serving.live[self.name] = self
 
     async def deltas(self) -> AsyncGenerator[RequestOutput]:
-        """Yields new output as it comes; the last one is `finished`."""
+        """Yields new output as it arrives; the last one is `finished`."""
         async for _ in self._followed():
             output = await self._output(new=True)
             if output.finished or any(completion.token_ids for completion in output.outputs):
@@ -74,7 +74,7 @@ class PromptStream:
         return output
 
     async def close(self) -> None:
-        """Leaves the engine, which drops unfinished answers."""
+        """Leaves the engine, which aborts unfinished completions."""
         if self._serving.live.pop(self.name, None) is not None:
             self._count_beginning(self.state)
             self._serving.metrics.left(self.state)
@@ -82,8 +82,8 @@ class PromptStream:
         await self._states.aclose()
 
     async def _followed(self) -> AsyncGenerator[RequestState]:
-        finished = self.state.finished  # the engine goes on while an output is made and sent
-        if finished or self.state.metrics.token_times:  # they came before the request was looked at
+        finished = self.state.finished  # read once: the engine continues in the meantime
+        if finished or self.state.metrics.token_times:  # tokens that arrived before this call
             self._count_beginning(self.state)
             yield self.state
         if finished:
@@ -108,7 +108,7 @@ async def all_of[Result](works: Sequence[Coroutine[Any, Any, Result]]) -> list[R
 
 
 def usage(outputs: Sequence[RequestOutput], new_tokens: int) -> dict[str, Any]:
-    """Returns the usage of requests, by the last output of each and the number of new tokens."""
+    """Returns the usage of requests, from the last output of each and the number of new tokens."""
     prompt = sum(len(output.prompt_ids) for output in outputs)
     completions = [completion for output in outputs for completion in output.outputs]
     policy, *changed = re.split("(?= with )", outputs[0].policy, maxsplit=1)

@@ -1,6 +1,6 @@
-"""Defines the bodies of requests, and turns them into SamplingParams.
+"""Defines the bodies of requests, and converts them to SamplingParams.
 
-Names are OpenAI's and, where OpenAI has none, vLLM's.
+Names are OpenAI's or, if OpenAI has none, vLLM's.
 """
 
 from abc import abstractmethod
@@ -37,7 +37,7 @@ def _prompt(given: Any) -> Any:
 
 
 def _at_most(count: int) -> BeforeValidator:
-    """Refuses larger objects before their entries are checked."""
+    """Refuses objects with more than `count` entries before these are checked."""
 
     def check(given: Any) -> Any:
         if isinstance(given, dict) and len(given) > count:
@@ -73,14 +73,14 @@ Stops = Annotated[
 
 
 class StreamOptions(RequestBody):
-    """Says what a stream holds beside the answers."""
+    """The contents of a stream besides the completions."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class GenerationRequest(RequestBody):
-    """Holds what both kinds of requests have in common."""
+    """The fields that both kinds of requests have in common."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -105,7 +105,7 @@ class GenerationRequest(RequestBody):
     cache_salt: str = Field("", max_length=MAX_SALT_CHARS)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    # of OpenAI's services; without effect on an answer
+    # fields of OpenAI's services; without effect on a completion
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -117,22 +117,22 @@ class GenerationRequest(RequestBody):
     @property
     @abstractmethod
     def likely(self) -> int | None:
-        """Returns the number of likely tokens to report, or None."""
+        """The number of likely tokens to report, or None."""
 
-    def check_likely(self, max_new_tokens: int) -> None:
-        """Raises ApiError if more than `max_new_tokens` likely tokens are asked for."""
-        if (self.likely or 0) > max_new_tokens:
+    def check_likely(self, limit: int) -> None:
+        """Raises ApiError if more than `limit` likely tokens are requested."""
+        if (self.likely or 0) > limit:
             name = "top_logprobs" if "top_logprobs" in type(self).model_fields else "logprobs"
             raise ApiError(
                 400,
-                f"{name}={self.likely}: must be at most {max_new_tokens} on this server",
+                f"{name}={self.likely}: must be at most {limit} on this server",
                 param=name,
             )
 
     @property
     @abstractmethod
     def max_new_tokens(self) -> int | None:
-        """Returns the maximum number of tokens of an answer; None is as many as fit."""
+        """The maximum number of tokens of a completion; None: all that fit."""
 
     def sampling(self, max_tokens: int, temperature: float | None) -> SamplingParams:
         """Returns the options; `temperature` is the default."""
@@ -143,7 +143,7 @@ class GenerationRequest(RequestBody):
 
     @property
     def with_usage(self) -> bool:
-        """Returns whether a stream ends with the usage."""
+        """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
@@ -162,7 +162,7 @@ SAME = tuple(
 
 
 class CompletionRequest(GenerationRequest):
-    """Asks to continue prompts."""
+    """A request to continue prompts."""
 
     prompt: Prompt
     echo: bool = False
@@ -179,12 +179,12 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _echo_has_no_logprobs(self) -> "CompletionRequest":
         if self.echo and self.logprobs is not None:
-            raise ValueError("echo=True: must be false where logprobs is given")
+            raise ValueError("echo=True: must be false if logprobs is given")
         return self
 
 
 class ChatMessage(RequestBody):
-    """Holds one message of a chat."""
+    """One message of a chat."""
 
     role: Annotated[
         Literal["system", "user", "assistant"],
@@ -202,7 +202,7 @@ ChatMessages = Annotated[
 
 
 class ChatRequest(GenerationRequest):
-    """Asks to answer a chat."""
+    """A request to reply to a chat."""
 
     messages: ChatMessages
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -220,12 +220,12 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
-            raise ValueError(f"top_logprobs={self.top_logprobs}: must have logprobs=true beside it")
+            raise ValueError(f"top_logprobs={self.top_logprobs}: must have logprobs=true with it")
         return self
 
 
 class TokenizeRequest(RequestBody):
-    """Asks for the ids of a text or a chat; exactly one of them."""
+    """A request for the ids of either a text or a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -235,17 +235,17 @@ class TokenizeRequest(RequestBody):
     @model_validator(mode="after")
     def _one_of_both(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt: must be given, or else messages, but not both")
+            raise ValueError("prompt: either prompt or messages must be given, but not both")
         return self
 
 
 class DetokenizeRequest(RequestBody):
-    """Asks for the text of ids."""
+    """A request for the text of ids."""
 
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(fail_fast=True)]
 
 
 def chat_of(messages: list[ChatMessage]) -> list[dict[str, str]]:
-    """Returns messages as templates take them."""
+    """Returns messages in the format of templates."""
     return [{"role": each.role, "content": each.content} for each in messages]

@@ -48,7 +48,7 @@ def schemas() -> dict[str, Any]:
 def _post(
     path: str, body: type[RequestBody]
 ) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., Awaitable[Any]]]:
-    """Returns the decorator of a route that takes such a body, which the route itself parses."""
+    """Returns the decorator of a route with such a body, which the route itself parses."""
     schema = {"$ref": SCHEMA.format(model=body.__name__)}
     content = {"application/json": {"schema": schema}}
     extra = {"requestBody": {"required": True, "content": content}}
@@ -124,7 +124,7 @@ async def _version() -> Response:
 
 @router.get("/metrics", response_model=None, name="metrics")
 async def _metrics(service: ServiceOfApp) -> Response:
-    # also while the server is shutting down, and of an engine that has failed
+    # available even if the server is shutting down, or the engine has failed
     if service.engine is None:
         raise ApiError(503, "the model is being loaded", code="unavailable")
     return Response(service.metrics.text, media_type="text/plain; version=0.0.4")

@@ -24,17 +24,17 @@ from jsparse.server.descriptors import Room, bounds
 from jsparse.server.front import Front, Options
 from jsparse.server.service import Service
 
-# of all answers: browsers must not guess another content type
+# headers of all responses: browsers must not guess another content type
 HEADERS = [("X-Content-Type-Options", "nosniff")]
 POLL_SECONDS = 0.05
 # seconds that connections may still take once all requests are answered
 CLOSE_SECONDS = 5
-# in which clients may read that the server has failed, where other processes have to end as well
+# seconds in which clients may read that the server has failed, if other processes also have to end
 FAREWELL_SECONDS = 2
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens; the message of an OSError names host and port."""
+    """Returns a listening socket; the message of an OSError names host and port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=bounds(1).backlog)
@@ -43,9 +43,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def own_names(address: str, host: str, more: Sequence[str]) -> frozenset[str] | None:
-    """Returns the names of a server that this machine alone can reach; None: any.
+    """Returns the names of a server that only this machine can reach; None: any.
 
-    It listens on `address`, given as `host`; `more` are further names, of which "*" is any.
+    It listens on `address`, given as `host`; `more` are further names; "*" allows any.
     """
     if "*" in more or not (more or ip_address(address).is_loopback):
         return None
@@ -54,7 +54,7 @@ def own_names(address: str, host: str, more: Sequence[str]) -> frozenset[str] | 
 
 
 def configured(app: ASGIApp, descriptors: int = 1) -> uvicorn.Config:
-    """Returns how the application is served, with this many descriptors per connection."""
+    """Returns the configuration of a server, with `descriptors` file descriptors per connection."""
     most, backlog = bounds(descriptors)
     return uvicorn.Config(
         app,
@@ -63,7 +63,7 @@ def configured(app: ASGIApp, descriptors: int = 1) -> uvicorn.Config:
         backlog=backlog,
         headers=HEADERS,
         log_level="warning",
-        timeout_keep_alive=2 * SECONDS,  # the connection itself waits SECONDS
+        timeout_keep_alive=2 * SECONDS,  # BoundedConnection closes after SECONDS
         timeout_graceful_shutdown=CLOSE_SECONDS,
         server_header=False,
         lifespan="off",
@@ -78,13 +78,13 @@ def serve(
     on_start: Callable[["Server"], None] = lambda server: None,
     on_ready: Callable[[AsyncEngine], None] = lambda engine: None,
 ) -> None:
-    """Answers requests until SIGTERM or SIGINT; those that have begun have time to finish then.
+    """Serves requests until SIGTERM or SIGINT; requests in progress may then still finish.
 
-    /health tells meanwhile: the server listens before its model is loaded, by `make_engine` in a
-    thread. `on_start` is called before that, `on_ready` when requests are answered.
+    The server listens, and answers /health, before `make_engine` has loaded the model in a thread.
+    `on_start` is called first, and `on_ready` when requests are served.
 
     Raises:
-        ValueError, OSError: `make_engine` raised it; an OSError also for a RuntimeError.
+        ValueError, OSError: `make_engine` raised it; an OSError also stands for a RuntimeError.
     """
     service = Service(options)
     server = Server(make_app(service), service)
@@ -101,7 +101,7 @@ def serve(
     try:
         server.answer(listening, load(), log.log_speed(lambda: service.engine))
         if service.engine is None and server.failed is None:
-            os._exit(0)  # a thread loads the model, and nothing can stop it
+            os._exit(0)  # nothing can stop the thread that loads the model
     finally:
         service.close()
         farewells.remove(farewell)
@@ -110,7 +110,7 @@ def serve(
 
 
 def notify_clients(service: Service) -> None:
-    """Ends all requests with an error, and waits FAREWELL_SECONDS at most until it is sent."""
+    """Ends all requests with an error, and waits at most FAREWELL_SECONDS until it is sent."""
     if service.engine is None:
         return
     service.engine.fail("another process of the model is lost")
@@ -121,21 +121,21 @@ def notify_clients(service: Service) -> None:
 
 
 class Server(uvicorn.Server):
-    """Finishes requests at the first signal, and ends at once at the second.
+    """A server that finishes requests at the first signal, and ends at once at the second.
 
-    `failed` is the error that ended it, or None; `heeds_signals`: whether signals end it.
+    `failed` is the error that ended it, or None. `heeds_signals`: whether signals end it.
     """
 
     heeds_signals = True
 
     def __init__(self, app: ASGIApp, front: Front, descriptors: int = 1) -> None:
-        """Serves an application behind `front`; `descriptors` is per connection."""
+        """Creates a server for the application of `front`; `descriptors` is per connection."""
         super().__init__(configured(app, descriptors))
         self._front = front
         self.failed: BaseException | None = None
 
     def answer(self, listening: socket.socket, *tasks: Coroutine[Any, Any, None]) -> None:
-        """Answers requests until a signal, or until `fail` is called, with this work beside it."""
+        """Serves requests, and runs `tasks`, until a signal or a call of `fail`."""
         with asyncio.Runner(loop_factory=self.config.get_loop_factory()) as runner:
             runner.run(self._answer(listening, tasks))
 
@@ -151,7 +151,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Calls `handle_exit` for signals meanwhile, if they are heeded."""
+        """Calls `handle_exit` for signals in the meantime, if they are heeded."""
         with super().capture_signals() if self.heeds_signals else nullcontext():
             yield
 
@@ -169,12 +169,14 @@ class Server(uvicorn.Server):
         while not front.draining:
             await asyncio.sleep(POLL_SECONDS)
         seconds = front.options.drain_seconds
-        log.logger.info("ending: %d requests have up to %g s to finish", front.inside, seconds)
+        log.logger.info(
+            "shutting down: %d requests have up to %g s to finish", front.inside, seconds
+        )
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while front.inside:
                     await asyncio.sleep(POLL_SECONDS)
-        log.logger.info("ended: %d requests were cut off", front.inside)
+        log.logger.info("shut down: %d requests were cut off", front.inside)
         self.should_exit = True
         self.force_exit = front.inside > 0
 
@@ -186,12 +188,12 @@ def _load(
     on_ready: Callable[[AsyncEngine], None],
     loop: asyncio.AbstractEventLoop,
 ) -> None:
-    """Runs in a thread."""
+    """Loads the engine, in a thread."""
     try:
         engine = make_engine()
         service.begin(engine)
         loop.call_soon_threadsafe(on_ready, engine)
-    except RuntimeError as error:  # of XLA, as where it can open no file
+    except RuntimeError as error:  # XLA's, for instance if it cannot open a file
         log.logger.debug("the engine could not be prepared", exc_info=error)
         server.fail(OSError(f"the engine could not be prepared: {error}"))
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Defines Service, the state of a server that has an engine."""
+"""Defines Service, the state of a server with an engine."""
 
 import math
 import secrets
@@ -21,12 +21,12 @@ from jsparse.server.prompt_stream import PromptStream, Serving, all_of
 from jsparse.server.text import Texts
 from jsparse.text import prompts
 
-# the longest that one step may take on a GPU, compilation included; a CPU does not hang
+# the most seconds of one step on a GPU, compilation included; a CPU does not hang
 MAX_BUSY_SECONDS = 300.0
 
 
 class Service(Front):
-    """Holds the engine, once it is ready, and the requests that it works on."""
+    """The engine, once it is ready, and the requests that it works on."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -35,7 +35,7 @@ class Service(Front):
         self._arriving = 0
 
     def begin(self, engine: AsyncEngine) -> None:
-        """Sets the engine: requests are answered from now on. Any thread may call it."""
+        """Sets the engine: requests are served from now on. Any thread may call it."""
         if jax.default_backend() != "cpu":
             self.max_busy_seconds = MAX_BUSY_SECONDS
         metrics = Metrics(engine.engine, self.options.name)
@@ -43,24 +43,24 @@ class Service(Front):
 
     @property
     def serving(self) -> Serving:
-        """What works on requests; raises ApiError if there is nothing yet."""
+        """The objects that serve requests; raises ApiError if the engine is not loaded."""
         if self._serving is None:
             raise ApiError(503, self.unhealthy or "", code="unavailable")
         return self._serving
 
     @property
     def engine(self) -> AsyncEngine | None:
-        """The engine, or None while it is being made."""
+        """The engine, or None until it is loaded."""
         return self._serving and self._serving.engine
 
     @property
     def texts(self) -> Texts:
-        """The threads that turn text into tokens, and back."""
+        """The threads that encode and decode text."""
         return self.serving.texts
 
     @property
     def metrics(self) -> Metrics:
-        """Those of /metrics."""
+        """The metrics of /metrics."""
         return self.serving.metrics
 
     @property
@@ -85,7 +85,7 @@ class Service(Front):
 
     @property
     def ready(self) -> AsyncEngine:
-        """Returns the engine, also while the server drains; raises ApiError if it is not ready."""
+        """The engine, also while the server drains; raises ApiError if it is not ready."""
         engine = self.serving.engine
         if not engine.alive:
             raise ApiError(503, self.unhealthy or "", code="unavailable")
@@ -93,7 +93,7 @@ class Service(Front):
 
     @property
     def has_chat_template(self) -> bool:
-        """Returns whether the model takes chats."""
+        """Whether the model accepts chats."""
         tokenizer = self.ready.engine.params.tokenizer
         return tokenizer is not None and tokenizer.chat_template is not None
 
@@ -103,10 +103,10 @@ class Service(Front):
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """Counts a request from its body's arrival until the engine has it: tokens take memory."""
+        """Counts a request from its body until the engine has it, since its tokens take memory."""
         maximum = max(self.options.max_waiting, self.ready.engine.sizes.num_slots)
         if self._arriving >= maximum:
-            raise full(f"{self._arriving} requests arrive: must be at most {maximum}")
+            raise full(f"{self._arriving} requests are arriving: must be at most {maximum}")
         self._arriving += 1
         try:
             yield
@@ -124,7 +124,7 @@ class Service(Front):
         if name not in (None, self.options.name):
             raise ApiError(
                 404,
-                f"model={name!r}: must be {self.options.name!r}, which this server has",
+                f"model={name!r}: must be {self.options.name!r}, the model of this server",
                 param="model",
                 code="model_not_found",
             )
@@ -145,26 +145,26 @@ class Service(Front):
         return await self.texts.ids(text, add_special_tokens)
 
     def _require_short(self, size: int) -> None:
-        """Refuses texts that are far too long before tokenising them, which takes seconds."""
+        """Refuses texts that are far too long before tokenising them, which would take seconds."""
         tokenizer, tokens = self.texts.tokenizer, self.ready.engine.sizes.max_model_len
         longest = tokenizer and tokenizer.max_characters_per_token
         if longest and size > tokens * longest:
-            rule = f"must be at most {tokens * longest}, as max_model_len={tokens}"
+            rule = f"must be at most {tokens * longest}, since max_model_len={tokens}"
             raise ValueError(f"prompt has {size} characters: {rule}")
 
     def room(self, ids: Sequence[int]) -> int:
-        """Returns the most tokens of an answer for which a request names no number; at least 1."""
+        """Returns the most tokens of a completion for a request that sets no number; at least 1."""
         sizes, pool = self.ready.engine.sizes, self.ready.engine.scheduler.pool
         left = min(sizes.max_model_len, pool.size * sizes.page_size) - len(ids)
         return max(1, min(left, self.options.default_max_tokens or left))
 
     @property
     def knobs(self) -> dict[str, str]:
-        """Returns the field in which requests set each of the policy's hyper-parameters."""
+        """The field in which requests set each of the policy's hyper-parameters."""
         return dict.fromkeys(("dense", *self.ready.engine.policy.per_row), "policy")
 
     def _require_settable(self, names: Collection[str]) -> None:
-        """Refuses hyper-parameters that the server was not started for."""
+        """Refuses hyper-parameters that requests to this server may not set."""
         engine = self.ready.engine
         for name in sorted((settable(engine.policy) & {*names}) - {*engine.per_request}):
             raise ValueError(
@@ -174,31 +174,31 @@ class Service(Front):
 
     @property
     def temperature(self) -> float | None:
-        """Returns the temperature of requests that name none; None is the model's own."""
+        """The temperature of requests that set none; None: the model's own."""
         return None if "temperature" in self.ready.engine.params.generation_defaults else 1.0
 
     async def ask(
         self, kind: str, rows: Sequence[list[int]], options: Sequence[SamplingParams]
     ) -> list[PromptStream]:
-        """Hands prompts to the engine; returns once it has accepted all of them.
+        """Sends prompts to the engine; returns once it has accepted all of them.
 
         Raises:
-            ValueError, EngineFull, EngineError: one was refused; none is worked on then.
+            ValueError, EngineFull, EngineError: a prompt was refused; then none is served.
         """
         self._require_settable({name for each in options for name in each.policy})
         num_sequences = sum(each.n for each in options)
         slots = self.ready.engine.sizes.num_slots
-        # no request fills the queue alone
+        # a single request must not fill the queue
         maximum = max(slots, (self.options.max_waiting + slots) // 2)
         if num_sequences > maximum:
             source = f"n={max(each.n for each in options)} for {len(rows)} prompts"
             raise ValueError(
-                f"{source} asks for {num_sequences} answers: must be at most {maximum}"
+                f"{source} asks for {num_sequences} completions: must be at most {maximum}"
             )
         name = f"{kind}-{secrets.token_hex(12)}"
         streams = [
-            PromptStream(self.serving, f"{name}-{nth}" if nth else name, ids, own)
-            for nth, (ids, own) in enumerate(zip(rows, options, strict=True))
+            PromptStream(self.serving, f"{name}-{nth}" if nth else name, ids, each)
+            for nth, (ids, each) in enumerate(zip(rows, options, strict=True))
         ]
         try:
             await all_of([each.begin() for each in streams])

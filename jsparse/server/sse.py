@@ -1,4 +1,4 @@
-"""Sends server-sent events, and notices clients that hang up."""
+"""Sends server-sent events, and detects clients that disconnect."""
 
 import asyncio
 import logging
@@ -18,16 +18,16 @@ log = logging.getLogger("jsparse.server")
 
 
 class ClientGone(Exception):
-    """Signals that the client has hung up."""
+    """The client has disconnected."""
 
 
 def event(body: Any) -> bytes:
-    """Returns an event of JSON."""
+    """Returns a JSON event."""
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
 async def unless_gone[Result](receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Returns the work's result; cancels it and raises ClientGone when the client hangs up."""
+    """Returns the result of `work`; cancels it and raises ClientGone if the client disconnects."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -46,7 +46,7 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends events as they are made, no faster than the client reads."""
+    """A response that sends events as they are produced, no faster than the client reads."""
 
     media_type = "text/event-stream"
 
@@ -81,7 +81,7 @@ class EventStream(Response):
                 async for piece in events:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             except Exception as error:
-                # the status has been sent: only an event can tell
+                # the status has been sent, so the error is sent as an event
                 if not isinstance(error, ApiError):
                     trace = None if isinstance(error, EngineError) else error
                     log.error("a stream has failed: %r", error, exc_info=trace)
@@ -91,7 +91,7 @@ class EventStream(Response):
 
 
 async def merged[Item](streams: list[AsyncGenerator[Item]]) -> AsyncGenerator[tuple[int, Item]]:
-    """Yields the items of all streams as they come, with the number of their stream."""
+    """Yields the items of all streams as they arrive, with the number of their stream."""
     queue: asyncio.Queue[tuple[int, Item | None, BaseException | None]] = asyncio.Queue(1)
 
     async def pump(nth: int, stream: AsyncGenerator[Item]) -> None:

@@ -1,4 +1,4 @@
-"""Turns text into ids and ids into text, in threads beside the event loop."""
+"""Encodes and decodes text in threads outside the event loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,21 +15,21 @@ from jsparse.engine.request_state import RequestState
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.collecting import CompletionOutput
 
-# a long prompt keeps a thread busy for a second; the tokenizer lets other threads run meanwhile
+# a long prompt keeps a thread busy for a second; the tokenizer does not block other threads
 ENCODERS = 2
-# characters of texts that do not wait for long ones
+# the most characters of texts that do not wait for longer ones
 SHORT = 2**14
 
 
 class Texts:
-    """Runs tokenizers in threads of their own.
+    """The threads that run tokenizers.
 
-    One thread makes all outputs that have come since it last looked: under load the event loop is
-    woken once for many.
+    One thread builds all outputs that have arrived since its last pass: under load it wakes the
+    event loop once for many.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """Starts the threads; takes a while, as the bytes of all tokens are looked up."""
+        """Starts the threads; takes a while, since it computes the bytes of all tokens."""
         self.tokenizer = tokenizer
         _ = self._token_bytes
         self._encoders, self._of_short = (
@@ -56,7 +56,7 @@ class Texts:
         return await self.made(partial(state.output, new=new))
 
     async def made[Result](self, make: Callable[[], Result]) -> Result:
-        """Runs a function in the thread that makes outputs, and returns its result."""
+        """Runs a function in the thread that builds outputs, and returns its result."""
         future = asyncio.get_running_loop().create_future()
         self._asked.put((future, make))
         return await future
@@ -78,7 +78,7 @@ class Texts:
         self._thread.join()
 
     def completion_logprobs(self, completion: CompletionOutput, offset: int) -> dict[str, Any]:
-        """Returns log-probabilities for /v1/completions; `offset` is where the text begins."""
+        """Returns log-probabilities for /v1/completions; `offset` is where the text starts."""
         assert completion.token_logprobs is not None
         tokens = [self._name(token) for token in completion.token_ids]
         offsets = list(accumulate(self._widths(completion), initial=offset))[:-1]
@@ -102,11 +102,11 @@ class Texts:
         }
 
     def width(self, completion: CompletionOutput) -> int:
-        """Returns the characters of an answer's tokens, each by itself."""
+        """Returns the number of characters of a completion's tokens, each decoded separately."""
         return sum(self._widths(completion))
 
     def chat_logprobs(self, completion: CompletionOutput) -> dict[str, Any]:
-        """Returns log-probabilities as /v1/chat/completions shows them."""
+        """Returns log-probabilities in the format of /v1/chat/completions."""
         assert completion.token_logprobs is not None
         tops = completion.top_logprobs or [{} for _ in completion.token_ids]
         return {
@@ -136,7 +136,7 @@ class Texts:
         }
 
     def _name(self, token: int) -> str:
-        """Returns a token's text, or its bytes as OpenAI writes those that are no text."""
+        """Returns a token's text, or its bytes in OpenAI's format if they are not text."""
         data = self._bytes(token)
         try:
             return data.decode()
@@ -153,15 +153,15 @@ class Texts:
 
     @cached_property
     def _token_bytes(self) -> list[bytes] | None:
-        """Returns the bytes of all tokens, where the tokenizer's spelling of them is known."""
+        """The bytes of all tokens, if the tokenizer's spelling of them is known."""
         with suppress(ValueError):
             return self.tokenizer.token_bytes() if self.tokenizer else None
         return None
 
     def _work(self) -> None:
-        """Runs in the thread that makes outputs."""
-        while (asked := self._asked.get()) is not None:
-            batch = [asked]
+        """Runs the thread that builds outputs."""
+        while (first := self._asked.get()) is not None:
+            batch = [first]
             with suppress(Empty):
                 while (more := self._asked.get_nowait()) is not None:
                     batch.append(more)

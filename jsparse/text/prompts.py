@@ -1,4 +1,4 @@
-"""Checks prompts and turns them into token ids."""
+"""Checks prompts and converts them to token ids."""
 
 import reprlib
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ def encode(
 
     A prompt is text, chat messages (dicts with role and content), token ids (a list or an integer
     array), or vLLM's dict of one; a list or 2-D array holds several. `special_tokens`: whether
-    special tokens that chat messages spell count as such; in a text they do.
+    special tokens spelled in chat messages count as such; in a text they always do.
 
     Raises:
-        ValueError: a prompt is empty, is of another kind, or has ids outside the vocabulary.
+        ValueError: a prompt is empty, has another type, or has ids outside the vocabulary.
     """
     prompt = plain(prompt)
     alone = _is_one(prompt)
@@ -37,7 +37,7 @@ def encode(
     for row, ids in enumerate(rows):
         name = "prompt" if alone else f"prompt[{row}]"
         if not ids:
-            raise ValueError(f"{name} is empty: must give at least one token")
+            raise ValueError(f"{name} is empty: must have at least one token")
         wrong = next((i for i in ids if not 0 <= i < params.config.vocab_size), None)
         if wrong is not None:
             raise ValueError(
@@ -47,15 +47,15 @@ def encode(
 
 
 def plain(prompt: Any) -> Any:
-    """Returns prompts without vLLM's dicts, in whose place stands the text or the ids they hold."""
+    """Returns prompts with each of vLLM's dicts replaced by its text or ids."""
     if isinstance(prompt, list | tuple):
         return [plain(each) if isinstance(each, dict) else each for each in prompt]
     if not isinstance(prompt, dict) or not prompt.keys() & HELD_IN:
         return prompt
     if len(prompt) > 1:
         raise ValueError(
-            f"prompt={reprlib.repr(prompt)}: must have one key, prompt or prompt_token_ids; "
-            "text is all that a prompt holds"
+            f"prompt={reprlib.repr(prompt)}: must have one key, prompt or prompt_token_ids, "
+            "since prompts have no other data"
         )
     return next(iter(prompt.values()))
 

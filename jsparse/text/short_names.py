@@ -17,8 +17,8 @@ class HasName(Protocol):
 def short_name(policy: HasName | str) -> str:
     """Returns a policy's name without the arguments that have their default values, for readers.
 
-    The result is an expression of the same policy; its budget always shows. Stored results keep the
-    whole name, since a default may change. Names of the user's own code stay as they are.
+    The result is an expression of the same policy, and always has the budget. Stored results keep
+    the full name, since a default may change. Names of the user's own code stay as they are.
     """
     name = policy if isinstance(policy, str) else policy.name
     try:
@@ -43,7 +43,7 @@ def _short(node: ast.expr, source: str) -> str:
     for name, value in arguments:
         text = _short(value, source)
         default = parameters[name].default if name in parameters else None
-        if default is inspect.Parameter.empty:  # these come first, and are known by their place
+        if default is inspect.Parameter.empty:  # these come first and are positional
             shown.append(text)
         elif name in SHOWN or not _is(value, default):
             shown.append(f"{name}={text}")

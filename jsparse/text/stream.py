@@ -1,4 +1,4 @@
-"""Turns token ids into pieces of text as they arrive, cut at stop strings."""
+"""Decodes token ids into pieces of text as they arrive, cut at stop strings."""
 
 from collections.abc import Sequence
 
@@ -7,15 +7,15 @@ import numpy as np
 from jsparse.models.tokenizer import Tokenizer
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-# the most tokens, each of at least a byte, of which UTF-8 makes one character
+# the most tokens per UTF-8 character, since each token has at least one byte
 LONGEST = 4
 
 
 class TextStream:
-    """Decodes one row's ids into text, piece by piece.
+    """The decoder of one row's ids, which returns their text piece by piece.
 
-    A piece is held back while its last character is unfinished and while its end could still grow
-    into a stop string that is cut off. `text` is everything so far.
+    Text is withheld while its last character is incomplete, and while its end could still grow into
+    a stop string to be cut off. `text` is everything so far.
     """
 
     def __init__(
@@ -27,11 +27,11 @@ class TextStream:
         skip_special: bool = True,
         before: Sequence[int] | np.ndarray = (),
     ) -> None:
-        """Prepares an empty text; without a tokenizer it stays empty.
+        """Creates an empty text; without a tokenizer it stays empty.
 
-        Of several stop strings the one that begins first ends the text, a control token always.
-        They complete after `min_tokens` ids. `before` has the prompt's ids: decoders drop the space
-        that begins a text, which an answer's first token must keep.
+        Of several stop strings, the one that starts first ends the text; a control token always
+        does. Stop strings count only after `min_tokens` ids. `before` has the prompt's ids:
+        decoders drop the space at the start of a text, but a completion's first token must keep it.
         """
         self.stopped = False
         self._tokenizer, self._skip_special = tokenizer, skip_special
@@ -49,15 +49,15 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """Returns the text decoded so far; a stop string ends it."""
+        """The text decoded so far; a stop string ends it."""
         return self._text
 
     def shown(self, first: int = 0) -> str:
-        """Returns the text that has been certain so far, all pieces together, from `first` on."""
+        """Returns the text of all pieces so far, from `first` on."""
         return self._text[first : self._emitted]
 
     def push(self, *tokens: int) -> str:
-        """Takes ids and returns the text that is now certain, possibly none."""
+        """Adds ids and returns the text that is now certain, possibly none."""
         if self._tokenizer is None:
             return ""
         for token in tokens:
@@ -78,7 +78,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Returns the text that was still held back."""
+        """Returns the withheld text."""
         if self._tokenizer is None or self.stopped:
             return ""
         return self._advance(final=True)
@@ -88,7 +88,7 @@ class TextStream:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
 
     def _last_of(self, before: Sequence[int] | np.ndarray) -> list[int]:
-        """Returns the last ids that have a text, from the beginning of a character on."""
+        """Returns the last ids with a text, from the start of a character on."""
         size = 2 * LONGEST
         while size < len(before) and self._decode([*before[-size:]])[:1] in ("", UNFINISHED):
             size *= 2
@@ -99,7 +99,7 @@ class TextStream:
         if final or not grown.endswith(UNFINISHED):
             self._settle(len(self._ids), grown)
         elif len(self._ids) - self._settled > 2 * LONGEST:
-            # bytes of no character: a text that ends LONGEST ids before the end is finished
+            # invalid bytes: a text that ends LONGEST ids before the end is final
             for end in range(len(self._ids) - LONGEST, len(self._ids) - 2 * LONGEST, -1):
                 part = self._decode(self._ids[self._context : end])
                 if grown.startswith(part):  # no character spans its end
@@ -111,7 +111,7 @@ class TextStream:
         return piece
 
     def _settle(self, end: int, grown: str) -> None:
-        """Takes in the text up to `end`, of which `grown` is the part after the context's start."""
+        """Adds the text up to id `end`; `grown` is the text from the start of the context on."""
         known = self._decode(self._ids[self._context : self._settled])
         # a prompt may end within a character, which `known` has as U+FFFD
         pairs = enumerate(zip(known, grown, strict=False))
@@ -132,11 +132,11 @@ class TextStream:
         self._searched = len(self._text)
 
     def _found(self, stop: str) -> int:
-        """Returns where the stop string begins, among those that the new text completes, or -1."""
+        """Returns where the stop string starts, if the new text completes it, else -1."""
         return self._text.find(stop, max(0, self._searched + 1 - len(stop)))
 
     def _held_back(self) -> int:
-        """Returns the length of the longest end of the text that begins a stop string to cut."""
+        """Returns the length of the longest end of the text that starts a stop string to cut."""
         if self._include_stop:
             return 0
         longest = max((len(stop) - 1 for stop in self._stop), default=0)

@@ -132,7 +132,7 @@ def test_requests_without_a_seed_draw_anew(engine, monkeypatch):
 
 def test_more_answers_than_could_ever_wait_are_refused():
     engine = an_engine(max_waiting=1)
-    with pytest.raises(ValueError, match="n=6: must be at most 5, max_waiting and the slots"):
+    with pytest.raises(ValueError, match="n=6: must be at most 5, max_waiting plus the slots"):
         asyncio.run(last(engine, PROMPTS[0], options(2, n=6, temperature=1.0)))
     engine.close()
 

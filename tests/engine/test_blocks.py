@@ -20,7 +20,7 @@ def test_groups_are_handed_out_once_and_come_back():
 
 def test_more_than_there_is_is_an_error():
     pool = BlockPool(6)
-    with pytest.raises(ValueError, match=r"count=6: must be at most 5, those available"):
+    with pytest.raises(ValueError, match=r"count=6: must be at most 5, the available groups"):
         pool.allocate(6)
     assert pool.available == 5
 
@@ -53,7 +53,7 @@ def test_what_is_held_is_not_given_up():
 def test_two_blocks_of_one_key_are_an_error():
     pool = BlockPool(5)
     pool.share(b"a", pool.allocate(2))
-    with pytest.raises(ValueError, match=r"key=b'a': must be of no block in the pool"):
+    with pytest.raises(ValueError, match=r"key=b'a': must not be the key of a block in the pool"):
         pool.share(b"a", pool.allocate(2))
 
 

@@ -386,7 +386,7 @@ def test_options_out_of_range():
         ({"cascade_attention": 1}, "cascade_attention=1: must be"),
         (
             {"cascade_attention": True, "batch_invariant": True, "decode_rows": None},
-            "cascade_attention=True: must be False where batch_invariant is true",
+            "cascade_attention=True: must be False if batch_invariant is true",
         ),
         ({"max_num_seqs": 0}, "max_num_seqs=0: must be an integer of at least 1"),
         ({"max_model_len": 513}, "max_model_len=513: must be at most 512"),
@@ -396,14 +396,14 @@ def test_options_out_of_range():
         ({"page_size": 12}, "page_size=12: must be one of"),
         ({"steps_per_program": 0}, "steps_per_program=0: must be an integer of at least 1"),
         ({"ladder": ((0, 12),)}, r"ladder=\(\(0, 12\),\): sizes must be multiples"),
-        ({"ladder": ((8, 16),)}, r"positions must begin at 0 and rise"),
+        ({"ladder": ((8, 16),)}, r"positions must start at 0 and ascend"),
         ({"per_request": ["p"]}, r"per_request=\('p',\): must be among \['dense'\]"),
         ({"kv_cache_tokens": 2**50}, "must fit in the .* that gpu_memory_utilization=0.9 leaves"),
         # where K and V lie in host memory
-        ({"policy": OFFLOADED, "swap_space": 1.0}, "swap_space=1.0: must be 0 where K and V lie"),
+        ({"policy": OFFLOADED, "swap_space": 1.0}, "swap_space=1.0: must be 0 if K and V are"),
         (
             {"policy": OFFLOADED, "cascade_attention": True, "batch_invariant": False},
-            "cascade_attention=True: must be False where K and V lie in",
+            "cascade_attention=True: must be False if K and V are in",
         ),
         ({"policy": OFFLOADED, "steps_per_program": 2}, "steps_per_program=2: must be 1 where K"),
         (
@@ -411,10 +411,10 @@ def test_options_out_of_range():
             "but keeps K and V in host memory",
         ),
         # where rows draft for dense attention
-        ({"exact": True}, "exact=True: must be False where batch_invariant"),
+        ({"exact": True}, "exact=True: must be False if batch_invariant"),
         (
             {"exact": True, "batch_invariant": False, "cascade_attention": True},
-            "cascade_attention=True: must be .* where exact is true",
+            "cascade_attention=True: must be .* if exact is true",
         ),
         ({"swap_space": -1}, "swap_space=-1: must be a finite number of at least 0"),
     ):

@@ -109,7 +109,7 @@ def test_what_can_never_fit_is_refused():
     scheduler = Scheduler(SIZES._replace(num_groups=8), RULES, LATENCY)
     with pytest.raises(ValueError, match="is 65: must be at most max_model_len=64"):
         scheduler.add(seq(0, range(60), 5))
-    with pytest.raises(ValueError, match="is 35: must fit in the 28 tokens of K and V"):
+    with pytest.raises(ValueError, match="is 35: must fit in the 28 tokens of the engine"):
         scheduler.add(seq(0, range(30), 5))
     assert scheduler.idle
 

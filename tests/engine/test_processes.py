@@ -258,7 +258,7 @@ def test_processes_run_one_engine_to_the_end(linked, monkeypatch):
     leader, _ = linked
     leader.works = True
     monkeypatch.setattr(processes, "link", lambda: leader)
-    with pytest.raises(ValueError, match="must have one alone, where several processes run it"):
+    with pytest.raises(ValueError, match="must have only one if several processes run"):
         tiny_llm("dense", params=spread(tiny_params(num_heads=4, num_kv_heads=2), 2))
 
 

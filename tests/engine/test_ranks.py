@@ -180,7 +180,7 @@ def test_what_cannot_be_spread_is_refused():
         (lambda: spread(spread(model(), 2), 2), "must be on one device, and is on 2"),
         (
             lambda: tiny_llm(params=spread(model(), 2), swap_space=1.0),
-            "swap_space=1.0: must be 0 where the model is spread over several devices",
+            "swap_space=1.0: must be 0 if the model is spread over several devices",
         ),
         (
             lambda: tiny_llm("offloaded(quest(budget=16))", params=spread(model(), 2)),

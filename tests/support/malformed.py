@@ -60,7 +60,7 @@ MALFORMED = [
     (CHATS, {"messages": HI, "functions": [{}]}, "functions", "not supported"),
     (CHATS, {"messages": CALL}, "messages[0].tool_calls", "tools are not supported"),
     (CHATS, {"messages": part("text", text="w1", bold=1)}, "messages[0].content", "key 'bold'"),
-    (CHATS, {"messages": HI, "modalities": ["audio"]}, "modalities", "text alone"),
+    (CHATS, {"messages": HI, "modalities": ["audio"]}, "modalities", "only text"),
     (CHATS, {"messages": HI, "service_tier": "flex"}, "service_tier", "'auto' or 'default'"),
     (CHATS, {"messages": HI, "store": "yes"}, "store", "boolean"),
     (CHATS, {"messages": HI, "metadata": "a"}, "metadata", "object"),

@@ -84,7 +84,7 @@ def test_refused():
 
 
 def test_empty_text_without_a_beginning_of_sequence_is_refused():
-    with pytest.raises(ValueError, match="prompt is empty: must give at least one token"):
+    with pytest.raises(ValueError, match="prompt is empty: must have at least one token"):
         encode(params(LetterTokenizer(bos=False)), "")
 
 

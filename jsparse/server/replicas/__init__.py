@@ -1,1 +1,1 @@
-"""Serves several engines, one process each, behind one address."""
+"""Serves several engines at one address, each in its own process."""

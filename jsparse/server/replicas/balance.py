@@ -1,6 +1,6 @@
-"""Chooses the replica that answers a request: the one that knows its beginning, or has least to do.
+"""Chooses the replica for a request: one with its prefix cached, or the least busy one.
 
-Only what the router itself has sent counts, so that no replica has to be asked.
+Only the router's own record of requests counts, so that it never has to query replicas.
 """
 
 from collections import OrderedDict
@@ -9,19 +9,19 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-# Requests whose prompts begin with so many characters, or so many tokens, in common share K and V.
+# Requests share K and V if their prompts agree in this number of first characters or tokens.
 PREFIX_CHARS, PREFIX_TOKENS = 2048, 512
 CHARS_PER_TOKEN = 4
-# the beginnings that are remembered, of which the one that was used least recently goes first
+# the most prefixes to remember; the least recently used one is dropped first
 MAX_PREFIXES = 2**16
-# answers that name no number of tokens count as so many
+# the estimated tokens of a completion if its request sets no number
 UNKNOWN_TOKENS = 256
-# how much more than another a replica may have to do and still get what it knows the beginning of
+# how much busier than the least busy replica the one with the cached prefix may be
 FACTOR = 2
 
 
 class Work(NamedTuple):
-    """About how many tokens a request has, and a hash of its first prompt's long prefix."""
+    """An estimate of a request's tokens, and a hash of its first prompt's long prefix."""
 
     tokens: int
     prefix: bytes | None
@@ -31,11 +31,11 @@ def work_of(body: Any) -> Work:
     """Returns the work of a request with this body, which may be malformed."""
     if not isinstance(body, dict):
         return Work(0, None)
-    asked = body.get("messages") or body.get("prompt")
-    if isinstance(asked, list) and asked and not isinstance(asked[0], int | dict):
-        prompts = [*map(_plain, asked)]
+    given = body.get("messages") or body.get("prompt")
+    if isinstance(given, list) and given and not isinstance(given[0], int | dict):
+        prompts = [*map(_plain, given)]
     else:
-        prompts = [_plain(asked)]
+        prompts = [_plain(given)]
     new = _count(body, "n", 1) * _count(
         body, "max_completion_tokens", _count(body, "max_tokens", UNKNOWN_TOKENS)
     )
@@ -65,14 +65,14 @@ def _count(body: dict[str, Any], name: str, default: int) -> int:
 
 
 class Balance:
-    """Counts what each replica has to do, and remembers which beginnings it has read."""
+    """The pending work of each replica, and the prefixes that it has cached."""
 
     def __init__(self, replicas: int) -> None:
         self._tokens, self._sent = [0] * replicas, [0] * replicas
         self._homes: OrderedDict[bytes, list[int]] = OrderedDict()
 
     def choose(self, work: Work, among: Sequence[int]) -> int:
-        """Returns the replica with least to do, or one with the prefix and not much more to do."""
+        """Returns the least busy replica, or one with the prefix that is not much busier."""
         least = min(among, key=self._load)
         known = [nth for nth in self._homes.get(work.prefix or b"", ()) if nth in among]
         if known:
@@ -83,7 +83,7 @@ class Balance:
 
     @contextmanager
     def sent(self, work: Work, replica: int) -> Iterator[None]:
-        """Counts a request that a replica works on meanwhile."""
+        """Counts a request while a replica works on it."""
         if work.prefix is not None:
             homes = self._homes.setdefault(work.prefix, [])
             if replica not in homes:
@@ -99,12 +99,12 @@ class Balance:
             self._tokens[replica] -= work.tokens
 
     def forget(self, replica: int) -> None:
-        """Forgets what a replica has read: it begins anew."""
+        """Forgets the prefixes of a replica, which restarts."""
         for prefix in [prefix for prefix, homes in self._homes.items() if replica in homes]:
             self._homes[prefix].remove(replica)
             if not self._homes[prefix]:
                 del self._homes[prefix]
 
     def _load(self, replica: int) -> tuple[int, int]:
-        """Returns what a replica has to do, and has had, which decides between two with as much."""
+        """Returns a replica's pending tokens, and its total requests, which decide ties."""
         return self._tokens[replica], self._sent[replica]

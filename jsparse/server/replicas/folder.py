@@ -1,4 +1,4 @@
-"""Makes the folder for the sockets of replicas, and removes those of routers that were killed."""
+"""Creates the folder for the sockets of replicas, and removes those of killed routers."""
 
 import fcntl
 import os
@@ -13,7 +13,7 @@ PREFIX = "jsparse-router-"
 
 @contextmanager
 def socket_folder() -> Iterator[Path]:
-    """Yields a new folder of this user alone, locked against others' sweeps, and removes it."""
+    """Yields a new folder for this user alone, locked against other routers' sweeps; removes it."""
     _sweep()
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))

@@ -1,4 +1,4 @@
-"""Collects the pictures of replicas for /live, once for all clients that look."""
+"""Collects the /live data of replicas, once for all connected clients."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -10,7 +10,7 @@ from jsparse.server.replicas.replica import Replica
 
 
 class Pictures:
-    """The newest pictures of replicas by number, sent while a client is connected to /live."""
+    """The newest /live data of replicas, by number, collected while a client is connected."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self.newest: dict[int, dict[str, Any]] = {}
@@ -19,7 +19,7 @@ class Pictures:
 
     @asynccontextmanager
     async def shown(self) -> AsyncGenerator[None]:
-        """Keeps `newest` up to date meanwhile."""
+        """Keeps `newest` up to date in the meantime."""
         self._looking += 1
         if self._looking == 1:
             self._tasks = [asyncio.create_task(self._look(each)) for each in self._replicas]

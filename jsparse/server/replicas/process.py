@@ -1,4 +1,4 @@
-"""Runs one replica: a server in a process of its own, which the router alone can reach."""
+"""Runs one replica: a server in a separate process, which only the router can reach."""
 
 import itertools
 import multiprocessing
@@ -24,23 +24,23 @@ from jsparse.server.front import Options
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-# a GPU, and a part of one, as nvidia-smi lists them
+# a GPU, and an instance of one, in nvidia-smi's list
 LISTED = re.compile(r"^(?P<kind>GPU \d+|\s+MIG \S+).*UUID: (?P<uuid>[^)]+)\)", re.MULTILINE)
-# the time in which it ends once it is told to
+# seconds that a process may take to end
 END_SECONDS = 10.0
-# a replica ends when its router says so: a terminal and a service manager signal both of them
+# ignored, since a terminal or service manager also signals the router, which ends its replicas
 SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
 class About(NamedTuple):
-    """What a ready replica serves: its `describe`, and the most tokens of prompt and answer."""
+    """A ready replica's properties: its `describe`, and its maximum context length."""
 
     description: tuple[str, str]
     max_model_len: int
 
 
 class ReplicaProcess:
-    """The server process of one replica, which listens at the Unix socket `path`."""
+    """The server process of one replica, which listens on the Unix socket `path`."""
 
     def __init__(
         self,
@@ -49,16 +49,16 @@ class ReplicaProcess:
         path: Path,
         gpus: str | None,
     ) -> None:
-        """Starts it on these GPUs; None: those that the process finds."""
+        """Starts the process on these GPUs; None: those that it finds."""
         self.path = path
         path.unlink(missing_ok=True)
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        # clients have been checked by the router
+        # the router has checked clients
         options = replace(options, api_key=None, hosts=None, origins=frozenset())
         arguments = options, make_engine, path, gpus, theirs, log.level()
         self._process = context.Process(target=_main, args=arguments, name=path.stem)
-        # the process inherits what is blocked, and ignores it once it runs
+        # the process inherits the blocked signals, and ignores them once it runs
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._process.start()
@@ -71,14 +71,14 @@ class ReplicaProcess:
         return self._process.is_alive()
 
     def told(self) -> About | str | None:
-        """Returns, once, what it serves when it is ready, or why it ended; else None."""
+        """Returns, once, its properties when it is ready, or why it ended; else None."""
         try:
             return self._pipe.recv() if self._pipe.poll() else None
         except (EOFError, OSError):
             return None
 
     def end(self) -> None:
-        """Ends it, by force if that takes long."""
+        """Ends the process, by force after END_SECONDS."""
         self._pipe.close()
         self._process.join(END_SECONDS)
         if self._process.is_alive():
@@ -91,7 +91,7 @@ def visible_gpus() -> list[str]:
     """Returns the names for `CUDA_VISIBLE_DEVICES` of this machine's GPUs.
 
     Raises:
-        ValueError: jax would use GPUs, and nothing tells which there are.
+        ValueError: jax would use GPUs, but they cannot be listed.
     """
     if (os.environ.get("JAX_PLATFORMS") or "cuda").split(",")[0] not in ("cuda", "gpu"):
         return []
@@ -107,12 +107,12 @@ def visible_gpus() -> list[str]:
     except OSError:
         listed = None
     if listed is None or listed.returncode:
-        raise ValueError(f"{VISIBLE}: must name the GPUs, which nvidia-smi does not list here")
+        raise ValueError(f"{VISIBLE}: must name the GPUs, since nvidia-smi cannot list them")
     return _usable(listed.stdout)
 
 
 def _usable(listed: str) -> list[str]:
-    """Returns the GPUs of nvidia-smi's list, or the parts of those that are divided (MIG)."""
+    """Returns the GPUs in nvidia-smi's list, or the instances of partitioned ones (MIG)."""
     found = [(each["kind"].startswith("GPU"), each["uuid"]) for each in LISTED.finditer(listed)]
     divided = {
         uuid
@@ -130,7 +130,7 @@ def _main(
     pipe: Connection,
     level: str,
 ) -> None:
-    """Runs in the process."""
+    """Runs the replica, in its process."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -156,7 +156,7 @@ def _main(
 
 
 def _end_with_router(pipe: Connection, server: run.Server) -> None:
-    """Ends once the router has closed its end of the pipe, or is no more."""
+    """Ends the process once the router has closed its end of the pipe, or has ended."""
     try:
         pipe.recv()
     except (EOFError, OSError):

@@ -1,9 +1,9 @@
-"""Asks a replica over its Unix socket, by HTTP/1.1.
+"""Sends requests to a replica over its Unix socket, by HTTP/1.1.
 
-One process passes on the tokens of all replicas, so little may be done for each: between a socket
-and who reads its pieces there is only a parser, and pieces that have come together are one. A
-connection serves one request. Replicas tell how long an answer is, or send it in chunks: one that
-ends with its connection counts as lost.
+One process relays the tokens of all replicas, so the work per token must be small: there is only a
+parser between a socket and the reader of its pieces, and pieces that arrive together are joined. A
+connection serves one request. Replicas send a response's length, or chunks: a response that ends
+with its connection counts as lost.
 """
 
 import asyncio
@@ -17,18 +17,18 @@ from httptools import HttpParserError, HttpResponseParser
 from jsparse.engine.errors import EngineError
 from jsparse.server.errors import ApiError
 
-# a replica that has sent so much more than was read waits, but for what is under way
+# the number of unread bytes at which a replica must wait; data in flight comes on top
 MAX_BYTES = 2**16
-# between two tries to connect to a replica whose backlog is full
+# seconds between two attempts to connect to a replica whose backlog is full
 RETRY_SECONDS = 0.01
 
 
 class Lost(EngineError):
-    """Signals that a replica has ended, or that its engine has failed."""
+    """A replica has ended, or its engine has failed."""
 
 
 class ReplicaResponse(asyncio.Protocol):
-    """A replica's answer while it comes, and its connection; header names are lower-case."""
+    """A replica's response while it arrives, and its connection; header names are lower-case."""
 
     def __init__(self, request: bytes) -> None:
         self.status = 0
@@ -36,16 +36,16 @@ class ReplicaResponse(asyncio.Protocol):
         self._request, self._parser = request, HttpResponseParser(self)
         self._come: list[bytes] = []
         self._size = 0
-        # `news` is set as long as there is something to read, or nothing more will come
+        # `_news` is set while there is data to read, or no more will arrive
         self._whole, self._lost, self._news = False, False, asyncio.Event()
 
     @classmethod
     async def to(cls, path: Path, method: str, target: str, body: bytes | None = None) -> Self:
-        """Sends a request to a replica at this socket; returns its answer, which is to come.
+        """Sends a request to the replica at this socket; returns its response, which is to arrive.
 
         Raises:
-            Lost: nobody listens.
-            ApiError: this process cannot connect, as where it has no file descriptors left.
+            Lost: no process listens.
+            ApiError: this process cannot connect, for instance without free file descriptors.
         """
         head = f"{method} {quote(target)} HTTP/1.1\r\nHost: replica\r\n"
         if body is not None:
@@ -54,8 +54,8 @@ class ReplicaResponse(asyncio.Protocol):
         connect = asyncio.get_running_loop().create_unix_connection
         while True:
             try:
-                _, answer = await connect(lambda: cls(request), str(path))
-                return answer
+                _, response = await connect(lambda: cls(request), str(path))
+                return response
             except BlockingIOError:  # the replica's backlog is full
                 await asyncio.sleep(RETRY_SECONDS)
             except (ConnectionRefusedError, ConnectionResetError, FileNotFoundError) as error:
@@ -64,14 +64,14 @@ class ReplicaResponse(asyncio.Protocol):
                 raise ApiError(503, "the server is full", code="unavailable") from error
 
     async def begun(self) -> bytes:
-        """Waits for the first part of the body, or its end, and returns it; Lost: neither came."""
+        """Waits for the first part of the body, or its end, and returns it; Lost: there is none."""
         await self._news.wait()
         if not (self._come or self._whole):
             raise Lost("the connection was lost")
         return b"".join(self._come)
 
     async def pieces(self) -> AsyncGenerator[bytes]:
-        """Yields the body as it comes; all that has come meanwhile is one piece."""
+        """Yields the body as it arrives; all data since the last piece is one piece."""
         while True:
             await self._news.wait()
             if self._come:
@@ -89,7 +89,7 @@ class ReplicaResponse(asyncio.Protocol):
                 raise Lost("the connection was lost")
 
     def close(self) -> None:
-        """Ends the connection; a replica stops working on what has not been answered."""
+        """Closes the connection; the replica then aborts an unfinished request."""
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -97,13 +97,13 @@ class ReplicaResponse(asyncio.Protocol):
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Parses a part of the answer; bytes after its end are ignored."""
+        """Parses a part of the response; bytes after its end are ignored."""
         if self._whole:
             return
         try:
             self._parser.feed_data(data)
         except HttpParserError:
-            self._transport.abort()  # it is lost
+            self._transport.abort()  # the response counts as lost
         if self._size > MAX_BYTES:
             self._transport.pause_reading()
 

@@ -1,4 +1,4 @@
-"""Sends each request to a replica, and to another if that one is lost before it has begun."""
+"""Sends each request to a replica, and to another one if that is lost before it responds."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -19,16 +19,16 @@ from jsparse.server.replicas.replica import SILENT_SECONDS, Replica
 from jsparse.server.replicas.response import Lost
 from jsparse.server.sse import EventStream, event, unless_gone
 
-# how often a request is sent: one that ends the engine must not end all of them
+# the most attempts per request: one that crashes an engine must not crash all of them
 ATTEMPTS = 2
-# headers of a replica's answer that clients get
+# headers of a replica's response that clients get
 PASSED_ON = ("content-type", "retry-after", "connection")
 NO_WORK = Work(0, None)
 routes = APIRouter(redirect_slashes=False)
 
 
 class Router(Front):
-    """Holds the replicas, and sends them requests."""
+    """The replicas, and the handler that sends them requests."""
 
     def __init__(self, options: Options, replicas: Sequence[Replica]) -> None:
         super().__init__(options)
@@ -46,7 +46,7 @@ class Router(Front):
 
     @property
     def ready(self) -> list[Replica]:
-        """The replicas that take requests; ApiError: there are none."""
+        """The replicas that accept requests; raises ApiError if there are none."""
         ready = [replica for replica in self.replicas if replica.ready]
         if not ready:
             raise ApiError(503, "no replica is ready", code="unavailable")
@@ -65,7 +65,7 @@ class Router(Front):
         return max_body_bytes(max(about.max_model_len for about in abouts if about is not None))
 
     async def answer(self, request: Request) -> Response:
-        """Answers a request by a replica; ApiError if the body is refused or replicas were lost."""
+        """Returns a replica's response; ApiError: the body was refused, or replicas were lost."""
         if request.method == "GET":
             return await unless_gone(request.receive, self._ask(request, None, NO_WORK))
         async with self.body_of(request) as data:
@@ -81,40 +81,40 @@ class Router(Front):
                 break
             nth = self._balance.choose(work, among)
             tried.append(nth)
-            # another may have room for what this one has not
+            # another replica may have room if this one is full
             last = attempt == ATTEMPTS - 1 or len(among) == 1
             async with AsyncExitStack() as held:
                 held.enter_context(self._balance.sent(work, nth))
                 with suppress(Lost):
                     replica, path = self.replicas[nth], request.url.path
-                    answer = await replica.ask(request.method, path, data)
-                    held.callback(answer.close)
-                    if answer.status == 429 and not last:
+                    response = await replica.ask(request.method, path, data)
+                    held.callback(response.close)
+                    if response.status == 429 and not last:
                         continue
                     headers = {
-                        name: value for name, value in answer.headers.items() if name in PASSED_ON
+                        name: value for name, value in response.headers.items() if name in PASSED_ON
                     }
                     if headers.get("content-type", "").startswith("text/event-stream"):
-                        return EventStream(answer.pieces(), held.pop_all().aclose)
-                    body = b"".join([piece async for piece in answer.pieces()])
-                    return Response(body, answer.status, headers)
-        raise ApiError(503, "the replicas that had this request have failed", code="unavailable")
+                        return EventStream(response.pieces(), held.pop_all().aclose)
+                    body = b"".join([piece async for piece in response.pieces()])
+                    return Response(body, response.status, headers)
+        raise ApiError(503, "the replicas that got this request have failed", code="unavailable")
 
     async def every(self, path: str) -> dict[int, str]:
-        """Returns what each replica that is ready answers to GET, by its number."""
+        """Returns the response of each ready replica to GET, by its number."""
 
         async def one(replica: Replica) -> tuple[int, bytes | None]:
             body = None
             with suppress(Lost, TimeoutError):
                 async with asyncio.timeout(SILENT_SECONDS):
-                    answer = await replica.ask("GET", path)
-                with closing(answer):
-                    whole = b"".join([piece async for piece in answer.pieces()])
-                body = whole if answer.status == 200 else None
+                    response = await replica.ask("GET", path)
+                with closing(response):
+                    whole = b"".join([piece async for piece in response.pieces()])
+                body = whole if response.status == 200 else None
             return replica.nth, body
 
-        answers = await asyncio.gather(*map(one, self.ready))
-        return {nth: body.decode() for nth, body in answers if body is not None}
+        bodies = await asyncio.gather(*map(one, self.ready))
+        return {nth: body.decode() for nth, body in bodies if body is not None}
 
 
 def _work(data: bytes) -> Work:

@@ -33,9 +33,9 @@ def serve(
     *,
     on_ready: Callable[[tuple[str, str]], None],
 ) -> None:
-    """Answers requests by several engines, as `run.serve` does by one.
+    """Serves requests by several engines, as `run.serve` does by one.
 
-    `make_engines` are pickled for the processes, each of which sees `gpus_each` GPUs. `on_ready` is
+    `make_engines` are pickled for the processes; each process sees `gpus_each` GPUs. `on_ready` is
     called when all are ready, with their description.
 
     Raises:
@@ -48,7 +48,9 @@ def serve(
             f"data_parallel_size={count}{each}: must be at most {len(gpus) // gpus_each}, since "
             f"{len(gpus)} GPUs are visible"
         )
-    own = [",".join(gpus[nth * gpus_each :][:gpus_each]) if gpus else None for nth in range(count)]
+    shares = [
+        ",".join(gpus[nth * gpus_each :][:gpus_each]) if gpus else None for nth in range(count)
+    ]
     with socket_folder() as folder:
         replicas = [
             Replica(
@@ -56,13 +58,13 @@ def serve(
                 partial(
                     *(ReplicaProcess, options, make_engine),
                     path=folder / f"replica {nth}",
-                    gpus=own[nth],
+                    gpus=shares[nth],
                 ),
             )
             for nth, make_engine in enumerate(make_engines)
         ]
         router = Router(options, replicas)
-        server = Server(make_app(router), router, descriptors=2)  # to the client and to a replica
+        server = Server(make_app(router), router, descriptors=2)  # for the client and the replica
 
         async def watch(replica: Replica) -> None:
             try:
@@ -70,7 +72,7 @@ def serve(
             except Exception as error:
                 server.fail(error)
 
-        async def tell() -> None:
+        async def report_ready() -> None:
             while any(replica.about is None for replica in replicas):
                 await asyncio.sleep(POLL_SECONDS)
             about = replicas[0].about
@@ -78,7 +80,7 @@ def serve(
             on_ready(about.description)
 
         try:
-            server.answer(listening, tell(), *map(watch, replicas))
+            server.answer(listening, report_ready(), *map(watch, replicas))
         finally:
             with ThreadPoolExecutor(len(replicas)) as threads:
                 list(threads.map(Replica.end, replicas))

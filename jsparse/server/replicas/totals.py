@@ -1,4 +1,4 @@
-"""Adds up the metrics of replicas, or tells them apart by a label."""
+"""Sums the metrics of replicas, or separates them by a label."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,13 +11,13 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 MEDIA_TYPE = "text/plain; version=0.0.4"
-# a gauge whose name ends so is a share, of which the mean counts
+# the suffix of gauges that are shares, which are averaged
 SHARE = "_perc"
 CREATED = "_created"
 
 
 def picture(pictures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns one picture of /live for those of several replicas: sums, and means of shares."""
+    """Returns the /live data of several replicas combined: sums, and means of shares."""
     total: dict[str, Any] = {}
     for name in pictures[0]:
         known = [each[name] for each in pictures if each[name] is not None]
@@ -33,22 +33,22 @@ def picture(pictures: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Totals:
-    """Adds up the metrics of replicas, counters also of those that are gone, so that none falls."""
+    """Sums of the metrics of replicas; counters include lost replicas, so that none decreases."""
 
     def __init__(self) -> None:
         self._last: dict[int, str] = {}
         self._gone = ""
 
     def began_anew(self, nth: int) -> None:
-        """Keeps what a replica has counted: its successor counts from zero."""
+        """Keeps the counts of a replica that restarts: its successor counts from zero."""
         if nth in self._last:
             both = {0: self._last.pop(nth), 1: self._gone}
             self._gone = _merged(both, _added).decode()
 
     def summed(self, texts: Mapping[int, str]) -> bytes:
-        """Returns the sum of the replicas' metrics, in Prometheus' format; of shares the mean.
+        """Returns the sums of the replicas' metrics (means of shares), in Prometheus' format.
 
-        Those that do not answer now count by their last metrics.
+        Replicas that do not respond now count with their last metrics.
         """
         silent = [text for nth, text in self._last.items() if nth not in texts]
         self._last |= texts
@@ -67,7 +67,7 @@ def by_replica(texts: Mapping[int, str]) -> bytes:
 
 
 def _added(family: Metric, samples: list[tuple[int, Sample]]) -> Iterator[Sample]:
-    """Yields the sums of samples, the means of shares; of those below 0, only what they counted."""
+    """Yields sums of samples, or means of shares; of replicas below 0, only sums of counts."""
     values = defaultdict[tuple[str, tuple[tuple[str, str], ...]], list[float]](list)
     for nth, sample in samples:
         if nth >= 0 or family.type in ("counter", "histogram"):
@@ -77,7 +77,7 @@ def _added(family: Metric, samples: list[tuple[int, Sample]]) -> Iterator[Sample
 
 
 class _Families(Collector):
-    """Gives a registry what it has."""
+    """A collector of given metric families."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -90,7 +90,7 @@ def _merged(
     texts: Mapping[int, str],
     merge: Callable[[Metric, list[tuple[int, Sample]]], Iterator[Sample]],
 ) -> bytes:
-    """Returns each family of metrics with its merged samples, without times of creation."""
+    """Returns each family of metrics with its merged samples, without creation times."""
     families: dict[str, Metric] = {}
     samples = defaultdict[str, list[tuple[int, Sample]]](list)
     for nth, text in texts.items():

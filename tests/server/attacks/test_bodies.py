@@ -103,7 +103,7 @@ def test_what_is_far_too_long_is_not_tokenised(url, service, monkeypatch):
         got = httpx.post(f"{url}{path}", json=body, timeout=60)
         error = got.json()["error"]
         assert got.status_code == 400, error
-        assert "must be at most 1920, as max_model_len=96" in error["message"], path
+        assert "must be at most 1920, since max_model_len=96" in error["message"], path
         assert error["code"] == "context_length_exceeded", path
         assert error["param"] == field, path
         assert at_rest(service), path
@@ -135,7 +135,7 @@ def test_nobody_fills_the_queue_alone(url):
     """Of four slots and four that may wait, one request may have half."""
     got = httpx.post(f"{url}{COMPLETIONS}", json=BRIEF | {"n": 5}, timeout=60)
     assert got.status_code == 400
-    assert "asks for 5 answers: must be at most 4" in got.json()["error"]["message"]
+    assert "asks for 5 completions: must be at most 4" in got.json()["error"]["message"]
 
 
 def test_pages_of_others_are_refused(url):
