@@ -8,8 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -222,10 +222,17 @@ def elsewhere(linked, gone, monkeypatch):
         def programs(spec, link, **options):
             mesh = Mesh(np.array(jax.devices()[2:4]), ("ranks",))
             place = NamedSharding(mesh, SHARDED)
-            weights = jax.tree.map(lambda x: jax.device_put(scale * x, place), spec.params.weights)
-            theirs = spec._replace(params=replace(spec.params, weights=weights, mesh=mesh))
-            run = partial(follower.follow, theirs, other, check_ranks=True)
-            threads.append(threading.Thread(target=run, daemon=True))
+            deployment = spec.deployment
+            params = deployment.params
+            weights = jax.tree.map(lambda x: jax.device_put(scale * x, place), params.weights)
+            params = replace(params, weights=weights, mesh=mesh)
+            theirs = replace(spec, deployment=deployment._replace(params=params))
+
+            def follow() -> None:
+                with suppress(SystemExit):
+                    follower.follow_and_exit(theirs, other, check_ranks=True)
+
+            threads.append(threading.Thread(target=follow, daemon=True))
             threads[0].start()
             return made_programs(spec, link, **options)
 
