@@ -398,7 +398,7 @@ def test_wrong_hyper_parameters_are_refused():
         ("lfps(floor=True)", "floor=True: must be False where candidates='top'"),
         ("twilight(lfps(), p=0.9)", r"prune='page_mass': must be 'token' over lfps\("),
         ("retrieval_heads(h2o(), ((0, 1),))", "policy=h2o.*must keep every token"),
-        ("retrieval_heads(auto(), ((0, 1),))", "policy=auto.*must not stand inside another policy"),
+        ("retrieval_heads(auto(), ((0, 1),))", "policy=auto.*must not be inside another policy"),
     ):
         with pytest.raises(ValueError, match=message):
             parse(expression)
