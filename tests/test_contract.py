@@ -405,12 +405,12 @@ def test_wrappers_refuse_policies_that_evict():
 
 def test_corrections_and_further_turns_refuse_policies_that_evict():
     params = tiny_params()
-    with pytest.raises(ValueError, match="correct_every=4: must be 0 where the policy evicts"):
+    with pytest.raises(ValueError, match="correct_every=4: must be 0 if the policy evicts"):
         jsparse.generate(params, [1], policy=shrink()._replace(services=Services(correct_every=4)))
     spec = spec_of(params, 1)
     late = dense()._replace(eviction=Eviction(lambda *held: held[:2]), name="late")
     for policy in (shrink(), jsparse.hard_kv(), late):
-        said = f"policy={policy}: must leave the cache as it is after the prompt"
+        said = f"policy={policy}: must not change the cache after the prompt"
         with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
             session.Session(params, policy, spec, resumable=True)
         assert str(error.value).startswith(said)
