@@ -75,7 +75,7 @@ def _refuse_ratio(signature: inspect.Signature, given: Mapping[str, Any]) -> Non
 
 
 def _refuse_share(signature: inspect.Signature, given: Mapping[str, Any]) -> None:
-    """Raises ValueError for a share where the budget is a number of tokens."""
+    """Raises ValueError for a share if the budget is a number of tokens."""
     share = given.get("budget")
     if type(share) is float and 0 < share < 1 and type(_default(signature)) is int:
         raise ValueError(f"budget={share!r}: must be {_budget(signature, share)}")

@@ -1,9 +1,9 @@
 """The Policy contract: a policy selects tokens for each KV head; one engine runs all policies.
 
 A policy is a NamedTuple of pure functions and static fields, built by a function of
-hyper-parameters (`@builder` of jsparse.builder). Only `select` is required; `dense` there defines
-nothing else. The functions are called while tracing: they may branch on static values (layer,
-shapes, hyper-parameters) but never on array values.
+hyper-parameters (`@builder` of jsparse.builder). Only `select` is required; `dense` defines nothing
+else. The functions are called while tracing: they may branch on static values (layer, shapes,
+hyper-parameters) but never on array values.
 
 The state is any pytree of arrays that `init` returns, with fixed shapes and dtypes; by convention a
 tuple with one entry per layer, so that updating a layer touches only its own arrays. It never holds

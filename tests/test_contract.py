@@ -379,7 +379,7 @@ def test_too_little_room_after_the_prompt_is_an_error(case):
         return rework(state, cache, 40)
 
     policy = prompt_ends()._replace(eviction=Eviction(cramped, max_length), name="cramped")
-    said = "policy=cramped: after_prompt left room for 40 tokens per head: must be at least {}, as"
+    said = "policy=cramped: after_prompt left room for 40 tokens per head: must be at least {}, its"
     if case == "max_length":
         for limits, minimum in (([STEPS] * 3, 64), ([1, 1, 62], 128)):
             with pytest.raises(ValueError, match=said.format(minimum)):
@@ -549,7 +549,7 @@ def test_bad_values_of_rows_are_refused():
         ("oracle_top_p()", {"p": True}, "p=True: .*number"),
         ("oracle_top_k()", {"budget": 0}, "budget=0: .* at least 1"),
         ("keep(dense_layers(oracle_top_p()))", {"p": 2}, "p=2: .* at most 1"),
-        (lychee.format("top_p"), {"value": 3}, "value=3: .* at most 1 where rule='top_p'"),
+        (lychee.format("top_p"), {"value": 3}, "value=3: .* at most 1 with rule='top_p'"),
         (lychee.format("threshold"), {"value": -0.5}, "value=-0.5: .* from 0 .*rule='threshold'"),
         (lychee.format("top_k"), {"value": 16}, r"policy=\{'value': 16\}: .* set \['dense'\]"),
         ("dense", {"dense": 1}, "dense=1: .*true or false"),

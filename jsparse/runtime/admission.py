@@ -60,7 +60,7 @@ class Deployment(NamedTuple):
 
 def admit(
     params: Params,
-    asked: AnyPolicy,
+    requested: AnyPolicy,
     spec: CacheSpec,
     *,
     further_turns: bool = False,
@@ -74,7 +74,7 @@ def admit(
 
     Args:
         params: the model.
-        asked: the policy, or a StandIn for one.
+        requested: the policy, or a StandIn for one.
         spec: the sizes of the cache.
         further_turns: whether rows will be truncated to their prompts' ends and prefilled further.
         rows_join: whether rows will join and leave while others decode.
@@ -89,7 +89,7 @@ def admit(
         ValueError: the model lacks a constant that the policy needs, the policy does not support
             this use, or memory does not suffice.
     """
-    policy = resolved(asked, spec, drafts=drafts != 0)
+    policy = resolved(requested, spec, drafts=drafts != 0)
     store = store_of(policy, spec, params.mesh)
     if not rows_join:
         require_in_one_process(params)

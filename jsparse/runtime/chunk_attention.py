@@ -62,8 +62,8 @@ def attend_few(
     """Computes `attend_chunk` for chunks of a few tokens per row.
 
     All of these queries attend to the row's earlier tokens at once: the decode kernel reads them
-    once for as many queries as fit in a call. The first call also makes the report that `stats`
-    asks for, on the mean of its queries.
+    once per call. The first call also makes the report that `stats` asks for, on the mean of its
+    queries.
     """
     # inactive rows read nothing
     past = kv._replace(lengths=jnp.where(valid[:, None] > 0, kv.lengths - valid[:, None], 0))

@@ -113,5 +113,5 @@ class DraftLength:
             times.pop(0, None)
         each = max(statistics.linear_regression([*times], [*times.values()]).slope, 0.0)
         base = statistics.mean(time - each * number for number, time in times.items())
-        # a round takes some time, whatever the fit says
+        # a round takes some time, even if the fit gives less
         return max(base + drafts * each, 1e-3 * max(times.values()), 1e-9)

@@ -142,7 +142,7 @@ class SessionPrefill:
 
 @partial(jax.jit, donate_argnames=("cache",))
 def cut_back(cache: KVCache, positions: Rows) -> KVCache:
-    """Drops all tokens from these positions on; all heads of a row must hold the same tokens."""
+    """Drops all tokens from these positions on; a row's heads must hold the same tokens."""
     lengths = jnp.broadcast_to(positions[:, None], cache.layers[0].lengths.shape)
     layers = (kv_cache.truncate(layer, lengths) for layer in cache.layers)
     return cache._replace(

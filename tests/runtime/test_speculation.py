@@ -380,7 +380,7 @@ def test_maintenance_must_leave_the_cache_alone():
     fading = as_policy(QUEST)._replace(services=Services(faded, period=5), name="fading")
     session = session_of(fading, DRAFTS)
     choose, given = chosen(session, GREEDY)
-    with pytest.raises(ValueError, match="policy=fading: its maintain must leave the cache"):
+    with pytest.raises(ValueError, match="policy=fading: its maintain must not change the cache"):
         list(session.steps(choose, given, limits=LIMITS))
 
 
