@@ -353,7 +353,7 @@ def test_mistakes_of_the_command(tmp_path, monkeypatch):
         ([], "--text"),
         (["--text", "nope"], "error: --text 'nope' cannot be read: No such file"),
         (["--text", "text", "--tokens", "600"], "must be at most 512, the model's maximum"),
-        (["--text", "text", "--tokens", "9", "--out", "no/such"], "in a folder that exists"),
+        (["--text", "text", "--tokens", "9", "--out", "no/such"], "in an existing folder"),
     ):
         ran = command(*args)
         assert (ran.exit_code, ran.stdout) == (2, "")
