@@ -128,8 +128,7 @@ class Conversation:
     def _session_for(
         self, prompt: list[int], options: SamplingParams
     ) -> tuple[Session, int | None]:
-        """Returns the session for the next turn, and how many tokens of the prompt it already
-        holds.
+        """Returns the session for the next turn, and the number of prompt tokens in its cache.
 
         None: the session is new.
         """

@@ -124,8 +124,7 @@ def keep(policy: Policy, sink: int = 4, recent: int = 64) -> Policy:
 
 @builder
 def dense_layers(policy: Policy, n: int = 2) -> Policy:
-    """Attends to everything in the first `n` layers, and to the selection of `policy` in the
-    others.
+    """Attends to everything in the first `n` layers, and to `policy`'s selection in the others.
 
     The first layers update the policy's state, but do not call its `select`.
     """

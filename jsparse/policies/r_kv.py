@@ -31,8 +31,7 @@ BLOCK_BYTES = 2**28  # of one block of cosines
 def r_kv(
     budget: int = 1024, window: int = 8, period: int = 128, importance: float = IMPORTANCE
 ) -> Policy:
-    """Keeps `budget` slots per KV head: the newest, and the most important and rarest of the
-    others.
+    """Keeps `budget` slots per KV head: the newest, and the most important and rarest others.
 
     Args:
         budget: the number of slots that a KV head keeps at each compression, including the

@@ -220,8 +220,7 @@ class Session:
         self._expected = self._decoding(choose, limits).expect(given, knobs)
 
     def adopt(self, prefilled: PrefillResult, pages: HostLayers | None = None) -> None:
-        """Takes over prompts that were prefilled elsewhere for this policy, with K and V on the
-        device.
+        """Takes over prompts prefilled elsewhere for this policy, with K and V on the device.
 
         The session's store takes K and V; `pages` are their copies in host memory, if there are
         any.

@@ -214,8 +214,7 @@ def temperature(
     count: Lengths,
     p: Float32[Array, "B K"],
 ) -> Float32[Array, "B K"]:
-    """Returns the T nearest 1 at which `count` slots are the fewest with a share p of S(logits /
-    T).
+    """Returns the T nearest 1 at which `count` slots are the fewest with share p of S(logits / T).
 
     Their number grows with T. HARD-KV has two solvers (Appendix D); the text that we have names
     one, gradient descent on T by Adam. This bisection of log T is ours, and gives the T that a
