@@ -21,7 +21,7 @@ for _name in ("models", "train", "pallas_kernels"):
 
 
 def _listed(stub: str) -> dict[str, tuple[str, str]]:
-    """Returns the module and name that each public name stands for, as the stub imports it."""
+    """Returns the module and the name of each public name, as the stub imports it."""
     imports = (node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom))
     return {
         alias.asname or alias.name: (str(node.module), alias.name)
@@ -30,8 +30,8 @@ def _listed(stub: str) -> dict[str, tuple[str, str]]:
     }
 
 
-# jax takes seconds to import, and `jsparse --help` needs none of it: names are imported when they
-# are first used
+# jax takes seconds to import, and `jsparse --help` does not need it: names are imported on first
+# use
 _HOMES = _listed(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 __all__ = sorted({*_HOMES, "__version__"})  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -49,7 +49,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # what this file imports for itself is no part of the library
+    # names that this file imports for itself are not part of the library
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 

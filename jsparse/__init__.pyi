@@ -1,4 +1,4 @@
-# The one list of public names: __init__.py reads it and imports each name when it is first used.
+# The one list of public names; __init__.py reads it and imports each name on first use.
 from jsparse.cache import KVCache as KVCache
 from jsparse.conversation import Conversation as Conversation
 from jsparse.engine.async_engine import AsyncEngine as AsyncEngine

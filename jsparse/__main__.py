@@ -6,13 +6,13 @@ from jsparse.runtime.interrupts import lose_no_interrupts
 
 
 def main() -> None:
-    """Runs the command; an interrupt ends it from here on, also while modules are imported."""
+    """Runs the command; from here on an interrupt ends it, even during imports."""
     lose_no_interrupts()
     try:
         from jsparse.cli.app import main as run
 
         run()
-    except KeyboardInterrupt:  # while the commands are put together, which takes 0.2 s
+    except KeyboardInterrupt:  # while the commands are set up, which takes 0.2 s
         sys.exit(130)
 
 

@@ -1,4 +1,4 @@
-"""Turns functions of hyper-parameters into methods, and checks the policies that wrappers get."""
+"""Turns functions of hyper-parameters into methods, and checks the policies passed to wrappers."""
 
 import functools
 import inspect
@@ -14,14 +14,14 @@ from jsparse.hooks import State
 from jsparse.policy import Policy, StandIn, never_dense
 from jsparse.selection import everything
 
-SOME_TOKENS = 8192  # of a prompt, as an example in messages
+SOME_TOKENS = 8192  # the length of a prompt in the examples of messages
 
 
 def builder[**P, R: (Policy, StandIn)](build: Callable[P, R]) -> Callable[P, R]:
     """Marks a function of hyper-parameters as a method.
 
-    Equal arguments give the same object, so that nothing is traced twice. The policy's name becomes
-    the call that built it, defaults included.
+    Equal arguments return the same object, so that nothing is traced twice. The policy's name
+    becomes the call that built it, including defaults.
     """
     signature, call = inspect.signature(build), cast(Callable[..., R], build)
     arguments = ", ".join(
@@ -46,7 +46,7 @@ def builder[**P, R: (Policy, StandIn)](build: Callable[P, R]) -> Callable[P, R]:
         bound.apply_defaults()
         for key, value in bound.arguments.items():
             if isinstance(value, StandIn):
-                raise ValueError(f"{key}={value}: must not stand inside another policy")
+                raise ValueError(f"{key}={value}: must not be inside another policy")
         given = {key: _literal(value) for key, value in bound.arguments.items()}
         _refuse_share(signature, given)
         for key, value in given.items():
@@ -54,7 +54,7 @@ def builder[**P, R: (Policy, StandIn)](build: Callable[P, R]) -> Callable[P, R]:
                 raise ValueError(
                     f"{key}={value!r}: must be a number, a string, an array of numbers or a policy"
                 )
-        # 1, 1.0 and True are equal as keys; their types tell them apart
+        # 1, 1.0 and True are equal as keys, so the key includes their types
         return once(tuple((key, type(value), value) for key, value in given.items()))
 
     wrapper.__dict__["builds_policy"] = True
@@ -62,10 +62,10 @@ def builder[**P, R: (Policy, StandIn)](build: Callable[P, R]) -> Callable[P, R]:
 
 
 def _refuse_ratio(signature: inspect.Signature, given: Mapping[str, Any]) -> None:
-    """Raises ValueError for a ratio by which other libraries ask for a budget.
+    """Raises ValueError for a compression ratio, the form in which other libraries take a budget.
 
-    A ratio gives a number of tokens only once the prompt is known; a budget fixes the memory of
-    rows and the programs that they share beforehand.
+    A ratio gives a number of tokens only once the prompt is known; a budget fixes the rows' memory
+    and their shared programs beforehand.
     """
     ratio = given.get("compression_ratio")
     if "budget" in signature.parameters and isinstance(ratio, int | float) and 0 <= ratio < 1:
@@ -75,14 +75,14 @@ def _refuse_ratio(signature: inspect.Signature, given: Mapping[str, Any]) -> Non
 
 
 def _refuse_share(signature: inspect.Signature, given: Mapping[str, Any]) -> None:
-    """Raises ValueError for a share where the budget is a number of tokens."""
+    """Raises ValueError for a share if the budget is a number of tokens."""
     share = given.get("budget")
     if type(share) is float and 0 < share < 1 and type(_default(signature)) is int:
         raise ValueError(f"budget={share!r}: must be {_budget(signature, share)}")
 
 
 def _budget(signature: inspect.Signature, share: float) -> str:
-    """Describes a policy's budget, for one that stands for this share of the tokens."""
+    """Describes a policy's budget for this share of the tokens."""
     if type(_default(signature)) is float:
         return f"the share of the tokens: budget={share:g}"
     tokens = round(SOME_TOKENS * share)
@@ -94,9 +94,10 @@ def _default(signature: inspect.Signature) -> Any:
 
 
 def _literal(value: Any) -> Any:
-    """Returns the value as a policy's name can spell it.
+    """Returns the value in the form that a policy's name can spell.
 
-    Paths become strings, arrays and lists become tuples of numbers, masks tuples of 0 and 1.
+    Paths become strings, arrays and lists become tuples of numbers, and masks become tuples of 0
+    and 1.
     """
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -114,7 +115,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def require_knob(policy: Policy, name: str, value: Any) -> None:
-    """Raises ValueError unless rows may give the hyper-parameter `name` this value."""
+    """Raises ValueError unless rows may set the hyper-parameter `name` to this value."""
     if name not in policy.per_row:
         allowed = sorted({"dense", *policy.per_row})
         raise ValueError(f"policy={{{name!r}: {value!r}}}: {policy} lets rows set {allowed}")
@@ -124,7 +125,7 @@ def require_knob(policy: Policy, name: str, value: Any) -> None:
 
 
 def require_stays(name: str, policy: Policy, reason: str) -> None:
-    """Raises ValueError if a policy evicts; `reason` says why its tokens must stay."""
+    """Raises ValueError if a policy evicts; `reason` explains why it must keep its tokens."""
     if policy.evicts:
         raise ValueError(
             f"{name}={policy}: must keep every token, {reason}; {policy.name.partition('(')[0]} "

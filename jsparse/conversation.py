@@ -1,4 +1,4 @@
-"""Defines Conversation, which answers the turns of a chat and reads each of them once."""
+"""Conversation: a chat that keeps the KV cache between turns."""
 
 import itertools
 import reprlib
@@ -23,29 +23,29 @@ from jsparse.runtime.turn import run
 from jsparse.text import prompts
 from jsparse.text.short_names import short_name
 
-# options of `generate` that belong to one answer, not to a conversation
+# options of `generate` that belong to one turn, not to a conversation
 OF_A_TURN = ("streamer", "on_progress", "logprobs")
 
 
 class Conversation:
-    """Answers the turns of a chat; a further turn reads at most the last answer and what is new.
+    """A chat that keeps the KV cache between turns, so that each turn prefills only new tokens.
 
-    Earlier turns stay in the cache, up to the end of the last prompt; with `exact`, and under dense
-    attention, so does the last answer, as far as the chat template leaves its tokens as they are.
-    Everything is read anew where that is impossible: the policy changes the cache after the prompt,
-    the chat template rewrites earlier turns, or the cache has become too small.
+    The cache keeps earlier turns up to the end of the last prompt. With `exact`, and under dense
+    attention, it also keeps the last output, as far as the chat template preserves its tokens. The
+    whole conversation is prefilled again if the policy changes the cache after the prompt, if the
+    chat template rewrites earlier turns, or if the cache has become too small.
 
         chat = Conversation(params, policy="quest(budget=1024)")
         chat.answer([{"role": "user", "content": "Who was Turing?"}]).text
 
     Attributes:
-        reads_anew: why every turn reads the whole conversation, or None if it does not.
+        reads_anew: why every turn prefills the whole conversation; None: it does not.
     """
 
     @takes(GENERATE, more=generate)
     @own_settings()
     def __init__(self, params: Params, **options: Unpack[GenerateOptions]) -> None:
-        """Begins a conversation.
+        """Starts a conversation.
 
         Args:
             params: the model; it must have a chat template.
@@ -53,7 +53,7 @@ class Conversation:
                 on_progress and logprobs.
 
         Raises:
-            ValueError: an option is out of its range or is refused.
+            ValueError: an option is out of range or refused.
             TypeError: there is no option of that name.
         """
         require_params(params)
@@ -73,7 +73,7 @@ class Conversation:
         self._read: list[int] = []
         self._answered: list[int] = []
         self.reads_anew: str | None = None
-        # sizes of any cache: only the owners of the policy's state matter
+        # any sizes will do: only the owners of the policy's state matter
         spec = capacity.cache_spec(params, [[0]], 1, None, self._page_size)
         running = resolved(self._policy, spec, drafts=self._drafts != 0)
         if self._drafts != 0:
@@ -82,7 +82,7 @@ class Conversation:
             require_resumable(running, spec)
         except ValueError as error:
             reason = f"{short_name(running)} drops tokens" if running.evicts else error
-            self.reads_anew = f"{reason}, so every turn reads the whole conversation again"
+            self.reads_anew = f"{reason}, so every turn prefills the whole conversation again"
 
     @own_settings()
     def answer(
@@ -96,13 +96,13 @@ class Conversation:
 
         Args:
             messages: the conversation; dicts with role and content.
-            streamer: a callable that gets each piece of the answer as it is made, or an object with
+            streamer: a callable that receives each new piece of the output, or an object with
                 Hugging Face's `put` and `end`.
-            on_progress: a callable that gets ("prefill" | "decode", done, total), in tokens.
+            on_progress: a callable that receives ("prefill" | "decode", done, total), in tokens.
 
         Raises:
-            ValueError: the conversation and a new answer do not fit in the model or in memory, or
-                it is a text.
+            ValueError: the conversation and a new output do not fit in the model or in memory, or
+                `messages` is a text.
             FloatingPointError: the model's logits are NaN.
         """
         if isinstance(messages, str):
@@ -114,12 +114,12 @@ class Conversation:
         rows, _ = prompts.encode(self._params, messages)
         (options,) = per_prompt(self._sampling, len(rows))
         session, start = self._session_for(rows[0], options)
-        asked = requests(self._params, rows, options, session.deployment.policy, seed=self._seed)
+        turn = requests(self._params, rows, options, session.deployment.policy, seed=self._seed)
         try:
-            begins = None if start is None else [start]
-            (out,) = run(session, asked, [streamer], on_progress, begins)
+            starts = None if start is None else [start]
+            (out,) = run(session, turn, [streamer], on_progress, starts)
         finally:
-            # of an answer that was interrupted, the prompt has been read, or not
+            # an interrupted turn may have stopped before or after its prefill
             if session.prompt_lengths == [len(rows[0])]:
                 self._session, self._read, self._answered = session, rows[0], []
         self._answered = out.token_ids
@@ -128,9 +128,9 @@ class Conversation:
     def _session_for(
         self, prompt: list[int], options: SamplingParams
     ) -> tuple[Session, int | None]:
-        """Returns the session that answers next, and how much of the prompt it holds.
+        """Returns the session for the next turn, and the number of prompt tokens in its cache.
 
-        None is that it is new.
+        None: the session is new.
         """
         minimum = capacity.cache_spec(
             self._params, [prompt], options.max_tokens, self._max_length, self._page_size
@@ -150,17 +150,17 @@ class Conversation:
         return session, None
 
     def _start(self, held: Session, prompt: list[int]) -> int:
-        """Returns how much of a prompt that goes on a session need not read again."""
+        """Returns the number of tokens of a continued prompt that need no prefill."""
         end = len(self._read)
         if not held.deployment.keeps_generated:
             return end
-        # the newest token of an answer has not been read
+        # the newest token of an output is not in the cache yet
         known = zip(prompt[end:-1], self._answered[:-1], strict=False)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], known))
         return max(end, min(end + same, len(prompt) - held.deployment.policy.window))
 
     def _with_room(self, spec: CacheSpec, needed: int) -> CacheSpec:
-        """Returns these sizes, or those of a cache with room for turns to come if memory has it."""
+        """Returns these sizes, or larger ones with room for later turns if memory allows."""
         maximum = self._params.config.max_position_embeddings
         room = min(2 * needed, maximum)
         if self._max_length is None and self.reads_anew is None:

@@ -1,4 +1,4 @@
-"""Defines `generate`, which checks requests and runs them with jsparse.runtime.session."""
+"""`generate`: checks requests and runs them with jsparse.runtime.session."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack, overload
@@ -31,7 +31,7 @@ Message = Mapping[str, Any]
 OnePrompt = str | Sequence[int] | Sequence[Message]
 
 
-# str is a sequence of str, so that many texts are a list or a tuple
+# str is a sequence of str, so a batch of texts is a list or a tuple
 ManyPrompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Sequence[Sequence[Message]]
 
 
@@ -83,41 +83,42 @@ def generate(
 ) -> Any:
     """Continues a prompt, or a batch of prompts.
 
-    Programs are compiled for each policy, batch size and capacity, greedy decoding and sampling
-    apart.
+    Programs are compiled for each policy, batch size and capacity, and separately for greedy
+    decoding and sampling.
 
     Args:
         params: the model that `jsparse.load` returned.
         prompt: text, chat messages (dicts of role and content), token ids, or a list of these.
         max_new_tokens: the maximum number of tokens to generate.
-        do_sample: False is greedy, True samples, at temperature 1 where neither `temperature` nor
-            the model names one; None leaves it to the temperature.
-        temperature: the sampling temperature; 0 is greedy. For this and the next four options, None
+        do_sample: False: greedy; True: sampling, at temperature 1 if neither `temperature` nor the
+            model sets one; None: the temperature decides.
+        temperature: the sampling temperature; 0: greedy. For this and the next four options, None
             means the value in the model's generation_config, else off.
-        top_k: the number of likeliest tokens to keep; 0 is off.
-        top_p: the total probability of the likeliest tokens to keep; 1 is off.
-        min_p: the least probability to keep, relative to the likeliest token's; 0 is off.
-        repetition_penalty: divides positive, multiplies negative logits of seen tokens; 1 is off.
+        top_k: the number of most likely tokens to keep; 0: off.
+        top_p: the total probability of the most likely tokens to keep; 1: off.
+        min_p: the least probability to keep, relative to the most likely token's; 0: off.
+        repetition_penalty: divides positive and multiplies negative logits of seen tokens; 1: off.
         seed: the random seed; the same seed gives the same text.
         min_new_tokens: the number of tokens before which nothing ends the text.
         stop: strings that end the text and are cut off; `stop_strings` is another name for it.
         stop_strings: the same.
-        eos_token_id: ids that end the text; [] never stops; None means the model's own.
+        eos_token_id: ids that end the text; []: never stops; None: the model's own.
         logprobs: whether to return each token's log-probability.
-        streamer: a callable that gets each piece of text as it is made, an object that takes ids as
-            Hugging Face's streamers do (`put` and `end`), or a list with one per prompt.
-        policy: the policy, or its expression, that selects the tokens for decoding; "auto" takes
-            the one measured to be fastest for these sizes. The prompt is always read densely.
-        exact: whether the policy only drafts, and dense attention checks what it drafts: the text
-            is then dense attention's own, drawn or not, and what the policy saves is time. A policy
-            that drops tokens or keeps K and V in host memory is refused.
-        num_speculative_tokens: with `exact`, the tokens drafted between two checks, up to 32;
-            None lets that be chosen, from the drafts accepted and the time that rounds took.
+        streamer: a callable that receives each new piece of text, an object with the methods `put`
+            and `end` of Hugging Face's streamers, which receives ids, or a list with one per
+            prompt.
+        policy: the policy that selects tokens for decoding, or its expression; "auto": the policy
+            measured to be fastest for these sizes. Prefill is always dense.
+        exact: whether the policy only drafts, and dense attention verifies the drafts. The text is
+            then that of dense attention, greedy or sampled, and the policy only saves time.
+            Policies that drop tokens or keep K and V in host memory are refused.
+        num_speculative_tokens: with `exact`, the tokens drafted per verification round, up to 32;
+            None: chosen from the acceptance rate and the measured time of rounds.
         sampling: one SamplingParams for all prompts or one per prompt, instead of the options from
-            max_new_tokens to logprobs; `seed` is then for those without one.
-        max_length: the cache's capacity in tokens; None fits prompt and new tokens, rounded up.
+            max_new_tokens to logprobs; `seed` then applies to those without one.
+        max_length: the cache's capacity in tokens; None: prompt and new tokens, rounded up.
         page_size: the number of tokens per page: 8, 16, 32 or 64.
-        on_progress: a callable that gets ("prefill" | "decode", done, total), in tokens.
+        on_progress: a callable that receives ("prefill" | "decode", done, total), in tokens.
 
     Returns:
         A Generation, or a list of them for a list of prompts.

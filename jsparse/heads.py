@@ -1,4 +1,4 @@
-"""Defines what becomes of new tokens' heads before attention: norms and the rotary embedding."""
+"""The steps from new tokens' heads to attention: norms and the rotary embedding."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jsparse.parts import total
 from jsparse.shapes import ChunkKV, ChunkQueries
 
-# cos and sin of the angles at tokens' positions
+# cos and sin of the angles at the tokens' positions
 RopeTable = tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]
 
 
@@ -26,7 +26,7 @@ def rms_norm(
 
 
 def apply_rope(x: Float[Array, "B T heads H"], table: RopeTable) -> Float[Array, "B T heads H"]:
-    """Rotates the pairs (x[i], x[i + H/2]), as Hugging Face's weights are laid out, in float32."""
+    """Rotates the pairs (x[i], x[i + H/2]), the layout of Hugging Face's weights, in float32."""
     cos, sin = (t[:, :, None, :] for t in table)
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(
@@ -35,15 +35,15 @@ def apply_rope(x: Float[Array, "B T heads H"], table: RopeTable) -> Float[Array,
 
 
 class Heads(NamedTuple):
-    """Holds q, k and v of new tokens before they are rotated.
+    """q, k and v of new tokens before rotation.
 
     Attributes:
-        qkv: all heads, q's first, then k's and v's; or parts of them, to be added up.
+        qkv: all heads, q's first, then k's and v's; or parts of them to be summed.
         dtype: the type of q, k and v, to which a sum of parts is rounded.
-        num_heads: N, the number of q's.
+        num_heads: N, the number of query heads.
         table: cos and sin of the tokens' positions.
-        scales: the weights of the norms of q's and k's heads; None where there are none.
-        eps: of these norms.
+        scales: the weights of the norms of q's and k's heads; None: no norms.
+        eps: epsilon of these norms.
     """
 
     qkv: Float[Array, "B T heads H"] | Float[Array, "parts B T heads H"]
@@ -55,7 +55,7 @@ class Heads(NamedTuple):
 
     @property
     def num_kv_heads(self) -> int:
-        """Returns K."""
+        """K, the number of KV heads."""
         return (self.qkv.shape[-2] - self.num_heads) // 2
 
     def rotated(self) -> tuple[ChunkQueries, ChunkKV, ChunkKV]:

@@ -1,4 +1,4 @@
-"""Defines the signatures of a policy's hooks: jsparse.policy says when each is called."""
+"""The signatures of a policy's hooks; jsparse.policy describes when each is called."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -16,13 +16,14 @@ class PrefillView(NamedTuple):
     """A policy's view of one prompt chunk in one layer.
 
     Attributes:
-        tokens, positions, k, v: the chunk, padded to T; the first `valid[b]` of row b count.
+        tokens, positions, k, v: the chunk, padded to T; only the first `valid[b]` of row b are
+            real.
         step: the cache with the chunk appended; `step.layers[layer].lengths` is right for every
             row.
         q_window: the last W queries of each row so far, aligned to the row's own end (the newest
-            last), independent of chunking and the rest of the batch; the first W - window_valid of
-            a short row are 0.
-        last: static; no chunk follows this one for any row.
+            last). They do not depend on chunking or on the rest of the batch; the first W -
+            window_valid of a short row are 0.
+        last: static; whether this is the last chunk of every row.
     """
 
     tokens: Tokens
@@ -37,19 +38,19 @@ class PrefillView(NamedTuple):
 
 
 class InitFn(Protocol):
-    """Returns the first state, for a cache of these sizes."""
+    """Returns the initial state for a cache of these sizes."""
 
     def __call__(self, spec: CacheSpec, /) -> State: ...
 
 
 class PrefillFn(Protocol):
-    """Takes in one prompt chunk of a layer."""
+    """Updates the state with one prompt chunk of a layer."""
 
     def __call__(self, state: State, layer: int, view: PrefillView, /) -> State: ...
 
 
 class AppendFn(Protocol):
-    """Takes in T ≥ 1 new tokens, which the cache already holds, before `select`."""
+    """Updates the state with T ≥ 1 new tokens, which the cache already holds, before `select`."""
 
     def __call__(
         self,
@@ -65,7 +66,7 @@ class AppendFn(Protocol):
 
 
 class SelectFn(Protocol):
-    """Chooses what each KV head attends to in one decode step.
+    """Chooses the tokens that each KV head attends to in one decode step.
 
     The second result is None or a Summary, which is merged into attention's result.
     """
@@ -76,7 +77,7 @@ class SelectFn(Protocol):
 
 
 class UpdateFn(Protocol):
-    """Takes in the report of attention, if `stats` asked for one in this layer."""
+    """Updates the state with attention's report, if `stats` asked for one in this layer."""
 
     def __call__(
         self, state: State, layer: int, stats: Stats | ListedLogits | None, view: StepView, /
@@ -96,16 +97,16 @@ class MaintainFn(Protocol):
 class AfterPromptFn(Protocol):
     """Reworks state and cache once, after the prompt and before the first step.
 
-    It runs outside jit, but in an engine: its results may have other capacities, or lie in another
-    memory. A head can come to hold `slots` slots from then on, as `max_length` says: room for these
-    must be left. In an engine the state must be what `init` makes for as many slots.
+    It runs outside jit, except in an engine: its results may have other capacities or be in another
+    memory. It must leave room for `slots` slots per head, the maximum that `max_length` returns. In
+    an engine the state must have the shapes that `init` gives for `slots` slots.
     """
 
     def __call__(self, state: State, view: StepView, slots: int, /) -> tuple[State, KVCache]: ...
 
 
 class MaxLengthFn(Protocol):
-    """Returns the number of slots that a head can come to hold after `after_prompt`."""
+    """Returns the maximum number of slots of a head after `after_prompt`."""
 
     def __call__(self, prompt_tokens: int, new_tokens: int, /) -> int: ...
 
@@ -117,13 +118,13 @@ class StatsFn(Protocol):
 
 
 class DenseHeadsFn(Protocol):
-    """Names the KV heads that attend to everything in every step of a layer, ascending."""
+    """Names the KV heads of a layer that attend to everything in every step, ascending."""
 
     def __call__(self, layer: int, num_kv_heads: int, /) -> tuple[int, ...]: ...
 
 
 class DenseBelowFn(Protocol):
-    """Returns the number of tokens below which a row is dense in a layer, by the layer's shapes."""
+    """Returns the number of tokens below which a row is dense in a layer of these shapes."""
 
     def __call__(self, kv: LayerCache, /) -> int: ...
 

@@ -20,7 +20,7 @@ def flag(name: str, value: Any) -> None:
 def number_in(name: str, value: Any, interval: str) -> None:
     """Raises ValueError unless a hyper-parameter is a number in an interval.
 
-    The interval is written as in mathematics: "[0, 1)" includes 0 but not 1, and "(0, inf)" holds
+    The interval is written as in mathematics: "[0, 1)" includes 0 but not 1, and "(0, inf)" means
     all finite numbers above 0.
     """
     low, high = map(float, interval[1:-1].split(","))

@@ -1,8 +1,8 @@
 """The names of options: accepted names, and refused ones with their alternatives.
 
-Functions that take options by name are marked with `takes`. A name that another library has and
-jsparse lacks stands in a table below with the alternative; a value at which such an option does
-nothing is accepted, since nothing is lost then. This module knows nothing of jsparse.
+Functions that take options by name are marked with `takes`. The tables below list names that other
+libraries have and jsparse lacks, each with an alternative. A value at which such an option does
+nothing is accepted. This module is independent of the rest of jsparse.
 """
 
 import functools
@@ -14,23 +14,23 @@ from typing import Any, NamedTuple
 
 
 class Refusal(NamedTuple):
-    """Holds the reason why an option is refused.
+    """The reason why an option is refused.
 
     Attributes:
-        rule: the alternative, as a sentence goes on after the option's name and value; {value} is
-            replaced by the value.
-        nothing: the value at which the option does nothing, beside None.
+        rule: the alternative, phrased to follow the option's name and value; {value} is replaced by
+            the value.
+        nothing: the value, besides None, at which the option does nothing.
     """
 
     rule: str
     nothing: Any = None
 
     def allows(self, value: Any) -> bool:
-        """Returns whether a value asks for nothing; True is no 1."""
+        """Returns whether a value leaves the option off; True does not count as 1."""
         return value is None or (type(value) is type(self.nothing) and value == self.nothing)
 
 
-_BEAMS = "beam search is not supported; jsparse.LLM draws up to n=16 answers"
+_BEAMS = "beam search is not supported; jsparse.LLM samples up to n=16 sequences"
 _STRUCTURE = "structured output is not supported; logit_bias forbids or favours single tokens"
 _PROCESSORS = "functions of logits are not supported; logit_bias adds to those of chosen tokens"
 _XLA = "programs are compiled by XLA, whose flags are those of XLA_FLAGS"
@@ -43,10 +43,10 @@ _GUIDED = ("choice", "decoding", "grammar", "json", "regex")
 SAMPLING: Mapping[str, Refusal] = {
     "allowed_token_ids": Refusal("must not be given; logit_bias favours up to 300 tokens"),
     "bad_words": Refusal("must be empty; logit_bias={id: -100} forbids a token", []),
-    "best_of": Refusal("must be 1; use n, which returns all answers", 1),
-    "detokenize": Refusal("must be True; answers have a text and token_ids", True),
+    "best_of": Refusal("must be 1; use n, which returns all sequences", 1),
+    "detokenize": Refusal("must be True; outputs have a text and token_ids", True),
     "early_stopping": Refusal(_BEAMS, False),
-    "extra_args": Refusal("must not be given; policy holds what the policy takes"),
+    "extra_args": Refusal("must not be given; policy sets the policy's own options"),
     **{f"guided_{kind}": Refusal(_STRUCTURE) for kind in _GUIDED},
     "length_penalty": Refusal(_BEAMS, 1.0),
     "logits_processors": Refusal(_PROCESSORS, []),
@@ -65,10 +65,10 @@ GENERATE: Mapping[str, Refusal] = {
     "assistant_model": Refusal("use exact=True: the model drafts for itself, under policy"),
     "attention_mask": Refusal(_PADDING),
     "bad_words_ids": Refusal("use sampling=SamplingParams(logit_bias={id: -100})"),
-    "cache_implementation": Refusal("policy says what the cache keeps; max_length is its capacity"),
+    "cache_implementation": Refusal("policy chooses the kept tokens; max_length is the capacity"),
     "early_stopping": Refusal(_BEAMS, False),
     "generation_config": Refusal(
-        "give its options by name, or sampling=SamplingParams(…); the model's own holds by itself"
+        "give its options by name, or sampling=SamplingParams(…); the model's own always applies"
     ),
     "input_ids": Refusal("give token ids as the prompt, the second argument"),
     "inputs": Refusal("give text or token ids as the prompt, the second argument"),
@@ -78,7 +78,7 @@ GENERATE: Mapping[str, Refusal] = {
     "no_repeat_ngram_size": Refusal("must be 0; use repetition_penalty", 0),
     "num_beams": Refusal(f"must be 1: {_BEAMS}", 1),
     "num_return_sequences": Refusal(
-        "must be 1; give the prompt as often as you want answers, [prompt] * {value}, or "
+        "must be 1; repeat the prompt, [prompt] * {value}, or pass "
         "SamplingParams(n={value}) to jsparse.LLM",
         1,
     ),
@@ -88,7 +88,7 @@ GENERATE: Mapping[str, Refusal] = {
     "pad_token_id": Refusal(_PADDING),
     "past_key_values": Refusal("use jsparse.Conversation, which keeps the cache between turns"),
     "return_dict_in_generate": Refusal(
-        "leave it out; what generate returns always has attributes", False
+        "leave it out; the result of generate always has attributes", False
     ),
     "stopping_criteria": Refusal("use stop, eos_token_id or max_new_tokens", []),
     "suppress_tokens": Refusal("use sampling=SamplingParams(logit_bias={id: -100})", []),
@@ -100,15 +100,15 @@ GENERATE: Mapping[str, Refusal] = {
 LOAD: Mapping[str, Refusal] = {
     "attn_implementation": Refusal("policy chooses the attention, in generate and LLM"),
     "device_map": Refusal(
-        "a model lies on jax's default device; CUDA_VISIBLE_DEVICES or JAX_PLATFORMS choose it"
+        "a model is on jax's default device; CUDA_VISIBLE_DEVICES or JAX_PLATFORMS choose it"
     ),
-    "hf_overrides": Refusal("config.json holds by itself; change it in a folder of your own", {}),
+    "hf_overrides": Refusal("config.json always applies; edit it in a copy of the folder", {}),
     "load_in_4bit": Refusal('weights="q8_0" keeps them in 8 bits', False),
     "load_in_8bit": Refusal('weights="q8_0" keeps them in 8 bits', False),
     "low_cpu_mem_usage": Refusal("tensors are always read one by one", True),
     "quantization": Refusal('only weights="q8_0" is supported'),
     "quantization_config": Refusal('only weights="q8_0" is supported'),
-    "rope_scaling": Refusal("write it into the config.json of a folder of your own", {}),
+    "rope_scaling": Refusal("write it into config.json in a copy of the folder", {}),
     "token": Refusal("log in with `hf auth login`, or set HF_TOKEN"),
     "torch_dtype": Refusal('use dtype, such as dtype="bfloat16"'),
     "trust_remote_code": Refusal(_NO_CODE, False),
@@ -130,7 +130,7 @@ ENGINE: Mapping[str, Refusal] = {
     "disable_cascade_attn": Refusal("use cascade_attention=False", False),
     "disable_custom_all_reduce": Refusal("must be False; XLA reduces over devices", False),
     "disable_log_stats": Refusal("must be True; LLM logs no statistics", True),
-    "enable_chunked_prefill": Refusal("must be True; prompts are always read in chunks", True),
+    "enable_chunked_prefill": Refusal("must be True; prefill always runs in chunks", True),
     "enable_expert_parallel": Refusal("mixtures of experts are not supported", False),
     "enable_lora": Refusal(_LORA, False),
     "enable_sleep_mode": Refusal("must be False; weights stay on the device", False),
@@ -139,19 +139,19 @@ ENGINE: Mapping[str, Refusal] = {
     ),
     "kv_cache_dtype": Refusal("K and V have the dtype of the model", "auto"),
     "load_format": Refusal("the format is that of the model's files", "auto"),
-    "limit_mm_per_prompt": Refusal("prompts are text alone", {}),
+    "limit_mm_per_prompt": Refusal("prompts are text only", {}),
     "max_num_batched_tokens": Refusal(
-        "use ladder, the sizes of prompt chunks by their position: ladder=[(0, 512)] is chunks of "
-        "512 tokens"
+        "use ladder, the sizes of prompt chunks by their position: ladder=[(0, 512)] gives chunks "
+        "of 512 tokens"
     ),
     "override_generation_config": Refusal("give SamplingParams to generate", {}),
     "pipeline_parallel_size": Refusal("must be 1; use tensor_parallel_size", 1),
     "speculative_config": Refusal(
         "use exact=True and num_speculative_tokens: the model drafts for itself, under policy"
     ),
-    "runner": Refusal("models generate text alone", "generate"),
-    "skip_tokenizer_init": Refusal("must be False; the tokenizer is always read", False),
-    "task": Refusal("models generate text alone", "generate"),
+    "runner": Refusal("models generate text only", "generate"),
+    "skip_tokenizer_init": Refusal("must be False; the tokenizer is always loaded", False),
+    "task": Refusal("models generate text only", "generate"),
     "tokenizer_mode": Refusal("tokenizers are always fast ones", "auto"),
 }
 """vLLM's names, for LLM and AsyncEngine."""
@@ -166,13 +166,13 @@ ANSWER: Mapping[str, Refusal] = {
 CHAT: Mapping[str, Refusal] = {
     **ANSWER,
     "add_generation_prompt": Refusal(
-        "must be True: a chat is always answered; generate() continues a text", True
+        "must be True: chat always generates a reply; generate() continues a text", True
     ),
     "chat_template": Refusal(
         "the model's own template is used; jsparse.load(model, tokenizer=…) takes another"
     ),
     "chat_template_content_format": Refusal("content is text", "auto"),
-    "chat_template_kwargs": Refusal("the model's own template is used as it is"),
+    "chat_template_kwargs": Refusal("the model's own template is used unchanged"),
     "continue_final_message": Refusal("must be False; generate() continues a text", False),
     "tools": Refusal("tools are not supported"),
 }
@@ -181,32 +181,32 @@ CHAT: Mapping[str, Refusal] = {
 
 METHODS: Mapping[str, str] = {
     "beam_search": _BEAMS,
-    "classify": "models generate text alone",
+    "classify": "models generate text only",
     "collective_rpc": "the engine runs in this process; LLM.engine is it",
-    "embed": "models generate text alone",
-    "encode": "models generate text alone; get_tokenizer().encode(text) returns token ids",
-    "reward": "models generate text alone",
-    "score": "models generate text alone; jsparse.logits(params, ids) scores tokens",
+    "embed": "models generate text only",
+    "encode": "models generate text only; get_tokenizer().encode(text) returns token ids",
+    "reward": "models generate text only",
+    "score": "models generate text only; jsparse.logits(params, ids) scores tokens",
     "shutdown": "an engine ends with its last reference: del llm",
     "sleep": "weights stay on the device",
     "start_profile": "jax.profiler traces programs",
     "wake_up": "weights stay on the device",
 }
-"""vLLM's methods of LLM that it lacks here, with the reason or the alternative."""
+"""Methods of vLLM's LLM that jsparse lacks, with the reason or the alternative."""
 
 
 def takes[**P, R](
     refused: Mapping[str, Refusal], /, *, more: Callable[..., Any] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Lets a function refuse options that it lacks, by name and with an alternative.
+    """Makes a function refuse options that it lacks, by name and with an alternative.
 
     Args:
         refused: options that the function refuses. It may have some of them as parameters, so that
-            they are listed; their values are checked all the same.
-        more: a function whose options are taken, too, as `**options`.
+            they are listed; their values are checked anyway.
+        more: a function whose options are also accepted, as `**options`.
 
-    The function raises ValueError for a refused option, and for an unknown one a TypeError that
-    lists the known ones.
+    The function raises ValueError for a refused option. For an unknown one it raises a TypeError
+    that lists the known ones.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -237,12 +237,12 @@ def takes[**P, R](
 
 
 def unknown(title: str, name: str, names: Iterable[str]) -> str:
-    """Returns the message that there is no such name, with one like it and all that there are.
+    """Returns the message for an unknown name: the closest known name, and all known names.
 
     Args:
-        title: the kind of thing that has names.
-        name: the name that it lacks.
-        names: the names that it has.
+        title: the kind of object that has these names.
+        name: the unknown name.
+        names: the known names.
     """
     names = list(names)
     near = get_close_matches(name, names, 1)

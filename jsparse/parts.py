@@ -1,9 +1,9 @@
-"""Adds up products that were left in parts.
+"""Sums products that kernels left in parts.
 
 A matrix with few columns does not keep a GPU busy. Its rows are then cut into parts, each
-multiplied by programs of its own, and what they give is to be added up. That takes a launch, unless
-whatever reads the product does it: products of a decode step may be handed to it in parts, of
-float32, with an axis in front.
+multiplied by its own thread blocks, and the partial products must be summed. That takes a launch,
+unless the consumer of the product does it: products of a decode step may be passed to it in parts,
+in float32, with a leading axis.
 """
 
 from functools import reduce
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 
 def check_parts(name: str, x: Float[Array, "*parts_and_shape"], ndim: int) -> None:
-    """Raises a ValueError where argument `name` has neither `ndim` axes nor parts of that."""
+    """Raises ValueError unless `x` has `ndim` axes, or one more for float32 parts."""
     if x.ndim == ndim:
         return
     if x.ndim != ndim + 1 or not len(x) or x.dtype != jnp.float32:
@@ -27,10 +27,10 @@ def check_parts(name: str, x: Float[Array, "*parts_and_shape"], ndim: int) -> No
 def total(
     x: Float[Array, "*parts_and_shape"], ndim: int, dtype: jnp.dtype
 ) -> Float[Array, "*shape"]:
-    """Returns x, or the sum over its first axis where it has one more than `ndim`.
+    """Returns x, or the sum over its first axis if it has one more than `ndim`.
 
-    The sum is float32, and rounded to `dtype`. Parts are added one by one, in their order: in what
-    order XLA's own sum adds them can depend on the sizes.
+    The sum is computed in float32 and rounded to `dtype`. Parts are added one by one, in order: the
+    order of XLA's own sum can depend on the sizes.
     """
     if x.ndim == ndim:
         return x.astype(dtype)

@@ -1,30 +1,29 @@
 """The Policy contract: a policy selects tokens for each KV head; one engine runs all policies.
 
 A policy is a NamedTuple of pure functions and static fields, built by a function of
-hyper-parameters (`@builder` of jsparse.builder). Only `select` must be written; `dense` there has
-nothing else. The functions are called while tracing: they may branch on static things (layer,
-shapes, hyper-parameters) and never on values.
+hyper-parameters (`@builder` of jsparse.builder). Only `select` is required; `dense` defines nothing
+else. The functions are called while tracing: they may branch on static values (layer, shapes,
+hyper-parameters) but never on array values.
 
-The state is any pytree of arrays that `init` returns, of fixed shapes and dtypes; by convention a
-tuple with one entry per layer, so that updating a layer touches its own arrays alone. It never
-holds the cache's arrays (both are donated). It is threaded through the layers in order, so the
-decisions of one layer reach the next. Every array belongs either to the rows of the batch, and has
-an axis of `spec.batch`, or to the pages of the cache, and has one of `spec.pages`
+The state is any pytree of arrays that `init` returns, with fixed shapes and dtypes; by convention a
+tuple with one entry per layer, so that updating a layer touches only its own arrays. It never holds
+the cache's arrays (both are donated). It is threaded through the layers in order, so the decisions
+of one layer reach the next. Every array belongs either to the rows of the batch and has an axis of
+`spec.batch`, or to the pages of the cache and has an axis of `spec.pages`
 (jsparse.runtime.state_axes).
 
-The engine calls, for every prompt chunk and layer, `prefill`; after the prompt `after_prompt`; for
-every decode step and layer, `append`, `select` and, after attention, `update`. While a token is
-taken in, `view.positions` is still its own position (of several, the first's), and a layer's
-lengths count it from `append` on; those of later layers may do so already. Every `period` tokens of
-its own a row goes through `maintain`, and every `correct_every` tokens the newest are computed
-again as one dense chunk, their K and V are overwritten, and `append` is called for them once more:
-writing a position again replaces it. A further turn of a conversation cuts rows back to the end of
-the last prompt, or of an answer that dense attention checked, and calls `prefill` for the new
-tokens, so anything that `prefill` builds at the
-last chunk must be built from scratch.
+The engine calls `prefill` for every prompt chunk and layer; `after_prompt` once after the prompt;
+and `append`, `select` and, after attention, `update` for every decode step and layer. While a token
+is processed, `view.positions` is its own position (for several tokens, the first one's). A layer's
+lengths count the token from `append` on; those of later layers may already count it. A row goes
+through `maintain` every `period` tokens. Every `correct_every` tokens its newest tokens are
+recomputed as one dense chunk: their K and V are overwritten, and `append` is called for them again,
+so writing a position again must replace it. A further turn of a conversation truncates rows to the
+end of the last prompt, or of an output that dense attention verified, and calls `prefill` for the
+new tokens. Anything that `prefill` builds at the last chunk must therefore be built from scratch.
 
-In a decode step some rows may be inactive (`view.active`). The engine puts their row arrays back
-as they were; a method that writes page arrays of its own skips such rows itself, as sidecars do.
+In a decode step some rows may be inactive (`view.active`). The engine restores their row arrays; a
+method that writes its own page arrays must skip such rows itself, as sidecars do.
 
 jsparse.hooks has the signatures; docs/contract.md shows how five methods fit.
 """
@@ -65,17 +64,17 @@ def _no_maintenance(state: State, view: StepView) -> tuple[State, KVCache]:
 
 
 class Services(NamedTuple):
-    """Lists the services of a row between steps, and after how many new tokens each is due.
+    """The services of a row between steps, and after how many new tokens each is due.
 
     Attributes:
-        maintain: reworks state and cache; by default it changes nothing.
-        period: new tokens of a row between its calls of maintain; 0 is never.
-        correct_every: new tokens of a row between its corrections, which compute K and V of as many
-            newest tokens again, densely; 0 is never. Not for methods that evict: a correction
+        maintain: reworks state and cache; changes nothing by default.
+        period: new tokens of a row between calls of `maintain`; 0: never.
+        correct_every: new tokens of a row between corrections; 0: never. A correction recomputes K
+            and V of this many newest tokens densely. Not for methods that evict: a correction
             requires all heads of a row to hold the same tokens.
-        checked: brings a layer's state up to date with what the check of a method's drafts saw, by
-            dense attention (`exact=True`): the "page_mass" of the mean of the checked tokens'
-            queries, over all that lies before these tokens. None is that it wants no report.
+        checked: updates a layer's state after a verification round (`exact=True`). It receives the
+            "page_mass" of the mean of the verified tokens' queries over all tokens before them.
+            None: no report.
     """
 
     maintain: MaintainFn = _no_maintenance
@@ -85,18 +84,18 @@ class Services(NamedTuple):
 
     @property
     def every(self) -> dict[ServiceKind, int]:
-        """The tokens between two runs of each service that there is, in the order of running."""
+        """The tokens between two runs of each service that the method has, in running order."""
         both: dict[ServiceKind, int] = {"correct": self.correct_every, "maintain": self.period}
         return {name: tokens for name, tokens in both.items() if tokens}
 
 
 class Eviction(NamedTuple):
-    """Marks a method whose heads lose tokens, so that slots no longer give positions.
+    """The hooks of a method whose heads lose tokens, so that slots no longer give positions.
 
     Attributes:
-        after_prompt: reworks state and cache once, before the first step; None changes nothing.
-        max_length: the slots that a head can come to hold after `after_prompt`; None is the sum of
-            the row's prompt and new tokens.
+        after_prompt: reworks state and cache once, before the first step; None: changes nothing.
+        max_length: the maximum slots of a head after `after_prompt`; None: the sum of the row's
+            prompt and new tokens.
     """
 
     after_prompt: AfterPromptFn | None = None
@@ -112,7 +111,7 @@ def _keep_state(state: State, layer: int, *_: Any) -> State:
 
 
 def never_dense(kv: LayerCache) -> int:
-    """Returns 0: no row is so short that it is dense."""
+    """Returns 0: rows of any length use `select`."""
     return 0
 
 
@@ -125,12 +124,12 @@ def _no_heads(layer: int, num_kv_heads: int) -> tuple[int, ...]:
 
 
 class Offload(NamedTuple):
-    """Describes how K and V lie in host memory while a policy decodes.
+    """The placement of K and V in host memory while a policy decodes.
 
     Attributes:
-        tail: the least number of newest tokens of a row that stay on the device.
-        reads: "in_place" lets attention read host memory, "gather" fetches the selection to the
-            device first; None is the better one that the op supports.
+        tail: the minimum number of a row's newest tokens that stay on the device.
+        reads: "in_place" lets attention read host memory; "gather" fetches the selection to the
+            device first; None: the better one of those that the op supports.
     """
 
     tail: int
@@ -141,63 +140,63 @@ class Policy(NamedTuple):
     """A method, as the engine sees it; the hooks come first."""
 
     select: SelectFn
-    """Chooses what is attended to."""
+    """Chooses the tokens to attend to."""
     init: InitFn = _no_state
-    """Makes the state; by default there is none."""
+    """Creates the state; by default there is none."""
     prefill: PrefillFn = _keep_state
-    """Brings the state up to date with a chunk of the prompt; by default changes nothing."""
+    """Updates the state with a prompt chunk; changes nothing by default."""
     append: AppendFn = _keep_state
-    """Brings the state up to date with new tokens; by default changes nothing."""
+    """Updates the state with new tokens; changes nothing by default."""
     update: UpdateFn = _keep_state
-    """Brings the state up to date with what attention reported; by default changes nothing."""
+    """Updates the state with attention's report; changes nothing by default."""
     services: Services = Services()
-    """What is done for a row between steps; by default nothing."""
+    """The services of a row between steps; none by default."""
     stats: StatsFn = _no_stats
-    """Names the report that attention makes, as StatsKind says; by default none."""
+    """Names the report that attention makes (a StatsKind); none by default."""
     dense_below: DenseBelowFn = never_dense
-    """The number of tokens below which a row attends to everything, whatever `select` says; by
-    default 0. Where all rows are so short `select` is not called: what it leaves in a short row's
+    """The number of tokens below which a row attends to everything, whatever `select` returns; 0 by
+    default. If all rows are that short, `select` is not called, so its changes to a short row's
     state must not outlast the step.
     """
     window: int = 0
-    """W, the number of last prompt queries that `prefill` wants."""
+    """W, the number of last prompt queries that `prefill` receives."""
     needs: tuple[str, ...] = ()
     """Optional fields of the cache that the method uses (jsparse.cache.OPTIONAL_FIELDS), and
     constants of the model, which hooks find in `view.constants`.
     """
     eviction: Eviction | None = None
-    """How heads lose tokens; None is that they keep them. Wrappers that rely on slots refuse a
-    method whose heads lose some, and a further dense chunk cannot follow.
+    """How heads lose tokens; None: they keep all. Wrappers that rely on slots refuse methods that
+    evict, and no further dense chunk can follow.
     """
     shares: Shares | None = None
-    """What other requests with the same prefix may use. "pages": K, V and the page arrays of the
-    state, which depend on nothing but the tokens up to them. "keys": K and V, from which the state
-    is built anew. None: nothing.
+    """The data that other requests with the same prefix may use. "pages": K, V and the page arrays
+    of the state, which depend only on the tokens up to them. "keys": K and V, from which the state
+    is rebuilt. None: nothing.
     """
     per_row: Mapping[str, CheckFn] = MappingProxyType({})
-    """Hyper-parameters that may differ by row, each with a function of its name and a value that
-    raises ValueError where a row may not have that. `knob` reads them.
+    """Hyper-parameters that may differ by row. Each has a function of its name and a value that
+    raises ValueError if a row may not have that value. `knob` reads them.
     """
     reads: int | None = None
-    """The newest tokens whose K and V hooks other than `select` read while decoding, beside the
-    last page; `select` reads a few rows at most. None is that hooks read any number: such a policy
-    cannot be `offloaded`.
+    """The number of newest tokens whose K and V hooks other than `select` read while decoding, in
+    addition to the last page; `select` reads a few rows at most. None: hooks read any number, so
+    the policy cannot be `offloaded`.
     """
     dense_heads: DenseHeadsFn = _no_heads
     """Names the KV heads of a layer that always attend to everything."""
     offload: Offload | None = None
-    """Where K and V lie in host memory, and how they are read; None is on the device."""
+    """The placement of K and V in host memory, and how they are read; None: on the device."""
     name: str = ""
     """The expression that builds it."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The optional fields of the cache among the method's needs."""
+        """The optional cache fields among the method's needs."""
         return tuple(name for name in self.needs if name in OPTIONAL_FIELDS)
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """The constants of the model among the method's needs."""
+        """The model constants among the method's needs."""
         return tuple(name for name in self.needs if name not in OPTIONAL_FIELDS)
 
     @property
@@ -221,11 +220,11 @@ class Policy(NamedTuple):
 
 
 class StandIn(NamedTuple):
-    """Stands for other policies: which of them runs is decided when the cache's sizes are known.
+    """A placeholder for other policies, resolved when the cache's sizes are known.
 
     Attributes:
         for_spec: returns the policy that runs with a cache of these sizes on the default device.
-        to_draft: the same where dense attention checks what the policy drafts; None is `for_spec`.
+        to_draft: the same, if the policy drafts for dense attention to verify; None: `for_spec`.
         name: the expression that builds it.
     """
 
@@ -243,7 +242,7 @@ AnyPolicy = Policy | StandIn
 def resolved(policy: AnyPolicy, spec: CacheSpec, *, drafts: bool = False) -> Policy:
     """Returns the policy that runs with a cache of these sizes on the default device.
 
-    `drafts` is whether dense attention checks what it drafts.
+    `drafts`: whether the policy drafts for dense attention to verify.
     """
     if not isinstance(policy, StandIn):
         return policy
@@ -262,7 +261,7 @@ def at_layer(state: State, layer: int, entry: Any) -> State:
 
 
 def knob(view: StepView, name: str, value: Any) -> Any:
-    """Returns a hyper-parameter per row and head [B, K] where rows have their own, else `value`."""
+    """Returns a hyper-parameter: [B, K] if rows set their own values, else `value`."""
     if view.knobs is None or name not in view.knobs:
         return value
     rows = view.knobs[name]
@@ -277,10 +276,10 @@ def without_knob(view: StepView, name: str) -> StepView:
 
 
 def selected(policy: Policy, before: State, made: Any) -> tuple[Selection, Summary | None, State]:
-    """Checks and returns the result of `select`, given the state `before`.
+    """Checks and returns the result of `select`, given the previous state.
 
     Raises:
-        ValueError: it violates the contract.
+        ValueError: the result violates the contract.
     """
     match made:
         case (Selection() as choice, None | (_, _, *_) as summary, state):
@@ -295,7 +294,7 @@ def maintained(policy: Policy, made: Any) -> tuple[State, KVCache]:
     """Checks and returns the result of `maintain`.
 
     Raises:
-        ValueError: it violates the contract.
+        ValueError: the result violates the contract.
     """
     if type(made) is not tuple or len(made) != 2 or not isinstance(made[1], KVCache):
         raise ValueError(f"maintain of {policy} must return (state, cache), not {_sketch(made)}")
@@ -303,10 +302,10 @@ def maintained(policy: Policy, made: Any) -> tuple[State, KVCache]:
 
 
 def kept(policy: Policy, hook: str, before: State, made: Any) -> State:
-    """Returns the state that a hook returned, given the one `before`.
+    """Checks and returns the state that a hook returned, given the previous one.
 
     Raises:
-        ValueError: its arrays are not those of the state before, by structure, shapes and dtypes.
+        ValueError: its arrays differ from the previous state's in structure, shape or dtype.
     """
     if _sketch(made) != _sketch(before):
         raise ValueError(
@@ -317,7 +316,7 @@ def kept(policy: Policy, hook: str, before: State, made: Any) -> State:
 
 
 def _sketch(tree: Any) -> str:
-    """Describes the result of a hook: arrays by dtype and shape, the rest by type."""
+    """Describes the result of a hook: arrays by dtype and shape, other values by type."""
     if hasattr(tree, "shape") and hasattr(tree, "dtype"):
         return f"an array {tree.dtype}{list(tree.shape)}"
     if isinstance(tree, tuple | list):

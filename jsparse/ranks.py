@@ -1,8 +1,8 @@
-"""Combines what the devices of one model have computed, each for some of its heads.
+"""Combines the results of one model's devices, each computed for some of its heads.
 
-A model that is spread over devices (tensor parallel) runs one program on all of them, in which each
-device, a *rank*, sees a smaller model: its own heads, and its own part of the MLP. There these
-functions combine what the ranks have; where a model has one device they return what they get.
+A model that is spread over devices (tensor parallelism) runs one program on all of them. In it each
+device, a *rank*, sees a smaller model: its own heads and its own part of the MLP. These functions
+combine the ranks' values; on a single device they return their argument.
 """
 
 from typing import Literal
@@ -19,19 +19,19 @@ def count() -> int:
 
 
 def across(x: Shaped[Array, "..."], how: Literal["sum", "mean", "max"]) -> Shaped[Array, "..."]:
-    """Returns the sum, the mean or the greatest of what the ranks have, the same on all of them."""
+    """Returns the sum, mean or maximum of the ranks' values, the same on all ranks."""
     if not _spread():
         return x
     return {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax}[how](x, AXIS)
 
 
 def gathered(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
-    """Returns what the ranks have behind one another, the same on all of them."""
+    """Returns the ranks' values concatenated along an axis, the same on all ranks."""
     return jax.lax.all_gather(x, AXIS, axis=axis % x.ndim, tiled=True) if _spread() else x
 
 
 def own_part(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
-    """Returns this rank's part of an array that all ranks have."""
+    """Returns this rank's part of an array that all ranks hold."""
     if not _spread():
         return x
     size = x.shape[axis] // count()

@@ -1,11 +1,11 @@
-"""Names the axes: every signature of the package spells its array shapes with these letters.
+"""The axis letters that all signatures of the package use to spell array shapes.
 
     B batch            T query length      S cached length (slots)     V vocabulary
     N query heads      K KV heads          G = N / K group size        H head dimension
     D model dimension  F MLP dimension     L layers
     P tokens per page  M pages of a head   C capacity of a selection   W prompt-end queries kept
 
-A token's "slot" is its place in its head's cache; its "position" is its place in the text, which
+A token's "slot" is its index in its head's cache; its "position" is its index in the text, which
 RoPE needs. They are equal until a policy compacts a head.
 """
 

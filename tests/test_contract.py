@@ -379,7 +379,7 @@ def test_too_little_room_after_the_prompt_is_an_error(case):
         return rework(state, cache, 40)
 
     policy = prompt_ends()._replace(eviction=Eviction(cramped, max_length), name="cramped")
-    said = "policy=cramped: after_prompt left room for 40 tokens per head: must be at least {}, as"
+    said = "policy=cramped: after_prompt left room for 40 tokens per head: must be at least {}, its"
     if case == "max_length":
         for limits, minimum in (([STEPS] * 3, 64), ([1, 1, 62], 128)):
             with pytest.raises(ValueError, match=said.format(minimum)):
@@ -405,12 +405,12 @@ def test_wrappers_refuse_policies_that_evict():
 
 def test_corrections_and_further_turns_refuse_policies_that_evict():
     params = tiny_params()
-    with pytest.raises(ValueError, match="correct_every=4: must be 0 where the policy evicts"):
+    with pytest.raises(ValueError, match="correct_every=4: must be 0 if the policy evicts"):
         jsparse.generate(params, [1], policy=shrink()._replace(services=Services(correct_every=4)))
     spec = spec_of(params, 1)
     late = dense()._replace(eviction=Eviction(lambda *held: held[:2]), name="late")
     for policy in (shrink(), jsparse.hard_kv(), late):
-        said = f"policy={policy}: must leave the cache as it is after the prompt"
+        said = f"policy={policy}: must not change the cache after the prompt"
         with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
             session.Session(params, policy, spec, resumable=True)
         assert str(error.value).startswith(said)
@@ -549,7 +549,7 @@ def test_bad_values_of_rows_are_refused():
         ("oracle_top_p()", {"p": True}, "p=True: .*number"),
         ("oracle_top_k()", {"budget": 0}, "budget=0: .* at least 1"),
         ("keep(dense_layers(oracle_top_p()))", {"p": 2}, "p=2: .* at most 1"),
-        (lychee.format("top_p"), {"value": 3}, "value=3: .* at most 1 where rule='top_p'"),
+        (lychee.format("top_p"), {"value": 3}, "value=3: .* at most 1 with rule='top_p'"),
         (lychee.format("threshold"), {"value": -0.5}, "value=-0.5: .* from 0 .*rule='threshold'"),
         (lychee.format("top_k"), {"value": 16}, r"policy=\{'value': 16\}: .* set \['dense'\]"),
         ("dense", {"dense": 1}, "dense=1: .*true or false"),

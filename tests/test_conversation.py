@@ -224,7 +224,7 @@ def test_policies_that_change_the_cache_read_every_turn_anew(params, policy):
         chat.say(text)
     assert chat.read == chat.whole
     assert chat.conversation.reads_anew == (
-        f"{short_name(policy)} drops tokens, so every turn reads the whole conversation again"
+        f"{short_name(policy)} drops tokens, so every turn prefills the whole conversation again"
     )
 
 

@@ -315,7 +315,7 @@ def test_stop_strings_and_min_new_tokens_are_hugging_face_s(params):
     assert len(long.token_ids) >= 6
     assert end not in long.token_ids[:6]
     for options, message in (
-        ({"stop": "a", "stop_strings": "b"}, "stop_strings='b': must not be given beside stop='a'"),
+        ({"stop": "a", "stop_strings": "b"}, "stop_strings='b': must not be given with stop='a'"),
         ({"min_new_tokens": 9}, "min_new_tokens=9: must be at most max_new_tokens, which is 8"),
         ({"min_new_tokens": -1}, "min_new_tokens=-1: must be an integer of at least 0"),
     ):

@@ -24,13 +24,13 @@ def full_session(
 ) -> Session:
     """Returns a session with random tokens in its rows, and the state after a prompt.
 
-    `how` are further arguments of Session.
+    `how`: further arguments of Session.
     """
     mesh, known, vocab_size = params.mesh, constants(params, policy), params.config.vocab_size
     cache = random_cache(spec, tokens, policy.fields, mesh)
     static = ("policy", "spec", "vocab_size")
-    behind = by_rank(_state_behind, mesh, sharded=("cache",), static=static)
-    state = behind(known, cache, policy._replace(offload=None), spec, vocab_size)
+    state_after = by_rank(_state_after, mesh, sharded=("cache",), static=static)
+    state = state_after(known, cache, policy._replace(offload=None), spec, vocab_size)
     logits = jnp.zeros((spec.batch, vocab_size), jnp.float32)
     logits = logits if mesh is None else same_on_all(logits, mesh)
     session = Session(params, policy, spec, adopts=True, **how)
@@ -38,7 +38,7 @@ def full_session(
     return session
 
 
-def _state_behind(
+def _state_after(
     known: Mapping[str, Array] | None,
     cache: KVCache,
     policy: Policy,
@@ -97,7 +97,7 @@ def state_after_prompt(policy: Policy, spec: CacheSpec, step: StepView, vocab_si
 
 @functools.cache
 def _reader(policy: Policy, spec: CacheSpec, vocab_size: int) -> Callable[[StepView], State]:
-    """Returns the jitted function of a view, one for all caches of these sizes."""
+    """Returns a jitted function of a view, shared by all caches of these sizes."""
 
     def rows_first(pool: Array) -> Array:
         return pool.reshape(spec.batch, spec.num_kv_heads, spec.capacity, spec.head_dim).swapaxes(

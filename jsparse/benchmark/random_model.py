@@ -20,10 +20,11 @@ def random_model(
     quantized: bool = False,
     tensor_parallel_size: int = 1,
 ) -> Params:
-    """Returns a model of these sizes; if spread over devices, no device ever has the whole model.
+    """Returns a model of these sizes; if spread over devices, no device ever holds the whole model.
 
     Raises:
-        ValueError: it cannot be divided into that number of parts, or there are not enough devices.
+        ValueError: it cannot be divided into `tensor_parallel_size` parts, or there are too few
+            devices.
     """
     whole_number("tensor_parallel_size", tensor_parallel_size, 1)
     if quantized:
@@ -34,7 +35,7 @@ def random_model(
     spreading = Spreading(config, tensor_parallel_size)
 
     def place(path: str, whole: jax.Array) -> jax.Array:
-        # the next array is not made before this one's memory is free
+        # the next array is made only after this one's memory is free
         return jax.block_until_ready(spreading.place(path, whole))
 
     made = random_weights(config, dtype, quantized=quantized, place=place)

@@ -75,7 +75,7 @@ def _verdict(row: Mapping[str, Any], requirements: Requirements) -> str:
     if row["kl"] is None:
         return NO_KL
     if requirements.exact and row["agreement"] < 1:
-        return f"chooses another token at {1 - row['agreement']:.1%} of the places"
+        return f"chooses another token at {1 - row['agreement']:.1%} of the positions"
     if row["kl"] > requirements.kl:
         return f"KL above {requirements.kl:g}"
     if None in row["found"].values():

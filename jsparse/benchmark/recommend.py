@@ -79,7 +79,7 @@ def _measured(
     """Measures the missing entries; arguments and result are as for `recommend`."""
     resumed = bool(store.entries)
     if resumed:
-        notify(f"An unfinished run goes on: {store.journal}")
+        notify(f"Continuing an unfinished run: {store.journal}")
     else:
         notify("Measuring dense attention first, to estimate how long the rest takes.")
     report("dense attention", 0, 2)
@@ -269,6 +269,6 @@ def _outlook(
         f"Timing {steps} at {requirements.batch} x {requirements.context} "
         "tokens, then comparing the faster ones with dense attention on "
         f"{requirements.samples} texts and {len(TURNS) * requirements.samples} pass keys of "
-        f"{length} tokens: about {f'{minutes} minutes' if minutes > 1 else 'a minute'}. What is "
-        "measured is kept if you interrupt it."
+        f"{length} tokens: about {f'{minutes} minutes' if minutes > 1 else 'a minute'}. If you "
+        "interrupt it, completed work is kept."
     )

@@ -67,7 +67,7 @@ def _whole_pages(tokens: int) -> int:
 
 
 def checked(requirements: Requirements, longest: int) -> Requirements:
-    """Returns the requirements with canonical names, without duplicates and dense attention."""
+    """Returns the requirements with canonical policy names, without duplicates and dense()."""
     for name in ("context", "batch", "samples", "steps"):
         whole_number(name, getattr(requirements, name), 1)
     if not MIN_LENGTH <= requirements.context <= longest:

@@ -193,7 +193,7 @@ def _print_steps(measured: dict[str, Any]) -> None:
     console.print(table)
     source = "measured" if measured["bandwidth_measured"] else "as given"
     console.print(
-        f"ms per step: median, and the least and greatest of {measured['num_iters']} iterations of "
+        f"ms per step: median, minimum and maximum of {measured['num_iters']} iterations of "
         f"{measured['steps_per_iteration']} steps. Floor: weights, and K and V attended to, at "
         f"{measured['bandwidth'] / 1e9:.4g} GB/s, {source}.",
         soft_wrap=True,

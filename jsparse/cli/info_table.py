@@ -57,7 +57,7 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "",
             f"or {info['largest_batch']} {'prompt' if info['largest_batch'] == 1 else 'prompts'} "
-            f"of {info['context']} tokens, answers not counted",
+            f"of {info['context']} tokens, without outputs",
         ),
     ]
 
@@ -99,7 +99,7 @@ def _cache_of_a_prompt(info: dict[str, Any]) -> list[tuple[str, str]]:
         )
     elif max_length > prompt:
         lines.append(
-            ("", f"{memory.size(max_length)} once its answer reaches the model's {limit} tokens")
+            ("", f"{memory.size(max_length)} once its output reaches the model's {limit} tokens")
         )
     return lines
 

@@ -126,7 +126,7 @@ def show_overlap(shares: np.ndarray, count: int) -> None:
         table.add_row(f"{nth}-{nth + 1}", *cells)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(
-        f"\nof a head's {count} heaviest tokens, the share that are the next layer's too",
+        f"\nshare of a head's {count} heaviest tokens that are also the next layer's",
         style="bold",
     )
     console.print(table)

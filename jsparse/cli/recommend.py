@@ -119,7 +119,7 @@ def _kept(measured: dict[str, Any]) -> str:
 
     best, requirements = measured["best"]["policy"], measured["wanted"]
     if is_own(best):
-        return f"policy=auto stays as it was: it cannot take code of your own, {best}"
+        return f"policy=auto is unchanged: it cannot use your own code, {best}"
     made = choice(measured)
     choices.keep([made])
     min_context, max_context = (

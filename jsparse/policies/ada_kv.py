@@ -1,10 +1,10 @@
-"""Ada-KV lets the KV heads of a layer compete for the slots that SnapKV gives each of them.
+"""Ada-KV lets the KV heads of a layer compete for the slots that SnapKV gives to each of them.
 
 Paper: "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
 Inference" (Feng et al.), arXiv:2407.11550.
 
-Where we differ: a head's share has a ceiling, `cap`, so that the memory that a row needs is known
-beforehand; and as in snapkv the query heads of a group choose together.
+Where we differ: a head's share has a limit, `cap`, so that a row's memory is known beforehand; and
+as in `snapkv`, the query heads of a group choose together.
 """
 
 from jsparse.builder import builder
@@ -28,14 +28,14 @@ def ada_kv(
     """Keeps a layer's best `budget` slots per KV head, counted over all heads, and all new ones.
 
     Args:
-        budget: the slots that the prompt keeps, on average per KV head, the window's included.
+        budget: the average number of prompt slots kept per KV head, including the window's.
         window: as in `snapkv`.
         pool: as in `snapkv`.
         pooling: as in `snapkv`.
-        floor: the part of the budget that every head has for itself: of the slots besides the
-            window's it gets (1 - floor) times its share of the layer's best, and floor times the
-            mean.
-        cap: the most slots of a head, in budgets.
+        floor: the part of the budget that is guaranteed to every head: of the slots besides the
+            window's a head gets (1 - floor) times its share of the layer's best, and floor times
+            the mean.
+        cap: the maximum slots of a head, as a multiple of the budget.
     """
     whole_number("window", window, 1)
     room = competing_room(budget, window)

@@ -1,6 +1,6 @@
-"""Lists every page, as the base that Twilight prunes when no other policy selects first.
+"""Lists every page, as the base that Twilight prunes if no other policy selects first.
 
-Attention over it is exact. `dense` attends to the same tokens, but forbids pruning any of them.
+Attention over it is exact. `dense` attends to the same tokens, but cannot be pruned.
 """
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jsparse.selection import Selection
 
 @builder
 def all_pages() -> Policy:
-    """Attends to every page that holds a token, listed so that `twilight` can prune it."""
+    """Attends to every page with a token, listed so that `twilight` can prune it."""
 
     def select(state: State, layer: int, q, view: StepView):
         kv = view.layers[layer]

@@ -1,16 +1,16 @@
-"""ArkVale attends to the pages whose bounding volumes allow the greatest logits.
+"""ArkVale attends to the pages whose bounding volumes allow the highest logits.
 
-A page is summarised by a cuboid around the middle c of its keys, which reaches as far in each
-channel as they lie from c on average, h. The greatest q·k in it, q·c + |q|·h, ranks the pages.
+A page's summary is a cuboid around the middle c of its keys; its half extent h in each channel is
+the keys' mean distance from c. The maximum of q·k over the cuboid, q·c + |q|·h, ranks the pages.
 
 Paper: "ArkVale: Efficient Generative LLM Inference with Recallable Key-Value Eviction" (Chen et
 al.), NeurIPS 2024. It compares six volumes, spheres and cuboids; this one, cuboid-mean, finds most
-of the best pages and is the default, and a sphere is the option "ball". The paper was not at hand:
-formulas are those of public accounts of it and of its code.
+of the best pages and is the default, and a sphere is the option "ball". We did not have the paper:
+the formulas come from public descriptions of it and of its code.
 
-Where we differ: no page is evicted to slow memory, so that none need be recalled; `offloaded` keeps
-all of them there. The page that is being filled is summarised like the others. The query heads of a
-group share their pages, ranked by the greatest score among them.
+Where we differ: no page is evicted to slow memory, so none is recalled; `offloaded` keeps all pages
+there. The partly filled page is summarised like the others. The query heads of a group share their
+pages, ranked by the highest score among them.
 """
 
 from collections.abc import Callable
@@ -36,14 +36,14 @@ Volume = Literal["cuboid", "ball"]
 
 
 class Ball(NamedTuple):
-    """Holds the ball around the keys of a page, in K's dtype and float32."""
+    """The ball around the keys of a page, in K's dtype and float32."""
 
     center: Float[Array, "*pages H"]
     radius: Float32[Array, "*pages"]
 
 
 class Settings(NamedTuple):
-    """Holds the budget and the score of the volume."""
+    """The budget, and the score of the volume."""
 
     budget: int
     score: Callable[[Queries, LayerCache, State], Float32[Array, "B K M"]]
@@ -51,15 +51,15 @@ class Settings(NamedTuple):
 
 @builder
 def arkvale(budget: int = 1024, volume: Volume = "cuboid") -> Policy:
-    """Attends to `budget` tokens, in the pages whose volumes allow the greatest logits.
+    """Attends to `budget` tokens, in the pages whose volumes allow the highest logits.
 
-    These are budget // P pages, always including the newest, which is still being filled.
+    These are budget // P pages, always including the newest, partly filled one.
 
     Args:
         budget: the number of tokens that a KV head attends to.
-        volume: "cuboid" is the paper's cuboid-mean, of 2H numbers per page in K's dtype. "ball"
-            lies around the mean of a page's keys and reaches to the farthest; it bounds every q·k,
-            by q·c + |q|·r, and takes H numbers and r.
+        volume: "cuboid" is the paper's cuboid-mean, with 2H numbers per page in K's dtype. "ball"
+            is centred on the mean of a page's keys and reaches to the farthest key; it bounds every
+            q·k by q·c + |q|·r, with H numbers and r per page.
     """
     whole_number("budget", budget, 1)
     one_of("volume", volume, get_args(Volume))
@@ -79,7 +79,7 @@ def cuboid(keys: Float[Array, "P H"], valid: Bool[Array, "P"]) -> PageBounds:
 
 
 def ball(keys: Float[Array, "P H"], valid: Bool[Array, "P"]) -> Ball:
-    """Returns the mean key as it is kept, and its distance to the farthest."""
+    """Returns the mean key, in K's dtype, and its distance to the farthest key."""
     k = keys.astype(jnp.float32)
     center = jnp.mean(k, axis=0, where=valid[:, None]).astype(keys.dtype)
     squares = jnp.sum(jnp.square(k - center.astype(jnp.float32)), axis=-1)
@@ -87,14 +87,14 @@ def ball(keys: Float[Array, "P H"], valid: Bool[Array, "P"]) -> Ball:
 
 
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
-    """Lists the pages of greatest score, and the newest."""
+    """Lists the pages with the highest scores, and the newest."""
     kv = view.layers[layer]
     scores = settings.score(q, kv, state[layer])
     return best_pages(scores, kv, settings.budget), None, state
 
 
 def in_balls(q: Queries, kv: LayerCache, balls: Ball) -> Float32[Array, "B K M"]:
-    """Scores pages by the greatest q·c + |q|·r of a group."""
+    """Scores pages by the highest q·c + |q|·r of a group."""
     heads = *kv.lengths.shape, kv.num_pages
     if kv.block_table is not None:
         balls = Ball(*(pool[kv.block_table] for pool in balls))

@@ -1,9 +1,9 @@
-"""Chooses a method by measurements on this device: dense attention where that is as fast.
+"""Chooses a method by measurements on this device; dense attention if no other is faster.
 
-`jsparse recommend` measures a model on the device at hand, and its result comes first. Else it is
-Twilight on a device for which we measured the bytes of K and V above which it is faster, and dense
-attention on all others, CPUs among them. Where dense attention checks what is drafted, nothing need
-be close to it: the cheapest method of those that agree most drafts, from other sizes on.
+A result of `jsparse recommend` for the model on this device comes first. Otherwise the choice is
+Twilight above the bytes of K and V from which we measured it to be faster on this device, and dense
+attention on all other devices, including CPUs. With `exact=True` the policy need not be close to
+dense attention: the fastest draft policy is used, above a different size.
 """
 
 import functools
@@ -23,17 +23,17 @@ from jsparse.policies.twilight import twilight
 from jsparse.policies.verified import verified
 from jsparse.policy import Policy, StandIn
 
-# The fastest method measured whose KL divergence from dense attention is at most 0.005 on SmolLM2,
+# The fastest measured method with a KL divergence from dense attention of at most 0.005 on SmolLM2,
 # at 4K and 8K tokens (docs/results/twilight.md).
 CHOICE = twilight(all_pages(), p=0.95)
-# What drafts where dense attention checks it, the fastest of those measured (docs/exact.md).
+# The fastest measured draft policy for `exact=True` (docs/exact.md).
 DRAFTING = verified(budget=512)
 
 logger = logging.getLogger("jsparse.auto")
 
 
 class AutoChoice(NamedTuple):
-    """Holds the policy that `auto` stands for, the reason, and whether it was measured."""
+    """The policy chosen by `auto`, the reason, and whether it was measured."""
 
     policy: Policy
     reason: str
@@ -44,11 +44,12 @@ class AutoChoice(NamedTuple):
 def auto() -> StandIn:
     """Uses the fastest policy measured for this device and size that stays close to dense.
 
-    This is the choice of `jsparse recommend` for the model on this device, else Twilight from the
-    sizes on at which it was faster on devices that we measured, else `dense`. That is decided when
-    the cache's sizes are known, before anything is read; `Generation.stats.policy` and `jsparse
-    info --policy auto` show the choice. It cannot stand inside another policy. With `exact=True` it
-    is the policy that was measured to draft fastest, `verified`, or `dense`.
+    This is the choice of `jsparse recommend` for the model on this device. Without one it is
+    Twilight, above the sizes from which it was faster on the devices that we measured, or else
+    `dense`. The choice is made when the cache's sizes are known, before prefill;
+    `Generation.stats.policy` and `jsparse info --policy auto` show it. `auto` cannot be inside
+    another policy. With `exact=True` it is the policy that was measured to draft fastest,
+    `verified`, or else `dense`.
     """
 
     def for_spec(spec: CacheSpec) -> Policy:
@@ -67,10 +68,10 @@ def auto() -> StandIn:
 
 
 def choose(spec: CacheSpec) -> AutoChoice:
-    """Returns the policy that `auto` stands for with a cache of these sizes, and why.
+    """Returns the policy of `auto` for a cache of these sizes, and the reason.
 
     Raises:
-        ValueError: the file of choices is damaged, or names a policy that there is not.
+        ValueError: the file of choices is damaged, or names an unknown policy.
     """
     device = jax.local_devices()[0].device_kind
     found = choices.find(spec, device)
@@ -78,7 +79,7 @@ def choose(spec: CacheSpec) -> AutoChoice:
         return AutoChoice(parse(found.policy), str(found))
     measured = break_evens()
     if measured is None:
-        reason = f"nobody has measured this model and size on this device ({device})"
+        reason = f"this model has not been measured at this size on this device ({device})"
         return AutoChoice(dense(), reason, measured=False)
     if layer_bytes(spec) < measured.over_all_pages:
         return AutoChoice(dense(), f"as fast as others at this size on this device ({device})")
@@ -86,20 +87,20 @@ def choose(spec: CacheSpec) -> AutoChoice:
 
 
 def choose_draft(spec: CacheSpec) -> AutoChoice:
-    """Returns the policy that drafts for `auto` where dense attention checks it, and why."""
+    """Returns the draft policy of `auto` for `exact=True`, and the reason."""
     device = jax.local_devices()[0].device_kind
     measured = break_evens()
     if measured is None or measured.drafting is None:
-        reason = f"nobody has measured drafts on this device ({device})"
+        reason = f"drafts have not been measured on this device ({device})"
         return AutoChoice(dense(), reason, measured=False)
     if layer_bytes(spec) < measured.drafting:
-        reason = f"drafts were measured to pay from larger sizes on, on this device ({device})"
+        reason = f"drafts were measured to pay only at larger sizes on this device ({device})"
         return AutoChoice(dense(), reason)
     return AutoChoice(DRAFTING, f"its drafts pay at this size on this device ({device})")
 
 
 def layer_bytes(spec: CacheSpec) -> int:
-    """Returns the bytes of K and V of one layer, all rows full."""
+    """Returns the bytes of K and V of one layer with all rows full."""
     tokens = spec.batch * spec.num_kv_heads * spec.capacity
     return 2 * tokens * spec.head_dim * jnp.dtype(spec.dtype).itemsize
 
@@ -107,5 +108,5 @@ def layer_bytes(spec: CacheSpec) -> int:
 @functools.cache
 def _log(reason: str, model: str, *, drafts: bool = False) -> None:
     """Warns, once, that only dense attention is known to be good here."""
-    hint = f"; `jsparse recommend {model or 'MODEL'}` does" if not drafts else ""
+    hint = f"; `jsparse recommend {model or 'MODEL'}` measures it" if not drafts else ""
     logger.warning("policy=auto is dense() here: %s%s", reason, hint)

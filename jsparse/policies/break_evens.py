@@ -1,4 +1,4 @@
-"""Sizes from which methods were measured to be faster than dense attention, by device."""
+"""Sizes above which methods were measured to be faster than dense attention, by device."""
 
 from typing import NamedTuple
 
@@ -6,16 +6,16 @@ import jax
 
 
 class BreakEvens(NamedTuple):
-    """Holds bytes of a layer's K and V, all rows together (bench/results/twilight_speed).
+    """Bytes of one layer's K and V over all rows (bench/results/twilight_speed).
 
     Attributes:
-        over_quest: at which dense attention takes as long as Twilight over a Quest of a quarter of
-            the context, in one row and in 8. Of 8 KV heads, 128 channels and 16 bits these are
-            36,600 tokens on an H100, and 58,600 on an H200.
-        over_all_pages: from which Twilight over all pages, the choice of `auto`, was faster in
-            batches of 1 to 64.
-        drafting: of the case in which `verified` was faster where dense attention checks what it
-            drafts (docs/exact.md); None: not measured.
+        over_quest: the size at which dense attention takes as long as Twilight over a Quest of a
+            quarter of the context, in one row and in 8. With 8 KV heads, 128 channels and 16 bits
+            this is 36,600 tokens on an H100, and 58,600 on an H200.
+        over_all_pages: the size above which Twilight over all pages, the choice of `auto`, was
+            faster in batches of 1 to 64.
+        drafting: the size of the measured case in which drafting with `verified` was faster
+            (docs/exact.md); None: not measured.
     """
 
     over_quest: float
@@ -30,5 +30,5 @@ BREAK_EVENS = {
 
 
 def break_evens() -> BreakEvens | None:
-    """Returns the sizes of the default device; None if nobody has measured it."""
+    """Returns the sizes for the default device; None if they were not measured."""
     return BREAK_EVENS.get(jax.local_devices()[0].device_kind)

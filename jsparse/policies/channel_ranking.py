@@ -1,8 +1,8 @@
-"""Reads and writes rankings of the channels of K, which Double Sparsity takes its channels from.
+"""Reads and writes rankings of K's channels, from which Double Sparsity takes its channels.
 
 Calibration writes them. A ranking is int32[L, K, H]: the channels of every layer and KV head,
-heaviest first. It is stored whole, as safetensors, so that one file serves any number of channels,
-and its shape tells which models it fits.
+heaviest first. It is stored whole, as safetensors, so that one file serves any number of channels;
+its shape determines which models it fits.
 """
 
 import os
@@ -28,7 +28,7 @@ def load(path: str) -> Ranking:
     """Reads a ranking that `save` wrote.
 
     Raises:
-        ValueError: the file cannot be read, or holds something else.
+        ValueError: the file cannot be read or has other content.
     """
     try:
         with safe_open(path, "numpy") as file:
@@ -47,7 +47,7 @@ def load(path: str) -> Ranking:
 
 
 def require_fit(ranking: Ranking, path: str, spec: CacheSpec) -> None:
-    """Raises ValueError if the ranking read from `path` is for a model of other sizes."""
+    """Raises ValueError if the ranking in `path` is for a model of other sizes."""
     layers, heads, channels = ranking.shape
     wanted = spec.num_layers, spec.model_kv_heads, spec.head_dim
     if ranking.shape != wanted:

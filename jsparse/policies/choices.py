@@ -1,6 +1,6 @@
-"""Keeps which policy was measured to be best, by device and model, for `auto` to take.
+"""Stores the policies that were measured to be best, by device and model, for `auto`.
 
-`jsparse recommend` writes these choices into one JSON file, choices.json in `cache_folder`.
+`jsparse recommend` writes these choices to one JSON file, choices.json in `cache_folder`.
 """
 
 import json
@@ -12,26 +12,26 @@ from typing import Any, NamedTuple
 from jsparse.cache import CacheSpec
 from jsparse.machine.folders import cache_folder
 
-# a cache that holds at most this part of the measured context, or more than it by this factor, is
-# not one that was measured: the budgets of policies are numbers of tokens
+# a choice applies to capacities in this range, relative to the measured context: the budgets of
+# policies are numbers of tokens
 MIN_SHARE, MAX_SHARE = 1 / 2, 5 / 4
 
 
 class Choice(NamedTuple):
-    """Names the best policy for a model on a device, and the measurement behind it.
+    """The best policy for a model on a device, with its measurement.
 
     Attributes:
         model: the model, as `known_as` names it.
         device: the device, as jax names its kind.
         dtype: the type of weights and cache.
-        batch: the sequences that decoded together.
+        batch: the number of sequences that decoded together.
         context: the tokens in the cache of each sequence.
         policy: the expression of the fastest policy that was close enough to dense attention;
-            "dense()" where none was faster.
+            "dense()" if none was faster.
         ms: milliseconds per decode step.
         dense_ms: those of dense attention in the same run.
         kl: the mean KL divergence from dense attention, in nats.
-        date: the day of the measurement, as in ISO 8601.
+        date: the day of the measurement, in ISO 8601.
     """
 
     model: str
@@ -60,17 +60,17 @@ def file() -> Path:
 
 
 def known_as(model: str) -> str:
-    """Returns the name by which a model is kept: a path in full, or a Hub id as it is.
+    """Returns the name under which a model is stored: a full path, or a Hub id unchanged.
 
-    A model without a name stays without one; its path would be the working folder's.
+    A model without a name keeps the empty name; its path would be the working folder's.
     """
     return str(Path(model).resolve()) if model and Path(model).exists() else model
 
 
 def find(spec: CacheSpec, device: str) -> Choice | None:
-    """Returns the choice for a cache of these sizes: that of the batch nearest from below.
+    """Returns the choice for a cache of these sizes, with the largest batch up to the cache's.
 
-    Of several contexts it is the shortest that holds the cache's.
+    Among several contexts, the shortest that fits is used.
     """
     name, dtype = known_as(spec.model), spec.types or str(spec.dtype)
     fitting = [
@@ -87,7 +87,7 @@ def stored() -> list[Choice]:
     """Returns all choices.
 
     Raises:
-        ValueError: the file is not one that `keep` wrote.
+        ValueError: the file was not written by `keep`.
     """
     try:
         text = file().read_text(encoding="utf-8")
@@ -97,12 +97,12 @@ def stored() -> list[Choice]:
         return [_choice(entry) for entry in json.loads(text)]
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{file()} is not what `jsparse recommend` writes ({error}): must be removed"
+            f"{file()} was not written by `jsparse recommend` ({error}): must be removed"
         ) from None
 
 
 def keep(choices: Iterable[Choice]) -> None:
-    """Writes choices into the file; each replaces the one of the same sizes, if any."""
+    """Writes choices to the file; each replaces the one of the same sizes, if any."""
     kept = {choice[:5]: choice for choice in [*stored(), *choices]}
     path = file()
     path.parent.mkdir(parents=True, exist_ok=True)

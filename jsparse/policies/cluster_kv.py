@@ -1,12 +1,12 @@
-"""ClusterKV attends to tokens found one by one, by clusters of their keys.
+"""ClusterKV attends to single tokens, found through clusters of their keys.
 
 Paper: "ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression" (Liu et
 al.), arXiv:2412.03213. It leaves the first two layers dense: dense_layers(cluster_kv(…), n=2).
 
 Where we differ: this is LycheeCluster's engine with chunks of one token. New tokens join the
-existing clusters, and every 80th founds one; the paper clusters each 320 new tokens by themselves.
-Tokens meet centroids by direction. Those of a cluster that no longer fits are taken as far as the
-budget reaches, oldest first. The query heads of a group share their tokens.
+existing clusters, and every 80th founds one; the paper clusters each 320 new tokens separately.
+Tokens are assigned to centroids by direction. If a cluster no longer fits in the budget, its oldest
+tokens fill the rest. The query heads of a group share their tokens.
 """
 
 from jsparse.builder import builder
@@ -26,15 +26,15 @@ def cluster_kv(
 ) -> Policy:
     """Attends to at most `budget` tokens: sinks, the newest, and those of the best clusters.
 
-    Rows of no more than `budget` tokens are dense.
+    Rows of at most `budget` tokens are dense.
 
     Args:
-        budget: the most tokens that a KV head attends to.
+        budget: the maximum number of tokens that a KV head attends to.
         cluster_size: tokens per cluster, on average.
         sink: the number of first tokens that are always attended to.
-        recent: the least number of newest tokens that are in no cluster; these are always attended
-            to.
-        period: the new tokens of a row after which they join clusters.
+        recent: the minimum number of newest tokens that are in no cluster; these are always
+            attended to.
+        period: the number of new tokens of a row after which they join clusters.
     """
     whole_number("budget", budget, 1)
     whole_number("cluster_size", cluster_size, 1)

@@ -1,7 +1,7 @@
-"""Wraps policies in common options: tokens always kept, layers and heads that stay dense.
+"""Wrappers with common options: tokens always kept, layers and heads that stay dense.
 
-These are wrappers rather than flags of every method. `with_state` makes wrappers that keep a state
-of their own.
+These are wrappers rather than options of every method. `with_state` builds wrappers that have their
+own state.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ from jsparse.selection import everything, union, window
 from jsparse.selection.partials import Summary
 from jsparse.shapes import HeadFlags
 
-Hook = Callable[..., Any]  # of a policy, which takes a state first
+Hook = Callable[..., Any]  # a policy's hook that takes a state first
 
 
 class WrappedState(NamedTuple):
-    """Holds the state of a wrapped policy and the wrapper's own."""
+    """The state of a wrapped policy and the wrapper's own."""
 
     base: State
     own: State
@@ -42,12 +42,13 @@ def with_state(
     shares: Shares | None = None,
     needs: tuple[str, ...] = (),
 ) -> Policy:
-    """Gives a policy a second state, the wrapper's own; its hooks still see theirs alone.
+    """Gives a policy a second state, the wrapper's own; its hooks still see only theirs.
 
-    The state becomes WrappedState(base, own). `prefill` and `append` get and return the own state,
-    after the base's hooks have run. `select` gets and returns both, and calls `base.select` itself.
-    `shares` names the part of the own state that other requests may use; the policy shares the
-    lesser of that and the base's. `needs` are the wrapper's needs beside those of the base.
+    The state becomes WrappedState(base, own). `prefill` and `append` receive and return the own
+    state, after the base's hooks have run. `select` receives and returns both, and calls
+    `base.select` itself. `shares` names the part of the own state that other requests may use; the
+    policy shares the lesser of that and the base's. `needs` are the wrapper's needs in addition to
+    the base's.
     """
     minimum = min(shares, base.shares, key=(None, "keys", "pages").index)
 
@@ -93,7 +94,7 @@ def _reworked(of_base: Hook, state: WrappedState, *arguments: Any):
 
 @builder
 def keep(policy: Policy, sink: int = 4, recent: int = 64) -> Policy:
-    """Attends to what `policy` selects and to each head's first `sink` and last `recent` tokens."""
+    """Attends to `policy`'s selection and to each head's first `sink` and last `recent` tokens."""
     require_policy("policy", policy)
     whole_number("sink", sink, 0)
     whole_number("recent", recent, 0)
@@ -103,7 +104,7 @@ def keep(policy: Policy, sink: int = 4, recent: int = 64) -> Policy:
         chosen, summary, state = policy.select(state, layer, q, view)
         if summary is not None:
             raise ValueError(
-                f"policy={policy}: keep cannot wrap it, since its summary may stand for tokens "
+                f"policy={policy}: keep cannot wrap it, since its summary may represent tokens "
                 "that are kept"
             )
         kv = view.layers[layer]
@@ -123,9 +124,9 @@ def keep(policy: Policy, sink: int = 4, recent: int = 64) -> Policy:
 
 @builder
 def dense_layers(policy: Policy, n: int = 2) -> Policy:
-    """Attends to everything in the first `n` layers and to what `policy` selects in the others.
+    """Attends to everything in the first `n` layers, and to `policy`'s selection in the others.
 
-    The first layers keep the policy's state up to date, but do not call its `select`.
+    The first layers update the policy's state, but do not call its `select`.
     """
     require_policy("policy", policy)
     whole_number("n", n, 0)
@@ -146,16 +147,15 @@ def dense_layers(policy: Policy, n: int = 2) -> Policy:
 
 @builder
 def retrieval_heads(policy: Policy, gates) -> Policy:
-    """Attends to everything in retrieval heads and, in the others, to what `policy` selects.
+    """Attends to everything in retrieval heads, and to the selection of `policy` in the others.
 
-    `policy` keeps its state for all heads and selects for all; its selection for retrieval heads is
-    not used.
+    `policy` updates its state and selects for all heads; its selection for retrieval heads is
+    unused.
 
     Args:
         policy: the policy of the other heads.
-        gates: the retrieval heads, as a name that ships with jsparse, a file that
-            `jsparse train-gates` wrote, which is not read again in the same process, or the mask
-            [L, K] itself.
+        gates: the retrieval heads: a name that ships with jsparse, a file written by `jsparse
+            train-gates` (read once per process), or the mask [L, K] itself.
     """
     require_policy("policy", policy)
     require_stays("policy", policy, "all of which retrieval heads attend to")

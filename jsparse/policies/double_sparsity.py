@@ -1,17 +1,18 @@
 """Double Sparsity ranks tokens by a few heavy channels of q and k and attends to the best.
 
 These channels carry most of the logit. Which channels are heavy hardly depends on the input, so
-they are found offline. K's heavy channels are kept apart in 4 bits (the label cache): ranking all
-tokens then reads r · 4 bits of each instead of H numbers.
+they are found offline. K's heavy channels are stored separately in 4 bits (the label cache):
+ranking all tokens then reads r · 4 bits per token instead of H numbers.
 
 Paper: "Post-Training Sparse Attention with Double Sparsity" (Yang et al.), arXiv:2408.07092.
 
 Where we differ: the query heads of a group share the channels and the tokens of their KV head, and
-tokens are ranked by their largest weight in any of these heads (the paper has as many KV heads as
-query heads). Labels are a copy of K like Twilight's, in the frame of the model's key constants; a
-channel is heavy by its varying part, since the constant one is added exactly, in all channels.
-Without a calibration file the channels are found in the row's own prompt: by the mean |q| of its
-last queries times the mean |k| in the frame. Whole pages can be chosen, too, by their tokens' mass.
+tokens are ranked by their highest weight in any of these heads (the paper's models have one query
+head per KV head). Labels are a copy of K like Twilight's, in the frame of the model's key
+constants; a channel is heavy by its varying part, since the constant part is added exactly, in all
+channels. Without a calibration file the channels are found in the row's own prompt, by the mean |q|
+of its last queries times the mean |k| in the frame. Whole pages can also be selected, by their
+tokens' mass.
 """
 
 from functools import partial, reduce
@@ -49,22 +50,22 @@ from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
 
 LISTED_AS: dict[str, OutputGranularity] = {"token": "token", "page": "page_mass"}
 FAN = 16
-WINDOW = 32  # last queries of the prompt that rank channels
+WINDOW = 32  # the number of last prompt queries that rank channels
 
 
 class Labels(NamedTuple):
-    """Holds one layer's heavy channels, ascending, and the 4-bit copy of these channels of K."""
+    """One layer's heavy channels, ascending, and the 4-bit copy of these channels of K."""
 
     channels: Int32[Array, "B K r"]
     keys: Int4Keys
 
 
 class Settings(NamedTuple):
-    """Holds the hyper-parameters.
+    """The hyper-parameters.
 
     Attributes:
         budget, channels, granularity, calibration: those of `double_sparsity`.
-        ranking: the content of the file; None without one.
+        ranking: the content of the calibration file; None without one.
     """
 
     budget: int
@@ -81,17 +82,17 @@ def double_sparsity(
     calibration: str | None = None,
     granularity: Granularity = "token",
 ) -> Policy:
-    """Attends to the `budget` tokens of largest weight, estimated from a few heavy channels.
+    """Attends to the `budget` tokens with the highest weights, estimated from a few heavy channels.
 
-    With granularity="page" these are the budget // P pages of largest weight.
+    With granularity="page" these are the budget // P pages with the highest weights.
 
     Args:
         budget: the number of tokens that a KV head attends to.
-        channels: r, the number of heavy channels; even. None is H/4, rounded up to a multiple of 8,
+        channels: r, the number of heavy channels; even. None: H/4, rounded up to a multiple of 8,
             which the GPU kernel needs.
-        calibration: a file written by `jsparse calibrate-channels`, which is not read again in the
-            same process; None takes each row's channels from its prompt.
-        granularity: the unit that is listed, "token" or "page".
+        calibration: a file written by `jsparse calibrate-channels` (read once per process); None:
+            each row's channels are found in its prompt.
+        granularity: the unit of selection, "token" or "page".
     """
     whole_number("budget", budget, 1)
     if channels is not None:
@@ -112,28 +113,28 @@ def double_sparsity(
         append=labels.append,
         window=WINDOW if own else 0,
         needs=KEY_CONSTANTS,
-        # a row's own channels are written into pages that others would read
+        # pages hold labels of a row's own channels, which other rows could not use
         shares=None if own else "pages",
         reads=0,
     )
 
 
 def no_labels(settings: Settings, spec: CacheSpec) -> Labels:
-    """Returns a layer's labels of no keys."""
+    """Returns a layer's initial labels, without keys."""
     count = _count(settings.channels, spec.head_dim)
     chosen = jnp.zeros((spec.batch, spec.num_kv_heads, count), jnp.int32)
     return Labels(chosen, int4_keys.init(spec._replace(head_dim=count)))
 
 
 def calibrated(settings: Settings, labels: Sidecar, spec: CacheSpec) -> State:
-    """Returns labels of no keys, of the first channels of the ranking, the same for every row."""
+    """Returns initial labels with the first channels of the ranking, the same for every row."""
     assert settings.ranking is not None
     state = labels.init(spec)
     channel_ranking.require_fit(settings.ranking, str(settings.calibration), spec)
     shape = state[0].channels.shape
     ascending = np.sort(settings.ranking[..., : shape[-1]])
     return tuple(
-        # where none are traced, as to learn the shapes, a rank's part is any
+        # during shape evaluation outside a mesh, any rank's part will do
         entry._replace(channels=jnp.broadcast_to(own_part(channels, 0)[: shape[1]], shape))
         for entry, channels in zip(state, ascending, strict=True)
     )
@@ -142,13 +143,13 @@ def calibrated(settings: Settings, labels: Sidecar, spec: CacheSpec) -> State:
 def taken_in(
     labels: Labels, kv: LayerCache, k: ChunkKV, valid: Rows, first: Lengths, *, frame: KeyFrame
 ) -> Labels:
-    """Labels new tokens."""
+    """Adds the labels of new tokens."""
     keys = int4_append(labels.keys, kv, k, valid, first, frame=frame, channels=labels.channels)
     return labels._replace(keys=keys)
 
 
 def prefill(state: State, layer: int, view: PrefillView) -> State:
-    """Finds a row's heavy channels when its prompt ends, and labels all of it."""
+    """Finds a row's heavy channels at the end of its prompt, and labels the whole prompt."""
     if not view.last:
         return state
     kv, frame = view.step.layers[layer], frame_at(view.step, layer)
@@ -161,7 +162,7 @@ def prefill(state: State, layer: int, view: PrefillView) -> State:
 
 
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
-    """Lists the units of largest weight in any head of the group."""
+    """Lists the units with the highest weight in any head of the group."""
     kv = view.layers[layer]
     size = kv.page_size if settings.granularity == "page" else None
     capacity = max(min(settings.budget, kv.capacity) // (size or 1), 1)
@@ -182,8 +183,8 @@ def heavy_channels(
 ) -> Int32[Array, "B K r"]:
     """Returns each head's `count` heaviest channels, ascending; ties go to the first.
 
-    A channel weighs the mean |q| of the prompt's last queries, all heads of the group together,
-    times the mean |k|, both in the frame.
+    The weight of a channel is the mean |q| of the prompt's last queries, over all heads of the
+    group, times the mean |k|, both in the frame.
     """
     batch, window, heads, head_dim = queries.shape
     scaled = scaled_queries(queries.reshape(batch * window, heads, head_dim), frame)
@@ -193,7 +194,7 @@ def heavy_channels(
 
 
 def key_magnitudes(kv: LayerCache, frame: KeyFrame) -> Float32[Array, "B K H"]:
-    """Sums |k| in the frame over the tokens that each head holds.
+    """Sums |k| in the frame over the tokens of each head.
 
     The order of the additions depends on neither batch nor capacity.
     """
@@ -202,7 +203,7 @@ def key_magnitudes(kv: LayerCache, frame: KeyFrame) -> Float32[Array, "B K H"]:
     k = into_frame(read_heads(kv.k, kv), frame, all_slots)
     sums = jnp.where((slots < kv.lengths[..., None])[..., None], jnp.abs(k), 0.0)
     while sums.shape[2] > 1:
-        # else XLA may compute the sums' inputs anew for each of the run's members
+        # otherwise XLA may recompute the sums' inputs for each member of a run
         sums = jax.lax.optimization_barrier(sums)
         sums = jnp.pad(sums, ((0, 0), (0, 0), (0, -sums.shape[2] % FAN), (0, 0)))
         batch, heads, slots, head_dim = sums.shape
@@ -220,7 +221,7 @@ def label_logits(
 
 
 def _count(channels: int | None, head_dim: int) -> int:
-    """Returns r; raise ValueError if a head has fewer channels."""
+    """Returns r; raises ValueError if a head has fewer channels."""
     if channels is not None and channels > head_dim:
         raise ValueError(
             f"channels={channels}: must be at most {head_dim}, the model's head dimension"

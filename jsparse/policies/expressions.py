@@ -9,7 +9,7 @@ from typing import Any
 
 from jsparse.policy import AnyPolicy, Policy, StandIn
 
-# the functions that build policies, by name; `jsparse.policies` fills it from its REGISTRY
+# builders by name; `jsparse.policies` fills it from its REGISTRY
 POLICIES: dict[str, Callable[..., AnyPolicy]] = {}
 EXAMPLE = "streaming(sink=4, recent=512)"
 # other projects' names of our methods
@@ -53,36 +53,36 @@ ABSENT = {
     "think": "double_sparsity",
     "tova": "h2o",
 }
-# policies of the user's own code that jsparse.policies.own_code has found, by the text they came by
+# policies from user code that jsparse.policies.own_code has found, by their text
 _FOUND: dict[str, AnyPolicy] = {}
 
 
 def parse(expression: str) -> Policy:
     """Builds the policy that an expression names.
 
-    The expression is a registered name, or a call of one with literals and further expressions as
-    arguments. It is read as a syntax tree: nothing of it is evaluated or imported.
+    The expression is a registered name, or a call of one, with literals and other expressions as
+    arguments. It is parsed as a syntax tree: nothing is evaluated or imported.
 
     Raises:
-        ValueError: the expression does not parse, names an unknown policy or argument or a policy
-            that stands for others, or an argument's value is refused.
+        ValueError: the expression does not parse, names an unknown policy or argument, or a
+            placeholder for other policies, or has a refused value.
     """
     policy = _parse(expression)
     if isinstance(policy, StandIn):
-        raise ValueError(f"policy={policy}: must be a policy itself, it stands for another one")
+        raise ValueError(f"policy={policy}: must be a policy, not a placeholder for one")
     return policy
 
 
 def remember(expression: str, policy: AnyPolicy) -> AnyPolicy:
-    """Lets `parse` know a policy by a text that it could not parse; return the policy so named."""
-    # another policy has another first function, even if it was built from the same text
+    """Registers a policy under a text that `parse` cannot resolve; returns the policy so named."""
+    # a policy rebuilt from the same text has a different `select`
     if expression not in _FOUND or _FOUND[expression][0] is not policy[0]:
         _FOUND[expression] = policy._replace(name=expression)
     return _FOUND[expression]
 
 
 def is_own(expression: str) -> bool:
-    """Returns whether an expression names code of the user's own, by `remember`."""
+    """Returns whether an expression names user code, registered by `remember`."""
     return expression in _FOUND
 
 
@@ -92,9 +92,9 @@ def call(name: str, function: Callable[..., Any], arguments: str, expression: st
 
 
 def as_policy(policy: AnyPolicy | str) -> AnyPolicy:
-    """Returns a policy as it is, or the one that an expression names, as `parse` reads it.
+    """Returns a policy unchanged, or the one that an expression names; see `parse`.
 
-    It may stand for others: `jsparse.policy.resolved` says which one runs.
+    The result may be a placeholder; `jsparse.policy.resolved` returns the policy that runs.
 
     Raises:
         ValueError: the expression is refused, or `policy` is neither a policy nor an expression.
@@ -110,7 +110,7 @@ def as_policy(policy: AnyPolicy | str) -> AnyPolicy:
 
 
 def builder_of(name: ast.Name) -> Callable[..., Any]:
-    """Returns the function that a name calls in an expression that has been parsed."""
+    """Returns the function that a name calls in a parsed expression."""
     return POLICIES[name.id]
 
 
@@ -122,7 +122,7 @@ def _parse(expression: str) -> AnyPolicy:
 
 
 def _call_of(build: Callable[..., AnyPolicy]) -> str:
-    """Returns the call of a builder that has been given in a policy's place."""
+    """Returns the call of a builder that was passed instead of a policy."""
     name = build.__name__
     return f"jsparse.{name}()" if POLICIES.get(name) is build else f"{name}()"
 
@@ -131,10 +131,10 @@ def _tree(text: str, expression: str) -> ast.expr:
     try:
         return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        own = "; path.py:function stands alone, on a command line" if ".py:" in text else ""
-        said = error.msg if isinstance(error, SyntaxError) else ""
-        if said.endswith("was never closed"):
-            own = f"; its bracket {said[:3]} is not closed"
+        own = "; path.py:function works only alone, on a command line" if ".py:" in text else ""
+        message = error.msg if isinstance(error, SyntaxError) else ""
+        if message.endswith("was never closed"):
+            own = f"; its bracket {message[:3]} is not closed"
         raise ValueError(
             f"policy={expression!r}: must be an expression such as {EXAMPLE}{own}"
         ) from error
@@ -155,7 +155,7 @@ def _build(node: ast.expr, expression: str) -> AnyPolicy:
 
 
 def _call(name: str, function: Callable[..., Any], node: ast.expr, expression: str) -> Any:
-    """Calls a function with the literals and policies that a call's arguments spell."""
+    """Calls a function with the literals and policies in a call's arguments."""
     arguments, keywords = (node.args, node.keywords) if isinstance(node, ast.Call) else ([], [])
     if any(keyword.arg is None for keyword in keywords):
         raise ValueError(
@@ -175,7 +175,7 @@ def _call(name: str, function: Callable[..., Any], node: ast.expr, expression: s
 
 
 def _refuse_bare(name: str, function: Callable[..., Any], node: ast.expr, expression: str) -> None:
-    """Raises ValueError for the name of an argument without a value, as documentation writes it."""
+    """Raises ValueError for an argument's name without a value, as in documentation."""
     parameters = inspect.signature(function).parameters
     if isinstance(node, ast.Name) and node.id in parameters:
         default = parameters[node.id].default
@@ -208,8 +208,8 @@ def _value(node: ast.expr, expression: str) -> Any:
 
 
 def _source(expression: str, node: ast.expr) -> str:
-    """Quotes the part of the expression that a node stands for.
+    """Quotes the part of the expression that a node represents.
 
-    Unlike `ast.unparse` it takes any depth.
+    Unlike `ast.unparse`, it works for any depth.
     """
     return repr(ast.get_source_segment(expression, node))

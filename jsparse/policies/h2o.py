@@ -1,11 +1,11 @@
-"""H2O keeps the newest tokens and the heavy hitters, those attended to most so far.
+"""H2O keeps the newest tokens and the heavy hitters, those with the most attention so far.
 
 Paper: "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (Zhang
 et al.), arXiv:2306.14048.
 
-Where we differ: the sums begin with the prompt's last queries alone, since prompts are read by
-flash attention, which forms no sums over queries; a decode step adds the attention of the group's
-mean query; and tokens are dropped every `period` steps (the paper: every step).
+Where we differ: the sums start with the prompt's last queries only, since prefill uses flash
+attention, which forms no sums over queries; a decode step adds the attention of the group's mean
+query; and tokens are dropped every `period` steps (the paper: every step).
 """
 
 import jax.numpy as jnp
@@ -25,9 +25,9 @@ def h2o(budget: int = 1024, window: int = 32, period: int = 128) -> Policy:
     """Keeps `budget` slots per KV head: half of them heavy hitters, half of them the newest.
 
     Args:
-        budget: the slots that a KV head keeps at each compression.
-        window: the number of the prompt's last queries that the sums begin with.
-        period: new tokens between compressions.
+        budget: the number of slots that a KV head keeps at each compression.
+        window: the number of last prompt queries that the sums start with.
+        period: the number of new tokens between compressions.
     """
     whole_number("budget", budget, 2)
     whole_number("window", window, 1)
@@ -50,7 +50,7 @@ def h2o(budget: int = 1024, window: int = 32, period: int = 128) -> Policy:
 
 
 def accumulated(view: LayerView) -> Float32[Array, "B K S"]:
-    """Scores slots by the attention that they have had so far."""
+    """Scores slots by the attention that they have received so far."""
     assert view.tracked is not None
     return view.tracked
 

@@ -1,16 +1,16 @@
-"""HARD-KV compresses while it decodes, gives each head what it needs, and merges what it drops.
+"""HARD-KV compresses while decoding, gives each head the slots it needs, and merges dropped tokens.
 
 Right after the prompt, and then every `period` tokens of a row, each KV head keeps its sinks, its
-newest tokens and the best of the others. What it drops is not lost: one slot stands for all of it,
-with a logit that is never above theirs together (jsparse.policies.eviction.merging).
+newest tokens and the best of the others. Dropped tokens are not lost: one slot represents all of
+them, with a logit that never exceeds their joint logit (jsparse.policies.eviction.merging).
 
 Paper: "HARD-KV: Head-Adaptive Regularization for Decoding-time KV Compression".
 
-Where we differ: by default a layer's heads share its slots ("joint", as in Ada-KV), where the paper
-counts by top-p of each head's metric, calibrated towards real attention. That is an option,
-"calibrated"; "n_star" counts by attention itself, towards which it calibrates, and "union" as the
-paper's published code does. The paper's tier of masked pages is `patience`. We built from the
-paper's abstract, the captions of its figures and pieces of its text (docs/papers/hard_kv.md).
+Where we differ: by default a layer's heads share its slots ("joint", as in Ada-KV), while the paper
+counts slots by top-p of each head's metric, calibrated to real attention. That is the option
+"calibrated"; "n_star" counts by attention itself, the target of the calibration, and "union" counts
+as the paper's published code does. The paper's tier of masked pages is `patience`. We had only the
+abstract, the captions and parts of the text (docs/papers/hard_kv.md).
 """
 
 import functools
@@ -32,7 +32,8 @@ from jsparse.policy import Policy
 
 Metric = Literal["attention", "snapkv", "r_kv", "h2o"]
 Budgets = Literal["joint", "uniform", "n_star", "calibrated", "union"]
-# as many last queries as lie within a question; of more, most belong to the text before it
+# the number of last queries that are within a question; in a longer window, most belong to the text
+# before it
 QUESTION = 8
 
 logger = logging.getLogger("jsparse.hard_kv")
@@ -53,32 +54,33 @@ def hard_kv(
     patience: int = 0,
     recent: int | None = None,
 ) -> Policy:
-    """Keeps as many slots per KV head as it needs, and one that stands for all it dropped.
+    """Keeps the slots that each KV head needs, and one slot that merges all dropped tokens.
 
     Sinks, the merged slot and the newest tokens count in `budget`, `floor` and `cap`.
 
     Args:
-        budget: the slots per KV head, on average over a layer's heads with budgets="joint", of each
-            with "uniform"; the others do not use it.
-        floor: the least slots of a head, where heads differ.
-        cap: the most slots of a head, where heads differ.
-        p: the share of the window's attention that a head keeps with "n_star" and "calibrated",
-            counted over all that it holds or ever dropped; with "union" the share that each query
-            of the window keeps of its attention to all that the head holds.
-        period: new tokens of a row between compressions.
+        budget: the slots per KV head: the average over a layer's heads for budgets="joint", the
+            number of each head for "uniform"; unused otherwise.
+        floor: the minimum slots of a head, if heads differ.
+        cap: the maximum slots of a head, if heads differ.
+        p: for "n_star" and "calibrated" the share of the window's attention that a head keeps, over
+            all tokens that it holds or ever dropped; for "union" the share that each query of the
+            window keeps of its attention to all tokens that the head holds.
+        period: the number of new tokens of a row between compressions.
         window: the number of newest tokens whose queries score the others.
         sink: the number of first tokens that are kept.
-        metric: the way slots are scored: by the window's "attention" among those that compete, or
-            as in "snapkv", "r_kv" or "h2o".
-        budgets: the way slots are shared out: "joint" gives a layer's heads their best together,
-            "uniform" all heads the same, "n_star" each the fewest that keep the share p of
-            attention, "calibrated" as many by the metric's softmax, whose temperature is found at
-            the first compression, so that they are as many as those, and "union" all slots that
-            some query of the window has in its own top-p.
-        merge: whether what is dropped is merged into one slot; "n_star" and "calibrated" need it,
-            since its share of attention is that of all they dropped.
-        patience: the compressions for which the `period` best that a head would drop wait unread.
-        recent: the number of newest tokens that are kept, at least the window; None is the window.
+        metric: the scores of slots: the window's "attention" among the competing slots, or as in
+            "snapkv", "r_kv" or "h2o".
+        budgets: how slots are shared out. "joint": a layer's best slots over all heads. "uniform":
+            the same number for all heads. "n_star": for each head the fewest with the share p of
+            attention. "calibrated": a number by the metric's softmax, at a temperature found at the
+            first compression so that it equals that of "n_star". "union": all slots that any query
+            of the window has in its own top-p.
+        merge: whether dropped tokens are merged into one slot; "n_star" and "calibrated" need it,
+            because its share of attention is that of all dropped tokens.
+        patience: the number of compressions for which the `period` best slots to be dropped wait,
+            unread.
+        recent: the number of newest tokens that are kept, at least the window; None: the window.
 
     A head holds at most cap + period slots, and `period` more with patience.
     """
@@ -112,7 +114,7 @@ def hard_kv(
         "r_kv": important_and_rare(IMPORTANCE),
         "h2o": accumulated,
     }
-    # R-KV's scores, a weighted difference that may be negative, are logits as they are
+    # R-KV's scores, a weighted difference that may be negative, are used as logits directly
     logits = (lambda scores: scores) if metric == "r_kv" else jnp.log
     counts = {
         "joint": rules.joint(room),
@@ -153,10 +155,10 @@ def _log(window: int) -> None:
 def _rooms(
     budget: int, floor: int, cap: int, newest: int, sink: int, merge: bool, budgets: Budgets
 ) -> rules.CountBounds:
-    """Returns the room that floor, cap and budget leave for the slots that compete.
+    """Returns the room for competing slots within floor, cap and budget.
 
     Raises:
-        ValueError: one of them leaves less than nothing, or they are not in order.
+        ValueError: one of them leaves negative room, or they are not in order.
     """
     for name, value in (("budget", budget), ("floor", floor), ("cap", cap), ("recent", newest)):
         whole_number(name, value, 1)

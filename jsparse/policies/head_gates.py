@@ -1,9 +1,9 @@
-"""Reads and writes files of gates, which say which KV heads are retrieval heads.
+"""Reads and writes gate files, which mark the KV heads that are retrieval heads.
 
-Training writes them, LycheeDecode and DuoAttention read them. A safetensors file holds `retrieval`,
-bool[L, K], and may hold `scores`, float32[L, K], by which the heads were ranked; its metadata may
-hold `record`, a JSON object that says how the gates came about. The shape tells which models it
-fits. Files in the folder gates/ beside this one ship with the package and are loaded by name.
+Training writes them; LycheeDecode and DuoAttention read them. A safetensors file has `retrieval`,
+bool[L, K], and optionally `scores`, float32[L, K], by which the heads were ranked. Its metadata may
+have `record`, a JSON object that describes the training. The shape determines which models it fits.
+The files in the folder gates/ next to this module ship with the package and are loaded by name.
 """
 
 import json
@@ -27,13 +27,13 @@ SUFFIX = ".safetensors"
 
 
 class HeadGates(NamedTuple):
-    """Holds the contents of a file of gates.
+    """The contents of a gate file.
 
     Attributes:
         retrieval: the mask of the KV heads that attend to everything.
-        scores: the scores that ranked the heads, greater for retrieval heads; None if nothing
-            ranked them.
-        record: the account of how the gates came about, in JSON values.
+        scores: the scores that ranked the heads, higher for retrieval heads; None: the heads were
+            not ranked.
+        record: the description of the training, in JSON values.
     """
 
     retrieval: Bool[np.ndarray, "L K"]
@@ -58,7 +58,7 @@ def load(gates: str) -> HeadGates:
         gates: a name of `shipped()`, or a path.
 
     Raises:
-        ValueError: the file does not exist, cannot be read, or holds something else.
+        ValueError: the file does not exist, cannot be read, or has other content.
     """
     path = (
         str(files("jsparse.policies") / "gates" / (gates + SUFFIX)) if gates in shipped() else gates
@@ -107,7 +107,7 @@ def shipped() -> tuple[str, ...]:
 
 
 def retrieval_heads(gates: str | Sequence[Sequence[float]]) -> Bool[np.ndarray, "L K"]:
-    """Returns the mask that a policy's argument names.
+    """Returns the mask for a policy's `gates` argument.
 
     Args:
         gates: a shipped name, a path, or the mask itself as rows of 0 and 1.
@@ -134,7 +134,7 @@ def retrieval_heads(gates: str | Sequence[Sequence[float]]) -> Bool[np.ndarray, 
 
 
 def require_fit(retrieval: Bool[np.ndarray, "L K"], gates: Any, spec: CacheSpec) -> None:
-    """Raises ValueError if the mask that `gates` named is for a model of other sizes."""
+    """Raises ValueError if the mask from `gates` is for a model of other sizes."""
     wanted = spec.num_layers, spec.model_kv_heads
     if retrieval.shape != wanted:
         raise ValueError(
@@ -146,6 +146,6 @@ def require_fit(retrieval: Bool[np.ndarray, "L K"], gates: Any, spec: CacheSpec)
 def of_rows(heads: Bool[np.ndarray, "K"], batch: int) -> HeadFlags:
     """Repeats the flags for every row, as a constant: XLA would turn a broadcast into a kernel.
 
-    Of a model that is spread over ranks, they are the flags of a rank's heads.
+    If the model is spread over ranks, returns the flags of this rank's heads.
     """
     return own_part(jnp.asarray(np.tile(heads, (batch, 1))), 1)

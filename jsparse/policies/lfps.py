@@ -1,24 +1,27 @@
-"""LFPS predicts from past attention what a step will attend to, before its query exists.
+"""LFPS predicts from past attention which tokens a step will attend to, before its query exists.
 
 Attention often returns to the same position (a vertical line in its map) or to the same distance (a
-slash). Each KV head keeps a table for each: Φ(i) over positions, Ψ(Δ) over distances Δ = t - i from
-the newest token t. Tokens whose Φ or Ψ is large are candidates; no key is read to find them.
+slash). Each KV head has two tables: Φ(i) over positions, and Ψ(Δ) over distances Δ = t - i from the
+newest token t. Tokens with a large Φ or Ψ are candidates; no key is read to find them.
 
 Paper: "Learn from the Past: Fast Sparse Indexing for Large Language Model Decoding" (Yao and Wang),
 arXiv:2506.15704.
 
-Where we differ: the slash table is kept over distance, where nothing moves from step to step; the
-paper keeps it over position and moves it. Ours points at the same distance from the next token;
-taken literally, equations 4, 7 and 10 read the paper's before it has moved, one position too far
-back (`aligned=False`). Tables are per KV head, with the maximum of the group's softmaxes as the
-weight w. Attended tokens do not lose half of their mean weight, which drives out those that are
-attended to a little at every step (`penalty=0.5` is the paper's). By default heads attend to all
-candidates, of which there are as many as the budget allows, and no key is read to choose among more
-(`exact=True` is the paper's, which sets no bound where ours is `wider`). By default candidates are
-the best of max(Φ, Ψ), not those above a threshold from the tables' kurtosis
-(`candidates="threshold"` is the paper's, `floor` is ours). The budget counts the sinks. Tables are
-bfloat16. No head bypasses by default; with `bypass=True` a KV head does where all query heads of
-its group do, and its tables decay where the paper leaves them as they are.
+Where we differ:
+- The slash table is indexed by distance, so nothing moves from step to step; the paper indexes it
+  by position and moves it. Ours points at the same distance from the next token. Taken literally,
+  equations 4, 7 and 10 read the paper's table before it has moved, one position too far back
+  (`aligned=False`).
+- Tables are per KV head, with the maximum of the group's softmaxes as the weight w.
+- Attended tokens do not lose half of their mean weight, which would remove tokens that get a little
+  attention at every step (`penalty=0.5` is the paper's).
+- By default heads attend to all candidates, and their number is the budget, so no key is read to
+  choose among more (`exact=True` is the paper's, which sets no limit where ours is `wider`).
+- By default candidates are the best of max(Φ, Ψ), not those above a threshold from the tables'
+  kurtosis (`candidates="threshold"` is the paper's, `floor` is ours).
+- The budget includes the sinks. Tables are bfloat16.
+- No head bypasses by default. With `bypass=True` a KV head bypasses if all query heads of its group
+  do, and its tables decay, while the paper leaves them unchanged.
 """
 
 import math
@@ -51,18 +54,20 @@ from jsparse.policy import Policy, Services, at_layer, knob
 from jsparse.selection.partials import ListedLogits, Stats, group_weights, softmax_partial
 from jsparse.shapes import Lengths, Queries, Rows
 
-WINDOW = 32  # s, the last prompt queries from which the tables are built
-MAX_SCALE = 2.0**12  # what tables grow by between two renormalisations, or in one step if more
+WINDOW = 32  # s, the number of last prompt queries that build the tables
+# growth of the tables between two renormalisations; a single step may exceed it
+MAX_SCALE = 2.0**12
 FAINT = 2.0**-20  # tables without a larger entry are not scaled down
 
 
 class Settings(NamedTuple):
-    """Holds the hyper-parameters.
+    """The hyper-parameters.
 
     Attributes:
         budget, decay, penalty: those of `lfps`.
         late: the offset of distances in Ψ: 0, or 1 if not aligned.
-        exact: which candidates exact weights choose among; None is that all are attended to.
+        exact: the candidates among which exact weights choose; None: all candidates are attended
+            to.
         bypass: that of `lfps`.
     """
 
@@ -75,14 +80,15 @@ class Settings(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Holds one layer's Φ and Ψ, both times decay^-(steps since `History.born`).
+    """One layer's Φ and Ψ, both times decay^-(steps since `History.born`).
 
-    What decays is left as it is, and what is new is added on a larger scale. bfloat16 has float32's
-    range, and 8 bits are enough for numbers that are compared: an entry that is attended to at each
-    step grows by 1 / decay in every one, 5 % by default, where one bit is 0.4 to 0.8 %. Tables of
-    heads that report nothing for long stop to decay before they vanish: only ratios count.
+    Instead of decaying old entries, each step adds new ones on a larger scale. bfloat16 has
+    float32's range, and 8 bits suffice for numbers that are only compared: an entry that is
+    attended to at each step grows by a factor of 1 / decay per step, 5 % by default, while one bit
+    is 0.4 to 0.8 %. Tables of heads that report nothing for a long time stop decaying before they
+    vanish: only ratios count.
 
-    Ψ(Δ) stands at Δ, or at Δ + 1 where tables are not aligned.
+    Ψ(Δ) is at index Δ, or at Δ + 1 if tables are not aligned.
     """
 
     vertical: BFloat16[Array, "B K S"]
@@ -90,12 +96,12 @@ class Tables(NamedTuple):
 
 
 class History(NamedTuple):
-    """Holds the state; rows own all of it.
+    """The state; rows own all of it.
 
     Attributes:
         tables: the tables of each layer.
         born: the position of each row at which its tables had their true values.
-        prompts: for the bypass alone, what each layer knows of the prompt; else empty.
+        prompts: the summary of the prompt in each layer, for the bypass only; otherwise empty.
     """
 
     tables: tuple[Tables, ...]
@@ -116,30 +122,30 @@ def lfps(
     wider: int = 3,
     aligned: bool = True,
 ) -> Policy:
-    """Attends to the share `budget` of a row's tokens, those to which earlier steps point.
+    """Attends to the share `budget` of a row's tokens, predicted from earlier steps.
 
-    These are k = ceil(budget · length) tokens per KV head, the first 4 and the newest among them.
-    Where k is below 5, a head attends to the oldest k and the newest.
+    These are k = ceil(budget · length) tokens per KV head, including the first 4 and the newest. If
+    k is below 5, a head attends to the oldest k and the newest.
 
     Args:
         budget: the share of tokens whose K and V are attended to.
-        candidates: "top" lists the tokens of largest max(Φ, Ψ); "threshold" lists what stands out
-            of either table, and its neighbours, at most wider · k. It needs exact=True.
+        candidates: "top" lists the tokens with the largest max(Φ, Ψ); "threshold" lists outliers of
+            either table and their neighbours, at most wider · k. It needs exact=True.
         a: the factor of the threshold; the paper uses 0.2 and 0.3.
-        decay: r, the part of both tables that is left after a step. Above 0.99, bfloat16 rounds
-            away much of what is added.
+        decay: r, the factor of both tables per step. Above 0.99, bfloat16 rounds away much of each
+            addition.
         exact: whether wider · k candidates are listed and exact weights choose k among them.
-        bypass: whether a KV head that looks at nothing but the sinks skips its search. True attends
-            to the sinks and to a token that stands for the mean of the prompt; "mean" returns the
-            mean of the prompt's values, as the paper's algorithm 1 does.
-        floor: whether "threshold" lists at least k candidates, of largest max(Φ, Ψ).
+        bypass: whether a KV head that attends almost only to the sinks skips its search. True
+            attends to the sinks and to one token that represents the mean of the prompt; "mean"
+            returns the mean of the prompt's values, as in the paper's algorithm 1.
+        floor: whether "threshold" lists at least k candidates, those with the largest max(Φ, Ψ).
         penalty: the part of their mean weight that attended tokens lose in both tables; the paper's
             is 0.5.
-        wider: how many times k candidates there are at most where exact weights choose among them.
-            The paper sets no bound: from 1 / budget on, there is none.
-        aligned: whether what was attended to at a distance points to that distance from the next
-            token. False points one position further back, as the paper's equations 4, 7 and 10
-            do, taken literally.
+        wider: the maximum number of candidates in multiples of k, with exact=True. The paper has no
+            limit: from 1 / budget on, there is none.
+        aligned: whether attention to a distance points to that distance from the next token. False
+            points one position further back, as the paper's equations 4, 7 and 10 do if taken
+            literally.
     """
     fraction("budget", budget)
     one_of("candidates", candidates, get_args(Candidates))
@@ -152,9 +158,9 @@ def lfps(
     flag("aligned", aligned)
     whole_number("wider", wider, minimum=1)
     if candidates == "threshold" and not exact:
-        raise ValueError("candidates='threshold': must be 'top' where exact=False")
+        raise ValueError("candidates='threshold': must be 'top' with exact=False")
     if floor and candidates == "top":
-        raise ValueError("floor=True: must be False where candidates='top'")
+        raise ValueError("floor=True: must be False with candidates='top'")
 
     settings = Settings(
         budget,
@@ -190,7 +196,7 @@ def init(settings: Settings, spec: CacheSpec) -> History:
 
 
 def prefill(settings: Settings, state: History, layer: int, view: PrefillView) -> History:
-    """Builds a layer's tables when the prompt ends."""
+    """Builds a layer's tables at the end of the prompt."""
     if not view.last:
         return state
     kv, prompts = view.step.layers[layer], state.prompts
@@ -201,10 +207,11 @@ def prefill(settings: Settings, state: History, layer: int, view: PrefillView) -
 
 
 def select(settings: Settings, state: History, layer: int, q: Queries, view: StepView):
-    """Lists the k tokens of largest max(Φ(i), Ψ(t - i)), sinks and newest among them."""
+    """Lists the k tokens with the largest max(Φ(i), Ψ(t - i)), including sinks and the newest."""
     kv, tables = view.layers[layer], state.tables[layer]
     maximum = share_of(settings.budget, kv.capacity)
-    # a head holds a token per position; from positions, number is computed once for all layers
+    # a head has one token per position; computed from positions, `number` is the same for all
+    # layers
     lengths = jnp.broadcast_to(view.positions[:, None] + 1, kv.lengths.shape)
     number = jnp.minimum(wanted(knob(view, "budget", settings.budget), lengths), maximum)
     if settings.exact:
@@ -224,13 +231,13 @@ def update(
     stats: Stats | ListedLogits | None,
     view: StepView,
 ) -> History:
-    """Puts down the weights of attended tokens: Φ(i) ← r · Φ(i) + w(i), Ψ(t - i) likewise."""
+    """Records the weights of attended tokens: Φ(i) ← r · Φ(i) + w(i), Ψ(t - i) likewise."""
     assert isinstance(stats, ListedLogits)
     age = view.positions - state.born + 1
     tables = table_update(
         *state.tables[layer],
         stats,
-        view.layers[layer].lengths + settings.late,  # what it knows a slot's distance by
+        view.layers[layer].lengths + settings.late,  # the origin of a slot's distance
         settings.decay ** -age.astype(jnp.float32),
         sink=SINKS,
         penalty=settings.penalty,
@@ -239,7 +246,7 @@ def update(
 
 
 def maintain(settings: Settings, state: History, view: StepView) -> tuple[History, KVCache]:
-    """Brings the tables back to their true values."""
+    """Scales the tables back to their true values."""
     left = settings.decay ** (view.positions - state.born).astype(jnp.float32)
 
     def scaled(tables: Tables) -> Tables:
@@ -251,13 +258,13 @@ def maintain(settings: Settings, state: History, view: StepView) -> tuple[Histor
 
 
 def share_of(budget: float, tokens: int) -> int:
-    """Returns ceil(budget · tokens), where rounding lets no product pass a whole number."""
+    """Returns ceil(budget · tokens), with a margin so that rounding never adds one."""
     product = budget * tokens
     return max(math.ceil(product - min(1e-6 * product, 1e-3)), 1)
 
 
 def wanted(budget: float | Float32[Array, "B K"], lengths: Lengths) -> Lengths:
-    """Returns k = ceil(budget · length) of every head, which `share_of` is of the capacity."""
+    """Returns k = ceil(budget · length) of every head, with the rounding of `share_of`."""
     product = budget * lengths.astype(jnp.float32)
     return jnp.ceil(product - jnp.minimum(1e-6 * product, 1e-3)).astype(jnp.int32)
 
@@ -267,9 +274,9 @@ def first_tables(
 ) -> Tables:
     """Builds both tables from the last `valid` ≤ W prompt queries of each row (equation 4).
 
-    The vertical table's entries sum to what they do where every step adds 1 - penalty, less the
-    share of queries that lie in the sinks. Heads are taken one after the other, so that no more
-    than the logits of one ever exist.
+    The vertical table's entries sum to their steady-state value if every step adds 1 - penalty,
+    less the queries' share of attention to the sinks. Heads are processed one after the other, so
+    that only one head's logits exist at a time.
     """
     whole = (1 - settings.penalty) / (1 - settings.decay)
     (batch, heads), size = kv.lengths.shape, queries.shape[1]
@@ -280,17 +287,17 @@ def first_tables(
     slots, nth = jnp.arange(kv.capacity, dtype=jnp.int32), jnp.arange(size, dtype=jnp.int32)
 
     def of_head(head: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
-        q, at, length, asked = head
+        q, at, length, count = head
         keys = kv.arrays[0][at].reshape(kv.capacity, -1)
         logits = scaled_products("wgh,sh->wgs", q, keys)
         position = (length - size + nth)[:, None]  # of each query
-        seen = (slots <= position) & (nth >= size - asked)[:, None]
+        seen = (slots <= position) & (nth >= size - count)[:, None]
         lse = softmax_partial(jnp.where(seen[:, None], logits, -jnp.inf))[2]
         w = group_weights(logits, lse, seen & (slots >= SINKS))
         back = position + settings.late - slots
         backwards = jnp.take_along_axis(w, jnp.clip(back, 0, kv.capacity - 1), axis=1)
         backwards = jnp.where(back >= 0, backwards, 0.0)
-        c = whole / jnp.maximum(asked, 1)
+        c = whole / jnp.maximum(count, 1)
         return jnp.sum(c * w, axis=0), jnp.sum(c * backwards, axis=0)
 
     of_heads = grouped, physical_pages(kv, pages), kv.lengths, valid[:, None] + 0 * kv.lengths

@@ -1,9 +1,9 @@
-"""Variants of LFPS that the paper has and `lfps` has as options: exact weights, and the bypass.
+"""Variants of LFPS from its paper, which are options of `lfps`: exact weights, and the bypass.
 
 With exact weights the tables list more candidates than a head attends to, the best of max(Φ, Ψ) or
 those above the paper's threshold, and the step's own weights choose among them. A head that
-bypasses looks at little but the sinks, so that a mean stands for the rest of the prompt. Both read
-keys, which the default does not; `jsparse.policies.lfps` describes the cost.
+bypasses attends almost only to the sinks, so a mean replaces the rest of the prompt. Both read
+keys, which the default does not; `jsparse.policies.lfps` describes the differences.
 """
 
 import math
@@ -24,12 +24,12 @@ from jsparse.shapes import HeadFlags, Lengths, Queries
 Candidates = Literal["top", "threshold"]
 Bypass = bool | Literal["mean"]
 SINKS = 4
-BYPASS_ABOVE, LOCAL = 0.85, 6  # ε, and the newest tokens that ρ looks at
-MAX_CANDIDATES = 2**31 - 1  # of a head
+BYPASS_ABOVE, LOCAL = 0.85, 6  # ε, and the number of newest tokens that ρ counts
+MAX_CANDIDATES = 2**31 - 1  # per head
 
 
 class ExactSettings(NamedTuple):
-    """Holds the hyper-parameters of `lfps` that say which candidates exact weights choose among."""
+    """The hyper-parameters of `lfps` for candidates among which exact weights choose."""
 
     candidates: Candidates
     a: float
@@ -38,7 +38,7 @@ class ExactSettings(NamedTuple):
 
 
 class PromptSummary(NamedTuple):
-    """Summarises the prompt for a layer's bypass, the sinks left out.
+    """A summary of the prompt without the sinks, for a layer's bypass.
 
     Attributes:
         number: n, the number of tokens.
@@ -60,8 +60,8 @@ def chosen_exactly(
     number: Lengths,
     max_count: int,
 ) -> Selection:
-    """Lists the `number` ≤ `max_count` candidates of largest weight, of wider · number at most."""
-    # with more candidates than a head has slots there is no bound, and products fit in 32 bits
+    """Lists the `number` ≤ `max_count` heaviest candidates among at most wider · number."""
+    # more candidates than slots mean no limit, and products must fit in 32 bits
     times = min(exact.wider, MAX_CANDIDATES // max_count)
     if exact.candidates == "threshold":
         min_count = number if exact.floor else jnp.zeros_like(number)
@@ -76,9 +76,9 @@ def chosen_exactly(
 def heaviest(
     q: Queries, kv: LayerCache, chosen: Selection, number: Lengths, capacity: int
 ) -> Selection:
-    """Lists the candidates of largest weight, `number` of them, sinks and newest among them.
+    """Lists the `number` candidates with the largest weights, including sinks and the newest.
 
-    Their logits go with them: attention reads their values alone.
+    The selection has their logits, so attention reads only their values.
     """
     nth = jnp.arange(chosen.ids.shape[-1], dtype=jnp.int32)
     valid = nth < chosen.count[..., None]
@@ -100,7 +100,7 @@ def heaviest(
 
 
 def no_prompt(spec: CacheSpec) -> PromptSummary:
-    """Returns the summary of a prompt that has not been read."""
+    """Returns the initial summary, before prefill."""
     heads = spec.batch, spec.num_kv_heads
     return PromptSummary(
         jnp.zeros(heads, jnp.int32),
@@ -133,11 +133,11 @@ def described(kv: LayerCache, last: Queries) -> PromptSummary:
 
 
 class SinkAttention(NamedTuple):
-    """Holds how the query heads of a step attend to the sinks.
+    """The attention of a step's query heads to the sinks.
 
     Attributes:
         log_rho: log ρ, the estimated share of a head's attention that goes to the sinks.
-        o, lse: the attention to the sinks alone.
+        o, lse: the attention to the sinks only.
         rest: the estimated logsumexp of the rest of the prompt.
     """
 
@@ -148,10 +148,10 @@ class SinkAttention(NamedTuple):
 
 
 def sink_attention(q: Queries, kv: LayerCache, prompt: PromptSummary) -> SinkAttention:
-    """Returns how query heads attend to the sinks (equations 5 and 6, in logarithms)."""
+    """Returns the query heads' attention to the sinks (equations 5 and 6, in logarithms)."""
     lengths = kv.lengths[..., None]
     nth = jnp.arange(SINKS, dtype=jnp.int32) + 0 * lengths
-    near = lengths - 1 - LOCAL + jnp.arange(LOCAL, dtype=jnp.int32)  # the newest is not among them
+    near = lengths - 1 - LOCAL + jnp.arange(LOCAL, dtype=jnp.int32)  # excludes the newest
     grouped = q.reshape(*kv.lengths.shape, -1, q.shape[-1])
 
     def logits_at(slots: Array, ok: Bool[Array, "B K n"]) -> Float32[Array, "B K G n"]:
@@ -202,6 +202,6 @@ def bypassing(
 
 
 def scaled_products(letters: str, q: Array, keys: Array) -> Array:
-    """Returns logits in float32, of rows of q and keys whose last axis both sum over."""
+    """Returns float32 logits of rows of q and keys, summed over the last axis of both."""
     products = jnp.einsum(letters, q, keys, preferred_element_type=jnp.float32)
     return products * q.shape[-1] ** -0.5

@@ -1,23 +1,28 @@
-"""LycheeCluster attends to chunks that follow the text, found by clusters of their keys.
+"""LycheeCluster attends to chunks of the text, found through clusters of their keys.
 
-A chunk ends where a paragraph, a sentence or a clause does. Chunks whose mean keys point the same
-way form a cluster, and a query reads the centroids of clusters to choose among them.
+A chunk ends at the end of a paragraph, a sentence or a clause. Chunks with mean keys of similar
+direction form a cluster, and a query reads the clusters' centroids to choose among them.
 
 Paper: "LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and
 Hierarchical KV Indexing" (Li et al.), arXiv:2603.08453. It leaves the first two layers dense:
 dense_layers(lychee_cluster(…), n=2).
 
-Where we differ: clusters are ranked by q·μ (`rank="bound"` is the paper's q·μ + |q|·r, equation 2),
-which finds more of the true top-k on SmolLM2. All centroids are scored; the paper's units of
-clusters come before them with `levels=2`, and a unit's radius then takes in the clusters' own, so
-that it bounds chunks. Chunks are taken one by one, best cluster first, until the budget is full,
-so that a large cluster is not left out whole. The query heads of a group share their chunks, ranked
-by the greatest score among them. While decoding, every `cluster_size`-th chunk founds a cluster, as
-in the prompt; the paper lets all of them join, so that the clusters of a short prompt would come to
-hold the whole of a long answer. Tokens are cut into chunks every `period` steps, by the same rule
-as the prompt's, and wait in a buffer that is attended to. A row whose chunks are so short that the
-index would overflow cuts the rest at the greatest length. Centroids have K's type: in bfloat16 the
-centroid of some hundred chunks hardly moves when another joins.
+Where we differ:
+- Clusters are ranked by q·μ (`rank="bound"` is the paper's q·μ + |q|·r, equation 2), which finds
+  more of the true top-k on SmolLM2.
+- All centroids are scored. With `levels=2` the paper's units of clusters are scored first; a unit's
+  radius includes those of its clusters, so that it bounds chunks.
+- Chunks are taken one by one, best cluster first, until the budget is full, so that a large cluster
+  is not skipped as a whole. The query heads of a group share their chunks, ranked by the highest
+  score among them.
+- While decoding, every `cluster_size`-th chunk founds a cluster, as in the prompt. In the paper all
+  of them join existing ones, so that the clusters of a short prompt would absorb a whole long
+  output.
+- Tokens are cut into chunks every `period` steps, by the same rule as the prompt's; until then they
+  are in a buffer that is attended to. If a row's chunks are so short that the index would overflow,
+  the rest is cut at the maximum length.
+- Centroids have K's type: in bfloat16 the centroid of several hundred chunks hardly moves when
+  another joins.
 """
 
 from typing import Literal, get_args
@@ -55,25 +60,25 @@ def lychee_cluster(
 ) -> Policy:
     """Attends to at most `budget` tokens: sinks, the newest, and the chunks of the best clusters.
 
-    Rows of no more than `budget` tokens are dense.
+    Rows of at most `budget` tokens are dense.
 
     Args:
-        budget: the most tokens that a KV head attends to.
-        chunks: "structure" ends chunks at boundaries of the text, which it knows from the model's
-            tokenizer; "fixed" ends all of them at their greatest length. None is "structure" where
-            the model has a tokenizer, else "fixed", and the log says so.
-        rank: "centroid" ranks clusters by q·μ, "bound" by q·μ + |q|·r, the most that q·v can be
-            for the representative v of a chunk.
-        levels: 2 first chooses units of clusters, which hold 4 times the budget, at least 8, and
-            reads the centroids of no others.
+        budget: the maximum number of tokens that a KV head attends to.
+        chunks: "structure" ends chunks at boundaries of the text, found with the model's tokenizer;
+            "fixed" gives all chunks the maximum length. None: "structure" if the model has a
+            tokenizer, else "fixed" with a warning in the log.
+        rank: "centroid" ranks clusters by q·μ, "bound" by q·μ + |q|·r, the maximum of q·v over
+            representatives v of its chunks.
+        levels: 2 first chooses units of clusters that hold 4 times the budget, at least 8 units,
+            and reads only their centroids.
         cluster_size: chunks per cluster, on average.
-        pooling: "mean" represents a chunk by the mean of its keys, "max" by their greatest value
-            in every channel.
+        pooling: a chunk's representative: "mean" of its keys, or their "max" in every channel.
         normalise: whether representatives, and so centroids, are scaled to length 1.
         sink: the number of first tokens that are always attended to.
-        recent: the newest tokens that are always attended to, at the least; they are in no chunk.
-        lengths: the fewest and the most tokens of a chunk.
-        period: new tokens of a row between two times that it cuts chunks.
+        recent: the minimum number of newest tokens that are in no chunk; these are always attended
+            to.
+        lengths: the minimum and maximum tokens of a chunk.
+        period: the number of new tokens of a row after which they are cut into chunks.
     """
     one_of("rank", rank, get_args(Rank))
     one_of("pooling", pooling, get_args(CentroidPooling))

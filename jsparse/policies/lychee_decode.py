@@ -1,18 +1,18 @@
-"""LycheeDecode lets a few KV heads attend to everything and pick tokens for the other heads.
+"""LycheeDecode makes a few KV heads dense; they pick the tokens for the other heads.
 
-A retrieval head attends to all its tokens and hands the heaviest to the head of the same index in
-the next layer. A sparse head attends to the set that it was handed, and hands that on. The type of
-each head is learned (`jsparse.train`).
+A retrieval head attends to all tokens and passes the heaviest to the head of the same index in the
+next layer. A sparse head attends to the set that it receives, and passes it on. The type of each
+head is learned (`jsparse.train`).
 
 Paper: "LycheeDecode: Accelerating Long-Context LLM Inference via Hybrid-Head Sparse Decoding" (Lin
-et al.), arXiv:2602.04541. As in its appendix F, the weights of a group's mean query stand for its
-query heads. Attention reports them from the pass that it makes anyway, so picking reads no K.
+et al.), arXiv:2602.04541. As in its appendix F, the weights of a group's mean query are used for
+its query heads. Attention reports them from its normal pass, so picking reads no K.
 
 Where we differ: sets consist of pages of 16 tokens by default, since those are read at the full
-speed of memory (`granularity="token"` is the paper's). Sinks and recent text are always picked,
-since the layers behind a retrieval head need them even where it passes them over (`sink=0,
-recent=0` is the paper's). The weights of the projections are not reordered by head type, since one
-pool of work units over all heads of the batch needs no contiguous heads.
+memory bandwidth (`granularity="token"` is the paper's). Sinks and recent tokens are always picked,
+since the layers after a retrieval head need them even if it gives them little weight (`sink=0,
+recent=0` is the paper's). The projections' weights are not reordered by head type, since one pool
+of work units over all heads of the batch needs no contiguous heads.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from jsparse.selection import Granularity, Selection
 from jsparse.selection.partials import StatsKind
 
 PickRule = Literal["top_k", "top_p", "threshold", "ratio"]
-# the default value of each rule, and the check that a value must pass
+# the default value of each rule, and the check of its values
 RULES: dict[PickRule, tuple[int | float, Callable[[str, Any], None]]] = {
     "top_k": (4096, partial(whole_number, minimum=1)),
     "top_p": (0.99, fraction),
@@ -45,7 +45,7 @@ RULES: dict[PickRule, tuple[int | float, Callable[[str, Any], None]]] = {
 
 
 class Settings(NamedTuple):
-    """Holds the hyper-parameters.
+    """The hyper-parameters.
 
     Attributes:
         retrieval: the mask of retrieval heads.
@@ -61,7 +61,7 @@ class Settings(NamedTuple):
     recent: int
 
     def unit(self, page_size: int) -> int:
-        """Returns the tokens of a unit that is picked."""
+        """Returns the number of tokens of a picked unit."""
         return page_size if self.granularity == "page" else 1
 
 
@@ -75,29 +75,29 @@ def lychee_decode(
     sink: int = 4,
     recent: int = 64,
 ) -> Policy:
-    """Attends to everything in retrieval heads and, in the others, to the picks of these.
+    """Attends to everything in retrieval heads, and to their picks in the others.
 
-    A sparse head takes what the last retrieval head of the same index picked.
+    A sparse head attends to the picks of the last retrieval head of the same index.
 
     Args:
-        gates: the retrieval heads, as a name that ships with jsparse, a file that
-            `jsparse train-gates` wrote, which is not read again in the same process, or the mask
-            [L, K] itself. In layer 0 all must be retrieval heads.
-        value: the number that `rule` takes; None is the rule's default.
+        gates: the retrieval heads: a name that ships with jsparse, a file written by `jsparse
+            train-gates` (read once per process), or the mask [L, K] itself. In layer 0 all must be
+            retrieval heads.
+        value: the number that `rule` takes; None: the rule's default.
         rule: the rule that picks tokens by the weights of a group's mean query. "top_k" picks the
-            `value` tokens of largest weight (default 4096). "top_p" picks the fewest tokens that
-            weigh `value` (default 0.99). "threshold" picks the tokens that weigh more than `value`;
-            for a page the sum counts (default 1e-3). "ratio" picks all but a share `value` of the
-            context, so that the number of tokens grows with it (default 0.5).
-        granularity: the unit that is picked: "page" for whole pages by the sum of their tokens'
-            weights, "token" for single tokens.
+            `value` tokens with the highest weights (default 4096). "top_p" picks the fewest tokens
+            with a total weight of `value` (default 0.99). "threshold" picks the tokens with a
+            weight above `value`; for a page the sum counts (default 1e-3). "ratio" picks all but a
+            share `value` of the context, so the number of tokens grows with it (default 0.5).
+        granularity: the picked unit: "page" for whole pages by the sum of their tokens' weights,
+            "token" for single tokens.
         correct_every: the number of new tokens after which K and V of the newest tokens are
-            recomputed densely; 0 is never. The paper uses 32.
-        sink: the number of first tokens that are picked, or whose pages are, whatever their weight.
-        recent: the same of the last tokens. "top_k" and "ratio" count both among their picks, so
-            a head attends to no more than without them; where they are more than that, it picks
-            the heaviest of them. "top_p" and "threshold" pick by their rule, and both are added.
-            0 and 0 are the paper's.
+            recomputed densely; 0: never. The paper uses 32.
+        sink: the number of first tokens that are always picked, or whose pages are.
+        recent: the same for the last tokens. For "top_k" and "ratio" both count among the picks, so
+            the number of attended tokens does not change; if they exceed it, the heaviest of them
+            are picked. For "top_p" and "threshold" both are added to the picks. The paper uses 0
+            and 0.
     """
     one_of("rule", rule, get_args(PickRule))
     one_of("granularity", granularity, get_args(Granularity))
@@ -108,8 +108,8 @@ def lychee_decode(
     retrieval = head_gates.retrieval_heads(gates)
     if not retrieval[0].all():
         raise ValueError(
-            f"gates={gates!r}: all heads of layer 0 must be retrieval heads, nothing is picked "
-            "before them"
+            f"gates={gates!r}: all heads of layer 0 must be retrieval heads, since no earlier "
+            "layer picks"
         )
     settings = Settings(retrieval, gates, number, rule, granularity, sink, recent)
     return Policy(
@@ -124,15 +124,15 @@ def lychee_decode(
 
 
 def check_value(rule: PickRule, name: str, value: Any) -> None:
-    """Raises ValueError unless a rule can take this value."""
+    """Raises ValueError unless a rule allows this value."""
     try:
         RULES[rule][1](name, value)
     except ValueError as error:
-        raise ValueError(f"{error} where rule={rule!r}") from None
+        raise ValueError(f"{error} with rule={rule!r}") from None
 
 
 def init(settings: Settings, spec: CacheSpec) -> State:
-    """Returns empty sets S, ids [B, K, C] and count [B, K]; C is the most units that are picked."""
+    """Returns empty sets S: ids [B, K, C], count [B, K]; C is the maximum of picked units."""
     head_gates.require_fit(settings.retrieval, settings.gates, spec)
     heads, unit = (spec.batch, spec.num_kv_heads), settings.unit(spec.page_size)
     units, value = spec.capacity // unit, settings.value
@@ -142,7 +142,7 @@ def init(settings: Settings, spec: CacheSpec) -> State:
 
 
 def select(settings: Settings, state: State, layer: int, q: Array, view: StepView):
-    """Attends to everything in retrieval heads, to S(l, h) in the others."""
+    """Attends to everything in retrieval heads, and to S(l, h) in the others."""
     ids, count = state
     here = settings.retrieval[layer]
     dense = head_gates.of_rows(here, len(count)) if here.any() else None
@@ -150,15 +150,15 @@ def select(settings: Settings, state: State, layer: int, q: Array, view: StepVie
 
 
 def stats(settings: Settings, layer: int) -> StatsKind | None:
-    """Asks for the mean query's weights where a set that is picked is used in the next layer."""
-    here, behind = settings.retrieval[layer], settings.retrieval[layer + 1 :]
-    if len(behind) == 0 or not (here & ~behind[0]).any():
+    """Requests the mean query's weights if the next layer uses a set picked in this one."""
+    here, later = settings.retrieval[layer], settings.retrieval[layer + 1 :]
+    if len(later) == 0 or not (here & ~later[0]).any():
         return None
     return "page_mass" if settings.granularity == "page" else "token_logits"
 
 
 def update(settings: Settings, state: State, layer: int, stats, view: StepView) -> State:
-    """Sets S(l+1, h) to a retrieval head's heaviest tokens, and to S(l, h) in the others."""
+    """Sets S(l+1, h) to a retrieval head's heaviest tokens, or to S(l, h) for a sparse head."""
     if stats is None:
         return state
     (ids, count), kv = state, view.layers[layer]
@@ -186,5 +186,5 @@ def rule_of(settings: Settings, kv: LayerCache, value: Any) -> TopK | TopP | Thr
             return TopP(value)
         case "threshold":
             return Threshold(value)
-    # rounding may put a whole number of units a little above itself; ceil must not round it up
+    # rounding may put an integer slightly above itself; ceil must not round it up
     return TopK(jnp.ceil((1 - value) * (1 - 1e-6) * kv.lengths / unit).astype(jnp.int32))

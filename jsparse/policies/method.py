@@ -1,4 +1,4 @@
-"""Defines Method, an entry in the registry of methods."""
+"""Method, an entry in the registry of methods."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple

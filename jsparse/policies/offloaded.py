@@ -1,9 +1,9 @@
 """Keeps K and V in host memory, and the newest tokens on the device.
 
-For contexts past the device's memory. What the policy selects crosses the bus at every step, so
-that decoding is slower than dense attention wherever K and V fit on the device. The setting is that
-of LFPS (Yao and Wang, arXiv:2506.15704), whose tables choose without reading K; here the GPU reads
-host memory itself, and any policy whose index is small beside K and V works.
+It is for contexts larger than the device's memory. The selected K and V cross the bus at every
+step, so decoding is slower than dense attention if K and V fit on the device. The setting is that
+of LFPS (Yao and Wang, arXiv:2506.15704), whose tables select without reading K; here the GPU reads
+host memory directly, and any policy with an index much smaller than K works.
 """
 
 from typing import Literal, get_args
@@ -17,17 +17,17 @@ Reads = Literal["in_place", "gather"]
 
 @builder
 def offloaded(policy: Policy, tail: int = 4096, reads: Reads | None = None) -> Policy:
-    """Attends to what `policy` selects, with K and V in host memory.
+    """Attends to the selection of `policy`, with K and V in host memory.
 
-    Each prompt chunk leaves the device once it has been read. KV heads that attend to everything
-    in every step, as `retrieval_heads` and `dense_layers` make them, stay on the device, and so
-    does the policy's own state.
+    Each prompt chunk is moved to the host after its prefill. KV heads that always attend to
+    everything, such as those of `retrieval_heads` and `dense_layers`, stay on the device, as does
+    the policy's own state.
 
     Args:
-        policy: what is attended to. It must choose without reading all of K.
-        tail: the number of newest tokens that stay on the device, at the least.
-        reads: "in_place" lets attention read host memory, "gather" fetches what is selected to the
-            device first. None reads tokens in place and fetches pages.
+        policy: the policy that selects. It must select without reading all of K.
+        tail: the minimum number of newest tokens that stay on the device.
+        reads: "in_place" lets attention read host memory; "gather" fetches the selection to the
+            device first; None: tokens in place, pages by gather.
     """
     require_policy("policy", policy)
     whole_number("tail", tail, 1)

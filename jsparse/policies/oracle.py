@@ -1,11 +1,11 @@
 """Oracles select by the exact attention weights.
 
-They read all of K to save reading V, so they are yardsticks of quality (the choice of a perfect
-selector), not methods of speed.
+They read all of K to avoid reading V, so they are references for quality (the selection of a
+perfect method), not for speed.
 
 The top-p variant is the oracle of Twilight (Lin et al., arXiv:2502.02770), the top-k variant that
 of Quest (Tang et al., arXiv:2406.10774). A KV head serves a group of query heads: top-k ranks by
-the largest weight in the group, top-p keeps the union of the group's sets.
+the highest weight in the group, top-p keeps the union of the group's sets.
 """
 
 from functools import partial
@@ -25,10 +25,10 @@ from jsparse.selection import Granularity
 
 @builder
 def oracle_top_k(budget: int = 1024, granularity: Granularity = "token") -> Policy:
-    """Attends to the `budget` tokens of largest exact attention weight.
+    """Attends to the `budget` tokens with the highest exact attention weights.
 
-    With granularity="page" these are the budget // P pages of largest mass. Ties go to the oldest.
-    Rows may set a smaller budget; a larger one counts as `budget`.
+    With granularity="page" these are the budget // P pages with the highest mass. Ties go to the
+    oldest. Rows may set a smaller budget; a larger one counts as `budget`.
     """
     whole_number("budget", budget, 1)
     one_of("granularity", granularity, get_args(Granularity))
@@ -73,7 +73,7 @@ def oracle_top_p(p: float = 0.95, granularity: Granularity = "token") -> Policy:
 
 
 def attention_logits(q: Array, kv: LayerCache) -> Float32[Array, "B K G S"]:
-    """Computes the exact logits of all slots, per KV head and member of its group.
+    """Computes the exact logits of all slots, per KV head and query head of its group.
 
     Slots past a head's tokens get -inf.
     """

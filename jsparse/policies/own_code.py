@@ -1,4 +1,4 @@
-"""Finds policies in code of your own, named `path.py:function` or `module:function`.
+"""Loads policies from user code, named `path.py:function` or `module:function`.
 
 Only the command line uses this module, which imports the code that a user names there. Policy
 expressions are parsed and never import anything.
@@ -30,10 +30,10 @@ REFERENCE = re.compile(
 
 
 def resolve(text: str) -> AnyPolicy:
-    """Builds the policy that an expression names, or one of your own, whose module is imported.
+    """Builds the policy that an expression names, or one from user code, and imports its module.
 
-    A policy of your own is an object or a function marked `@builder`, which takes literals and
-    policies as arguments. From then on `expressions` knows it by the same text.
+    A policy in user code is an object, or a function marked `@builder` that takes literals and
+    policies as arguments. Afterwards `expressions` resolves it from the same text.
 
     Raises:
         ValueError: the expression is refused, or the reference leads to no policy.
@@ -58,16 +58,16 @@ def resolve(text: str) -> AnyPolicy:
 
 
 def with_budget(text: str, budget: int, *, instead: bool = True) -> AnyPolicy | None:
-    """Builds the policy that `resolve` builds from this text, but with another budget.
+    """Builds the policy of `resolve(text)`, but with another budget.
 
     Args:
-        text: an expression, or a reference to a policy of one's own.
+        text: an expression, or a reference to user code.
         budget: the number of tokens.
-        instead: whether it takes the place of one that the text gives.
+        instead: whether to replace a budget that the text gives.
 
     Returns:
-        None where the outermost policy takes no number of tokens as `budget`, gives another, or
-        refuses this one.
+        The policy. None if the outermost policy has no `budget` in tokens, gives another one with
+        instead=False, or refuses this one.
     """
     reference = REFERENCE.fullmatch(text.strip())
     source, call = "", text.strip()
@@ -75,7 +75,7 @@ def with_budget(text: str, budget: int, *, instead: bool = True) -> AnyPolicy | 
         source, call = f"{reference['source']}:", call[len(reference["source"]) + 1 :]
     node = ast.parse(call, mode="eval").body
     name = node.func if isinstance(node, ast.Call) else node
-    assert isinstance(name, ast.Name)  # it has been resolved
+    assert isinstance(name, ast.Name)  # guaranteed by an earlier `resolve`
     build = getattr(_module(text, source[:-1]), name.id) if source else expressions.builder_of(name)
     names = list(inspect.signature(build).parameters) if callable(build) else []
     if "budget" not in names or not _counts_tokens(inspect.signature(build).parameters["budget"]):
@@ -92,7 +92,7 @@ def with_budget(text: str, budget: int, *, instead: bool = True) -> AnyPolicy | 
         others.append(ast.keyword("budget", number))
     try:
         return resolve(source + ast.unparse(ast.Call(name, args, others)))
-    except ValueError:  # the others do not fit this budget
+    except ValueError:  # the other arguments do not fit this budget
         return None
 
 
@@ -115,7 +115,7 @@ def _module(expression: str, source: str) -> ModuleType:
             with _searched(os.getcwd()):
                 return importlib.import_module(source)
         return _import_file(Path(source).expanduser().resolve())
-    except Exception as error:  # the code may raise anything
+    except Exception as error:  # user code may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if "importlib" in last.filename else f", {last.filename}:{last.lineno}"
@@ -125,15 +125,15 @@ def _module(expression: str, source: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Imports a file once, under a name of its own; it finds modules beside it."""
+    """Imports a file once, under a unique name; it can import modules from its folder."""
     name = f"jsparse_own_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    sys.modules[name] = module  # dataclasses and pickle look up a class's module there
     try:
         with _searched(str(path.parent)):
             spec.loader.exec_module(module)
@@ -145,7 +145,7 @@ def _import_file(path: Path) -> ModuleType:
 
 @contextmanager
 def _searched(folder: str) -> Iterator[None]:
-    """Searches a folder for modules first."""
+    """Adds a folder to the front of the module search path."""
     sys.path.insert(0, folder)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Makes a method of two functions: a page's summary, and its score for a query.
+"""Builds a method from two functions: a page's summary, and its score for a query.
 
-Quest, ArkVale and their like differ in these two functions alone. `page_policy` keeps the summaries
-of all pages up to date and attends to the pages that matter most.
+Quest, ArkVale and similar methods differ only in these two functions. `page_policy` maintains the
+summaries of all pages and attends to the pages with the highest scores.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
 
 Summarise = Callable[[Float[Array, "P H"], Bool[Array, "P"]], Any]
 Score = Callable[[Float32[Array, "G H"], Any], Float[Array, ""]]
-LARGE = 1e37  # scores beyond it count as it, so that the newest page's is greater
+LARGE = 1e37  # higher scores are reduced to it, so that the newest page's is higher
 
 
 class Settings(NamedTuple):
-    """Holds the arguments, those of `page_policy`."""
+    """The arguments of `page_policy`."""
 
     summarise: Summarise
     score: Score
@@ -35,22 +35,22 @@ class Settings(NamedTuple):
 
 
 def page_policy(summarise: Summarise, score: Score, budget: int = 1024) -> Policy:
-    """Attends to `budget` tokens, in the pages of greatest score.
+    """Attends to `budget` tokens, in the pages with the highest scores.
 
-    These are budget // P pages, always including the newest, which is still being filled. Call it
-    in a function marked `@builder`, so that equal arguments give one policy, with a name.
+    These are budget // P pages, always including the newest, partly filled one. Call it in a
+    function marked `@builder`, so that equal arguments give one policy, with a name.
 
-    Both functions see one page of one KV head, and need know nothing of the batch, other heads,
-    layers and pages, or of sharing. They are traced.
+    Both functions are traced. They see one page of one KV head, and are independent of the batch,
+    of other heads, layers and pages, and of sharing.
 
     Args:
         summarise: returns the summary of a page, a tree of arrays of any shapes and dtypes. It
-            gets keys[P, H], as cached, and valid[P], true for the slots with a token: the first
-            ones, at least one. The other slots repeat the newest key, so the minimum and
-            the maximum are exact without `valid`; sums and means need it. The page is summarised
-            again whenever it gets tokens.
-        score: returns a number, how much a page matters to the queries q[G, H], in float32, of the
-            heads that share its KV head, given its summary. NaN and -inf leave a page out, unless
+            receives keys[P, H], as cached, and valid[P], true for the slots with a token: a prefix
+            of at least one. The other slots repeat the newest key, so minimum and maximum are exact
+            without `valid`; sums and means need it. A page is summarised again whenever it gets
+            tokens.
+        score: returns one number, the importance of a page for the queries q[G, H], in float32, of
+            the heads that share its KV head, given its summary. NaN and -inf exclude a page, unless
             it is the newest.
         budget: the number of tokens that a KV head attends to. Rows may set a smaller one; a larger
             one counts as `budget`.
@@ -59,8 +59,8 @@ def page_policy(summarise: Summarise, score: Score, budget: int = 1024) -> Polic
         A policy that shares pages and can be `offloaded`.
 
     Raises:
-        ValueError: budget is not a whole number of at least 1, or, when it is called, score returns
-            anything but one number.
+        ValueError: budget is not an integer of at least 1, or, when traced, score does not return
+            one number.
     """
     whole_number("budget", budget, 1)
     settings = Settings(summarise, score, budget)
@@ -75,7 +75,7 @@ def page_policy(summarise: Summarise, score: Score, budget: int = 1024) -> Polic
 
 
 def page_summaries(summarise: Summarise) -> Sidecar:
-    """Keeps the summaries of all pages, of each layer by physical page.
+    """Returns a sidecar with the summaries of all pages, by layer and physical page.
 
     Args:
         summarise: as in `page_policy`.
@@ -84,7 +84,7 @@ def page_summaries(summarise: Summarise) -> Sidecar:
 
 
 def empty(summarise: Summarise, spec: CacheSpec) -> Any:
-    """Returns a layer's summaries of no tokens, indexed by physical page; they mean nothing."""
+    """Returns a layer's initial summaries, indexed by physical page; their values are unused."""
     keys = jax.ShapeDtypeStruct((spec.page_size, spec.head_dim), spec.dtype)
     valid = jax.ShapeDtypeStruct((spec.page_size,), jnp.bool_)
     kept = jax.eval_shape(summarise, keys, valid)
@@ -100,15 +100,15 @@ def taken_in(
     first: Lengths,
     /,
 ) -> Any:
-    """Summarises the pages anew that the new tokens lie in."""
-    # T slots that do not start on a page's edge touch one page more
+    """Recomputes the summaries of the pages that contain the new tokens."""
+    # T slots that do not start at a page's first slot touch one more page
     touched = min((k.shape[1] + kv.page_size - 2) // kv.page_size + 1, kv.num_pages)
     pages = first[..., None] // kv.page_size + jnp.arange(touched, dtype=jnp.int32)
     within = jnp.clip(pages, 0, kv.num_pages - 1)
     keys, there = _filled_up(read_pages(kv.k, kv, within), kv, within)
     new = _over(3, summarise)(keys, there)
     fresh = (pages == within) & there[..., 0] & (valid > 0)[:, None, None]
-    # those of other pages fall out of range, and are dropped
+    # other pages get an out-of-range index, so their updates are dropped
     at = jnp.where(fresh, physical_pages(kv, within), kv.k.shape[0])
     return jax.tree.map(lambda pool, x: pool.at[at].set(x, mode="drop"), entry, new)
 
@@ -116,7 +116,7 @@ def taken_in(
 def _filled_up(
     keys: Float[Array, "B K n P H"], kv: LayerCache, pages: Int32[Array, "B K n"]
 ) -> tuple[Float[Array, "B K n P H"], Bool[Array, "B K n P"]]:
-    """Returns pages with their newest key in all slots that hold no token, and which ones do."""
+    """Returns pages with their newest key in all empty slots, and a mask of the filled slots."""
     count = jnp.clip(kv.lengths[..., None] - pages * kv.page_size, 0, kv.page_size)
     there = jnp.arange(kv.page_size, dtype=jnp.int32) < count[..., None]
     at = jnp.maximum(count - 1, 0)[..., None, None]
@@ -127,7 +127,7 @@ def _filled_up(
 def select(
     settings: Settings, state: State, layer: int, q: Queries, view: StepView
 ) -> tuple[Selection, None, State]:
-    """Lists the pages of greatest score, and the newest."""
+    """Lists the pages with the highest scores, and the newest."""
     kv = view.layers[layer]
     pages = min(max(settings.budget // kv.page_size, 1), kv.num_pages)
     wanted = knob(view, "budget", pages * kv.page_size)
@@ -142,7 +142,7 @@ def select(
 def page_scores(
     settings: Settings, entry: Any, q: Queries, kv: LayerCache
 ) -> Float32[Array, "B K M"]:
-    """Scores every logical page: the newest highest, -inf where a page holds no token."""
+    """Scores every logical page: the newest highest, empty pages -inf."""
     heads = *kv.lengths.shape, kv.num_pages
 
     def of_heads(pool: Array) -> Array:
@@ -163,7 +163,7 @@ def page_scores(
 
 
 def _over(axes: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Maps a function of one page over a number of leading axes."""
+    """Maps a function of one page over `axes` leading axes."""
     for _ in range(axes):
         function = jax.vmap(function)
     return function

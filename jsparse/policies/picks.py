@@ -1,7 +1,7 @@
 """Picks pages by score, and tokens by weight for later layers.
 
-The weight of sinks and recent text in the layer that picks says little about the needs of later
-layers, so they are picked regardless of it.
+The weights of sinks and recent tokens in the picking layer are poor predictors for later layers, so
+these tokens are picked regardless of them.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from jsparse.shapes import Lengths
 
 
 def best_pages(scores: Float32[Array, "B K M"], kv: LayerCache, budget: int) -> Selection:
-    """Lists the pages of greatest score, budget // P of them but at least one, and the newest."""
+    """Lists the budget // P pages with the highest scores, at least one, including the newest."""
     pages = min(max(budget // kv.page_size, 1), kv.num_pages)
     return threshold_select(
         scores[:, :, None],
@@ -41,19 +41,20 @@ def pick(
     unit: int,
     weights: WeightKind = "softmax",
 ) -> Selection:
-    """Picks units by a rule, those of the first `sink` and last `recent` slots among them.
+    """Picks units by a rule, including those of the first `sink` and last `recent` slots.
 
-    TopK counts them: they are its first picks, and where k is less than their number it takes the
-    best of them. The other rules pick as ever, and the units are added. With sink=0 and recent=0
-    the rule alone decides.
+    With TopK they count towards k as its first picks; if k is less than their number, TopK picks
+    the best of them. The other rules pick as usual, and these units are added. With sink=0 and
+    recent=0 only the rule decides.
 
     Args:
         scores: the scores of pages or tokens for `threshold_select`; -inf past a head's tokens.
         rule: TopK, TopP or Threshold.
         lengths: the number of slots that each head holds.
-        sink: the number of first slots that are always picked; of pages, all that hold one.
-        recent: the same of the last slots.
-        capacity: C; under other rules than TopK the number of units.
+        sink: the number of first slots that are always picked; with pages, all pages that contain
+            one.
+        recent: the same for the last slots.
+        capacity: C; for rules other than TopK the number of units.
         granularity: the unit of scores and ids.
         unit: the number of slots of a unit.
         weights: the kind of the scores.

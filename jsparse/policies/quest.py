@@ -1,19 +1,19 @@
-"""Quest attends to the pages in which a token could have the greatest logit.
+"""Quest attends to the pages in which a token could have the highest logit.
 
-The least and the greatest value of every channel in a page, mid ± half, bound q·k for all its
-tokens by q·mid + |q|·half; pages are ranked by that.
+The minimum and maximum of every channel in a page, mid ± half, bound q·k for all its tokens by
+q·mid + |q|·half; pages are ranked by this bound.
 
 Paper: "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (Tang et al.),
 arXiv:2406.10774. It leaves the first two layers dense: dense_layers(quest(…), n=2).
 
-Where we differ: pages are ranked by q·mid + slack · |q|·half. The bound asks for one token that has
-the worst value in every channel at once, which no real one comes near, so it ranks pages by how far
-their channels reach rather than by what they hold for q. The query heads of a group share their
-pages, ranked for their mean query (the paper has as many KV heads as query heads). This is Quest
-(ours), quest(budget). The paper's rule, the greatest bound of the group, is Quest (paper),
-quest(budget, slack=1, group="max"). The bounds can be kept in 8 bits per channel, in the frame of
-the model's key constants, without which constant channels, such as those of Qwen2, would make every
-step of the codes coarse.
+Where we differ: pages are ranked by q·mid + slack · |q|·half. The bound assumes one token with the
+worst value in every channel at once. No real token comes close, so the bound ranks pages by the
+range of their channels rather than by their content for q. The query heads of a group share their
+pages, ranked for their mean query (the paper's models have one query head per KV head). This is
+Quest (ours), quest(budget). The paper's rule, the highest bound of the group, is Quest (paper),
+quest(budget, slack=1, group="max"). The bounds can be stored in 8 bits per channel, in the frame of
+the model's key constants; without the frame, constant channels, such as those of Qwen2, would make
+every step of the codes coarse.
 """
 
 from functools import partial
@@ -38,7 +38,7 @@ FORMS: dict[str | None, type[Bounds]] = {None: PageBounds, "uint8": PageBounds8}
 
 
 class Settings(NamedTuple):
-    """Holds the hyper-parameters, those of `quest`."""
+    """The hyper-parameters of `quest`."""
 
     budget: int
     bounds_dtype: str | None
@@ -47,7 +47,7 @@ class Settings(NamedTuple):
 
     @property
     def framed(self) -> bool:
-        """Whether bounds are kept in the frame of the model's key constants."""
+        """Whether bounds are stored in the frame of the model's key constants."""
         return self.bounds_dtype is not None
 
 
@@ -58,19 +58,19 @@ def quest(
     slack: float = 0.5,
     group: GroupQueries = "mean",
 ) -> Policy:
-    """Attends to `budget` tokens, in the pages whose key bounds allow the greatest logits.
+    """Attends to `budget` tokens, in the pages whose key bounds allow the highest logits.
 
-    These are budget // P pages, always including the newest, which is still being filled.
+    These are budget // P pages, always including the newest, partly filled one.
 
     Args:
         budget: the number of tokens that a KV head attends to.
-        bounds_dtype: the type of the bounds; None is K's. "uint8" rounds bounds outward to 8 bits
-            per channel, with a scale and a zero per page, in the frame of the model's key
-            constants. Per page 2H + 4 bytes are kept and read, instead of K's 4H.
-        slack: the part of the bounds' half range that counts, from 0 to 1; 1 in the paper. The
-            default is the best on average of two models (bench/results/page_ranking).
+        bounds_dtype: the type of the bounds; None: K's. "uint8" rounds bounds outward to 8 bits per
+            channel, with a scale and a zero point per page, in the frame of the model's key
+            constants. It stores and reads 2H + 4 bytes per page, instead of 4H in K's type.
+        slack: the weight of the bounds' half range, from 0 to 1; 1 in the paper. The default is the
+            best on average of two models (bench/results/page_ranking).
         group: "mean" ranks pages for the mean query of the heads that share a KV head, "max" by the
-            greatest score among them.
+            highest score among them.
     """
     whole_number("budget", budget, 1)
     one_of("bounds_dtype", bounds_dtype, FORMS)
@@ -91,12 +91,12 @@ def quest(
 def taken_in(
     entry: Bounds, kv: LayerCache, k, valid, first, /, *, frame: KeyFrame | None = None
 ) -> Bounds:
-    """Takes new tokens into the bounds of their pages."""
+    """Updates the bounds of the new tokens' pages."""
     return bounds_append(entry, kv, valid, first, max_new=k.shape[1], frame=frame)
 
 
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
-    """Lists the pages of largest q·mid + slack · |q|·half, and the newest."""
+    """Lists the pages with the largest q·mid + slack · |q|·half, and the newest."""
     kv = view.layers[layer]
     frame = frame_at(view, layer) if settings.framed else None
     scores = page_bounds(

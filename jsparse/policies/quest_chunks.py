@@ -1,18 +1,18 @@
-"""Quest over chunks ranks runs of the text by the bounds of their keys, as Quest ranks pages.
+"""Quest over chunks ranks chunks of the text by the bounds of their keys, as Quest ranks pages.
 
-The least and the greatest value of every channel in a chunk, mid ± half, bound q·k for all its
-tokens by q·mid + |q|·half.
+The minimum and maximum of every channel in a chunk, mid ± half, bound q·k for all its tokens by
+q·mid + |q|·half.
 
 Paper: section 3.1 of "LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking
-and Hierarchical KV Indexing" (Li et al.), arXiv:2603.08453, a pilot study: Quest (Tang et al.),
-arXiv:2406.10774, with its scores unchanged and its pages of 16 tokens replaced by chunks that end
-where the text does.
+and Hierarchical KV Indexing" (Li et al.), arXiv:2603.08453. It is a pilot study: Quest (Tang et
+al.), arXiv:2406.10774, with unchanged scores, but with chunks that end at boundaries of the text
+instead of pages of 16 tokens.
 
-Where we differ: chunks are LycheeCluster's, of 8 to 16 tokens; those of the pilot study were as
-long as its pages on average, as with lengths=(8, 20). The newest tokens are in no chunk and are
+Where we differ: chunks are LycheeCluster's, of 8 to 16 tokens; those of the pilot study have the
+length of its pages on average, as with lengths=(8, 20). The newest tokens are in no chunk and are
 always attended to. As in `quest`, chunks are ranked by q·mid + slack · |q|·half for the group's
-mean query; slack=1 and group="max" rank them by the rule of Quest's paper. This is a baseline for
-quality, so it has no kernel of its own.
+mean query; slack=1 and group="max" is the rule of Quest's paper. This is a baseline for quality, so
+it has no special kernel.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ from jsparse.shapes import Lengths, Queries, Rows
 
 
 class ChunkBounds(NamedTuple):
-    """Holds the least and the greatest keys of one layer's chunks, in K's type."""
+    """The minimum and maximum keys of one layer's chunks, in K's type."""
 
     low: Float[Array, "B K C H"]
     high: Float[Array, "B K C H"]
@@ -61,22 +61,23 @@ def quest_chunks(
     lengths: tuple[int, int] = (8, 16),
     period: int = 16,
 ) -> Policy:
-    """Attends to at most `budget` tokens: the newest, and the chunks of the greatest key bounds.
+    """Attends to at most `budget` tokens: the newest, and the chunks with the highest key bounds.
 
-    Rows of no more than `budget` tokens are dense.
+    Rows of at most `budget` tokens are dense.
 
     Args:
-        budget: the most tokens that a KV head attends to.
-        chunks: "structure" ends chunks at boundaries of the text, which it knows from the model's
-            tokenizer; "fixed" ends all of them at their greatest length. None is "structure" where
-            the model has a tokenizer, else "fixed", and the log says so.
-        slack: the part of the bounds' half range that counts, from 0 to 1; 1 in the paper.
+        budget: the maximum number of tokens that a KV head attends to.
+        chunks: "structure" ends chunks at boundaries of the text, found with the model's tokenizer;
+            "fixed" gives all chunks the maximum length. None: "structure" if the model has a
+            tokenizer, else "fixed" with a warning in the log.
+        slack: the weight of the bounds' half range, from 0 to 1; 1 in the paper.
         group: "mean" ranks chunks for the mean query of the heads that share a KV head, "max" by
-            the greatest score among them.
+            the highest score among them.
         sink: the number of first tokens that are always attended to.
-        recent: the newest tokens that are always attended to, at the least; they are in no chunk.
-        lengths: the fewest and the most tokens of a chunk.
-        period: new tokens of a row between two times that it cuts chunks.
+        recent: the minimum number of newest tokens that are in no chunk; these are always attended
+            to.
+        lengths: the minimum and maximum tokens of a chunk.
+        period: the number of new tokens of a row after which they are cut into chunks.
     """
     whole_number("budget", budget, 1)
     number_in("slack", slack, "[0, 1]")
@@ -93,7 +94,7 @@ def quest_chunks(
 
 
 def empty(spec: CacheSpec, chunks: int) -> ChunkBounds:
-    """Returns a layer's bounds of no tokens."""
+    """Returns a layer's initial bounds."""
     zeros = jnp.zeros((spec.batch, spec.num_kv_heads, chunks, spec.head_dim), spec.dtype)
     return ChunkBounds(zeros, zeros)
 
@@ -128,7 +129,7 @@ def join(
 def bounds_of(
     kv: LayerCache, first: Int32[Array, "B n"], lengths: Int32[Array, "B n"], longest: int
 ) -> ChunkBounds:
-    """Returns the bounds of slots first … first + lengths - 1; those of no slot mean nothing."""
+    """Returns the bounds of slots first … first + lengths - 1; undefined for lengths = 0."""
     keys = keys_of_chunks(kv, first, lengths, longest)
     inside = jnp.arange(longest, dtype=jnp.int32) < lengths[..., None]
     keys = jnp.where(inside[:, None, :, :, None], keys, keys[:, :, :, :1])
@@ -138,7 +139,7 @@ def bounds_of(
 def scores(
     slack: float, group: GroupQueries, bounds: ChunkBounds, q: Queries, count: Lengths, tokens: int
 ) -> Float32[Array, "B K C"]:
-    """Returns q·mid + slack · |q|·half of every chunk, the greatest of the group's queries."""
+    """Returns q·mid + slack · |q|·half of every chunk, the highest among the group's queries."""
     rows, heads, _, width = bounds.low.shape
     if group == "mean":
         q = mean_queries(q, heads)

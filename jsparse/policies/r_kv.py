@@ -1,9 +1,9 @@
-"""R-KV drops, while a model reasons, tokens with little attention and keys that repeat others.
+"""R-KV drops tokens with little attention and keys that repeat others, while a model reasons.
 
 Paper: "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models" (Cai et al.),
 arXiv:2505.24133.
 
-Where we differ: redundancy is measured among the slots that compete, the protected ones left aside.
+Where we differ: redundancy is measured only among the competing slots, without the protected ones.
 Importance is a softmax over these, as in the paper's code.
 """
 
@@ -21,7 +21,7 @@ from jsparse.policies.eviction.settings import LayerView, Settings
 from jsparse.policies.eviction.window import pooled
 from jsparse.policy import Policy
 
-SIMILAR = 0.5  # the cosine above which two keys count as alike
+SIMILAR = 0.5  # the cosine above which two keys count as similar
 WIDTH = 7  # of the maximum over neighbours
 IMPORTANCE = 0.07
 BLOCK_BYTES = 2**28  # of one block of cosines
@@ -31,12 +31,13 @@ BLOCK_BYTES = 2**28  # of one block of cosines
 def r_kv(
     budget: int = 1024, window: int = 8, period: int = 128, importance: float = IMPORTANCE
 ) -> Policy:
-    """Keeps `budget` slots per KV head: the newest, and of the others the important and the rare.
+    """Keeps `budget` slots per KV head: the newest, and the most important and rarest others.
 
     Args:
-        budget: the slots that a KV head keeps at each compression, the window's included.
-        window: the number of newest tokens that are kept, and whose queries measure importance.
-        period: new tokens between compressions.
+        budget: the number of slots that a KV head keeps at each compression, including the
+            window's.
+        window: the number of newest tokens that are kept and whose queries measure importance.
+        period: the number of new tokens between compressions.
         importance: the weight of importance; that of redundancy is 1 - importance.
     """
     whole_number("window", window, 1)
@@ -57,7 +58,7 @@ def r_kv(
 
 
 def important_and_rare(importance: float):
-    """Scores slots by the window's attention less the redundancy of their keys."""
+    """Scores slots by the window's attention minus the redundancy of their keys."""
 
     def score(view: LayerView) -> Float32[Array, "B K S"]:
         attention = window_attention(
@@ -73,8 +74,8 @@ def important_and_rare(importance: float):
 def mean_cosines(kv: LayerCache, competing: Bool[Array, "B K S"]) -> Float32[Array, "B K S"]:
     """Returns the mean cosine of each competing key with all competing keys.
 
-    The cosine with itself counts as 0, and so does, for every key i, that with the last key j that
-    is alike: of keys that repeat each other the newest is spared.
+    The cosine with itself counts as 0. So does, for every key i, the cosine with the last similar
+    key j: of keys that repeat each other the newest is spared.
     """
     k = read_heads(kv.k, kv).astype(jnp.float32)
     k = jnp.where(competing[..., None], k, 0.0)
@@ -85,7 +86,7 @@ def mean_cosines(kv: LayerCache, competing: Bool[Array, "B K S"]) -> Float32[Arr
 
     def add(total: Array, start: Array) -> tuple[Array, None]:
         at = start + jnp.arange(block, dtype=jnp.int32)
-        # past the last slot it is read again, and does not count
+        # indices past the end read the last slot again, and do not count
         some = jnp.where((at < slots)[:, None], unit[:, :, jnp.minimum(at, slots - 1)], 0.0)
         cosines = jnp.einsum("bkih,bksh->bkis", some, unit, precision=jax.lax.Precision.HIGHEST)
         cosines = jnp.where(at[:, None] == column, 0.0, cosines)

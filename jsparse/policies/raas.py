@@ -1,11 +1,11 @@
-"""RaaS drops, while a model reasons, the tokens that have gone unused for longest.
+"""RaaS drops the tokens that have been unused for the longest time, while a model reasons.
 
 Paper: "Efficient Long-Decoding Inference with Reasoning-Aware Attention Sparsity" (Hu et al.),
 arXiv:2502.11147.
 
-Where we differ: the budget is of new tokens, the prompt's not counted, which is never dropped;
-tokens are stamped one by one (the paper stamps pages), by the attention of the group's mean query,
-and dropped every `period` steps.
+Where we differ: the budget counts only new tokens, since the prompt is never dropped; tokens are
+stamped one by one (the paper stamps pages), by the attention of the group's mean query, and dropped
+every `period` steps.
 """
 
 import jax.numpy as jnp
@@ -23,13 +23,13 @@ PROMPT = 2.0**30  # the stamp of the prompt's tokens, above every position
 
 @builder
 def raas(budget: int = 1024, threshold: float = 1e-4, window: int = 1, period: int = 128) -> Policy:
-    """Keeps the prompt, and of the new tokens the `budget` that were used last.
+    """Keeps the prompt, and the `budget` most recently used new tokens.
 
     Args:
-        budget: the new tokens that a KV head keeps at each compression.
-        threshold: the share of the attention from which on a token counts as used in a step.
+        budget: the number of new tokens that a KV head keeps at each compression.
+        threshold: the minimum share of the attention with which a token counts as used in a step.
         window: the number of newest tokens that are kept regardless of use.
-        period: new tokens between compressions.
+        period: the number of new tokens between compressions.
     """
     whole_number("window", window, 1)
     room = competing_room(budget, window)
@@ -57,7 +57,7 @@ def raas(budget: int = 1024, threshold: float = 1e-4, window: int = 1, period: i
 
 
 def last_used(view: LayerView) -> Float32[Array, "B K S"]:
-    """Scores slots by their stamps; the prompt's are greater than any."""
+    """Scores slots by their stamps; the prompt's are the highest."""
     assert view.tracked is not None
     return view.tracked
 

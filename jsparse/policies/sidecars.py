@@ -1,6 +1,6 @@
-"""Builds sidecars: a policy's arrays beside K, with one entry per layer.
+"""Builds sidecars: arrays of a policy that accompany K, with one entry per layer.
 
-An entry takes in the same tokens as the cache, at prefill and at every step.
+An entry is updated with the same tokens as the cache, at prefill and at every step.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jsparse.shapes import ChunkKV, Lengths, Rows, Tokens
 
 
 class Sidecar(NamedTuple):
-    """Holds the functions of a policy whose state is a sidecar and nothing else."""
+    """The hooks of a policy whose state is only a sidecar."""
 
     init: InitFn
     prefill: PrefillFn
@@ -23,7 +23,7 @@ class Sidecar(NamedTuple):
 
 
 class TakeInFn(Protocol):
-    """Takes new tokens of a layer into its entry."""
+    """Updates a layer's entry with new tokens."""
 
     def __call__(
         self, entry: Any, kv: LayerCache, k: ChunkKV, valid: Rows, first: Lengths, /
@@ -31,7 +31,7 @@ class TakeInFn(Protocol):
 
 
 class TakeIntoFrameFn(Protocol):
-    """Takes new tokens of a layer into an entry that is kept in the layer's frame."""
+    """Updates a layer's entry, stored in the layer's key frame, with new tokens."""
 
     def __call__(
         self,
@@ -50,16 +50,16 @@ def sidecar(init: Callable[[CacheSpec], Any], take_in: TakeInFn) -> Sidecar:
     """Builds a sidecar of all layers from the functions of one.
 
     Args:
-        init: the function that makes the entry of a layer that holds nothing.
-        take_in: the function that takes new tokens in. When it is called, the first `valid[b]` of T
-            tokens have been written at the slots first, first + 1, … of each head, and its lengths
+        init: returns the initial entry of a layer.
+        take_in: updates an entry with new tokens. When it is called, the first `valid[b]` of T
+            tokens have been written to the slots first, first + 1, … of each head, and its lengths
             count them.
     """
     return _of_layers(init, take_in, framed=False)
 
 
 def framed_sidecar(init: Callable[[CacheSpec], Any], take_in: TakeIntoFrameFn) -> Sidecar:
-    """Builds a sidecar that is kept in the frame of the model's key constants.
+    """Builds a sidecar that is stored in the frame of the model's key constants.
 
     Arguments are those of `sidecar`; the policy `needs` KEY_CONSTANTS.
     """

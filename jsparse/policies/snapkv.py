@@ -1,12 +1,12 @@
-"""SnapKV drops, right after the prompt, the tokens to which its last queries attended least.
+"""SnapKV drops, right after the prompt, the tokens with the least attention from its last queries.
 
 Paper: "SnapKV: LLM Knows What You are Looking for Before Generation" (Li et al.), arXiv:2404.14469.
 
 A query's weights are its softmax over all keys up to its own, as in the paper.
 
 Where we differ: the query heads of a group share the slots of their KV head; a slot's weight is the
-mean over them (the paper has as many KV heads as query heads). The last 8 queries choose by
-default: of a longer window, as the paper has it, too little belongs to a question of a few tokens
+mean over them (the paper's models have one query head per KV head). By default the last 8 queries
+choose: of a longer window, such as the paper's, too little belongs to a question of a few tokens
 (docs/results/eviction.md).
 """
 
@@ -32,10 +32,10 @@ def snapkv(
     """Keeps the prompt's last `window` tokens, the ones they attend to most, and all new tokens.
 
     Args:
-        budget: the slots of a KV head that the prompt keeps, the window's included.
+        budget: the number of prompt slots that a KV head keeps, including the window's.
         window: the number of last queries that choose.
-        pool: the number of neighbours over which weights are smoothed; odd, 1 is none.
-        pooling: the way they are, "mean" or "max".
+        pool: the number of neighbours over which weights are smoothed; odd; 1: no smoothing.
+        pooling: the kind of smoothing, "mean" or "max".
     """
     whole_number("window", window, 1)
     room = competing_room(budget, window)
@@ -52,11 +52,11 @@ def snapkv(
 def pooled_attention(pool: int, pooling: Pooling, over: NormaliseOver = "held") -> ScoreFn:
     """Scores slots by the window's attention, smoothed over neighbours.
 
-    `over` says which slots a query's weights add up to 1 over, as in `window_attention`.
+    `over`: the slots over which a query's weights sum to 1; see `window_attention`.
     """
     whole_number("pool", pool, 1)
     if pool % 2 == 0:
-        raise ValueError(f"pool={pool}: must be odd, for a slot to lie in its middle")
+        raise ValueError(f"pool={pool}: must be odd, to be centred on a slot")
     one_of("pooling", pooling, get_args(Pooling))
 
     def score(view: LayerView):

@@ -2,8 +2,8 @@
 
 Paper: "Efficient Streaming Language Models with Attention Sinks" (Xiao et al.), arXiv:2309.17453.
 
-Where we differ: keys keep the rotary positions they had in the text (the paper re-numbers them
-inside the window), and the middle stays in the cache, unread.
+Where we differ: keys keep the rotary positions of the text (the paper renumbers them inside the
+window), and the middle stays in the cache, unread.
 """
 
 from jsparse.builder import builder
@@ -18,7 +18,7 @@ from jsparse.selection import MAX_BITS_PAGE, window
 def streaming(sink: int = 4, recent: int = 512) -> Policy:
     """Attends to exactly the first `sink` and the last `recent` tokens.
 
-    They are listed as pages with bits, or as tokens where pages are too long for bits.
+    They are listed as pages with bits, or as tokens if pages are too long for bits.
     """
     whole_number("sink", sink, 0)
     whole_number("recent", recent, 1)

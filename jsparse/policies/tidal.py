@@ -1,14 +1,14 @@
-"""TidalDecode lets some layers attend to everything and pick tokens for the layers behind them.
+"""TidalDecode makes a few layers dense; they pick the tokens for the layers after them.
 
-Tokens that matter in one layer matter in the next ones too, so two layers' picks serve all.
+Tokens that matter in one layer also matter in the next ones, so the picks of two layers serve all.
 
 Paper: "TidalDecode: Fast and Accurate LLM Decoding with Position Persistent Sparse Attention" (Yang
 et al.), arXiv:2410.05076.
 
 Where we differ: the paper's code picks for each query head. Here the weights of a group's mean
-query stand for its query heads, since dense attention can report them without a second pass over K,
-and a group reads its K and V once: heads="each" picks for each KV head, and heads="all" lets all KV
-heads attend to the tokens of the greatest mean weight. Sinks and recent text are always among them;
+query are used for its query heads, since dense attention can report them without a second pass over
+K, and a group reads its K and V once. heads="each" picks for each KV head; with heads="all" all KV
+heads attend to the tokens with the highest mean weight. Sinks and recent tokens are always picked;
 `sink=0, recent=0` is the paper's.
 """
 
@@ -32,7 +32,7 @@ Heads = Literal["all", "each"]
 
 
 class Settings(NamedTuple):
-    """Holds the hyper-parameters of `tidal`, and the layers that pick."""
+    """The hyper-parameters of `tidal`, and the layers that pick."""
 
     budget: int
     picking: tuple[int, int]
@@ -51,22 +51,22 @@ def tidal(
     correct_every: int = 0,
     heads: Heads = "all",
 ) -> Policy:
-    """Attends to the `budget` tokens that layer `first`, and later `again`, weighs most.
+    """Attends to the `budget` tokens with the highest weights in layer `first`, and later `again`.
 
     Args:
-        budget: the number of tokens that are picked.
+        budget: the number of picked tokens.
         first: the first layer that picks; it and the layers before it are dense.
-        again: the layer that is dense and picks anew, for all layers behind it; a model without it
-            picks once. The paper chooses it for each model, and 13 for one of 32 layers
+        again: the dense layer that picks again, for all layers after it; a model without this layer
+            picks once. The paper chooses it for each model, 13 for one of 32 layers
             (bench/results/layer_overlap shows how, by weight instead of by needles).
-        sink: the number of first tokens that are among the `budget`, whatever their weight.
-        recent: the same of the last tokens; where both are more than the budget, the heaviest of
-            them take all of it. 0 and 0 are the paper's.
+        sink: the number of first tokens that are always picked; they count in `budget`.
+        recent: the same for the last tokens; if the two exceed the budget, the heaviest of these
+            tokens fill it. The paper uses 0 and 0.
         correct_every: the number of new tokens after which K and V of the newest tokens are
-            recomputed densely; 0 is never. Table 2 of LycheeDecode compares with 32.
-        heads: "all" picks the same tokens for all heads, by the mean weight in KV heads, which must
-            hold the same number of tokens. "each" picks for each KV head, by the logits of its
-            group's mean query, and hands the picks to the KV head of the same index.
+            recomputed densely; 0: never. Table 2 of LycheeDecode compares with 32.
+        heads: "all" picks the same tokens for all heads, by the mean weight over KV heads, which
+            must hold the same number of tokens. "each" picks for each KV head, by the logits of its
+            group's mean query, for the KV heads of the same index.
     """
     whole_number("budget", budget, 1)
     counts = {"first": first, "again": again, "sink": sink, "recent": recent}
@@ -85,14 +85,14 @@ def tidal(
 
 
 def init(settings: Settings, spec: CacheSpec) -> State:
-    """Returns no picks: ids [B, K, C] and their count [B, K], K = 1 where all heads share them."""
+    """Returns empty picks: ids [B, K, C] and their count [B, K]; K = 1 if all heads share them."""
     heads = spec.batch, spec.num_kv_heads if settings.heads == "each" else 1
     capacity = min(settings.budget, spec.capacity)
     return jnp.zeros((*heads, capacity), jnp.int32), jnp.zeros(heads, jnp.int32)
 
 
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
-    """Attends to the picks, or to everything in the first layers and in layers that pick."""
+    """Attends to the picks; to everything in the first layers and in picking layers."""
     lengths = view.layers[layer].lengths
     if layer < settings.picking[0] or layer in settings.picking:
         return everything(lengths), None, state
@@ -103,7 +103,7 @@ def select(settings: Settings, state: State, layer: int, q: Queries, view: StepV
 
 
 def update(settings: Settings, state: State, layer: int, stats, view: StepView) -> State:
-    """Picks the tokens of largest weight: each head's own, or the mean of all KV heads."""
+    """Picks the tokens with the highest weights: each head's own, or the mean over KV heads."""
     if layer not in settings.picking:
         return state
     scores, lengths = stats.scores, view.layers[layer].lengths

@@ -1,16 +1,17 @@
-"""Twilight prunes a base selector's choice, by top-p over estimated attention weights.
+"""Twilight prunes a base policy's selection by top-p over estimated attention weights.
 
-The base picks generously, a 4-bit copy of K estimates the weights of its picks, and top-p keeps the
-fewest whose estimated mass is p of theirs, so that a head's number of tokens follows its need at
-each step. The query heads of a group each keep their own set; their KV head reads the union.
+The base selects generously, a 4-bit copy of K estimates the weights of its selection, and top-p
+keeps the fewest tokens with a share p of the estimated mass. So the number of tokens of each head
+follows its need at each step. The query heads of a group keep separate sets; their KV head reads
+the union.
 
 Paper: "Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning" (Lin et al.),
 arXiv:2502.02770. It leaves the first two layers dense: dense_layers(twilight(…), n=2).
 
-Where we differ: the copy of K is kept in the frame of the model's key constants, without which
-constant channels, such as those of Qwen2, use up its 4 bits. By default whole
-pages survive (`prune`), since attention reads whole pages. The mass is that of the
-base's list: the newest token, attended in any case, counts if it was listed.
+Where we differ: the copy of K is stored in the frame of the model's key constants; without the
+frame, constant channels, such as those of Qwen2, use up its 4 bits. By default whole pages are kept
+(`prune`), since attention reads whole pages. The mass is that of the base's list: the newest token,
+which is always attended to, counts only if it is listed.
 """
 
 from dataclasses import replace
@@ -39,7 +40,7 @@ Prune = Literal["page_mass", "token"]
 
 
 class Settings(NamedTuple):
-    """Holds the hyper-parameters, those of `twilight`."""
+    """The hyper-parameters of `twilight`."""
 
     base: Policy
     p: float
@@ -59,17 +60,17 @@ def twilight(
     Heads that `base` makes dense stay dense.
 
     Args:
-        base: the base selector.
+        base: the base policy.
         p: the share of the estimated mass that every query head keeps.
-        prune: the form of the result. "page_mass" keeps the fewest whole pages that weigh p;
-            "token" the fewest tokens that do, read one by one.
-        dense_below: the number of tokens below which a row is dense; where all rows are, nothing is
+        prune: "page_mass" keeps the fewest whole pages with a share p; "token" keeps the fewest
+            tokens, read one by one.
+        dense_below: the number of tokens below which a row is dense; if all rows are, nothing is
             selected. "auto" is the context at which dense attention was measured to be as fast, on
             this GPU or else on an H200, by the bytes of K and V of the whole batch.
 
-    The base must not list tokens where pages have more than 32, which carry no bits. Over a base
-    that learns from the tokens that are attended to, as `lfps` does, `prune` must be "token": lists
-    of pages report no logits.
+    The base must not list tokens if pages have more than 32, since such pages have no bits. Over a
+    base that learns from the attended tokens, such as `lfps`, `prune` must be "token": lists of
+    pages report no logits.
     """
     require_policy("base", base)
     fraction("p", p)
@@ -79,8 +80,7 @@ def twilight(
     require_stays("base", base, "since twilight chooses by their 4-bit copies")
     if prune != "token" and base.stats(0) == "listed_logits":
         raise ValueError(
-            f"prune={prune!r}: must be 'token' over {base}, which learns from the tokens that are "
-            "attended to"
+            f"prune={prune!r}: must be 'token' over {base}, which learns from attended tokens"
         )
     settings = Settings(base, p, prune, dense_below)
     keys = framed_sidecar(int4_keys.init, int4_append)
@@ -88,7 +88,7 @@ def twilight(
     kept = with_state(base, **keys._asdict(), select=pruning, shares="pages", needs=KEY_CONSTANTS)
     return kept._replace(
         dense_below=base.dense_below if dense_below == 0 else partial(shortest, settings),
-        per_row={**base.per_row, "p": fraction},  # a row's p is this one, never the base's
+        per_row={**base.per_row, "p": fraction},  # a row's p is Twilight's, never the base's
     )
 
 
@@ -114,7 +114,7 @@ def pruned(
     if kv.bias is not None:
         logits += read_pages(kv.bias, kv, pages.ids).reshape(*kv.lengths.shape, 1, -1)
     size = None if prune == "token" else kv.page_size
-    # pages that are kept whole keep the base's bits
+    # whole pages keep the base's bits
     bits = pages.bits if prune == "page_mass" else None
     kept = threshold_select(
         logits,
@@ -130,22 +130,22 @@ def pruned(
 
 
 def within(kept: Selection, ids: Ids, bits: Bits) -> Selection:
-    """Replaces the ids of `kept`, which index `ids` and `bits`, by those pages and their bits."""
+    """Replaces the ids of `kept`, indices into `ids` and `bits`, by those pages and bits."""
     valid = jnp.arange(kept.ids.shape[-1]) < kept.count[..., None]
     ids, bits = (jnp.where(valid, jnp.take_along_axis(x, kept.ids, 2), 0) for x in (ids, bits))
     return replace(kept, ids=ids, bits=bits)
 
 
 def shortest(settings: Settings, kv: LayerCache) -> int:
-    """Returns the tokens below which a row is dense."""
+    """Returns the number of tokens below which a row is dense."""
     own = break_even(kv) if settings.dense_below == "auto" else settings.dense_below
     return max(own, settings.base.dense_below(kv))
 
 
 def break_even(kv: LayerCache) -> int:
-    """Returns the tokens per row at which dense attention takes as long as Twilight on this device.
+    """Returns the tokens per row at which dense attention is as fast as Twilight on this device.
 
-    All rows are taken to hold the same number.
+    All rows are assumed to have the same length.
     """
     nbytes = (break_evens() or BREAK_EVENS["NVIDIA H200"]).over_quest
     return int(nbytes // (2 * kv.lengths.size * kv.k.shape[-1] * kv.k.dtype.itemsize))

@@ -1,11 +1,11 @@
-"""Verified attends to the pages that dense attention weighed most when it last looked.
+"""Verified attends to the pages with the highest weights under dense attention.
 
-Where dense attention checks what a policy drafts (`exact=True`), it reads all of K anyway, and its
-weights tell what matters around here. Steps then choose nothing. Until the first check the queries
-at the prompt's end have chosen.
+With `exact=True`, verification reads all of K anyway, and its weights show which pages matter at
+this point of the text. Decode steps then select nothing. Until the first verification round, the
+queries at the prompt's end choose the pages.
 
-The method is our own. Drafting with a part of the cache is MagicDec's (Chen et al.,
-arXiv:2408.11049), and retrieving that part once for several drafts TriForce's (Sun et al.,
+The method is our own. Drafting with a part of the cache is MagicDec's idea (Chen et al.,
+arXiv:2408.11049), and retrieving that part once for several drafts is TriForce's (Sun et al.,
 arXiv:2404.11912).
 """
 
@@ -25,20 +25,20 @@ from jsparse.policy import Policy, Services, at_layer
 from jsparse.selection import Selection, everything
 from jsparse.shapes import Lengths, Queries
 
-# the prompt's last queries, whose mean chooses until the first check
+# the number of last prompt queries; their mean chooses until the first verification round
 WINDOW = 8
 
 
 class Settings(NamedTuple):
-    """Holds the hyper-parameters, those of `verified`."""
+    """The hyper-parameters of `verified`."""
 
     budget: int
     recent: int
 
     def pages(self, size: int) -> tuple[int, int]:
-        """Returns the numbers of pages that dense attention chooses, and of the newest.
+        """Returns the number of pages that dense attention chooses, and of newest pages.
 
-        The newest page may have but one token.
+        The newest page may have only one token.
         """
         total = max(self.budget // size, 2)
         newest = min(-(-(self.recent - 1) // size) + 1, total - 1)
@@ -46,12 +46,12 @@ class Settings(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """Holds what dense attention chose in a layer.
+    """The pages chosen by dense attention in a layer.
 
     Attributes:
         ids: the chosen pages, the first `number` of each head, ascending.
-        number: how many they are.
-        end: the page that follows those among which it chose; all from there on are new.
+        number: the number of chosen pages.
+        end: the end of the pages that it chose among; all pages from there on are new.
     """
 
     ids: Int32[Array, "B K C"]
@@ -61,15 +61,15 @@ class Chosen(NamedTuple):
 
 @builder
 def verified(budget: int = 1024, recent: int = 64) -> Policy:
-    """Attends to `budget` tokens, in the newest pages and those that dense attention weighed most.
+    """Attends to `budget` tokens, in the newest pages and in those with the highest dense weights.
 
-    It is made to draft where dense attention checks it (`exact=True`), which is when it chooses
-    anew. Without, it goes on with what the prompt's last queries attended to.
+    It is made to draft for `exact=True`: each verification round then chooses new pages. Otherwise
+    it keeps the pages that the prompt's last queries chose.
 
     Args:
-        budget: the number of tokens that a KV head attends to, in whole pages: two at least.
-        recent: how many of them are the newest, at least, unless all but one page of the budget
-            hold fewer.
+        budget: the number of tokens that a KV head attends to, in whole pages: at least two.
+        recent: the minimum number of newest tokens among them, limited to all but one page of the
+            budget.
     """
     whole_number("budget", budget, 1)
     whole_number("recent", recent, 1)
@@ -88,7 +88,7 @@ def verified(budget: int = 1024, recent: int = 64) -> Policy:
 
 
 def init(settings: Settings, spec: CacheSpec) -> State:
-    """Returns the choice of no page, one per layer."""
+    """Returns a state without chosen pages, one entry per layer."""
     heads = spec.batch, spec.num_kv_heads
     none = jnp.zeros(heads, jnp.int32)
     capacity = min(settings.pages(spec.page_size)[0], spec.capacity // spec.page_size)
@@ -97,7 +97,7 @@ def init(settings: Settings, spec: CacheSpec) -> State:
 
 
 def prefill(settings: Settings, state: State, layer: int, view: PrefillView) -> State:
-    """Chooses the pages that the mean of the prompt's last queries weighs most."""
+    """Chooses the pages with the highest weights for the mean of the prompt's last queries."""
     if not view.last:
         return state
     kv, count = view.step.layers[layer], jnp.maximum(view.window_valid, 1)
@@ -108,7 +108,7 @@ def prefill(settings: Settings, state: State, layer: int, view: PrefillView) -> 
 
 
 def choose(settings: Settings, state: State, layer: int, stats, view: StepView) -> State:
-    """Chooses the pages of greatest mass; the newest are taken anyway."""
+    """Chooses the pages with the highest mass; the newest are attended to anyway."""
     kv, scores = view.layers[layer], stats.scores
     read = jnp.sum(scores > -jnp.inf, axis=-1, dtype=jnp.int32)
     end = jnp.maximum(read - settings.pages(kv.page_size)[1], 0)
@@ -125,13 +125,13 @@ def choose(settings: Settings, state: State, layer: int, stats, view: StepView) 
 
 
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
-    """Lists what was chosen, and behind it the newest pages, as many as there is room for."""
+    """Lists the chosen pages and then the newest pages, up to the budget."""
     kv, (ids, count, end) = view.layers[layer], state[layer]
     total = min(ids.shape[-1] + settings.pages(kv.page_size)[1], kv.num_pages)
-    behind = (kv.lengths - 1) // kv.page_size + 1  # the page that is not begun
-    recent = jnp.maximum(jnp.minimum(behind - end, total - count), 0)
+    next_page = (kv.lengths - 1) // kv.page_size + 1  # the page after the newest one
+    recent = jnp.maximum(jnp.minimum(next_page - end, total - count), 0)
     nth = jnp.arange(total, dtype=jnp.int32)
     chosen = jnp.pad(ids, ((0, 0), (0, 0), (0, total - ids.shape[-1])))
-    ids = jnp.where(nth < count[..., None], chosen, (behind - recent - count)[..., None] + nth)
+    ids = jnp.where(nth < count[..., None], chosen, (next_page - recent - count)[..., None] + nth)
     count = count + recent
     return Selection(jnp.where(nth < count[..., None], ids, 0), count), None, state

@@ -1,8 +1,8 @@
-"""Checks that a model, a policy and sizes go together, once, before anything is allocated.
+"""Checks once, before anything is allocated, that a model, a policy and sizes fit together.
 
-Sessions and engines use the same checks in the same order: which policy runs, whether the model has
-the constants that it needs, whether it supports the use that is planned, whether K and V can lie in
-its memory, and whether everything fits.
+Sessions and engines run the same checks in the same order: which policy runs, whether the model has
+the constants that it needs, whether it supports the planned use, whether its store of K and V is
+supported, and whether everything fits in memory.
 """
 
 from collections.abc import Sequence
@@ -27,17 +27,17 @@ STEPS_PER_PROGRAM = 8
 
 
 class Deployment(NamedTuple):
-    """Holds a model and a policy that go together, with the sizes that they run with.
+    """A model and a policy that fit together, with the sizes that they run with.
 
     Attributes:
         params: the model.
         policy: the policy that runs; never a StandIn.
         spec: the sizes of the cache.
-        store: where K and V lie.
-        max_steps: the most decode steps per program.
-        drafts: the most tokens that the policy drafts between two checks; 0 where it decodes, as a
-            policy does that is dense anyway.
-        adapts: whether fewer are drafted where that is faster.
+        store: the store of K and V.
+        max_steps: the maximum number of decode steps per program.
+        drafts: the maximum number of drafts per verification round; 0: no drafting, which includes
+            policies that are always dense.
+        adapts: whether fewer tokens are drafted if that is faster.
     """
 
     params: Params
@@ -49,18 +49,18 @@ class Deployment(NamedTuple):
     adapts: bool
 
     def constants(self, report: OnChunk = lambda *_: None) -> dict[str, Array] | None:
-        """Returns the constants of the model that the policy needs, as `runtime.constants` does."""
+        """Returns the model's constants that the policy needs; see `runtime.constants`."""
         return constants(self.params, self.policy, report)
 
     @property
     def keeps_generated(self) -> bool:
-        """Whether K and V of generated tokens are dense attention's, as those of prompts are."""
+        """Whether K and V of generated tokens come from dense attention, like those of prompts."""
         return self.drafts > 0 or is_dense(self.policy, self.spec)
 
 
 def admit(
     params: Params,
-    asked: AnyPolicy,
+    requested: AnyPolicy,
     spec: CacheSpec,
     *,
     further_turns: bool = False,
@@ -74,28 +74,29 @@ def admit(
 
     Args:
         params: the model.
-        asked: the policy, or a StandIn for one.
+        requested: the policy, or a StandIn for one.
         spec: the sizes of the cache.
-        further_turns: whether rows will be cut back to their prompts' ends and read on.
+        further_turns: whether rows will be truncated to their prompts' ends and prefilled further.
         rows_join: whether rows will join and leave while others decode.
-        per_request: hyper-parameters that rows which join may set.
-        steps_per_program: the most decode steps per program; None is 8 on a GPU, 1 elsewhere.
+        per_request: hyper-parameters that joining rows may set.
+        steps_per_program: the maximum number of decode steps per program; None: 8 on a GPU, 1
+            elsewhere.
         allocates: whether a cache of these sizes will be allocated, and must fit in memory.
-        drafts: the tokens that the policy drafts before dense attention checks them; 0 is that it
-            does not draft, None that as many are drafted as is fastest.
+        drafts: the number of tokens that the policy drafts per verification round; 0: no drafting;
+            None: the fastest number.
 
     Raises:
-        ValueError: the model lacks a constant that the policy needs, the policy does not
-            support this use, or memory does not suffice.
+        ValueError: the model lacks a constant that the policy needs, the policy does not support
+            this use, or memory does not suffice.
     """
-    policy = resolved(asked, spec, drafts=drafts != 0)
+    policy = resolved(requested, spec, drafts=drafts != 0)
     store = store_of(policy, spec, params.mesh)
     if not rows_join:
         require_in_one_process(params)
     require_constants(params, policy)
     if policy.evicts and policy.services.correct_every:
         raise ValueError(
-            f"correct_every={policy.services.correct_every}: must be 0 where the policy evicts, "
+            f"correct_every={policy.services.correct_every}: must be 0 if the policy evicts, "
             "since heads then hold different tokens"
         )
     adapts, on_gpu = drafts is None, jax.default_backend() == "gpu"
@@ -114,8 +115,8 @@ def admit(
     if store.single_steps:
         if steps_per_program not in (None, 1):
             raise ValueError(
-                f"steps_per_program={steps_per_program}: must be 1 where K and V lie in host "
-                "memory, which a loop of steps cannot take"
+                f"steps_per_program={steps_per_program}: must be 1 with K and V in host "
+                "memory, which a loop of steps does not support"
             )
         steps_per_program = 1
     if allocates:
@@ -125,17 +126,17 @@ def admit(
 
 
 def require_resumable(policy: Policy, spec: CacheSpec) -> None:
-    """Raises ValueError if a policy's rows cannot be cut back to a prompt's end and read on."""
+    """Raises ValueError if rows cannot be truncated to a prompt's end and prefilled further."""
     state_axes(policy, spec)  # refuses a state whose arrays belong to neither rows nor pages
     if policy.evicts:
         raise ValueError(
-            f"policy={policy}: must leave the cache as it is after the prompt, for a further dense "
-            "chunk to follow"
+            f"policy={policy}: must not change the cache after the prompt, so that a further "
+            "dense chunk can follow"
         )
 
 
 def require_drafting(policy: Policy, spec: CacheSpec) -> None:
-    """Raises ValueError if dense attention cannot check what a policy drafts."""
+    """Raises ValueError if dense attention cannot verify a policy's drafts."""
     reasons = {
         "evicts tokens": policy.evicts,
         "keeps K and V in host memory": on_host(policy),
@@ -143,15 +144,15 @@ def require_drafting(policy: Policy, spec: CacheSpec) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(
-                f"policy={policy}: must keep all K and V on the device where dense attention "
-                f"checks what it drafts (exact=True), but {reason}"
+                f"policy={policy}: must keep all K and V on the device if dense attention "
+                f"verifies its drafts (exact=True), but {reason}"
             )
     state_axes(policy, spec)  # refuses a state whose arrays belong to neither rows nor pages
 
 
 def settable(policy: Policy) -> frozenset[str]:
-    """Returns the names that `per_request` may have under a policy."""
-    dense = () if policy.evicts else ("dense",)  # dropped tokens cannot be attended to
+    """Returns the names allowed in `per_request` under a policy."""
+    dense = () if policy.evicts else ("dense",)  # evicting policies cannot attend to dropped tokens
     return frozenset((*dense, *policy.per_row))
 
 
@@ -159,8 +160,8 @@ def _require_joinable(policy: Policy, spec: CacheSpec, per_request: Sequence[str
     """Raises ValueError if rows cannot share a pool of pages, or may not set one of these names."""
     if policy.evicts and any(axis.kind == "page" for axis in state_axes(policy, spec)):
         raise ValueError(
-            f"policy={policy}: must have no state of pages where rows join, since it evicts: a row "
-            "leaves its prompt's pages; jsparse.generate takes it"
+            f"policy={policy}: must have no page arrays in its state in an engine, since it "
+            "evicts: a row leaves its prompt's pages; jsparse.generate supports it"
         )
     if isinstance(per_request, str) or not isinstance(per_request, Sequence):
         raise ValueError(f"per_request={per_request!r}: must be a list of names")

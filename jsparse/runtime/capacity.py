@@ -15,16 +15,16 @@ from jsparse.policy import Policy
 from jsparse.runtime import chunk_attention, host_store, store
 
 PAGE_SIZES = (8, 16, 32, 64)
-# Capacities that are powers of two on a CPU: it takes as long to compile the programs of a capacity
-# as to read 3,000 tokens with SmolLM2.
+# Capacities in this range are powers of two on a CPU: compiling one capacity's programs takes as
+# long as prefilling 3,000 tokens with SmolLM2.
 MIN_COARSE, MAX_COARSE = 512, 8192
 
 
 def bucket(tokens: int, page_size: int) -> int:
     """Rounds `tokens` up to a capacity, so that few sizes are compiled.
 
-    Capacities go in steps of an eighth of their power of two; on a CPU, those up to MAX_COARSE are
-    powers of two.
+    Steps between capacities are an eighth of their power of two; on a CPU, capacities up to
+    MAX_COARSE are powers of two.
     """
     if _coarse(tokens):
         return max(MIN_COARSE, 2 ** (tokens - 1).bit_length())
@@ -32,10 +32,11 @@ def bucket(tokens: int, page_size: int) -> int:
 
 
 def slots_left(tokens: int, spec: CacheSpec) -> int:
-    """Returns the slots per head to leave after the prompt where `tokens` may be needed.
+    """Returns the slots per head to leave after the prompt if `tokens` may be needed.
 
     A policy that bounds its memory needs the same number after every long prompt, so finer steps
-    than those of `bucket` compile few more sizes. Where little would be saved, all slots are left.
+    than those of `bucket` compile only a few more sizes. If little would be saved, all slots are
+    left.
     """
     if _eighths(tokens, spec.page_size) >= spec.capacity:
         return spec.capacity
@@ -63,8 +64,8 @@ def cache_spec(
     """Returns the sizes of the cache for these prompts, each with its number of new tokens.
 
     Raises:
-        ValueError: an argument is out of its range, or prompt and new tokens do not fit the model
-            or the given capacity.
+        ValueError: an argument is out of range, or prompt and new tokens do not fit in the model's
+            context or the given capacity.
     """
     for name, value in (("max_new_tokens", max_new_tokens), ("max_length", max_length)):
         if isinstance(value, Sequence) or (name == "max_length" and value is None):
@@ -105,7 +106,7 @@ def cache_spec(
 
 
 def policy_bytes(spec: CacheSpec, policy: Policy) -> int:
-    """Returns the bytes that a policy keeps beside K and V, without allocating them.
+    """Returns the bytes that a policy needs besides K and V, without allocating them.
 
     They are its state and the cache's optional fields.
     """
@@ -121,12 +122,12 @@ def state_bytes(spec: CacheSpec, policy: Policy) -> int:
 def device_bytes(spec: CacheSpec, policy: Policy) -> int:
     """Returns the bytes of the cache and of the policy's state on the device."""
     chunk = chunk_attention.chunk_tokens(spec)
-    own = policy_bytes(spec, policy)  # a policy refuses sizes that do not fit it
+    own = policy_bytes(spec, policy)  # a policy raises for sizes that do not fit it
     return own + store.store_of(policy, spec).device_bytes(chunk)
 
 
 def fits(spec: CacheSpec, policy: Policy) -> bool:
-    """Returns whether the cache and the policy's state fit in the memory that is free."""
+    """Returns whether the cache and the policy's state fit in free memory."""
     on_host = store.store_of(policy, spec).host_bytes()
     if on_host and on_host > host_store.available_host_bytes():
         return False
@@ -139,12 +140,12 @@ def require_fit(spec: CacheSpec, policy: Policy) -> None:
     Nothing is allocated.
     """
     store.store_of(policy, spec).require_fit()
-    wanted, there = device_bytes(spec, policy), memory.available_bytes(devices=spec.ranks)
-    if wanted > there:
+    needed, free = device_bytes(spec, policy), memory.available_bytes(devices=spec.ranks)
+    if needed > free:
         raise ValueError(
-            f"max_length={spec.capacity} for {spec.batch} prompt(s) takes {memory.size(wanted)} of "
+            f"max_length={spec.capacity} for {spec.batch} prompt(s) takes {memory.size(needed)} of "
             "cache: "
-            f"must fit in the {memory.size(there)} that are free"
+            f"must fit in the {memory.size(free)} that are free"
         )
 
 
@@ -152,7 +153,7 @@ def require_fit(spec: CacheSpec, policy: Policy) -> None:
 def exhaustion(spec: CacheSpec) -> Iterator[None]:
     """Turns an out-of-memory error of the device into a ValueError with both numbers.
 
-    The activations come on top of the cache.
+    Activations need memory in addition to the cache.
     """
     try:
         yield
@@ -161,8 +162,8 @@ def exhaustion(spec: CacheSpec) -> Iterator[None]:
             raise
         raise ValueError(
             f"max_length={spec.capacity} for {spec.batch} prompt(s) takes "
-            f"{memory.size(spec.nbytes)} of cache, and activations "
-            "on top: must fit in the device's memory, of which "
+            f"{memory.size(spec.nbytes)} of cache, plus activations: "
+            "must fit in the device's memory; "
             f"{memory.size(memory.available_bytes())} are free now"
         ) from error
 

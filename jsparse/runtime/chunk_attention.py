@@ -1,4 +1,4 @@
-"""Attention of a chunk of the prompt, and the sizes of chunks."""
+"""Attention of prompt chunks, and chunk sizes."""
 
 import math
 from typing import Any, NamedTuple
@@ -14,22 +14,22 @@ from jsparse.selection import everything
 from jsparse.selection.partials import ListedLogits, Stats, StatsKind, merge, softmax_partial
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows
 
-# Tokens per chunk, and per block of the cache that it attends to. Flash attention stores nothing of
-# that size squared; without it the scores are stored.
+# Tokens per chunk, and per block of the cache that it attends to. Flash attention never stores
+# chunk × block scores; plain attention does.
 FLASH_CHUNK, PLAIN_CHUNK = 8192, 512
-# The fewest tokens that a chunk is padded to.
+# The minimum padded size of a chunk.
 MIN_CHUNK = 64
-# Tokens of all rows whose K and V are copied at a time for flash attention: 0.3 GB of an 8B model
+# Tokens of all rows whose K and V are copied at a time for flash attention: 0.3 GB for an 8B model
 FLASH_COPIED = 8 * FLASH_CHUNK
 
 
 def attend_chunk(
     q: ChunkQueries, k: ChunkKV, v: ChunkKV, kv: LayerCache, valid: Rows
 ) -> ChunkQueries:
-    """Attends causally from a chunk to itself and to everything its row's heads held before it.
+    """Attends causally from a chunk to itself and to everything that its row held before it.
 
-    The chunk's own k and v are the last `valid[b]` tokens that the cache holds. All heads of a row
-    must hold the same number of tokens, as they do unless a policy has compacted them.
+    The chunk's own k and v are the last `valid[b]` tokens in the cache. All heads of a row must
+    hold the same number of tokens, which is true unless a policy has compacted them.
     """
     lengths = kv.lengths[:, 0] - valid
     tokens = max(q.shape[1], _block_tokens(q.shape[0], q.shape[-1], q.dtype))
@@ -37,8 +37,8 @@ def attend_chunk(
     block = pages * kv.page_size
 
     def step(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
-        # the last block may extend past the last page: the slots that it reads again there lie
-        # beyond every length
+        # the last block may extend past the last page: the slots that it reads twice are beyond
+        # every length
         logical = jnp.minimum(i * pages + jnp.arange(pages, dtype=jnp.int32), kv.num_pages - 1)
         logical = jnp.broadcast_to(logical, (*kv.lengths.shape, pages))
         keys, values = (_by_token(read_pages(pool, kv, logical)) for pool in (kv.k, kv.v))
@@ -59,18 +59,18 @@ def attend_few(
     *,
     stats: StatsKind | None = None,
 ) -> tuple[ChunkQueries, Stats | ListedLogits | None]:
-    """Attends as `attend_chunk`, where a chunk is a few tokens of each row.
+    """Computes `attend_chunk` for chunks of a few tokens per row.
 
-    Their queries together are those of one step, for what the row held before: the decode kernel
-    reads it once for as many of them as it takes. The first of these calls makes the report that
-    `stats` asks for, on the mean of its queries.
+    All of these queries attend to the row's earlier tokens at once: the decode kernel reads them
+    once per call. The first call also makes the report that `stats` asks for, on the mean of its
+    queries.
     """
-    # rows that take no part read nothing
+    # inactive rows read nothing
     past = kv._replace(lengths=jnp.where(valid[:, None] > 0, kv.lengths - valid[:, None], 0))
-    # a report takes one more query, the mean
+    # a report adds one query, the mean
     size = max((MAX_QUERIES - (stats is not None)) // (q.shape[2] // k.shape[2]), 1)
     if stats is not None:
-        # those behind the last valid token are not of the text, and must not move the mean
+        # queries past the last valid token are padding, and must not change the mean
         nth = jnp.arange(q.shape[1], dtype=jnp.int32)[:, None, None]
         own = nth < valid[:, None, None, None]
         total = jnp.sum(jnp.where(own, q, 0), axis=1, keepdims=True, dtype=jnp.float32)
@@ -90,7 +90,7 @@ def attend_few(
 def _attend_new(
     q: ChunkQueries, k: ChunkKV, v: ChunkKV
 ) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"]]:
-    """Attends causally from a few tokens to themselves, as `flash` does, which is made for more."""
+    """Computes `flash` with causal=True for few tokens; `flash` is made for more."""
     batch, tokens, _, head_dim = q.shape
     by_group = q.reshape(batch, tokens, k.shape[2], -1, head_dim)
     logits = jnp.einsum("btkgh,bskh->btkgs", by_group, k, preferred_element_type=jnp.float32)
@@ -102,7 +102,7 @@ def _attend_new(
 
 
 class _Past(NamedTuple):
-    """Holds the attention of some tokens to what was before them, and the report of it."""
+    """The attention of a few tokens to earlier tokens, with its report."""
 
     o: Float32[Array, "B T N H"]
     lse: Float32[Array, "B T N"]
@@ -110,7 +110,7 @@ class _Past(NamedTuple):
 
 
 def _attend_past(q: ChunkQueries, past: LayerCache, stats: StatsKind | None) -> _Past:
-    """Attends from all queries to everything that a layer holds."""
+    """Attends from all queries to everything in a layer."""
     batch, tokens, heads, head_dim = q.shape
     kv_heads = past.lengths.shape[1]
     by_head = q.reshape(batch, tokens, kv_heads, -1, head_dim).swapaxes(1, 2)
@@ -134,11 +134,11 @@ def flash(
 ) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"]]:
     """Returns (o, lse) of one block.
 
-    It uses cuDNN's flash attention where the GPU and dtype allow, plain XLA elsewhere.
+    It uses cuDNN's flash attention if the GPU and dtype support it, and plain XLA otherwise.
     """
     fused = has_flash(q.shape[-1], q.dtype)
     if q.dtype == jnp.float16 and jax.default_backend() == "cpu":
-        # jax asks for products of float16 with sums in float32, which XLA lacks there
+        # jax requests float16 products with float32 sums, which XLA lacks on a CPU
         q = q.astype(jnp.float32)
     o, lse = jax.nn.dot_product_attention(
         q,
@@ -157,13 +157,13 @@ def flash(
 
 
 def has_flash(head_dim: int, dtype: Any) -> bool:
-    """Returns whether cuDNN's flash attention takes head_dim and dtype on the default device."""
+    """Returns whether cuDNN's flash attention supports head_dim and dtype on the default device."""
     fits = head_dim % 8 == 0 and head_dim <= 128 and dtype in (jnp.bfloat16, jnp.float16)
     return fits and jax.default_backend() == "gpu"
 
 
 def _block_tokens(batch: int, head_dim: int, dtype: Any) -> int:
-    """Returns the number of tokens of each row that are attended to at a time."""
+    """Returns the number of cached tokens per row that one block holds."""
     if has_flash(head_dim, dtype):
         return min(FLASH_CHUNK, FLASH_COPIED // batch)
     return PLAIN_CHUNK // batch
@@ -179,11 +179,11 @@ def _by_token(pages: Float[Array, "B K n P H"]) -> ChunkKV:
 
 
 def chunk_tokens(spec: CacheSpec) -> int:
-    """Returns the number of tokens per prompt chunk, of each row of a cache of these sizes.
+    """Returns the number of tokens per prompt chunk and row, for a cache of these sizes.
 
-    It is large enough to fill the device, and small enough to keep activations and scores small. A
-    CPU compiles for longer than it computes, and has one size of chunks for each capacity: no
-    prompt is padded by more than an eighth of the capacity, or 63 tokens.
+    It is large enough to fill the device, and small enough to keep activations and scores small. On
+    a CPU compilation takes longer than computation, so all chunks have one size per capacity:
+    padding is at most an eighth of the capacity, or 63 tokens.
     """
     maximum = _flash_tokens(spec.head_dim, spec.dtype) // spec.batch
     if jax.default_backend() == "cpu":
@@ -192,9 +192,9 @@ def chunk_tokens(spec: CacheSpec) -> int:
 
 
 def chunk_sizes(length: int, chunk: int) -> list[int]:
-    """Cuts a prompt of `length` tokens into whole chunks and one padded up to a power of two.
+    """Splits a prompt of `length` tokens into whole chunks and one padded up to a power of two.
 
-    No chunk has fewer than MIN_CHUNK tokens, unless all have; on a CPU all have the same size.
+    No chunk has fewer than MIN_CHUNK tokens unless all have; on a CPU all have the same size.
     """
     if jax.default_backend() == "cpu":
         return [chunk] * -(-length // chunk)

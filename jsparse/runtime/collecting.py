@@ -1,4 +1,4 @@
-"""Collects the tokens of an answer as they arrive, and decodes their text on demand."""
+"""Collects the tokens of an output as they arrive, and decodes their text on demand."""
 
 import math
 import threading
@@ -18,12 +18,12 @@ NAN_LOGITS = "the model's logits are NaN: weights hold NaN, or activations overf
 
 @dataclass(frozen=True)
 class Logprob:
-    """Holds the log-probability of a token at its place.
+    """The log-probability of a token in an output.
 
     Attributes:
         logprob: its natural log-probability under the model's own softmax, before any options.
-        rank: 1 for the likeliest token, 2 for the next; None where it is not known, as for a
-            generated token that is not among the likeliest 20, or where logprobs=0.
+        rank: 1 for the most likely token, 2 for the next; None if it is unknown: for a generated
+            token that is not among the 20 most likely, or with logprobs=0.
         decoded_token: its text; None if the model has no tokenizer.
     """
 
@@ -34,17 +34,17 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """Holds one answer to a prompt.
+    """One generated sequence of a request.
 
     Attributes:
-        index: the number of the answer among the request's answers.
+        index: the index of the sequence among the request's n sequences.
         text: the text, without special tokens and, unless the request keeps it, the stop string.
-        token_ids: the ids, including the end token if one came.
+        token_ids: the ids, including the end token if there is one.
         cumulative_logprob: the sum of the log-probabilities of all tokens so far; None unless
             log-probabilities were requested.
         token_logprobs: the ids' natural log-probabilities under the model's own softmax; None
             unless requested.
-        top_logprobs: per token, the likeliest tokens and their log-probabilities; None unless
+        top_logprobs: per token, the most likely tokens and their log-probabilities; None unless
             requested.
         finish_reason: "stop" (end token or stop string), "length", "abort", "error" (the model's
             logits were NaN), or None while it grows.
@@ -69,9 +69,9 @@ class CompletionOutput:
 
     @cached_property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
-        """Per token, as in vLLM: {token id: Logprob} of the likeliest tokens and of this one.
+        """Per token, as in vLLM: {token id: Logprob} of the most likely tokens and of this one.
 
-        None unless requested. It is made when it is first read.
+        None unless requested. Computed on first access.
         """
         if self.token_logprobs is None:
             return None
@@ -95,14 +95,14 @@ class CompletionOutput:
 
 
 class NewTokens(NamedTuple):
-    """Holds the tokens that an answer got from one program, and the numbers of their n steps.
+    """The tokens that a sequence got from one program, and the statistics of their n steps.
 
     Attributes:
         ids, logprobs: the tokens and their log-probabilities under the model's own softmax.
         shares: the shares of the positions so far that were attended and read, [n, 2].
         layers: these two shares for each layer, [n, 2, L]; None unless the engine keeps them.
-        top: the likeliest tokens and their log-probabilities, [n, top]; None unless requested.
-        drafted: after a round of speculation, how many tokens were drafted.
+        top: the most likely tokens and their log-probabilities, [n, top]; None unless requested.
+        drafted: the number of drafted tokens, after a verification round.
     """
 
     ids: list[int]
@@ -116,7 +116,7 @@ class NewTokens(NamedTuple):
 def text_stream(
     tokenizer: Tokenizer | None, request: Request, turn: Sequence[int] = ()
 ) -> TextStream:
-    """Returns the text stream of a request's answer, which `turn` precedes beside the prompt."""
+    """Returns the text stream of a request's output, which follows the prompt and `turn`."""
     own = request.sampling
     return TextStream(
         tokenizer,
@@ -129,20 +129,20 @@ def text_stream(
 
 
 def shares(values: Any) -> np.ndarray:
-    """Returns shares of the positions so far as reported: none is above 1."""
-    # the device averages over heads and layers in float32, where ones can give 1.0000001
+    """Returns shares of the positions so far, limited to 1."""
+    # the device averages over heads and layers in float32, where a mean of ones can be 1.0000001
     return np.minimum(values, 1.0)
 
 
 class OutputBuilder:
-    """Collects one answer, which ends at end tokens, stop strings and its number of tokens.
+    """Collects one sequence, up to an end token, a stop string or its maximum length.
 
-    Text is made when it is needed: for an output, and for stop strings after every token. One
-    thread may `take` while another calls `output`.
+    Text is decoded on demand: for an output, or for stop strings after every token. One thread may
+    `take` while another calls `output`.
 
     Attributes:
-        request, index: the request, and the number of the answer among its answers.
-        finish: why the answer has ended, or None.
+        request, index: the request, and the index of the sequence among its n sequences.
+        finish: why the sequence has ended, or None.
         token_ids, logprobs: its tokens and their log-probabilities.
         layers: the newest decode step's shares attended and read in each layer, if known.
     """
@@ -156,14 +156,14 @@ class OutputBuilder:
         keep_layers: bool = True,
         turn: Sequence[int] = (),
     ) -> None:
-        """Begins an answer without tokens.
+        """Starts a sequence without tokens.
 
         Args:
             request: the request.
-            index: the number of the answer among its answers.
+            index: the index of the sequence among its n sequences.
             tokenizer: the model's tokenizer, if it has one.
-            keep_layers: whether it keeps each layer's shares of all steps.
-            turn: tokens between the prompt and the answer that decode steps process.
+            keep_layers: whether to keep each layer's shares of all steps.
+            turn: tokens between the prompt and the output that decode steps process.
         """
         self.request, self.index = request, index
         self._undecoded = 0 if turn else 1  # tokens that come from the prompt, not from a step
@@ -171,18 +171,18 @@ class OutputBuilder:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self._top: list[dict[int, float]] = []
-        self._shares = np.zeros(2)  # summed
+        self._shares = np.zeros(2)  # sums
         self.layers: np.ndarray | None = None
         self._layers: list[np.ndarray] = []
         self._keep_layers = keep_layers
         self._logprob = 0.0
         self._tokenizer, self._stream = tokenizer, text_stream(tokenizer, request, turn)
         self._unread: list[int] = []
-        self._emitted = 0, 0  # tokens and characters that outputs have had
+        self._emitted = 0, 0  # tokens and characters already emitted
         self._lock = threading.Lock()
 
     def take(self, new: NewTokens) -> int:
-        """Adds the next tokens, up to the answer's end or NaN logits; returns their number."""
+        """Adds the next tokens, up to the sequence's end or NaN logits; returns their number."""
         numbers = next((nth for nth, x in enumerate(new.logprobs) if math.isnan(x)), len(new.ids))
         with self._lock:
             count = 0 if self.finish else self._end_within(new.ids[:numbers])
@@ -193,7 +193,7 @@ class OutputBuilder:
         return count
 
     def _end_within(self, ids: Sequence[int]) -> int:
-        """Returns how many of these ids belong to the answer, and ends it if they end it."""
+        """Returns how many of these ids belong to the sequence, and ends it if they end it."""
         sampling, ends = self.request.sampling, self.request.ends
         left = sampling.max_tokens - len(self.token_ids)
         ids = ids[:left]
@@ -212,12 +212,12 @@ class OutputBuilder:
             return end + 1
         if len(ids) == left:
             if sampling.stop:
-                self._stream.finish()  # the text that was held back may complete one
+                self._stream.finish()  # the withheld text may complete a stop string
             self.finish = "stop" if self._stream.stopped else "length"
         return len(ids)
 
     def _keep(self, new: NewTokens, count: int) -> None:
-        """Keeps the first `count` tokens and their numbers."""
+        """Keeps the first `count` tokens and their statistics."""
         decoded = slice(0 if self.token_ids else self._undecoded, count)
         self.token_ids += new.ids[:count]
         self.logprobs += new.logprobs[:count]
@@ -227,32 +227,33 @@ class OutputBuilder:
             self.layers = new.layers[count - 1]
             if self._keep_layers:
                 self._layers += [*new.layers[decoded]]
-        asked = self.request.sampling.logprobs
-        if asked:
+        top_count = self.request.sampling.logprobs
+        if top_count:
             assert new.top is not None
-            ids, logprobs = (each[:count, :asked].tolist() for each in new.top)
+            ids, logprobs = (each[:count, :top_count].tolist() for each in new.top)
             self._top += [dict(zip(*each, strict=True)) for each in zip(ids, logprobs, strict=True)]
 
     def end(self, reason: str) -> None:
-        """Ends the answer, unless it has ended."""
+        """Ends the sequence, unless it has ended."""
         with self._lock:
             self.finish = self.finish or reason
 
     @property
     def shares(self) -> tuple[float | None, float | None]:
-        """Returns the means of the shares attended and read; None before the first decode step."""
+        """The mean shares attended and read; None before the first decode step."""
         steps = len(self.token_ids) - self._undecoded
         attended, read = (self._shares / max(steps, 1)).tolist()
         return (attended, read) if steps > 0 else (None, None)
 
     def output(self, *, new: bool = False) -> CompletionOutput:
-        """Returns the answer as it is now; while it grows, the text that is certain.
+        """Returns the output so far; while it grows, only text that is certain.
 
-        With `new`, its tokens and text are the part since the last output.
+        With `new`, its tokens and text are only those since the last output.
         """
         with self._lock:
             self._advance()
-            asked, (token, char) = self.request.sampling.logprobs, self._emitted if new else (0, 0)
+            top_count = self.request.sampling.logprobs
+            token, char = self._emitted if new else (0, 0)
             text, (attended, read) = self._stream.shown(char), self.shares
             self._emitted = len(self.token_ids), char + len(text)
             layers = self._layers[max(0, token - 1) :]
@@ -260,9 +261,9 @@ class OutputBuilder:
                 index=self.index,
                 text=text,
                 token_ids=self.token_ids[token:],
-                cumulative_logprob=None if asked is None else self._logprob,
-                token_logprobs=None if asked is None else self.logprobs[token:],
-                top_logprobs=self._top[token:] if asked else None,
+                cumulative_logprob=None if top_count is None else self._logprob,
+                token_logprobs=None if top_count is None else self.logprobs[token:],
+                top_logprobs=self._top[token:] if top_count else None,
                 finish_reason=self.finish,
                 attended_fraction=attended,
                 read_fraction=read,

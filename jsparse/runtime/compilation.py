@@ -1,4 +1,4 @@
-"""Compiles programs, keeps them on disk, so that the next process starts fast, and counts them."""
+"""Compiles programs, stores them on disk so that the next process starts fast, and counts them."""
 
 import hashlib
 import inspect
@@ -24,71 +24,72 @@ from jsparse.machine.jax_settings import own_settings
 from jsparse.runtime.spread_programs import SHARDED, on_ranks
 from jsparse.runtime.stored import ProgramStore, Stored, packed, settings, unpacked
 
-# The commands that a GPU runs as a graph: XLA's default and, after it, loops and branches. Where a
-# trip count or a condition is computed on the device, the host would otherwise wait for it in the
-# middle of a program, and could dispatch nothing behind it. These options cannot add to the
-# default; XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE --xla_dump_to=… writes it down.
+# The commands that a GPU runs as a graph: XLA's default, plus loops and branches. Otherwise the
+# host waits in the middle of a program for each trip count or condition computed on the device, and
+# cannot dispatch the next program. These options cannot add to the default;
+# XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE --xla_dump_to=… writes it to a file.
 COMPILER_OPTIONS = {
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
     )
 }
-# where programs run in several processes, of which one compiles them and does not wait for others
+# for programs of several processes, which one process compiles without waiting for the others
 COMPILES_ALONE = {"xla_gpu_shard_autotuning": False}
-# how much less than others they claim the processor (nice): all wait for the one that traces
+# nice value of compile threads, so that the tracing thread is not starved
 YIELDING = 10
 
 logger = logging.getLogger("jsparse.programs")
 _traced = 0
 _store: ProgramStore | None = None
-# jax's settings in other threads, as they were when someone looked last
+# jax's settings in other threads, last seen value; see `_as_elsewhere`
 _elsewhere: tuple[Any, ...] = ()
 
 
 def _yield_to_others() -> None:
-    """Lowers the priority of this thread, and of those that it will start."""
-    if sys.platform == "linux":  # elsewhere priorities are those of processes
+    """Lowers the priority of this thread and of the threads that it starts."""
+    if sys.platform == "linux":  # on other systems the priority is the process's
         thread = get_native_id()
         with suppress(OSError):
             lower = max(YIELDING, os.getpriority(os.PRIO_PROCESS, thread))
             os.setpriority(os.PRIO_PROCESS, thread, lower)
 
 
-# so many programs compile at a time
+# half the CPUs, from 4 to 8
 _compilers = ThreadPoolExecutor(
     min(8, max(4, (os.cpu_count() or 1) // 2)),
     thread_name_prefix="jsparse-compile",
     initializer=_yield_to_others,
 )
-# one alone: tracing is Python
+# one thread: tracing is Python
 _tracer = ThreadPoolExecutor(1, thread_name_prefix="jsparse-trace")
 
 
-# set when the interpreter ends: queued programs are not compiled, finished ones are still stored
+# set at exit: queued programs are not compiled, finished ones are still stored
 _ending = Event()
 # runs before the function of concurrent.futures that waits for queued work
 threading._register_atexit(_ending.set)  # pyright: ignore[reportAttributeAccessIssue]
-# programs in compilation, by their form: all that determines the result
+# programs being compiled, by all inputs that determine the result
 _compiling: "dict[Any, Future[_Compiled]]" = {}
-# compiled programs in use, likewise
+# compiled programs in use, by the same key
 _in_use: "WeakValueDictionary[Any, Any]" = WeakValueDictionary()
 _changing = Lock()
 # whether the thread's last program came from jax's cache
 _cached = local()
-# the seconds for which the thread has waited for programs
+# the seconds that the thread has waited for programs
 _waits = local()
 
 
 class _Call(NamedTuple):
-    """Holds the arguments of a program.
+    """The arguments of a program.
 
     Attributes:
         given: all arguments.
         static: the static ones, by name.
         args, kwargs: the others.
         key: the key of the program for these arguments.
-        plain: whether jax's settings are the same in other threads, which may compile it then.
-        storable: whether, besides, the arguments lie where a stored program expects them.
+        plain: whether jax's settings are the same in other threads, so that these may compile it.
+        storable: whether, in addition, the arguments are on the devices that a stored program
+            expects.
     """
 
     given: inspect.BoundArguments
@@ -101,7 +102,7 @@ class _Call(NamedTuple):
 
 
 class Sendable(NamedTuple):
-    """Is a program for devices of several processes, with what `Program.unpacked` takes."""
+    """A program for devices of several processes, with its packed form for `Program.unpacked`."""
 
     program: Callable[..., Any]
     data: bytes
@@ -112,18 +113,18 @@ class Sendable(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    """Holds a compiled program, and whether it may be stored."""
+    """A compiled program, and whether it may be stored."""
 
     program: Callable[..., Any]
     storable: bool
 
 
 class Program:
-    """Is a function compiled as jax.jit does, so that a GPU runs it without the host.
+    """A jitted function that can be compiled ahead and stored on disk.
 
-    Another program cannot call it, but can call its function: `inlined(it)`. With
-    `keep_compilations`, a program that an earlier process has stored is neither traced nor
-    compiled.
+    It is compiled with COMPILER_OPTIONS, so that a GPU runs it without the host. Another program
+    cannot call it, but can call its function: `inlined(it)`. With `keep_compilations`, a program
+    that an earlier process has stored is neither traced nor compiled.
     """
 
     def __init__(
@@ -135,16 +136,16 @@ class Program:
         mesh: Mesh | None = None,
         **options: Any,
     ) -> None:
-        """Prepares a program.
+        """Creates a program; nothing is compiled yet.
 
         Args:
-            function: what it does.
-            sharded: the names of arguments of which each rank has a part where the model is spread
-                over several; `on` makes the program for these.
-            out: OWN or SAME, for each of the results there.
-            mesh: the devices that it runs on, None for the default one; it is stored only if these
-                are the first of their processes.
-            options: jax.jit's, with names where it takes numbers, too.
+            function: the function to compile.
+            sharded: the names of the arguments that are sharded if the model is spread over ranks;
+                `on` returns the program for these.
+            out: SHARDED or REPLICATED, for each of that program's results.
+            mesh: the devices that it runs on; None: the default device. It is stored only if these
+                are the first devices of their processes.
+            options: jax.jit's; those that take argument numbers must be given by name.
         """
         self.__wrapped__, self.__doc__ = function, function.__doc__
         self._of_several = mesh is not None and mesh.is_multi_process
@@ -170,7 +171,7 @@ class Program:
         return results
 
     def on(self, mesh: Mesh | None) -> "Program":
-        """Returns the program for a model that is spread over these devices; None is one."""
+        """Returns the program for a model that is spread over these devices; None: one device."""
         if mesh is None:
             return self
         if mesh not in self._spread:
@@ -179,11 +180,11 @@ class Program:
         return self._spread[mesh]
 
     def ahead(self, *args: Any, **kwargs: Any) -> Future[Callable[..., Any]]:
-        """Begins to compile for these arguments, or shapes, and returns at once.
+        """Starts compiling for these arguments, or shapes, and returns at once.
 
-        The result takes the arguments that are not static. Called with such, the program itself
-        does not compile again. Several compile side by side, those of one form once, but one is
-        traced at a time: tracing is Python, which threads do not speed up.
+        The result is called with the non-static arguments. Calling the program itself with the same
+        arguments then does not compile again. Several programs compile concurrently, identical ones
+        only once. Only one is traced at a time: tracing is Python, which threads do not speed up.
         """
         return self._begin(self._call(args, kwargs))
 
@@ -193,12 +194,12 @@ class Program:
         return unpacked(data, (call.args, call.kwargs), self._devices)
 
     def among(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns those of these arguments that the function takes, by name."""
+        """Returns those of these arguments that the function has, by name."""
         taken = self._signature.parameters
         return {name: value for name, value in arguments.items() if name in taken}
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lowers the program, as `lower` of a jitted function does."""
+        """Lowers the program; see `lower` of a jitted function."""
         return self._jitted.lower(*args, **kwargs)
 
     def _cache_size(self) -> int:
@@ -216,18 +217,18 @@ class Program:
         shapes = tuple(map(_shape, leaves))
         plain = _as_elsewhere()
         key = tuple(sorted(static.items())), structure, shapes, _elsewhere
-        storable = plain and self._lie_here({shape[-1] for shape in shapes})
+        storable = plain and self._in_place({shape[-1] for shape in shapes})
         return _Call(bound, static, args, kwargs, key, plain, storable)
 
     @property
     def _devices(self) -> list[Any]:
-        """The devices that it runs on; without a mesh, if it is stored."""
+        """The devices that it runs on; without a mesh, those of a stored program."""
         return jax.local_devices()[:1] if self._mesh is None else [*self._mesh.devices.flat]
 
-    def _lie_here(self, places: Collection[jax.sharding.Sharding | None]) -> bool:
-        """Returns whether arguments at these places, with None for the default device, lie there.
+    def _in_place(self, places: Collection[jax.sharding.Sharding | None]) -> bool:
+        """Returns whether arguments with these shardings are where a stored program expects them.
 
-        So do those of the host, which it would get from there.
+        None stands for the default device, and for arrays on the host, which are copied to it.
         """
         if self._mesh is None:
             return all(place is None for place in places)
@@ -249,7 +250,7 @@ class Program:
 
     @own_settings()
     def _make(self, call: _Call, made: Future[Callable[..., Any]]) -> None:
-        """Reads a program from disk, or passes it on to be traced."""
+        """Loads a program from disk, or queues it for tracing."""
         if _ending.is_set():
             made.cancel()
         if made.cancelled():
@@ -269,14 +270,14 @@ class Program:
 
     @own_settings()
     def _trace(self, call: _Call, made: Future[Callable[..., Any]], name: str | None) -> None:
-        """Traces a program and passes it on to be compiled, unless nobody waits for it any more."""
+        """Traces a program and queues it for compilation, unless it was cancelled."""
         if _ending.is_set():
             made.cancel()
         if not made.set_running_or_notify_cancel():
             return
         try:
             lowered = self.lower(*call.given.args, **call.given.kwargs)
-            # its text does not tell for which devices it is
+            # the program's text does not contain the devices
             of = self, settings(), tuple(shape[-1] for shape in call.key[2])
             finish = partial(_finish, made, name, self._of_several)
             if call.plain:
@@ -287,7 +288,7 @@ class Program:
             made.set_exception(CancelledError() if _ending.is_set() else error)
 
     def _stored(self, call: _Call) -> tuple[str | None, Stored | None]:
-        """Returns the name of a program on disk, if it may be stored, and what is stored there."""
+        """Returns the name of a program on disk, if it may be stored, and the stored program."""
         if _store is None or not call.storable:
             return None, None
         processes = [device.process_index for device in self._devices]
@@ -300,17 +301,17 @@ class Program:
 
 @own_settings()
 def _compile(lowered: Any, of: Any, finish: "Callable[[Future[_Compiled]], None]") -> None:
-    """Compiles a program, or waits for one of the same form, and passes it on."""
+    """Compiles a program, or waits for an identical one, and calls `finish` with the result."""
     if _ending.is_set():
         return
     _compiled(lowered, of).add_done_callback(finish)
 
 
 def _compiled(lowered: Any, of: Any = None) -> "Future[_Compiled]":
-    """Compiles a program, or returns the future of one of the same form that has been compiled.
+    """Compiles a program, or returns the future of an identical one that has been compiled.
 
-    `of`: the other parts of their key. Static arguments often make no difference, as
-    one for policies which this policy ignores.
+    `of`: the other parts of their key. Different static arguments often give the same program, for
+    example policies in a program that ignores the policy.
     """
     text = lowered.as_text().encode()
     form = of, hashlib.sha256(text).digest(), lowered.in_tree, lowered.out_tree
@@ -329,7 +330,7 @@ def _compiled(lowered: Any, of: Any = None) -> "Future[_Compiled]":
     except BaseException as error:
         job.set_exception(error)
     else:
-        # on a CPU a program from jax's cache cannot be stored: it has lost its functions' code
+        # on a CPU, a program from jax's cache cannot be stored: it lacks its functions' code
         lost = _cached.hit and jax.default_backend() == "cpu"
         if not lost:
             _in_use[form] = compiled
@@ -346,7 +347,7 @@ def _finish(
     of_several: bool,
     job: "Future[_Compiled]",
 ) -> None:
-    """Passes on what has been compiled, with what other processes get, and stores it."""
+    """Publishes a compiled program, packed for other processes if there are any, and stores it."""
     error = job.exception()
     if error is not None:
         made.set_exception(error)
@@ -356,23 +357,23 @@ def _finish(
         try:
             compiled = Sendable(compiled, packed(compiled))
         except Exception as error:
-            told = ValueError(f"a program cannot be sent to other processes: {error!r}")
-            told.__cause__ = error
-            made.set_exception(told)
+            failure = ValueError(f"a program cannot be sent to other processes: {error!r}")
+            failure.__cause__ = error
+            made.set_exception(failure)
             return
     made.set_result(compiled)
     if _store is not None and name is not None and storable:
-        with suppress(RuntimeError):  # the process ends
+        with suppress(RuntimeError):  # the process is exiting
             _compilers.submit(_store.put, name, compiled)
 
 
 def program(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Makes a Program of a function; used as a decorator, with jax.jit's options."""
+    """Turns a function into a Program; used as a decorator, with jax.jit's options."""
     return partial(Program, **options) if function is None else Program(function, **options)
 
 
 def _shape(x: Any) -> tuple[Any, ...]:
-    """Returns the key of an argument: shape and type, and its device unless that is the default."""
+    """Returns the key of an argument: shape, type, and its sharding unless it is the default."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.shape, x.dtype, False, None if x.sharding == _default_place() else x.sharding
     known = jax.typeof(x)
@@ -396,10 +397,10 @@ jax.monitoring.register_event_listener(_note_hit)
 
 
 def _as_elsewhere() -> bool:
-    """Returns whether jax's settings, some of which are those of a thread, are the same in others.
+    """Returns whether jax's settings, some of which are per thread, are the same in other threads.
 
-    They are not within `with jax.default_matmul_precision(…)` and its like. Other threads compile
-    under `own_settings`.
+    They differ within `with jax.default_matmul_precision(…)` and similar contexts. Other threads
+    compile under `own_settings`.
     """
     global _elsewhere
     here = settings()
@@ -418,12 +419,12 @@ def _default_place() -> jax.sharding.Sharding:
 
 
 def inlined(made: Any) -> Callable[..., Any]:
-    """Returns the function that `program` has compiled, for use in another program."""
+    """Returns the function of a `program`, for use in another program."""
     return made.__wrapped__
 
 
 def when_made[Made](program: Future[Made]) -> Made:
-    """Returns a program once it has been compiled or read from disk; `waited` counts the time."""
+    """Returns a program once it is compiled or loaded from disk; `waited` counts the time."""
     if program.done():
         return program.result()
     began = time.perf_counter()
@@ -434,12 +435,12 @@ def when_made[Made](program: Future[Made]) -> Made:
 
 
 def waited() -> float:
-    """Returns the seconds for which this thread has waited for programs so far."""
+    """Returns the seconds that this thread has waited for programs so far."""
     return getattr(_waits, "seconds", 0.0)
 
 
 def clock() -> float:
-    """Returns a time in seconds that excludes the time that this thread waits for programs."""
+    """Returns a time in seconds that excludes this thread's waits for programs."""
     return time.perf_counter() - waited()
 
 
@@ -448,26 +449,26 @@ def _add_wait(seconds: float) -> None:
 
 
 def note_trace() -> None:
-    """Counts a program; to be called in its body, which runs when it is traced and never else.
+    """Counts a program; call it in the program's body, which runs only when it is traced.
 
-    A program that is read from disk counts too.
+    A program that is loaded from disk also counts.
     """
     global _traced
     _traced += 1
 
 
 def traces() -> int:
-    """Returns how many programs have been traced, or read from disk, so far."""
+    """Returns the number of programs traced, or loaded from disk, so far."""
     return _traced
 
 
 def keep_compilations() -> None:
-    """Keeps programs for later processes, if there is a folder for them.
+    """Stores programs for later processes, if a cache folder exists.
 
-    They are not kept where the user has set up jax's own cache already.
+    They are not stored if the user has set up jax's own cache already.
 
-    Programs are stored in `cache_folder`, under programs; jax's compilation cache, for
-    everything else, lies beside them, under jax.
+    Programs are stored in `cache_folder`, under programs; jax's compilation cache, for everything
+    else, is next to them, under jax.
     """
     global _store
     if _store is not None or jax.config.jax_compilation_cache_dir is not None:
@@ -480,7 +481,7 @@ def keep_compilations() -> None:
         return
     _store = ProgramStore(folder / "programs")
     folder /= "jax"
-    with suppress(OSError):  # jax warns where it cannot write
+    with suppress(OSError):  # jax warns if it cannot write
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if reason := distrust(folder):
         logger.warning("jax's programs in %s are not used: %s", folder, reason)

@@ -1,8 +1,8 @@
-"""Makes the constants of a model that policies need, once, and keeps them.
+"""Computes the constants of a model that policies need, once, and stores them.
 
-They are kept in the loaded model, and on disk under a fingerprint of its config and weights, so
-that the next process finds them. The boundary classes follow from the tokenizer in less than a
-second: they are kept in the loaded model alone.
+They are stored in the loaded model, and on disk under a fingerprint of its config and weights for
+the next process. The boundary classes are computed from the tokenizer in less than a second, so
+they are only stored in the loaded model.
 """
 
 import dataclasses
@@ -35,12 +35,12 @@ from jsparse.runtime.prefill import OnChunk
 from jsparse.runtime.spread_programs import REPLICATED, by_rank, same_on_all
 from jsparse.shapes import Tokens
 
-TOKENS = 1024  # read to find the constants
-GAIN = 0.8  # a mean is taken off where keys then reach less than this part as far
-SAMPLES = 4096  # numbers of the weights in a fingerprint
+TOKENS = 1024  # the length of the prompt that finds the constants
+GAIN = 0.8  # the mean is subtracted only if it reduces the keys' reach below this share
+SAMPLES = 4096  # sampled weights in a fingerprint
 BOUNDARY_CLASSES = "boundary_classes"
 BOUNDARY_CLASSES_OR_NONE = "boundary_classes_or_none"  # zeros for a model without a tokenizer
-VERSION = 1  # of how constants are made; files of other versions are not found
+VERSION = 1  # of this computation; files of other versions are ignored
 
 logger = logging.getLogger("jsparse.constants")
 _tables: WeakKeyDictionary[Params, tuple[UInt8[Array, "V 2"], str]] = WeakKeyDictionary()
@@ -49,9 +49,9 @@ _tables: WeakKeyDictionary[Params, tuple[UInt8[Array, "V 2"], str]] = WeakKeyDic
 def constants(
     params: Params, policy: Policy, report: OnChunk = lambda *_: None
 ) -> dict[str, Array] | None:
-    """Returns the constants of the model that a policy needs, and makes those that can be made.
+    """Returns the model's constants that a policy needs, and computes missing ones if possible.
 
-    `report` gets ("key constants", tokens done, tokens). ValueError: one cannot be made.
+    `report` receives ("key constants", tokens done, tokens). ValueError: one cannot be computed.
     """
     require_constants(params, policy)
     for name in policy.constants:
@@ -65,7 +65,7 @@ def constants(
 
 
 def _placed(params: Params, name: str) -> Array:
-    """Returns a constant, which lies on all devices of the model: else each dispatch copied it."""
+    """Returns a constant, placed on all devices of the model: otherwise each dispatch copies it."""
     array = params.constants[name]
     if params.mesh is not None and array.sharding != NamedSharding(params.mesh, REPLICATED):
         array = params.constants[name] = same_on_all(array, params.mesh)
@@ -73,7 +73,7 @@ def _placed(params: Params, name: str) -> Array:
 
 
 def require_constants(params: Params, policy: Policy) -> None:
-    """Raises ValueError if the model lacks a constant that a policy needs and nobody can make."""
+    """Raises ValueError if a policy needs a constant that the model lacks and that has no maker."""
     for name in policy.constants:
         if name in (BOUNDARY_CLASSES, BOUNDARY_CLASSES_OR_NONE):
             _boundary_classes(params, policy)
@@ -85,9 +85,10 @@ def require_constants(params: Params, policy: Policy) -> None:
 
 
 def key_constants(params: Params, report: OnChunk = lambda *_: None) -> dict[str, Array]:
-    """Finds the mean key and the scales of every layer and KV head.
+    """Computes the mean key and the scales of every layer and KV head.
 
-    One dense pass reads random tokens: the constant part of keys hardly depends on the text.
+    One dense pass over random tokens is enough: the constant part of keys hardly depends on the
+    text.
     """
     config = params.config
     count = min(TOKENS, config.max_position_embeddings)
@@ -128,7 +129,7 @@ def mid_and_scale(
     positions: Int32[Array, "T"],
     frequencies: Float32[Array, "half"],
 ) -> tuple[Float32[Array, "K H"], Float32[Array, "K half"]]:
-    """Returns `mid` and `key_scale` of one layer, of keys after RoPE at these positions."""
+    """Returns `mid` and `key_scale` of one layer, from keys after RoPE at these positions."""
     k = k.astype(jnp.float32)
     mid = jnp.mean(rotated(k, angles_at(-positions, frequencies)), axis=1)
     of_spans = angles_at(positions // SPAN * SPAN, frequencies)
@@ -137,7 +138,7 @@ def mid_and_scale(
     reach = jnp.where(shorter, after, before)
     squares = jnp.square(q.astype(jnp.float32)).reshape(len(k), -1, 2, k.shape[-1] // 2)
     scale = jnp.sqrt(reach / jnp.sqrt(jnp.mean(squares, axis=(1, 2))))
-    usable = (scale > 0) & jnp.isfinite(scale)  # a pair may be 0 in all keys, or all queries
+    usable = (scale > 0) & jnp.isfinite(scale)  # a pair may be 0 in all keys or all queries
     return mid * jnp.tile(shorter, 2), jnp.where(usable, scale, 1.0)
 
 
@@ -147,7 +148,7 @@ def _reach(k: Float32[Array, "K T H"]) -> Float32[Array, "K half"]:
 
 
 def _boundary_classes(params: Params, policy: Policy) -> UInt8[Array, "V 2"]:
-    """Returns the boundary classes of the model's tokenizer; zeros if the policy can do without."""
+    """Returns the boundary classes of the model's tokenizer; zeros if the policy accepts none."""
     size = params.config.vocab_size
     if BOUNDARY_CLASSES in params.constants:
         classes = jnp.asarray(params.constants[BOUNDARY_CLASSES])
@@ -168,7 +169,7 @@ def _boundary_classes(params: Params, policy: Policy) -> UInt8[Array, "V 2"]:
 
 
 def _made_classes(params: Params) -> tuple[UInt8[Array, "V 2"], str]:
-    """Returns the table, or zeros and why there is none."""
+    """Returns the table, or zeros and the reason why there is none."""
     size = params.config.vocab_size
     try:
         if params.tokenizer is not None:
@@ -182,7 +183,7 @@ def _made_classes(params: Params) -> tuple[UInt8[Array, "V 2"], str]:
 def _found_or_made(
     params: Params, make: Callable[[Params, OnChunk], dict[str, Array]], report: OnChunk
 ) -> dict[str, Array]:
-    """Returns the constants that `make` computes, from disk if they are there."""
+    """Returns the constants that `make` computes, from disk if they are stored there."""
     path, arrays = None, {}
     try:
         path = cache_folder() / make.__name__ / f"{fingerprint(params)}.safetensors"
@@ -190,8 +191,8 @@ def _found_or_made(
     except FileNotFoundError as error:  # no folder
         logger.debug("%s", error)
     except ValueError as error:
-        logger.warning("%s; made again", error)
-    # several processes make them together, unless all have them
+        logger.warning("%s; computed again", error)
+    # a collective computation: skipped only if all processes have the constants
     together = None if params.mesh is None else processes.link()
     if together is not None and not all(together.all_gather("constants", bool(arrays))):
         arrays = {}
@@ -209,11 +210,11 @@ def _keep(arrays: dict[str, Array], path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_constants(arrays, path)
     except OSError as error:
-        logger.warning("%s cannot be written and will be made again: %s", path, error)
+        logger.warning("%s cannot be written and will be computed again: %s", path, error)
 
 
 def fingerprint(params: Params) -> str:
-    """Returns a digest of the config and of numbers at fixed places of all weights."""
+    """Returns a digest of the config and of weights at fixed indices."""
     leaves = jax.tree.leaves(params.weights)
     each = max(SAMPLES // len(leaves), 1)
     digest = hashlib.sha256(f"{VERSION} {params.dtype} ".encode())
@@ -225,6 +226,6 @@ def fingerprint(params: Params) -> str:
 
 @partial(jax.jit, static_argnames=("count",))
 def _sampled(leaf: Array, count: int) -> Array:
-    """Returns numbers at places that are spread evenly."""
+    """Returns evenly spaced values of an array."""
     places = np.linspace(0, leaf.size - 1, min(count, leaf.size)).astype(np.int64)
     return leaf[np.unravel_index(places, leaf.shape)]

@@ -37,9 +37,9 @@ def correct(
 ) -> tuple[KVCache, State]:
     """Recomputes the newest T tokens of each row densely and overwrites their K and V.
 
-    The policy's state appends them once more. Sparse decoding lets errors build up in K and V; this
-    removes them (LycheeDecode's cache correction). `tokens` are the T newest whose K and V the
-    cache holds. Rows that ran out of room stay as they are.
+    The policy's state appends them again. Sparse decoding lets errors accumulate in K and V; this
+    removes them (LycheeDecode's cache correction). `tokens` are the T newest whose K and V are in
+    the cache. Rows that ran out of room do not change.
     """
     note_trace()
     valid = jnp.where(cache.overflow, 0, tokens.shape[1])
@@ -64,18 +64,18 @@ def recomputed(
     read_only: ReadOnly,
     attend_new: Callable[..., tuple[ChunkQueries, Stats | ListedLogits | None]],
 ) -> tuple[Float[Array, "B T D"], KVCache, State]:
-    """Runs the newest tokens of each row through the model once more, as one dense chunk.
+    """Runs the newest tokens of each row through the model again, as one dense chunk.
 
     Args:
         decoder: the model's definition.
-        policy: the method, whose state appends the tokens once more.
+        policy: the method; its state appends the tokens again.
         weights: the model's weights.
-        tokens: T tokens of each row, of which the first `valid[b]` are the newest that it holds.
-        valid: their numbers.
-        cache: K and V; those of these tokens may be anything, and are overwritten.
+        tokens: T tokens of each row; the first `valid[b]` are the newest in the cache.
+        valid: the number of these tokens, per row.
+        cache: K and V; those of these tokens are overwritten, whatever their values.
         state: the method's state.
-        read_only: the inputs beside the weights.
-        attend_new: attention of new tokens, as `attend_chunk`, and its report for the method's
+        read_only: the inputs besides the weights.
+        attend_new: attention of new tokens, as `attend_chunk`, with its report for the method's
             `checked`, if any.
 
     Returns:
@@ -84,7 +84,7 @@ def recomputed(
     count, checked = tokens.shape[1], policy.services.checked
     after, first = cache.positions, cache.positions - valid
     view = step_view(cache, read_only)._replace(valid=valid)
-    # as positions stood before the first of these tokens
+    # positions before the first of these tokens
     cache = view.cache._replace(positions=first)
     positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)
 

@@ -1,6 +1,6 @@
 """Runs a decode step: make room for a token, then append, select, attend, update in each layer.
 
-It names no method.
+It contains no code of any one method.
 """
 
 from dataclasses import replace
@@ -42,13 +42,13 @@ ATTENTION = {"page": block_sparse_decode, "token": token_sparse_decode}
 
 
 class StepStats(NamedTuple):
-    """Holds means over KV heads of one step, as shares of the positions so far.
+    """Means over KV heads of one step, as shares of the positions so far.
 
-    A decode step gives them by layer, [L, B]; `over_layers` are the means, [B].
+    A decode step returns them by layer, [L, B]; `over_layers` returns the means, [B].
 
     Attributes:
         attended: the share of tokens that attention used.
-        read: the share of tokens whose K and V it read; pages with bits are read whole, too.
+        read: the share of tokens whose K and V it read; pages with bits are read whole.
     """
 
     attended: Float32[Array, "*L B"]
@@ -75,13 +75,13 @@ def decode_step(
         decoder: the model's definition; static.
         policy: the method; static.
         weights: the model's weights.
-        tokens: the newest token of each row, whose K and V the cache does not hold yet.
-        cache: K and V of everything before.
+        tokens: the newest token of each row, whose K and V are not yet in the cache.
+        cache: K and V of all earlier tokens.
         state: the method's state.
-        read_only: the inputs beside the weights.
-        active: the rows that take part; None is all. The others change nothing, in the cache, in
-            the state or in pages, and their results are finite and mean nothing. Neither do those
-            of rows that overflow.
+        read_only: the inputs besides the weights.
+        active: the rows that take part; None: all. Other rows change nothing in the cache, the
+            state or the pages. Their results are finite but invalid, as are those of rows that
+            overflow.
 
     Returns:
         The logits that follow `tokens`, the cache and state after them, and the shares attended and
@@ -148,9 +148,9 @@ def attend_layer(
 def _select(
     policy: Policy, layer: int, q: Queries, view: StepView, state: State
 ) -> tuple[Selection, Summary | None, State]:
-    """Returns the policy's selection; an empty one where all rows are so short that they are dense.
+    """Returns the policy's selection, or an empty one if all rows are short enough to be dense.
 
-    Attention is the same either way, so that a row's bits do not depend on the others.
+    Attention is the same either way, so that a row's bits do not depend on other rows.
     """
 
     def select(state: State) -> tuple[Selection, Summary | None, State]:
@@ -176,7 +176,7 @@ def _short_rows(policy: Policy, layer: int, view: StepView) -> Bool[Array, "B"] 
 
 
 def _of_active(summary: Summary, view: StepView) -> Summary:
-    """Drops the summaries of inactive rows, which may hold nothing: a mean of that is NaN."""
+    """Drops the summaries of inactive rows, which may be empty: a mean over nothing is NaN."""
     return summary if view.active is None else _without(summary, ~view.active)
 
 
@@ -194,9 +194,9 @@ def _without(summary: Summary, rows: Bool[Array, "B"]) -> Summary:
 def dense_rows(
     policy: Policy, layer: int, selection: Selection, summary: Summary | None, view: StepView
 ) -> tuple[Selection, Summary | None]:
-    """Lets rows attend to everything that ask for it or are short, without the summary."""
-    asked, short = (view.knobs or {}).get("dense"), _short_rows(policy, layer, view)
-    for rows in (asked, short):
+    """Makes rows dense that requested for it or are short, and drops their summaries."""
+    requested, short = (view.knobs or {}).get("dense"), _short_rows(policy, layer, view)
+    for rows in (requested, short):
         if rows is None:
             continue
         dense = jnp.broadcast_to(rows[:, None], selection.count.shape)

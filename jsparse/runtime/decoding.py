@@ -1,4 +1,4 @@
-"""Decodes the rows of a session, which begin together, program by program."""
+"""Decodes the rows of a session, which start together, program by program."""
 
 import logging
 import math
@@ -29,9 +29,9 @@ from jsparse.runtime.spread_programs import by_rank, placed
 from jsparse.runtime.store import empty_rows_on
 from jsparse.shapes import Rows
 
-# the rounds on their way when the oldest of them helps to choose how many the next drafts
+# the verification rounds in flight when the oldest one's result helps to choose the draft length
 LAG = 2
-# the tokens that must be left for a program without drafts to be compiled
+# the minimum remaining tokens for which a program without drafts is compiled
 MIN_PROGRAM_TOKENS = 256
 
 
@@ -39,11 +39,11 @@ logger = logging.getLogger("jsparse.exact")
 
 
 class Drafts(NamedTuple):
-    """Tells how a round of speculation went, by row.
+    """The outcome of a verification round, by row.
 
     Attributes:
-        counts: how many of the results' tokens each row has, the first of them.
-        drafted: how many tokens were drafted, of which `counts - 1` agreed.
+        counts: the number of valid tokens per row (a prefix).
+        drafted: the number of drafted tokens; `counts - 1` of them were accepted.
     """
 
     counts: Rows
@@ -51,15 +51,15 @@ class Drafts(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """Holds the results of n steps of one program, on the device.
+    """The results of n steps of one program, on the device.
 
     Attributes:
         tokens, logprobs: the chosen tokens and their log-probabilities under the model's softmax.
-        stats: how much was attended and read; None for the first token.
-        overflow: the rows that had run out of room; their tokens mean nothing from then on.
+        stats: the shares attended and read; None for the first token.
+        overflow: the rows that had run out of room; their tokens are invalid from then on.
         logits: the logits that the tokens were chosen from; None unless requested.
-        drafts: for a round of speculation, how many of the n tokens each row has; None is that each
-            row has all n.
+        drafts: for a verification round, how many of the n tokens are valid in each row; None: all
+            n.
     """
 
     tokens: Int32[Array, "n B"]
@@ -71,18 +71,18 @@ class StepResult(NamedTuple):
 
 
 def without_logits(step: Step) -> StepResult:
-    """Keeps all of a step but its logits."""
+    """Returns a step's results without its logits."""
     return with_logits(step)._replace(logits=None)
 
 
 def with_logits(step: Step) -> StepResult:
-    """Keeps all of a step."""
+    """Returns a step's results."""
     stats = step.stats and step.stats.over_layers()
     return StepResult(step.tokens, step.logprobs, stats, step.overflow, step.logits)
 
 
 def of_round(made: VerificationRound) -> StepResult:
-    """Keeps all of a round but its logits."""
+    """Returns a verification round's results without its logits."""
     over_layers = made.shares.over_layers()
     stats = StepStats(*(jnp.broadcast_to(share, made.tokens.shape) for share in over_layers))
     overflow = jnp.broadcast_to(made.overflow, made.tokens.shape)
@@ -107,12 +107,11 @@ def begun(
 
 
 class Decoding:
-    """Decodes rows that begin together, up to the longest of their limits.
+    """Decoding of rows that start together, up to the largest of their limits.
 
     Attributes:
         batch: the rows; every program donates them.
-        done: the number of tokens of each row that have been chosen, with the first, which `begin`
-            chooses.
+        done: the number of tokens chosen per row, including the first, which `begin` chooses.
     """
 
     batch: Batch[KVCache]
@@ -140,7 +139,7 @@ class Decoding:
 
     @property
     def finished(self) -> bool:
-        """Whether no row wants more tokens."""
+        """Whether all rows have reached their limits."""
         return self.done >= max(self._limits)
 
     def begin(
@@ -148,21 +147,22 @@ class Decoding:
     ) -> StepResult:
         """Chooses the tokens that follow the prompts.
 
-        `given` is donated now; the cache and state of `prefilled` are by the first `advance`.
+        `given` is donated here; the cache and state of `prefilled` are donated by the first
+        `advance`.
         """
         tokens, given, result = first_tokens.on(self._deployment.params.mesh)(
             self._choose, self._keep, given, prefilled.logits, prefilled.cache.overflow
         )
-        knobs = jax.tree.map(jnp.copy, knobs)  # the batch is donated, the caller keeps its own
+        knobs = jax.tree.map(jnp.copy, knobs)  # the batch is donated; the caller keeps its own copy
         batch = self._begun(tokens, prefilled.cache, prefilled.state, given, knobs)
         self.batch = self._store.committed(batch)
         return result
 
     def expect(self, given: Any, knobs: dict[str, Array] | None) -> Future[Any] | None:
-        """Begins to compile the first program.
+        """Starts compiling the first program.
 
-        Where its shapes are known only when the prompts have been read, since the policy reworks
-        the cache then or K and V move to host memory, nothing happens.
+        Nothing happens if its shapes are only known after prefill, because the policy reworks the
+        cache then or K and V move to host memory.
         """
         if self.finished or self._policy.evicts or self._store.single_steps:
             return None
@@ -175,9 +175,9 @@ class Decoding:
         return self._run.ahead(*self._arguments(), shapes)
 
     def advance(self) -> StepResult:
-        """Dispatches a program, and the services for which rows are due then.
+        """Dispatches a program, and then the due services of the rows.
 
-        A program runs several steps, or one where fewer remain to a row's limit or to a service.
+        A program runs several steps, or one if fewer remain to a row's limit or to a service.
         """
         count = self._count
         self.batch, result = self._run(*self._arguments(), self.batch)
@@ -193,7 +193,7 @@ class Decoding:
 
     @property
     def _age(self) -> int:
-        """The number of steps that rows have run: the first token took none."""
+        """The number of steps that rows have run; the first token took none."""
         return self.done - 1
 
     @property
@@ -218,16 +218,15 @@ class Decoding:
 
 
 class Speculating(Decoding):
-    """Decodes such rows in rounds: the policy drafts, dense attention checks.
+    """Decoding in verification rounds: the policy drafts, dense attention verifies.
 
-    Rows come forward by different numbers of tokens, which the device alone knows; `done` is the
-    fewest that they can have.
+    Rows advance by different numbers of tokens, which only the device knows; `done` is the minimum.
     """
 
     _program, _counts_by_row = speculate, True
 
     def __init__(self, deployment: Deployment, *others: Any) -> None:
-        """Prepares to decode, as `Decoding` does; nothing has been accepted so far."""
+        """Prepares to decode, as `Decoding` does; no draft is accepted yet."""
         super().__init__(deployment, *others)
         self._length = DraftLength(adapts=deployment.adapts)
         self._on_device = jnp.asarray(self._limits, jnp.int32)
@@ -236,7 +235,7 @@ class Speculating(Decoding):
         self._looked = math.inf
 
     def advance(self) -> StepResult:
-        """Dispatches a round, with the services for which rows are due then."""
+        """Dispatches a verification round, with the due services of the rows."""
         self._look_back()
         most = self._length.choose(self._deployment.drafts)
         narrow = self._without_drafts() if most == 0 else None
@@ -249,9 +248,9 @@ class Speculating(Decoding):
         return result
 
     def _without_drafts(self) -> Callable[..., Any] | None:
-        """Returns a program that checks the newest token alone, which takes a dense step's time.
+        """Returns a program that verifies only the newest token, in the time of a dense step.
 
-        It is compiled beside others where it is worth it; until then there is none.
+        Compiled in the background if enough tokens remain; None until ready.
         """
         left = max(self._limits) - self.done
         if self._narrow is None and self._length.idles and left >= MIN_PROGRAM_TOKENS:
@@ -262,10 +261,10 @@ class Speculating(Decoding):
         return self._narrow.result()
 
     def _look_back(self) -> None:
-        """Learns from the round before the last, while the last keeps the device busy.
+        """Observes the round before the last, while the last one keeps the device busy.
 
-        Its time is the time since the end of the one before it. Rows that have come to an end of
-        their own count, too: they draft on until the last row ends.
+        Its time is counted from the end of the round before it. Rows that have reached an end of
+        their own also count: they draft until the last row ends.
         """
         if len(self._in_flight) < LAG:
             return
@@ -282,17 +281,17 @@ class Speculating(Decoding):
         return *self._static(), *self._given(0)
 
     def _static(self, drafts: int | None = None) -> tuple[Any, ...]:
-        """Returns the arguments that make the program of a round with room for so many drafts."""
+        """Returns the arguments that determine the program of a round with room for `drafts`."""
         drafts = self._deployment.drafts if drafts is None else drafts
         return self._deployment.params.decoder, self._policy, self._choose, drafts, of_round
 
     def _given(self, most: int) -> tuple[Any, ...]:
-        """Returns the other arguments of a round of at most so many drafts, before the batch."""
+        """Returns the other arguments of a round of at most `most` drafts, before the batch."""
         of_round = self._on_device, jnp.asarray(most, jnp.int32)
         return self._deployment.params.weights, self._read_only, *of_round
 
 
 def _log_failure(job: Future[Any]) -> None:
-    """Logs why there is no program for rounds without drafts: others go on in its place."""
+    """Logs why rounds without drafts have no program of their own; larger programs run them."""
     if not job.cancelled() and job.exception() is not None:
         logger.warning("rounds without drafts cannot be compiled alone: %r", job.exception())

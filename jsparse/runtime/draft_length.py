@@ -1,8 +1,8 @@
-"""Chooses how many tokens a policy drafts, by the drafts accepted so far and the time rounds took.
+"""Chooses how many tokens a policy drafts, from the acceptance rate and the time of rounds.
 
-A round of d drafts takes about `base` + d x `each`, and gives 1 + p + … + p^d tokens per row where
-a draft that is reached agrees with probability p (Leviathan et al., arXiv:2211.17192, eq. 1). The
-number is the one with the most tokens per second. It uses neither jax nor a clock.
+A round of d drafts takes about `base` + d x `each`, and gives 1 + p + … + p^d tokens per row if a
+draft after accepted ones is accepted with probability p (Leviathan et al., arXiv:2211.17192, eq.
+1). The chosen number has the most tokens per second. This module uses neither jax nor a clock.
 """
 
 import statistics
@@ -10,39 +10,40 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import partial
 
-# The rounds of a number of drafts whose median is its time, and how many of them make one: the
-# first may take much longer.
+# The time of a number of drafts is the median of its newest NEWEST rounds, known from ENOUGH rounds
+# on: the first round may take much longer.
 NEWEST, ENOUGH = 5, 3
-# What a round counts less with each one after it: the last twenty make the estimate.
+# The weight of a round decays by this factor with each later one: about the last twenty rounds
+# determine the estimate.
 FADING = 0.95
-# Before any draft is checked, so many are taken to have been, and this part to have been accepted.
+# Prior: this number of drafts verified, and this share of them accepted.
 PRIOR_DRAFTS, PRIOR_SHARE = 8.0, 0.8
-# Every so many rounds another number is tried, which keeps estimates true.
+# The number of rounds between trials of another number, which keep the estimates current.
 TRY_EVERY = 32
-# Where drafting gains less than this factor, it is no draft that is tried.
+# If drafting gains less than this factor, the trial is a round without drafts.
 DOUBTFUL = 1.2
-# Where nothing is drafted, a draft is tried more seldom: it costs more than it can tell.
+# If nothing is drafted, a draft is tried less often: it costs more than it reveals.
 TRY_ONE_EVERY = 128
-# After so many rounds in which nothing was drafted, a program for such rounds is worth compiling.
+# The number of rounds without drafts after which a program for such rounds is worth compiling.
 OFTEN = 16
-# The tokens that products take without getting slower, since they read the weights: more are bound
-# by arithmetic, and on a CPU all are.
+# The number of tokens that matrix products process in the time of one, since they are bound by
+# reading the weights. More are bound by arithmetic; on a CPU any number is.
 VERIFIED_GPU = 256
-# With the token before them and a report on all, so many drafts of 8 query heads per KV head are
-# one call of the decode kernel, which takes 64 queries of a KV head.
+# With the token before them and a report on all, MOST_GPU drafts of 8 query heads per KV head fit
+# in one call of the decode kernel, which takes 64 queries of a KV head.
 LEAST_GPU, MOST_GPU, MOST_CPU = 4, 6, 2
 
 
 def most_drafts(rows: int, *, on_gpu: bool) -> int:
-    """Returns the most drafts that are worth checking at once, in a program of so many rows."""
+    """Returns the largest number of drafts worth verifying at once, in a program of `rows` rows."""
     return min(max(VERIFIED_GPU // rows - 1, LEAST_GPU), MOST_GPU) if on_gpu else MOST_CPU
 
 
 class DraftLength:
-    """Says how many tokens the rows of a round draft."""
+    """The choice of how many tokens the rows of a round draft."""
 
     def __init__(self, *, adapts: bool) -> None:
-        """Prepares to choose; one that does not adapt always says the most there may be."""
+        """Sets up the estimates; without `adapts`, `choose` always returns the maximum."""
         self._adapts = adapts
         self._reached, self._kept = PRIOR_DRAFTS, PRIOR_DRAFTS * PRIOR_SHARE
         newest = partial(deque[float], maxlen=NEWEST)
@@ -51,18 +52,18 @@ class DraftLength:
 
     @property
     def idles(self) -> bool:
-        """Whether most rounds lately were such in which nothing is drafted."""
+        """Whether most recent rounds drafted nothing."""
         return self._without >= OFTEN
 
     @property
     def agreement(self) -> float:
-        """The probability that a draft agrees behind drafts that do."""
+        """The probability that a draft is accepted, given that all drafts before it are."""
         return self._kept / self._reached
 
     def choose(self, most: int, rows: int = 1) -> int:
-        """Returns the number of drafts of the next round, in a program of so many rows.
+        """Returns the number of drafts of the next round, in a program of `rows` rows.
 
-        It is at most `most`, and 0 where drafting does not pay.
+        It is at most `most`, and 0 if drafting does not pay.
         """
         if not self._adapts:
             return most
@@ -73,7 +74,7 @@ class DraftLength:
     def _chosen(self, most: int, rows: int) -> int:
         self._rounds += 1
         if sum(len(times) >= ENOUGH for times in self._times[rows].values()) < 2:
-            # two numbers tell what a draft takes; small ones waste little if none agrees
+            # two numbers determine the time of a draft; small ones waste little if none is accepted
             several, times = (most + 1) // 2, self._times[rows]
             return min((several, several // 2), key=lambda number: len(times[number]))
         rate = partial(self._tokens_per_second, rows)
@@ -88,14 +89,14 @@ class DraftLength:
         return best
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Takes in how many tokens the rows of a round drafted, and how many were accepted."""
+        """Records the drafted and the accepted tokens of a round, per row."""
         reached = [min(kept + 1, number) for number, kept in zip(drafted, accepted, strict=True)]
-        if any(reached):  # else it tells nothing
+        if any(reached):  # otherwise the round has no information
             self._reached = FADING * self._reached + sum(reached)
             self._kept = FADING * self._kept + sum(accepted)
 
     def took(self, rows: int, drafts: int, seconds: float) -> None:
-        """Takes in how long a round took, whose rows drafted at most `drafts` tokens each."""
+        """Records the time of a round in which rows drafted at most `drafts` tokens each."""
         self._times[rows][drafts].append(seconds)
 
     def _tokens_per_second(self, rows: int, drafts: int) -> float:
@@ -103,14 +104,14 @@ class DraftLength:
         return tokens / self._seconds(rows, drafts)
 
     def _seconds(self, rows: int, drafts: int) -> float:
-        """Returns the time of a round: of one without drafts its own, else by least squares."""
+        """Returns the time of a round: measured for no drafts, else by least squares."""
         known = {number: each for number, each in self._times[rows].items() if len(each) >= ENOUGH}
         times = {number: statistics.median(each) for number, each in known.items()}
         if drafts == 0 and 0 in times:
             return max(times[0], 1e-9)
-        if len(times) > 2:  # a round without drafts may be a program of its own
+        if len(times) > 2:  # a round without drafts may be a separate program
             times.pop(0, None)
         each = max(statistics.linear_regression([*times], [*times.values()]).slope, 0.0)
         base = statistics.mean(time - each * number for number, time in times.items())
-        # whatever was measured, a round takes some time
+        # a round takes some time, even if the fit gives less
         return max(base + drafts * each, 1e-3 * max(times.values()), 1e-9)

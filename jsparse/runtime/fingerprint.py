@@ -1,8 +1,8 @@
-"""Computes fingerprints of a program's ingredients, so that a stored one can be recognised.
+"""Computes fingerprints of a program's inputs, which identify stored programs.
 
-One digest of the package's source files stands for all code of jsparse, so its functions are
-identified by name. A policy is identified by its expression, which builds the same object again,
-and by the files that the expression names. Code of the user's own has no fingerprint.
+One digest of the package's source files covers all code of jsparse, so its functions are identified
+by name. A policy is identified by its expression, which builds the same object again, and by the
+files that the expression names. User code has no fingerprint.
 """
 
 import ast
@@ -19,12 +19,12 @@ from jsparse.policies import expressions
 from jsparse.policy import Policy
 
 PACKAGE = Path(__file__).parents[1]
-# packages whose versions an environment names, so that a name identifies their functions
+# packages that `environment` lists with versions, so that a name identifies their functions
 KNOWN = frozenset({PACKAGE.name, "jax", "numpy", "flax"})
 
 
 class NoFingerprint(Exception):
-    """Signals that a value has no fingerprint."""
+    """Raised for a value that has no fingerprint."""
 
 
 def of_files(folder: Path) -> str:
@@ -40,7 +40,7 @@ def of_files(folder: Path) -> str:
     return digest.hexdigest()
 
 
-# as it was imported: files may change while the process runs
+# computed at import: files may change while the process runs
 SOURCES = of_files(PACKAGE)
 
 
@@ -48,7 +48,7 @@ def of(*values: Any) -> str:
     """Returns the fingerprint of jsparse's sources and of values, in hexadecimal.
 
     Raises:
-        NoFingerprint: one holds something unknown.
+        NoFingerprint: a value contains an unknown object.
     """
     return hashlib.sha256(f"{SOURCES} {_text(values)}".encode()).hexdigest()
 
@@ -64,13 +64,13 @@ def _text(value: Any) -> str:
         return f"{_text(value.func)} with {_text((value.args, value.keywords))}"
     if isinstance(value, FunctionType | type):
         name = f"{value.__module__}.{value.__qualname__}"
-        # a function within another one may close over anything
+        # a nested function may close over any value
         if name.partition(".")[0] not in KNOWN or "<" in name:
             raise NoFingerprint(name)
         return name
     if hasattr(value, "made_from"):
         return f"{_text(type(value))} from {_text(value.made_from())}"
-    # an object by its address, or an array of which numpy leaves the middle out
+    # a repr with an address, or an array that numpy abbreviates
     if " at 0x" in (text := repr(value)) or "..." in text:
         raise NoFingerprint(text)
     return text

@@ -1,4 +1,4 @@
-"""Defines the options of `generate`, and turns them into sampling parameters."""
+"""The options of `generate`, and their conversion into sampling parameters."""
 
 from collections.abc import Sequence
 from typing import Any, TypedDict
@@ -10,7 +10,7 @@ from jsparse.runtime.host_reader import OnChunk, Streamer, TokenStreamer
 from jsparse.runtime.request import require_alone
 from jsparse.runtime.sampling_params import SamplingParams
 
-# the most tokens drafted between two checks
+# the maximum number of drafts per verification round
 MAX_SPECULATIVE_TOKENS = 32
 
 
@@ -49,7 +49,8 @@ def chosen_sampling(
     """Returns `sampling`, or else the SamplingParams of the options.
 
     Raises:
-        ValueError: a value is outside its range, only an engine can give it, or both are given.
+        ValueError: a value is out of range, an option is supported by engines only, or both are
+            given.
     """
     made = sampling_params(params, **options)
     if sampling is not None and made != SamplingParams():
@@ -65,12 +66,12 @@ def chosen_sampling(
 
 
 def num_drafts(exact: bool, num_speculative_tokens: int | None) -> int | None:
-    """Returns the tokens that a policy drafts between two checks; 0 is that nothing checks.
+    """Returns the number of tokens that a policy drafts per verification round.
 
-    None is that they are to be chosen.
+    0: no drafting. None: chosen later.
 
     Raises:
-        ValueError: one of both is not allowed, or the number is given without `exact`.
+        ValueError: one of the two is out of range, or the number is given without `exact`.
     """
     flag("exact", exact)
     if num_speculative_tokens is None:
@@ -101,10 +102,10 @@ def sampling_params(
     logprobs: bool = False,
     **options: float | None,
 ) -> SamplingParams:
-    """Returns the SamplingParams for options that are named as `generate` names them.
+    """Returns the SamplingParams for options with the names of `generate`.
 
     Raises:
-        ValueError: a value is outside its range.
+        ValueError: a value is out of range.
     """
     whole_number("max_new_tokens", max_new_tokens, 1)
     minimum = 0 if min_new_tokens is None else min_new_tokens
@@ -114,7 +115,7 @@ def sampling_params(
             f"min_new_tokens={minimum}: must be at most max_new_tokens, which is {max_new_tokens}"
         )
     if stop is not None and stop_strings is not None:
-        raise ValueError(f"stop_strings={stop_strings!r}: must not be given beside stop={stop!r}")
+        raise ValueError(f"stop_strings={stop_strings!r}: must not be given with stop={stop!r}")
     return SamplingParams(
         max_tokens=max_new_tokens,
         min_tokens=minimum,
@@ -128,7 +129,7 @@ def sampling_params(
 
 
 def _temperature(params: Params, do_sample: bool | None, temperature: float | None) -> float | None:
-    """Returns the temperature that Hugging Face's `do_sample` leads to."""
+    """Returns the temperature that corresponds to Hugging Face's `do_sample`."""
     if do_sample is None:
         return temperature
     if not isinstance(do_sample, bool):
@@ -138,8 +139,8 @@ def _temperature(params: Params, do_sample: bool | None, temperature: float | No
         raise ValueError(f"do_sample={do_sample}: temperature={temperature!r} must be {rule}")
     if not do_sample:
         return 0.0
-    stated = params.generation_defaults.get("temperature")
-    return temperature or stated or 1.0
+    default = params.generation_defaults.get("temperature")
+    return temperature or default or 1.0
 
 
 def _end_tokens(params: Params, eos_token_id: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -154,10 +155,10 @@ def _end_tokens(params: Params, eos_token_id: int | Sequence[int] | None) -> tup
 
 
 def streamers_of(streamer: Streamer | Sequence[Streamer] | None, rows: int) -> list[Streamer]:
-    """Returns a streamer per row; None is one that does nothing.
+    """Returns a streamer per row; for None, streamers that do nothing.
 
     Raises:
-        ValueError: it is no streamer, or there are more or fewer than rows.
+        ValueError: it is not a streamer, or the list does not have one per row.
     """
     if streamer is None:
         return [lambda piece: None] * rows

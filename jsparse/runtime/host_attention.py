@@ -1,8 +1,8 @@
-"""Attends over K and V of which all but the newest tokens lie in host memory.
+"""Attention over K and V in host memory, with only the newest tokens on the device.
 
 An op that can read host memory does so in place. Otherwise the rows or pages that the selection
-lists are fetched first, into pages of their own in which they follow each other, and the op attends
-to those; the result is the same. Dense heads always read in place.
+lists are first gathered into consecutive pages on the device, and the op attends to those; the
+result is the same. Dense heads always read in place.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from jsparse.shapes import Ids, Lengths, Queries
 def attention(
     op: Callable[..., AttentionOut], offload: Offload | None
 ) -> Callable[..., AttentionOut]:
-    """Returns an attention op like `op` that takes layers with K and V in host memory, too."""
+    """Returns an attention op like `op` that also accepts layers with K and V in host memory."""
     return partial(attend, op, reads=None if offload is None else offload.reads)
 
 
@@ -55,13 +55,13 @@ def attend(
 def _way(reads: str | None, selection: Selection) -> str:
     """Returns how a selection is read: by default, tokens in place.
 
-    A GPU must fetch pages; the reference ops of other backends read these in place, too.
+    A GPU must fetch pages; the reference ops of other backends also read these in place.
     """
     fetches = jax.default_backend() == "gpu" and selection.granularity == "page"
     if fetches and reads == "in_place":
         raise ValueError(
-            "reads='in_place': must be None or 'gather' where a policy selects pages, which a GPU "
-            "does not read in host memory"
+            "reads='in_place': must be None or 'gather' for a policy that selects pages, which a "
+            "GPU does not read in host memory"
         )
     return reads or ("gather" if fetches else "in_place")
 
@@ -76,10 +76,10 @@ def _sparse(selection: Selection) -> Selection:
 def compacted(
     layer: LayerCache, selection: Selection
 ) -> tuple[LayerCache, Selection, Int32[Array, "B K entries"]]:
-    """Returns the rows that a selection lists as a layer of their own.
+    """Returns the rows that a selection lists as a separate layer.
 
-    Its pages and slots are numbered in the order of the list. The third result is their
-    numbers in the whole layer.
+    Its pages and slots are numbered in the order of the list. The third result is their numbers in
+    the whole layer.
     """
     ids, number = _with_newest(layer, selection)
     size = layer.page_size if selection.granularity == "page" else 1
@@ -87,10 +87,10 @@ def compacted(
     nth = jnp.broadcast_to(jnp.arange(capacity - 1, dtype=jnp.int32), selection.ids.shape)
     newest = (layer.lengths[..., None] - 1) // size
     valid = (nth < selection.count[..., None]) & (selection.ids <= newest)
-    # a list without a valid entry still stands for the newest token
+    # a list without a valid entry still means the newest token
     count = jnp.maximum(jnp.sum(valid, -1, dtype=jnp.int32), jnp.minimum(selection.count, 1))
     bits = None if selection.bits is None else jnp.where(valid, selection.bits, jnp.uint32(0))
-    # the newest token is the last one listed, and everything before it is whole
+    # the newest token is the last one listed, and all entries before it are full
     lengths = jnp.where(layer.lengths > 0, (number - 1) * size + (layer.lengths - 1) % size + 1, 0)
     place, pages = _place(layer, selection, ids), []
     for pool in pools(layer):
@@ -103,9 +103,9 @@ def compacted(
 
 
 def _with_newest(layer: LayerCache, selection: Selection) -> tuple[Ids, Lengths]:
-    """Returns the listed ids with the newest token's behind lists that lack it, and their number.
+    """Returns the listed ids, with the newest token's appended if missing, and their number.
 
-    Ids past the head's length, which lists may end with, are left out of the number.
+    Ids past the head's length, which may end a list, are excluded from the number.
     """
     size = layer.page_size if selection.granularity == "page" else 1
     newest = (layer.lengths - 1) // size
@@ -118,12 +118,12 @@ def _with_newest(layer: LayerCache, selection: Selection) -> tuple[Ids, Lengths]
 
 
 def _place(layer: LayerCache, selection: Selection, ids: Ids) -> tuple[Array, Array | None]:
-    """Returns the pages of listed ids, and the offsets in these where ids are tokens."""
+    """Returns the pages of listed ids, and the offsets within them if ids are tokens."""
     return jnp.divmod(ids, layer.page_size) if selection.granularity == "token" else (ids, None)
 
 
 def _named(report: ListedLogits, ids: Ids) -> ListedLogits:
-    """Returns a report on compacted slots as one on the whole layer's."""
+    """Returns a report with ids of the whole layer in place of compacted slots."""
     nth = jnp.arange(report.ids.shape[-1], dtype=jnp.int32)
     valid = nth < report.count[..., None]
     return report._replace(ids=jnp.where(valid, ids, 0))
@@ -132,7 +132,7 @@ def _named(report: ListedLogits, ids: Ids) -> ListedLogits:
 def _with_dense_heads(
     out: AttentionOut, q: Queries, layer: LayerCache, dense: Bool[Array, "B K"], dtype
 ) -> AttentionOut:
-    """Returns attention to everything in the dense heads, and `out` in the others."""
+    """Returns attention to everything for the dense heads, and `out` for the others."""
     every = replace(everything(layer.lengths), dense=dense, granularity="token")
     whole = token_sparse_decode(q, layer, every, stats=None, dtype=dtype)
     heads = jnp.repeat(dense, q.shape[1] // dense.shape[1], axis=1)

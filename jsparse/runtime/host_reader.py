@@ -1,7 +1,7 @@
 """Reads results back from the device and turns them into ids, text and statistics.
 
 The host reads each step a few steps after it was dispatched, so that the device never waits for it.
-A stop rule that it finds then ends the loop; the few steps made in the meantime are dropped.
+If a stop rule matches, the loop ends, and the few steps dispatched in the meantime are dropped.
 """
 
 from collections import deque
@@ -17,19 +17,19 @@ from jsparse.runtime.compilation import clock
 from jsparse.runtime.decoding import Drafts, StepResult
 from jsparse.runtime.prefill import OnChunk
 
-# steps that the device may be ahead of the host; one program, where that is more
+# steps that the device may be ahead of the host; one program, if that is more
 HOST_LAG = 2
 
 
 @runtime_checkable
 class TokenStreamer(Protocol):
-    """Takes token ids as Hugging Face's streamers do."""
+    """A receiver of token ids with the methods of Hugging Face's streamers."""
 
     def put(self, value: Any, /) -> Any:
-        """Takes the prompt's ids, int[1, T], and then each new id, int[1], as numpy arrays."""
+        """Receives the prompt's ids, int[1, T], and then each new id, int[1], as numpy arrays."""
 
     def end(self) -> Any:
-        """Is called when the answer is complete."""
+        """Called when the output is complete."""
 
 
 Streamer = Callable[[str], Any] | TokenStreamer
@@ -37,21 +37,21 @@ Streamer = Callable[[str], Any] | TokenStreamer
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """Holds the statistics of one prompt's generation; times are of the whole batch.
+    """The statistics of one prompt's generation; times are those of the whole batch.
 
     Attributes:
-        prompt_tokens, new_tokens: this prompt's number of tokens, and of new tokens.
-        prefill_seconds: the time until the first token of the batch was known, without compilation.
-        decode_tokens_per_second: the speed of all rows together after their first tokens, without
-            compilation; None if no decode step was run.
+        prompt_tokens, new_tokens: the number of tokens of this prompt, and of new tokens.
+        prefill_seconds: the time to the first token of the batch, without compilation.
+        decode_tokens_per_second: the throughput of all rows together after their first tokens,
+            without compilation; None if no decode step was run.
         attended_fraction: tokens attended over positions so far, averaged over steps, layers and KV
             heads; None if no decode step was run.
         read_fraction: the same fraction for tokens whose K and V were read.
-        policy: the name of the policy that decoded; for "auto" that of the one it chose.
-        drafted_tokens, accepted_tokens: with `exact`, how many tokens the policy drafted, and how
-            many of them dense attention accepted; 0 without. A token's fractions are the means of
-            the drafts that were made with it, 1 where none was.
-        compile_seconds: the time spent waiting for programs to be compiled or read from disk.
+        policy: the name of the policy that decoded; for "auto" that of the chosen policy.
+        drafted_tokens, accepted_tokens: with `exact`, the number of tokens that the policy drafted,
+            and that dense attention accepted; otherwise 0. A token's fractions are then the means
+            over the drafts of its round, 1 without drafts.
+        compile_seconds: the time spent waiting for programs to be compiled or loaded from disk.
     """
 
     prompt_tokens: int
@@ -68,16 +68,16 @@ class GenerationStats:
 
 @dataclass(frozen=True)
 class Generation:
-    """Holds the answer to one prompt.
+    """The output for one prompt.
 
     Attributes:
-        text: the new text, without special tokens, and without the stop string unless the
-            options keep it; "" if the model has no tokenizer.
-        token_ids: the new ids, including the end token if one came.
+        text: the new text, without special tokens, and without the stop string unless the options
+            keep it; "" if the model has no tokenizer.
+        token_ids: the new ids, including the end token if there is one.
         logprobs: the ids' natural log-probabilities under the model's own softmax, before sampling
             options; None unless requested.
-        finish_reason: "stop" (an end token or a stop string), "length", or "overflow" where the
-            row found no more room in the cache: the policy left too little.
+        finish_reason: "stop" (an end token or a stop string), "length", or "overflow" if the row
+            ran out of room in the cache because the policy left too little.
         stats: counts, times and attended fractions.
     """
 
@@ -90,9 +90,9 @@ class Generation:
 
 @dataclass
 class OutputRow:
-    """Collects one prompt's answer and passes it on to a streamer.
+    """Collects one prompt's output and passes it to a streamer.
 
-    The first `given` tokens of its steps were not chosen but given, and are no output.
+    The first `given` tokens of its steps were given, not chosen, and are not part of the output.
     """
 
     builder: OutputBuilder
@@ -103,11 +103,11 @@ class OutputRow:
 
     @property
     def limit(self) -> int:
-        """The most tokens of its steps."""
+        """The maximum number of tokens of its steps."""
         return self.given + self.builder.request.sampling.max_tokens
 
     def take(self, new: NewTokens) -> None:
-        """Adds the next tokens and emits them, or the text that is certain now."""
+        """Adds the next tokens and emits them, or the text that is now certain."""
         count = self.builder.take(new)
         if isinstance(self.emit, TokenStreamer):
             for token in new.ids[:count]:
@@ -129,7 +129,7 @@ class OutputRow:
 
 
 class Reader:
-    """Reads steps late, gives each row its token, and knows when all rows are done.
+    """Reads steps late, distributes their tokens to the rows, and detects when all rows are done.
 
     Attributes:
         rows: the output of each prompt so far.
@@ -141,7 +141,7 @@ class Reader:
         report: OnChunk = lambda *_: None,
         clock: Callable[[], float] = clock,
     ) -> None:
-        """Prepares to read the steps of these rows; `clock` times them, in seconds."""
+        """Prepares to read the steps of these rows; `clock` returns seconds."""
         self.rows, self._report, self._clock = rows, report, clock
         self._maximum = max(row.limit for row in rows)
         self._pending: deque[StepResult] = deque()
@@ -153,7 +153,7 @@ class Reader:
             for array in jax.tree.leaves(step):
                 array.copy_to_host_async()
             self._pending.append(step)
-            # wait for the first token, so that it is shown before the decode step compiles
+            # no lag for the first token: it is shown before the decode step compiles
             lag = max(HOST_LAG, step.tokens.shape[0]) if self._times else 0
             while sum(pending.tokens.shape[0] for pending in self._pending) > lag:
                 self._read()
@@ -164,7 +164,7 @@ class Reader:
 
     @property
     def finished(self) -> bool:
-        """Whether no row wants more tokens."""
+        """Whether all rows have ended."""
         return all(row.builder.finish for row in self.rows)
 
     def _read(self) -> None:
@@ -189,11 +189,11 @@ class Reader:
         end = first + full[0] if full.size else len(results.tokens)
         if results.drafts is not None:
             end = min(end, int(results.drafts.counts[b]))
-        told = np.zeros((max(end - first, 0), 2), np.float32)
+        fractions = np.zeros((max(end - first, 0), 2), np.float32)
         if results.stats is not None:
-            told[:, 0], told[:, 1] = (share[first:end, b] for share in results.stats)
+            fractions[:, 0], fractions[:, 1] = (share[first:end, b] for share in results.stats)
         ids, logprobs = (each[first:end, b].tolist() for each in (results.tokens, results.logprobs))
-        row.take(NewTokens(ids, logprobs, shares(told)))
+        row.take(NewTokens(ids, logprobs, shares(fractions)))
         if row.builder.finish == "error":
             raise FloatingPointError(
                 f"prompt[{b}], token {len(row.builder.token_ids)}: {NAN_LOGITS}"
@@ -202,7 +202,7 @@ class Reader:
             row.close("overflow")
 
     def _count_drafts(self, drafts: Drafts) -> None:
-        """Counts the drafts of each row that is not done, and those that were accepted."""
+        """Counts the drafted and the accepted tokens of each unfinished row."""
         for b, row in enumerate(self.rows):
             if row.builder.finish is None:
                 row.drafted += int(drafts.drafted[b])
@@ -210,14 +210,14 @@ class Reader:
 
     @property
     def _done(self) -> int:
-        """The tokens of the row that has come furthest."""
+        """The number of tokens of the longest row so far."""
         return max(row.given + len(row.builder.token_ids) for row in self.rows)
 
     def generations(self, began: float, compiling: float, policy: str) -> list[Generation]:
-        """Returns the answers.
+        """Returns the outputs.
 
         Args:
-            began: when, by the clock, the prompts were given.
+            began: the clock's value when the prompts were submitted.
             compiling: the seconds spent waiting for programs since then.
             policy: the name of the policy that decoded.
         """
@@ -229,20 +229,20 @@ class Reader:
         times, made = self._times, [len(own.builder.token_ids) for own in self.rows]
         new = sum(max(number - 1, 0) for number in made)
         row.close("length")
-        answer = row.builder.output()
-        assert answer.finish_reason is not None
+        output = row.builder.output()
+        assert output.finish_reason is not None
         stats = GenerationStats(
             prompt_tokens=len(row.builder.request.ids),
-            new_tokens=len(answer.token_ids),
+            new_tokens=len(output.token_ids),
             prefill_seconds=times[0] - began,
             decode_tokens_per_second=new / (times[-1] - times[0]) if new else None,
-            attended_fraction=answer.attended_fraction,
-            read_fraction=answer.read_fraction,
+            attended_fraction=output.attended_fraction,
+            read_fraction=output.read_fraction,
             policy=policy,
             drafted_tokens=row.drafted,
             accepted_tokens=row.accepted,
             compile_seconds=compiling,
         )
         return Generation(
-            answer.text, answer.token_ids, answer.finish_reason, stats, answer.token_logprobs
+            output.text, output.token_ids, output.finish_reason, stats, output.token_logprobs
         )

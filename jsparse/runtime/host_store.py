@@ -1,9 +1,9 @@
-"""Defines OnHost, the store that keeps K and V in host memory but for the newest tokens.
+"""OnHost, the store that keeps K and V in host memory, except for the newest tokens.
 
 The cache on the device has the newest tokens of every head (HostPool). Each prompt chunk is copied
-once it has been read; when a layer reads the next chunk, its earlier tokens come back over the
-bus. While decoding, the tail is copied before the ring would overwrite it. Host memory is borrowed
-by every program and written between them, by this store alone.
+to the host after its prefill; when a layer processes the next chunk, its earlier tokens come back
+over the bus. While decoding, the tail is copied before the ring would overwrite it. Programs borrow
+host memory; only this store writes to it, between programs.
 """
 
 import os
@@ -27,48 +27,47 @@ from jsparse.policy import Offload, Policy
 from jsparse.shapes import Rows
 
 LIMIT_VARIABLE, DEFAULT_LIMIT_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
-# room beside the allocator's memory, for everything else in the process
+# reserve next to the allocator's memory, for everything else in the process
 SPARE_HOST_BYTES = 2**30
 
 
 class OnHost:
-    """Keeps K and V in host memory, and the newest tokens and resident heads on the device."""
+    """K and V in host memory, with the newest tokens and resident heads on the device."""
 
     single_steps = True
 
     def __init__(self, policy: Policy, spec: CacheSpec, mesh: Mesh | None = None) -> None:
-        """Prepares a store of a policy with `offload`; nothing is allocated."""
+        """Sets up a store for a policy with `offload`; nothing is allocated."""
         self._policy, self._spec, self._mesh = policy, spec, mesh
         self._offload = cast(Offload, policy.offload)
         self.pages: HostLayers | None = None
-        # whole pages, as many as the tail has: the ring has two more, so that each is copied before
-        # it is overwritten
+        # the tail in whole pages: the ring has two more, so that each page is copied before it is
+        # overwritten
         self.every = max(self._offload.tail // spec.page_size, 1) * spec.page_size
 
     def require(self) -> None:
-        """Raises ValueError if this policy or device cannot have K and V in host memory.
+        """Raises ValueError if this policy or device does not support K and V in host memory.
 
-        The tail must hold the tokens that hooks of the policy look back at.
+        The tail must hold the earlier tokens that the policy's hooks read.
         """
         policy, spec, tail = self._policy, self._spec, self._offload.tail
         if self._mesh is not None:
             raise ValueError(
-                f"tensor_parallel_size={self._mesh.size}: must be 1 where K and V lie in host "
-                "memory"
+                f"tensor_parallel_size={self._mesh.size}: must be 1 with K and V in host memory"
             )
         require_offloadable("policy", policy)
         for layer in range(spec.num_layers):
             if policy.stats(layer) not in (None, "listed_logits"):
                 raise ValueError(
-                    f"policy={policy}: must ask for no statistics but listed_logits where K and V "
-                    f"lie in host memory, and asks for {policy.stats(layer)}"
+                    f"policy={policy}: must request no statistics but listed_logits with K and V "
+                    f"in host memory, not {policy.stats(layer)}"
                 )
-        host_sharding()  # refuses a device that cannot address host memory
+        host_sharding()  # raises for a device that cannot address host memory
         if jax.default_backend() == "gpu" and (reason := no_triton()):
             raise ValueError(f"policy={policy}: reading host memory {reason}")
         if spec.pool_pages is not None:
             raise ValueError(
-                f"pool_pages={spec.pool_pages}: must be None where K and V lie in host memory"
+                f"pool_pages={spec.pool_pages}: must be None with K and V in host memory"
             )
         minimum = max(policy.reads or 0, spec.page_size)
         if tail < minimum:
@@ -89,7 +88,7 @@ class OnHost:
             )
 
     def device_bytes(self, chunk: int) -> int:
-        """Returns the bytes of tails, of resident heads, and of one layer that reads its prompt."""
+        """Returns the bytes of tails, of resident heads, and of one layer during prefill."""
         spec = self._spec
         layer = spec.batch * spec.num_kv_heads * spec.num_pages * page_bytes(spec)
         return self.row_bytes(chunk) + layer
@@ -110,7 +109,7 @@ class OnHost:
         return min(-(-size // self._spec.page_size) + 2, self._spec.num_pages)
 
     def in_tails(self, cache: KVCache, chunk: int = 0) -> KVCache:
-        """Returns a cache with empty tails in the place of K and V; resident heads keep theirs."""
+        """Returns a cache with empty tails in place of K and V; resident heads keep theirs."""
         layers = (
             in_tail(
                 kv,
@@ -126,10 +125,11 @@ class OnHost:
         return self._spec.nbytes
 
     def begin(self, chunk: int) -> tuple[KVCache, State]:
-        """Returns a cache of empty tails, and the policy's first state.
+        """Returns a cache of empty tails, and the policy's initial state.
 
         Raises:
-            ValueError: K and V do not fit in host memory, or the policy or the device cannot do it.
+            ValueError: K and V do not fit in host memory, or the policy or the device does not
+                support it.
         """
         self.require()
         self.require_fit()
@@ -155,15 +155,16 @@ class OnHost:
         self.after_chunk(cache, jnp.full(self._spec.batch, self.every, jnp.int32), self.every)
 
     def after_cut(self, cache: KVCache) -> KVCache:
-        """Returns the cache with the newest pages that are left in its tails."""
+        """Returns the cache with the newest remaining pages in its tails."""
         assert self.pages is not None
         return _refilled(cache, self.pages)
 
     def committed[T](self, arrays: T) -> T:
-        """Returns arrays bound to the default device.
+        """Returns arrays committed to the default device.
 
-        Pages in host memory are bound to theirs, and so are results of programs that borrow them:
-        an array not bound before the first of these would make the second another program.
+        Pages in host memory are committed to it, and so are results of programs that borrow them:
+        with an array that is uncommitted before the first of these programs, the second would be a
+        different program.
         """
         return jax.device_put(arrays, jax.local_devices()[0])
 
@@ -174,10 +175,10 @@ def page_bytes(spec: CacheSpec) -> int:
 
 
 def available_host_bytes() -> int:
-    """Returns the bytes that K and V may take in host memory.
+    """Returns the maximum bytes of K and V in host memory.
 
     On a GPU, XLA's allocator of pinned memory has a limit, 64 GB unless the environment variable
-    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise.
+    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB sets another.
     """
     free = max(psutil.virtual_memory().available - SPARE_HOST_BYTES, 0)
     if jax.default_backend() != "gpu":
@@ -187,7 +188,7 @@ def available_host_bytes() -> int:
 
 @partial(jax.jit, static_argnames=("spec", "policy", "chunk"))
 def _empty_tails(spec: CacheSpec, policy: Policy, chunk: int) -> tuple[KVCache, State]:
-    state = policy.init(spec)  # it refuses sizes that do not fit the policy
+    state = policy.init(spec)  # it raises for sizes that do not fit the policy
     return OnHost(policy, spec).in_tails(kv_cache.init(spec), chunk), state
 
 
@@ -197,7 +198,7 @@ def _tailed(spec: CacheSpec, policy: Policy, chunk: int, cache: KVCache) -> KVCa
 
 
 def with_newest(cache: KVCache, pages: HostLayers | None, *, resident: bool = False) -> KVCache:
-    """Returns rows with the newest tokens in their tails, as these pages in host memory have them.
+    """Returns rows with the newest tokens from these pages in host memory in their tails.
 
     With `resident`, resident heads get all their tokens.
     """

@@ -1,4 +1,4 @@
-"""Holds interrupts back while work must not be left half done, and keeps them from being lost."""
+"""Delays interrupts during operations that must complete, and keeps interrupts from being lost."""
 
 import _thread
 import os
@@ -18,25 +18,26 @@ AGAIN_AFTER = 0.01
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Holds Ctrl-C back until an operation is complete."""
+    """Delays Ctrl-C until an operation is complete."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[Any] = []
-    before = signal.signal(signal.SIGINT, lambda *arguments: came.append(arguments))
+    received: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if came and callable(before):
-        before(*came[0])
+    if received and callable(before):
+        before(*received[0])
 
 
 def lose_no_interrupts() -> None:
-    """Makes Ctrl-C end a command at any time; to be called before jax is imported.
+    """Makes Ctrl-C end a command at any time; call it before jax is imported.
 
-    Python drops the exception of a callback, such as jax's of the garbage collector, and an
-    extension module may drop one while it is imported. A user's or shell's own handler stays.
+    Python drops an exception raised in a callback, such as jax's callback of the garbage collector,
+    and an extension module may drop one during its import. A handler set by the user or the shell
+    is kept.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
@@ -44,7 +45,7 @@ def lose_no_interrupts() -> None:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    """Raises KeyboardInterrupt, or exits while jax is imported: nothing is to be cleaned up."""
+    """Raises KeyboardInterrupt, or exits during jax's import, when there is nothing to clean up."""
     while frame is not None and not hasattr(sys.modules.get("jax"), "jit"):
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             os._exit(128 + number)
@@ -53,14 +54,14 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 
 def _raise_again(report: Any, lost: Any) -> None:
-    """Interrupts the main thread again, or reports another exception of a callback."""
+    """Interrupts the main thread again; reports other exceptions of callbacks."""
     if not issubclass(lost.exc_type, KeyboardInterrupt):
         report(lost)
         return
 
     def interrupt() -> None:
         time.sleep(AGAIN_AFTER)
-        os.kill(os.getpid(), signal.SIGINT)  # which also ends a wait of the main thread
+        os.kill(os.getpid(), signal.SIGINT)  # also ends a wait of the main thread
 
-    # not threading.Thread, whose locks the interrupted code may hold
+    # not threading.Thread: the interrupted code may hold its locks
     _thread.start_new_thread(interrupt, ())

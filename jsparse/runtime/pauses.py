@@ -1,6 +1,6 @@
-"""Plans the pauses of rows between decode steps, and the steps of programs until then.
+"""Computes when rows pause for services, and the number of decode steps until then.
 
-Every period of a service, or of a store, is a number of tokens that a row decodes.
+Every period of a service or a store is a number of tokens that a row decodes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,6 +19,6 @@ def until_due(periods: Iterable[int], age: int) -> list[int]:
 def next_steps(max_steps: int, steps: Iterable[int]) -> int:
     """Returns the steps of the next program: `max_steps` if none of `steps` is less, else 1.
 
-    There are but two programs, since each takes long to compile.
+    There are only two programs, since each takes long to compile.
     """
     return max_steps if min(steps, default=max_steps) >= max_steps else 1

@@ -1,8 +1,8 @@
-"""Reads prompts in chunks, densely and exactly, filling the cache and the policy's state.
+"""Prefills prompts in chunks, densely and exactly, filling the cache and the policy's state.
 
-A chunk attends to itself causally and to the cache before it, block by block; the parts are merged
-by their logsumexps. No more than one chunk × one block of scores ever exists, and one compilation
-serves every chunk of one size.
+A chunk attends to itself causally, and to the cache before it block by block; the parts are merged
+by their logsumexps. Scores never exceed one chunk × one block, and one compilation serves every
+chunk of one size.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class PrefillCarry(NamedTuple):
         cache, state: the cache and the policy's state so far.
         last_hidden: the hidden state of each row's newest token; NaN once any token's is not
             finite, since the cache does not hold NaN.
-        windows: the last W queries of each row, per layer; empty if the policy wants none.
+        windows: the last W queries of each row, per layer; empty if the policy needs none.
     """
 
     cache: KVCache
@@ -81,11 +81,11 @@ def prefill_prompts(
     within: bool = False,
     mesh: Mesh | None = None,
 ) -> PrefillCarry:
-    """Reads the first `lengths[b]` tokens of each row, `chunk` at a time, all rows side by side.
+    """Prefills the first `lengths[b]` tokens of each row, `chunk` at a time, all rows together.
 
     A store, if K and V have one, is notified of each chunk. Chunks follow the tokens already in
-    `carry`, which is donated. `report` gets ("prefill", tokens done, tokens) after each chunk. With
-    `within`, this becomes part of the program that calls it; `mesh` has the devices that the model
+    `carry`, which is donated. `report` receives ("prefill", tokens done, tokens) after each chunk.
+    With `within`, this becomes part of the calling program; `mesh` has the devices that the model
     is spread over.
     """
     prefill_one = inlined(prefill_chunk) if within else prefill_chunk.on(mesh)
@@ -118,7 +118,7 @@ def prefill_prompts(
 
 
 def settle(*running: Any) -> None:
-    """Waits for running programs: a process that exits during one is aborted."""
+    """Waits for running programs: if the process exits during one, it is aborted."""
     for array in jax.tree.leaves(running):
         if isinstance(array, jax.Array) and not array.is_deleted():
             array.block_until_ready()
@@ -140,9 +140,9 @@ def prefill_chunk(
     *,
     last: bool,
 ) -> PrefillCarry:
-    """Reads the first `valid[b]` of T tokens of each row; `last` says that no chunk follows.
+    """Prefills the first `valid[b]` of T tokens of each row; `last`: no chunk follows.
 
-    Rows whose prompt has ended take part with valid = 0 and do not change.
+    Rows at the end of their prompt have valid = 0 and do not change.
     """
     view, state = step_view(carry.cache, read_only), carry.state
     cache = view.cache
@@ -159,9 +159,9 @@ def prefill_chunk(
         if windows:
             windows[layer] = _shift_in(windows[layer], q, valid)
         window = windows[layer] if windows else q[:, :0]
-        asked = jnp.minimum(before + valid, policy.window)
+        in_window = jnp.minimum(before + valid, policy.window)
         now = view._replace(cache=replace_layer(cache, layer, kv))
-        part = PrefillView(tokens, positions, k, v, valid, now, window, asked, last)
+        part = PrefillView(tokens, positions, k, v, valid, now, window, in_window, last)
         state = kept(policy, "prefill", state, policy.prefill(state, layer, part))
         if kv is not cache.layers[layer]:
             # or XLA may defer the hooks' work on a layer until after all layers
@@ -190,9 +190,9 @@ def replay_chunk(
     carry: PrefillCarry,
     read_only: ReadOnly,
 ) -> PrefillCarry:
-    """Shows the policy a chunk whose K and V the cache holds already, as its newest tokens.
+    """Shows the policy a chunk of newest tokens, whose K and V are already in the cache.
 
-    `valid` is as in `prefill_chunk`. This is that program without the model: queries are not known,
+    `valid` is as in `prefill_chunk`. This is that program without the model: queries are unknown,
     so those of the window must come with later chunks.
     """
     config, after = decoder.config, carry.cache.positions
@@ -215,7 +215,7 @@ def replay_chunk(
 def _shift_in(
     window: Float[Array, "B W N H"], q: ChunkQueries, valid: Rows
 ) -> Float[Array, "B W N H"]:
-    """Returns the last W of the old window followed by each row's valid queries."""
+    """Returns the last W queries of the old window followed by each row's valid queries."""
     newest = valid[:, None] + jnp.arange(window.shape[1], dtype=jnp.int32)
     joined = jnp.concatenate([window, q.astype(window.dtype)], axis=1)
     return jnp.take_along_axis(joined, newest[:, :, None, None], axis=1)

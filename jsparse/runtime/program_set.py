@@ -11,7 +11,7 @@ from jsparse.runtime.compilation import Program
 
 
 class ProgramKey(NamedTuple):
-    """Names a program: its function, the sizes that determine its shapes, its static arguments."""
+    """The key of a program: its function, the sizes of its shapes, its static arguments."""
 
     name: str
     size: tuple[int, ...] = ()
@@ -19,22 +19,22 @@ class ProgramKey(NamedTuple):
 
     @classmethod
     def of(cls, name: str, *size: int, **static: Any) -> "ProgramKey":
-        """Names the program of a function, with these sizes and static arguments."""
+        """Returns the key of a function's program with these sizes and static arguments."""
         return cls(name, size, frozenset(static.items()))
 
 
 logger = logging.getLogger("jsparse.runtime")
-# seconds between two lines of the log while programs compile
+# seconds between log lines while programs compile
 LOG_SECONDS = 10
 
 
 class ProgramSet:
-    """Holds programs that are each compiled for few sizes and static arguments.
+    """Programs that are each compiled for a few sizes and static arguments.
 
     Compiled programs refuse other shapes, so none is traced again.
 
     Attributes:
-        seconds: the time for which callers waited for one to be compiled.
+        seconds: the time that callers have waited for compilation.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class ProgramSet:
         fixed: Mapping[str, Any],
         arguments: Callable[[str, tuple[int, ...]], tuple[Any, ...]],
     ) -> None:
-        """Prepares programs.
+        """Sets up the programs; nothing is compiled.
 
         Args:
             programs: the programs, by name.
-            fixed: arguments that are always the same, by name; a program gets the ones it takes.
-            arguments: returns the shapes of a program's other arguments, by its name and size.
+            fixed: arguments that never change, by name; a program receives those that it has.
+            arguments: returns the shapes of a program's other arguments, given its name and size.
         """
         self._programs, self._arguments = programs, arguments
         self._fixed = {name: made.among(fixed) for name, made in programs.items()}
@@ -58,21 +58,21 @@ class ProgramSet:
 
     @property
     def compiled(self) -> int:
-        """The number of programs that have been compiled."""
+        """The number of compiled programs."""
         return sum(job.done() for job in list(self._made.values()))
 
     @property
     def compiling(self) -> bool:
-        """Whether any is being compiled, or read from disk."""
+        """Whether any program is being compiled or loaded from disk."""
         return self.compiled < len(self._made)
 
     def ready(self, wanted: ProgramKey) -> bool:
-        """Returns whether a program has been compiled, without an error."""
+        """Returns whether a program is compiled, without an error."""
         job = self._made.get(wanted)
         return job is not None and job.done() and not job.cancelled() and job.exception() is None
 
     def run(self, wanted: ProgramKey, *arrays: Any) -> Any:
-        """Runs a program, which is compiled if it has not been."""
+        """Runs a program, and compiles it first if necessary."""
         if not self.ready(wanted):
             began = time.perf_counter()
             self.expect([wanted])
@@ -81,13 +81,13 @@ class ProgramSet:
         return self._made[wanted].result()(*arrays, **self._given[wanted.name])
 
     def lend(self, name: str, value: Any) -> None:
-        """Gives programs this argument from now on, instead of a fixed one of the same shapes."""
+        """Replaces a fixed argument of the programs by another of the same shapes."""
         for given in self._given.values():
             if name in given:
                 given[name] = value
 
     def expect(self, wanted: Iterable[ProgramKey]) -> None:
-        """Begins to compile programs that have not been, several at a time, and returns at once."""
+        """Starts compiling those programs that are not compiled yet, and returns at once."""
         for each in wanted:
             if each not in self._made:
                 program = self._programs[each.name]
@@ -96,7 +96,7 @@ class ProgramSet:
                 job.add_done_callback(partial(_log_error, each))
 
     def adopt(self, given: ProgramKey, data: bytes) -> None:
-        """Takes a program from another process."""
+        """Adds a program that another process has compiled."""
         program, job = self._programs[given.name], Future[Callable[..., Any]]()
         job.set_result(program.unpacked(data, *self._shapes(given), **self._named(given)))
         self._made[given] = job
@@ -135,7 +135,7 @@ class ProgramSet:
 
 
 def _log_error(key: ProgramKey, job: Future[Callable[..., Any]]) -> None:
-    """Logs that a program cannot be compiled: callers that need it get the error, too."""
+    """Logs that a program cannot be compiled; callers that need it also get the error."""
     error = None if job.cancelled() else job.exception()
     if error is not None and not isinstance(error, CancelledError):
         logger.warning("%s cannot be compiled: %r", key, error)

@@ -1,4 +1,4 @@
-"""Defines Request, a prompt with its sampling parameters, and checks prompts into requests."""
+"""Request, a prompt with its sampling parameters, and the checks that create it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Holds one prompt and its options, checked.
+    """One checked prompt with its options.
 
     Attributes:
         ids: the prompt, int32 [T].
         sampling: the options, with the model's defaults in place of None.
         ends: the tokens that end the text.
-        stream: the number of the seed's random stream to draw from.
+        stream: the number of the seed's random stream to sample from.
     """
 
     ids: np.ndarray
@@ -35,7 +35,7 @@ class Request:
 
     @property
     def max_length(self) -> int:
-        """Returns the most tokens that prompt and answer can have together."""
+        """The maximum number of tokens of prompt and output together."""
         return len(self.ids) + self.sampling.max_tokens
 
 
@@ -54,11 +54,11 @@ def requests(
         rows: the prompts, as `prompts.encode` returns them.
         sampling: the options of all prompts, or one entry per prompt.
         policy: the policy that decodes.
-        seed: the seed of prompts whose options have none.
+        seed: the seed of prompts without a seed of their own.
 
     Raises:
-        ValueError: an option is not among those of the model or the policy, or there is not one
-            entry per prompt.
+        ValueError: the model or the policy does not support an option, or there is not one entry
+            per prompt.
     """
     given = per_prompt(sampling, len(rows))
     return [
@@ -86,7 +86,7 @@ def per_prompt(
 
 
 def require_alone(sampling: SamplingParams | Sequence[SamplingParams]) -> None:
-    """Refuses options of engines alone, such as several answers.
+    """Refuses options that only engines support, such as several sequences.
 
     Raises:
         ValueError: one is set, or `sampling` is neither SamplingParams nor a list of them.
@@ -96,8 +96,8 @@ def require_alone(sampling: SamplingParams | Sequence[SamplingParams]) -> None:
             raise ValueError(f"n={own.n}: must be 1 for generate; jsparse.LLM takes more")
         if own.exact is not None:
             raise ValueError(
-                f"exact={own.exact}: must be None in SamplingParams for generate, which takes it "
-                "as an argument of its own"
+                f"exact={own.exact}: must be None in SamplingParams for generate, which has "
+                "its own argument for it"
             )
         if own.logprobs:
             raise ValueError(
@@ -128,7 +128,7 @@ def _request(
             raise ValueError(f"dense={value!r}: must be true or false")
         if name == "dense" and value and policy.evicts:
             raise ValueError(
-                f"dense={value!r}: must not be set where the policy drops tokens, as {policy} does"
+                f"dense={value!r}: must not be set for a policy that drops tokens, as {policy} does"
             )
         if name != "dense":
             require_knob(policy, name, value)
@@ -150,14 +150,14 @@ def _request(
     ends = _ends(params, sampling)
     if sampling.min_tokens and len(ends) > MAX_END_IDS:
         raise ValueError(
-            f"min_tokens={sampling.min_tokens}: must be 0 where more than {MAX_END_IDS} tokens end "
+            f"min_tokens={sampling.min_tokens}: must be 0 if more than {MAX_END_IDS} tokens end "
             f"the text; here {len(ends)} do"
         )
     return Request(np.asarray(ids, np.int32), resolved, ends, 0 if own_seed else row)
 
 
 def _require_possible(sampling: SamplingParams, tokenizer: "Tokenizer") -> None:
-    """Raises ValueError if a stop string contains a control token, which gives no text."""
+    """Raises ValueError if a stop string contains a control token, which has no text."""
     for stop in sampling.stop or () if sampling.skip_special_tokens else ():
         for token in tokenizer.control_tokens:
             if token in stop and token != stop:
@@ -173,15 +173,15 @@ def _ends(params: "Params", sampling: SamplingParams) -> frozenset[int]:
     return frozenset((*(sampling.stop_token_ids or ()), *own))
 
 
-def knobs(asked: Sequence[Request]) -> "dict[str, Array] | None":
-    """Returns the hyper-parameters that some request sets, each with a number per row.
+def knobs(batch: Sequence[Request]) -> "dict[str, Array] | None":
+    """Returns the hyper-parameters that any request sets, each with a number per row.
 
-    Rows that do not set one have NaN, which leaves them the policy's own. `dense` is a flag.
+    Rows that do not set one have NaN, which means the policy's own value. `dense` is a flag.
     """
     import jax.numpy as jnp
 
-    set_by = [request.sampling.policy for request in asked]
-    # a flag that is never raised needs no program of its own
+    set_by = [request.sampling.policy for request in batch]
+    # a flag that no row sets needs no separate program
     names = sorted({name for own in set_by for name, value in own.items() if value is not False})
     rows = {name: [own.get(name, float("nan")) for own in set_by] for name in names}
     return {
@@ -193,7 +193,7 @@ def knobs(asked: Sequence[Request]) -> "dict[str, Array] | None":
 
 
 def knob_rows(requests: Sequence[Request], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Returns the hyper-parameters of `names` that requests set, a row each; others are NaN."""
+    """Returns the hyper-parameters `names` that requests set, by row; unset ones are NaN."""
     own = [request.sampling.policy for request in requests]
     return {
         name: np.array([each.get(name, False) for each in own])
@@ -205,12 +205,12 @@ def knob_rows(requests: Sequence[Request], names: Sequence[str]) -> dict[str, np
 
 def default_sampling(params: "Params") -> SamplingParams:
     """Returns SamplingParams with the model's own defaults in place of None."""
-    stated = params.generation_defaults
-    return SamplingParams(**{name: stated[name] for name in OFF if name in stated})
+    defaults = params.generation_defaults
+    return SamplingParams(**{name: defaults[name] for name in OFF if name in defaults})
 
 
 def end_tokens(params: "Params") -> frozenset[int]:
-    """Returns the model's own end tokens: those of its generation_config and of its tokenizer."""
+    """Returns the model's own end tokens, from its generation_config and its tokenizer."""
     named = params.generation_defaults.get("eos_token_id", ())
     own = params.tokenizer.eos_token_ids if params.tokenizer else ()
     return frozenset((*(named if isinstance(named, Sequence) else [named]), *own))

@@ -1,6 +1,6 @@
-"""Makes room for the tokens that heads will hold while they decode, and checks that it suffices.
+"""Makes room for the tokens that heads will hold while they decode, and checks it.
 
-Policies that evict say how many tokens a head can come to hold (`Eviction.max_length`), and rework
+Policies that evict give the maximum number of tokens per head (`Eviction.max_length`) and rework
 the cache after the prompt, so that it need not hold more.
 """
 
@@ -19,10 +19,10 @@ from jsparse.runtime.spread_programs import by_rank
 def require_pages(
     policy: Policy, spec: CacheSpec, prompts: Sequence[int], limits: Sequence[int]
 ) -> None:
-    """Raises ValueError if a shared pool cannot hold the tokens that the policy lets heads hold.
+    """Raises ValueError if a shared pool is too small for the policy's maximum tokens per head.
 
-    `prompts` are the tokens of each row, and `limits` its new ones; rows take pages for as long as
-    any decodes.
+    `prompts` and `limits` are the prompt and new tokens of each row; every row takes pages until
+    the last one ends.
     """
     if policy.eviction is None or policy.eviction.max_length is None or spec.pool_pages is None:
         return
@@ -31,7 +31,7 @@ def require_pages(
     if spec.pool_pages < pages:
         raise ValueError(
             f"pool_pages={spec.pool_pages}: must be at least {pages}, the scratch page and the "
-            f"pages of heads of {slots} tokens, which {policy} may come to hold"
+            f"pages of heads of {slots} tokens, the maximum of {policy}"
         )
 
 
@@ -45,13 +45,13 @@ def after_prompt(
     limits: Sequence[int],
     mesh: Mesh | None = None,
 ) -> tuple[KVCache, State]:
-    """Lets the policy evict tokens of the prompts, once, before the first step.
+    """Runs the policy's eviction after the prompts, once, before the first step.
 
     `prompts` and `limits` are as in `require_pages`; `mesh` has the devices that the model is
     spread over.
 
     Raises:
-        ValueError: it leaves heads less room than it says they may need.
+        ValueError: it leaves heads less room than `max_length`.
     """
     if policy.eviction is None or policy.eviction.after_prompt is None:
         return cache, state
@@ -63,7 +63,7 @@ def after_prompt(
 def evict(
     policy: Policy, cache: KVCache, state: State, read_only: ReadOnly, slots: int
 ) -> tuple[KVCache, State]:
-    """Lets the policy evict tokens of the prompts, and leave heads room for `slots` of them.
+    """Runs the policy's eviction, which must leave room for `slots` tokens per head.
 
     Raises:
         ValueError: it leaves less room.
@@ -76,16 +76,16 @@ def evict(
     if left < slots:
         raise ValueError(
             f"policy={policy}: after_prompt left room for {left} tokens per head: must be at "
-            f"least {slots}, as `max_length` says"
+            f"least {slots}, its `max_length`"
         )
     return cache, state
 
 
 def _wanted(policy: Policy, prompts: Sequence[int], limits: Sequence[int]) -> list[int]:
-    """Returns the slots that a head of each row may need."""
+    """Returns the maximum slots per head of each row."""
     return [max_length(policy)(prompt, new) for prompt, new in zip(prompts, limits, strict=True)]
 
 
 def max_length(policy: Policy) -> Callable[[int, int], int]:
-    """Returns the function of a prompt's and of new tokens that says how many a head may hold."""
+    """Returns the policy's `max_length`, or prompt + new."""
     return (policy.eviction and policy.eviction.max_length) or operator.add

@@ -1,7 +1,7 @@
-"""Drives rows that decode side by side: the programs that run their steps, and services between.
+"""Decodes a batch of rows: the programs that run their steps, and the services between steps.
 
-The rows of a session begin together, and each has pages of its own. Those of an engine join and
-leave while others decode, over pages that they share. Both are a `Batch`, and one step decodes it.
+The rows of a session start together and have separate pages. Those of an engine join and leave
+while others decode, over shared pages. Both are a `Batch`, and the same step decodes it.
 """
 
 from collections.abc import Callable
@@ -37,16 +37,16 @@ from jsparse.shapes import Rows
 
 
 class Batch[Memory: (KVCache, SharedPages)](NamedTuple):
-    """Holds B rows that decode side by side; programs donate and return it.
+    """B rows that decode together; programs donate and return it.
 
     Attributes:
-        tokens: the newest token of each row, whose K and V the cache does not hold yet.
+        tokens: the newest token of each row, whose K and V are not yet in the cache.
         cache: K and V: a session's KVCache, or the SharedPages of an engine's rows. A step reads
-            the KVCache that `of_rows(active)` gives, and `after` takes the result back.
+            the KVCache that `of_rows(active)` returns, and `after` stores the result.
         state: the policy's state.
-        given: the carry of the way to choose.
+        given: the carry of `choose`.
         made: the number of tokens chosen so far: one for all rows, or one per row.
-        recent: the newest tokens that the cache holds, as many as a correction recomputes.
+        recent: the newest tokens in the cache, n = the number that a correction recomputes.
         knobs: the hyper-parameters that rows have set, by name: one number per row.
     """
 
@@ -60,20 +60,20 @@ class Batch[Memory: (KVCache, SharedPages)](NamedTuple):
 
 
 def no_recent(policy: Policy, rows: int) -> Int32[Array, "B n"]:
-    """Returns the newest tokens of rows that have none; at least one, also where none is needed.
+    """Returns an empty `recent` buffer, [B, max(correct_every, 1)].
 
-    XLA cannot spread an empty array over devices.
+    XLA cannot shard an empty array over devices.
     """
     return jnp.zeros((rows, max(policy.services.correct_every, 1)), jnp.int32)
 
 
 class Step(NamedTuple):
-    """Holds the results of a decode step, by row.
+    """The results of a decode step, by row.
 
     Attributes:
         tokens, logprobs: the chosen tokens and their log-probabilities under the model's softmax.
-        stats: how much was attended and read in each layer; None for the first token.
-        overflow: the rows that had run out of room; their tokens mean nothing from then on.
+        stats: the shares attended and read in each layer; None for the first token.
+        overflow: the rows that had run out of room; their tokens are invalid from then on.
         logits: the logits that the tokens were chosen from.
     """
 
@@ -96,7 +96,7 @@ def one_step[Memory: (KVCache, SharedPages)](
 ) -> tuple[Batch[Memory], Any]:
     """Runs one decode step, which chooses the next tokens; also returns the result of `keep`.
 
-    Rows that are not active change nothing; None is all.
+    Inactive rows do not change; None: all rows are active.
     """
     seen, read_only = batch.cache.of_rows(active), read_only._replace(knobs=batch.knobs or None)
     logits, cache, state, stats = decode_step(
@@ -132,12 +132,12 @@ def decode_steps[Memory: (KVCache, SharedPages)](
 ) -> tuple[Batch[Memory], Any]:
     """Runs `count` decode steps; also returns the results of `keep`, stacked.
 
-    Row b takes part in the first `counts[b]` of them, and steps in which none does are not run;
-    None is that all rows take part in all.
+    Row b takes part in the first `counts[b]` steps; steps without any row are skipped. None: all
+    rows take part in all steps.
     """
     note_trace()
 
-    # traced once, though its results' shapes are asked for before
+    # traced once, although its results' shapes are evaluated first
     traced = jax.jit(partial(one_step, decoder, policy, choose, keep), inline=True)
     step = partial(traced, weights, read_only)
 
@@ -199,7 +199,7 @@ def first_tokens(
 def maintain(
     policy: Policy, cache: KVCache, state: State, read_only: ReadOnly = NOTHING
 ) -> tuple[KVCache, State]:
-    """Runs the policy's maintenance, for which all rows of the cache must be due."""
+    """Runs the policy's maintenance on a cache of rows that are all due."""
     note_trace()
     state, cache = maintained(policy, policy.services.maintain(state, step_view(cache, read_only)))
     return without_host(cache), state
@@ -215,9 +215,9 @@ def serviced[Memory: (KVCache, SharedPages)](
     *,
     within: bool = False,
 ) -> Batch[Memory]:
-    """Returns the batch after one of the policy's services, for which all of its rows are due.
+    """Runs one of the policy's services on a batch of rows that are all due, and returns the batch.
 
-    With `within`, it becomes part of the program that calls it.
+    With `within`, it becomes part of the calling program.
     """
     cache, state = batch.cache.of_rows(None), batch.state
     read_only = read_only._replace(knobs=batch.knobs or None)
@@ -226,13 +226,13 @@ def serviced[Memory: (KVCache, SharedPages)](
         cache, state = run(decoder, policy, weights, batch.recent, cache, state, read_only)
     else:
         run = inlined(maintain) if within else maintain
-        # where K and V lie in host memory, it reads only newest tokens, which are on the device
+        # with K and V in host memory it reads only newest tokens, which are on the device
         cache, state = run(policy, cache, state, read_only._replace(host=None))
     return batch._replace(cache=batch.cache.after(cache, None), state=state)
 
 
 def services_on(mesh: Mesh | None) -> Callable[..., Any]:
-    """Returns `serviced`, as one program where the model is spread over these devices."""
+    """Returns `serviced`, as one program if the model is spread over these devices."""
     if mesh is None:
         return serviced
     static = ("service", "decoder", "policy", "within")
@@ -243,10 +243,10 @@ def services_on(mesh: Mesh | None) -> Callable[..., Any]:
 def take[Memory: (KVCache, SharedPages)](
     policy: Policy, spec: CacheSpec, batch: Batch[Memory], rows: Int32[Array, "n"]
 ) -> Batch[Memory]:
-    """Returns some rows as a batch of their own, over the same pages.
+    """Returns some rows as a separate batch over the same pages.
 
-    A number behind the last row stands for a copy of that row, which `put` ignores. `made` and all
-    arrays of `given` must have an axis of rows, the first.
+    Indices ≥ B are padding: they read the last row, and `put` drops them. `made` and all arrays of
+    `given` must have rows as their first axis.
 
     Raises:
         ValueError: the cache has no block table.
@@ -263,9 +263,9 @@ def put[Memory: (KVCache, SharedPages)](
     part: Batch[Memory],
     rows: Int32[Array, "n"],
 ) -> Batch[Memory]:
-    """Returns the batch with the rows of `part` in these places, and the pages of `part`.
+    """Returns the batch with the rows of `part` at these indices, and the pages of `part`.
 
-    `made` and all arrays of `given` must have an axis of rows, the first.
+    `made` and all arrays of `given` must have rows as their first axis.
 
     Raises:
         ValueError: the cache has no block table.

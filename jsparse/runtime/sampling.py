@@ -1,8 +1,8 @@
-"""Chooses the next token of each row: greedily, by sampling, or as it is given.
+"""Chooses the next token of each row: greedily, by sampling, or from given tokens.
 
-A way of choosing is a static function of a carry, the token's number and the logits. Two serve
-generation: `greedy`, where all rows take the likeliest token, and `sampled`, in which every option
-is a number per row, so that no value of an option compiles anything anew. Options that Hugging
+A `ChooseFn` is a static function of a carry, the token's number and the logits. Two serve
+generation: `greedy`, for batches in which all rows are greedy, and `sampled`, in which every option
+is a number per row, so that no value of an option compiles anything again. Options that Hugging
 Face's logits processors have mean the same as there, the others the same as in vLLM; SamplingParams
 has their order.
 """
@@ -21,11 +21,11 @@ from jsparse.selection.threshold import top_k_mask
 from jsparse.shapes import Rows
 
 NextTokens = tuple[Rows, Float32[Array, "B"], Any]
-# one number for all rows, or one per row where rows began at different times
+# one number for all rows, or one per row if rows started at different times
 Nth = Int32[Array, ""] | Int32[Array, "B"]
-# the rows that take part; None is all
+# the rows that take part; None: all
 Active = Bool[Array, "B"] | None
-# the number of likeliest tokens that `top_logprobs` returns
+# the number of most likely tokens that `top_logprobs` returns
 TOP = 20
 MAX_COUNTED = np.iinfo(np.uint16).max
 
@@ -33,9 +33,8 @@ MAX_COUNTED = np.iinfo(np.uint16).max
 class ChooseFn(Protocol):
     """Chooses token number `nth` of each row; returns it, its log-probability and the carry.
 
-    The log-probability is under the model's own softmax, before any options. The tokens of
-    rows that are not `active` mean nothing, and leave what the carry knows of a row as it is; None
-    means that all are active.
+    The log-probability is under the model's own softmax, before any options. The tokens of inactive
+    rows are invalid, and their part of the carry does not change. None: all rows are active.
     """
 
     def __call__(
@@ -49,9 +48,9 @@ class ChooseFn(Protocol):
 
 
 class RowSampling(NamedTuple):
-    """Holds the options of SamplingParams per row, and the tokens generated so far.
+    """The options of SamplingParams per row, and the tokens generated so far.
 
-    Lists of token ids are padded with the size of the vocabulary, which no logit has.
+    Lists of token ids are padded with the size of the vocabulary, which is no token's id.
 
     Attributes:
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
@@ -60,7 +59,7 @@ class RowSampling(NamedTuple):
         ends: the tokens that cannot be chosen before min_tokens; none if that is 0.
         seed: the lower and the upper half of the seed.
         stream: the number of the seed's random stream.
-        seen: the tokens in the text so far, the prompt included.
+        seen: the tokens in the text so far, including the prompt.
         counts: how often each token was generated, up to 65,535 times.
     """
 
@@ -82,10 +81,10 @@ class RowSampling(NamedTuple):
 
 
 class TopLogprobs(NamedTuple):
-    """Holds the likeliest tokens of each row, best first; equal ones by id.
+    """The most likely tokens of each row, best first; ties go to the lower id.
 
     Attributes:
-        ids: the tokens: TOP of them, or all where the vocabulary has fewer.
+        ids: the tokens: TOP of them, or the whole vocabulary if it is smaller.
         logprobs: their log-probabilities under the model's own softmax, before any options.
     """
 
@@ -94,14 +93,14 @@ class TopLogprobs(NamedTuple):
 
 
 def chooser(requests: Sequence[Request], vocab_size: int) -> tuple[ChooseFn, Any]:
-    """Returns the way to choose for a batch, and its first carry."""
+    """Returns the ChooseFn for a batch, and its initial carry."""
     if all(request.sampling.greedy for request in requests):
         return greedy, ()
     return sampled, jax.tree.map(jnp.asarray, row_sampling(requests, vocab_size))
 
 
 def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
-    """Returns the first carry of `sampled` for these requests, as numpy arrays."""
+    """Returns the initial carry of `sampled` for these requests, as numpy arrays."""
     options = [request.sampling for request in requests]
     rows = len(requests)
     seen = np.zeros((rows, vocab_size), np.bool_)
@@ -143,7 +142,7 @@ def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
 def greedy(
     given: Any, nth: Nth, logits: Float32[Array, "B V"], active: Active = None
 ) -> NextTokens:
-    """Takes the likeliest token of each row; its carry does not change."""
+    """Chooses the most likely token of each row; its carry does not change."""
     tokens = jnp.argmax(logits, -1).astype(jnp.int32)
     return tokens, _logprobs(logits, tokens), given
 
@@ -151,7 +150,7 @@ def greedy(
 def forced(
     given: Int32[Array, "n B"], nth: Nth, logits: Float32[Array, "B V"], active: Active = None
 ) -> NextTokens:
-    """Takes the tokens of a table, regardless of the logits; its carry is the table."""
+    """Chooses the tokens of a table, regardless of the logits; its carry is the table."""
     tokens = given[nth]
     return tokens, _logprobs(logits, tokens), given
 
@@ -159,7 +158,10 @@ def forced(
 def forced_then_greedy(
     given: Int32[Array, "n B"], nth: Nth, logits: Float32[Array, "B V"], active: Active = None
 ) -> NextTokens:
-    """Takes the tokens of a table, and where that has -1 or ends the likeliest; it carries it."""
+    """Chooses the tokens of a table; at -1 and past its end, the most likely token.
+
+    Its carry is the table.
+    """
     wanted = given.at[nth].get(mode="fill", fill_value=-1)
     tokens = jnp.where(wanted < 0, jnp.argmax(logits, -1).astype(jnp.int32), wanted)
     return tokens, _logprobs(logits, tokens), given
@@ -175,8 +177,8 @@ def sampled(
     """
     rows = jnp.arange(logits.shape[0])
     nth = jnp.broadcast_to(nth, rows.shape)
-    asked = given if active is None else _of_active(given, active)
-    wanted = adjusted(asked, nth, logits)
+    options = given if active is None else _of_active(given, active)
+    wanted = adjusted(options, nth, logits)
 
     def noise(seed: Array, stream: Array, nth: Array) -> Array:
         key = jax.random.fold_in(jax.random.key(seed[0]), seed[1])
@@ -185,12 +187,12 @@ def sampled(
 
     def drawn(likeliest: Array) -> Array:
         noises = jax.vmap(noise)(given.seed, given.stream, nth)
-        return jnp.where(hot, perturbed_argmax(asked, wanted, noises), likeliest)
+        return jnp.where(hot, perturbed_argmax(options, wanted, noises), likeliest)
 
-    hot = asked.temperature != 0
+    hot = options.temperature != 0
     tokens = _if_any(hot, drawn, jnp.argmax(wanted, -1).astype(jnp.int32))
     count = given.counts[rows, tokens]
-    # the tokens of inactive rows mean nothing, and are not counted
+    # the tokens of inactive rows are invalid and not counted
     at = rows, tokens if active is None else jnp.where(active, tokens, logits.shape[1])
     return (
         tokens,
@@ -205,7 +207,7 @@ def sampled(
 
 
 def _of_active(given: RowSampling, active: Bool[Array, "B"]) -> RowSampling:
-    """Turns off the options of inactive rows, for which nothing need be computed."""
+    """Turns off the options of inactive rows, which need no computation."""
     off = {
         "temperature": 0,
         "top_k": 0,
@@ -227,9 +229,9 @@ def _of_active(given: RowSampling, active: Bool[Array, "B"]) -> RowSampling:
 def adjusted(
     given: RowSampling, nth: Int32[Array, "B"], logits: Float32[Array, "B V"]
 ) -> Float32[Array, "B V"]:
-    """Adds the biases, sets end tokens that come too early to -inf and applies the penalties.
+    """Adds the biases, sets end tokens before min_tokens to -inf and applies the penalties.
 
-    Steps that no row needs are skipped, together where no row needs any.
+    Steps that no row needs are skipped individually, and all at once if no row needs any.
     """
     rows, vocab = jnp.arange(logits.shape[0])[:, None], logits.shape[-1]
     early = nth < given.min_tokens
@@ -266,18 +268,20 @@ def adjusted(
 def perturbed_argmax(
     given: RowSampling, logits: Float32[Array, "B V"], noise: Float32[Array, "B V"]
 ) -> Rows:
-    """Returns the token whose logit and noise are largest together, of those that options leave.
+    """Returns the token with the largest sum of logit and noise among those that options allow.
 
-    With Gumbel noise that is a draw from the softmax. Options scale the logits by the temperature
-    and rule tokens out: top_k and top_p keep exactly the set they name; equal logits at the edge go
-    to the lowest token id. A top_k that no row asks for is skipped.
+    With Gumbel noise that is a sample from the softmax. Options scale the logits by the temperature
+    and exclude tokens: top_k and top_p keep exactly the set they name; ties at the edge go to the
+    lowest token id. If no row sets top_k, it is skipped.
 
-    What top_p leaves are the first tokens of an order. If the token that is looked for is not among
-    them, nothing behind it is, either: it is looked for before it, until it is one that is left.
+    top_p keeps a prefix of the tokens in order of their logits. If the best token is outside the
+    prefix, so is every token after it: the search repeats over the tokens before it until it finds
+    one in the prefix.
     """
     vocab = logits.shape[-1]
     temperature = jnp.where(given.temperature == 0, 1.0, given.temperature)[:, None]
-    # no overflow, however cold; the likeliest token has 0, so that exp(logits) are weights up to 1
+    # no overflow at any temperature: the most likely token has 0, so exp(logits) are weights up to
+    # 1
     logits = (logits - logits.max(-1, keepdims=True)) / temperature
     some_k = (given.top_k > 0) & (given.top_k < vocab)
 
@@ -293,24 +297,24 @@ def perturbed_argmax(
         own = jnp.take_along_axis(logits, tokens[:, None], -1)
         return (logits > own) | ((logits == own) & (ids < tokens[:, None]))
 
-    def is_left(tokens: Rows) -> Bool[Array, "B"]:
+    def is_kept(tokens: Rows) -> Bool[Array, "B"]:
         ahead = before(tokens)
         mass = jnp.sum(jnp.where(ahead, weights, 0.0), -1)
-        # a row keeps one at least: p times the sum can underflow to 0
+        # a row keeps at least one token: p times the sum can underflow to 0
         return (given.top_p >= 1) | (mass < target) | ~jnp.any(ahead, -1)
 
     def again(carry: tuple[Rows, Bool[Array, "B"]]) -> tuple[Rows, Bool[Array, "B"]]:
         tokens, found = carry
         other = jnp.argmax(jnp.where(before(tokens), perturbed, -jnp.inf), -1)
         tokens = jnp.where(found, tokens, other.astype(jnp.int32))
-        return tokens, found | is_left(tokens)
+        return tokens, found | is_kept(tokens)
 
     tokens = jnp.argmax(perturbed, -1).astype(jnp.int32)
-    return jax.lax.while_loop(lambda carry: ~jnp.all(carry[1]), again, (tokens, is_left(tokens)))[0]
+    return jax.lax.while_loop(lambda carry: ~jnp.all(carry[1]), again, (tokens, is_kept(tokens)))[0]
 
 
 def top_logprobs(logits: Float32[Array, "B V"]) -> TopLogprobs:
-    """Returns the TOP likeliest tokens of each row with their log-probabilities."""
+    """Returns the TOP most likely tokens of each row with their log-probabilities."""
     _, ids = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))
     return TopLogprobs(ids, jnp.take_along_axis(jax.nn.log_softmax(logits), ids, -1))
 

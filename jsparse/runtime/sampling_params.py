@@ -1,4 +1,4 @@
-"""Defines SamplingParams, the options of an answer, and checks their values."""
+"""SamplingParams, the options of a request, and checks of their values."""
 
 import math
 import re
@@ -12,62 +12,62 @@ import numpy as np
 from jsparse.names import SAMPLING, takes
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-# sizes of the arrays that a row of jsparse.runtime.sampling.RowSampling takes
+# widths of arrays in jsparse.runtime.sampling.RowSampling
 MAX_BIASES, MAX_END_IDS = 300, 16
-# the value at which each option does nothing, for models that name no default of their own
+# the value at which each option does nothing, for models without defaults of their own
 OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Holds the options of one prompt's answer, with the names that vLLM uses.
+    """The options of one request, with the names that vLLM uses.
 
     Options change the logits in this order: logit_bias, min_tokens, repetition_penalty,
     presence_penalty and frequency_penalty, temperature, top_k, top_p, min_p. At temperature 0 the
-    likeliest token after the penalties is taken. None for an option from temperature to
+    most likely token after the penalties is chosen. None for an option from temperature to
     repetition_penalty means the value in the model's generation_config, else off.
 
     Attributes:
-        temperature: the sampling temperature; 0 is greedy.
-        top_k: the number of likeliest tokens to keep; 0 and -1 are off.
-        top_p: the total probability of the likeliest tokens to keep; 1 is off.
-        min_p: the least probability to keep, relative to the likeliest token's; 0 is off.
+        temperature: the sampling temperature; 0: greedy.
+        top_k: the number of most likely tokens to keep; 0 and -1: off.
+        top_p: the total probability of the most likely tokens to keep; 1: off.
+        min_p: the least probability to keep, relative to the most likely token's; 0: off.
         repetition_penalty: the factor that divides positive and multiplies negative logits of
-            tokens in the prompt or generated so far; 1 is off.
+            tokens in the prompt or generated so far; 1: off.
         presence_penalty: the number, from -2 to 2, that is subtracted from the logit of each token
             generated so far; tokens of the prompt do not count.
         frequency_penalty: the number, from -2 to 2, that is subtracted from a token's logit for
             each time it was generated.
-        logit_bias: numbers from -100 to 100 that are added to logits, by token id; at most 300.
-            Ids may be strings of digits, as in JSON.
-        n: the number of answers, from 1 to 16; `generate` gives one.
-        seed: the random seed; the same seed gives the same text in any company. None
-            draws from the seed of the call, differently for each prompt.
+        logit_bias: numbers from -100 to 100 that are added to logits, by token id; at most 300. Ids
+            may be strings of digits, as in JSON.
+        n: the number of sequences to generate, from 1 to 16; `generate` supports only 1.
+        seed: the random seed; the same seed gives the same text, whatever else is in the batch.
+            None: derived from the seed of the call, differently for each prompt.
         stop: strings that end the text and are cut off.
         include_stop_str_in_output: whether the stop string stays in the text.
-        skip_special_tokens: whether special tokens other than the one that ends the text are left
-            out of it.
-        stop_token_ids: ids that end the text, beside the model's own end tokens.
-        ignore_eos: whether the model's own end tokens do not end the text.
+        skip_special_tokens: whether to leave special tokens out of the text, except one that ends
+            it.
+        stop_token_ids: ids that end the text, in addition to the model's own end tokens.
+        ignore_eos: whether to generate past the model's own end tokens.
         max_tokens: the maximum number of tokens to generate.
         min_tokens: the number of tokens before which nothing ends the text: no end token can be
             chosen, and a stop string counts only if a later token completes it.
-        logprobs: the number of likeliest tokens, up to 20, to return log-probabilities of at each
-            place, beside that of the generated token; 0 is the generated token's alone, None
-            returns none. `generate` takes None and 0.
+        logprobs: the number of most likely tokens, up to 20, with log-probabilities to return at
+            each position, besides the generated token; 0: the generated token only; None: none.
+            `generate` accepts None and 0.
         policy: hyper-parameters of the policy for this prompt: any that the policy lists in
             `per_row`, such as {"p": 0.9}, and {"dense": True} to attend to everything.
         exact: the engine's own `exact`, for requests that rely on it: another value is refused,
-            unless the policy is dense. `generate` has an argument of its own for it.
-        cache_salt: a secret of users who may share the prefixes of their prompts: an engine's
-            prefix cache serves only requests with the same salt, so that the number of cached
-            tokens reveals nothing about the prompts of others.
+            unless the policy is dense. `generate` has its own argument for it.
+        cache_salt: a secret shared by users who may share prefixes: an engine's prefix cache serves
+            only requests with the same salt, so that the number of cached tokens reveals nothing
+            about other users' prompts.
 
-    None for logit_bias, stop and stop_token_ids is none of them. Other options of vLLM's are
-    refused by name (jsparse.names).
+    For logit_bias, stop and stop_token_ids, None means empty. Other options of vLLM's are refused
+    by name (jsparse.names).
 
     Raises:
-        ValueError: a value is outside its range, or an option is refused.
+        ValueError: a value is out of range, or an option is refused.
         TypeError: there is no option of that name.
     """
 
@@ -129,7 +129,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Returns whether the likeliest token is taken as it is; only for checked requests."""
+        """Whether the most likely token is chosen unchanged; valid only for checked requests."""
         return (
             self.temperature == 0
             and self.repetition_penalty == 1
@@ -208,7 +208,7 @@ def _biases(biases: Any) -> dict[int, float]:
 
 def _token_id(key: Any) -> int | None:
     if isinstance(key, str):
-        # int() refuses thousands of digits, and no id has more than these
+        # int() refuses thousands of digits; no id has more than 18
         return int(key) if re.fullmatch("[0-9]{1,18}", key) else None
     return int(key) if _is_int(key) and key >= 0 else None
 

@@ -23,7 +23,7 @@ def logits(params: Params, tokens: Any) -> Float32[Array, "B T V"]:
 
     Args:
         params: the model that `jsparse.load` returned.
-        tokens: integer ids [B, T], or one row [T]; all rows are of full length.
+        tokens: integer ids [B, T], or one row [T]; all rows have the same length.
 
     Raises:
         ValueError: the ids have another shape or kind, are outside the vocabulary, or are longer
@@ -45,7 +45,7 @@ def logits(params: Params, tokens: Any) -> Float32[Array, "B T V"]:
         )
     if ids.min() < 0 or ids.max() >= config.vocab_size:
         raise ValueError(
-            f"tokens range from {ids.min()} to {ids.max()}: must lie in 0 … {config.vocab_size - 1}"
+            f"tokens range from {ids.min()} to {ids.max()}: must be in 0 … {config.vocab_size - 1}"
         )
     if ids.shape[1] > config.max_position_embeddings:
         raise ValueError(
@@ -62,11 +62,11 @@ def logits(params: Params, tokens: Any) -> Float32[Array, "B T V"]:
 def _require_room(params: Params, batch: int, length: int) -> None:
     config = params.config
     scores = 0 if has_flash(config.head_dim, params.dtype) else 2 * config.num_heads * length
-    needed, there = 4 * batch * length * (config.vocab_size + scores), memory.available_bytes()
-    if needed > there:
+    needed, free = 4 * batch * length * (config.vocab_size + scores), memory.available_bytes()
+    if needed > free:
         raise ValueError(
             f"tokens of shape {(batch, length)} take {memory.size(needed)} of logits and scores: "
-            f"must fit in the {memory.size(there)} that are free"
+            f"must fit in the {memory.size(free)} that are free"
         )
 
 

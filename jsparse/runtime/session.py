@@ -1,12 +1,12 @@
-"""Runs a batch of requests over one cache: reads prompts, then decodes step by step.
+"""Runs a batch of requests over one cache: prefill, then decoding step by step.
 
-There is one loop of decode steps, `Session.steps`. Generation, evaluation on given tokens and
-benchmarks differ in how the next token is chosen (jsparse.runtime.sampling) and in their use of
-the results.
+All decode steps run in one loop, `Session.steps`. Generation, evaluation on given tokens and
+benchmarks differ in how the next token is chosen (jsparse.runtime.sampling) and in how they use the
+results.
 
 The host runs ahead: it never waits for a step before it dispatches the next (see
-jsparse.runtime.host_reader). On a GPU several steps are one program, since the host takes longer to
-start a program than the device to run a small model's step.
+jsparse.runtime.host_reader). On a GPU one program runs several steps, since the host takes longer
+to start a program than the device takes for a small model's step.
 """
 
 from collections.abc import Generator, Sequence
@@ -38,38 +38,39 @@ from jsparse.runtime.spread_programs import on_host
 
 
 class Fresh(NamedTuple):
-    """A session that has read nothing."""
+    """A session before its first prefill."""
 
 
 class Ready(NamedTuple):
-    """A session that has read prompts and not decoded since; `end` is None if it reads no more."""
+    """A session after prefill, before decoding; `end` is None if no further turn is possible."""
 
     prefilled: PrefillResult
     end: PromptEnd | None
 
 
 class Decoded(NamedTuple):
-    """A session that has decoded since it read."""
+    """A session that has decoded since its last prefill."""
 
     prefilled: PrefillResult
     end: PromptEnd | None
 
 
 class Busy(NamedTuple):
-    """A session whose arrays were donated: it reads, decodes, or failed while it did."""
+    """A session whose arrays were donated: prefill or decoding is running, or has failed."""
 
     end: PromptEnd | None = None
 
 
 Stage = Fresh | Ready | Decoded | Busy
-NOT_READY = "session: must have read prompts, and neither be decoding nor have failed"
+NOT_READY = "session: must have prefilled prompts, and neither be decoding nor have failed"
 
 
 class Session:
-    """Holds a batch of rows, from their prompts on.
+    """A batch of rows, from prefill to the last token.
 
     Attributes:
-        deployment: the model, the policy that runs, the sizes of the cache and where K and V lie.
+        deployment: the model, the policy that runs, the sizes of the cache, and the store of K and
+            V.
     """
 
     def __init__(
@@ -83,24 +84,24 @@ class Session:
         steps_per_program: int | None = None,
         drafts: int | None = 0,
     ) -> None:
-        """Prepares an empty session; nothing is allocated before the prompts are read.
+        """Creates an empty session; nothing is allocated before prefill.
 
         Args:
             params: the model.
             policy: the policy that decodes.
-            spec: the sizes of the cache, whose batch is the number of rows.
-            resumable: whether `prefill` will be called again, for further turns; it keeps a copy of
-                the arrays that rows own in the policy's state.
-            adopts: whether it will take over prompts that were read elsewhere, so that their memory
-                need not be free now.
-            steps_per_program: the most decode steps per program; None is 8 on a GPU, 1 elsewhere.
-            drafts: how many tokens the policy drafts before dense attention checks them all, so
-                that what is decoded is dense attention's; 0 is that the policy decodes, None that
-                as many are drafted as is fastest.
+            spec: the sizes of the cache; its batch is the number of rows.
+            resumable: whether `prefill` will be called again for further turns; the session then
+                keeps a copy of the row arrays of the policy's state.
+            adopts: whether the session will take over prefilled prompts, so that their memory need
+                not be free now.
+            steps_per_program: the maximum number of decode steps per program; None: 8 on a GPU, 1
+                elsewhere.
+            drafts: the number of tokens that the policy drafts per verification round, so that the
+                output is dense attention's; 0: no drafting; None: the fastest number.
 
         Raises:
-            ValueError: the policy needs a constant that the model lacks, its demands exclude one
-                another, it cannot draft, or memory does not suffice.
+            ValueError: the policy needs a constant that the model lacks, its requirements conflict,
+                it cannot draft, or memory does not suffice.
         """
         self.deployment = admit(
             params,
@@ -117,10 +118,10 @@ class Session:
 
     @property
     def prefilled(self) -> PrefillResult:
-        """What the session holds now; steps take it away while they run.
+        """The result of prefill and later steps; unavailable while steps run.
 
         Raises:
-            ValueError: there is nothing.
+            ValueError: there is none.
         """
         if not isinstance(self._stage, Ready | Decoded):
             raise ValueError(NOT_READY)
@@ -128,18 +129,18 @@ class Session:
 
     @property
     def can_continue(self) -> bool:
-        """Whether `prefill` can take a further turn."""
+        """Whether `prefill` can run a further turn."""
         return isinstance(self._stage, Ready | Decoded) and self._stage.end is not None
 
     @property
     def prompt_lengths(self) -> list[int] | None:
-        """The tokens of each row up to the end of its last prompt; None if it reads no more."""
+        """The tokens of each row up to the end of its last prompt; None: no further turn."""
         end = None if isinstance(self._stage, Fresh) else self._stage.end
         return None if end is None else end.positions.tolist()
 
     @property
     def _positions(self) -> list[int]:
-        """The tokens that each row holds."""
+        """The number of tokens in the cache, per row."""
         return on_host(self.prefilled.cache.positions, self.deployment.params.mesh).tolist()
 
     def prefill(
@@ -149,19 +150,19 @@ class Session:
         *,
         start: Sequence[int] | None = None,
     ) -> None:
-        """Reads the prompts, densely.
+        """Prefills the prompts, densely.
 
-        Called again, it reads a further turn: rows are cut back to the end of the last prompt, and
-        `rows` are the tokens that follow there, generated ones included. They are read
-        densely, as a prompt is: K and V of generated tokens came from sparse attention.
+        Later calls prefill a further turn: rows are truncated to the end of the last prompt, and
+        `rows` are the tokens that follow it, including generated ones. These are recomputed
+        densely, because sparse attention produced their K and V.
 
-        If they did not (`Deployment.keeps_generated`), row b may keep its first `start[b]` tokens.
-        For a policy with a window of W queries, at least W tokens must then follow.
+        If dense attention produced them (`Deployment.keeps_generated`), row b may keep its first
+        `start[b]` tokens. For a policy with a window of W queries, at least W tokens must follow.
 
         Raises:
-            ValueError: there is not one list of tokens per row, they do not fit in the cache, the
-                session cannot take a further turn or keep as many tokens, or is decoding. It is
-                left as it was.
+            ValueError: there is not one list of tokens per row, the tokens do not fit in the cache,
+                the session cannot run a further turn or keep `start` tokens, or it is decoding. The
+                session is unchanged.
         """
         end = self._last_end()
         kept = self._kept(start, end)
@@ -169,20 +170,20 @@ class Session:
         window, goes_on = self.deployment.policy.window, end is not None and (kept > end.positions)
         if np.any(goes_on & (prompts.lengths < window)):
             raise ValueError(
-                f"rows of {prompts.lengths.tolist()} tokens: must have at least {window} behind an "
-                f"answer, the last queries that {self.deployment.policy} looks at"
+                f"rows of {prompts.lengths.tolist()} tokens: must have at least {window} after an "
+                f"output, the last queries that {self.deployment.policy} uses"
             )
         before = (
             None if end is None else (self.prefilled, end)
-        )  # `prefilled` refuses one that is busy
+        )  # `prefilled` refuses a busy session
         self._stage = Busy()  # donated
         self._stage = Ready(*self._prefill.run(prompts, before, kept, report))
 
     def _kept(self, start: Sequence[int] | None, end: PromptEnd | None) -> np.ndarray:
-        """Returns the tokens that rows keep when they read on.
+        """Returns the tokens that rows keep in a further turn.
 
         Raises:
-            ValueError: they cannot keep as many.
+            ValueError: they cannot keep `start` tokens.
         """
         least = np.zeros(self.deployment.spec.batch, np.int32) if end is None else end.positions
         if start is None:
@@ -210,19 +211,19 @@ class Session:
         knobs: dict[str, Array] | None = None,
         report: OnChunk = lambda *_: None,
     ) -> None:
-        """Begins to compile the program that `steps` will run with these arguments.
+        """Starts compiling the program that `steps` will run with these arguments.
 
-        So it compiles while the prompts are read. Where the shapes are known only then, since the
-        policy reworks the cache after the prompt or K and V move to host memory, nothing happens.
+        It compiles during prefill. Nothing happens if its shapes are only known after prefill,
+        because the policy reworks the cache then or K and V move to host memory.
         """
         self.deployment.constants(report)
         self._expected = self._decoding(choose, limits).expect(given, knobs)
 
     def adopt(self, prefilled: PrefillResult, pages: HostLayers | None = None) -> None:
-        """Takes over prompts that were read elsewhere for this policy, with K and V on the device.
+        """Takes over prompts prefilled elsewhere for this policy, with K and V on the device.
 
-        They go where the session's store keeps them; `pages` are those in host memory, if they have
-        been copied there.
+        The session's store takes K and V; `pages` are their copies in host memory, if there are
+        any.
         """
         chunk = chunk_attention.chunk_tokens(self.deployment.spec)
         prefilled = prefilled._replace(
@@ -242,26 +243,26 @@ class Session:
         """Decodes, and yields the results of each program once it is dispatched.
 
         The first result is the token that follows the prompt. A program runs several steps, or one
-        where fewer remain to a row's limit or to a due maintenance or correction. Stop iterating
-        to end early.
+        if fewer remain to a row's limit or to a due maintenance or correction. Stop iterating to
+        end early.
 
         Args:
-            choose: the way to choose tokens.
-            given: its first carry, which is donated.
-            limits: the number of tokens of each row, from the first on; rows that have reached
-                theirs decode on, for nothing, while others have not, unless they draft.
+            choose: the function that chooses tokens.
+            given: its initial carry, which is donated.
+            limits: the number of tokens of each row, including the first. Unless they draft, rows
+                at their limit decode on, without use, until all rows are at theirs.
             knobs: hyper-parameters that differ by row.
             keep_logits: whether results hold the logits.
 
         Raises:
-            ValueError: nothing has been read since the last steps, there is not one limit per row,
-                or a shared pool has, or `after_prompt` left, less room than the policy says heads
-                may need.
+            ValueError: there was no prefill since the last steps, there is not one limit per row,
+                or a shared pool, or the cache that `after_prompt` returned, has too little room for
+                the policy.
         """
         stage = self._ready(limits)
         params, policy, spec, *_ = self.deployment
         prefilled = stage.prefilled
-        # looking at them waits for the prompts, for which there is no need else
+        # this blocks on the prompts; only evicting policies need it
         prompts = self._positions if policy.eviction is not None else []
         decoding = self._decoding(choose, limits, keep_logits=keep_logits)
         room.require_pages(policy, spec, prompts, limits)
@@ -281,20 +282,20 @@ class Session:
         finally:
             batch = decoding.batch
             settle(batch, self.deployment.store.pages)
-            # a program that failed may have consumed its donated arguments
+            # a failed program may have consumed its donated arguments
             if not any(array.is_deleted() for array in jax.tree.leaves(batch)):
                 self._stage = Decoded(
                     PrefillResult(prefilled.logits, batch.cache, batch.state), stage.end
                 )
 
     def _ready(self, limits: Sequence[int]) -> Ready:
-        """Returns the state after the prompts.
+        """Returns the stage after prefill.
 
         Raises:
-            ValueError: nothing has, or `limits` is not one number of at least 1 per row.
+            ValueError: there is none, or `limits` is not one number of at least 1 per row.
         """
         if isinstance(self._stage, Decoded):
-            raise ValueError("session: must read before it decodes again")
+            raise ValueError("session: must prefill before it decodes again")
         batch = self.deployment.spec.batch
         if len(limits) != batch or min(limits) < 1:
             raise ValueError(
@@ -313,24 +314,22 @@ class Session:
     ) -> Decoding:
         keep = with_logits if keep_logits else without_logits
         if self.deployment.drafts and (keep_logits or choose in (forced, forced_then_greedy)):
-            raise ValueError(
-                "drafts: must be 0 to keep logits, or where tokens are given and not chosen"
-            )
+            raise ValueError("drafts: must be 0 to keep logits, or to decode given tokens")
         kind = Speculating if self.deployment.drafts else Decoding
         return kind(self.deployment, choose, keep, limits)
 
     def _advanced(self, decoding: Decoding) -> StepResult:
-        """Dispatches the next program, once it has been compiled; returns its results."""
+        """Dispatches the next program, once compiled; returns its results."""
         expected, self._expected = self._expected, None
         if expected is not None:
             when_made(expected)
         return decoding.advance()
 
     def _last_end(self) -> PromptEnd | None:
-        """Returns where the next prompt begins; None is in an empty cache.
+        """Returns the end of the last prompt; None for an empty cache.
 
         Raises:
-            ValueError: the session cannot take a further turn.
+            ValueError: the session cannot run a further turn.
         """
         if isinstance(self._stage, Fresh):
             return None
@@ -338,8 +337,8 @@ class Session:
             return self._stage.end
         if isinstance(self._stage, Busy):
             raise ValueError(
-                "session: must not be decoding, and must begin anew after a turn that failed"
+                "session: must not be decoding; after a failed turn, create a new session"
             )
         if self._prefill.resumable:
-            raise ValueError("session: must have read its prompts itself to read a further turn")
-        raise ValueError("resumable=False: must be True to read a further turn")
+            raise ValueError("session: must have prefilled its own prompts to run a further turn")
+        raise ValueError("resumable=False: must be True to run a further turn")

@@ -1,4 +1,4 @@
-"""Reads the prompts of a session's rows, in the first turn and in further ones."""
+"""Prefills the rows of a session, in the first turn and in further ones."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,7 +21,7 @@ from jsparse.runtime.spread_programs import REPLICATED, by_rank
 from jsparse.runtime.state_axes import row_arrays, with_row_arrays
 from jsparse.shapes import Rows
 
-# the tokens of each row; rows may have different numbers of them
+# the tokens of each row; rows may have different lengths
 TokenRows = Sequence[Sequence[int] | np.ndarray]
 
 first_logits = program(
@@ -30,7 +30,7 @@ first_logits = program(
 
 
 class PrefillResult(NamedTuple):
-    """Holds the logits that follow the prompts, the cache and the policy's state."""
+    """The result of prefill: the logits after the prompts, the cache and the policy's state."""
 
     logits: Float32[Array, "B V"]
     cache: KVCache
@@ -38,7 +38,7 @@ class PrefillResult(NamedTuple):
 
 
 class PromptEnd(NamedTuple):
-    """State that a further turn starts from, besides K, V and page arrays."""
+    """The state that a further turn starts from, besides K, V and page arrays."""
 
     positions: np.ndarray
     last_hidden: Array
@@ -47,25 +47,25 @@ class PromptEnd(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """Holds the ids of all rows' prompts, [B, T], padded, and how many each row has."""
+    """All rows' prompt ids, padded, [B, T], and their lengths, [B]."""
 
     tokens: np.ndarray
     lengths: np.ndarray
 
 
 class SessionPrefill:
-    """Reads all rows of one cache side by side, densely.
+    """Dense prefill of all rows of one cache.
 
     Attributes:
-        resumable: whether it keeps the state that a further turn starts from.
+        resumable: whether to keep the state that a further turn starts from.
     """
 
     def __init__(self, deployment: Deployment, *, resumable: bool) -> None:
-        """Prepares to read."""
+        """Sets up prefill; nothing is allocated."""
         self._deployment, self.resumable = deployment, resumable
 
     def padded(self, rows: TokenRows, start: np.ndarray) -> Prompts:
-        """Returns prompts that follow the first `start[b]` tokens of each row.
+        """Pads and checks prompts that follow the first `start[b]` tokens of each row.
 
         Raises:
             ValueError: there is not one list of tokens per row, or they do not fit in the cache.
@@ -93,10 +93,10 @@ class SessionPrefill:
         start: np.ndarray,
         report: OnChunk,
     ) -> tuple[PrefillResult, PromptEnd | None]:
-        """Reads prompts into an empty cache, or after the first tokens of `before`.
+        """Prefills an empty cache, or continues after the first tokens of `before`.
 
-        `before` is donated, and `start[b]` are the tokens of it that row b keeps. Returns the state
-        after the prompts, and the one that a further turn starts from.
+        `before` is donated; row b keeps its first `start[b]` tokens. Returns the result, and the
+        state that a further turn starts from.
         """
         params, policy, spec, store, *_ = self._deployment
         decoder, weights = params.decoder, params.weights
@@ -122,7 +122,7 @@ class SessionPrefill:
         return PrefillResult(logits, carry.cache, carry.state), end
 
     def _begin(self) -> PrefillCarry:
-        """Returns the carry of the first prompts."""
+        """Returns the carry of the first turn."""
         params, policy, spec, store, *_ = self._deployment
         empty = store.begin(chunk_attention.chunk_tokens(spec))
         sharded, static = ("cache", "state"), ("decoder", "policy")
@@ -130,7 +130,7 @@ class SessionPrefill:
         return start(params.decoder, policy, *empty)
 
     def _resume(self, prefilled: PrefillResult, end: PromptEnd, start: np.ndarray) -> PrefillCarry:
-        """Returns the carry of a further turn: rows are cut back to their first `start` tokens."""
+        """Returns the carry of a further turn: rows are truncated to their first `start` tokens."""
         params, policy, spec, store, *_ = self._deployment
         cut = by_rank(cut_back, params.mesh, sharded=("cache",), donated=("cache",))
         cache = store.after_cut(cut(prefilled.cache, jnp.asarray(start)))
@@ -142,7 +142,7 @@ class SessionPrefill:
 
 @partial(jax.jit, donate_argnames=("cache",))
 def cut_back(cache: KVCache, positions: Rows) -> KVCache:
-    """Drops all tokens from these positions on; all heads of a row hold the same tokens."""
+    """Drops all tokens from these positions on; a row's heads must hold the same tokens."""
     lengths = jnp.broadcast_to(positions[:, None], cache.layers[0].lengths.shape)
     layers = (kv_cache.truncate(layer, lengths) for layer in cache.layers)
     return cache._replace(

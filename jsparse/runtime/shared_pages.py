@@ -1,7 +1,7 @@
-"""Holds K and V of rows that share their pages, which the host hands out in groups.
+"""K and V of rows that share their pages, which the host allocates in page groups.
 
 Group g holds pages g·K to g·K + K - 1 of every layer, one per KV head. The groups and lengths of a
-row are the same in all layers, so one table serves them all.
+row are the same in all layers, so one table serves all layers.
 """
 
 from dataclasses import dataclass, replace
@@ -18,9 +18,9 @@ from jsparse.shapes import BlockTable, Pages, Rows
 
 
 class Pool(NamedTuple):
-    """Holds one layer's pages, [G·K, P, H] of K and V, and the optional fields of their slots.
+    """One layer's pages, [G·K, P, H] of K and V, and the optional fields of their slots.
 
-    Where the pages lie in host memory, rows have their newest tokens on the device (PagePool).
+    If the pages are in host memory, rows have their newest tokens on the device (PagePool).
     """
 
     k: Pages | PagePool
@@ -34,13 +34,13 @@ class Pool(NamedTuple):
         return cls(layer.k, layer.v, layer.bias, layer.slot_positions)
 
     def take(self, rows: Int32[Array, "n"], batch: int) -> "Pool":
-        """Returns the pages, with what some of `batch` rows have of their own."""
+        """Returns the pages, with the per-row arrays of these rows; the pool has `batch` rows."""
         if not (isinstance(self.k, PagePool) and isinstance(self.v, PagePool)):
             return self
         return self._replace(k=self.k.take(rows, batch), v=self.v.take(rows, batch))
 
     def put(self, part: "Pool", rows: Int32[Array, "n"], batch: int) -> "Pool":
-        """Returns the pages of `part`, with what these rows have there in their places."""
+        """Returns the pages of `part`, and puts its per-row arrays into these rows."""
         if not (isinstance(self.k, PagePool) and isinstance(self.v, PagePool)):
             return part
         assert isinstance(part.k, PagePool)
@@ -55,15 +55,15 @@ class Pool(NamedTuple):
 )
 @dataclass(frozen=True)
 class SharedPages:
-    """Holds the pages of all rows, and which of them each row has.
+    """The pages of all rows, and the page groups of each row.
 
     Attributes:
         pools: K and V, per layer.
-        groups: the groups of each row, in the order of its tokens.
+        groups: the page groups of each row, in the order of its tokens.
         lengths: the number of tokens of each row, and of its heads if `head_lengths` is None.
         num_kv_heads: K.
-        head_lengths: the number of tokens that each head holds, where a policy evicts.
-        prefixes: which rows have their first pages in common, if a program is to know.
+        head_lengths: the number of tokens of each head, for policies that evict.
+        prefixes: the rows that share their first pages, for programs that use it.
     """
 
     pools: tuple[Pool, ...]
@@ -74,7 +74,7 @@ class SharedPages:
     prefixes: SharedPrefixes | None = None
 
     def of_rows(self, active: Bool[Array, "B"] | None = None) -> KVCache:
-        """Returns the cache that policies know; rows that are not active are empty there."""
+        """Returns the cache as policies see it; inactive rows are empty there."""
         lengths = self.lengths if active is None else jnp.where(active, self.lengths, 0)
         table = self.table
         if self.head_lengths is None:
@@ -97,7 +97,7 @@ class SharedPages:
         return KVCache(layers, lengths, jnp.zeros(lengths.shape, jnp.bool_))
 
     def after(self, cache: KVCache, longer: Bool[Array, "B"] | Rows | None = None) -> "SharedPages":
-        """Returns the pages after a program that took `of_rows`; rows are so many tokens longer."""
+        """Returns the pages after a program that ran on `of_rows`; rows grow by `longer` tokens."""
         pools = tuple(map(Pool.of, cache.layers))
         lengths = self.lengths if longer is None else self.lengths + longer
         if self.head_lengths is None:
@@ -109,7 +109,7 @@ class SharedPages:
 
     @property
     def table(self) -> BlockTable:
-        """Returns the pages of each row, by head."""
+        """The pages of each row, by head."""
         return self._by_head(self.groups)
 
     def _by_head(self, groups: Int32[Array, "n m"]) -> Int32[Array, "n K m"]:
@@ -118,7 +118,7 @@ class SharedPages:
         return groups[:, None] * self.num_kv_heads + head
 
     def emptied(self, rows: Bool[Array, "B"]) -> "SharedPages":
-        """Returns the rows, of which these hold nothing and have no groups."""
+        """Returns all rows, with these rows emptied: no tokens and no groups."""
         scratch = self.pools[0].k.shape[0] // self.num_kv_heads - 1
         return replace(
             self,
@@ -130,38 +130,38 @@ class SharedPages:
         )
 
     def with_pages_of(self, part: "SharedPages") -> "SharedPages":
-        """Returns the same rows over the pages that a part has left."""
+        """Returns the same rows over the pages of a part."""
         return replace(self, pools=part.pools)
 
     def by_head(self, cache: KVCache) -> "SharedPages":
-        """Returns the rows, whose heads hold as many tokens as those of `cache`, and its pages."""
+        """Returns the rows with the head lengths and the pages of `cache`."""
         return replace(
             self, pools=tuple(map(Pool.of, cache.layers)), head_lengths=_head_lengths(cache)
         )
 
     def rows(self, groups: Int32[Array, "n M"], lengths: Rows) -> "SharedPages":
-        """Returns rows with these groups over the same pages, of which all heads hold the same."""
+        """Returns rows with these groups over the same pages; all heads hold the same tokens."""
         return replace(self, groups=groups, lengths=lengths, head_lengths=None, prefixes=None)
 
     def with_prefixes(self, prefixes: SharedPrefixes | None) -> "SharedPages":
-        """Returns the same rows, of which `prefixes` says what they have in common."""
+        """Returns the same rows with these shared prefixes."""
         return replace(self, prefixes=prefixes)
 
     def with_groups(
         self, rows: Int32[Array, "n 1"], places: Int32[Array, "n m"], groups: Int32[Array, "n m"]
     ) -> "SharedPages":
-        """Returns the pages with groups in these places of rows; those out of range are ignored."""
+        """Returns the rows with groups at these indices replaced; out-of-range ones are ignored."""
         return replace(self, groups=self.groups.at[rows, places].set(groups))
 
     def take(self, rows: Int32[Array, "n"]) -> "SharedPages":
-        """Returns some rows as a batch of their own, over the same pages."""
+        """Returns some rows as a separate batch over the same pages."""
         head_lengths = None if self.head_lengths is None else self.head_lengths[:, rows]
         pools = tuple(pool.take(rows, len(self.lengths)) for pool in self.pools)
         taken = self.rows(self.groups[rows], self.lengths[rows])
         return replace(taken, pools=pools, head_lengths=head_lengths)
 
     def put(self, part: "SharedPages", rows: Int32[Array, "n"]) -> "SharedPages":
-        """Returns all rows, with those of `part` in these places, and the pages of `part`."""
+        """Returns all rows, with those of `part` at these indices, and the pages of `part`."""
         head_lengths = self.head_lengths
         if head_lengths is not None and part.head_lengths is not None:
             head_lengths = head_lengths.at[:, rows].set(part.head_lengths)
@@ -175,21 +175,21 @@ class SharedPages:
     def placed(
         self, rows: Int32[Array, "n"], groups: Int32[Array, "n M"], lengths: Rows
     ) -> "SharedPages":
-        """Returns all rows, of which these have other groups and as many tokens in all heads."""
+        """Returns all rows, these with other groups and lengths; heads hold the same tokens."""
         groups = self.groups.at[rows].set(groups)
         return self.rows(groups, self.lengths.at[rows].set(lengths))
 
     def copied(self, old: Int32[Array, "n m"], new: Int32[Array, "n m"]) -> "SharedPages":
-        """Returns the pages after those of the groups `old` were copied to the groups `new`."""
+        """Returns the pages after copying the groups `old` to the groups `new`."""
         return self.put_groups(new, self.take_groups(old))
 
     def take_groups(self, groups: Int32[Array, "n m"]) -> tuple[Pool, ...]:
-        """Returns the pages of these groups, a copy."""
+        """Returns a copy of the pages of these groups."""
         pages = self.pages_of(groups)
         return jax.tree.map(lambda pool: pool[pages], self.pools)
 
     def put_groups(self, groups: Int32[Array, "n m"], taken: tuple[Pool, ...]) -> "SharedPages":
-        """Returns the pages with what `take_groups` took in these groups."""
+        """Returns the pages with the copies from `take_groups` in these groups."""
         pages = self.pages_of(groups)
         pools = jax.tree.map(lambda pool, new: pool.at[pages].set(new), self.pools, taken)
         return replace(self, pools=pools)
@@ -204,14 +204,14 @@ def _head_lengths(cache: KVCache) -> Int32[Array, "L B K"]:
 
 
 def scratch_group(spec: CacheSpec) -> int:
-    """Returns the group that has no owner, the last."""
+    """Returns the scratch group, the last one, which belongs to no row."""
     return spec.pages // spec.num_kv_heads - 1
 
 
 def empty_pages(
     spec: CacheSpec, *, fields: tuple[str, ...] = (), by_head: bool = False
 ) -> SharedPages:
-    """Returns empty rows, all of whose groups are the last one, which has no owner.
+    """Returns empty rows; all of their groups are the scratch group.
 
     Args:
         spec: the sizes.
@@ -223,7 +223,7 @@ def empty_pages(
 
 
 def empty_rows(spec: CacheSpec, pools: tuple[Pool, ...], *, by_head: bool = False) -> SharedPages:
-    """Returns empty rows over pools, as `empty_pages` does."""
+    """Returns empty rows over existing pools; see `empty_pages`."""
     heads = spec.num_layers, spec.batch, spec.num_kv_heads
     return SharedPages(
         pools,

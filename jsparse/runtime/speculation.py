@@ -1,14 +1,14 @@
-"""Lets a policy draft tokens that dense attention checks, so that the text is dense attention's.
+"""Speculative decoding: a policy drafts tokens, and dense attention verifies them.
 
-In a round each row drafts a few tokens under its policy. Then all of them run through the model
-once more, as one dense chunk, which overwrites their K and V. After each of them a token is chosen,
-as dense decoding would choose it there. The drafts that agree with these choices are kept, and the
-first choice behind them: a round gives at least one token. This is speculative decoding (Leviathan
-et al., arXiv:2211.17192) with the model as its own draft model.
+In a verification round each row drafts a few tokens under its policy. Then all of them run through
+the model again, as one dense chunk, which overwrites their K and V. After each of them a token is
+chosen as dense decoding would choose it there. Drafts are accepted up to the first that differs
+from its choice; that choice is also kept, so a round gives at least one token. This is speculative
+decoding (Leviathan et al., arXiv:2211.17192) with the model as its own draft model.
 
-Draft and check draw a token with the same random numbers, those of the row's seed and the token's
-number. So the text is the very one that dense decoding draws from that seed, not only one of the
-same distribution.
+Draft and verification sample with the same random numbers, derived from the row's seed and the
+token's number. So the text is exactly the one that dense decoding samples from that seed, not only
+one of the same distribution.
 """
 
 from collections.abc import Callable
@@ -37,14 +37,15 @@ from jsparse.shapes import Rows
 
 
 class VerificationRound(NamedTuple):
-    """Holds the results of a round of up to n tokens, on the device.
+    """The results of a verification round of up to n tokens, on the device.
 
     Attributes:
-        tokens, logprobs: the chosen tokens and their log-probabilities, as dense decoding's are.
-        counts: how many of its tokens each row has chosen, the first of them.
-        drafted: how many tokens of each row were drafted; `counts - 1` of them agreed.
-        stats: how much each draft attended to and read in each layer, [n - 1, L, B], of those that
-            each row made.
+        tokens, logprobs: the chosen tokens and their log-probabilities, equal to those of dense
+            decoding.
+        counts: the number of valid tokens per row (a prefix).
+        drafted: the number of drafted tokens per row; `counts - 1` of them were accepted.
+        stats: the shares that each draft attended and read in each layer, [n - 1, L, B]; valid for
+            the drafts that a row made.
         overflow: the rows that had run out of room; they choose nothing.
         logits: the logits that the tokens were chosen from.
     """
@@ -61,8 +62,8 @@ class VerificationRound(NamedTuple):
     def shares(self) -> StepStats:
         """The shares of each token of a row, by layer, [L, B].
 
-        They are the means over the drafts that the row made; 1 where it made none, since the check
-        attends to everything.
+        They are the means over the row's drafts; 1 without drafts, since verification attends to
+        everything.
         """
         nth = jnp.arange(len(self.tokens) - 1, dtype=jnp.int32)[:, None, None]
 
@@ -91,17 +92,17 @@ def speculate[Memory: (KVCache, SharedPages)](
     most: Int32[Array, ""],
     batch: Batch[Memory],
 ) -> tuple[Batch[Memory], Any]:
-    """Runs a round of at most `most` drafts per row, and the service for which rows are due then.
+    """Runs a round of at most `most` drafts per row, and the due services of the rows.
 
     Also returns the result of `keep`. `most` is at most `drafts`, the number that programs have
-    room for. Row b decodes until it has chosen `limits[b]` tokens in all; `batch.made` has a number
-    per row. A round ends where a row is due for the policy's maintenance.
+    room for. Row b decodes until it has chosen `limits[b]` tokens in total; `batch.made` has a
+    number per row. A round ends at a row's next due maintenance.
     """
     note_trace()
     read_only = read_only._replace(knobs=batch.knobs or None)
     before, period = batch, policy.services.period
     kv = batch.cache.of_rows(None)
-    # a row without any room takes part with one token, and is found to overflow
+    # a full row takes part with one token, so that its overflow is detected
     room = jnp.maximum(kv.layers[0].capacity - kv.positions, 1)
     width = jnp.minimum(jnp.minimum(limits - batch.made, jnp.minimum(most, drafts) + 1), room)
     if period:
@@ -111,7 +112,7 @@ def speculate[Memory: (KVCache, SharedPages)](
     first = batch.cache.of_rows(width > 0).positions
 
     one_draft = partial(one_step, decoder, policy, choose, _of_draft, weights, read_only)
-    # traced once, though its results' shapes are asked for before
+    # traced once, although its results' shapes are evaluated first
     traced = jax.jit(one_draft, inline=True)
 
     def draft(nth: Array, so_far: Any) -> Any:
@@ -125,7 +126,7 @@ def speculate[Memory: (KVCache, SharedPages)](
         looped = lax.fori_loop(0, jnp.max(drafted), draft, looped)
     batch, (guesses, stats) = looped
 
-    # the last draft is taken in as well, so that one more token follows where all agree
+    # the last draft also enters the cache, so that one more token follows if all are accepted
     cache = batch.cache.of_rows(width > 0)
     one = (width > 0).astype(jnp.int32)
     cache = grow(cache, one, 1)
@@ -167,7 +168,7 @@ def speculate[Memory: (KVCache, SharedPages)](
 
 
 class _Verified(NamedTuple):
-    """Holds what is carried from one check to the next: which rows agreed so far, and `Batch`'s."""
+    """The carry between verified tokens: which rows agree so far, and `Batch`'s fields."""
 
     agreed: Bool[Array, "B"]
     made: Rows
@@ -193,7 +194,7 @@ def _maintained_rows(
     """Returns the state after the policy's maintenance of the rows that are due.
 
     Raises:
-        ValueError: the maintenance changes the cache, which has dense attention's K and V.
+        ValueError: the maintenance changes the cache, which holds dense attention's K and V.
     """
     view = step_view(cache, read_only)._replace(valid=due.astype(jnp.int32))
 
@@ -202,8 +203,8 @@ def _maintained_rows(
         both = zip(jax.tree.leaves(after), jax.tree.leaves(view.cache), strict=True)
         if any(new is not old for new, old in both):
             raise ValueError(
-                f"policy={policy}: its maintain must leave the cache as it is where dense "
-                "attention checks what it drafts"
+                f"policy={policy}: its maintain must not change the cache if dense "
+                "attention verifies its drafts"
             )
         return keep_inactive(policy, spec_of(cache, 1), due, made, state)
 

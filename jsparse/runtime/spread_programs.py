@@ -1,6 +1,6 @@
-"""Runs what a program does on all ranks of a model that is spread over devices.
+"""Runs a program on all ranks of a model that is spread over devices.
 
-Its arrays are then of the ranks, as first axis, or the same on all of them.
+Its arrays are then either sharded, with the ranks as first axis, or replicated.
 """
 
 import functools
@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jsparse.ranks import AXIS
 
-# what each rank has, with the ranks as first axis; and what all have alike
+# sharded arrays have the ranks as first axis; replicated ones are the same on all ranks
 SHARDED, REPLICATED = PartitionSpec(AXIS), PartitionSpec()
 
 
@@ -25,14 +25,14 @@ def on_ranks(
     static: Collection[str],
     out: Any,
 ) -> Callable[..., Any]:
-    """Returns a function that calls `body` on every rank, with what that rank has.
+    """Returns a function that calls `body` on every rank, with that rank's arguments.
 
     Args:
         body: the function, for one rank.
         mesh: the ranks.
-        sharded: the names of arguments of which each rank has its own part.
-        static: the names of arguments that are no arrays.
-        out: OWN or SAME, for each of the results.
+        sharded: the names of the sharded arguments.
+        static: the names of arguments that are not arrays.
+        out: SHARDED or REPLICATED, for each of the results.
     """
 
     @functools.wraps(body)
@@ -70,7 +70,7 @@ def by_rank(
     donated: tuple[str, ...] = (),
     out: Any = SHARDED,
 ) -> Callable[..., Any]:
-    """Returns a function that does for each rank what `body` does, which it is without a mesh."""
+    """Returns a function that runs `body` on each rank; `body` itself without a mesh."""
     if mesh is None:
         return body
     run = on_ranks(body, mesh, sharded, static, out)
@@ -82,16 +82,16 @@ def _with_rank_axis(spec: PartitionSpec, result: Any) -> Any:
 
 
 def on_host(arrays: Any, mesh: Mesh | None) -> Any:
-    """Returns arrays by row, [B], and by row and KV head, [B, K, …], of all ranks, on the host."""
+    """Returns arrays [B] and [B, K, …] of all ranks on the host, with the heads of all ranks."""
     host = jax.device_get(arrays)
     if mesh is None:
         return host
-    # what is by row all ranks have alike
+    # arrays by row are the same on all ranks
     return jax.tree.map(lambda x: x[0] if x.ndim == 2 else np.concatenate(x, axis=1), host)
 
 
 def same_on_all(values: Any, mesh: Mesh) -> Any:
-    """Returns arrays that all ranks are to have alike, placed on all of them."""
+    """Returns arrays replicated on all ranks."""
     place = NamedSharding(mesh, REPLICATED)
 
     def placed(value: Any) -> jax.Array:
@@ -102,6 +102,6 @@ def same_on_all(values: Any, mesh: Mesh) -> Any:
 
 
 def placed(shapes: Any, mesh: Mesh) -> Any:
-    """Returns the shapes of arrays of which each rank has its own, as they are placed."""
+    """Returns the shapes of sharded arrays, with their sharding."""
     place = NamedSharding(mesh, SHARDED)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)

@@ -1,8 +1,8 @@
-"""Finds the owner of each array of a policy's state, a row or a page, and moves rows' arrays.
+"""Finds the owner of each array of a policy's state, rows or pages, and moves rows' arrays.
 
-A request that joins a running batch brings its rows' arrays; pages stay where they are, in a pool
-that all requests share. So every array must have an axis of rows or an axis of pages. Which one is
-found by looking at the shapes that `init` gives at two batch sizes and two pool sizes.
+A request that joins a running batch brings its row arrays; pages stay where they are, in a pool
+that all requests share. So every array must have an axis of rows or an axis of pages. The axis is
+found by comparing the shapes that `init` gives at two batch sizes and two pool sizes.
 
 The cache is divided in the same way: lengths, block tables, positions and overflow belong to rows,
 everything else to the pool.
@@ -21,12 +21,12 @@ from jsparse.hooks import State
 from jsparse.policy import Policy
 from jsparse.runtime.shared_pages import SharedPages
 
-# sizes to look at: primes, so that no axis has one of them by chance
+# primes, so that no other axis has one of these sizes by chance
 _BATCHES, _POOLS = (2, 3), (53, 59)
 
 
 class StateAxis(NamedTuple):
-    """Names the owner of an array, rows or pages, and their axis."""
+    """The owner of an array, rows or pages, and their axis."""
 
     kind: str
     axis: int
@@ -37,7 +37,8 @@ def state_axes(policy: Policy, spec: CacheSpec) -> tuple[StateAxis, ...]:
     """Returns the owner of each array of the policy's state, in the order of its leaves.
 
     Raises:
-        ValueError: an array has neither an axis of the batch nor one of the pool's pages, or both.
+        ValueError: an array has neither an axis of the batch nor one of the pool's pages, or has
+            both.
     """
 
     def leaves(batch: int, pool: int) -> list[tuple[Any, jax.ShapeDtypeStruct]]:
@@ -86,10 +87,10 @@ def _state_axis(
 def take_rows[Memory: (KVCache, SharedPages)](
     policy: Policy, spec: CacheSpec, cache: Memory, state: State, rows: Int32[Array, "n"]
 ) -> tuple[Memory, State]:
-    """Returns cache and state of some rows as a batch of their own, over the same pages.
+    """Returns cache and state of some rows as a separate batch over the same pages.
 
     Raises:
-        ValueError: the cache has no block table, so that its pages cannot be parted from its rows.
+        ValueError: the cache has no block table, so its pages cannot be separated from its rows.
     """
     return cache.take(rows), take_state(policy, spec, state, rows)
 
@@ -101,9 +102,9 @@ def take_state(
     rows: Int32[Array, "n"],
     pages: Int32[Array, "m"] | None = None,
 ) -> State:
-    """Returns the state of some rows as that of a batch of their own.
+    """Returns the state of some rows as that of a separate batch.
 
-    It is over the same pages, or has a copy of those that are named and no others.
+    It uses the same pages; if `pages` is given, it has a copy of these pages only.
     """
     return _map_by_axis(
         policy,
@@ -122,7 +123,7 @@ def put_rows[Memory: (KVCache, SharedPages)](
     part: tuple[Memory, State],
     rows: Int32[Array, "n"],
 ) -> tuple[Memory, State]:
-    """Puts rows that were taken, or read alone, into the slots `rows` of a batch.
+    """Puts rows into the slots `rows` of a batch, after `take_rows` or a separate prefill.
 
     Pages are those of `part`, which may have written to them.
 
@@ -140,7 +141,7 @@ def put_state(
     rows: Int32[Array, "n"],
     pages: Int32[Array, "m"] | None = None,
 ) -> State:
-    """Returns the state with that of a part, as `take_state` took it, in these rows and pages."""
+    """Returns the state with that of a part from `take_state` in these rows and pages."""
     return _map_by_axis(
         policy,
         spec,
@@ -154,7 +155,7 @@ def put_state(
 def take_pages(
     policy: Policy, spec: CacheSpec, state: State, pages: Int32[Array, "n"]
 ) -> list[Array]:
-    """Returns these pages of the arrays of the state that pages own."""
+    """Returns these pages of the state's page arrays."""
     found = zip(jax.tree.leaves(state), state_axes(policy, spec), strict=True)
     return [jnp.take(leaf, pages, at.axis) for leaf, at in found if at.kind == "page"]
 
@@ -162,7 +163,7 @@ def take_pages(
 def put_pages(
     policy: Policy, spec: CacheSpec, state: State, pages: Int32[Array, "n"], taken: list[Array]
 ) -> State:
-    """Returns the state with what `take_pages` took in these pages."""
+    """Returns the state with the arrays from `take_pages` in these pages."""
     rest, leaves = iter(taken), []
     for leaf, at in zip(jax.tree.leaves(state), state_axes(policy, spec), strict=True):
         if at.kind == "page":
@@ -174,10 +175,10 @@ def put_pages(
 def clear_rows(
     policy: Policy, spec: CacheSpec, cache: KVCache, state: State, rows: Int32[Array, "n"]
 ) -> tuple[KVCache, State]:
-    """Empties the slots `rows`: no tokens, no pages, and the state of rows that have seen nothing.
+    """Clears the slots `rows`: no tokens, no pages, and the initial state.
 
-    `spec` has the sizes that cache and state have now. To return pages to a free list, call
-    `cache.truncate` before.
+    `spec` has the current sizes of cache and state. To return pages to a free list, call
+    `cache.truncate` first.
 
     Raises:
         ValueError: the cache has no block table.
@@ -196,7 +197,7 @@ def clear_rows(
 def keep_inactive(
     policy: Policy, spec: CacheSpec, active: Bool[Array, "B"], new: State, old: State
 ) -> State:
-    """Returns `new` with the arrays that rows own as they were in `old` for inactive rows."""
+    """Returns `new`, with the row arrays of `old` for inactive rows."""
 
     def chosen(axis: int, after: Array, before: Array) -> Array:
         if after is before:
@@ -209,13 +210,13 @@ def keep_inactive(
 
 
 def row_arrays(policy: Policy, spec: CacheSpec, state: State) -> list[Array]:
-    """Returns the arrays of the state that rows own."""
+    """Returns the state's row arrays."""
     found = zip(jax.tree.leaves(state), state_axes(policy, spec), strict=True)
     return [leaf for leaf, at in found if at.kind == "row"]
 
 
 def with_row_arrays(policy: Policy, spec: CacheSpec, state: State, arrays: list[Array]) -> State:
-    """Returns the state with the arrays that `row_arrays` returned."""
+    """Returns the state with its row arrays replaced, in the order of `row_arrays`."""
     rest = iter(arrays)
     return _map_by_axis(policy, spec, lambda axis, leaf: next(rest), lambda axis, leaf: leaf, state)
 

@@ -1,7 +1,7 @@
-"""Defines KVStore, the place of a session's K and V, and the store on the device.
+"""KVStore, the interface to a session's K and V, and its implementation on the device.
 
-A session gets its cache from its store and tells the store what each program did; it does not
-need to know where K and V lie.
+A session gets its cache from its store and notifies the store after each program. It does not
+depend on where K and V are.
 """
 
 from functools import partial
@@ -22,13 +22,13 @@ from jsparse.shapes import Rows
 
 @runtime_checkable
 class KVStore(Protocol):
-    """Keeps the K and V of one cache.
+    """The K and V of one cache.
 
     Attributes:
         pages: each layer's pages in host memory, for programs to read; None if there are none.
-        single_steps: whether a program must run one decode step, since XLA takes no array in host
-            memory into a loop of steps.
-        every: the number of decode steps after which `after_steps` must be called; 0 is never.
+        single_steps: whether a program must run one decode step, because XLA cannot pass an array
+            in host memory into a loop of steps.
+        every: the number of decode steps between calls of `after_steps`; 0: never.
     """
 
     pages: HostLayers | None
@@ -36,7 +36,7 @@ class KVStore(Protocol):
     every: int
 
     def require(self) -> None:
-        """Raises ValueError if the policy or the device cannot have K and V here."""
+        """Raises ValueError if the policy or the device does not support this store."""
         ...
 
     def require_fit(self) -> None:
@@ -44,7 +44,7 @@ class KVStore(Protocol):
         ...
 
     def device_bytes(self, chunk: int) -> int:
-        """Returns the bytes of K and V on the device; prompts are read `chunk` tokens at a time."""
+        """Returns the bytes of K and V on the device, for prefill chunks of `chunk` tokens."""
         ...
 
     def host_bytes(self) -> int:
@@ -52,40 +52,40 @@ class KVStore(Protocol):
         ...
 
     def begin(self, chunk: int) -> tuple[KVCache, State]:
-        """Returns an empty cache and the policy's first state.
+        """Returns an empty cache and the policy's initial state.
 
         Raises:
-            ValueError: K and V cannot lie here.
+            ValueError: the store cannot hold K and V.
         """
         ...
 
     def adopt(self, cache: KVCache, chunk: int, pages: HostLayers | None = None) -> KVCache:
-        """Takes over a cache whose K and V lie on the device, which the caller gives up.
+        """Takes over a cache whose K and V are on the device; the caller must not use it again.
 
-        `pages` are its K and V in host memory, if they have been copied there; they are written in
-        place from now on, and the cache is not touched.
+        `pages` are its K and V in host memory, if they have been copied there. From now on they are
+        written in place, and the cache is not touched.
         """
         ...
 
     def after_chunk(self, cache: KVCache, valid: Rows, size: int) -> None:
-        """Notes that each row has read `valid[b]` ≤ `size` further tokens of its prompt."""
+        """Records that each row has prefilled `valid[b]` ≤ `size` further tokens."""
         ...
 
     def after_steps(self, cache: KVCache) -> None:
-        """Notes that `every` steps have been decoded since the prompt, or since the last call."""
+        """Records that `every` steps have been decoded since the prompt, or since the last call."""
         ...
 
     def after_cut(self, cache: KVCache) -> KVCache:
-        """Returns the cache, which is donated, once its rows have been cut back."""
+        """Returns the cache, which is donated, after its rows have been truncated."""
         ...
 
     def committed[T](self, arrays: T) -> T:
-        """Returns arrays bound like a program's results, so that no program is traced again."""
+        """Returns arrays placed like a program's results, so that no program is traced again."""
         ...
 
 
 def store_of(policy: Policy, spec: CacheSpec, mesh: Mesh | None = None) -> KVStore:
-    """Returns the store that a policy asks for, on these devices if the model is spread."""
+    """Returns the store that a policy needs, on these devices if the model is spread."""
     return OnHost(policy, spec, mesh) if on_host(policy) else OnDevice(policy, spec, mesh)
 
 
@@ -95,18 +95,18 @@ def on_host(policy: AnyPolicy) -> bool:
 
 
 class OnDevice:
-    """Keeps K and V on the device, where each program hands them on to the next."""
+    """K and V on the device; each program passes them to the next."""
 
     pages: HostLayers | None = None
     single_steps = False
     every = 0
 
     def __init__(self, policy: Policy, spec: CacheSpec, mesh: Mesh | None = None) -> None:
-        """Prepares a store; nothing is allocated."""
+        """Sets up a store; nothing is allocated."""
         self._policy, self._spec, self._mesh = policy, spec, mesh
 
     def require(self) -> None:
-        """Does nothing: every policy takes K and V on the device."""
+        """Does nothing: every policy supports K and V on the device."""
 
     def require_fit(self) -> None:
         """Does nothing."""
@@ -120,11 +120,11 @@ class OnDevice:
         return 0
 
     def begin(self, chunk: int) -> tuple[KVCache, State]:
-        """Returns an empty cache and the policy's first state."""
+        """Returns an empty cache and the policy's initial state."""
         return empty_rows_on(self._mesh)(self._spec, self._policy)
 
     def adopt(self, cache: KVCache, chunk: int, pages: HostLayers | None = None) -> KVCache:
-        """Returns the cache as it is."""
+        """Returns the cache unchanged."""
         assert pages is None
         return cache
 
@@ -135,17 +135,17 @@ class OnDevice:
         """Does nothing."""
 
     def after_cut(self, cache: KVCache) -> KVCache:
-        """Returns the cache as it is."""
+        """Returns the cache unchanged."""
         return cache
 
     def committed[T](self, arrays: T) -> T:
-        """Returns the arrays as they are."""
+        """Returns the arrays unchanged."""
         return arrays
 
 
 @partial(jax.jit, static_argnames=("spec", "policy"))
 def empty_rows(spec: CacheSpec, policy: Policy) -> tuple[KVCache, State]:
-    """Returns an empty cache on the device, and the policy's first state."""
+    """Returns an empty cache on the device, and the policy's initial state."""
     return kv_cache.init(spec, fields=policy.fields), policy.init(spec)
 
 

@@ -1,9 +1,9 @@
-"""Keeps compiled programs on disk, so that the next process neither traces nor compiles them.
+"""Stores compiled programs on disk, so that the next process neither traces nor compiles them.
 
-jax's own cache is looked up by a program's text. To have it, a process must trace and lower the
-program, which takes most of a server's start. Here a program is looked up by the ingredients of
-that text: the versions and options of everything that takes part, the device, jsparse's source
-files, the function and its static arguments, and the shapes of the others.
+jax's own cache is keyed by a program's text. To get the text, a process must trace and lower the
+program, which takes most of a server's start. Here the key is made from everything that determines
+the text: the versions and options of all packages involved, the device, jsparse's source files, the
+function and its static arguments, and the shapes of the others.
 """
 
 import inspect
@@ -30,12 +30,12 @@ from jsparse.runtime import fingerprint
 
 logger = logging.getLogger("jsparse.programs")
 
-# Bytes that the files may take; the least recently used make room.
+# The maximum size of all files; the least recently used are deleted.
 MAX_BYTES = 4 * 2**30
-# modules that load a library which programs of theirs call
+# modules that load a library which their programs call
 RUNTIMES = ("jax.experimental.mosaic.gpu", "jax_triton")
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "triton", "jax-triton")
-# settings that a process makes for itself or on which programs do not depend
+# settings that are per process, or that do not affect programs
 UNRELATED = (
     "cache",
     "_log_",
@@ -49,35 +49,35 @@ UNRELATED = (
 
 
 class Stored(NamedTuple):
-    """Holds a program, and what it was made from."""
+    """A program, and its serialized form."""
 
     program: Callable[..., Any]
     data: bytes
 
 
 class ProgramStore:
-    """Holds programs in a folder."""
+    """Programs stored in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Prepares a store; the folder is made when something is stored."""
+        """Sets up a store; the folder is created with the first stored program."""
         self.folder, self._warned = folder, False
 
     def key(self, function: Callable[..., Any], static: Any, shapes: Any) -> str | None:
-        """Returns the name under which a program is stored, or None if it cannot be.
+        """Returns the name under which a program is stored, or None if it cannot be stored.
 
         Args:
             function: the function that is compiled.
-            static: its static arguments, and how it is compiled.
+            static: its static arguments and its compile options.
             shapes: the structure and the shapes of its other arguments.
         """
         try:
             return fingerprint.of(environment(), inspect.unwrap(function), static, str(shapes))
         except fingerprint.NoFingerprint as unknown:
-            logger.debug("%s is not stored: nothing is known of %s", function, unknown)
+            logger.debug("%s is not stored: %s has no fingerprint", function, unknown)
             return None
 
     def get(self, key: str, arguments: Any, devices: Sequence[Any]) -> Stored | None:
-        """Returns the program stored under a name, as `unpacked`, or None if there is none."""
+        """Returns the program stored under a name, unpacked, or None if there is none."""
         if self._distrusted():
             return None
         file = self.folder / key
@@ -87,18 +87,18 @@ class ProgramStore:
         except FileNotFoundError:
             return None
         except Exception as error:
-            logger.warning("%s cannot be read, and is compiled anew: %r", file, error)
+            logger.warning("%s cannot be read and is compiled again: %r", file, error)
             return None
         with suppress(OSError):
             os.utime(file)
         return Stored(made, data)
 
     def put(self, key: str, made: Any) -> None:
-        """Stores a program, which may have been packed already."""
+        """Stores a program, which may already be packed."""
         try:
             data = getattr(made, "data", None) or packed(made)
         except Exception as error:
-            # such as one that calls back to the host
+            # for example a program that calls back to the host
             logger.debug("a program is not stored: %r", error)
             return
         try:
@@ -113,7 +113,7 @@ class ProgramStore:
             logger.warning("a program cannot be stored in %s: %s", self.folder, error)
 
     def _distrusted(self) -> bool:
-        """Whether the folder is distrusted; the first time, a warning has the reason."""
+        """Returns whether the folder is distrusted; the first time, a warning gives the reason."""
         reason = distrust(self.folder)
         if reason is not None and not self._warned:
             self._warned = True
@@ -123,7 +123,7 @@ class ProgramStore:
     def _make_room(self) -> None:
         files = []
         for entry in os.scandir(self.folder):
-            # another process, or thread, may have taken it away
+            # another process or thread may have deleted it
             with suppress(FileNotFoundError):
                 files.append((entry.stat(), entry.path))
         files.sort(key=lambda file: file[0].st_mtime, reverse=True)
@@ -136,16 +136,16 @@ class ProgramStore:
 
 
 def packed(made: Any) -> bytes:
-    """Returns a compiled program in a form that `unpacked` takes, in this process or another.
+    """Serializes a compiled program for `unpacked`, in this process or another.
 
     Raises:
-        Exception: it has none, such as one that calls back to the host.
+        Exception: it cannot be serialized, for example because it calls back to the host.
     """
     program, _, results = serialize_executable.serialize(made)
     stored = {
         "program": program,
         "runtimes": [name for name in RUNTIMES if name in sys.modules],
-        # a structure has no text of its own: one of numbers has
+        # a structure has no text of its own, but one filled with numbers does
         "results": jax.tree.unflatten(results, range(results.num_leaves)),
     }
     return zlib.compress(pickle.dumps(stored), 1)
@@ -155,12 +155,12 @@ def unpacked(data: bytes, arguments: Any, devices: Sequence[Any]) -> Callable[..
     """Returns a program for these devices.
 
     Args:
-        data: what `packed` returned.
+        data: the result of `packed`.
         arguments: arguments of the program's structure.
-        devices: those that it was compiled for, in their order.
+        devices: the devices that it was compiled for, in their order.
 
     Raises:
-        Exception: it cannot be read.
+        Exception: the program cannot be read.
     """
     stored = pickle.loads(zlib.decompress(data))
     for name in stored["runtimes"]:
@@ -174,7 +174,7 @@ def unpacked(data: bytes, arguments: Any, devices: Sequence[Any]) -> Callable[..
 
 
 def environment() -> tuple[Any, ...]:
-    """Returns all that a program depends on and that is not in its own code."""
+    """Returns everything that a program depends on besides its own code."""
     variables = {
         name: value
         for name, value in sorted(os.environ.items())

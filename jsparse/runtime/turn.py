@@ -1,4 +1,4 @@
-"""Reads the prompts of a session's turn and decodes the answers."""
+"""Prefills the prompts of a session's turn and decodes the outputs."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -25,72 +25,72 @@ from jsparse.runtime.session import Session
 
 def run(
     session: Session,
-    asked: Sequence[Request],
+    requests: Sequence[Request],
     streamers: Sequence[Streamer],
     report: OnChunk,
     start: Sequence[int] | None = None,
 ) -> list[Generation]:
-    """Reads the prompts of a session's next turn and decodes the answers.
+    """Prefills the prompts of a session's next turn and decodes the outputs.
 
-    In a further turn, `start` are the tokens of each prompt that the session holds already.
+    In a further turn, `start` is the number of tokens of each prompt that are already in the cache.
 
     Raises:
         ValueError: the device's memory does not suffice.
     """
     keep_compilations()
     began, waits = clock(), waited()
-    for request, streamer in zip(asked, streamers, strict=True):
+    for request, streamer in zip(requests, streamers, strict=True):
         if isinstance(streamer, TokenStreamer):
             streamer.put(np.array([request.ids]))
     with capacity.exhaustion(session.deployment.spec):
         session.expect(
-            *chooser(asked, session.deployment.params.config.vocab_size),
-            limits=[request.sampling.max_tokens for request in asked],
-            knobs=knobs(asked),
+            *chooser(requests, session.deployment.params.config.vocab_size),
+            limits=[request.sampling.max_tokens for request in requests],
+            knobs=knobs(requests),
             report=report,
         )
-        begins = [0] * len(asked) if start is None else start
-        read = [request.ids[at:] for request, at in zip(asked, begins, strict=True)]
+        starts = [0] * len(requests) if start is None else start
+        read = [request.ids[at:] for request, at in zip(requests, starts, strict=True)]
         session.prefill(read, report, start=start)
-        return answers(session, asked, streamers, report, began, waits)
+        return answers(session, requests, streamers, report, began, waits)
 
 
 def answers(
     session: Session,
-    asked: Sequence[Request],
+    requests: Sequence[Request],
     streamers: Sequence[Streamer],
     report: OnChunk,
     began: float,
     waits: float,
     questions: Sequence[Sequence[int]] | None = None,
 ) -> list[Generation]:
-    """Decodes the answers to prompts that the session has read.
+    """Decodes the outputs of prompts that the session has prefilled.
 
-    `began` and `waits` are `clock` and `waited` when the prompts were given. `questions` are tokens
-    that follow each prompt and that decode steps process one by one, before they answer greedily: a
-    policy that compresses the prompt has not seen them.
+    `began` and `waits` are the values of `clock` and `waited` when the prompts were submitted.
+    `questions` are tokens that follow each prompt; decode steps process them one by one and then
+    decode greedily. A policy that compresses the prompt has not seen them.
     """
     tokenizer = session.deployment.params.tokenizer
-    turns = [()] * len(asked) if questions is None else questions
+    turns = [()] * len(requests) if questions is None else questions
     rows = [
         OutputRow(OutputBuilder(request, 0, tokenizer, turn=turn), emit, len(turn))
-        for request, emit, turn in zip(asked, streamers, turns, strict=True)
+        for request, emit, turn in zip(requests, streamers, turns, strict=True)
     ]
     reader = Reader(rows, report, clock)
     if questions is None:
-        choose, given = chooser(asked, session.deployment.params.config.vocab_size)
+        choose, given = chooser(requests, session.deployment.params.config.vocab_size)
     else:
         choose, given = forced_then_greedy, _table(questions)
     limits = [row.limit for row in rows]
-    steps = session.steps(choose, given, limits=limits, knobs=knobs(asked))
-    # so that the session is at rest even while someone looks at an exception
+    steps = session.steps(choose, given, limits=limits, knobs=knobs(requests))
+    # so that the session is idle even while an exception is being inspected
     with closing(steps):
         reader.read_all(steps)
     return reader.generations(began, waited() - waits, session.deployment.policy.name)
 
 
 def _table(questions: Sequence[Sequence[int]]) -> Int32[Array, "n B"]:
-    """Returns the questions by step, with -1 behind them; few sizes, since each compiles."""
+    """Returns the questions by step, padded with -1; few sizes, since each compiles."""
     steps = capacity.bucket(max(1, *map(len, questions)), 1)
     table = np.full((steps, len(questions)), -1, np.int32)
     for row, question in enumerate(questions):

@@ -95,7 +95,7 @@ def from_token_mask(
 
 
 def from_page_mask(mask: Bool[Array, "B K M"], capacity: int) -> Selection:
-    """Lists the marked pages as wholes; `mask` must mark at most `capacity` pages per head."""
+    """Lists the marked pages whole; `mask` must mark at most `capacity` pages per head."""
     ids, count = compact(mask, capacity)
     return Selection(ids, count)
 
@@ -106,8 +106,7 @@ def paged(selection: Selection, *, num_pages: int, page_size: int) -> Selection:
         return selection
     if page_size > MAX_BITS_PAGE:
         raise ValueError(
-            f"page_size={page_size}: must be at most {MAX_BITS_PAGE} where listed tokens become "
-            "pages"
+            f"page_size={page_size}: must be at most {MAX_BITS_PAGE} if listed tokens become pages"
         )
     if selection.ids.shape[-1] == 0:
         return Selection(selection.ids, selection.count, dense=selection.dense)
@@ -160,7 +159,7 @@ def window(
         return Selection(ids, count, granularity="token")
     if page_size > MAX_BITS_PAGE:
         return Selection(ids, count)
-    held = lengths[..., None] - ids * page_size  # slots from each page's first on
+    held = lengths[..., None] - ids * page_size  # slots from each page's first one on
     inside = low_bits(sink - ids * page_size) | ~low_bits(held - recent)
     return Selection(
         ids, count, bits=inside & low_bits(jnp.where(valid, jnp.minimum(held, page_size), 0))
@@ -209,7 +208,7 @@ def pack_bits(mask: Bool[Array, "*batch P"]) -> UInt32[Array, "*batch"]:
     size = mask.shape[-1]
     if size > MAX_BITS_PAGE:
         raise ValueError(
-            f"page_size={size}: must be at most {MAX_BITS_PAGE} where pages carry token bits"
+            f"page_size={size}: must be at most {MAX_BITS_PAGE} if pages have token bits"
         )
     return jnp.sum(
         mask.astype(jnp.uint32) << jnp.arange(size, dtype=jnp.uint32), -1, dtype=jnp.uint32

@@ -79,7 +79,7 @@ def test_exact_takes_no_other_token():
     assert verdicts(entries, **wanted)[0] == (NEAR, "")
     assert verdicts(entries, exact=True, **wanted) == [
         ("dense()", ""),
-        (NEAR, "chooses another token at 25.0% of the places"),
+        (NEAR, "chooses another token at 25.0% of the positions"),
     ]
 
 
@@ -101,7 +101,7 @@ def test_bad_values_are_refused():
         ({"samples": 0}, "samples=0"),
         ({"kl": float("nan")}, "kl=nan"),
         ({"policies": ("dense",)}, "must name one other than"),
-        ({"policies": ("auto",)}, "must be a policy itself"),
+        ({"policies": ("auto",)}, "must be a policy, not a placeholder"),
         ({"policies": ("lru",)}, "unknown policy"),
     ]:
         with pytest.raises(ValueError, match=words):
@@ -162,7 +162,7 @@ def test_an_interrupted_run_goes_on_and_what_cannot_run_says_why(
     found = recommend(model, wanted, notify=said.append)
     assert times == ["dense()", FAR, NEAR, SLOW]
     assert [line.split(":")[0] for line in said if "measurements" in line] == ["Interrupted"]
-    assert sum("An unfinished run goes on" in line for line in said) == 1
+    assert sum("Continuing an unfinished run" in line for line in said) == 1
     assert sum("about a minute" in line for line in said) == 1  # before the interrupt
     assert "streaming(recent=240): 5 ms a step, dense attention 10" in said
     assert f"{SLOW}: cannot run here" in said

@@ -405,7 +405,7 @@ def test_options_out_of_range():
             {"policy": OFFLOADED, "cascade_attention": True, "batch_invariant": False},
             "cascade_attention=True: must be False if K and V are in",
         ),
-        ({"policy": OFFLOADED, "steps_per_program": 2}, "steps_per_program=2: must be 1 where K"),
+        ({"policy": OFFLOADED, "steps_per_program": 2}, "steps_per_program=2: must be 1 with K"),
         (
             {"policy": OFFLOADED, "exact": True, "batch_invariant": False},
             "but keeps K and V in host memory",

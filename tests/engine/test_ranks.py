@@ -184,13 +184,13 @@ def test_what_cannot_be_spread_is_refused():
         ),
         (
             lambda: tiny_llm("offloaded(quest(budget=16))", params=spread(model(), 2)),
-            "tensor_parallel_size=2: must be 1 where K and V lie in host memory",
+            "tensor_parallel_size=2: must be 1 with K and V in host memory",
         ),
         (lambda: load("smollm2", tensor_parallel_size="2"), "tensor_parallel_size='2': must be an"),
         (lambda: jsparse.save(halves(), "new"), "must be on one device, and is on 2"),
         (
             lambda: jsparse.generate(halves(), [1, 2], policy="offloaded(quest(budget=16))"),
-            "tensor_parallel_size=2: must be 1 where K and V lie in host memory",
+            "tensor_parallel_size=2: must be 1 with K and V in host memory",
         ),
         (lambda: calibrate_channels(halves(), [1, 2]), "must be on one device, and is on 2"),
         (

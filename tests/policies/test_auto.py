@@ -77,7 +77,7 @@ def test_drafts_that_nobody_measured_are_dense(caplog):
     with caplog.at_level("WARNING", "jsparse.auto"):
         out = jsparse.generate(tiny_params(num_layers=1), PROMPT, policy="auto", **options)
     assert out.stats.policy == "dense()" and out.stats.drafted_tokens == 0
-    assert "nobody has measured drafts on this device" in caplog.text
+    assert "drafts have not been measured on this device" in caplog.text
 
 
 @pytest.mark.slow
@@ -93,9 +93,9 @@ def test_it_drafts_as_what_it_chose(monkeypatch):
 
 
 def test_it_stands_in_no_other_policy():
-    with pytest.raises(ValueError, match=r"=auto\(\): must not stand inside another policy"):
+    with pytest.raises(ValueError, match=r"=auto\(\): must not be inside another policy"):
         parse("keep(auto)")
-    with pytest.raises(ValueError, match=r"policy=auto\(\): must be a policy itself"):
+    with pytest.raises(ValueError, match=r"policy=auto\(\): must be a policy, not a placeholder"):
         parse("auto")
 
 

@@ -92,7 +92,7 @@ def test_a_damaged_file_is_named(folder):
     wrong = json.dumps([a_choice()._asdict() | {"batch": "2"}])
     for text in ("[", '[{"model": "m"}]', wrong):
         (folder / "choices.json").write_text(text)
-        with pytest.raises(ValueError, match=r"choices\.json is not what `jsparse recommend` wri"):
+        with pytest.raises(ValueError, match=r"choices\.json was not written by `jsparse"):
             find(spec(), HERE)
 
 
@@ -111,8 +111,8 @@ def test_auto_says_once_that_nobody_has_measured(caplog):
     for _ in range(2):
         assert resolved(auto(), spec()) is dense()
     (line,) = caplog.messages
-    assert "dense() here: nobody has measured this model" in line
-    assert line.endswith("`jsparse recommend org/name` does")
+    assert "dense() here: this model has not been measured" in line
+    assert line.endswith("`jsparse recommend org/name` measures it")
     keep([a_choice(device=jax.local_devices()[0].device_kind, policy="dense()")])
     _log.cache_clear()
     assert resolved(auto(), spec()) is dense()

@@ -394,11 +394,11 @@ def test_wrong_hyper_parameters_are_refused():
         ("lfps(wider=0)", "wider=0: must be an integer of at least 1"),
         ("lfps(aligned=0)", r"aligned=0: must be True or False"),
         ("lfps(bypass='sinks')", r"bypass='sinks': must be one of \[True, False, 'mean'\]"),
-        ("lfps(candidates='threshold')", "candidates='threshold': must be 'top' where exact=False"),
-        ("lfps(floor=True)", "floor=True: must be False where candidates='top'"),
+        ("lfps(candidates='threshold')", "candidates='threshold': must be 'top' with exact=False"),
+        ("lfps(floor=True)", "floor=True: must be False with candidates='top'"),
         ("twilight(lfps(), p=0.9)", r"prune='page_mass': must be 'token' over lfps\("),
         ("retrieval_heads(h2o(), ((0, 1),))", "policy=h2o.*must keep every token"),
-        ("retrieval_heads(auto(), ((0, 1),))", "policy=auto.*must not stand inside another policy"),
+        ("retrieval_heads(auto(), ((0, 1),))", "policy=auto.*must not be inside another policy"),
     ):
         with pytest.raises(ValueError, match=message):
             parse(expression)

@@ -349,7 +349,7 @@ def test_bad_arguments_are_named():
         ("lychee_cluster(chunks='pages')", r"chunks='pages': must be one of \[None, 'structure'"),
         ("lychee_cluster(cluster_size=0)", r"cluster_size=0: must be an integer of at least 1"),
         ("lychee_cluster(normalise=1)", r"normalise=1: must be True or False"),
-        ("lychee_cluster(lengths=8)", r"lengths=8: must be the fewest and the most"),
+        ("lychee_cluster(lengths=8)", r"lengths=8: must be the minimum and maximum"),
         ("lychee_cluster(lengths=(8, 4))", r"lengths\[1\]=4: must be an integer of at least 8"),
         ("lychee_cluster(recent=8)", r"recent=8: must be an integer of at least 9"),
         ("lychee_cluster(sink=-1)", r"sink=-1: must be an integer of at least 0"),

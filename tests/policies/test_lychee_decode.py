@@ -281,7 +281,7 @@ def test_wrong_hyper_parameters_are_refused():
         "must be a number from 0 to below 1",
     )
     for arguments, message in (
-        ({"value": 64.0}, "value=64.0: must be an integer of at least 1 where rule='top_k'"),
+        ({"value": 64.0}, "value=64.0: must be an integer of at least 1 with rule='top_k'"),
         ({"value": True}, "value=True: must be an integer of at least 1"),
         (
             {"rule": "best"},
@@ -291,7 +291,7 @@ def test_wrong_hyper_parameters_are_refused():
         ({"rule": "top_p", "value": float("nan")}, f"value=nan: {above_0}"),
         ({"rule": "threshold", "value": -0.1}, f"value=-0.1: {below_1}"),
         ({"rule": "threshold", "value": False}, f"value=False: {below_1}"),
-        ({"rule": "ratio", "value": 1}, f"value=1: {below_1} where rule='ratio'"),
+        ({"rule": "ratio", "value": 1}, f"value=1: {below_1} with rule='ratio'"),
         ({"granularity": "block"}, r"granularity='block': must be one of \['page', 'token'\]"),
         ({"sink": -1}, "sink=-1: must be an integer of at least 0"),
         ({"recent": 64.0}, "recent=64.0: must be an integer of at least 0"),

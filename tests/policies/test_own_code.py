@@ -115,7 +115,7 @@ def test_a_file_finds_modules_beside_it_and_may_have_dataclasses(own):
 
 def test_expressions_are_resolved_as_ever():
     assert resolve(" streaming(sink=1)") is jsparse.streaming(sink=1)
-    with pytest.raises(ValueError, match="path.py:function stands alone, on a command line"):
+    with pytest.raises(ValueError, match="path.py:function works only alone, on a command line"):
         resolve("keep(own.py:newest)")
 
 

@@ -61,7 +61,7 @@ def test_memory_is_asked_for_last_and_only_by_who_allocates(no_memory):
 @pytest.mark.parametrize(
     ("policy", "options", "message"),
     [
-        ("snapkv(budget=64)", {"further_turns": True}, "must leave the cache as it is after the"),
+        ("snapkv(budget=64)", {"further_turns": True}, "must not change the cache after the"),
         ("dense", {"rows_join": True, "per_request": "p"}, "per_request='p': must be a list"),
         ("dense", {"rows_join": True, "per_request": ["p"]}, r"must be among \['dense'\]"),
     ],
@@ -78,7 +78,7 @@ def test_rows_that_join_own_all_state_where_a_policy_evicts():
     with pytest.raises(ValueError, match=r"per_request=\('dense',\): must be among \[\]"):
         asked(policy, rows_join=True, per_request=["dense"])
     paged = policy._replace(init=lambda spec: (jnp.zeros(spec.pages),))
-    with pytest.raises(ValueError, match="must have no state of pages where rows join"):
+    with pytest.raises(ValueError, match="must have no page arrays in its state"):
         asked(paged, rows_join=True)
 
 
@@ -86,7 +86,7 @@ def test_corrections_go_with_no_policy_that_evicts():
     evicts = parse("snapkv(budget=64)")
     policy = evicts._replace(services=evicts.services._replace(correct_every=4))
     params = tiny_params(num_layers=2)
-    with pytest.raises(ValueError, match="correct_every=4: must be 0 where the policy evicts"):
+    with pytest.raises(ValueError, match="correct_every=4: must be 0 if the policy evicts"):
         admit(params, policy, spec_of(params, 2))
 
 

@@ -143,7 +143,7 @@ def test_a_gpu_does_not_read_pages_in_place(monkeypatch):
     held = Session(params(), policy, spec_of(params(), 2, page_size=PAGE, num_pages=12))
     held.prefill(PROMPTS)
     monkeypatch.setattr(host_attention.jax, "default_backend", lambda: "gpu")
-    with pytest.raises(ValueError, match="reads='in_place': must be None or 'gather' where a"):
+    with pytest.raises(ValueError, match="reads='in_place': must be None or 'gather' for a"):
         forced_logits(held, FORCED[:, :3])
 
 
@@ -204,15 +204,15 @@ def test_wrong_sessions_are_refused():
             "tail=4: must be at least 8, .* pages of 8 tokens",
         ),
         (measured(parse(offloaded(LFPS))), spec, {}, "but reads K or V of all tokens"),
-        (page_mass, spec, {}, "no statistics but listed_logits .* asks for page_mass"),
+        (page_mass, spec, {}, "no statistics but listed_logits .* not page_mass"),
         (
             parse(offloaded(f"retrieval_heads({QUEST}, ((0, 1),))")),
             spec,
             {},
             "gates=.* is for 1 × 2",
         ),
-        (quest, spec, {"steps_per_program": 8}, "steps_per_program=8: must be 1 where K and V lie"),
-        (quest, pooled, {}, "pool_pages=40: must be None where K and V lie in host"),
+        (quest, spec, {"steps_per_program": 8}, "steps_per_program=8: must be 1 with K and V in"),
+        (quest, pooled, {}, "pool_pages=40: must be None with K and V in host"),
     ):
         with pytest.raises(ValueError, match=message):
             Session(params(), policy, sizes, **options)

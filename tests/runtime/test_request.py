@@ -104,7 +104,7 @@ def test_few_tokens_end_a_text_of_a_minimum_length(params):
     maximum = SamplingParams(stop_token_ids=range(20, 34), min_tokens=1)
     assert len(requests(params, [[1]], maximum, dense())[0].ends) == 16
     more = dataclasses.replace(maximum, stop_token_ids=range(20, 35))
-    said = "min_tokens=1: must be 0 where more than 16 tokens end the text; here 17 do"
+    said = "min_tokens=1: must be 0 if more than 16 tokens end the text; here 17 do"
     with pytest.raises(ValueError, match=f"^{said}$"):
         requests(params, [[1]], more, dense())
     requests(params, [[1]], dataclasses.replace(more, min_tokens=0), dense())

@@ -216,7 +216,7 @@ OTHERS = [x for x in METHODS if x not in EVICTORS]
 def test_a_further_turn_after_an_eviction_is_refused_by_name():
     params, policy = tiny_params(num_layers=1), parse(EVICTORS[0])
     spec = spec_of(params, len(PROMPTS), page_size=PAGE)
-    with pytest.raises(ValueError, match="must leave the cache as it is after the prompt") as error:
+    with pytest.raises(ValueError, match="must not change the cache after the prompt") as error:
         Session(params, policy, spec, resumable=True)
     assert str(error.value).startswith(f"policy={policy}: ")
 
@@ -227,7 +227,7 @@ def test_a_second_prompt_of_a_session_that_evicted_is_refused():
     made.prefill(PROMPTS)
     list(made.steps(sampling.greedy, (), limits=[2] * 3))
     assert not made.can_continue
-    with pytest.raises(ValueError, match="resumable=False: must be True to read a further turn"):
+    with pytest.raises(ValueError, match="resumable=False: must be True to run a further turn"):
         made.prefill(PROMPTS)
 
 
@@ -259,7 +259,7 @@ def test_what_cannot_be_read_is_refused_and_changes_nothing():
     params = tiny_params(num_layers=1)
     spec = spec_of(params, 3, page_size=PAGE, num_pages=8)
     made = Session(params, dense(), spec, resumable=True)
-    with pytest.raises(ValueError, match="must have read prompts"):
+    with pytest.raises(ValueError, match="must have prefilled prompts"):
         _ = made.prefilled
     for rows, said in (([[1]], "1 entries: must be 3"), ([[], [], []], "must not all be empty")):
         with pytest.raises(ValueError, match=said):
@@ -269,7 +269,7 @@ def test_what_cannot_be_read_is_refused_and_changes_nothing():
     made.prefill(PROMPTS)
     steps = made.steps(sampling.greedy, (), limits=[9] * 3)
     next(steps)
-    with pytest.raises(ValueError, match="must have read prompts, and neither be decoding"):
+    with pytest.raises(ValueError, match="must have prefilled prompts, and neither be decoding"):
         made.prefill([[1]] * 3)
     steps.close()
     said = r"rows of \[65, 19, 4\] tokens: must fit in the 64 of the cache"
@@ -291,7 +291,7 @@ def test_a_turn_that_failed_cannot_be_read_on(short_chunks):
     with pytest.raises(KeyboardInterrupt):
         made.prefill(random_prompts((20, 20, 20)), interrupt)
     assert not made.can_continue
-    with pytest.raises(ValueError, match="must begin anew after a turn that failed"):
+    with pytest.raises(ValueError, match="after a failed turn, create a new session"):
         made.prefill([[1]] * 3)
 
 

@@ -368,7 +368,7 @@ def test_bad_numbers_are_refused():
 def test_what_needs_every_step_is_refused():
     session, table = session_of(QUEST, DRAFTS), jnp.zeros((40, 3), jnp.int32)
     for choose, given, keep in ((greedy, (), True), (forced, table, False)):
-        with pytest.raises(ValueError, match="drafts: must be 0 to keep logits, or where tokens"):
+        with pytest.raises(ValueError, match="drafts: must be 0 to keep logits, or to decode"):
             next(session.steps(choose, given, limits=LIMITS, keep_logits=keep))
 
 
@@ -380,7 +380,7 @@ def test_maintenance_must_leave_the_cache_alone():
     fading = as_policy(QUEST)._replace(services=Services(faded, period=5), name="fading")
     session = session_of(fading, DRAFTS)
     choose, given = chosen(session, GREEDY)
-    with pytest.raises(ValueError, match="policy=fading: its maintain must leave the cache"):
+    with pytest.raises(ValueError, match="policy=fading: its maintain must not change the cache"):
         list(session.steps(choose, given, limits=LIMITS))
 
 

@@ -230,7 +230,7 @@ def test_a_file_that_cannot_be_read_is_made_anew(store, weighing, caplog):
         caplog.clear()
         assert run(weighing())["sum"] == 6
         store.settle(1)
-        assert "cannot be read, and is compiled anew" in caplog.text
+        assert "cannot be read and is compiled again" in caplog.text
     assert store.found == 0
     run(weighing())
     assert store.found == 1

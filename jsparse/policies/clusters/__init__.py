@@ -1,1 +1,1 @@
-"""Holds the common parts of methods that rank chunks of text."""
+"""The common parts of methods that rank chunks of text."""

@@ -1,6 +1,7 @@
-"""Defines the boundaries of a text behind its tokens, from the bytes of a vocabulary.
+"""Classifies the text boundary after each token, from the bytes of a vocabulary.
 
-They are the separators of LycheeCluster's table 4, and control tokens, by class, the best first:
+Boundaries are the separators of LycheeCluster's table 4, and control tokens, by class, the best
+first:
 
     1  an empty line, ``` --- *** } ] > or a control token, such as the end of a turn
     2  . ? ! 。 ？ ！ or the end of a line
@@ -8,10 +9,10 @@ They are the separators of LycheeCluster's table 4, and control tokens, by class
     4  a blank, which is a space or a tab
     0  none
 
-A boundary lies behind the token whose last bytes, blanks aside, are one of these; behind a mark of
-class 1 the token may also hold the end of the line. Some need a look at the neighbours, since
-tokens mostly start with the blank that separates them and the newlines of an empty line may be two
-tokens; the flags are for these.
+A boundary follows a token whose last bytes, apart from blanks, are one of these; after a mark of
+class 1 the token may also contain the end of the line. Some boundaries depend on the neighbours,
+since tokens mostly start with the blank that separates them and the newlines of an empty line may
+be two tokens; the flags are for these.
 """
 
 from typing import Protocol
@@ -30,7 +31,7 @@ _ENDS = (
 
 
 class Vocabulary(Protocol):
-    """Describes the methods of a tokenizer that boundaries need."""
+    """The methods of a tokenizer that boundaries need."""
 
     def token_bytes(self) -> list[bytes]: ...
 
@@ -38,11 +39,11 @@ class Vocabulary(Protocol):
 
 
 def boundary_classes(tokenizer: Vocabulary, vocab_size: int) -> UInt8[np.ndarray, "V 2"]:
-    """Returns the class of the boundary behind each token, and the token's flags.
+    """Returns the class of the boundary after each token, and the token's flags.
 
-    The flags are a sum: STARTS_WITH_BLANK; IS_NEWLINES, for one newline or more and blanks only;
-    ENDS_IN_NEWLINE, blanks aside. A token that ends inside a character has class 0, control tokens
-    class 1 and no flags, ids past the tokenizer's vocabulary 0.
+    The flags are a sum: STARTS_WITH_BLANK; IS_NEWLINES, for one or more newlines and otherwise only
+    blanks; ENDS_IN_NEWLINE, apart from blanks. A token that ends inside a character has class 0;
+    control tokens have class 1 and no flags; ids past the tokenizer's vocabulary have 0.
     """
     table = np.zeros((vocab_size, 2), np.uint8)
     tokens = tokenizer.token_bytes()[:vocab_size]

@@ -1,15 +1,15 @@
-"""Cuts rows of tokens into chunks that end where the text does, as LycheeCluster does.
+"""Cuts rows of tokens into chunks that end at boundaries of the text, as LycheeCluster does.
 
-The paper is arXiv 2603.08453; this is its section 4.3, whose classes are in table 4.
+The paper is arXiv 2603.08453; this is its section 4.3, with the classes of table 4.
 
-A chunk has `min_length` to `max_length` tokens and ends at the best boundary that this leaves:
-behind a paragraph or a bracket (class 1), a sentence or a line (2), a comma (3), at a blank (4),
-else at `max_length` (0). Of several boundaries of the best class the last is taken, which the paper
-leaves open. jsparse.policies.clusters.boundary_classes says which token makes which boundary.
+A chunk has `min_length` to `max_length` tokens and ends at the best boundary in this range: after a
+paragraph or a bracket (class 1), a sentence or a line (2), a comma (3), at a blank (4), else at
+`max_length` (0). Ties go to the last boundary of the best class, which the paper leaves open.
+jsparse.policies.clusters.boundary_classes classifies the boundaries.
 
-Where a chunk ends depends on where it starts, so the paper's loop is serial. Here the end of a
-chunk is found for every slot it could start at, and pointer doubling follows these links: the
-chunks are those of the loop.
+The end of a chunk depends on its start, so the paper's loop is serial. Here the end of a chunk is
+found for every possible start, and pointer doubling follows these links; the chunks are those of
+the loop.
 """
 
 from functools import reduce
@@ -29,11 +29,11 @@ _CLASS_BITS = 3
 
 
 class Chunks(NamedTuple):
-    """Holds the chunks of each row.
+    """The chunks of each row.
 
     Attributes:
         starts: chunk i of row b is the slots starts[b, i] to starts[b, i + 1] - 1; entries past
-            `count` equal starts[b, count], the first slot in no chunk yet.
+            `count` equal starts[b, count], the first slot that is in no chunk yet.
         count: the number of chunks of each row.
     """
 
@@ -42,17 +42,17 @@ class Chunks(NamedTuple):
 
 
 def marks(table: UInt8[Array, "V 2"], tokens: Int32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """Looks up the marks of tokens for boundaries: a class in 3 bits, flags above them."""
+    """Looks up the boundary marks of tokens: a class in 3 bits, flags above them."""
     packed = table[:, 0] | table[:, 1] << _CLASS_BITS
     return packed[tokens]
 
 
 def boundaries(marks: UInt8[Array, "B S"]) -> UInt8[Array, "B S"]:
-    """Returns the class of the boundary behind each slot, from the marks of it and its neighbours.
+    """Returns the class of the boundary after each slot, from the marks of it and its neighbours.
 
-    A blank that starts the next token makes a boundary of class 4 where there is none. A token of
-    newlines alone behind one that ends in a newline completes an empty line, which is class 1. The
-    last slot's boundary may still turn from 0 to 4 when a token follows.
+    A blank at the start of the next token makes a boundary of class 4 if there is no other. A token
+    of newlines only, after one that ends in a newline, completes an empty line, which is class 1.
+    The last slot's boundary may still change from 0 to 4 when a token follows.
     """
     classes, flags = marks & ((1 << _CLASS_BITS) - 1), marks >> _CLASS_BITS
     before = jnp.pad(flags[:, :-1], ((0, 0), (1, 0)))
@@ -71,28 +71,28 @@ def cut(
     min_length: int = 8,
     max_length: int = 16,
 ) -> Chunks:
-    """Cuts each row greedily from slot `first` on into the chunks that end by `ends`.
+    """Cuts each row greedily, from slot `first` on, into the chunks that end by `ends`.
 
-    The classes of the first `max_length` slots from its start decide where a chunk ends, so those
-    of the slots before ends + max_length - min_length must be right. A chunk that would end later
-    than `ends` is left out.
+    The classes of the first `max_length` slots from its start determine the end of a chunk, so the
+    classes of the slots before ends + max_length - min_length must be right. A chunk that would end
+    later than `ends` is left out.
 
-    No slot is lost for lack of capacity. Let u chunks be used and s be the next start, and call
-    max_length · (capacity - u) - (S - s) the slots to spare, at least 0 at first. A chunk of n
-    tokens costs max_length - n of them, which is at most max_length - min_length. Where fewer are
-    left, chunks are cut at `max_length` and cost none. So there are never fewer than 0, and s ≥ S
-    once all chunks are used. There are never more either: a row that has to be cut at `max_length`
-    is, to its end.
+    Capacity always suffices for all slots. With u chunks used and s the next start, let the slack
+    be max_length · (capacity - u) - (S - s) slots, at least 0 initially. A chunk of n tokens
+    reduces it by max_length - n, which is at most max_length - min_length. If less slack is left,
+    chunks are cut at `max_length` and reduce it by none. So it never becomes negative, and s ≥ S
+    once all chunks are used. It also never grows: once a row must be cut at `max_length`, it is to
+    its end.
 
     Args:
-        classes: the class of the boundary behind each slot; None cuts every chunk at `max_length`,
+        classes: the class of the boundary after each slot; None cuts every chunk at `max_length`,
             regardless of `min_length`.
         first: at most S; the slots before it belong to no chunk.
         ends: the number of each row's slots that may belong to chunks, at most S.
-        capacity: the largest number of chunks of a row; max_length · capacity must be at
-            least S - first.
-        min_length: the smallest number of tokens of a chunk.
-        max_length: the largest.
+        capacity: the maximum number of chunks of a row; max_length · capacity must be at least S -
+            first.
+        min_length: the minimum number of tokens of a chunk.
+        max_length: the maximum number of tokens of a chunk.
 
     Raises:
         ValueError: the sizes contradict each other.
@@ -131,7 +131,7 @@ def cut_on(
 ) -> Chunks:
     """Adds up to `max_new` chunks to each row, the next ones that `cut` would make.
 
-    Only the slots that these chunks could reach are read. Arguments are those of `cut`; max_new is
+    It reads only the slots that these chunks could reach. Arguments are those of `cut`; max_new is
     static and small.
     """
     _check(classes, min_length, max_length)
@@ -141,13 +141,14 @@ def cut_on(
     capacity = starts.shape[1] - 1
     number = jnp.arange(capacity + 1, dtype=jnp.int32)
     begin = start = jnp.take_along_axis(starts, count[:, None], axis=1)[:, 0]
-    behind = None
+    next_starts = None
     if classes is not None:
-        behind = _next_starts(_window(classes, begin, max_new * max_length), min_length, max_length)
+        window = _window(classes, begin, max_new * max_length)
+        next_starts = _next_starts(window, min_length, max_length)
     for _ in range(max_new):
         end = start + max_length
-        if classes is not None and behind is not None:
-            free = begin + jnp.take_along_axis(behind, (start - begin)[:, None], axis=1)[:, 0]
+        if classes is not None and next_starts is not None:
+            free = begin + jnp.take_along_axis(next_starts, (start - begin)[:, None], axis=1)[:, 0]
             full = _must_be_full(start, count, classes.shape[1], capacity, min_length, max_length)
             end = jnp.where(full, end, free)
         fits = (end <= ends) & (count < capacity)
@@ -185,7 +186,7 @@ def _check(classes: UInt8[Array, "B S"] | None, min_length: int, max_length: int
 def _next_starts(
     classes: UInt8[Array, "B S"], min_length: int, max_length: int
 ) -> Int32[Array, "B S"]:
-    """Returns the slot behind a chunk that starts at each slot; past the row all is class 0."""
+    """Returns the slot after a chunk that starts at each slot; the class is 0 past the row."""
     size = classes.shape[1]
     reach = size + max_length - 1
     ranks = jnp.where(classes == 0, 0, 5 - classes.astype(jnp.int32))
@@ -200,7 +201,7 @@ def _followed(links: Int32[Array, "B S"], begin: Rows, count: int) -> Int32[Arra
     size = links.shape[1]
     links = jnp.pad(jnp.minimum(links, size + 1), ((0, 0), (0, 2)), constant_values=size + 1)
     chain = begin[:, None]
-    while chain.shape[1] < count:  # links lead as many steps on as the chain is long
+    while chain.shape[1] < count:  # each link spans the chain's current length
         chain = jnp.concatenate([chain, jnp.take_along_axis(links, chain, axis=1)], axis=1)
         links = jnp.take_along_axis(links, links, axis=1)
     return chain[:, :count]
@@ -214,7 +215,7 @@ def _must_be_full(
     min_length: int,
     max_length: int,
 ) -> Bool[Array, "..."]:
-    """Returns whether a chunk must have `max_length` tokens, or the rest might not fit."""
+    """Returns whether a chunk must have `max_length` tokens so that the rest fits."""
     return max_length * (capacity - used) < size - start + max_length - min_length
 
 

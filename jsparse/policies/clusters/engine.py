@@ -1,12 +1,12 @@
-"""Runs every method that ranks chunks: one engine, an index and a few settings per method.
+"""The engine of all methods that rank chunks, with an index and a few settings per method.
 
 A row's tokens are its sinks, its chunks and its open tokens: the newest, which are in no chunk yet.
 Sinks and open tokens are always attended to. The rest of the budget goes to chunks: the index
-scores them for the query, with clusters by the centroid of a chunk's cluster, and the best are
+scores them for the query (with clusters, by the centroid of a chunk's cluster), and the best are
 taken until the next no longer fits. So a head never attends to more than the budget.
 
-Chunks are cut and indexed when the prompt ends; every `period` tokens the oldest open ones are cut
-into chunks, which join the index. Chunks are the same for all layers and heads.
+Chunks are cut and indexed at the end of the prompt; every `period` tokens the oldest open ones are
+cut into chunks, which join the index. Chunks are the same for all layers and heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,20 +37,20 @@ CLASSES: dict[str | None, Classes | None] = {
     "structure": "boundary_classes",
     "fixed": None,
 }
-WIDER = 4  # units are chosen that hold this times the budget
+WIDER = 4  # the chosen units hold this multiple of the budget
 
 
 class ChunkIndex(NamedTuple):
-    """Holds the functions of an index of chunks; each layer has an index of its own.
+    """The functions of an index of chunks; each layer has a separate index.
 
     Attributes:
-        empty: (spec, chunks) -> an index that holds nothing, with room for `chunks` chunks per row.
+        empty: (spec, chunks) -> an empty index, with room for `chunks` chunks per row.
         build: (the layer's cache, the chunks) -> an index of all chunks.
-        join: (each layer's index, each layer's cache, the number of chunks before, the chunks,
-            max_new) -> each layer's index with the chunks past those before, at most max_new.
-        scores: (index, q, count, tokens) -> the scores of chunks. Those past the `count` of a head
-            mean anything; -inf: the search did not look at the chunk. It looks at `tokens` tokens
-            at least.
+        join: (each layer's index, each layer's cache, the previous number of chunks, the chunks,
+            max_new) -> each layer's index with at most max_new further chunks.
+        scores: (index, q, count, tokens) -> the scores of chunks; undefined past the `count` of a
+            head, -inf for chunks that the search skipped. The search covers at least `tokens`
+            tokens.
     """
 
     empty: Callable[[CacheSpec, int], Any]
@@ -70,13 +70,14 @@ def cluster_index(form: Form) -> ChunkIndex:
 
 
 class Settings(NamedTuple):
-    """Holds the settings in which the methods differ.
+    """The settings in which the methods differ.
 
     Attributes:
-        budget: the most tokens that a head attends to; rows that are no longer are dense.
-        shortest: the fewest tokens of a chunk.
-        longest: the most tokens of a chunk.
-        classes: the model's constant that marks boundaries; None cuts every chunk at its greatest
+        budget: the maximum number of tokens that a head attends to; rows up to this length are
+            dense.
+        shortest: the minimum number of tokens of a chunk.
+        longest: the maximum number of tokens of a chunk.
+        classes: the model's constant that marks boundaries; None: every chunk has the maximum
             length.
         chunk_index: the functions of the index that ranks chunks.
         sink: the number of first tokens that are always attended to.
@@ -95,24 +96,24 @@ class Settings(NamedTuple):
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Returns the fewest and the most tokens of a chunk, as `cut` takes them."""
+        """The minimum and maximum tokens of a chunk, as arguments of `cut`."""
         return {"min_length": self.shortest, "max_length": self.longest}
 
     @property
     def max_open(self) -> int:
-        """Returns the most tokens that are ever open."""
+        """The maximum number of open tokens."""
         return self.recent + self.longest - 1 + self.period
 
     @property
     def max_new(self) -> int:
-        """Returns the most chunks that are cut at a time."""
+        """The maximum number of chunks that are cut at a time."""
         return (self.longest - 1 + self.period) // self.shortest
 
     def chunks_of(self, slots: int) -> int:
         """Returns the number of chunks that a row of `slots` slots has room for.
 
-        Chunks of 8 to 16 tokens have room at 10 tokens each. A row that needs more room than that
-        cuts the rest at the greatest length, for which there always is enough.
+        For chunks of 8 to 16 tokens, this is one per 10 slots. A row that needs more chunks cuts
+        the rest at the maximum length, for which there is always room.
         """
         if self.classes is None:
             return -(-slots // self.longest)
@@ -122,25 +123,26 @@ class Settings(NamedTuple):
 def require_chunks(
     chunks: Chunking | None, lengths: tuple[int, int], recent: int
 ) -> tuple[int, int]:
-    """Returns the fewest and the most tokens of a chunk.
+    """Returns the minimum and maximum tokens of a chunk.
 
     Raises:
         ValueError: an argument is not one that LycheeCluster's docstring allows.
     """
     one_of("chunks", chunks, CLASSES)
     if not isinstance(lengths, tuple) or len(lengths) != 2:
-        raise ValueError(f"lengths={lengths!r}: must be the fewest and the most tokens of a chunk")
+        raise ValueError(f"lengths={lengths!r}: must be the minimum and maximum tokens of a chunk")
     shortest, longest = lengths
     whole_number("lengths[0]", shortest, 1)
     whole_number("lengths[1]", longest, shortest)
     if chunks == "fixed":
         shortest = longest
-    whole_number("recent", recent, longest - shortest + 1)  # they decide where a chunk ends
+    # these tokens determine the end of a chunk
+    whole_number("recent", recent, longest - shortest + 1)
     return shortest, longest
 
 
 def require_budget(settings: Settings) -> None:
-    """Raises ValueError if a budget does not hold the tokens always attended to and one chunk."""
+    """Raises ValueError unless a budget fits the always attended tokens and one chunk."""
     minimum = settings.sink + settings.max_open + settings.longest
     if settings.budget < minimum:
         raise ValueError(
@@ -151,12 +153,11 @@ def require_budget(settings: Settings) -> None:
 
 
 class Index(NamedTuple):
-    """Holds the state; rows own all of it.
+    """The state; rows own all of it.
 
     Attributes:
-        marks: each token's marks for the boundaries around it; None where chunks are of one
-            length.
-        chunks: the chunks of each row, whose last ends where the open tokens begin.
+        marks: each token's marks for the boundaries around it; None if chunks have one length.
+        chunks: the chunks of each row; the open tokens follow the last.
         layers: the index of each layer.
     """
 
@@ -166,7 +167,7 @@ class Index(NamedTuple):
 
 
 def chunk_policy(settings: Settings) -> Policy:
-    """Builds the policy that these settings describe."""
+    """Builds the policy for these settings."""
     return Policy(
         partial(select, settings),
         init=partial(init, settings),
@@ -180,7 +181,7 @@ def chunk_policy(settings: Settings) -> Policy:
 
 
 def init(settings: Settings, spec: CacheSpec) -> Index:
-    """Returns an index of no chunks."""
+    """Returns an index without chunks."""
     chunks, slots = settings.chunks_of(spec.capacity), (spec.batch, spec.capacity)
     starts = jnp.full((spec.batch, chunks + 1), min(settings.sink, spec.capacity), jnp.int32)
     return Index(
@@ -191,7 +192,7 @@ def init(settings: Settings, spec: CacheSpec) -> Index:
 
 
 def prefill(settings: Settings, state: Index, layer: int, view: PrefillView) -> Index:
-    """Notes boundaries; when the prompt ends, cut it into chunks and index each layer's keys."""
+    """Records boundaries; at the end of the prompt, cuts chunks and indexes each layer's keys."""
     kv = view.step.layers[layer]
     if layer == 0:
         length = kv.lengths[:, 0]
@@ -212,7 +213,7 @@ def prefill(settings: Settings, state: Index, layer: int, view: PrefillView) -> 
 def append(
     settings: Settings, state: Index, layer: int, k, v, tokens, positions, view: StepView
 ) -> Index:
-    """Notes boundaries."""
+    """Records boundaries."""
     if layer:
         return state
     valid = taking_part(view, tokens.shape[1])
@@ -220,12 +221,12 @@ def append(
 
 
 def select(settings: Settings, state: Index, layer: int, q: Queries, view: StepView):
-    """Lists sinks, open tokens and, as far as the budget reaches, the best chunks."""
-    # all layers hold the same tokens: values that depend on these alone are computed once per step
+    """Lists sinks, open tokens and, within the budget, the best chunks."""
+    # all layers hold the same tokens: values that depend only on these are computed once per step
     kv, chunks = view.layers[0].lengths, state.chunks
     budget = min(settings.budget, view.layers[0].capacity)
     count = jnp.broadcast_to(chunks.count[:, None], kv.shape)
-    narrow = np.min_scalar_type(settings.longest)  # bytes, which choosing reads faster
+    narrow = np.min_scalar_type(settings.longest)  # bytes, which selection reads faster
     scores = settings.chunk_index.scores(state.layers[layer], q, count, WIDER * budget)
     there = jnp.arange(scores.shape[-1]) < count[..., None]
     sizes = jnp.diff(chunks.starts)[:, None].astype(narrow)
@@ -251,7 +252,7 @@ def maintain(settings: Settings, state: Index, view: StepView) -> tuple[Index, K
 def marked(
     settings: Settings, state: Index, tokens: Tokens, first: Rows, valid: Rows, view: StepView
 ) -> Index:
-    """Notes the marks of new tokens for the boundaries around them."""
+    """Records the marks of new tokens for the boundaries around them."""
     if state.marks is None or settings.classes is None:
         return state
     assert view.constants is not None
@@ -263,11 +264,11 @@ def marked(
 
 
 def classes(state: Index) -> UInt8[Array, "B S"] | None:
-    """Returns the class of the boundary behind each token; None where chunks are of one length."""
+    """Returns the class of the boundary after each token; None if chunks have one length."""
     return None if state.marks is None else boundaries(state.marks)
 
 
 def outside(chunks: Chunks, lengths: Lengths) -> Lengths:
-    """Returns how many of a head's tokens lie in no chunk: its sinks and its open tokens."""
+    """Returns the number of a head's tokens in no chunk: its sinks and its open tokens."""
     first, last = chunks.starts[:, :1], chunks.starts[:, -1:]
     return jnp.minimum(first, lengths) + jnp.maximum(lengths - last, 0)

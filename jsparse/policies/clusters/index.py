@@ -1,13 +1,13 @@
 """Clusters chunks of a row's tokens by the direction of their keys, in every layer and KV head.
 
-A chunk is represented by the mean of its keys. Spherical k-means gathers `cluster_size` chunks to a
-cluster on average: every `cluster_size`-th chunk is the start of one. Chunks that come later
-continue this: every `cluster_size`-th founds a cluster of its own, the others join the nearest one,
-whose centroid moves by running mean. Nothing is drawn at random and the order of sums is fixed, so
-that two runs give the same bits.
+A chunk is represented by the mean of its keys. Spherical k-means forms clusters of `cluster_size`
+chunks on average, initialised with every `cluster_size`-th chunk. Later chunks continue this: every
+`cluster_size`-th founds a new cluster, and the others join the nearest one, whose centroid is
+updated as a running mean. There is no randomness and the order of sums is fixed, so two runs give
+the same bits.
 
-Radii, where they are kept, bound the distance between a centroid and the chunks of its cluster.
-Units gather clusters as clusters gather chunks; there are ⌈√clusters⌉ of them, at most 64.
+Radii, if used, bound the distance between a centroid and the chunks of its cluster. Units group
+clusters as clusters group chunks; there are ⌈√clusters⌉ of them, at most 64.
 """
 
 import math
@@ -37,15 +37,15 @@ MAX_UNITS = 64
 
 
 class Form(NamedTuple):
-    """Holds the static parameters of an index.
+    """The static parameters of an index.
 
     Attributes:
-        longest: the most tokens of a chunk.
+        longest: the maximum number of tokens of a chunk.
         cluster_size: chunks per cluster, on average.
-        pooling: how the keys of a chunk become one.
-        normalise: whether these are scaled to length 1.
-        radii: whether radii are kept.
-        units: whether units are kept.
+        pooling: how the keys of a chunk become one representative.
+        normalise: whether representatives are scaled to length 1.
+        radii: whether clusters have radii.
+        units: whether there are units.
     """
 
     longest: int
@@ -57,12 +57,12 @@ class Form(NamedTuple):
 
 
 class Clusters(NamedTuple):
-    """Holds one layer's index.
+    """One layer's index.
 
     Attributes:
         fine: clusters of chunks.
-        coarse: units of clusters; None if there are none.
-        tokens: the number of tokens of each unit; None likewise.
+        coarse: units of clusters; None: no units.
+        tokens: the number of tokens of each unit; None: no units.
     """
 
     fine: Groups
@@ -76,18 +76,18 @@ def num_clusters(chunks: Any, form: Form) -> Any:
 
 
 def num_units(clusters: Int32[Array, "*rows"]) -> Int32[Array, "*rows"]:
-    """Returns the number of units of a number of clusters, ⌈√clusters⌉ as far as MAX_UNITS."""
+    """Returns the number of units for a number of clusters, ⌈√clusters⌉ up to MAX_UNITS."""
     squares = jnp.arange(MAX_UNITS, dtype=jnp.int32) ** 2
     return jnp.sum(squares < clusters[..., None], -1, dtype=jnp.int32)
 
 
 def max_units(clusters: int) -> int:
-    """Returns `num_units` of a number that is known while tracing."""
+    """Returns `num_units` of a static number."""
     return min(MAX_UNITS, math.isqrt(clusters - 1) + 1)
 
 
 def empty(spec: CacheSpec, chunks: int, form: Form) -> Clusters:
-    """Returns the index of one layer that holds nothing, with room for `chunks` chunks per head."""
+    """Returns an empty index of one layer, with room for `chunks` chunks per head."""
     clusters = num_clusters(chunks, form)
     fine = _no_groups(spec, clusters, chunks, form)
     if not form.units:
@@ -108,9 +108,9 @@ def _no_groups(spec: CacheSpec, groups: int, points: int, form: Form) -> Groups:
 
 
 def build(kv: LayerCache, chunks: Chunks, form: Form) -> Clusters:
-    """Clusters all chunks of every row anew.
+    """Clusters all chunks of every row from scratch.
 
-    Rows are taken one after the other, so that temporary memory does not grow with the batch.
+    Rows are processed one after the other, so that temporary memory does not grow with the batch.
     """
     pages = jnp.arange(kv.num_pages, dtype=jnp.int32)
     table = physical_pages(kv, jnp.broadcast_to(pages, (*kv.lengths.shape, pages.size)))
@@ -145,7 +145,7 @@ def _build(kv: LayerCache, chunks: Chunks, form: Form) -> Clusters:
 
 
 def units_of(fine: Groups, clusters: Rows, dtype: Any, form: Form) -> Groups:
-    """Groups the first `clusters` clusters of every row to units."""
+    """Groups the first `clusters` clusters of every row into units."""
     number = num_units(clusters)[:, None]
     nth = jnp.arange(max_units(fine.size.shape[2]), dtype=jnp.int32)
     starts = jnp.where(nth < number, nth * clusters[:, None] // jnp.maximum(number, 1), 0)
@@ -177,7 +177,7 @@ def representatives(
 def keys_of_chunks(
     kv: LayerCache, first: Int32[Array, "B n"], lengths: Int32[Array, "B n"], longest: int
 ) -> Float[Array, "B K n m H"]:
-    """Reads the keys of slots first … first + lengths - 1; past a chunk's end there is anything."""
+    """Reads the keys of slots first … first + lengths - 1; undefined past a chunk's end."""
     (rows, heads), number = kv.lengths.shape, first.shape[1]
     nth = jnp.arange(longest, dtype=jnp.int32)
     inside = nth < lengths[..., None]
@@ -189,7 +189,7 @@ def keys_of_chunks(
 def pooled(
     keys: Float[Array, "*layers B K n m H"], lengths: Int32[Array, "B n"], form: Form
 ) -> Float32[Array, "*layers B K n H"]:
-    """Returns the pooled keys of chunks of `lengths` tokens; those without tokens give 0."""
+    """Returns the pooled keys of chunks of `lengths` tokens; 0 for chunks without tokens."""
     inside = (jnp.arange(form.longest, dtype=jnp.int32) < lengths[..., None])[:, None, :, :, None]
     keys = keys.astype(jnp.float32)
     if form.pooling == "mean":
@@ -212,16 +212,16 @@ def k_means(
 ) -> Groups:
     """Groups the first `number` points of each row by spherical k-means.
 
-    Where every point starts a group it stays alone in it.
+    If every point starts a group, each group has one point.
 
     Args:
         points: the points to group, by direction.
         number: the number of points of a row.
         starts: the points that are the first centroids.
         groups: the number of groups of a row.
-        dtype: the type of centroids, in which points meet them.
+        dtype: the type of centroids, in which they are compared with points.
         form: whether centroids have length 1, and whether there are radii.
-        radius: the points' own radii, which the groups' then take in.
+        radius: the points' own radii, which the groups' radii then include.
     """
     rows, heads, max_points, _ = points.shape
     max_groups = starts.shape[1]

@@ -1,7 +1,7 @@
 """Adds new chunks to the indices of all layers.
 
 Only a few chunks are new at a time, and they change only a few groups, which are written in place
-where the caller donates the indices.
+if the caller donates the indices.
 """
 
 from collections.abc import Sequence
@@ -33,14 +33,14 @@ from jsparse.shapes import Rows
 
 
 class NewPoints(NamedTuple):
-    """Describes each new point; this is the same for all layers and heads.
+    """The new points; the same for all layers and heads.
 
     Attributes:
-        nth: its index among all points of the row.
-        there: whether the point exists; False pads.
-        opens: whether it founds a group.
-        opened: the group founded last, by it or before it.
-        had: the number of groups that the row had.
+        nth: the index of each point among all points of the row.
+        there: whether the point exists; False: padding.
+        opens: whether the point founds a group.
+        opened: the last group founded by the point or before it.
+        had: the previous number of groups of the row.
     """
 
     nth: Int32[Array, "B n"]
@@ -58,10 +58,10 @@ def join(
     max_new: int,
     form: Form,
 ) -> tuple[Clusters, ...]:
-    """Adds to the indices the chunks behind the first `before` of each row, at most `max_new`.
+    """Adds the chunks after the first `before` of each row to the indices, at most `max_new`.
 
     All chunks of one call choose their clusters before any centroid moves. Their pooled keys are
-    computed for all layers at once, since with so few chunks only launches cost time.
+    computed for all layers at once, since for a few chunks only launches take time.
     """
     nth, there, first, lengths = chunks_after(chunks, before, max_new)
     cluster, had = nth // form.cluster_size, num_clusters(before, form)
@@ -105,7 +105,7 @@ def _in_units(
     lengths: Int32[Array, "B n"],
     there: Bool[Array, "B n"],
 ) -> Clusters:
-    """Adds the new tokens to their units, and widen the units' radii."""
+    """Adds the new tokens to their units, and widens the units' radii."""
     fine, coarse, tokens = index
     assert coarse is not None
     assert tokens is not None
@@ -131,14 +131,14 @@ def add_points(
 ) -> tuple[Groups, Int32[Array, "B K n"]]:
     """Adds new points to a layer's groups; `radius` is the points' own.
 
-    Their directions are of the type in which points meet centroids.
+    Their directions have the type in which points are compared with centroids.
 
-    Points that found a group belong to it. The others belong to the nearest of those that a row
-    had, and where it had none to the one founded last. A centroid becomes the mean of its old and
-    new points.
+    Points that found a group belong to it. The others belong to the nearest of the row's previous
+    groups, or, if it had none, to the group founded last. A centroid becomes the mean of its old
+    and new points.
 
     Returns:
-        The groups, and each point's group; that is 0 for points that are not there.
+        The groups, and each point's group; 0 for points that do not exist.
     """
     nth = jnp.arange(1, new.there.shape[1] + 1, dtype=jnp.int32)
     number = jnp.max(jnp.where(new.there, nth, 0), -1)

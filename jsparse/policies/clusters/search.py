@@ -1,7 +1,7 @@
 """Scores clusters for a query: all of them, or top-down, by units (Algorithm 1, lines 8 to 13).
 
-Top-down, the best units are chosen first, and of the others no centroid is read. With radii the
-score of a unit bounds those of its clusters (equation 2).
+Top-down, the best units are chosen first, and only their centroids are read. With radii the score
+of a unit bounds those of its clusters (equation 2).
 """
 
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jsparse.pallas_kernels.point_groups import Groups
 from jsparse.policies.clusters.index import Clusters, Form, num_clusters
 from jsparse.shapes import Lengths, Queries
 
-MIN_UNITS = 8  # the least number that are chosen
+MIN_UNITS = 8  # the minimum number of chosen units
 
 
 def chunk_scores(
@@ -21,8 +21,8 @@ def chunk_scores(
     """Returns the scores of chunks, each that of its cluster.
 
     Args:
-        form: how chunks are clustered.
-        index: one layer's.
+        form: the parameters of the clusters.
+        index: one layer's index.
         q: the queries of one step.
         count: the number of chunks of each head.
         tokens: as in `cluster_scores`.
@@ -34,13 +34,13 @@ def chunk_scores(
 def cluster_scores(
     index: Clusters, q: Queries, number: Lengths, tokens: int
 ) -> Float32[Array, "B K L"]:
-    """Returns the scores of clusters for a query, -inf for clusters that are not looked at.
+    """Returns the scores of clusters for a query, -inf for skipped clusters.
 
     Args:
-        index: one layer's; without units all clusters are scored.
+        index: one layer's index; without units all clusters are scored.
         q: the queries of one step.
         number: the number of clusters of each head.
-        tokens: the tokens that the units looked into hold together, at least.
+        tokens: the minimum number of tokens in the chosen units together.
     """
     fine, coarse = index.fine, index.coarse
     if coarse is None or index.tokens is None:
@@ -60,7 +60,7 @@ def unit_scores(coarse: Groups, q: Queries) -> Float32[Array, "B K U"]:
 def best_units(
     scores: Float32[Array, "B K U"], tokens_in: Int32[Array, "B K U"], tokens: int
 ) -> Bool[Array, "B K U"]:
-    """Marks the units of the greatest scores: MIN_UNITS, and more until they hold `tokens`."""
+    """Marks the units with the highest scores: MIN_UNITS, and more until they hold `tokens`."""
     nth = jnp.arange(scores.shape[-1])
     this, other = scores[..., :, None], scores[..., None, :]
     better = (other > this) | ((other == this) & (nth < nth[:, None]))

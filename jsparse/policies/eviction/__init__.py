@@ -1,1 +1,1 @@
-"""Holds the common parts of methods that evict tokens; `engine` has the hooks."""
+"""The common parts of methods that evict tokens; `engine` has the hooks."""

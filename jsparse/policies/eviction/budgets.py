@@ -16,13 +16,13 @@ from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
 from jsparse.ranks import gathered, own_part
 from jsparse.shapes import Lengths
 
-MAX_SLOTS = 2**30  # slots: counts are of int32
-MARKED = 1.0  # least score of the slots that `union` keeps
+MAX_SLOTS = 2**30  # counts of slots are int32
+MARKED = 1.0  # the minimum score of the slots that `union` keeps
 LOG_TEMPERATURES, STEPS = (-24.0, 12.0), 40
 
 
 class CountBounds(NamedTuple):
-    """Holds the least and the most competing slots of a head, and how many there are per head."""
+    """The minimum and maximum competing slots of a head, and the budget per head."""
 
     min_count: int
     max_count: int
@@ -34,21 +34,21 @@ class CountBounds(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Holds the window's attention to a layer's slots, as shares of its attention to all of them.
+    """The window's attention to a layer's slots, as shares of its attention to all of them.
 
     Attributes:
         competing: the share of each competing slot, 0 for all others.
-        merged: the share of the merged slot, which stands for all that was dropped before.
+        merged: the share of the merged slot, which represents all tokens dropped before.
     """
 
     competing: Float32[Array, "B K S"]
     merged: Float32[Array, "B K"]
 
     def share_needed(self, p: float) -> Float32[Array, "B K"]:
-        """Returns the share of the competing slots' attention that brings all that is kept to p.
+        """Returns the share of the competing slots' attention needed for a total share of p.
 
-        Sinks and newest tokens are kept, and what was dropped cannot come back: the share of the
-        dropped slots, 1 - p at most, is what the competing slots may still lose.
+        Sinks and newest tokens are kept, and dropped tokens cannot come back. So the competing
+        slots may lose only 1 - p minus the share of the dropped tokens.
         """
         whole = jnp.sum(self.competing, -1)
         may_lose = jnp.maximum(1.0 - p - self.merged, 0.0)
@@ -58,7 +58,7 @@ class Attended(NamedTuple):
 class CountFn(Protocol):
     """Returns the number of slots to keep and the temperatures for the next compression.
 
-    `attended` computes the window's attention, only where it is called.
+    `attended` computes the window's attention, only if it is called.
     """
 
     def __call__(
@@ -72,10 +72,10 @@ class CountFn(Protocol):
 
 
 def competing_room(budget: int, protected: int) -> int:
-    """Returns how many slots a budget leaves beside the protected ones.
+    """Returns the number of slots in a budget besides the protected ones.
 
     Raises:
-        ValueError: it leaves none.
+        ValueError: there are none.
     """
     whole_number("budget", budget, 1)
     if not protected < budget <= MAX_SLOTS:
@@ -96,16 +96,16 @@ def uniform(bounds: CountBounds) -> CountFn:
 
 
 def joint(bounds: CountBounds, floor: float = 0.0) -> CountFn:
-    """Gives a layer's heads K · budget slots together: its best, whichever head has them.
+    """Gives a layer's heads K · budget slots together: its best, whichever head they belong to.
 
-    A head that has c of the best gets (1 - floor) · c + floor · budget slots. These are rounded so
-    that the heads still have K · budget together.
+    A head with c of the best gets (1 - floor) · c + floor · budget slots, rounded so that the heads
+    still have K · budget together.
 
-    Source: Ada-KV (Feng et al., arXiv:2407.11550), whose published code blends counts this way and
-    rounds each by itself.
+    Source: Ada-KV (Feng et al., arXiv:2407.11550); its published code blends counts in this way and
+    rounds each separately.
 
     Args:
-        bounds: the least and the most slots of a head, and their mean.
+        bounds: the minimum and maximum slots of a head, and their mean.
         floor: the part of the budget that heads do not compete for, from 0 to 1.
     """
     least, most = (_without_floor(limit, bounds.budget, floor) for limit in bounds[:2])
@@ -121,7 +121,7 @@ def joint(bounds: CountBounds, floor: float = 0.0) -> CountFn:
 
 
 def _without_floor(limit: int, budget: int, floor: float) -> int:
-    """Returns the c of which (1 - floor) · c + floor · budget is the limit, nearer the budget."""
+    """Returns the c with (1 - floor) · c + floor · budget = limit, rounded towards the budget."""
     away = (limit - budget) / max(1 - floor, 1 / MAX_SLOTS)
     return budget + int(min(max(away, -budget), MAX_SLOTS - budget))
 
@@ -129,22 +129,22 @@ def _without_floor(limit: int, budget: int, floor: float) -> int:
 def _towards_mean(counts: Lengths, part: float) -> Lengths:
     """Moves counts a part of the way to their mean, in whole slots, and keeps their sum.
 
-    The largest remainders are rounded up; of equal ones, those of the first heads.
+    The largest remainders are rounded up; ties go to the first heads.
     """
     heads = counts.shape[1]
     shift = part * (jnp.sum(counts, -1, keepdims=True) - heads * counts) / heads
     whole = jnp.floor(shift)
-    remainder = jnp.round(1024 * (shift - whole))  # float32 would tell equal ones apart
+    remainder = jnp.round(1024 * (shift - whole))  # otherwise float32 errors would break ties
     rank = jnp.argsort(jnp.argsort(-remainder))
     return counts + whole.astype(jnp.int32) + (rank < -jnp.sum(whole, -1, keepdims=True))
 
 
 def n_star(bounds: CountBounds, p: float) -> CountFn:
-    """Gives a head n* slots: the fewest with which all that is kept has the share p of attention.
+    """Gives a head n* slots: the fewest that keep the share p of the attention.
 
-    Attention is that of the window to all slots, sinks, newest tokens and the merged slot included:
-    as long as it does not change, no compression drops more than the first. The scores only rank
-    slots and do not count them: p means the same with any scores.
+    Attention is that of the window to all slots, including sinks, newest tokens and the merged
+    slot: as long as it does not change, only the first compression drops slots. The scores only
+    rank slots and do not count them, so p means the same with any scores.
     """
 
     def count(scores, competing, temperatures, attended):
@@ -155,7 +155,7 @@ def n_star(bounds: CountBounds, p: float) -> CountFn:
 
 
 def union(bounds: CountBounds) -> CountFn:
-    """Gives a head all competing slots of a score of at least MARKED."""
+    """Gives a head all competing slots with a score of at least MARKED."""
 
     def count(scores, competing, temperatures, attended):
         marked = competing & (scores >= MARKED)
@@ -171,19 +171,19 @@ def calibrated(
 ) -> CountFn:
     """Gives a head its top-p slots of Ŝ, the softmax of its metric's logits over T.
 
-    T is found at the first compression at which `n_star` gives the head any slots, as the one at
-    which these are as many, and kept: later counts follow the scores. Ŝ is of the competing slots;
-    the share of it that they must keep is the one that `n_star` asks of their attention.
+    T is found at the first compression at which `n_star` gives the head any slots: with T, the two
+    numbers are equal. T is then kept, so later counts follow the scores. Ŝ is over the competing
+    slots; the share of it to keep is the one that `n_star` requires of their attention.
 
-    Source: HARD-KV, which has Ŝ = S(g(z/T)) of logits z, a metric g and the softmax S. Here
-    `logits` makes g(z) of scores, and T divides that. For metrics with g(z/T) = g(z)/T, such as
-    attention itself and maxima over neighbours, it is the same; for all of them T leaves the order
-    of slots as it is, as the paper demands.
+    Source: HARD-KV, which has Ŝ = S(g(z/T)) for logits z, a metric g and the softmax S. Here
+    `logits` computes g(z) from scores, and T divides the result. For metrics with g(z/T) = g(z)/T,
+    such as attention itself and maxima over neighbours, this is the same; for all metrics T
+    preserves the order of slots, as the paper requires.
 
     Args:
-        bounds: the least and the most slots of a head.
+        bounds: the minimum and maximum slots of a head.
         p: the share.
-        logits: the logarithm where scores are shares of attention; T is then 1.
+        logits: the logarithm if scores are shares of attention; T is then 1.
     """
 
     def count(scores, competing, temperatures, attended):
@@ -201,7 +201,7 @@ def calibrated(
             jnp.any(new), find, lambda: (temperatures, jnp.zeros(new.shape, jnp.int32))
         )
         weights = _softmax(found, competing, jnp.where(temperatures == 0, 1.0, temperatures))
-        # at a temperature just found rounding, or slots that tie, could add to n*
+        # at a new temperature, rounding or ties could add to n*
         counts = jnp.where(new, needed, _num_needed(weights, p_competing))
         return bounds.clip(jnp.where(some, counts, 0)), temperatures
 
@@ -214,17 +214,17 @@ def temperature(
     count: Lengths,
     p: Float32[Array, "B K"],
 ) -> Float32[Array, "B K"]:
-    """Returns the T nearest 1 at which `count` slots are the fewest that carry p of S(logits / T).
+    """Returns the T nearest 1 at which `count` slots are the fewest with share p of S(logits / T).
 
-    Their number grows with T. HARD-KV has two solvers (Appendix D), of which the text that we have
-    names one: gradient descent on T by Adam. This bisection of log T is ours, and ends where a
-    descent from T = 1 first arrives. Where no T does, as where more than `count` slots tie for the
-    first place, it is an end of LOG_TEMPERATURES.
+    Their number grows with T. HARD-KV has two solvers (Appendix D); the text that we have names
+    one, gradient descent on T by Adam. This bisection of log T is ours, and gives the T that a
+    descent from T = 1 would reach first. If there is no such T, for example if more than `count`
+    slots tie for first place, it is a bound of LOG_TEMPERATURES.
     """
     now = _num_needed(_softmax(logits, competing, jnp.ones_like(logits[..., 0])), p)
     best = jnp.sort(jnp.where(competing, logits, -jnp.inf), axis=-1, descending=True)
     colder = now > count
-    # colder, until `count` slots carry p; or warmer, until one less no longer does
+    # colder until `count` slots have share p, or warmer until one slot fewer no longer does
     listed = jnp.arange(best.shape[-1], dtype=jnp.int32) < (count - ~colder)[..., None]
 
     def halve(_, ends: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -244,7 +244,7 @@ def _softmax(
     competing: Bool[Array, "B K S"],
     temperatures: Float32[Array, "B K"],
 ) -> Float32[Array, "B K S"]:
-    """Returns softmax(logits / T) over the competing slots; all 0 where every logit is -inf."""
+    """Returns softmax(logits / T) over the competing slots; all 0 if every logit is -inf."""
     largest = jnp.max(jnp.where(competing, logits, -jnp.inf), axis=-1, keepdims=True)
     below = logits - jnp.where(jnp.isfinite(largest), largest, 0.0)
     weights = jnp.where(competing, jnp.exp(below / temperatures[..., None]), 0.0)
@@ -252,7 +252,7 @@ def _softmax(
 
 
 def _num_needed(weights: Float32[Array, "B K S"], p: Float32[Array, "B K"]) -> Int32[Array, "B K"]:
-    """Counts the fewest slots, heaviest first, that carry the share p of each head's weights."""
+    """Counts the fewest slots, heaviest first, with a share p of each head's weights."""
     slots = weights.shape[-1]
     found = threshold_select(weights[:, :, None], TopP(p), capacity=slots, weights="raw")
     return jnp.where(p > 0, found.count, 0)

@@ -20,7 +20,7 @@ from jsparse.shapes import Lengths, Rows
 def compress(
     settings: Settings, entry: EvictionState, kv: LayerCache, positions: Rows
 ) -> tuple[EvictionState, LayerCache]:
-    """Drops the slots of a layer that score least, and moves the rest up."""
+    """Drops the slots of a layer with the lowest scores, and closes the gaps."""
     competing = competing_in(settings, kv)
     view = LayerView(kv, competing, entry.ring, positions, entry.tracked)
     scores = settings.score(view)
@@ -61,13 +61,13 @@ def attention(settings: Settings, view: LayerView) -> Attended:
 
 
 def competing_in(settings: Settings, kv: LayerCache) -> Bool[Array, "B K S"]:
-    """Marks the slots that compete: neither the first, which are protected, nor the newest."""
+    """Marks the competing slots: all except the first, protected ones and the newest."""
     slots = jnp.arange(kv.capacity, dtype=jnp.int32)
     return (slots >= settings.first) & (slots < kv.lengths[..., None] - settings.newest)
 
 
 def best(scores: Float32[Array, "B K S"], wanted: Lengths, max_length: int) -> Selection:
-    """Lists the `wanted` ≤ `max_length` best slots of each head, as tokens, never one of -inf."""
+    """Lists the `wanted` ≤ `max_length` best slots of each head, as tokens, never one with -inf."""
     scores = jnp.where((wanted > 0)[..., None], scores, -jnp.inf)
     capacity = max(min(max_length, scores.shape[-1]), 1)
     return threshold_select(scores[:, :, None], TopK(wanted), capacity=capacity, weights="raw")
@@ -76,13 +76,13 @@ def best(scores: Float32[Array, "B K S"], wanted: Lengths, max_length: int) -> S
 def _between(
     chosen: Selection, competing: Bool[Array, "B K S"], kv: LayerCache, first: int, newest: int
 ) -> Selection:
-    """Lists a head's protected slots and, between them, those chosen of the competing ones."""
+    """Lists a head's protected slots and, between them, the chosen competing ones."""
     nth = jnp.arange(min(first + chosen.ids.shape[-1] + newest, kv.capacity), dtype=jnp.int32)
     dropped = jnp.sum(competing, -1, dtype=jnp.int32) - chosen.count
-    behind = first + chosen.count[..., None]
+    end = first + chosen.count[..., None]
     at = jnp.clip(nth - first, 0, chosen.ids.shape[-1] - 1)
-    inside = jnp.take_along_axis(chosen.ids, jnp.broadcast_to(at, (*behind.shape[:2], nth.size)), 2)
-    ids = jnp.where(nth < first, nth, jnp.where(nth < behind, inside, nth + dropped[..., None]))
+    inside = jnp.take_along_axis(chosen.ids, jnp.broadcast_to(at, (*end.shape[:2], nth.size)), 2)
+    ids = jnp.where(nth < first, nth, jnp.where(nth < end, inside, nth + dropped[..., None]))
     count = kv.lengths - dropped
     ids = jnp.where(nth < count[..., None], ids, 0)
     return Selection(ids, count, granularity="token")
@@ -104,7 +104,7 @@ def _merging(
 
 
 def not_waiting(kv: LayerCache, missed: UInt8[Array, "B K S"] | None) -> Selection:
-    """Selects everything but the slots that wait."""
+    """Selects all slots except those that wait."""
     if missed is None:
         return everything(kv.lengths)
     there = jnp.arange(kv.capacity, dtype=jnp.int32) < kv.lengths[..., None]
@@ -118,14 +118,14 @@ def not_waiting(kv: LayerCache, missed: UInt8[Array, "B K S"] | None) -> Selecti
 
 
 def _marked(chosen: Selection, kv: LayerCache) -> Bool[Array, "B K S"]:
-    """Marks the slots that are listed, and perhaps the newest, which does not compete."""
+    """Marks the listed slots, and possibly the newest, which does not compete."""
     return token_mask(chosen, kv.lengths, num_pages=kv.num_pages, page_size=kv.page_size)
 
 
 def _moved(numbers: Array, keep: Selection) -> Array:
-    """Moves numbers per slot as compact_pages moves rows; behind the kept slots they are 0."""
+    """Moves numbers per slot as compact_pages moves rows; after the kept slots they are 0."""
     nth = jnp.arange(keep.ids.shape[-1], dtype=jnp.int32)
     moved = jnp.take_along_axis(numbers, keep.ids, axis=-1)
     moved = jnp.where(nth < keep.count[..., None], moved, 0)
-    behind = numbers.shape[-1] - nth.size
-    return jnp.pad(moved, [(0, 0)] * (numbers.ndim - 1) + [(0, behind)])
+    rest = numbers.shape[-1] - nth.size
+    return jnp.pad(moved, [(0, 0)] * (numbers.ndim - 1) + [(0, rest)])

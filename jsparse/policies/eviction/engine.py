@@ -1,12 +1,12 @@
-"""Compresses a cache: scores the slots of each KV head, drops the worst and moves the rest up.
+"""Compresses a cache: scores the slots of each KV head, drops the worst and closes the gaps.
 
-A head's slots are, in their order: the first few, which are protected (sinks, and behind them the
-merged slot, if any), the competing slots, and the newest, which are protected too. A compression
-keeps the best of the competing slots. It runs once after the prompt and then every `period` tokens
-of a row's own. In between all remaining slots are attended to.
+A head's slots are, in order: the first few, which are protected (sinks, then the merged slot, if
+any), the competing slots, and the newest, which are also protected. A compression keeps the best
+competing slots. It runs once after the prompt and then every `period` tokens of a row. In between,
+all remaining slots are attended to.
 
-The merged slot stands for all that a head ever dropped (`merging`). The token that lies there at
-first is the first to be merged, which changes nothing while it is alone.
+The merged slot represents all tokens that a head ever dropped (`merging`). The first token to be
+merged is the one already in that slot, which changes nothing while it is alone.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ from jsparse.shapes import Queries
 
 
 def evicting(settings: Settings) -> Policy:
-    """Builds a policy that drops the slots of lowest score and attends to all others."""
+    """Builds a policy that drops the slots with the lowest scores and attends to all others."""
     return Policy(
         partial(select, settings),
         init=partial(init, settings),
@@ -40,7 +40,7 @@ def evicting(settings: Settings) -> Policy:
 
 
 def init(settings: Settings, spec: CacheSpec) -> State:
-    """Returns, for each layer, queries and numbers of 0."""
+    """Returns, for each layer, queries and per-slot numbers of 0."""
     heads = spec.batch, spec.num_kv_heads
     slots = *heads, spec.capacity
     queries = spec.batch, settings.window, spec.num_heads, spec.head_dim
@@ -56,7 +56,7 @@ def init(settings: Settings, spec: CacheSpec) -> State:
 
 
 def prefill(settings: Settings, state: State, layer: int, view: PrefillView) -> State:
-    """Keeps the prompt's last queries, and begins to track."""
+    """Stores the prompt's last queries, and starts tracking."""
     if not view.last:
         return state
     kv = view.step.layers[layer]
@@ -74,7 +74,7 @@ def after_prompt(
 ) -> tuple[State, KVCache]:
     """Compresses the prompt, and leaves each head room for `slots` slots."""
     cache = view.cache
-    # layer by layer, so that no more than one layer is ever there twice
+    # layer by layer, so that at most one layer exists twice at a time
     for layer, entry in enumerate(state):
         entry, kv = compress_alone(settings, entry, cache.layers[layer], cache.positions)
         kv = cut_pages(kv, -(-slots // kv.page_size))
@@ -86,7 +86,7 @@ def after_prompt(
 
 
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
-    """Attends to all that is held and does not wait; keep the query for the next compression."""
+    """Attends to all slots that do not wait; stores the query for the next compression."""
     kv, entry = view.layers[layer], state[layer]
     if settings.period:
         row, at = jnp.arange(q.shape[0]), view.positions % settings.window
@@ -96,7 +96,7 @@ def select(settings: Settings, state: State, layer: int, q: Queries, view: StepV
 
 
 def update(settings: Settings, state: State, layer: int, stats, view: StepView) -> State:
-    """Brings the tracked numbers up to date."""
+    """Updates the tracked numbers."""
     if settings.tracking is None:
         return state
     shares = jnp.exp(stats.scores - stats.lse[..., None])

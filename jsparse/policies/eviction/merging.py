@@ -1,9 +1,9 @@
-"""Merges slots that are dropped into one, by a softmax that keeps their logsumexp.
+"""Merges dropped slots into one, by a softmax that preserves their logsumexp.
 
-Rows (k_j, v_j, b_j) become one for a query q̂ that stands for those to come: with
-s_j = q̂·k_j/√H + b_j and α = softmax(s) it is K' = Σ α_j k_j, V' = Σ α_j v_j and
-b' = logsumexp(s) - q̂·K'/√H. At q̂ its logit is the logsumexp of the rows' logits; for every other
-query it is at most that (Gibbs' inequality). Source: HARD-KV (LSE-preserving merge).
+Rows (k_j, v_j, b_j) become one row for a query q̂ that represents future queries: with s_j =
+q̂·k_j/√H + b_j and α = softmax(s) it is K' = Σ α_j k_j, V' = Σ α_j v_j and b' = logsumexp(s) -
+q̂·K'/√H. At q̂ its logit is the logsumexp of the rows' logits; for every other query it is at most
+that (Gibbs' inequality). Source: HARD-KV (LSE-preserving merge).
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from jsparse.shapes import HeadFlags
 
 
 class MergedSlot(NamedTuple):
-    """Holds the row, of K's and V's type, and the bias that stand for several slots per head."""
+    """The merged row of each head, in K's and V's type, and its bias."""
 
     k: Float[Array, "B K H"]
     v: Float[Array, "B K H"]
@@ -27,8 +27,8 @@ class MergedSlot(NamedTuple):
 def merged_slot(
     kv: LayerCache, slots: Bool[Array, "B K S"], query: Float32[Array, "B K H"]
 ) -> MergedSlot:
-    """Merges the marked slots of each head, of which there must be at least one."""
-    # products and sums rather than matrix products, which would round the weights to K's type
+    """Merges the marked slots of each head; at least one must be marked."""
+    # elementwise products and sums: a matrix product would round the weights to K's type
     k, v = (read_heads(pool, kv).astype(jnp.float32) for pool in (kv.k, kv.v))
     scale = k.shape[-1] ** -0.5
     logits = scale * jnp.sum(k * query[:, :, None], axis=-1)
@@ -39,13 +39,13 @@ def merged_slot(
     weights = jnp.where(slots, jnp.exp(logits - lse[..., None]), 0.0)
     mean_k, mean_v = (jnp.sum(weights[..., None] * rows, axis=2) for rows in (k, v))
     mean_k = mean_k.astype(kv.k.dtype)
-    # of the key as it is stored, so that its logit at the query is exact
+    # from the rounded key, so that the logit at the query is exact
     at_query = scale * jnp.sum(mean_k.astype(jnp.float32) * query, axis=-1)
     return MergedSlot(mean_k, mean_v.astype(kv.v.dtype), lse - at_query)
 
 
 def put_slot(layer: LayerCache, slot: int, merged: MergedSlot, where: HeadFlags) -> LayerCache:
-    """Writes a merged row into one slot of the heads that are marked."""
+    """Writes a merged row into one slot of the marked heads."""
     logical = jnp.full((*layer.lengths.shape, 1), slot // layer.page_size, jnp.int32)
     page = jnp.where(where, physical_pages(layer, logical)[..., 0], layer.k.shape[0])
 

@@ -1,4 +1,4 @@
-"""Defines the settings in which methods of eviction differ, and the state that they share."""
+"""The settings in which eviction methods differ, and their common state."""
 
 from typing import NamedTuple, Protocol
 
@@ -11,13 +11,14 @@ from jsparse.shapes import Lengths, Rows
 
 
 class EvictionState(NamedTuple):
-    """Holds one layer's state; rows own all of it.
+    """One layer's state; rows own all of it.
 
     Attributes:
-        ring: the newest W queries; that of position p lies at p % W.
-        tracked: a number per slot that the method keeps up to date; None if it has none.
-        temperatures: those of the budget rule `calibrated`; 0 where it has found none yet.
-        missed: how many compressions in a row left out each slot that waits; None without patience.
+        ring: the newest W queries; that of position p is at index p % W.
+        tracked: a number per slot that the method updates; None if it has none.
+        temperatures: those of the budget rule `calibrated`; 0: none found yet.
+        missed: the number of consecutive compressions that left out each waiting slot; None without
+            patience.
     """
 
     ring: Float[Array, "B W N H"]
@@ -27,7 +28,7 @@ class EvictionState(NamedTuple):
 
 
 class LayerView(NamedTuple):
-    """Holds the inputs by which a method scores the slots of a layer.
+    """The inputs from which a method scores the slots of a layer.
 
     Attributes:
         kv: the layer's cache.
@@ -52,7 +53,7 @@ class ScoreFn(Protocol):
 class TrackFn(Protocol):
     """Returns the tracked numbers after a step.
 
-    `shares` are of the attention of the group's mean query, 0 where nothing is held; `positions`
+    `shares` are those of the attention of the group's mean query, 0 for empty slots; `positions`
     are those of the newest tokens.
     """
 
@@ -67,29 +68,29 @@ class TrackFn(Protocol):
 
 
 class Tracking(NamedTuple):
-    """Defines the tracked numbers: their start at the prompt's end, and their update per step."""
+    """The tracked numbers: their values at the prompt's end, and their update per step."""
 
     begin: ScoreFn
     step: TrackFn
 
 
 class Settings(NamedTuple):
-    """Holds the settings in which the methods differ.
+    """The settings in which the methods differ.
 
     Attributes:
         score: scores slots.
-        rule: returns how many competing slots each head keeps.
-        max_length: the slots that a head can come to hold, as in Policy.
-        window: W, the number of newest queries that are kept for `score`.
-        kept: the most that `rule` returns.
-        sink: the number of protected slots at the front, the merged one not counted.
-        recent: the number of protected newest slots; None is W.
-        period: the new tokens of a row between compressions; 0 compresses after the prompt alone.
-        merge: whether dropped slots are merged into one behind the sinks.
-        patience: the compressions for which the `period` best losers of a head wait: they are not
-            read, but can be taken in again.
-        tracking: how numbers per slot are kept up to date; None if there are none.
-        calibrates: whether `rule` keeps temperatures.
+        rule: returns the number of competing slots that each head keeps.
+        max_length: the maximum slots of a head, as in Policy.
+        window: W, the number of newest queries that are stored for `score`.
+        kept: the maximum that `rule` returns.
+        sink: the number of protected slots at the front, without the merged one.
+        recent: the number of protected newest slots; None: W.
+        period: the new tokens of a row between compressions; 0: compresses only after the prompt.
+        merge: whether dropped slots are merged into one after the sinks.
+        patience: the number of compressions for which the `period` best dropped slots of a head
+            wait: they are not read, but can be chosen again.
+        tracking: the update of per-slot numbers; None if there are none.
+        calibrates: whether `rule` has temperatures.
     """
 
     score: ScoreFn

@@ -1,7 +1,7 @@
-"""Marks the slots that a window's queries put into their own top-p, as HARD-KV's public code does.
+"""Marks the slots in the top-p of any query of a window, as in HARD-KV's public code.
 
 Source: HARDInfer, the code of "HARD-KV: Head-Adaptive Regularization for Decoding-time KV
-Compression": every query of the window takes the top-p of its softmax over all that its head holds,
+Compression": every query of the window takes the top-p of its softmax over all slots of its head,
 and the head keeps their union.
 """
 
@@ -15,7 +15,7 @@ from jsparse.policies.eviction.settings import LayerView, ScoreFn
 
 
 def or_in_top_p(score: ScoreFn, p: float) -> ScoreFn:
-    """Adds MARKED to the scores of the slots that some query of the window has in its top-p.
+    """Adds MARKED to the scores of the slots that any query of the window has in its top-p.
 
     `score` must return shares, which are below MARKED for all other slots.
     """
@@ -27,16 +27,16 @@ def or_in_top_p(score: ScoreFn, p: float) -> ScoreFn:
 
 
 def in_top_p(view: LayerView, p: float) -> Bool[Array, "B K S"]:
-    """Marks each slot that is in the top-p of a query of the window, head of the group by head.
+    """Marks each slot in the top-p of a query of the window, for each query head of the group.
 
-    A query's softmax is over all slots up to its own token, sinks and the merged slot included.
+    A query's softmax is over all slots up to its own token, including sinks and the merged slot.
     """
     kv, size = view.kv, view.ring.shape[1]
     batch, kv_heads = kv.lengths.shape
     queries = view.ring.reshape(batch, size, kv_heads, -1, view.ring.shape[-1]).swapaxes(1, 2)
     age = (view.positions[:, None] - 1 - jnp.arange(size, dtype=jnp.int32)) % size  # [B, W]
-    asked = jnp.arange(size, dtype=jnp.int32) < view.positions[:, None]
-    reach = jnp.where(asked[:, None], kv.lengths[..., None] - age[:, None], 0)  # [B, K, W]
+    stored = jnp.arange(size, dtype=jnp.int32) < view.positions[:, None]
+    reach = jnp.where(stored[:, None], kv.lengths[..., None] - age[:, None], 0)  # [B, K, W]
     keys = read_heads(kv.k, kv)
     bias = jnp.zeros(keys.shape[:3]) if kv.bias is None else read_heads(kv.bias, kv)
 

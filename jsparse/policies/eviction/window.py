@@ -1,4 +1,4 @@
-"""Keeps the newest queries in a ring, and smooths their scores of a cache's slots."""
+"""Stores the newest queries in a ring, and smooths their scores of a cache's slots."""
 
 from typing import Literal
 
@@ -21,8 +21,8 @@ def mean_query(
 ) -> Float32[Array, "B K H"]:
     """Returns the mean of a window's queries, over the window and over each KV head's group."""
     batch, _, heads, head_dim = ring.shape
-    asked = (jnp.arange(ring.shape[1], dtype=jnp.int32) < positions[:, None])[..., None, None]
-    total = jnp.sum(jnp.where(asked, ring.astype(jnp.float32), 0.0), axis=1)
+    stored = (jnp.arange(ring.shape[1], dtype=jnp.int32) < positions[:, None])[..., None, None]
+    total = jnp.sum(jnp.where(stored, ring.astype(jnp.float32), 0.0), axis=1)
     total = jnp.sum(total.reshape(batch, kv_heads, heads // kv_heads, head_dim), axis=2)
     count = jnp.clip(positions, 1, ring.shape[1]) * (heads // kv_heads)
     return total / count[:, None, None]
@@ -34,9 +34,9 @@ def pooled(
     width: int,
     pooling: Literal["mean", "max"],
 ) -> Float32[Array, "B K S"]:
-    """Replaces each score by the mean or the largest of `width` neighbours, itself in the middle.
+    """Replaces each score by the mean or maximum of `width` neighbours centred on it.
 
-    Slots that do not compete count as 0, as padding does in SnapKV's code.
+    Slots that do not compete count as 0, like padding in SnapKV's code.
     """
     if width == 1:
         return scores
