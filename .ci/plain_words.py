@@ -67,7 +67,7 @@ PATTERNS = (
 # expressions that contain a pattern and are fine
 ALLOWED = re.compile(
     r"""
-    \bstands?\s(in\s)?for\b | \bstand-?alone\b | \blong-?standing\b | \bunderst\w+
+    \bstands?\s(in\s)?for\b | \bstand-?alone\b | \bstand-?ins?\b | \blong-?standing\b | \bunderst\w+
     | \bwhat\s(to|a|an)\b | \bno\smatter\swhat\b | \bwhat-?if\b
     | \bbehind\s(a|the)\s(flag|proxy|router|gate|load\sbalancer|firewall)\b
     | \b(once|twice|half|times)\sas\s(many|much|few)\b | \bas\sfew\sas\b
