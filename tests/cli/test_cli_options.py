@@ -1,4 +1,4 @@
-"""Tests what the command prints before it loads a model: help, and errors in its options."""
+"""Tests the output of commands before they load a model: help, and errors in options."""
 
 import io
 import os
