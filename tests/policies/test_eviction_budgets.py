@@ -185,7 +185,7 @@ def test_p_keeps_the_same_number_of_slots_under_every_metric(rule):
 
 
 def test_temperatures_are_kept_and_counts_follow_the_scores():
-    """As heads get flatter at their temperatures, they keep more, also if their attention changes; the
+    """As heads get flatter at their temperatures, they keep more, even if attention changes; the
     temperature for the new scores is another one.
 
     A lost share leaves less to lose: the competing slots must keep more than p of Ŝ.
