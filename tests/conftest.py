@@ -1,7 +1,7 @@
 """Configures all tests: one compilation cache, warnings as errors, hypothesis.
 
 With JSPARSE_CHECK_TYPES set, array shapes and dtypes are checked against their annotations. jax is
-not imported here, since tests marked pure do without it.
+not imported here, because pure tests must run without it.
 """
 
 import hashlib
@@ -14,17 +14,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 if sys.dont_write_bytecode:
-    # Beside no source, but neither by each worker and each command that tests start anew.
+    # One folder of bytecode outside the sources, so that workers and subprocesses do not compile
+    # their own.
     sys.dont_write_bytecode, sys.pycache_prefix = False, str(ROOT / ".pytest_cache" / "pycache")
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # not there under python -B
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # missing under python -B
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
-# jax reads all of these on import. Several processes share a GPU, if there is one. On a CPU, most
-# of a test's time is compilation: LLVM need not optimise, loops need not be lowered by MLIR, which
-# takes twice as long as the rest, and a program need not be cut into parts that LLVM compiles side
-# by side. XLA's own passes stay as users have them.
+# jax reads all of these on import. Several processes may share a GPU. On a CPU most of a test's
+# time is compilation, so LLVM does not optimise, MLIR does not lower loops (which takes twice as
+# long as all else), and programs are not split for parallel codegen. XLA's own passes stay at their
+# defaults.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # nobody reads them
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")  # for models that are spread over several
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # never read
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")  # for models spread over several devices
 if os.environ.get("JAX_PLATFORMS") == "cpu" or not Path("/dev/nvidiactl").exists():
     os.environ.setdefault(
         "XLA_FLAGS",
@@ -37,7 +38,7 @@ if os.environ.get("JAX_PLATFORMS") == "cpu" or not Path("/dev/nvidiactl").exists
 def compilation_cache() -> Path:
     """Returns the folder of programs compiled for tests by this jaxlib for this CPU.
 
-    All workers and all checkouts share it. It lies in $XDG_CACHE_HOME or ~/.cache.
+    All workers and all checkouts share it. It is in $XDG_CACHE_HOME or ~/.cache.
     """
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
@@ -62,10 +63,10 @@ try:
 except ImportError as error:  # the checkout has no symbolic links
     raise SystemExit(str(error)) from None
 
-# what runs, and what it compiles
+# functions that run, and functions that they compile
 pytest_plugins = ("tests.support.tiers", "tests.support.programs")
 
-# Modules that check what users write themselves, or whose annotations leave something out
+# Modules that check user input themselves, or that have incomplete annotations
 UNCHECKED = {
     "generation",
     "parts",
@@ -86,7 +87,7 @@ FOLDERS = (
 
 
 def array_modules() -> list[str]:
-    """Returns the modules whose functions' arrays are checked: those that annotate them.
+    """Returns the modules whose array annotations are checked.
 
     Builders of policies and the api.py of kernels check their arguments themselves.
     """
@@ -114,7 +115,7 @@ settings.load_profile("jsparse")
 
 @pytest.fixture
 def figures(monkeypatch):
-    """Returns the list of figures that matplotlib saves, as objects."""
+    """The list of figures that matplotlib saves, as objects."""
     from matplotlib.figure import Figure
 
     saved = []

@@ -1,12 +1,12 @@
 """Checks that the tests notice faults: python -m tests.mutants [--full] [--jobs N] [--json FILE].
 
-With --sample N [--seed S] [--cache FOLDER], N faults are drawn at random instead, as
-tests/random_mutants.py says. After --limit-seconds it stops, and the same command goes on.
+With --sample N [--seed S] [--cache FOLDER], N random faults are drawn instead; see
+tests/random_mutants.py. The command stops after --limit-seconds and resumes when run again.
 
-tests/mutants.toml lists small faults, each an exact replacement in one file, and the tests that
-should see it. Each is put into a copy of the working tree, where these tests then run: the fault is
-*killed* if one of them fails, and survives otherwise. A fault that survives the tests of the
-default run is a gap in them; with --full it meets those marked slow as well.
+tests/mutants.toml lists small faults, each an exact replacement in one file, with the tests that
+should see it. Each is put into a copy of the working tree, and these tests run there: the fault is
+*killed* if one of them fails, and survives otherwise. A fault that survives the default tests is a
+gap in them; with --full it also meets the slow tests.
 """
 
 import argparse
@@ -37,17 +37,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_suffix(".toml")
-LIMIT_SECONDS = 600  # of one run of pytest; a fault may well make a loop endless
+LIMIT_SECONDS = 600  # of one run of pytest; a fault may cause an endless loop
 MIN_SHARE = 0.9  # of the faults that the default tests must kill
 TIERS = {"default": "not slow", "slow": "slow and not gpu"}  # by the marks that pytest selects
 TESTS_FAILED, INTERRUPTED, NO_TESTS = 1, 2, 5  # pytest's exit codes
-VERSIONS = itertools.count(1)  # of files that had a fault put in
+VERSIONS = itertools.count(1)  # of files with a fault put in
 FAILURE = re.compile(r"^(FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - .*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """Holds one fault: in `file`, `replace` takes the place of `find`, which is there once.
+    """A fault: in `file`, `replace` takes the place of the only `find`.
 
     `tests` are the files whose tests should notice it, or one test of a file: FILE::TEST. `needs`
     is a package without which none of them can, such as triton, whose interpreter runs kernels.
@@ -63,14 +63,14 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Run:
-    """Holds what one run of pytest came to.
+    """The result of one run of pytest.
 
     Attributes:
-        code: pytest's exit code; None where the run took too long.
+        code: pytest's exit code; None: the run took too long.
         failure: the first test that failed, or the file that could not be collected.
-        collection: whether it was collecting that failed.
+        collection: whether collection failed.
         seconds: how long it took.
-        output: all that it printed.
+        output: its whole output.
     """
 
     code: int | None
@@ -82,15 +82,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Holds what became of a fault, as the record has it.
+    """The outcome of a fault, as in the record.
 
     Attributes:
         name: the fault's name.
-        file: the file that it is in.
-        killed_by: the first test that failed, or what else ended the run; None if it survived.
-        tier: the tier that killed it, "default" or "slow"; None if it survived.
-        how: "test", "collection" or "time-out"; None if it survived.
-        seconds: the time that all its runs took.
+        file: the file with the fault.
+        killed_by: the first test that failed, or another reason that ended the run; None: it
+            survived.
+        tier: the tier that killed it, "default" or "slow"; None: it survived.
+        how: "test", "collection" or "time-out"; None: it survived.
+        seconds: the total time of its runs.
     """
 
     name: str
@@ -105,7 +106,7 @@ def load(file: Path = LIST) -> list[Mutant]:
     """Returns the faults of a list.
 
     Raises:
-        ValueError: an entry has other fields than a fault has.
+        ValueError: the fields of an entry are not those of a fault.
     """
     entries = tomllib.loads(file.read_text(encoding="utf-8"))["mutant"]
     wanted = {field.name for field in fields(Mutant) if field.name != "needs"}
@@ -119,7 +120,7 @@ def check(mutants: Iterable[Mutant], root: Path = ROOT) -> None:
     """Checks that every fault can be put in and has tests.
 
     Raises:
-        ValueError: names the faults that cannot, and why.
+        ValueError: some cannot; the message names them with the reason.
     """
     wrong, names = [], set()
     for mutant in mutants:
@@ -142,7 +143,7 @@ def check(mutants: Iterable[Mutant], root: Path = ROOT) -> None:
 
 
 def require_packages(mutants: Iterable[Mutant]) -> None:
-    """Raises ValueError if a package is not installed that faults need."""
+    """Raises ValueError if a package that faults need is not installed."""
     for needed in sorted({mutant.needs for mutant in mutants} - {""}):
         if importlib.util.find_spec(needed) is None:
             number = sum(mutant.needs == needed for mutant in mutants)
@@ -153,9 +154,9 @@ def require_packages(mutants: Iterable[Mutant]) -> None:
 
 
 def copied(into: Path) -> Path:
-    """Copies all files that git does not ignore, links as links, and returns where they are.
+    """Copies all files that git does not ignore, links as links, and returns their folder.
 
-    A tree without git is copied without folders that are hidden or made by tools.
+    A tree without git is copied without hidden folders and those made by tools.
     """
     if not (ROOT / ".git").exists():
         ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info")
@@ -163,17 +164,17 @@ def copied(into: Path) -> Path:
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     for name in filter(None, listed.stdout.split("\0")):
-        if os.path.lexists(ROOT / name):  # else it is deleted and not committed yet
+        if os.path.lexists(ROOT / name):  # otherwise deleted but not committed
             (into / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, into / name, follow_symlinks=False)
     return into
 
 
 def environment(copy: Path) -> dict[str, str]:
-    """Returns the variables with which a copy's tests import the copy, and use no GPU.
+    """Returns the environment in which a copy's tests import the copy and use no GPU.
 
-    Compiled programs are shared by all copies, since their key is what was compiled. What the
-    package itself keeps is not: a fault would live on in it.
+    All copies share compiled programs, because their key is the compiled text. They do not share
+    the package's own store of programs, where a fault would survive.
     """
     paths = [str(copy), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {
@@ -184,7 +185,7 @@ def environment(copy: Path) -> dict[str, str]:
 
 
 def require_own_import(copy: Path) -> None:
-    """Raises RuntimeError if a copy's tests would import another jsparse than the copy's."""
+    """Raises RuntimeError if a copy's tests would import another jsparse."""
     code = "import jsparse, jsparse.models; print(jsparse.__file__, jsparse.models.__file__)"
     command = [sys.executable, "-c", code]
     found = subprocess.run(
@@ -223,17 +224,17 @@ def run_tests(
         code, output = None, ""
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what its tests may have started
+            os.killpg(process.pid, signal.SIGKILL)  # processes that its tests may have started
         process.wait()
     return Run(code, *first_failure(output), time.perf_counter() - began, output)
 
 
 def first_failure(output: str) -> tuple[str, bool]:
-    """Returns the first test that pytest's summary names, and whether it is a file instead.
+    """Returns the first test in pytest's summary, and whether it is a file instead.
 
-    A file is named where it could not be collected.
+    A file is named if it could not be collected.
     """
-    _, _, summary = output.rpartition("short test summary info")  # what is logged may look alike
+    _, _, summary = output.rpartition("short test summary info")  # log output may look similar
     found = FAILURE.search(summary)
     if found is None:
         return "", False
@@ -241,17 +242,17 @@ def first_failure(output: str) -> tuple[str, bool]:
 
 
 def put_in(copy: Path, mutant: Mutant) -> AbstractContextManager[None]:
-    """Puts a fault into a copy and takes it out again."""
+    """Puts a fault into a copy and removes it again."""
     text = (copy / mutant.file).read_text(encoding="utf-8")
     return replaced(copy, mutant.file, text.replace(mutant.find, mutant.replace).encode())
 
 
 @contextmanager
 def replaced(copy: Path, name: str, changed: bytes) -> Iterator[None]:
-    """Puts another text in place of a file of a copy, and takes it out again.
+    """Replaces a file of a copy, and restores it afterwards.
 
-    Python goes by a file's size and its time in whole seconds to tell whether bytecode is of it, so
-    every version of a file gets a time of its own.
+    Python checks bytecode by a file's size and its time in whole seconds, so every version of a
+    file gets a different time.
     """
     file = copy / name
     text, before = file.read_bytes(), file.stat().st_mtime_ns
@@ -266,7 +267,7 @@ def replaced(copy: Path, name: str, changed: bytes) -> Iterator[None]:
 
 
 def judged(mutant: Mutant, tier: str, run: Run) -> Verdict:
-    """Returns what a run says of the fault that was in the copy.
+    """Returns the verdict of a run on the fault in the copy.
 
     Raises:
         RuntimeError: pytest itself failed.
@@ -284,7 +285,7 @@ def judged(mutant: Mutant, tier: str, run: Run) -> Verdict:
 
 
 class Copies:
-    """Gives each of several threads a copy of the working tree for as long as it needs one."""
+    """Gives each of several threads a copy of the working tree."""
 
     def __init__(self, folder: Path, number: int) -> None:
         """Makes the copies."""
@@ -314,7 +315,7 @@ class Copies:
         """Runs all files of tests without a fault.
 
         Raises:
-            RuntimeError: one of them fails, or has no tests in the default tier.
+            RuntimeError: a file fails, or has no tests in the default tier.
         """
 
         def run(copy: Path, test: str) -> None:
@@ -327,7 +328,7 @@ class Copies:
         self.map(run, sorted({test for mutant in mutants for test in mutant.tests}))
 
     def judge(self, mutants: Iterable[Mutant], tier: str) -> list[Verdict]:
-        """Returns what becomes of each fault in one tier."""
+        """Returns the verdict on each fault in one tier."""
 
         def run(copy: Path, mutant: Mutant) -> Verdict:
             with put_in(copy, mutant):
@@ -339,7 +340,7 @@ class Copies:
 
 
 def verdicts(mutants: list[Mutant], jobs: int, full: bool) -> list[Verdict]:
-    """Returns what becomes of each fault, in their order."""
+    """Returns the verdicts on all faults, in their order."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copies = Copies(Path(folder).resolve(), jobs)
         copies.require_green(mutants, "default")
@@ -361,14 +362,14 @@ def shown(verdict: Verdict) -> str:
 
 
 def shares(found: list[Verdict], full: bool) -> dict[str, float]:
-    """Returns the shares of the faults that the tiers kill: the default one, and both."""
+    """Returns the shares of faults killed by the default tier and by both tiers."""
     by_default = sum(verdict.tier == "default" for verdict in found) / len(found)
     killed = sum(verdict.tier is not None for verdict in found) / len(found)
     return {"default": by_default} | ({"default+slow": killed} if full else {})
 
 
 def header() -> dict[str, Any]:
-    """Returns what each record says of its run; JSPARSE_REVISION states a copy's revision."""
+    """Returns the header of a record; JSPARSE_REVISION gives a copy's revision."""
     revision = os.environ.get("JSPARSE_REVISION")
     if revision is None:
         described = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
@@ -384,7 +385,7 @@ def header() -> dict[str, Any]:
 
 
 def record(found: list[Verdict], full: bool) -> dict[str, Any]:
-    """Returns what is kept of a check, ready for JSON."""
+    """Returns the record of a check, ready for JSON."""
     return {
         **header(),
         "mutants": len(found),
@@ -394,7 +395,7 @@ def record(found: list[Verdict], full: bool) -> dict[str, Any]:
 
 
 def sampled(given: argparse.Namespace) -> dict[str, Any] | None:
-    """Returns the record of random faults; None if time was over before."""
+    """Returns the record of random faults; None if time ran out first."""
     from tests.random_mutants import Sampler
 
     until = time.monotonic() + given.limit_seconds
@@ -410,7 +411,7 @@ def sampled(given: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def listed(given: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """Returns the record of the faults of the list, and whether the tests notice enough."""
+    """Returns the record of the listed faults, and whether the tests notice enough of them."""
     mutants = load()
     check(mutants)
     mutants = [mutant for mutant in mutants if given.only in mutant.name]
@@ -427,7 +428,7 @@ def listed(given: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 
 
 def main() -> int:
-    """Runs the command; returns 1 where too many faults survive, 3 where time was over before."""
+    """Runs the command; returns 1 if too many faults survive, 3 if time ran out."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--full", action="store_true", help="run slow tests on what survives")
     parser.add_argument("--jobs", type=int, default=2, help="runs of pytest at a time")

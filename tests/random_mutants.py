@@ -1,17 +1,16 @@
-"""Draws random faults of the package and finds out how many of them the default tests notice.
+"""Draws random faults of the package and measures how many of them the default tests notice.
 
-The population is every place of the sources, each file once, where one of these can be done: a
+The population is every place in the sources, each file once, where one of these applies: a
 comparison turns into its neighbour (< into <=, == into !=), a whole number grows by one and another
-is doubled, a sign of arithmetic turns into its opposite, a sum or a chain of `and` and `or` loses a
-term, a condition is negated. Strings, annotations, exceptions and their messages, and what is
-logged or warned of have no places. Nor has a backend of a kernel, where no default test on a CPU
-enters the function or imports the module.
+is doubled, an arithmetic sign turns into its opposite, a sum or a chain of `and` and `or` loses a
+term, a condition is negated. Strings, annotations, exceptions and their messages, and arguments of
+logs and warnings have no places. Nor has a backend of a kernel if no default test on a CPU enters
+the function or imports the module.
 
-Every file of the default tests runs once without a fault, under coverage. A fault is judged by the
-files that execute its lines, within a time limit. The nearest come first, whose paths share the
-most words with the source's path, and among equals the cheapest. Where lines run at import alone,
-the files must enter a function of the same module. A fault in a line that no file executes
-survives.
+Every file of the default tests runs once without a fault, under coverage. The files that execute a
+fault's lines judge it, within a time limit. The nearest come first: those with the most words in
+common with the source's path, and among equals the cheapest. For lines that run only at import, the
+files must enter a function of the same module. A fault in a line that no file executes survives.
 """
 
 import ast
@@ -83,11 +82,11 @@ source = {sources}
 
 @dataclass(frozen=True)
 class Site:
-    """A place for a fault: bytes `start` to `end` of `file` are replaced by `after`.
+    """A place for a fault, where `after` replaces bytes `start` to `end` of `file`.
 
     Attributes:
-        lines: the first and the last line of what changes.
-        function: the lines of the innermost function around it, None for code run at import.
+        lines: the first and the last changed line.
+        function: the lines of the innermost function around it; None: code run at import.
     """
 
     file: str
@@ -109,7 +108,7 @@ class Site:
 
 
 class Sites(ast.NodeVisitor):
-    """Collects the places of one source, as `found`, and the lines of functions, as `bodies`."""
+    """Collects the places of one source in `found`, and the lines of functions in `bodies`."""
 
     def __init__(self, file: str, text: str) -> None:
         self.file, self.text = file, text.encode()
@@ -138,14 +137,14 @@ class Sites(ast.NodeVisitor):
         """Adds a replacement of the operator between two operands."""
         start, end = self.span(left)[1], self.span(right)[0]
         token = re.search(old, self.text[start:end].decode())
-        if token is not None:  # else a comment or a bracket is beyond ASCII
+        if token is not None:  # otherwise a comment or a bracket is not ASCII
             self.add(node, start + token.start(), start + token.end(), new)
 
     def add_condition(self, node: Any) -> None:
         self.add(node, *self.span(node), f"(not ({self.source(node)}))")
 
     def visit_scope(self, node: Any) -> None:
-        """Visits decorators and defaults as what is around the function, then its body."""
+        """Visits decorators and defaults as part of the enclosing scope, then the body."""
         around = self.function
         for each in [*getattr(node, "decorator_list", []), *node.args.defaults]:
             self.visit(each)
@@ -166,7 +165,7 @@ class Sites(ast.NodeVisitor):
             self.visit(node.value)
 
     def leave_out(self, node: ast.AST) -> None:
-        """Has no places in it."""
+        """Skips a node that has no places."""
 
     visit_Raise = visit_TypeAlias = visit_JoinedStr = leave_out
 
@@ -220,7 +219,7 @@ class Sites(ast.NodeVisitor):
 
 
 def is_text(node: ast.AST) -> bool:
-    """Returns whether a node is a string that is written out."""
+    """Returns whether a node is a string literal."""
     literal = isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
     return literal or isinstance(node, ast.JoinedStr)
 
@@ -235,12 +234,12 @@ def sources(root: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one file of tests did without a fault.
+    """The run of one test file without a fault.
 
     Attributes:
-        seconds: the time that it took.
+        seconds: its time.
         failed: its tests that fail without a fault, or the file itself.
-        lines: by source, the lines that it executed.
+        lines: the executed lines of each source.
     """
 
     test: str
@@ -250,7 +249,7 @@ class Measured:
 
 
 def measure(copy: Path, test: str) -> Measured:
-    """Runs one file of tests under coverage."""
+    """Runs one test file under coverage."""
     data = copy / ".pytest_cache" / "coverage"
     data.mkdir(parents=True, exist_ok=True)
     for old in data.iterdir():
@@ -274,7 +273,7 @@ def measure(copy: Path, test: str) -> Measured:
 
 
 class Judges:
-    """Chooses which files of tests judge a fault."""
+    """Chooses the test files that judge a fault."""
 
     def __init__(self, measured: Iterable[Measured]) -> None:
         self.measured = sorted(measured, key=lambda one: one.seconds)
@@ -285,7 +284,7 @@ class Judges:
     def executing(self, site: Site, bodies: set[int]) -> list[Measured]:
         """Returns the files that execute a place, the nearest first, then the cheapest.
 
-        At import, these are the files that enter `bodies`, if any do.
+        At import, these are the files that enter `bodies`, if there are any.
         """
         wanted = set(range(site.lines[0], site.lines[1] + 1))
         pairs = list(zip(self.measured, self.lines, strict=True))
@@ -318,7 +317,7 @@ def shared_words(test: str, source: str) -> int:
 
 
 def within(files: list[Measured], seconds: float) -> list[Measured]:
-    """Returns the first file, and those of the others that fit into the time, in their order."""
+    """Returns the first file, and those of the others that fit into the time, in order."""
     taken, spent = [], 0.0
     for one in files:
         if not taken or spent + one.seconds <= seconds:
@@ -328,7 +327,7 @@ def within(files: list[Measured], seconds: float) -> list[Measured]:
 
 
 def judge(copy: Path, site: Site, files: list[Measured], seconds: float) -> Verdict:
-    """Returns what becomes of a fault; `seconds` bound the time of the tests that judge it."""
+    """Returns the verdict on a fault; `seconds` limit the time of the tests that judge it."""
     chosen = within(files, seconds)
     limit = 120 + 4 * sum(one.seconds for one in chosen)
     skip = [f"--deselect={test}" for one in chosen for test in one.failed]
@@ -342,7 +341,7 @@ def judge(copy: Path, site: Site, files: list[Measured], seconds: float) -> Verd
 
 
 def digest(root: Path) -> str:
-    """Returns what tells this state of sources and tests from others."""
+    """Returns a hash of this state of sources and tests."""
     files = [*sources(root), *sorted(str(f.relative_to(root)) for f in root.glob("tests/**/*.py"))]
     text = "".join(f"{file}\n{(root / file).read_text(encoding='utf-8')}" for file in files)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -350,14 +349,14 @@ def digest(root: Path) -> str:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws faults and has them judged, for as long as its time lasts.
+    """Draws faults and has them judged until its time is over.
 
     Attributes:
         root: the working tree.
-        cache: the folder that keeps each result, so that the next call goes on from there.
+        cache: the folder of results, from which the next call resumes.
         copies: the copies of the working tree in which tests run.
         until: when to stop, by time.monotonic().
-        seconds: what the tests that judge one fault may take without a fault, together.
+        seconds: the total time without a fault of the tests that judge one fault.
     """
 
     root: Path
@@ -369,7 +368,7 @@ class Sampler:
     def work[T, R](
         self, name: str, kind: type[R], items: dict[str, T], do: Callable[[Path, T], R]
     ) -> dict[str, R] | None:
-        """Returns what comes of each item, by its key; None if time was over before."""
+        """Returns the result of each item, by its key; None if time ran out first."""
         folder = self.cache / digest(self.root)
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"{name}.jsonl"
@@ -386,14 +385,14 @@ class Sampler:
         return {key: kind(**made[key]) for key in items} if items.keys() <= made.keys() else None
 
     def measure(self, copy: Path, test: str) -> Measured:
-        """Runs one file of tests under coverage and prints which tests fail without a fault."""
+        """Runs one test file under coverage and prints the tests that fail without a fault."""
         require_own_import(copy)
         found = measure(copy, test)
         print(f"ran  {test}, {found.seconds:.0f} s", *found.failed, flush=True)
         return found
 
     def sample(self, number: int, seed: int) -> dict[str, Any] | None:
-        """Returns the record of so many faults; None if time was over before."""
+        """Returns the record of `count` faults; None if time ran out first."""
         tests = sorted(str(f.relative_to(self.root)) for f in self.root.glob("tests/**/test_*.py"))
         ran = self.work("measured", Measured, {test: test for test in tests}, self.measure)
         if ran is None:

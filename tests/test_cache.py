@@ -46,7 +46,7 @@ histories = st.lists(valid_counts | cuts | rewrites, min_size=1, max_size=12)
 
 
 class Pair:
-    """Drives the cache and its model with the same operations.
+    """Runs the same operations on the cache and its model.
 
     The model is a list of (k, v, bias, position) for each head.
     """
@@ -92,7 +92,7 @@ class Pair:
             del rows[lengths[b * K + n] :]
 
     def rewrite(self, valid):
-        """Writes the newest tokens again, as many as each row's shortest head has."""
+        """Rewrites the newest tokens, as many as each row's shortest head holds."""
         count = [min(valid[b], *(len(self.heads[b, n]) for n in range(K))) for b in range(B)]
         k, v, positions = self.new_tokens()
         first = np.array(self.layer.lengths) - np.array(count, np.int32)[:, None]
@@ -153,7 +153,7 @@ def test_any_history_reads_back_as_written(pool_pages, history):
 @pytest.mark.parametrize("pool_pages", [None, 8])
 @settings(max_examples=40)
 @given(history=st.lists(valid_counts, min_size=2, max_size=8))
-def test_overflow_hurts_no_token_that_was_held(pool_pages, history):
+def test_overflow_changes_no_held_token(pool_pages, history):
     pair = Pair(pool_pages)
     for _, valid in history:
         held = {head: len(rows) for head, rows in pair.heads.items()}
@@ -165,7 +165,7 @@ def test_overflow_hurts_no_token_that_was_held(pool_pages, history):
             break
     keys, lengths = np.asarray(heads_of(pair.layer)[0]), np.asarray(pair.layer.lengths)
     for (b, n), rows in pair.heads.items():
-        # a row without room takes in nothing, the others everything
+        # a row without room appends nothing, the others everything
         taken = [row[0] for row in (rows[: held[b, n]] if overflow[b] else rows)]
         assert lengths[b, n] == len(taken)
         np.testing.assert_array_equal(keys[b, n, : len(taken)], np.array(taken).reshape(-1, H))
@@ -173,7 +173,7 @@ def test_overflow_hurts_no_token_that_was_held(pool_pages, history):
             assert not keys[b, n, len(taken) :].any()
 
 
-def test_a_pool_can_be_filled_to_its_last_page():
+def test_pool_can_be_filled_to_its_last_page():
     pair = Pair(9)
     for valid in ([T, 2], [2, T], [0, 0]):
         pair.append(valid)
@@ -185,7 +185,7 @@ def test_a_pool_can_be_filled_to_its_last_page():
     assert overflows(pair.cache)
 
 
-def test_append_writes_over_a_bias():
+def test_append_overwrites_a_bias():
     pair = Pair(None)
     pair.append([2, 2])
     layer = pair.layer._replace(bias=jnp.asarray(np.ones_like(pair.layer.bias)))
@@ -195,7 +195,7 @@ def test_append_writes_over_a_bias():
     np.testing.assert_array_equal(np.asarray(bias)[0, 0, :4], [1, 1, 0, 1])
 
 
-def test_slots_are_positions_unless_they_are_kept():
+def test_slots_are_positions_unless_stored():
     plain = init(SPEC).layers[0]
     assert (plain.bias, plain.slot_positions, plain.free, plain.block_table) == (None,) * 4
     positions_of = jax.jit(kv.slot_positions)
@@ -251,7 +251,7 @@ def test_wrong_arguments_are_refused():
         kv.init(SPEC._replace(pool_pages=1))
 
 
-def test_a_row_without_room_stops_and_the_others_go_on():
+def test_row_without_room_stops_and_the_others_continue():
     """A pool of 8 pages, one of them scratch; row 1 would need a page for each of its heads."""
     pair = Pair(8)
     pair.append([T, 2])
@@ -265,20 +265,20 @@ def test_a_row_without_room_stops_and_the_others_go_on():
     assert int(pair.layer.free.count) == free
 
 
-def test_rows_behind_one_that_gets_nothing_are_served():
+def test_rows_after_one_without_room_are_served():
     """8 free pages and two heads: row 0 would need 16 pages, rows 1 and 2 need 2 each."""
     spec = SPEC._replace(batch=3, num_pages=12, pool_pages=9)
     cache = grow(init(spec), np.array([8 * P, 1, 1], np.int32), 8 * P)
     assert cache.overflow.tolist() == [True, False, False]
     assert [np.asarray(layer.lengths)[:, 0].tolist() for layer in cache.layers] == [[0, 1, 1]] * 2
     assert [int(layer.free.count) for layer in cache.layers if layer.free] == [4, 4]
-    # nor does a row that overflowed ask for pages again
+    # a row that overflowed does not request pages again
     cache = grow(cache, np.array([8 * P, P, 1], np.int32), 8 * P)
     assert cache.overflow.tolist() == [True, False, False]
 
 
 def test_growing_is_one_program_in_every_process():
-    """Its text does not follow from addresses, by which others could not find it on disk."""
+    """Its text does not depend on addresses; otherwise others would not find it on disk."""
     spec = SPEC._replace(num_layers=12)
     shapes = jax.eval_shape(lambda: kv.init(spec)), jax.ShapeDtypeStruct((B,), jnp.int32)
     texts = set()
@@ -289,8 +289,8 @@ def test_growing_is_one_program_in_every_process():
     assert len(texts) == 1
 
 
-def test_a_row_must_find_room_in_every_layer():
-    """Layer 1 has fewer free pages than row 0 needs, and then neither layer gives it any."""
+def test_row_must_find_room_in_every_layer():
+    """Layer 1 has fewer free pages than row 0 needs, so that neither layer allocates any."""
     cache = init(SPEC._replace(pool_pages=9))
     second = cache.layers[1]
     assert second.free is not None
@@ -300,8 +300,8 @@ def test_a_row_must_find_room_in_every_layer():
     assert [int(layer.free.count) for layer in cache.layers if layer.free] == [6, 0]
 
 
-def test_cut_pages_leaves_the_first_pages_of_every_head():
-    """In smaller pools of every field. Where pages are few, or have a block table, none is cut."""
+def test_cut_pages_keeps_the_first_pages_of_every_head():
+    """In smaller pools of every field. Small caches, and caches with a block table, are not cut."""
     pair = Pair(None)
     pair.append([T, 3])
     bias = np.arange(B * K * M * P, dtype=np.float32).reshape(-1, P)

@@ -1,6 +1,6 @@
-"""Tests that the pages of the papers say what the records say that they cite.
+"""Tests that the pages of the papers agree with the records that they cite.
 
-docs/papers/claims.toml says where each measured figure in a page's table of claims comes from.
+docs/papers/claims.toml gives the source of each measured figure in a page's table of claims.
 """
 
 import json
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PAPERS = ROOT / "docs" / "papers"
 RESULTS = ROOT / "bench" / "results"
 CLAIMS = tomllib.loads((PAPERS / "claims.toml").read_text("utf-8"))
-# the settings of a row that older records do not name
+# the settings that older records do not name
 UNNAMED = {"weights": "bf16", "shape": "8b", "ranks": 1}
 UNITS = "%|times|µs|ms|GB|tokens/s"
 MEASURED = re.compile(rf"(?<![\w.-])(?:\d[\d,]*(?:\.\d+)?(?= (?:{UNITS}))|\d+\.\d+(?!\w))")
@@ -35,7 +35,7 @@ def record(name: str) -> Any:
 
 
 def fits(row: Any, wanted: Mapping[str, Any]) -> bool:
-    """Says whether a row has these values; * in a string stands for any characters."""
+    """Returns whether a row has these values; * in a string matches any characters."""
     return all(
         fnmatchcase(row.get(name, ""), value) if isinstance(value, str) else row.get(name) == value
         for name, value in wanted.items()
@@ -43,7 +43,7 @@ def fits(row: Any, wanted: Mapping[str, Any]) -> bool:
 
 
 def found(name: str, path: list[Any]) -> float:
-    """Follows a path of keys, indices, and tables that must fit one row of a list."""
+    """Follows a path of keys, indices, and tables that must match one row of a list."""
     at = record(name)
     for step in path:
         if isinstance(step, dict):
@@ -73,7 +73,7 @@ def here(page: Path) -> list[str]:
 
 @cache
 def commit_dates() -> Mapping[str, float]:
-    """Returns the seconds at which each commit was made; {} without git's history."""
+    """Returns the time of each commit in seconds; {} without git's history."""
     if not shutil.which("git"):
         return {}
     command = ["git", "log", "--all", "--format=%H %ct"]
@@ -84,12 +84,12 @@ def commit_dates() -> Mapping[str, float]:
 
 @cache
 def made(revision: str) -> float:
-    """Returns the seconds at which a revision, perhaps shortened, was made; 0 if it is unknown."""
+    """Returns the time in seconds of a revision, which may be abbreviated; 0 if it is unknown."""
     return next((at for full, at in commit_dates().items() if full.startswith(revision)), 0.0)
 
 
 def date(run: Mapping[str, Any]) -> float:
-    """Returns the seconds at which a run began; of older records, at which its code was made."""
+    """Returns the start time of a run in seconds; for older records, the time of its revision."""
     if stamp := run["environment"].get("timestamp", run.get("timestamp")):
         return datetime.fromisoformat(stamp).timestamp()
     revision = run["environment"].get("git_revision")
@@ -106,7 +106,7 @@ def runs(name: str) -> Iterator[Mapping[str, Any]]:
 
 @cache
 def timed_runs() -> Mapping[str, list[tuple[str, Mapping[str, Any]]]]:
-    """Returns all runs, with the names of their records, by benchmark."""
+    """Returns all runs by benchmark, with the names of their records."""
     found: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for path in sorted(RESULTS.rglob("*.json")):
         name = path.relative_to(RESULTS).as_posix()
@@ -116,7 +116,7 @@ def timed_runs() -> Mapping[str, list[tuple[str, Mapping[str, Any]]]]:
 
 
 def named(run: Mapping[str, Any], row: Mapping[str, Any], setting: str) -> Any:
-    """Returns a setting of a row, named by the row, by its run, or by neither."""
+    """Returns a setting of a row, from the row, from its run, or None."""
     return row.get(setting, run.get("settings", {}).get(setting, UNNAMED[setting]))
 
 
@@ -143,24 +143,24 @@ def later(name: str, path: list[Any]) -> set[str]:
 
 
 def device(run: Mapping[str, Any]) -> str | None:
-    """Returns the model of a run's GPU, or of its CPU where there is no GPU."""
+    """Returns the model of a run's GPU, or of its CPU if there is no GPU."""
     gpus = run["environment"].get("gpus")
     return gpus[0]["name"] if gpus else run["environment"].get("cpu")
 
 
 @pytest.mark.parametrize("page", sorted(CLAIMS))
-def test_a_timed_figure_is_of_the_newest_run_or_says_why_not(page):
+def test_timed_figure_is_of_the_newest_run_or_gives_a_reason(page):
     for claim in CLAIMS[page]:
         record_of = {"of": claim["record"], "less": claim["record"]}
         record_of["over"] = claim.get("over_record", claim["record"])
         paths = [(name, claim[key]) for key, name in record_of.items() if key in claim]
         newer = set().union(*(later(*at) for at in paths))
-        # the other way round would fail where git has not all of the history
+        # the reverse check would fail without the full git history
         assert not newer or "older" in claim, (claim["figure"], newer)
 
 
 @pytest.mark.parametrize("page", sorted(CLAIMS))
-def test_the_measured_figures_of_a_table_are_those_of_their_records(page):
+def test_figures_of_a_table_equal_those_of_their_records(page):
     cells = here(PAPERS / f"{page}.md")
     assert cells
     told = {figure for cell in cells for figure in MEASURED.findall(cell)}

@@ -1,4 +1,4 @@
-"""The contract carries five methods and every report: toy policies run by the engine against slow
+"""Tests the contract by five methods and every report: toy policies in the engine against slow
 models of the same rules.
 """
 
@@ -53,7 +53,7 @@ CHUNK = 16
 
 
 class SlowRule:
-    """A rule of decoding over a SlowRow; subclasses say what a layer attends to."""
+    """A decoding rule over a SlowRow; subclasses determine the attended tokens of a layer."""
 
     def __init__(self, row: SlowRow, prompt):
         self.row, self.prompt, self.steps = row, prompt, 0
@@ -200,7 +200,7 @@ METHODS = {
     "page mass, inheritance and correction": (inherit(), SlowInherit),
     "summary, token logits and window": (bypass(), SlowBypass),
 }
-# the first two layers hold exact keys, whether corrected or not
+# the first two layers hold exact keys, with and without corrections
 LAYERS = {"page mass, inheritance and correction": 3}
 PROMPTS = random_prompts(LENGTHS)
 FORCED = random_tokens(len(LENGTHS), STEPS)
@@ -233,16 +233,16 @@ def fast_logits(params, policy):
 
 @shared
 def dense_logits(params):
-    """The slow model's logits for row 1, where every step attends to all."""
+    """The slow model's logits for row 1 if every step attends to all tokens."""
     row = SlowRow(SlowModel(params), PROMPTS[1])
     return np.asarray([row.logits, *(row.push(int(token), row.dense) for token in FORCED[1, :-1])])
 
 
-# corrections are also seen in `test_what_corrections_see`
+# corrections are also tested in `test_corrections_see_the_appended_tokens`
 @pytest.mark.parametrize("name", slow_except(METHODS, "summary, token logits and window"))
-def test_engine_equals_the_slow_model(name):
-    """Several prompt chunks, a ragged batch, 26 steps; and the rule is far from dense, or this
-    would show nothing.
+def test_engine_matches_the_slow_model(name):
+    """Several prompt chunks, a ragged batch, 26 steps; the rule is far from dense, otherwise the
+    test would prove nothing.
     """
     (policy, _), params = METHODS[name], model_of(name)
     expected, _ = slow_logits(name)
@@ -253,7 +253,7 @@ def test_engine_equals_the_slow_model(name):
     assert far > 0.1 * np.abs(expected).max()
 
 
-def test_both_branches_of_the_bypass_were_taken():
+def test_both_branches_of_the_bypass_are_taken():
     _, rules = slow_logits("summary, token logits and window")
     for rule in rules:
         assert 0 < np.mean(rule.skipped) < 1
@@ -261,8 +261,8 @@ def test_both_branches_of_the_bypass_were_taken():
 
 @shared
 def seen_by_corrections():
-    """How often `append` was traced for how many tokens, and how far what it found in the cache lay
-    from them, for each correction.
+    """For each correction: the traces of `append` by number of tokens, and the distance of the
+    cached values from them.
     """
     seen = []
 
@@ -299,8 +299,8 @@ def seen_by_corrections():
     return seen, states
 
 
-def test_what_corrections_see():
-    """What append, select and update may rely on: the new tokens are already held, at the end of
+def test_corrections_see_the_appended_tokens():
+    """Guarantees for append, select and update: the new tokens are already held, at the end of
     every head.
     """
     seen, states = seen_by_corrections()
@@ -312,7 +312,7 @@ def test_what_corrections_see():
 
 
 def read_by(policy, params=None, prompts=PROMPTS, **options):
-    """A session that has read the prompts, with room for 27 more tokens."""
+    """A session that has prefilled the prompts, with room for 27 more tokens."""
     params = tiny_params(num_layers=1) if params is None else params
     spec = capacity.cache_spec(params, prompts, STEPS, None, PAGE)
     made = session.Session(params, as_policy(policy), spec, **options)
@@ -320,7 +320,7 @@ def read_by(policy, params=None, prompts=PROMPTS, **options):
     return made
 
 
-def test_eviction_after_the_prompt_makes_the_cache_smaller():
+def test_eviction_after_the_prompt_shrinks_the_cache():
     """Once, before the first step, with the slots that `max_length` gives for the longest row."""
     calls, policy = [], prompt_ends()
     assert policy.eviction is not None
@@ -352,7 +352,7 @@ def test_eviction_after_the_prompt_makes_the_cache_smaller():
 
 
 @pytest.mark.slow
-def test_a_wrapper_with_a_state_of_its_own_leaves_after_prompt_to_its_base():
+def test_wrapper_with_a_state_leaves_after_prompt_to_its_base():
     def init(spec):
         return jnp.zeros(spec.batch)
 
@@ -384,7 +384,7 @@ def test_too_little_room_after_the_prompt_is_an_error(case):
         for limits, minimum in (([STEPS] * 3, 64), ([1, 1, 62], 128)):
             with pytest.raises(ValueError, match=said.format(minimum)):
                 begin(policy, limits)
-    elif case == "no max_length":  # a head may come to hold the prompt and all new tokens
+    elif case == "no max_length":  # a head may hold the prompt and all new tokens
         minimum = 256 if jax.default_backend() == "cpu" else 192  # on a CPU a power of two
         with pytest.raises(ValueError, match=said.format(minimum)):
             begin(policy._replace(eviction=Eviction(cramped)), [1, 25, 4])
@@ -417,7 +417,7 @@ def test_corrections_and_further_turns_refuse_policies_that_evict():
         session.Session(params, policy, spec)
 
 
-# What a summary counts
+# Tokens of a summary
 
 
 @shared
@@ -428,7 +428,7 @@ def counted_results(plain):
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_what_a_summary_counts_is_in_the_shares(plain):
+def test_tokens_of_a_summary_are_in_the_shares(plain):
     """Head 1 lists 4 tokens and counts 2 more as attended and 3 as read; a pair counts none."""
     attended, read = (0, 0) if plain else (2, 3)
     for nth, result in enumerate(counted_results(plain)[1:], 1):
@@ -449,7 +449,7 @@ KNOB_TOKENS = random_tokens(4, 6, seed=5)
 
 
 def knob_logits(policies, layers=2):
-    """A function of a policy, and of the hyper-parameters of four rows, that returns logits."""
+    """A function of a policy and of the hyper-parameters of four rows that returns logits."""
     params, policies = tiny_params(num_layers=layers), tuple(map(as_policy, policies))
     spec = capacity.cache_spec(params, KNOB_PROMPTS, KNOB_TOKENS.shape[1], None, PAGE)
     shared = prime(params, policies, KNOB_PROMPTS, spec, lambda *_: None)
@@ -474,14 +474,14 @@ PER_ROW = [
 
 @shared
 def own_and_mixed():
-    """Logits of `oracle_top_p(p=0.7)`, where some rows set another p, or are dense; and of 0.7 and
-    0.5 for all.
+    """Logits of `oracle_top_p(p=0.7)` with rows that set another p or are dense; and of 0.7 and 0.5
+    for all.
     """
     logits = knob_logits(["oracle_top_p(p=0.7)", "oracle_top_p(p=0.5)"], 1)
     return logits(0, {"p": 0.5}, {}, {"p": 0.9}, {"dense": True}), logits(0), logits(1)
 
 
-def test_a_row_sets_its_own_value():
+def test_row_sets_its_own_value():
     mixed, own, half = own_and_mixed()
     row = SlowRow(SlowModel(tiny_params(num_layers=1)), KNOB_PROMPTS[3])
     exact = [row.logits, *(row.push(int(token), row.dense) for token in KNOB_TOKENS[3, :-1])]
@@ -494,13 +494,13 @@ def test_a_row_sets_its_own_value():
 
 @pytest.mark.parametrize("case", PER_ROW, ids=str)
 @pytest.mark.slow
-def test_rows_set_their_own_values(case):
-    """Each gives what the policy with that value gives, and no value compiles anything.
+def test_rows_set_different_values(case):
+    """Each matches the policy with that value, and no value compiles a program.
 
-    Rows that set none have the policy's own.
+    Rows that set none have the policy's own value.
     """
     expression, name, one, own, other = case
-    layers = 2 if "lychee" in expression else 1  # whose layers hand sets on
+    layers = 2 if "lychee" in expression else 1  # has layers that hand sets on
     policies = [*(expression.format(value) for value in (one, own, other)), "dense"]
     logits = knob_logits(policies, layers)
     rows = {name: one}, {}, {name: other}, {"dense": True}
@@ -529,7 +529,7 @@ def test_rows_set_their_own_values(case):
 )
 @pytest.mark.slow
 def test_rows_can_be_dense(policy):
-    """With a summary, with short rows: they equal dense, and leave the others as they were."""
+    """With a summary, with short rows: they equal dense, and leave the others unchanged."""
     logits = knob_logits([policy, "dense"], 1 if policy is bypass() else 2)
     mixed = logits(0, {}, {"dense": True}, {"dense": False}, {"dense": True})
     plain, exact = logits(0), logits(1)
@@ -580,7 +580,7 @@ def with_shift(shift):
 
 
 def test_constants_are_passed_like_weights():
-    """Two models that differ in nothing else share programs, and each has its own results."""
+    """Two models that differ only in constants share programs, and each has its own results."""
     options = {"page_size": PAGE}
     first = engine_logits(with_shift(0), parity(), PROMPTS, FORCED[:, :6], **options)
     programs = driver.decode_steps, prefill.prefill_chunk
@@ -590,7 +590,7 @@ def test_constants_are_passed_like_weights():
     assert np.abs(first - second)[1:].max() > 1e-2 * np.abs(first).max()
 
 
-def test_a_missing_constant_is_refused_before_anything_is_read(monkeypatch):
+def test_missing_constant_is_refused_before_prefill(monkeypatch):
     monkeypatch.setattr(store, "empty_rows", lambda *_: pytest.fail("allocated"))
     params = dataclasses.replace(with_shift(1), constants={"other": jnp.zeros(3)})
     said = r"policy=parity\(shift=None\) needs 'shift': must be among .* 'tiny', .* \['other'\]"

@@ -1,4 +1,6 @@
-"""Tests conversations: what a further turn reads, and that its answers are those of generate()."""
+"""Tests conversations: the tokens that a further turn prefills, and that responses match
+generate().
+"""
 
 import itertools
 from pathlib import Path
@@ -18,7 +20,7 @@ from tests.support.programs import shared
 from tests.support.toy_policies import prompt_ends, shrink
 
 GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama3" / "model.gguf"
-# control tokens, so that no merge joins a prompt's end to its answer
+# control tokens, so that no merge joins a prompt's end to its response
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}<|eot_id|>{{ m.content }}<|eot_id|>{% endfor %}"
     "assistant<|eot_id|>"
@@ -48,14 +50,14 @@ def params():
     return loaded()
 
 
-def test_a_bare_text_is_no_conversation(params):
+def test_bare_text_is_no_conversation(params):
     with pytest.raises(ValueError, match=r"messages='hi': must be the whole.*'content': 'hi'"):
         Conversation(params, **OPTIONS).answer("hi")
 
 
 @shared
 def generated(template, said, **options):
-    """What generate() makes of a whole conversation, alternately the user's and the model's."""
+    """The result of generate() for a conversation of alternating user and model messages."""
     roles = itertools.cycle(["user", "assistant"])
     messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
     return jsparse.generate(loaded(template), messages, **options)
@@ -67,10 +69,10 @@ def prompt_tokens(params, messages):
 
 
 class Chat:
-    """Talks, and checks every answer against generate() on the whole conversation.
+    """Sends turns, and checks every response against generate() on the whole conversation.
 
     Attributes:
-        read: the number of tokens that each turn read.
+        read: the number of prefilled tokens of each turn.
         whole: the number of tokens of each turn's whole conversation.
     """
 
@@ -98,7 +100,7 @@ class Chat:
 
     @property
     def new(self):
-        """What the turns would read if each went on from the last prompt."""
+        """The prefill of each turn if it continued from the last prompt."""
         return [now - before for before, now in zip([0, *self.whole], self.whole)]  # noqa: B905
 
 
@@ -123,7 +125,7 @@ def slots(chat):
     ),
     ids=str,
 )
-def test_a_turn_reads_only_what_is_new(params, options):
+def test_turn_prefills_only_new_tokens(params, options):
     chat = Chat(params, **options)
     for text in SAID:
         chat.say(text)
@@ -140,8 +142,8 @@ def test_a_turn_reads_only_what_is_new(params, options):
     ),
     ids=str,
 )
-def test_an_answer_stays_in_the_cache_if_it_is_dense_attentions(params, case):
-    """All of its tokens but the newest, if the template gives the tokens that were generated."""
+def test_response_stays_in_the_cache_if_it_is_dense_attentions(params, case):
+    """All of its tokens but the newest, if the template reproduces the generated tokens."""
     (policy, exact, kept), tokenizer = case, params.tokenizer
     again = next(
         token
@@ -160,8 +162,8 @@ def test_an_answer_stays_in_the_cache_if_it_is_dense_attentions(params, case):
     assert totals == [whole[0], whole[1] - whole[0] - kept]
 
 
-def test_a_turn_that_failed_before_it_read_leaves_the_last_one(params):
-    """The session ends where the turn before did, and so does what the conversation knows of it."""
+def test_turn_that_failed_before_prefill_keeps_the_previous_one(params):
+    """The session and the conversation end where the previous turn did."""
 
     class Broken:
         def put(self, value):
@@ -179,7 +181,7 @@ def test_a_turn_that_failed_before_it_read_leaves_the_last_one(params):
     assert chat.read == chat.new
 
 
-def test_a_template_that_rewrites_is_read_anew():
+def test_rewriting_template_is_prefilled_again():
     chat = Chat(loaded("{{ messages|length }}<|eot_id|>" + TEMPLATE))
     for text in SAID[:2]:
         chat.say(text)
@@ -187,26 +189,26 @@ def test_a_template_that_rewrites_is_read_anew():
 
 
 @pytest.mark.slow
-def test_a_conversation_that_outgrows_its_cache_is_read_anew(params, monkeypatch):
+def test_conversation_that_outgrows_its_cache_is_prefilled_again(params, monkeypatch):
     monkeypatch.setattr(capacity, "MIN_COARSE", 16)  # the model has 512 positions
     chat = Chat(params, max_length=None)
     chat.say(SAID[0], checked=False)
     small = slots(chat)
-    # there was room for twice as much as was asked for
+    # room for twice the requested tokens
     assert small == capacity.bucket(2 * (chat.whole[0] + 9), 16)
     chat.say("z" * small, checked=False)
     assert chat.read[1] == chat.whole[1] > small
     chat.say(SAID[2], checked=False)
     assert chat.read[2] == chat.new[2]
-    # where memory has no such room, the cache is as small as generate() has it
+    # without enough memory, the cache is as small as generate()'s
     monkeypatch.setattr(capacity, "fits", lambda *_: False)
     tight = Chat(params, max_length=None)
     tight.say(SAID[0], checked=False)
     assert slots(tight) == capacity.bucket(tight.whole[0] + 9, 16)
 
 
-def test_what_does_not_fit_is_refused_and_forgotten(params):
-    """As by generate(), even where pages have room for more than max_length."""
+def test_turn_that_does_not_fit_is_refused_and_forgotten(params):
+    """As by generate(), even if pages have room for more than max_length."""
     chat = Chat(params)
     chat.say("a")
     assert slots(chat) == 128
@@ -218,7 +220,7 @@ def test_what_does_not_fit_is_refused_and_forgotten(params):
 
 
 @pytest.mark.parametrize("policy", slow_except(EVICTORS, EVICTORS[0]))
-def test_policies_that_change_the_cache_read_every_turn_anew(params, policy):
+def test_policies_that_change_the_cache_prefill_every_turn_again(params, policy):
     chat = Chat(params, policy=policy)
     for text in SAID[:2]:
         chat.say(text)
@@ -229,8 +231,8 @@ def test_policies_that_change_the_cache_read_every_turn_anew(params, policy):
 
 
 @pytest.mark.slow
-def test_a_state_that_nobody_owns_is_read_anew(params):
-    """Such a policy cannot be cut back, but generates."""
+def test_state_without_an_owner_is_prefilled_again(params):
+    """Such a policy cannot be truncated, but generates."""
     own = dense()._replace(init=lambda spec: jnp.zeros(()), name="mine")
     chat = Chat(params, policy=own)
     for text in SAID[:2]:
@@ -239,7 +241,7 @@ def test_a_state_that_nobody_owns_is_read_anew(params):
     assert "policy=mine: state is [] for 2 rows" in str(chat.conversation.reads_anew)
 
 
-def test_options_of_one_answer_and_unknown_ones_are_refused(params):
+def test_options_of_one_response_and_unknown_ones_are_refused(params):
     for name in ("streamer", "on_progress", "logprobs"):
         with pytest.raises(ValueError, match=f"^{name}=1: must not be given to a conversation$"):
             Conversation(params, **{name: 1})
@@ -249,7 +251,7 @@ def test_options_of_one_answer_and_unknown_ones_are_refused(params):
         Conversation(params, **{"temprature": 1})
 
 
-def test_an_interrupted_answer_leaves_the_conversation_usable(params):
+def test_interrupted_response_leaves_the_conversation_usable(params):
     chat = Chat(params)
     chat.say(SAID[0])
 
@@ -261,10 +263,10 @@ def test_an_interrupted_answer_leaves_the_conversation_usable(params):
             chat.conversation.answer(
                 [*chat.messages, {"role": "user", "content": SAID[1]}], **hooks
             )
-        return kept  # as a notebook keeps the exception, and all that it refers to
+        return kept  # as a notebook keeps the exception and all its references
 
     kept = answer(streamer=interrupt)
-    # the prompt was read: what was said then is new no more
+    # the prompt was prefilled, so that it is not new any more
     chat.messages += [
         {"role": "user", "content": SAID[1]},
         {"role": "assistant", "content": "so far"},
@@ -290,7 +292,7 @@ def test_options_are_checked_before_the_first_turn(params):
             Conversation(params, **options)
 
 
-def test_the_options_of_a_conversation_may_be_sampling_params(params):
+def test_options_of_a_conversation_may_be_sampling_params(params):
     sampling = SamplingParams(max_tokens=4, ignore_eos=True)
     conversation = Conversation(params, sampling=sampling)
     asked = [{"role": "user", "content": SAID[0]}]

@@ -1,4 +1,4 @@
-"""Tests that links lead somewhere, and that the docs agree with one another."""
+"""Tests that links work, and that the docs agree with one another."""
 
 import ast
 import re
@@ -21,7 +21,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_links_lead_somewhere():
+def test_links_have_targets():
     for page in PAGES:
         for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
             there = (page.parent / target).resolve() if target else page
@@ -29,7 +29,7 @@ def test_links_lead_somewhere():
             assert not anchor or anchor in anchors(there), (page, target, anchor)
 
 
-def test_the_api_reference_has_every_public_name():
+def test_api_reference_has_every_public_name():
     names = (ROOT / "jsparse" / "__init__.pyi").read_text(encoding="utf-8")
     public = {".".join(found) for found in re.findall(r"^from (\S+) import (\w+)", names, re.M)}
     shown = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M)
@@ -37,7 +37,7 @@ def test_the_api_reference_has_every_public_name():
     assert len(shown) == len(set(shown))
 
 
-def test_the_readme_is_short_and_has_its_two_commands():
+def test_readme_is_short_and_has_its_two_commands():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 110
     first, second = blocks(ROOT / "README.md", "sh")
@@ -45,7 +45,7 @@ def test_the_readme_is_short_and_has_its_two_commands():
     assert second.splitlines()[-1] == "python3 -m uv run pytest"
 
 
-def test_the_policies_of_the_docs_are_those_of_the_examples():
+def test_policies_of_the_docs_are_those_of_the_examples():
     quest, newest, *_ = blocks(ROOT / "docs" / "own_policy.md", "python")
     assert len(quest.splitlines()) <= 25
     for block, example in ((quest, "my_quest"), (newest, "own_policy")):
@@ -54,7 +54,7 @@ def test_the_policies_of_the_docs_are_those_of_the_examples():
         assert code in (ROOT / "examples" / f"{example}.py").read_text("utf-8")
 
 
-def test_figures_of_choosing_stand_on_the_pages_they_cite():
+def test_figures_of_choosing_are_on_the_pages_they_cite():
     rows = re.findall(r"^\| .+$", (ROOT / "docs" / "choosing.md").read_text("utf-8"), re.MULTILINE)
     for row in (row for row in rows if "figures](" in row):
         cited = " ".join((ROOT / "docs" / page).read_text("utf-8") for page, _ in LINK.findall(row))
@@ -71,7 +71,7 @@ def test_figures_are_drawn_from_their_source():
         assert drawn == drawing["draw"](source.read_text("utf-8"))
 
 
-def test_the_steps_of_a_request_are_functions_of_their_files():
+def test_steps_of_a_request_are_functions_of_their_files():
     text = (ROOT / "docs" / "life_of_a_request.md").read_text("utf-8")
     steps = re.findall(r"^(\d+)\. \*\*`([\w.]+)`\*\*, \[(\S+)\]\(\.\./(\S+)\):", text, re.MULTILINE)
     assert [int(number) for number, *_ in steps] == list(range(1, 21))
@@ -84,7 +84,7 @@ def test_the_steps_of_a_request_are_functions_of_their_files():
         assert shown == file
 
 
-def test_the_contract_lists_every_field_of_a_policy_once():
+def test_contract_lists_every_field_of_a_policy_once():
     text = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
     table = text[text.index("| field |") : text.index("## Rows and pages")]
     listed = re.findall(r"^\| `(\w+)` \|", table, re.M)
@@ -92,5 +92,5 @@ def test_the_contract_lists_every_field_of_a_policy_once():
     [policy] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Policy"]
     fields = [n for n in policy.body if isinstance(n, ast.AnnAssign)]
     assert listed == [ast.unparse(field.target) for field in fields]
-    for field in fields:  # what it means stands below it
+    for field in fields:  # its meaning follows below
         assert isinstance(policy.body[policy.body.index(field) + 1], ast.Expr), ast.unparse(field)

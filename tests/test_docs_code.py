@@ -1,4 +1,4 @@
-"""Tests that the code of README, docs and examples runs, and what is said of policies."""
+"""Tests that the code of README, docs and examples runs, and that figures of policies are right."""
 
 import ast
 import dataclasses
@@ -39,19 +39,19 @@ QUALITY = re.compile(
 
 
 def test_quality_in_the_readme_is_of_the_policy_and_share_of_its_row():
-    """Each row's KL, pass keys and share stand in committed cells of that very policy."""
+    """The KL, pass keys and share of each row are in committed cells of that very policy."""
     rows = QUALITY.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     assert len(rows) >= 6
     measured: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for cell in cells("quality*/h200*.json"):
         name = cell["policy"].replace("full()", "all_pages()")  # its first name
-        # the first defaults of quest are in no record
+        # no record has the first defaults of quest
         name = re.sub(r"(quest\([^()]*bounds_dtype=None)\)", r"\1, slack=1, group='max')", name)
         of_policy = measured.setdefault(short_name(name), {})
         of_policy.setdefault(cell["task"], []).append(cell["metrics"])
     for expression, share, kl, found in rows:
         if "gates" in expression:
-            continue  # named by other arguments then, as docs/results/retrieval_heads.md says
+            continue  # recorded with other arguments; see docs/results/retrieval_heads.md
         own = measured[short_name(jsparse.parse_policy(expression))]
         assert any(
             f"{each['kl']['mean']:.{len(kl.partition('.')[2])}f}" == kl
@@ -61,7 +61,7 @@ def test_quality_in_the_readme_is_of_the_policy_and_share_of_its_row():
         assert any(round(100 * each["score"]["mean"]) == int(found) for each in own["passkey"])
 
 
-def test_policies_of_choosing_can_be_pasted_and_none_that_was_measured_lacks_a_row():
+def test_policies_of_choosing_can_be_pasted_and_all_measured_ones_have_a_row():
     text = (ROOT / "docs" / "choosing.md").read_text("utf-8")
     rows = [line.split("|")[2] for line in text.splitlines() if line.startswith("| ")]
     expressions = [found for row in rows[1:] for found in re.findall(r"`([^`]+)`", row)]
@@ -79,7 +79,7 @@ def test_policies_of_choosing_can_be_pasted_and_none_that_was_measured_lacks_a_r
 
 
 @pytest.mark.slow
-def test_the_policy_of_the_docs_that_drops_tokens_is_snapkv():
+def test_docs_policy_that_drops_tokens_is_snapkv():
     _, _, block, _ = blocks(ROOT / "docs" / "own_policy.md", "python")
     written: dict[str, Any] = {}
     exec(block, written)
@@ -102,7 +102,7 @@ def test_the_policy_of_the_docs_that_drops_tokens_is_snapkv():
 
 
 @pytest.mark.slow
-def test_the_wrapper_of_the_docs_is_dense_at_first():
+def test_docs_wrapper_is_dense_at_first():
     *_, block = blocks(ROOT / "docs" / "own_policy.md", "python")
     written: dict[str, Any] = {}
     exec(block, written)
@@ -119,14 +119,14 @@ def test_the_wrapper_of_the_docs_is_dense_at_first():
         )
         for policy in ("dense", wrapped)
     )
-    # the last of 4 new tokens that attend to everything chooses the fifth
+    # the last of 4 new tokens that attend to all tokens determines the fifth
     np.testing.assert_allclose(sparse.logprobs[:5], dense.logprobs[:5], rtol=1e-5)
     assert abs(sparse.logprobs[5] - dense.logprobs[5]) > 1e-3
     attended = sparse.stats.attended_fraction
     assert attended is not None and 0.5 < attended < 1
 
 
-def test_a_paper_s_page_has_the_policy_s_parameters_and_defaults():
+def test_papers_page_has_the_policys_parameters_and_defaults():
     for page in {*ROOT.glob("docs/papers/*.md")} - {ROOT / "docs" / "papers" / "index.md"}:
         _, _, table = page.read_text(encoding="utf-8").partition("## Parameters")
         rows = re.findall(r"^\| (`.+?) \| *(.*?) *\|", table.split("##")[0], re.MULTILINE)
@@ -142,14 +142,14 @@ def test_a_paper_s_page_has_the_policy_s_parameters_and_defaults():
 
 
 @pytest.mark.slow
-def test_the_readmes_code_runs():
+def test_readme_code_runs():
     [code] = blocks(ROOT / "README.md", "python")
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert len(ran.stdout.splitlines()) > 1
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(monkeypatch, capsys):
+def test_notebook_runs(monkeypatch, capsys):
     """On a tiny model; its committed outputs are SmolLM2's."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("Agg")
@@ -169,7 +169,7 @@ def test_the_notebook_runs(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_example_of_a_training_runs(monkeypatch, capsys):
+def test_training_example_runs(monkeypatch, capsys):
     """On a tiny model."""
     load, tiny = jsparse.load, ROOT / "tests" / "fixtures" / "hf" / "llama3" / "model.gguf"
     monkeypatch.setattr(jsparse, "load", lambda name: load(tiny))
@@ -187,8 +187,8 @@ def test_examples_run(example):
 
 
 @pytest.mark.slow
-def test_the_code_on_serving_runs(tmp_path, capsys):
-    """On a tiny model of words, whose answers mean nothing."""
+def test_serving_code_runs(tmp_path, capsys):
+    """On a tiny model of words, with meaningless text."""
     core = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({f"w{nth}": nth for nth in range(VOCAB)}, unk_token="w0")
     )

@@ -1,4 +1,4 @@
-"""Tests that the commands of README and docs exist, and that those a newcomer pastes run."""
+"""Tests that the commands of README and docs exist, and that those for newcomers run."""
 
 import dataclasses
 import os
@@ -43,7 +43,7 @@ OWN = [
 ]
 
 
-def test_the_commands_of_the_docs_exist_and_take_their_options():
+def test_commands_of_the_docs_exist_and_have_their_options():
     from jsparse.cli.app import app
 
     named = set()
@@ -54,7 +54,7 @@ def test_the_commands_of_the_docs_exist_and_take_their_options():
         while hasattr(command, "commands"):
             assert words and words[0] in command.commands, line
             command = command.commands[words.pop(0)]
-        command.make_context("jsparse", words)  # raises where an option or a value is unknown
+        command.make_context("jsparse", words)  # raises for an unknown option or value
     assert named >= {"generate", "chat", "serve", "info", "policies", "recommend", "inspect"}
     assert named >= {"eval", "bench", "check-policy", "train-gates"}
 
@@ -79,7 +79,7 @@ FURTHER = {
 
 
 def small(line: str, model: str) -> str:
-    """Returns a command for the tiny model, at sizes that it has."""
+    """Returns a command for the tiny model, at its sizes."""
     line = shlex.join(shlex.split(line.removeprefix(UV), comments=True))
     for large, fits in SMALLER:
         line = line.replace(large, fits)
@@ -124,8 +124,8 @@ PASTED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", PASTED)
-def test_a_command_for_newcomers_runs(line, model, tmp_path):
-    """As pasted in an activated environment, but for the model and its sizes."""
+def test_command_for_newcomers_runs(line, model, tmp_path):
+    """As pasted in an activated environment, except for the model and its sizes."""
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": programs, "JSPARSE_CACHE_DIR": str(tmp_path / "cache")}
     for file in re.findall(r"--file (\S+)", line):
@@ -144,7 +144,7 @@ def test_a_command_for_newcomers_runs(line, model, tmp_path):
         env=environment,
         cwd=tmp_path,
     )
-    # jsparse recommend ends with 1 where dense attention is best
+    # jsparse recommend exits with 1 if dense attention is best
     assert ran.returncode in ((0, 1) if " recommend " in pasted else (0,)), ran.stderr
     assert ran.stdout.strip()
     for file in re.findall(r"--html (\S+)", pasted):

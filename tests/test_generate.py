@@ -55,12 +55,12 @@ def generate(params, prompts, **options):
 
 @shared
 def batch(prompts=ALL, **options):
-    """What the prompts get from the model without a tokenizer, made once for all tests."""
+    """The results for all prompts on the model without a tokenizer, made once for all tests."""
     return generate(tiny_params(num_layers=1), [list(ids) for ids in prompts], **options)
 
 
 def alone(**options):
-    """What the second prompt gets on its own."""
+    """The result for the second prompt alone."""
     return batch(ALL[1:2], **options)[0]
 
 
@@ -136,7 +136,7 @@ def test_nan_anywhere_in_a_prompt_is_an_error(params, place):
 # Shapes of results
 
 
-def test_a_list_of_prompts_gives_a_list(params):
+def test_list_of_prompts_gives_a_list(params):
     given = PROMPTS[1]
     out = generate(params, given, max_new_tokens=4)
     assert isinstance(out, jsparse.Generation)
@@ -150,7 +150,7 @@ def test_a_list_of_prompts_gives_a_list(params):
     assert again.token_ids == out.token_ids
 
 
-# When it ends
+# End of generation
 
 
 def test_greedy_ends_by_length(params):
@@ -162,7 +162,7 @@ def test_greedy_ends_by_length(params):
     assert out.token_ids == logits[len(PROMPTS[1]) - 1 : -1].argmax(-1).tolist()
 
 
-def test_an_end_token_stops_its_row_and_is_kept(params):
+def test_end_token_stops_its_row_and_is_kept(params):
     free = batch(max_new_tokens=12, eos_token_id=())
     end = free[0].token_ids[4]  # in the middle of row 0
     stopping = with_defaults(params, eos_token_id=[298, end])
@@ -179,20 +179,20 @@ def test_an_end_token_stops_its_row_and_is_kept(params):
         assert outs[0].finish_reason == "stop"
 
 
-def test_any_token_of_the_model_may_be_an_end_token(params):
+def test_any_token_id_may_be_an_end_token(params):
     last = params.config.vocab_size - 1
     assert generate_options._end_tokens(params, [0, last]) == (0, last)
     assert generate_options._end_tokens(params, 0) == (0,)
 
 
-def test_no_end_tokens_never_stop(params):
+def test_empty_end_tokens_never_stop(params):
     free = alone(max_new_tokens=11, eos_token_id=())
     stopping = with_defaults(params, eos_token_id=free.token_ids[0])
     assert len(generate(stopping, PROMPTS[1], max_new_tokens=11).token_ids) == 1
     assert len(generate(stopping, PROMPTS[1], max_new_tokens=11, eos_token_id=[]).token_ids) == 11
 
 
-def test_the_tokenizer_s_end_tokens_are_taken_by_default(texts, monkeypatch):
+def test_end_tokens_of_the_tokenizer_are_the_default(texts, monkeypatch):
     end = texts.tokenizer.eos_token_ids[0]
     word = texts.tokenizer.encode("the", add_special_tokens=False)
     (out,) = forced(texts, [[*word, end, *word]], monkeypatch, eos_token_id=None)
@@ -231,12 +231,12 @@ def test_stop_strings_are_cut_off_even_across_tokens(texts, monkeypatch):
 
 @pytest.fixture(scope="module")
 def pieces(texts):
-    """Makes the same model with a SentencePiece tokenizer, whose words begin with a space."""
+    """The same model with a SentencePiece tokenizer, whose words begin with a space."""
     metadata = GGUFFile(TOKENIZERS / "llama.gguf").metadata
     return dataclasses.replace(texts, tokenizer=Tokenizer.from_gguf(metadata))
 
 
-def test_the_space_between_prompt_and_answer_stays(pieces, monkeypatch):
+def test_space_between_prompt_and_response_is_kept(pieces, monkeypatch):
     words = [264, 266, 264]  # " t", " a"
     streamed = []
     (out,) = forced(pieces, [words], monkeypatch, prompt=[[275]], streamer=[streamed.append])
@@ -246,7 +246,7 @@ def test_the_space_between_prompt_and_answer_stays(pieces, monkeypatch):
 
 
 @pytest.mark.parametrize(("keep", "text"), [(False, " t"), (True, " t</s>")])
-def test_a_stop_string_may_be_a_control_token(pieces, monkeypatch, keep, text):
+def test_stop_string_may_be_a_control_token(pieces, monkeypatch, keep, text):
     options = SamplingParams(
         max_tokens=3, stop=["</s>"], ignore_eos=True, include_stop_str_in_output=keep
     )
@@ -254,7 +254,7 @@ def test_a_stop_string_may_be_a_control_token(pieces, monkeypatch, keep, text):
     assert (out.text, out.token_ids, out.finish_reason) == (text, [264, 2], "stop")
 
 
-def test_a_stop_string_that_can_never_match_is_refused(pieces, monkeypatch):
+def test_stop_string_that_can_never_match_is_refused(pieces, monkeypatch):
     with pytest.raises(ValueError, match=r"stop='</s>\\n': can never match.*'</s>'.*must be"):
         generate(pieces, [275], stop="</s>\n", max_new_tokens=3)
     options = SamplingParams(
@@ -264,12 +264,12 @@ def test_a_stop_string_that_can_never_match_is_refused(pieces, monkeypatch):
     assert (out.text, out.finish_reason) == (" t", "stop")
 
 
-def test_stopping_is_as_early_as_the_text_allows(texts, monkeypatch):
+def test_stop_is_detected_as_early_as_possible(texts, monkeypatch):
     (out,) = forced(texts, ["ab. cdefgh"], monkeypatch, stop=". c")
     assert texts.tokenizer.decode(out.token_ids) == "ab. c"
 
 
-def test_pieces_come_as_the_text_is_made_and_never_in_halves(texts, monkeypatch):
+def test_pieces_arrive_during_generation_and_never_in_halves(texts, monkeypatch):
     text = "\N{GREEK SMALL LETTER ALPHA}\N{SNOWMAN} the end\N{GRINNING FACE}s"
     streams = [[], []]
     outs = forced(texts, [text, "w on"], monkeypatch, streamer=[s.append for s in streams])
@@ -281,7 +281,7 @@ def test_pieces_come_as_the_text_is_made_and_never_in_halves(texts, monkeypatch)
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(streams[0])
 
 
-def test_an_unfinished_character_at_the_end_is_shown(texts, monkeypatch):
+def test_incomplete_character_at_the_end_is_shown(texts, monkeypatch):
     pieces = []
     ids = texts.tokenizer.encode("a\N{SNOWMAN}", add_special_tokens=False)[:-1]
     (out,) = forced(texts, [ids], monkeypatch, streamer=[pieces.append])
@@ -289,8 +289,8 @@ def test_an_unfinished_character_at_the_end_is_shown(texts, monkeypatch):
     assert out.text.startswith("a\N{REPLACEMENT CHARACTER}")
 
 
-def test_a_stop_string_that_only_the_end_shows_still_stops(texts, monkeypatch):
-    """The text's end is held back as an unfinished character; it is the stop string itself."""
+def test_stop_string_completed_by_the_flush_still_stops(texts, monkeypatch):
+    """The text's end is held back as an incomplete character; it is the stop string itself."""
     ids = texts.tokenizer.encode("a\N{SNOWMAN}", add_special_tokens=False)[:-1]
     (out,) = forced(texts, [ids], monkeypatch, stop="\N{REPLACEMENT CHARACTER}")
     assert (out.text, out.finish_reason) == ("a", "stop")
@@ -306,7 +306,7 @@ def dense_logits(params, text):
 
 
 def test_logprobs_are_those_of_the_dense_model(params):
-    """They are those of the model's own softmax, whatever the sampling options."""
+    """They are the model's own softmax, with any sampling options."""
     outs = batch(
         max_new_tokens=8, temperature=0.7, top_k=9, repetition_penalty=1.3, logprobs=True,
         eos_token_id=(),
@@ -324,14 +324,14 @@ def test_seeds_repeat_and_differ():
         outs = batch(max_new_tokens=12, temperature=2.0, seed=seed, **more)
         return outs[1].token_ids
 
-    assert run(3) == run(3, stop=())  # made anew
+    assert run(3) == run(3, stop=())  # compiled again
     assert len({tuple(run(seed)) for seed in (0, 1, 2, 3)}) == 4
-    # the upper half of a long seed counts too
+    # the upper half of a long seed also counts
     assert run(2**40) != run(0)
     assert run(2**63 - 1) != run(2**32 - 1)
 
 
-def test_a_row_s_draws_do_not_depend_on_the_other_rows():
+def test_draws_of_a_row_do_not_depend_on_the_other_rows():
     options = {"max_new_tokens": 10, "temperature": 2.0, "seed": 7, "eos_token_id": ()}
     first, second, _ = ALL
     one = batch(**options)
@@ -344,13 +344,13 @@ def test_a_row_s_draws_do_not_depend_on_the_other_rows():
 
 @shared
 def by_defaults(**options):
-    """What the prompts get from a model with defaults for the options of sampling."""
+    """The results for the prompts on a model with defaults for the sampling options."""
     params = tiny_params(num_layers=1)
     params = with_defaults(params, temperature=1.5, top_k=20, repetition_penalty=2.0)
     return generate(params, PROMPTS, max_new_tokens=10, **options)
 
 
-def test_generation_defaults_are_used_and_overruled():
+def test_generation_defaults_are_used_and_overridden():
     plain = batch(max_new_tokens=10)
     given = batch(max_new_tokens=10, seed=4, temperature=1.5, top_k=20, repetition_penalty=2.0)
     off = by_defaults(temperature=0, repetition_penalty=1.0)
@@ -377,7 +377,7 @@ def by_own_options(order):
     return generate(tiny_params(num_layers=1), prompts, sampling=options)
 
 
-def test_options_go_with_their_prompt():
+def test_options_follow_their_prompt():
     outs, again = by_own_options((0, 1, 2)), by_own_options((2, 0, 1))
     assert [len(out.token_ids) for out in outs] == [5, 7, 9]
     assert [out.logprobs is None for out in outs] == [True, True, False]
@@ -409,7 +409,7 @@ def test_prompts_stop_by_their_own_rules(texts, monkeypatch):
 
 @shared
 def programs_for_options():
-    """How many programs for steps there are after each of several runs, of those after two."""
+    """The numbers of step programs after each of several runs, counting those after two."""
     params, counts = tiny_params(num_layers=1), []
 
     def run(*options):
@@ -427,12 +427,12 @@ def programs_for_options():
 
 
 def test_two_programs_serve_all_options():
-    """One where all rows are greedy, one where some are not; no value compiles another."""
+    """One for greedy rows only, one for mixed rows; no value compiles another."""
     _, second, *later = programs_for_options()
     assert set(later) == {second}
 
 
-def test_sampling_stands_alone(params):
+def test_sampling_excludes_single_options(params):
     for options in (
         {"max_new_tokens": 5},
         {"temperature": 0.5},
@@ -461,8 +461,8 @@ def test_statistics_of_dense(params):
     assert one.attended_fraction is one.read_fraction is one.decode_tokens_per_second is None
 
 
-def test_statistics_of_streaming_are_those_of_hand_counting(params):
-    """They count only the steps that made this row's tokens: rows that stop early count no more."""
+def test_statistics_of_streaming_match_hand_counting(params):
+    """They count only the steps that made this row's tokens, even if other rows continue."""
     sink, recent, page, steps = 4, 11, 8, 20
     policy = f"streaming(sink={sink}, recent={recent})"
     free = generate(
@@ -502,7 +502,7 @@ def test_progress_counts_up_to_the_end(params):
 # Schedules
 
 
-def test_maintenance_and_corrections_come_on_time(params, monkeypatch):
+def test_maintenance_and_corrections_run_on_time(params, monkeypatch):
     """11 tokens are 10 steps, with maintenance after steps 3, 6 and 9.
 
     Corrections come after steps 4 and 8, with the newest 4 tokens.
@@ -531,7 +531,7 @@ def test_maintenance_and_corrections_come_on_time(params, monkeypatch):
     assert out.token_ids == alone(max_new_tokens=11, eos_token_id=()).token_ids
 
 
-def test_a_row_that_finds_no_room_ends_and_the_others_go_on(params):
+def test_row_without_room_ends_and_the_others_continue(params):
     def maintain(state, view):
         overflow = view.cache.overflow.at[1].set(True)
         return state, view.cache._replace(overflow=overflow)
@@ -567,7 +567,8 @@ def test_other_prompts_of_the_same_size_compile_nothing(params):
 
     run(PROMPTS, "streaming(sink=4, recent=11)")
     before = compilations()
-    # another seed and end, other lengths in the same bucket, the same policy in other words
+    # another seed and end token, other lengths in the same bucket, the same policy spelled
+    # differently
     run(random_prompts((33, 5, 40), seed=9), "streaming( recent = 11 )", seed=8, eos_token_id=[1])
     run(PROMPTS, jsparse.streaming(recent=11), stop=())
     run(PROMPTS, jsparse.parse_policy("streaming(4, 11)"))
@@ -588,13 +589,13 @@ def compilations_by_load():
     return counts
 
 
-def test_a_model_loaded_twice_shares_its_compilations():
+def test_model_loaded_twice_shares_its_compilations():
     once, twice = compilations_by_load()
     assert once == twice
 
 
 class Stopped(Exception):
-    """Raised in place of the work that a test does not need."""
+    """Raised in place of work that a test does not need."""
 
 
 def test_max_length_is_the_capacity(params, monkeypatch):
@@ -671,7 +672,7 @@ def test_bad_input_is_refused(params):
         assert all(part in str(error.value) for part in said), (options, str(error.value))
 
 
-def test_a_capacity_beyond_memory_is_refused_before_anything_is_allocated(params, monkeypatch):
+def test_capacity_beyond_memory_is_refused_before_anything_is_allocated(params, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda **_: 3 * 2**20)
     monkeypatch.setattr(store, "empty_rows", lambda *_: pytest.fail("allocated"))
     # K and V · layers · rows · heads · 512 slots · 16 · 4 bytes: 4 MiB for 32 rows
@@ -681,7 +682,7 @@ def test_a_capacity_beyond_memory_is_refused_before_anything_is_allocated(params
         jsparse.generate(params, [[1]] * 32, max_new_tokens=2, max_length=512)
 
 
-def test_memory_counts_the_policy_s_state(params, monkeypatch):
+def test_memory_includes_the_policys_state(params, monkeypatch):
     def stop(*_, **__):
         raise Stopped
 
@@ -694,8 +695,8 @@ def test_memory_counts_the_policy_s_state(params, monkeypatch):
         jsparse.generate(params, [1], max_new_tokens=2, max_length=512, policy=heavy)
 
 
-def test_speed_counts_only_tokens_that_are_given(params, monkeypatch):
-    """A step takes a second. One row ends at once, the others go on at two tokens per second."""
+def test_speed_counts_only_returned_tokens(params, monkeypatch):
+    """A step takes a second. One row ends at once, the others continue at two tokens per second."""
     clock = iter(range(1000))
     monkeypatch.setattr(turn, "clock", lambda: float(next(clock)))
     free = generate(params, PROMPTS, max_new_tokens=12, eos_token_id=[])

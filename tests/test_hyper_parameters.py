@@ -1,4 +1,4 @@
-"""Checks of hyper-parameters: what they let through, and what they say of the rest."""
+"""Tests the checks of hyper-parameters: accepted values, and messages for the rest."""
 
 import math
 
@@ -29,7 +29,7 @@ def test_a_number_in_an_interval(interval, within, without, rule):
         assert str(error.value) == f"share={value!r}: must be {rule}"
 
 
-def test_a_flag_is_no_number():
+def test_flag_is_not_a_number():
     flag("merge", True)
     flag("merge", False)
     for value in (0, 1, None, "True"):

@@ -1,4 +1,4 @@
-"""Tests that imports go down only, and that the check sees those that do not."""
+"""Tests that imports only go down, and that the check finds those that do not."""
 
 import importlib.util
 import re
@@ -15,7 +15,7 @@ import_floors = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(import_floors)
 
 
-def test_the_map_of_the_house_is_what_is_checked():
+def test_map_of_contributing_matches_the_check():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     table = text.partition("## A map of the house")[2].partition("\n## ")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")][1:]
@@ -23,14 +23,14 @@ def test_the_map_of_the_house_is_what_is_checked():
     assert floors[::-1] == list(import_floors.FLOORS)
 
 
-def test_no_import_goes_up_or_round():
+def test_no_import_goes_up_or_in_circles():
     count, found = import_floors.violations(ROOT)
     assert count > 150
     assert not found
     assert len(import_floors.drawing(ROOT / "jsparse")) == 1
 
 
-def test_an_import_that_goes_up_or_across_is_found(tmp_path):
+def test_import_that_goes_up_or_across_is_found(tmp_path):
     for nth, (module, line, message) in enumerate(
         (
             ("cache", "from jsparse.policy import Policy", "vocabulary imports contract"),
@@ -52,7 +52,7 @@ def test_an_import_that_goes_up_or_across_is_found(tmp_path):
         assert f"jsparse/{module}.py:4: {message}" in found
 
 
-def test_imports_for_types_and_downwards_are_none(tmp_path):
+def test_imports_for_types_and_downwards_are_accepted(tmp_path):
     (tmp_path / "jsparse").mkdir()
     (tmp_path / "jsparse" / "policy.py").write_text(
         "from typing import TYPE_CHECKING\n"
@@ -62,21 +62,21 @@ def test_imports_for_types_and_downwards_are_none(tmp_path):
     assert import_floors.violations(tmp_path) == (1, [])
 
 
-def test_a_module_of_no_floor_is_refused(tmp_path):
+def test_module_without_a_floor_is_refused(tmp_path):
     (tmp_path / "jsparse").mkdir()
     (tmp_path / "jsparse" / "utils.py").write_text("")
     with pytest.raises(SystemExit, match=r"jsparse\.utils belongs to no floor"):
         import_floors.violations(tmp_path)
 
 
-def test_a_relative_import_is_refused(tmp_path):
+def test_relative_import_is_refused(tmp_path):
     (tmp_path / "jsparse").mkdir()
     (tmp_path / "jsparse" / "cache.py").write_text("from .policies import quest\n")
     with pytest.raises(SystemExit, match=r"cache.py:1: a relative import hides its floor"):
         import_floors.violations(tmp_path)
 
 
-def test_a_drawing_counts_packages_arrows_levels_and_circles(tmp_path):
+def test_drawing_counts_packages_arrows_levels_and_circles(tmp_path):
     for name, text in {
         "__init__": "",
         "cache/__init__": "",

@@ -29,7 +29,7 @@ RUN = Run(1, "test_source.py::test_less", False, 2.0, "")
 
 @pytest.fixture
 def root(tmp_path):
-    """Returns a folder with one source and its tests."""
+    """A folder with one source and its tests."""
     (tmp_path / "source.py").write_text("less = x < y\nmore = x > y\n")
     (tmp_path / "test_source.py").write_text("")
     return tmp_path
@@ -41,12 +41,12 @@ def test_every_fault_fits_its_file_and_has_tests():
     check(mutants)
 
 
-def test_the_record_lists_exactly_the_faults_of_the_list():
+def test_record_has_exactly_the_listed_faults():
     record = json.loads((ROOT / "bench/results/mutants/cpu.json").read_text(encoding="utf-8"))
     assert sorted(found["name"] for found in record["verdicts"]) == sorted(x.name for x in load())
 
 
-def test_a_fault_that_fits_is_let_through(root):
+def test_valid_fault_is_accepted(root):
     check([FAULT], root)
 
 
@@ -62,31 +62,31 @@ def test_a_fault_that_fits_is_let_through(root):
         ({"tests": ()}, "must name files of tests"),
     ],
 )
-def test_a_fault_that_does_not_fit_is_refused_by_name(root, change, said):
+def test_fault_that_does_not_fit_is_refused_by_name(root, change, said):
     with pytest.raises(ValueError, match=f"^odd: {said}"):
         check([FAULT, replace(FAULT, name="odd", **change)], root)
 
 
-def test_two_faults_of_one_name_are_refused(root):
+def test_duplicate_fault_name_is_refused(root):
     with pytest.raises(ValueError, match="a fault: another fault has this name"):
         check([FAULT, FAULT], root)
 
 
-def test_faults_are_refused_without_the_package_that_they_need():
+def test_faults_are_refused_without_their_package():
     with pytest.raises(ValueError, match="1 faults need the package no_such_package"):
         require_packages([FAULT, replace(FAULT, needs="no_such_package")])
     require_packages([FAULT, replace(FAULT, needs="pytest")])
 
 
-def test_entries_of_other_fields_are_refused(tmp_path):
+def test_entries_with_other_fields_are_refused(tmp_path):
     file = tmp_path / LIST.name
     file.write_text('[[mutant]]\nname = "odd"\nfile = "source.py"\n')
     with pytest.raises(ValueError, match=r"^odd: must have \['file', 'find', "):
         load(file)
 
 
-def test_a_fault_is_put_in_and_taken_out_again(root):
-    """And no two versions of a file share a time, by which Python knows bytecode."""
+def test_fault_is_put_in_and_removed_again(root):
+    """No two versions of a file share a time, by which Python identifies bytecode."""
     file = root / "source.py"
     text, times = file.read_text(), [int(file.stat().st_mtime)]
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_a_fault_is_put_in_and_taken_out_again(root):
         (replace(RUN, code=5, failure=""), "slow", None),
     ],
 )
-def test_runs_are_judged_by_how_they_end(run, tier, how):
+def test_runs_are_judged_by_their_exit(run, tier, how):
     found = judged(FAULT, tier, run)
     assert (found.how, found.tier) == (how, how and tier)
     assert (found.killed_by is None) == (how is None)
@@ -125,7 +125,7 @@ def test_runs_are_judged_by_how_they_end(run, tier, how):
         ("1 passed in 0.1s", ("", False)),
     ],
 )
-def test_the_first_failure_is_that_of_the_summary(summary, found):
+def test_first_failure_is_that_of_the_summary(summary, found):
     logged = "ERROR    server:app.py:3 a request has failed\n"
     assert first_failure(f"{logged}=== short test summary info ===\n{summary}") == found
 
@@ -133,12 +133,12 @@ def test_the_first_failure_is_that_of_the_summary(summary, found):
 @pytest.mark.parametrize(
     ("code", "tier"), [(2, "default"), (3, "default"), (4, "slow"), (5, "default"), (-11, "slow")]
 )
-def test_a_run_that_pytest_itself_spoilt_is_an_error(code, tier):
+def test_run_spoilt_by_pytest_itself_is_an_error(code, tier):
     with pytest.raises(RuntimeError, match=f"a fault: pytest ended with {code}"):
         judged(FAULT, tier, replace(RUN, code=code))
 
 
-def test_shares_are_of_all_faults():
+def test_shares_cover_all_faults():
     tiers = ["default", "default", "slow", None]
     found = [
         Verdict(f"{nth}", "source.py", tier, tier, None, 1.0) for nth, tier in enumerate(tiers)
@@ -174,7 +174,7 @@ FAULTS = {
 }
 
 
-def test_the_places_for_random_faults_are_those_of_code_that_computes():
+def test_places_for_random_faults_are_in_code_that_computes():
     found = Sites("s.py", SOURCE).found
     assert {(site.lines[0], site.name.partition(": ")[2]) for site in found} == {
         (line, text.replace("  ", " ")) for line, texts in FAULTS.items() for text in texts
@@ -190,7 +190,7 @@ def test_every_source_of_the_package_is_drawn_from_once():
     assert len({(ROOT / file).resolve() for file in files}) == len(files)
 
 
-def test_the_cheapest_files_that_execute_the_line_judge_a_fault():
+def test_cheapest_files_that_execute_the_line_judge_a_fault():
     """At import all do, and then those that enter a function of the module."""
     sites = Sites("s.py", SOURCE)
     slow = Measured("slow", 9.0, [], {"s.py": [4, 5, 6, 9]})
@@ -206,8 +206,8 @@ def test_the_cheapest_files_that_execute_the_line_judge_a_fault():
     assert within([imports, slow, quick], 4.0) == [imports, quick]
 
 
-def test_the_nearest_files_judge_a_fault_first():
-    """A file named after the source comes before the others of its folder, and these by cost."""
+def test_nearest_files_judge_a_fault_first():
+    """A file named after the source precedes the others of its folder, ordered by cost."""
     source = "pallas_kernels/merge_splits/triton_gpu.py"
     near = [
         Measured("tests/kernels/test_merge_splits.py", 4.0, [], {source: [1]}),
@@ -226,7 +226,7 @@ class OneCopy:
         return [function(ROOT, item) for item in items]
 
 
-def test_a_sample_goes_on_where_its_time_was_over(tmp_path):
+def test_sample_resumes_after_its_time_ran_out(tmp_path):
     done = []
 
     def measure(copy, test):

@@ -1,4 +1,4 @@
-"""Tests that options with other libraries' names are taken, or refused with what to use instead."""
+"""Tests that options with other libraries' names are accepted, or refused with the alternative."""
 
 import inspect
 
@@ -26,13 +26,13 @@ class Model:
         return prompt, tokens
 
 
-def test_what_asks_for_nothing_is_taken():
+def test_options_at_their_defaults_are_accepted():
     assert Model("a", eager=False, beams=1, seats=2).given == ("a", False, ("a", 2, 0.9))
     assert Model("a", beams=None).given == Model("a").given
     assert Model("a").run("b", tokens=3) == ("b", 3)
 
 
-def test_what_is_refused_names_option_value_and_rule():
+def test_refusal_names_option_value_and_rule():
     for given, message in (
         ({"eager": True}, "eager=True: programs are compiled"),
         ({"beams": 4}, "beams=4: must be 1"),
@@ -43,14 +43,14 @@ def test_what_is_refused_names_option_value_and_rule():
             Model("a", **given)
 
 
-def test_an_unknown_name_gets_one_like_it_and_all_that_there_are():
+def test_unknown_name_gets_a_similar_one_and_the_list():
     for call, message in (
         (
             lambda: Model("a", seat=1),
             "Model() has no seat, did you mean seats? It has path, eager, seats, share",
         ),
         (lambda: Model("a", xyz=1), "Model() has no xyz. It has path, eager, seats, share"),
-        # beams is refused, so it is nothing that one may mean
+        # beams is refused, so it is not suggested
         (lambda: Model("a", beam=1), "Model() has no beam. It has path"),
         (lambda: Model("a").run("b", token=1), "Model.run() has no token, did you mean tokens?"),
     ):
@@ -59,7 +59,7 @@ def test_an_unknown_name_gets_one_like_it_and_all_that_there_are():
         assert message in str(error.value)
 
 
-def test_the_signature_lists_every_option():
+def test_signature_lists_every_option():
     assert str(inspect.signature(Model)) == (
         "(path, *, eager: bool = False, seats: int = 4, share: float = 0.9)"
     )
@@ -72,7 +72,7 @@ def test_sampling_options_of_vllm_are_refused_by_name():
             SamplingParams(**{name: "something"})
 
 
-def test_sampling_options_of_vllm_that_mean_the_same():
+def test_equivalent_sampling_options_of_vllm_are_accepted():
     same = {"top_k": -1, "stop": None, "stop_token_ids": None, "logit_bias": None}
     assert SamplingParams(**same) == SamplingParams(top_k=0)
     with pytest.raises(ValueError, match=r"^top_k=-2: must be .* \(0 and -1 are off\)"):

@@ -1,4 +1,4 @@
-"""Tests what people who know vLLM or Hugging Face type first, with their names and shapes."""
+"""Tests the first calls of users who know vLLM or Hugging Face, with those libraries' names."""
 
 import inspect
 import io
@@ -36,7 +36,7 @@ TEXTS = ["the cat sat on the mat", "or so"]
 
 @pytest.fixture(scope="module")
 def llm():
-    """An engine made with vLLM's names, the values that ask for nothing included."""
+    """An engine made with vLLM's names, including options at their defaults."""
     made = jsparse.LLM(
         **{"model": str(GGUF), "dtype": "float32", "gpu_memory_utilization": 0.5, "seed": 0},
         **{"tensor_parallel_size": 1, "trust_remote_code": False, "enforce_eager": False},
@@ -60,7 +60,7 @@ def generate(params, prompt, **options):
 # vLLM
 
 
-def test_what_vllm_s_quickstart_does(llm):
+def test_vllms_quickstart_runs(llm):
     outputs = llm.generate(TEXTS, SamplingParams(temperature=0.0, max_tokens=5), use_tqdm=False)
     for text, output in zip(TEXTS, outputs, strict=True):
         assert output.prompt == text
@@ -68,7 +68,7 @@ def test_what_vllm_s_quickstart_does(llm):
         assert output.outputs[0].logprobs is output.outputs[0].cumulative_logprob is None
 
 
-def test_prompts_come_in_vllm_s_dicts(llm):
+def test_prompts_may_be_vllms_dicts(llm):
     sampling = SamplingParams(temperature=0.0, max_tokens=5)
     ids = llm.get_tokenizer().encode(TEXTS[0])
     plain = llm.generate(TEXTS[0], sampling)[0]
@@ -84,7 +84,7 @@ def test_prompts_come_in_vllm_s_dicts(llm):
         llm.generate({"prompt": "a", "multi_modal_data": {}})
 
 
-def test_logprobs_have_vllm_s_shape(llm):
+def test_logprobs_have_vllms_shape(llm):
     (output,) = llm.generate(TEXTS[:1], SamplingParams(temperature=1.5, max_tokens=6, logprobs=3))
     (answer,) = output.outputs
     assert len(answer.logprobs) == len(answer.token_ids) == 6
@@ -102,7 +102,7 @@ def test_logprobs_have_vllm_s_shape(llm):
     assert answer.cumulative_logprob == pytest.approx(total)
 
 
-def test_a_chat_s_content_may_come_in_parts(llm):
+def test_chat_content_may_have_parts(llm):
     parts = [{"type": "text", "text": "the cat "}, {"type": "text", "text": "sat"}]
     sampling = SamplingParams(temperature=0.0, max_tokens=4)
     plain, split = (
@@ -115,14 +115,14 @@ def test_a_chat_s_content_may_come_in_parts(llm):
         llm.chat([{"role": "user", "content": [{"type": "image"}]}])
 
 
-def test_the_model_s_defaults_can_be_asked_for(llm, params, monkeypatch):
+def test_model_defaults_can_be_requested(llm, params, monkeypatch):
     assert llm.get_default_sampling_params() == SamplingParams()
     monkeypatch.setitem(params.generation_defaults, "temperature", 0.7)
     monkeypatch.setitem(params.generation_defaults, "eos_token_id", 3)
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7)
 
 
-def test_special_tokens_stay_in_the_text_if_asked(llm):
+def test_special_tokens_stay_in_the_text_on_request(llm):
     (end,) = llm.get_tokenizer().encode("<|eot_id|>", add_special_tokens=False)
     forced = {"logit_bias": {end: 100}, "ignore_eos": True, "max_tokens": 2}
     for skip, text in ((True, ""), (False, "<|eot_id|>" * 2)):
@@ -133,7 +133,7 @@ def test_special_tokens_stay_in_the_text_if_asked(llm):
 
 
 class Bar:
-    """Stands for tqdm."""
+    """Stands in for tqdm."""
 
     def __init__(self, **options):
         self.options, self.done, self.closed = options, 0, False
@@ -146,7 +146,7 @@ class Bar:
         self.closed = True
 
 
-def test_a_bar_of_one_s_own_is_moved_by_each_prompt(llm):
+def test_custom_bar_is_advanced_by_each_prompt(llm):
     bars = []
 
     def make(**options):
@@ -160,7 +160,7 @@ def test_a_bar_of_one_s_own_is_moved_by_each_prompt(llm):
         llm.generate(TEXTS, SamplingParams(max_tokens=2), use_tqdm="yes")
 
 
-def test_the_bar_is_shown_on_a_terminal_alone(llm, capsys):
+def test_bar_is_shown_only_on_a_terminal(llm, capsys):
     shown = []
     for terminal in (True, False):
         file = io.StringIO()
@@ -182,7 +182,7 @@ def test_the_bar_is_shown_on_a_terminal_alone(llm, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_what_an_llm_lacks_is_refused(llm):
+def test_unsupported_methods_of_an_llm_are_refused(llm):
     params = llm.engine.params
     for call, message in (
         (lambda: llm.generate("a", lora_request=3), "lora_request=3: adapters are not"),
@@ -211,7 +211,7 @@ def test_what_an_llm_lacks_is_refused(llm):
 
 
 @pytest.mark.parametrize("made", [jsparse.LLM, jsparse.AsyncEngine])
-def test_an_engine_refuses_vllm_s_options_by_name(llm, made):
+def test_engine_refuses_vllms_options_by_name(llm, made):
     for name, refused in names.ENGINE.items():
         with pytest.raises(ValueError, match=f"^{name}='something': ") as error:
             made(llm.engine.params, **{name: "something"})
@@ -222,7 +222,7 @@ def test_an_engine_refuses_vllm_s_options_by_name(llm, made):
         made(llm.engine.params, gpu_memory_utilization=2)
 
 
-def test_signatures_name_every_option_of_an_engine():
+def test_signatures_list_every_option_of_an_engine():
     options = inspect.signature(EngineOptions).parameters
     for made in (jsparse.LLM, jsparse.AsyncEngine):
         parameters = inspect.signature(made).parameters
@@ -233,7 +233,7 @@ def test_signatures_name_every_option_of_an_engine():
         assert inspect.signature(jsparse.LLM).parameters[name].default == parameter.default
 
 
-def test_an_unknown_name_is_told_by_who_was_called(llm):
+def test_unknown_name_error_names_the_callee(llm):
     for call, message in (
         (lambda: llm.generate("a", tqdm=False), "LLM.generate() has no tqdm, did you mean use"),
         (lambda: llm.chat([], sampling_param=1), "LLM.chat() has no sampling_param, did you"),
@@ -249,7 +249,7 @@ def test_an_unknown_name_is_told_by_who_was_called(llm):
 
 
 class Streamer:
-    """Does what Hugging Face's streamers do with what they are given."""
+    """Treats its input as Hugging Face's streamers do."""
 
     def __init__(self):
         self.prompt, self.ids, self.ended = None, [], 0
@@ -267,7 +267,7 @@ class Streamer:
         self.ended += 1
 
 
-def test_a_streamer_of_hugging_face_s_gets_the_prompt_and_each_id(params):
+def test_hugging_faces_streamer_gets_the_prompt_and_each_id(params):
     streamer = Streamer()
     out = generate(params, TEXTS[0], streamer=streamer)
     assert streamer.prompt == params.tokenizer.encode(TEXTS[0])
@@ -283,7 +283,7 @@ def test_a_streamer_of_hugging_face_s_gets_the_prompt_and_each_id(params):
             generate(params, TEXTS, streamer=given)
 
 
-def test_do_sample_says_whether_to_sample(params, monkeypatch):
+def test_do_sample_switches_sampling(params, monkeypatch):
     greedy, drawn = generate(params, TEXTS[0]), generate(params, TEXTS[0], temperature=1.0)
     assert generate(params, TEXTS[0], do_sample=False).token_ids == greedy.token_ids
     assert generate(params, TEXTS[0], do_sample=True).token_ids == drawn.token_ids
@@ -299,7 +299,7 @@ def test_do_sample_says_whether_to_sample(params, monkeypatch):
             generate(params, TEXTS[0], **options)
 
 
-def test_stop_strings_and_min_new_tokens_are_hugging_face_s(params):
+def test_stop_strings_and_min_new_tokens_are_hugging_faces(params):
     whole = generate(params, TEXTS[0])
     stop = whole.text[2:4]
     cut = generate(params, TEXTS[0], stop_strings=stop)
@@ -323,7 +323,7 @@ def test_stop_strings_and_min_new_tokens_are_hugging_face_s(params):
             generate(params, TEXTS[0], **options)
 
 
-def test_generate_refuses_hugging_face_s_options_by_name(params):
+def test_generate_refuses_hugging_faces_options_by_name(params):
     for name, refused in names.GENERATE.items():
         for call in (
             lambda **o: generate(params, "a", **o),
@@ -334,7 +334,7 @@ def test_generate_refuses_hugging_face_s_options_by_name(params):
             assert str(error.value).endswith(refused.rule.replace("{value}", "'something'"))
 
 
-def test_what_asks_for_nothing_changes_nothing(params):
+def test_options_at_their_defaults_change_nothing(params):
     nothing = {name: refused.nothing for name, refused in names.GENERATE.items()}
     assert generate(params, TEXTS[0], **nothing).token_ids == generate(params, TEXTS[0]).token_ids
 
@@ -346,10 +346,10 @@ def test_load_refuses_options_by_name():
         assert str(error.value).endswith(refused.rule)
 
 
-# What is typed by mistake
+# Mistyped arguments
 
 
-def test_a_model_is_told_in_a_line(params):
+def test_model_is_summarised_in_one_line(params):
     assert repr(tiny_params(num_layers=1)) == "Params('tiny', llama, 69.3K parameters, float32)"
     assert len(repr(params)) < 200
 
@@ -361,7 +361,7 @@ def all_of(cache, layer):
 STATE = {"init": lambda spec: (np.zeros(2, np.float32),)}
 
 
-def test_a_hook_that_returns_the_wrong_thing_is_named(params):
+def test_hook_with_a_wrong_result_is_named(params):
     fine = {"select": lambda state, layer, q, cache: (all_of(cache, layer), None, state)}
     for hooks, message in (
         (
@@ -391,7 +391,7 @@ def test_a_hook_that_returns_the_wrong_thing_is_named(params):
         assert str(error.value).startswith(message), message
 
 
-def test_a_share_is_never_above_one(params, monkeypatch):
+def test_share_is_never_above_one(params, monkeypatch):
     over = np.float32(1) + np.finfo(np.float32).eps
     steps = np.full((2, 8), 7, np.int32)
     steps.view(np.float32)[:, 1:] = [-2, over, 0.5, over, 0.25, over, 1]
@@ -404,12 +404,12 @@ def test_a_share_is_never_above_one(params, monkeypatch):
     monkeypatch.setattr(
         StepStats, "over_layers", lambda step: StepStats(*(over + 0 * x for x in means(step)))
     )
-    # a policy of its own, since programs are kept by policy
+    # a separate policy, because programs are stored by policy
     stats = generate(params, TEXTS[1], policy=dense()._replace(name="over")).stats
     assert stats.attended_fraction == stats.read_fraction == 1.0
 
 
-def test_methods_of_vllm_s_llm_are_refused_by_name():
+def test_methods_of_vllms_llm_are_refused_by_name():
     llm = object.__new__(jsparse.LLM)
     for name, instead in names.METHODS.items():
         with pytest.raises(AttributeError) as error:

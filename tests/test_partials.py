@@ -48,7 +48,7 @@ def test_merge_is_attention_over_the_union():
             assert_close(merge(*parts[0], *parts[1]), slow_attention(logits, values))
 
 
-def test_an_empty_partial_changes_nothing_whatever_its_o():
+def test_empty_partial_with_any_o_changes_nothing():
     logits, values = problem(1.0)
     o, lse = partial_of(logits, values)
     for junk in (0.0, 1e30, np.nan, np.inf):
@@ -61,7 +61,7 @@ def test_an_empty_partial_changes_nothing_whatever_its_o():
         np.testing.assert_array_equal(both[1], -np.inf)
 
 
-def test_far_apart_partials_do_not_overflow():
+def test_distant_partials_do_not_overflow():
     o = np.ones((1, H), np.float32)
     merged = merge(o, np.float32([1e4]), 3 * o, np.float32([-1e4]))
     np.testing.assert_array_equal(merged[0], o)

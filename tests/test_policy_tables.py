@@ -27,7 +27,7 @@ def test_every_list_of_policies_matches_the_registry():
     assert not stale, f"{', '.join(stale)}: run {policy_tables.COMMAND}"
 
 
-def test_the_table_of_uses_names_every_policy():
+def test_table_of_uses_names_every_policy():
     table = policy_tables.uses(REGISTRY)
     missing = [name for name in POLICIES if not re.search(rf"\b{name}\(", table)]
     assert not missing, (
@@ -41,7 +41,7 @@ def test_texts_are_short():
             assert len(text.split()) <= 25, text
 
 
-def test_wrappers_are_the_methods_that_take_a_policy():
+def test_wrappers_are_the_methods_with_a_policy_argument():
     for policy in REGISTRY:
         takes = "policy" in inspect.signature(policy.build).parameters
         assert takes == (policy.kind == "wraps"), f"{policy.build}: set `kind` in {HOME}"
@@ -56,7 +56,7 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def test_a_method_and_its_entry_suffice_for_every_list(checkout, monkeypatch):
+def test_method_and_its_entry_suffice_for_every_list(checkout, monkeypatch):
     module = ModuleType("jsparse.policies.newest", 'Paper: "Newest", arXiv:2601.00001.')
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
@@ -83,7 +83,7 @@ def test_a_method_and_its_entry_suffice_for_every_list(checkout, monkeypatch):
     assert not policy_tables.outdated(checkout, policies)
 
 
-def test_a_file_without_its_comments_is_refused_by_name(checkout):
+def test_file_without_its_comments_is_refused_by_name(checkout):
     page = checkout / "docs" / "policies.md"
     text = page.read_text("utf-8")
     page.write_text(text.replace("<!-- end of policies -->", ""), "utf-8")

@@ -31,9 +31,9 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def random_selection(rng: np.random.Generator, kind: str, capacity: int, dense: bool) -> Selection:
-    """Draws any list that is allowed: distinct, ascending, then zeros.
+    """Draws any valid list: distinct, ascending, then zeros.
 
-    Ids may lie past a head's length, and bits may be 0.
+    Ids may be past a head's length, and bits may be 0.
     """
     units = S if kind == "token" else M
     ids = np.zeros((B, K, capacity), np.int32)
@@ -50,7 +50,7 @@ def random_selection(rng: np.random.Generator, kind: str, capacity: int, dense: 
 
 
 def on_host(selection: Selection) -> SimpleNamespace:
-    """Returns its fields as numpy arrays, which a loop reads fast."""
+    """Returns its fields as numpy arrays, which are faster in a loop."""
     fields = {name: getattr(selection, name) for name in ("ids", "count", "bits", "dense")}
     return SimpleNamespace(**jax.device_get(fields), granularity=selection.granularity)
 
@@ -101,7 +101,7 @@ def slow_read(selection: Selection, lengths) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames=("num_pages", "page_size"))
 def counted(selection, lengths, num_pages=M, page_size=P):
-    """Returns the mask, and the numbers of tokens attended and read, of one program."""
+    """Returns the mask, and the numbers of attended and read tokens, from one program."""
     return (
         token_mask(selection, lengths, num_pages=num_pages, page_size=page_size),
         attended_tokens(selection, lengths, page_size),
@@ -134,7 +134,7 @@ def test_mask_and_counts(kind, seed):
         np.testing.assert_array_equal(read, slow_read(selection, lengths))
 
 
-def test_newest_token_only_rides_with_a_list():
+def test_newest_token_is_added_only_to_a_list():
     lengths = np.array([[11]], np.int32)
     ids, bits = np.array([[[0]]], np.int32), np.array([[[0b10]]], np.uint32)
     listed = Selection(*jax.device_put((ids, np.array([[1]], np.int32), bits)))
@@ -149,7 +149,7 @@ def test_newest_token_only_rides_with_a_list():
 
 
 @pytest.mark.parametrize("granularity", ["page", "token"])
-def test_nothing_and_everything(granularity):
+def test_empty_and_full_selections(granularity):
     lengths = np.array([[0, 1], [S, 13]], np.int32)
     for found in counted(no_tokens(lengths, granularity), lengths):
         np.testing.assert_array_equal(found, np.zeros_like(found))
@@ -179,7 +179,7 @@ def test_window_is_the_obvious_mask(ends, page_size, granularity):
         mask = token_mask(chosen, lengths, num_pages=num_pages, page_size=page_size)
         return chosen, mask, attended_tokens(chosen, lengths, page_size)
 
-    lengths = np.arange(0, 97, dtype=np.int32).reshape(1, -1)  # every length there is
+    lengths = np.arange(0, 97, dtype=np.int32).reshape(1, -1)  # every possible length
     chosen, got, attended = run(lengths)
     slot, length = np.arange(96), lengths.astype(np.int64)[..., None]
     inside = (slot < length) & ((slot < sink) | (slot >= length - recent))
@@ -187,7 +187,7 @@ def test_window_is_the_obvious_mask(ends, page_size, granularity):
     np.testing.assert_array_equal(got, expected)
     np.testing.assert_array_equal(attended, expected.sum(-1))
     assert_well_formed(chosen)
-    if chosen.bits is not None:  # nothing else in a word, past the page's or the head's end either
+    if chosen.bits is not None:  # no other bits, not even past the end of page or head
         bits = inside.reshape(1, 97, -1, page_size) << np.arange(page_size, dtype=np.uint64)
         words = np.take_along_axis(bits.sum(-1), np.asarray(chosen.ids), axis=-1)
         valid = np.arange(chosen.ids.shape[-1]) < chosen.count[..., None]
@@ -296,7 +296,7 @@ def test_page_masks_round_trip(seed):
     assert_well_formed(selection)
 
 
-def test_what_cannot_be_meant_is_refused():
+def test_impossible_arguments_are_refused():
     tokens = random_selection(np.random.default_rng(0), "token", 4, False)
     with pytest.raises(ValueError, match="granularity='token': must equal"):
         union(random_selection(np.random.default_rng(0), "page", 4, False), tokens, M)

@@ -72,7 +72,7 @@ def test_top_k_ids_are_the_indices_of_the_sorted_prefix(dtype, kinds):
     size = 128
     rng = np.random.default_rng(size + kinds)
     keys = rng.integers(kinds, size=(2, 3, size)).astype(dtype)
-    keys *= dtype(np.iinfo(dtype).max // (kinds - 1))  # the greatest key among them
+    keys *= dtype(np.iinfo(dtype).max // (kinds - 1))  # including the largest key
     k = np.array([[0, 1, size // 3], [size // 2, size - 1, size]], np.int32)
     ids, count = map(np.asarray, ids_of(keys, k, size))
     for at in np.ndindex(k.shape):
@@ -81,7 +81,7 @@ def test_top_k_ids_are_the_indices_of_the_sorted_prefix(dtype, kinds):
         assert (list(ids[at]), count[at]) == slow_compact(mask, size)
 
 
-def test_top_k_takes_one_k_for_all_rows_and_low_precision():
+def test_top_k_supports_one_k_for_all_rows_and_low_precision():
     scores = np.random.default_rng(0).normal(size=(2, 3, 40)).astype(np.float32)
     rounded = scores.astype(jnp.bfloat16)
     got = jax.jit(functools.partial(top_k_mask, k=7))(rounded)
@@ -123,7 +123,7 @@ def assert_smallest_set(weights: np.ndarray, p: float, mask: np.ndarray) -> None
         np.testing.assert_array_equal(mask, exact > 0)
     elif chosen.size > 1:
         assert chosen.sum() - chosen.min() < p * exact.sum() + slack
-    # the likeliest are chosen, and of equals the first
+    # the likeliest are chosen, and the first among equals
     order = sorted(range(exact.size), key=lambda i: (-exact[i], i))
     np.testing.assert_array_equal(np.sort(order[: chosen.size]), np.flatnonzero(mask))
 
@@ -155,7 +155,7 @@ def test_top_p_over_many_orders_of_magnitude():
         assert np.asarray(top_p(weights, np.float32(p)))[0].sum() == count
 
 
-def test_no_weight_marks_nothing_and_tiny_p_marks_one():
+def test_zero_weights_mark_nothing_and_tiny_p_marks_one():
     weights = np.array([[0, 0, 0, 0], [0, 0.5, 0.25, 0.5]], np.float32)
     for p in (0.0, 1e-45, 1e-38, 1e-9):
         np.testing.assert_array_equal(top_p(weights, np.float32(p)), [[0, 0, 0, 0], [0, 1, 0, 0]])
@@ -176,7 +176,7 @@ def test_compact_lists_the_marked(rows, which):
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-def test_several_bits_per_pass_find_what_one_does(dtype, monkeypatch):
+def test_several_bits_per_pass_find_the_same(dtype, monkeypatch):
     """As on a GPU."""
     rng = np.random.default_rng(3)
     scores = jnp.asarray(rng.normal(size=(5, 40)).round(1), jnp.float32)

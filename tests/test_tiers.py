@@ -1,4 +1,4 @@
-"""Tests how tests are chosen, and that their cache of programs stays small."""
+"""Tests the choice of tests, and that their cache of programs stays small."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.pure
 TESTS = Path(__file__).parent
 
 
-def test_every_slow_test_has_one_part_and_parts_are_alike():
+def test_every_slow_test_has_one_part_and_parts_are_balanced():
     names = [f"tests/test_x.py::test_y[{nth}]" for nth in range(800)]
     sizes = [sum(part_of(name) == part for name in names) for part in range(PARTS)]
     assert sum(sizes) == 800
@@ -27,7 +27,7 @@ def test_pure_tests_cannot_import_jax():
     assert NoJax().find_spec("jaxtyping") is None
 
 
-def test_the_files_used_last_are_kept(tmp_path):
+def test_most_recently_used_files_are_kept(tmp_path):
     for nth in range(5):
         file = tmp_path / f"{nth}"
         file.write_bytes(bytes(10))
@@ -38,7 +38,7 @@ def test_the_files_used_last_are_kept(tmp_path):
 
 
 def run(folder: Path, *options: str, **environment: str) -> str:
-    """Runs pytest over a folder of tests, with this project's plugins."""
+    """Runs pytest on a folder of tests, with this project's plugins."""
     plugins = ("no:cacheprovider", "tests.support.tiers", "tests.support.programs")
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *(f"-p{each}" for each in plugins), *options],
@@ -52,7 +52,7 @@ def run(folder: Path, *options: str, **environment: str) -> str:
     return ran.stdout
 
 
-def test_what_cannot_run_here_is_counted_and_a_part_of_the_slow_tests_is_taken(tmp_path):
+def test_tests_that_cannot_run_are_counted_and_slow_tests_are_split(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n  browser\n")
     (tmp_path / "test_x.py").write_text(
         "import pytest\n"
@@ -67,7 +67,7 @@ def test_what_cannot_run_here_is_counted_and_a_part_of_the_slow_tests_is_taken(t
 
 
 @pytest.mark.slow
-def test_a_test_of_too_many_programs_is_reported_and_fails_in_ci(tmp_path):
+def test_test_with_too_many_programs_is_reported_and_fails_in_ci(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
     (tmp_path / "test_x.py").write_text(
         "import jax, numpy, pytest\nfrom tests.support.programs import shared\n"

@@ -1,4 +1,6 @@
-"""What is installed: one package, `jsparse`, with the linked folders inside it as real files."""
+"""Tests the installed files: one package, `jsparse`, with the linked folders inside it as real
+files.
+"""
 
 import os
 import shutil
@@ -14,7 +16,8 @@ ROOT = Path(__file__).parents[1]
 LINKED = ("models", "pallas_kernels", "train")
 
 
-# `uv run` names itself; what else is on the path may belong to another Python, or answer here alone
+# `uv run` sets variables that name it; other entries of the path may belong to another Python, or
+# only work here
 UV = os.environ.get("UV") or shutil.which("uv") or "uv"
 ELSEWHERE = {"cwd": ROOT.anchor, "capture_output": True, "check": False}
 if not shutil.which(UV) or subprocess.run([UV, "--version"], **ELSEWHERE).returncode:
@@ -22,7 +25,7 @@ if not shutil.which(UV) or subprocess.run([UV, "--version"], **ELSEWHERE).return
 
 
 def copy_of_sources(target: Path, *folders: str) -> None:
-    """Copies folders, links kept, and what a build needs beside them."""
+    """Copies folders with their links, and the other inputs of a build."""
     ignored = shutil.ignore_patterns("__pycache__")
     for folder in folders:
         shutil.copytree(ROOT / folder, target / folder, symlinks=True, ignore=ignored)
@@ -32,7 +35,7 @@ def copy_of_sources(target: Path, *folders: str) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel of a copy of the sources, links kept: a build leaves folders behind that would end
+    """The wheel of a copy of the sources with their links; a build leaves folders that would end up
     in later wheels.
     """
     source = tmp_path_factory.mktemp("source")
@@ -46,7 +49,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def target(wheel, tmp_path_factory):
-    """A folder that the wheel is installed into; its dependencies are those of the environment."""
+    """A folder with the wheel installed; its dependencies are those of the environment."""
     folder = tmp_path_factory.mktemp("target")
     command = [UV, "pip", "install", "--quiet", "--no-deps", "--python", sys.executable]
     command += ["--target", str(folder)]
@@ -56,7 +59,7 @@ def target(wheel, tmp_path_factory):
 
 @pytest.fixture
 def without_links(tmp_path):
-    """Returns a copy of the sources as a checkout without symbolic links has them."""
+    """A copy of the sources as in a checkout without symbolic links."""
     copy_of_sources(tmp_path, "jsparse")
     for name in LINKED:
         link = tmp_path / "jsparse" / name
@@ -69,14 +72,14 @@ def without_links(tmp_path):
 NO_LINKS = "must be a link to the folder models of the checkout, which was made without symbolic"
 
 
-def test_an_import_without_links_says_so(without_links, tmp_path):
+def test_import_without_links_reports_it(without_links, tmp_path):
     ran = _run("import jsparse", without_links, tmp_path)
     assert ran.returncode == 1
     [line] = [line for line in ran.stderr.splitlines() if line.startswith("ImportError: ")]
     assert NO_LINKS in line
 
 
-def test_a_build_without_links_says_so(without_links):
+def test_build_without_links_reports_it(without_links):
     ran = subprocess.run(
         [UV, "build", "--wheel", "--python", sys.executable],
         cwd=without_links,
@@ -89,7 +92,7 @@ def test_a_build_without_links_says_so(without_links):
     assert "Traceback" not in ran.stderr
 
 
-def test_tests_without_links_say_so(without_links):
+def test_pytest_without_links_reports_it(without_links):
     (without_links / "tests").mkdir()
     shutil.copy(ROOT / "tests/conftest.py", without_links / "tests")
     ran = _run("import pytest; pytest.main(['tests'])", without_links, without_links)
@@ -98,7 +101,7 @@ def test_tests_without_links_say_so(without_links):
     assert "Traceback" not in ran.stderr
 
 
-def test_the_sdist_has_no_tests_rather_than_some(wheel):
+def test_sdist_has_no_tests_rather_than_some(wheel):
     command = [UV, "build", "--sdist", "--quiet", "--python", sys.executable]
     source = wheel.parents[1]
     shutil.copytree(
@@ -124,12 +127,12 @@ def _run(code: str, target: Path, cwd: Path) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_the_top_level_is_jsparse_alone(wheel):
+def test_only_jsparse_is_at_the_top_level(wheel):
     top = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert {name for name in top if not name.endswith(".dist-info")} == {"jsparse"}
 
 
-def test_every_source_file_is_in_it(wheel):
+def test_every_source_file_is_included(wheel):
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
     wanted = {str(file.relative_to(ROOT)) for file in (ROOT / "jsparse").rglob("*.py")}
     for folder in LINKED:

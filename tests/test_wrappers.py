@@ -1,4 +1,4 @@
-"""Tests that wrappers pass on what a policy declares, and that its hooks see its own state."""
+"""Tests that wrappers keep the declarations of a policy, and that its hooks see its own state."""
 
 import pytest
 
@@ -33,8 +33,8 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("case", CHANGED)
-def test_wrappers_pass_every_trait_on(case):
-    """With hooks, the traits that a wrapper must not lose: a new field fails here until it is."""
+def test_wrappers_keep_every_trait(case):
+    """Hooks are included. A new field fails here until wrappers keep it."""
     wrap, changed = CHANGED[case]
 
     def hook(state, *_):
@@ -64,8 +64,8 @@ def test_wrappers_pass_every_trait_on(case):
     assert 1 in wrapped.dense_heads(1, 2)
 
 
-def test_a_second_state_leaves_eviction_to_the_base():
-    """Its hook gets the base's state alone."""
+def test_wrapper_state_leaves_eviction_to_the_base():
+    """Its hook gets only the base's state."""
 
     def after_prompt(state, view, slots):
         return (*state, slots), view.cache

@@ -15,7 +15,7 @@ from jsparse.selection.attended import read_tokens
 
 
 @pytest.mark.parametrize("case", CASES[:6:2], ids=lambda case: case.name)
-def test_bytes_are_those_that_the_selection_reads(case):
+def test_bytes_are_those_of_the_selected_tokens(case):
     case = shrunk(case)
     _, lengths, selection = jax.jit(lambda: inputs(case, seed=3))()
     ids = np.asarray(selection.ids).reshape(case.pairs, selection.ids.shape[-1])
@@ -31,7 +31,7 @@ def test_bytes_are_those_that_the_selection_reads(case):
 
 
 def run_of(start: float, *durations: float) -> list[Event]:
-    """Returns kernels one after the other, a microsecond apart, named by their place."""
+    """Returns n kernels in sequence, one microsecond apart, named by their index."""
     events = []
     for nth, duration in enumerate(durations):
         events.append(Event(f"k{nth % 2}", start, duration))
@@ -39,11 +39,11 @@ def run_of(start: float, *durations: float) -> list[Event]:
     return events
 
 
-def test_a_profile_is_summed_up_by_call():
+def test_profile_is_summed_by_call():
     events = [
         *run_of(0, 500, 3, 4, 3, 4),
         *run_of(1000, 500, 3, 6, 3, 4),
-    ]  # the lead's, then two calls of two kernels
+    ]  # a preamble, then two calls of two kernels each
     found = summary(events, repeats=2, calls=2, skip=1)
     assert found["launches"] == 2
     assert (found["device"]["min"], found["device"]["max"]) == (9, 11)
@@ -53,6 +53,6 @@ def test_a_profile_is_summed_up_by_call():
         "k1": 1,
     }
     alone = summary(run_of(0, 500, 3, 4), repeats=1, calls=1, skip=1)
-    assert alone["device"]["median"] == 8  # no next call: to the end of its own
+    assert alone["device"]["median"] == 8  # no next call: up to its own end
     assert "profile_error" in summary(events[:-1], repeats=2, calls=2, skip=1)
     assert [len(part) for part in segments([*events, *run_of(1e6, 1, 1)], pause=1e4)] == [10, 2]

@@ -18,7 +18,7 @@ def git(folder, *arguments):
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
-    """Returns an empty folder in place of the repository, without a stated revision."""
+    """Returns an empty folder in place of the repository, without a given revision."""
     for variable in REVISION_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(environment, "REPOSITORY", tmp_path.resolve())
@@ -36,7 +36,7 @@ def repository(folder):
     return folder
 
 
-def test_a_clean_tree_is_recorded_with_argv_and_revision(repository, monkeypatch):
+def test_clean_tree_is_recorded_with_argv_and_revision(repository, monkeypatch):
     script = str(repository / "bench" / "question.py")
     monkeypatch.setattr("sys.argv", [script, "--json", "out.json"])
     (repository / "new.json").write_text("an untracked file changes nothing")
@@ -46,7 +46,7 @@ def test_a_clean_tree_is_recorded_with_argv_and_revision(repository, monkeypatch
     assert found["modified"] is False
 
 
-def test_a_modified_tree_is_refused_unless_allowed(repository):
+def test_modified_tree_is_refused_unless_allowed(repository):
     (repository / "bench" / "question.py").write_text("2\n")
     revision = git(repository, "rev-parse", "HEAD").strip()
     with pytest.raises(SystemExit, match=f"differs from revision {revision[:10]}: commit") as error:
@@ -56,7 +56,7 @@ def test_a_modified_tree_is_refused_unless_allowed(repository):
     assert (found["git_revision"], found["modified"]) == (revision, True)
 
 
-def test_without_git_the_revision_is_what_the_variable_states(folder, monkeypatch):
+def test_revision_comes_from_the_variable_without_git(folder, monkeypatch):
     assert {k: describe()[k] for k in ("git_revision", "modified")} == dict.fromkeys(
         ("git_revision", "modified")
     )

@@ -1,4 +1,4 @@
-"""Tests how bench.interpret_kernels compares, and what it runs where Triton is there."""
+"""Tests the comparisons of bench.interpret_kernels, and runs it if Triton is installed."""
 
 import os
 import re
@@ -16,12 +16,12 @@ WANTED = np.array([[1.0, -200.0, np.inf], [np.nan, 0.0, 3.0]], np.float32)
 TENTH = np.float32(0.1)
 
 
-def test_numbers_may_be_a_little_apart():
+def test_small_differences_are_accepted():
     for got in [WANTED, WANTED + TENTH * np.array([[1], [0]], np.float32)]:
         assert difference(got, WANTED) is None, got
 
 
-def test_what_is_further_apart_is_told():
+def test_larger_differences_are_reported():
     for got, said in [
         (WANTED + TENTH, r"2 of 6, at first \[1, 1\]: 0.1\d* for 0.0"),
         (np.where(np.isnan(WANTED), TENTH, WANTED), r"1 of 6, at first \[1, 0\]: 0.1\d* for nan"),
@@ -32,7 +32,7 @@ def test_what_is_further_apart_is_told():
         assert re.fullmatch(said, difference(got, WANTED) or ""), got
 
 
-def test_integers_must_be_the_same():
+def test_integers_must_be_equal():
     assert difference(np.array([1, 2]), np.array([1, 2])) is None
     assert difference(np.array([1, 2]), np.array([1, 3])) == "1 of 2, at first [1]: 2 for 3"
 
@@ -63,7 +63,7 @@ CASES = {
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 @pytest.mark.parametrize("op", CASES)
-def test_kernels_do_what_their_references_do(op):
+def test_kernels_match_their_references(op):
     cases = CASES[op].split()
     done = subprocess.run(
         [sys.executable, "-m", "bench.interpret_kernels", "--only", op, "--cases", *cases],

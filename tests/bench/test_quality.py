@@ -1,4 +1,4 @@
-"""Tests that the sets of bench.quality name policies and tasks."""
+"""Tests that the sets of bench.quality name existing policies and tasks."""
 
 import numpy as np
 import pytest
@@ -17,13 +17,13 @@ def gates(tmp_path):
     return tmp_path
 
 
-def test_every_policy_of_a_set_is_one(gates):
+def test_every_policy_of_a_set_exists(gates):
     for name in SETS:
         built = [parse(expression) for expression in SETS[name].policies(gates, 4096)]
         assert len(set(built)) == len(built), name
 
 
-def test_a_sets_own_tasks_and_lengths_can_be_measured():
+def test_tasks_and_lengths_of_a_set_can_be_measured():
     for name in SETS:
         made = plan([], SETS[name].tasks, SETS[name].lengths, 1)
         assert (made.tasks, made.lengths) == (tuple(SETS[name].tasks), tuple(SETS[name].lengths)), (

@@ -15,7 +15,7 @@ TABLES = tables()
 SCRIPTS = {path.stem for path in (REPOSITORY / "bench").glob("[a-z]*.py")}
 
 
-def test_an_entry_names_what_exists():
+def test_entry_names_existing_files():
     for name, table in TABLES.items():
         assert all((REPOSITORY / path).is_file() for path in table.results), name
         assert table.machine in ("h200", "h100", "cpu"), name
@@ -28,7 +28,7 @@ def test_an_entry_names_what_exists():
         assert not (table.script and table.revision), name
 
 
-def test_every_result_is_named_by_an_entry():
+def test_every_result_has_an_entry():
     named = {path for table in TABLES.values() for path in table.results}
     root = REPOSITORY / RESULTS
     committed = {path.relative_to(REPOSITORY) for path in root.rglob("*") if path.is_file()}
@@ -36,7 +36,7 @@ def test_every_result_is_named_by_an_entry():
 
 
 def options(script):
-    """Returns the options that a script of bench adds to its parser, and the shared ones."""
+    """Returns the options that a benchmark script adds to its parser, and the shared ones."""
     tree = ast.parse((REPOSITORY / "bench" / f"{script}.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     names = {ast.unparse(call.func).rpartition(".")[2] for call in calls}
@@ -54,7 +54,7 @@ def options(script):
 OF_BENCH = [table for table in TABLES.values() if table.script.startswith("bench.")]
 
 
-def test_scripts_know_the_options_of_their_entries():
+def test_scripts_have_the_options_of_their_entries():
     for table in OF_BENCH:
         known = options(table.script.removeprefix("bench."))
         if table.script == "bench.kernels":
@@ -65,7 +65,7 @@ def test_scripts_know_the_options_of_their_entries():
                 assert given <= known, table.name
 
 
-def test_readme_has_every_script_and_table():
+def test_readme_lists_every_script_and_table():
     readme = (REPOSITORY / "bench/README.md").read_text()
     rows = [line for line in readme.splitlines() if line.startswith("| `python -m bench.")]
     listed = {row.split("`")[1].removeprefix("python -m bench."): row for row in rows}

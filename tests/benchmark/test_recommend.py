@@ -1,4 +1,4 @@
-"""What is recommended, by times and closeness that are given; no time is measured here."""
+"""Tests recommendations for given times and closeness; nothing is measured."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def entry(policy, task, index=0, **values):
 
 
 def measured(policy, ms, kl=0.001, agreement=1.0, lost=(), later=()):
-    """A policy's entries: two texts, and four pass keys of each kind, of which it loses some."""
+    """A policy's entries: two texts and four pass keys of each kind, some of them lost."""
     return [
         entry(policy, "steps", ms=ms, attended=0.5),
         *(entry(policy, "kl", index, kl=kl, agreement=agreement) for index in range(2)),
@@ -47,7 +47,7 @@ def verdicts(entries, **wanted):
     return [(row["policy"], row["verdict"]) for row in rows]
 
 
-def test_the_fastest_that_is_close_comes_first():
+def test_fastest_close_policy_comes_first():
     entries = [*DENSE, *measured(NEAR, 8.0), *measured(FAR, 5.0, kl=0.019), *measured(SLOW, 20.0)]
     assert verdicts(entries) == [
         (FAR, ""),
@@ -58,8 +58,8 @@ def test_the_fastest_that_is_close_comes_first():
     assert verdicts(entries, kl=0.01)[:3] == [(NEAR, ""), ("dense()", ""), (FAR, "KL above 0.01")]
 
 
-def test_each_rule_alone_stops_a_policy():
-    """A pass key that dense attention does not find either is nobody's loss."""
+def test_each_rule_alone_rejects_a_policy():
+    """A pass key that dense attention also misses does not count as lost."""
     for changed, verdict in [
         ({"kl": 0.021}, "KL above 0.02"),
         ({"lost": (1, 2, 3)}, "loses 2 of 4 pass keys"),
@@ -73,7 +73,7 @@ def test_each_rule_alone_stops_a_policy():
         assert found == [("dense()", ""), (NEAR, verdict)], changed
 
 
-def test_exact_takes_no_other_token():
+def test_exact_accepts_no_other_token():
     entries = [*DENSE, *measured(NEAR, 5.0, agreement=0.75)]
     wanted = {"policies": (NEAR,)}
     assert verdicts(entries, **wanted)[0] == (NEAR, "")
@@ -83,7 +83,7 @@ def test_exact_takes_no_other_token():
     ]
 
 
-def test_the_candidates_fit_the_context():
+def test_candidates_fit_the_context():
     for context in [512, 1000, 4096, 131072]:
         names = [parse(text).name for text in candidates(context)]
         assert len(set(names)) == len(names) >= 5, context
@@ -110,7 +110,7 @@ def test_bad_values_are_refused():
 
 @pytest.fixture
 def times(tmp_path, monkeypatch):
-    """Times by policy instead of measured ones, and the policies whose times were asked for."""
+    """Given times by policy in place of measured ones, and the policies that were timed."""
     monkeypatch.setenv("JSPARSE_CACHE_DIR", str(tmp_path))
     given, asked = {"dense()": 10.0, NEAR: 5.0, FAR: 4.0, SLOWER: 6.0}, []
 
@@ -126,7 +126,7 @@ def times(tmp_path, monkeypatch):
 
 @pytest.fixture
 def closeness(monkeypatch):
-    """Closeness by policy instead of a measured one; other policies are refused."""
+    """Given closeness by policy in place of a measured one; other policies are refused."""
     given = {"dense()": {}, NEAR: {"kl": 0.01}, FAR: {"kl": 0.3}, SLOWER: {"kl": 0.01}}
 
     def run(params, plan, store, report=None):
@@ -146,7 +146,7 @@ def model():
     return load(MODEL)
 
 
-def test_an_interrupted_run_goes_on_and_what_cannot_run_says_why(
+def test_interrupted_run_resumes_and_failures_give_their_reason(
     model, times, closeness, monkeypatch
 ):
     wanted = Requirements(MODEL, 512, 1, (FAR, NEAR, SLOW), samples=4)
@@ -175,7 +175,7 @@ def test_an_interrupted_run_goes_on_and_what_cannot_run_says_why(
     made = choice(found)
     assert (made.policy, made.ms, made.dense_ms, made.kl) == (NEAR, 5, 10, 0.01)
     assert made.context == 512
-    recommend(model, wanted)  # a run that has ended is measured again
+    recommend(model, wanted)  # a finished run is measured again
     assert len(times) == 8
 
 
@@ -183,7 +183,7 @@ def asked(*options):
     return CliRunner().invoke(app, ["recommend", MODEL, "--only", "--context", "512", *options])
 
 
-def test_only_the_fastest_near_ones_are_asked_for_pass_keys(model, times, closeness):
+def test_pass_keys_are_run_only_for_the_fastest_close_policies(model, times, closeness):
     closeness[FAR] = {"lost": (1,)}
     wanted = Requirements(MODEL, 512, 1, (SLOWER, FAR, NEAR), samples=4)
     rows = recommend(model, wanted)["rows"]
@@ -195,7 +195,7 @@ def test_only_the_fastest_near_ones_are_asked_for_pass_keys(model, times, closen
     ]
 
 
-def test_the_command_says_what_to_take_and_auto_takes_it(model, times, closeness):
+def test_command_saves_a_choice_that_auto_uses(model, times, closeness):
     ran = asked("--policy", NEAR, "--policy", FAR)
     assert ran.exit_code == 0
     assert 'Take it with --policy "streaming(recent=240)"' in ran.stdout
@@ -207,7 +207,7 @@ def test_the_command_says_what_to_take_and_auto_takes_it(model, times, closeness
     assert [kept.policy for kept in stored()] == ["dense()"]
 
 
-def test_scripts_read_json_and_the_exit_code(times, closeness):
+def test_scripts_get_json_and_the_exit_code(times, closeness):
     ran = asked("--policy", FAR, "--no-keep", "--json")
     assert ran.exit_code == 1
     assert json.loads(ran.stdout)["best"]["policy"] == "dense()"

@@ -1,4 +1,4 @@
-"""Tests the measurement of decode steps: what it counts, not how long anything takes."""
+"""Tests which decode steps are measured and how their bytes are counted, not their times."""
 
 import json
 
@@ -28,7 +28,7 @@ def measured():
     return params, steps.measure(params, policies, contexts=(64,), num_iters=2, bandwidth=2e9)
 
 
-def test_dense_comes_first_and_once(measured):
+def test_dense_comes_first_and_only_once(measured):
     _, report = measured
     names = [row["policy"].partition("(")[0] for row in report["results"]]
     assert names == ["dense", "quest", "streaming"]
@@ -37,7 +37,7 @@ def test_dense_comes_first_and_once(measured):
     assert (report["bandwidth"], report["bandwidth_measured"]) == (2e9, False)
 
 
-def test_the_last_step_ends_at_the_context(measured):
+def test_last_step_ends_at_the_context_length(measured):
     _, report = measured
     dense, quest, streaming = report["results"]
     assert dense["attended"] == dense["read"] == 1
@@ -45,7 +45,7 @@ def test_the_last_step_ends_at_the_context(measured):
     assert 0 < quest["attended"] <= 32 / 64
 
 
-def test_the_floor_is_of_weights_and_of_what_is_attended_to(measured):
+def test_lower_bound_counts_weights_and_attended_tokens(measured):
     params, report = measured
     assert not params.config.tie_word_embeddings
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
@@ -58,10 +58,10 @@ def test_the_floor_is_of_weights_and_of_what_is_attended_to(measured):
     assert streaming["over_floor"] == streaming["ms"]["median"] / streaming["floor_ms"]
 
 
-def test_a_model_over_two_devices_has_the_shares_of_one_and_half_of_the_bytes(measured):
+def test_model_on_two_devices_has_the_same_shares_and_half_the_bytes(measured):
     params, one = measured
     two = steps.measure(spread(params, 2), [STREAMING], contexts=(64,), num_iters=2, bandwidth=2e9)
-    norms = 3 * params.config.hidden_size * 4  # which both devices have
+    norms = 3 * params.config.hidden_size * 4  # replicated on both devices
     assert two["weight_bytes"] == (one["weight_bytes"] - norms) // 2 + norms
     dense, _, streaming = one["results"]
     for own, other in zip(two["results"], (dense, streaming), strict=True):
@@ -69,8 +69,8 @@ def test_a_model_over_two_devices_has_the_shares_of_one_and_half_of_the_bytes(me
         assert own["attended_bytes"] == other["attended_bytes"] / 2
 
 
-def test_random_weights_over_two_devices_are_those_on_one():
-    """They are those, though no device ever has the whole."""
+def test_random_weights_on_two_devices_equal_those_on_one():
+    """No device ever has all of them."""
     config, dtype = tiny_params(num_layers=1).config, np.dtype("float32")
     ours = random_model(config, dtype, tensor_parallel_size=2)
     theirs = spread(random_model(config, dtype), 2)
@@ -80,7 +80,7 @@ def test_random_weights_over_two_devices_are_those_on_one():
         np.testing.assert_array_equal(a, b)
 
 
-def test_bandwidth_is_measured_where_none_is_given(monkeypatch):
+def test_bandwidth_is_measured_unless_given(monkeypatch):
     monkeypatch.setattr(memory_floor, "BYTES_TO_MOVE", 2**20)
     assert 1e6 < memory_floor.memory_bandwidth() < 1e14
     monkeypatch.setattr(steps, "memory_bandwidth", lambda: 7e9)
@@ -88,7 +88,7 @@ def test_bandwidth_is_measured_where_none_is_given(monkeypatch):
     assert (report["bandwidth"], report["bandwidth_measured"]) == (7e9, True)
 
 
-def test_every_head_of_a_random_cache_holds_the_same_number_of_tokens():
+def test_heads_of_a_random_cache_have_equal_lengths():
     spec = CacheSpec(2, 3, 4, 2, 16, 8, 4, np.float32)
     cache = random_cache.random_cache(spec, 20, ("slot_positions",))
     keys = np.asarray(cache.layers[0].k)
@@ -108,7 +108,7 @@ def test_every_head_of_a_random_cache_holds_the_same_number_of_tokens():
     np.testing.assert_array_equal(kept, np.moveaxis(keys.reshape(3, 2, 32, 16), 1, 2))
 
 
-def test_what_cannot_be_measured():
+def test_unmeasurable_runs_are_refused():
     for options, message in [
         ({"contexts": (0,)}, "context=0: must be an integer of at least 1"),
         ({"contexts": (513,)}, "context=513: must be at most 512, the model's maximum"),
@@ -122,7 +122,7 @@ def test_what_cannot_be_measured():
             steps.measure(tiny_params(num_layers=2), [], **{"bandwidth": 1e9, **options})
 
 
-def test_the_command_prints_json_or_a_table(tmp_path):
+def test_command_prints_json_or_a_table(tmp_path):
     jsparse.save(tiny_params(num_layers=1), tmp_path / "model")
 
     def printed(*options):

@@ -1,4 +1,4 @@
-"""Tests workloads and what is measured of them."""
+"""Tests workloads and the figures measured on them."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.support.serving import tiny_llm
 from tests.support.tiny import tiny_params
 
 
-def test_lengths_prefixes_and_arrivals_are_what_was_asked_for():
+def test_lengths_prefixes_and_arrivals_match_the_request():
     asked = {"num_prompts": 200, "input_len": (4, 32), "output_len": 3}
     asked |= {"shared_prefix": 7, "request_rate": 10.0}
     made = random_workload(50, **asked)
@@ -24,7 +24,7 @@ def test_lengths_prefixes_and_arrivals_are_what_was_asked_for():
     lengths = [len(each.ids) - 7 for each in made]
     assert min(lengths) == 4
     assert max(lengths) == 32
-    # half of them lie below the geometric mean
+    # half of them are below the geometric mean
     assert 70 < sum(length < 11 for length in lengths) < 130
     assert {each.tokens for each in made} == {3}
     arrivals = [each.arrival for each in made]
@@ -46,7 +46,7 @@ def test_workloads_out_of_range():
             random_workload(50, **sizes | options)
 
 
-def test_counts_add_up():
+def test_token_counts_add_up():
     params = tiny_params(num_layers=1)
     engine = tiny_llm(params=params, steps_per_program=2, ladder=((0, 16),)).engine
     workload = random_workload(
@@ -55,7 +55,7 @@ def test_counts_add_up():
     measured = measure(engine, workload)
     new = sum(each.tokens for each in workload)
     assert measured["output_tokens"] == new
-    # all but the first of each answer come from decode steps
+    # decode steps produce all but the first token of each sequence
     rows = measured["rows_per_step"] * measured["decode_steps"]
     assert rows == pytest.approx(new - 6)
     prompt = sum(len(each.ids) for each in workload)
@@ -68,7 +68,7 @@ def test_counts_add_up():
     assert again["computed_prompt_tokens"] == prompt - 6 * 16
 
 
-def test_requests_come_when_they_are_due_and_outputs_keep_their_order():
+def test_requests_arrive_on_schedule_and_outputs_keep_their_order():
     engine = tiny_llm(params=tiny_params(num_layers=1), steps_per_program=2).engine
     workload = [
         WorkloadRequest([1, 2, 3], 2, arrival=0.3),
@@ -81,8 +81,8 @@ def test_requests_come_when_they_are_due_and_outputs_keep_their_order():
     assert times[1] < times[2] < times[0]
 
 
-def test_the_command_prints_what_it_measured(tmp_path, monkeypatch):
-    def unprepared(*model):  # programs are compiled when they are needed
+def test_command_prints_its_measurements(tmp_path, monkeypatch):
+    def unprepared(*model):  # compile programs on demand
         return Engine(*model[:-1], replace(model[-1], prepare=False))
 
     monkeypatch.setattr(core, "Engine", unprepared)
@@ -97,7 +97,7 @@ def test_the_command_prints_what_it_measured(tmp_path, monkeypatch):
     assert printed["attended_fraction"] < 1
 
 
-def test_the_command_refuses_lengths_that_are_none():
+def test_command_refuses_malformed_lengths():
     for length in ["x", "1:2:3", ""]:
         result = CliRunner().invoke(app, ["bench", "throughput", "smollm2", "--input-len", length])
         assert result.exit_code == 2, length

@@ -1,4 +1,4 @@
-"""Tests `jsparse check-policy`: what it prints where, and its exit codes."""
+"""Tests `jsparse check-policy`: its output and exit codes."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def run(*args):
     return CliRunner().invoke(app, ["check-policy", *map(str, args)])
 
 
-def test_a_broken_rule_is_named_with_what_mends_it():
+def test_broken_rule_is_named_with_its_fix():
     ran = run(f"{BROKEN}:types")
     assert (ran.exit_code, ran.stderr) == (1, "")
     first, *lines = ran.stdout.splitlines()
@@ -31,7 +31,7 @@ def test_a_broken_rule_is_named_with_what_mends_it():
     assert lines[-1] == "broken: types"
 
 
-def test_what_leads_to_no_policy_is_refused_in_one_line():
+def test_reference_without_a_policy_is_refused_in_one_line():
     for policy, said in [
         ("nope", "unknown policy 'nope'"),
         ("absent.py:mine", "absent.py cannot be imported"),
@@ -43,8 +43,8 @@ def test_what_leads_to_no_policy_is_refused_in_one_line():
         assert said in ran.stderr, policy
 
 
-def test_a_budget_is_small_unless_it_is_given(monkeypatch):
-    """No policy breaks a rule here or leaves a token out."""
+def test_budget_is_small_unless_given(monkeypatch):
+    """The policy breaks no rule and leaves out no token."""
     calls, arkvale = [], "arkvale(budget={}, volume='cuboid')"
 
     def check(policy, full):

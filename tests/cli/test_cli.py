@@ -1,4 +1,4 @@
-"""Tests the command: what it prints where, its exit codes, and its messages for mistakes."""
+"""Tests the command line: output streams, exit codes, and error messages."""
 
 import io
 import json
@@ -39,7 +39,7 @@ def run(*args, stdin=None):
 
 @shared
 def ran_once(*args, stdin=None):
-    """Runs a command once for all tests, and returns the prompts that the engine got, too."""
+    """Runs a command once for all tests; also returns the prompts that the engine received."""
     with pytest.MonkeyPatch.context() as patch:
         calls = asked(patch)
         return run(*args, stdin=stdin), calls
@@ -67,7 +67,7 @@ def chat_model(tmp_path_factory):
 
 
 def asked(monkeypatch):
-    """Watches the engine and returns the prompts it is called with."""
+    """Records the prompts that the engine is called with."""
     calls, encode = [], prompts.encode
 
     def spy(params, prompt):
@@ -79,7 +79,7 @@ def asked(monkeypatch):
 
 
 def interrupt(monkeypatch):
-    """Makes the engine stop, as if by Ctrl-C, after one piece of text."""
+    """Interrupts the engine after one piece of text, as Ctrl-C does."""
 
     def interrupted(params, prompt, *, streamer, **options):
         streamer("so far")
@@ -89,7 +89,7 @@ def interrupt(monkeypatch):
     monkeypatch.setattr(Conversation, "answer", interrupted)
 
 
-def test_a_platform_that_is_not_here_is_one_line():
+def test_missing_platform_is_one_line():
     ran = subprocess.run(
         [*COMMAND, "info", TINY],
         capture_output=True,
@@ -102,7 +102,7 @@ def test_a_platform_that_is_not_here_is_one_line():
     assert line.startswith("error: JAX_PLATFORMS='no_such': must be platforms that JAX finds")
 
 
-def test_characters_that_standard_output_lacks_are_replaced(monkeypatch):
+def test_unencodable_characters_of_stdout_are_replaced(monkeypatch):
     stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stdout)
     write_any_text()
@@ -110,12 +110,12 @@ def test_characters_that_standard_output_lacks_are_replaced(monkeypatch):
     assert stdout.buffer.getvalue() == b"a ?cat?\n"
 
 
-def test_text_goes_to_standard_output_alone(expected):
+def test_stdout_has_only_the_text(expected):
     ran = printed("generate", "the cat", *ON_TINY)
     assert (ran.exit_code, ran.stdout, ran.stderr) == (0, expected.text + "\n", "")
 
 
-def test_json_is_the_whole_of_the_output(expected):
+def test_stdout_has_only_json(expected):
     options = ["--json", "--logprobs", "--policy", "streaming(sink=0, recent=4096)"]
     ran = printed("generate", "the cat", *ON_TINY, *options)
     made = json.loads(ran.stdout)
@@ -127,7 +127,7 @@ def test_json_is_the_whole_of_the_output(expected):
     assert ran.stderr == ""
 
 
-def test_prompts_come_from_files_and_standard_input_too(expected, tmp_path):
+def test_prompts_come_from_files_and_stdin(expected, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("the cat\n")
     assert printed("generate", "--file", file, *ON_TINY).stdout == expected.text + "\n"
@@ -150,12 +150,12 @@ def test_every_option_reaches_the_engine(monkeypatch):
     ran = run("generate", "x", "--model", TINY, *flags, *lists)
     assert isinstance(
         ran.exception, ZeroDivisionError
-    )  # what is not the user's mistake keeps its traceback
+    )  # errors other than the user's keep their traceback
     assert {name: seen[name] for name in given} == given
     assert (seen["stop"], seen["eos_token_id"]) == (["a", "b"], [5, 6])
 
 
-def test_latency_takes_random_weights_only_if_asked(monkeypatch):
+def test_latency_uses_random_weights_only_on_request(monkeypatch):
     seen = []
     monkeypatch.setattr(steps, "shaped", lambda *_, **__: "random")
     monkeypatch.setattr(checkpoint, "load", lambda *_, **__: "loaded")
@@ -173,7 +173,7 @@ def assert_refused(*cases):
         assert said in ran.stderr, args
 
 
-def test_a_mistake_is_one_line_and_exit_code_2():
+def test_mistake_is_one_line_and_exit_code_2():
     assert_refused(
         (["generate", "x", "--model", "nope"], "model='nope'"),
         (["generate", "x", "--model", "no/such.gguf"], "does not exist"),
@@ -204,7 +204,7 @@ def test_inspect_refuses_in_one_line():
     )
 
 
-def test_ctrl_c_keeps_what_was_made(monkeypatch):
+def test_ctrl_c_keeps_the_generated_text(monkeypatch):
     interrupt(monkeypatch)
     ran = run("generate", "x", *ON_TINY)
     assert (ran.exit_code, ran.stdout, ran.stderr) == (130, "so far\n", "")
@@ -215,7 +215,7 @@ def test_ctrl_c_keeps_what_was_made(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_real_ctrl_c_and_a_closed_pipe_leave_no_traceback():
+def test_sigint_and_a_closed_pipe_leave_no_traceback():
     long = [*COMMAND, "generate", "the", "--model", TINY]
     long += ["--max-new-tokens", "400", "--eos-token-id", "287"]
     for end in (lambda p: p.send_signal(signal.SIGINT), lambda p: p.stdout.close()):
@@ -240,7 +240,7 @@ def test_chat_keeps_the_conversation_until_reset(chat_model):
     assert ran.stdout.startswith(calls[1][2]["content"] + "\n")
 
 
-def test_an_interrupted_answer_ends_there_and_the_chat_goes_on(chat_model, monkeypatch):
+def test_interrupted_response_is_kept_and_the_chat_continues(chat_model, monkeypatch):
     interrupt(monkeypatch)
     ran = run("chat", "--model", chat_model, stdin="one\ntwo\n")
     assert (ran.exit_code, ran.stdout) == (0, "so far\nso far\n")
@@ -257,7 +257,7 @@ def test_chat_commands_are_not_sent_to_the_model(chat_model):
     assert ran.stderr.startswith("error: /resets: must be one of /help, /reset, /exit, /quit;")
 
 
-def test_info_counts_what_loading_would_give():
+def test_info_counts_the_parameters_without_loading():
     for name in ["llama3/model.gguf", "qwen2_sharded"]:
         model = FIXTURES / name
         params = jsparse.load(model, dtype="float32")
@@ -272,7 +272,7 @@ def test_info_counts_what_loading_would_give():
         ), name
 
 
-def test_info_tells_what_fits(monkeypatch):
+def test_info_prints_the_largest_batch_and_context(monkeypatch):
     from jsparse.machine import memory
 
     per_token = 2 * 2 * 2 * 16 * 4  # K and V, layers, KV heads, head_dim, float32
@@ -284,8 +284,8 @@ def test_info_tells_what_fits(monkeypatch):
     assert "one prompt of up to 100 tokens" in run("info", TINY, "--dtype", "float32").stdout
 
 
-def test_info_tells_what_twilight_keeps(tmp_path):
-    """One 4-bit code per channel, a scale and a zero; K and V are in bfloat16."""
+def test_info_prints_the_extra_bytes_of_twilight(tmp_path):
+    """One 4-bit code per channel, a scale and a zero; K and V are bfloat16."""
     config = json.loads((FIXTURES / "llama" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 128}))
     policy, share = "twilight(quest(budget=1024), p=0.95)", 0.1328 + 1 / 16
@@ -299,7 +299,7 @@ def test_info_tells_what_twilight_keeps(tmp_path):
     assert f"per token, {100 * share:.1f} % of the KV cache" in run(*asked).stdout
 
 
-def test_info_bounds_the_cache_of_a_prompt_and_all_that_may_follow():
+def test_info_bounds_the_cache_of_a_prompt_and_new_tokens():
     for policy, slots in [
         ("dense", 512),
         ("snapkv(budget=64)", 256),
@@ -314,7 +314,7 @@ def test_info_bounds_the_cache_of_a_prompt_and_all_that_may_follow():
         assert ("since the policy drops tokens" in shown) == (slots < 512), policy
 
 
-def test_what_is_kept_per_token_and_per_prompt_is_listed():
+def test_state_per_token_and_per_prompt_is_listed():
     kept = {"policy_bytes_per_token": 64, "policy_fraction": 0.125, "policy_bytes_per_prompt": 2048}
     both = "64 B per token, 12.5 % of the KV cache and 2.00 KiB per prompt"
     assert info_table._kept(kept) == both
@@ -322,7 +322,7 @@ def test_what_is_kept_per_token_and_per_prompt_is_listed():
     assert info_table._kept(dict.fromkeys(kept, 0)) == "nothing beside the KV cache"
 
 
-def test_recommend_shows_a_dash_for_what_it_has_not_measured():
+def test_recommend_prints_a_dash_for_unmeasured_values():
     row = {"policy": "streaming(recent=60)", "ms": None, "kl": None}
     name, *cells = recommend._cells(row)
     assert (name, cells) == ("streaming(recent=60)", ["-"] * 6)
@@ -341,12 +341,12 @@ def test_policies_are_all_listed():
 
 @pytest.fixture
 def own(tmp_path):
-    """Returns a policy in a file of one's own, as a command line names it."""
+    """Returns a user-defined policy in a file, as a command line names it."""
     (tmp_path / "own.py").write_text("import jsparse\nmine = jsparse.streaming(sink=1, recent=4)\n")
     return f"{tmp_path / 'own.py'}:mine"
 
 
-def test_a_policy_in_a_file_of_ones_own_generates_and_is_described(own):
+def test_user_defined_policy_generates_and_is_described(own):
     options = ["--model", TINY, "--max-new-tokens", "8", "--json"]
     ran = printed("generate", "the the the the", "--policy", own, *options)
     assert ran.exit_code == 0, ran.stderr

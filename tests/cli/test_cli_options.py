@@ -1,4 +1,4 @@
-"""Tests what the command says before it loads a model: its help, and mistakes in its options."""
+"""Tests the output of commands before they load a model: help, and errors in options."""
 
 import io
 import os
@@ -21,7 +21,7 @@ def run(*args, stdin=None):
     return CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)
 
 
-def test_a_mistake_is_one_line_and_exit_code_2():
+def test_mistake_is_one_line_and_exit_code_2():
     for args, said in [
         ([], "none was given"),
         (["x", "--file", "y"], "both were given"),
@@ -44,7 +44,7 @@ def test_version_and_help():
         assert "Example: jsparse" in run(command, "--help").stdout
 
 
-# with what each command cannot do without
+# with the options that each command requires
 TAKE_A_MODEL = {
     "chat": [],
     "serve": [],
@@ -67,7 +67,7 @@ def test_two_models_are_refused():
         ), command
 
 
-def test_a_model_is_an_argument_or_an_option():
+def test_model_is_an_argument_or_an_option():
     seen = []
     for given, taken in [
         ([], "smollm2"),
@@ -85,7 +85,7 @@ def test_a_model_is_an_argument_or_an_option():
         assert seen.pop() == (taken, 7 if "7" in given else 3), given
 
 
-def test_help_shows_no_types_that_nobody_types():
+def test_help_shows_no_internal_types():
     for command in [*TAKE_A_MODEL, *OTHERS]:
         shown = run(*command.split(), "--help").stdout
         assert "Usage: jsparse" in shown or "Usage: root" in shown, command
@@ -94,7 +94,7 @@ def test_help_shows_no_types_that_nobody_types():
         assert "{model}" not in shown, command
 
 
-def test_the_shell_completes_policies(monkeypatch):
+def test_shell_completes_policies(monkeypatch):
     assert "--install-completion" in run("--help").stdout
     assert "--install-completion" not in run("bench", "--help").stdout
     words = "jsparse chat --policy qu"
@@ -115,7 +115,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_bars_and_prompt_are_for_terminals(monkeypatch):
+def test_progress_bars_and_prompt_are_shown_only_on_terminals(monkeypatch):
     for stdout, shown in [(Terminal, True), (io.StringIO, False)]:
         monkeypatch.setenv("TERM", "xterm")
         out, err = stdout(), Terminal()
@@ -134,7 +134,7 @@ def test_bars_and_prompt_are_for_terminals(monkeypatch):
         assert out.getvalue().endswith("made\n"), stdout
 
 
-def test_a_bar_does_not_stand_full_while_programs_compile(monkeypatch):
+def test_progress_bar_is_not_full_while_programs_compile(monkeypatch):
     for phase, then in [("load", "compile"), ("decode", "decode")]:
         monkeypatch.setenv("TERM", "xterm")
         for name in ("stdout", "stderr"):
@@ -147,7 +147,7 @@ def test_a_bar_does_not_stand_full_while_programs_compile(monkeypatch):
         assert ("compile" in sys.stderr.getvalue()) == (then == "compile"), phase
 
 
-def test_statistics_break_between_their_parts():
+def test_statistics_wrap_between_their_parts():
     for width in [40, 80, 200]:
         parts = [
             "128 tokens, cut at --max-new-tokens",

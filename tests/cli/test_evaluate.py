@@ -1,4 +1,4 @@
-"""Tests `jsparse eval` on a tiny random model: what it writes, resumes and refuses."""
+"""Tests `jsparse eval` on a tiny random model: its files, resumed runs, and refusals."""
 
 import importlib.util
 import json
@@ -36,7 +36,7 @@ def test_writes_every_sample_and_the_page(common, tmp_path):
     given = ("--json", out, "--report", page)
     done = run(*common, "--tasks", "kl,ppl,attention", *given)
     assert done.exit_code == 0, done.output
-    # both plots are inside
+    # both plots are embedded
     assert page.read_text().count('"panels": ') == 2
     assert "KL" in done.output
     assert "recall" in done.output
@@ -51,7 +51,7 @@ def test_writes_every_sample_and_the_page(common, tmp_path):
     assert not list(tmp_path.glob("*.jsonl"))
 
 
-def test_only_a_report_needs_matplotlib(common, tmp_path, monkeypatch):
+def test_only_report_needs_matplotlib(common, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(evaluate, "carry_out", lambda *_, **__: 1 / 0)
     refused = run(*common, "--tasks", "kl", "--report", tmp_path / "page.html")
@@ -82,7 +82,7 @@ def test_files_are_written_before_tables_and_named(by_step):
     assert lines[2:] == [f"wrote {out}", f"wrote {page}"]
 
 
-def test_lines_estimate_after_the_first_batch_of_what_takes_long(capsys, monkeypatch):
+def test_progress_lines_estimate_time_after_the_first_long_batch(capsys, monkeypatch):
     seconds = iter([10, 40, 70, 90, 100, 101, 105])
     monkeypatch.setattr(evaluate.time, "monotonic", lambda: float(next(seconds)))
     long, short = (Part((task,), 512, 4, lambda *_: []) for task in ("kl", "passkey"))
@@ -99,7 +99,7 @@ def test_lines_estimate_after_the_first_batch_of_what_takes_long(capsys, monkeyp
     ]
 
 
-def test_questions_are_answered_up_to_max_new_tokens(common, tmp_path):
+def test_questions_get_up_to_max_new_tokens(common, tmp_path):
     rows = [{"question": "the cat sat", "answer": 1}, {"question": "the dog ran", "answer": "no"}]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
     args = ["--tasks", "questions", "--files", tmp_path, "--max-new-tokens", 9]

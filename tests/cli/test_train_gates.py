@@ -30,7 +30,7 @@ def text(tmp_path_factory):
 
 
 def small(text):
-    """Returns the options of a training that takes seconds."""
+    """Options of a training run that takes seconds."""
     keys = ["--min-length", 160, "--max-length", 180, "--needles", 1, "--words", 1, "--asked", 1]
     return ["--target", 3, "--steps", 3, "--seeds", 2, "--held-out", 1, "--text", text, *keys]
 
@@ -41,12 +41,12 @@ NUMBERS = {
 
 
 def made_up(*far):
-    """A record of a training with these distances of hard gates."""
+    """A record of a training run with these distances of hard gates."""
     seeds = [NUMBERS | {"distance_of_hard_gates": each} for each in far]
     return {"seeds": seeds, "distance_of_layer_0_alone": 0.7625, "seconds": 5.0}
 
 
-def test_the_gates_at_the_least_distance_are_named(tmp_path, text, monkeypatch):
+def test_gates_at_the_smallest_distance_are_named(tmp_path, text, monkeypatch):
     monkeypatch.setattr(command, "_draw", lambda folder: None)
     for nth, far in enumerate([(0.2, 0.1), (0.1, 0.2)]):
         out = tmp_path / f"{nth}"
@@ -59,7 +59,7 @@ def test_the_gates_at_the_least_distance_are_named(tmp_path, text, monkeypatch):
         assert told[-1] == f"lychee_decode({str(out / f'gates_{1 - nth}.safetensors')!r})"
 
 
-def test_gates_that_leave_half_of_the_distance_were_trained_too_short(capsys):
+def test_gates_that_keep_half_of_the_distance_are_reported_as_undertrained(capsys):
     for least, short in [(0.1, False), (0.38, False), (0.39, True)]:
         command._show(made_up(0.7, least))
         told = capsys.readouterr().out
@@ -69,7 +69,7 @@ def test_gates_that_leave_half_of_the_distance_were_trained_too_short(capsys):
 
 
 @pytest.mark.slow
-def test_leaves_gates_record_log_and_plots(text, tmp_path):
+def test_writes_gates_record_log_and_plots(text, tmp_path):
     keep_compilations()
     out = tmp_path / "run"
     assert run("--out", out, *small(text)).exit_code == 0
@@ -83,7 +83,7 @@ def test_leaves_gates_record_log_and_plots(text, tmp_path):
 
 
 def caught(monkeypatch, *args):
-    """Catches the trainer that a command makes and what it would run with."""
+    """Captures the trainer that a command builds and the arguments of its run."""
     made = []
     monkeypatch.setattr(
         trainer.Trainer,
@@ -93,7 +93,7 @@ def caught(monkeypatch, *args):
     ran = run(*args)
     assert isinstance(ran.exception, ZeroDivisionError), (
         ran.output
-    )  # what is not the user's mistake keeps its traceback
+    )  # errors other than the user's keep their traceback
     return made[0]
 
 
@@ -114,14 +114,14 @@ def test_every_option_reaches_the_training(monkeypatch, tmp_path, text):
     assert made.folder == tmp_path / "run"
 
 
-def test_the_penalty_suits_the_family(monkeypatch, tmp_path, text):
+def test_penalty_depends_on_the_gate_family(monkeypatch, tmp_path, text):
     for family, penalty in [("direct", "fixed"), ("hard_kuma", "ascent")]:
         made, _ = caught(monkeypatch, "--out", tmp_path / "run", *small(text), "--family", family)
         told = made.settings
         assert (told.penalty, told.penalty_rate, told.damping) == (penalty, None, None), family
 
 
-def test_questions_of_a_file_take_the_place_of_pass_keys(monkeypatch, tmp_path):
+def test_questions_from_a_file_replace_pass_keys(monkeypatch, tmp_path):
     file = tmp_path / "questions.jsonl"
     file.write_text(
         json.dumps({"context": TEXT[:50], "question": "What sat?", "answer": "the cat"}) + "\n"
@@ -145,7 +145,7 @@ def assert_refused(ran, said):
     assert said in line
 
 
-def test_mistakes_are_one_line_and_leave_nothing(text, tmp_path):
+def test_mistakes_are_one_line_and_leave_no_files(text, tmp_path):
     for args, said in [
         (["--target", 1], "target=1: must be from 2, layer 0's KV heads, to 4"),
         (["--family", "kuma"], "family='kuma': must be one of hard_kuma, hard_concrete, direct"),

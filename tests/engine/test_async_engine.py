@@ -1,4 +1,4 @@
-"""Tests requests that come, go and hang up while others decode."""
+"""Tests requests that arrive, stream and disconnect while others decode."""
 
 import asyncio
 import dataclasses
@@ -27,7 +27,7 @@ PROMPTS = random_prompts((9, 21, 3, 41, 16, 5), seed=5)
 
 @cache
 def with_words() -> Params:
-    """The tiny model, each of whose tokens is a word."""
+    """The tiny model with a word per token."""
     core = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({f"w{nth}": nth for nth in range(VOCAB)}, unk_token="w0")
     )
@@ -35,14 +35,14 @@ def with_words() -> Params:
     return dataclasses.replace(tiny_params(num_layers=2), tokenizer=Tokenizer(core))
 
 
-def an_engine(policy="dense", **options):
+def make_engine(policy="dense", **options):
     return jsparse.AsyncEngine(with_words(), policy, **small(**options))
 
 
 @pytest.fixture(scope="module")
 def engine():
-    """An engine that has compiled what greedy requests need."""
-    made = an_engine(steps_per_program=2)
+    """An engine whose programs for greedy requests are compiled."""
+    made = make_engine(steps_per_program=2)
     asyncio.run(last(made, PROMPTS[3], options(5)))
     yield made
     made.close()
@@ -58,7 +58,7 @@ async def last(engine, prompt, asked, name=None):
 
 
 def at_rest(engine):
-    """Waits until the thread has nothing to do, then counts what is held."""
+    """Waits until the thread is idle, then returns whether all memory and slots are free."""
     inner = engine.engine
     for _ in range(1000):
         if not engine._inbox and inner.idle and not inner._requests:
@@ -75,19 +75,19 @@ def at_rest(engine):
 
 @pytest.fixture
 def in_turn(engine, monkeypatch):
-    """Makes the engine's thread wait until coroutines have had what it reports."""
+    """Makes the engine's thread wait until coroutines have received its reports."""
     hand_over(engine, monkeypatch)
 
 
 @pytest.mark.usefixtures("in_turn")
-def test_what_is_new_adds_up(engine):
+def test_new_parts_add_up_to_the_whole_output(engine):
     asked = options(12, logprobs=2, n=2, temperature=1.0, seed=4)
 
     async def run():
         texts, ids, logprobs, tops = ["", ""], [[], []], [[], []], [[], []]
         updates = engine.follow("w3 w14", asked)
         first = await anext(updates)
-        assert not first.metrics.token_times  # it is told that it has been taken in
+        assert not first.metrics.token_times  # the request has been accepted
         async for state in updates:
             for nth, answer in enumerate(state.output(new=True).outputs):
                 texts[nth] += answer.text
@@ -102,7 +102,7 @@ def test_what_is_new_adds_up(engine):
     assert at_rest(engine)
 
 
-def test_prompts_are_shared_by_those_who_name_one_salt(engine):
+def test_requests_of_one_cache_salt_share_prompts(engine):
     async def cached(salt):
         (out,) = (await last(engine, PROMPTS[3], options(2, cache_salt=salt)),)
         return out.num_cached_tokens, out.outputs[0].token_ids
@@ -116,8 +116,8 @@ def test_prompts_are_shared_by_those_who_name_one_salt(engine):
         options(cache_salt=3)
 
 
-def test_requests_without_a_seed_draw_anew(engine, monkeypatch):
-    """From one to the next, past the last stream of a seed, and after a restart."""
+def test_requests_without_a_seed_draw_different_tokens(engine, monkeypatch):
+    """From request to request, past the last stream of a seed, and after a restart."""
     asked = options(8, temperature=1.5)
     monkeypatch.setattr(async_engine, "STREAMS", 2)
     drawn = [asyncio.run(last(engine, PROMPTS[0], asked)).outputs[0].token_ids for _ in range(6)]
@@ -130,14 +130,14 @@ def test_requests_without_a_seed_draw_anew(engine, monkeypatch):
     assert drawn[0] != drawn[1]
 
 
-def test_more_answers_than_could_ever_wait_are_refused():
-    engine = an_engine(max_waiting=1)
+def test_more_sequences_than_the_queue_can_hold_are_refused():
+    engine = make_engine(max_waiting=1)
     with pytest.raises(ValueError, match="n=6: must be at most 5, max_waiting plus the slots"):
         asyncio.run(last(engine, PROMPTS[0], options(2, n=6, temperature=1.0)))
     engine.close()
 
 
-def test_stop_strings_end_answers(engine):
+def test_stop_strings_end_sequences(engine):
     ids = asyncio.run(last(engine, PROMPTS[0], options(10))).outputs[0].token_ids
     stop = f"w{ids[3]}"
     first = [f"w{token}".startswith(stop) for token in ids].index(True)
@@ -149,7 +149,7 @@ def test_stop_strings_end_answers(engine):
     assert asyncio.run(last(engine, PROMPTS[0], kept)).outputs[0].text.endswith(stop)
 
 
-def test_abort_ends_the_generator_with_what_there_is(engine):
+def test_abort_ends_the_generator_with_the_partial_output(engine):
     async def run():
         outs = []
         async for out in engine.generate(PROMPTS[1], options(60), "mine"):
@@ -182,8 +182,8 @@ def test_bad_requests_fail_alone(engine):
     assert at_rest(engine)
 
 
-def test_an_error_of_the_device_reaches_everyone(monkeypatch):
-    engine = an_engine()
+def test_device_error_reaches_all_requests(monkeypatch):
+    engine = make_engine()
 
     def fail(*_, **__):
         raise jax.errors.JaxRuntimeError("INTERNAL: injected")
@@ -204,11 +204,11 @@ def test_an_error_of_the_device_reaches_everyone(monkeypatch):
     assert not engine._thread.is_alive()
 
 
-def test_closing_ends_who_is_still_waiting(monkeypatch):
+def test_close_ends_waiting_requests(monkeypatch):
     async def run():
-        async with an_engine() as engine:
+        async with make_engine() as engine:
             step = engine.engine.step
-            # 70 steps take longer than a busy machine needs to close
+            # 70 steps take longer than closing does on a busy machine
             monkeypatch.setattr(engine.engine, "step", lambda: time.sleep(0.1) or step())
             task = asyncio.create_task(last(engine, PROMPTS[1], options(70)))
             await asyncio.sleep(0.01)
@@ -220,7 +220,7 @@ def test_closing_ends_who_is_still_waiting(monkeypatch):
 
 
 def kinds():
-    """Forty requests of all kinds, some of which begin alike."""
+    """Forty requests of all kinds, some of them with a common prefix."""
     rng = np.random.default_rng(3)
     beginnings = random_prompts((32, 16), seed=7)
     made = []
@@ -245,14 +245,14 @@ def result(out):
 
 @pytest.fixture(scope="module")
 def experienced():
-    """An engine that has had requests of all kinds, these requests, and what each got alone."""
-    engine, asked = an_engine(max_waiting=2000, steps_per_program=2), kinds()
+    """An engine that has served these requests, the requests, and the result of each one alone."""
+    engine, asked = make_engine(max_waiting=2000, steps_per_program=2), kinds()
 
     async def alone():
         return [result(await last(engine, *one)) for one in asked]
 
     expected = asyncio.run(alone())
-    while engine.engine.programs.compiling:  # some are made in the background
+    while engine.engine.programs.compiling:  # some are compiled in the background
         time.sleep(0.01)
     yield engine, asked, expected
     engine.close()
@@ -261,7 +261,7 @@ def experienced():
 def test_many_requests(experienced):
     """200 requests of random lengths and options, a fifth aborted at random, a twentieth bad.
 
-    Each other one ends with what it has alone; afterwards nothing is left of any.
+    Each other request gets the result that it gets alone, and no state is left.
     """
     engine, asked, expected = experienced
     before = traces(), engine.engine.programs.compiled
@@ -308,8 +308,8 @@ def test_many_requests(experienced):
     assert (traces(), engine.engine.programs.compiled) == before
 
 
-def test_what_nobody_foresaw_reaches_everyone(monkeypatch):
-    engine = an_engine()
+def test_unexpected_error_reaches_all_requests(monkeypatch):
+    engine = make_engine()
 
     def fail(*_, **__):
         raise OSError("disk full")
@@ -328,8 +328,8 @@ def test_what_nobody_foresaw_reaches_everyone(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_dies_takes_nobody_along(monkeypatch):
-    engine = an_engine()
+def test_dead_engine_thread_fails_requests(monkeypatch):
+    engine = make_engine()
     monkeypatch.setattr(engine, "_spread", lambda updates: 1 / 0)
     with pytest.raises(jsparse.EngineError, match="thread has failed: ZeroDivisionError"):
         asyncio.run(last(engine, PROMPTS[1], options(70)))
@@ -338,9 +338,7 @@ def test_a_thread_that_dies_takes_nobody_along(monkeypatch):
         asyncio.run(last(engine, PROMPTS[1], options(70)))
 
 
-def test_a_request_waits_for_programs_that_are_being_compiled_and_others_do_not(
-    engine, monkeypatch
-):
+def test_requests_wait_only_for_their_own_programs_to_compile(engine, monkeypatch):
     compiling = threading.Event()
     compiling.set()
     monkeypatch.setattr(
@@ -361,7 +359,7 @@ def test_a_request_waits_for_programs_that_are_being_compiled_and_others_do_not(
     assert at_rest(engine)
 
 
-def test_an_abort_that_comes_before_the_prompt_is_ids_counts(engine, monkeypatch):
+def test_abort_before_tokenisation_takes_effect(engine, monkeypatch):
     held, encode = threading.Event(), prompts.encode
 
     def slow(*given):

@@ -1,4 +1,4 @@
-"""Tests who owns which memory."""
+"""Tests the ownership of page groups and cached blocks."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from jsparse.engine.blocks import BlockPool, block_keys
 pytestmark = pytest.mark.pure
 
 
-def test_groups_are_handed_out_once_and_come_back():
+def test_groups_are_allocated_once_and_freed():
     pool = BlockPool(6)
     taken = pool.allocate(3)
     assert {*taken, *pool.allocate(2)} == {0, 1, 2, 3, 4}  # 5 is the scratch group
@@ -18,14 +18,14 @@ def test_groups_are_handed_out_once_and_come_back():
     assert sorted(pool.allocate(3)) == sorted(taken)
 
 
-def test_more_than_there_is_is_an_error():
+def test_allocating_more_than_is_free_is_an_error():
     pool = BlockPool(6)
     with pytest.raises(ValueError, match=r"count=6: must be at most 5, the available groups"):
         pool.allocate(6)
     assert pool.available == 5
 
 
-def test_a_block_is_kept_until_memory_is_needed_the_end_of_a_chain_first():
+def test_blocks_are_evicted_on_demand_from_the_end_of_a_chain():
     pool = BlockPool(7)
     keys = [b"a", b"b", b"c"]
     groups = [pool.allocate(2) for _ in keys]
@@ -39,7 +39,7 @@ def test_a_block_is_kept_until_memory_is_needed_the_end_of_a_chain_first():
     assert pool.num_cached(keys) == 1
 
 
-def test_what_is_held_is_not_given_up():
+def test_blocks_in_use_are_not_evicted():
     pool = BlockPool(5)
     block = pool.share(b"a", pool.allocate(2))
     (again,) = pool.acquire([b"a"])
@@ -50,14 +50,14 @@ def test_what_is_held_is_not_given_up():
     assert pool.available == 4
 
 
-def test_two_blocks_of_one_key_are_an_error():
+def test_two_blocks_with_one_key_are_an_error():
     pool = BlockPool(5)
     pool.share(b"a", pool.allocate(2))
     with pytest.raises(ValueError, match=r"key=b'a': must not be the key of a block in the pool"):
         pool.share(b"a", pool.allocate(2))
 
 
-def test_a_key_depends_on_everything_before_and_on_the_root():
+def test_key_depends_on_the_whole_prefix_and_on_the_root():
     ids = np.arange(24, dtype=np.int32)
     keys = block_keys(ids, 8, "root")
     assert len(keys) == len(set(keys)) == 3

@@ -1,4 +1,4 @@
-"""Tests what requests get of an engine, whatever joins, leaves, is aborted or fails beside them."""
+"""Tests that a request's result does not depend on the requests that run beside it."""
 
 import dataclasses
 import itertools
@@ -21,7 +21,7 @@ from tests.support.tiny import random_prompts, tiny_params, with_nan
 PROMPTS = random_prompts((9, 21, 3, 41, 16, 5), seed=5)
 OFFLOADED = "offloaded(quest(budget=16))"
 HANDS_ON = "lychee_decode(((1, 1), (0, 0)), value=3, granularity='token', correct_every=5)"
-# chunks begin at the ends of blocks, so that what is taken over has the same bits
+# chunks start at block boundaries, so that cached blocks have the same bits
 LADDER = ((0, 16),)
 OF_LLM = {
     "steps_per_program": 2,
@@ -33,19 +33,19 @@ OF_LLM = {
 
 @pytest.fixture(scope="module")
 def llm():
-    """An engine of a policy that hands sets on, serves rows apart and takes several steps."""
+    """An engine whose policy hands sets on, maintains rows separately and takes several steps."""
     return tiny_llm(HANDS_ON, **OF_LLM)
 
 
 @pytest.fixture(scope="module")
 def crowd(llm):
-    """What requests of all kinds get together; nothing that follows compiles anything."""
+    """Results of mixed requests in one batch; later requests compile nothing."""
     return llm.generate(PROMPTS, [mixed(nth) for nth in range(6)])
 
 
 @pytest.fixture(scope="module")
 def dense():
-    """An engine of dense attention that has compiled what greedy requests need."""
+    """A dense-attention engine whose programs for greedy requests are compiled."""
     made = tiny_llm(steps_per_program=2, ladder=LADDER)
     made.generate(PROMPTS, greedy(9))
     return made
@@ -66,7 +66,7 @@ def mixed(nth, **options):
     )
 
 
-def test_programs_of_several_steps_give_what_generate_gives(llm, crowd):
+def test_programs_of_several_steps_match_generate(llm, crowd):
     together = jsparse.generate(
         llm.engine.params,
         PROMPTS,
@@ -85,7 +85,7 @@ def test_programs_of_several_steps_give_what_generate_gives(llm, crowd):
     assert_at_rest(llm)
 
 
-def test_a_request_among_others_of_other_kinds_gives_what_it_gives_alone(llm, crowd):
+def test_request_in_a_mixed_batch_matches_the_request_alone(llm, crowd):
     for nth, (prompt, out) in enumerate(zip(PROMPTS, crowd, strict=True)):
         own = mixed(nth)
         (alone,) = llm.generate([prompt], [own])
@@ -93,7 +93,7 @@ def test_a_request_among_others_of_other_kinds_gives_what_it_gives_alone(llm, cr
         assert alone.outputs[0].top_logprobs == out.outputs[0].top_logprobs
 
 
-def test_likeliest_tokens_are_those_of_the_model(dense):
+def test_top_logprobs_are_those_of_the_model(dense):
     (out,) = dense.generate([PROMPTS[0]], greedy(5, logprobs=20))
     (seq,) = out.outputs
     text = [*PROMPTS[0], *seq.token_ids]
@@ -107,7 +107,7 @@ def test_likeliest_tokens_are_those_of_the_model(dense):
         assert seq.token_logprobs[nth] == top[seq.token_ids[nth]]
 
 
-def test_shares_of_each_layer_have_the_mean_that_is_reported(llm):
+def test_layer_shares_average_to_the_reported_share(llm):
     (out,) = llm.generate([PROMPTS[1]], greedy(9))
     (seq,) = out.outputs
     assert seq.layer_stats.shape == (8, 2, 2)
@@ -119,7 +119,7 @@ def test_shares_of_each_layer_have_the_mean_that_is_reported(llm):
     assert (seq.layer_stats[:, 0, 1] < 1).all()
 
 
-def test_rows_may_set_what_the_engine_lets_them(llm, dense):
+def test_requests_set_the_hyper_parameters_that_the_engine_allows(llm, dense):
     (sparse, full) = llm.generate([PROMPTS[3]] * 2, [greedy(8), greedy(8, policy={"dense": True})])
     (exact,) = dense.generate([PROMPTS[3]], greedy(8))
     assert full.outputs[0].token_ids == exact.outputs[0].token_ids
@@ -129,13 +129,13 @@ def test_rows_may_set_what_the_engine_lets_them(llm, dense):
     assert policy_of(llm.engine.policy, {"p": 0.5}) == f"{sparse.policy} with p=0.5"
 
 
-def test_answers_of_one_prompt_differ_and_each_is_as_it_would_be_with_others(dense):
+def test_sequences_of_one_prompt_differ_and_match_separate_requests(dense):
     options = SamplingParams(temperature=1.0, n=3, seed=4, max_tokens=8, logprobs=0)
     (out,) = dense.generate([PROMPTS[3]], options)
     texts = [tuple(seq.token_ids) for seq in out.outputs]
     assert [seq.index for seq in out.outputs] == [0, 1, 2]
     assert len(set(texts)) == 3
-    # two of three read the first 32 tokens of the prompt nowhere
+    # two of three sequences do not prefill the first 32 tokens
     assert out.num_cached_tokens == 32
     again, *_ = dense.generate([PROMPTS[3], *PROMPTS], [options, *[greedy(3)] * 6])
     assert bits(again) == bits(out)
@@ -144,7 +144,7 @@ def test_answers_of_one_prompt_differ_and_each_is_as_it_would_be_with_others(den
     assert tuple(first.outputs[0].token_ids) == texts[0]
 
 
-def test_end_tokens_and_lengths_end_answers(dense):
+def test_end_tokens_and_lengths_end_sequences(dense):
     (out,) = dense.generate([PROMPTS[0]], greedy(12))
     ids = out.outputs[0].token_ids
     assert (out.outputs[0].finish_reason, len(ids)) == ("length", 12)
@@ -159,9 +159,9 @@ def test_end_tokens_and_lengths_end_answers(dense):
 
 
 def test_abort_in_every_phase(dense, monkeypatch):
-    """Whoever is aborted frees what it held; the others go on as if it had never been."""
+    """An aborted request frees its memory, and the others continue unchanged."""
     (alone,) = dense.generate([PROMPTS[1]], greedy(12))
-    # no program has ended when one looks, or there might never be one in flight
+    # results are never ready at a poll, so that programs stay in flight
     monkeypatch.setattr(PendingResults, "ready", property(lambda pending: False))
     for phase in ("waiting", "prefill", "decoding", "in flight", "ended"):
         updates = _aborted_while(dense, phase)
@@ -172,10 +172,10 @@ def test_abort_in_every_phase(dense, monkeypatch):
 
 
 def _aborted_while(dense, phase):
-    """Runs the request "other" to its end, and aborts "gone" beside it."""
+    """Runs the request "other" to completion and aborts "gone" beside it."""
     engine, scheduler = dense.engine, dense.engine.scheduler
     engine.add(asked(dense, PROMPTS[1], greedy(12)), request_id="other")
-    (unread,) = random_prompts([41], seed=sum(phase.encode()))  # that no other phase has read
+    (unread,) = random_prompts([41], seed=sum(phase.encode()))  # not cached by another phase
     engine.add(asked(dense, unread, greedy(20)), request_id="gone")
     number = max(engine._live)
     held = engine._live[number][1]
@@ -196,8 +196,8 @@ def _aborted_while(dense, phase):
     return updates + until(dense, lambda: engine.idle)
 
 
-def test_answers_grow_into_memory_that_does_not_suffice_for_all(dense, monkeypatch):
-    """More run than could if each had the memory of all its tokens; some wait for others' ends."""
+def test_sequences_grow_into_memory_too_small_for_all(dense, monkeypatch):
+    """More requests run than if each reserved all its memory; some wait for others to finish."""
     monkeypatch.setattr(sizing, "GROWTH_TOKENS", 8)
     llm = tiny_llm(steps_per_program=2, ladder=LADDER, kv_cache_tokens=128)
     prompts = [PROMPTS[nth] for nth in (0, 2, 4, 5)]
@@ -209,7 +209,7 @@ def test_answers_grow_into_memory_that_does_not_suffice_for_all(dense, monkeypat
     assert_at_rest(llm)
 
 
-def test_a_prompt_that_is_not_text_after_all_leaves_nothing_behind(dense):
+def test_prompt_that_cannot_be_tokenised_leaves_no_state(dense):
     with pytest.raises(ValueError, match=r"prompt\[1\] has token id 300"):
         dense.generate([PROMPTS[0], [300]], greedy(3))
     with pytest.raises(ValueError, match="must be at most max_model_len=96"):
@@ -217,7 +217,7 @@ def test_a_prompt_that_is_not_text_after_all_leaves_nothing_behind(dense):
     assert_at_rest(dense)
 
 
-def test_calls_from_several_threads_take_turns(dense):
+def test_calls_from_several_threads_run_in_turn(dense):
     expected = [bits(out) for out in dense.generate(PROMPTS[:2], greedy(9))]
     with ThreadPoolExecutor(3) as threads:
         outs = threads.map(lambda _: dense.generate(PROMPTS[:2], greedy(9)), range(3))
@@ -235,8 +235,8 @@ def test_on_output_must_not_call_the_same_llm(dense):
     assert_at_rest(dense)
 
 
-def test_outputs_come_as_they_finish(dense):
-    """In whatever order prompts were read: their lengths and what is cached decide on that."""
+def test_outputs_are_yielded_as_they_finish(dense):
+    """In any order of prefill, which depends on lengths and on the prefix cache."""
     order = []
     outs = dense.generate(
         PROMPTS[:3], [greedy(48), greedy(2), greedy(20)], on_output=lambda out: order.append(out)
@@ -253,8 +253,8 @@ def test_outputs_come_as_they_finish(dense):
     assert metrics.time_to_first_token == times[0] - metrics.arrived
 
 
-def test_nan_logits_end_their_request_alone(caplog):
-    """Neither those beside it nor those that get its pages notice."""
+def test_nan_logits_end_only_their_request(caplog):
+    """Neither concurrent requests nor later owners of its pages are affected."""
     llm = tiny_llm(
         params=with_nan(tiny_params(num_layers=2), 7),
         steps_per_program=2,
@@ -274,7 +274,7 @@ def test_nan_logits_end_their_request_alone(caplog):
     assert_at_rest(llm)
 
 
-def test_no_request_gets_blocks_of_a_prompt_with_nan():
+def test_prompt_with_nan_leaves_no_cached_blocks():
     """Wherever the NaN is: the cache holds zeros in its place."""
     llm = tiny_llm(params=with_nan(tiny_params(num_layers=2), 7), ladder=LADDER)
     for place in (0, 20, 37):
@@ -290,7 +290,7 @@ def test_no_request_gets_blocks_of_a_prompt_with_nan():
     assert out.outputs[0].finish_reason == "length"
 
 
-def test_an_error_of_the_device_fails_all_requests_and_the_engine(monkeypatch):
+def test_device_error_fails_all_requests_and_the_engine(monkeypatch):
     llm = tiny_llm()
     llm.generate([PROMPTS[0]], greedy(3))
     engine = llm.engine
@@ -314,8 +314,8 @@ def test_an_error_of_the_device_fails_all_requests_and_the_engine(monkeypatch):
     assert not engine._requests
 
 
-def test_answers_arrive_while_a_long_prompt_is_read():
-    """And the host does not run ahead of the device by a whole prompt."""
+def test_rows_decode_during_a_long_prefill():
+    """The host also stays less than a whole prompt ahead of the device."""
     llm = tiny_llm(ladder=((0, 8),), steps_per_program=3)
     llm.generate([PROMPTS[0]], greedy(4))
     engine = llm.engine
@@ -331,7 +331,7 @@ def test_answers_arrive_while_a_long_prompt_is_read():
     assert_at_rest(llm)
 
 
-def test_names_that_are_made_up_are_not_those_that_were_given(dense):
+def test_generated_request_ids_never_equal_given_ones(dense):
     dense.engine._names = itertools.count()
     for name in ("0", "2"):
         dense.engine.add(asked(dense, PROMPTS[0], greedy(3)), request_id=name)
@@ -342,7 +342,7 @@ def test_names_that_are_made_up_are_not_those_that_were_given(dense):
 
 def test_ctrl_c_waits_for_the_end_of_a_step(dense, monkeypatch):
     step = dense.engine.step
-    # a process in the background may ignore it
+    # a background process may ignore it
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted():
@@ -362,7 +362,7 @@ def test_ctrl_c_waits_for_the_end_of_a_step(dense, monkeypatch):
     assert_at_rest(dense)
 
 
-def test_too_many_waiting_are_refused_and_the_rest_goes_on(dense, monkeypatch):
+def test_requests_past_the_queue_limit_are_refused_and_the_rest_continue(dense, monkeypatch):
     engine, options = dense.engine, greedy(3)
     few = dataclasses.replace(engine._options, max_waiting=2)
     monkeypatch.setattr(engine, "_options", few)
@@ -375,12 +375,12 @@ def test_too_many_waiting_are_refused_and_the_rest_goes_on(dense, monkeypatch):
     assert_at_rest(dense)
 
 
-def test_the_least_of_each_size_is_in_range():
+def test_smallest_sizes_are_in_range():
     least = {"max_num_seqs": 1, "max_model_len": 1, "max_waiting": 0, "kv_cache_tokens": 1}
     assert dataclasses.asdict(EngineOptions(**least)).items() >= least.items()
 
 
-def test_options_out_of_range():
+def test_options_out_of_range_are_refused():
     for options, message in (
         ({"prepare": "top"}, "prepare='top': must be True or False"),
         ({"cascade_attention": 1}, "cascade_attention=1: must be"),
@@ -399,7 +399,7 @@ def test_options_out_of_range():
         ({"ladder": ((8, 16),)}, r"positions must start at 0 and ascend"),
         ({"per_request": ["p"]}, r"per_request=\('p',\): must be among \['dense'\]"),
         ({"kv_cache_tokens": 2**50}, "must fit in the .* that gpu_memory_utilization=0.9 leaves"),
-        # where K and V lie in host memory
+        # with K and V in host memory
         ({"policy": OFFLOADED, "swap_space": 1.0}, "swap_space=1.0: must be 0 if K and V are"),
         (
             {"policy": OFFLOADED, "cascade_attention": True, "batch_invariant": False},
@@ -410,7 +410,7 @@ def test_options_out_of_range():
             {"policy": OFFLOADED, "exact": True, "batch_invariant": False},
             "but keeps K and V in host memory",
         ),
-        # where rows draft for dense attention
+        # with rows that draft for dense attention
         ({"exact": True}, "exact=True: must be False if batch_invariant"),
         (
             {"exact": True, "batch_invariant": False, "cascade_attention": True},
@@ -422,7 +422,7 @@ def test_options_out_of_range():
             tiny_llm(**{"policy": "quest(budget=16)"} | options)
 
 
-def test_requests_that_ask_for_what_the_engine_does_not_give(dense):
+def test_requests_for_disabled_features_are_refused(dense):
     with pytest.raises(ValueError, match=r"policy=\{'dense': …\}: must be among per_request="):
         dense.generate([PROMPTS[0]], greedy(3, policy={"dense": True}))
     dense.engine.add(asked(dense, PROMPTS[0], greedy(3)), request_id="a")

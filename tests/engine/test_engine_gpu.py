@@ -1,4 +1,4 @@
-"""On a GPU, too, what a request gets does not depend on what runs beside it."""
+"""Tests that a request's result on a GPU does not depend on the requests beside it."""
 
 from dataclasses import replace
 from functools import cache
@@ -19,7 +19,7 @@ LENGTHS = (700, 33, 1500, 512, 90, 1024, 1300, 260, 5, 801)
 
 @cache
 def model() -> Params:
-    """SmolLM2's shape with a few layers, random weights in bfloat16."""
+    """SmolLM2's shape with a few layers and random weights in bfloat16."""
     config = replace(SMOLLM2, num_layers=4)
     return Params(random_weights(config, jnp.bfloat16), config, None, {}, "random")
 
@@ -34,8 +34,8 @@ def model() -> Params:
         "lychee_cluster(budget=256)",
     ],
 )
-def test_a_request_gets_in_a_crowd_what_it_gets_alone(policy):
-    """Bit for bit: greedy rows beside sampled ones, and prompts that others have read."""
+def test_request_in_a_batch_matches_the_request_alone(policy):
+    """Bit for bit: greedy rows beside sampled ones, and prompts with cached prefixes."""
     llm = jsparse.LLM(
         *(model(), policy),
         max_num_seqs=4,
@@ -60,8 +60,8 @@ def test_a_request_gets_in_a_crowd_what_it_gets_alone(policy):
 
 
 @pytest.mark.parametrize("policy", ["dense", "quest(budget=256)", "snapkv(budget=256)"])
-def test_a_swapped_answer_goes_on_with_its_bits(policy):
-    """K and V, and whatever a row has, from host memory; beside an engine with room for all."""
+def test_swapped_sequence_continues_with_the_same_bits(policy):
+    """K, V and all row state return from host memory, as in an engine with room for all."""
     options = {"max_num_seqs": 4, "max_model_len": 2048, "batch_invariant": True, "prepare": False}
     greedy = jsparse.SamplingParams(temperature=0, max_tokens=700, logprobs=0, ignore_eos=True)
     prompts = random_prompts((700, 33, 512, 640), seed=5)
@@ -74,7 +74,7 @@ def test_a_swapped_answer_goes_on_with_its_bits(policy):
 
 @pytest.mark.parametrize("policy", ["offloaded(quest(budget=256))", "offloaded(lfps(budget=0.1))"])
 def test_k_and_v_in_host_memory_are_those_of_the_row(policy):
-    """Alone and beside others, also after a prefix that others have read."""
+    """Alone and in a batch, also after a cached prefix."""
     options = {"max_num_seqs": 4, "max_model_len": 2048, "batch_invariant": True, "prepare": False}
     llm = jsparse.LLM(model(), policy, **options)
     beginning, *others = random_prompts((1024, 700, 33, 260, 512), seed=7)

@@ -1,4 +1,4 @@
-"""Tests which programs an engine compiles and runs, and what it learns of their times."""
+"""Tests which programs an engine compiles and runs, and how it measures their times."""
 
 import itertools
 import logging
@@ -22,8 +22,8 @@ PROMPTS = random_prompts((9, 21, 3, 41, 16, 5), seed=5)
 HANDS_ON = "lychee_decode(((1, 1), (0, 0)), value=3, granularity='token', correct_every=5)"
 
 
-def test_the_first_request_has_all_its_programs_compiled_side_by_side():
-    """What its first plan asks for is what it runs to its end: two chunks, and steps of one row."""
+def test_first_request_has_its_programs_compiled_in_parallel():
+    """Its first plan requests all programs that it runs: two chunks, and steps of one row."""
     llm = tiny_llm(decode_rows=[1, 4], max_stall_ms=None)
     llm.engine.add(asked(llm, PROMPTS[3][:20], greedy(6)))
     llm.engine.step()
@@ -36,21 +36,21 @@ def test_the_first_request_has_all_its_programs_compiled_side_by_side():
     assert set(llm.engine.programs._made) == made
 
 
-def test_the_engine_learns_how_long_its_programs_take():
+def test_engine_measures_the_times_of_its_programs():
     clock = itertools.count()
     llm = tiny_llm()
     llm.engine._clock = lambda: float(next(clock))
     latency = llm.engine._latency
     assert (latency.prefill(1, 16, 0), latency.step(4)) == (None, None)
     llm.generate(PROMPTS[:2], greedy(9))
-    # by a clock that ticks at every look
+    # with a clock that advances at every read
     assert latency.prefill(1, 16, 0) >= 1000
     assert latency.step(4) >= 1000
 
 
 @pytest.mark.parametrize(("maximum", "ahead"), [(None, 2), (120, 1), (119, 0)])
-def test_the_host_waits_for_long_programs_before_it_plans_the_next(maximum, ahead, monkeypatch):
-    """Who comes in the meantime waits for what is in flight."""
+def test_host_waits_for_long_programs_before_it_plans_the_next(maximum, ahead, monkeypatch):
+    """A new request waits for the in-flight programs."""
     llm = tiny_llm(max_stall_ms=maximum)
     monkeypatch.setattr(llm.engine._latency, "expected", lambda work: 60.0)
     llm.engine.add(asked(llm, PROMPTS[0], greedy(30)))
@@ -62,9 +62,9 @@ def test_the_host_waits_for_long_programs_before_it_plans_the_next(maximum, ahea
 
 
 def test_all_programs_can_be_compiled_ahead():
-    """What follows compiles nothing, whatever it brings."""
+    """Later requests of all kinds compile nothing."""
     llm = tiny_llm(prepare=True, steps_per_program=2, ladder=((0, 32),))
-    llm.engine.prepare(["sampled"])  # which waits for the rest
+    llm.engine.prepare(["sampled"])  # also waits for the other programs
     before = llm.engine.programs.compiled
     assert before <= 21
     llm.generate(PROMPTS, greedy(5))
@@ -72,8 +72,10 @@ def test_all_programs_can_be_compiled_ahead():
     assert llm.engine.programs.seconds == 0
 
 
-def test_a_cpu_answers_before_all_programs_are_compiled(monkeypatch):
-    """What any request needs is compiled first, and a request that needs more stalls nobody."""
+def test_cpu_serves_before_all_programs_are_compiled(monkeypatch):
+    """The programs that all requests need are compiled first, and a request for others stalls no
+    row.
+    """
     programs = tiny_llm(decode_rows=[1, 4]).engine.programs
     waited = []
 
@@ -101,7 +103,7 @@ def test_a_cpu_answers_before_all_programs_are_compiled(monkeypatch):
     assert not programs.coming("sampled")
 
 
-def test_a_program_that_failed_earlier_fails_who_waits_for_it():
+def test_program_that_failed_to_compile_fails_later_requests_for_it():
     programs, key = tiny_llm().engine.programs, ProgramKey.of("join", 1, choice="sampled")
     programs._made[key] = Future()
     programs._made[key].set_exception(RuntimeError("no room"))
@@ -111,8 +113,8 @@ def test_a_program_that_failed_earlier_fails_who_waits_for_it():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["dense", HANDS_ON])
-def test_programs_run_for_nobody_change_nothing(policy):
-    """While requests are being read and decode; as a GPU does with each once."""
+def test_warm_up_changes_no_row(policy):
+    """Programs run once with empty inputs during prefill and decoding, as on a GPU."""
     options = {"steps_per_program": 2, "cascade_attention": True, "kv_cache_tokens": 384}
     llm = tiny_llm(policy, ladder=((0, 16),), **options)
     engine, outs = llm.engine, []
@@ -132,13 +134,13 @@ def test_programs_run_for_nobody_change_nothing(policy):
     assert outs[0] == outs[1]
 
 
-def test_a_prompt_begins_with_a_state_that_has_seen_nothing():
-    """Whatever its slot's last one left there, and a chunk that follows finds what was before."""
+def test_prefill_starts_from_the_initial_state():
+    """Whatever state the slot held before; a later chunk finds the state of the chunk before it."""
     engine = tiny_llm("lfps(budget=0.5)", params=tiny_params(num_layers=1)).engine
     policy, spec, slots = engine.policy, engine.spec, engine._runner._slots
     used = jax.tree.map(lambda x: x + x.dtype.type(7), slots.rows.state)
     slots = slots._replace(rows=slots.rows._replace(state=used))
-    rows = jnp.array([2, 0, 4])  # the last is behind the last slot
+    rows = jnp.array([2, 0, 4])  # the last index is past the end
     none = PrefillRows(
         rows, rows, rows == 2, 0 * rows, 0 * rows, jnp.zeros((3, spec.num_pages), jnp.int32)
     )
@@ -153,8 +155,8 @@ def test_a_prompt_begins_with_a_state_that_has_seen_nothing():
         np.testing.assert_array_equal(jnp.take(own, 1, axis), jnp.take(old, 0, axis))
 
 
-def test_only_what_ended_before_ones_eyes_is_timed(monkeypatch):
-    """Of two programs that have ended since one looked last, nobody knows when the first did."""
+def test_programs_are_timed_only_if_their_end_was_observed(monkeypatch):
+    """If two programs finished since the last poll, the first one's finish time is unknown."""
 
     class Packed:
         def __init__(self, there):

@@ -1,4 +1,4 @@
-"""Tests that an engine's rows draft under a policy and get dense attention's own text."""
+"""Tests that an engine's rows draft under a policy and decode dense attention's text."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +27,7 @@ DRAWN = {
     "logit_bias": {7: 3.0},
     "min_tokens": 4,
 }
-# greedy and drawn ones beside one another, of different lengths
+# greedy and sampled requests in one batch, of different lengths
 OPTIONS = [
     greedy(tokens, ignore_eos=True, **({"seed": tokens} | DRAWN if tokens % 2 else {}))
     for tokens in (10, 5, 14, 9, 6, 11, 7, 8)
@@ -50,7 +50,7 @@ def expected():
 
 
 @pytest.mark.parametrize("expression", slow_except([QUEST, CLUSTERS, VERIFIED], QUEST))
-def test_answers_are_dense_attentions(expression):
+def test_text_is_dense_attentions(expression):
     llm = engine(expression)
     for out, its in zip(llm.generate(ASKED, OPTIONS), expected(), strict=True):
         (made,), (dense,) = out.outputs, its.outputs
@@ -72,8 +72,8 @@ def test_drafts_are_counted():
     assert counters.row_steps <= 3 * counters.decode_steps
 
 
-def test_the_number_is_chosen_where_none_is_given(monkeypatch):
-    """At first it is two, of the three that a program has room for."""
+def test_draft_length_is_chosen_by_default(monkeypatch):
+    """The first number is two, where programs have room for three."""
     monkeypatch.setattr(draft_length, "MOST_CPU", 3)
     seen = []
     monkeypatch.setattr(
@@ -88,8 +88,8 @@ def test_the_number_is_chosen_where_none_is_given(monkeypatch):
         assert all(0 <= kept <= made for made, kept in zip(drafted, accepted, strict=True))
 
 
-def test_answers_end_within_a_round():
-    """By an end token, and aborted; what was on its way to them is lost."""
+def test_sequences_end_within_a_round():
+    """By an end token, or by an abort; tokens in flight are dropped."""
     llm, dense = engine(QUEST), expected()[2].outputs[0].token_ids
     options = [greedy(14, stop_token_ids=(dense[at],)) for at in (5, 6, 7)]
     outs = llm.generate([ASKED[2]] * 3, options)
@@ -111,19 +111,19 @@ def test_answers_end_within_a_round():
         (QUEST, True, 48),
         pytest.param("dense", False, 48, marks=pytest.mark.slow),
         pytest.param(QUEST, False, 32, marks=pytest.mark.slow),
-        # whose state is built again from K and V
+        # its state is rebuilt from K and V
         pytest.param(CLUSTERS, True, 48, marks=pytest.mark.slow),
-        # which looks at the last queries anew; the rest of the prompt has as many
+        # its window of last queries is computed again; the rest of the prompt is that long
         pytest.param(VERIFIED, True, 32, marks=pytest.mark.slow),
     ],
 )
-def test_answers_stay_in_the_prefix_cache(policy, exact, cached):
-    """Those whose K and V are dense attention's: a further turn reads only what is new."""
+def test_generated_blocks_stay_in_the_prefix_cache(policy, exact, cached):
+    """Blocks with K and V of dense attention: a further turn prefills only its new tokens."""
     llm, (prompt,) = engine(policy, exact), random_prompts([39], seed=21)
     drawn = {"ignore_eos": True, "seed": 1, "temperature": 1.0}
     (first,) = engine("dense", exact=False).generate([prompt], greedy(20, **drawn))
     end = first.outputs[0].token_ids[12]
-    # an end token: the device goes on until the host knows
+    # an end token: the device continues until the host sees it
     asked = greedy(20, stop_token_ids=(end,), **drawn)
     (turn,) = llm.generate([prompt], asked)
     text = [*prompt, *turn.outputs[0].token_ids, 5, 6, 7]
@@ -135,8 +135,8 @@ def test_answers_stay_in_the_prefix_cache(policy, exact, cached):
         assert further.outputs[0].token_ids == fresh.outputs[0].token_ids
 
 
-def test_programs_that_are_prepared_are_those_that_are_looked_for():
-    """The fewest rows and all, each with as many drafts as they have."""
+def test_prepared_programs_are_those_requested_later():
+    """The fewest rows and all rows, each with its number of drafts."""
     sizes = tiny_llm(QUEST, **CAN).engine.sizes._replace(rows=(1, 2, 3), drafts=(6, 5, 4))
     keys = engine_keys(sizes.of_rows(0, -1), parse(QUEST), ["sampled"])
     made = [key for key in keys if key.name == "draft_and_verify"]
@@ -148,12 +148,12 @@ def test_requests_are_exact_where_the_engine_is():
     for exact in (False, True):
         with pytest.raises(ValueError, match=rf"exact={not exact}: .* started with exact={exact}"):
             engine(QUEST, exact=exact).generate([PROMPTS[0]], greedy(3, exact=not exact))
-    # which is dense attention anyway
+    # dense attention already is exact
     engine("dense", exact=False).generate([PROMPTS[0]], greedy(3, exact=True))
 
 
 def test_rounds_are_packed():
-    """One row drafted two tokens, of which one agreed; the other drafted none."""
+    """One row drafted two tokens and kept one; the other drafted none."""
     shares = StepStats(jnp.array([[[0.2, 0.0]], [[0.4, 0.0]]]), jnp.array([[[0.5, 0.0]]] * 2))
     made = VerificationRound(
         tokens=jnp.array([[7, 5], [8, 0], [9, 0]], jnp.int32),
@@ -168,7 +168,7 @@ def test_rounds_are_packed():
     first, second = (unpack(packed[:, row], 1, layer_stats=True) for row in range(2))
     assert (first.ids, first.logprobs, first.drafted) == ([7, 8], [-1.0, -2.0], 2)
     np.testing.assert_allclose(first.shares, [[0.3, 0.5]] * 2, rtol=1e-6)
-    # only the check chose its token, which attends to everything
+    # only the verification, which attends to everything, chose its token
     assert (second.ids, second.logprobs, second.drafted) == ([5], [-3.0], 0)
     assert second.layers is not None
     assert second.shares.tolist() == [[1.0, 1.0]] and second.layers.tolist() == [[[1.0], [1.0]]]

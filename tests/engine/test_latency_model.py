@@ -1,4 +1,4 @@
-"""Tests how the engine estimates the times of programs."""
+"""Tests the engine's estimates of program times."""
 
 from dataclasses import replace
 
@@ -21,8 +21,8 @@ def decoding(rows, steps):
     return DecodePlan(rows, steps, [])
 
 
-def test_rounds_tell_how_many_to_draft():
-    """By rows of the program: eight rows draft slowly, one fast, whatever agrees."""
+def test_rounds_determine_the_draft_length():
+    """Per number of rows: drafting is slow for eight rows and fast for one; all drafts agree."""
     sizes = SIZES._replace(rows=(1, 8), drafts=(4, 2), adapts=True)
     latency = LatencyModel(SMOLLM2, sizes)
     for _ in range(40):
@@ -34,14 +34,14 @@ def test_rounds_tell_how_many_to_draft():
     assert (fixed.drafts(1), fixed.drafts(8)) == (4, 2)
 
 
-def test_nothing_is_known_at_first():
+def test_no_times_are_known_at_first():
     latency = LatencyModel(SMOLLM2, SIZES)
     assert latency.prefill(1, 512, 0) is None
     assert latency.step(8) is None
     assert latency.expected(prefill_plan(1, 512)) == latency.expected(decoding(8, 4)) == 0
 
 
-def test_estimates_are_medians_so_that_one_slow_program_does_not_count():
+def test_estimates_are_medians_that_ignore_one_slow_program():
     latency = LatencyModel(SMOLLM2, SIZES)
     for milliseconds in (300, 16, 24, 16):
         latency.observe(decoding(8, 8), milliseconds)
@@ -55,25 +55,25 @@ def test_estimates_are_medians_so_that_one_slow_program_does_not_count():
     assert latency.expected(prefill_plan(1, 512)) == pytest.approx(20)
 
 
-def test_what_is_only_replayed_says_nothing_of_reading():
+def test_replayed_chunks_are_not_timed_as_prefill():
     latency = LatencyModel(SMOLLM2, SIZES)
     latency.observe(prefill_plan(1, 512, replay=True), 1)
     assert latency.prefill(1, 512, 0) is None
 
 
-def test_a_program_is_no_slower_per_token_than_smaller_ones():
-    """Else one that was slow once might never be run again."""
+def test_program_is_estimated_no_slower_per_token_than_smaller_ones():
+    """Otherwise a size that was slow once might never be run again."""
     latency = LatencyModel(SMOLLM2, SIZES)
     latency.observe(prefill_plan(1, 2048), 4000)
     alone = latency.prefill(1, 64, 0)
     latency.observe(prefill_plan(1, 512), 10)
     four = 10 * (2048 + 2048**2 / 2 / latency._even) / (512 + 512**2 / 2 / latency._even)
     assert latency.prefill(1, 2048, 0) == pytest.approx(four)
-    # none is smaller than this one
+    # no smaller size has been timed
     assert latency.prefill(1, 64, 0) == alone
 
 
-def test_programs_of_other_sizes_are_as_slow_as_the_slowest_known():
+def test_programs_of_other_sizes_are_as_slow_as_the_slowest_timed():
     latency = LatencyModel(SMOLLM2, SIZES)
     latency.observe(decoding(8, 1), 2)
     latency.observe(decoding(64, 1), 5)
@@ -82,8 +82,10 @@ def test_programs_of_other_sizes_are_as_slow_as_the_slowest_known():
     assert latency.prefill(8, 512, 0) == pytest.approx(80)
 
 
-def test_tokens_take_longer_the_further_they_are_from_the_beginning():
-    """By attention's arithmetic beside that of the matrices, here alike at position 96."""
+def test_later_chunks_take_longer():
+    """By the ratio of attention's arithmetic to that of the matrices; they are equal at position
+    96.
+    """
     config = replace(SMOLLM2, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8)
     # 16·8·2·(2 + 1) + 3·16·n = 2·2·8·96 for n = 48
     latency = LatencyModel(replace(config, intermediate_size=48), SIZES)

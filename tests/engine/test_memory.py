@@ -1,4 +1,4 @@
-"""Tests what sequences hold of memory: what they share, how they grow, and who waits."""
+"""Tests the memory of sequences: shared prefixes, growth and admission."""
 
 from collections import Counter
 
@@ -20,7 +20,7 @@ from tests.support.planning import (
 pytestmark = pytest.mark.pure
 
 
-def test_what_others_have_read_is_not_read_again():
+def test_cached_prefix_is_not_prefilled_again():
     scheduler = Scheduler(SIZES, RULES, LATENCY)
     prompt = list(range(40))
     for number in range(3):
@@ -29,12 +29,12 @@ def test_what_others_have_read_is_not_read_again():
     read = Counter()
     for chunk in chunks:
         read[chunk.seq] += chunk.valid
-    # 39 may be taken over, so that two are left for the window, and a chunk begins at 32
+    # 39 are cached, two must remain for the window, and a chunk starts at 32
     assert sorted(read.values()) == [9, 9, 41]
 
 
-def test_who_is_overtaken_goes_on_behind_what_others_have_read_since():
-    """With a state that has seen nothing: it has not seen what lies between."""
+def test_overtaken_prompt_skips_blocks_cached_since():
+    """It restarts from the initial state, because its state has not seen the skipped tokens."""
     scheduler = Scheduler(SIZES, RULES, LATENCY)
     prompt = list(range(55))
     scheduler.add(seq(0, prompt, 1))
@@ -50,7 +50,7 @@ def test_who_is_overtaken_goes_on_behind_what_others_have_read_since():
     ]
 
 
-def test_blocks_that_a_request_takes_over_are_not_counted_as_room_for_the_rest():
+def test_reused_blocks_are_not_counted_as_room_for_the_rest():
     scheduler = Scheduler(SIZES._replace(num_groups=13), RULES, LATENCY)
     prompt = list(range(17))
     scheduler.add(seq(0, prompt, 1))
@@ -64,8 +64,8 @@ def test_blocks_that_a_request_takes_over_are_not_counted_as_room_for_the_rest()
     assert served(scheduler)[0] == [2]
 
 
-def test_a_prompt_that_is_compressed_leaves_its_groups_to_others():
-    """Of 8 groups 6 hold the prompt and 2 what is kept; once that is all, another begins."""
+def test_compressed_prompt_frees_its_groups():
+    """Of 8 groups 6 hold the prompt and 2 the compressed rows; the next one starts after that."""
     sizes = SIZES._replace(num_groups=9, evicted_pages=2, growth_tokens=4)
     rules = RULES._replace(slots=lambda prompt, new: min(prompt + new, 8))
     scheduler = Scheduler(sizes, rules, LATENCY)
@@ -79,23 +79,23 @@ def test_a_prompt_that_is_compressed_leaves_its_groups_to_others():
     assert len(last.kept) == 2 and not {*last.kept} & {*last.groups}
     assert [held.number for held in scheduler.decoding] == [0]
     assert scheduler.decoding[0].groups == last.kept
-    # six groups are left, of which the other wants eight until it decodes
+    # six groups are free; the other needs eight until it decodes
     assert not scheduler.prefilling and len(scheduler.waiting) == 1
     assert scheduler.pool.available == 6
 
 
-def test_the_window_of_a_prompt_is_always_read():
+def test_window_of_a_prompt_is_always_prefilled():
     scheduler = Scheduler(SIZES, RULES._replace(window=20), LATENCY)
     for number in range(2):
         scheduler.add(seq(number, range(48), 2))
     starts = {}
     for chunk in chunks_of(*served(scheduler)[1]):
         starts.setdefault(chunk.seq, chunk.start)
-    # 28 tokens may be shared, and a chunk begins at 16
+    # 28 tokens may be shared, and a chunk starts at 16
     assert sorted(starts.values()) == [0, 16]
 
 
-def test_who_does_not_fit_waits_and_keeps_those_behind_from_its_memory():
+def test_sequence_that_does_not_fit_waits_and_blocks_later_ones_from_its_memory():
     scheduler = Scheduler(SIZES._replace(num_groups=17), RULES, LATENCY)
     scheduler.add(seq(0, range(40), 8))
     scheduler.plan()
@@ -105,7 +105,7 @@ def test_who_does_not_fit_waits_and_keeps_those_behind_from_its_memory():
     assert order == [0, 1, 2]
 
 
-def test_what_can_never_fit_is_refused():
+def test_sequence_that_can_never_fit_is_refused():
     scheduler = Scheduler(SIZES._replace(num_groups=8), RULES, LATENCY)
     with pytest.raises(ValueError, match="is 65: must be at most max_model_len=64"):
         scheduler.add(seq(0, range(60), 5))
@@ -114,7 +114,7 @@ def test_what_can_never_fit_is_refused():
     assert scheduler.idle
 
 
-def test_a_prompt_goes_on_behind_any_block_where_chunks_may_begin_anywhere():
+def test_prefill_resumes_after_any_block_where_chunks_may_start_anywhere():
     def read(sizes):
         scheduler = Scheduler(sizes, RULES, LATENCY)
         scheduler.add(seq(0, range(30), 1))
@@ -126,8 +126,8 @@ def test_a_prompt_goes_on_behind_any_block_where_chunks_may_begin_anywhere():
     assert read(VARIANT) == [24]
 
 
-def test_answers_grow_into_memory_that_others_have_not_used():
-    """Where each took the memory of all its tokens at once, four could not run together."""
+def test_sequences_grow_into_memory_unused_by_others():
+    """If each reserved the memory of all its tokens, four could not run together."""
     sizes = PACKED._replace(num_groups=21, growth_tokens=8, steps=4)
     scheduler = Scheduler(sizes, RULES._replace(periods=()), LATENCY)
     for number in range(4):
@@ -142,12 +142,12 @@ def test_answers_grow_into_memory_that_others_have_not_used():
             break
     assert scheduler.idle
     assert max(running) == 4
-    # three groups each, then five of twenty are left: one may grow to its end, the others wait
+    # three groups each leave five of twenty: one may grow to its full length, the others wait
     assert [0, 1, 2, 3] in sent
     assert any(len(rows) < 4 for rows in sent[: len(sent) // 2])
 
 
-def test_what_several_share_is_free_once_all_of_them_have_ended():
+def test_shared_blocks_are_free_after_their_last_user_finishes():
     sizes = PACKED._replace(num_groups=21, growth_tokens=4, steps=1)
     scheduler = Scheduler(sizes, RULES._replace(periods=(), window=0), LATENCY)
     prefix = list(range(32))
@@ -162,10 +162,10 @@ def test_what_several_share_is_free_once_all_of_them_have_ended():
     assert scheduler.idle
 
 
-def test_none_begins_whose_company_could_keep_all_from_ending():
+def test_no_sequence_starts_if_it_could_deadlock_the_running_ones():
     sizes = PACKED._replace(num_groups=13, growth_tokens=4)
     scheduler = Scheduler(sizes, RULES._replace(periods=()), LATENCY)
-    # 12 groups: each has 5 and needs 9, so that two would wait for each other for ever
+    # 12 groups: each has 5 and needs 9, so that two would deadlock
     for number in range(2):
         scheduler.add(seq(number, range(100 * number, 100 * number + 16), 20))
     scheduler.plan()
@@ -175,8 +175,8 @@ def test_none_begins_whose_company_could_keep_all_from_ending():
 
 
 @pytest.mark.parametrize(("groups", "first"), [(24, 8), (23, 0)])
-def test_what_swapped_answers_share_stays_where_the_longest_fits_beside_it(groups, first):
-    """Three come to have 16 groups each, of which 8 hold what they have in common."""
+def test_shared_blocks_of_swapped_sequences_stay_if_the_longest_fits_beside_them(groups, first):
+    """Three sequences grow to 16 groups each, 8 of them shared."""
     sizes = VARIANT._replace(num_groups=groups + 1, host_groups=99, growth_tokens=4, steps=1)
     scheduler = Scheduler(sizes, RULES._replace(periods=()), LATENCY)
     for number in range(3):

@@ -1,4 +1,4 @@
-"""Tests, for many sizes of device and host memory, that every sequence comes to its end."""
+"""Tests that every sequence finishes, for many sizes of device and host memory."""
 
 from random import Random
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from tests.support.planning import LATENCY, RULES, VARIANT, seq
 
 pytestmark = pytest.mark.pure
 
-# the slots of a head behind a prompt and new tokens, and the pages that rows can have then
+# maximum slots per head by prompt and new tokens, and the pages that rows can have then
 SLOTS = {
     "compressed": (lambda prompt, new: min(prompt + new, 24), 6),
     "compressed prompts": (lambda prompt, new: min(prompt, 10) + new, 16),
@@ -18,8 +18,10 @@ SLOTS = {
 LAG = 2
 
 
-def a_scheduler(random, kind):
-    """A scheduler with memory for one to three sequences, and for none to eight on the host."""
+def make_scheduler(random, kind):
+    """A scheduler with memory for one to three sequences on the device and none to eight on the
+    host.
+    """
     slots, pages = SLOTS.get(kind, (lambda prompt, new: prompt + new, 0))
     sizes = VARIANT._replace(
         max_stall_ms=random.choice([20, None]),
@@ -35,7 +37,7 @@ def a_scheduler(random, kind):
 
 
 def served(scheduler, random, kind):
-    """Serves some sequences; returns how often one was swapped."""
+    """Serves some sequences; returns the number of swaps."""
     seqs, swapped, late, nothing = {}, 0, [], 0
     for number in range(random.randint(2, 8)):
         prompt = random.randint(1, 50)
@@ -68,9 +70,9 @@ def served(scheduler, random, kind):
 
 
 @pytest.mark.parametrize("kind", ["steps", "exact", *SLOTS])
-def test_every_answer_ends(kind):
+def test_every_sequence_finishes(kind):
     swapped = 0
     for seed in range(250):
         random = Random(seed)
-        swapped += served(a_scheduler(random, kind), random, kind)
+        swapped += served(make_scheduler(random, kind), random, kind)
     assert swapped > 0

@@ -1,4 +1,4 @@
-"""Serves policies whose K and V lie in host memory, beside test_policies_in_the_engine.py."""
+"""Tests policies with K and V in host memory, beside test_policies_in_the_engine.py."""
 
 import re
 from functools import partial
@@ -18,20 +18,20 @@ from tests.support.serving import PAGE, assert_at_rest, greedy, tiny_llm
 from tests.support.tiny import random_prompts, tiny_params
 
 QUEST = "offloaded(quest(budget=16), tail=8)"
-# heads that stay on the device; rows that are fetched first; state that is replayed from K and V
+# heads resident on the device; prefetched rows; state replayed from K and V
 OTHERS = (
     "offloaded(retrieval_heads(quest(budget=16), ((0, 1), (1, 0))), tail=8)",
     "offloaded(double_sparsity(budget=8), tail=8, reads='gather')",
     "offloaded(lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2), tail=16)",
 )
 BEGINNING, *PROMPTS = random_prompts((32, 9, 21, 3), seed=7)
-# the tail leaves up to three times, and pages of one row at another time than those of others
+# the tail is copied to host memory up to three times, at different times for different rows
 ASKED = [(PROMPTS[0], 30), (BEGINNING + PROMPTS[1], 11), (PROMPTS[2], 25)]
 
 
 @shared
 def served(expression):
-    """An engine of two slots, and what requests get of it together."""
+    """An engine of two slots, and the results of all requests in one batch."""
     llm = tiny_llm(expression, max_num_seqs=2, ladder=((0, 16),))
     outs = llm.generate([ids for ids, _ in ASKED], [greedy(tokens) for _, tokens in ASKED])
     assert_at_rest(llm)
@@ -39,7 +39,7 @@ def served(expression):
 
 
 def generated(llm, out):
-    """The tokens that generate makes, whose session keeps K and V in host memory, too."""
+    """The tokens of generate, in a session with K and V in host memory."""
     return jsparse.generate(
         llm.engine.params,
         out.prompt_token_ids,
@@ -51,22 +51,22 @@ def generated(llm, out):
 
 
 @pytest.mark.parametrize("expression", slow_except([QUEST, *OTHERS], QUEST))
-def test_a_tail_leaves_before_it_is_overwritten(expression):
+def test_tail_is_copied_out_before_it_is_overwritten(expression):
     llm, (out, *_) = served(expression)
     assert out.outputs[0].token_ids == generated(llm, out)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("expression", [QUEST, *OTHERS])
-def test_a_row_gets_the_tail_of_a_prompt_that_others_have_read(expression):
+def test_row_gets_the_tail_of_a_cached_prompt(expression):
     llm, _ = served(expression)
     (out,) = llm.generate([BEGINNING + PROMPTS[2]], greedy(20))
     assert out.num_cached_tokens == (32 if llm.engine.policy.shares else 0)
     assert out.outputs[0].token_ids == generated(llm, out)
 
 
-def test_the_device_has_tails_and_what_stays_there():
-    """Not the pool: of its 25 groups, rows have 12 of all heads that are resident, and 3 others."""
+def test_device_holds_only_tails_and_resident_heads():
+    """Not the pool: of its 25 groups, rows have 12 of all resident heads, and 3 others."""
     llm = tiny_llm(OTHERS[0], max_num_seqs=2)
     runner, spec = llm.engine._runner, llm.engine.spec
     on_host = sum(pages.nbytes for layer in runner._host for pages in layer)
@@ -81,7 +81,7 @@ def test_the_device_has_tails_and_what_stays_there():
             assert tail.resident.shape[0] == 2 * 12
 
 
-def test_host_memory_is_accounted_for_all_requests_together(monkeypatch):
+def test_host_memory_is_counted_for_all_requests_together(monkeypatch):
     llm = tiny_llm(QUEST)
     spec = llm.engine.spec
     group = spec.num_layers * spec.num_kv_heads * host_store.page_bytes(spec)
@@ -98,7 +98,7 @@ def test_host_memory_is_accounted_for_all_requests_together(monkeypatch):
         make(kv_cache_tokens=96)
 
 
-def test_a_gpu_runs_few_rows_all_together(monkeypatch):
+def test_gpu_with_few_slots_decodes_all_rows_together(monkeypatch):
     monkeypatch.setattr(sizing, "on_gpu", lambda: True)
     llm = LLM(tiny_params(num_layers=2), QUEST, max_model_len=96, page_size=PAGE, prepare=False)
     sizes = llm.engine.sizes
@@ -106,7 +106,7 @@ def test_a_gpu_runs_few_rows_all_together(monkeypatch):
     assert (sizes.steps, sizes.service_rows, sizes.prefix_rows) == (1, 1, 0)
 
 
-def test_an_engine_that_fails_lets_host_memory_go():
+def test_failed_engine_releases_host_memory():
     engine = tiny_llm(QUEST).engine
     pages = engine._runner._host[0].k
     assert engine.programs._given["decode"]["read_only"].host[0].k is pages

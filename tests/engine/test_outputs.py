@@ -1,4 +1,4 @@
-"""Tests the outputs of an engine's answers, made of tokens that no program chose."""
+"""Tests the outputs of sequences made of given tokens."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ PROMPT, T, A, END = 275, 264, 266, 2  # "is", " t", " a", "</s>"
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Makes SentencePiece's kind of tokenizer, whose words begin with a space."""
+    """A SentencePiece-style tokenizer, whose words begin with a space."""
     return Tokenizer.from_gguf(GGUFFile(FILE).metadata)
 
 
@@ -30,7 +30,7 @@ def answer(tokenizer, ids, **options):
     return builder.output()
 
 
-def test_an_answers_text_keeps_its_first_space(tokenizer):
+def test_text_keeps_its_first_space(tokenizer):
     out = answer(tokenizer, [T, A, T], max_tokens=3, logprobs=0)
     assert out.text == " t a t"
     assert out.logprobs is not None
@@ -44,6 +44,6 @@ def test_an_answers_text_keeps_its_first_space(tokenizer):
 
 
 @pytest.mark.parametrize(("stop", "ids", "text"), [(" a", [T, A], " t"), ("</s>", [T, END], " t")])
-def test_stop_strings_end_an_answer(tokenizer, stop, ids, text):
+def test_stop_strings_end_a_sequence(tokenizer, stop, ids, text):
     out = answer(tokenizer, [*ids, T], max_tokens=9, stop=stop)
     assert (out.text, out.token_ids, out.finish_reason) == (text, ids, "stop")

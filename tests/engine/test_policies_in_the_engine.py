@@ -1,4 +1,4 @@
-"""Serves every expression of the table: what a request gets must not depend on the others."""
+"""Serves every expression of the table: results must not depend on the other requests."""
 
 import numpy as np
 import pytest
@@ -14,9 +14,9 @@ from tests.support.programs import shared
 from tests.support.serving import PAGE, assert_at_rest, bits, greedy, tiny_llm
 from tests.support.tiny import random_prompts, tiny_params, with_nan
 
-# by default: state that is replayed from K and V, heads that hold different tokens, and K and V in
-# host memory, with state in pages; dense attention and lychee_decode, with its sets and
-# corrections, are served in test_engine.py
+# by default: state replayed from K and V, heads of different lengths, and K and V in host memory
+# with state in pages; test_engine.py serves dense attention and lychee_decode, with its sets and
+# corrections
 OFFLOADED = "offloaded(quest(budget=16), tail=8)"
 HARD_KV = "hard_kv(budget=8, floor=7, cap=12, period=6, window=4, sink=2)"
 DEFAULT = (
@@ -33,8 +33,8 @@ ASKED = [*PROMPTS, BEGINNING + PROMPTS[0], BEGINNING + PROMPTS[5]]
 
 @shared
 def served(expression):
-    """An engine, and what all requests get of it together."""
-    # a prompt that is compressed lies in two places meanwhile
+    """An engine, and the results of all requests in one batch."""
+    # a compressed prompt needs both copies for a while
     room = {"kv_cache_tokens": 384} if parse(expression).evicts else {}
     llm = tiny_llm(expression, max_num_seqs=3, ladder=((0, 16),), **room)
     crowd = llm.generate(ASKED, OPTIONS)
@@ -42,19 +42,19 @@ def served(expression):
     return llm, crowd
 
 
-# of offloaded policies, test_offloaded_in_the_engine says it, too
+# for offloaded policies test_offloaded_in_the_engine checks it
 @pytest.mark.parametrize("expression", slow_except(TABLE, HARD_KV))
-def test_a_request_gets_in_a_crowd_what_it_gets_alone(expression):
-    """Bit for bit, in another slot, over other pages, with what others have read of its prompt.
+def test_request_in_a_batch_matches_the_request_alone(expression):
+    """Bit for bit, in another slot, over other pages, and with a cached prefix.
 
-    And the tokens of `generate`.
+    The tokens are also those of `generate`.
     """
     llm, crowd = served(expression)
     shares = parse(expression).shares is not None
     for nth in (1, 3, 6, 7):
         (alone,) = llm.generate([ASKED[nth]], [OPTIONS[nth]])
         assert bits(alone) == bits(crowd[nth]), nth
-        # a request of its own has read all this before
+        # a separate request has cached all of this
         window = llm.engine.policy.window
         assert (alone.num_cached_tokens > 0) == (shares and len(ASKED[nth]) - max(1, window) >= 16)
     assert_at_rest(llm)
@@ -71,8 +71,8 @@ def test_a_request_gets_in_a_crowd_what_it_gets_alone(expression):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("expression", DEFAULT)
-def test_pages_and_rows_forget_nan(expression):
-    """Requests get the same tokens in memory that one with NaN in its K and V had before."""
+def test_freed_pages_and_rows_forget_nan(expression):
+    """Requests get the same tokens in memory that held NaN before."""
     usual, _ = served(expression)
     params = with_nan(usual.engine.params, 7)
     options = {"max_num_seqs": 3, "ladder": ((0, 16),), "enable_prefix_caching": False}
@@ -87,15 +87,15 @@ def test_pages_and_rows_forget_nan(expression):
 
 
 def test_rows_are_compressed_by_their_own_age():
-    """After their prompts, and then every six steps of their own."""
+    """After their prompts, and then every six of their own steps."""
     llm, _ = served(HARD_KV)
     before = llm.engine.counters.compressed_rows
     llm.generate(PROMPTS[:3], [greedy(tokens) for tokens in (6, 13, 14)])
     assert llm.engine.counters.compressed_rows - before == 3 + 0 + 2 + 2
 
 
-def test_heads_hold_no_more_than_their_rows_have():
-    """Whatever a policy says; what it does not drop keeps the groups that it was read into."""
+def test_heads_hold_no_more_than_their_rows_allocated():
+    """Even if a policy drops too little: the rest keeps the groups of the prefill."""
     policy = parse(HARD_KV)
     assert policy.eviction is not None
     options = EngineOptions(max_num_seqs=1, max_model_len=96, page_size=PAGE)
@@ -109,7 +109,7 @@ def test_heads_hold_no_more_than_their_rows_have():
 
 @shared
 def of_few_rows(expression, rows):
-    """What four requests get of an engine with programs of these numbers of rows."""
+    """The results of four requests in an engine with programs of these numbers of rows."""
     llm = tiny_llm(expression, decode_rows=rows)
     outs = llm.generate(PROMPTS[:4], [greedy(tokens) for tokens in (20, 16, 5, 6)])
     assert_at_rest(llm)
@@ -120,7 +120,7 @@ def of_few_rows(expression, rows):
 
 @pytest.mark.parametrize("expression", slow_except(["dense", "lfps(budget=0.5)"]))
 def test_few_rows_run_in_programs_of_few_rows(expression):
-    """The state of rows and pages is right when the number of rows rises, and when it falls."""
+    """The state of rows and pages stays correct when the number of rows rises or falls."""
     made = of_few_rows(expression, (2, 4)), of_few_rows(expression, (4,))
     for few, all_rows in zip(*made, strict=True):
         ours, theirs = few.outputs[0], all_rows.outputs[0]

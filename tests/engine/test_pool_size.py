@@ -1,4 +1,4 @@
-"""Tests how much of a device's memory an engine takes for K and V."""
+"""Tests how much of a device's memory an engine allocates for K and V."""
 
 import jax
 import pytest
@@ -22,7 +22,7 @@ ROWS, LONGEST, PAGE = 3, 64, 8
         ("gpu", "double_sparsity(budget=16, channels=2)", False),
     ],
 )
-def test_a_gpu_is_filled_where_prompts_can_be_kept(backend, policy, all_of_it, monkeypatch):
+def test_gpu_memory_is_filled_where_prompts_can_be_cached(backend, policy, all_of_it, monkeypatch):
     params = tiny_params(num_layers=1)
     spec = capacity.cache_spec(params, [[]] * ROWS, [0] * ROWS, LONGEST, PAGE)
     monkeypatch.setattr(memory, "available_bytes", lambda *_: 2**24)

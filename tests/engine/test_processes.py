@@ -1,4 +1,4 @@
-"""Tests models whose devices belong to several processes, and the link between these."""
+"""Tests models whose devices belong to several processes, and the links between processes."""
 
 import json
 import os
@@ -36,7 +36,7 @@ PROMPTS = random_prompts((9, 41, 21), seed=5)
 
 @pytest.fixture
 def gone(monkeypatch):
-    """What processes that would have ended at once said, instead."""
+    """Records the messages of processes that would otherwise exit."""
     said = []
     monkeypatch.setattr(peers, "lost", said.append)
     return said
@@ -44,7 +44,7 @@ def gone(monkeypatch):
 
 @pytest.fixture
 def linked(gone):
-    """Two ends of a link."""
+    """The two ends of a link."""
     here, there = _tcp_pair()
     leader, other = Link(0, [Peer(here, "process 1")]), Link(1, [Peer(there, "process 0")])
     yield leader, other
@@ -59,7 +59,7 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def wait_for(holds) -> None:
-    """Waits until something holds; ten seconds are a failure."""
+    """Waits for a condition, up to ten seconds."""
     deadline = time.monotonic() + 10
     while not holds():
         assert time.monotonic() < deadline
@@ -86,7 +86,7 @@ def test_messages_arrive_in_order_with_their_arrays(linked):
     assert none == []
 
 
-def test_all_processes_see_what_each_has(linked):
+def test_all_processes_see_the_values_of_each(linked):
     leader, other = linked
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(other.all_gather("free memory", 5)))
@@ -96,7 +96,7 @@ def test_all_processes_see_what_each_has(linked):
     assert found == [[7, 5]]
 
 
-def test_who_is_elsewhere_is_named(linked):
+def test_unreachable_process_is_named(linked):
     leader, other = linked
     other.send({"engine": {}})
     where = r"process 1 is at \['engine'\], this one at 'free memory'"
@@ -107,7 +107,7 @@ def test_who_is_elsewhere_is_named(linked):
 PARTS = (b"", b"\0\0\0\5", b"\0\0\0\5\0\0\0\0[1")
 
 
-def test_a_process_that_ends_without_a_word_ends_the_others(gone):
+def test_process_that_dies_ends_the_others(gone):
     for part in (*PARTS, b"\0\0\0\2\0\0\0\0{}"):
         here, there = _tcp_pair()
         Peer(here, "process 1")
@@ -117,8 +117,8 @@ def test_a_process_that_ends_without_a_word_ends_the_others(gone):
         assert gone.pop() == "process 1 has ended; this process cannot continue without it", part
 
 
-def test_a_process_that_hangs_ends_the_others(gone, monkeypatch):
-    """In whatever part of a message it stops."""
+def test_process_that_hangs_ends_the_others(gone, monkeypatch):
+    """At any point within a message."""
     monkeypatch.setattr(peers, "SILENT", 0.05)
     for part in PARTS:
         here, there = _tcp_pair()
@@ -129,8 +129,8 @@ def test_a_process_that_hangs_ends_the_others(gone, monkeypatch):
         assert gone.pop().startswith("process 1 has sent nothing for 0.05 seconds"), part
 
 
-def test_processes_show_that_they_live(monkeypatch, gone):
-    """Beats are sent while there is nothing to say, and none is taken for a message."""
+def test_processes_send_heartbeats(monkeypatch, gone):
+    """Beats are sent when there are no messages, and none is taken for a message."""
     monkeypatch.setattr(peers, "BEAT", 0.01)
     here, there = _tcp_pair()
     peer = Peer(here, "process 1")
@@ -146,7 +146,7 @@ def test_processes_show_that_they_live(monkeypatch, gone):
     assert gone == []
 
 
-def test_clients_hear_of_a_loss_before_the_end(monkeypatch, capsys):
+def test_farewells_run_before_the_exit(monkeypatch, capsys):
     order = []
 
     def fail():
@@ -165,7 +165,7 @@ def test_clients_hear_of_a_loss_before_the_end(monkeypatch, capsys):
     assert capsys.readouterr().err == "jsparse: process 1 has ended\n"
 
 
-def test_why_a_process_has_failed_is_told(linked, gone):
+def test_failure_of_a_process_is_reported_with_its_reason(linked, gone):
     leader, other = linked
     other.send({"failed": "ValueError('too small')"})
     wait_for(lambda: gone)
@@ -173,7 +173,7 @@ def test_why_a_process_has_failed_is_told(linked, gone):
     assert leader.index == 0
 
 
-def test_an_end_before_the_beginning_ends_all(linked, capsys):
+def test_process_that_ends_before_the_start_ends_all(linked, capsys):
     leader, other = linked
     leader.end()
     with pytest.raises(SystemExit, match="1"):
@@ -182,7 +182,7 @@ def test_an_end_before_the_beginning_ends_all(linked, capsys):
     assert said == "jsparse: process 0 has ended; this process cannot continue without it\n"
 
 
-def test_after_the_end_nobody_is_missed(linked, gone):
+def test_exit_after_the_end_is_not_a_loss(linked, gone):
     leader, other = linked
     leader.end()
     assert list(other.messages()) == []
@@ -192,12 +192,12 @@ def test_after_the_end_nobody_is_missed(linked, gone):
 
 @pytest.fixture
 def elsewhere(linked, gone, monkeypatch):
-    """Returns a function that makes an LLM, whose programs run in another place, too."""
+    """Returns a function that makes an LLM whose programs also run elsewhere."""
     leader, other = linked
 
     def lost(why: str) -> None:
         gone.append(why)
-        for peer in (*leader.peers, *other.peers):  # so that nobody waits for a message
+        for peer in (*leader.peers, *other.peers):  # so that no thread waits for a message
             peer.messages.put(({"end": True}, []))
 
     monkeypatch.setattr(peers, "lost", lost)
@@ -205,11 +205,11 @@ def elsewhere(linked, gone, monkeypatch):
     monkeypatch.setattr(leader, "all_gather", lambda what, value: [value])
 
     def compiled_there(program: Program, data: bytes, *args: Any, **kwargs: Any) -> Any:
-        assert len(data) > 1000  # it is for other devices, though
+        assert len(data) > 1000  # despite other devices
         return program.ahead(*args, **kwargs).result()
 
     monkeypatch.setattr(Program, "unpacked", compiled_there)
-    # as where devices are of several processes
+    # as if devices belonged to several processes
     real = compilation._finish
 
     def finish(made: Any, name: Any, _: bool, job: Any) -> None:
@@ -250,12 +250,12 @@ def elsewhere(linked, gone, monkeypatch):
 @pytest.mark.slow
 def test_another_process_runs_the_same_programs(elsewhere):
     asked = jsparse.SamplingParams(max_tokens=12, temperature=0.8, seed=1)
-    outs = elsewhere(1).generate(PROMPTS, asked)  # each program's tokens are compared
+    outs = elsewhere(1).generate(PROMPTS, asked)  # the tokens of each program are compared
     assert [len(out.outputs[0].token_ids) for out in outs] == [12] * 3
 
 
-def test_ranks_of_one_process_are_checked_too():
-    """There is no other process then, and nothing to send."""
+def test_ranks_of_one_process_are_checked():
+    """With a single process there are no messages."""
     llm = tiny_llm("dense", params=spread(tiny_params(num_layers=1), 2), check_ranks=True)
     (out,) = llm.generate([PROMPTS[0]], greedy(4))
     assert len(out.outputs[0].token_ids) == 4
@@ -270,7 +270,7 @@ def test_processes_run_one_engine_to_the_end(linked, monkeypatch):
 
 
 @pytest.mark.slow
-def test_ranks_that_come_apart_end_all(elsewhere, gone):
+def test_ranks_that_diverge_end_all(elsewhere, gone):
     with pytest.raises(EngineError, match="ranks have chosen different tokens"):
         elsewhere(1.5).generate(PROMPTS, greedy(4))
     wait_for(lambda: gone)
@@ -301,7 +301,7 @@ def started(*given: dict[str, Any]) -> list[subprocess.Popen[str]]:
 
 
 def of_two(*given: dict[str, Any]) -> tuple[list[int], tuple[str, ...], tuple[str, ...]]:
-    """Runs two processes to their end: how they end, what they print, and what as errors."""
+    """Runs two processes to completion; returns their exit codes, stdout and stderr."""
     both = started(*given)
     try:
         outs, errors = zip(*(process.communicate(timeout=240) for process in both), strict=True)
@@ -316,12 +316,12 @@ def of_two(*given: dict[str, Any]) -> tuple[list[int], tuple[str, ...], tuple[st
     ("ranks", "given"),
     [
         (2, ({}, {})),
-        # ranks on some of the devices, programs compiled side by side, and hosts that differ
+        # ranks on some of the devices, programs compiled in parallel, and different hosts
         (2, [{"devices": 2, "ranks": 2, "prepare": True, "processors": n} for n in (4, 16)]),
     ],
     ids=["all", "some"],
 )
-def test_two_processes_answer_as_one_device_does(ranks, given):
+def test_two_processes_match_one_device(ranks, given):
     ends, outs, errors = of_two(*given)
     assert ends == [0, 0], errors
     params = tiny_params(num_layers=2, num_heads=2 * ranks, num_kv_heads=ranks)
@@ -329,14 +329,14 @@ def test_two_processes_answer_as_one_device_does(ranks, given):
     asked = jsparse.SamplingParams(max_tokens=12, temperature=0.8, seed=1, ignore_eos=True)
     wanted = [out.outputs[0].token_ids for out in llm.generate(PROMPTS, asked)]
     assert json.loads(outs[0].splitlines()[-1]) == wanted
-    assert "made" not in outs[1]  # it works for process 0, from then on
+    assert "made" not in outs[1]  # it follows process 0 from then on
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed", "by"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
 )
-def test_a_process_that_dies_or_hangs_ends_the_other_with_one_line(killed, by):
+def test_process_that_dies_or_hangs_ends_the_other_with_one_line(killed, by):
     both = started({"new": 450}, {"new": 450})
     with both[0], both[1]:
         try:
@@ -354,7 +354,7 @@ def test_a_process_that_dies_or_hangs_ends_the_other_with_one_line(killed, by):
 
 
 @pytest.mark.slow
-def test_processes_that_were_started_differently_say_in_what():
+def test_processes_started_differently_name_the_difference():
     ends, _, errors = of_two({}, {"policy": "quest(budget=32)"})
     assert ends == [1, 1]
     told = "processes 0 and 1 have different policy: quest(budget=16"
@@ -362,7 +362,7 @@ def test_processes_that_were_started_differently_say_in_what():
 
 
 @pytest.mark.slow
-def test_constants_that_one_process_has_are_made_by_all(tmp_path):
+def test_constants_known_to_one_process_are_made_by_all(tmp_path):
     def answers(*caches):
         policy = "twilight(all_pages(), p=0.6)"
         ends, outs, errors = of_two(*({"policy": policy, "cache": tmp_path / c} for c in caches))
@@ -372,7 +372,7 @@ def test_constants_that_one_process_has_are_made_by_all(tmp_path):
     assert answers("a", "b") == answers("a", "c")
     made = [[*(tmp_path / each).rglob("*.safetensors")] for each in "abc"]
     assert [len(files) for files in made] == [1, 1, 1]
-    # process 0 found its programs on disk then, and sent these
+    # process 0 found its programs on disk in the second run and sent these
     kept = [[*(tmp_path / each).glob("programs/*")] for each in "abc"]
     assert kept[0]
     assert not kept[1] + kept[2]

@@ -1,4 +1,4 @@
-"""Tests models that are spread over devices (tensor parallel) beside the same on one device."""
+"""Tests models spread over devices (tensor parallel) against the same models on one device."""
 
 from dataclasses import replace
 from functools import cache
@@ -29,8 +29,8 @@ from tests.support.serving import assert_at_rest, greedy, tiny_llm
 from tests.support.tiny import VOCAB, random_prompts, tiny_params
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
-# what heads of all ranks decide together: a mean, a layer's budget, and gates; and a model's
-# constants, of which each rank has its own
+# decisions over the heads of all ranks: a mean, a layer's budget, and gates; and constants of the
+# model, of which each rank has its own
 DEFAULT = (
     "tidal(budget=8, first=0, again=5, sink=1, recent=3)",
     "ada_kv(budget=8, window=4, pool=3)",
@@ -42,20 +42,20 @@ PROMPTS = random_prompts((9, 41, 21), seed=5)
 
 @cache
 def model(heads: int = 2) -> Params:
-    """The tiny model, with as many KV heads."""
+    """The tiny model with `kv_heads` KV heads."""
     return tiny_params(num_layers=2, num_heads=2 * heads, num_kv_heads=heads)
 
 
 @shared
 def halves() -> Params:
-    """The model on two devices, which have made the constants of their keys together."""
+    """The model on two devices, which made the constants of their keys together."""
     params = spread(model(), 2)
     constants(params, parse(DEFAULT[-1]))
     return params
 
 
 def answers(params, policy, sampling=None, **options):
-    """Tokens of requests, and the shares that each of their steps attended to in each layer."""
+    """Tokens of requests, and the attended shares of each step in each layer."""
     sizes = {"kv_cache_tokens": 384, "ladder": ((0, 16),), "layer_stats": True}
     llm = tiny_llm(policy, params=params, **sizes | options)
     sampling = sampling or greedy(12, logprobs=None)
@@ -76,7 +76,7 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize("expression", slow_except(DEFAULT, DEFAULT[-1]))
-def test_heads_on_two_devices_select_and_answer_as_on_one(expression):
+def test_heads_on_two_devices_match_one_device(expression):
     assert_same(answers(halves(), expression), on_one(expression))
 
 
@@ -93,7 +93,7 @@ def test_each_device_has_the_channels_of_its_heads(tmp_path):
 
 
 @pytest.mark.slow
-def test_drafts_and_checks_on_two_devices():
+def test_drafts_and_verification_on_two_devices():
     """Shares are means over drafts, whose number depends on when results arrive."""
     options = {"exact": True, "num_speculative_tokens": 3, "decode_rows": [4]}
     ours, _ = answers(halves(), "quest(budget=16)", **options)
@@ -105,13 +105,13 @@ def test_drafts_and_checks_on_two_devices():
     [
         {"tie_word_embeddings": True},
         {"qkv_bias": True, "qk_norm": True},
-        {"vocab_size": VOCAB + 1},  # no multiple of the ranks
+        {"vocab_size": VOCAB + 1},  # not a multiple of the ranks
     ],
     ids=str,
 )
-def test_logits_are_those_of_the_whole_model(switches):
+def test_logits_equal_those_of_the_whole_model(switches):
     config = replace(model(4).config, **switches)
-    with sharing():  # what of it other tests have compiled is a matter of chance
+    with sharing():  # other tests may have compiled any part of it
         whole = Params(random_weights(config, jnp.float32, seed=1), config, None, {}, "tiny")
     tokens = jnp.asarray(random_prompts((12,), seed=3))
 
@@ -140,7 +140,7 @@ def assert_same_weights(ours, theirs):
 
 
 @pytest.mark.parametrize("name", ["llama3/model.gguf", "qwen2_sharded"])
-def test_a_model_is_loaded_onto_several_devices(name):
+def test_model_is_loaded_onto_several_devices(name):
     ours = load(FIXTURES / name, dtype="float32", tensor_parallel_size=2)
     theirs = spread(load(FIXTURES / name, dtype="float32"), 2)
     assert ours.config == theirs.config
@@ -152,15 +152,15 @@ def test_a_model_is_loaded_onto_several_devices(name):
     assert 2 * told["device_cache_bytes_per_token"] == told["cache_bytes_per_token"]
 
 
-def test_a_saved_model_is_loaded_onto_several_devices(tmp_path):
+def test_saved_model_is_loaded_onto_several_devices(tmp_path):
     whole = tiny_params(num_layers=11, num_heads=4, num_kv_heads=2)
     jsparse.save(whole, tmp_path / "saved")
     ours, theirs = load(tmp_path / "saved", tensor_parallel_size=2), spread(whole, 2)
     assert_same_weights(ours, theirs)
 
 
-def test_devices_make_the_constants_that_one_makes_and_all_have_them():
-    """Else each step would copy them, and stored programs would not fit."""
+def test_spread_constants_equal_those_of_one_device_on_all():
+    """Otherwise each step would copy them, and stored programs would not fit."""
     ours, theirs = (constants(each, parse(DEFAULT[-1])) for each in (halves(), model()))
     assert ours is not None and theirs is not None
     assert ours.keys() == theirs.keys()
@@ -172,7 +172,7 @@ def test_devices_make_the_constants_that_one_makes_and_all_have_them():
     assert halves().constants is not model().constants
 
 
-def test_what_cannot_be_spread_is_refused():
+def test_models_that_cannot_be_spread_are_refused():
     for make, message in (
         (lambda: spread(model(), 4), "tensor_parallel_size=4: must divide the model's num_kv_head"),
         (lambda: spread(model(), 0), "tensor_parallel_size=0: must be an integer of at least 1"),
@@ -202,7 +202,7 @@ def test_what_cannot_be_spread_is_refused():
             make()
 
 
-def test_an_engine_spreads_a_model_that_is_loaded():
+def test_engine_spreads_a_loaded_model():
     llm = tiny_llm(params=model(), tensor_parallel_size=2)
     assert llm.engine.params.mesh == Spreading(model().config, 2).mesh
     assert tiny_llm(params=llm.engine.params).engine.params is llm.engine.params

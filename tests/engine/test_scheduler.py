@@ -1,4 +1,4 @@
-"""Tests the scheduler by simulated events: no memory is lost, no plan is wrong, nobody starves."""
+"""Tests the scheduler on simulated events: no lost memory, no wrong plan, no starvation."""
 
 import pytest
 
@@ -28,19 +28,19 @@ def test_random_events(machine):
     run_events(machine, 30, 60)
 
 
-def test_the_shortest_is_read_first_but_none_waits_forever():
+def test_shortest_prompt_is_prefilled_first_without_starvation():
     scheduler = Scheduler(SIZES, RULES, LATENCY)
     scheduler.add(seq(0, range(50), 1))
     scheduler.add(seq(1, range(100, 103), 1))
     assert served(scheduler)[0] == [1, 0]
     scheduler = Scheduler(SIZES, RULES, LATENCY)
     scheduler.add(seq(0, range(50), 1, arrival=0.0))
-    # it came later by more than what the long one is longer
+    # it arrived later by more than the long one's extra length
     scheduler.add(seq(1, range(100, 103), 1, arrival=0.01))
     assert served(scheduler)[0] == [0, 1]
 
 
-def test_a_short_prompt_overtakes_a_long_one_that_is_being_read():
+def test_short_prompt_overtakes_a_long_prefill():
     scheduler = Scheduler(SIZES, RULES, LATENCY)
     scheduler.add(seq(0, range(55), 1))
     chunks = chunks_of(scheduler.plan())
@@ -49,7 +49,7 @@ def test_a_short_prompt_overtakes_a_long_one_that_is_being_read():
     assert [(chunk.seq, chunk.start) for chunk in chunks] == [(0, 0), (1, 0), (0, 16)]
 
 
-def test_programs_are_long_only_where_nobody_waits_for_their_end():
+def test_programs_are_long_only_if_no_request_waits_for_their_end():
     scheduler = Scheduler(SIZES._replace(max_stall_ms=16), RULES._replace(periods=()), LATENCY)
     scheduler.add(seq(0, range(4), 30))
     scheduler.add(seq(1, range(100, 134), 30))
@@ -58,11 +58,11 @@ def test_programs_are_long_only_where_nobody_waits_for_their_end():
     prefill = [plan for plan in plans if plan.prefill is not None and not plan.prefill.last]
     assert {plan.decode.steps for plan in prefill if plan.decode is not None} == {1}
     after = steps[-8:]
-    # and no longer than the longest row has steps left
+    # at most the remaining steps of the longest row
     assert after[-4:] == [8, 8, 8, 5]
 
 
-def test_two_programs_take_no_longer_than_rows_may_wait():
+def test_two_programs_stall_rows_no_longer_than_allowed():
     for maximum, step, longest in (
         (16, 1, 8),
         (16, 3, 2),
@@ -79,7 +79,7 @@ def test_two_programs_take_no_longer_than_rows_may_wait():
         assert max(plan.steps for plan in plans) == longest, (maximum, step)
 
 
-def test_rows_wait_no_longer_than_they_may_for_a_round():
+def test_round_stalls_rows_no_longer_than_allowed():
     sizes = VARIANT._replace(max_stall_ms=100, drafts=(3, 3), max_model_len=512, num_groups=300)
     latency = LatencyModel(lambda rows, size, start: 20, step=10)
     scheduler = Scheduler(sizes, RULES._replace(periods=()), latency)
@@ -108,18 +108,18 @@ def test_programs_are_shorter_while_requests_wait_for_slots():
     assert plans == [8, 8, 8, 6, 20, 10]
 
 
-def test_no_more_than_a_few_prompts_are_partly_read():
+def test_few_prompts_are_partly_prefilled():
     sizes = SIZES._replace(num_groups=197, num_slots=10, rows=(10,))
     scheduler = Scheduler(sizes, RULES, LATENCY)
     for number in range(MAX_PREFILLS + 1):
-        # each has waited for longer than those before
+        # each has waited longer than those before it
         ids = range(100 * number, 100 * number + 50)
         scheduler.add(seq(number, ids, 1, arrival=-0.01 * number))
         (chunk,) = chunks_of(scheduler.plan())
         assert chunk.seq == min(number, MAX_PREFILLS - 1)
 
 
-def test_chunks_of_a_prompt_are_foretold_as_they_are_planned():
+def test_predicted_chunks_of_a_prompt_are_those_planned():
     for tokens in range(1, 60):
         scheduler = Scheduler(SIZES, RULES, LATENCY)
         scheduler.add(seq(0, range(tokens), 1))
@@ -129,8 +129,8 @@ def test_chunks_of_a_prompt_are_foretold_as_they_are_planned():
         assert SIZES.chunks(0, tokens) == planned, tokens
 
 
-def test_large_chunks_are_hardly_padded():
-    """The rest of a prompt is read in smaller chunks, unless these are small, too."""
+def test_large_chunks_have_little_padding():
+    """The rest of a prompt is prefilled in smaller chunks, unless these are small already."""
     sizes = VARIANT._replace(
         ladder=((0, 512), (4096, 2048), (8192, 8192)), tails=(64, 256, 1024), block_tokens=512
     )
@@ -144,26 +144,26 @@ def test_large_chunks_are_hardly_padded():
     assert promised.chunks(24_576, 30_720) == [(8192, True)]
 
 
-def test_few_rows_decode_in_the_smallest_program_that_has_them():
+def test_few_rows_decode_in_the_smallest_sufficient_program():
     sizes = SIZES._replace(rows=(1, 2, 6))
     assert [sizes.rows_for(count) for count in range(1, 7)] == [1, 2, 6, 6, 6, 6]
 
 
-def test_rows_are_computed_for_those_that_decode_in_whatever_slots_they_are():
+def test_programs_compute_only_decoding_rows_in_any_slots():
     scheduler = Scheduler(PACKED, RULES, LATENCY)
     for number, tokens in enumerate((2, 2, 30)):
         scheduler.add(seq(number, range(100 * number, 100 * number + 3), tokens))
     plans = [plan.decode for plan in served(scheduler)[1] if plan.decode is not None]
     assert [(plan.num_rows, len(plan.rows)) for plan in plans][:3] == [(6, 3), (2, 1), (2, 1)]
     assert plans[-1].rows[0].slot == 2
-    # while the program of few rows is not there
+    # while the program of few rows is not ready
     scheduler = Scheduler(PACKED, RULES, LATENCY, rows_for=lambda count: 6)
     scheduler.add(seq(0, range(3), 3))
     last = [plan.decode for plan in served(scheduler)[1] if plan.decode is not None]
     assert {plan.num_rows for plan in last} == {6}
 
 
-def test_short_prompts_are_read_together_where_they_fill_half_of_a_program():
+def test_short_prompts_are_prefilled_together_if_they_fill_half_of_a_program():
     def read(*lengths):
         scheduler = Scheduler(PACKED, RULES, LATENCY)
         for number, length in enumerate(lengths):
@@ -172,14 +172,14 @@ def test_short_prompts_are_read_together_where_they_fill_half_of_a_program():
         return [(plan.num_rows, plan.size, [c.seq for c in plan.chunks]) for plan in plans]
 
     assert read(4, 4, 4, 4) == [(3, 4, [0, 1, 2]), (1, 4, [3])]
-    # 16 of 48 would be too few, 16 of 32 are not; another size is no company
+    # 16 of 48 would be too few, 16 of 32 are enough; chunks of other sizes do not combine
     assert read(8, 8) == [(2, 8, [0, 1])]
     assert read(3, 10) == [(1, 4, [0]), (1, 16, [1])]
-    # their first chunks alike, and their second
+    # their first chunks are equal, and their second
     assert read(18, 18) == [(2, 16, [0, 1]), (2, 4, [0, 1])]
 
 
-def test_what_two_prompts_have_in_common_is_read_once_also_when_they_come_together():
+def test_common_prefix_of_concurrent_prompts_is_prefilled_once():
     scheduler = Scheduler(PACKED, RULES, LATENCY)
     for number in range(2):
         scheduler.add(seq(number, [*range(16), 100 + number, 1, 2], 1))
@@ -189,7 +189,7 @@ def test_what_two_prompts_have_in_common_is_read_once_also_when_they_come_togeth
 
 
 def steps_between(sizes, latency=LATENCY):
-    """The milliseconds of prefill before each decode step, and the sizes of chunks."""
+    """The milliseconds of prefill before each decode step, and the chunk sizes."""
     scheduler = Scheduler(sizes, RULES._replace(periods=()), latency)
     scheduler.add(seq(0, range(4), 30))
     scheduler.plan()
@@ -205,9 +205,9 @@ def steps_between(sizes, latency=LATENCY):
     return stalls, chunks
 
 
-def test_rows_wait_no_longer_for_reading_than_they_may():
+def test_prefill_stalls_decoding_no_longer_than_allowed():
     # chunks of 16 take 16 and 24 ms, those of 8 from position 32 on 16, 18 and 20, a step 1; they
-    # are to end within 40 and 41 ms
+    # must finish within 40 and 41 ms
     assert steps_between(SIZES) == ([16, 24, 16, 18, 20], [16, 16, 8, 8, 8])
     assert steps_between(SIZES._replace(max_stall_ms=40 / MARGIN))[0] == [16, 24, 34, 20]
     assert steps_between(SIZES._replace(max_stall_ms=41.01 / MARGIN)) == (
@@ -218,19 +218,19 @@ def test_rows_wait_no_longer_for_reading_than_they_may():
     assert (stalls, chunks) == ([94], [16, 16, 8, 8, 8])
 
 
-def test_chunks_are_as_short_as_rows_that_decode_need_them():
+def test_chunks_shrink_to_the_stall_budget():
     # 8 from position 16 on take 12 and 14 ms, where 16 would take 24
     stalls, chunks = steps_between(VARIANT._replace(max_stall_ms=21))
     assert chunks == [16, 8, 8, 8, 8, 8]
     assert stalls == [16, 12, 14, 16, 18, 20]
-    # where nothing is known, one by one
+    # one at a time while no times are known
     assert (
         steps_between(VARIANT._replace(max_stall_ms=20), LatencyModel(lambda *_: None))[1]
         == [8] * 7
     )
 
 
-def test_without_a_limit_all_prompts_are_read_first():
+def test_all_prompts_are_prefilled_first_without_a_stall_budget():
     scheduler = Scheduler(UNHURRIED, RULES._replace(periods=()), LATENCY)
     for number in range(3):
         scheduler.add(seq(number, range(100 * number, 100 * number + 20), 5))
@@ -240,7 +240,7 @@ def test_without_a_limit_all_prompts_are_read_first():
     assert not any(plan.prefill for plan in plans[first + 1 :])
 
 
-def test_an_answer_is_shared_but_for_its_newest_token():
+def test_cache_shares_all_tokens_of_a_sequence_but_the_newest():
     """Of 7 and 9 tokens 15 are in the cache, which fill one block of 8."""
     for shares, drafts, shared in ((True, (), 8), (False, (), 0), (False, (3, 3), 8)):
         rules = RULES._replace(periods=(), window=0, shares_generated=shares)

@@ -1,4 +1,4 @@
-"""Tests which rows are told to read together what they have in common."""
+"""Tests which rows attend to a shared prefix together."""
 
 import itertools
 
@@ -24,7 +24,7 @@ BLOCK = 512
 
 
 def rows_of(*paths):
-    """Sequences in slots from 10 on, whose blocks have these names: equal beginnings are shared."""
+    """Sequences in slots from 10 on whose blocks have these names; equal prefixes are shared."""
     blocks, made = {}, []
     for nth, path in enumerate(paths):
         row = seq(nth, [0] * (BLOCK * len(path) + 3), 5)
@@ -50,11 +50,11 @@ def _any_savings():
         yield
 
 
-def test_rows_read_a_document_together_or_apart_by_what_that_saves():
+def test_rows_group_by_the_prefix_that_saves_most():
     assert found("aaaa", "bb", "aaaa", "aaaab", "", "c") == {frozenset({10, 12, 13}): 4}
-    # six blocks that all have in common count more than one of each document
+    # six blocks common to all save more than one of each document
     assert found(*("ssssss" + name for name in "aabbc")) == {frozenset(range(10, 15)): 6}
-    # seven blocks of a document count more than one that all have in common
+    # seven blocks of a document save more than one common to all
     documents = ["s" + 7 * name for name in "abab"]
     assert found(*documents, "s", "s") == {
         frozenset({10, 12}): 8,
@@ -63,13 +63,13 @@ def test_rows_read_a_document_together_or_apart_by_what_that_saves():
     }
 
 
-def test_no_prefix_has_more_rows_than_fit_and_the_best_come_first():
+def test_prefixes_have_at_most_the_maximum_of_rows_and_the_best_come_first():
     paths = [*["aa"] * 5, *["bbb"] * 2, *["c"] * 2]
     made = found(*paths, max_rows=4, count=2)
     assert sorted((len(rows), tokens) for rows, tokens in made.items()) == [(2, 3), (4, 2)]
 
 
-def test_few_savings_are_not_worth_while(monkeypatch):
+def test_small_savings_are_ignored(monkeypatch):
     monkeypatch.setattr(shared_prefixes, "MIN_TOKENS", 2 * BLOCK)
     assert not found("a", "a")
     assert found("aa", "aa")
@@ -78,7 +78,7 @@ def test_few_savings_are_not_worth_while(monkeypatch):
 
 
 def saved(parts):
-    """The blocks that need not be read again, where rows of each part read theirs together."""
+    """The blocks that need not be read again if the rows of each part read theirs together."""
     return sum((len(part) - 1) * len(prefix(part)) for part in parts)
 
 
@@ -88,7 +88,7 @@ def prefix(paths):
 
 
 def partitions(items):
-    """All ways to part a list."""
+    """All partitions of a list."""
     if not items:
         yield []
         return
@@ -100,8 +100,8 @@ def partitions(items):
 
 
 @given(st.lists(st.text("ab", max_size=4), min_size=2, max_size=6))
-def test_no_other_prefixes_save_much_more(paths):
-    """They save all that can be saved, but for a few trees (one in 1,000 random ones)."""
+def test_no_other_grouping_saves_much_more(paths):
+    """Savings are optimal except for a few trees (one in 1,000 random ones)."""
     made = prefixes_of(rows_of(*paths), 6, 6, BLOCK)
     assert len({slot for each in made for slot in each.slots}) == sum(len(x.slots) for x in made)
     for each in made:
@@ -111,8 +111,8 @@ def test_no_other_prefixes_save_much_more(paths):
     assert sum((len(x.slots) - 1) * x.tokens for x in made) >= 0.8 * BLOCK * best
 
 
-def test_rows_read_together_what_their_prompts_have_in_common(monkeypatch):
-    """They get what they get apart: others join and leave, and one has nothing in common."""
+def test_rows_with_a_common_prefix_match_rows_alone(monkeypatch):
+    """Rows join and leave, and one has no common prefix."""
     options = {"steps_per_program": 3, "decode_rows": [3, 4], "ladder": ((0, 16),)}
     (beginning, *ends), lengths = random_prompts((32, 9, 3, 16, 5, 60), seed=3), (14, 2, 6, 13, 12)
     prompts = [[*beginning, *end] for end in ends[:4]] + ends[4:]
@@ -140,8 +140,8 @@ def test_rows_read_together_what_their_prompts_have_in_common(monkeypatch):
     assert_at_rest(llm)
 
 
-def test_a_program_that_is_not_there_is_done_without(monkeypatch):
-    """It is compiled meanwhile, for the ways of choosing tokens that have been prepared."""
+def test_missing_program_is_skipped(monkeypatch):
+    """It is compiled meanwhile, for the sampling choices that have been prepared."""
     programs = tiny_llm(cascade_attention=True, steps_per_program=2).engine.programs
     expected, there = [], set()
     monkeypatch.setattr(programs, "expect", expected.extend)
@@ -158,7 +158,7 @@ def test_a_program_that_is_not_there_is_done_without(monkeypatch):
     assert not programs.can_run(4, "greedy")
 
 
-def test_where_half_of_the_layers_are_dense_rows_read_together(monkeypatch):
+def test_rows_share_prefixes_if_half_of_the_layers_are_dense(monkeypatch):
     spec = CacheSpec(8, 64, 32, 8, head_dim=128, page_size=16, num_pages=9, dtype="bfloat16")
     for asked, policy, on_gpu, rows in (
         (None, "dense", True, 16),
@@ -173,7 +173,7 @@ def test_where_half_of_the_layers_are_dense_rows_read_together(monkeypatch):
         assert sizing.prefix_rows(asked, parse(policy), spec._replace(num_heads=512)) == 0
 
 
-def test_small_models_are_read_in_larger_chunks(monkeypatch):
+def test_small_models_are_prefilled_in_larger_chunks(monkeypatch):
     monkeypatch.setattr(sizing.chunk_attention, "has_flash", lambda *_: True)
 
     def sizes(config, stall):

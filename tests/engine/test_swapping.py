@@ -1,4 +1,4 @@
-"""Tests that sequences leave the device for others and come back, with the same bits."""
+"""Tests that sequences are swapped out for others and back in with the same bits."""
 
 import pytest
 
@@ -13,19 +13,19 @@ from tests.support.tiny import random_prompts
 BEGINNING, *OTHERS = random_prompts((32, 9, 5, 17, 13), seed=5)
 PROMPTS = [*(BEGINNING + ids for ids in OTHERS[:2]), *OTHERS[2:]]
 LONG = greedy(50, ignore_eos=True)
-# state of pages, of rows, and heads that hold different tokens
+# state of pages, of rows, and heads of different lengths
 POLICIES = ("quest(budget=16)", "lfps(budget=0.3)", "snapkv(budget=8, window=4, pool=3)")
-# of 17 groups of pages four sequences want eight each
+# four sequences need eight of the 17 page groups each
 SCARCE = {"kv_cache_tokens": 136, "swap_space": 1}
 
 
 @pytest.fixture(autouse=True)
-def answers_grow_by_a_page(monkeypatch):
+def sequences_grow_by_a_page(monkeypatch):
     monkeypatch.setattr(sizing, "GROWTH_TOKENS", 8)
 
 
 def moves_of(llm, prompts):
-    """What requests get, and the moves of sequences that were swapped out and in meanwhile."""
+    """Results of requests, and the swaps of sequences meanwhile."""
     moved, run = [], llm.engine._runner.run
     llm.engine._runner.run = lambda plan: moved.append(plan) or run(plan)
     outs = llm.generate(prompts, LONG)
@@ -37,9 +37,9 @@ def moves_of(llm, prompts):
 
 @pytest.mark.parametrize("expression", slow_except(POLICIES, "quest(budget=16)"))
 def test_swapping_keeps_the_bits(expression, monkeypatch):
-    """As alone, where nobody is. Sequences move in parts of two groups, few at a time.
+    """As for a request alone. Sequences are swapped in parts of two groups, a few at a time.
 
-    What two of them have in common stays on the device, if the policy shares so short a text.
+    Their common prefix stays on the device if the policy shares such a short one.
     """
     monkeypatch.setattr(sizing, "MOVED_GROUPS", 2)
     monkeypatch.setattr(runner, "AT_A_TIME", 1)
@@ -75,8 +75,8 @@ def test_swap_space_is_checked(monkeypatch):
         tiny_llm("dense", swap_space=3)
 
 
-def test_long_answers_do_not_wait_for_one_another_where_they_can_be_swapped():
-    """Room for 15 of 32 long sequences: the mean number of rows that decode side by side."""
+def test_long_sequences_are_swapped_instead_of_waiting():
+    """Room for 15 of 32 long sequences: the mean number of rows that decode concurrently."""
     assert _rows_side_by_side(host_groups=0) <= 6
     assert 17 <= _rows_side_by_side(host_groups=800) <= 32
 

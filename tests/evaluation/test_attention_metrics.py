@@ -1,4 +1,4 @@
-"""Tests attention-level metrics against sums over lists in numpy, on the engine's own queries."""
+"""Tests attention-level metrics against numpy sums over lists, with the engine's own queries."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ LENGTHS = np.array([[17, 9, 2], [20, 5, 13]], np.int32)
 
 
 def ids(*rows):
-    """Returns ids[B, K, C] and count from lists of one head each."""
+    """Returns ids[B, K, C] and count, from one list per head."""
     width = max(map(len, rows))
     padded = np.array([[*row, *[0] * (width - len(row))] for row in rows], np.int32)
     count = np.array([*map(len, rows)], np.int32)
@@ -43,7 +43,7 @@ WITH_DENSE_HEADS = Selection(*WHOLE_PAGES, dense=jax.device_put(DENSE_HEADS))
 
 
 def drawn(seed=0, bias=False):
-    """Draws queries and one layer that holds LENGTHS tokens."""
+    """Draws queries and a layer of LENGTHS tokens."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -74,7 +74,7 @@ def slots_of(selection, at, length):
 
 
 def bytes_of(selection, at, length):
-    """Counts the bytes of K and V that are read: every row of a page that the head holds."""
+    """Counts the bytes of K and V that are read: every used row of a listed page."""
     if selection.dense is not None and selection.dense[at]:
         rows = length
     else:
@@ -137,9 +137,9 @@ def slow_metrics(q, layer, selection, summary, top_k, positions) -> HeadMetrics:
     ids=["tokens", "bits", "dense heads"],
 )
 def test_metrics_equal_slow_sums(chosen, more, top_k):
-    """Two steps have different queries and caches, with a summary and a bias or with neither.
+    """Two steps with different queries and caches, with a summary and a bias or with neither.
 
-    k is given, or is the number of tokens attended.
+    k is given or defaults to the number of attended tokens.
     """
     rng = np.random.default_rng(5)
     shape = (BATCH, HEADS * GROUP)
@@ -166,7 +166,7 @@ def test_metrics_equal_slow_sums(chosen, more, top_k):
         np.testing.assert_allclose(value, sum(steps), rtol=1e-4, atol=1e-5, err_msg=field)
 
 
-def test_the_oracle_recalls_everything():
+def test_oracle_has_full_recall():
     q, layer = drawn(7)
     cache = kv_cache.KVCache((layer,), jnp.asarray(LENGTHS.max(1) - 1), np.zeros((), bool))
     view = kv_cache.StepView(cache)
@@ -176,8 +176,8 @@ def test_the_oracle_recalls_everything():
     assert (np.asarray(heads.own[0].heads.mass) <= 1 + 1e-6).all()
 
 
-def test_steps_that_fall_back_to_dense_are_not_counted():
-    """Eight steps; even_ids is dense as long as every row holds at most 24 tokens."""
+def test_dense_fallback_steps_are_not_counted():
+    """Eight steps; even_ids is dense while every row holds at most 24 tokens."""
     forced = force(
         tiny_params(num_layers=1),
         [measured(even_ids())],

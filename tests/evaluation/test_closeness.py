@@ -1,6 +1,6 @@
 """Tests closeness against slow arithmetic on the engine's own logits.
 
-Policies that share a prefill are compared with each alone.
+Policies that share a prefill are compared with each one alone.
 """
 
 import jax
@@ -47,7 +47,7 @@ def run(policies, prompt=PROMPTS, steps=STEPS, layers=1, **options):
 
 @shared
 def plain():
-    """Runs policies along dense attention's own tokens; also returns what progress was reported."""
+    """Runs policies along dense attention's own tokens; also returns the reported progress."""
     seen = []
     return run(PLAIN, on_progress=lambda *report: seen.append(report)), seen
 
@@ -59,7 +59,7 @@ def log_softmax(logits):
 
 
 def log_probabilities(policy, forced, layers=1, **options):
-    """The engine's own, after each forced token."""
+    """The engine's log-probabilities after each forced token."""
     made = engine_logits(params(layers), policy, PROMPTS, forced, page_size=PAGE, **options)
     return log_softmax(made)[1:]
 
@@ -82,7 +82,7 @@ def assert_measured(result, index, exact, logits):
     np.testing.assert_allclose(result.logprob[index], logprob, rtol=1e-3, atol=1e-4)
 
 
-def test_a_policy_is_measured_as_if_it_had_been_alone():
+def test_policy_is_measured_as_if_alone():
     """The engine's logits and slow sums agree."""
     exact, logits = alone()
     assert_measured(plain()[0], 0, exact, exact)
@@ -90,10 +90,9 @@ def test_a_policy_is_measured_as_if_it_had_been_alone():
 
 
 @pytest.mark.slow
-def test_every_policy_is_measured_as_if_it_had_been_alone(monkeypatch):
-    """The engine's logits and slow sums agree with sidecars, windows of queries and cache fields.
-
-    They agree with maintenance and corrections too.
+def test_every_policy_is_measured_as_if_alone(monkeypatch):
+    """The engine's logits and slow sums agree with sidecars, query windows, cache fields,
+    maintenance and corrections.
     """
     exact = log_probabilities("dense", FORCED, layers=2)
     monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda spec: CHUNK)
@@ -105,8 +104,8 @@ def test_every_policy_is_measured_as_if_it_had_been_alone(monkeypatch):
         assert_measured(result, index, exact, logits)
 
 
-def test_dense_is_itself_and_full_budgets_are_dense():
-    """Dropping all but the newest token is not dense."""
+def test_dense_and_full_budgets_have_zero_distance():
+    """Dropping all but the newest token is far from dense."""
     result, _ = plain()
     assert result.policies[0] == "dense()"
     assert len(result.policies) == 1 + len(PLAIN)
@@ -121,14 +120,14 @@ def test_dense_is_itself_and_full_budgets_are_dense():
     assert (result.logprob[0] >= result.logprob[2]).mean() > 0.8
 
 
-def test_the_continuation_is_what_generate_gives():
+def test_continuation_is_that_of_generate():
     outs = jsparse.generate(
         params(), PROMPTS, max_new_tokens=STEPS + 1, eos_token_id=[], page_size=PAGE
     )
     assert plain()[0].tokens.tolist() == [out.token_ids for out in outs]
 
 
-def test_perplexity_of_a_text_is_that_of_plain_passes():
+def test_perplexity_of_a_text_matches_plain_passes():
     text = random_prompts([100])[0]
     prompt, continuation = windows(text, 30, 8)
     parts = [text[:30], text[30:60], text[60:90]]
@@ -141,7 +140,7 @@ def test_perplexity_of_a_text_is_that_of_plain_passes():
     assert abs(sparse_ppl / dense_ppl - 1) > 0.01
 
 
-def test_a_bundle_does_not_decode():
+def test_bundle_cannot_decode():
     p, policy = params(), shared_prefill.bundle((dense(), streaming(sink=1, recent=2)))
 
     def step():
@@ -170,7 +169,7 @@ def test_wrong_arguments_are_named():
             run(**{"policies": ["dense"], **arguments})
 
 
-def test_what_does_not_fit_is_said_with_both_numbers(monkeypatch):
+def test_memory_error_has_both_numbers(monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda **_: 2**10)
     with pytest.raises(
         ValueError, match=r"max_new_tokens=10 for 3 prompt\(s\) takes 35.16 KiB .* in the 1.00 KiB"
@@ -178,7 +177,7 @@ def test_what_does_not_fit_is_said_with_both_numbers(monkeypatch):
         run(["dense"])
 
 
-def test_windows_that_cannot_be_cut():
+def test_impossible_windows_are_refused():
     for length, scored, message in [(9, 8, "scored=8: .* 7"), (60, 5, "tokens: 40 .*=60")]:
         with pytest.raises(ValueError, match=message):
             windows(list(range(40)), length, scored)

@@ -1,4 +1,4 @@
-"""Tests the task `drafts` of `jsparse eval`: how many drafts dense attention accepts."""
+"""Tests the task `drafts` of `jsparse eval`: the number of drafts that dense attention accepts."""
 
 import pytest
 
@@ -17,8 +17,8 @@ def drafting():
 
 
 @pytest.mark.slow
-def test_it_counts_what_exact_decoding_does():
-    """Beside each sample decoded alone, with rounds counted from what they gave."""
+def test_drafts_match_exact_decoding():
+    """Compared with each sample decoded alone, its rounds counted by their tokens."""
     params, indices = tiny_params(num_layers=2), [0, 1]
     ((dense, quest),) = drafting()(["dense()", QUEST], indices)
     assert [values for values, _ in dense] == [{}, {}]
@@ -37,13 +37,13 @@ def test_it_counts_what_exact_decoding_does():
         assert 0 < values["accepted"] < 1
         rounds = STEPS - stats.accepted_tokens
         assert values["tokens_per_round"] == pytest.approx(STEPS / rounds)
-        # all rounds but those at the end are of DRAFTED drafts
+        # all rounds but the last ones have DRAFTED drafts
         assert DRAFTED * rounds - 10 <= stats.drafted_tokens <= DRAFTED * rounds
         assert values["attended"] == stats.attended_fraction < 1
 
 
-def test_rounds_are_counted_by_what_they_gave():
-    """41 tokens, the first of them the prompt's."""
+def test_rounds_are_counted_by_their_tokens():
+    """41 tokens; the prefill gives the first of them."""
     for drafted, accepted, rounds in [(40, 30, 10), (8, 0, 40), (39, 39, 1)]:
         stats = GenerationStats(9, 41, 1.0, None, 0.5, 0.6, "quest", drafted, accepted)
         values = _of_drafts(stats)
@@ -55,7 +55,7 @@ def test_rounds_are_counted_by_what_they_gave():
         }, drafted
 
 
-def test_what_cannot_draft_is_refused_by_name():
+def test_policy_that_cannot_draft_is_refused_by_name():
     with pytest.raises(ValueError, match=r"policy=snapkv.*exact=True.*evicts tokens"):
         drafting()(["dense()", "snapkv(budget=8, window=4, pool=3)"], [0])
 

@@ -22,7 +22,7 @@ def inspected(policy, **options) -> Inspection:
     return inspect_step(tiny_params(num_layers=2), policy, PROMPT, page_size=8, **options)
 
 
-def test_a_window_attends_to_its_ends():
+def test_window_attends_to_both_ends():
     shown = inspected(WINDOW, step=4)
     assert shown.attended.shape == (2, 2, 34)
     assert shown.prompt_tokens == 30
@@ -32,7 +32,7 @@ def test_a_window_attends_to_its_ends():
     assert not shown.fell_back
 
 
-def test_the_step_is_the_one_that_generate_runs():
+def test_step_is_the_one_that_generate_runs():
     options = {"max_new_tokens": 5, "page_size": 8, "temperature": 0}
     made = jsparse.generate(tiny_params(num_layers=2), PROMPT, policy=WINDOW, **options)
     shown = inspected(WINDOW, step=4)
@@ -43,12 +43,12 @@ def test_the_step_is_the_one_that_generate_runs():
 
 @shared
 def best_tokens():
-    """A step of the oracle, of a model each of whose KV heads has one query head."""
+    """A step of the oracle, of a model with one query head per KV head."""
     params = tiny_params(num_layers=1, num_kv_heads=4)
     return inspect_step(params, "oracle_top_k(budget=5)", PROMPT, page_size=8)
 
 
-def test_weights_are_dense_attention_s():
+def test_weights_are_those_of_dense_attention():
     best = best_tokens()
     np.testing.assert_allclose(best.weights.sum(axis=2), 1, rtol=1e-5)
     order = np.argsort(-best.weights, axis=2)
@@ -58,7 +58,7 @@ def test_weights_are_dense_attention_s():
     assert best.covered == pytest.approx((best.weights * best.attended).sum() / 4)
 
 
-def test_overlap_compares_a_head_with_the_one_below_it():
+def test_overlap_compares_a_head_with_the_one_in_the_layer_below():
     weights = np.array(  # three layers of two heads
         [
             [[0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1]],
@@ -78,17 +78,17 @@ def test_overlap_compares_a_head_with_the_one_below_it():
 
 
 @pytest.mark.slow
-def test_tokens_that_a_policy_has_dropped_have_no_weight():
+def test_dropped_tokens_have_no_weight():
     shown = inspected("snapkv(budget=12, window=4)", step=2)
     assert not shown.weights[~shown.attended].any()
     np.testing.assert_allclose(shown.weights.sum(axis=2), 1, rtol=1e-5)
     held = shown.attended.sum(axis=2)
     assert (held > 0).all() and (held < 32).all()
-    # the newest tokens are where they stand in the text, not where their slots are
+    # the newest tokens are at their text positions, not at their slots
     assert shown.attended[:, :, -2:].all()
 
 
-def test_what_cannot_be_is_refused():
+def test_invalid_arguments_are_refused():
     for prompt, options, said in [
         (PROMPT, {"step": 0}, "step=0: must be an integer of at least 1"),
         ([PROMPT, PROMPT], {}, "prompt: must be one prompt, not 2"),
@@ -98,7 +98,7 @@ def test_what_cannot_be_is_refused():
             inspect_step(tiny_params(num_layers=2), "dense", prompt, page_size=8, **options)
 
 
-def test_the_page_holds_the_step_and_nothing_that_a_text_could_end():
+def test_page_contains_the_step_safely_escaped():
     shown = inspected(WINDOW, step=4)._replace(next_token="</script><b>&")
     made = page(shown)
     assert "</script><b>" not in made

@@ -1,6 +1,6 @@
 """Tests the harness' model class against jsparse.generate and jsparse.logits.
 
-The harness' own RULER runs with it.
+Also runs the harness' own RULER with it.
 """
 
 import re
@@ -53,20 +53,20 @@ def expected(params, ids, policy=POLICY, new=12):
 
 
 def log_probs(params, ids):
-    """Returns log-probabilities after every token, in float64."""
+    """Log-probabilities after every token, in float64."""
     logits = np.asarray(jsparse.logits(params, ids)[0], np.float64)
     return logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
 
 
 def scored(params, context, continuation):
-    """Scores one row slowly: the log-likelihood, and whether it is the likeliest."""
+    """Scores one row slowly: the log-likelihood, and whether it is the greedy text."""
     found = log_probs(params, [*context, *continuation])[len(context) - 1 : -1]
     total = sum(row[i] for row, i in zip(found, continuation, strict=True))
     return total, found.argmax(-1).tolist() == continuation
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_generate_with_the_policy(params):
+def test_outputs_are_those_of_generate_with_the_policy(params):
     lm, asked, wanted = model(), [], []
     for context, new in zip([*PROMPTS, *PROMPTS], [12, 12, 12, 5, 5, 5], strict=True):
         asked.append(request(context, GREEDY | {"max_gen_toks": new}))
@@ -78,7 +78,7 @@ def test_answers_are_those_of_generate_with_the_policy(params):
     assert 0 < info["attended_fraction"] < 1
 
 
-def test_batches_are_of_one_size_and_of_equal_arguments(monkeypatch):
+def test_batches_have_one_size_and_equal_arguments(monkeypatch):
     calls, real = [], adapter.generate
 
     def spy(params, rows, **options):
@@ -95,14 +95,14 @@ def test_batches_are_of_one_size_and_of_equal_arguments(monkeypatch):
     assert of_two == [[longest[4]] * 2]
 
 
-def test_until_cuts(params):
+def test_until_truncates(params):
     text = expected(params, PROMPTS[0])
     stop = text[4:6]
     assert stop and answers(model(), PROMPTS[:1], until=[stop, ""]) == [text[: text.index(stop)]]
     assert answers(model(), PROMPTS[:1], until=stop) == [text[: text.index(stop)]]
 
 
-def test_long_contexts_are_cut_from_the_left_and_it_is_said(params, caplog):
+def test_long_contexts_are_cut_from_the_left_with_a_warning(params, caplog):
     lm = model(max_length=30)
     ids = [lm.tok_encode(prompt) for prompt in PROMPTS]
     lengths = list(map(len, ids))
@@ -114,7 +114,7 @@ def test_long_contexts_are_cut_from_the_left_and_it_is_said(params, caplog):
     assert f"{sum(lost)} tokens are lost" in said and f"up to {max(lost)} of a text" in said
 
 
-def test_log_likelihoods_are_dense_and_it_is_said(params, caplog):
+def test_log_likelihoods_are_dense_with_a_warning(params, caplog):
     lm = model(batch_size=3)
     pairs = [
         ("the cat", " sat on"),
@@ -132,7 +132,7 @@ def test_log_likelihoods_are_dense_and_it_is_said(params, caplog):
     assert "log-likelihoods are dense" in said and POLICY in said
 
 
-def test_rolling_predicts_every_token_once_with_most_context(params):
+def test_rolling_predicts_every_token_once_with_the_most_context(params):
     text = "the dog and " * 30
     lm = model(max_length=16)
     (found,) = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
@@ -160,7 +160,7 @@ def test_chats():
         lm.apply_chat_template(begun, add_generation_prompt=False)
 
 
-def test_a_text_that_begins_as_a_sequence_does_gets_no_second_beginning():
+def test_text_that_starts_with_bos_gets_no_second_bos():
     lm = model()
     ids = [280, *lm.tok_encode("the", False)]
     assert lm.tok_encode("the") == lm.tok_encode("<|begin_of_text|>the") == ids
@@ -170,7 +170,7 @@ def test_a_text_that_begins_as_a_sequence_does_gets_no_second_beginning():
         _ = lm.eot_token_id
 
 
-def test_arguments_out_of_range():
+def test_arguments_out_of_range_are_refused():
     for arguments, message in [
         ({"policy": "nope"}, "unknown policy 'nope'"),
         ({"batch_size": "auto"}, "batch_size='auto': must be an integer of at least 1"),
@@ -184,7 +184,7 @@ def test_arguments_out_of_range():
             model(**arguments)
 
 
-def test_requests_out_of_range():
+def test_requests_out_of_range_are_refused():
     for arguments, message in [
         ({"num_beams": 4}, "generation arguments ['num_beams']: must be among until, max_gen_toks"),
         ({"max_gen_toks": 0}, "max_gen_toks=0: must be an integer of at least 1"),
@@ -196,7 +196,7 @@ def test_requests_out_of_range():
 
 
 class AutoTokenizer:
-    """Stands in for transformers' tokenizer: RULER's generators count with jsparse's."""
+    """Stands in for transformers' tokenizer, so that RULER's generators count with jsparse's."""
 
     def __call__(self, text):
         return types.SimpleNamespace(input_ids=smollm2(text))
@@ -209,10 +209,10 @@ class AutoTokenizer:
 
 @pytest.fixture
 def offline_ruler(monkeypatch):
-    """Lets RULER's generators run offline; nothing is fetched.
+    """Lets RULER's generators run offline.
 
-    They want a tokenizer of transformers, which is no dependency, and data for splitting sentences
-    that only its essays need.
+    They need a tokenizer of transformers, which is not a dependency, and data for splitting
+    sentences that only the essays use.
     """
     nltk = pytest.importorskip("nltk")
     pytest.importorskip("wonderwords")
@@ -230,7 +230,7 @@ def offline_ruler(monkeypatch):
     monkeypatch.setattr("socket.socket.connect", refuse)
 
 
-def test_the_harness_own_variable_tracking(offline_ruler):
+def test_harness_variable_tracking_runs(offline_ruler):
     policy = "streaming(sink=4, recent=512)"
     found = harness.simple_evaluate(
         model="jsparse",

@@ -1,4 +1,4 @@
-"""The checks of a policy find what is broken, by the name of its rule, and nothing else."""
+"""Tests that the policy checks find each broken rule by its name, and no other."""
 
 import inspect
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.support import broken_policies
 from tests.support.marks import slow_except
 from tests.support.policy_table import METHODS, outermost
 
-# what else is seen of a policy that breaks a rule
+# further rules that the policy that breaks a rule also breaks
 FOLLOWS = {
     "rows": {"alone"},
     "finite": set(NAMES) - {"types", "runs", "owners", "selections"},
@@ -26,7 +26,7 @@ FOLLOWS = {
 
 
 def checked(name, rules):
-    """What is found of the policy that breaks the rule `name`."""
+    """The findings for the policy that breaks the rule `name`."""
     build, full = getattr(broken_policies, name), None
     policy = build(16) if name == "budget" else build()
     if name == "budget":
@@ -38,7 +38,7 @@ FEW_PROGRAMS = [name for name in NAMES if name not in ("budget", "pool", "alone"
 
 
 @pytest.mark.parametrize("name", slow_except(NAMES, *FEW_PROGRAMS))
-def test_what_is_broken_is_found_by_its_name(name):
+def test_broken_rule_is_found_by_its_name(name):
     [finding] = checked(name, [name]).findings
     assert finding.rule.name == name
     assert finding.kept is False, finding
@@ -48,12 +48,12 @@ def test_what_is_broken_is_found_by_its_name(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_else_is_found(name):
+def test_no_other_rule_is_found_broken(name):
     found = set(checked(name, NAMES).broken)
     assert {name} <= found <= {name} | FOLLOWS.get(name, set())
 
 
-@pytest.mark.slow  # by default those that break one are found to break no other
+@pytest.mark.slow  # the default run checks only broken policies
 @pytest.mark.parametrize("expression", METHODS)
 def test_methods_keep_all_rules(expression):
     full = with_budget(expression, 2**20)
@@ -67,7 +67,7 @@ def test_methods_keep_all_rules(expression):
 
 
 @pytest.mark.parametrize("types", [True, False])
-def test_what_cannot_be_asked_says_why(types):
+def test_rules_that_cannot_be_checked_give_the_reason(types):
     name = "types" if types else "runs"
     found = checked(name, ["types", "runs", "rows", "budget"])
     why = {finding.rule.name: finding.detail for finding in found.findings if finding.kept is None}
@@ -78,7 +78,7 @@ def test_what_cannot_be_asked_says_why(types):
 
 
 @pytest.mark.parametrize(("granularity", "tokens"), [("page", PAGE), ("token", 1)])
-def test_a_list_of_all_that_a_head_holds_leaves_nothing_out(granularity, tokens):
+def test_list_of_all_held_tokens_leaves_nothing_out(granularity, tokens):
     ids, share = jnp.arange(3, dtype=jnp.int32)[None, None], jnp.ones((1, 1), jnp.float32)
     chosen = Selection(ids, jnp.full((1, 1), 3, jnp.int32), granularity=granularity)
     for held, left_out in ((3 * tokens, False), (3 * tokens + 1, True)):
@@ -86,7 +86,7 @@ def test_a_list_of_all_that_a_head_holds_leaves_nothing_out(granularity, tokens)
         assert leaves_out(LayerSelection(chosen, lengths, share, share)) == left_out
 
 
-def test_an_error_names_the_line_of_the_policy():
+def test_error_names_the_line_of_the_policy():
     [finding] = checked("runs", ["runs"]).findings
     lines, first = inspect.getsourcelines(broken_policies.runs)
     at = first + next(i for i, line in enumerate(lines) if ".max() > 8" in line)

@@ -1,4 +1,4 @@
-"""Tests questions that come in a second turn: what they equal, and what evictors do to them."""
+"""Tests questions asked in a second turn: they match a single prompt unless a policy evicts."""
 
 import numpy as np
 import pytest
@@ -25,21 +25,21 @@ def asked(**options):
 
 @shared
 def free():
-    """Answers that no end token cuts, and those to the same tokens as one prompt."""
+    """Unlimited outputs, and those to the same tokens as one prompt."""
     joined = [[*prompt, *question] for prompt, question in zip(PROMPTS, QUESTIONS, strict=True)]
     params = tiny_params(num_layers=1)
     return asked(), jsparse.generate(params, joined, policy="dense()", logprobs=True, **OPTIONS)
 
 
-def test_answers_are_those_to_the_whole_text():
+def test_outputs_match_those_to_the_whole_text():
     for out, whole in zip(*free(), strict=True):
         assert (len(out.token_ids), out.finish_reason) == (NEW, "length")
         assert out.token_ids == whole.token_ids
         np.testing.assert_allclose(out.logprobs, whole.logprobs, atol=1e-3)
 
 
-def test_answers_end_where_an_end_token_follows_the_question():
-    """The same token inside the question ends nothing."""
+def test_outputs_stop_at_an_end_token_after_the_question():
+    """The same token inside the question does not stop the sequence."""
     ids = free()[0][0].token_ids
     ends = {ids[2], QUESTIONS[0][1]}
     made = asked(eos_token_id=[*ends])[0]
@@ -53,7 +53,7 @@ def test_every_prompt_needs_a_question():
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_samples_are_those_of_the_task_cut_before_the_question(name):
+def test_samples_are_those_of_the_task_split_before_the_question(name):
     (task,), (later,) = parse(name), parse(f"{name}_turn2")
     for index in range(3):
         whole, cut = (one.sample(smollm2, 1024, index) for one in (task, later))
@@ -66,8 +66,8 @@ def test_samples_are_those_of_the_task_cut_before_the_question(name):
         assert later.score(f" {whole.answers[0]}.", cut) == 1.0
 
 
-def test_the_evaluation_feeds_the_question_after_the_context(monkeypatch):
-    """What it hands over is the prompt of the task itself, in two parts, in a chat too."""
+def test_evaluation_feeds_the_question_after_the_context(monkeypatch):
+    """It passes the prompt of the task itself in two parts, also in a chat."""
     params, tokenizer, seen = tiny_params(num_layers=1), tokenizer_of("smollm2"), {}
 
     def record(params, policies, prompt, **options):

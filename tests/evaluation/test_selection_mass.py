@@ -1,4 +1,4 @@
-"""Tests the attention mass of selections, and the rule that a blind one breaks."""
+"""Tests the attention mass of selections, and the rule that a query-blind one breaks."""
 
 import re
 
@@ -19,7 +19,7 @@ K, G, H, P, M = 2, 2, 4, 4, 3
 LENGTHS = (9, 6)
 
 
-def test_shares_are_of_the_tokens_before_the_newest():
+def test_shares_count_tokens_before_the_newest():
     rng = np.random.default_rng(0)
     q = rng.standard_normal((1, K * G, H)).astype(np.float32)
     keys = rng.standard_normal((K, M * P, H)).astype(np.float32)
@@ -45,7 +45,7 @@ def selection(tokens, mass):
     return LayerSelection(everything(lengths), lengths, *shares)
 
 
-def test_a_selection_far_below_chance_is_blind():
+def test_selection_far_below_chance_is_blind():
     with pytest.raises(Violation, match=r"^selects 40% of .* with 20% of .*; a random .* has 40%$"):
         check_mass([selection([0.5, 0.3], [0.3, 0.1])])
     with pytest.raises(Violation):
@@ -58,7 +58,7 @@ def test_heads_that_attend_to_all_or_nothing_do_not_count():
     assert check_mass([selection([1, 0], [1, 0])]) == ""
 
 
-def test_a_window_has_more_than_chance_on_the_trial_s_model():
+def test_window_beats_chance_on_the_trial_model():
     policy = parse("streaming(sink=1, recent=6)")
     [finding] = check(policy, params=random_model(1), rules=["mass"]).findings
     assert finding.kept

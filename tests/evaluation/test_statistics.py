@@ -1,4 +1,4 @@
-"""Tests intervals against a slow bootstrap and by hand, and what is averaged or only listed."""
+"""Tests intervals against a slow bootstrap and by hand, and which tasks are averaged."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def interval(policy, dense, transform=mean) -> list[float]:
     return statistics._interval([(np.array(policy), np.array(dense))], transform)
 
 
-def test_the_interval_is_that_of_paired_resamples():
+def test_interval_is_that_of_paired_resamples():
     rng = np.random.default_rng(1)
     policy, dense = rng.normal(-2, 0.5, 17), rng.normal(-1.8, 0.5, 17)
     draws = np.random.default_rng(SEED).integers(17, size=(RESAMPLES, 17))
@@ -44,7 +44,7 @@ def test_one_sample_has_no_interval():
     assert (score["difference"], score["interval"], score["pairs"]) == (-1, None, 1)
 
 
-def test_the_ratio_to_a_yardstick_is_that_of_the_means():
+def test_ratio_to_a_yardstick_is_that_of_the_means():
     rng = np.random.default_rng(2)
     ours, theirs = rng.uniform(0.5, 1, 9), rng.uniform(0.1, 0.2, 9)
     made = ratio(dict(enumerate(ours)), dict(enumerate(theirs)))
@@ -55,8 +55,8 @@ def test_the_ratio_to_a_yardstick_is_that_of_the_means():
     np.testing.assert_allclose(made["interval"], np.percentile(ratios, [2.5, 97.5]), rtol=1e-9)
 
 
-def test_a_yardsticks_cell_by_hand():
-    """The ratio is over the samples that have one, and dense has none."""
+def test_cell_with_a_yardstick_matches_hand_computation():
+    """The ratio covers the samples with a yardstick; dense has no ratio."""
     cells = summarize(
         [
             *(entry(DENSE, "kl", 64, i, kl=0) for i in range(3)),
@@ -74,7 +74,7 @@ def test_a_yardsticks_cell_by_hand():
     assert "ratio" not in found[POLICY, "kl"]["kl"]
 
 
-def test_a_ratio_of_few_samples_or_to_nothing():
+def test_ratio_of_few_samples_or_to_zero():
     for ours, theirs, made in [
         ({0: 2.0}, {0: 1.0}, {"mean": 2.0, "interval": None}),
         ({0: 2.0}, {1: 1.0}, None),
@@ -83,7 +83,7 @@ def test_a_ratio_of_few_samples_or_to_nothing():
         assert ratio(ours, theirs) == made, ours
 
 
-def test_the_name_of_an_expression():
+def test_short_name_of_an_expression():
     for expression, name, dense in [
         (POLICY, "streaming", False),
         ("dense", "dense", True),
@@ -93,7 +93,7 @@ def test_the_name_of_an_expression():
         assert (family(expression), is_dense(expression)) == (name, dense), expression
 
 
-def test_a_cell_by_hand():
+def test_cell_matches_hand_computation():
     dense = [entry(DENSE, "a", 64, i, score=s) for i, s in enumerate([1, 1, 1, 1])]
     policy = [entry(POLICY, "a", 64, i, score=s, read=0.5) for i, s in enumerate([1, 0, 0, 1])]
     ours, theirs = summarize([*policy, *dense])
@@ -123,7 +123,7 @@ def test_perplexity_is_that_of_the_mean_and_resamples_documents():
 
 
 def test_means_by_step_are_those_over_samples():
-    """Perplexity is that of their mean; a cell in which a sample has none has none."""
+    """Perplexity is that of their mean; a cell with a sample without means by step has none."""
     entries = [
         entry(DENSE, "text", 64, i, logprob=-1.0)
         | {"meta": {BY_STEP: {"kl": [i, 2.0], "logprob": [-1.0 - i, -3.0]}}}
@@ -149,7 +149,7 @@ def scores(**tasks):
     )
 
 
-def test_a_task_that_dense_fails_is_listed_not_averaged():
+def test_task_that_dense_fails_is_listed_but_not_averaged():
     failed = [1] * 29 + [0] * 71
     just = [1] * 30 + [0] * 70
     rows = averages(scores(good=([1] * 100, just), bad=(failed, [1] * 100), edge=(just, failed)))
@@ -165,7 +165,7 @@ def test_a_task_that_dense_fails_is_listed_not_averaged():
     assert -0.42 < low < ours["difference"] < high < -0.29
 
 
-def test_without_a_task_that_counts_there_is_no_average():
+def test_no_average_without_a_solved_task():
     for cells in (scores(a=([0, 0], [1, 1])), summarize([entry(POLICY, "a", 64, 0, score=1)])):
         row = averages(cells)[-1]
         assert (row["tasks"], row["left_out"]) == ([], ["a"])

@@ -1,6 +1,6 @@
-"""A killed run goes on where it was: nothing is lost and nothing is doubled.
+"""Tests that a killed run resumes where it stopped, without lost or duplicate entries.
 
-It never writes on top of another run.
+It never overwrites another run.
 """
 
 import json
@@ -30,7 +30,7 @@ CELLS = [Cell(DENSE, task, 64) for task in SETTINGS["tasks"]]
 
 
 def measure(cell, index):
-    """Returns the same values at every call, as a run's samples do.
+    """Returns the same values at every call, as the samples of a run do.
 
     Its text has several bytes per letter.
     """
@@ -54,7 +54,7 @@ WHOLE = Counter((cell.task, index) for cell in CELLS for index in range(3))
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_waiting_for_the_disk():
-    """Kills are files cut short here, of which hundreds are written."""
+    """The tests simulate kills by truncating files, hundreds of times."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("os.fsync", lambda file: None)
         yield
@@ -77,7 +77,7 @@ HEADER = DATA.index(b"\n") + 1
 @example(HEADER + 1)
 @example(len(DATA) - 1)
 @example(len(DATA))
-def test_a_run_that_was_killed_anywhere_goes_on(cut):
+def test_run_killed_anywhere_resumes(cut):
     with TemporaryDirectory() as folder:
         path = Path(folder, "out.json")
         path.with_suffix(".partial.jsonl").write_bytes(DATA[:cut])
@@ -90,7 +90,7 @@ def test_a_run_that_was_killed_anywhere_goes_on(cut):
         assert resumed.journal.read_bytes() == DATA, "the journal of an undisturbed run"
 
 
-def test_a_journal_without_whole_settings_is_refused(path):
+def test_journal_without_complete_settings_is_refused(path):
     broken = [b"[]\n", b"{}\n", b"3\n", b"null\n", b'{"settings": 3}\n', b"\xff\n"]
     for header in [*broken, b"", DATA[:9], DATA[: HEADER - 1]]:
         path.with_suffix(".partial.jsonl").write_bytes(header)
@@ -98,7 +98,7 @@ def test_a_journal_without_whole_settings_is_refused(path):
             ResultStore(path, SETTINGS, resume=True)
 
 
-def test_a_broken_line_inside_is_named(path):
+def test_broken_line_inside_a_journal_is_named(path):
     whole = DATA[: DATA.index(b"\n", HEADER) + 1]
     entry = measure(CELLS[0], 1)
     unfit = [json.dumps(entry | {"values": each}).encode() for each in (3, {"a": "x"}, {"a": None})]
@@ -108,7 +108,7 @@ def test_a_broken_line_inside_is_named(path):
             ResultStore(path, SETTINGS, resume=True)
 
 
-def test_missing_says_what_is_left(path):
+def test_missing_lists_the_samples_left(path):
     store = ResultStore(path, SETTINGS)
     store.add([measure(CELLS[0], 1), measure(CELLS[1], 4)])
     assert store.missing(CELLS[0]) == [0, 2]
@@ -128,21 +128,21 @@ def test_other_settings_are_refused_by_name_and_values(path):
         ResultStore(path, SETTINGS | {"dtype": "float32", "lengths": (65,)}, resume=True)
 
 
-def test_an_unfinished_run_is_not_begun_anew_unasked(path):
+def test_unfinished_run_is_not_restarted_by_default(path):
     go_on(ResultStore(path, SETTINGS))
     with pytest.raises(ValueError, match="holds an unfinished run: must be resumed"):
         ResultStore(path, SETTINGS)
     assert taken(ResultStore(path, SETTINGS, resume=True)) == WHOLE
 
 
-def test_a_finished_run_is_not_overwritten(path):
+def test_finished_run_is_not_overwritten(path):
     ResultStore(path, SETTINGS).finish({})
     for resume in (False, True):
         with pytest.raises(ValueError, match=r"out\.json already exists"):
             ResultStore(path, SETTINGS, resume=resume)
 
 
-def test_doubled_entries_count_once(path):
+def test_duplicate_entries_count_once(path):
     store = ResultStore(path, SETTINGS)
     go_on(store)
     lines = store.journal.read_bytes()
@@ -153,7 +153,7 @@ def test_doubled_entries_count_once(path):
     assert taken(ResultStore(path, SETTINGS, resume=True)) == WHOLE
 
 
-def test_doubled_entries_must_agree(path):
+def test_duplicate_entries_must_agree(path):
     store = ResultStore(path, SETTINGS)
     first, other = entry(*CELLS[0], 0, score=1), entry(*CELLS[0], 0, score=0)
     fresh = measure(CELLS[0], 1)
@@ -172,7 +172,7 @@ def test_doubled_entries_must_agree(path):
         ResultStore(path, SETTINGS, resume=True)
 
 
-def test_what_is_not_finite_is_refused(path):
+def test_values_that_are_not_finite_are_refused(path):
     store = ResultStore(path, SETTINGS)
     for value in [float("nan"), float("inf"), -float("inf"), np.float32("nan")]:
         with pytest.raises(ValueError, match=r"kl=.* in sample 2 of a: must be finite"):
@@ -182,7 +182,7 @@ def test_what_is_not_finite_is_refused(path):
         assert store.entries == [], value
 
 
-def test_finish_leaves_one_file_with_everything(path):
+def test_finish_leaves_one_complete_file(path):
     store = ResultStore(path, SETTINGS)
     go_on(store)
     report = store.finish({"python": "3"})
@@ -199,7 +199,7 @@ def test_finish_leaves_one_file_with_everything(path):
         assert cell["metrics"]["score"]["mean"] == pytest.approx(1 / 7)
 
 
-def test_a_kill_while_finishing_leaves_the_journal_or_the_whole_result(path, monkeypatch):
+def test_kill_during_finish_leaves_the_journal_or_the_whole_result(path, monkeypatch):
     store = ResultStore(path, SETTINGS)
     go_on(store)
     with monkeypatch.context() as patched:
@@ -211,7 +211,7 @@ def test_a_kill_while_finishing_leaves_the_journal_or_the_whole_result(path, mon
     assert taken(resumed) == WHOLE
     journal = resumed.journal.read_bytes()
     resumed.finish({})
-    resumed.journal.write_bytes(journal)  # as if killed before it was removed
+    resumed.journal.write_bytes(journal)  # as if killed before the journal was removed
     again = ResultStore(path, SETTINGS, resume=True)
     assert [again.missing(cell) for cell in CELLS] == [[], []]
     again.finish({})

@@ -1,4 +1,4 @@
-"""Tests that a policy's yardstick is the oracle that reads as much in the same sample."""
+"""Tests that the yardstick of a policy is the oracle that reads the same number of tokens."""
 
 from functools import cache
 
@@ -42,14 +42,14 @@ def made():
     return measured((POLICIES[0], POLICIES[-1]))
 
 
-def test_the_oracle_is_its_own_yardstick(made):
+def test_oracle_is_its_own_yardstick(made):
     _, found, (budget, kl) = made
     assert budget[1, :2].tolist() == [9, 9]
     np.testing.assert_allclose(kl[1, :2], found.kl[1, :2], rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_budgets_are_the_tokens_read_and_give_what_oracles_with_them_give():
+def test_budgets_are_the_tokens_read_and_kl_is_that_of_such_oracles():
     _, found, (budget, kl) = measured(tuple(POLICIES))
     lengths = np.array([[len(prompt) + nth + 1 for nth in range(STEPS)] for prompt in PROMPTS])
     assert len({*budget[3].tolist()}) == len(PROMPTS)  # top-p differs by sample
@@ -63,7 +63,7 @@ def test_budgets_are_the_tokens_read_and_give_what_oracles_with_them_give():
             np.testing.assert_allclose(kl[policy, row], alone.kl[1, row], rtol=1e-4, atol=1e-6)
 
 
-def test_what_reads_everything_has_none(made):
+def test_policy_that_reads_everything_has_no_yardstick(made):
     _, found, (budget, kl) = made
     assert (budget[0] == 0).all() and np.isnan(kl[0]).all()
     window = found.policies.index(parse(POLICIES[-1]).name)

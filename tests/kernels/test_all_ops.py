@@ -1,4 +1,4 @@
-"""Tests what holds for every op: names of its cases, and arguments that do not fit are named."""
+"""Tests that apply to every op: names of cases, and errors for arguments that do not fit."""
 
 import inspect
 from importlib import import_module
@@ -46,7 +46,7 @@ def first(op, nth=0):
 
 
 def calls():
-    """Returns, for each op, positional and keyword arguments that it takes."""
+    """Valid positional and keyword arguments of each op."""
     q, layer, keys, _ = first("int4_scores")
     bounds = first("page_bounds").bounds
     new = np.zeros((2, 5, 2, 64), np.float32)
@@ -87,17 +87,17 @@ def calls():
     }
 
 
-def test_an_array_that_does_not_fit_is_named():
+def test_array_that_does_not_fit_is_named():
     """Of another dtype, or with two axes more: every array of every argument."""
     for op, (args, options) in calls().items():
         given = dict(zip(inspect.signature(op).parameters, args, strict=False)) | options
         leaves, tree = jax.tree.flatten_with_path(given)
         for nth, (path, leaf) in enumerate(leaves):
             name = path[0].key
-            if not hasattr(leaf, "shape") or name == "pool":  # of any type and rows
+            if not hasattr(leaf, "shape") or name == "pool":  # any dtype and rows
                 continue
             wrong = [np.zeros(leaf.shape, np.complex64)]
-            if name not in ("x", "gate_up"):  # of any batch
+            if name not in ("x", "gate_up"):  # any batch
                 wrong.append(np.asarray(leaf)[None, None])
             for changed in wrong:
                 values = [changed if i == nth else x for i, (_, x) in enumerate(leaves)]
@@ -107,14 +107,14 @@ def test_an_array_that_does_not_fit_is_named():
                     assert str(error.value).startswith(name), (op.__name__, path)
 
 
-def test_backends_are_those_that_the_op_has():
+def test_backends_are_those_of_the_op():
     for op, (args, options) in calls().items():
         message = rf"implementation='abacus': {op.__name__} has \['.*'reference'\]"
         with pytest.raises(ValueError, match=message):
             op(*args, **options, implementation="abacus")
 
 
-def test_cases_have_names_of_their_own():
+def test_case_names_are_unique():
     for name, module in CASES.items():
         names = [case.name for case in getattr(module, "CASES", ())]
         assert len(set(names)) == len(names), name

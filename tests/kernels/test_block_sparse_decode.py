@@ -1,4 +1,4 @@
-"""Tests block_sparse_decode against dense attention in float64, case by case."""
+"""Tests block_sparse_decode against float64 dense attention, case by case."""
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ def test_matches_dense_attention(case):
     assert_matches_dense(block_sparse_decode, case)
 
 
-def test_reading_all_and_masking_is_reading_what_is_listed():
+def test_masked_full_read_matches_the_listed_read():
     case, scale = by_name["bits_32"], 0.1
     inputs = case.build(1)
 
@@ -47,19 +47,19 @@ def test_reading_all_and_masking_is_reading_what_is_listed():
         np.testing.assert_allclose(x, y, **tolerance(case))
 
 
-def test_o_comes_in_the_type_that_is_asked_for():
+def test_o_has_the_requested_dtype():
     assert_rounds_o(block_sparse_decode, by_name["bfloat16"])
 
 
-def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type():
+def test_reported_logits_are_of_the_mean_query_rounded_to_its_dtype():
     assert_reports_rounded_mean(block_sparse_decode, "page")
 
 
-def test_pages_that_rows_have_in_common_are_read_once_for_all():
+def test_shared_pages_are_read_once_for_all_rows():
     case = Case(
         "", batch=8, lengths="full", listed="none", dense="all", table="scrambled", bias=True
     )
-    # a family of one row, families that nobody is in, and rows without a family
+    # a prefix group of one row, empty groups, and rows without a group
     families, tokens = [[1, 4, 6, 7], [5], [0, 2], []], [48, 32, 96, 0]
     inputs = in_families(case.build(), families, tokens)
     want = expected(inputs, None)
@@ -81,7 +81,7 @@ def test_pages_that_rows_have_in_common_are_read_once_for_all():
         np.testing.assert_allclose(each.o, want.o, **tolerance(case))
         np.testing.assert_allclose(each.lse, want.lse, **tolerance(case))
         np.testing.assert_array_equal(np.asarray(each.o)[np.isneginf(want.lse)], 0)
-    # every common page is read for its family, and for none of its rows
+    # every shared page is read for its group, and for none of its rows
     np.testing.assert_array_equal(common[:, 0], tokens)
     before = np.array([96, 48, 96, 0, 48, 32, 48, 48])
     np.testing.assert_array_equal(

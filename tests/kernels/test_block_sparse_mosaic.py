@@ -1,6 +1,6 @@
 """Tests the Mosaic GPU kernel on any machine.
 
-Its body is interpreted, its code lowered for CUDA, and its schedule checked in numbers.
+Its body is interpreted, its code lowered for CUDA, and its schedule checked numerically.
 """
 
 from dataclasses import replace
@@ -42,12 +42,12 @@ CASES = [
 ]
 
 
-# everything at once
+# all features at once
 SOME = (CASES[1],)
 
 
 @pytest.mark.parametrize("case", slow_except(CASES, *SOME), ids=str)
-def test_the_interpreted_body_matches_dense_attention(case):
+def test_interpreted_body_matches_dense_attention(case):
     inputs = case.build()
     tiles = TILES if case.head_dim <= 128 else TILES._replace(teams=1)
     stats = "token_logits"
@@ -66,8 +66,8 @@ def test_the_interpreted_body_matches_dense_attention(case):
     close(out.stats.lse, want.stats_lse)
 
 
-def test_a_list_lacks_the_newest_page_unless_that_is_among_its_ids():
-    """It may end before that page, with it, or past it."""
+def test_newest_page_is_added_unless_listed():
+    """The list may end before that page, with it, or past it."""
     sizes = SimpleNamespace(pairs=1, capacity=6, page_size=16)
     arrays = SimpleNamespace(ids=jnp.array([[1, 2, 4, 5, 7, 8]], jnp.int32))
 
@@ -83,7 +83,7 @@ def test_a_list_lacks_the_newest_page_unless_that_is_among_its_ids():
     np.testing.assert_array_equal(lacks(*pairs.T), wanted)
 
 
-SIZES = [  # of heads and pages: each at least once, the extremes together
+SIZES = [  # heads and pages: each value at least once, the extremes together
     *((192, 16), (128, 16), (64, 8), (64, 64), (128, 32), (128, 64), (256, 8), (256, 64)),
 ]
 
@@ -91,7 +91,7 @@ SIZES = [  # of heads and pages: each at least once, the extremes together
 @pytest.mark.parametrize("sizes", slow_except(SIZES, SIZES[0]), ids=str)
 @pytest.mark.parametrize("full", [False, True], ids=["list", "everything_else_too"])
 def test_lowers_for_cuda(sizes, full):
-    """The lowering checks layouts, alignment and shared memory, and needs no GPU."""
+    """Lowering checks layouts, alignment and shared memory, and needs no GPU."""
     head_dim, page_size = sizes
     batch, heads, group, pages, capacity = 3, 2, 63 if full else 3, 40, 7
     spec = jax.ShapeDtypeStruct
@@ -130,7 +130,7 @@ def splits_of(num_tiles):
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=40), st.integers(1, 50))
-def test_every_split_falls_into_one_share(tiles_of, blocks):
+def test_every_split_belongs_to_one_share(tiles_of, blocks):
     t = FINE._replace(blocks=blocks)
     splits = splits_of(np.pad(np.array(tiles_of, np.int32), (0, 40 - len(tiles_of))))
     splits = np.asarray(splits)[: len(tiles_of)]
@@ -148,7 +148,7 @@ def test_every_split_falls_into_one_share(tiles_of, blocks):
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_splits_depend_on_the_head_alone_and_grow_with_it(mixed):
+def test_splits_depend_only_on_the_head_and_grow_with_it(mixed):
     t = schedule.tiles(128, mixed)
     counts = np.asarray(jax.jit(lambda n: schedule.num_splits(n, t))(np.arange(5000)))
     assert counts[0] == 0
@@ -157,7 +157,7 @@ def test_splits_depend_on_the_head_alone_and_grow_with_it(mixed):
     assert [schedule.max_splits(n, t) for n in range(1, 5000, 7)] == counts[1:5000:7].tolist()
 
 
-def test_refusals_name_the_reason():
+def test_refusals_give_the_reason():
     inputs = BASE.build()
     for name in ("mosaic", "triton"):
         with pytest.raises(ValueError, match=rf"implementation='{name}': .*needs an NVIDIA GPU"):
@@ -172,8 +172,8 @@ def on_a_gpu(monkeypatch, capability):
     monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
 
 
-def test_pages_are_attended_to_by_the_kernel_that_the_gpu_has(monkeypatch):
-    """Hopper's takes 16 bits, the other everything."""
+def test_pages_use_the_kernel_of_the_gpu(monkeypatch):
+    """Hopper's kernel supports 16-bit dtypes, the other one all."""
     rest = {"stats": None, "sm_scale": 1.0, "dtype": jnp.float32}
     for here, dtype, takes in (
         ((9, 0), "bfloat16", "mosaic"),
@@ -190,7 +190,7 @@ def test_pages_are_attended_to_by_the_kernel_that_the_gpu_has(monkeypatch):
         block_sparse_decode(*BASE.build(), implementation="triton")
 
 
-def test_queries_leave_room_for_keys_in_the_memory_of_small_gpus(monkeypatch):
+def test_queries_leave_room_for_keys_in_shared_memory_of_small_gpus(monkeypatch):
     on_a_gpu(monkeypatch, (8, 9))
     for head_dim, dtype, stats, most in (
         (128, "bfloat16", None, 64),

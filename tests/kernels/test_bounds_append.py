@@ -37,8 +37,8 @@ def keep(bounds, layer, _, valid, first):
 @both_forms
 @settings(max_examples=25)
 @given(history=histories, paged=st.booleans(), seed=st.integers(0, 2**16))
-def test_bounds_are_those_of_the_tokens_held_whatever_the_history(form, history, paged, seed):
-    """Bounds stay the tightest after chunks and rewrites, and no other page's change."""
+def test_bounds_depend_only_on_the_current_tokens(form, history, paged, seed):
+    """They stay tight after chunks and rewrites, and those of other pages do not change."""
     made_of = made(SPEC._replace(pool_pages=B * K * M + 1 if paged else None), form)
     for cache, bounds in after_each(history, seed, *made_of, keep=keep):
         layer = cache.layers[0]
@@ -52,7 +52,7 @@ def test_bounds_are_those_of_the_tokens_held_whatever_the_history(form, history,
                     np.testing.assert_array_equal(np.asarray(kept)[lies], tightest)
 
 
-def test_only_the_pages_written_are_touched():
+def test_only_written_pages_are_touched():
     cache, bounds = made(SPEC, PageBounds)
     ones = np.ones((B, T, K, H), np.float32)
     cache, bounds = step(cache, bounds, ones, np.array([5, 0], np.int32), keep=keep)
@@ -84,7 +84,7 @@ def test_tokens_without_room_change_no_page_of_another_head():
     assert np.isneginf(np.asarray(out)[1]).all()
 
 
-def test_bounds_in_ks_dtype_are_kept_in_no_frame():
+def test_bounds_in_ks_dtype_have_no_frame():
     _, layer, bounds = build(ragged)
     frame, valid = frame_for(ragged), np.ones(ragged.batch, np.int32)
     message = "frame: must be None with PageBounds, which bound K as it is"

@@ -14,7 +14,7 @@ compiled = jax.jit(centroid_scores, static_argnames="implementation")
 @pytest.mark.parametrize(
     "case", slow_except_named(CASES, "any", "radii_bfloat16", "odd", "units"), ids=str
 )
-def test_scores_what_a_loop_scores(case):
+def test_scores_match_a_loop(case):
     inputs = case.build()
     got = compiled(*inputs)
     assert (got.dtype, got.shape) == (np.float32, inputs.centroids.shape[:3])
@@ -42,10 +42,10 @@ def test_no_vector_in_a_ball_exceeds_its_score():
     logits = np.einsum("bkgh,nbklh->nbkgl", q, inside).max((0, 3))
     scores = np.asarray(compiled(*inputs))
     assert (logits <= scores + 1e-5).all()
-    assert (scores - logits).min() < 1.0  # which a far looser bound would not be
+    assert (scores - logits).min() < 1.0  # a far looser bound would not be
 
 
-def test_units_come_with_those_chosen():
+def test_unit_and_chosen_must_be_given_together():
     inputs = Case("", units=3).build()
     with pytest.raises(ValueError, match="unit, chosen: must be given together"):
         centroid_scores(**inputs._replace(unit=None)._asdict())

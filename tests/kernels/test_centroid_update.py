@@ -51,16 +51,16 @@ def check(case: Case, seed: int = 0, wider: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize("case", slow_except_named(CASES, "any", "radii_of_points", "odd"), ids=str)
-def test_moves_centroids_as_a_loop_does(case):
+def test_centroids_match_a_loop(case):
     check(case)
 
 
-def test_old_points_are_reached_from_where_their_centroid_moves():
-    """However near the new ones are."""
+def test_radius_covers_the_shift_of_the_centroid():
+    """However close the new points are."""
     check(CASES[2], wider=10)
 
 
-def test_points_have_radii_where_groups_do():
+def test_points_have_radii_if_groups_do():
     inputs = CASES[2].build()
     inputs = inputs._replace(groups=inputs.groups._replace(radius=None))
     with pytest.raises(ValueError, match="radius: must be None for groups that have none"):

@@ -44,7 +44,7 @@ def ints(*shape):
 Q = zeros(2, 6, 8)
 
 
-def test_what_fits_is_taken():
+def test_arguments_that_fit_are_accepted():
     for given in (
         {},
         {"count": ints(2, 0)},
@@ -60,7 +60,7 @@ def test_what_fits_is_taken():
         assert op(Q, **given) == Q.shape, given
 
 
-def test_what_does_not_fit_is_refused():
+def test_arguments_that_do_not_fit_are_refused():
     divisor = "must be int32[B=2 (q), K], K a divisor of N=6 (q)"
     pairs = Pair(zeros(2, 2), ints(2, 2))
     for given, message in (
@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_refused():
         assert str(error.value) == message
 
 
-def test_dtypes_must_be_the_first_ones():
+def test_dtypes_must_match_the_first():
     check_dtypes(x=Q, matrix=Q, bias=None)
     with pytest.raises(ValueError, match="bias.dtype=int32: must be that of x, float32"):
         check_dtypes(x=Q, matrix=Q, bias=ints(2))

@@ -15,7 +15,7 @@ POOLS = ("k", "v", "bias", "slot_positions")
 
 
 def kept_of(inputs, head):
-    """Lists the old slots that a head must hold afterwards, or None where it stays as it is."""
+    """Lists the old slots that a head must hold afterwards, or None if it stays unchanged."""
     stays = inputs.rewrite is not None and not bool(inputs.rewrite[head])
     stays |= inputs.keep.dense is not None and bool(inputs.keep.dense[head])
     return None if stays else np.asarray(inputs.keep.ids)[head][: int(inputs.keep.count[head])]
@@ -36,7 +36,7 @@ SOME = (
 
 
 def bare(layer):
-    """Returns the layer without pools, so that all pools of a shape are read by one program."""
+    """Returns the layer without pools, so that one program reads all pools of a shape."""
     return layer._replace(**dict.fromkeys(POOLS[1:]), free=None)
 
 
@@ -60,7 +60,7 @@ def test_rows_move_in_order(case):
         assert int(out.lengths[head]) == kept.size
         for name, rows in before.items():
             np.testing.assert_array_equal(after[name][head][: kept.size], rows[head][kept])
-            if inputs.layer.block_table is None:  # rows behind the new length stay
+            if inputs.layer.block_table is None:  # rows past the new length stay
                 np.testing.assert_array_equal(
                     after[name][head][kept.size :], rows[head][kept.size :]
                 )
@@ -74,7 +74,7 @@ def test_rows_move_in_order(case):
         "every_other_head",
     ),
 )
-def test_emptied_pages_go_back_and_no_other_is_touched(name):
+def test_only_emptied_pages_are_freed(name):
     inputs = by_name[name].build()
     before, out = inputs.layer, compact(*inputs[:2], rewrite=inputs.rewrite)
     assert out.free is not None
@@ -88,7 +88,7 @@ def test_emptied_pages_go_back_and_no_other_is_touched(name):
     np.testing.assert_array_equal(np.asarray(out.k)[untouched], np.asarray(before.k)[untouched])
 
 
-def test_a_compacted_head_takes_new_tokens_where_it_ends():
+def test_compacted_head_appends_at_its_new_end():
     inputs = by_name["scrambled"].build()
     layer = compact(*inputs[:2], rewrite=inputs.rewrite)
     kv = cache.KVCache((layer,), np.zeros(2, np.int32), np.zeros(2, bool))
@@ -106,7 +106,7 @@ def test_a_compacted_head_takes_new_tokens_where_it_ends():
         assert (rows["bias"][head][end], rows["slot_positions"][head][end]) == (0, 99)
 
 
-def test_a_donated_layer_is_rewritten_in_place():
+def test_donated_layer_is_rewritten_in_place():
     layer, keep, _ = by_name["few"].build()
     out = jax.jit(compact_pages, donate_argnums=0)(layer, keep)
     assert all(

@@ -19,13 +19,13 @@ product = jax.jit(gated_product, static_argnames="implementation")
     "case", slow_except_named((*CASES, *OTHERS), "one_row", "many_rows"), ids=str
 )
 @pytest.mark.parametrize("implementation", ["separate", "reference"])
-def test_the_gated_row_is_multiplied(case, implementation):
+def test_gated_row_is_multiplied(case, implementation):
     gate_up, matrix = build(case)
     y = product(gate_up, matrix, implementation=implementation)
     assert_is_the_product_of_a_gate(y, gate_up, matrix)
 
 
-def test_a_matrix_may_be_in_blocks():
+def test_matrix_may_be_in_blocks():
     gate_up, matrix = build(CASES[0])
     blocks = to_blocks(matrix.T)
     for name in ("separate", "reference"):
@@ -33,7 +33,7 @@ def test_a_matrix_may_be_in_blocks():
         assert_is_the_product_of_a_gate(y, gate_up, dequantized(blocks, matrix.dtype).T)
 
 
-def test_a_bias_is_added():
+def test_bias_is_added():
     gate_up, matrix = build(CASES[0])
     bias = jnp.arange(matrix.shape[1], dtype=matrix.dtype)
     for kept in (matrix, to_blocks(matrix.T)):

@@ -30,16 +30,16 @@ def check(case: Case, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("case", slow_except_named(CASES, "any", "spread", "odd"), ids=str)
-def test_averages_as_a_loop_does(case):
+def test_means_match_a_loop(case):
     check(case)
 
 
-def test_blocks_of_points_change_nothing(monkeypatch):
+def test_block_size_of_points_changes_nothing(monkeypatch):
     monkeypatch.setattr(point_blocks, "BLOCK_BYTES", 4 * 3 * 2 * 100 * 16)
     assert point_blocks.Blocks.of(200, 3 * 2 * 100).size == 16
     check(CASES[0], 1)
 
 
-def test_no_groups_are_refused():
+def test_zero_groups_are_refused():
     with pytest.raises(ValueError, match="max_groups=0: must be an integer of at least 1"):
         group_means(*CASES[0].build(), max_groups=0)

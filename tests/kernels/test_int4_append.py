@@ -1,4 +1,4 @@
-"""Tests int4_append against slow numpy, and against quantising all that the cache holds."""
+"""Tests int4_append against slow numpy, and against quantising the whole cache."""
 
 from functools import partial
 
@@ -30,8 +30,8 @@ def made(spec):
 
 @settings(max_examples=25)
 @given(history=histories, paged=st.booleans(), seed=st.integers(0, 2**16))
-def test_appending_is_quantising_what_the_cache_holds(history, paged, seed):
-    """The whole pool agrees after chunks and rewrites, so nothing else was touched."""
+def test_append_equals_quantising_the_whole_cache(history, paged, seed):
+    """The whole pool is equal after chunks and rewrites, so no other page was touched."""
     made_of = made(SPEC._replace(pool_pages=B * K * M + 1 if paged else None))
     for cache, keys in after_each(history, seed, *made_of, keep=int4_append):
         for part, want in zip(keys, quantised(cache.layers[0].k), strict=True):
@@ -47,8 +47,8 @@ def test_appending_is_quantising_what_the_cache_holds(history, paged, seed):
         pytest.param("channels", "scrambled", 8, 41, marks=pytest.mark.slow),
     ],
 )
-def test_appends_what_slow_numpy_does(kind, table, page_size, count):
-    """Tokens lie in up to three spans; some of their slots lie outside of the head."""
+def test_append_matches_slow_numpy(kind, table, page_size, count):
+    """Tokens are in up to three spans; some of their slots are outside of the head."""
     case = FrameCase(
         "",
         kv_heads=3,

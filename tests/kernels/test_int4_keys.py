@@ -1,4 +1,4 @@
-"""Tests how channels become 4-bit codes, a scale and a zero: how far off, and always finite."""
+"""Tests the rounding of channels to 4-bit codes, a scale and a zero: errors, and finite results."""
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,11 @@ def there_and_back(k):
 
 
 @given(row=rows)
-def test_a_channel_is_off_by_half_a_step(row):
+def test_channel_error_is_at_most_half_a_step(row):
     k = np.array(row, np.float32)
     back = np.asarray(there_and_back(k))
     step = (k.max() - k.min()) / 15
-    # scale and zero carry 11 bits; below 2^-14 float16 has fewer
+    # scale and zero have 11 bits; below 2^-14 float16 has fewer
     slack = 2.0**-11 * (abs(k.min()) + 15 * step) + 16 * 2.0**-24
     assert np.abs(back - k).max() <= step / 2 + slack
 
@@ -44,17 +44,17 @@ def test_rows_beyond_float16_stay_finite():
         assert np.isfinite(np.asarray(part, np.float32)).all()
 
 
-def test_neighbours_share_a_byte_the_even_channel_low():
+def test_neighbours_share_a_byte_with_the_even_channel_low():
     packed, scale, zero = quantised(np.array([0.0, 15.0, 3.0, 7.0], np.float32))
     assert (packed.tolist(), float(scale), float(zero)) == ([0xF0, 0x73], 1.0, 0.0)
     with pytest.raises(ValueError, match=r"k.shape=\(2, 3\): the last axis must be even"):
         quantised(np.zeros((2, 3), np.float32))
 
 
-def test_codes_are_rounded_by_what_is_stored():
-    """Codes are rounded by the stored scale and zero, halves to even.
+def test_codes_are_rounded_with_the_stored_scale():
+    """Rounding uses the stored scale and zero, halves to even.
 
-    XLA neither divides otherwise nor uses the unrounded minimum.
+    XLA neither divides differently nor uses the unrounded minimum.
     """
     rng = np.random.default_rng(0)
     halves = rng.integers(0, 31, (2000, 64)) / 2

@@ -1,4 +1,4 @@
-"""Tests int4_scores against slow numpy: how far off scores are, and which slots have one."""
+"""Tests int4_scores against slow numpy: their error, and which slots have one."""
 
 from dataclasses import replace
 
@@ -79,7 +79,7 @@ def test_matches_the_slow_formula(case):
     np.testing.assert_allclose(out, slow(*inputs, scale, **options(case)), rtol=1e-5, atol=1e-4)
 
 
-def test_the_estimate_is_near_the_true_scores():
+def test_estimate_is_close_to_the_true_scores():
     q, layer, keys, _ = build(by_name["whole_full"])
     out = np.asarray(jitted(q, layer, keys, None))
     grouped = np.asarray(q).reshape(2, 2, 4, 64)
@@ -90,7 +90,7 @@ def test_the_estimate_is_near_the_true_scores():
 
 
 def test_large_constant_channels_cost_nothing_in_a_frame():
-    """Outside of it they take up all of the codes' range."""
+    """Without a frame they use up the whole range of the codes."""
     case = by_name["whole_in_frame"]
     inputs, frame = build(case), options(case)["frame"]
     q, layer, keys, _ = inputs
@@ -103,7 +103,7 @@ def test_large_constant_channels_cost_nothing_in_a_frame():
     assert 8 * off < far
 
 
-def test_only_the_list_counts():
+def test_only_listed_tokens_are_scored():
     """Dense heads and the newest token get no scores beyond their list."""
     q, layer, keys, selection = build(by_name["newest_unlisted"])
     out = np.asarray(jitted(q, layer, keys, selection))

@@ -1,4 +1,4 @@
-"""Tests products with listed rows, lists of several blocks among them, against numpy."""
+"""Tests products with listed rows, including lists of several blocks, against numpy."""
 
 import itertools
 
@@ -18,7 +18,7 @@ SOME = (BLOCK, False), (2 * BLOCK + 300, True)
 
 
 @pytest.mark.parametrize("lists", slow_except(LISTS, *SOME), ids=str)
-def test_both_products_are_those_of_the_gathered_rows(lists):
+def test_products_equal_those_of_gathered_rows(lists):
     number, paged = lists
     rng = np.random.default_rng(number)
     pool = rng.normal(size=(BATCH * HEADS * PAGES, PAGE, DIM)).astype(np.float32)

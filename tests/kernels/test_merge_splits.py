@@ -1,4 +1,4 @@
-"""Tests merge_splits against the merge of two."""
+"""Tests merge_splits against merging two at a time."""
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ merged = jax.jit(merge_splits, static_argnums=3, static_argnames="lse_only")
 merge_two = jax.jit(merge)
 
 
-def test_is_merging_one_by_one():
+def test_equals_merging_one_by_one():
     o, lse = partials()
     used = np.array([5, 0, 2])
     got, got_lse = merged(o, lse, np.array([*used, 7]), 3)
@@ -34,7 +34,7 @@ def test_is_merging_one_by_one():
         np.testing.assert_allclose(got_lse[pair], want_lse, rtol=1e-6)
 
 
-def test_what_is_not_used_may_be_anything():
+def test_unused_splits_may_hold_anything():
     o, lse = partials()
     bad = o.copy(), lse.copy()
     for x in bad:
@@ -44,7 +44,7 @@ def test_what_is_not_used_may_be_anything():
         np.testing.assert_array_equal(a, b)
 
 
-def test_rows_may_be_wanted_for_their_lse_alone():
+def test_rows_may_be_needed_only_for_their_lse():
     o, lse = partials()
     used = np.array([5, 0, 2], np.int32)
     want, want_lse = merged(o, lse, used, 3)

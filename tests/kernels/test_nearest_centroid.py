@@ -31,17 +31,17 @@ def check(case: Case, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("case", slow_except_named(CASES, "any", "directions", "odd"), ids=str)
-def test_finds_what_a_loop_finds(case):
+def test_nearest_match_a_loop(case):
     check(case)
 
 
-def test_blocks_of_points_change_nothing(monkeypatch):
+def test_block_size_of_points_changes_nothing(monkeypatch):
     monkeypatch.setattr(point_blocks, "BLOCK_BYTES", 4 * 3 * 2 * 100 * 16)
     assert point_blocks.Blocks.of(200, 3 * 2 * 100).size == 16
     check(CASES[0])
 
 
-def test_points_and_centroids_have_one_type():
+def test_points_and_centroids_must_have_one_dtype():
     inputs = CASES[0].build()
     inputs = inputs._replace(centroid=inputs.centroid.astype(np.float32))
     with pytest.raises(ValueError, match="centroid.dtype=float32: must be that of points"):

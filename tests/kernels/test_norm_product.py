@@ -1,4 +1,4 @@
-"""Tests norm_product against numpy, and next to the ops that it takes together."""
+"""Tests norm_product against numpy, and against the ops that it fuses."""
 
 from functools import partial
 
@@ -25,13 +25,13 @@ product = jax.jit(partial(norm_product, eps=EPS), static_argnames="implementatio
     "case", slow_except_named((*CASES, *OTHERS), "bias", "many_rows", "delta_in_parts"), ids=str
 )
 @pytest.mark.parametrize("implementation", ["separate", "reference"])
-def test_the_norm_is_multiplied(case, implementation):
+def test_norm_is_multiplied(case, implementation):
     given = build(case)
     made = product(*given, implementation=implementation)
     assert_is_the_product_of_a_norm(made, given, EPS)
 
 
-def test_a_matrix_may_be_in_blocks():
+def test_matrix_may_be_in_blocks():
     x, delta, scale, matrix, bias = build(CASES[1])
     blocks = to_blocks(matrix.T)
     given = x, delta, scale, dequantized(blocks, matrix.dtype).T, bias
@@ -41,7 +41,7 @@ def test_a_matrix_may_be_in_blocks():
 
 
 @pytest.mark.parametrize(("in_parts", "biased"), [(True, False), (True, True), (False, True)])
-def test_a_bias_is_added_to_blocks_products_once(in_parts, biased, monkeypatch):
+def test_bias_is_added_once_to_products_of_blocks(in_parts, biased, monkeypatch):
     """It is not added to each of the parts that a kernel returns."""
     x, delta, scale, matrix, _ = build(CASES[1])
     blocks, bias = to_blocks(matrix.T), jnp.arange(matrix.shape[1]).astype(x.dtype)
@@ -60,12 +60,12 @@ def test_a_bias_is_added_to_blocks_products_once(in_parts, biased, monkeypatch):
     close(np.asarray(total(made, x.ndim, x.dtype), "f4"), np.asarray(wanted, "f4"))
 
 
-def test_what_the_kernel_cannot_run_is_said():
+def test_unsupported_arguments_give_the_reason():
     with pytest.raises(ValueError, match=r"on this backend takes one row, not \[3, 5\]"):
         product(*build(OTHERS[0]), implementation="triton")
 
 
-def test_no_rows_have_no_products():
+def test_zero_rows_give_an_empty_product():
     rows, scale = jnp.zeros((0, 32)), jnp.zeros(32)
     for name in ("separate", "reference"):
         total, y = norm_product(rows, rows, scale, BLOCKS, eps=EPS, implementation=name)

@@ -1,6 +1,6 @@
-"""Tests page_bounds against slow numpy, of bounds and of their codes.
+"""Tests page_bounds against slow numpy, for exact bounds and for codes.
 
-The one property that matters is that no token scores above its page.
+The essential property: no token scores above its page.
 """
 
 from dataclasses import replace
@@ -62,13 +62,13 @@ def test_matches_the_slow_formula(case):
     assert_matches(case, 0.6)
 
 
-def test_slack_at_its_ends_matches_the_slow_formula():
+def test_extreme_slack_matches_the_slow_formula():
     for slack in (0.0, 1.0):
         assert_matches(by_name["scrambled"], slack)
 
 
-def test_the_mean_query_stands_for_its_group():
-    """In float32, or rounded to the queries' dtype; in a frame it is the mean that is scaled."""
+def test_mean_query_replaces_its_group():
+    """In float32, or rounded to the queries' dtype; in a frame the mean is scaled."""
     case = by_name["group_of_7"]
     inputs = build(case)
     got = compiled(*inputs, slack=0.6, sm_scale=0.3, group="mean")
@@ -110,7 +110,7 @@ def test_no_token_scores_above_its_page(case):
 
 
 @pytest.mark.parametrize("case", slow_except_named(in_codes, "codes_group_of_7"), ids=str)
-def test_codes_bound_what_the_exact_bounds_do_and_hardly_more(case):
+def test_codes_bound_the_exact_bounds_tightly(case):
     q, layer, codes = build(case, 1)
     exact = appended(case, layer, PageBounds)
     wide, tight = (np.asarray(score(q, layer, bounds)) for bounds in (codes, exact))
@@ -132,7 +132,7 @@ def middles(layer, frame):
 
 
 def constant(layer, frame):
-    """The layer with keys that are as far from the frame's middle as its own are from 0."""
+    """The layer with keys at the same distance from the frame's middle as before from 0."""
     turned, reach = middles(layer, frame)
     own = np.asarray(read_heads(layer.k, layer), np.float64)
     own = own.reshape(*layer.lengths.shape, layer.num_pages, layer.page_size, -1)
@@ -151,8 +151,8 @@ def appended(case, layer, form, frame=None):
     )
 
 
-def test_in_a_frame_codes_score_as_exact_bounds_do():
-    """Constant channels of 100 make steps too coarse without a frame, and none in it."""
+def test_codes_in_a_frame_score_like_exact_bounds():
+    """Constant channels of 100 make steps too coarse without a frame."""
     case = replace(by_name["codes_head_dim_40"], table="identity", dtype="float32")
     frame = frame_for(case)
     q, layer, _ = build(case)
@@ -169,7 +169,7 @@ def test_in_a_frame_codes_score_as_exact_bounds_do():
     assert (np.asarray(framed) >= exact - 1e-5 * np.abs(exact[held]).max())[held].all()
 
 
-def test_bounds_in_a_frame_are_codes_of_what_lies_in_it():
+def test_bounds_in_a_frame_are_codes_of_the_framed_keys():
     case = replace(by_name["codes_head_dim_40"], table="scrambled", dtype="float32")
     frame = frame_for(case)
     _, layer, _ = build(case)
@@ -188,7 +188,7 @@ def test_bounds_in_a_frame_are_codes_of_what_lies_in_it():
 
 
 def floats(bits):
-    """Reads 32 bits as a float32, within the range that 8-bit bounds cover."""
+    """Reads 32 bits as a float32, within the range of 8-bit bounds."""
     value = np.uint32(bits).view(np.float32)
     return float(value) if abs(value) <= 2.0**120 else 1.0
 
@@ -217,8 +217,8 @@ def in_codes_of(low, high):
 @example(page=[[1.0, 1.0 + 2.0**-23, 1.0]], dtype="float32", offset=0.0)
 @example(page=[[-1e-39, 1.0, 1e-39]], dtype="float32", offset=0.0)
 @example(page=[[-1.0, 1e-39, 127 / 128]], dtype="float32", offset=0.0)
-def test_no_key_is_outside_of_its_codes(page, dtype, offset):
-    """No key is outside, large, equal and subnormal ones included.
+def test_codes_contain_every_key(page, dtype, offset):
+    """Including large, equal and subnormal keys.
 
     A bound is off by at most one step, 1/254 of the page's range.
     """
@@ -240,7 +240,7 @@ def test_no_key_is_outside_of_its_codes(page, dtype, offset):
     assert (high - greatest <= step).all()
 
 
-def test_codes_of_keys_beyond_all_bounds_are_finite():
+def test_codes_of_keys_out_of_range_are_finite():
     huge = np.finfo(np.float32).max
     for ends in ((-huge, huge), (huge, huge), (-huge, -huge), (-1.0, huge), (-np.inf, np.inf)):
         _, kept = in_codes_of(*(np.full((2, 4), end, np.float32) for end in ends))

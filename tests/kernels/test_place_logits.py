@@ -13,7 +13,7 @@ from tests.support.marks import slow_except_named
 
 
 def expected(inputs, num_pages, page_size):
-    """Places the logits of all slots, page by page in the order in which each head reads them."""
+    """Places the logits of all slots, page by page in each head's reading order."""
     logits, lengths = np.asarray(inputs.logits), np.asarray(inputs.lengths)
     ids, count, dense = (
         jax.device_get(getattr(inputs.selection, name)) for name in ("ids", "count", "dense")
@@ -53,11 +53,11 @@ def check(case, seed=0):
     slow_except_named(CASES, "any", "first", "dense_and_short_lists", "all_dense", "pages_of_24"),
     ids=str,
 )
-def test_every_page_has_what_was_read_of_it(case):
+def test_every_page_gets_its_logits(case):
     check(case)
 
 
-def test_heads_longer_than_their_room_are_full():
+def test_lengths_beyond_capacity_count_as_full():
     # after an overflow lengths exceed the capacity: the newest token's page is not the head's
     case = replace(CASES[0], lengths="full", listed="newest", dense="mixed")
     inputs = case.build()

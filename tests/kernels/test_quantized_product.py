@@ -35,7 +35,7 @@ product = jax.jit(quantized_product, static_argnames="dtype")
 
 
 def wanted(x, matrix):
-    """x · Wᵀ in float64, block by block, as GGUF's Q8_0 says what a block stands for."""
+    """x · Wᵀ in float64, block by block, by the definition of GGUF's Q8_0."""
     values, scales = (np.asarray(matrix[name], np.float64) for name in ("values", "scales"))
     whole = np.zeros((*x.shape[:-1], values.shape[0]))
     for block in range(scales.shape[0]):
@@ -45,14 +45,14 @@ def wanted(x, matrix):
 
 
 def is_close(got, x, matrix, rounding):
-    """Whether sums are at most as far off as if their terms had been rounded so."""
+    """Whether sums are at most as far off as with terms rounded by these errors."""
     size = {name: np.abs(np.asarray(part, np.float64)) for name, part in matrix.items()}
     terms = wanted(np.abs(np.asarray(x, np.float64)), size)
     return (np.abs(np.asarray(got, np.float64) - wanted(x, matrix)) <= rounding * terms).all()
 
 
 @pytest.mark.parametrize("case", slow_except_named([*CASES, *OTHERS], "few", "odd_sizes"), ids=str)
-def test_the_reference_is_a_product_with_the_blocks_numbers(case):
+def test_reference_is_a_product_with_the_blocks_numbers(case):
     x, matrix = case.build()
     got = product(x, matrix, dtype=jnp.float32)
     assert got.dtype == jnp.float32
@@ -65,14 +65,14 @@ def test_the_reference_is_a_product_with_the_blocks_numbers(case):
 FEW = [case for case in CASES if case.name != "groups"]
 HOW = {
     "": {},
-    # a program with several units, whose chunks the warpgroups cannot share out evenly
+    # a program with several units, with chunks that do not divide evenly among warpgroups
     "one_block": {"columns": 128, "turns": 3, "stages": 6, "blocks": 1, "parts": 1},
     "one_turn": {"columns": 128, "turns": 1, "stages": 3, "parts": 2},
 }
 
 
 def in_fixed_point(x):
-    """The integers of x and its blocks' units: a largest one and its 128th stay below 2^15."""
+    """The integers of x and the units of its blocks: the largest and its 128th stay below 2^15."""
     blocks = np.asarray(x, np.float64).reshape(len(x), -1, 32)
     top = np.abs(blocks).max(-1)
     power = 2.0 ** np.floor(np.log2(top))
@@ -80,7 +80,7 @@ def in_fixed_point(x):
     return np.round(blocks / unit[..., None]), unit
 
 
-def test_numbers_in_fixed_point_have_two_digits_of_a_byte():
+def test_fixed_point_numbers_have_two_digits_of_a_byte():
     x = np.asarray(Case("given", batch=(5,), width=640).build()[0], np.float64)
     x[0, 5], x[3, 100], x[4, 3] = jnp.finfo(jnp.bfloat16).max, 255, -255
     x[1, 32:64], x[2, :32], x[2, 7] = 2.0**-60, 0, 1.9921875 * 2.0**-90
@@ -100,7 +100,7 @@ def test_numbers_in_fixed_point_have_two_digits_of_a_byte():
 
 @pytest.mark.parametrize("how", slow_except(HOW, "", "one_turn"))
 @pytest.mark.parametrize("case", slow_except_named(FEW, "chunks_left_over"), ids=str)
-def test_few_rows_in_fixed_point_are_multiplied_with_nothing_rounded_but_sums(case, how):
+def test_few_rows_in_fixed_point_round_only_sums(case, how):
     x, matrix = case.build()
     x = x.reshape(-1, case.width)
     got = total(mosaic_few.few_rows(x, matrix, interpret=True, **HOW[how]), 2, jnp.float32)
@@ -124,7 +124,7 @@ MANY_HOW = {
 
 @pytest.mark.parametrize("how", slow_except(MANY_HOW, "", "parts"))
 @pytest.mark.parametrize("case", slow_except_named(MANY, "left_over"), ids=str)
-def test_many_rows_are_multiplied_with_numbers_rounded_once(case, how):
+def test_many_rows_round_the_numbers_once(case, how):
     x, matrix = case.build()
     x = x.reshape(-1, case.width)
     numbers = np.asarray(dequantized(matrix, jnp.bfloat16), np.float64)
@@ -138,15 +138,15 @@ def test_many_rows_are_multiplied_with_numbers_rounded_once(case, how):
         assert (off <= 2.0**-20 * terms + step * np.abs(wide @ numbers.T)).all()
 
 
-# products of Llama 3.1 8B, of a 70B's half, of SmolLM2's MLP, of a 70B, and of the widest that is
-# taken as few rows
+# products of Llama 3.1 8B, of half a 70B, of SmolLM2's MLP, of a 70B, and of the widest that the
+# kernel for few rows supports
 SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (5120, 8192), (576, 1536), (8192, 28672)]
 SHAPES += [(8448, 16384), (8448, 32768)]
 
 
 @pytest.mark.parametrize("shape", slow_except(SHAPES, SHAPES[-1]), ids=str)
 def test_lowers_for_cuda(shape):
-    """The lowering checks layouts, alignment and shared memory, and needs no GPU."""
+    """Lowering checks layouts, alignment and shared memory, and needs no GPU."""
     out, width = shape
     spec = jax.ShapeDtypeStruct
     matrix = {
@@ -173,7 +173,7 @@ def problem_of(rows, out, width, cluster, blocks=132):
 
 
 def busiest(p):
-    """The chunks of the program that has most, counted unit by unit."""
+    """The chunks of the busiest program, counted unit by unit."""
     chunks = [0] * p.clusters
     for unit in range(p.units):
         chunks[unit % p.clusters] += p.chunks if unit < p.whole_units else p.part_chunks
@@ -188,13 +188,13 @@ def test_parts_are_worth_their_sums():
         assert 0 <= split.whole <= split.tiles
         assert split == whole or (split.rest and split.parts > 1)
         assert split == whole or busiest(split) < busiest(whole)
-        # no split of a few is estimated to be better
+        # no other small number of splits has a better estimate
         for parts in (2, 8):
             for first in {0, split.tiles // 2, split.tiles - 1}:
                 assert split.cost <= replace(split, whole=first, parts=parts).cost
 
 
-def test_the_last_tiles_of_many_rows_are_shared_where_programs_would_wait():
+def test_last_tiles_of_many_rows_are_split_to_keep_programs_busy():
     # 112 tiles by two of x are 3.4 rounds of 66 pairs of programs
     split = best_split(problem_of(512, 28672, 4096, 2))
     assert (split.whole_units, split.parts) == (198, 2)
@@ -204,7 +204,7 @@ def test_the_last_tiles_of_many_rows_are_shared_where_programs_would_wait():
 
 
 @pytest.mark.parametrize(("rows", "cluster"), [(50, 1), (600, 2)])
-def test_programs_multiply_everything_once(rows, cluster, monkeypatch):
+def test_programs_cover_the_product_exactly_once(rows, cluster, monkeypatch):
     for (out, width), whole, parts in ((SHAPES[0], 13, 4), ((192, 576), 1, 2), ((64, 64), 0, 8)):
         p = replace(problem_of(rows, out, width, cluster, blocks=10), parts=parts)
         p = replace(p, whole=min(whole, p.tiles - 1))
@@ -226,12 +226,12 @@ def test_programs_multiply_everything_once(rows, cluster, monkeypatch):
         assert (done == 1).all()
 
 
-def test_numbers_are_made_of_their_bytes_and_scales_exactly():
-    """Does what the kernel's instructions do: all bytes, in both places of two, and many scales."""
+def test_numbers_are_exact_in_their_bytes_and_scales():
+    """Repeats the kernel's instructions: all bytes, in both positions of two, and many scales."""
     numbers = np.arange(-128, 128)
     pairs = np.stack([numbers, np.roll(numbers, 77)], 1).astype(np.int8)
     words = pairs.view(np.uint16)[:, 0].astype(np.uint32) ^ SIGNS
-    # prmt: each digit of the selector names one of the four bytes of a word, or of the other's
+    # prmt: each digit of the selector picks one of the four bytes of a word, or of the other word
     sources = np.stack([words, np.full_like(words, EXPONENT)], 1).view(np.uint8)
     digits = [[selector >> 4 * nth & 7 for nth in range(4)] for selector in SELECTORS]
     made = np.stack([sources[:, own].copy().view(np.float32)[:, 0] for own in digits], 1)

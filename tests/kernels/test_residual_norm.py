@@ -13,7 +13,7 @@ norm = jax.jit(residual_norm, static_argnames=("eps", "implementation"))
 
 
 @pytest.mark.parametrize("case", slow_except_named(CASES, "few", "loud", "parts"), ids=str)
-def test_the_sum_is_normalised(case):
+def test_sum_is_normalised(case):
     x, delta, scale = case.build()
     total, normed = norm(x, delta, scale, eps=case.eps)
     assert total.dtype == normed.dtype == x.dtype
@@ -30,7 +30,7 @@ def test_the_sum_is_normalised(case):
     )
 
 
-def test_no_parts_are_refused():
+def test_zero_parts_are_refused():
     x, scale = jnp.zeros((2, 8)), jnp.zeros(8)
     with pytest.raises(ValueError, match=r"delta=float32\[0, 2, 8\]: must be as x is"):
         residual_norm(x, jnp.zeros((0, 2, 8)), scale, eps=1e-5)

@@ -24,7 +24,7 @@ def turned_and_kept(qkv, table, scales, layer, positions, valid, dtype="float32"
     slow_except_named([x for x in CASES if not x.broken], "paged", "normed", "parts"),
     ids=str,
 )
-def test_heads_turn_and_the_newest_slot_has_them(case):
+def test_heads_are_rotated_and_stored_in_the_newest_slot(case):
     heads, layer, positions, valid = case.build()
     given = heads.qkv, heads.table, heads.scales, layer, positions, valid
     q, k, v, kept = turned_and_kept(*given, dtype=case.dtype)
@@ -35,7 +35,7 @@ def test_heads_turn_and_the_newest_slot_has_them(case):
     qkv = qkv.astype(np.float64)[:, 0]
     split = np.split(qkv, [case.heads, case.heads + case.kv_heads], axis=1)
     half = case.head_dim // 2
-    # angles are float32: at positions of thousands they are a little off
+    # angles are float32: at positions in the thousands they are slightly off
     frequencies = (1e4 ** (-np.arange(half) / half)).astype(np.float32)
     angles = (np.asarray(positions, np.float32) * frequencies).astype(np.float64)
     turn = 1.1 * np.exp(1j * angles)[:, None]
@@ -71,7 +71,7 @@ def test_heads_turn_and_the_newest_slot_has_them(case):
         assert (np.asarray(kept.slot_positions) >= 0).sum() == written.sum()
 
 
-def test_what_does_not_fit_is_refused():
+def test_arguments_that_do_not_fit_are_refused():
     heads, layer, positions, valid = Case("given").build()
     two = heads._replace(qkv=jnp.concatenate([heads.qkv] * 2, axis=1))
     with pytest.raises(ValueError, match=r"qkv.shape=\(3, 2, 10, 32\): must be \[B, 1, N"):
@@ -99,5 +99,5 @@ def test_nan_and_infinities_become_zeros_in_the_cache():
         at = np.asarray(got) != np.asarray(wanted)
         assert not np.asarray(got)[at].any()
         changed += at.sum()
-    # a number of K turns with another one; each is in an output and in the cache
+    # RoPE pairs channels of K, so that each number affects two outputs and two cache entries
     assert changed == (2 + 2 + 1) * 2

@@ -1,4 +1,4 @@
-"""Tests row_gather against numpy, from the device's memory and from the host's."""
+"""Tests row_gather against numpy, from device memory and from host memory."""
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ def expected(pool, ids, count):
 
 
 @pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=str)
-def test_rows_are_those_that_the_lists_name(case):
+def test_rows_are_those_listed(case):
     inputs = case.build()
     got = gather(*inputs)
     assert got.dtype == inputs.pool.dtype
@@ -32,14 +32,14 @@ def test_rows_are_those_that_the_lists_name(case):
     )
 
 
-def test_negative_ids_give_zeros_and_large_ones_the_last_row():
+def test_negative_ids_give_zeros_and_large_ids_the_last_row():
     pool = np.arange(6.0, dtype=np.float32).reshape(3, 2)
     np.testing.assert_array_equal(
         gather(pool, np.array([-1, 99, 1], np.int32)), [[0, 0], [4, 5], [2, 3]]
     )
 
 
-def test_rows_can_be_counted_along_two_axes():
+def test_row_index_may_span_two_axes():
     pool = np.arange(12.0, dtype=np.float32).reshape(2, 3, 2)
     ids = np.array([[4, -2], [0, 5]], np.int32)
     count = np.array([2, 1], np.int32)
@@ -48,7 +48,7 @@ def test_rows_can_be_counted_along_two_axes():
     )
 
 
-def test_a_pool_in_host_memory_gives_rows_on_the_device():
+def test_pool_in_host_memory_gives_rows_on_the_device():
     pool, ids, count = Case("").build()
     device = jax.devices()[0]
     host = jax.device_put(pool, SingleDeviceSharding(device, memory_kind="pinned_host"))
@@ -57,7 +57,7 @@ def test_a_pool_in_host_memory_gives_rows_on_the_device():
     np.testing.assert_array_equal(got, gather(pool, ids, count))
 
 
-def test_a_type_that_no_kernel_copies_is_the_references():
+def test_dtype_without_a_kernel_uses_the_reference():
     pool = np.array([[True, False], [False, True]])
     np.testing.assert_array_equal(gather(pool, np.array([1], np.int32)), pool[1:])
     with pytest.raises(ValueError, match="row_gather on this backend takes .*, not bool"):

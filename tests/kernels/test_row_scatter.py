@@ -16,7 +16,7 @@ scatter = jax.jit(row_scatter)
     slow_except_named(CASES, "rows", "one_list", "nothing_written", "no_rows", "pages_of_96"),
     ids=str,
 )
-def test_rows_are_written_where_ids_say(case):
+def test_rows_are_written_to_their_ids(case):
     inputs = case.build()
     pool, ids, rows = map(np.asarray, inputs)
     want = np.array(pool)
@@ -28,7 +28,7 @@ def test_rows_are_written_where_ids_say(case):
     np.testing.assert_array_equal(got, want)
 
 
-def test_a_type_that_no_kernel_copies_is_the_references():
+def test_dtype_without_a_kernel_uses_the_reference():
     pool, rows = np.zeros((3, 2), bool), np.ones((1, 2), bool)
     got = scatter(pool, np.array([1], np.int32), rows)
     np.testing.assert_array_equal(got, [[0, 0], [1, 1], [0, 0]])

@@ -43,7 +43,7 @@ def check(case: Case, seed: int = 0) -> None:
     slow_except_named(CASES, "all", "cut_in_a_long_run", "outside", "outside_cut", "odd"),
     ids=str,
 )
-def test_lists_what_a_loop_lists(case):
+def test_lists_match_a_loop(case):
     check(case)
 
 

@@ -1,4 +1,4 @@
-"""Tests shared_counts' reference against handing scores out one by one, and what is refused."""
+"""Tests shared_counts' reference against assigning scores one by one, and its refusals."""
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from tests.kernels.cases.shared_counts import CASES, LARGE
 from tests.support.marks import slow_except_named
 
 counts = jax.jit(shared_counts, static_argnames=("min_count", "max_count", "implementation"))
-# several of a shape share a program
+# several cases of a shape share a program
 SOME = (
     "shares",
     "ties",
@@ -31,7 +31,9 @@ finite_or_not = st.sampled_from([-np.inf, -1.0, 0.0, -0.0, 0.25, 0.5, np.inf, np
 
 
 def one_by_one(lists, total, min_count, max_count):
-    """Hands out scores: first to each list up to its floor, then to the list whose next is best."""
+    """Assigns scores: first to each list up to its floor, then to the list with the best next
+    score.
+    """
     best = [sorted((x for x in scores if x > -np.inf), reverse=True) for scores in lists]
     given = [min(min_count, len(scores)) for scores in best]
     caps = [min(max_count, len(scores)) for scores in best]
@@ -59,7 +61,7 @@ def check(scores, total, bounds):
     st.lists(st.integers(0, 18), min_size=2, max_size=2),
     st.sampled_from([(0, 9), (1, 3), (3, 5), (6, 9)]),
 )
-def test_lists_get_the_best(rows, total, bounds):
+def test_lists_get_the_best_scores(rows, total, bounds):
     """Two rows of three lists of 5; with ties, floors and caps, and lists with fewer finite scores
     than the floor.
     """
@@ -80,7 +82,7 @@ def test_ties_go_to_the_first_list():
         )
 
 
-def test_the_kernel_takes_what_compressions_have():
+def test_kernel_supports_the_shapes_of_compressions():
     (refusal,) = (backend.refusal for backend in BACKENDS if backend.name == "triton")
     for case in (*CASES, *LARGE):
         assert "takes" not in (refusal(*case.build(), **case.bounds) or "")
@@ -93,7 +95,7 @@ def test_wrong_calls_are_refused():
             shared_counts(*CASES[0].build(), min_count=minimum, max_count=9)
 
 
-def test_the_kernel_refuses_what_registers_do_not_hold():
+def test_kernel_refuses_shapes_that_exceed_registers():
     for shape, reason in (
         ((1, 17, 8), "takes at most 16 lists, not 17"),
         ((1, 1, 4097), "takes lists of at most 4096 scores, not 4097"),

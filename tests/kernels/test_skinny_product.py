@@ -1,4 +1,4 @@
-"""Tests skinny_product against numpy, and what a step does with it."""
+"""Tests skinny_product against numpy, and its use in a step."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def test_rows_are_multiplied(case):
     assert_is_the_product(product(x, matrix, bias), x, matrix, bias)
 
 
-def test_a_matrix_is_cut_while_it_has_few_columns_and_parts_are_not_short():
+def test_narrow_matrix_is_split_unless_parts_get_short():
     for width, out, parts in (
         (4096, 6144, 4),
         (2048, 2048, 8),
@@ -42,14 +42,14 @@ def test_parts_add_up_to_the_product():
     assert_is_the_product(parts[0].astype(x.dtype), *rows, None)
 
 
-def test_one_row_has_zeros_beside_it():
+def test_single_row_is_padded_with_zeros():
     x, matrix, _ = Case("long", width=2048, out=96).build()
     parts = jax.jit(xla_parts.skinny_product)(x, matrix)
     assert parts.shape == (16, 1, 1, 96)
     assert_is_the_product(total(parts, 3, x.dtype), x, matrix, None)
 
 
-def test_what_backends_cannot_run_is_said(monkeypatch):
+def test_unsupported_arguments_give_the_reason(monkeypatch):
     monkeypatch.setattr(api, "compute_capability", lambda: None)
     many_rows, _, float32 = OTHERS
     for case, implementation, reason in (

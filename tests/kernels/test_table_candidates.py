@@ -62,7 +62,7 @@ def run(tables, lengths, numbers, form, a, capacity, sink):
 
 
 def listed(inputs):
-    """Lists the candidates in a program that all inputs of these shapes share."""
+    """Lists the candidates in one program for all inputs of these shapes."""
     vertical, distance, lengths, rule, kwargs = inputs
     a, numbers = ((rule.a,), rule[1:]) if isinstance(rule, Kurtosis) else ((), tuple(rule))
     return run((vertical, distance), lengths, numbers, type(rule), a, **kwargs)
@@ -79,7 +79,7 @@ def check(case, seed=0):
         assert not ids[head][count[head] :].any()
 
 
-# those that share a program, and an odd size
+# cases that share a program, and an odd size
 SOME = (
     "best_ties",
     "best_one",
@@ -95,14 +95,14 @@ SOME = (
 
 
 @pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=str)
-def test_the_best_slots_are_listed(case):
+def test_best_slots_are_listed(case):
     check(case)
 
 
 @pytest.mark.parametrize("case", ["best_ragged", "paper_ragged"])
-def test_a_factor_on_all_entries_changes_nothing(case):
+def test_common_factor_of_all_entries_changes_nothing(case):
     inputs = next(c for c in CASES if c.name == case).build()
-    # entries so small that the factor would make them 0 have been 0 before
+    # entries so small that the factor would make them 0 are set to 0 beforehand
     vertical, distance = (
         np.where(np.abs(x) < 2.0**-30, np.zeros_like(x), x)
         for x in (np.asarray(inputs.vertical), np.asarray(inputs.distance))

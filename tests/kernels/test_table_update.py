@@ -11,7 +11,7 @@ from tests.support.marks import slow_except_named
 
 
 def expected(inputs):
-    """Both tables in float64, and what was added to them."""
+    """Both tables in float64, and the added weights."""
     inputs = jax.device_get(inputs)
     listed, sink = inputs.listed, inputs.kwargs["sink"]
     tables = [np.asarray(x, np.float64) for x in inputs[:2]]
@@ -43,7 +43,7 @@ def check(case, seed=0):
         found = np.asarray(table, np.float32)
         changed = added != 0
         np.testing.assert_array_equal(found[~changed], np.asarray(old, np.float32)[~changed])
-        # one rounding of the sum, and float32's of what is added
+        # one rounding of the sum, and the float32 rounding of the added weight
         error = 2.0**-8 * np.abs(wanted) + 1e-5 * np.abs(added)
         assert (np.abs(found - wanted) <= error).all()
 

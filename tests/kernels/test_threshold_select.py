@@ -27,7 +27,7 @@ def logsumexp(x: np.ndarray) -> float:
 def choice(
     row: np.ndarray, rule, value: float, sizes, softmax: bool, lse: float, first=()
 ) -> list[int]:
-    """Returns what one row chooses, best first; `lse` normalises its logits."""
+    """The choice of one row, best first; `lse` normalises its logits."""
     order = [
         i
         for i in sorted(range(row.size), key=lambda i: (i not in first, -row[i], i))
@@ -53,7 +53,7 @@ def choice(
 
 
 def come_first(always, head: tuple[int, int]) -> set[int]:
-    """Returns the units that hold one of the first or last slots of a head."""
+    """The units that contain one of the first or last slots of a head."""
     if always is None:
         return set()
     held = int(always.lengths[head])
@@ -62,7 +62,7 @@ def come_first(always, head: tuple[int, int]) -> set[int]:
 
 
 def expected(scores, rule, kwargs) -> dict[tuple[int, int], list[int]]:
-    """Returns the units that must be listed for each head."""
+    """The units that must be listed for each head."""
     softmax, unit, size = (
         kwargs["weights"] == "softmax",
         kwargs["granularity"],
@@ -91,7 +91,7 @@ def expected(scores, rule, kwargs) -> dict[tuple[int, int], list[int]]:
         if kwargs["group"] == "max" and len(rows) > 1:
             lse = logsumexp(best) if isinstance(rule, TopP) else 0.0
             chosen = choice(best, rule, value, sizes, softmax, lse, come_first(always, head))
-            # of those that come first no more are listed than fit, best first
+            # of units that are always listed, at most the capacity are listed, best first
             chosen = set(chosen if always is None else chosen[: kwargs["capacity"]])
         else:
             first = come_first(always, head)
@@ -152,7 +152,7 @@ def call(inputs) -> Selection:
     )
 
 
-# each rule, granularity and way of grouping; the extremes together
+# each rule, granularity and pool; the extremes together
 SOME = (
     "top_p_nan",
     "top_p_union_capped",
@@ -172,12 +172,12 @@ SOME = (
 
 
 @pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=str)
-def test_lists_what_sorting_finds(case):
+def test_lists_match_sorting(case):
     inputs = case.build()
     assert_lists(call(inputs), expected(*inputs), inputs.kwargs)
 
 
-def test_names_of_odd_pages_do_for_their_tokens():
+def test_names_of_odd_pages_apply_to_their_tokens():
     names, scores = np.array([[[1, 4, 9]]], np.int32), np.arange(9, dtype=np.float32)
     got = jax.jit(partial(threshold_select, rule=TopK(5), capacity=6))(
         scores.reshape(1, 1, 1, 9), names=names
@@ -185,8 +185,8 @@ def test_names_of_odd_pages_do_for_their_tokens():
     np.testing.assert_array_equal(got.ids, [[[13, 14, 27, 28, 29, 0]]])
 
 
-def test_a_set_weighs_what_is_asked_for():
-    """A set weighs p to within the rounding of long sums; a page weighs what its tokens do."""
+def test_set_has_the_requested_mass():
+    """A set has mass p to within the rounding of long sums; a page has the mass of its tokens."""
     scores = (np.random.default_rng(0).normal(size=(1, 2, 1, 20_000)) * 3).astype(np.float32)
     weights = np.exp(scores - scores.max(-1, keepdims=True), dtype=np.float64)[0, :, 0]
     weights /= weights.sum(-1, keepdims=True)
@@ -204,7 +204,7 @@ def test_a_set_weighs_what_is_asked_for():
             assert kept.sum() - kept.min() < 0.9 + 1e-5
 
 
-def test_every_row_with_a_score_chooses_at_least_one():
+def test_every_row_with_a_score_selects_at_least_one():
     scores = np.full((1, 1, 2, 8), -np.inf, np.float32)
     scores[0, 0, 0, 5] = -1e4
 
@@ -219,8 +219,7 @@ def test_every_row_with_a_score_chooses_at_least_one():
             assert (count[0, 0], ids[0, 0, 0]) == (1, 5)
 
 
-def test_scores_without_a_number_above_them_come_first_too():
-    """Of those that count as the highest, and the others, the marked one is chosen."""
+def test_always_listed_units_precede_infinite_and_maximal_scores():
     most = float(np.finfo(np.float32).max)
     rows = ([np.inf, 0, 0, 0], [most, 1, most, -most], [-np.inf, -np.inf, np.inf, np.inf])
     scores = np.asarray(rows, np.float32).reshape(1, 3, 1, 4)

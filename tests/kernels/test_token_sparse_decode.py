@@ -1,4 +1,4 @@
-"""Tests token_sparse_decode against dense attention in float64 and the op over pages."""
+"""Tests token_sparse_decode against float64 dense attention and the op over pages."""
 
 from dataclasses import replace
 from functools import partial
@@ -32,15 +32,15 @@ def test_matches_dense_attention(case):
     assert_matches_dense(token_sparse_decode, case)
 
 
-def test_o_comes_in_the_type_that_is_asked_for():
+def test_o_has_the_requested_dtype():
     assert_rounds_o(token_sparse_decode, CASES[0])
 
 
-def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type():
+def test_reported_logits_are_of_the_mean_query_rounded_to_its_dtype():
     assert_reports_rounded_mean(token_sparse_decode, "token")
 
 
-def test_tokens_and_pages_with_bits_say_the_same():
+def test_tokens_match_pages_with_bits():
     q, layer, selection = Case("", bits=True, table="scrambled", bias=True).build()
 
     @jax.jit
@@ -58,8 +58,10 @@ def test_tokens_and_pages_with_bits_say_the_same():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_listed_logits_leave_out_what_is_not_attended_to():
-    """Ids behind the list and past the head's length are left out; the newest token counts once."""
+def test_listed_logits_leave_out_unattended_tokens():
+    """Ids past the end of the list and past the head's length are left out; the newest token counts
+    once.
+    """
     q, layer, _ = Case("", batch=1, kv_heads=2, lengths="full", bias=True).build()
     layer = layer._replace(lengths=np.array([[40, 17]], np.int32))
     ids = np.array([[[3, 8, 39, 41, 90], [2, 5, 20, 9, 2**31 - 1]]], np.int32)
@@ -80,8 +82,8 @@ def test_listed_logits_leave_out_what_is_not_attended_to():
     assert np.isneginf(found[..., 3:]).all()
 
 
-def test_keys_whose_logits_come_with_the_list_are_not_read():
-    """One list names the newest token, one does not: its key is read either way."""
+def test_keys_with_given_logits_are_not_read():
+    """One list has the newest token, one does not: its key is read either way."""
     q, layer, _ = Case("", batch=1, kv_heads=2, lengths="full", bias=True).build()
     layer = layer._replace(lengths=np.array([[40, 17]], np.int32))
     ids = np.array([[[3, 8, 39], [2, 5, 0]]], np.int32)
@@ -109,7 +111,7 @@ def test_pages_are_refused():
         token_sparse_decode(q, layer, nothing(layer.lengths))
 
 
-def test_what_the_kernel_cannot_do_is_the_references():
+def test_unsupported_arguments_use_the_reference():
     q, layer, chosen = Case("", granularity="token").build()
     mixed = q.astype(jnp.bfloat16), layer, chosen
     for inputs, message in (

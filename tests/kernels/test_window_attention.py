@@ -1,4 +1,4 @@
-"""Tests window_attention's reference against numpy in float64, and what the op refuses."""
+"""Tests window_attention's reference against float64 numpy, and its refusals."""
 
 from functools import partial
 
@@ -16,7 +16,8 @@ by_name = {case.name: case for case in CASES}
 def slowly(inputs, group, over="competing"):
     """Averages softmaxes one query after the other, in float64.
 
-    SnapKV's are of all that a query can see: of the newest slots, one per token, up to its own.
+    SnapKV's softmaxes cover all slots that a query can see: the newest slots, one per token, up to
+    its own.
     """
     queries, positions, layer, competing = inputs
     (batch, kv_heads), size = layer.lengths.shape, layer.page_size
@@ -64,7 +65,7 @@ def test_shares_are_means_of_softmaxes(case, way):
 
 
 @pytest.mark.parametrize("way", WAYS[1:3], ids="-".join)
-def test_blocks_change_nothing(way, monkeypatch):
+def test_block_size_changes_nothing(way, monkeypatch):
     inputs, (group, over) = by_name["scrambled"].build(), way
     whole = shares(*inputs, group=group, over=over)
     for pages in (1, 4):

@@ -1,4 +1,4 @@
-"""Tests where files of a cache lie, and that a user without a home folder needs none."""
+"""Tests the locations of cache files, and that a user without a home folder needs none."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from jsparse.runtime import compilation
 
 @pytest.fixture
 def homeless(monkeypatch):
-    """Takes away the home folder, as of a user without a name in a container."""
+    """Removes the home folder, as for an unnamed user in a container."""
     for name in ("JSPARSE_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 
@@ -29,13 +29,13 @@ def homeless(monkeypatch):
         ({"XDG_CACHE_HOME": "caches"}, "caches/jsparse"),
     ],
 )
-def test_a_folder_that_is_named_needs_no_home(variables, folder, homeless, monkeypatch):
+def test_given_folder_needs_no_home(variables, folder, homeless, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert cache_folder() == Path(folder)
 
 
-def test_without_a_home_nothing_is_kept(homeless, monkeypatch):
+def test_no_files_are_kept_without_a_home(homeless, monkeypatch):
     monkeypatch.setattr(compilation, "_store", None)
     monkeypatch.setattr(jax.config, "update", lambda *_: pytest.fail("a cache was set up"))
     compilation.keep_compilations()

@@ -1,4 +1,4 @@
-"""Tests loading and saving: all formats give the same weights, and a save is read back."""
+"""Tests loading and saving: all formats give the same weights, and a saved model loads again."""
 
 import json
 import shutil
@@ -62,7 +62,7 @@ def test_every_format_gives_the_same_weights(family, tied, tmp_path):
     ("stored", "dtype"),
     [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")],
 )
-def test_weights_are_cast_to_the_dtype_asked_for(stored, dtype, tmp_path):
+def test_weights_are_cast_to_the_requested_dtype(stored, dtype, tmp_path):
     tensors = {name: tensor.astype(stored) for name, tensor in TENSORS.items()}
     params = load(write_folder(tmp_path, CONFIG, tensors), dtype=dtype)
     assert params.dtype == jnp.dtype(dtype)
@@ -72,7 +72,7 @@ def test_weights_are_cast_to_the_dtype_asked_for(stored, dtype, tmp_path):
     assert_same(params.weights, expected)
 
 
-def test_a_saved_model_keeps_its_bits_and_can_be_cast(folder, tmp_path):
+def test_saved_model_keeps_its_bits_and_can_be_cast(folder, tmp_path):
     params = load(folder, dtype="bfloat16")
     save(params, tmp_path / "saved")
     assert_same(load(tmp_path / "saved", dtype="bfloat16").weights, params.weights)
@@ -117,7 +117,7 @@ def test_rope_scaling_survives_saving(folder, tmp_path):
         assert params.config.rope_scaling.rope_type == rule["rope_type"]
         save(params, saved)
         assert load(saved).config == params.config
-        if rule["rope_type"] == "llama3":  # version 0.1 knew no other and wrote no type
+        if rule["rope_type"] == "llama3":  # version 0.1 had no other rule and wrote no type
             config = json.loads((saved / "config.json").read_text())
             del config["rope_scaling"]["rope_type"]
             (saved / "config.json").write_text(json.dumps(config))
@@ -132,7 +132,7 @@ def tiny_tokenizer():
     return Tokenizer(core, eos_token_ids=[2])
 
 
-def test_a_tokenizer_is_optional_but_must_be_sound(folder, tmp_path):
+def test_tokenizer_is_optional_but_must_be_valid(folder, tmp_path):
     assert load(folder).tokenizer is None
     tiny_tokenizer().to_files(folder)
     params = load(folder)
@@ -184,7 +184,7 @@ def test_generation_defaults(folder, tmp_path):
          ["mirostat", "mirostat_tau", "sequence"]),
     ],
 )  # fmt: skip
-def test_a_gguf_files_sampling_keys_are_defaults(stated, expected, ignored, tmp_path, caplog):
+def test_sampling_keys_of_a_gguf_file_are_defaults(stated, expected, ignored, tmp_path, caplog):
     file = write_gguf(tmp_path / "m.gguf", CONFIG, TENSORS, settings=stated)
     assert load(file).generation_defaults == expected
     said = [record.getMessage().partition("ignored: ")[2] for record in caplog.records]
@@ -192,7 +192,7 @@ def test_a_gguf_files_sampling_keys_are_defaults(stated, expected, ignored, tmp_
     assert said == ([named] if named else [])
 
 
-def test_settings_without_effect_here_are_warned_of_unless_they_are_neutral(caplog):
+def test_settings_without_effect_are_warned_of_unless_neutral(caplog):
     neutral = {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "guidance_scale": 1}
     neutral |= {"penalty_alpha": 0.0, "bad_words_ids": [], "forced_eos_token_id": None}
     assert resolve_settings(neutral, "file") == {} and not caplog.records

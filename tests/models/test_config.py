@@ -1,4 +1,4 @@
-"""Tests configs: what config.json and GGUF metadata become, and what is refused."""
+"""Tests configs: the results for config.json and GGUF metadata, and refusals."""
 
 from dataclasses import replace
 
@@ -76,7 +76,7 @@ def test_yarn_and_linear_scaling_are_read_in_either_style():
             assert (config.rope_theta, config.rope_scaling) == (5e5, rule), family
 
 
-def test_theta_stands_in_the_rule_or_at_the_top():
+def test_theta_may_be_in_the_rope_rule_or_at_the_top():
     for stated, theta in [
         ({}, 1e4),
         ({"rope_theta": 5e5}, 5e5),
@@ -117,7 +117,7 @@ def test_yarn_has_the_defaults_of_transformers():
         assert replace(read, attention_factor=rule.attention_factor) == rule, stated
 
 
-def test_fields_that_may_be_null_or_off():
+def test_fields_may_be_null_or_disabled():
     for changes, expected in [
         ({"head_dim": None}, {"head_dim": 8}),
         ({"num_key_value_heads": None}, {"num_kv_heads": 4}),
@@ -130,9 +130,9 @@ def test_fields_that_may_be_null_or_off():
         assert config == replace(LLAMA.config_from_hf(hf_config("llama")), **expected), changes
 
 
-def test_yarn_lengthens_the_longest_text():
+def test_yarn_extends_the_longest_context():
     for stated, longest, expected in [
-        # as Qwen's instructions turn it on, and as a config that is scaled already
+        # as in Qwen's instructions, and as in a config that is scaled already
         (YARN, 64, 256),
         (YARN, 256, 256),
         (YARN, 300, 300),
@@ -144,13 +144,13 @@ def test_yarn_lengthens_the_longest_text():
         assert FAMILIES["qwen2"].config_from_hf(config).max_position_embeddings == expected, stated
 
 
-def test_yarn_lacks_no_factor_that_its_lengths_imply():
+def test_missing_yarn_factor_follows_from_the_lengths():
     stated = {"type": "yarn", "factor": None, "original_max_position_embeddings": 32}
     config = FAMILIES["qwen2"].config_from_hf(hf_config("qwen2", rope_scaling=stated))
     assert config.rope_scaling == YarnRope(4.0, 32)
 
 
-def test_a_missing_field_is_named():
+def test_missing_field_is_named():
     for field in [key for key in hf_config("llama") if key.endswith(("_size", "_layers", "_eps"))]:
         config = hf_config("llama")
         del config[field]
@@ -158,7 +158,7 @@ def test_a_missing_field_is_named():
             LLAMA.config_from_hf(config)
 
 
-def test_other_rope_scaling_is_refused_with_those_known():
+def test_unknown_rope_scaling_is_refused_with_the_known_types():
     for kind in ["dynamic", "longrope", "proportional", 3]:
         known = r"\['default', 'llama3', 'yarn', 'linear'\]"
         with pytest.raises(ValueError, match=f"rope_type={kind!r} is not supported.*{known}"):
@@ -168,7 +168,7 @@ def test_other_rope_scaling_is_refused_with_those_known():
 
 
 def gguf_config(**metadata) -> ModelConfig:
-    """Returns the config of a Llama's metadata; `__` stands for a dot in a key."""
+    """The config of a Llama's metadata; `__` stands for a dot in a key."""
     sizes = {
         "context_length": 128,
         "embedding_length": 32,
@@ -210,7 +210,7 @@ def test_gguf_rope_scaling():
         assert gguf_config(**metadata) == expected, metadata
 
 
-def test_gguf_rope_scaling_that_is_refused():
+def test_unknown_gguf_rope_scaling_is_refused():
     for metadata, named in [
         ({"rope__scaling__type": "longrope"}, "type='longrope'.*'none', 'linear', 'yarn'"),
         ({"rope__scaling__type": "yarn"}, "'rope.scaling.factor' is missing"),

@@ -1,4 +1,4 @@
-"""Tests configs of files: what a GGUF file's is, and what is refused when a model is loaded."""
+"""Tests configs of files: those of GGUF files, and refusals when a model is loaded."""
 
 import json
 
@@ -13,7 +13,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gguf_metadata_gives_the_config_of_config_json(family, tmp_path):
+def test_gguf_metadata_give_the_config_of_config_json(family, tmp_path):
     config = hf_config(family, tie_word_embeddings=True)
     loaded = load(write_gguf(tmp_path / "m.gguf", config, hf_tensors(config))).config
     expected = FAMILIES[family].config_from_hf(config)
@@ -30,7 +30,7 @@ def test_gguf_head_dim_defaults_to_an_equal_share(tmp_path):
         assert load(file).config.head_dim == 8, family
 
 
-def test_a_config_that_cannot_be_decoded_is_refused(tmp_path):
+def test_config_that_cannot_be_decoded_is_refused(tmp_path):
     for family, change in [
         ("llama", {"attention_bias": True}),
         ("llama", {"mlp_bias": True}),
@@ -60,7 +60,7 @@ def test_a_config_that_cannot_be_decoded_is_refused(tmp_path):
             load(folder)
 
 
-def test_a_quantised_checkpoint_is_refused_with_its_method(tmp_path):
+def test_quantised_checkpoint_is_refused_with_its_method(tmp_path):
     for method in ("fp8", "gptq"):
         config = hf_config("llama", quantization_config={"quant_method": method, "bits": 4})
         folder = write_folder(tmp_path, config, hf_tensors(config))

@@ -1,4 +1,6 @@
-"""Tests loading GGUF files: every tensor type gives the package's values, lies are refused."""
+"""Tests loading GGUF files: each tensor type gives the package's values, and wrong fields are
+refused.
+"""
 
 import struct
 
@@ -33,7 +35,7 @@ def file(tmp_path):
 def encode(values, kind, rng):
     """Encodes an array as bytes of `kind`.
 
-    They are quantised by the package where it can, else random bytes of finite values.
+    The package quantises it if it can; otherwise the bytes are random and their values finite.
     """
     try:
         data = gguf.quants.quantize(values, kind)
@@ -80,7 +82,7 @@ def test_other_types_are_refused(tmp_path):
 
 
 def patched(path, old, new, after=b""):
-    """Replaces the bytes `old` behind the first `after` in a file."""
+    """Replaces the bytes `old` after the first `after` in a file."""
     data = path.read_bytes()
     start = data.index(old, data.index(after))
     path.write_bytes(data[:start] + new + data[start + len(old) :])
@@ -100,7 +102,7 @@ def refuses(path, match):
     assert str(path) in assert_refused(path, match)
 
 
-def test_counts_that_lie_are_refused(file):
+def test_wrong_counts_are_refused(file):
     for count in [10**6, 2**31, 2**63, 2**64 - 1]:
         write_gguf(file, SMALL, TENSORS)
         data = file.read_bytes()
@@ -111,7 +113,7 @@ def test_counts_that_lie_are_refused(file):
         refuses(patched(file, u64(len("llama")), u64(count), b"general.architecture"), "asks for")
 
 
-def test_fields_that_lie_are_refused(file):
+def test_wrong_fields_are_refused(file):
     embed, shape, kind = b"token_embd.weight", u64(32) + u64(40), u64(40) + u32(0)
     for old, new, after, match in [
         (b"GGUF", b"GGML", b"", "begins with b'GGML'"),
@@ -137,7 +139,7 @@ def test_fields_that_lie_are_refused(file):
         refuses(patched(file, old, new, after), match)
 
 
-def test_an_odd_alignment_is_refused(file):
+def test_odd_alignment_is_refused(file):
     for alignment in [0, 3, 2**32 - 1]:
         key = b"general.alignment"
         old = u64(len(b"llama.context_length")) + b"llama.context_length" + u32(4) + u32(128)
@@ -154,7 +156,7 @@ def test_truncated_files_are_refused(file):
         refuses(file, "bytes")
 
 
-def test_metadata_that_lie_about_the_tensors_are_refused(tmp_path):
+def test_metadata_that_contradict_the_tensors_are_refused(tmp_path):
     for change, match in [
         ({"block_count": 2}, "lacks blk.1"),
         ({"block_count": 2**32 - 1}, "num_layers=4294967295"),
@@ -175,7 +177,7 @@ def test_unknown_tensors_and_misshapen_rope_factors_are_refused(tmp_path):
     )
 
 
-def test_an_embedding_has_rows_of_no_token_only_if_the_file_says_so(tmp_path):
+def test_embedding_has_rows_without_a_token_only_if_the_file_has_them(tmp_path):
     for stated in [42, 40, None]:
         config = SMALL | {"vocab_size": 42}
         made = {"metadata": {"vocab_size": stated}, "tokens": [f"t{n}" for n in range(40)]}
@@ -190,7 +192,7 @@ def test_an_embedding_has_rows_of_no_token_only_if_the_file_says_so(tmp_path):
                 load(file, tokenizer=Tokenizer(core))
 
 
-def test_a_split_file_is_refused(tmp_path):
+def test_split_file_is_refused(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "m-00001-of-00002.gguf", "llama")
     writer.add_uint16("split.count", 2)
     writer.write_header_to_file()

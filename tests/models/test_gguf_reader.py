@@ -24,11 +24,11 @@ def file(tmp_path):
     return write_gguf(tmp_path / "model.gguf", SMALL, TENSORS)
 
 
-def test_types_are_all_that_the_package_can_undo():
+def test_types_are_all_that_the_package_can_dequantise():
     assert set(QUANTISATIONS) == set(PACKAGE_CAN)
 
 
-def test_long_tensors_are_dequantised_piece_by_piece(monkeypatch, tmp_path):
+def test_long_tensors_are_dequantised_in_pieces(monkeypatch, tmp_path):
     rng = np.random.default_rng(0)
     values = rng.normal(size=(40, 256)).astype(np.float32)
     data = gguf.quants.quantize(values, Kind.Q8_0)
@@ -40,7 +40,7 @@ def test_long_tensors_are_dequantised_piece_by_piece(monkeypatch, tmp_path):
     )
 
 
-def test_metadata_are_those_of_the_package(tmp_path):
+def test_metadata_equal_those_of_the_package(tmp_path):
     path = tmp_path / "m.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     written = {
@@ -67,7 +67,7 @@ def test_metadata_are_those_of_the_package(tmp_path):
     np.testing.assert_array_equal(store.read("t"), np.arange(6).reshape(2, 3))
 
 
-def test_a_file_that_shrinks_after_its_header_was_read_is_refused(file):
+def test_file_truncated_after_its_header_was_read_is_refused(file):
     store = GGUFFile(file)
     file.write_bytes(file.read_bytes()[:-8])
     last = gguf_name(SMALL, list(TENSORS)[-1])

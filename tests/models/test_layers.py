@@ -42,7 +42,7 @@ def config(**changes) -> ModelConfig:
 
 
 def llama3_frequency(frequency, rule):
-    """Applies Llama 3.1's rule as it is stated: by the wavelength, in three cases."""
+    """Applies Llama 3.1's published rule: by wavelength, in three cases."""
     wavelength = 2 * math.pi / frequency
     shortest_scaled = rule.original_max_position_embeddings / rule.high_freq_factor
     longest_kept = rule.original_max_position_embeddings / rule.low_freq_factor
@@ -70,7 +70,7 @@ def test_rope_frequencies():
             assert ratio.max() == pytest.approx(rule.factor), rule
 
 
-def test_scaled_frequencies_are_those_of_transformers():
+def test_scaled_frequencies_equal_those_of_transformers():
     for name in SCALED:
         expected = SCALED[name]
         head_dim = expected["config"]["head_dim"]
@@ -100,7 +100,7 @@ def test_rope_rotates_pairs_half_a_head_apart():
         turn = np.exp(1j * positions[b, t] * np.float64(frequencies[i]))
         expected = complex(x[b, t, h, i], x[b, t, h, i + 4]) * turn
         actual = complex(rotated[b, t, h, i], rotated[b, t, h, i + 4])
-        # the angle itself is a float32, so far positions lose digits
+        # the angle itself is a float32, so that far positions lose digits
         assert abs(actual - expected) < 1e-3 * abs(expected)
 
 
@@ -137,7 +137,7 @@ def test_mlp_is_gated_by_silu():
     np.testing.assert_allclose(residual, total, rtol=1e-6)
 
 
-def test_products_in_parts_are_added_up_where_they_are_read(monkeypatch):
+def test_products_in_parts_are_summed_by_their_readers(monkeypatch):
     heads = {"num_heads": 2, "head_dim": 8, "qk_norm": True}
     decoder = Decoder(config(hidden_size=16, intermediate_size=16, num_layers=2, **heads))
     weights = random_weights(decoder.config, jnp.float32)
@@ -159,5 +159,5 @@ def test_products_in_parts_are_added_up_where_they_are_read(monkeypatch):
     monkeypatch.setattr(xla_parts, "skinny_product", cut)
     monkeypatch.setattr(api, "compute_capability", lambda: (9, 0))
     np.testing.assert_allclose(hidden(), whole, rtol=1e-4, atol=1e-5)
-    # of each layer the products of q, k and v, of attention, of gate and up, and of the MLP
+    # products per layer: q, k and v; attention; gate and up; MLP
     assert [len(parts) for parts in made] == [4] * 8

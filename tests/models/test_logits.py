@@ -16,10 +16,11 @@ from tests.support.tiny import engine_logits
 HF = Path(__file__).parents[1] / "fixtures" / "hf"
 FOLDERS = ("llama", "llama3", "smollm2", "qwen2", "qwen2_untied", "qwen2_sharded", "qwen3")
 SCALED = ("qwen2_yarn", "qwen3_yarn", "llama_linear")
-"""Models whose prompts go several times beyond the original context."""
+"""Models with prompts several times longer than the original context."""
 
 SOME = ("llama3", "qwen2_untied", "qwen3_yarn")
-"""Each family; tied weights and not, biases, norms of queries and keys, two ways to scale RoPE."""
+"""Each family: tied weights or not, biases, norms of queries and keys, two rules of RoPE scaling.
+"""
 
 WITH_GGUF = ("llama", "llama3", "qwen2", "qwen2_yarn")
 GREEDY_PROMPT = 8
@@ -36,7 +37,7 @@ def expected_of(name):
 
 
 def worst(actual, expected):
-    """Returns the largest difference over the largest logit."""
+    """The largest difference over the largest logit."""
     actual = np.asarray(actual, np.float64)
     assert actual.shape == expected.shape
     return np.abs(actual - expected).max() / np.abs(expected).max()
@@ -44,7 +45,7 @@ def worst(actual, expected):
 
 @shared
 def model(name, dtype="float32"):
-    """Returns the model of a folder or a GGUF file, read once for all tests."""
+    """The model of a folder or a GGUF file, loaded once for all tests."""
     return load(HF / name, dtype=dtype)
 
 
@@ -94,9 +95,9 @@ def test_greedy_text(name):
 
 @pytest.mark.parametrize("name", slow_except(("llama3", "qwen3_yarn"), "llama3"))
 def test_decoding_gives_the_logits_of_one_pass(name):
-    """Prefill and 20 decode steps reach the last stored position.
+    """Prefill and 20 decode steps reach the last cached position.
 
-    It lies beyond RoPE's original maximum.
+    It is past RoPE's original maximum.
     """
     expected = expected_of(name)
     params, tokens = model(name), expected["tokens"]

@@ -1,4 +1,4 @@
-"""Tests weights in 8-bit blocks: what they stand for, how they are loaded, and what they cost."""
+"""Tests weights in 8-bit blocks: their values, loading, and cost."""
 
 from dataclasses import replace
 
@@ -33,12 +33,12 @@ SIZES = {"intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 1}
 
 
 def llama_cpps(matrix):
-    """What llama.cpp makes of a matrix [out, in]."""
+    """llama.cpp's blocks of a matrix [out, in]."""
     return dequantize(quantize(np.ascontiguousarray(matrix), Q8_0), Q8_0)
 
 
 def numbers_of(weights):
-    """The tree with the numbers that its blocks stand for."""
+    """The tree with the numbers that its blocks represent."""
 
     def plain(tree, name):
         if not isinstance(tree, dict):
@@ -51,7 +51,7 @@ def numbers_of(weights):
     return plain(weights, "")
 
 
-def test_a_number_is_at_most_half_a_step_away():
+def test_error_is_at_most_half_a_step():
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(6, 128)).astype(np.float32) * np.geomspace(1e-3, 1e3, 128)
     rows[2, 32:64] = 0
@@ -62,13 +62,13 @@ def test_a_number_is_at_most_half_a_step_away():
     assert blocks["scales"].dtype == jnp.float16
     steps = np.repeat(np.asarray(blocks["scales"], np.float32), BLOCK, axis=0).T
     np.testing.assert_array_equal(dequantized(blocks, jnp.float32), steps * blocks["values"])
-    # that the largest becomes less than 127.5 costs a little where float16 rounds the step down
+    # a largest number below 127.5 costs a little where float16 rounds the step down
     assert (np.abs(steps * blocks["values"] - rows) <= 0.56 * steps).all()
     assert np.abs(blocks["values"]).max() == 127
 
 
-def test_scales_are_chosen_by_the_squares_of_errors():
-    """They are never worse than llama.cpp's, and far better where numbers are on a coarse grid."""
+def test_scales_minimise_squared_errors():
+    """They are never worse than llama.cpp's, and far better for numbers on a coarse grid."""
     rng = np.random.default_rng(1)
     smooth = rng.normal(size=(64, 256)).astype(np.float32)
     coarse = dequantize(
@@ -88,8 +88,8 @@ def test_scales_are_chosen_by_the_squares_of_errors():
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_blocks_of_a_file_stay_as_they_are(family, tmp_path):
-    """Rows of q and k that llama.cpp reorders are put back, with their scales."""
+def test_blocks_of_a_file_are_kept(family, tmp_path):
+    """Rows of q and k that llama.cpp reordered are put back, with their scales."""
     config = hf_config(family, **SIZES)
     tensors, raw = hf_tensors(config), {}
     for name, tensor in tensors.items():
@@ -115,7 +115,7 @@ def test_blocks_of_a_file_stay_as_they_are(family, tmp_path):
 
 @shared
 def of_numbers(tied):
-    """A model's files, and what its weights are as numbers and in blocks."""
+    """A model's files, and its weights as numbers and in blocks."""
     config = hf_config("llama", tie_word_embeddings=tied, **SIZES)
     tensors = hf_tensors(config)
     numbers = jax.tree.map(jnp.asarray, {"params": expected_weights(config, tensors)["params"]})
@@ -123,8 +123,8 @@ def of_numbers(tied):
 
 
 @pytest.mark.parametrize("tied", slow_except([False, True], True))
-def test_blocks_are_made_of_any_numbers(tied, tmp_path):
-    """From safetensors and from a saved model, and saved blocks stay as they are."""
+def test_blocks_are_made_from_any_format(tied, tmp_path):
+    """From safetensors and from a saved model; saved blocks are kept."""
     config, tensors, numbers, blocks = of_numbers(tied)
     ours = load(write_folder(tmp_path / "model", config, tensors), dtype="float32", weights="q8_0")
     jax.tree.map(np.testing.assert_array_equal, ours.weights, blocks)
@@ -143,7 +143,7 @@ def test_blocks_are_made_of_any_numbers(tied, tmp_path):
 
 @shared
 def wide() -> Params:
-    """A model whose sizes 32 divides, on each of two devices, too."""
+    """A model with sizes that 32 divides, also on each of two devices."""
     config = replace(tiny_params(num_layers=1).config, hidden_size=64, intermediate_size=128)
     return Params(random_weights(config, jnp.float32, seed=3), config, None, {}, "wide")
 
@@ -153,7 +153,7 @@ def wide_in_blocks() -> Params:
     return replace(wide(), weights=in_blocks(wide().weights))
 
 
-def test_answers_are_those_of_the_numbers_that_blocks_stand_for():
+def test_outputs_match_those_of_the_dequantised_model():
     numbers = replace(wide(), weights=numbers_of(wide_in_blocks().weights))
     options = {"max_new_tokens": 9, "eos_token_id": (), "policy": "quest(budget=16)"}
     ours, theirs = (
@@ -174,7 +174,7 @@ def test_blocks_are_spread_over_devices(tied):
     np.testing.assert_allclose(ours, jsparse.logits(params, [[3, 1, 4]]), atol=1e-5)
 
 
-def test_what_cannot_be_in_blocks_is_refused(tmp_path):
+def test_weights_that_do_not_fit_blocks_are_refused(tmp_path):
     with pytest.raises(ValueError, match="weights='int4': must be 'q8_0' or None"):
         load("smollm2", weights="int4")
     config = hf_config("llama", **SIZES | {"intermediate_size": 48})
@@ -203,7 +203,7 @@ def test_blocks_of_an_earlier_version_are_refused(tmp_path):
         load(tmp_path / "old")
 
 
-def test_what_is_not_finite_stays_visible():
+def test_nan_and_infinities_stay_visible():
     for number in [np.nan, np.inf, 1e8]:
         rows = np.ones((1, 64), np.float32)
         rows[0, 3] = number

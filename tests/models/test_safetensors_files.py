@@ -1,4 +1,4 @@
-"""Tests that damaged or lying safetensors files are refused before a tensor is read."""
+"""Tests that damaged or inconsistent safetensors files are refused before a tensor is read."""
 
 import json
 
@@ -36,7 +36,7 @@ def test_truncated_files_are_refused(folder):
         assert_refused(folder, "model.safetensors is damaged")
 
 
-def test_headers_that_lie_are_refused(folder):
+def test_inconsistent_headers_are_refused(folder):
     for header in [
         b"not json",
         b"\xff\xfe{}",
@@ -63,7 +63,7 @@ def test_headers_that_lie_are_refused(folder):
     assert_refused(folder, "dtype 'I32': must be one of")
 
 
-def test_a_header_longer_than_the_file_is_refused(folder):
+def test_header_longer_than_the_file_is_refused(folder):
     for length in [10_000, 2**31, 2**64 - 1]:
         write_raw_safetensors(folder / SINGLE, {}, length=length)
         assert_refused(folder, "model.safetensors is damaged")
@@ -73,7 +73,7 @@ def test_a_header_longer_than_the_file_is_refused(folder):
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(at=st.integers(0, 1200), byte=st.integers(0, 255))
-def test_a_changed_byte_never_crashes(at, byte, folder):
+def test_changed_byte_never_crashes(at, byte, folder):
     file = folder / SINGLE
     save_file(TENSORS, file)
     data = bytearray(file.read_bytes())
@@ -85,7 +85,7 @@ def test_a_changed_byte_never_crashes(at, byte, folder):
         assert str(file.parent) in str(error)
 
 
-def test_a_config_that_lies_about_the_tensors_is_refused(folder):
+def test_config_that_contradicts_the_tensors_is_refused(folder):
     for change, match in [
         ({"num_hidden_layers": 2}, "lacks model.layers.1.*and 5 more"),
         ({"num_hidden_layers": 10**12}, "num_layers=1000000000000"),
@@ -100,7 +100,7 @@ def test_a_config_that_lies_about_the_tensors_is_refused(folder):
         assert_refused(folder, match)
 
 
-def test_unknown_tensors_are_refused_and_harmless_ones_are_not(tmp_path):
+def test_unknown_tensors_are_refused_unless_harmless(tmp_path):
     tied = CONFIG | {"tie_word_embeddings": True}
     harmless = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
     twice = {"lm_head.weight": TENSORS["model.embed_tokens.weight"]}
@@ -111,7 +111,7 @@ def test_unknown_tensors_are_refused_and_harmless_ones_are_not(tmp_path):
     assert_refused(write_folder(tmp_path / "bias", CONFIG, TENSORS | bias), "mlp.up_proj.bias")
 
 
-def test_a_head_that_differs_from_the_embedding_is_used_whatever_the_config_says(tmp_path):
+def test_untied_head_is_used_even_if_the_config_says_tied(tmp_path):
     tied = CONFIG | {"tie_word_embeddings": True}
     params = load(write_folder(tmp_path / "own", tied, TENSORS))
     head = params.weights["params"]["lm_head"]
@@ -134,7 +134,7 @@ def test_shards_outside_the_folder_are_refused(sharded):
         assert_refused(sharded, "must be the name of a file in the same folder")
 
 
-def test_an_index_that_lies_is_refused(sharded):
+def test_wrong_index_is_refused(sharded):
     good = json.loads((sharded / INDEX).read_text())["weight_map"]
     first, second = sorted(set(good.values()))
     other = {first: second, second: first}

@@ -1,4 +1,4 @@
-"""Tests that the bytes of a vocabulary's tokens are those of the texts that they spell."""
+"""Tests that the bytes of tokens concatenate to the text."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def of(model, decoder=None):
     return Tokenizer(core)
 
 
-def test_the_bytes_of_a_texts_tokens_are_the_text():
+def test_bytes_of_a_texts_tokens_are_the_text():
     for name in NAMES:
         tokenizer = tokenizer_of(name)
         found = tokenizer.token_bytes()
@@ -31,7 +31,7 @@ def test_the_bytes_of_a_texts_tokens_are_the_text():
             ids = tokenizer.encode(text, add_special_tokens=False)
             spelled = b"".join(found[token_id] for token_id in ids).decode(errors="replace")
             shown = tokenizer.decode(ids, skip_special_tokens=False)
-            # SentencePiece puts a space in front of text, which decoding takes off again
+            # SentencePiece puts a space in front of text, which decoding removes
             assert spelled == shown or (name == "llama" and spelled == " " + shown), name
 
 
@@ -56,13 +56,13 @@ def test_added_tokens_are_their_text_and_control_tokens_are_listed():
     assert llama.control_token_ids() == [0, 1, 2]
 
 
-def test_ids_that_end_a_text_are_control_tokens_even_if_no_one_says_so():
+def test_end_ids_are_control_tokens_even_if_undeclared():
     words = {"a": 0, "</s>": 1, "<s>": 2}
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
     assert Tokenizer(core, bos_token_id=2, eos_token_ids=[1]).control_token_ids() == [1, 2]
 
 
-def test_added_text_outside_of_the_byte_alphabet_is_utf8():
+def test_added_text_outside_the_byte_alphabet_is_utf8():
     words = tokenizers.models.BPE({"Ġa": 0, "Ċ": 1}, [])
     tokenizer = of(words, tokenizers.decoders.ByteLevel())
     tokenizer._core.add_tokens(["<｜end｜>", "two words", "\u0080"])
@@ -75,7 +75,7 @@ def test_added_text_outside_of_the_byte_alphabet_is_utf8():
     ]
 
 
-def test_spaces_are_replaced_as_the_decoder_says():
+def test_spaces_are_replaced_as_by_the_decoder():
     words = {"▁a": 0, "<0x0A>": 1, "<0xZZ>": 2}
     plain = of(tokenizers.models.BPE(words, []))
     assert plain.token_bytes() == ["▁a".encode(), b"<0x0A>", b"<0xZZ>"]

@@ -1,6 +1,6 @@
-"""Tests models and tokenizers that are handed over in memory, with stand-ins for transformers'.
+"""Tests models and tokenizers passed in memory, with fakes of transformers' classes.
 
-test_with_transformers.py does the same with the real ones, where they are installed.
+test_with_transformers.py tests the real classes, if they are installed.
 """
 
 import json
@@ -32,7 +32,7 @@ TEMPLATE = (
 
 
 class Tensor:
-    """Stands for a torch.Tensor."""
+    """Stands in for a torch.Tensor."""
 
     def __init__(self, array: np.ndarray, device: str = "cuda"):
         self.array, self.shape, self.dtype = array, array.shape, f"torch.{array.dtype}"
@@ -54,7 +54,7 @@ class Tensor:
 
 
 class LlamaForCausalLM:
-    """Stands for a transformers model."""
+    """Stands in for a transformers model."""
 
     def __init__(self, config, tensors, generation=None):
         self.config = SimpleNamespace(to_dict=lambda: dict(config))
@@ -69,7 +69,7 @@ class LlamaForCausalLM:
 
 
 def fast_tokenizer(**changes):
-    """Returns a stand-in for a fast transformers tokenizer."""
+    """Returns a fake of a fast transformers tokenizer."""
     vocab = {"a": 0, "b": 1, "<s>": 2, "</s>": 3, "<pad>": 4, "<end>": 5}
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="a"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -99,16 +99,16 @@ def assert_same(weights, expected):
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen2", False), ("qwen3", True)])
-def test_a_model_in_memory_equals_its_files(family, tied, tmp_path):
+def test_model_in_memory_equals_its_files(family, tied, tmp_path):
     config = hf_config(family, tie_word_embeddings=tied)
     tensors = hf_tensors(config)
     generation = {"do_sample": True, "temperature": 0.6, "eos_token_id": [1, 2]}
     folder = write_folder(tmp_path / "model", config, tensors)
     (folder / "generation_config.json").write_text(json.dumps(generation))
-    # a tied model's state_dict names the embedding twice
+    # a tied model's state_dict has the embedding twice
     twice = {"lm_head.weight": tensors["model.embed_tokens.weight"]} if tied else {}
     made = jsparse.from_transformers(LlamaForCausalLM(config, tensors | twice, generation))
-    # a config may say tied of a model whose head is its own
+    # a config may say tied although the head differs
     said = LlamaForCausalLM(config | {"tie_word_embeddings": True}, tensors | twice, generation)
     assert jsparse.from_transformers(said).config == made.config
     read = jsparse.load(folder)
@@ -120,7 +120,7 @@ def test_a_model_in_memory_equals_its_files(family, tied, tmp_path):
 @pytest.mark.parametrize(
     ("stored", "dtype"), [(np.float16, "float32"), (ml_dtypes.bfloat16, "bfloat16")]
 )
-def test_tensors_are_cast_to_the_dtype_asked_for(stored, dtype):
+def test_tensors_are_cast_to_the_requested_dtype(stored, dtype):
     tensors = {name: tensor.astype(stored) for name, tensor in TENSORS.items()}
     params = jsparse.from_transformers(LlamaForCausalLM(CONFIG, tensors), dtype=dtype)
     assert params.dtype == jnp.dtype(dtype)
@@ -140,7 +140,7 @@ def with_tensor(name, tensor):
     return LlamaForCausalLM(CONFIG, TENSORS | {name: tensor})
 
 
-def test_models_that_cannot_be_taken_over_are_refused():
+def test_unsupported_models_are_refused():
     head = "lm_head.weight"
     for model, message in [
         ("org/name", "model is 'org/name': must be a transformers model.*jsparse.load reads"),
@@ -158,7 +158,7 @@ def test_models_that_cannot_be_taken_over_are_refused():
             jsparse.from_transformers(model)
 
 
-def test_a_fast_tokenizer_is_copied(tmp_path):
+def test_fast_tokenizer_is_copied(tmp_path):
     given = fast_tokenizer()
     given.backend_tokenizer.enable_truncation(2)
     given.backend_tokenizer.enable_padding(length=9)
@@ -169,7 +169,7 @@ def test_a_fast_tokenizer_is_copied(tmp_path):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (2, (3,))
     messages = [{"role": "user", "content": "b"}]
     assert tokenizer.apply_chat_template(messages) == "<s>b</s><pad>a"
-    assert given.backend_tokenizer.truncation is not None  # the user's own stays as it was
+    assert given.backend_tokenizer.truncation is not None  # the user's object is unchanged
     given.backend_tokenizer.add_tokens(["c"])
     assert tokenizer.vocab_size == 6
 
@@ -179,7 +179,7 @@ def test_a_fast_tokenizer_is_copied(tmp_path):
     assert back.apply_chat_template(messages) == "<s>b</s><pad>a"
 
 
-def test_a_given_tokenizer_takes_the_place_of_the_files(tmp_path):
+def test_given_tokenizer_replaces_that_of_the_files(tmp_path):
     folder = write_folder(tmp_path / "model", CONFIG | {"eos_token_id": [5, 3]}, TENSORS)
     (folder / "tokenizer.json").write_text("not read")
     params = jsparse.load(folder, tokenizer=fast_tokenizer())
@@ -198,7 +198,7 @@ def test_end_ids_of_model_and_tokenizer_are_joined():
     assert its_tokenizer(params).eos_token_ids == (4, 3, 5)
 
 
-def test_of_several_chat_templates_the_default_is_taken():
+def test_default_of_several_chat_templates_is_used():
     named = {"default": "x", "tool_use": "y"}
     assert Tokenizer.from_transformers(fast_tokenizer(chat_template=named)).chat_template == "x"
     only = fast_tokenizer(chat_template={"tool_use": "y"}, bos_token_id=None)
@@ -221,7 +221,7 @@ def test_tokenizers_that_cannot_be_copied_are_refused(tmp_path):
             jsparse.from_transformers(LlamaForCausalLM(CONFIG, TENSORS), tokenizer=given)
 
 
-def test_marks_for_training_change_no_chat():
+def test_generation_marks_of_templates_are_ignored():
     marked = "{% generation %}{{ m.content }}{% endgeneration %}"
     messages = [{"role": "user", "content": "b"}]
     for template in (TEMPLATE, TEMPLATE.replace("{{ m.content }}", marked)):

@@ -1,4 +1,4 @@
-"""Tests models and tokenizers that are handed over in memory against transformers' own.
+"""Tests models and tokenizers passed in memory against transformers' own.
 
 Needs the extra hf: `python3 -m uv run --extra hf pytest tests/models/test_with_transformers.py`.
 """
@@ -56,7 +56,7 @@ def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_model_in_memory_is_the_model_of_its_files(name):
+def test_model_in_memory_equals_the_model_of_its_files(name):
     model = model_of(name)
     made, read = jsparse.from_transformers(model, dtype="float32"), jsparse.load(HF / name)
     jax.tree.map(np.testing.assert_array_equal, made.weights, read.weights)
@@ -88,7 +88,7 @@ def tokenizer_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama-bpe", "llama"])
-def test_ids_are_those_of_transformers(name):
+def test_ids_equal_those_of_transformers(name):
     theirs = tokenizer_of(name)
     ours = Tokenizer.from_transformers(theirs)
     assert (ours.bos_token_id, ours.eos_token_ids) == (theirs.bos_token_id, (theirs.eos_token_id,))
@@ -103,7 +103,7 @@ def test_ids_are_those_of_transformers(name):
 @pytest.mark.parametrize("tools", [None, [{"name": "é", "parameters": {"b": [1, "<&>"]}}]])
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("name", ["qwen2", "llama-bpe"])
-def test_chats_are_those_of_transformers(name, template, tools):
+def test_chats_equal_those_of_transformers(name, template, tools):
     theirs = tokenizer_of(name)
     theirs.chat_template = TEMPLATES[template]
     ours = Tokenizer.from_transformers(theirs)

@@ -1,4 +1,4 @@
-"""ArkVale against its formulas, page by page and query by query."""
+"""Tests ArkVale against its formulas, page by page and query by query."""
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +11,19 @@ from tests.support.one_layer import OneLayer
 
 
 def cuboid(keys):
-    """The least and the greatest corner of ArkVale's cuboid-mean."""
+    """The lower and the upper corner of ArkVale's cuboid-mean."""
     center = (keys.min(axis=0) + keys.max(axis=0)) / 2
     half = np.abs(keys - center).mean(axis=0)
     return center - half, center + half
 
 
 def in_cuboid(q, keys):
-    """The greatest q·k in the cuboid: the better corner of every channel."""
+    """The largest q·k in the cuboid: the better corner of each channel."""
     return np.maximum(*(q * corner for corner in cuboid(keys))).sum()
 
 
 def in_ball(q, keys):
-    """The greatest q·k in the ball around the mean key that reaches to the farthest."""
+    """The largest q·k in the ball around the mean key that reaches the farthest key."""
     center = keys.mean(axis=0)
     radius = np.linalg.norm(keys - center, axis=-1).max()
     return q @ (center + q * radius / np.linalg.norm(q))
@@ -33,7 +33,7 @@ GREATEST = {"cuboid": in_cuboid, "ball": in_ball}
 
 
 def pages_of(layer: OneLayer, budget: int, volume: str) -> list[set[int]]:
-    """The pages that ArkVale keeps, of each row and head."""
+    """The pages that ArkVale keeps, per row and head."""
     found, size = [], layer.page_size
     for b, head in np.ndindex(layer.k.shape[:2]):
         group = np.asarray(layer.q, np.float64)[b, head * layer.group : (head + 1) * layer.group]
@@ -48,7 +48,7 @@ def pages_of(layer: OneLayer, budget: int, volume: str) -> list[set[int]]:
 
 
 def listed(layer: OneLayer) -> list[set[int]]:
-    """The pages that the policy lists, of each row and head."""
+    """The pages that the policy lists, per row and head."""
     chosen = layer.select()
     return [
         set(ids[:n].tolist())
@@ -57,15 +57,15 @@ def listed(layer: OneLayer) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("volume", GREATEST)
-def test_keeps_the_newest_page_and_those_of_the_greatest_scores(volume):
+def test_keeps_the_newest_page_and_those_of_the_largest_scores(volume):
     for seed in range(4):
         layer = OneLayer(jsparse.arkvale(budget=24, volume=volume), length=41, seed=seed)
         assert listed(layer) == pages_of(layer, 24, volume)
 
 
 @pytest.mark.parametrize("volume", GREATEST)
-def test_a_page_that_holds_no_tokens_is_not_kept(volume):
-    """Only its summary is left, which would score above all others; five whole pages are held."""
+def test_empty_page_is_not_kept(volume):
+    """Only its summary remains, which would score above all others; five whole pages are held."""
     layer = OneLayer(jsparse.arkvale(budget=24, volume=volume), length=41)
     layer.length = 40
     held = layer.kv._replace(lengths=np.full_like(layer.kv.lengths, 40))
@@ -76,7 +76,7 @@ def test_a_page_that_holds_no_tokens_is_not_kept(volume):
     assert listed(layer) == pages_of(layer, 24, volume)
 
 
-def test_a_page_is_summarised_by_the_tokens_that_it_holds():
+def test_page_is_summarised_by_its_tokens():
     length, layer = 45, OneLayer(jsparse.arkvale(), length=45)
     size = layer.page_size
     low, high = (np.asarray(x).reshape(2, 2, -1, 16) for x in layer.state[0])
@@ -86,7 +86,7 @@ def test_a_page_is_summarised_by_the_tokens_that_it_holds():
         np.testing.assert_allclose(kept, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_a_page_that_is_written_again_forgets_its_former_keys():
+def test_rewritten_page_forgets_its_former_keys():
     """The last three of the five tokens of page 5 are written over a layer of other keys."""
     before, after = (OneLayer(jsparse.arkvale(), length=45, seed=seed) for seed in (0, 1))
     new, at = jnp.zeros((2, 3, 2, 16)), jnp.zeros((2, 3), jnp.int32)  # the cache has the keys

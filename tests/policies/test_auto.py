@@ -1,4 +1,4 @@
-"""`auto` chooses by device and by the bytes of K and V, and runs as what it chose."""
+"""Tests that `auto` chooses by device and by the bytes of K and V, and runs the chosen policy."""
 
 import json
 import sys
@@ -29,11 +29,11 @@ def spec(batch=1, num_pages=64, kv_heads=2):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """This device is one that was measured, with a break-even of 64 KB."""
+    """Makes this device a measured one, with a break-even of 64 KB."""
     monkeypatch.setattr(MODULE, "break_evens", lambda: BreakEvens(0, 2**16, None))
 
 
-def test_devices_that_nobody_measured_are_dense():
+def test_unmeasured_devices_use_dense():
     assert resolved(auto(), spec(num_pages=2**20)) is dense()
 
 
@@ -44,7 +44,7 @@ def test_bytes_of_the_whole_batch_decide(measured):
         assert (resolved(auto(), sizes) is not dense()) == sparse, (batch, num_pages)
 
 
-def test_it_runs_as_what_it_chose_and_says_so(measured):
+def test_it_runs_as_the_chosen_policy_and_reports_it(measured):
     options = {"max_new_tokens": 4, "page_size": 8, "max_length": 512}
     made = jsparse.generate(tiny_params(num_layers=1), PROMPT, policy="auto", **options)
     assert made.stats.policy.startswith("twilight(base=all_pages()")
@@ -52,7 +52,7 @@ def test_it_runs_as_what_it_chose_and_says_so(measured):
     assert parse(made.stats.policy).name == made.stats.policy
 
 
-def test_prompts_set_hyper_parameters_of_what_it_chose(measured):
+def test_prompts_set_hyper_parameters_of_the_chosen_policy(measured):
     sampling = jsparse.SamplingParams(max_tokens=4, policy={"p": 0.01})
     options = {"page_size": 8, "max_length": 512, "sampling": sampling}
     made = jsparse.generate(tiny_params(num_layers=1), PROMPT, policy="auto", **options)
@@ -62,8 +62,8 @@ def test_prompts_set_hyper_parameters_of_what_it_chose(measured):
         jsparse.generate(tiny_params(num_layers=1), PROMPT, policy="auto", **options)
 
 
-def test_what_drafts_is_chosen_apart(monkeypatch):
-    """By sizes of its own, whatever `auto` is where nothing is checked."""
+def test_drafting_has_its_own_break_even(monkeypatch):
+    """It is independent of the choice of `auto` without verification."""
     own = BreakEvens(0, np.inf, layer_bytes(spec(1, 32)))
     monkeypatch.setattr(MODULE, "break_evens", lambda: own)
     assert resolved(auto(), spec(1, 31), drafts=True) is dense()
@@ -71,7 +71,7 @@ def test_what_drafts_is_chosen_apart(monkeypatch):
     assert resolved(auto(), spec(1, 32)) is dense()
 
 
-def test_drafts_that_nobody_measured_are_dense(caplog):
+def test_unmeasured_devices_draft_with_dense(caplog):
     MODULE._log.cache_clear()
     options = {"max_new_tokens": 4, "page_size": 8, "max_length": 512, "exact": True}
     with caplog.at_level("WARNING", "jsparse.auto"):
@@ -81,18 +81,18 @@ def test_drafts_that_nobody_measured_are_dense(caplog):
 
 
 @pytest.mark.slow
-def test_it_drafts_as_what_it_chose(monkeypatch):
+def test_it_drafts_as_the_chosen_policy(monkeypatch):
     monkeypatch.setattr(MODULE, "break_evens", lambda: BreakEvens(0, np.inf, 1))
     options = {"max_new_tokens": 4, "page_size": 8, "max_length": 512, "exact": True}
     out = jsparse.generate(
         tiny_params(num_layers=1), PROMPT, policy="auto", num_speculative_tokens=2, **options
     )
     assert out.stats.policy.startswith("verified(budget=512")
-    # a budget of everything agrees with dense attention
+    # a budget of all tokens agrees with dense attention
     assert out.stats.drafted_tokens == out.stats.accepted_tokens > 0
 
 
-def test_it_stands_in_no_other_policy():
+def test_it_cannot_be_nested():
     with pytest.raises(ValueError, match=r"=auto\(\): must not be inside another policy"):
         parse("keep(auto)")
     with pytest.raises(ValueError, match=r"policy=auto\(\): must be a policy, not a placeholder"):
@@ -100,7 +100,7 @@ def test_it_stands_in_no_other_policy():
 
 
 @pytest.mark.slow
-def test_the_evaluation_runs_what_it_chose(measured):
+def test_evaluation_runs_the_chosen_policy(measured):
     forcing = force(tiny_params(num_layers=1), ["auto"], [PROMPT], max_new_tokens=4, max_length=512)
     assert forcing.shared.names[1] == "auto()"
     assert forcing.shared.session(1).deployment.policy.name.startswith("twilight(base=all_pages()")
@@ -110,7 +110,7 @@ def test_the_evaluation_runs_what_it_chose(measured):
     assert closeness(short).kl[1].max() == 0
 
 
-def test_info_says_what_it_chooses(measured, monkeypatch):
+def test_info_prints_the_choice(measured, monkeypatch):
     def shown(*args):
         ran = CliRunner().invoke(app, ["info", "smollm2", "--policy", "auto", *args])
         assert ran.exit_code == 0

@@ -1,4 +1,4 @@
-"""Tests which boundary lies behind a token, for every separator and every kind of tokenizer."""
+"""Tests which boundary follows a token, for every separator and every kind of tokenizer."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def rows(*tokens):
     return boundary_classes(Bytes(tokens), len(tokens)).tolist()
 
 
-def test_separators_have_their_class_alone_and_after_text_and_before_blanks():
+def test_separators_have_one_class_alone_after_text_and_before_blanks():
     for number, separators in (
         (1, ["\n\n", "```", "---", "***", "}", "]", ">", "\r\n\r\n", "\n \t\n"]),
         (2, [".", "?", "!", "。", "？", "！", "\n", "\r\n"]),
@@ -44,7 +44,7 @@ def test_separators_have_their_class_alone_and_after_text_and_before_blanks():
         assert {row[0] for row in rows(*(sep + "x" for sep in separators))} == {0}
 
 
-def test_flags_say_what_neighbours_need():
+def test_flags_describe_what_neighbours_need():
     empty, line, in_line = ENDS_IN_NEWLINE + IS_NEWLINES, ENDS_IN_NEWLINE, STARTS_WITH_BLANK
     for tokens, row in [
         (["x"], [0, 0]),
@@ -59,19 +59,19 @@ def test_flags_say_what_neighbours_need():
         assert rows(*tokens) == [row] * len(tokens), tokens
 
 
-def test_pieces_of_characters_make_no_boundary():
+def test_partial_characters_are_no_boundary():
     whole = "。".encode()
     assert rows(whole[:1], whole[:2], whole[1:], b"." + whole[:2]) == [[0, 0]] * 4
     assert rows(b"\x80\n", b"\xe3 ") == [[2, ENDS_IN_NEWLINE], [4, 0]]
 
 
-def test_control_tokens_are_class_1_whatever_their_text_and_padding_is_none():
+def test_control_tokens_are_class_1_and_padding_has_no_class():
     table = boundary_classes(Bytes([b"<s>", b" end\n", b"a", b""], controls=[0, 1, 9]), 6)
     assert table.tolist() == [[1, 0], [1, 0], [0, 0], [0, 0], [0, 0], [0, 0]]
     assert table.dtype == np.uint8
 
 
-def test_a_model_of_fewer_ids_than_its_tokenizer_has_fewer_rows():
+def test_model_with_fewer_ids_than_its_tokenizer_has_fewer_rows():
     assert boundary_classes(Bytes([b".", b",", b"</s>"], controls=[2]), 2).tolist() == [
         [2, 0],
         [3, 0],

@@ -1,4 +1,6 @@
-"""What `recommend` found is kept by device and model, and found again for caches of its sizes."""
+"""Tests that results of `recommend` are stored by device and model, and found for caches of similar
+size.
+"""
 
 import json
 
@@ -16,7 +18,7 @@ from jsparse.policy import resolved
 HERE = "here"
 
 
-def a_choice(**changed):
+def make_choice(**changed):
     given = {
         "model": "org/name",
         "device": HERE,
@@ -42,14 +44,14 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "own"
 
 
-def test_nothing_is_kept_at_first():
+def test_store_is_empty_at_first():
     assert stored() == []
     assert find(spec(), HERE) is None
 
 
-def test_a_choice_takes_the_place_of_that_of_its_sizes(folder):
-    keep([a_choice(), a_choice(context=4096)])
-    keep([a_choice(policy="dense()")])
+def test_choice_replaces_that_of_the_same_sizes(folder):
+    keep([make_choice(), make_choice(context=4096)])
+    keep([make_choice(policy="dense()")])
     assert [(each.context, each.policy) for each in stored()] == [
         (1024, "dense()"),
         (4096, "streaming(sink=4, recent=60)"),
@@ -57,9 +59,9 @@ def test_a_choice_takes_the_place_of_that_of_its_sizes(folder):
     assert [path.name for path in folder.iterdir()] == ["choices.json"]
 
 
-def test_what_was_not_measured_has_no_choice():
-    keep([a_choice()])
-    assert find(spec(), HERE) == a_choice()
+def test_unmeasured_models_and_devices_have_no_choice():
+    keep([make_choice()])
+    assert find(spec(), HERE) == make_choice()
     assert find(spec(batch=7), HERE) == find(spec(520), HERE) == find(spec(1280), HERE)
     for other in (
         {"model": "org/x"},
@@ -72,14 +74,16 @@ def test_what_was_not_measured_has_no_choice():
     assert find(spec(), "another device") is None
 
 
-def test_the_nearest_batch_and_the_shortest_context_speak():
-    keep([a_choice(batch=batch, context=context) for batch in (1, 4) for context in (1024, 1200)])
-    assert find(spec(1024, batch=3), HERE) == a_choice(batch=1, context=1024)
-    assert find(spec(1024, batch=9), HERE) == a_choice(batch=4, context=1024)
-    assert find(spec(1400, batch=9), HERE) == a_choice(batch=4, context=1200)
+def test_nearest_batch_and_shortest_context_win():
+    keep(
+        [make_choice(batch=batch, context=context) for batch in (1, 4) for context in (1024, 1200)]
+    )
+    assert find(spec(1024, batch=3), HERE) == make_choice(batch=1, context=1024)
+    assert find(spec(1024, batch=9), HERE) == make_choice(batch=4, context=1024)
+    assert find(spec(1400, batch=9), HERE) == make_choice(batch=4, context=1200)
 
 
-def test_a_path_is_known_in_full(tmp_path, monkeypatch):
+def test_paths_are_absolute(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
     assert known_as("model") == known_as("./model") == str(tmp_path / "model")
@@ -87,18 +91,18 @@ def test_a_path_is_known_in_full(tmp_path, monkeypatch):
     assert known_as("") == ""
 
 
-def test_a_damaged_file_is_named(folder):
+def test_damaged_file_is_named(folder):
     folder.mkdir()
-    wrong = json.dumps([a_choice()._asdict() | {"batch": "2"}])
+    wrong = json.dumps([make_choice()._asdict() | {"batch": "2"}])
     for text in ("[", '[{"model": "m"}]', wrong):
         (folder / "choices.json").write_text(text)
         with pytest.raises(ValueError, match=r"choices\.json was not written by `jsparse"):
             find(spec(), HERE)
 
 
-def test_auto_is_what_was_measured_and_says_from_where():
+def test_auto_uses_the_measured_choice_and_names_its_source():
     assert resolved(auto(), spec()) is dense()
-    keep([a_choice(device=jax.local_devices()[0].device_kind)])
+    keep([make_choice(device=jax.local_devices()[0].device_kind)])
     assert resolved(auto(), spec()).name == "streaming(sink=4, recent=60)"
     assert choose(spec()).reason == (
         "measured by `jsparse recommend` on 2026-01-02, 2 x 1024 tokens: 1.50 times as fast as "
@@ -106,14 +110,14 @@ def test_auto_is_what_was_measured_and_says_from_where():
     )
 
 
-def test_auto_says_once_that_nobody_has_measured(caplog):
+def test_auto_warns_once_without_measurements(caplog):
     _log.cache_clear()
     for _ in range(2):
         assert resolved(auto(), spec()) is dense()
     (line,) = caplog.messages
     assert "dense() here: this model has not been measured" in line
     assert line.endswith("`jsparse recommend org/name` measures it")
-    keep([a_choice(device=jax.local_devices()[0].device_kind, policy="dense()")])
+    keep([make_choice(device=jax.local_devices()[0].device_kind, policy="dense()")])
     _log.cache_clear()
     assert resolved(auto(), spec()) is dense()
     assert len(caplog.messages) == 1

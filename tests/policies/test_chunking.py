@@ -1,4 +1,4 @@
-"""Chunks against the greedy loop over the text, and added chunks against those cut at once."""
+"""Tests chunks against the greedy loop over the text, and chunks added later against one cut."""
 
 import re
 from functools import cache, partial
@@ -41,7 +41,7 @@ SEPARATORS = (
 
 
 def slow_classes(tokens: list[bytes]) -> list[int]:
-    """The class of the boundary behind each token, by looking at its bytes and its neighbours'."""
+    """The class of the boundary after each token, by looking at its bytes and its neighbours'."""
     found = []
     for i, token in enumerate(tokens):
         behind = tokens[i + 1] if i + 1 < len(tokens) else b""
@@ -59,7 +59,7 @@ def slow_classes(tokens: list[bytes]) -> list[int]:
 def slow_starts(
     classes, first, end, size, *, capacity=10**9, min_length=8, max_length=16
 ) -> list[int]:
-    """The greedy loop: walk on from each start to the last of the best boundaries."""
+    """The greedy loop: from each start, walk to the last of the best boundaries."""
     starts = [first]
     while len(starts) <= capacity:
         stop, best = starts[-1] + max_length, 5
@@ -75,7 +75,7 @@ def slow_starts(
 
 
 def agree(chunks: Chunks, row: int, starts: list[int]) -> bool:
-    """Whether a row's chunks are these, and the entries past them all the last one's end."""
+    """Whether a row's chunks are these, and all entries past them the end of the last one."""
     assert int(chunks.count[row]) == len(starts) - 1
     filled = starts + starts[-1:] * (chunks.starts.shape[1] - len(starts))
     assert chunks.starts[row].tolist() == filled
@@ -116,7 +116,7 @@ def test_texts_of_all_kinds_are_cut_as_by_the_loop(name):
         starts = slow_starts(its, first[row], lengths[row], SLOTS, capacity=11)
         assert agree(chunks, row, starts)
         assert first[row] == starts[0]
-        assert 0 <= lengths[row] - starts[-1] < 16  # a row ends inside a chunk
+        assert 0 <= lengths[row] - starts[-1] < 16  # a row may end inside a chunk
 
 
 CUT = {
@@ -137,8 +137,8 @@ CUT = {
 
 
 @pytest.mark.parametrize("kind", ["prose", "json"])
-def test_chunks_end_where_the_text_does(kind):
-    text = TEXTS[kind] + "zz" * 16  # the text goes on, so that its end is one boundary of many
+def test_chunks_end_at_text_boundaries(kind):
+    text = TEXTS[kind] + "zz" * 16  # the text continues, so that its end is an ordinary boundary
     tokens, lengths, spelled = batch("smollm2", [text])
     classes = boundaries(marks(vocabulary("smollm2")[1], jnp.asarray(tokens)))
     starts = (
@@ -150,7 +150,7 @@ def test_chunks_end_where_the_text_does(kind):
     assert found[: len(CUT[kind])] == CUT[kind]
 
 
-def test_a_newline_behind_a_line_is_an_empty_line_and_a_blank_ahead_a_boundary():
+def test_second_newline_is_an_empty_line_and_a_following_blank_a_boundary():
     table = jnp.asarray([[2, 6], [0, 0], [0, 1], [2, 4], [4, 1], [1, 0]], jnp.uint8)
     newline, word, blank_word, line, blank, control = range(6)
     rows = [
@@ -174,7 +174,7 @@ SIZES = ((8, 16, 96), (4, 5, 40), (1, 1, 24))
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_chunks_are_the_loops_whatever_the_capacity_and_no_slot_is_lost(data):
+def test_chunks_match_the_loop_at_any_capacity_without_losing_slots(data):
     min_length, max_length, size = data.draw(st.sampled_from(SIZES))
     odds = data.draw(st.sampled_from([(1, 1, 1, 1, 1), (9, 0, 0, 0, 1), (0, 1, 0, 0, 0)]))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
@@ -182,7 +182,7 @@ def test_chunks_are_the_loops_whatever_the_capacity_and_no_slot_is_lost(data):
     first = rng.integers(0, 10, 3).astype(np.int32)
     ends = rng.integers(0, size + 1, 3).astype(np.int32)
     ends[0] = size
-    num_needed = -(-size // max_length)  # holds all rows, whatever their first slot
+    num_needed = -(-size // max_length)  # fits all rows and first slots
     capacity = data.draw(st.sampled_from([num_needed, size]))
     chunks = cut_jit(
         classes, first, ends, capacity=capacity, min_length=min_length, max_length=max_length
@@ -215,7 +215,7 @@ def test_chunks_are_the_loops_whatever_the_capacity_and_no_slot_is_lost(data):
         np.testing.assert_array_equal(grown, whole)
 
 
-def test_a_row_is_cut_full_from_where_its_capacity_would_not_hold_the_rest():
+def test_chunks_are_full_length_once_capacity_is_short():
     classes = np.zeros((2, 64), np.uint8)
     classes[:, [3, 7, 11]] = 1, 2, 3
     ends = np.array([64, 40], np.int32)
@@ -241,10 +241,10 @@ def test_fixed_chunks_need_no_classes():
     grown = cut_on_jit(None, begun, ends + 1, max_new=5, max_length=5)
     wanted = cut_jit(None, first, ends + 1, capacity=5, max_length=5)
     assert grown.starts[:2].tolist() == wanted.starts[:2].tolist()
-    assert grown.count.tolist() == [5, 3, 1]  # a row does not lose what it has
+    assert grown.count.tolist() == [5, 3, 1]  # a row loses no chunks
 
 
-def test_sizes_that_contradict_each_other_are_refused():
+def test_contradictory_sizes_are_refused():
     classes, ends = jnp.zeros((1, 64), jnp.uint8), jnp.array([64], jnp.int32)
     for first, sizes, message in (
         (

@@ -1,4 +1,4 @@
-"""Tests that a compression moves rows where they lie, without a second copy of K and V."""
+"""Tests that a compression moves rows in place, without a second copy of K and V."""
 
 import re
 
@@ -9,7 +9,7 @@ from jsparse import cache as kv_cache
 from jsparse.policies.hard_kv import hard_kv
 
 
-def test_a_donated_cache_is_not_copied():
+def test_donated_cache_is_not_copied():
     policy = hard_kv(budget=64, floor=32, cap=128, window=8, period=16)
     spec = kv_cache.CacheSpec(2, 2, 4, 2, 16, 16, 12, jnp.float32)
     cache = kv_cache.init(spec, fields=policy.fields)

@@ -1,4 +1,4 @@
-"""Double Sparsity against a slow numpy model: heavy channels, labels, what is selected; and
+"""Tests Double Sparsity against a slow numpy model: heavy channels, labels and selections; and
 calibration files.
 """
 
@@ -54,7 +54,7 @@ def file(ranking, tmp_path_factory):
 
 
 def primed(policy, prompts=PROMPTS, *, chunk=512, num_pages=8):
-    """Cache and state after the prompts, read in pieces of `chunk`."""
+    """Cache and state after the prompts, prefilled in chunks of `chunk`."""
     params = tiny_params(LAYERS)
     spec = spec_of(params, len(prompts), page_size=PAGE, num_pages=num_pages)
     with pytest.MonkeyPatch.context() as patch:
@@ -65,7 +65,7 @@ def primed(policy, prompts=PROMPTS, *, chunk=512, num_pages=8):
 
 
 def seen(cache):
-    """What hooks see of the cache."""
+    """The view of the cache that hooks get."""
     return StepView(cache, read_only(tiny_params(LAYERS), "double_sparsity").constants)
 
 
@@ -100,7 +100,7 @@ def heaviest(weights, count):
 
 
 def labelled(key):
-    """Rounds one token's channels to four bits, with scale and least channel in float16."""
+    """Rounds one token's channels to four bits, with scale and smallest channel in float16."""
     key = np.asarray(key, np.float64)
     minimum, step = np.float16(key.min()), np.float16((key.max() - key.min()) / 15)
     step = float(step) or 1.0
@@ -108,7 +108,7 @@ def labelled(key):
 
 
 def heads_of(state):
-    """(layer, row, head) of all that a state holds."""
+    """(layer, row, head) of all heads in a state."""
     return [
         (layer, *at)
         for layer in range(len(state))
@@ -117,7 +117,7 @@ def heads_of(state):
 
 
 def assert_labels_are_of_the_cache(cache, state):
-    """Bit by bit, for all that is held."""
+    """Bit for bit, for all held slots."""
     for layer, held in enumerate(cache.layers):
         wanted = labels_of(cache, layer, state[layer].channels)
         there = np.arange(held.capacity) < np.asarray(held.lengths)[..., None]
@@ -127,14 +127,14 @@ def assert_labels_are_of_the_cache(cache, state):
 
 @partial(jax.jit, static_argnames=("layer",))
 def labels_of(cache, layer, channels):
-    """The labels of all slots, from the keys that the cache holds."""
+    """The labels of all slots, from the cached keys."""
     held = cache.layers[layer]
     slots = jnp.broadcast_to(jnp.arange(held.capacity), (*held.lengths.shape, held.capacity))
     k = into_frame(read_heads(held.k, held), frame_at(seen(cache), layer), slots)
     return quantise(jnp.take_along_axis(k, channels[:, :, None], axis=-1))
 
 
-def test_the_channels_are_those_of_the_largest_products():
+def test_channels_are_those_of_the_largest_products():
     channels = 6
     cache, state = primed(double_sparsity(channels=channels))
     rows = [SlowRow(SlowModel(tiny_params(LAYERS)), prompt) for prompt in PROMPTS]
@@ -146,7 +146,7 @@ def test_the_channels_are_those_of_the_largest_products():
     chosen = {
         tuple(state[layer].channels[row, head].tolist()) for layer, row, head in heads_of(state)
     }
-    assert len(chosen) > LAYERS  # heads and rows have their own
+    assert len(chosen) > LAYERS  # heads and rows have different ones
 
 
 def test_labels_are_the_channels_in_four_bits(file, ranking):
@@ -165,7 +165,7 @@ def test_labels_are_the_channels_in_four_bits(file, ranking):
 
 
 def best(cache, layer, row, head, channels, q, budget, granularity):
-    """What a slow ranking of one head's tokens, or pages, chooses for its group's queries."""
+    """The best tokens or pages of one head for its group's queries, by a slow ranking."""
     labels = np.array([labelled(key) for key in keys_of(cache, layer, row, head)[:, channels]])
     turned, half = frame(layer, head, np.arange(len(labels)) // 128)
     logits = (q * half)[:, channels] @ labels.T + q @ turned.T
@@ -180,7 +180,7 @@ def best(cache, layer, row, head, channels, q, budget, granularity):
 
 @pytest.mark.parametrize("granularity", ["token", "page"])
 @pytest.mark.parametrize("budget", slow_except((7, 100), 7))
-def test_selects_what_the_slow_model_ranks_best(budget, granularity):
+def test_selection_matches_the_slow_ranking(budget, granularity):
     policy = double_sparsity(budget=budget, channels=6, granularity=granularity)
     cache, state = primed(policy)
     q = 2 * np.random.default_rng(3).normal(size=(len(PROMPTS), K * GROUP, H)).astype(np.float32)
@@ -196,8 +196,8 @@ def test_selects_what_the_slow_model_ranks_best(budget, granularity):
 
 
 def random_layer(rows, pages, lengths, *, scrambled=False):
-    """A layer whose every slot, held or not, holds keys of spread magnitudes; those of a row hang
-    on the row alone.
+    """A layer whose every slot, held or not, has keys of varied magnitudes; the keys of a row
+    depend only on the row.
     """
     k = np.stack(
         [np.exp(3 * np.random.default_rng(row).normal(size=(K, 40, PAGE, H))) for row in rows]
@@ -217,7 +217,7 @@ def random_layer(rows, pages, lengths, *, scrambled=False):
 
 @pytest.mark.parametrize("length", slow_except([15, 16, 257], 257))
 def test_magnitudes_have_the_same_bits_in_any_batch_and_capacity(length):
-    params = tiny_params(LAYERS)  # not within jit, whose tracers would be kept for all tests
+    params = tiny_params(LAYERS)  # not within jit: its tracers would be cached for all tests
 
     def framed_magnitudes(held):
         sizes = spec_of(params, len(held.lengths))
@@ -258,7 +258,7 @@ def test_many_tokens_are_appended_at_once():
     assert_labels_are_of_the_cache(cache, state)
 
 
-def test_more_channels_than_there_are_is_refused():
+def test_more_channels_than_the_head_has_are_refused():
     with pytest.raises(
         ValueError, match="channels=18: must be at most 16, the model's head dimension"
     ):
@@ -270,7 +270,7 @@ def test_more_channels_than_there_are_is_refused():
 def slow_weights(row):
     """Sums |q·k| in the frame of every token with itself over the queries of each group.
 
-    They are float64[L, K, H].
+    The sums are float64[L, K, H].
     """
     weights = np.zeros((LAYERS, K, H))
     for layer, head in np.ndindex(LAYERS, K):
@@ -333,7 +333,7 @@ def test_wrong_calibrations_are_refused(ranking, tmp_path):
             double_sparsity(calibration=str(path)).init(spec)
 
 
-def test_a_quarter_of_the_channels_in_whole_eights():
+def test_default_is_a_quarter_of_the_channels_in_whole_eights():
     spec = spec_of(tiny_params(LAYERS), 1)
     for head_dim, channels in ((8, 8), (16, 8), (40, 16), (64, 16), (96, 24), (256, 64)):
         sizes = spec._replace(head_dim=head_dim)
@@ -346,7 +346,7 @@ def command(*args):
     return CliRunner().invoke(app, ["calibrate-channels", "--model", MODEL, *args])
 
 
-def test_mistakes_of_the_command(tmp_path, monkeypatch):
+def test_errors_of_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("text").write_text("a " * 700)
     for args, message in (
@@ -361,7 +361,7 @@ def test_mistakes_of_the_command(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_writes_what_the_policy_reads(tmp_path, monkeypatch):
+def test_command_writes_a_file_that_the_policy_reads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("text").write_text("the cat sat on the mat " * 9)
     ran = command("--text", "text", "--tokens", "20", "--out", "it's")

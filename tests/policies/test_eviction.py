@@ -1,4 +1,4 @@
-"""The policies that evict, run by the engine, against slow numpy models of the same rules."""
+"""Tests the evicting policies in the engine against slow numpy models of the same rules."""
 
 from fractions import Fraction
 from functools import cache
@@ -27,9 +27,9 @@ PROMPTS, FORCED = random_prompts((37, 18, 3)), random_tokens(3, STEPS)
 
 
 def recording(policy: Policy, left: list) -> Policy:
-    """Returns the policy in a cache that keeps text positions, which are listed in `left`.
+    """Returns the policy with a cache that keeps text positions, and the list `left`.
 
-    An entry is what one compression leaves: [row][layer][head] -> positions.
+    Each compression appends the positions that it leaves: [row][layer][head] -> positions.
     """
     assert policy.eviction is not None
     rework, max_length = policy.eviction
@@ -73,14 +73,15 @@ def recording(policy: Policy, left: list) -> Policy:
 
 @cache
 def prompt_rows(heads, kv_heads):
-    """Returns a model and a function that gives rows that have read the prompts."""
+    """Returns a model and a function that gives rows with prefilled prompts."""
     return SlowModel(tiny_params(2, heads, kv_heads))
 
 
 def assert_equals_the_slow_model(expression, method, heads=4, kv_heads=2):
-    """Logits of every step, and the positions that every compression leaves, are the same.
+    """Logits of every step and the positions that every compression leaves are equal.
 
-    And they are far from dense attention's, and heads differ, or this would show little.
+    The logits are far from dense attention's, and heads differ; otherwise the comparison would
+    prove little.
     """
     params, left = tiny_params(2, heads, kv_heads), []
     policy = recording(parse(expression), left)
@@ -148,7 +149,7 @@ def hard_kv(metric, budgets, *, merge=True, patience=0, recent=WINDOW):
     return expression, method
 
 
-# every score and every way of counting; h2o's, which is tracked, with both kinds of counts
+# every score and every count rule; that of h2o, which is tracked, with both kinds of counts
 PAIRS = [
     ("attention", "joint"),
     ("attention", "uniform"),
@@ -163,23 +164,23 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("pair", slow_except(PAIRS, PAIRS[0]), ids="-".join)
-def test_hard_kv_equals_the_slow_model(pair):
+def test_hard_kv_matches_the_slow_model(pair):
     assert_equals_the_slow_model(*hard_kv(*pair))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("patience", "merge"), [(1, False), (2, True)])
-def test_patience_equals_the_slow_model(patience, merge):
+def test_patience_matches_the_slow_model(patience, merge):
     assert_equals_the_slow_model(*hard_kv("attention", "joint", merge=merge, patience=patience))
 
 
 @pytest.mark.slow
-def test_more_newest_tokens_than_queries_equal_the_slow_model():
+def test_more_newest_tokens_than_queries_match_the_slow_model():
     assert_equals_the_slow_model(*hard_kv("h2o", "joint", recent=WINDOW + 2))
 
 
 def stamped(threshold, prompt=2.0**30):
-    """RaaS: a token that is used, and the newest, gets its step's position; prompts keep theirs."""
+    """RaaS: a used token, and the newest, gets the position of its step; prompts keep theirs."""
 
     def track(stamps, shares, position):
         used = shares >= threshold
@@ -212,7 +213,7 @@ METHODS = {
         begin=slow.window_sums,
         track=lambda sums, shares, position: sums + shares,
     ),
-    # a period below the window, whose queries are then the prompt's and new ones
+    # a period shorter than the window, which then has queries of the prompt and new ones
     "r_kv(budget=11, window=5, period=3, importance=0.3)": slow.SlowMethod(
         lambda seen: slow.important_and_rare(seen, 0.3), slow.uniform(6), window=5, period=3
     ),
@@ -228,12 +229,12 @@ METHODS = {
 
 
 @pytest.mark.parametrize("expression", METHODS)
-def test_each_method_equals_the_slow_model(expression):
+def test_each_method_matches_the_slow_model(expression):
     assert_equals_the_slow_model(expression, METHODS[expression])
 
 
-def test_heads_hold_what_their_prompt_keeps_and_what_comes():
-    """As many slots as rows are given: for 20 new tokens after prompts of 5 and 60."""
+def test_heads_hold_their_compressed_prompt_and_new_tokens():
+    """Slots per row: for 20 new tokens after prompts of 5 and 60."""
     for expression, few, many in (
         ("snapkv(budget=9, window=4)", 25, 29),
         ("ada_kv(budget=15, window=4, cap=2)", 25, 50),

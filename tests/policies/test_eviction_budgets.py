@@ -1,4 +1,4 @@
-"""Budget rules against float64 numpy: what temperatures keep, and how many slots heads get."""
+"""Tests budget rules against float64 numpy: slots kept by temperatures, and slots per head."""
 
 from fractions import Fraction
 
@@ -15,16 +15,16 @@ from tests.support import slow_eviction as slow
 from tests.support.one_layer import OneLayer
 
 SLOTS, WIDE = 200, CountBounds(0, 10**6, 0)
-# of heads: nearly flat, plain, peaked
+# heads with nearly flat, plain and peaked attention
 SHARPNESS = (0.3, 1.5, 4.0)
 UNKNOWN = np.zeros((1, 3), np.float32)
 TEMPERATURE = jax.jit(budgets.temperature)
 
 
 def counted(count, scores, competing, temperatures=UNKNOWN, attention=None, lost=0.0):
-    """What a rule gives for one row: counts and temperatures; scores are attention by default.
+    """Counts and temperatures of a rule for one row; scores are attention by default.
 
-    `lost` is the share of attention of what was dropped before.
+    `lost` is the share of attention of the slots dropped before.
     """
     run = jax.jit(lambda *given: count(*given[:-1], lambda: given[-1]))
     shares = scores if attention is None else attention
@@ -33,7 +33,7 @@ def counted(count, scores, competing, temperatures=UNKNOWN, attention=None, lost
 
 
 def attention_like(seed, slots=SLOTS):
-    """Weights of one row's three heads that sum to 1, and slots of which some do not compete."""
+    """Weights of one row's three heads that sum to 1, and slots, not all of which compete."""
     rng = np.random.default_rng(seed)
     logits = np.array(SHARPNESS)[:, None] * rng.standard_normal((3, slots))
     competing = np.arange(slots) < np.array([[slots], [slots - 11], [slots - 60]])
@@ -43,7 +43,7 @@ def attention_like(seed, slots=SLOTS):
 
 
 def largest_of(attention, width):
-    """Attention's maximum over neighbours, as SnapKV smooths it; zeros lie beyond the ends."""
+    """Attention's maximum over neighbours, as SnapKV smooths it, with zeros past the ends."""
     found = [slow.pooled(x, width, np.max) for x in attention[0]]
     return np.asarray(found, np.float32)[None]
 
@@ -56,7 +56,9 @@ def less_redundancy(attention, seed):
 
 
 def heads_of(*arrays):
-    """The heads of the only row, each array's competing slots in float64; the last says which."""
+    """The heads of the only row: the competing slots of each array in float64, selected by the last
+    one.
+    """
     *values, competing = arrays
     for head, here in enumerate(competing[0]):
         yield [x[0, head][here].astype(np.float64) for x in values]
@@ -71,10 +73,10 @@ def for_heads(p):
 
 
 @pytest.mark.parametrize(("p", "kept", "lost"), [(0.9, 0.3, 0.05), (0.9, 0.0, 0.12), (0.5, 0.6, 0)])
-def test_n_star_is_the_fewest_slots_that_bring_what_is_kept_to_p(p, kept, lost):
-    """Sinks and newest tokens are kept whatever happens; what was dropped before is lost.
+def test_n_star_is_the_fewest_slots_that_keep_mass_p(p, kept, lost):
+    """Sinks and newest tokens are always kept; the slots dropped before are lost.
 
-    Where more was lost than 1 - p, nothing more may go; where enough is kept already, all may.
+    If more than 1 - p was lost, no slot may be dropped; if enough is kept already, all may.
     """
     attention, competing = attention_like(4)
     shares = (1 - kept - lost) * attention
@@ -89,9 +91,9 @@ def test_n_star_is_the_fewest_slots_that_bring_what_is_kept_to_p(p, kept, lost):
             assert kept + best[: n - 1].sum() < p <= kept + best[:n].sum() + 1e-6
 
 
-def test_a_temperature_makes_top_p_keep_so_many():
-    """Of logits colder and warmer than attention's, and of those smoothed: it is that of a float64
-    solver that counts, and a hair nearer to 1 top-p keeps another number.
+def test_temperature_makes_top_p_keep_the_given_count():
+    """For logits colder and warmer than attention's, and for smoothed ones: it is that of a float64
+    solver that counts, and slightly closer to 1 top-p keeps another number.
     """
     p = 0.9
     attention, competing = attention_like(0)
@@ -113,7 +115,7 @@ def test_a_temperature_makes_top_p_keep_so_many():
 @pytest.mark.parametrize(("rule", "metric"), [("n_star", "r_kv"), ("calibrated", "snapkv")])
 def test_unchanged_attention_keeps_the_same_slots_at_eight_compressions(rule, metric):
     """The window is one query for the whole group, so that the merged slot has the exact logit of
-    what it stands for: top-p of attention to everything, held or dropped, stays what it was.
+    its tokens: top-p of attention to all tokens, held or dropped, does not change.
     """
     p, sink, newest, length = 0.9, 2, 64, 700
     policy = hard_kv(
@@ -139,7 +141,7 @@ def test_unchanged_attention_keeps_the_same_slots_at_eight_compressions(rule, me
 
 
 def test_attention_itself_has_temperature_1():
-    """HARD-KV: Ŝ = S(g(z/T)) is attention for g(z) = z and T = 1, and so are counts."""
+    """HARD-KV: for g(z) = z and T = 1, Ŝ = S(g(z/T)) is attention, and so are the counts."""
     p = 0.9
     attention, competing = attention_like(5)
     counts, found = counted(budgets.calibrated(WIDE, p, jnp.log), attention, competing)
@@ -151,10 +153,11 @@ def test_attention_itself_has_temperature_1():
 
 
 @pytest.mark.parametrize("rule", ["n_star", "calibrated"])
-def test_one_p_keeps_as_many_slots_under_every_metric(rule):
-    """As many as carry p of real attention, where top-p of the metrics keeps up to 4 times apart.
+def test_p_keeps_the_same_number_of_slots_under_every_metric(rule):
+    """The number of slots that carry p of real attention; top-p of the metrics themselves differs
+    by up to 4 times.
 
-    The mass is checked, too: that of the best of attention, of which one less has not enough.
+    Also checks the mass: one slot fewer of the best by attention carries too little.
     """
     p, seed = 0.9, 1
     attention, competing = attention_like(seed)
@@ -175,15 +178,15 @@ def test_one_p_keeps_as_many_slots_under_every_metric(rule):
         np.testing.assert_array_equal(counts[0], expected, err_msg=metric)
         for head, (x,) in enumerate(heads_of(scores, competing)):
             apart.append(slow.num_needed(np.maximum(x, 0.0), p) / expected[head])
-            if rule == "calibrated" and metric == "r_kv":  # which has no ties
+            if rule == "calibrated" and metric == "r_kv":  # has no ties
                 t = float(found[0, head])
                 assert slow.at_temperature(logits(x), t, p) == pytest.approx(expected[head], abs=1)
     assert max(apart) > 4 * min(apart)
 
 
 def test_temperatures_are_kept_and_counts_follow_the_scores():
-    """As heads grow flat at their temperatures, they keep more, whatever attention is by then; a
-    temperature found for those scores is another one.
+    """As heads get flatter at their temperatures, they keep more, even if attention changes; the
+    temperature for the new scores is another one.
 
     A lost share leaves less to lose: the competing slots must keep more than p of Ŝ.
     """
@@ -205,9 +208,9 @@ def test_temperatures_are_kept_and_counts_follow_the_scores():
     np.testing.assert_allclose(anew, found / 2, rtol=0.02)
 
 
-def test_more_equal_slots_than_are_needed_leave_the_coldest_temperature():
-    """10 slots tie for the first place, and 3 carry p of attention: no T keeps 3, but 3 are kept
-    when it is found. Later 8 of the 10 are.
+def test_more_equal_slots_than_needed_leave_the_coldest_temperature():
+    """10 slots tie for the first place, and 3 carry p of attention: no T keeps 3, but 3 are kept at
+    calibration, and later 8 of the 10.
     """
     p = 0.75
     scores = np.full((1, 1, 105), 0.01, np.float32)
@@ -222,8 +225,8 @@ def test_more_equal_slots_than_are_needed_leave_the_coldest_temperature():
     assert counted(rule, scores, competing, found, attention)[0].item() == 8
 
 
-def test_a_temperature_waits_until_slots_compete():
-    """A head without any keeps none, neither before nor after; slots of share 0 do no harm."""
+def test_temperature_is_calibrated_once_slots_compete():
+    """A head without competing slots keeps none at any time; slots of share 0 are harmless."""
     scores, competing = attention_like(2)
     scores = np.where(np.arange(SLOTS) % 7 == 0, 0.0, scores).astype(np.float32)
     some = competing & (np.arange(3) != 1)[:, None]
@@ -249,7 +252,7 @@ def test_counts_stay_between_floor_and_cap(rule):
         assert counts.sum() == wild.sum() == 3 * 45
 
 
-def test_a_temperature_waits_until_a_head_needs_any_slot():
+def test_temperature_is_calibrated_once_a_head_needs_a_slot():
     """Sinks and newest tokens have p of attention at first: no slot is needed, at any T."""
     p, rule = 0.9, budgets.calibrated(WIDE, 0.9, jnp.log)
     attention, competing = attention_like(1)
@@ -263,19 +266,19 @@ def test_a_temperature_waits_until_a_head_needs_any_slot():
 
 
 def with_best(*counts):
-    """Scores of one row's heads, of which a competition leaves each head this many."""
+    """Scores of one row's heads; the competition leaves each head its number of `counts`."""
     scores = np.random.default_rng(5).uniform(0.1, 0.4, (1, len(counts), SLOTS))
     for head, count in enumerate(counts):
         scores[0, head, :count] += 0.5
     return scores.astype(np.float32), np.ones(scores.shape, bool)
 
 
-def test_a_floor_moves_counts_towards_their_mean():
-    """(1 - α) · count + α · mean, rounded so that the sum stays; α is 1/5 in Ada-KV's code."""
+def test_floor_moves_counts_towards_their_mean():
+    """(1 - α) · count + α · mean, rounded so that the sum is kept; α is 1/5 in Ada-KV's code."""
     for floor, best, kept in (
         (0.2, (87, 103, 110, 84), (89, 102, 107, 86)),  # 88.8, 101.6, 107.2 and 86.4
-        (0.5, (91, 92, 101, 100), (94, 94, 98, 98)),  # 93.5, 94, 98.5, 98: the first half is up
-        (0.2, (0, 180, 195, 9), (19, 163, 175, 27)),  # 19.2, 163.2, 175.2, 26.4: the last is up
+        (0.5, (91, 92, 101, 100), (94, 94, 98, 98)),  # 93.5, 94, 98.5, 98: first half up
+        (0.2, (0, 180, 195, 9), (19, 163, 175, 27)),  # 19.2, 163.2, 175.2, 26.4: last up
         (1, (0, 200, 184, 0), (96, 96, 96, 96)),
     ):
         scores, competing = with_best(*best)
@@ -284,8 +287,8 @@ def test_a_floor_moves_counts_towards_their_mean():
         assert tuple(slow.blended(best, Fraction(str(floor)))) == kept
 
 
-def test_a_floor_keeps_the_sum_and_the_bounds():
-    """Of many layouts, some of which press against the most slots of a head."""
+def test_floor_keeps_the_sum_and_the_bounds():
+    """For many layouts, some of them close to the most slots of a head."""
     rng, alpha = np.random.default_rng(6), Fraction(1, 5)
     spread = rng.uniform(0.2, 3, (20, 4, 1))
     scores = rng.exponential(spread, (20, 4, SLOTS)).astype(np.float32)

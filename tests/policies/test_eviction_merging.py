@@ -1,4 +1,4 @@
-"""The merged slot against the exact logsumexp of all that it stands for, in float64."""
+"""Tests the merged slot against the exact logsumexp of the slots that it replaces, in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ merge, put, of_window = (
 
 
 def layer(rng, paged):
-    """A layer whose every slot holds a token, over an identity table or a scrambled one."""
+    """A layer with a token in every slot, over an identity table or a scrambled one."""
     pages = HEADS * PAGES
     table = rng.permutation(pages).reshape(1, HEADS, PAGES).astype(np.int32) if paged else None
     k, v = (2 * rng.standard_normal((pages, PAGE, DIM)) for _ in "kv")
@@ -46,11 +46,11 @@ def logsumexp(x):
     return top + np.log(np.exp(x - top[..., None]).sum(-1))
 
 
-def test_a_merged_slot_is_a_lower_bound_that_is_tight_at_its_query():
-    """For 1000 queries, and after merging more into it over 5 periods with other queries each.
+def test_merged_slot_is_a_lower_bound_that_is_tight_at_its_query():
+    """For 1000 queries, also after five more merges with other queries.
 
-    The bound is against all the tokens that were ever dropped. Where every period has the same
-    query, the slot's logit there is still exact.
+    The bound is against all the tokens that were ever dropped. If every merge has the same query,
+    the slot's logit stays exact there.
     """
     rng = np.random.default_rng(0)
     for same in (True, False):
@@ -92,8 +92,8 @@ def test_a_merged_slot_is_a_lower_bound_that_is_tight_at_its_query():
                 assert (tight <= bounded + 1e-4).all()
 
 
-def test_in_low_precision_the_logit_at_the_query_stays_exact():
-    """The bias makes good what rounding K to bfloat16 changes there."""
+def test_logit_at_the_query_stays_exact_in_low_precision():
+    """The bias compensates the rounding of K to bfloat16 there."""
     rng = np.random.default_rng(1)
     held = layer(rng, False)
     held = held._replace(k=held.k.astype(jnp.bfloat16), v=held.v.astype(jnp.bfloat16))
@@ -106,8 +106,8 @@ def test_in_low_precision_the_logit_at_the_query_stays_exact():
     np.testing.assert_allclose(logits(at_query, *slot)[..., 0], truth, atol=1e-5)
 
 
-def test_a_slot_alone_merges_into_itself():
-    """So that what lies behind the sinks at first may be merged again and again."""
+def test_single_slot_merges_into_itself():
+    """The first slot after the sinks may thus be merged repeatedly."""
     held, sink = layer(np.random.default_rng(2), True), 4
     only = jnp.broadcast_to(jnp.arange(SLOTS) == sink, (1, HEADS, SLOTS))
     merged = merge(held, only, jnp.ones((1, HEADS, DIM)))
@@ -126,8 +126,8 @@ def test_only_marked_heads_are_written():
         assert (was[1, 9] != now[1, 9]).any()
 
 
-def test_the_mean_query_is_over_the_window_and_the_group():
-    """Of a row that is shorter than the window, over the queries that there have been."""
+def test_mean_query_is_over_the_window_and_the_group():
+    """For a row shorter than the window, over the queries that exist."""
     ring = jnp.asarray(np.random.default_rng(4).standard_normal((2, 4, 6, DIM)), jnp.float32)
     found = of_window(ring, jnp.array([50, 3]), 2)
     for row, asked in ((0, 4), (1, 3)):

@@ -1,4 +1,6 @@
-"""What rows hold while they are compressed: never too much, never each other's, no page lost."""
+"""Tests the contents of rows during compressions: within bounds, independent of other rows, and
+without lost pages.
+"""
 
 from functools import cache
 
@@ -44,8 +46,8 @@ def decode(policy, params, prompts, steps, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("expression", [EVERY[0], EVERY[2], EVERY[-1]])
-def test_heads_never_hold_more_than_max_length_says(expression, monkeypatch):
-    """Just before each compression, when they hold the most."""
+def test_heads_never_hold_more_than_max_length(expression, monkeypatch):
+    """Checked just before each compression, when they hold the most."""
     policy, held_at, steps = parse(expression), [], 27
     prompts = random_prompts((60, 21, 2))
     maintain = driver.maintain
@@ -62,7 +64,7 @@ def test_heads_never_hold_more_than_max_length_says(expression, monkeypatch):
     for row, bound in enumerate(max_length):
         reached = max(int(lengths[row].max()) for layers in held_at for lengths in layers)
         assert reached <= bound
-        if row == 0:  # and the bound is near
+        if row == 0:  # and the bound is close
             assert reached >= bound - 4
     assert max_length[0] < 60 + steps
 
@@ -82,11 +84,11 @@ def test_shares_count_positions():
     assert float(result.stats.read[0, 0]) >= 9 / 61
 
 
-# Rows among others
+# Rows of a batch
 
 
 class Pooled(Crowd):
-    """Rows of different ages over one pool whose free list the device keeps."""
+    """Rows of different ages over one pool with its free list on the device."""
 
     def __init__(self, policy, rows=3, pages=9, pool=50, layers=2):
         params = tiny_params(layers)
@@ -94,7 +96,7 @@ class Pooled(Crowd):
         super().__init__(params, policy, spec, *store.empty_rows(spec, policy), chunk=48)
 
     def leave(self, slot):
-        """Empties a row and gives its pages back."""
+        """Empties a row and frees its pages."""
         self.batch = self.batch._replace(cache=without(self.batch.cache, slot))
         self.clear(slot)
 
@@ -129,9 +131,9 @@ def served_alone(prompt, steps):
 
 @pytest.mark.slow
 def test_no_page_is_lost_over_50_joins_and_leaves():
-    """In a pool too small for what the prompts of all rows would take without eviction.
+    """In a pool too small for the prompts of all rows without eviction.
 
-    And what a row decodes does not depend on when the others were compressed.
+    A row's text does not depend on when the others were compressed.
     """
     rng, crowd = np.random.default_rng(0), Pooled(parse(SMALL), layers=1)
     prompts = [random_prompts([n], seed=int(n))[0] for n in rng.integers(3, 45, 50)]

@@ -1,6 +1,6 @@
-"""The ring of the newest queries, their pooled attention, and what it takes beside the cache.
+"""Tests the ring of the newest queries, their pooled attention, and its size beside the cache.
 
-The shares themselves are tested in tests/kernels/test_window_attention.py.
+tests/kernels/test_window_attention.py tests the shares themselves.
 """
 
 import jax
@@ -21,7 +21,7 @@ LENGTHS = np.array([[50, 31], [9, 4]])
 
 
 def inputs():
-    """The newest queries, a layer with biases, and the slots that compete."""
+    """The newest queries, a layer with biases, and the competing slots."""
     spec = CacheSpec(1, BATCH, HEADS * GROUP, HEADS, DIM, PAGE, PAGES, jnp.float32)
     held = kv_cache.init(spec, fields=("bias",)).layers[0]
     held = held._replace(lengths=jnp.asarray(LENGTHS, jnp.int32))
@@ -30,8 +30,8 @@ def inputs():
     return jnp.ones((BATCH, SIZE, HEADS * GROUP, DIM)), held, competing
 
 
-def test_a_ring_holds_position_p_at_p_modulo_its_size():
-    """As the engine's writes of later queries have it."""
+def test_ring_holds_position_p_at_p_modulo_its_size():
+    """As the engine's writes of later queries assume."""
     newest = np.arange(2 * 4).reshape(2, 4, 1, 1).astype(np.float32)  # of each row, oldest first
     positions = np.array([9, 3])
     ring = np.asarray(as_ring(jnp.asarray(newest), jnp.asarray(positions, jnp.int32)))
@@ -40,10 +40,10 @@ def test_a_ring_holds_position_p_at_p_modulo_its_size():
             assert ring[row, (count - 1 - age) % 4] == newest[row, 3 - age]
 
 
-def test_a_slot_is_marked_if_any_query_has_it_in_its_top_p():
-    """HARD-KV's public code: each query's softmax is over all that its head holds up to its token.
+def test_slot_is_marked_if_it_is_in_the_top_p_of_any_query():
+    """HARD-KV's public code: each query's softmax covers all tokens of its head up to its own.
 
-    The second row has had fewer tokens than the window is long.
+    The second row has fewer tokens than the window.
     """
     rng, p, positions = np.random.default_rng(0), 0.7, np.array([70, 4], np.int32)
     _, held, competing = inputs()
@@ -73,7 +73,7 @@ def test_a_slot_is_marked_if_any_query_has_it_in_its_top_p():
 
 
 @pytest.mark.parametrize(("width", "pooling"), [(1, "mean"), (3, "max"), (5, "mean")])
-def test_pooling_takes_neighbours_and_zeros_beyond_the_ends(width, pooling):
+def test_pooling_uses_neighbours_and_zeros_past_the_ends(width, pooling):
     scores = np.random.default_rng(0).random((1, 1, 20)).astype(np.float32)
     competing = np.ones(scores.shape, bool)
     competing[..., :4] = competing[..., 17:] = False

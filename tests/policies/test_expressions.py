@@ -1,4 +1,4 @@
-"""Policies from expressions: what they build, and that nothing else is ever done with them."""
+"""Tests policies from expressions: the resulting calls, and that nothing else is ever evaluated."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ from jsparse.policies.expressions import ABSENT, ALIASES, as_policy, parse
 from jsparse.policy import Policy
 
 
-def test_expressions_build_what_the_calls_build():
+def test_expressions_build_the_same_policies_as_calls():
     for expression, built in (
         ("dense", jsparse.dense()),
         (" streaming\n", jsparse.streaming()),
@@ -31,7 +31,7 @@ def test_expressions_build_what_the_calls_build():
         assert parse(expression) is built, expression
 
 
-def test_a_name_is_an_expression_that_builds_it_again():
+def test_name_is_an_expression_that_builds_the_policy_again():
     wanted = {
         "policy": jsparse.streaming(2, 3),
         "base": jsparse.streaming(2, 3),
@@ -44,14 +44,14 @@ def test_a_name_is_an_expression_that_builds_it_again():
         assert as_policy(policy.name) is policy
 
 
-def test_equal_arguments_give_one_object_and_others_another():
+def test_equal_arguments_give_one_object():
     assert jsparse.streaming(4) is jsparse.streaming(sink=4) is jsparse.streaming(4, 512)
     assert jsparse.streaming(4) is not jsparse.streaming(5)
     assert jsparse.streaming(4) != jsparse.streaming(5)
     assert len({jsparse.streaming(4), jsparse.streaming(4, recent=512), dense()}) == 2
     assert jsparse.oracle_top_p(1) is not jsparse.oracle_top_p(
         1.0
-    )  # so that a type is never another's
+    )  # so that values of different types stay apart
 
 
 ERRORS = [
@@ -178,27 +178,27 @@ def test_any_text_builds_a_policy_or_is_refused(text):
         assert isinstance(outcome, Policy) or "\n" not in outcome
 
 
-def test_names_of_other_projects_lead_to_policies_that_exist():
+def test_names_of_other_projects_lead_to_existing_policies():
     assert {*ALIASES.values(), *ABSENT.values()} <= set(POLICIES)
     own = {name.replace("_", "") for name in POLICIES}
     assert own.isdisjoint({*ALIASES, *ABSENT}) and ALIASES.keys().isdisjoint(ABSENT)
 
 
-def test_a_call_in_python_names_the_arguments_too():
+def test_python_call_errors_name_the_arguments():
     with pytest.raises(TypeError, match=r"'bugdet'; the arguments are h2o\(budget=1024, window="):
         jsparse.h2o(bugdet=4)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="compression_ratio=0.5: must be given as budget"):
         jsparse.ada_kv(compression_ratio=0.5)  # type: ignore[call-arg]
 
 
-def test_a_policy_may_be_given_itself_or_as_an_expression():
+def test_policy_may_be_passed_itself_or_as_an_expression():
     assert as_policy(dense()) is as_policy("dense") is dense()
     for wrong in (None, 4, len, ("dense",)):
         with pytest.raises(ValueError, match="must be a policy or an expression"):
             as_policy(wrong)  # type: ignore[arg-type]
 
 
-def test_a_builder_in_a_policy_s_place_is_told_how_it_is_called():
+def test_builder_in_place_of_a_policy_gets_a_hint_to_call_it():
     @builder
     def mine() -> Policy:
         return dense()
@@ -208,7 +208,7 @@ def test_a_builder_in_a_policy_s_place_is_told_how_it_is_called():
             as_policy(wrong)  # type: ignore[arg-type]
 
 
-def test_a_builder_names_its_policies():
+def test_builder_names_its_policies():
     @builder
     def toy(size: int = 3, base: Policy | None = None) -> Policy:
         return Policy(dense().select)
@@ -217,7 +217,7 @@ def test_a_builder_names_its_policies():
     assert toy(base=dense()).name == "toy(size=3, base=dense())"
 
 
-def test_hard_kv_says_once_what_its_default_loses(caplog):
+def test_hard_kv_warns_once_about_its_default(caplog):
     told = sys.modules[jsparse.hard_kv.__module__].__dict__["_log"]
     told.cache_clear()
     for budget in (700, 701):

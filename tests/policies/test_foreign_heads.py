@@ -1,4 +1,4 @@
-"""Tests that Twilight keeps the mass that it asks for on recorded heads of Qwen2.5-0.5B."""
+"""Tests that Twilight keeps the requested mass on recorded heads of Qwen2.5-0.5B."""
 
 from functools import cache, partial
 from pathlib import Path
@@ -39,7 +39,7 @@ def scaled_pairs(seed):
 
 
 def recorded_spec(offset):
-    """The sizes of a cache that begins at this position."""
+    """The sizes of a cache that starts at this position."""
     pages = (offset + TOKENS) // 16
     sizes = (1, 1, HEADS, HEADS, DIM, 16, pages, jnp.float32)
     return CacheSpec(*sizes, pool_pages=HEADS * TOKENS // 16 + 1)
@@ -47,9 +47,9 @@ def recorded_spec(offset):
 
 @partial(jax.jit, static_argnums=1)
 def recorded_cache(keys, offset, constants):
-    """A cache whose heads hold `keys` from position `offset` on, in pages of their own.
+    """A cache whose heads hold `keys` from position `offset` on, in separate pages.
 
-    All positions before lie in the scratch page.
+    All earlier positions are in the scratch page.
     """
     spec, page, before = recorded_spec(offset), 16, offset // 16
     held = kv_cache.init(spec).layers[0]
@@ -66,7 +66,7 @@ def recorded_cache(keys, offset, constants):
 
 @partial(jax.jit, static_argnames=("policy", "spec"))
 def selected(policy, spec, view, keys, queries):
-    """What each query attends to of the last TOKENS, alone: bool[7, 224, TOKENS]."""
+    """The tokens among the last TOKENS that each query attends to: bool[7, 224, TOKENS]."""
     k = keys.swapaxes(0, 1)[None]
     positions = view.positions[:, None] - TOKENS + jnp.arange(TOKENS, dtype=jnp.int32)
     state = policy.append(policy.init(spec), 0, k, k, positions, positions, view)
@@ -94,8 +94,8 @@ def at(x, positions):
 
 @pytest.mark.parametrize("scaled", slow_except([False, True], True))
 @pytest.mark.parametrize("offset", slow_except([0, 130048], 130048))
-def test_twilight_keeps_the_mass_that_it_asks_for_on_recorded_heads(offset, scaled):
-    """Constants are those of every second key, made near position 0, wherever the keys lie."""
+def test_twilight_keeps_the_requested_mass_on_recorded_heads(offset, scaled):
+    """The constants come from every second key near position 0, at any position of the keys."""
     keys, queries = recorded()
     if scaled:
         s = scaled_pairs(0)

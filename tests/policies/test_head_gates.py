@@ -1,6 +1,4 @@
-"""Gates: the mask and the files that say which KV heads are retrieval heads, and DuoAttention,
-which reads them too.
-"""
+"""Tests gates, masks and files that mark retrieval heads, and DuoAttention, which reads them."""
 
 import numpy as np
 import pytest
@@ -29,9 +27,7 @@ IS_MASK = "must be a name, a path, or 0 and 1 for every layer and KV head"
 
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
-    """Two files that ship: "first" has no scores, and of its heads only layer 0's are retrieval
-    heads.
-    """
+    """Two shipped files: "first" has no scores, and retrieval heads only in layer 0."""
     monkeypatch.setattr(head_gates, "files", lambda package: tmp_path / package)
     folder = tmp_path / "jsparse.policies" / "gates"
     folder.mkdir(parents=True)
@@ -41,7 +37,7 @@ def shipped(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("build", METHODS)
-def test_a_mask_may_be_an_array_lists_tuples_or_an_expression(build):
+def test_mask_may_be_an_array_lists_tuples_or_an_expression(build):
     policy = build(ROWS)
     assert policy.name.startswith(f"{build.__name__}(gates=((1, 1), (0, 1), (1, 0)), ")
     given = (
@@ -57,7 +53,7 @@ def test_a_mask_may_be_an_array_lists_tuples_or_an_expression(build):
         f"{build.__name__}(gates=[[1, 1], [0, 1], [1, 0]])",
     ):
         assert parse(text) is policy
-    # whatever the type of its numbers, an array's policy has a name that builds it again
+    # for any dtype, an array's policy has a name that builds it again
     for gates in (MASK, MASK.astype(np.float32)):
         np.testing.assert_array_equal(
             head_gates.retrieval_heads(tuple(map(tuple, gates.tolist()))), MASK
@@ -66,7 +62,7 @@ def test_a_mask_may_be_an_array_lists_tuples_or_an_expression(build):
     assert build(((1, 1), (1, 1), (1, 0))) is not policy
 
 
-def test_layer_0_is_all_retrieval_for_lychee_decode_alone():
+def test_layer_0_is_all_retrieval_only_for_lychee_decode():
     gates = ((1, 0), (1, 1))
     with pytest.raises(
         ValueError, match=r"^gates=\(\(1, 0\), \(1, 1\)\): all heads of layer 0 must be retrieval"
@@ -76,7 +72,7 @@ def test_layer_0_is_all_retrieval_for_lychee_decode_alone():
 
 
 @pytest.mark.parametrize("scores", [SCORES, None], ids=["scores", "none"])
-def test_a_file_gives_back_what_was_saved(tmp_path, scores):
+def test_file_returns_the_saved_gates(tmp_path, scores):
     record, path = (
         {"model": "tiny × 2", "steps": 3000, "loss": [0.5, None], "by": {"rank": True}},
         tmp_path / "gates",
@@ -96,7 +92,7 @@ def test_a_file_gives_back_what_was_saved(tmp_path, scores):
 
 
 @pytest.mark.parametrize("build", METHODS)
-def test_a_file_and_a_shipped_name_decode_as_their_mask_does(build, shipped, tmp_path):
+def test_file_and_shipped_name_decode_like_their_mask(build, shipped, tmp_path):
     assert head_gates.shipped() == ("first", "second")
     path = str(tmp_path / "jsparse.policies" / "gates" / "second.safetensors")
     np.testing.assert_array_equal(head_gates.retrieval_heads("second"), MASK)
@@ -106,8 +102,8 @@ def test_a_file_and_a_shipped_name_decode_as_their_mask_does(build, shipped, tmp
         engine_logits(tiny_params(), build("first"), random_prompts((9,)), random_tokens(1, 2))
 
 
-def test_duo_attention_equals_the_slow_model():
-    """Streaming heads in layer 0 too; a row that is shorter than the window."""
+def test_duo_attention_matches_the_slow_model():
+    """Also with streaming heads in layer 0, and a row shorter than the window."""
     sink, recent = 1, 6
     gates, prompts, forced = (
         ((0, 1), (1, 0), (0, 0)),

@@ -1,4 +1,4 @@
-"""LFPS against its formulas: tables, candidates, bypass, and what it recalls."""
+"""Tests LFPS against its formulas: tables, candidates, bypass, and recall."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -22,10 +22,12 @@ N = HEADS * GROUP
 
 
 class Layer:
-    """Rows of different lengths in one layer, to which queries, keys and values come one by one."""
+    """Rows of different lengths in one layer that gets queries, keys and values one token at a
+    time.
+    """
 
     def __init__(self, policy, q, k, v, prompts, *, dim=DIM):
-        """Reads the prompts; q is [B, T, N, H], k and v are [B, T, K, H]."""
+        """Prefills the prompts; q is [B, T, N, H], k and v are [B, T, K, H]."""
         self.policy, self.q, self.k, self.v = parse(policy), q, k, v
         self.lengths = np.array(prompts)
         num_slots = q.shape[1]
@@ -37,7 +39,7 @@ class Layer:
         self.steps, self.knobs = 0, None
 
     def step(self):
-        """Decodes one token of each row; return what was selected and attention's result."""
+        """Decodes one token of each row; returns the selection and attention's result."""
         row = np.arange(len(self.q))
         new = (jnp.asarray(x[row, self.lengths]) for x in (self.q, self.k, self.v))
         out, chosen, self.cache, self.state = _step(
@@ -90,7 +92,7 @@ def drawn(tokens, seed=0, spread=1.5):
     return [x.astype(np.float32) for x in (q, k, v)]
 
 
-# The slow model: one head after the other, one slot after the other, in float64.
+# The slow model: head by head, slot by slot, in float64.
 
 
 def softmax(x):
@@ -99,24 +101,24 @@ def softmax(x):
 
 
 def weights_of(q, keys, counted):
-    """The maximum over the group [G, H] of the softmaxes over keys [n, H], of those that count.
+    """The maximum over the group [G, H] of the softmaxes over the counted keys [n, H].
 
-    They are made to sum to 1.
+    It is normalised to sum 1.
     """
     best = np.max([softmax(keys.astype(np.float64) @ one / DIM**0.5) for one in q], axis=0)
     return best[counted] / best[counted].sum()
 
 
 class Model:
-    """One head's tables as the paper keeps them: both over position, in the paper's own indices.
+    """One head's tables as in the paper: both by position, in the paper's indices.
 
     Attributes:
-        vertical, slash: Φver and Φsla over positions; nothing is put at the first SINKS.
-        newest: t, the position of the token that the next step brings.
+        vertical, slash: Φver and Φsla over positions; the first SINKS stay empty.
+        newest: t, the position of the next step's token.
     """
 
     def __init__(self, q, keys, decay, num_slots, penalty, aligned=True):
-        """Takes the prompt's queries [n, G, H] and keys [n, H] (equation 4)."""
+        """Starts from the prompt's queries [n, G, H] and keys [n, H] (equation 4)."""
         n, self.decay, self.penalty, self.aligned = len(keys), decay, penalty, aligned
         self.vertical, self.slash, self.newest = np.zeros(num_slots), np.zeros(num_slots), n
         s = min(n, 32)
@@ -131,15 +133,17 @@ class Model:
                     self.slash[i] += c * w[i - j + 1]
 
     def read(self):
-        """Returns what candidates are chosen by (equation 7), of slots SINKS ≤ i < t.
+        """Returns the scores of candidates (equation 7), of slots SINKS ≤ i < t.
 
-        The paper reads Φsla(i). Aligned, it is read where it will have moved to, from i - 1.
+        The paper reads Φsla(i). With alignment the read is from i - 1, whose value will move to i.
         """
         slash = moved(self.slash) if self.aligned else self.slash
         return self.vertical[SINKS : self.newest], slash[SINKS : self.newest]
 
     def update(self, listed, q, keys):
-        """Takes in a step that attended to `listed`, the newest among them (equation 10)."""
+        """Updates the tables after a step that attended to `listed`, including the newest (equation
+        10).
+        """
         counted = np.array(listed) >= SINKS
         self.vertical, self.slash = self.decay * self.vertical, self.decay * moved(self.slash)
         if counted.any():
@@ -158,7 +162,7 @@ def moved(table):
 def candidates(tables, rule, a, number):
     """Returns the slots that a rule chooses by tables over slots from SINKS on, best first.
 
-    They are `number` at most. The threshold's are those of equations 8 and 9.
+    There are at most `number`. The threshold's are those of equations 8 and 9.
     """
     slots = range(SINKS, SINKS + len(tables[0]))
     score = dict(zip(slots, np.maximum(*tables), strict=True))
@@ -186,14 +190,14 @@ RULES = {
 
 
 def check(kind, steps, decay):
-    """Holds every step of both rows to the model: tables, then the selection that they give."""
+    """Compares every step of both rows with the model: the tables, then the selection from them."""
     prompts = (45, 9)
     q, k, v = drawn(max(prompts) + steps + 1)
     layer = Layer(RULES[kind].format(decay=decay), q, k, v, prompts)
     num_slots, budget = q.shape[1], 0.2 if kind == "top" else 0.1
     penalty = 0.5 if "penalty" in RULES[kind] else 0.0
     aligned = "aligned=False" not in RULES[kind]
-    # bfloat16 rounds every sum by at most 2^-8 of it; errors decay as the sums do
+    # bfloat16 rounds every sum by at most 2^-8 of it; errors decay like the sums
     error = 2.0**-8 / (1 - decay)
     grouped = q.reshape(BATCH, num_slots, HEADS, GROUP, DIM).swapaxes(1, 2)
     models = {
@@ -212,7 +216,7 @@ def check(kind, steps, decay):
         chosen, _ = layer.step()
         for (b, h), model in models.items():
             t, keys, now = model.newest, k[b, :, h], grouped[b, h, model.newest]
-            # what the policy reads of each slot; the rule is held to every bit of it
+            # the policy's own scores of slots; the rule must match them to the bit
             slots = np.arange(SINKS, t)
             found = vertical[b, h, slots], distance[b, h, t - slots]
             for table, own in zip(model.read(), found, strict=True):
@@ -224,7 +228,7 @@ def check(kind, steps, decay):
                 wanted = {*candidates(found, "top", 0, number - len(always)), *always}
             else:
                 wanted = expected(found, kind, number, always, now, keys)
-            # a budget below the sinks and the newest lists the oldest of these
+            # a budget below sinks plus newest lists the oldest of these
             wanted = sorted(wanted) if number >= len(always) else [*range(min(number, SINKS))]
             assert ids == [int(i) for i in wanted], (t, b, h)
             model.update([*{*ids, t}] if ids else [], now, keys)
@@ -232,7 +236,7 @@ def check(kind, steps, decay):
 
 
 def expected(tables, kind, number, always, q, keys):
-    """The `number` candidates of greatest exact weight, with those that are always attended to."""
+    """The `number` candidates of largest exact weight, with those that are always attended to."""
     room = (10 if kind == "paper" else 3) * number - len(always)
     if kind == "exact":
         found = candidates(tables, "top", 0, max(room, 0))
@@ -252,13 +256,13 @@ def expected(tables, kind, number, always, q, keys):
 
 
 @pytest.mark.parametrize("kind", slow_except(RULES, "top", "paper", "floor"))
-def test_steps_are_those_of_the_slow_model(kind):
-    """Across two renormalisations at decay 0.5, whose period is 12."""
+def test_steps_match_the_slow_model(kind):
+    """Over two renormalisations at decay 0.5, which has a period of 12."""
     layer = check(kind, 26, 0.5)
     assert layer.policy.services.period == 12
 
 
-# What the tables recall.
+# Recall of the tables.
 
 
 def unit(rng, *shape):
@@ -312,7 +316,7 @@ def of_bypass(q, keys, values, t, prompt, alone):
 
 
 def with_sinks(prompt, looking):
-    """Draws one step, at which the query heads `looking` [B, N] look at the first tokens."""
+    """Draws one step in which the query heads `looking` [B, N] attend to the first tokens."""
     q, k, v = drawn(prompt + 1, seed=3)
     towards = unit(np.random.default_rng(5), HEADS, DIM)
     k[:, :SINKS] = 8 * towards + 0.3 * k[:, :SINKS]
@@ -323,7 +327,7 @@ def with_sinks(prompt, looking):
 
 
 @pytest.mark.parametrize("bypass", slow_except((True, "mean"), True))
-def test_a_bypass_is_that_of_the_formulas(bypass):
+def test_bypass_matches_the_formulas(bypass):
     prompt = 40
     # both heads of the first group in one row, one head of the second in the other
     q, k, v = with_sinks(prompt, [[1, 1, 0, 0], [0, 0, 1, 0]])
@@ -343,7 +347,7 @@ def test_a_bypass_is_that_of_the_formulas(bypass):
     assert passed == {(0, 0), (0, 1), (1, 2)}
     assert chosen.count[0, 0] == 0 and (chosen.ids[0, 0] == 0).all()
     assert (chosen.count.ravel()[1:] > 0).all() and np.isfinite(lse).all()
-    # its tables decay alone; those of the others take in the step
+    # its tables only decay; those of the others are updated
     for was, now in zip(before, layer.tables(), strict=True):
         np.testing.assert_allclose(now[0, 0], 0.95 * was[0, 0], rtol=1e-5)
         assert not np.allclose(now[0, 1], 0.95 * was[0, 1], rtol=1e-2)
@@ -373,7 +377,7 @@ def test_rows_may_have_smaller_budgets():
     assert chosen.count.tolist() == [[6, 6], [8, 8]]
 
 
-def test_tables_that_take_nothing_in_do_not_vanish():
+def test_tables_without_updates_do_not_vanish():
     policy = parse("lfps(budget=0.5)")
     entries = jnp.asarray(np.linspace(0, 2.0**-18, 16), jnp.bfloat16).reshape(1, 1, 16)
     view: Any = SimpleNamespace(positions=jnp.full(1, 100, jnp.int32), cache=None)

@@ -1,4 +1,4 @@
-"""LycheeCluster against its definition: clusters, units, radii, and what is selected by them."""
+"""Tests LycheeCluster against its definition: clusters, units, radii, and selections."""
 
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -29,7 +29,7 @@ FORMS = (
 )
 
 
-# The slow model: one head after the other, one chunk after the other, in float64.
+# The slow model: head by head, chunk by chunk, in float64.
 
 
 def unit(x):
@@ -45,7 +45,7 @@ class Group(NamedTuple):
 
 
 class Model:
-    """One head's index as the definition says it, without regard to speed."""
+    """One head's index by the definition, without optimisation."""
 
     def __init__(self, keys, chunks, *, size, pooling="mean", normalise=True):
         self.keys, self.size = keys.astype(np.float64), size
@@ -65,7 +65,7 @@ class Model:
         return min(int(np.ceil(np.sqrt(clusters))), 64)
 
     def point(self, chunk):
-        """What represents the keys of a chunk."""
+        """The representative of a chunk's keys."""
         keys = self.keys[chunk[0] : chunk[1]]
         pooled = keys.mean(0) if self.pooling == "mean" else keys.max(0)
         return unit(pooled) if self.normalise else pooled
@@ -107,7 +107,7 @@ class Model:
         return Group(centroid, total, max(far))
 
     def join(self, chunks):
-        """Takes in chunks that were cut at the same time."""
+        """Adds chunks that were cut at the same time."""
         had, groups = len(self.fine), []
         empty = Group(np.zeros(self.keys.shape[1]), 0, 0.0)
         for chunk in chunks:
@@ -146,7 +146,7 @@ class Model:
             self.coarse[self.of_cluster[i]] = group._replace(radius=far)
 
     def scores(self, groups, q, bound):
-        """The greatest score that any query of the group gives to each group of points."""
+        """The largest score of any query of the group for each group of points."""
         return [
             max(one @ g.centroid + (np.linalg.norm(one) * g.radius if bound else 0.0) for one in q)
             if g.size
@@ -155,7 +155,7 @@ class Model:
         ]
 
     def select(self, q, length, *, budget, sink, bound, levels):
-        """The tokens that are attended to."""
+        """The attended tokens."""
         end = self.chunks[-1][1] if self.chunks else sink
         chosen = {*range(sink), *range(end, length)}
         clusters = self.scores(self.fine, q, bound)
@@ -184,7 +184,7 @@ class Model:
 
 
 def options(expression):
-    """The options of a policy's name that the slow model wants."""
+    """The options of a policy's name that the slow model needs."""
     name = parse(expression).name
     return {
         "size": int(name.split("cluster_size=")[1].split(",")[0].rstrip(")")),
@@ -194,7 +194,7 @@ def options(expression):
 
 
 @pytest.mark.parametrize("expression", slow_except(FORMS, FORMS[1], FORMS[-1]))
-def test_the_index_and_what_is_selected_are_the_definition_s(expression):
+def test_index_and_selection_match_the_definition(expression):
     layer = Layer(expression, (45, 33), 72)
     form, ranked = options(expression)
     models = [
@@ -235,7 +235,7 @@ def test_the_index_and_what_is_selected_are_the_definition_s(expression):
 
 
 def require_bounds(layer):
-    """The radii of every chunk's cluster, and of its unit, reach as far as the chunk."""
+    """The radii of every chunk's cluster and unit reach as far as the chunk."""
     made = jax.device_get(layer.state.layers[0])
     for b, h in np.ndindex(ROWS, HEADS):
         for n, (first, behind) in enumerate(chunks_of(layer.state, b)):
@@ -266,8 +266,8 @@ def test_radii_bound_every_chunk_after_many_updates(levels, dtype):
 
 
 @pytest.mark.gpu
-def test_two_runs_give_the_same_bits_and_those_of_other_rows_do_not_matter():
-    """Programs are compiled anew, and of the second run's rows the first is another."""
+def test_repeated_runs_give_the_same_bits_whatever_the_other_rows():
+    """Programs are compiled again, and the first row of the second run differs."""
     spec = CacheSpec(1, 2, 8, 2, 128, 16, 512, jnp.bfloat16)
     form, rng = index.Form(16, 2, radii=True, units=True), np.random.default_rng(0)
     starts = jnp.broadcast_to(16 + 13 * jnp.arange(601), (2, 601)).astype(jnp.int32)
@@ -283,7 +283,7 @@ def test_two_runs_give_the_same_bits_and_those_of_other_rows_do_not_matter():
     assert (made[0].fine.centroid[0] != made[1].fine.centroid[0]).any()
 
 
-def test_a_short_prompt_founds_clusters_as_it_goes_on():
+def test_short_prompt_founds_clusters_while_it_decodes():
     layer = Layer(FORMS[0], (1, 1), 72)
     assert not layer.state.chunks.count.any()
     for _ in range(70):
@@ -297,7 +297,7 @@ def test_a_short_prompt_founds_clusters_as_it_goes_on():
     assert sizes.max() < 12
 
 
-def test_without_a_tokenizer_chunks_are_fixed_and_it_says_so(caplog):
+def test_chunks_are_fixed_without_a_tokenizer_with_a_warning(caplog):
     params, prompts = tiny_params(num_layers=1), random_prompts((70, 29))
     forced = random_tokens(2, 12)
     small = "budget=28, sink=2, recent=3, period=4, lengths=(2, 4)"
@@ -306,7 +306,7 @@ def test_without_a_tokenizer_chunks_are_fixed_and_it_says_so(caplog):
         session = Session(params, parse(policy), spec_of(params, 2))
         session.prefill(prompts)
         states.append(session.prefilled.state.chunks)
-    made, fixed = states  # which has room for as many as there can be, and no more
+    made, fixed = states  # with room for exactly the largest possible number
     np.testing.assert_array_equal(made.count, fixed.count)
     max_length = fixed.starts.shape[1]
     np.testing.assert_array_equal(np.asarray(made.starts)[:, :max_length], fixed.starts)
@@ -316,15 +316,15 @@ def test_without_a_tokenizer_chunks_are_fixed_and_it_says_so(caplog):
 
 
 def test_rows_have_room_for_chunks_of_ten_tokens_of_eight_to_sixteen():
-    """At one length, and for the shortest, there is room for as many as there can be."""
+    """For a single length, and for the shortest, the room is the largest possible number."""
     usual = engine.Settings(0, 8, 16, "boundary_classes", cast(Any, None), 0, 0, 1)
     assert [usual.chunks_of(slots) for slots in (1, 10, 11, 1000)] == [1, 1, 2, 100]
     assert usual._replace(classes=None).chunks_of(1000) == 63
     assert usual._replace(shortest=14).chunks_of(1000) == 72
 
 
-def test_units_are_looked_into_until_they_hold_enough_tokens():
-    """The best come first, the earlier of equal ones; the last may hold more than is missing."""
+def test_units_are_opened_until_they_hold_enough_tokens():
+    """The best come first, the earlier of equal ones; the last may hold more than needed."""
     scores = np.array([5.0, 1, 9, 7, 3, 3, 8, 2, 6, 4, 3, 0], np.float32)
     held = np.arange(1, 13, dtype=np.int32)
     order = [2, 6, 3, 8, 0, 9, 4, 5, 10, 7, 1, 11]
@@ -333,7 +333,7 @@ def test_units_are_looked_into_until_they_hold_enough_tokens():
         assert sorted(order[:units]) == np.flatnonzero(chosen[0, 0]).tolist(), tokens
 
 
-def test_keys_of_any_size_have_a_direction():
+def test_keys_of_any_magnitude_have_a_direction():
     x = jnp.asarray([[0.0, 0.0], [1e37, 1e37], [1e-37, 0.0], [-2.0, 0.0]])
     wanted = [[0, 0], [0.5**0.5] * 2, [1, 0], [-1, 0]]
     np.testing.assert_allclose(index.unit_length(x), wanted, rtol=1e-6)

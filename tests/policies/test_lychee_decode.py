@@ -1,5 +1,5 @@
-"""LycheeDecode against a slow model: who picks, what is picked by each rule, and to whom it is
-handed on.
+"""Tests LycheeDecode against a slow model: which heads pick, the picks of each rule, and their
+receivers.
 """
 
 import copy
@@ -26,16 +26,16 @@ from tests.support.tiny import (
     tiny_params,
 )
 
-# head 0 picks in layers 0 and 3, head 1 in layer 1; layer 2 hands on what it was handed
+# head 0 picks in layers 0 and 3, head 1 in layer 1; layer 2 hands on its inherited set
 GATES = ((1, 1), (0, 1), (0, 0), (1, 0), (0, 0))
 PAGE = 8
 PROMPTS = random_prompts((37, 18, 3))
 FORCED = random_tokens(3, 12)
-CHANGED = 0.02  # of the largest logit: far from what rounding does
+CHANGED = 0.02  # of the largest logit: far from rounding errors
 
 
 def lychee(**arguments):
-    """The paper's method, which keeps no sinks, unless the arguments say otherwise."""
+    """The paper's method, without sinks unless given."""
     return jsparse.lychee_decode(**{"gates": GATES, "sink": 0, "recent": 0, **arguments})
 
 
@@ -48,8 +48,8 @@ def num_needed(weights, p):
     return order[: int(np.searchsorted(np.cumsum(np.asarray(weights)[order]), p)) + 1]
 
 
-# what each rule is given, and what it picks from the weights of units of so many tokens, of which
-# `length` are held
+# the arguments of each rule, and its picks from the weights of units of `size` tokens, `length` of
+# them held
 RULES = {
     "top_k": ({"value": 20}, lambda weights, length, size: best(weights, 20 // size)),
     "top_p": ({"value": 0.7}, lambda weights, length, size: num_needed(weights, 0.7)),
@@ -67,10 +67,10 @@ RULES = {
 
 
 class SlowLychee:
-    """The method over one row: each head's set as slots, picked and handed on within a step.
+    """The method on one row: each head's set as slots, picked and handed on within a step.
 
     Attributes:
-        picked: how many slots every pick took.
+        picked: the number of slots of each pick.
     """
 
     def __init__(self, row: SlowRow, pick, size: int):
@@ -113,7 +113,7 @@ def slow_prompts():
 
 
 def slow_logits(pick, size):
-    """The slow model's logits [steps, B, V], and how many slots each row's picks took."""
+    """The slow model's logits [steps, B, V], and the slots per pick of each row."""
     logits, picked = [], []
     for primed, forced in zip(slow_prompts(), FORCED, strict=True):
         rule = SlowLychee(copy.deepcopy(primed), pick, size)
@@ -129,8 +129,8 @@ def dense_logits():
 
 @pytest.mark.parametrize("granularity", slow_except(["page", "token"], "page"))
 @pytest.mark.parametrize("rule", slow_except(("top_k", "top_p"), "top_p"))
-def test_whole_decode_steps_equal_the_slow_model(rule, granularity):
-    """A ragged batch over 11 steps, whose logits are far from dense ones."""
+def test_whole_decode_steps_match_the_slow_model(rule, granularity):
+    """A ragged batch over 11 steps, with logits far from dense ones."""
     arguments, pick = RULES[rule]
     expected, picked = slow_logits(pick, PAGE if granularity == "page" else 1)
     policy = lychee(rule=rule, granularity=granularity, **arguments)
@@ -144,8 +144,8 @@ def test_whole_decode_steps_equal_the_slow_model(rule, granularity):
 
 
 def updated(policy, lengths, granularity, seed=0):
-    """A pick in layer 0 for rows that hold so many tokens: ids, count, and the weights of the
-    units, [B, K, units].
+    """A pick in layer 0 for rows of these lengths: ids, count, and the weights of the units, [B, K,
+    units].
     """
     layer = OneLayer(policy, length=max(lengths), batch=len(lengths))
     held = layer.kv._replace(
@@ -165,7 +165,7 @@ def updated(policy, lengths, granularity, seed=0):
 
 
 @pytest.mark.parametrize("granularity", ["page", "token"])
-def test_the_ratio_rule_picks_more_as_the_text_grows(granularity):
+def test_ratio_rule_picks_more_as_the_text_grows(granularity):
     policy = lychee(gates=((1, 1),), value=0.75, rule="ratio", granularity=granularity)
     ids, count, weights = updated(policy, (1, 4, 5, 31, 32, 33, 64, 65), granularity)
     assert (count[:, 0] == count[:, 1]).all()
@@ -180,8 +180,8 @@ def test_the_ratio_rule_picks_more_as_the_text_grows(granularity):
 
 @pytest.mark.parametrize("granularity", ["page", "token"])
 @pytest.mark.parametrize("rule", slow_except(RULES, "top_k", "threshold"))
-def test_sinks_and_recent_text_are_picked_within_the_budget(rule, granularity):
-    """Of 3 and 9 tokens; of a budget that is smaller, the heaviest."""
+def test_sinks_and_recent_text_are_within_the_budget(rule, granularity):
+    """Of 3 and 9 tokens; of a smaller budget, the heaviest."""
     arguments, pick = RULES[rule]
     size, lengths = PAGE if granularity == "page" else 1, (1, 5, 17, 45, 64, 65)
     policy = lychee(
@@ -200,7 +200,7 @@ def test_sinks_and_recent_text_are_picked_within_the_budget(rule, granularity):
         assert ids[b, head][: count[b, head]].tolist() == sorted(expected)
 
 
-def test_stats_are_asked_for_where_the_next_layer_uses_a_set():
+def test_stats_are_requested_if_the_next_layer_uses_a_set():
     for granularity, kind in (("page", "page_mass"), ("token", "token_logits")):
         assert [lychee(granularity=granularity).stats(layer) for layer in range(5)] == [
             kind,
@@ -219,9 +219,7 @@ def test_stats_are_asked_for_where_the_next_layer_uses_a_set():
 
 
 def corrections(policy):
-    """The logits of all steps, and K and V [L, 2, B, K, S, H] as they are before and after each
-    correction.
-    """
+    """The logits of all steps, and K and V [L, 2, B, K, S, H] before and after each correction."""
     seen, correct = [], driver.correct
 
     def held(cache):
@@ -245,7 +243,7 @@ def corrections(policy):
 
 @pytest.mark.slow
 def test_corrections_give_the_keys_and_values_of_dense_decoding():
-    """To within 1e-5 of a layer's largest, in float32; before, they differ in the layers behind a
+    """To within 1e-5 of a layer's largest, in float32; before, they differ in the layers after a
     sparse head.
     """
     rows = copy.deepcopy(slow_prompts())

@@ -1,4 +1,4 @@
-"""Tests policies in code of one's own, and that only a command line imports it."""
+"""Tests user-defined policies, which only a command line imports."""
 
 import sys
 
@@ -37,7 +37,7 @@ def none():
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Returns the path of a file with policies of one's own, which is also a module here."""
+    """The path of a file with user-defined policies, which is also a module here."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "own_policies.py"
     file.write_text(OWN)
@@ -45,7 +45,7 @@ def own(tmp_path, monkeypatch):
     sys.modules.pop("own_policies", None)
 
 
-def test_a_policy_of_ones_own_is_named_by_where_it_is(own):
+def test_user_policy_is_named_by_its_location(own):
     for source in ("own_policies", "own_policies.py", "./own_policies.py"):
         for call in ("newest", "newest(tokens=3, base=dense)", "plain"):
             policy = resolve(f"{source}:{call}")
@@ -55,7 +55,7 @@ def test_a_policy_of_ones_own_is_named_by_where_it_is(own):
             assert str(own.parent) not in sys.path
 
 
-def test_a_name_of_ones_own_may_stand_for_policies(own):
+def test_user_name_may_stand_for_policies(own):
     asked = resolve("own_policies.py:by_size(tokens=5)")
     assert asked.name == "own_policies.py:by_size(tokens=5)"
     assert as_policy(asked.name) is asked is resolve(asked.name)
@@ -66,7 +66,7 @@ def test_a_name_of_ones_own_may_stand_for_policies(own):
     ]
 
 
-def test_a_reference_that_leads_nowhere_is_one_line(own):
+def test_invalid_reference_is_one_line(own):
     (own.parent / "broken.py").write_text("x\n")
     here = "own_policies.py"
     for expression, message in (
@@ -89,7 +89,7 @@ def test_a_reference_that_leads_nowhere_is_one_line(own):
         resolve(f"{here}:newest(0)")
 
 
-def test_ones_own_policy_decodes_and_is_evaluated(own, tmp_path):
+def test_user_policy_decodes_and_is_evaluated(own, tmp_path):
     policy, params = resolve(f"{own}:newest(tokens=4)").name, tiny_params(num_layers=1)
     out = jsparse.generate(params, [1, 2, 3], policy=policy, max_new_tokens=4, eos_token_id=[])
     assert (
@@ -99,7 +99,7 @@ def test_ones_own_policy_decodes_and_is_evaluated(own, tmp_path):
     assert plan([policy], ["kl"], [64], 1).policies == ("dense()", policy)
 
 
-def test_a_file_finds_modules_beside_it_and_may_have_dataclasses(own):
+def test_file_imports_modules_beside_it_and_may_have_dataclasses(own):
     (own.parent / "my_helper.py").write_text("TOKENS = 3\n")
     (own.parent / "with_helper.py").write_text(
         "from __future__ import annotations\n"
@@ -113,13 +113,13 @@ def test_a_file_finds_modules_beside_it_and_may_have_dataclasses(own):
     sys.modules.pop("my_helper", None)
 
 
-def test_expressions_are_resolved_as_ever():
+def test_expressions_are_resolved_as_usual():
     assert resolve(" streaming(sink=1)") is jsparse.streaming(sink=1)
     with pytest.raises(ValueError, match="path.py:function works only alone, on a command line"):
         resolve("keep(own.py:newest)")
 
 
-def test_a_policy_with_another_budget(own):
+def test_policy_with_another_budget(own):
     own.write_text(
         OWN + "\n@builder\ndef sized(budget: int) -> Policy:\n    return newest(budget)\n"
         "@builder\ndef even(budget: int = 7, by: int = 1) -> Policy:\n"
@@ -129,7 +129,7 @@ def test_a_policy_with_another_budget(own):
         ("quest", "quest(budget=64, bounds_dtype=None, slack=0.5, group='mean')"),
         ("arkvale(volume='cuboid', budget=8)", "arkvale(budget=64, volume='cuboid')"),
         ("lfps(budget=0.3)", None),  # a share
-        ("keep(quest(budget=16))", None),  # not the outermost's
+        ("keep(quest(budget=16))", None),  # not of the outermost policy
         ("own_policies.py:newest", None),
         ("own_policies.py:plain", None),
         ("own_policies.py:sized", "own_policies.py:sized(budget=64)"),
@@ -140,7 +140,7 @@ def test_a_policy_with_another_budget(own):
         assert (None if made is None else made.name) == name, text
 
 
-def test_a_budget_that_is_given_stays():
+def test_given_budget_is_kept():
     assert with_budget("quest", 64, instead=False) is jsparse.quest(64)
     for text in ("quest(budget=16)", "quest(16)", "dense"):
         assert with_budget(text, 64, instead=False) is None

@@ -1,4 +1,4 @@
-"""Methods made of what is kept of a page and how much it matters, against their formulas."""
+"""Tests methods built from a page summary and a score, against their formulas."""
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +24,17 @@ PROMPTS = random_prompts((37, 9))
 FORCED = random_tokens(2, 12)
 
 
-# Beside the Quest of docs/own_policy.md
+# In addition to the Quest of docs/own_policy.md
 
 
 def mean_key(keys, held):
-    """Keeps the mean of the keys that are there."""
+    """Keeps the mean of the valid keys."""
     return jnp.mean(keys, axis=0, where=held[:, None])
 
 
 @builder
 def my_norms(budget: int = 1024) -> Policy:
-    """Ranks pages by their longest key and, like pages, by their number of tokens."""
+    """Ranks pages by their longest key, and equal pages by their number of tokens."""
 
     def summarise(keys, held):
         return {"norm": jnp.linalg.norm(keys, axis=-1).max(), "tokens": held.sum()}
@@ -57,7 +57,7 @@ def test_gives_the_bits_of_the_built_in_method():
     np.testing.assert_array_equal(logits(my_quest(16)), built_in)
 
 
-def test_the_page_of_the_longest_key_is_kept():
+def test_page_of_the_longest_key_is_kept():
     layer = OneLayer(my_norms(16), length=45)
     chosen = layer.select()
     norms = np.linalg.norm(layer.k, axis=-1)[..., :40].reshape(2, 2, 5, PAGE).max(-1)
@@ -65,8 +65,8 @@ def test_the_page_of_the_longest_key_is_kept():
         assert chosen.ids[at].tolist() == [norms[at].argmax(), 5]
 
 
-def test_slots_without_a_token_do_not_count():
-    """What is kept of the page that is being filled is of the tokens that it holds."""
+def test_empty_slots_do_not_count():
+    """The summary of the page being filled covers only its tokens."""
     own, norms = (OneLayer(policy(16), length=41) for policy in (my_quest, my_norms))
     low, high = (np.asarray(x).reshape(2, 2, -1, 16) for x in own.state[0])
     tokens = np.asarray(norms.state[0]["tokens"]).reshape(2, 2, -1)
@@ -79,7 +79,7 @@ def test_slots_without_a_token_do_not_count():
 
 @pytest.mark.slow
 def test_requests_share_prefixes_and_set_budgets():
-    """The second finds the first's pages, and gets what generate gives it alone."""
+    """The second finds the first's pages and matches generate."""
     params, prompt = tiny_params(num_layers=2), PROMPTS[0]
     llm = tiny_llm(my_quest(24), per_request=["budget"])
     first, out = (llm.generate([prompt], greedy(6, policy={"budget": n}))[0] for n in (24, 8))
@@ -90,7 +90,7 @@ def test_requests_share_prefixes_and_set_budgets():
     assert list(out.outputs[0].token_ids) == list(alone.token_ids)
 
 
-def test_a_builder_gives_one_policy_with_a_name():
+def test_builder_gives_one_policy_with_a_name():
     assert my_quest(16) is my_quest(budget=16)
     assert my_quest(16).name == "my_quest(budget=16)"
     plain = page_policy(bounds, greatest_logit, 8)
@@ -98,7 +98,7 @@ def test_a_builder_gives_one_policy_with_a_name():
     assert (plain.shares, plain.reads, set(plain.per_row)) == ("pages", 0, {"budget"})
 
 
-def test_summaries_keep_their_types_and_belong_to_pages():
+def test_summaries_keep_their_dtypes_and_belong_to_pages():
     spec = spec_of(tiny_params(num_layers=2), 3)._replace(pool_pages=7)
     kept = jax.eval_shape(lambda: my_norms(8).init(spec))
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(kept)] == [
@@ -107,7 +107,7 @@ def test_summaries_keep_their_types_and_belong_to_pages():
     ] * 2
 
 
-def test_a_page_of_score_nan_is_left_out_and_the_newest_never():
+def test_page_of_score_nan_is_left_out_and_the_newest_never():
     layer = OneLayer(page_policy(bounds, lambda q, page: jnp.nan * page[0][0], 32), length=45)
     chosen = layer.select()
     assert chosen.count.tolist() == [[1, 1], [1, 1]]

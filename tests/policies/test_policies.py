@@ -1,6 +1,6 @@
-"""One battery over every registered method (policy_table.py): the rules of `check-policy`.
+"""Runs one battery over every registered method (policy_table.py): the rules of `check-policy`.
 
-Beside them stand the properties that the command does not check.
+Also tests the properties that the command does not check.
 """
 
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ PAGE = 8
 PROMPTS = random_prompts((37, 9))
 FORCED = random_tokens(2, 20)
 TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids())
-# by default what few programs show; tests/engine run over pools
+# by default a set with few programs; tests/engine runs over pools
 FEW = [name for name in NAMES if name not in ("alone", "pool", "budget", "mass")]
 
 
@@ -49,7 +49,7 @@ def test_every_registered_policy_is_in_the_table():
     assert listed == set(POLICIES), "add expressions of it to tests/support/policy_table.py"
 
 
-def test_methods_are_registered_as_evicting_that_evict():
+def test_evicting_methods_are_registered_as_evicting():
     built = {name: parse(expression) for name, expression in firsts(TABLE).items()}
     evicting = {name for name, policy in built.items() if policy.eviction is not None}
     assert evicting == {method.build.__name__ for method in REGISTRY if method.kind == "evicts"}, (
@@ -67,7 +67,7 @@ def test_mechanisms_keep_the_contract(expression):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [*TABLE, *TOYS], ids=str)
 def test_all_keep_the_contract(policy):
-    """And expressions of the table leave out some tokens, or they would show little."""
+    """Expressions of the table also leave out some tokens; otherwise they would prove little."""
     full = at_dense(policy) if isinstance(policy, str) else None
     found = check(as_policy(policy), full)
     assert not [finding for finding in found.findings if finding.kept is False]
@@ -81,8 +81,8 @@ def test_all_keep_the_contract(policy):
 @pytest.mark.parametrize(
     "expression", slow_except([x for x in METHODS if parse(x).evicts], MECHANISMS[-1])
 )
-def test_what_evicts_nothing_equals_dense(expression):
-    """The command does not check it: more than a budget may decide what is dropped."""
+def test_evictors_at_full_budgets_equal_dense(expression):
+    """The command does not check it, because drops may depend on more than a budget."""
     assert_close(decoded(at_dense(expression), PROMPTS), decoded("dense", PROMPTS), rtol=2e-5)
 
 
@@ -92,10 +92,10 @@ SHORT = tuple(x for x in METHODS if not parse(x).evicts and parse(x).offload is 
 @pytest.mark.slow
 @pytest.mark.parametrize("expression", SHORT)
 def test_rows_below_dense_below_have_the_bits_of_dense(expression):
-    """Beside a long row, which attends to what the policy selects, and where all are short."""
+    """Beside a long sparse row, and in a batch of short rows."""
     policy = parse(expression)
     short = policy._replace(dense_below=lambda held: len(PROMPTS[1]) + FORCED.shape[1])
-    # corrections round in their own way
+    # corrections round differently
     exact = dense()._replace(services=Services(correct_every=policy.services.correct_every))
     few = [PROMPTS[1], PROMPTS[1][::-1]]
     read_only = decoded(short, PROMPTS)
@@ -106,7 +106,7 @@ def test_rows_below_dense_below_have_the_bits_of_dense(expression):
 
 @builder
 def blind(granularity: Granularity = "page", summary: bool = False) -> Policy:
-    """Selects nothing anywhere; with a summary that is as empty."""
+    """An empty selection everywhere; with a summary that is also empty."""
 
     def select(state, layer, q, view):
         partial = (jnp.full(q.shape, jnp.nan), jnp.full(q.shape[:2], -jnp.inf)) if summary else None
@@ -116,8 +116,8 @@ def blind(granularity: Granularity = "page", summary: bool = False) -> Policy:
 
 
 @pytest.mark.parametrize("granularity", slow_except(["page", "token"], "token"))
-def test_a_head_with_nothing_selected_gives_zero(granularity):
-    """Whatever is asked of attention besides, and though an empty summary holds NaN."""
+def test_empty_selection_gives_zero(granularity):
+    """With any statistics, and although an empty summary holds NaN."""
     policy = blind(granularity, True)._replace(stats=lambda layer: "page_mass")
     logits = decoded(policy, PROMPTS, FORCED[:, :3])
     assert np.isfinite(logits).all()
@@ -126,7 +126,7 @@ def test_a_head_with_nothing_selected_gives_zero(granularity):
     assert np.abs(logits - decoded("dense", PROMPTS, FORCED[:, :3])).max() > 0.1
 
 
-def test_keep_refuses_what_it_cannot_mean():
-    """A summary may stand for tokens that would be kept, and then they would count twice."""
+def test_keep_refuses_policies_with_a_summary():
+    """A summary may stand for kept tokens, which would then count twice."""
     with pytest.raises(ValueError, match=r"keep cannot wrap it"):
         jsparse.generate(params(), PROMPTS[0], max_new_tokens=2, policy=keep(blind("page", True)))

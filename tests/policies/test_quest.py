@@ -1,4 +1,4 @@
-"""Quest against its formula, the paper's among others, page by page and channel by channel."""
+"""Tests Quest against its formula and the paper's, page by page and channel by channel."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,13 +11,13 @@ from tests.support.one_layer import OneLayer
 
 
 def exact(layer: OneLayer, b: int, head: int, page: int):
-    """The least and greatest keys of a page."""
+    """The smallest and largest keys of a page."""
     keys = layer.k[b, head, page * layer.page_size : (page + 1) * layer.page_size]
     return keys.min(axis=0), keys.max(axis=0)
 
 
 def rounded(layer: OneLayer, b: int, head: int, page: int):
-    """What the policy kept of them."""
+    """The bounds that the policy stored."""
     assert {x.dtype.name for x in layer.state[0]} == {"uint8", "bfloat16"}
     low, high = (
         np.asarray(x, np.float64).reshape(*layer.k.shape[:2], -1, 16)
@@ -32,7 +32,7 @@ EXTREMES = {None: exact, "uint8": rounded}
 
 
 def paper(queries, low, high):
-    """The greatest bound of a group's queries."""
+    """The largest bound of a group's queries."""
     return max(sum(max(x * high[d], x * low[d]) for d, x in enumerate(q)) for q in queries)
 
 
@@ -44,7 +44,7 @@ def shrunk(queries, low, high):
 
 
 def pages_of(layer: OneLayer, budget: int, extremes, score) -> list[set[int]]:
-    """The pages that Quest keeps, of each row and head."""
+    """The pages that Quest keeps, per row and head."""
     found = []
     for b, head in np.ndindex(layer.k.shape[:2]):
         bounds = {}
@@ -64,7 +64,7 @@ def pages_of(layer: OneLayer, budget: int, extremes, score) -> list[set[int]]:
 @pytest.mark.parametrize(
     ("given", "score"), [({"slack": 1.0, "group": "max"}, paper), ({}, shrunk)]
 )
-def test_keeps_the_pages_of_the_greatest_scores(bounds_dtype, given, score):
+def test_keeps_the_pages_of_the_largest_scores(bounds_dtype, given, score):
     for budget in (1, 31):
         layer = OneLayer(jsparse.quest(budget, bounds_dtype, **given), length=41)
         chosen = layer.select()
@@ -75,7 +75,7 @@ def test_keeps_the_pages_of_the_greatest_scores(bounds_dtype, given, score):
         assert listed == pages_of(layer, budget, EXTREMES[bounds_dtype], score)
 
 
-def test_a_short_head_is_read_whole():
+def test_short_head_is_attended_to_in_full():
     layer = OneLayer(jsparse.quest(budget=4096), length=13)
     chosen = layer.select()
     assert chosen.count.tolist() == [[2, 2], [2, 2]]
@@ -83,7 +83,7 @@ def test_a_short_head_is_read_whole():
 
 
 def test_8_bits_take_half_the_bytes():
-    """4 bytes a page more: its scale and zero."""
+    """Plus 4 bytes per page for its scale and zero."""
     spec = CacheSpec(
         num_layers=3,
         batch=2,

@@ -1,4 +1,4 @@
-"""Quest over chunks against its definition, channel by channel and chunk by chunk."""
+"""Tests Quest over chunks against its definition, channel by channel and chunk by chunk."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def greatest(q, keys, *, slack=0.5, group="mean"):
 
 
 def attended(q, keys, chunks, length, sink, given):
-    """The tokens that the definition attends to."""
+    """The attended tokens by the definition."""
     end = chunks[-1][1] if chunks else sink
     found = {*range(sink), *range(end, length)}
     ranked = sorted(chunks, key=lambda chunk: -greatest(q, keys[chunk[0] : chunk[1]], **given))
@@ -45,7 +45,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("expression", slow_except(CASES, *list(CASES)[:2]))
-def test_the_chunks_of_the_greatest_bounds_are_attended_to(expression):
+def test_chunks_of_the_largest_bounds_are_attended_to(expression):
     sink, given = CASES[expression]
     layer = Layer(expression, (45, 33), 72)
     left_out, lengths = 0, set()
@@ -64,8 +64,8 @@ def test_the_chunks_of_the_greatest_bounds_are_attended_to(expression):
     assert lengths == ({3} if "fixed" in expression else {2, 3, 4})
 
 
-def test_chunks_of_one_page_each_are_those_of_quest():
-    """Where chunks lie as pages do, and the newest page is open, both attend to the same tokens."""
+def test_chunks_of_one_page_match_quest():
+    """If chunks coincide with pages and the newest page is open, both attend to the same tokens."""
     over_chunks = f"quest_chunks({BUDGET + 4}, 'fixed', recent=1, lengths=(8, 8), period=8)"
     layers = [Layer(text, (49, 41), 72) for text in (over_chunks, f"quest({BUDGET + 4})")]
     (chunks, q), (pages, _) = (layer.step() for layer in layers)

@@ -1,4 +1,4 @@
-"""TidalDecode: which layers pick, and what they pick, against the obvious loop."""
+"""Tests TidalDecode against the obvious loop: which layers pick, and their picks."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def updated(layer, logits, state=None, nth=0):
     return update(state, nth, stats_of(logits), StepView(deeper(layer)))
 
 
-def test_heads_share_the_tokens_of_greatest_mean_weight():
+def test_heads_share_the_tokens_of_largest_mean_weight():
     budget, layer = 7, OneLayer(jsparse.tidal(budget=7, first=0, again=3, sink=0, recent=0))
     rng = np.random.default_rng(1)
     logits = 2 * rng.normal(size=(2, 2, layer.kv.capacity))
@@ -41,7 +41,7 @@ def test_heads_share_the_tokens_of_greatest_mean_weight():
     assert count.tolist() == [[budget], [budget]]
     for b in range(2):
         assert ids[b, 0].tolist() == sorted(np.argsort(-mean[b])[:budget].tolist())
-    # the layers between hand it on as it is, the second pick replaces it
+    # the layers between pass it on unchanged, the second pick replaces it
     assert layer.policy.update(state, 1, None, layer.view) is state
     ids, count = updated(layer, np.roll(logits, 5, axis=-1), state, nth=3)
     assert count.tolist() == [[budget], [budget]]
@@ -65,8 +65,8 @@ def test_each_head_attends_to_its_own_heaviest_tokens():
 
 
 @pytest.mark.parametrize("budget", [5, 12])
-def test_sinks_and_recent_text_are_picked_within_the_budget(budget):
-    """Of 3 and 4 tokens; of a budget that is smaller, the heaviest."""
+def test_sinks_and_recent_text_are_within_the_budget(budget):
+    """Of 3 and 4 tokens; of a smaller budget, the heaviest."""
     layer = OneLayer(jsparse.tidal(budget=budget, first=0, again=3, sink=3, recent=4))
     logits = 2 * np.random.default_rng(1).normal(size=(2, 2, layer.kv.capacity))
     logits[..., layer.length :] = -np.inf
@@ -79,7 +79,7 @@ def test_sinks_and_recent_text_are_picked_within_the_budget(budget):
         assert ids[b, 0].tolist() == sorted(np.argsort(-mean[b])[:budget].tolist())
 
 
-def test_a_head_that_holds_less_than_the_budget_lists_it_all():
+def test_head_shorter_than_the_budget_lists_all_tokens():
     layer = OneLayer(jsparse.tidal(budget=64, first=0, again=3), length=5, page_size=64)
     logits = np.full((2, 2, layer.kv.capacity), -np.inf)
     logits[..., :5] = 0.0

@@ -1,5 +1,5 @@
-"""Twilight against a slow model: the base's tokens, their 4-bit logits, the smallest set that
-weighs p.
+"""Tests Twilight against a slow model: the base's tokens, their 4-bit logits, the smallest set with
+mass p.
 """
 
 from dataclasses import replace
@@ -35,8 +35,8 @@ P = 0.8
 
 
 def four_bits(k):
-    """Keys [..., H] through 16 levels between each one's least and greatest channel, scale and zero
-    as float16.
+    """Keys [..., H] rounded to 16 levels between the smallest and largest channel of each, with
+    scale and zero in float16.
     """
     low, high = k.min(-1, keepdims=True), k.max(-1, keepdims=True)
     scale, zero = (x.astype(np.float16).astype(np.float64) for x in ((high - low) / 15, low))
@@ -59,7 +59,7 @@ def attended(layer: OneLayer, chosen):
 
 
 def listed(layer: OneLayer, chosen):
-    """The slots that the list itself names: bool[B, K, S]."""
+    """The slots in the list itself: bool[B, K, S]."""
     marks = np.zeros((*chosen.count.shape, layer.kv.capacity), bool)
     for at in np.ndindex(chosen.count.shape):
         for i in range(int(chosen.count[at])):
@@ -75,7 +75,7 @@ def listed(layer: OneLayer, chosen):
 
 
 def expected(layer: OneLayer, base, prune):
-    """bool[B, K, S]: what Twilight leaves, the newest token's rule included."""
+    """Twilight's result, including the newest token's rule: bool[B, K, S]."""
     candidates = listed(layer, base.select())
     logits, size = layer.logits(four_bits(layer.k)), layer.page_size
     left = np.zeros((*candidates.shape[:2], layer.kv.capacity), bool)
@@ -98,7 +98,7 @@ def expected(layer: OneLayer, base, prune):
 
 @pytest.mark.parametrize("prune", ["page_mass", "token"])
 @pytest.mark.parametrize("base", slow_except(BASES, BASES[1]))
-def test_leaves_what_the_slow_model_leaves(base, prune):
+def test_result_matches_the_slow_model(base, prune):
     left_out = 0
     for seed in range(6):
         layer = OneLayer(jsparse.twilight(parse(base), p=P, prune=prune), seed=seed)
@@ -110,7 +110,7 @@ def test_leaves_what_the_slow_model_leaves(base, prune):
     assert left_out > 6
 
 
-def test_heads_that_the_base_makes_dense_stay_so():
+def test_heads_dense_in_the_base_stay_dense():
     base = jsparse.all_pages()
 
     def select(state, layer, q, view):
@@ -124,7 +124,7 @@ def test_heads_that_the_base_makes_dense_stay_so():
     assert not mask[:, 1, : layer.length].all()
 
 
-def test_an_estimate_reads_the_bias():
+def test_estimate_includes_the_bias():
     """A slot that counts for exp(30) tokens is kept alone."""
     layer = OneLayer(
         jsparse.twilight(jsparse.all_pages()._replace(needs=("bias",)), p=0.9, prune="token")
@@ -141,10 +141,8 @@ def test_an_estimate_reads_the_bias():
     "base",
     slow_except((*BASES[1:], "tidal(budget=12, first=0, again=2)", "double_sparsity(budget=12)")),
 )
-def test_the_base_works_as_it_does_alone(base):
-    """Everything that it selects is kept, so what its own hooks put into its state must be the
-    same.
-    """
+def test_base_works_as_it_does_alone(base):
+    """All of its selection is kept, so that its own hooks must leave the same state."""
     prompts, forced = random_prompts((37, 20)), random_tokens(2, 6)
     alone = engine_logits(tiny_params(), base, prompts, forced, page_size=8)
     for prune in ("page_mass", "token"):
@@ -155,7 +153,7 @@ def test_the_base_works_as_it_does_alone(base):
 
 
 @pytest.mark.slow
-def test_below_dense_below_everything_is_attended():
+def test_all_tokens_are_attended_below_dense_below():
     params, forced = tiny_params(), random_tokens(1, 9)
     prompt = random_prompts((28,))
 
@@ -171,14 +169,14 @@ def test_below_dense_below_everything_is_attended():
     assert np.abs(switching[5:] - exact[5:]).max() > 1e-2
 
 
-def test_the_break_even_is_a_number_of_tokens_for_the_batch_and_shape(monkeypatch):
+def test_break_even_is_a_number_of_tokens_by_batch_and_shape(monkeypatch):
     nbytes = BREAK_EVENS["NVIDIA H200"].over_quest
 
     def tokens(batch, kv_heads, head_dim, dtype):
         pool = jnp.zeros((batch * kv_heads, 16, head_dim), dtype)
         return break_even(LayerCache(pool, pool, jnp.zeros((batch, kv_heads), jnp.int32)))
 
-    assert 57_000 <= tokens(1, 8, 128, jnp.bfloat16) <= 61_000  # what was measured
+    assert 57_000 <= tokens(1, 8, 128, jnp.bfloat16) <= 61_000  # the measured value
     assert tokens(8, 8, 128, jnp.bfloat16) == tokens(1, 8, 128, jnp.bfloat16) // 8
     assert tokens(1, 2, 64, jnp.float32) == nbytes // (2 * 2 * 64 * 4)
 
@@ -198,7 +196,7 @@ def test_wrong_hyper_parameters_are_refused():
             jsparse.twilight(**arguments)
 
 
-def test_a_base_that_summarises_is_refused():
+def test_base_with_a_summary_is_refused():
     params = tiny_params(num_layers=1)
     with pytest.raises(ValueError, match="must not summarise"):
         engine_logits(params, jsparse.twilight(bypass()), random_prompts((9,)), random_tokens(1, 2))

@@ -1,4 +1,4 @@
-"""Tests `verified`: reports of dense attention choose pages, and the newest stand behind them."""
+"""Tests `verified`: reports of dense attention choose pages, and the newest follow them."""
 
 from functools import partial
 
@@ -34,7 +34,7 @@ def checked(policy, spec, scores, lengths):
 
 
 def listed(policy, state, spec, lengths):
-    """The pages that each head of each row lists."""
+    """The pages listed by each head of each row."""
     chosen, summary = selected(policy, spec, state, np.array(lengths, np.int32))
     assert isinstance(chosen, Selection) and summary is None
     ids, count = np.asarray(chosen.ids), np.asarray(chosen.count)
@@ -45,7 +45,7 @@ def listed(policy, state, spec, lengths):
 
 
 def chosen(policy, spec, lengths, masses):
-    """The state after a report of these masses of the pages of each row, for all heads."""
+    """The state after a report of these masses of each row's pages, for all heads."""
     scores = np.full((len(masses), spec.num_kv_heads, spec.num_pages), -np.inf, np.float32)
     for row, own in enumerate(masses):
         scores[row, :, : len(own)] = np.log(own)
@@ -56,8 +56,8 @@ def one_layer(batch=2, pages=8):
     return spec_of(tiny_params(), batch, num_pages=pages)._replace(num_layers=1)
 
 
-def test_the_heaviest_pages_are_listed_and_the_newest():
-    """Two of six older pages, and of another row's three; the newest two, however light."""
+def test_heaviest_and_newest_pages_are_listed():
+    """Two of six older pages, and of another row's three; the newest two even if light."""
     policy, spec = verified(budget=4 * PAGE, recent=PAGE + 1), one_layer()
     masses = [[0.1, 0.3, 0.05, 0.2, 0.2, 0.1, 0.01, 0.04], [0.2, 0.1, 0.3, 0.3, 0.1]]
     state = chosen(policy, spec, [60, 38], masses)
@@ -65,8 +65,8 @@ def test_the_heaviest_pages_are_listed_and_the_newest():
     assert listed(policy, state, spec, [61, 40]) == [*both]
 
 
-def test_pages_begun_since_are_listed_while_there_is_room():
-    """The newest first: what dense attention chose stays."""
+def test_newer_pages_are_listed_while_there_is_room():
+    """The newest first; pages chosen by dense attention stay."""
     policy, spec = verified(budget=4 * PAGE, recent=PAGE + 1), one_layer(batch=1)
     state = chosen(policy, spec, [40], [[0.4, 0.1, 0.3, 0.1, 0.1]])
     assert listed(policy, state, spec, [40])[0][0] == [0, 2, 3, 4]
@@ -74,14 +74,14 @@ def test_pages_begun_since_are_listed_while_there_is_room():
     assert listed(policy, state, spec, [64])[0][0] == [0, 2, 6, 7]
 
 
-def test_a_budget_of_all_lists_all():
+def test_full_budget_lists_all_pages():
     policy, spec = verified(budget=8 * PAGE, recent=PAGE), one_layer(batch=1)
     state = chosen(policy, spec, [20], [[0.4, 0.5, 0.1]])
     for length in (20, 24, 25, 64):
         assert listed(policy, state, spec, [length])[0][0] == [*range(-(-length // PAGE))]
 
 
-def test_before_any_report_the_newest_are_listed():
+def test_newest_pages_are_listed_before_any_report():
     policy, spec = verified(budget=4 * PAGE, recent=2 * PAGE), one_layer(batch=1)
     state = policy.init(spec)
     assert listed(policy, state, spec, [0])[0][0] == []
@@ -89,8 +89,8 @@ def test_before_any_report_the_newest_are_listed():
     assert listed(policy, state, spec, [50])[0][0] == [3, 4, 5, 6]
 
 
-def test_as_many_newest_pages_as_recent_tokens_may_take():
-    """Where the newest page has one token; one page is left to choose."""
+def test_newest_pages_cover_the_recent_tokens():
+    """Also if the newest page has one token; one page is left to choose."""
     for recent, pages in ((1, (7, 1)), (2, (6, 2)), (9, (6, 2)), (10, (5, 3)), (60, (1, 7))):
         assert Settings(8 * PAGE, recent).pages(PAGE) == pages, recent
 

@@ -1,4 +1,4 @@
-"""Tests the gate: one order of questions, nothing allocated, and memory for who allocates alone."""
+"""Tests admission: one order of checks, no allocations, and memory checks only for allocators."""
 
 import jax
 import jax.numpy as jnp
@@ -32,21 +32,21 @@ def test_nothing_is_allocated():
     assert {id(array) for array in jax.live_arrays()} <= before
 
 
-def test_a_name_that_stands_for_another_is_admitted_as_what_runs():
+def test_name_that_stands_for_another_is_admitted_as_the_resolved_policy():
     assert asked("auto").policy is dense()
 
 
-def test_k_and_v_lie_where_the_policy_wants_them():
+def test_k_and_v_are_stored_as_the_policy_asks():
     assert isinstance(asked().store, OnDevice)
     assert isinstance(asked("offloaded(quest(budget=16), tail=64)").store, OnHost)
 
 
-def test_steps_per_program_are_those_asked_for():
+def test_steps_per_program_are_as_requested():
     for policy, steps in (("dense", 3), ("offloaded(quest(), tail=64)", 1)):
         assert asked(policy, steps_per_program=steps).max_steps == steps
 
 
-def test_memory_is_asked_for_last_and_only_by_who_allocates(no_memory):
+def test_memory_is_checked_last_and_only_if_allocated(no_memory):
     with pytest.raises(ValueError, match="must be an integer of at least 1"):
         asked(steps_per_program=0)
     with pytest.raises(ValueError, match=r"max_length=128 .* must fit in the 1000 B"):
@@ -66,13 +66,13 @@ def test_memory_is_asked_for_last_and_only_by_who_allocates(no_memory):
         ("dense", {"rows_join": True, "per_request": ["p"]}, r"must be among \['dense'\]"),
     ],
 )
-def test_what_a_policy_cannot_do_is_refused(policy, options, message):
+def test_unsupported_policies_are_refused(policy, options, message):
     with pytest.raises(ValueError, match=message):
         asked(policy, **options)
 
 
-def test_rows_that_join_own_all_state_where_a_policy_evicts():
-    """The pages that a prompt was read into are left, and their arrays with them."""
+def test_joining_rows_own_all_state_if_the_policy_evicts():
+    """The pages of the prefill are freed, and their arrays with them."""
     policy = parse("snapkv(budget=64)")
     asked(policy, rows_join=True)
     with pytest.raises(ValueError, match=r"per_request=\('dense',\): must be among \[\]"):
@@ -82,7 +82,7 @@ def test_rows_that_join_own_all_state_where_a_policy_evicts():
         asked(paged, rows_join=True)
 
 
-def test_corrections_go_with_no_policy_that_evicts():
+def test_corrections_cannot_be_combined_with_eviction():
     evicts = parse("snapkv(budget=64)")
     policy = evicts._replace(services=evicts.services._replace(correct_every=4))
     params = tiny_params(num_layers=2)
@@ -90,7 +90,7 @@ def test_corrections_go_with_no_policy_that_evicts():
         admit(params, policy, spec_of(params, 2))
 
 
-def test_what_the_model_lacks_is_told_before_memory(no_memory):
+def test_missing_constants_are_reported_before_memory(no_memory):
     policy = page_bound()._replace(needs=("tides",))
     params = tiny_params(num_layers=2)
     with pytest.raises(ValueError, match="needs 'tides': must be among the constants"):

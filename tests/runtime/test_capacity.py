@@ -1,4 +1,4 @@
-"""Tests capacities, and that what does not fit is refused."""
+"""Tests capacities, and that caches that do not fit are refused."""
 
 import jax.numpy as jnp
 import psutil
@@ -49,8 +49,8 @@ def test_buckets_of_a_gpu_are_close(monkeypatch):
     assert sizes == [64, 64, 128, 640, 5120]
 
 
-def test_what_is_left_after_the_prompt_is_close_to_what_is_needed(monkeypatch):
-    """Or all that there is, where a bucket would take that."""
+def test_slots_left_after_the_prompt_are_close_to_those_needed(monkeypatch):
+    """Or all of them, if a bucket would take that."""
     monkeypatch.setattr(capacity.jax, "default_backend", lambda: "gpu")
     assert SPEC.capacity == 1024
     needed = (1, 640, 641, 896, 897, 961, 5000)
@@ -58,12 +58,12 @@ def test_what_is_left_after_the_prompt_is_close_to_what_is_needed(monkeypatch):
     assert left == [64, 640, 704, 896, 960, 1024, 1024]
 
 
-def test_few_sizes_are_left_after_the_prompt_on_a_cpu():
+def test_few_sizes_remain_after_the_prompt_on_a_cpu():
     left = {capacity.slots_left(tokens, SPEC) for tokens in range(1, 2000)}
     assert left == {64, 128, 256, 512, 1024}
 
 
-def test_a_cache_may_hold_a_single_token():
+def test_cache_may_hold_a_single_token():
     spec = capacity.cache_spec(tiny_params(num_layers=1), [[]], 1, 1, 8)
     assert spec.capacity == 8
 
@@ -85,7 +85,7 @@ KEPT = (
 )
 
 
-def test_the_cache_and_what_the_policy_keeps_must_fit_to_the_byte(monkeypatch):
+def test_cache_and_policy_state_must_fit_to_the_byte(monkeypatch):
     said = r"max_length=1024 for 3 prompt\(s\) takes \S+ MiB of cache: must fit in the \S+ MiB"
     for policy, kept in KEPT:
         needed = SPEC.nbytes + kept
@@ -97,6 +97,6 @@ def test_the_cache_and_what_the_policy_keeps_must_fit_to_the_byte(monkeypatch):
             capacity.require_fit(SPEC, policy)
 
 
-def test_a_huge_cache_is_refused_before_it_is_allocated():
+def test_huge_cache_is_refused_before_it_is_allocated():
     with pytest.raises(ValueError, match=r"max_length=\d+ for 3 prompt"):
         capacity.require_fit(SPEC._replace(num_pages=2**40), dense())

@@ -1,4 +1,4 @@
-"""Tests how programs are compiled: with options that say what a GPU runs by itself."""
+"""Tests the compilation of programs, with options for the work that a GPU runs by itself."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ from tests.support.serving import greedy, tiny_llm
 
 @pytest.fixture
 def unknown_option(monkeypatch):
-    """An option that the compiler refuses, beside the usual ones."""
+    """Adds an option that the compiler refuses to the usual ones."""
     monkeypatch.setitem(compilation.COMPILER_OPTIONS, "no_such_option", True)
 
 
@@ -32,7 +32,7 @@ def test_programs_are_compiled_with_the_options():
     assert inlined(add)(1, 2) == 3
 
 
-def test_programs_of_one_form_that_are_wanted_at_once_are_compiled_once(monkeypatch):
+def test_concurrent_programs_of_one_form_are_compiled_once(monkeypatch):
     @program(static_argnames=("named", "more"))
     def add(x, named, more=1):
         return x + more
@@ -50,7 +50,7 @@ def test_programs_of_one_form_that_are_wanted_at_once_are_compiled_once(monkeypa
 
     monkeypatch.setattr(Lowered, "compile", compiling)
     job = compilation._compiled(first, "here")
-    # of another device it is another program, whatever its text
+    # for another device it is another program, even with the same text
     assert (compiled, jobs[0]) == ([first, second], job)
     assert jobs[1] is not job
     assert job.result().program(x) == 2
@@ -59,7 +59,7 @@ def test_programs_of_one_form_that_are_wanted_at_once_are_compiled_once(monkeypa
 
 
 @pytest.mark.usefixtures("unknown_option")
-def test_who_waits_for_a_program_of_one_form_gets_its_error():
+def test_error_reaches_all_waiters_for_a_program_of_one_form():
     @program(static_argnames="named")
     def add(x, named):
         return x + 1
@@ -70,14 +70,14 @@ def test_who_waits_for_a_program_of_one_form_gets_its_error():
 
 
 @pytest.mark.usefixtures("unknown_option")
-def test_programs_of_an_engine_are_compiled_with_the_options():
+def test_engine_programs_are_compiled_with_the_options():
     with pytest.raises(Exception, match="no_such_option"):
         tiny_llm().generate([[1, 2]], greedy(1))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities are those of processes")
 @pytest.mark.parametrize("before", [0, 15])
-def test_threads_that_compile_yield_to_others_and_never_claim_more(before, monkeypatch):
+def test_compile_threads_yield_to_others_and_never_raise_their_priority(before, monkeypatch):
     set_to = []
     monkeypatch.setattr(os, "getpriority", lambda which, thread: before)
     monkeypatch.setattr(os, "setpriority", lambda which, thread, nice: set_to.append(nice))
@@ -92,7 +92,7 @@ def test_threads_that_compile_yield_to_others_and_never_claim_more(before, monke
 
 
 class Adding(ProgramSet):
-    """Adds numbers; the first of them waits to be traced."""
+    """Adds numbers; the first program waits to be traced."""
 
     def __init__(self):
         self.begun, self.go_on, self.traced = threading.Event(), threading.Event(), []
@@ -108,7 +108,7 @@ class Adding(ProgramSet):
         return x + more
 
 
-def test_who_is_interrupted_leaves_nothing_to_be_compiled():
+def test_interrupt_cancels_all_compilations():
     made = Adding()
     keys = [ProgramKey.of("add", more=more) for more in range(5)]
     made.expect(keys[:1])
@@ -124,13 +124,13 @@ def test_who_is_interrupted_leaves_nothing_to_be_compiled():
         made.compile(keys, logger)
     made.go_on.set()
     assert made.run(ProgramKey.of("add", more=0), jnp.float32(1)) == 1
-    # what follows comes behind all that was left
+    # a later program follows all cancelled ones
     assert made.run(ProgramKey.of("add", more=9), jnp.float32(1)) == 10
     assert made.traced == [0, 9]
     assert made.run(ProgramKey.of("add", more=3), jnp.float32(1)) == 4
 
 
-def test_what_cannot_be_compiled_is_never_ready_and_is_told_of(caplog):
+def test_failed_program_is_never_ready_and_is_logged(caplog):
     made = Adding()
     key, told = ProgramKey.of("add", more=7), threading.Event()
     made.expect([key])

@@ -1,4 +1,4 @@
-"""Constants of a model: what they are, that they are made once, and where they are kept."""
+"""Tests constants of a model: their values, that they are made once, and where they are stored."""
 
 import dataclasses
 import logging
@@ -53,7 +53,7 @@ def files(tmp_path):
     return sorted((tmp_path / "cache" / "key_constants").iterdir())
 
 
-def test_the_mean_is_that_of_keys_before_rope_and_keys_then_reach_as_far_as_queries():
+def test_mean_is_of_keys_before_rope_and_framed_keys_reach_as_far_as_queries():
     rng = np.random.default_rng(0)
     positions = jax.device_put(np.arange(512, dtype=np.int32))
     frequencies = jnp.asarray(1e6 ** (-np.arange(16) / 16), jnp.float32)
@@ -75,7 +75,7 @@ def test_the_mean_is_that_of_keys_before_rope_and_keys_then_reach_as_far_as_quer
     np.testing.assert_allclose(reach, size, rtol=1e-4)
 
 
-def test_they_are_made_once_per_model_and_kept_in_it(made):
+def test_constants_are_made_once_per_model_and_kept_in_it(made):
     params, seen = fresh(), []
     report = lambda *progress: seen.append(progress)  # noqa: E731
     jsparse.generate(params, PROMPT, max_new_tokens=1, policy=POLICY, on_progress=report)
@@ -91,7 +91,7 @@ def test_they_are_made_once_per_model_and_kept_in_it(made):
     assert made == [params]
 
 
-def test_the_next_process_finds_them_on_disk(made, tmp_path):
+def test_next_process_finds_them_on_disk(made, tmp_path):
     first, again, other = fresh(), fresh(), fresh(seed=1)
     assert constants(first, jsparse.dense()) is None
     policy = jsparse.twilight(jsparse.all_pages())
@@ -107,7 +107,7 @@ def test_the_next_process_finds_them_on_disk(made, tmp_path):
     assert len({fingerprint(params) for params in (first, again, other, changed)}) == 3
 
 
-def test_a_damaged_file_is_made_again(made, tmp_path, caplog):
+def test_damaged_file_is_made_again(made, tmp_path, caplog):
     policy = jsparse.twilight(jsparse.all_pages())
     constants(fresh(), policy)
     (path,) = files(tmp_path)
@@ -121,7 +121,7 @@ def test_a_damaged_file_is_made_again(made, tmp_path, caplog):
     assert files(tmp_path) == [path]
 
 
-def test_a_folder_that_cannot_be_written_only_costs_time(made, tmp_path, monkeypatch, caplog):
+def test_unwritable_folder_only_costs_time(made, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JSPARSE_CACHE_DIR", str(tmp_path / "file"))
     policy = jsparse.twilight(jsparse.all_pages())
@@ -130,7 +130,7 @@ def test_a_folder_that_cannot_be_written_only_costs_time(made, tmp_path, monkeyp
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_save_writes_what_was_made(made, tmp_path):
+def test_save_writes_the_constants(made, tmp_path):
     params = fresh()
     jsparse.save(params, tmp_path / "without")
     assert jsparse.load(tmp_path / "without").constants == {}
@@ -180,7 +180,7 @@ def test_boundary_classes_come_from_the_tokenizer_and_are_made_once(monkeypatch,
     assert calls == [params.tokenizer, other.tokenizer]
 
 
-def test_a_model_without_a_tokenizer_is_refused_before_anything_is_allocated():
+def test_model_without_a_tokenizer_is_refused_before_anything_is_allocated():
     policy = needing("boundary_classes")
     message = r"policy=chunky\(\) needs 'boundary_classes': .*'tiny' must have a tokenizer"
     with pytest.raises(ValueError, match=message):
@@ -189,7 +189,7 @@ def test_a_model_without_a_tokenizer_is_refused_before_anything_is_allocated():
         jsparse.generate(fresh(), PROMPT, max_new_tokens=2, policy=policy)
 
 
-def test_or_none_is_zeros_without_a_tokenizer_and_is_said_once(caplog):
+def test_or_none_gives_zeros_without_a_tokenizer_and_warns_once(caplog):
     params, policy = fresh(), needing("boundary_classes_or_none")
     with caplog.at_level(logging.WARNING, "jsparse.constants"):
         found = [constants(params, policy)["boundary_classes_or_none"] for _ in range(2)]
@@ -202,7 +202,7 @@ def test_or_none_is_zeros_without_a_tokenizer_and_is_said_once(caplog):
     assert not found[0].any()
 
 
-def test_a_table_that_does_not_fit_the_vocabulary_is_refused():
+def test_table_that_does_not_fit_the_vocabulary_is_refused():
     for table in (jnp.zeros((7, 2), jnp.uint8), jnp.zeros((300, 2), jnp.int32)):
         params = dataclasses.replace(fresh(), constants={"boundary_classes": table})
         with pytest.raises(ValueError, match=r"must be uint8\[\d+, 2\], the vocabulary's"):

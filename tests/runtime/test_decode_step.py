@@ -1,4 +1,4 @@
-"""Tests that the dense decode step is the model, and its statistics are what hand counting gives.
+"""Tests that the dense decode step is the model, and that its statistics match hand counting.
 
 Tables, page sizes and batches vary.
 """
@@ -45,7 +45,7 @@ step = jax.jit(decode_step, static_argnames=("decoder", "policy"))
 def full_pass():
     """Returns the logits of one dense pass over each whole text, [steps, B, V].
 
-    The steps are those that decoding goes through.
+    The steps are those of decoding.
     """
     rows = []
     for prompt, forced in zip(PROMPTS, FORCED, strict=True):
@@ -61,7 +61,7 @@ def test_prefill_and_decode_equal_one_full_pass(page_size, full_pass):
 
 
 def decode(policy, *, pool_pages=None, page_size=8, forced=FORCED, params=PARAMS):
-    """Returns logits and stats of every forced step, and the last cache.
+    """Returns logits and stats of every forced step, and the final cache.
 
     The cache has an identity table or a shared pool.
     """
@@ -91,7 +91,7 @@ def test_decoding_equals_the_full_pass_over_a_pool(full_pass):
     assert_close(logits[:-1], full_pass[1:], rtol=1e-5)
 
 
-def test_a_pool_that_runs_dry_says_so_and_spoils_nothing():
+def test_exhausted_pool_reports_overflow_and_spoils_nothing():
     """Prompts take 9 pages per head, and row 0 needs another in its fourth step.
 
     That step is written where no head reads.
@@ -113,7 +113,7 @@ def test_a_pool_that_runs_dry_says_so_and_spoils_nothing():
     assert not cache.overflow.any()
 
 
-def test_shares_are_what_hand_counting_says():
+def test_shares_match_hand_counting():
     """The policy is streaming(sink=3, recent=9) over pages of 8."""
     sink, recent, page = 3, 9, 8
     _, stats, _ = decode(parse(f"streaming(sink={sink}, recent={recent})"))
@@ -138,9 +138,9 @@ def test_dense_layers_are_counted():
 
 @builder
 def dense_until(limit: int) -> jsparse.Policy:
-    """Is dense up to a length.
+    """Returns a policy that is dense up to a length.
 
-    Its own select attends to the newest token alone and counts its calls.
+    Beyond it, select attends only to the newest token; it counts its calls.
     """
     inner = parse("streaming(sink=0, recent=1)")
 
@@ -156,7 +156,7 @@ def dense_until(limit: int) -> jsparse.Policy:
     )
 
 
-def test_short_rows_are_dense_and_nothing_is_selected():
+def test_short_rows_are_dense_without_a_selection():
     limit = LENGTHS[0] + 5
     expected, _, _ = decode(dense())
     logits, stats, _ = decode(dense_until(limit))
@@ -169,8 +169,8 @@ def test_short_rows_are_dense_and_nothing_is_selected():
     )
 
 
-def test_the_current_token_is_always_attended():
-    """A policy that lists page 0 alone attends to that page and to the newest token."""
+def test_current_token_is_always_attended():
+    """A policy that lists only page 0 attends to that page and to the newest token."""
     policy = dense()._replace(
         select=lambda state, layer, q, cache: (
             jsparse.Selection(
@@ -191,8 +191,8 @@ def test_the_current_token_is_always_attended():
 
 
 @pytest.mark.parametrize("evicts", [False, True])
-def test_what_follows_from_lengths_alone_is_made_once_for_all_layers(evicts):
-    """Layers have one array of lengths, unless their heads may hold different tokens."""
+def test_values_derived_from_lengths_are_computed_once_for_all_layers(evicts):
+    """Layers share one array of lengths, unless their heads may hold different tokens."""
     seen = []
 
     def select(state, layer, q, view):
@@ -211,7 +211,7 @@ def test_what_follows_from_lengths_alone_is_made_once_for_all_layers(evicts):
     assert (first is second) == (not evicts)
 
 
-def test_a_loop_of_steps_carries_lengths_once():
+def test_loop_of_steps_carries_lengths_once():
     params, policy = tiny_params(num_layers=2), dense()
     spec = spec_of(params, batch=3, page_size=8, num_pages=2)
 
@@ -227,7 +227,7 @@ def test_a_loop_of_steps_carries_lengths_once():
     assert len(lengths) == 1
 
 
-def test_the_step_keeps_the_dtypes_of_bfloat16():
+def test_step_keeps_the_dtypes_of_bfloat16():
     params = PARAMS
     weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params.weights)
     half = jsparse.Params(weights, params.config, None, {}, "half")
@@ -238,7 +238,7 @@ def test_the_step_keeps_the_dtypes_of_bfloat16():
     assert 1e-4 < error < 0.08
 
 
-def test_pages_without_bits_are_kept_whole():
+def test_pages_without_bits_are_attended_to_in_full():
     policy = "keep(oracle_top_k(budget=64, granularity='page'), sink=1, recent=1)"
     out = jsparse.generate(PARAMS, PROMPTS[0], max_new_tokens=8, policy=policy, page_size=64)
     assert out.stats.attended_fraction == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""Tests that the number of drafts is the fastest, whatever agrees and however long rounds take."""
+"""Tests that the number of drafts is the fastest, for any acceptance rate and round time."""
 
 from collections import deque
 from itertools import product
@@ -12,7 +12,7 @@ from jsparse.runtime.draft_length import DraftLength, most_drafts
 
 pytestmark = pytest.mark.pure
 
-# a round without drafts takes a second; results come two rounds late
+# a round without drafts takes a second; results arrive two rounds late
 LAG = 2
 
 
@@ -27,7 +27,7 @@ def best_seconds(agreement, each, most):
 
 
 def decode(agreement, each, *, most=4, tokens=2000, rows=1, seed=0, slow=5.0):
-    """Returns the seconds per token of a simulated run, the first round of which is slow to see."""
+    """Returns the seconds per token of a simulated run; its first round is measured as slow."""
     random, length, late = Random(seed), DraftLength(adapts=True), deque()
     made = took = 0
     while made < tokens * rows:
@@ -58,11 +58,11 @@ def test_it_finds_the_fastest_number():
 @settings(max_examples=6)
 @given(st.floats(0, 1), st.floats(0.05, 1.5), st.integers(1, 7), st.integers(0, 99))
 def test_it_never_loses_much_against_no_drafts(agreement, each, most, seed):
-    """A draft may take longer than a step does: then hardly any is made."""
+    """A draft may take longer than a step: then hardly any is made."""
     assert decode(agreement, each, most=most, seed=seed) < 1.08
 
 
-def test_what_agreed_long_ago_counts_no_more():
+def test_old_acceptance_is_forgotten():
     length = DraftLength(adapts=True)
     for _ in range(200):
         length.observe([4], [4])
@@ -72,8 +72,8 @@ def test_what_agreed_long_ago_counts_no_more():
     assert length.agreement < 0.03
 
 
-def test_drafts_behind_one_that_was_rejected_were_not_reached():
-    """Two rounds of four drafts, of which none and two were kept, tell of four drafts."""
+def test_drafts_after_a_rejected_one_do_not_count():
+    """Two rounds of four drafts, with none and two kept, count as four drafts."""
     length = DraftLength(adapts=True)
     for _ in range(500):
         length.observe([4, 4], [0, 2])
@@ -82,7 +82,7 @@ def test_drafts_behind_one_that_was_rejected_were_not_reached():
 
 @pytest.mark.parametrize("unused", [1, 2, 3])
 def test_both_first_numbers_are_tried(unused):
-    """Whatever calls do not lead to a round, or are for a program of other rows."""
+    """Even if calls do not lead to a round, or are for a program of other rows."""
     length = DraftLength(adapts=True)
     for nth in range(40):
         said = length.choose(4, 8)
@@ -94,7 +94,7 @@ def test_both_first_numbers_are_tried(unused):
 
 
 def test_one_slow_round_decides_nothing():
-    """The first of two drafts was slow: two and one are tried until three of each are known."""
+    """The first round of two drafts was slow: both numbers are tried until each has three times."""
     length = DraftLength(adapts=True)
     length.took(1, 2, 10.0)
     for _ in range(2):
@@ -105,7 +105,7 @@ def test_one_slow_round_decides_nothing():
     assert length.choose(4) == 4
 
 
-def test_rounds_without_drafts_tell_nothing():
+def test_rounds_without_drafts_do_not_count():
     length = DraftLength(adapts=True)
     length.observe([4, 4], [1, 3])
     before = length.agreement
@@ -114,7 +114,7 @@ def test_rounds_without_drafts_tell_nothing():
     assert length.agreement == before
 
 
-def test_a_number_that_was_asked_for_is_always_said():
+def test_fixed_number_is_always_returned():
     length = DraftLength(adapts=False)
     for _ in range(50):
         length.observe([5], [0])
@@ -122,8 +122,8 @@ def test_a_number_that_was_asked_for_is_always_said():
         assert length.choose(5) == 5
 
 
-def test_programs_of_other_rows_are_timed_apart():
-    """Where a program of eight rows drafts for nothing, that of one still can."""
+def test_programs_of_other_rows_are_timed_separately():
+    """If drafting does not pay for eight rows, it still may for one."""
     length = DraftLength(adapts=True)
     for rows, each in ((1, 0.1), (8, 3.0)):
         for drafts in (4, 2) * 3:
@@ -136,7 +136,7 @@ def test_programs_of_other_rows_are_timed_apart():
 
 
 def test_most_drafts():
-    """With the token before them they are 256 at most in all rows, 5 to 7 in each."""
+    """Including the token before them there are at most 256 in all rows, 5 to 7 in each."""
     rows = (1, 8, 32, 40, 64, 500)
     assert [most_drafts(number, on_gpu=True) for number in rows] == [6, 6, 6, 5, 4, 4]
     assert most_drafts(1, on_gpu=False) == 2

@@ -1,4 +1,4 @@
-"""Tests that K and V in host memory give what they give on the device, bit for bit."""
+"""Tests that K and V in host memory give the same results as on the device, bit for bit."""
 
 from dataclasses import replace
 
@@ -66,7 +66,7 @@ def offloaded(expression, **options):
 
 @pytest.mark.parametrize("expression", slow_except(POLICIES, QUEST))
 def test_host_memory_gives_the_bits_of_the_device(expression):
-    """Prompts are read in chunks, and the tail goes to host memory three times.
+    """Prompts are prefilled in chunks, and the tail is copied to host memory three times.
 
     All steps are one program.
     """
@@ -77,7 +77,7 @@ def test_host_memory_gives_the_bits_of_the_device(expression):
 
 
 @pytest.mark.slow
-def test_rows_that_are_fetched_first_give_the_same():
+def test_prefetched_rows_give_the_same_results():
     got, want = logits(offloaded(LFPS, reads="gather")), logits(LFPS)
     np.testing.assert_array_equal(got, want)
 
@@ -94,14 +94,14 @@ def further_turn(expression, second=((5, 8, 13), (21, 34))):
 
 
 @pytest.mark.slow
-def test_a_further_turn_reads_on():
-    """What was generated is cut off, though the tail and host memory still have it."""
+def test_further_turn_continues():
+    """The generated tokens are cut off, although the tail and host memory still have them."""
     for got, want in zip(further_turn(offloaded(QUEST)), further_turn(QUEST), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.slow
-def test_a_prompt_read_on_the_device_moves_to_host_memory():
+def test_prompt_prefilled_on_the_device_moves_to_host_memory():
     p, spec = params(), spec_of(params(), 2, page_size=PAGE, num_pages=12)
     expression = f"retrieval_heads({QUEST}, {GATES})"
     on_device = Session(p, parse(expression), spec)
@@ -114,7 +114,7 @@ def test_a_prompt_read_on_the_device_moves_to_host_memory():
     np.testing.assert_array_equal(forced_logits(adopted, FORCED), forced_logits(on_device, FORCED))
 
 
-def test_the_device_holds_the_tail_and_dense_heads():
+def test_device_holds_the_tail_and_dense_heads():
     spec = spec_of(params(), 2, page_size=PAGE)._replace(num_pages=1000)
     own, chunk = spec.nbytes, 64
     tail = parse(offloaded(QUEST, tail=64))
@@ -125,7 +125,7 @@ def test_the_device_holds_the_tail_and_dense_heads():
     assert store_of(dense, spec).device_bytes(chunk) == ring + layer + own // 2
 
 
-def test_host_memory_that_is_too_small_is_refused_before_anything_moves(monkeypatch):
+def test_too_small_host_memory_is_refused_before_anything_moves(monkeypatch):
     monkeypatch.setattr(host_store, "available_host_bytes", lambda: 1000)
     policy, spec = parse(offloaded(QUEST, tail=64)), spec_of(params(), 2, page_size=PAGE)
     message = r"max_length=128 for 2 prompt\(s\) takes 128.00 KiB of host memory: must fit in"
@@ -138,7 +138,7 @@ def test_host_memory_that_is_too_small_is_refused_before_anything_moves(monkeypa
     assert not capacity.fits(spec, policy)
 
 
-def test_a_gpu_does_not_read_pages_in_place(monkeypatch):
+def test_gpu_reads_no_pages_in_place(monkeypatch):
     policy = parse(offloaded(QUEST, reads="in_place"))
     held = Session(params(), policy, spec_of(params(), 2, page_size=PAGE, num_pages=12))
     held.prefill(PROMPTS)
@@ -147,7 +147,7 @@ def test_a_gpu_does_not_read_pages_in_place(monkeypatch):
         forced_logits(held, FORCED[:, :3])
 
 
-def test_a_device_without_pinned_memory_is_refused(monkeypatch):
+def test_device_without_pinned_memory_is_refused(monkeypatch):
     class Device:
         platform, device_kind = "gpu", "Abacus"
 
@@ -159,8 +159,8 @@ def test_a_device_without_pinned_memory_is_refused(monkeypatch):
         host_pages.host_sharding()
 
 
-def test_lengths_tell_what_lies_in_the_ring():
-    """A page that is not in host memory yet is read from the tail, whatever host memory has."""
+def test_lengths_determine_the_pages_in_the_ring():
+    """A page that is not in host memory yet is read from the tail; host memory is ignored."""
     spec = spec_of(params(), 1, page_size=PAGE, num_pages=8)
     host = OnHost(parse(offloaded(QUEST, tail=16)), spec)
     cache, _ = host.begin(8)
@@ -218,8 +218,8 @@ def test_wrong_sessions_are_refused():
             Session(params(), policy, sizes, **options)
 
 
-def test_heads_that_stay_on_the_device_get_all_their_pages():
-    """As a row of an engine needs them; only the kernels of a GPU read them there."""
+def test_heads_resident_on_the_device_get_all_their_pages():
+    """As a row of an engine needs them; only GPU kernels read them there."""
     rng, (layer,) = np.random.default_rng(0), kv_cache.init(small_spec(8)).layers
     k, v = (jnp.asarray(rng.normal(size=layer.k.shape), jnp.float32) for _ in range(2))
     lengths = jnp.array([[9, 5], [4, 12]], jnp.int32)

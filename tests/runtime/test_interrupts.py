@@ -1,4 +1,4 @@
-"""Tests that an interrupt ends a command wherever Python may lose its exception."""
+"""Tests that an interrupt ends a command even where Python may lose its exception."""
 
 import gc
 import signal
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.pure
 
 @pytest.fixture(autouse=True)
 def handlers(monkeypatch):
-    """Puts the handlers back that a test replaces."""
+    """Restores the signal handlers that a test replaces."""
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -27,7 +27,7 @@ def collect_and_wait():
     threading.Event().wait(60)
 
 
-def test_an_interrupt_within_a_callback_comes_again():
+def test_interrupt_within_a_callback_is_raised_again():
     came = []
 
     def callback(phase, info):
@@ -58,13 +58,13 @@ def test_other_exceptions_of_callbacks_are_reported(monkeypatch):
     assert reported == [ZeroDivisionError]
 
 
-def test_a_handler_of_ones_own_stays():
+def test_custom_handler_is_kept():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lose_no_interrupts()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def test_an_interrupt_within_an_import_ends_the_process(tmp_path):
+def test_interrupt_within_an_import_ends_the_process(tmp_path):
     (tmp_path / "loses.py").write_text(
         "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\n"
         "except BaseException:\n    pass\n"
@@ -77,7 +77,7 @@ def test_an_interrupt_within_an_import_ends_the_process(tmp_path):
     assert (ran.returncode, ran.stdout, ran.stderr) == (128 + signal.SIGINT, "", "")
 
 
-def test_the_command_loses_none_from_its_start():
+def test_command_loses_no_interrupt_from_its_start():
     code = (
         "import signal, jsparse.__main__ as m, jsparse.cli.app as a; "
         "a.main = lambda: signal.raise_signal(signal.SIGINT); m.main()"

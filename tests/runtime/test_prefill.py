@@ -1,4 +1,4 @@
-"""Tests that prefill gives the same cache, query windows and hidden states however it is cut."""
+"""Tests that prefill in any chunks gives the same cache, query windows and hidden states."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ PAGE = 8
 
 
 def windowed(size: int):
-    """Attends densely; the state is every layer's query windows and how much of them counts."""
+    """Attends densely; the state is every layer's query windows and the number of valid queries."""
 
     def init(spec):
         shape = (spec.batch, size, spec.num_heads, spec.head_dim)
@@ -39,7 +39,7 @@ def windowed(size: int):
 
 
 def run(params, policy, sizes, *, prompts=PROMPTS, pool_pages=None):
-    """Returns the carry after prompts in pieces of `sizes`."""
+    """Returns the carry after prompts in chunks of `sizes`."""
     lengths = np.array([len(p) for p in prompts])
     tokens = np.zeros((len(prompts), sum(sizes)), np.int32)
     for b, prompt in enumerate(prompts):
@@ -78,7 +78,7 @@ CUTS = (40,), (16, 16, 16), (5,) * 8, (32, 1, 4, 1)
 
 @pytest.mark.parametrize("window", slow_except((4, 32), 32))
 @pytest.mark.parametrize("sizes", slow_except(CUTS[2:], CUTS[3]), ids=str)
-def test_every_cut_equals_the_slow_model(sizes, window, slow_rows):
+def test_every_chunking_matches_the_slow_model(sizes, window, slow_rows):
     """Cache, lengths, positions, logits and query windows are equal.
 
     Some prompts are shorter than the window.
@@ -138,7 +138,7 @@ def spoil(layer, noise, first):
 
 @pytest.mark.parametrize("pool_pages", slow_except([None, 100], 100))
 def test_correct_restores_what_dense_prefill_gives(pool_pages):
-    """The newest K and V are spoilt, as sparse decoding does; the rest of the cache is intact."""
+    """The newest K and V are corrupted, as by sparse decoding; the rest of the cache is intact."""
     params, count = tiny_params(num_layers=2), 3
     carry = run(params, dense(), (16, 16, 8), pool_pages=pool_pages)
     expected = [held_rows(layer) for layer in carry.cache.layers]
@@ -170,7 +170,7 @@ def test_correct_restores_what_dense_prefill_gives(pool_pages):
 def test_attend_chunk_over_several_blocks(pages, monkeypatch):
     """A chunk of 4 follows 0, 11 and 60 tokens, in blocks of `pages` pages.
 
-    The blocks need not tile 8.
+    The blocks need not divide the 8 pages.
     """
     monkeypatch.setattr(chunk_attention, "PLAIN_CHUNK", 3 * pages * PAGE)  # shared by the 3 rows
     rng = np.random.default_rng(5)
@@ -227,13 +227,13 @@ def test_chunks_shrink_with_the_batch_and_stay_powers_of_two(monkeypatch):
     assert sizes_of_chunks((1, 2, 3, 8, 10_000)) == [512, 256, 128, 64, 64]
 
 
-def test_chunks_of_a_cpu_have_one_size_by_capacity():
+def test_chunks_on_a_cpu_have_one_size_per_capacity():
     for pages, size in ((4, 64), (32, 64), (64, 128), (100, 128), (512, 512)):
         assert sizes_of_chunks((1,), pages) == [size]
         assert chunk_attention.chunk_sizes(size + 1, size) == [size, size]
 
 
-def test_corrections_leave_rows_that_ran_out_of_room_alone():
+def test_corrections_skip_rows_that_ran_out_of_room():
     params = tiny_params(num_layers=2)
     carry = run(params, dense(), (16, 16, 8))
     cache = carry.cache._replace(overflow=jnp.array([True, False, False]))

@@ -1,4 +1,4 @@
-"""Tests the requests that SamplingParams are checked into."""
+"""Tests the requests that SamplingParams are validated into."""
 
 import dataclasses
 from pathlib import Path
@@ -25,7 +25,7 @@ def params():
     )
 
 
-def test_what_changes_the_likeliest_token_is_not_greedy(params):
+def test_options_that_change_the_likeliest_token_are_not_greedy(params):
     plain = dataclasses.replace(params, generation_defaults={})
     options = [
         SamplingParams(top_k=3, n=2, logprobs=4, stop_token_ids=[2]),
@@ -40,7 +40,7 @@ def test_what_changes_the_likeliest_token_is_not_greedy(params):
     assert [request.sampling.greedy for request in asked] == [True, *[False] * 6]
 
 
-def test_an_engine_alone_takes_more(params):
+def test_engine_supports_options_that_generate_does_not(params):
     for given, said in (
         ({"n": 2}, "n=2: must be 1 for generate"),
         ({"logprobs": 3}, "logprobs=3: must be None or 0 for generate"),
@@ -58,7 +58,7 @@ def test_an_engine_alone_takes_more(params):
     require_alone([SamplingParams(logprobs=0), SamplingParams()])
 
 
-def test_the_model_s_defaults_stand_for_none(params):
+def test_none_means_the_models_defaults(params):
     options = [SamplingParams(), SamplingParams(temperature=0, top_k=0, min_p=0.1, seed=3)]
     first, second = requests(params, [[1, 2], [3]], options, dense(), seed=11)
     assert first.sampling == SamplingParams(
@@ -72,13 +72,13 @@ def test_the_model_s_defaults_stand_for_none(params):
     assert [request.sampling.greedy for request in (first, second)] == [False, True]
 
 
-def test_rows_without_a_seed_of_their_own_draw_from_streams_of_one(params):
+def test_rows_without_a_seed_draw_from_streams_of_one_seed(params):
     options = [SamplingParams(), SamplingParams(seed=5), SamplingParams()]
     asked = requests(params, [[1]] * 3, options, dense(), seed=2)
     assert [(r.sampling.seed, r.stream) for r in asked] == [(2, 0), (5, 0), (2, 2)]
 
 
-def test_end_tokens_are_the_model_s_and_ones_own(params):
+def test_end_tokens_are_the_models_and_the_requests(params):
     options = [
         SamplingParams(),
         SamplingParams(stop_token_ids=[3]),
@@ -99,8 +99,8 @@ def test_end_tokens_are_the_model_s_and_ones_own(params):
         requests(params, [[1]], SamplingParams(logit_bias={299: 1, 300: 1}), dense())
 
 
-def test_few_tokens_end_a_text_of_a_minimum_length(params):
-    """Two are the model's own."""
+def test_number_of_end_tokens_is_limited_with_min_tokens(params):
+    """Two of them are the model's."""
     maximum = SamplingParams(stop_token_ids=range(20, 34), min_tokens=1)
     assert len(requests(params, [[1]], maximum, dense())[0].ends) == 16
     more = dataclasses.replace(maximum, stop_token_ids=range(20, 35))
@@ -115,7 +115,7 @@ def test_stop_strings_need_a_tokenizer(params):
         requests(params, [[1]], SamplingParams(stop="x"), dense())
 
 
-def test_there_is_one_entry_per_prompt_or_one_for_all(params):
+def test_options_are_one_per_prompt_or_one_for_all(params):
     for sampling, said in (
         ([SamplingParams()] * 3, "3 entries.*each of the 2 prompt"),
         ([SamplingParams(), None], "sampling=None.*must be SamplingParams"),
@@ -130,7 +130,7 @@ def test_there_is_one_entry_per_prompt_or_one_for_all(params):
     assert [request.sampling.top_k for request in asked] == [5, 2]
 
 
-def test_values_for_the_policy_become_arrays(params):
+def test_policy_values_become_arrays(params):
     policy = as_policy("twilight(oracle_top_p(p=0.5), p=0.9)")
     assert list(policy.per_row) == ["p"]
 

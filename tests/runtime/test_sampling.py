@@ -1,4 +1,4 @@
-"""Tests sampling against the semantics of HF's logits processors, written out in numpy."""
+"""Tests sampling against the semantics of HF's logits processors, written in numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,12 @@ adjust = jax.jit(adjusted)
 
 
 def options(**given) -> SamplingParams:
-    """Options of which none is left to a model."""
+    """Options that leave no default to the model."""
     return SamplingParams(**(OFF | {"seed": 3} | given))
 
 
 def rows_of(*asked: SamplingParams, vocab=V, prompts=None, ends=()) -> RowSampling:
-    """What `sampled` carries for these rows, which draw from streams of their own."""
+    """The carry of `sampled` for these rows, which draw from separate streams."""
     prompts = prompts or [[]] * len(asked)
     pairs = zip(prompts, asked, strict=True)
     requests = [Request(ids, own, frozenset(ends), i) for i, (ids, own) in enumerate(pairs)]
@@ -40,14 +40,14 @@ def rows_of(*asked: SamplingParams, vocab=V, prompts=None, ends=()) -> RowSampli
 
 
 def drawn(own: SamplingParams, logits, nth=0, seen=None):
-    """The tokens and log-probabilities of rows that all ask for the same."""
+    """The tokens and log-probabilities of rows with equal options."""
     given = rows_of(*[own] * len(logits), vocab=logits.shape[1])
     given = given if seen is None else given._replace(seen=jnp.asarray(seen))
     return draw(given, jnp.int32(nth), jnp.asarray(logits))[:2]
 
 
 def left(own: SamplingParams, logits):
-    """Which tokens may be drawn: those that are, with enough noise."""
+    """The tokens that may be drawn: those drawn with enough noise."""
     rows, vocab = logits.shape
     given = rows_of(*[own] * (rows * vocab), vocab=vocab)
     noise = np.tile(1e6 * np.eye(vocab, dtype=np.float32), (rows, 1))
@@ -92,13 +92,13 @@ OPTIONS = [
 ]
 
 
-def test_what_may_be_drawn():
+def test_sampling_is_restricted_to_the_truncated_set():
     logits = np.random.default_rng(0).normal(size=(64, V)).astype(np.float32) * 2
     noise = np.random.default_rng(1).gumbel(size=logits.shape).astype(np.float32)
     for sampling in OPTIONS:
         expected = np.stack([slow_truncated(sampling, row) for row in logits])
         np.testing.assert_array_equal(left(sampling, logits), np.isfinite(expected), f"{sampling}")
-        # and of these the one that noise makes largest
+        # and among these the one with the most noise
         tokens = perturbed(rows_of(*[sampling] * len(logits)), logits, noise)
         np.testing.assert_array_equal(tokens, np.argmax(expected + noise, -1), f"{sampling}")
 
@@ -114,14 +114,14 @@ def test_equal_logits_are_cut_by_id():
         np.testing.assert_array_equal(left(sampling, logits)[0], np.arange(8) < kept)
 
 
-def test_top_p_counts_what_top_k_left():
+def test_top_p_applies_to_the_rest_of_top_k():
     """After top_k=2 the first of 0.5, 0.25, … has two thirds of the mass: top_p=0.6 keeps it."""
     logits = -np.log(2.0) * np.arange(V, dtype=np.float32)[None]
     assert left(options(temperature=1.0, top_p=0.6), logits).sum() == 2
     assert left(options(temperature=1.0, top_k=2, top_p=0.6), logits).sum() == 1
 
 
-def test_min_p_counts_what_top_p_left():
+def test_min_p_applies_to_the_rest_of_top_p():
     logits = np.log(np.array([[0.4, 0.3, 0.2, 0.1]], np.float32))
     assert left(options(temperature=1.0, min_p=0.6), logits).tolist() == [
         [True, True, False, False]
@@ -132,7 +132,7 @@ def test_min_p_counts_what_top_p_left():
 
 
 def test_greedy_in_all_its_forms():
-    """The lowest of equals, as the program of greedy rows alone."""
+    """The lowest id among equals, as in the program for greedy rows only."""
     logits = np.random.default_rng(2).normal(size=(32, V)).astype(np.float32)
     logits[0] = 0
     own = [np.log(softmax(row)).max() for row in logits]
@@ -172,7 +172,7 @@ def test_repetition_penalty_comes_before_top_k():
     assert tokens.tolist() == [1]
 
 
-def test_seen_holds_the_prompt_and_grows_by_each_token():
+def test_seen_starts_with_the_prompt_and_grows_by_each_token():
     own = options(repetition_penalty=2.0)
     given = rows_of(own, own, vocab=4, prompts=[[1], [0, 3]])
     np.testing.assert_array_equal(given.seen, [[0, 1, 0, 0], [1, 0, 0, 1]])
@@ -180,7 +180,7 @@ def test_seen_holds_the_prompt_and_grows_by_each_token():
     np.testing.assert_array_equal(given.seen, [[0, 1, 0, 1], [1, 0, 1, 1]])
 
 
-def test_a_row_draws_alike_in_any_batch():
+def test_row_draws_the_same_in_any_batch():
     logits = np.random.default_rng(5).normal(size=(6, V)).astype(np.float32)
     own = options(temperature=1.0, top_p=0.95)
     for nth in range(8):
@@ -215,7 +215,7 @@ PROMPT = [2, 4, 4, 7]
 
 
 def slow_adjusted(own: SamplingParams, row, generated: list[int]) -> np.ndarray:
-    """Applies the options that come before temperature to one row, token by token."""
+    """Applies the options that precede temperature to one row, token by token."""
     x = np.array(row, np.float64)
     for token, bias in (own.logit_bias or {}).items():
         x[token] += bias
@@ -230,7 +230,7 @@ def slow_adjusted(own: SamplingParams, row, generated: list[int]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def decoded():
-    """Twelve steps of all rows together: what was carried before each, logits and tokens."""
+    """Twelve steps of all rows together: the carry before each, logits and tokens."""
     logits = np.random.default_rng(8).normal(size=(12, len(ADJUSTED), V)).astype(np.float32)
     given = rows_of(*ADJUSTED, prompts=[PROMPT] * len(ADJUSTED), ends=ENDS)
     steps = []
@@ -241,7 +241,7 @@ def decoded():
     return steps, given
 
 
-def test_what_options_make_of_logits(decoded):
+def test_options_adjust_logits_as_by_hand(decoded):
     generated = [[] for _ in ADJUSTED]
     for nth, (carried, logits, tokens) in enumerate(decoded[0]):
         got = adjust(carried, jnp.full(len(ADJUSTED), nth, jnp.int32), logits)
@@ -259,7 +259,7 @@ def test_what_options_make_of_logits(decoded):
             assert made[own.min_tokens :] == [5] * (12 - own.min_tokens)
 
 
-def test_what_was_generated_is_counted(decoded):
+def test_generated_tokens_are_counted(decoded):
     steps, given = decoded
     for row in range(len(ADJUSTED)):
         generated = [tokens[row] for *_, tokens in steps]
@@ -277,7 +277,7 @@ def test_inactive_rows_are_greedy_and_their_tokens_are_not_counted():
     np.testing.assert_array_equal(after.seen[1], given.seen[1])
 
 
-def test_counts_end_at_their_largest():
+def test_counts_saturate():
     given = rows_of(options(frequency_penalty=-2.0))
     given = given._replace(counts=jnp.full((1, V), 65_535, jnp.uint16))
     tokens, _, given = draw(given, jnp.int32(0), jnp.eye(1, V, 3))
@@ -285,8 +285,8 @@ def test_counts_end_at_their_largest():
     assert given.counts.tolist() == [[65_535] * V]
 
 
-def test_rows_of_different_ages_choose_as_if_alone(decoded):
-    """Row b has come as far as step b when it takes part; alone it gets a number, not an array."""
+def test_rows_of_different_ages_sample_as_if_alone(decoded):
+    """Row b is at step b; alone it gets a number, not an array."""
     steps, _ = decoded
     ages = [b % len(steps) for b in range(len(ADJUSTED))]
     given, logits = (
@@ -306,7 +306,7 @@ def test_rows_of_different_ages_choose_as_if_alone(decoded):
             np.testing.assert_array_equal(mine[b], its[0])
 
 
-def test_a_row_carries_its_options_as_numpy_arrays():
+def test_row_carries_its_options_as_numpy_arrays():
     own = options(logit_bias={4: 1.5, 0: -2.0}, min_tokens=2, presence_penalty=0.5)
     asked = [Request([3], own, frozenset({6, 2}), 0), Request([1], options(), frozenset({6}), 1)]
     made = row_sampling(asked, V)
@@ -322,7 +322,7 @@ def test_a_row_carries_its_options_as_numpy_arrays():
         np.testing.assert_array_equal(mine, its)
 
 
-def test_generate_takes_options_into_account():
+def test_generate_applies_options():
     """Each token is the likeliest after its row's options, by the model's own dense logits."""
     params, prompt = tiny_params(num_layers=1), random_prompts((9,), seed=3)[0]
 
@@ -330,7 +330,7 @@ def test_generate_takes_options_into_account():
         return jsparse.generate(params, [prompt] * len(asked), sampling=asked)
 
     base = {"max_tokens": 16, "ignore_eos": True}
-    # without end tokens nothing comes of min_tokens, and the program is that of all options
+    # without end tokens min_tokens has no effect, and the program is that of all options
     free = generated(*[options(**base, min_tokens=1)] * 6)[0].token_ids
     base["stop_token_ids"] = [end := free[2]]
     asked = [
@@ -366,7 +366,7 @@ def test_generate_takes_options_into_account():
 
 
 @pytest.mark.parametrize("vocab", [5, 200])
-def test_the_likeliest_tokens(vocab):
+def test_top_logprobs(vocab):
     logits = np.random.default_rng(9).integers(-8, 8, size=(4, vocab)).astype(np.float32)
     ids, logprobs = jax.jit(top_logprobs)(logits)
     assert ids.shape == logprobs.shape == (4, min(20, vocab))
@@ -378,7 +378,7 @@ def test_the_likeliest_tokens(vocab):
         assert logprobs[row, 0] == chosen[row]
 
 
-def test_draws_follow_seed_and_number():
+def test_draws_depend_on_seed_and_number():
     logits = jnp.zeros((4, 1000))
 
     def tokens(seed, nth):
@@ -386,7 +386,7 @@ def test_draws_follow_seed_and_number():
 
     assert tokens(1, 0) == tokens(1, 0)
     assert len({tuple(tokens(seed, nth)) for seed in (0, 1, 2**32) for nth in range(3)}) == 9
-    assert len(set(tokens(1, 0))) == 4  # rows with equal logits draw for themselves
+    assert len(set(tokens(1, 0))) == 4  # rows with equal logits draw separately
 
 
 def test_frequencies_are_the_probabilities():

@@ -1,4 +1,4 @@
-"""Tests SamplingParams: what is checked when it is given, and the form that it is kept in."""
+"""Tests SamplingParams: validation on construction, and normalised values."""
 
 import copy
 import dataclasses
@@ -74,14 +74,14 @@ BAD = [
 ]
 
 
-def test_values_are_checked_when_they_are_given():
+def test_values_are_validated_on_construction():
     for given, said in BAD:
         with pytest.raises(ValueError, match=rf"^{next(iter(given))}\b.*must") as error:
             SamplingParams(**given)
         assert all(part in str(error.value) for part in said), (given, str(error.value))
 
 
-def test_what_is_given_is_kept_in_one_form():
+def test_values_are_normalised():
     own = SamplingParams(stop="end", stop_token_ids=[3, 4], top_k=5.0, temperature=np.float32(0.5))
     assert (own.stop, own.stop_token_ids, own.top_k) == (("end",), (3, 4), 5)
     assert type(own.temperature) is float
@@ -93,7 +93,7 @@ def test_what_is_given_is_kept_in_one_form():
     assert len({own, SamplingParams(), SamplingParams(policy={})}) == 2
 
 
-def test_biases_are_kept_by_id():
+def test_biases_are_stored_by_id():
     given = {"7": 1, 3: fractions.Fraction(-1, 2), np.int32(5): np.float32(2.5)}
     own = SamplingParams(logit_bias=given)
     assert own.logit_bias is not None
@@ -106,7 +106,7 @@ def test_biases_are_kept_by_id():
     assert hash(own) == hash(SamplingParams())
 
 
-def test_options_can_be_copied_and_written_down():
+def test_options_can_be_copied_and_printed():
     given = {"p": 0.9}
     own = SamplingParams(policy=given, stop="end")
     assert copy.deepcopy(own) == own == pickle.loads(pickle.dumps(own))

@@ -39,7 +39,7 @@ PROMPTS = random_prompts((37, 18, 3))
 
 @pytest.fixture
 def short_chunks(monkeypatch):
-    """Prompts are read in chunks of 16 tokens."""
+    """Makes prefill use chunks of 16 tokens."""
     monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda spec: 16)
 
 
@@ -47,7 +47,7 @@ def short_chunks(monkeypatch):
 
 
 def faded(state, view):
-    """Maintenance that shows in the logits."""
+    """Maintenance with an effect on the logits."""
     layers = tuple(layer._replace(v=0.8 * layer.v) for layer in view.layers)
     return state, view.cache._replace(layers=layers)
 
@@ -55,7 +55,8 @@ def faded(state, view):
 SERVICED = as_policy("streaming(sink=1, recent=4)")._replace(
     services=Services(faded, period=11, correct_every=13), name="serviced"
 )
-# What decides is worked out by hand: the steps left to a row's limit, and to what is due.
+# The numbers of steps are computed by hand: the steps left to a row's limit, and to the next
+# service.
 LIMITS = (30, 30, 3)
 PROGRAMS = {
     # 2 steps to the last row's limit, then 27
@@ -75,7 +76,7 @@ PROGRAMS = {
         8,
         *[1] * 8,
     ],
-    # something is always due soon
+    # a service is always due soon
     dense()._replace(services=Services(period=9, correct_every=4), name="busy"): [1] * 29,
     prompt_ends(): [1, 1, 8, 8, 8, 1, 1, 1],
     **{
@@ -90,7 +91,7 @@ PROGRAMS = {
 
 
 def decoded(policy, steps_per_program, limits=LIMITS):
-    """The results of every program, with the likeliest token in row 0 and others sampled."""
+    """The results of every program, with greedy tokens in row 0 and sampled ones in the others."""
     params = tiny_params(num_layers=1 if policy is SERVICED else 2)
     spec = spec_of(params, len(PROMPTS), page_size=PAGE)
     made = Session(params, policy, spec, steps_per_program=steps_per_program)
@@ -101,7 +102,7 @@ def decoded(policy, steps_per_program, limits=LIMITS):
 
 
 @pytest.mark.parametrize("policy", slow_except(PROGRAMS, SERVICED), ids=str)
-def test_steps_of_one_program_are_steps_one_by_one(policy):
+def test_steps_of_one_program_equal_single_steps(policy):
     alone, together = decoded(policy, 1), decoded(policy, 8)
     assert [len(result.tokens) for result in alone] == [1] * 30
     assert [len(result.tokens) for result in together] == [1, *PROGRAMS[policy]]
@@ -121,7 +122,7 @@ def test_steps_of_one_program_are_steps_one_by_one(policy):
         np.testing.assert_allclose(one, other, rtol=1e-6, err_msg=name)
 
 
-def test_the_host_reads_a_program_while_the_next_one_runs(monkeypatch):
+def test_host_processes_a_program_while_the_next_one_runs(monkeypatch):
     """A streamer sees tokens at most one program late."""
     params, events = tiny_params(num_layers=1), []
     real = driver.decode_steps
@@ -142,7 +143,7 @@ def test_the_host_reads_a_program_while_the_next_one_runs(monkeypatch):
     assert events == [1, "start", "start", 9, "start", 17, "start", 25, 33]
 
 
-def test_steps_are_compiled_while_the_prompt_is_read():
+def test_steps_are_compiled_during_prefill():
     params = tiny_params(num_layers=1)
     run = Session(params, as_policy("streaming(sink=1, recent=5)"), spec_of(params, 1))
     given = jax.numpy.zeros((1, 7), jax.numpy.float32)
@@ -156,13 +157,13 @@ def test_steps_are_compiled_while_the_prompt_is_read():
     assert run._expected is not None
     run._expected.result()
     compiled = compilation.traces()
-    # the token that follows the prompt has a program of its own, which does not count
+    # the token after the prompt has a separate program, which does not count
     assert len(list(run.steps(choose, given, limits=[4]))) == 4
     assert compilation.traces() == compiled
     assert compilation.waited() > began
 
 
-def test_the_number_of_steps_per_program_is_checked():
+def test_number_of_steps_per_program_is_checked():
     params = tiny_params(num_layers=1)
     for count in (0, 2.0, True):
         with pytest.raises(ValueError, match=f"steps_per_program={count}: must be an integer"):
@@ -173,20 +174,20 @@ def test_the_number_of_steps_per_program_is_checked():
 
 STEPS = 6
 TURNS = (
-    # what is kept of the answer, and new tokens, by row
+    # generated tokens to keep and new tokens, by row
     ((5, 2), (3, 20), (0, 33)),
-    ((1, 1), (0, 0), (2, 5)),  # less than a window of queries, and nothing at all
+    ((1, 1), (0, 0), (2, 5)),  # fewer than a window of queries, and none at all
 )
 
 
 def turn_logits(made, turn):
-    """Decodes forced tokens; the logits, and the tokens."""
+    """Decodes forced tokens; returns the logits and the tokens."""
     forced = random_tokens(len(PROMPTS), STEPS, seed=10 + turn)
     return forced_logits(made, forced), forced
 
 
 def further_turns(policy, params):
-    """Two further turns of a ragged batch equal sessions that read everything at once."""
+    """Two further turns of a ragged batch equal sessions that prefill everything at once."""
     spec = spec_of(params, len(PROMPTS), page_size=PAGE)
     made = Session(params, policy, spec, resumable=True)
     made.prefill(PROMPTS)
@@ -204,7 +205,7 @@ def further_turns(policy, params):
         assert_close(logits, expected, rtol=1e-5, turn=nth)
 
 
-# the first of two methods with a state: what pages hold, and what layers hand on
+# the first policies of two methods with a state: state of pages, and sets handed on by layers
 STATEFUL = "quest", "lychee_decode"
 FIRST = [next(x for x in TABLE if outermost(x) == method) for method in STATEFUL]
 
@@ -213,7 +214,7 @@ EVICTORS = [x for x in TABLE if parse(x).evicts]
 OTHERS = [x for x in METHODS if x not in EVICTORS]
 
 
-def test_a_further_turn_after_an_eviction_is_refused_by_name():
+def test_further_turn_after_an_eviction_is_refused_by_name():
     params, policy = tiny_params(num_layers=1), parse(EVICTORS[0])
     spec = spec_of(params, len(PROMPTS), page_size=PAGE)
     with pytest.raises(ValueError, match="must not change the cache after the prompt") as error:
@@ -221,7 +222,7 @@ def test_a_further_turn_after_an_eviction_is_refused_by_name():
     assert str(error.value).startswith(f"policy={policy}: ")
 
 
-def test_a_second_prompt_of_a_session_that_evicted_is_refused():
+def test_second_prompt_after_an_eviction_is_refused():
     params = tiny_params(num_layers=1)
     made = Session(params, parse(EVICTORS[0]), spec_of(params, len(PROMPTS), page_size=PAGE))
     made.prefill(PROMPTS)
@@ -232,13 +233,13 @@ def test_a_second_prompt_of_a_session_that_evicted_is_refused():
 
 
 @pytest.mark.parametrize("expression", slow_except(OTHERS, *FIRST))
-def test_a_further_turn_reads_only_what_is_new(expression, short_chunks):
+def test_further_turn_prefills_only_new_tokens(expression, short_chunks):
     between_layers = "tidal", "lychee", "duo", "retrieval_heads", "dense_layers"
     layers = 2 if any(name in expression for name in between_layers) else 1
     further_turns(as_policy(expression), tiny_params(num_layers=layers))
 
 
-def test_only_new_tokens_are_read(short_chunks):
+def test_prefill_counts_only_new_tokens(short_chunks):
     params, done = tiny_params(num_layers=1), []
     made = Session(params, dense(), spec_of(params, 3, page_size=PAGE), resumable=True)
     for rows in (PROMPTS, random_prompts((3, 20, 0)), random_prompts((1, 1, 1))):
@@ -255,7 +256,7 @@ def test_only_new_tokens_are_read(short_chunks):
     ]
 
 
-def test_what_cannot_be_read_is_refused_and_changes_nothing():
+def test_invalid_turn_is_refused_and_changes_nothing():
     params = tiny_params(num_layers=1)
     spec = spec_of(params, 3, page_size=PAGE, num_pages=8)
     made = Session(params, dense(), spec, resumable=True)
@@ -279,7 +280,7 @@ def test_what_cannot_be_read_is_refused_and_changes_nothing():
     assert made.prefilled.cache.positions.tolist() == [64, 19, 4]
 
 
-def test_a_turn_that_failed_cannot_be_read_on(short_chunks):
+def test_session_is_unusable_after_a_failed_turn(short_chunks):
     params = tiny_params(num_layers=1)
     made = Session(params, dense(), spec_of(params, 3, page_size=PAGE), resumable=True)
     made.prefill(PROMPTS)
@@ -295,8 +296,8 @@ def test_a_turn_that_failed_cannot_be_read_on(short_chunks):
         made.prefill([[1]] * 3)
 
 
-def test_a_step_that_fails_leaves_nothing_to_read_on(monkeypatch):
-    """A program that failed may have taken the cache; an interruption between them has not."""
+def test_session_is_unusable_after_a_failed_step(monkeypatch):
+    """A failed program may have consumed the cache; an interrupt between programs has not."""
     params = tiny_params(num_layers=1)
     policy = dense()._replace(services=Services(correct_every=1))
     made = Session(params, policy, spec_of(params, 3, page_size=PAGE), resumable=True)

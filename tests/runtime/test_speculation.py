@@ -1,4 +1,6 @@
-"""Tests that what a policy drafts and dense attention checks is what dense attention decodes."""
+"""Tests that drafting with a policy and verifying with dense attention gives dense attention's
+text.
+"""
 
 from functools import cache, partial
 from itertools import cycle
@@ -33,7 +35,7 @@ DRAFTS = 3
 SILENT = [lambda piece: None] * len(PROMPTS)
 QUEST = "quest(budget=16)"
 CLUSTERS = "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)"
-# what drafts: tokens are neither lost nor elsewhere
+# policies that draft: tokens are neither lost nor moved
 DRAFTING = [x for x in METHODS if not (parse(x).evicts or parse(x).offload)]
 GREEDY, DRAWN = "greedy", "drawn"
 OPTIONS = {
@@ -65,13 +67,13 @@ def asked_of(session, sampling, **more):
 
 
 def chosen(session, own):
-    """Returns how the session's requests choose their tokens, as `chooser` does."""
+    """Returns how the session's requests sample their tokens, as `chooser` does."""
     return chooser(asked_of(session, own), session.deployment.params.config.vocab_size)
 
 
 @cache
 def decoded(policy, drafts, sampling):
-    """What was decoded, and the session."""
+    """The decoded text, and the session."""
     session = session_of(policy, drafts)
     outs = answers(session, asked_of(session, sampling), SILENT, lambda *_: None, 0.0, 0.0)
     return outs, session
@@ -85,7 +87,7 @@ def decoded(policy, drafts, sampling):
     ),
     ids=str,
 )
-def test_the_text_is_dense_attentions(drafting):
+def test_text_is_dense_attentions(drafting):
     policy, sampling = drafting
     (expected, _), (outs, _) = decoded("dense", 0, sampling), decoded(policy, DRAFTS, sampling)
     for out, its in zip(outs, expected, strict=True):
@@ -101,8 +103,8 @@ def test_drafts_are_the_policys_and_some_are_rejected():
         assert out.stats.attended_fraction < 0.8
 
 
-def test_a_round_keeps_what_agrees_and_one_more():
-    """Drafts and dense choices of each round, worked out from dense logits of the whole text."""
+def test_round_keeps_the_agreeing_drafts_and_one_more_token():
+    """Drafts and dense choices of each round, computed from dense logits of the whole text."""
     session = session_of(QUEST, DRAFTS)
     choose, given = chosen(session, GREEDY)
     made = [[] for _ in PROMPTS]
@@ -128,10 +130,10 @@ def test_a_round_keeps_what_agrees_and_one_more():
 
 @pytest.mark.parametrize("policy", slow_except([QUEST, CLUSTERS], QUEST))
 def test_k_and_v_are_dense_attentions(policy):
-    """Those of generated tokens, too, which a further turn may use."""
+    """Also those of generated tokens, which a further turn may use."""
     (_, session), (_, its) = decoded(policy, DRAFTS, DRAWN), decoded("dense", 0, DRAWN)
     held = session.prefilled.cache.positions.tolist()
-    # a row's newest token has been chosen and not been read
+    # a row's newest token is sampled, but not cached yet
     assert held == [len(p) + limit - 1 for p, limit in zip(PROMPTS, LIMITS, strict=True)]
     for layer, other in zip(
         session.prefilled.cache.layers, its.prefilled.cache.layers, strict=True
@@ -147,8 +149,8 @@ def test_k_and_v_are_dense_attentions(policy):
 
 @pytest.mark.parametrize("policy", [QUEST, *slow_except([CLUSTERS, "lfps(budget=0.3)"])])
 @pytest.mark.parametrize("less", slow_except([0, 3], 3))
-def test_a_further_turn_reads_only_what_is_new(policy, less):
-    """Rows keep all of an answer that the cache holds, or all but some tokens."""
+def test_further_turn_prefills_only_new_tokens(policy, less):
+    """Rows keep all cached tokens of a response, or all but some."""
     session = session_of(policy, DRAFTS, resumable=True)
     outs = answers(session, asked_of(session, DRAWN), SILENT, lambda *_: None, 0.0, 0.0)
     more = random_prompts((35, 33, 34), seed=7)
@@ -158,7 +160,7 @@ def test_a_further_turn_reads_only_what_is_new(policy, less):
     session.prefill([text[at:] for text, at in zip(whole, start, strict=True)], start=start)
     alone = session_of("dense", 0, whole)
     assert_close(session.prefilled.logits, alone.prefilled.logits)
-    # and what follows, for which the policy's state must be right
+    # and later tokens, which need a correct state of the policy
     choose, given = chosen(session, GREEDY)
     made, expected = ([], [])
     for each, tokens in ((session, made), (alone, expected)):
@@ -170,7 +172,7 @@ def test_a_further_turn_reads_only_what_is_new(policy, less):
         assert len({tuple(text) for text in texts}) == 1
 
 
-def test_rows_keep_no_more_than_they_may():
+def test_rows_keep_no_more_than_allowed():
     session = session_of(QUEST, DRAFTS, resumable=True)
     lengths = [len(prompt) for prompt in PROMPTS]
     bad = ([at - 1 for at in lengths], [at + 1 for at in lengths], [30.0, 9, 17], "abc")
@@ -185,8 +187,8 @@ def test_rows_keep_no_more_than_they_may():
 
 
 @pytest.mark.slow
-def test_the_last_queries_must_be_read_again():
-    """LFPS looks at 32 of them."""
+def test_last_queries_must_be_prefilled_again():
+    """LFPS uses 32 of them."""
     session = session_of("lfps(budget=0.3)", DRAFTS, resumable=True)
     answers(session, asked_of(session, GREEDY), SILENT, lambda *_: None, 0.0, 0.0)
     start = [len(prompt) + 1 for prompt in PROMPTS]
@@ -194,8 +196,8 @@ def test_the_last_queries_must_be_read_again():
         session.prefill(random_prompts((3, 40, 40)), start=start)
 
 
-def test_a_row_decodes_until_its_capacity():
-    """What is drafted never takes the place of a token that dense attention has room for."""
+def test_row_decodes_up_to_its_capacity():
+    """Drafts never take the place of a token that dense attention has room for."""
     made = []
     for policy, drafts in (("dense", 0), (QUEST, DRAFTS)):
         session = session_of(policy, drafts, random_prompts((125, 90, 120), seed=9))
@@ -208,22 +210,22 @@ def test_a_row_decodes_until_its_capacity():
 
 
 @pytest.mark.slow
-def test_maintenance_comes_when_it_is_due():
-    """Chunks are those of the policy alone, which is forced along the same text."""
+def test_maintenance_runs_when_due():
+    """Chunks equal those of the policy alone, forced along the same text."""
     outs, session = decoded(CLUSTERS, DRAFTS, DRAWN)
     alone, row = session_of(CLUSTERS, 0), LIMITS.index(max(LIMITS))
     table = np.zeros((max(LIMITS), len(PROMPTS)), np.int32)
     table[:, row] = outs[row].token_ids
     for _ in alone.steps(forced, jnp.asarray(table), limits=LIMITS):
         pass
-    # the other rows went on beyond their texts
+    # the other rows continued past their texts
     ours, expected = (each.prefilled.state.chunks for each in (session, alone))
     assert int(ours.count[row]) == int(expected.count[row]) > 0
     np.testing.assert_array_equal(ours.starts[row], expected.starts[row])
 
 
-def test_no_row_drafts_beyond_its_maintenance():
-    """Where all drafts agree, rounds would otherwise pass the tokens after which it is due."""
+def test_no_row_drafts_past_its_maintenance():
+    """If all drafts agree, rounds would otherwise skip the tokens at which it is due."""
 
     def count(state, view):
         return state + 1, view.cache
@@ -240,7 +242,7 @@ def test_no_row_drafts_beyond_its_maintenance():
     assert session.prefilled.state.tolist() == [(limit - 1) // 5 for limit in LIMITS]
 
 
-def test_no_round_is_traced_again():
+def test_rounds_are_traced_once():
     traced = []
     for _ in range(2):
         session = session_of(QUEST, DRAFTS)
@@ -251,7 +253,7 @@ def test_no_round_is_traced_again():
 
 
 @pytest.mark.parametrize("place", [9, 10])
-def test_an_end_within_a_round_ends_the_text(place):
+def test_end_token_within_a_round_ends_the_text(place):
     expected = decoded("dense", 0, GREEDY)[0][0].token_ids
     session = session_of(QUEST, DRAFTS)
     asked = asked_of(session, GREEDY, stop_token_ids=(expected[place],))
@@ -261,7 +263,7 @@ def test_an_end_within_a_round_ends_the_text(place):
 
 
 def test_rounds_may_draft_any_number(monkeypatch):
-    """As many as were chosen, of which later rounds learn; one that drafts nothing is a step."""
+    """The chosen number, with feedback to later rounds; a round without drafts is a step."""
     drafts, seen = cycle((3, 0, 1, 2)), []
     monkeypatch.setattr(DraftLength, "choose", lambda self, most: next(drafts))
     monkeypatch.setattr(DraftLength, "observe", lambda self, *counts: seen.append(counts))
@@ -280,12 +282,12 @@ def test_rounds_may_draft_any_number(monkeypatch):
     assert made == [out.token_ids for out in expected]
     most = [max(drafted) for drafted, _ in rounds]
     assert most[:6] == [3, 0, 1, 2, 3, 0]
-    # all but what may be on its way at the end
+    # all but those in flight at the end
     assert seen == rounds[: len(seen)] and len(seen) >= len(rounds) - 2
 
 
-def test_the_number_is_chosen_where_none_is_given(monkeypatch):
-    """Two and one are tried first, results being two rounds late; a number that is given stays."""
+def test_draft_length_is_chosen_by_default(monkeypatch):
+    """Two and one are tried first, with results two rounds late; a given number is kept."""
     monkeypatch.setattr(draft_length, "MOST_CPU", DRAFTS)
     (expected, _), most = decoded("dense", 0, DRAWN), []
     for drafts in (None, DRAFTS):
@@ -312,8 +314,8 @@ def waited(future):
 
 
 @pytest.mark.slow
-def test_rounds_without_drafts_get_a_program_of_their_own(monkeypatch):
-    """One that checks a token alone, between others that draft; the text stays."""
+def test_rounds_without_drafts_have_a_separate_program(monkeypatch):
+    """It verifies a single token, between rounds that draft; the text is the same."""
     monkeypatch.setattr(DraftLength, "idles", True)
     monkeypatch.setattr(decoding, "WORTH_A_PROGRAM", 8)
     ahead = speculate.ahead
@@ -329,7 +331,7 @@ def test_rounds_without_drafts_get_a_program_of_their_own(monkeypatch):
         for b, count in enumerate(counts):
             made[b] += np.asarray(result.tokens)[:count, b].tolist()
     assert made == [out.token_ids for out in expected]
-    # the prompt's, one draft, then none, in a program for that
+    # the prompt's, one draft, then none, in its own program
     assert widths[:10] == [1, 4, 1, 1, 1, 1, 4, 1, 1, 4]
 
 
@@ -338,7 +340,7 @@ def test_dense_drafts_nothing():
     assert {out.stats.drafted_tokens for out in outs} == {0}
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -365,14 +367,14 @@ def test_bad_numbers_are_refused():
             num_drafts(exact, number)
 
 
-def test_what_needs_every_step_is_refused():
+def test_features_that_need_every_step_are_refused():
     session, table = session_of(QUEST, DRAFTS), jnp.zeros((40, 3), jnp.int32)
     for choose, given, keep in ((greedy, (), True), (forced, table, False)):
         with pytest.raises(ValueError, match="drafts: must be 0 to keep logits, or to decode"):
             next(session.steps(choose, given, limits=LIMITS, keep_logits=keep))
 
 
-def test_maintenance_must_leave_the_cache_alone():
+def test_maintenance_must_not_change_the_cache():
     def faded(state, view):
         layers = tuple(layer._replace(v=0.8 * layer.v) for layer in view.layers)
         return state, view.cache._replace(layers=layers)
@@ -385,7 +387,7 @@ def test_maintenance_must_leave_the_cache_alone():
 
 
 @pytest.mark.slow
-def test_a_method_sees_what_checks_saw():
+def test_update_sees_the_statistics_of_verification():
     """Once per round that a row takes part in, in every layer."""
 
     def counted(state, layer, stats, view):
@@ -422,7 +424,7 @@ def test_a_method_sees_what_checks_saw():
 
 @pytest.mark.parametrize("pooled", [False, True])
 def test_attention_of_a_few_tokens(pooled):
-    """Beside a plain softmax over what each query may see, and `attend_chunk`."""
+    """Against a plain softmax over the visible tokens of each query, and `attend_chunk`."""
     batch, tokens, heads, kv_heads, dim = 3, 5, 6, 2, 16
     params = tiny_params(num_heads=heads, num_kv_heads=kv_heads)
     spec = spec_of(params, batch, num_pages=6)._replace(head_dim=dim, num_layers=1)

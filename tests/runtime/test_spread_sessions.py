@@ -1,7 +1,7 @@
-"""Tests `generate`, conversations and evaluation where a model is spread over devices.
+"""Tests `generate`, conversations and evaluation on a model spread over devices.
 
-Beside them stands the same on one device. Methods are tested by what they select, too, since a
-session reports the shares of tokens attended to.
+Results are compared with those on one device. Sessions report the shares of attended tokens, which
+also tests the selections of methods.
 """
 
 import json
@@ -30,11 +30,11 @@ from tests.support.tiny import random_prompts, tiny_params
 
 GGUF = Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf"
 PROMPTS = random_prompts((9, 41, 21), seed=5)
-# which compresses the prompt and maintains what is left
+# compresses the prompt and maintains the rest
 EVICTING = "hard_kv(budget=10, floor=7, cap=14, period=4, window=4, sink=2)"
 COMPRESSING = "ada_kv(budget=8, window=4, pool=3)"
 ON_DEVICE = [each for each in METHODS if parse(each).offload is None]
-# a service that recomputes tokens; and what heads of all ranks decide together
+# a service that recomputes tokens; and decisions over the heads of all ranks
 FURTHER = [EVICTING, "lychee_decode(((1, 1), (0, 1)), value=24, sink=1, recent=6, correct_every=4)"]
 SIZES = {"max_length": 96, "page_size": 8, "eos_token_id": ()}
 
@@ -55,7 +55,7 @@ def on_one(expression, **options):
 
 
 def answers(params, policy, **options):
-    """The tokens of answers, and the shares that they attended to."""
+    """The tokens of responses, and their attended shares."""
     outs = jsparse.generate(params, PROMPTS, policy=policy, **SIZES | options)
     shares = [[out.stats.attended_fraction, out.stats.read_fraction] for out in outs]
     return [out.token_ids for out in outs], shares
@@ -68,7 +68,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("expression", [*ON_DEVICE, *FURTHER])
-def test_answers_on_two_devices_are_those_on_one(expression):
+def test_outputs_on_two_devices_equal_those_on_one(expression):
     assert_same(
         answers(halves(), expression, max_new_tokens=11), on_one(expression, max_new_tokens=11)
     )
@@ -83,15 +83,15 @@ def test_answers_on_two_devices_are_those_on_one(expression):
     ],
     ids=str,
 )
-def test_drawn_and_checked_answers_are_the_same(options):
+def test_sampled_and_verified_outputs_are_the_same(options):
     expression = "quest(budget=16)"
     ours = answers(halves(), expression, max_new_tokens=11, **options)
     assert_same(ours, answers(whole(), expression, max_new_tokens=11, **options))
 
 
 @pytest.mark.slow
-def test_the_first_program_is_compiled_while_the_prompts_are_read(monkeypatch):
-    """What is expected fits what runs: nothing is traced anew."""
+def test_first_program_is_compiled_during_prefill(monkeypatch):
+    """It fits the inputs: nothing is traced again."""
     expected, traced = [], []
     advanced = Session._advanced
 
@@ -114,8 +114,8 @@ def test_the_first_program_is_compiled_while_the_prompts_are_read(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["dense", "quest(budget=16)"])
-def test_a_conversation_goes_on_on_two_devices(policy):
-    """A further turn cuts rows back, or keeps the answer, and reads on."""
+def test_conversation_continues_on_two_devices(policy):
+    """A further turn truncates rows, or keeps the response, and prefills the rest."""
     said = []
     for ranks in (1, 2):
         params = load(GGUF, dtype="float32", tensor_parallel_size=ranks)
@@ -133,14 +133,14 @@ def test_a_conversation_goes_on_on_two_devices(policy):
     assert said[0] == said[1]
 
 
-def test_logits_are_those_of_one_device():
+def test_logits_equal_those_of_one_device():
     ours, theirs = (jsparse.logits(each, PROMPTS[0]) for each in (halves(), whole()))
     np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
 @pytest.mark.slow
-def test_what_is_measured_is_the_same():
-    """Records of heads are those of all devices' heads."""
+def test_measurements_are_the_same():
+    """Records of heads cover the heads of all devices."""
     expression = "quest(budget=16)"
     found = []
     for each in (halves(), whole()):
@@ -158,7 +158,7 @@ def test_what_is_measured_is_the_same():
 
 
 @pytest.mark.slow
-def test_commands_take_the_number_of_devices(tmp_path):
+def test_commands_accept_the_number_of_devices(tmp_path):
     told = []
     for ranks in (1, 2):
         options = ["--model", GGUF, "--dtype", "float32", "--tensor-parallel-size", ranks]

@@ -1,4 +1,4 @@
-"""Tests who owns the arrays of a policy's state, and that rows move without their pages."""
+"""Tests the owners of the arrays of a policy's state, and that rows move without their pages."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ SPEC = spec_of(tiny_params(num_layers=2), 3, page_size=8, num_pages=4)._replace(
 TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids())
 
 
-def test_every_array_has_an_owner_whose_axis_it_has():
+def test_every_array_has_an_owner_with_its_axis():
     sizes = {"row": SPEC.batch, "page": SPEC.pages}
     for policy in map(as_policy, [*METHODS, *TOYS]):
         state = jax.eval_shape(lambda policy=policy: policy.init(SPEC))
@@ -36,7 +36,7 @@ def test_every_array_has_an_owner_whose_axis_it_has():
             assert leaf.shape[at.axis] == sizes[at.kind], policy
 
 
-def test_owners_are_what_one_would_say():
+def test_owners_of_known_policies():
     quest, lychee = parse("quest(budget=16)"), parse("lychee_decode(((1, 1), (0, 1)), value=16)")
     assert set(state_axes(quest, SPEC)) == {StateAxis("page", 0)}
     assert set(state_axes(lychee, SPEC)) == {StateAxis("row", 0)}
@@ -49,7 +49,7 @@ def with_init(init) -> Policy:
     return dense()._replace(init=init, name="mine")
 
 
-def test_an_array_without_one_owner_is_refused_by_name():
+def test_array_without_one_owner_is_refused_by_name():
     for shape in (
         lambda spec: (),
         lambda spec: (spec.num_layers, 5),
@@ -65,7 +65,7 @@ def test_an_array_without_one_owner_is_refused_by_name():
 
 
 def numbered(policy: Policy, seed: int):
-    """A cache and a state of this policy full of numbers."""
+    """A cache and a state of this policy filled with numbers."""
     rng = np.random.default_rng(seed)
 
     def filled(leaf):
@@ -77,7 +77,7 @@ def numbered(policy: Policy, seed: int):
 
 
 def blank(policy: Policy):
-    """An empty cache, and the state that this policy begins with."""
+    """An empty cache, and the initial state of this policy."""
     return kv_cache.init(SPEC, fields=policy.fields), policy.init(SPEC)
 
 
@@ -87,7 +87,7 @@ taken, put, cleared_of = (
 
 
 def of_rows(policy, cache, state, rows):
-    """What rows own, as numpy arrays."""
+    """The arrays owned by rows, in numpy."""
     arrays = [
         np.take(np.asarray(leaf), rows, axis=at.axis)
         for leaf, at in zip(jax.tree.leaves(state), state_axes(policy, SPEC), strict=True)
@@ -98,7 +98,7 @@ def of_rows(policy, cache, state, rows):
 
 
 def of_pages(policy, cache, state):
-    """What pages own, as numpy arrays."""
+    """The arrays owned by pages, in numpy."""
     arrays = [
         leaf
         for leaf, at in zip(jax.tree.leaves(state), state_axes(policy, SPEC), strict=True)
@@ -150,7 +150,7 @@ def test_rows_of_an_identity_table_cannot_be_moved():
         put_rows(dense(), spec, cache, (), (cache, ()), jnp.array([0]))
 
 
-def test_inactive_rows_keep_their_arrays_and_pages_keep_the_new():
+def test_inactive_rows_keep_their_arrays_and_pages_keep_the_new_values():
     policy = parse("double_sparsity(budget=8)")
     (cache, old), (_, new) = numbered(policy, 1), numbered(policy, 2)
     keep = jax.jit(keep_inactive, static_argnums=(0, 1))

@@ -1,4 +1,4 @@
-"""Tests programs on disk: they are found again, and never where anything has changed."""
+"""Tests programs on disk: they are found again, and never after a change."""
 
 import os
 import stat
@@ -52,7 +52,7 @@ for expression in {EXPRESSIONS!r}:
 
 
 class Watched(ProgramStore):
-    """Counts what it has stored and found."""
+    """Counts the programs that it stored and found."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -69,7 +69,7 @@ class Watched(ProgramStore):
         return found
 
     def settle(self, number):
-        """Waits until so many programs have been stored: that goes on beside them."""
+        """Waits until `count` programs have been stored, which happens in the background."""
         for _ in range(number):
             assert self.puts.acquire(timeout=60)
 
@@ -87,7 +87,7 @@ def store(tmp_path, monkeypatch):
     compilation_cache.reset_cache()
 
 
-def test_fingerprints_are_those_of_other_processes_and_tell_policies_apart():
+def test_fingerprints_are_equal_across_processes_and_distinguish_policies():
     told = [
         subprocess.run(
             [sys.executable, "-c", TELL],
@@ -116,7 +116,7 @@ def on_devices(*which):
     return NamedSharding(Mesh(devices, ("ranks",)), PartitionSpec("ranks"))
 
 
-def test_values_that_differ_have_different_fingerprints():
+def test_different_values_have_different_fingerprints():
     for one, other in (
         (1, 1.0),
         (0, False),
@@ -132,7 +132,7 @@ def test_values_that_differ_have_different_fingerprints():
         assert fingerprint.of(one) == fingerprint.of(one)
 
 
-def test_code_that_is_not_ours_has_no_fingerprint():
+def test_foreign_code_has_no_fingerprint():
     for value in (
         lambda x: x,
         weigh,
@@ -140,13 +140,13 @@ def test_code_that_is_not_ours_has_no_fingerprint():
         dense()._replace(init=lambda spec: ()),
         keep(dense()._replace(init=lambda spec: ()), sink=4, recent=4),
         expressions.remember("own.py:mine", dense()),
-        np.arange(2000),  # whose repr leaves the middle out
+        np.arange(2000),  # its repr leaves the middle out
     ):
         with pytest.raises(fingerprint.NoFingerprint):
             fingerprint.of(value)
 
 
-def test_the_files_that_a_policy_names_are_part_of_it(tmp_path):
+def test_fingerprint_includes_the_files_that_a_policy_names(tmp_path):
     found = set()
     for mask in ([[1, 1], [1, 0]], [[1, 1], [0, 1]]):
         fingerprint._of_policy.cache_clear()
@@ -156,7 +156,7 @@ def test_the_files_that_a_policy_names_are_part_of_it(tmp_path):
     assert len(found) == 2
 
 
-def test_every_source_file_counts(tmp_path):
+def test_fingerprint_includes_every_source_file(tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "linked").symlink_to(tmp_path / "package")
     found = {fingerprint.of_files(tmp_path)}
@@ -185,7 +185,7 @@ def run(program, x=(0.0, 1.0, 2.0), times=2):
     return program(jnp.array(x), {"a": jnp.ones(2)}, times=times)
 
 
-def test_the_next_process_neither_traces_nor_compiles(store, weighing, monkeypatch):
+def test_next_process_neither_traces_nor_compiles(store, weighing, monkeypatch):
     made = run(weighing())
     store.settle(1)
     again = weighing()
@@ -201,7 +201,7 @@ def test_the_next_process_neither_traces_nor_compiles(store, weighing, monkeypat
     assert store.asked == 2
 
 
-def test_another_argument_is_another_program(store, weighing):
+def test_other_arguments_are_other_programs(store, weighing):
     changes = {}, {"times": 3}, {"x": (1.0, 2.0)}, {"x": (1, 2, 3)}
     for change in changes:
         run(weighing(), **change)
@@ -209,7 +209,7 @@ def test_another_argument_is_another_program(store, weighing):
     assert (store.asked, store.found) == (len(changes), 0)
 
 
-def test_a_program_of_shapes_is_that_of_arrays(store, weighing):
+def test_program_of_shapes_is_that_of_arrays(store, weighing):
     made = weighing()
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (jnp.zeros(3), {"a": jnp.ones(2)})
@@ -220,7 +220,7 @@ def test_a_program_of_shapes_is_that_of_arrays(store, weighing):
     assert store.asked == 1
 
 
-def test_a_file_that_cannot_be_read_is_made_anew(store, weighing, caplog):
+def test_unreadable_file_is_replaced(store, weighing, caplog):
     run(weighing())
     store.settle(1)
     (file,) = store.folder.iterdir()
@@ -236,7 +236,7 @@ def test_a_file_that_cannot_be_read_is_made_anew(store, weighing, caplog):
     assert store.found == 1
 
 
-def test_what_has_changed_since_is_made_anew(store, weighing, monkeypatch):
+def test_changed_inputs_compile_again(store, weighing, monkeypatch):
     run(weighing())
     store.settle(1)
     monkeypatch.setattr(fingerprint, "SOURCES", "edited")
@@ -244,8 +244,8 @@ def test_what_has_changed_since_is_made_anew(store, weighing, monkeypatch):
     assert store.found == 0
 
 
-def test_settings_of_a_thread_are_heeded(store, weighing):
-    """Programs are compiled by other threads, but not then."""
+def test_settings_of_a_thread_are_respected(store, weighing):
+    """They normally compile in other threads, but not then."""
     made = weighing()
     run(made)
     store.settle(1)
@@ -270,7 +270,7 @@ def test_settings_of_a_thread_are_heeded(store, weighing):
     [(on_devices(0, 1), True), (on_devices(1, 0), False), (on_devices(2, 3), False)],
 )
 def test_programs_of_the_first_devices_are_stored(store, weighing, where, stored_there):
-    """A stored program runs on the devices that it was compiled for, whatever their mesh."""
+    """A stored program runs on the devices that it was compiled for, in any mesh."""
     for nth in range(2):
         given = jax.device_put(jnp.arange(4.0), where)
         given = given, {"a": jax.device_put(jnp.ones(2), where)}
@@ -282,7 +282,7 @@ def test_programs_of_the_first_devices_are_stored(store, weighing, where, stored
     assert (store.asked, store.found) == ((2, 1) if stored_there else (0, 0))
 
 
-def test_another_process_runs_a_program_that_it_is_given(store, weighing, monkeypatch):
+def test_another_process_runs_a_program_that_it_receives(store, weighing, monkeypatch):
     shapes = jax.eval_shape(lambda: (jnp.zeros(3), {"a": jnp.ones(2)}))
     data = stored.packed(weighing().ahead(*shapes, times=2).result())
     there = weighing()
@@ -291,14 +291,14 @@ def test_another_process_runs_a_program_that_it_is_given(store, weighing, monkey
     assert made(jnp.arange(3.0), {"a": jnp.ones(2)})["sum"] == 6
 
 
-def test_what_cannot_be_stored_runs_all_the_same(store):
+def test_programs_that_cannot_be_stored_run_anyway(store):
     made = Program(weigh, static_argnames="times")
     assert run(made)["sum"] == 6
     assert store.asked == 0
     assert not store.folder.exists()
 
 
-def test_folders_that_others_can_write_to_are_named(monkeypatch):
+def test_folders_writable_by_others_are_named(monkeypatch):
     monkeypatch.setattr(folders.os, "getuid", lambda: 1000)
     for uid, mode, reason in (
         (0, 0o755, None),
@@ -328,7 +328,7 @@ def test_programs_that_others_could_have_written_are_not_run(store, monkeypatch,
     assert f"programs in {store.folder} are not used: its mode is 777" in warning
 
 
-def test_the_folder_of_programs_is_the_user_s_alone(store):
+def test_folder_of_programs_is_private_to_the_user(store):
     before = os.umask(0)
     try:
         store.put("a", SimpleNamespace(data=b"program"))
@@ -338,7 +338,7 @@ def test_the_folder_of_programs_is_the_user_s_alone(store):
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o777])
-def test_jax_s_own_cache_is_used_where_nobody_else_can_write(tmp_path, monkeypatch, mode):
+def test_jaxs_own_cache_is_used_if_no_other_user_can_write_to_it(tmp_path, monkeypatch, mode):
     used = []
     monkeypatch.setattr(compilation, "_store", None)
     monkeypatch.setenv("JSPARSE_CACHE_DIR", str(tmp_path))
@@ -355,7 +355,7 @@ def test_jax_s_own_cache_is_used_where_nobody_else_can_write(tmp_path, monkeypat
     assert (folder in used) == (mode == 0o700)
 
 
-def test_what_was_used_longest_ago_makes_room(store, monkeypatch):
+def test_least_recently_used_programs_are_evicted(store, monkeypatch):
     store.folder.mkdir()
     for nth, name in enumerate("abcd"):
         (store.folder / name).write_bytes(bytes(100))
@@ -366,7 +366,7 @@ def test_what_was_used_longest_ago_makes_room(store, monkeypatch):
 
 
 @pytest.mark.parametrize("ranks", slow_except([1, 2], 1))
-def test_an_engine_whose_programs_were_stored_gives_the_same_bits(store, ranks):
+def test_engine_with_stored_programs_gives_the_same_bits(store, ranks):
     expression = "quest(budget=16)"
     prompts = random_prompts((9, 21), seed=5)
     params = tiny_params(num_layers=1)

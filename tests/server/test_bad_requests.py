@@ -1,4 +1,4 @@
-"""Tests that what is wrong is refused by name, and that nothing makes the server fail."""
+"""Tests that bad requests are refused by name, and that no request makes the server fail."""
 
 import json
 
@@ -28,7 +28,7 @@ def http(url):
         yield made
 
 
-def test_what_the_model_cannot_take_is_refused_by_name(http):
+def test_requests_that_the_model_cannot_serve_are_refused_by_name(http):
     for path, body, param, words in [*UNFIT, MALFORMED[0]]:
         data = json.dumps(body)
         got = http.post(path, content=data, headers={"Content-Type": "application/json"})
@@ -39,7 +39,7 @@ def test_what_the_model_cannot_take_is_refused_by_name(http):
         assert len(error["message"]) < 400 and "Traceback" not in error["message"]
 
 
-def test_what_is_no_json_is_refused(http):
+def test_non_json_bodies_are_refused(http):
     for data in [b"", b"{", b"\xff", b"[" * 10000, b'{"prompt": NaN}', b"nul"]:
         got = http.post(COMPLETIONS, content=data, headers={"Content-Type": "application/json"})
         assert got.status_code == 400 and got.json()["error"]["message"], data
@@ -91,7 +91,7 @@ ANY = st.recursive(
 
 
 def fuzzed(schemas, name):
-    """Bodies with the fields of a schema, each as it should be, or anything."""
+    """Bodies with the fields of a schema, each valid or arbitrary."""
     fields = schemas[name]["properties"]
     likely = {
         "prompt": st.just([1, 2]) | st.just("w1") | st.just(["w1", "w2"]),

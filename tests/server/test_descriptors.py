@@ -1,4 +1,4 @@
-"""Tests how file descriptors bound the connections of a server."""
+"""Tests how file descriptors limit the connections of a server."""
 
 import logging
 import resource
@@ -15,7 +15,7 @@ INFINITY = resource.RLIM_INFINITY
 
 @pytest.fixture
 def limits(monkeypatch):
-    """The soft and the hard limit, which the code under test sees and sets."""
+    """The soft and the hard limit, which the code under test reads and sets."""
     held = [1024, 1024]
     monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(held))
 

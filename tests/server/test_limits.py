@@ -1,4 +1,4 @@
-"""Tests what keeps a server answering, beside tests/server/attacks: bounds on what arrives."""
+"""Tests the limits that keep a server responsive, beside tests/server/attacks."""
 
 import time
 
@@ -22,7 +22,7 @@ def url(service):
         yield address
 
 
-def test_what_has_been_let_in_is_answered_though_the_server_ends(service, url):
+def test_accepted_requests_are_served_during_shutdown(service, url):
     def body():
         yield b'{"prompt": "w1", '
         while not service.inside:
@@ -43,14 +43,14 @@ def test_what_has_been_let_in_is_answered_though_the_server_ends(service, url):
     assert at_rest(service)
 
 
-def test_tokenising_counts_as_arriving(service, url, monkeypatch):
+def test_tokenisation_counts_as_arriving(service, url, monkeypatch):
     monkeypatch.setattr(service, "_arriving", 10**6)
     for path, body in (("/tokenize", {"prompt": "w1"}), ("/detokenize", {"tokens": [1]})):
         got = patient.post(f"{url}{path}", json=body)
         assert got.status_code == 429, path
 
 
-def test_chats_that_name_no_number_get_the_server_s(url):
+def test_chats_without_a_number_use_the_servers_default(url):
     asked = {"messages": [{"role": "user", "content": "w1"}], "ignore_eos": True}
     made = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60).json()
     assert made["usage"]["completion_tokens"] == 7
@@ -58,7 +58,7 @@ def test_chats_that_name_no_number_get_the_server_s(url):
     assert made.json()["usage"]["completion_tokens"] == 9
 
 
-def test_tokens_of_one_program_come_at_one_time(service, url):
+def test_tokens_of_one_program_have_one_time(service, url):
     def count():
         lines = patient.get(f"{url}/metrics").text.splitlines()
         (line,) = (each for each in lines if "inter_token_latency_seconds_count" in each)

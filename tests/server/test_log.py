@@ -1,4 +1,4 @@
-"""What the server logs: a line for each request that ends, and how fast it is."""
+"""Tests the server's log: a line for each finished request, and throughput."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ def request(times=(1.5, 2.0, 3.5), finishes=("stop",), cached=0):
     )
 
 
-def test_a_request_has_a_line():
+def test_request_has_one_line():
     for given, line in [
         (request(), "7 prompt tokens, 3 new, first after 0.50 s, 1.0 tokens/s, stop"),
         (request(cached=4), "7 prompt tokens (4 cached), 3 new, first after 0.50 s, 1.0"),
@@ -27,7 +27,7 @@ def test_a_request_has_a_line():
         assert line in log.of_request(given), given
 
 
-def an_engine(running=0, waiting=0, read=0, new=0):
+def make_engine(running=0, waiting=0, read=0, new=0):
     pool = SimpleNamespace(available=30, size=40)
     scheduler = SimpleNamespace(begun=[0] * running, reading=[], waiting=[0] * waiting, pool=pool)
     return SimpleNamespace(
@@ -35,12 +35,12 @@ def an_engine(running=0, waiting=0, read=0, new=0):
     )
 
 
-def test_speed_is_told_while_there_is_something_to_do():
+def test_throughput_is_logged_while_requests_exist():
     before, now = log.EngineSnapshot(1.0, 10, 20), log.EngineSnapshot(3.0, 30, 21)
-    assert log.of_speed(an_engine(running=2, waiting=1), before, now) == (
+    assert log.of_speed(make_engine(running=2, waiting=1), before, now) == (
         "10.0 prompt tokens/s, 0.5 new tokens/s, 2 running, 1 waiting, KV cache 25.0% in use"
     )
-    assert log.of_speed(an_engine(), now, now._replace(time=9.0)) == ""
+    assert log.of_speed(make_engine(), now, now._replace(time=9.0)) == ""
     assert "0.0 new tokens/s, 0 running, 1 waiting" in log.of_speed(
-        an_engine(waiting=1), now, now._replace(time=9.0)
+        make_engine(waiting=1), now, now._replace(time=9.0)
     )

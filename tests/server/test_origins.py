@@ -1,4 +1,4 @@
-"""Tests which origins of pages a server allows (CORS)."""
+"""Tests which page origins a server allows (CORS)."""
 
 import httpx
 import pytest
@@ -34,7 +34,7 @@ def allowed(got):
     return got.headers.get("access-control-allow-origin")
 
 
-def test_a_preflight_needs_no_key(http):
+def test_preflight_needs_no_key(http):
     headers = {"Origin": PAGE, **ASKS}
     got = patient.options(f"{http.base_url}/v1/completions", headers=headers)
     assert got.status_code == 200
@@ -48,17 +48,17 @@ def test_a_preflight_needs_no_key(http):
     assert allowed(refused) is None
 
 
-def test_answers_and_errors_are_readable_for_pages_of_allowed_origins(http):
+def test_responses_and_errors_are_readable_for_pages_of_allowed_origins(http):
     for body, status in ((BODY, 200), (BODY | {"stream": True}, 200), (BODY | {"n": 0}, 400)):
         got = http.post("/v1/completions", json=body, headers={"Origin": PAGE})
         assert (got.status_code, allowed(got)) == (status, PAGE), body
 
 
-def test_refusals_and_own_faults_are_readable_too(http, monkeypatch):
+def test_refusals_and_server_errors_are_readable(http, monkeypatch):
     got = http.get("/nothing", headers={"Origin": PAGE})
     assert (got.status_code, allowed(got)) == (404, PAGE)
     monkeypatch.setattr("jsparse.server.completions.complete", None)
-    # over a connection of its own, which the server closes after an exception
+    # over a separate connection, which the server closes after an exception
     got = patient.post(
         f"{http.base_url}/v1/completions", json=BODY, headers={**http.headers, "Origin": PAGE}
     )
@@ -69,7 +69,7 @@ def test_refusals_and_own_faults_are_readable_too(http, monkeypatch):
         assert (got.status_code, allowed(got)) == (401, PAGE)
 
 
-def test_other_origins_and_hosts_are_refused_as_before(http):
+def test_other_origins_and_hosts_are_still_refused(http):
     got = http.post("/v1/completions", json=BODY, headers={"Origin": OTHER})
     assert allowed(got) is None
     if "authorization" not in http.headers:
@@ -89,7 +89,7 @@ def test_without_the_option_no_origin_is_allowed():
             assert not any(name.startswith("access-control") for name in got.headers)
 
 
-def test_a_star_allows_any_origin_and_no_further_host():
+def test_star_allows_any_origin_and_no_other_host():
     hosts = own_names("127.0.0.1", "127.0.0.1", ())
     with serving(a_service(origins=checked(["*"]), hosts=hosts), None) as url:
         got = patient.get(f"{url}/version", headers={"Origin": OTHER})
@@ -98,7 +98,7 @@ def test_a_star_allows_any_origin_and_no_further_host():
         assert got.status_code == 403
 
 
-def test_what_is_no_origin_is_refused():
+def test_invalid_origins_are_refused():
     for origin in ["localhost:3000", "http://a/", "http://a/b", "", "http://a,b"]:
         with pytest.raises(ValueError, match=r"^--allowed-origins .*: must be an origin"):
             checked([origin])
@@ -108,7 +108,7 @@ def test_what_is_no_origin_is_refused():
         }, origin
 
 
-def test_no_answer_is_taken_for_another_type(http):
+def test_responses_disable_content_sniffing(http):
     for method, path in [("GET", "/v1/completions"), ("POST", "/v1/completions"), ("GET", "/")]:
         got = http.request(method, path, json=BODY | {"stream": True})
         assert got.headers.get_list("x-content-type-options") == ["nosniff"], (method, path)

@@ -1,4 +1,4 @@
-"""Tests the page in a browser, against a server that does what a test tells it.
+"""Tests the page in a browser, against a server controlled by the test.
 
 With JSPARSE_SCREENSHOTS=docs/images/server it takes the screenshots of the docs again.
 """
@@ -59,7 +59,7 @@ def live(rate=41.5, bound=18.2, layers=30, requests=3):
 
 
 class Server(http.server.BaseHTTPRequestHandler):
-    """Serves the page, one model, and what the test puts into queues: pieces and live states.
+    """Serves the page, one model, and the pieces and live states that the test puts into queues.
 
     A piece is a text, a pair of status and error message, a dictionary that is sent as an event,
     "END" or "HANG UP".
@@ -191,7 +191,7 @@ def answer_is(page, text):
 
 
 def quiet(page, server):
-    """Nothing was logged as an error, and nothing was asked of another host."""
+    """Checks that no error was logged and that no other host was contacted."""
     page.run("1")
     assert page.errors == []
     others = [url for url in page.requests if not url.startswith(server.url)]
@@ -199,7 +199,7 @@ def quiet(page, server):
     assert any(url.endswith("page.js") for url in page.requests)
 
 
-def test_an_answer_streams_and_the_chat_goes_on_by_keyboard(page, server):
+def test_response_streams_and_the_chat_continues_by_keyboard(page, server):
     assert page.run("document.activeElement.id") == "text"
     page.type("Who was")
     page.press("Enter", SHIFT)
@@ -208,7 +208,7 @@ def test_an_answer_streams_and_the_chat_goes_on_by_keyboard(page, server):
     assert server.seen == []
     page.press("Enter")
     server.pieces.put("A <b>mathema")
-    answer_is(page, "A <b>mathema")  # before the answer is complete, and as text
+    answer_is(page, "A <b>mathema")  # before the response is complete, and as text
     assert page.run("document.querySelector('article.assistant').ariaBusy") == "true"
     assert page.run("document.getElementById('send').hidden")
     server.pieces.put("tician.")
@@ -233,7 +233,7 @@ def test_an_answer_streams_and_the_chat_goes_on_by_keyboard(page, server):
     quiet(page, server)
 
 
-def test_stop_ends_the_request_and_keeps_what_came(page, server):
+def test_stop_ends_the_request_and_keeps_the_partial_text(page, server):
     say(page, "Count")
     server.pieces.put("1 2 3")
     answer_is(page, "1 2 3")
@@ -256,7 +256,7 @@ def test_stop_ends_the_request_and_keeps_what_came(page, server):
     quiet(page, server)
 
 
-def test_errors_are_said_and_the_question_comes_back(page, server):
+def test_errors_are_shown_and_the_question_is_restored(page, server):
     say(page, "Much too long")
     server.pieces.put((400, "prompt of 9000 tokens: at most 2048"))
     page.until("!document.getElementById('problem').hidden")
@@ -299,7 +299,7 @@ def test_live_figures_change(page, server):
     quiet(page, server)
 
 
-def test_a_lost_connection_is_told_and_taken_up_again(page, server):
+def test_lost_connection_is_shown_and_restored(page, server):
     page.until("!document.getElementById('live').hidden")
     server.states.put(None)
     page.until("document.getElementById('live').hidden")
@@ -310,7 +310,7 @@ def test_a_lost_connection_is_told_and_taken_up_again(page, server):
     assert server.listeners == 2
 
 
-def test_a_key_is_asked_for_and_used(chromium, server):
+def test_key_is_requested_and_used(chromium, server):
     server.key = "secret"
     chromium.look(1280, 800)
     chromium.open(server.url)
@@ -345,7 +345,7 @@ LONG_WORD = "https://example.org/" + "a" * 300
 @pytest.mark.parametrize(
     ("scheme", "device", "size"), [("light", "desktop", (1280, 800)), ("dark", "phone", (390, 844))]
 )
-def test_looks(page, server, scheme, device, size):
+def test_appearance(page, server, scheme, device, size):
     page.look(*size, scheme)
     page.until("!document.getElementById('live').hidden")
     say(page, QUESTION)

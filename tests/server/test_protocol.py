@@ -1,4 +1,4 @@
-"""Tests what the schema of requests refuses, and how, without a server."""
+"""Tests which bodies the schema of requests refuses, and how, without a server."""
 
 import json
 
@@ -32,7 +32,7 @@ KINDS = {
 
 
 def refusal(path, body):
-    """Returns the error that clients see, or None if the schema takes the body."""
+    """The error that clients see, or None if the schema accepts the body."""
     try:
         parsed = parse(KINDS[path], json.dumps(body).encode())
         if isinstance(parsed, GenerationRequest):
@@ -42,7 +42,7 @@ def refusal(path, body):
     return None
 
 
-def test_what_is_malformed_is_refused_by_name():
+def test_malformed_bodies_are_refused_by_name():
     for path, body, param, words in MALFORMED:
         error = refusal(path, body)
         assert error is not None and error["type"] == "invalid_request_error", body
@@ -50,11 +50,11 @@ def test_what_is_malformed_is_refused_by_name():
         assert words in error["message"], body
 
 
-def test_what_only_the_model_can_refuse_passes():
+def test_bodies_that_only_the_model_can_refuse_pass():
     assert [refusal(path, body) for path, body, _, _ in UNFIT] == [None] * len(UNFIT)
 
 
-def test_what_asks_for_nothing_is_dropped():
+def test_options_at_their_defaults_are_dropped():
     more = {"metadata": {}, "store": False, "bad_words": [], "best_of": 1, "tools": []}
     more |= {"seed": None, "use_beam_search": False, "prompt_logprobs": None}
     plain, made = (
@@ -64,7 +64,7 @@ def test_what_asks_for_nothing_is_dropped():
     assert made == plain == SamplingParams(max_tokens=2, temperature=0.5)
 
 
-def test_fields_that_change_no_answer_are_accepted():
+def test_fields_without_effect_are_accepted():
     for more in [
         {"metadata": {"a": "b"}, "store": True, "user": "me"},
         {"safety_identifier": "me", "prompt_cache_key": "me"},
@@ -82,7 +82,7 @@ def test_fields_that_change_no_answer_are_accepted():
         assert chat_of(made.messages) == chat_of(plain.messages), more
 
 
-def test_parts_and_messages_may_have_fields_that_ask_for_nothing():
+def test_parts_and_messages_may_have_fields_without_effect():
     hint = {"type": "ephemeral"}
     part = {"type": "text", "text": "w1", "cache_control": hint, "annotations": [], "id": None}
     message = {"role": "user", "content": [part], "annotations": [], "tool_calls": []}
@@ -90,14 +90,14 @@ def test_parts_and_messages_may_have_fields_that_ask_for_nothing():
     assert chat_of(made.messages) == [{"role": "user", "content": "w1"}]
 
 
-def test_what_sampling_params_refuses_a_body_may_not_hold():
+def test_values_refused_by_sampling_params_are_refused_in_bodies():
     for name, refused in SAMPLING.items():
         error = refusal(COMPLETIONS, {"prompt": "w1", name: "something"})
         assert error is not None and error["param"] == name
         assert error["message"] == f"{name}: {refused.rule}"
 
 
-def test_what_the_engine_raises_has_its_status():
+def test_engine_errors_have_their_status():
     for error, status, code in [
         (EngineFull("3 requests wait"), 429, "too_many_requests"),
         (ValueError("prompt: must fit max_model_len=9"), 400, "context_length_exceeded"),
@@ -111,7 +111,7 @@ def test_what_the_engine_raises_has_its_status():
         assert "/a/file" not in answer.message, error
 
 
-def test_a_body_that_is_wrong_a_thousand_times_is_told_so_once():
+def test_body_with_a_thousand_errors_gets_one_message():
     for kind, body in [
         (DetokenizeRequest, {"tokens": [-1] * 1000}),
         (ChatRequest, {"messages": [{}] * 1000}),

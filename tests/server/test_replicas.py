@@ -1,4 +1,4 @@
-"""Tests the router of several replicas: where requests go, and what is seen when one is lost."""
+"""Tests the router of several replicas: routing, and the effects of lost replicas."""
 
 import asyncio
 import errno
@@ -39,10 +39,10 @@ COMPLETIONS = "/v1/completions"
 
 
 class FakeProcess:
-    """Stands for a replica's process: a server in a thread, whose answers prompts ask for.
+    """A replica's process: a server in a thread that responds as the prompt asks.
 
-    `dies` ends it, at once or behind the first event of a stream; `full` is refused; `waits` is
-    answered when the client has left; `hangs` is a stream that does not end.
+    `dies` ends it, at once or after the first event of a stream; `full` is refused; `waits` is
+    answered after the client has left; `hangs` is a stream that does not end.
     """
 
     def __init__(self, path, asked):
@@ -72,7 +72,7 @@ class FakeProcess:
         self.alive = False
         if threading.current_thread() is self._thread:
             self._abort()
-        else:  # connections may end meanwhile
+        else:  # connections may close meanwhile
             self._loop.call_soon_threadsafe(self._abort)
         self.server.should_exit = self.server.force_exit = True
 
@@ -132,7 +132,7 @@ class FakeProcess:
         return StreamingResponse(pictures(), media_type="text/event-stream")
 
 
-# what each replica was asked, by its number
+# the requests of each replica, by its number
 ALL: list[list[str]] = []
 
 
@@ -158,7 +158,7 @@ def picture(count):
 
 @contextmanager
 def routed(folder, count=2, **options):
-    """Serves replicas that are fakes; yields the address and the router, once all are ready."""
+    """Serves fake replicas; yields the address and the router once all are ready."""
     ALL[:] = [[] for _ in range(count)]
     router = Router(
         Options("tiny", **options),
@@ -192,7 +192,7 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def folder():
-    # a Unix socket's path may have some hundred characters
+    # the path of a Unix socket is limited to about a hundred characters
     with tempfile.TemporaryDirectory() as made:
         yield Path(made)
 
@@ -201,7 +201,7 @@ def post(url, prompt, **body):
     return httpx.post(f"{url}{COMPLETIONS}", json={"prompt": prompt, **body}, timeout=30)
 
 
-def test_what_begins_alike_goes_to_one_replica_and_the_rest_where_least_is_to_do(folder):
+def test_equal_prefixes_go_to_one_replica_and_the_rest_to_the_least_loaded(folder):
     with routed(folder) as (url, _):
         documents = [f"{letter}" * PREFIX_CHARS for letter in "abc"]
         for nth in range(4):
@@ -214,7 +214,7 @@ def test_what_begins_alike_goes_to_one_replica_and_the_rest_where_least_is_to_do
         assert begun[1]
 
 
-def test_a_replica_that_has_much_more_to_do_is_not_sent_what_it_has_read():
+def test_overloaded_replica_gets_no_requests_for_its_cached_prefixes():
     balance, work = Balance(3), Work(100, b"document")
     with balance.sent(work, 1):
         assert balance.choose(work, (0, 1, 2)) == 1
@@ -226,7 +226,7 @@ def test_a_replica_that_has_much_more_to_do_is_not_sent_what_it_has_read():
     assert balance.choose(work, (0, 1, 2)) == 0
 
 
-def test_a_request_is_worth_its_tokens():
+def test_work_of_a_request_is_its_tokens():
     for body, tokens, known in [
         ({"prompt": "four" * 10, "max_tokens": 5, "n": 3}, 25, False),
         ({"prompt": [["a"] * 600, ["b"]], "max_tokens": 5}, 611, True),
@@ -241,7 +241,7 @@ def test_a_request_is_worth_its_tokens():
         assert (work.prefix is not None) == known, body
 
 
-def test_who_is_lost_before_it_has_begun_is_replaced(folder, monkeypatch):
+def test_replica_lost_before_the_response_starts_is_replaced(folder, monkeypatch):
     monkeypatch.setattr(Balance, "choose", lambda self, work, among: among[0])
     with routed(folder) as (url, router):
         answer = post(url, "fails")
@@ -259,20 +259,20 @@ def test_who_is_lost_before_it_has_begun_is_replaced(folder, monkeypatch):
         monkeypatch.setattr(router.replicas[0], "_start", fails_once)
         assert post(url, "dies").status_code == 503
         assert ALL[1] == ["fails", "dies"]
-        # they are started again, though the first try fails
+        # they are started again after a failed first attempt
         pairs = list(zip(router.replicas, before, strict=True))
         assert soon(lambda: all(each.ready and each._process is not old for each, old in pairs))
         assert post(url, "again").json() == {"answer": "again"}
 
 
-def test_a_request_that_ends_engines_does_not_end_all(folder):
+def test_request_that_kills_engines_does_not_kill_all(folder):
     with routed(folder, 3) as (url, router):
         assert post(url, "dies").status_code == 503
         assert sum(map(len, ALL)) == 2
         assert soon(lambda: any(each.ready for each in router.replicas))
 
 
-def test_a_stream_that_had_begun_ends_with_an_error(folder):
+def test_started_stream_of_a_lost_replica_ends_with_an_error(folder):
     with routed(folder) as (url, _):
         answer = post(url, "dies", stream=True)
         first, error, rest = answer.text.split("\n\n")
@@ -284,7 +284,7 @@ def test_a_stream_that_had_begun_ends_with_an_error(folder):
         assert post(url, "whole", stream=True).text == "data: 1\n\ndata: [DONE]\n\n"
 
 
-def test_who_is_full_is_not_the_last_word(folder, monkeypatch):
+def test_full_replica_is_followed_by_others(folder, monkeypatch):
     monkeypatch.setattr(Balance, "choose", lambda self, work, among: among[0])
     with routed(folder) as (url, _):
         assert post(url, "full").json() == {"answer": "full"}
@@ -295,7 +295,7 @@ def test_who_is_full_is_not_the_last_word(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("prompt", ["waits", "hangs"])
-def test_a_replica_hears_that_a_client_has_left(folder, prompt):
+def test_replica_is_notified_when_a_client_leaves(folder, prompt):
     with routed(folder, 1) as (url, router):
         host, port = url.removeprefix("http://").split(":")
         peer = HTTPConnection(host, int(port))
@@ -313,14 +313,14 @@ def test_a_replica_hears_that_a_client_has_left(folder, prompt):
         assert soon(lambda: router.inside == 0 and router._balance._tokens == [0])
 
 
-def test_the_gate_stands_before_the_router(folder):
+def test_gate_precedes_the_router(folder):
     with routed(folder, 1, api_key="key") as (url, _):
         assert post(url, "a").status_code == 401
         assert patient.get(f"{url}/metrics").status_code == 401
         assert patient.get(f"{url}/health").json() == {"status": "ready", "replicas": [True]}
 
 
-def test_metrics_are_added_up_or_told_apart(folder):
+def test_metrics_are_summed_or_kept_per_replica(folder):
     with routed(folder) as (url, router):
         for prompt in "abc":
             post(url, prompt)
@@ -341,7 +341,7 @@ def test_metrics_are_added_up_or_told_apart(folder):
             "attended_by_layer": [pytest.approx(0.15), 1.0],
             "requests": ["1", "2", "2"] if len(ALL[0]) == 1 else ["2", "2", "1"],
         }
-        # of one that is lost, what it has counted goes on to count
+        # counters of a lost replica keep their values
         lost, old = router.replicas[0], router.replicas[0]._process
         counted = len(ALL[0])
         assert isinstance(old, FakeProcess)
@@ -355,14 +355,14 @@ def test_metrics_are_added_up_or_told_apart(folder):
 
 
 def newest_picture(url):
-    """What /live shows once all replicas are in it."""
+    """The state from /live once it includes all replicas."""
     with patient.stream("GET", f"{url}/live") as live:
         lines = (line for line in live.iter_lines() if line)
         pictures = (json.loads(line.removeprefix("data: ")) for line in lines)
         return next(each for each in pictures if len(each["requests"]) == each["running"] == 3)
 
 
-def test_a_page_keeps_no_server_from_ending(folder):
+def test_open_page_does_not_delay_shutdown(folder):
     with routed(folder, drain_seconds=60.0) as (url, router):
         begun, ended = threading.Event(), threading.Event()
 
@@ -381,7 +381,7 @@ def test_a_page_keeps_no_server_from_ending(folder):
         assert soon(lambda: router.inside == 0)
 
 
-def test_a_replica_that_hangs_gets_no_requests_and_is_started_again(folder, monkeypatch):
+def test_hung_replica_gets_no_requests_and_is_restarted(folder, monkeypatch):
     monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.05)
     monkeypatch.setattr(replica, "MAX_SILENT", 10**6)
     ask, hung = Replica._unhealthy, []
@@ -407,7 +407,7 @@ def test_a_replica_that_hangs_gets_no_requests_and_is_started_again(folder, monk
         assert soon(lambda: first._process is not old and first.ready)
 
 
-def test_streams_of_a_replica_that_hangs_end_before_its_process(folder, monkeypatch):
+def test_streams_of_a_hung_replica_end_before_its_process(folder, monkeypatch):
     monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.05)
     end, told, in_time = FakeProcess.end, threading.Event(), []
     begun = threading.Event()  # the client has the first event
@@ -437,7 +437,7 @@ def test_streams_of_a_replica_that_hangs_end_before_its_process(folder, monkeypa
         assert in_time[0]
 
 
-def test_a_replica_that_says_nothing_is_waited_for_no_longer_than_that(folder, monkeypatch):
+def test_silent_replica_times_out(folder, monkeypatch):
     monkeypatch.setattr(replica, "SILENT_SECONDS", 0.01)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(folder / "0"))
@@ -448,7 +448,7 @@ def test_a_replica_that_says_nothing_is_waited_for_no_longer_than_that(folder, m
             asyncio.run(silent._unhealthy())
 
 
-def test_only_the_replica_s_own_faults_count_as_lost(folder, monkeypatch):
+def test_only_faults_of_the_replica_count_as_lost(folder, monkeypatch):
     for number, raised in [
         (errno.ECONNREFUSED, Lost),
         (errno.ENOENT, Lost),
@@ -471,7 +471,7 @@ def test_only_the_replica_s_own_faults_count_as_lost(folder, monkeypatch):
             assert (caught.value.status, caught.value.headers["Retry-After"]) == (503, "1"), number
 
 
-def test_a_replica_whose_backlog_is_full_is_tried_again(folder, monkeypatch):
+def test_replica_with_a_full_backlog_is_retried(folder, monkeypatch):
     tries = []
 
     async def connect():
@@ -488,7 +488,7 @@ def test_a_replica_whose_backlog_is_full_is_tried_again(folder, monkeypatch):
     assert len(tries) == 3
 
 
-def test_a_router_without_descriptors_says_so_and_keeps_its_replicas(folder, monkeypatch):
+def test_router_without_descriptors_reports_it_and_keeps_its_replicas(folder, monkeypatch):
     monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.0)
     to, asked = ReplicaResponse.to, []
 
@@ -528,7 +528,7 @@ def test_one_failed_health_check_ends_no_replica(folder, monkeypatch):
 
 
 class Loading:
-    """Stands for a replica's process that is still loading its model."""
+    """A replica's process that is still loading its model."""
 
     path, alive, ended = "/nowhere", True, False
 
@@ -540,15 +540,15 @@ class Loading:
 
 
 @pytest.mark.parametrize("begin", [0.0, 1000.0], ids=["never listens", "stops listening"])
-def test_a_replica_that_hangs_while_it_starts_is_started_again(monkeypatch, begin):
-    """Also at the first start; the first answer may take longer than later ones."""
+def test_replica_that_hangs_during_startup_is_restarted(monkeypatch, begin):
+    """Also at the first start; the first response may take longer than later ones."""
     monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.0)
     monkeypatch.setattr(replica, "START_SECONDS", begin)
     asked, started, counts = [], [], []
 
     async def unhealthy(_):
         asked.append(1)
-        if begin and len(asked) == 6:  # after more failures than are allowed later
+        if begin and len(asked) == 6:  # after more failures than later ones allow
             return "the model is being loaded"
         raise Lost("nobody listens")
 
@@ -569,7 +569,7 @@ def test_a_replica_that_hangs_while_it_starts_is_started_again(monkeypatch, begi
     assert counts == [0, replica.MAX_SILENT + (6 if begin else 0)]
 
 
-def test_folders_of_routers_that_were_killed_are_removed(folder, monkeypatch):
+def test_folders_of_killed_routers_are_removed(folder, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     left, other = folder / f"{PREFIX}left", folder / "jsparse-other"
     for each in (left, other):
@@ -598,7 +598,7 @@ def test_all_clients_of_live_share_one_stream_of_each_replica(folder):
         assert not router.pictures.newest
 
 
-def test_who_can_not_start_ends_the_server():
+def test_replica_that_cannot_start_ends_the_server():
     refused = SimpleNamespace(path="/nowhere", alive=True, told=lambda: "max_model_len: too much")
     with pytest.raises(NeverReady, match="^max_model_len: too much$"):
         asyncio.run(Replica(0, lambda: refused).watch(lambda: None))
@@ -612,7 +612,7 @@ def hang(*_):
     time.sleep(5)
 
 
-def test_a_process_that_does_not_end_in_time_is_killed(tmp_path, monkeypatch):
+def test_process_that_does_not_end_in_time_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "_main", hang)
     monkeypatch.setattr(process, "END_SECONDS", 0.01)
     replica = process.ReplicaProcess(Options("tiny"), list, tmp_path / "0", None)
@@ -620,7 +620,7 @@ def test_a_process_that_does_not_end_in_time_is_killed(tmp_path, monkeypatch):
     assert not replica.alive
 
 
-def test_each_has_a_gpu(monkeypatch):
+def test_each_replica_has_a_gpu(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8a")
     assert process.visible_gpus() == ["3", "GPU-8a"]
@@ -641,7 +641,7 @@ def test_each_has_a_gpu(monkeypatch):
     assert process.visible_gpus() == []
 
 
-def test_parts_of_gpus_stand_for_those_that_are_divided():
+def test_mig_instances_replace_their_gpu():
     listed = (
         "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-a)\n"
         "  MIG 3g.40gb     Device  0: (UUID: MIG-b)\n"

@@ -1,4 +1,4 @@
-"""Tests how the router reads a replica's answer: what comes together, what waits, what is lost."""
+"""Tests how the router reads a replica's response: pieces that arrive together, waits, losses."""
 
 import asyncio
 import tempfile
@@ -32,7 +32,7 @@ def chunk(data):
 
 @asynccontextmanager
 async def asked(*writes, method="GET", target="/", body=None):
-    """Yields the answer that a replica makes by these writes, and a list of what it was asked."""
+    """Yields the response that a replica makes with these writes, and its list of requests."""
     requests = []
 
     async def answers(reader, writer):
@@ -55,7 +55,7 @@ async def read(it):
     return [piece async for piece in it.pieces()]
 
 
-def test_a_request_and_its_answer(run):
+def test_request_and_response(run):
     async def work():
         head = b"HTTP/1.1 429 Too Many\r\nRetry-After: 7\r\nContent-Length: 4\r\n\r\n"
         body = b'{"prompt": 1}'
@@ -76,7 +76,7 @@ def test_a_request_and_its_answer(run):
     run(work())
 
 
-def test_pieces_that_have_come_together_are_one(run):
+def test_pieces_that_arrive_together_are_one(run):
     async def work():
         events = [b"data: %d\n\n" % nth for nth in range(100)]
         async with asked(HEAD, *map(chunk, events), END) as (it, _):
@@ -88,7 +88,7 @@ def test_pieces_that_have_come_together_are_one(run):
     run(work())
 
 
-def test_a_piece_does_not_wait_for_the_next(run):
+def test_piece_does_not_wait_for_the_next(run):
     async def work():
         go = asyncio.Event()
 
@@ -111,7 +111,7 @@ def test_a_piece_does_not_wait_for_the_next(run):
     run(work())
 
 
-def test_a_replica_waits_for_who_does_not_read(run):
+def test_replica_waits_for_a_slow_reader(run):
     async def work():
         data = bytes(range(256)) * 4096
         async with asked(HEAD, *[chunk(data)] * 16, END) as (it, _):
@@ -124,7 +124,7 @@ def test_a_replica_waits_for_who_does_not_read(run):
     run(work())
 
 
-def test_who_does_not_begin_is_lost(run, tmp_path):
+def test_replica_without_a_response_is_lost(run, tmp_path):
     async def work(*writes):
         async with asked(*writes) as (it, _):
             with pytest.raises(Lost):
@@ -136,7 +136,7 @@ def test_who_does_not_begin_is_lost(run, tmp_path):
         run(ReplicaResponse.to(tmp_path / "nobody", "GET", "/"))
 
 
-def test_who_does_not_end_is_lost_behind_what_has_come(run):
+def test_incomplete_response_is_lost_after_its_received_part(run):
     async def work(end, rest):
         async with asked(HEAD + chunk(b"whole"), end) as (it, _):
             come = []

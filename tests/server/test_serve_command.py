@@ -1,4 +1,4 @@
-"""Tests the command `jsparse serve` in a process of its own."""
+"""Tests the command `jsparse serve` in a separate process."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def command(*arguments):
 def served(*arguments, lines=1, **environment):
     """Starts a server on any port, waits until it is ready, yields the process and the address.
 
-    It says where it is in one of its first `lines`.
+    One of its first `lines` contains the address.
     """
     process = subprocess.Popen(
         command(*arguments, "--port", "0"),
@@ -79,7 +79,7 @@ def test_bad_options_are_refused_at_once(capsys):
 
 
 def refusal(capsys, *arguments):
-    """The one line that says why the command does not start."""
+    """The one-line reason why the command does not start."""
     with pytest.raises(SystemExit) as ended:
         app(["serve", TINY, "--port", "0", *arguments], prog_name="jsparse")
     shown = capsys.readouterr().err
@@ -87,13 +87,13 @@ def refusal(capsys, *arguments):
     return shown
 
 
-def test_a_port_to_meet_at_that_is_not_free_is_refused(capsys):
+def test_coordinator_port_in_use_is_refused(capsys):
     with socket.create_server(("", 0)) as taken:
         at = ["--master-port", f"{taken.getsockname()[1]}", "--tensor-parallel-size", "2"]
         assert f"{' '.join(at[:2])}: must be free on this host" in refusal(capsys, *TWO_HOSTS, *at)
 
 
-def test_a_missing_extra_is_named(monkeypatch, capsys):
+def test_missing_extra_is_named(monkeypatch, capsys):
     for name in [name for name in sys.modules if name.startswith("jsparse.server")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("jsparse.server", raising=False)
@@ -102,8 +102,8 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_term_under_load_loses_no_answer():
-    """Those that have begun are finished; who comes later is told."""
+def test_sigterm_under_load_loses_no_response():
+    """Running requests finish; new ones are refused."""
     with served(TINY, *SMALL, JSPARSE_API_KEY="key") as (process, url):
         begun: queue.Queue[int] = queue.Queue()
         key = {"Authorization": "Bearer key"}
@@ -160,7 +160,7 @@ def replicas_of(router):
 
 
 def stream(url, begun, body):
-    """The last event of a stream, in which `begun` hears of each."""
+    """Returns the last event of a stream; `begun` receives each event."""
     pieces = []
     with patient.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as got:
         for line in got.iter_lines():
@@ -174,8 +174,8 @@ LONG = {"prompt": "the cat", "max_tokens": 240, "temperature": 0, "ignore_eos": 
 
 
 @pytest.mark.slow
-def test_a_replica_that_is_killed_is_started_again():
-    """Its streams end with an error, others go on; without their router, none is left."""
+def test_killed_replica_is_restarted():
+    """Its streams end with an error, others continue; without their router, all replicas end."""
     with served(TINY, *SMALL, "--data-parallel-size", "2", "--seed", "3") as (process, url):
         begun: queue.Queue[int] = queue.Queue()
         before = replicas_of(process)
@@ -202,7 +202,7 @@ def test_a_replica_that_is_killed_is_started_again():
 
 
 @pytest.mark.slow
-def test_a_model_on_two_processes_is_served_by_one_of_them(tmp_path):
+def test_model_on_two_processes_is_served_by_one_of_them(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = f"{free.getsockname()[1]}"
     shared = [TINY, *SMALL, *TWO_HOSTS, "--master-port", port, "--tensor-parallel-size", "2"]
@@ -216,7 +216,7 @@ def test_a_model_on_two_processes_is_served_by_one_of_them(tmp_path):
             env=os.environ | alone,
         )
     try:
-        # what its libraries print comes before the line that says where it serves
+        # libraries print before the line with the address
         with served(*shared, **alone, lines=20) as (process, address):
             asked = {"model": TINY, "prompt": "Hello", "max_tokens": 8, "temperature": 0}
             answered = httpx.post(f"{address}/v1/completions", json=asked, timeout=120).json()

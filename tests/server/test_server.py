@@ -1,4 +1,4 @@
-"""Tests the server by the clients that people use: openai's and httpx."""
+"""Tests the server with openai's client and httpx."""
 
 import asyncio
 import itertools
@@ -54,7 +54,7 @@ def text_of(client, tokens=10, **options):
     return made.choices[0].text
 
 
-def test_a_request_that_has_ended_is_logged_without_its_words(http, caplog):
+def test_finished_request_is_logged_without_its_text(http, caplog):
     caplog.set_level("INFO", "jsparse.server")
     http.post("/v1/completions", json={"prompt": WORDS, "max_tokens": 2, "temperature": 0})
     assert soon(lambda: caplog.messages)
@@ -104,15 +104,15 @@ def test_ids_lists_and_echo(client):
         streamed = dict.fromkeys(range(4), "")
         asked = {"prompt": prompts, "max_tokens": 10, "n": 2}
         for chunk in client.completions.create(stream=True, **asked, **GREEDY):
-            (choice,) = chunk.choices  # many clients look at the first alone
+            (choice,) = chunk.choices  # many clients read only the first
             streamed[choice.index] += choice.text
         assert list(streamed.values()) == [choice.text for choice in many.choices]
         echoed = client.completions.create(prompt=prompts, max_tokens=10, echo=True, **GREEDY)
         assert echoed.choices[0].text == f"{WORDS}{plain}"
 
 
-def test_offsets_and_the_time_of_a_stream_are_those_of_the_answer(client):
-    # text is held back while it may begin a stop string
+def test_offsets_and_times_of_a_stream_match_the_response(client):
+    # text is held back while it may start a stop string
     asked = {"prompt": WORDS, "max_tokens": 8, "logprobs": 1, "stop": ["w3000", " w9 w9 w9"]}
     plain = client.completions.create(**asked, **GREEDY).choices[0].logprobs
     chunks = list(client.completions.create(**asked, stream=True, **GREEDY))
@@ -137,7 +137,7 @@ def test_a_chat(client, service, monkeypatch):
     deltas = [chunk.choices[0].delta for chunk in stream]
     assert deltas[0].role == "assistant" and deltas[1].role is None
     assert "".join(delta.content for delta in deltas) == choice.message.content
-    # without max_tokens an answer takes what room there is
+    # without max_tokens a sequence uses all room
     free = client.chat.completions.create(messages=messages, **GREEDY)
     assert free.usage.total_tokens == 96
 
@@ -161,7 +161,7 @@ def test_log_probabilities(client):
         assert token.top_logprobs[0].logprob == token.logprob
 
 
-def test_stop_seed_and_the_policys_knobs(client):
+def test_stop_seed_and_policy_values(client):
     plain = text_of(client)
     stop = plain.split()[4]
     made = client.completions.create(prompt=WORDS, max_tokens=10, stop=[stop], **GREEDY).choices[0]
@@ -169,7 +169,7 @@ def test_stop_seed_and_the_policys_knobs(client):
     warm = {"model": "tiny", "prompt": WORDS, "max_tokens": 10, "temperature": 1.5}
     drawn = [client.completions.create(seed=seed, **warm).choices[0].text for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
-    # without a temperature the API's own holds, not greedy decoding
+    # without a temperature the API's default applies, not greedy decoding
     texts = [client.completions.create(model="tiny", prompt=WORDS).choices[0].text for _ in "abc"]
     assert {*texts} != {plain}
     shares = [
@@ -216,7 +216,7 @@ def test_metrics(client, service, http):
     assert at_rest(service)
     before = read()
     text_of(client, 10)
-    assert at_rest(service)  # a slot is given back a moment after the answer has gone out
+    assert at_rest(service)  # a slot is freed shortly after the response was sent
     after = read()
 
     def grew(name, reason=""):
@@ -234,7 +234,7 @@ def test_metrics(client, service, http):
     assert after["jsparse:kv_cache_usage_perc", ""] == 0
 
 
-def test_first_tokens_that_come_at_once_are_sent_at_once(client, service, monkeypatch):
+def test_first_tokens_are_sent_at_once(client, service, monkeypatch):
     assert at_rest(service)
     go_on = hold(service.engine, monkeypatch, at_once=True)
     stream = client.completions.create(prompt=WORDS, max_tokens=90, stream=True, **GREEDY)
@@ -245,7 +245,9 @@ def test_first_tokens_that_come_at_once_are_sent_at_once(client, service, monkey
     assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
 
 
-def test_all_tokens_are_sent_if_the_answer_ends_while_the_first_are(client, service, monkeypatch):
+def test_all_tokens_are_sent_if_the_sequence_ends_during_the_first_event(
+    client, service, monkeypatch
+):
     assert at_rest(service)
     go_on = hold(service.engine, monkeypatch, at_once=True)
     output = service.texts.output
@@ -269,7 +271,7 @@ def test_all_tokens_are_sent_if_the_answer_ends_while_the_first_are(client, serv
 
 
 def test_live(client, http, service, monkeypatch):
-    assert at_rest(service)  # or the engine would be held at another test's request
+    assert at_rest(service)  # otherwise the engine would be held at another test's request
     go_on = hold(service.engine, monkeypatch)
     stream = client.completions.create(prompt=WORDS, max_tokens=90, stream=True, **GREEDY)
     next(stream)
@@ -281,7 +283,7 @@ def test_live(client, http, service, monkeypatch):
             assert chunk.choices
     assert picture["running"] == 1 and picture["waiting"] == 0
     assert 0 < picture["kv_cache_usage"] <= 1
-    assert picture["dense_bound_tokens_per_second"] is None  # nobody knows a CPU's bandwidth
+    assert picture["dense_bound_tokens_per_second"] is None  # the bandwidth of a CPU is unknown
     (request,) = picture["requests"]
     assert request["phase"] == "decoding"
     assert request["prompt_tokens"] == 5 and request["tokens"] >= 1
@@ -290,7 +292,7 @@ def test_live(client, http, service, monkeypatch):
 
 
 @pytest.mark.usefixtures("url")
-def test_the_bound_of_dense_decoding(service, monkeypatch):
+def test_bound_of_dense_decoding(service, monkeypatch):
     live = Live(service)
     monkeypatch.setattr(live, "_bandwidth", 1e12)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(service.engine.engine.params.weights))
@@ -322,7 +324,7 @@ def _raw(headers):
     return {name: value.encode("latin-1") for name, value in headers.items()}
 
 
-def test_the_page_is_strict(url):
+def test_page_is_strict(url):
     got = patient.get(f"{url}/")
     assert got.headers["content-type"].startswith("text/html")
     policy = got.headers["content-security-policy"]
@@ -333,7 +335,7 @@ def test_the_page_is_strict(url):
 
 
 async def crowd(url, service, expected):
-    """64 concurrent streams, of which every other one hangs up."""
+    """64 concurrent streams; every other one hangs up."""
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key="open-sesame", max_retries=0, timeout=60
     ) as client:
@@ -354,7 +356,7 @@ async def crowd(url, service, expected):
         await asyncio.gather(*map(one, range(64)))
 
 
-def test_a_crowd_of_which_half_hangs_up(client, url, service):
+def test_crowd_with_half_of_the_clients_hanging_up(client, url, service):
     expected = [
         client.completions.create(prompt=f"w{nth} w2", max_tokens=20, **GREEDY).choices[0].text
         for nth in range(8)
@@ -363,7 +365,7 @@ def test_a_crowd_of_which_half_hangs_up(client, url, service):
     assert at_rest(service)
 
 
-def test_who_hangs_up_within_the_body_is_no_error(url, service, caplog, monkeypatch):
+def test_hang_up_within_the_body_is_no_error(url, service, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)
     with connected(url) as peer:
         peer.sendall(post("/v1/completions", {"prompt": WORDS}, authorization=KEY)[:-5])

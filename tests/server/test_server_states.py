@@ -1,4 +1,4 @@
-"""Tests what a server says while its engine is loaded, full, hung, or has failed."""
+"""Tests the responses of a server while its engine is loading, full, hung or failed."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from tests.support.tiny import with_nan
 WORDS = "w3 w14 w15 w92 w65"
 
 
-def test_a_full_engine_says_when_to_come_back():
+def test_full_engine_sends_retry_after():
     service = a_service(max_waiting=1)
     body = {"prompt": WORDS, "max_tokens": 80, "temperature": 0}
     with serving(service, an_engine(max_waiting=1)) as url:
@@ -37,7 +37,7 @@ def test_a_full_engine_says_when_to_come_back():
         assert never.status_code == 400 and never.json()["error"]["param"] == "n"
 
 
-def test_nan_logits_are_an_error_of_the_server():
+def test_nan_logits_are_a_server_error():
     engine = an_engine(params=with_nan(with_words(), 7))
     body = {"max_tokens": 3, "temperature": 0}
     with serving(a_service(), engine) as url:
@@ -54,7 +54,7 @@ def test_nan_logits_are_an_error_of_the_server():
             assert fine.status_code == 200 and "error" not in fine.text, stream
 
 
-def test_before_and_after(monkeypatch):
+def test_health_follows_the_engine(monkeypatch):
     """Not ready, then ready, then failed."""
     service = a_service()
     with serving(service, None) as url:
@@ -76,7 +76,7 @@ def test_before_and_after(monkeypatch):
         assert patient.post(f"{url}/v1/completions", json={"prompt": "w1"}).status_code == 503
 
 
-def test_a_program_that_hangs_is_unhealthy_and_clients_hear_of_a_lost_process(monkeypatch):
+def test_hung_program_is_unhealthy_and_a_lost_process_reaches_clients(monkeypatch):
     service, engine, go_on, hangs = a_service(), an_engine(), threading.Event(), threading.Event()
     step, steps = engine.engine.step, []
 
@@ -109,7 +109,7 @@ def test_a_program_that_hangs_is_unhealthy_and_clients_hear_of_a_lost_process(mo
     assert json.loads(last)["error"]["code"] == "engine_error"
 
 
-def test_a_runtime_error_while_starting_is_reported_like_other_refusals():
+def test_runtime_error_at_startup_is_reported_like_other_refusals():
     """The command prints an OSError as one line."""
 
     def fail():

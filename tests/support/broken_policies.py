@@ -1,4 +1,4 @@
-"""Policies that each break one rule of the contract, called as the rule is."""
+"""Policies that each break one rule of the contract, named after that rule."""
 
 import jax.numpy as jnp
 
@@ -83,7 +83,7 @@ def selections() -> Policy:
 
 @builder
 def finite() -> Policy:
-    """Stands for the tokens before the newest 16 by their mean; there may be none."""
+    """Replaces the tokens before the newest 16 by their mean; there may be none."""
 
     def select(state, layer, q, view):
         held = view.layers[layer]
@@ -100,7 +100,7 @@ def finite() -> Policy:
 
 @builder
 def rows() -> Policy:
-    """Attends to more where the rows hold more on average."""
+    """Attends to more if the rows hold more on average."""
 
     def select(state, layer, q, view):
         return *newest(view, layer, view.layers[layer].lengths.max() // 4), state
@@ -120,7 +120,7 @@ def alone() -> Policy:
 
 @builder
 def pieces() -> Policy:
-    """Counts chunks where it means tokens."""
+    """Counts chunks instead of tokens."""
 
     def prefill(state, layer, view):
         return at_layer(state, layer, state[layer] + jnp.where(view.valid > 0, 4, 0))
@@ -132,7 +132,9 @@ def pieces() -> Policy:
 
 
 def page_sums(active_only, fresh):
-    """Keeps the sum of the first channel of each page, from 0 on or not, for all rows or not."""
+    """Keeps the sum of the first channel of each page, with or without a reset, per row or for all
+    rows.
+    """
 
     def init(spec):
         return tuple(jnp.zeros(spec.pages, jnp.float32) for _ in range(spec.num_layers))
@@ -178,19 +180,19 @@ def page_sums(active_only, fresh):
 
 @builder
 def pool() -> Policy:
-    """Adds to what a page's last owner left."""
+    """Adds to the state of a page's previous owner."""
     return page_sums(active_only=True, fresh=False)
 
 
 @builder
 def inactive() -> Policy:
-    """Takes in a token of rows that have none."""
+    """Counts a token for inactive rows."""
     return page_sums(active_only=False, fresh=True)
 
 
 @builder
 def retrace() -> Policy:
-    """Lets the first number decide its dtype."""
+    """Takes its dtype from the first number."""
 
     def init(spec):
         return tuple(jnp.full(spec.batch, 0.0) for _ in range(spec.num_layers))
@@ -206,7 +208,7 @@ def retrace() -> Policy:
 
 @builder
 def budget(budget: int = 1024) -> Policy:
-    """Leaves out pages of negative score, whatever the budget."""
+    """Leaves out pages of negative score, at any budget."""
 
     def score(q, key):
         logit = (q @ key).max()
@@ -220,7 +222,7 @@ def budget(budget: int = 1024) -> Policy:
 
 @builder
 def mass() -> Policy:
-    """Attends to the first page, whatever the query."""
+    """Attends to the first page, for any query."""
 
     def select(state, layer, q, view):
         count = jnp.ones_like(view.layers[layer].lengths)

@@ -33,8 +33,8 @@ class Browser:
     """A headless Chromium with one tab.
 
     Attributes:
-        requests: the addresses of all that the tab has asked for.
-        errors: what its console has said of errors, and exceptions that nobody caught.
+        requests: the addresses that the tab has requested.
+        errors: error messages of its console, and uncaught exceptions.
     """
 
     def __init__(self):
@@ -49,7 +49,7 @@ class Browser:
                 [
                     str(CHROMIUM),
                     "--headless=new",
-                    "--no-sandbox",  # it has none where tests run as root
+                    "--no-sandbox",  # it is unavailable if tests run as root
                     "--disable-gpu",
                     "--disable-dev-shm-usage",
                     "--no-first-run",
@@ -69,7 +69,7 @@ class Browser:
             self.close = opened.pop_all().close
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Calls a method of the protocol; events that come before its result are noted."""
+        """Calls a method of the protocol; records events that arrive before its result."""
         self._sent += 1
         self._socket.send(json.dumps({"id": self._sent, "method": method, "params": params}))
         while True:
@@ -84,7 +84,7 @@ class Browser:
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def run(self, script: str) -> Any:
-        """Returns the value of an expression of JavaScript."""
+        """Returns the value of a JavaScript expression."""
         made = self.call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
@@ -92,7 +92,7 @@ class Browser:
         return made["result"].get("value")
 
     def until(self, script: str) -> None:
-        """Waits until an expression of JavaScript is true."""
+        """Waits until a JavaScript expression is true."""
         end = time.monotonic() + PATIENCE
         while not self.run(script):
             assert time.monotonic() < end, f"never true: {script}\n{self.errors}"
@@ -130,7 +130,7 @@ class Browser:
         file.write_bytes(base64.b64decode(made["data"]))
 
     def _tab(self) -> str:
-        """Returns the address of the tab's end of the protocol, once it is there."""
+        """Returns the address of the tab's end of the protocol, once it exists."""
         port, end = self._wait_for_port(), time.monotonic() + PATIENCE
         while True:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list") as response:

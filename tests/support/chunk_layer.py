@@ -1,4 +1,4 @@
-"""Rows of one layer whose tokens have boundaries, for policies that choose chunks of the text."""
+"""Rows of one layer with token boundaries, for policies that choose chunks of text."""
 
 from functools import partial
 
@@ -26,12 +26,12 @@ def classes(seed=0):
 
 
 class Layer:
-    """Rows of different lengths in one layer, to which tokens come one by one."""
+    """Rows of different lengths in one layer that gets tokens one by one."""
 
     def __init__(self, policy, prompts, tokens, seed=0, spread=1.0, dtype=jnp.float32, k=None):
-        """Draws `tokens` tokens for every row and reads the prompts; `k` are given keys."""
+        """Draws `tokens` tokens for every row and prefills the prompts; `k` are given keys."""
         self.policy, rng = parse(policy), np.random.default_rng(seed)
-        # keys of few directions, so that there is something to cluster
+        # keys of few directions, so that they form clusters
         centers = rng.normal(size=(12, HEADS, DIM))
         near = centers[rng.integers(0, 12, (ROWS, tokens))]
         drawn = spread * (near + 0.6 * rng.normal(size=near.shape))
@@ -46,7 +46,7 @@ class Layer:
         )
 
     def step(self):
-        """Takes in a token per row; return the selection and the queries that it is for."""
+        """Appends a token per row; returns the selection and its queries."""
         row = np.arange(ROWS)
         new = (jnp.asarray(x[row, self.lengths]) for x in (self.q, self.k, self.tokens))
         chosen, self.cache, self.state = _step(self.policy, self.cache, self.state, *new, classes())
@@ -55,13 +55,13 @@ class Layer:
         return chosen, q
 
     def slots(self, chosen):
-        """The slots that a selection lists: bool[ROWS, HEADS, S]."""
+        """The slots in a selection: bool[ROWS, HEADS, S]."""
         lengths = jnp.asarray(self.lengths)[:, None] * jnp.ones(HEADS, jnp.int32)
         pages = self.k.shape[1] // PAGE
         return np.asarray(token_mask(chosen, lengths, num_pages=pages, page_size=PAGE))
 
     def maintain(self):
-        """Does so if it is due, and says whether it was."""
+        """Runs maintenance if it is due; returns whether it was."""
         if self.steps % self.policy.services.period:
             return False
         self.state, self.cache = _maintain(self.policy, self.state, self.cache)

@@ -19,11 +19,11 @@ take, put, clear = (jax.jit(f, **static) for f in (driver.take, driver.put, clea
 
 
 class Crowd:
-    """A batch over one pool, all of whose rows decode greedily.
+    """A batch over one pool; all rows decode greedily.
 
     Attributes:
         batch: the rows.
-        ages: the tokens that each row has decoded; None where there is none.
+        ages: the number of decoded tokens of each row; None: an empty row.
     """
 
     def __init__(self, params, policy, spec, cache, state, *, chunk):
@@ -35,7 +35,7 @@ class Crowd:
         self.ages = [None] * spec.batch
 
     def clear(self, slot):
-        """Empties a row, whose pages nobody gets back."""
+        """Empties a row without freeing its pages."""
         self.ages[slot] = None
         cache, state = clear(
             self.policy, self.spec, self.batch.cache, self.batch.state, jnp.array([slot])
@@ -43,7 +43,9 @@ class Crowd:
         self.batch = self.batch._replace(cache=cache, state=state)
 
     def read(self, slot, prompt):
-        """Reads a prompt as a batch of one, evicts, and puts it into a row; its logits [V]."""
+        """Prefills a prompt as a batch of one, evicts, and puts it into a row; returns its logits
+        [V].
+        """
         p, policy, rows = self.params, self.policy, jnp.array([slot])
         part = take(policy, self.spec, self.batch, rows)
         carry = prefill.start(p.decoder, policy, part.cache, part.state)
@@ -67,7 +69,7 @@ class Crowd:
         return np.asarray(logits)[0]
 
     def step(self):
-        """Decodes a token of every row, and services those that are due; logits [B, V], shares."""
+        """Decodes a token of every row, and services due rows; returns logits [B, V], shares."""
         p, policy = self.params, self.policy
         active = np.array([age is not None for age in self.ages])
         self.batch, result = driver.decode_steps(

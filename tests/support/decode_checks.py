@@ -1,4 +1,4 @@
-"""Checks what every backend of a decode op must do for every case."""
+"""Checks the requirements on every backend of a decode op, for every case."""
 
 from typing import Any, get_args
 
@@ -14,10 +14,10 @@ from tests.support.dense_attention import expected
 
 
 def in_families(inputs: Inputs, families: list[list[int]], tokens: list[int]) -> Inputs:
-    """Returns dense rows of which some have as many first tokens in the same pages, and say so.
+    """Returns dense rows, some of them grouped because their first tokens share pages.
 
-    Of each four heads one is empty, and so is the last row. `inputs` has a block table of pages
-    that lie apart, and full rows.
+    One head of each four is empty, and so is the last row. `inputs` has a block table of scattered
+    pages, and full rows.
     """
     layer, rng = inputs.layer, np.random.default_rng(7)
     table, lengths = (np.array(each) for each in (layer.block_table, layer.lengths))
@@ -83,10 +83,10 @@ def assert_matches_dense(op, case: Case, seed: int = 0) -> None:
 
 
 def assert_reports_rounded_mean(op, granularity: Granularity, *, off: float = 1e-5) -> None:
-    """Checks that stats are of the mean query rounded to the queries' type.
+    """Checks that stats are of the mean query rounded to the queries' dtype.
 
-    A kernel takes it as an operand of the MMA, so no backend may rank tokens by what that rounds
-    away. `off` is the error allowed to sums of products.
+    A kernel uses it as an MMA operand, so that no backend may rank tokens by digits that rounding
+    removes. `off` is the accepted error of sums of products.
     """
     q, layer, _ = Case("", batch=1, kv_heads=1, group=3, lengths="full", dtype="bfloat16").build(2)
     nobody = np.zeros((1, 1, 0), np.int32), np.zeros((1, 1), np.int32), np.ones((1, 1), bool)
@@ -102,7 +102,7 @@ def assert_reports_rounded_mean(op, granularity: Granularity, *, off: float = 1e
 
 
 def assert_rounds_o(op, case: Case) -> None:
-    """Checks that `dtype` rounds o of float32 once, and leaves lse and stats alone."""
+    """Checks that `dtype` rounds o of float32 once, and leaves lse and stats unchanged."""
     inputs = case.build()
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""Computes the oracle of every decode op: softmax attention in float64.
+"""The reference of every decode op: softmax attention in float64.
 
 It rebuilds dense K and V slot by slot.
 """
@@ -22,7 +22,7 @@ class Expected(NamedTuple):
 
 
 def attended_slots(chosen, head, length: int, page_size: int) -> list[int]:
-    """Lists the slots to which one head attends, from the Selection's fields one by one."""
+    """Lists the slots that one head attends to, field by field from the Selection."""
     if chosen.dense is not None and chosen.dense[head]:
         return list(range(length))
     slots = set()
@@ -44,7 +44,7 @@ def logsumexp(x: np.ndarray) -> float:
 
 
 def expected(inputs: Inputs, sm_scale: float | None) -> Expected:
-    """Computes attention of every query head, and all reports on it."""
+    """Computes attention of every query head, and all reports."""
     q = np.asarray(inputs.q, np.float64)
     layer = SimpleNamespace(
         **{name: jax.device_get(getattr(inputs.layer, name)) for name in inputs.layer._fields}

@@ -1,4 +1,4 @@
-"""Provides tokenizers to size texts with: SmolLM2's own, and two toys."""
+"""Tokenizers to measure texts with: SmolLM2's own, and two toys."""
 
 from tests.support.model_tokenizers import tokenizer_of
 

@@ -1,4 +1,4 @@
-"""Runs histories of a cache, for tests of what is kept of its keys: 4-bit copies and bounds."""
+"""Runs histories of a cache, for tests of data derived from its keys: 4-bit copies and bounds."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,12 +16,13 @@ counts = st.lists(st.integers(0, T), min_size=B, max_size=B)
 histories = st.lists(
     st.tuples(st.sampled_from(["append", "write"]), counts), min_size=1, max_size=8
 )
-type Keep = Callable[..., Any]  # of what is kept, the layer, its new keys, how many, and from where
+# arguments: the derived data, the layer, its new keys, their number, and the first slot
+type Keep = Callable[..., Any]
 
 
 @partial(jax.jit, static_argnames="keep")
 def step(cache, kept, k, valid, *, keep: Keep):
-    """Appends tokens, and keeps what is kept of them."""
+    """Appends tokens, and updates the derived data."""
     first = cache.layers[0].lengths
     cache = kv.append(cache, 0, k, k, jnp.zeros((B, T), jnp.int32), valid)
     return cache, keep(kept, cache.layers[0], k, valid, first)
@@ -29,7 +30,7 @@ def step(cache, kept, k, valid, *, keep: Keep):
 
 @partial(jax.jit, static_argnames="keep")
 def rewrite(cache, kept, k, valid, *, keep: Keep):
-    """Writes other keys in place of the newest."""
+    """Overwrites the newest keys with others."""
     layer = cache.layers[0]
     first = layer.lengths - valid[:, None]
     layer = kv.write(layer, k, k, jnp.zeros((B, T), jnp.int32), valid, first)
@@ -37,7 +38,7 @@ def rewrite(cache, kept, k, valid, *, keep: Keep):
 
 
 def after_each(history, seed: int, cache, kept, *, keep: Keep) -> Iterator[tuple[Any, Any]]:
-    """Yields the cache and what is kept after each chunk or rewrite of random keys."""
+    """Yields the cache and the derived data after each chunk or rewrite of random keys."""
     rng = np.random.default_rng(seed)
     head_dim = cache.layers[0].k.shape[-1]
     for kind, valid in history:

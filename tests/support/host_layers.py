@@ -16,7 +16,7 @@ def on_host(x: jax.Array) -> jax.Array:
 def in_host_memory(
     layer: LayerCache, ring: int, heads: tuple[int, ...] = ()
 ) -> tuple[LayerCache, HostPages]:
-    """The layer with K and V in host memory, which `lent` joins, and rings of `ring` pages."""
+    """The layer with K and V in host memory, which `lent` attaches, and rings of `ring` pages."""
     pages = HostPages(on_host(layer.k), on_host(layer.v))
     held = jax.jit(refill, static_argnums=(2, 3))(layer, pages, ring, heads)
     return held, pages

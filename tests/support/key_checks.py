@@ -1,4 +1,4 @@
-"""Finds pages, 4-bit keys and bounds in numpy, and compares keys that were computed otherwise."""
+"""Finds pages, 4-bit keys and bounds in numpy, and compares keys from different computations."""
 
 from functools import partial
 
@@ -21,14 +21,16 @@ def ones(*shape, dtype=np.float32):
 
 
 def physical(layer, b, n, page):
-    """Returns where a head's logical page lies."""
+    """Returns the physical page of a head's logical page."""
     if layer.block_table is not None:
         return int(layer.block_table[b, n, page])
     return (b * layer.lengths.shape[1] + n) * layer.num_pages + page
 
 
 def around(frame, n, slot, head_dim):
-    """Returns the mean key of a head at a slot, and the reach of each channel: 0 and 1 without."""
+    """Returns the mean key of a head at a slot, and the scale of each channel: 0 and 1 without a
+    frame.
+    """
     if frame is None:
         return np.zeros(head_dim), np.ones(head_dim)
     mid, reach, angles = (np.asarray(x, np.float64) for x in frame)
@@ -39,7 +41,7 @@ def around(frame, n, slot, head_dim):
 
 
 def assert_keys_near(got: Int4Keys, want: Int4Keys) -> None:
-    """Checks scales and zeros to an ulp, and codes to one where a channel lies halfway."""
+    """Checks scales and zeros to an ulp, and codes to one step if a channel is halfway."""
     for a, b in ((got.scale, want.scale), (got.zero, want.zero)):
         assert a.dtype == b.dtype
         assert (np.abs(_ordered(a) - _ordered(b)) <= 1).all()
@@ -49,7 +51,7 @@ def assert_keys_near(got: Int4Keys, want: Int4Keys) -> None:
 
 
 def _ordered(x) -> np.ndarray:
-    """Returns the place of each float16 among all of them."""
+    """Returns the rank of each float16 among all of them."""
     bits = np.asarray(x).view(np.int16).astype(int)
     return np.where(bits < 0, -32768 - bits, bits)
 

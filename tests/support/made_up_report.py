@@ -1,10 +1,10 @@
-"""Makes up a result that nobody measured, for tables and plots to draw."""
+"""Makes up a result, for tables and plots to draw."""
 
 from jsparse.evaluation.statistics import averages, summarize
 
 DENSE, TOP_K = "dense()", "oracle_top_k(budget={}, granularity='token')"
 POLICIES = (DENSE, "streaming(sink=4, recent=512)", TOP_K.format(128), TOP_K.format(2048))
-# the same as readers see them
+# the same as users see them
 SHORT = (DENSE, "streaming()", "oracle_top_k(budget=128)", "oracle_top_k(budget=2048)")
 
 
@@ -20,9 +20,9 @@ def entry(policy, task, length, index, meta=None, **values):
 
 
 def entries(tasks=("niah_grid", "vt"), lengths=(1024, 4096), samples=8):
-    """Makes dense right in every sample of all tasks but vt, where it never is.
+    """Makes dense right in every sample of all tasks except vt, where it never is.
 
-    The policies miss more and more.
+    The policies miss an increasing number.
     """
     for at, policy in enumerate(POLICIES):
         for length in lengths:

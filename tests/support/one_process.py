@@ -1,7 +1,7 @@
-"""Is one of two processes that run one model together; run by test_processes.
+"""One of two processes that run one model together; run by test_processes.
 
-Arguments: its number, the port at which they meet, and JSON: the policy, the devices of each
-process, the ranks if they are fewer, whether programs are prepared, and the processors that it has.
+Arguments: its number, the coordinator's port, and JSON: the policy, the devices of each process,
+the ranks if they are fewer, whether programs are prepared, and its processors.
 """
 
 import json
@@ -15,7 +15,7 @@ from jsparse.machine import processes
 
 
 def main(number: int, port: int, given: dict[str, Any]) -> None:
-    """Answers prompts, or works for the one that does."""
+    """Serves prompts, or follows the process that does."""
     if "processors" in given:
         os.cpu_count = lambda: given["processors"]
     jax.config.update("jax_num_cpu_devices", given.get("devices", 1))
@@ -23,7 +23,7 @@ def main(number: int, port: int, given: dict[str, Any]) -> None:
 
     import jsparse
     from jsparse.models.checkpoint import spread
-    from tests.support.tiny import (  # makes arrays: jax has to know its processes
+    from tests.support.tiny import (  # makes arrays, so jax has to know its processes
         random_prompts,
         tiny_params,
     )

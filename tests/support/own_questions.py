@@ -1,4 +1,4 @@
-"""Provides questions of one's own, and writes them to a file."""
+"""Questions of a user, and a function that writes them to a file."""
 
 ROWS = [
     {"id": "sum", "question": "the cat sat on the mat", "answer": 42, "source": "made up"},

@@ -1,4 +1,4 @@
-"""Sends requests as httpx does, and waits for answers longer than its five seconds.
+"""Sends requests like httpx, but with a longer timeout than its five seconds.
 
 A busy machine may compile a program in the meantime.
 """

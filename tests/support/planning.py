@@ -19,7 +19,7 @@ SIZES = EngineSizes(
     max_stall_ms=0,
     batch_invariant=True,
 )
-# as an engine has them whose programs depend on the company, and where nobody waits for a token
+# the sizes of an engine without batch invariance, with no clients that wait for tokens
 VARIANT = SIZES._replace(batch_invariant=False)
 UNHURRIED = VARIANT._replace(max_stall_ms=None)
 PACKED = SIZES._replace(max_stall_ms=60)
@@ -28,12 +28,12 @@ RULES = Rules(root="root", window=2, replays=False, periods=(3,))
 
 
 def took(rows, size, start):
-    """How long programs take to read, in milliseconds."""
+    """The prefill times of programs, in milliseconds."""
     return rows * size * (1 + start / 32)
 
 
 class LatencyModel:
-    """Knows how long programs take, or only how long steps do."""
+    """A latency model with given times of programs, or only of steps."""
 
     def __init__(self, prefill=took, step=1):
         self.prefill, self.drafts, self.idles = prefill, lambda rows: 3, False
@@ -48,7 +48,7 @@ def seq(number, prompt, tokens, arrival=0.0):
 
 
 def served(scheduler, plans=1000):
-    """The numbers of sequences in the order in which their prompts were read, and all plans."""
+    """The numbers of sequences in the order of their prefill, and all plans."""
     order, made = [], []
     for _ in range(plans):
         plan = scheduler.plan()
@@ -61,5 +61,5 @@ def served(scheduler, plans=1000):
 
 
 def chunks_of(*plans):
-    """The chunks that plans read."""
+    """The chunks of plans."""
     return [chunk for plan in plans if plan.prefill is not None for chunk in plan.prefill.chunks]

@@ -1,10 +1,10 @@
 """TABLE lists every registered method at several hyper-parameters, for the battery.
 
-A new method adds its expressions here and nothing else. By default those of MECHANISMS run through
-the battery, in the slow tests all of TABLE. METHODS run through what takes programs of its own: the
-first expression of each method, and those of FURTHER, which do what no other does. Budgets are
-small against prompts of 9 to 37 tokens and pages of 8, so that each expression leaves something
-out; and their periods against 12 steps.
+A new method only adds its expressions here. The default run takes those of MECHANISMS through the
+battery, the slow tests all of TABLE. METHODS run through the tests that need separate programs: the
+first expression of each method, and those of FURTHER, whose behaviour no other has. Budgets are
+small against prompts of 9 to 37 tokens and pages of 8, so that each expression leaves out some
+tokens; and their periods against 12 steps.
 """
 
 import ast
@@ -96,7 +96,7 @@ def firsts(expressions: Sequence[str]) -> dict[str, str]:
     return {outermost(expression): expression for expression in reversed(expressions)}
 
 
-# one expression for each way of choosing: pages, sets handed on, pruning, eviction
+# one expression for each kind of selection: pages, sets handed on, pruning, eviction
 MECHANISMS = (
     "quest(budget=16)",
     "lychee_decode(((1, 1), (0, 1)), value=24, sink=1, recent=6)",
@@ -111,7 +111,7 @@ def outermost(expression: str) -> str:
     return ast.unparse(node.func if isinstance(node, ast.Call) else node)
 
 
-# each has a path of its own through its method, and no first expression takes it
+# each has a separate path through its method, which no first expression takes
 FURTHER = (
     "quest(budget=8, bounds_dtype='uint8')",
     "double_sparsity(budget=16, channels=6, granularity='page')",
@@ -167,7 +167,7 @@ DENSE_AT: dict[str, dict[str, Any]] = {
 
 
 def at_dense(expression: str) -> Policy | None:
-    """Returns the method at the hyper-parameters at which it is dense; None where it has none."""
+    """Returns the method at the hyper-parameters at which it is dense; None if it has none."""
     policy, build = parse(expression), POLICIES[outermost(expression)]
     dense_at = DENSE_AT.get(outermost(expression))
     if dense_at is None:

@@ -1,4 +1,4 @@
-"""Checks what a product with a matrix returns."""
+"""Checks the results of products with a matrix."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ def assert_is_the_product(
     roundings: float = 0,
     dtype: Any = None,
 ) -> None:
-    """Asserts y = x · W + b in float64, up to a rounding of each and of a sum in float32.
+    """Asserts y = x · W + b in float64, up to a rounding of each and of a float32 sum.
 
-    Where x was computed, not given, its numbers may have been rounded before: `roundings` is how
-    much that adds, in steps of the type, if rounding up and down do not cancel out.
-    `dtype` is that of y, by default the matrix's.
+    If x was computed, its numbers may have been rounded before: `roundings` is the resulting error
+    in steps of the dtype, if rounding up and down do not cancel out. `dtype` is that of y, by
+    default the matrix's.
     """
     wanted_type = matrix.dtype if dtype is None else dtype
     assert (y.shape, y.dtype) == ((*x.shape[:-1], matrix.shape[1]), wanted_type)

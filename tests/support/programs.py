@@ -1,9 +1,9 @@
-"""Counts the programs that tests ask XLA for, and reports default tests that ask for too many.
+"""Counts the programs that tests request from XLA, and reports default tests that request too many.
 
-A pytest plugin. Compiling is most of what the tests take: a program of ours costs a tenth of a
-second to a whole one, whatever it computes. What jax compiles for a single operation outside of
-jit, such as jnp.zeros, takes some hundredths, and is counted apart. A program that the compilation
-cache holds counts, too. How much a test asks for depends on what ran before it in its process:
+A pytest plugin. Compilation takes most of the tests' time: a program of ours costs a tenth of a
+second to a whole one, whatever it computes. Programs that jax compiles for a single operation
+outside of jit, such as jnp.zeros, take some hundredths and are counted separately. A program in the
+compilation cache also counts. The number of a test depends on the tests before it in its process:
 tests over the budget are reported, and fail only with JSPARSE_PROGRAM_BUDGET set, as in .ci/run.
 """
 
@@ -22,7 +22,7 @@ import pytest
 MAX_PROGRAMS, MAX_OPERATIONS = 12, 60
 ADVICE = "share a shape or mark it slow"
 MAX_BYTES = 1 << 30
-# the compiler segfaults when a process has 65530 memory maps, of which a program takes a few
+# the compiler segfaults when a process has 65530 memory maps; a program takes a few
 MAPS, MAX_MAPS, LOOK_EVERY = Path("/proc/self/maps"), 30000, 100
 REQUESTED = "/jax/core/compile/backend_compile_duration"
 HIT = "/jax/compilation_cache/cache_hits"
@@ -31,7 +31,7 @@ PROGRAMS, OPERATIONS = "programs", "single operations"
 
 Counts = Counter[str]
 _counted: Counts = Counter()
-_shared: Counts = Counter()  # what several tests share
+_shared: Counts = Counter()  # programs shared by several tests
 _of_workers: Counts = Counter()
 _by_test: dict[str, Counts] = {}
 _over_budget: dict[str, str] = {}
@@ -41,7 +41,9 @@ BEGUN = pytest.StashKey[Counts]()
 
 
 def shared[T](function: Callable[..., T]) -> Callable[..., T]:
-    """Caches a function as functools.cache does; what it compiles counts for none of its users."""
+    """Caches a function like functools.cache; the programs that it compiles count for none of its
+    users.
+    """
 
     @functools.cache
     def made(*args: Any, **kwargs: Any) -> T:
@@ -53,7 +55,7 @@ def shared[T](function: Callable[..., T]) -> Callable[..., T]:
 
 @contextmanager
 def sharing() -> Iterator[None]:
-    """Counts what is compiled within as shared."""
+    """Counts the programs compiled within as shared."""
     global _shared
     before, shared_before = _counted.copy(), _shared
     try:
@@ -63,7 +65,7 @@ def sharing() -> Iterator[None]:
 
 
 def listen() -> None:
-    """Begins to count, once jax has been imported."""
+    """Starts counting, once jax has been imported."""
     global _listening
     if _listening or "jax" not in sys.modules:
         return
@@ -92,7 +94,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_finish(session):
-    """Begins to count; and what tests and modules are made of need not be searched for garbage."""
+    """Starts counting; also freezes the objects of tests and modules for the garbage collector."""
     listen()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -100,7 +102,7 @@ def pytest_collection_finish(session):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef, request):
-    """Counts what fixtures of a wider scope than a test compile as shared."""
+    """Counts programs of fixtures with a wider scope than a test as shared."""
     if fixturedef.scope == "function":
         return (yield)
     with sharing():
@@ -109,7 +111,7 @@ def pytest_fixture_setup(fixturedef, request):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
-    """Notes where a test's own count begins."""
+    """Records where a test's own count starts."""
     listen()
     if item.config.option.programs and "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
@@ -121,7 +123,7 @@ def pytest_runtest_protocol(item, nextitem):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Notes a test of the default run that asked for too many programs; in CI it fails."""
+    """Records a test of the default run that requested too many programs; in CI it fails."""
     result = yield
     made = _by_test[item.nodeid] = _counted - _shared - item.stash[BEGUN]
     if not {"slow", "gpu"} & {mark.name for mark in item.iter_markers()}:
@@ -135,7 +137,7 @@ def pytest_runtest_call(item):
 
 
 def stay_below_the_maps_of_a_process() -> None:
-    """Forgets compiled programs before they use up the process's memory maps."""
+    """Drops compiled programs before they use up the process's memory maps."""
     global _looked
     made = _counted[PROGRAMS] + _counted[OPERATIONS]
     if made - _looked < LOOK_EVERY:
@@ -146,7 +148,7 @@ def stay_below_the_maps_of_a_process() -> None:
 
 
 def pytest_sessionfinish(session):
-    """Hands a worker's counts to the process that prints them; that one bounds the cache."""
+    """Sends a worker's counts to the process that prints them; that process trims the cache."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["programs"] = dict(_counted)
         by_test = {test: dict(made) for test, made in _by_test.items()}
@@ -158,7 +160,7 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
-    """Adds up what workers of pytest-xdist counted."""
+    """Adds up the counts of pytest-xdist's workers."""
     output = getattr(node, "workeroutput", {})
     _of_workers.update(output.get("programs", {}))
     for test, made in output.get("programs_by_test", {}).items():
@@ -167,7 +169,9 @@ def pytest_testnodedown(node, error):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Prints the use of the compilation cache, tests over budget, and --programs the dearest."""
+    """Prints the use of the compilation cache, tests over budget, and --programs most expensive
+    ones.
+    """
     total = _counted + _of_workers
     if total[PROGRAMS] or total[OPERATIONS]:
         terminalreporter.write_line(
@@ -185,10 +189,10 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def trim(folder: Path, max_bytes: int) -> None:
-    """Deletes the files of a cache that were used least recently, until it is small enough."""
+    """Deletes the least recently used files of a cache until it is small enough."""
     held = []
     for file in folder.glob("*") if folder.is_dir() else ():
-        with suppress(FileNotFoundError):  # another process trims, too
+        with suppress(FileNotFoundError):  # another process also trims
             status = file.stat()
             held.append((max(status.st_atime, status.st_mtime), status.st_size, file))
     size = sum(each for _, each, _ in held)

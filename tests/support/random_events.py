@@ -1,4 +1,4 @@
-"""Adds, stops and plans at random, and checks each plan as a device would see it."""
+"""Adds, stops and plans at random, and checks each plan as a device would execute it."""
 
 import operator
 from collections import Counter
@@ -17,7 +17,7 @@ from tests.support.planning import LATENCY, PACKED, RULES, SIZES, VARIANT, seq
 
 
 class Serving(RuleBasedStateMachine):
-    """Adds, stops and plans at random; a model of the device follows each plan."""
+    """Adds, stops and plans at random; a model of the device executes each plan."""
 
     replays, sizes, most = False, PACKED, staticmethod(operator.add)
 
@@ -26,10 +26,10 @@ class Serving(RuleBasedStateMachine):
         rules = RULES._replace(replays=self.replays, slots=self.most)
         self.scheduler = Scheduler(self.sizes, rules, LATENCY)
         self.asked, self.cut_short, self.clock = [], set(), 0.0
-        # what a device would hold: per sequence, the prompt's tokens in its groups, and its steps
+        # the device's contents: per sequence, the prompt's tokens in its groups, and its steps
         self.read, self.steps, self.slots, self.places = {}, Counter(), {}, {}
         self.tables, self.on_host = {}, {}
-        # the tokens that groups hold, and whether a whole chunk wrote them
+        # the tokens in groups, and whether a whole chunk wrote them
         self.written = {}
 
     @rule(
@@ -101,7 +101,7 @@ class Serving(RuleBasedStateMachine):
             assert all(before // every == (row.age - 1) // every for every in RULES.periods)
 
     def follow_groups(self, row, asked, tokens):
-        """It has groups for its prompt and so many tokens, and the device knows of them."""
+        """A row has groups for its prompt and `tokens` tokens, and the device has their numbers."""
         table = self.tables[row.seq]
         if row.groups:
             assert len(row.groups) <= self.sizes.growth
@@ -111,7 +111,7 @@ class Serving(RuleBasedStateMachine):
         assert self.most(len(asked.ids), tokens) <= len(table) * SIZES.page_size
 
     def follow_prefixes(self, decoding):
-        """What rows are told to read together is the same, and is there."""
+        """Rows of a shared prefix have the same tokens there, and the prefix is cached."""
         count, most = self.sizes.prefixes(decoding.num_rows)
         assert len(decoding.prefixes) <= count
         together = [slot for prefix in decoding.prefixes for slot in prefix.slots]
@@ -135,7 +135,7 @@ class Serving(RuleBasedStateMachine):
         for column in ("seq", "slot", "place"):
             assert len({getattr(chunk, column) for chunk in prefill.chunks}) == len(prefill.chunks)
         for chunk in prefill.chunks:
-            # a place is nobody else's while its prompt is partly read
+            # no other sequence uses a slot while its prompt is partly prefilled
             assert 0 <= chunk.place < MAX_PREFILLS
             assert chunk.fresh or self.places[chunk.seq] == chunk.place
             self.places[chunk.seq] = chunk.place
@@ -154,7 +154,7 @@ class Serving(RuleBasedStateMachine):
         assert len(chunk.groups) == len(set(chunk.groups)) == SIZES.groups_for(tokens)
         if not chunk.fresh:
             assert self.read[chunk.seq] == chunk.start
-        # what it did not read itself is there: another has written these very tokens
+        # tokens that it did not prefill are cached: another sequence wrote these very tokens
         for at in range(0, chunk.start, SIZES.page_size):
             group = chunk.groups[at // SIZES.page_size]
             tokens, whole = self.written[group]
@@ -185,7 +185,7 @@ class Serving(RuleBasedStateMachine):
             self.steps[chunk.seq] = 1
 
     def follow_eviction(self, chunk, asked):
-        """It goes on in groups that are nobody else's, and its own are as they were."""
+        """The row continues in exclusive groups, and its own groups are unchanged."""
         first = min(asked.max_tokens, self.sizes.growth_tokens)
         slots = self.most(len(asked.ids), first)
         assert len(chunk.kept) == len(set(chunk.kept)) == SIZES.groups_for(slots)
@@ -223,7 +223,7 @@ class Serving(RuleBasedStateMachine):
             assert groups <= SIZES.groups_for(self.most(len(held.ids), held.max_tokens))
 
     def teardown(self):
-        """Everything comes to an end, and all memory comes back."""
+        """Everything finishes, and all memory is freed."""
         for _ in range(100 * (len(self.asked) + 1)):
             if self.scheduler.idle:
                 break
@@ -237,13 +237,13 @@ class Serving(RuleBasedStateMachine):
 
 
 class Replaying(Serving):
-    """The same, where states are built anew from what is shared."""
+    """The same, with states rebuilt from shared blocks."""
 
     replays = True
 
 
 class Variant(Serving):
-    """The same, where chunks begin anywhere and are as short as rows that decode need them."""
+    """The same, with chunks that start anywhere and fit the stall budget of decoding rows."""
 
     sizes = VARIANT._replace(max_stall_ms=20, growth_tokens=8, num_groups=30, prefix_rows=3)
 
@@ -255,27 +255,27 @@ class VariantReplaying(Variant):
 
 
 class Scarce(Serving):
-    """The same, where memory is taken page by page, and there is but enough for one request."""
+    """The same, with memory allocated page by page, and only enough for one request."""
 
     sizes = PACKED._replace(growth_tokens=4, num_groups=17)
 
 
 class Evicting(Serving):
-    """The same, where heads come to hold a few tokens, in groups of their own."""
+    """The same, with heads that keep a few tokens in separate groups."""
 
     sizes = PACKED._replace(evicted_pages=6, growth_tokens=4, num_groups=26)
     most = staticmethod(lambda prompt, new: min(prompt + new, 24))
 
 
 class Keeping(Variant):
-    """The same, where they hold few tokens of the prompt, and all others."""
+    """The same, with heads that keep few tokens of the prompt, and all others."""
 
     sizes = Variant.sizes._replace(evicted_pages=16, prefix_rows=0, num_groups=25)
     most = staticmethod(lambda prompt, new: min(prompt, 10) + new)
 
 
 class Swapping(Variant):
-    """The same, where sequences leave the device for others."""
+    """The same, with sequences swapped out for others."""
 
     sizes = Variant.sizes._replace(host_groups=90, growth_tokens=4, num_groups=25, prefix_rows=0)
 
@@ -287,10 +287,10 @@ class SwappingCompressed(Keeping):
 
 
 class Drafting(Variant):
-    """The same, where rows decode in rounds.
+    """The same, with rows that decode in rounds.
 
-    What a round gives is anything from a token to all that were planned. The device knows it at
-    once, the host later.
+    A round gives from one token to all planned ones. The device knows the number at once, the host
+    later.
     """
 
     sizes = Variant.sizes._replace(drafts=(3,) * len(Variant.sizes.rows), prefix_rows=0)
@@ -314,7 +314,7 @@ class Drafting(Variant):
             asked = self.asked[row.seq]
             assert self.slots[row.slot] == row.seq
             assert 1 <= row.steps <= 1 + max(self.sizes.drafts)
-            # whatever rounds before it give, there is room, and it is not too much
+            # for any results of earlier rounds, the room is sufficient and not excessive
             assert self.steps[row.seq] + row.steps <= asked.max_tokens
             self.follow_groups(row, asked, self.steps[row.seq] + row.steps - 1)
             tokens = self.random.randint(1, row.steps)
@@ -336,7 +336,7 @@ class Drafting(Variant):
                     self.end(asked)
 
     def end(self, asked):
-        """Stops a sequence, whose tokens are all 0; prompts that begin with it may share them."""
+        """Stops a sequence, whose tokens are all 0; prompts that start with it may share them."""
         self.scheduler.stop(asked, [0] * asked.max_tokens)
         text = [*asked.ids.tolist(), *[0] * (asked.max_tokens - 1)]
         for at in range(0, len(text) - SIZES.page_size + 1, SIZES.page_size):

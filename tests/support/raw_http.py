@@ -1,4 +1,4 @@
-"""Speaks HTTP by hand, as a client that means no good would."""
+"""Speaks HTTP by hand, like a malicious client."""
 
 import json
 import socket
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def connected(url: str, *, receive: int | None = None) -> socket.socket:
-    """Returns a connection to a server; `receive` bounds what the kernel takes in for it."""
+    """Returns a connection to a server; `receive` limits the kernel's receive buffer."""
     host, _, port = url.removeprefix("http://").partition(":")
     peer = socket.socket()
     if receive is not None:
@@ -20,7 +20,7 @@ def connected(url: str, *, receive: int | None = None) -> socket.socket:
 
 @contextmanager
 def crowd(url: str, count: int) -> Iterator[list[socket.socket]]:
-    """Yields connections, which are closed in the end."""
+    """Yields connections, and closes them at the end."""
     with ExitStack() as stack:
         yield [stack.enter_context(connected(url)) for _ in range(count)]
 
@@ -31,7 +31,7 @@ def get(path: str, **headers: str) -> bytes:
 
 
 def post(path: str, body: Any, length: int | None = None, **headers: str) -> bytes:
-    """Returns a request with a body of JSON, of which it says that it has `length` bytes."""
+    """Returns a request with a JSON body and a Content-Length of `length` bytes."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     given = {"content-type": "application/json", "content-length": f"{length or len(data)}"}
     head = "\r\n".join([f"POST {path} HTTP/1.1", *_lines(given | headers), "", ""])
@@ -39,7 +39,7 @@ def post(path: str, body: Any, length: int | None = None, **headers: str) -> byt
 
 
 def told(peer: socket.socket) -> bytes:
-    """Returns all that a server sends until it closes the connection."""
+    """Returns all bytes that a server sends until it closes the connection."""
     pieces = []
     try:
         while piece := peer.recv(2**20):
@@ -50,7 +50,7 @@ def told(peer: socket.socket) -> bytes:
 
 
 def answer(peer: socket.socket) -> tuple[int, bytes]:
-    """Returns status and body of the next answer, whose length is said."""
+    """Returns status and body of the next response with a Content-Length."""
     data = b""
     while b"\r\n\r\n" not in data:
         piece = peer.recv(4096)

@@ -1,4 +1,4 @@
-"""Makes small engines of a tiny model, and compares what requests get."""
+"""Makes small engines of a tiny model, and compares the results of requests."""
 
 import asyncio
 import threading
@@ -15,11 +15,11 @@ from jsparse.engine.sizes import MAX_PREFILLS
 from jsparse.runtime.request import Request, requests
 from tests.support.tiny import tiny_params
 
-# chunks of two sizes, so that a prompt's chunks begin where position says
+# chunks of two sizes, so that a prompt's chunks start at fixed positions
 LADDER = ((0, 16), (32, 8))
 PAGE = 8
-# four slots; programs are compiled when they are needed, of all slots unless a test asks for more;
-# a row that decodes waits for no more than a chunk
+# four slots; programs are compiled on demand, for all slots unless a test asks for more; a decoding
+# row stalls for at most one chunk
 SMALL: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_model_len": 96,
@@ -52,18 +52,18 @@ def greedy(tokens: int = 12, **options: Any) -> jsparse.SamplingParams:
 
 
 def bits(out: jsparse.RequestOutput) -> list[tuple[list[int], list[float] | None]]:
-    """What must not depend on what runs beside a request."""
+    """The results that must not depend on concurrent requests."""
     return [(answer.token_ids, answer.token_logprobs) for answer in out.outputs]
 
 
 def asked(llm: LLM, prompt: Any, options: jsparse.SamplingParams) -> Request:
-    """The request of a prompt, as an engine takes it."""
+    """The request for a prompt, as an argument of an engine."""
     (made,) = requests(llm.engine.params, [prompt], options, llm.engine.policy)
     return made
 
 
 def until(llm: LLM, reached: Callable[[], Any], maximum: int = 200) -> list[RequestState]:
-    """Steps until something is so; the requests that were heard of."""
+    """Steps until a condition holds; returns the requests with updates."""
     updates = []
     for _ in range(maximum):
         if reached():
@@ -73,7 +73,7 @@ def until(llm: LLM, reached: Callable[[], Any], maximum: int = 200) -> list[Requ
 
 
 def assert_at_rest(llm: LLM) -> None:
-    """All memory is free or cached, no slot is held, nothing is left of any request."""
+    """All memory is free or cached, all slots are free, and no state of any request is left."""
     engine = llm.engine
     scheduler, pool = engine.scheduler, engine.scheduler.pool
     scheduler.plan()
@@ -89,10 +89,10 @@ def assert_at_rest(llm: LLM) -> None:
 def hold(
     engine: jsparse.AsyncEngine, patch: pytest.MonkeyPatch, *, at_once: bool = False
 ) -> threading.Event:
-    """Makes the engine's thread wait, whenever it has reported tokens, while the event is clear.
+    """Makes the engine's thread wait after each report of tokens while the event is clear.
 
-    So a request lives until a test has looked at it. With `at_once`, nobody hears that a request
-    was accepted before its first tokens are there.
+    A request thus lives until a test has inspected it. With `at_once`, the acceptance of a request
+    is reported together with its first tokens.
     """
     wake, go_on = engine._wake, threading.Event()
 
@@ -101,17 +101,17 @@ def hold(
         if begun or not at_once:
             wake(listeners)
         if begun:
-            go_on.wait(90)  # longer than clients do
+            go_on.wait(90)  # longer than the timeouts of clients
 
     patch.setattr(engine, "_wake", wake_and_wait)
     return go_on
 
 
 def hand_over(engine: jsparse.AsyncEngine, patch: pytest.MonkeyPatch) -> None:
-    """Makes the engine's thread wait, after each report, until those who got it ask for the next.
+    """Makes the engine's thread wait after each report until its receivers ask for the next.
 
-    Each report is then an output of its own; otherwise those that come too fast become one. Whoever
-    uses it reads all outputs to the end.
+    Each report is then a separate output; otherwise fast reports are merged. Users of this function
+    must read all outputs to the end.
     """
     wake = engine._wake
 

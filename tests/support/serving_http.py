@@ -1,4 +1,4 @@
-"""Runs a server of a tiny model in a thread, for tests that talk to it."""
+"""Runs a server of a tiny model in a thread, for tests that send requests to it."""
 
 import asyncio
 import threading
@@ -28,7 +28,7 @@ TEMPLATE = (
 
 
 def with_words() -> Params:
-    """The tiny model, each of whose tokens is a word, with a chat template."""
+    """The tiny model with a word per token, with a chat template."""
     import dataclasses
 
     core = tokenizers.Tokenizer(
@@ -83,9 +83,9 @@ def a_service(**options) -> Service:
 
 
 def at_rest(service: Service) -> bool:
-    """Waits until nothing is left to do, and then until nothing is held; returns whether it is so.
+    """Waits until the service is idle, then until all its memory is free; returns whether it is.
 
-    What a request held is dropped a moment after its answer has gone out.
+    The memory of a request is freed shortly after its response was sent.
     """
     assert service.engine is not None
     outer, inner = service.engine, service.engine.engine
@@ -109,6 +109,6 @@ def at_rest(service: Service) -> bool:
 
 
 def soon(condition: Callable[[], Any]) -> bool:
-    """Waits until something is so; returns whether it came about."""
+    """Waits until a condition holds; returns whether it did in time."""
     wait = threading.Event()
     return any(condition() or wait.wait(0.01) for _ in range(1000))

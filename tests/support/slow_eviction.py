@@ -1,7 +1,9 @@
-"""The policies that evict once more, slow and obvious: numpy in float64, one slot at a time.
+"""A slow and simple second implementation of the evicting policies: numpy in float64, one slot at a
+time.
 
-It shares no code with jsparse.policies.eviction. A method is a function that scores the slots of a
-head, one that says how many of them each head of a layer keeps, and the sizes of what is protected.
+It shares no code with jsparse.policies.eviction. A method consists of a function that scores the
+slots of a head, one that returns the number of slots each head of a layer keeps, and the protected
+sizes.
 """
 
 import dataclasses
@@ -16,14 +18,14 @@ from tests.support.slow_model import SlowRow, attend, logits_of, logsumexp, soft
 
 @dataclasses.dataclass
 class SlowHead:
-    """What is known of a head's slots, beside their K and V in the SlowRow, as lists by slot.
+    """A head's slots, beside their K and V in the SlowRow, as lists by slot.
 
     Attributes:
         positions: text positions.
         bias: terms added to the logits.
-        numbers: what the method keeps up to date.
-        missed: how many compressions left out a slot that waits.
-        temperature: that of "calibrated"; None until it is found.
+        numbers: the method's tracked numbers.
+        missed: the number of compressions that left out a waiting slot.
+        temperature: that of "calibrated"; None: not found yet.
     """
 
     positions: list
@@ -35,8 +37,8 @@ class SlowHead:
 
 @dataclasses.dataclass
 class Seen:
-    """What a score is made of: a head's keys and biases, the newest queries of its group, and the
-    slots that compete.
+    """The inputs of a score: a head's keys and biases, the newest queries of its group, and the
+    competing slots.
     """
 
     keys: list
@@ -69,7 +71,7 @@ class SlowMethod:
 
 
 class SlowEvictor:
-    """Decodes a row by a method, and keeps what each compression left."""
+    """Decodes a row by a method, and keeps the result of each compression."""
 
     def __init__(self, row: SlowRow, method: SlowMethod):
         self.row, self.method, self.steps = row, method, 0
@@ -166,7 +168,7 @@ class SlowEvictor:
 
 
 def merge(query, keys, values, bias):
-    """Returns the key, value and bias that stand for rows, at a query."""
+    """Returns the key, value and bias that replace rows, at a query."""
     logits = np.add(logits_of(query, keys), bias)
     weights = softmax(logits)
     key = weights @ np.asarray(keys)
@@ -185,7 +187,7 @@ def attention(seen: Seen, slots=None):
 
 
 def attention_to_all(seen: Seen, slots=None):
-    """The same of softmaxes over all keys up to a query's own, as SnapKV and H2O have them."""
+    """The same for softmaxes over all keys up to a query's own, as in SnapKV and H2O."""
     slots = seen.competing if slots is None else slots
     held, weights = len(seen.keys), []
     for age, group in zip(reversed(range(len(seen.window))), seen.window, strict=True):
@@ -195,7 +197,7 @@ def attention_to_all(seen: Seen, slots=None):
 
 
 def pooled(scores, width, how):
-    """Each score with its neighbours; beyond the ends there are zeros."""
+    """Each score with its neighbours, with zeros past the ends."""
     side = width // 2
     padded = np.concatenate([np.zeros(side), scores, np.zeros(side)])
     return np.array([how(padded[i : i + width]) for i in range(len(scores))])
@@ -222,12 +224,12 @@ def important_and_rare(seen: Seen, importance=0.07):
 
 
 def tracked(seen: Seen):
-    """What the method keeps up to date."""
+    """The method's tracked numbers."""
     return np.array([seen.head.numbers[slot] for slot in seen.competing])
 
 
 def window_sums(seen: Seen):
-    """H2O's start: the attention of the last queries to all that precedes them."""
+    """H2O's start: the attention of the last queries to all preceding tokens."""
     before = list(range(max(len(seen.keys) - len(seen.window), 0)))
     sums = np.zeros(len(seen.keys))
     sums[: len(before)] = len(seen.window) * attention_to_all(seen, before)
@@ -240,7 +242,7 @@ def uniform(budget):
 
 
 def shared(scores, total, min_count, max_count):
-    """Hands out slots one by one, to the head whose next is the best."""
+    """Assigns slots one by one, to the head with the best next one."""
     best = [sorted(x, reverse=True) for x in scores]
     counts = [min(min_count, len(x)) for x in best]
     while sum(counts) < total:
@@ -260,8 +262,8 @@ def joint(budget, min_count, max_count):
 
 
 def blended(counts, alpha):
-    """(1 - α) of each count and α of their mean, α an exact fraction; rounded up are as many of the
-    largest remainders as bring the sum back.
+    """(1 - α) of each count and α of their mean, α an exact fraction; the largest remainders are
+    rounded up to restore the sum.
     """
     mean = Fraction(sum(counts), len(counts))
     wanted = [(1 - alpha) * c + alpha * mean for c in counts]
@@ -274,8 +276,8 @@ def blended(counts, alpha):
 
 
 def ada_kv(budget, alpha, max_count):
-    """Ada-KV with its safeguard: heads share (1 - α) of their slots, and α they have anyway; the
-    competition ends where the blend would be above the most slots of a head.
+    """Ada-KV with its safeguard: heads share (1 - α) of their slots, and α are guaranteed; the
+    competition stops where the blend would exceed the most slots of a head.
     """
     most = math.floor((max_count - alpha * budget) / (1 - alpha))
     return lambda scores, seen: blended(shared(scores, budget * len(seen), 0, most), alpha)
@@ -290,9 +292,9 @@ def num_needed(weights, p):
 
 
 def needed_of(shares, lost, p):
-    """The fewest of `shares`, heaviest first, without which no more than 1 - p is lost.
+    """The fewest of `shares`, heaviest first, such that at most 1 - p is lost without them.
 
-    `lost` is the share of what was dropped before.
+    `lost` is the share of the slots dropped before.
     """
     order = np.sort(shares)[::-1]
     for count in range(len(order) + 1):
@@ -302,14 +304,14 @@ def needed_of(shares, lost, p):
 
 
 def lost_by(seen: Seen, merged):
-    """The share of attention of the merged slot; 0 where no slot competes."""
+    """The share of attention of the merged slot; 0 if no slot competes."""
     return attention_to_all(seen, [merged])[0] if seen.competing else 0.0
 
 
 def n_star(p, min_count, max_count, merged):
-    """The fewest slots that bring what is kept to p of real attention, whatever the scores.
+    """The fewest slots that bring the kept mass to p of real attention, for any scores.
 
-    `merged` is the place of the merged slot.
+    `merged` is the position of the merged slot.
     """
 
     def counts(scores, seen):
@@ -324,7 +326,7 @@ def n_star(p, min_count, max_count, merged):
 
 
 def union_scores(p):
-    """Attention among the competing slots, and 1 more for those in any query's own top-p."""
+    """Attention among the competing slots, plus 1 for those in any query's own top-p."""
 
     def score(seen):
         marked = np.zeros(len(seen.keys))
@@ -341,20 +343,20 @@ def union_scores(p):
 
 
 def marked(min_count, max_count):
-    """As many slots as have a score of 1 or more."""
+    """The number of slots with a score of 1 or more."""
     return lambda scores, seen: [
         int(np.clip(np.sum(np.asarray(x) >= 1), min_count, max_count)) for x in scores
     ]
 
 
 def at_temperature(logits, temperature, p):
-    """How many slots top-p keeps of Ŝ = softmax(g(z) / T)."""
+    """The number of slots that top-p keeps of Ŝ = softmax(g(z) / T)."""
     return num_needed(softmax(np.asarray(logits) / temperature), p)
 
 
 def solved(logits, count, p):
-    """The temperature nearest 1 at which top-p keeps `count` slots of Ŝ, which it keeps more of
-    the warmer it is.
+    """The temperature nearest 1 at which top-p keeps `count` slots of Ŝ; the count grows with the
+    temperature.
     """
     if at_temperature(logits, 1.0, p) == count:
         return 1.0
@@ -373,9 +375,10 @@ def logarithm(scores):
 
 
 def calibrated(p, min_count, max_count, merged, logits=logarithm):
-    """What top-p keeps of Ŝ, at the temperature found first: there it is n* of real attention.
+    """The slots that top-p keeps of Ŝ, at the temperature found first: there it is n* of real
+    attention.
 
-    Of Ŝ it keeps the share that the competing slots must keep of their attention.
+    The share kept of Ŝ is the share that the competing slots must keep of their attention.
     """
 
     def counts(scores, seen):

@@ -1,8 +1,8 @@
-"""The decoder once more, slow and obvious: numpy in float64, one row, one token, one head at a
-time.
+"""A slow and simple second implementation of the decoder: numpy in float64, one row, one token, one
+head at a time.
 
-It shares no attention, cache or policy code with jsparse. What a decode step attends to is said by
-a rule that is passed in, and that keeps lists of what each head holds.
+It shares no attention, cache or policy code with jsparse. A rule is passed in that determines the
+attended tokens of a decode step, and that keeps lists of each head's contents.
 """
 
 import numpy as np
@@ -88,7 +88,7 @@ class SlowModel:
 
 
 class SlowRow:
-    """One row: what every head of every layer holds, as lists, and the text so far.
+    """One row: the contents of every head of every layer, as lists, and the text so far.
 
     Attributes:
         k, v: [layer][head] -> list of vectors.
@@ -108,7 +108,7 @@ class SlowRow:
             self.logits = self.push(token, self.dense)
 
     def hold(self, layer, k, v):
-        """Takes in one token's keys and values."""
+        """Appends one token's keys and values."""
         for head in range(len(k)):
             self.k[layer][head].append(k[head])
             self.v[layer][head].append(v[head])
@@ -118,14 +118,14 @@ class SlowRow:
         return np.mean(q[head * self.group : (head + 1) * self.group], axis=0)
 
     def dense(self, layer, q):
-        """Every head over all that it holds."""
+        """Every head over all its slots."""
         return [
             attend(q[n], self.k[layer][n // self.group], self.v[layer][n // self.group])
             for n in range(len(q))
         ]
 
     def over(self, layer, q, sets):
-        """Each head over the slots that `sets[head]` lists."""
+        """Each head over the slots in `sets[head]`."""
         out = []
         for n in range(len(q)):
             head = n // self.group
@@ -136,8 +136,8 @@ class SlowRow:
         return out
 
     def push(self, token, rule):
-        """One token through the model; `rule(layer, q) -> o` is called with its keys and values
-        already held.
+        """One token through the model; `rule(layer, q) -> o` is called after its keys and values
+        were appended.
         """
 
         def attend_layer(layer, q, k, v):

@@ -1,4 +1,4 @@
-"""Names the sizes of a small cache that tests fill in every way."""
+"""The sizes of a small cache that tests fill in every way."""
 
 import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""Builds a training that takes seconds: a tiny model, samples of random ids, few steps."""
+"""Builds a training run that takes seconds: a tiny model, samples of random ids, few steps."""
 
 import jax
 import numpy as np
@@ -57,12 +57,12 @@ def trainer(folder, *, resume=False, devices=1, longest=24, params=None, **chang
 
 
 def timeless(told):
-    """Returns a record, or a line of the log, without what differs from run to run."""
+    """Returns a record, or a line of the log, without the values that differ from run to run."""
     return {name: value for name, value in told.items() if name not in ("seconds", "peak_bytes")}
 
 
 def left(folder):
-    """Returns what a run has left: the gates files' masks, scores and records, and the log."""
+    """Returns the results of a run: the gates files' masks, scores and records, and the log."""
     files = sorted(folder.glob("gates_*.safetensors"))
     gates = [load(str(file)) for file in files]
     return {

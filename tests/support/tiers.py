@@ -1,6 +1,7 @@
-"""Chooses which tests run: the pure ones, those that this machine can run, an eighth of the slow.
+"""Chooses the tests to run: pure ones, those that this machine can run, an eighth of the slow ones.
 
-A pytest plugin. What cannot run here is left out and counted in one line, not listed test by test.
+A pytest plugin. Tests that cannot run here are left out and counted in one line, not listed one by
+one.
 """
 
 import shutil
@@ -20,10 +21,10 @@ SKIPPED_FILES: dict[str, str] = {}
 
 
 class NoJax:
-    """Refuses to import jax, so that a pure test cannot come to need it."""
+    """Refuses to import jax, so that a pure test cannot start to need it."""
 
     def find_spec(self, name, path=None, target=None):
-        """Raises ImportError for jax, and leaves every other module to the finders that follow."""
+        """Raises ImportError for jax, and leaves all other modules to the next finders."""
         if name == "jax":
             raise ImportError("tests marked pure must not import jax")
 
@@ -44,24 +45,24 @@ def pytest_configure(config):
 
 
 def only_pure(config) -> bool:
-    """Returns whether tests marked pure are all that was asked for."""
+    """Returns whether only pure tests were requested."""
     return "pure" in config.option.markexpr.split(" and ")
 
 
 def pytest_ignore_collect(collection_path: Path, config):
-    """Ignores files without a pure test when only these run: importing one may import jax."""
+    """Ignores files without a pure test if only these run: importing one may import jax."""
     if only_pure(config) and collection_path.suffix == ".py":
         return True if PURE not in collection_path.read_text(encoding="utf-8") else None
     return None
 
 
 def part_of(test: str) -> int:
-    """Returns the part, from 0 to PARTS - 1, to which a slow test belongs by its id."""
+    """Returns the part, from 0 to PARTS - 1, of a slow test, by its id."""
     return zlib.crc32(test.encode()) % PARTS
 
 
 def has_gpu() -> bool:
-    """Returns whether jax computes on a GPU; without NVIDIA's driver, jax is not asked."""
+    """Returns whether jax computes on a GPU; without NVIDIA's driver, jax is not imported."""
     if not Path("/dev/nvidiactl").exists():
         return False
     import jax
@@ -70,7 +71,7 @@ def has_gpu() -> bool:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what needs what this machine has not, and slow tests of other parts."""
+    """Leaves out tests with unavailable requirements, and slow tests of other parts."""
     lacking = {}
     if any(item.get_closest_marker("gpu") for item in items) and not has_gpu():
         lacking["gpu"] = NO_GPU
@@ -95,34 +96,34 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collectreport(report):
-    """Notes files that a missing package skips, and why."""
+    """Records files that are skipped because of a missing package, with the reason."""
     if report.skipped:
         *_, reason = report.longrepr
         SKIPPED_FILES[report.nodeid] = reason.removeprefix("Skipped: ")
 
 
 def pytest_sessionfinish(session):
-    """Hands what a worker of pytest-xdist left out to the process that prints it."""
+    """Sends the tests that a pytest-xdist worker left out to the process that prints them."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = dict(session.config.stash[LEFT_OUT])
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
-    """Takes what a worker left out; all workers collect the same tests."""
+    """Stores the tests that a worker left out; all workers collect the same tests."""
     left_out = getattr(node, "workeroutput", {}).get("left_out", {})
     node.config.stash[LEFT_OUT].update(Counter(left_out) - node.config.stash[LEFT_OUT])
 
 
 def counted(count: int, what: str, reason: str) -> str:
-    """Returns how many tests or files need something, from a reason that begins with "needs"."""
+    """Returns how many tests or files need a requirement, by a reason that starts with "needs"."""
     if count == 1:
         return f"1 {what} {reason}"
     return f"{count:,} {what}s need{reason.removeprefix('needs')}"
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Prints one line on what this machine cannot run."""
+    """Prints one line on the tests that this machine cannot run."""
     said = [counted(n, "test", reason) for reason, n in config.stash[LEFT_OUT].items()]
     said += [counted(n, "file", why) for why, n in Counter(SKIPPED_FILES.values()).items()]
     if said:

@@ -1,4 +1,4 @@
-"""Makes a tiny random model, and runs the engine on forced tokens to see every step's logits."""
+"""A tiny random model, and the engine on forced tokens, with the logits of every step."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ from jsparse.runtime.session import Session
 def tiny_params(
     num_layers: int = 3, num_heads: int = 4, num_kv_heads: int = 2, seed: int = 0
 ) -> Params:
-    """The random model that `jsparse check-policy` runs, of these sizes."""
+    """The random model of `jsparse check-policy`, in these sizes."""
     return replace(random_model(num_layers, num_heads, num_kv_heads, seed), name="tiny")
 
 
@@ -62,8 +62,8 @@ def engine_logits(
 ) -> np.ndarray:
     """Runs a session on forced tokens; float32[steps, B, V].
 
-    Entry i holds the logits after the prompt and the first i forced tokens. Prompts are read in
-    pieces of `chunk`.
+    Entry i holds the logits after the prompt and the first i forced tokens. Prompts are prefilled
+    in chunks of `chunk`.
     """
     steps = forced.shape[1]
     spec = capacity.cache_spec(params, prompts, steps, max_length, page_size)
@@ -77,7 +77,7 @@ def engine_logits(
 def forced_logits(
     session: Session, forced: np.ndarray, knobs: dict[str, jax.Array] | None = None
 ) -> np.ndarray:
-    """Decodes forced tokens after what a session has read; float32[steps, B, V]."""
+    """Decodes forced tokens after a session's cached ones; float32[steps, B, V]."""
     rows, steps = forced.shape
     # one size for any number of steps: tables of two sizes would be two programs
     table = jnp.asarray(np.pad(forced, ((0, 0), (0, -steps % 32))).T)
@@ -94,12 +94,12 @@ def dense_pass(params: Params, text: Sequence[int]) -> np.ndarray:
 
 
 def read_only(params: Params, policy: Policy | str) -> ReadOnly:
-    """What programs read beside the weights, for tests that call hooks themselves."""
+    """The inputs of programs beside the weights, for tests that call hooks themselves."""
     return ReadOnly(constants(params, as_policy(policy)))
 
 
 def no_constants(spec: CacheSpec) -> dict[str, jnp.ndarray]:
-    """Key constants that leave keys as they are, for hooks that a test calls itself."""
+    """Key constants that leave keys unchanged, for hooks that a test calls itself."""
     shape = (spec.num_layers, spec.num_kv_heads)
     return KeyConstants(
         jnp.zeros((*shape, spec.head_dim)),
@@ -109,7 +109,7 @@ def no_constants(spec: CacheSpec) -> dict[str, jnp.ndarray]:
 
 
 def traces(*jitted: Any) -> list[int]:
-    """How often each jitted function has been traced so far."""
+    """The number of traces of each jitted function so far."""
     return [function._cache_size() for function in jitted]
 
 
@@ -129,7 +129,7 @@ def spec_of(params: Params, batch: int, *, page_size: int = 8, num_pages: int = 
 
 
 def assert_close(actual, expected, *, rtol: float = 2e-4, **at) -> None:
-    """Compares logits by their largest difference over the largest logit; says where it lies."""
+    """Compares logits by their largest difference over the largest logit; reports its position."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert actual.shape == expected.shape, at
     error = np.abs(actual - expected) / np.abs(expected).max()

@@ -1,6 +1,6 @@
-"""Toy policies: five use the channels of the contract that one of the papers' methods needs, and
+"""Toy policies: five use the parts of the contract that one of the papers' methods needs, and
 little else. `prompt_ends` evicts before the first step, `parity` needs a constant of the model, and
-`counted` says how much its summary counts.
+`counted` reports how many tokens its summary counts.
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ def slot_index(held: LayerCache):
 
 
 def masked_logits(query, held: LayerCache):
-    """q·k/√H of one query a KV head, -inf behind what the head holds."""
+    """q·k/√H of one query per KV head, -inf past the head's length."""
     logits = jnp.einsum("bkh,bksh->bks", query, read_heads(held.k, held)) * query.shape[-1] ** -0.5
     return jnp.where(slot_index(held) < held.lengths[..., None], logits, -jnp.inf)
 
@@ -44,11 +44,11 @@ def chunk_slots(view, capacity):
 
 @builder
 def page_bound(pages: int = 3) -> Policy:
-    """As Twilight: a sidecar of K (the maximum of each page) ranks pages; exact logits and the
+    """Like Twilight: a sidecar of K (the maximum of each page) ranks pages; exact logits and the
     token ids set the bits.
 
-    Kept of the best pages: tokens whose logit is at least the mean over those pages, or whose id is
-    even.
+    Of the best pages it keeps the tokens with a logit of at least the mean over those pages, or
+    with an even id.
     """
 
     def init(spec):
@@ -103,14 +103,14 @@ def page_bound(pages: int = 3) -> Policy:
 
 @builder
 def inherit(pages: int = 2, share: float = 0.02) -> Policy:
-    """As LycheeDecode: what one layer attends to by mass becomes the next layer's set, head by
-    head.
+    """Like LycheeDecode: the tokens that one layer attends to by mass become the next layer's set,
+    head by head.
 
     Layer 0 is dense, and so is head 0 of layer 1. Dense heads pick: the pages of at least `share`
     of the mean query's mass, at most `pages` of them. Sparse heads pass their set on, and merge a
-    summary token of logit 0, every component of which is the sum of the generated keys' first
-    components over the length: a sidecar that `append` alone writes, so that it shows whether
-    corrections append again.
+    summary token of logit 0. Each component of the summary is the sum of the generated keys' first
+    components over the length: a sidecar that only `append` writes, to detect whether corrections
+    append again.
     """
 
     def init(spec):
@@ -169,12 +169,12 @@ def inherit(pages: int = 2, share: float = 0.02) -> Policy:
 
 @builder
 def bypass(budget: int = 6, decay: float = 0.9) -> Policy:
-    """As LFPS: a table of scores a position predicts the tokens; some heads skip attention for a
+    """Like LFPS: a table of scores by position predicts the tokens; some heads skip attention for a
     summary.
 
-    A KV head is bypassed where its mean query likes token 0 better than the newest: its result is
-    the mean value alone. All other heads merge a summary token too (value 0's, with the logit of
-    token 0 less one).
+    A KV head is bypassed if its mean query prefers token 0 to the newest: its result is the mean
+    value alone. All other heads also merge a summary token (value 0's, with the logit of token 0
+    less one).
     """
 
     def init(spec):
@@ -186,7 +186,7 @@ def bypass(budget: int = 6, decay: float = 0.9) -> Policy:
             return state
         held = view.step.layers[layer]
         window = view.q_window.shape[1]
-        table = jnp.zeros_like(state[layer])  # a further turn builds it anew
+        table = jnp.zeros_like(state[layer])  # a further turn rebuilds it
         for j in range(window):
             back = window - 1 - j
             logits = masked_logits(mean_query(view.q_window[:, j], held.lengths.shape[1]), held)
@@ -237,12 +237,12 @@ def bypass(budget: int = 6, decay: float = 0.9) -> Policy:
 
 @builder
 def shrink(period: int = 8, newest: int = 5) -> Policy:
-    """As HARD-KV: every `period` steps heads lose tokens, each head others, and what is left is
-    rewritten in order.
+    """Like HARD-KV: every `period` steps heads lose tokens, each head different ones, and the rest
+    is rewritten in order.
 
-    Kept are slot 0, the newest `newest + 2 · head + layer`, and keys longer than the head's mean; a
-    kept slot's bias becomes log(exp(bias) + the number dropped right before it). Attended is what
-    is biased, or not at a position that leaves 2 when divided by 5.
+    It keeps slot 0, the newest `newest + 2 · head + layer`, and keys longer than the head's mean; a
+    kept slot's bias becomes log(exp(bias) + the number dropped right before it). It attends to
+    slots with a bias, or with a position whose remainder by 5 is not 2.
     """
 
     def select(state, layer, q, view):
@@ -309,8 +309,8 @@ def shrink(period: int = 8, newest: int = 5) -> Policy:
 
 @builder
 def even_ids(budget: int = 12, recent: int = 3, within: int = 24) -> Policy:
-    """As LycheeCluster: lists single tokens by what they are: even ids, the newest `budget` of
-    them, and the last.
+    """Like LycheeCluster: lists single tokens by id: even ids, the newest `budget` of them, and the
+    last.
 
     Rows are dense up to `within` tokens.
     """
@@ -345,8 +345,8 @@ def even_ids(budget: int = 12, recent: int = 3, within: int = 24) -> Policy:
 def prompt_ends(newest: tuple = (6, 3)) -> Policy:
     """Evicts after the prompt: head k keeps token 0 and the newest `newest[k]`; new tokens stay.
 
-    The bias of token 0 becomes the logarithm of 1 + the number dropped. Attended is what is held
-    but for positions that leave 2 when divided by 5. Only for caches without a block table.
+    The bias of token 0 becomes the logarithm of 1 + the number dropped. It attends to all held
+    tokens except positions whose remainder by 5 is 2. Only for caches without a block table.
     """
 
     def after_prompt(state, view, slots):
@@ -395,9 +395,9 @@ def prompt_ends(newest: tuple = (6, 3)) -> Policy:
 
 @builder
 def parity(shift: int | None = None) -> Policy:
-    """Lists the last `3 + shift` tokens, and those whose id plus `shift` is even.
+    """Lists the last `3 + shift` tokens, and those with an even id plus `shift`.
 
-    None takes the shift from the model's constants, in every hook.
+    None: every hook takes the shift from the model's constants.
     """
 
     def of(view):

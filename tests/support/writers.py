@@ -1,4 +1,4 @@
-"""Writes tiny models as checkpoints, the slow and obvious way, for the tests of loading."""
+"""Writes tiny models as checkpoints, slowly and simply, for the tests of loading."""
 
 import json
 import os
@@ -16,9 +16,9 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def hf_config(family: str, **changes: Any) -> dict[str, Any]:
-    """Returns a config.json as transformers 4 wrote it.
+    """Returns a config.json as written by transformers 4.
 
-    Sizes differ, so that no mix-up of two goes unseen.
+    All sizes differ, so that mixing up two is detected.
     """
     config = {
         "model_type": family,
@@ -71,7 +71,7 @@ def hf_tensors(config: dict[str, Any], seed: int = 0) -> Tensors:
 
 
 def expected_weights(config: dict[str, Any], t: Tensors) -> dict[str, Any]:
-    """Builds by hand the tree that the decoder wants from those tensors."""
+    """Builds the decoder's tree from those tensors by hand."""
 
     def layer(i: int) -> dict[str, Any]:
         p = f"model.layers.{i}."
@@ -153,7 +153,7 @@ def interleave_halves(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def gguf_name(config: dict[str, Any], name: str) -> str:
-    """Returns the GGUF name of a Hugging Face name, as the gguf package has it."""
+    """Returns the GGUF name of a Hugging Face name, as in the gguf package."""
     architecture = {arch: kind for kind, arch in gguf.MODEL_ARCH_NAMES.items()}[
         config["model_type"]
     ]
@@ -175,17 +175,17 @@ def write_gguf(
     tokens: list[str] | None = None,
     settings: dict[str, int | float | str] | None = None,
 ) -> Path:
-    """Writes a GGUF file as llama.cpp's converter lays it out, with the format's own library.
+    """Writes a GGUF file in the layout of llama.cpp's converter, with the format's own library.
 
     Args:
         file: the file to write.
         config: an hf_config.
         tensors: tensors under Hugging Face's names; they are stored as float32.
-        raw: bytes [rows, bytes per row] and type that replace some of them.
+        raw: bytes [rows, bytes per row] and type that replace some of the tensors.
         extra: tensors under GGUF's names.
-        metadata: integers that replace or join what the config gives, by their names without the
+        metadata: integers that replace those of the config or are added, by their names without the
             architecture.
-        tokens: a vocabulary; without one the file has no tokenizer.
+        tokens: a vocabulary; None: the file has no tokenizer.
         settings: general.sampling keys, without that prefix.
     """
     writer = gguf.GGUFWriter(file, config["model_type"])
@@ -241,8 +241,8 @@ def assert_refused(
     return str(caught.value)
 
 
-# Rows of a multiple of 256 values, which the K and IQ types need; a family whose q and k are stored
-# in plain order.
+# Rows of a multiple of 256 values, required by the K and IQ types; a family with q and k stored in
+# plain order.
 WIDE = hf_config("qwen3", hidden_size=256, intermediate_size=256, head_dim=64, num_hidden_layers=1)
 PACKAGE_CAN = [
     kind

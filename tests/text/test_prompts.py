@@ -1,4 +1,4 @@
-"""Tests what counts as a prompt, and what is refused."""
+"""Tests valid prompts and refusals."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"
 
 
 class LetterTokenizer:
-    """Gives one id per letter; 1 goes before a text, as a beginning-of-sequence does."""
+    """Returns one id per letter; 1 precedes a text, like a beginning-of-sequence token."""
 
     def __init__(self, bos: bool = True):
         self.bos = bos
@@ -41,7 +41,7 @@ LETTERS = params(LetterTokenizer())
 def test_prompts():
     for prompt, rows, alone in [
         ("abc", [[1, 2, 3, 4]], True),
-        ("", [[1]], True),  # the beginning-of-sequence alone
+        ("", [[1]], True),  # only the beginning-of-sequence token
         (["ab", "c"], [[1, 2, 3], [1, 4]], False),
         (CHAT, [[9, 10, 26, 16, 27]], True),
         ([CHAT, "a"], [[9, 10, 26, 16, 27], [1, 2]], False),

@@ -1,4 +1,4 @@
-"""Tests the names of policies that people read."""
+"""Tests the short names of policies for display."""
 
 import os
 import subprocess
@@ -9,13 +9,13 @@ from jsparse.text.short_names import short_name
 from tests.support.policy_table import TABLE
 
 
-def test_a_short_name_builds_the_same_policy():
+def test_short_name_builds_the_same_policy():
     for expression in TABLE:
         policy = parse(expression)
         assert parse(short_name(policy)) is policy, expression
 
 
-def test_a_short_name_leaves_defaults_out():
+def test_short_name_leaves_defaults_out():
     for expression, short in [
         ("quest(budget=64)", "quest(budget=64)"),
         ("quest", "quest(budget=1024)"),
@@ -27,7 +27,7 @@ def test_a_short_name_leaves_defaults_out():
         assert short_name(parse(expression)) == short, expression
 
 
-def test_other_names_stay_as_they_are():
+def test_other_names_are_unchanged():
     for name in [
         "dense",
         "folder/own.py:mine",
@@ -38,12 +38,12 @@ def test_other_names_stay_as_they_are():
         assert short_name(name) == name, name
 
 
-def test_a_default_of_another_type_is_shown():
+def test_default_of_another_type_is_shown():
     assert short_name("streaming(sink=4.0)") == "streaming(sink=4.0)"
     assert short_name("hard_kv(merge=1)") == "hard_kv(merge=1)"
 
 
-def test_the_help_needs_no_jax(tmp_path):
+def test_help_needs_no_jax(tmp_path):
     (tmp_path / "jax.py").write_text("raise ImportError('jax was imported')")
     ran = subprocess.run(
         [sys.executable, "-m", "jsparse", "--help"],

@@ -1,4 +1,4 @@
-"""Tests that pieces add up to the text, whatever the tokens and stop strings."""
+"""Tests that pieces add up to the text, for any tokens and stop strings."""
 
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ SPECIAL = -1
 
 
 class ByteTokenizer:
-    """Ids are bytes; as in a byte-level BPE, bytes that are no character become U+FFFD.
+    """Ids are bytes; as in a byte-level BPE, bytes that form no character become U+FFFD.
 
     SPECIAL has no text.
     """
@@ -26,7 +26,7 @@ class ByteTokenizer:
 
 
 class WordTokenizer:
-    """Ids name pieces; as in sentencepiece, one leading space of the decoded text is dropped."""
+    """Ids name pieces; as in SentencePiece, one leading space of the decoded text is dropped."""
 
     control_tokens: ClassVar = {"<turn>": SPECIAL}
 
@@ -38,7 +38,7 @@ class WordTokenizer:
 
 
 def run(tokenizer: Any, ids, stop=(), **options):
-    """Returns the pieces in order (the flush last), the stream, and the number of ids it took."""
+    """Returns the pieces in order (the flush last), the stream, and the number of consumed ids."""
     stream, pieces = TextStream(tokenizer, tuple(stop), **options), []
     for token in ids:
         if not stream.stopped:
@@ -48,13 +48,13 @@ def run(tokenizer: Any, ids, stop=(), **options):
     return pieces, stream, taken
 
 
-def test_a_character_over_several_tokens_waits_for_its_end():
+def test_character_over_several_tokens_waits_for_its_end():
     pieces, stream, _ = run(ByteTokenizer(), "né→🙂!".encode())
     assert pieces == ["n", "", "é", "", "", "→", "", "", "", "🙂", "!", ""]
     assert stream.text == "né→🙂!"
 
 
-def test_an_unfinished_character_comes_with_the_flush():
+def test_incomplete_character_comes_with_the_flush():
     pieces, stream, _ = run(ByteTokenizer(), b"a" + "→".encode()[:2])
     assert pieces == ["a", "", "", "\N{REPLACEMENT CHARACTER}"]
     assert stream.text == "a\N{REPLACEMENT CHARACTER}"
@@ -66,17 +66,17 @@ def test_spaces_survive_decoders_that_strip():
     assert run(tokenizer, [0, SPECIAL, 1, SPECIAL, SPECIAL, 1])[1].text == "one two two"
 
 
-def test_the_first_space_after_a_prompt_stays():
+def test_first_space_after_a_prompt_stays():
     tokenizer = WordTokenizer(" one", " two", "!")
     for before in ([0], [2, SPECIAL], [1] + 40 * [SPECIAL]):
         pieces, stream, _ = run(tokenizer, [0, 1], before=before)
         assert (pieces, stream.text) == ([" one", " two", ""], " one two")
         _, stream, taken = run(tokenizer, [0, 1], [" one"], before=before)
         assert (stream.text, taken) == ("", 1)
-    assert run(tokenizer, [0, 1], before=[SPECIAL])[1].text == "one two"  # the text's own beginning
+    assert run(tokenizer, [0, 1], before=[SPECIAL])[1].text == "one two"  # the text's own start
 
 
-def test_a_stop_string_that_is_a_control_token_ends_at_it():
+def test_stop_string_that_is_a_control_token_ends_there():
     for ids, options, text, taken in [
         ([97, SPECIAL, 98], {}, "a", 2),
         ([97, SPECIAL, 98], {"include_stop": True}, "a<turn>", 2),
@@ -98,7 +98,7 @@ def test_stop_strings():
         (["ab", "ST", "art"], ["STOP"], ["ab", "", "STart", ""], "abSTart"),
         (["ab", "ST"], ["STOP"], ["ab", "", "ST"], "abST"),
         (["STOP"], ["STOP"], ["", ""], ""),
-        # the match begins in the middle of another start
+        # the match begins inside another possible match
         (["x", "aa", "ab"], ["aab"], ["x", "", "a", ""], "xa"),
         (["a", "bc"], ["abcd", "bc"], ["", "a", ""], "a"),
         (["ab", "cd"], ["cd", "bc"], ["a", "", ""], "a"),  # of several, the one that begins first
@@ -110,7 +110,7 @@ def test_stop_strings():
         assert stream.stopped == (text != "".join(pieces)), pieces
 
 
-def test_stop_strings_that_stay_or_come_too_early():
+def test_stop_strings_may_stay_and_min_tokens_delays_them():
     for pieces, stop, options, expected, text in [
         (["ab", "ST", "OPcd"], ["STOP"], {"include_stop": True}, ["ab", "ST", "OP", ""], "abSTOP"),
         (["a", "bc"], ["abcd", "bc"], {"include_stop": True}, ["a", "bc", ""], "abc"),
@@ -137,7 +137,7 @@ def test_pieces_add_up_and_stop_where_they_should(words, stop, include_stop, min
     options = {"include_stop": include_stop, "min_tokens": min_tokens}
     pieces, stream, taken = run(ByteTokenizer(), ids, stop, **options)
     assert "".join(pieces) == stream.text
-    # the slow way: decode everything again after each id, and look for the first stop string
+    # the slow way: decode everything again after each id, and search for the first stop string
     early = len(bytes(ids[:min_tokens]).decode("utf-8", errors="ignore"))
     for n in range(min_tokens + 1, len(ids) + 1):
         text = bytes(ids[:n]).decode("utf-8", errors="ignore")
@@ -159,7 +159,7 @@ def test_pieces_add_up_and_stop_where_they_should(words, stop, include_stop, min
 @example([0xA1] * 8 + [0xF0, 0x9F] * 5 + [0xF0])
 @example([0xFF] * 5 + [*"🙂".encode()] + [0xFF] * 3)
 def test_any_bytes_become_the_text_of_all_ids(ids):
-    """Whether they come one by one or many at a time."""
+    """One by one or many at a time."""
     whole = ByteTokenizer().decode(ids)
     pieces, stream, _ = run(ByteTokenizer(), ids)
     assert "".join(pieces) == stream.text == whole
@@ -169,8 +169,8 @@ def test_any_bytes_become_the_text_of_all_ids(ids):
         assert "".join([*pieces, stream.finish()]) == whole
 
 
-def test_bytes_of_no_character_cost_what_others_do():
-    """Per id, a number of ids is decoded that does not grow."""
+def test_invalid_bytes_cost_no_more_than_others():
+    """The number of ids decoded per id does not grow."""
     decoded = []
 
     class Counted(ByteTokenizer):

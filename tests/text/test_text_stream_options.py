@@ -1,4 +1,4 @@
-"""Tests that `generate` hands on what SamplingParams say of stop strings."""
+"""Tests that `generate` applies the stop-string options of SamplingParams."""
 
 from pathlib import Path
 from typing import Any

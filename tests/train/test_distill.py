@@ -1,6 +1,6 @@
-"""Tests distillation: the teacher is the dense model, and the mixture that of slow doubles.
+"""Tests distillation: the teacher is the dense model, and the mixture matches slow float64 code.
 
-The gates' gradient is true.
+The gates' gradient is the true one.
 """
 
 import math
@@ -44,7 +44,7 @@ def taught(batch):
 
 @pytest.fixture(scope="module")
 def given():
-    """Reads contexts in three pieces, the last two without tokens of the shorter rows."""
+    """Prefills contexts in three chunks; the shorter rows have no tokens in the last two."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk_attention, "chunk_tokens", lambda spec: 16)
         return taught(batch_of(40))
@@ -73,7 +73,7 @@ def gradient(gates, given):
 
 
 def assert_rows_close(actual, expected, **at):
-    """Compares rows where tokens are scored."""
+    """Compares rows at scored tokens."""
     for row, answer in enumerate(ANSWERS):
         assert_close(np.asarray(actual)[row, :answer], expected[row][:answer], row=row, **at)
 
@@ -81,7 +81,7 @@ def assert_rows_close(actual, expected, **at):
 # the teacher
 
 
-def test_the_teacher_is_a_full_pass_over_context_and_target(given):
+def test_teacher_is_a_full_pass_over_context_and_target(given):
     texts = [np.concatenate(sample[:2]) for sample in SAMPLES]
     whole = np.stack([np.pad(text, (0, 32 - len(text))) for text in texts])
     expected = np.asarray(dense_pass(PARAMS.decoder, PARAMS.weights, whole))
@@ -94,7 +94,7 @@ def test_the_teacher_is_a_full_pass_over_context_and_target(given):
 # the student
 
 
-def test_heads_that_see_everything_are_at_no_distance(given):
+def test_heads_with_full_sets_have_distance_zero(given):
     for keep, gates in [(0.3, np.ones_like(GATES)), (1.0, GATES), (1.0, np.zeros_like(GATES))]:
         assert distance(gates, given, keep) < 1e-9, keep
     assert distance(np.zeros_like(GATES), given) > 0.01
@@ -103,10 +103,10 @@ def test_heads_that_see_everything_are_at_no_distance(given):
 @pytest.mark.parametrize(
     ("gates", "ways"), [(GATES, "handed_on"), (np.round(GATES), "handed_on"), (GATES, "refreshed")]
 )
-def test_predictions_are_those_of_the_slow_model(given, gates, ways):
-    """A head hands on its best of each token.
+def test_predictions_match_the_slow_model(given, gates, ways):
+    """A head hands on its best slots for each token.
 
-    Where sets are handed on, a head below one half hands on what it inherited.
+    If sets are handed on, a head below one half hands on its inherited set.
     """
     model, keep = SlowModel(PARAMS), 0.3
     outputs = np.asarray(student(gates, given, keep, sets=ways))
@@ -134,7 +134,7 @@ def test_predictions_are_those_of_the_slow_model(given, gates, ways):
 
 
 def best(logits, keep):
-    """Returns the slots of the best ceil(keep · n), the first of equals, and the last slot."""
+    """Returns the slots of the best ceil(keep · n), the first among equals, and the last slot."""
     count = math.ceil(np.float32(keep) * np.float32(len(logits)))
     return sorted(
         {*np.argsort(-np.asarray(logits), kind="stable")[:count].tolist(), len(logits) - 1}
@@ -157,13 +157,13 @@ def moved(place, step):
     return gates
 
 
-def test_the_first_layers_gates_do_nothing(given):
+def test_gates_of_the_first_layer_have_no_effect(given):
     assert distance(moved(0, -1), given) == distance(GATES, given)
     np.testing.assert_array_equal(np.asarray(gradient(GATES, given))[0], 0)
 
 
-def test_gradients_are_differences(given):
-    """No set depends on the gates with three layers, so that the distance is smooth."""
+def test_gradients_match_finite_differences(given):
+    """With three layers no set depends on the gates, so that the distance is smooth."""
     slope, step = np.asarray(gradient(GATES, given)), 0.02
     for place in ((1, 0), (1, 1), (2, 0)):
         ends = [distance(moved(place, sign * step), given) for sign in (1, -1)]
@@ -183,7 +183,7 @@ def seen_slots(row, step):
 
 
 def slow_attention(q, k, v, z, inherited, keep):
-    """Returns output and handed-on mask, one query at a time."""
+    """Returns the output and the handed-on mask, one query at a time."""
     out, sets = np.zeros((B, T, K * GROUP, H)), np.zeros((B, K, T, S + T), bool)
     for row, step, head in np.ndindex(B, T, K):
         seen = seen_slots(row, step)
@@ -202,7 +202,7 @@ def slow_attention(q, k, v, z, inherited, keep):
 @pytest.mark.parametrize(
     ("keep", "mixed", "ties"), [(0.3, True, True), (0.25, False, False), (None, True, False)]
 )
-def test_attention_is_the_slow_one(keep, mixed, ties):
+def test_attention_matches_the_slow_one(keep, mixed, ties):
     rng = np.random.default_rng(5)
     draw = partial(rng.integers, -1, 2) if ties else lambda size: rng.normal(size=size)
     q, k, v = (
@@ -234,7 +234,7 @@ def cache_of(outputs, scored):
     )
 
 
-def test_the_distance_is_a_share_of_the_teachers_variance_by_row():
+def test_distance_is_a_share_of_the_teachers_variance_by_row():
     rng = np.random.default_rng(6)
     teacher, outputs = 5 + 3 * rng.normal(size=(2, 2, 3, 8))
     scored = np.array([[True, False, True], [False, True, False]])

@@ -1,4 +1,4 @@
-"""Tests each family of gates against integrals in float64, and the ends of its parameters."""
+"""Tests each family of gates against integrals in float64, and the limits of its parameters."""
 
 from functools import cache, partial
 from itertools import pairwise
@@ -13,7 +13,7 @@ from jsparse.train import families, hard_kuma
 from jsparse.train.families import Gates, hardened, noise
 from jsparse.train.hard_kuma import CLAMP, Kuma
 
-# compiled whole: op by op takes a program for each operation
+# compiled whole: op by op takes a program per operation
 FAMILIES = {
     name: Gates(jax.jit(gates.init, static_argnums=0), *map(jax.jit, gates[1:]))
     for name, gates in families.FAMILIES.items()
@@ -76,7 +76,7 @@ def slow_cdf(family, params, x):
 
 
 def integral(function, family, params):
-    """Integrates over all noise, cut where the gate's clip has its corners."""
+    """Integrates over all noise, split at the corners of the gate's clip."""
     cuts = np.array([0, *(slow_cdf(family, params, x) for x in (1 / 12, 11 / 12)), 1])
     pieces = pairwise(cuts)
     return sum(
@@ -92,7 +92,7 @@ def drawn(seed, shape):
 
 @cache
 def slopes(family):
-    """Compiles the gradients of samples' mean and of the mean, by the parameters of one gate."""
+    """Compiles the gradients of the samples' mean and of the mean by one gate's parameters."""
     gates = FAMILIES[family]
 
     def of_samples(at, u):
@@ -141,7 +141,7 @@ def test_project_clamps_and_is_idempotent(family):
 
 
 @each_family
-def test_samples_are_gates_that_the_noise_decides(family):
+def test_samples_are_gates_determined_by_the_noise(family):
     gates, params = FAMILIES[family], RANDOM[family](np.random.default_rng(1), SHAPE)
     z, again, others = (np.asarray(gates.sample(params, drawn(seed, SHAPE))) for seed in (0, 0, 1))
     assert z.shape == SHAPE and z.dtype == np.float32
@@ -174,7 +174,7 @@ def test_active_mean_and_score_are_their_integrals(family, params):
 
 
 @each_rectified
-def test_gradients_of_samples_and_of_the_mean_are_those_of_the_integral(family, params):
+def test_gradients_of_samples_and_of_the_mean_match_the_integral(family, params):
     at = array32(params)
     u = (np.arange(COUNT, dtype=np.float32) + np.float32(0.5)) / np.float32(COUNT)
     sampled, closed = slopes(family)(at, u)
@@ -206,7 +206,7 @@ def test_masses_at_zero_and_one_are_areas_under_the_density(params):
     np.testing.assert_allclose(tail(at, quantile(at, u)), 1 - u, rtol=1e-4)
 
 
-def test_over_the_whole_clamp_the_moments_keep_float32s_precision():
+def test_moments_keep_float32_precision_over_the_whole_clamp():
     values = np.geomspace(*CLAMP, 33).astype(np.float32)
     params = Kuma(*np.meshgrid(values, values))
     a, b = (np.float64(shape) for shape in params)
@@ -225,7 +225,7 @@ def test_over_the_whole_clamp_the_moments_keep_float32s_precision():
 # the other two
 
 
-def test_hard_concretes_score_is_within_its_stated_error():
+def test_hard_concrete_score_is_within_its_stated_error():
     for log_alpha in [-10, 0, 5]:
 
         def logistic(v, log_alpha=log_alpha):
@@ -236,14 +236,14 @@ def test_hard_concretes_score_is_within_its_stated_error():
         assert float(score) == pytest.approx(expected, abs=2e-5), log_alpha
 
 
-def test_direct_gates_have_their_whole_gradient_at_both_ends():
+def test_direct_gates_have_their_full_gradient_at_both_ends():
     alpha = np.float32([0, 0.5, 1])
     for values, gradient in pulled("direct")(alpha, np.zeros(3, np.float32)):
         np.testing.assert_array_equal(values, alpha)
         np.testing.assert_array_equal(gradient, 1)
 
 
-# which heads in the end
+# final choice of heads
 
 
 def slow_hardened(scores, count):
@@ -267,7 +267,7 @@ def test_hardened_marks_layer_0_and_the_best_of_the_others():
             compiled_hardened(np.zeros(SHAPE, np.float32), count)
 
 
-def test_hardened_breaks_ties_by_index_and_ignores_layer_0s_scores():
+def test_hardened_breaks_ties_by_index_and_ignores_layer_0_scores():
     scores = np.float32([[9, np.nan], [0.5, 1], [1, 0.5], [0.5, 1]])
     np.testing.assert_array_equal(compiled_hardened(scores, 4), [[1, 1], [0, 1], [1, 0], [0, 0]])
     np.testing.assert_array_equal(compiled_hardened(scores, 6), [[1, 1], [1, 1], [1, 0], [0, 1]])

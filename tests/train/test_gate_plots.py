@@ -1,4 +1,4 @@
-"""Plots of the training are PNGs that show the steps, heads and numbers they were given."""
+"""Tests that plots of the training are PNGs of the given steps, heads and numbers."""
 
 import builtins
 
@@ -20,7 +20,7 @@ def values():
     return np.random.default_rng(0).random((len(STEPS), 4, 2))
 
 
-def test_the_heat_map_shows_six_steps_from_first_to_last(values, tmp_path, figures):
+def test_heat_map_shows_six_steps_from_first_to_last(values, tmp_path, figures):
     heat_map(tmp_path / "h.png", STEPS, values)
     *panels, bar = figures[0].axes
     assert [panel.get_title() for panel in panels] == [
@@ -33,8 +33,8 @@ def test_the_heat_map_shows_six_steps_from_first_to_last(values, tmp_path, figur
     assert "retrieval" in bar.get_ylabel()
 
 
-def test_the_densities_are_of_the_clearest_gates(tmp_path, figures):
-    """Of gates [steps, 3, 2], the fourth turns into retrieval and the third into sparse."""
+def test_densities_are_of_the_most_decided_gates(tmp_path, figures):
+    """Of gates [steps, 3, 2], the fourth becomes retrieval and the third sparse."""
     ends = np.array([[-1, 1], [-2, 3], [0.5, -0.5]])
     logs = np.linspace(0, 1, len(STEPS))[:, None, None] * ends
     a, b = np.exp(logs).astype(np.float32), np.exp(-logs).astype(np.float32)
@@ -68,7 +68,7 @@ def test_values_of_another_shape_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_without_matplotlib_the_error_says_what_to_install(values, tmp_path, monkeypatch):
+def test_missing_matplotlib_is_reported_with_the_package_to_install(values, tmp_path, monkeypatch):
     found = builtins.__import__
 
     def without(module, *args, **kwargs):

@@ -1,4 +1,6 @@
-"""Tests the problem on toys whose end is known, and step by step where its rules say the step."""
+"""Tests the optimisation on toys with a known solution, and step by step where its rules determine
+the step.
+"""
 
 from functools import cache, partial
 from itertools import pairwise
@@ -57,7 +59,7 @@ def played(problem, seeds=(0,), distance=toy):
 
 
 def solution(multiplier):
-    """Returns where the gradient of Σ c (1 - z)² + λ/n Σ z vanishes, or its bound."""
+    """Returns the root of the gradient of Σ c (1 - z)² + λ/n Σ z, or its bound."""
     return np.clip(1 - multiplier / (2 * COSTS * ALL), 0, 1)
 
 
@@ -71,7 +73,7 @@ def balancing(wanted):
 
 
 @pytest.mark.parametrize("more", [{}, {"anneal": 0.6}, {"damping": 10.0}])
-def test_ascent_reaches_the_target_at_the_least_distance(more):
+def test_ascent_reaches_the_target_at_the_smallest_distance(more):
     target = 6
     end, progress = played(problem_of(target=target, **more))
     multiplier = balancing(target - HEADS)
@@ -87,12 +89,12 @@ WORTH = np.float32(1e-3 * np.exp(2 * np.random.default_rng(0).standard_normal((2
 
 
 def lost(worth, z):
-    """Returns what the closed gates are worth."""
+    """Returns the total value of the closed gates."""
     return jnp.sum(worth * (1 - z[1:]) ** 2)
 
 
-def test_the_usual_settings_end_at_the_target_with_the_best_heads():
-    """Of 90 gates of very different worth 11 are wanted; 12 seeds."""
+def test_default_settings_end_at_the_target_with_the_best_heads():
+    """Of 90 gates of very different values 11 must stay; 12 seeds."""
     problem = Settings(target=11, penalty="ascent", family="hard_kuma", steps=1000)
     problem = problem.lagrangian(30, 3)
     end, _ = played(problem, seeds=tuple(range(12)), distance=partial(lost, WORTH))
@@ -116,14 +118,14 @@ def test_damping_adds_a_squared_surplus():
     np.testing.assert_allclose(hardly, plain, atol=3e-3)
 
 
-def test_a_fixed_multiplier_is_an_l1_penalty():
+def test_fixed_multiplier_is_an_l1_penalty():
     end, progress = played(problem_of(penalty="fixed", start=1.5))
     np.testing.assert_array_equal(progress.multiplier, 1.5)
     np.testing.assert_array_equal(end.multiplier, 1.5)
     np.testing.assert_allclose(end.gates[0], solution(1.5), atol=0.005)
 
 
-def test_the_exponential_multiplier_follows_its_formula_and_never_falls():
+def test_exponential_multiplier_follows_its_formula_and_never_falls():
     problem = problem_of(penalty="exponential", steps=400, ascent=0.1, start=2.0)
     _, progress = played(problem, seeds=(0, 1))
     expected, mean = np.full(2, 2.0), np.zeros(2)
@@ -139,7 +141,7 @@ def test_the_exponential_multiplier_follows_its_formula_and_never_falls():
 
 
 def test_ascent_is_by_the_surplus():
-    """By one head's surplus at most, and the multiplier falls by no more than its share of λ/ρ."""
+    """By at most one head's surplus; the multiplier falls by no more than its share of λ/ρ."""
     damping = 0.2
     problem = problem_of("hard_kuma", steps=50, ascent=0.25, anneal=0.5, damping=damping)
     _, progress = played(problem)
@@ -156,7 +158,7 @@ def test_ascent_is_by_the_surplus():
     assert max(expected) > 0.1
 
 
-def test_the_multiplier_falls_to_0_while_the_target_is_met():
+def test_multiplier_falls_to_0_while_the_target_is_met():
     start = 0.01
     end, progress = played(problem_of("hard_kuma", target=ALL, steps=100, start=start))
     assert (progress.active < ALL).all()
@@ -165,7 +167,7 @@ def test_the_multiplier_falls_to_0_while_the_target_is_met():
     assert end.multiplier == 0
 
 
-def test_seeds_side_by_side_are_each_alone():
+def test_concurrent_seeds_match_single_ones():
     problem = problem_of("hard_kuma", steps=60, rate=0.05)
     together, progress = played(problem, seeds=(0, 1, 2))
     for i in range(3):
@@ -179,8 +181,8 @@ def test_seeds_side_by_side_are_each_alone():
     assert not np.array_equal(progress.distance[:, 0], progress.distance[:, 1])
 
 
-def test_the_rate_rises_in_the_first_fifth_and_falls_in_the_last():
-    """Under an even pull Adam moves by the rate."""
+def test_rate_rises_in_the_first_fifth_and_falls_in_the_last():
+    """With a constant gradient Adam moves by the rate."""
     steps = 23
     problem = problem_of(penalty="fixed", steps=steps)
     end, progress = played(problem, distance=jnp.sum)
@@ -193,7 +195,7 @@ def test_the_rate_rises_in_the_first_fifth_and_falls_in_the_last():
     np.testing.assert_allclose(moved, 0.01 * np.array(expected), atol=1e-5)
 
 
-def test_the_first_layer_is_open():
+def test_first_layer_is_open():
     seen = []
     problem = problem_of("hard_kuma", steps=1)
     played(

@@ -1,4 +1,4 @@
-"""Tests questions of a file: each once per epoch, none cut, and bad lines refused."""
+"""Tests questions of a file: each once per epoch, none truncated, and bad lines refused."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_rows_hold_question_and_answer(name, tmp_path):
     assert source.target_tokens == max(int(source.batch(step, 1).scored.sum()) for step in range(7))
 
 
-def test_the_answer_goes_on_as_a_whole_text_would(tmp_path):
+def test_answer_is_tokenised_as_in_a_whole_text(tmp_path):
     tokenizer = tokenizer_of("smollm2")
     source = questions(tokenizer, written(tmp_path, ITEMS[:1]), max_length=200)
     batch = source.batch(0, 1)
@@ -63,7 +63,7 @@ def test_every_question_comes_once_an_epoch(tmp_path):
     assert len(set(epochs)) > 12
 
 
-def test_training_that_goes_on_sees_the_same_batches(tmp_path):
+def test_resumed_training_sees_the_same_batches(tmp_path):
     tokenizer, file = tokenizer_of("smollm2"), written(tmp_path)
     source = questions(tokenizer, file, max_length=200, seed=5)
     lengths = [source.batch(step, 2).length.tolist() for step in range(8)]
@@ -75,7 +75,7 @@ def test_training_that_goes_on_sees_the_same_batches(tmp_path):
 GOOD = json.dumps(ITEMS[0])
 
 
-def test_lines_that_are_no_questions_are_refused(tmp_path):
+def test_lines_without_a_question_are_refused(tmp_path):
     strings = "must be an object that has the strings context, question, answer"
     for line, rule in [
         ("", "Expecting value"),

@@ -1,6 +1,6 @@
-"""Tests pass keys to train on: exact lengths, and every key once where it was drawn.
+"""Tests pass keys for training: exact lengths, and every key once at its drawn position.
 
-Only words of the asked keys are scored.
+Only words of the requested keys are scored.
 """
 
 import math
@@ -33,7 +33,7 @@ def rows(source, steps, size=1):
 def parts(tokenizer, context):
     """Returns the filler before, between and after the needles, as ids, and the keys.
 
-    The keys are by their numbers.
+    The keys are listed by number.
     """
     ids = context[len(tokenizer.encode(INTRODUCTION)) :]
     ends, keys = [], {}
@@ -63,7 +63,7 @@ def asked_of(tokenizer, context):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_key_stands_in_the_context_once(name):
+def test_every_key_is_in_the_context_once(name):
     tokenizer = tokenizer_of(name)
     filler = np.array(tokenizer.encode(TEXT, add_special_tokens=False))
     circle = np.tile(filler, 2)
@@ -80,7 +80,7 @@ def test_every_key_stands_in_the_context_once(name):
 
 
 @pytest.mark.parametrize(("name", "asked"), [*zip(NAMES, (1, 2, 4), strict=False)])
-def test_what_is_scored_is_what_is_asked(name, asked):
+def test_scored_words_are_the_requested_keys(name, asked):
     tokenizer = tokenizer_of(name)
     source = passkeys(tokenizer, TEXT, asked=asked, **SHORT)
     orders = set()
@@ -116,12 +116,12 @@ def test_lengths_and_depths_are_uniform():
     assert 110 < firsts.count(1) < 190
 
 
-def test_keys_that_leave_no_room_are_drawn_anew():
+def test_keys_that_leave_no_room_are_drawn_again():
     tokenizer, small = tokenizer_of("smollm2"), {"needles": 3, "words": 8, "asked": 3}
     with pytest.raises(ValueError, match="min_length=1: must be at least") as error:
         passkeys(tokenizer, TEXT, min_length=1, **small)
     minimum = int(re.findall(r"\d+", str(error.value))[1])
-    # words are of average length in the minimum, and all else is as in every context
+    # the minimum assumes words of average length; all else is as in every context
     of_word = {word: len(continued(tokenizer, f" {word}")) for word in ALPHABET}
     words = math.ceil(3 * 8 * sum(of_word.values()) / len(of_word))
     roomy = passkeys(tokenizer, TEXT, min_length=600, max_length=600, **small)
@@ -154,7 +154,7 @@ def test_targets_are_as_wide_as_the_longest_answer():
     )
 
 
-def test_batches_are_padded_at_the_end_alone():
+def test_batches_are_padded_only_at_the_end():
     tokenizer = tokenizer_of("smollm2")
     source = passkeys(tokenizer, TEXT, **SHORT)
     for step in range(5):
@@ -168,7 +168,7 @@ def test_batches_are_padded_at_the_end_alone():
             assert (target[last + 1 :] == 0).all() and (target[: last + 1] != 0).all()
 
 
-def test_a_step_s_batch_depends_on_the_seed_alone():
+def test_batch_of_a_step_depends_only_on_the_seed():
     tokenizer = tokenizer_of("smollm2")
     source, again, other = (passkeys(tokenizer, TEXT, **SHORT, seed=seed) for seed in (3, 3, 4))
     source.batch(0, 2)
@@ -194,7 +194,7 @@ def test_arguments_out_of_range_are_refused():
             passkeys(tokenizer_of("smollm2"), **arguments)
 
 
-def test_a_tokenizer_that_joins_pieces_is_refused():
+def test_tokenizer_that_joins_pieces_is_refused():
     with pytest.raises(ValueError, match="text=.*must begin with a token of its own after a word"):
         continued(joining(), " pass key")
     assert len(continued(joining(), ".\n")) == 2

@@ -1,6 +1,6 @@
-"""A training that is cut off anywhere ends as if it had not been, on any devices.
+"""Tests that a training interrupted anywhere ends as if it had not been, on any devices.
 
-Other tests are about what it refuses.
+Also tests its refusals.
 """
 
 import json
@@ -22,12 +22,12 @@ KEPT = 3  # lines of the log with all gates
 
 
 class CutOffError(Exception):
-    """Marks a run that a report cut off."""
+    """Marks a run interrupted by a report."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_lines_with_gates():
-    """Lets a training log its gates less often than its steps."""
+    """Makes a training log its gates less often than its steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "KEPT", KEPT)
         yield
@@ -40,11 +40,11 @@ def whole(tmp_path_factory):
     return folder, trainer(folder).run(save_every=2)
 
 
-# what it leaves
+# results
 
 
 @pytest.mark.slow
-def test_record_log_and_gates_say_the_same(whole):
+def test_record_log_and_gates_agree(whole):
     folder, record = whole
     assert json.loads((folder / "record.json").read_text()) == record
     assert record["settings"] == json.loads((folder / "settings.json").read_text())["settings"]
@@ -77,7 +77,7 @@ def test_record_log_and_gates_say_the_same(whole):
     assert record["distance_of_layer_0_alone"] > 1e-4
 
 
-def test_all_gates_are_logged_as_often_as_asked(whole):
+def test_all_gates_are_logged_at_the_given_interval(whole):
     folder, record = whole
     lines = [line for line in read_log(folder) if "mean" in line]
     assert [line["step"] for line in lines] == [0, 2, 4, STEPS]
@@ -87,7 +87,7 @@ def test_all_gates_are_logged_as_often_as_asked(whole):
     np.testing.assert_allclose(means[0, :, 1:], 0.5, atol=1e-5)
     assert all(
         (one != two).any() for one, two in pairwise(means[1:, :, 1:])
-    )  # the first step is at rate 0
+    )  # the first step has rate 0
     assert {name: np.shape(x) for name, x in lines[0]["parameters"].items()} == dict.fromkeys(
         "ab", (SEEDS, LAYERS - 1, HEADS)
     )
@@ -96,12 +96,12 @@ def test_all_gates_are_logged_as_often_as_asked(whole):
     assert grey.any()
 
 
-# going on
+# resuming
 
 
 @pytest.fixture(scope="module")
 def gone_on(tmp_path_factory):
-    """Kills a training while it writes its log, and goes on; returns the steps, folder, record."""
+    """Kills a training while it writes its log, and resumes it; returns steps, folder, record."""
     folder = tmp_path_factory.mktemp("gone_on") / "run"
 
     def report(step, steps, line):
@@ -117,14 +117,14 @@ def gone_on(tmp_path_factory):
     return steps, folder, record
 
 
-def test_another_process_goes_on_from_the_checkpoint_alone(whole, gone_on):
+def test_another_process_resumes_from_the_checkpoint(whole, gone_on):
     steps, folder, record = gone_on
     assert steps == [3, 4, 5, 6]
     assert timeless(record) == timeless(whole[1])
     assert left(folder) == left(whole[0])
 
 
-def test_a_log_that_goes_on_is_on_disk_at_once(tmp_path):
+def test_resumed_log_is_on_disk_at_once(tmp_path):
     path = tmp_path / "log.jsonl"
     lines = [{"step": 1}, {"step": 2}, {"step": 2, "mean": [0.5]}, {"step": 3}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"st')
@@ -136,7 +136,7 @@ def test_a_log_that_goes_on_is_on_disk_at_once(tmp_path):
         assert read_lines(path) == []
 
 
-def test_a_run_of_another_is_not_gone_on_with(whole):
+def test_run_of_other_settings_is_not_resumed(whole):
     before = left(whole[0])
     with pytest.raises(
         ValueError, match=r"out='.*run': holds a training already; resume it or name another folder"
@@ -163,7 +163,7 @@ def test_a_run_of_another_is_not_gone_on_with(whole):
 
 
 @pytest.mark.slow
-def test_two_devices_do_what_one_does(whole, tmp_path):
+def test_two_devices_match_one(whole, tmp_path):
     assert trainer(tmp_path / "alone", devices=2, batch=1)._mesh.size == 1, "one sample: no share"
     record = trainer(tmp_path / "run", devices=2).run()
     one, two = left(whole[0]), left(tmp_path / "run")
@@ -211,7 +211,7 @@ def test_wrong_settings_are_refused_before_anything_is_written(tmp_path):
         assert not list(tmp_path.iterdir()), changes
 
 
-def test_a_run_that_was_refused_leaves_nothing(tmp_path):
+def test_refused_run_leaves_no_files(tmp_path):
     with pytest.raises(ValueError, match="save_every=0: must be at least 1"):
         trainer(tmp_path / "run").run(save_every=0)
     assert not list(tmp_path.iterdir())

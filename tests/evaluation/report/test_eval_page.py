@@ -1,4 +1,4 @@
-"""Tests the page of `jsparse eval --report`, of made-up results."""
+"""Tests the page of `jsparse eval --report` on made-up results."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def data_of(text):
     return json.loads(data)
 
 
-def test_it_has_every_policy_column_and_sample(made):
+def test_page_has_every_policy_column_and_sample(made):
     data = data_of(made)
     assert [row["policy"] for row in data["rows"]] == list(SHORT)
     labels = {f"{column['task']} {column['label']}" for column in data["columns"]}
@@ -37,12 +37,12 @@ def test_it_has_every_policy_column_and_sample(made):
     scores = [row["values"][nth]["value"] for row in data["rows"]]
     assert scores == [1, 7 / 8, 6 / 8, 5 / 8]
     assert data["rows"][1]["values"][nth]["text"].startswith("87.5 (-12.5")
-    # vt, where dense attention never scores, is marked
+    # vt, which dense attention never solves, is marked
     assert [c["left_out"] for c in data["columns"] if c["task"] == "vt"].count(True) == 2
     cells = report()["cells"]
     assert [len(cell["samples"]) for cell in data["cells"]] == [len(c["samples"]) for c in cells]
     assert data["note"] == f"{MARKED} {NOTE}"
-    # what is drawn by head is not told by sample
+    # the map by head has no values by sample
     assert not any("attended_heads" in s["meta"] for cell in data["cells"] for s in cell["samples"])
     assert data["plots"] == [
         {
@@ -52,7 +52,7 @@ def test_it_has_every_policy_column_and_sample(made):
     ]
 
 
-def test_answers_cannot_end_the_page():
+def test_outputs_cannot_close_the_script():
     given = report()
     given["cells"][0]["samples"][0]["meta"] = {"text": "</script><b>", "answers": ["7", "8"]}
     made = page(given, {})
@@ -117,7 +117,7 @@ class TestInABrowser:
         assert "depth" in opened.text("#cells details thead")
         assert not opened.errors
 
-    def test_nothing_is_fetched_and_nothing_is_wider_than_a_phone(self, opened):
+    def test_page_fetches_nothing_and_fits_a_phone(self, opened):
         fetched = [url for url in opened.requests if not url.startswith(("file:", "data:"))]
         assert fetched == []
         for width, scheme in ((360, "dark"), (360, "light"), (1100, "dark"), (1100, "light")):

@@ -15,7 +15,7 @@ TEXT = (
 
 
 def made_up() -> Inspection:
-    """A step of a model with five layers of three heads, in which layer 2 was dense."""
+    """A step of a model of five layers and three heads, with layer 2 dense."""
     words = [f" {word}" for word in TEXT.split()]
     rng = np.random.default_rng(0)
     weights = rng.dirichlet(np.full(len(words), 0.2), (5, 3)).astype(np.float32)
@@ -55,7 +55,7 @@ def status(browser):
     return browser.text("#status")
 
 
-def test_keys_walk_over_the_map(opened):
+def test_arrow_keys_move_over_the_map(opened):
     shown = made_up()
     opened.run("document.querySelector('#map').focus()")
     assert "token 31 of 31 (generated)" in status(opened)
@@ -73,7 +73,7 @@ def test_keys_walk_over_the_map(opened):
     assert not opened.errors
 
 
-def test_a_head_can_be_chosen_and_tokens_are_told(opened):
+def test_head_can_be_selected_and_tokens_are_shown(opened):
     shown = made_up()
     opened.run(
         "for (const [id, value] of [['layer', 3], ['head', 1]]) {"
@@ -88,7 +88,7 @@ def test_a_head_can_be_chosen_and_tokens_are_told(opened):
     assert not opened.errors
 
 
-def test_nothing_is_fetched_and_nothing_is_wider_than_a_phone(opened):
+def test_page_fetches_nothing_and_fits_a_phone(opened):
     assert [url for url in opened.requests if not url.startswith("file:")] == []
     for width, scheme in ((360, "dark"), (360, "light"), (1100, "dark"), (1100, "light")):
         opened.look(width, 800, scheme)

@@ -1,4 +1,4 @@
-"""Tests the plots of a report, which are drawn from its JSON alone."""
+"""Tests the plots of a report, which are drawn only from its JSON."""
 
 import json
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 @pytest.fixture(scope="module")
 def made():
-    """A report whose task drift alone has means by step."""
+    """A report with means by step only for the task drift."""
     found = json.loads(json.dumps(report()))
     for i, cell in enumerate(cell for cell in found["cells"] if cell["task"] == "drift"):
         cell[BY_STEP] = {"kl": [0.01 * (i + 1), 0.02], "perplexity": [9.0, 8.0 + i]}
@@ -22,7 +22,7 @@ def made():
 
 
 def by_title(figures):
-    """The axes of figures by title. Colour bars have none."""
+    """The axes of figures by title. Colour bars have no title."""
     axes = [axis for figure in figures for axis in figure.axes]
     return {axis.get_title().replace("\n", " "): axis for axis in axes if axis.get_title()}
 
@@ -70,7 +70,7 @@ def test_lines_over_steps(made, drawn):
             assert line.get_ydata().tolist() == values
 
 
-def test_shares_have_round_ticks_in_percent_and_no_others(drawn):
+def test_share_ticks_are_round_percentages(drawn):
     axis = drawn[1]["agreement %, 1K tokens"]  # 6.25 %, 12.5 %, 18.75 %, 100 %
     ticks = ["5 %", "10 %", "20 %", "50 %", "100 %"]
     assert [label.get_text() for label in axis.get_xticklabels()] == ticks
@@ -80,7 +80,7 @@ def test_shares_have_round_ticks_in_percent_and_no_others(drawn):
 
 
 @pytest.mark.pure
-def test_log_ticks_lie_around_the_values():
+def test_log_ticks_enclose_the_values():
     for values, ticks in [
         ([], []),
         ([0.3, 0.45], [0.2, 0.5]),
@@ -106,7 +106,7 @@ def test_pictures_are_svgs_for_light_and_dark(drawn):
 
 
 @pytest.mark.pure
-def test_quality_points_are_means_over_the_tasks_that_count():
+def test_quality_points_are_means_over_solved_tasks():
     values = {("a", DENSE): 1.0, ("a", TOP_K): 0.8, ("b", DENSE): 0.5, ("b", TOP_K): 0.4}
     values |= {("fails", DENSE): 0.0, ("fails", TOP_K): 1.0}
     made = [
@@ -125,8 +125,8 @@ def test_quality_points_are_means_over_the_tasks_that_count():
     assert quality_points(result, "kl", 128) == {"oracle_top_k": [(TOP_K, 0.1, 0.5)]}
 
 
-def test_the_ratio_to_a_yardstick_has_a_panel(figures):
-    """At the fraction that the policy attended to; samples without a yardstick have no point."""
+def test_ratio_to_a_yardstick_has_a_panel(figures):
+    """Plotted at the attended fraction of the policy; samples without a yardstick have no point."""
     made = [
         entry(policy, task, 64, i, kl=kl, **more)
         for policy, own in ((TOP_K, 0.3), ("quest(budget=8)", 0.6))
@@ -145,7 +145,7 @@ def test_the_ratio_to_a_yardstick_has_a_panel(figures):
     assert len(axes["KL, 64 tokens"].get_lines()) == 3
 
 
-def test_the_needle_map_by_hand(drawn):
+def test_needle_map_matches_hand_counting(drawn):
     axis = drawn[1][SHORT[1]]
     assert [label.get_text() for label in axis.get_xticklabels()] == ["1K", "4K"]
     depths = ["0%", "15%", "30%", "45%", "55%", "70%", "85%", "100%"]
@@ -153,7 +153,7 @@ def test_the_needle_map_by_hand(drawn):
     assert axis.get_images()[0].get_array().tolist() == [[0, 0]] + [[1, 1]] * 7
 
 
-def test_the_head_map_is_the_mean_over_samples(figures):
+def test_head_map_is_the_mean_over_samples(figures):
     heads = [[[1.0, None], [0.5, 0.0]], [[0.5, None], [None, 0.5]]]
     made = report() | {
         "cells": summarize(

@@ -1,4 +1,4 @@
-"""Tests tables for the terminal and for Markdown: all numbers, the marks, and 120 columns."""
+"""Tests tables for the terminal and for Markdown: all numbers, marks, and 120 columns."""
 
 import io
 
@@ -31,7 +31,7 @@ def value(mean, difference=None, interval=None):
     return {"mean": mean, "difference": difference, "interval": interval}
 
 
-def test_a_number_with_its_difference_and_interval():
+def test_number_is_printed_with_its_difference_and_interval():
     for metric, found, text in [
         ("score", value(0.93, -0.021, [-0.04, -0.003]), "93.0 (-2.1\n[-4.0, -0.3])"),
         ("score", value(1.0), "100.0"),
@@ -52,7 +52,7 @@ def test_a_number_with_its_difference_and_interval():
         assert number(found, metric) == text, metric
 
 
-def test_a_table_by_hand():
+def test_table_matches_hand_written_text():
     scores = {DENSE: [1, 1], "streaming(sink=4, recent=8)": [0, 0]}
     made = of(
         entry(policy, "a", 1024, i, score=score, attended=attended)
@@ -68,7 +68,7 @@ def test_a_table_by_hand():
     ]
 
 
-def test_more_columns_are_split_by_length_then_by_four():
+def test_wide_tables_are_split_by_length_then_by_four_columns():
     made = grids(report())
     titles = [f"made-up, {at} tokens" for at in ("1K", "1K", "4K", "4K")]
     assert [grid.title for grid in made] == titles
@@ -81,7 +81,7 @@ def test_more_columns_are_split_by_length_then_by_four():
     assert [len(grid.header) - 2 for grid in grids(report(), columns=10)] == [10]
 
 
-def test_tasks_that_dense_fails_are_marked_and_the_others_averaged():
+def test_tasks_that_dense_fails_are_marked_and_not_averaged():
     (grid,) = grids(report(tasks=("a", "b", "vt"), lengths=(1024,)), metrics=["score"])
     names = ["a\nscore %", "b\nscore %", "vt\nscore %†", "average\nscore %"]
     assert grid.header[1:-1] == names
@@ -92,7 +92,7 @@ def test_tasks_that_dense_fails_are_marked_and_the_others_averaged():
     assert MARKED not in grid.note and not any("†" in name for name in grid.header)
 
 
-def test_a_yardstick_stands_beside_the_policy():
+def test_yardstick_is_shown_beside_the_policy():
     policy = "quest(budget=16)"
     made = of(
         [
@@ -111,14 +111,14 @@ def test_a_yardstick_stands_beside_the_policy():
     assert grid.note == f"{BESIDE} {NOTE}"
 
 
-def test_what_was_not_measured_is_a_dash():
+def test_unmeasured_values_are_dashes():
     made = of([entry(DENSE, "a", 64, 0, score=1), entry(TOP_K, "b", 64, 0, score=1)])
     (grid,) = grids(made)
     assert grid.rows == [[DENSE, "100.0", "-", "-"], ["oracle_top_k(budget={})", "-", "100.0", "-"]]
     assert grids(of([])) == grids(made, metrics=["kl"]) == tables(of([])) == []
 
 
-def test_four_columns_fit_into_120_characters_with_every_number_whole():
+def test_four_columns_fit_into_120_characters_without_rounding():
     made = report(tasks=("niah_multikey_2", "niah_multikey_3"), lengths=(1024, 131072))
     metrics = ("score", "kl", "agreement", "perplexity")
     for grid, table in zip(grids(made, metrics), tables(made, metrics), strict=True):

@@ -1,4 +1,4 @@
-"""Tests the list of records: valid JSON, in which the value stands once and nothing else scores."""
+"""Tests the list of records: valid JSON that contains the value once; nothing else scores."""
 
 import json
 from collections import Counter
@@ -16,7 +16,7 @@ def records_of(sample):
     return json.loads(listed)
 
 
-def test_the_answer_is_the_rest_of_the_record_s_label():
+def test_answer_is_the_rest_of_the_records_label():
     (task,) = parse("json_retrieval")
     for index in range(12):
         sample = task.sample(words, 1024, index)
@@ -32,14 +32,14 @@ def test_the_answer_is_the_rest_of_the_record_s_label():
         assert sample.prompt.count(answer) == sample.prompt.count(name) == 1
 
 
-def test_no_word_of_a_label_occurs_in_another():
+def test_labels_share_no_word():
     records = records_of(parse("json_retrieval")[0].sample(words, 4096, 0))
     assert len(records) > 150
     counts = Counter(word for record in records for word in record["label"].split()[:4])
     assert set(counts.values()) == {1}
 
 
-def test_only_the_exact_rest_counts():
+def test_only_the_exact_rest_scores():
     (task,) = parse("json_retrieval")
     given = task.sample(words, 512, 0)
     for text, score in [

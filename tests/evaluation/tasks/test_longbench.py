@@ -1,4 +1,4 @@
-"""Tests LongBench: prompts and metrics against the originals' facts, cuts, and rows' origins."""
+"""Tests LongBench: prompts and metrics against the original, cut prompts, and sources of rows."""
 
 import hashlib
 import json
@@ -56,12 +56,12 @@ def task(folder, dataset, *rows):
     return parse(f"longbench_{dataset}", folder)[0]
 
 
-def test_prompts_are_longbenchs():
+def test_prompts_equal_those_of_longbench():
     for name, dataset in longbench.DATASETS.items():
         assert hashlib.sha256(dataset.prompt.encode()).hexdigest()[:16] == PROMPTS[name]
 
 
-def test_a_row_becomes_a_sample(tmp_path):
+def test_row_becomes_a_sample(tmp_path):
     second = row(_id="y", input="Where {here}\u2028?", answers=["den", "fox den"])
     hotpot = task(tmp_path, "hotpotqa", row(), second)
     assert hotpot.num_samples == 2
@@ -92,7 +92,7 @@ def test_long_prompts_are_cut_in_the_middle(tmp_path):
         made.sample(encode, 127, 0)
 
 
-def test_the_first_line_counts_where_examples_go_on(tmp_path):
+def test_only_the_first_line_scores_in_few_shot_tasks(tmp_path):
     trec = task(tmp_path, "trec", row(answers=["Place"], all_classes=["Person", "Place", "Number"]))
     sample = trec.sample(words, 1024, 0)
     assert trec.score("\n\nPlace\nQuestion: how many?\nType: Number", sample) == 1
@@ -134,7 +134,7 @@ def test_rows_come_from_the_hub_without_a_folder(tmp_path, monkeypatch):
     ]
 
 
-def test_what_is_missing_is_named(tmp_path, monkeypatch):
+def test_missing_files_are_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=f"files='{tmp_path}': longbench_lcc needs lcc.jsonl"):
         parse("longbench_lcc", tmp_path)
     with pytest.raises(ValueError, match=f"files='{tmp_path}': longbench_v2 needs data.json"):
@@ -151,7 +151,7 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
         parse("longbench_lcc")
 
 
-def test_metrics_by_hand():
+def test_metrics_match_hand_computed_scores():
     for metric, text, answer, score in [
         (metrics.qa_f1, "The cat, a  dog!", "an CAT", 2 / 3),
         (metrics.qa_f1, "cat cat", "cat", 2 / 3),

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.pure
 
 
 @pytest.mark.parametrize(("encode", "length"), [(smollm2, 512), (words, 2048)])
-def test_the_key_stands_in_the_text_once(encode, length):
+def test_key_occurs_once_in_the_text(encode, length):
     for index in range(10):
         sample = parse("passkey")[0].sample(encode, length, index)
         (key,) = sample.answers
@@ -34,7 +34,7 @@ def test_depths_are_uniform():
     assert all(abs(depth - i / 399) < 0.07 for i, depth in enumerate(depths))
 
 
-def test_the_grid_has_needles_at_its_depths():
+def test_grid_has_needles_at_its_depths():
     (task,) = parse("niah_grid")
     for index in range(12):
         sample = task.sample(words, 1024, index)

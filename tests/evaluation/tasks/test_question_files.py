@@ -1,4 +1,4 @@
-"""Tests questions of one's own: what counts as the answer, and the file's rules."""
+"""Tests questions from a user's file: which answer scores, and the rules of the file."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def folder(tmp_path):
     return written(tmp_path, *map(json.dumps, ROWS))
 
 
-def test_the_last_box_or_else_the_last_number_is_the_answer():
+def test_answer_is_the_last_box_or_else_the_last_number():
     for text, answer in [
         ("so \\boxed{4}, no: \\boxed{5}, which is not 6", "5"),
         ("\\boxed{\\frac{1}{2}} at last", "\\frac{1}{2}"),
@@ -40,7 +40,7 @@ def test_the_last_box_or_else_the_last_number_is_the_answer():
         assert final_answer(text) == answer, text
 
 
-def test_numbers_are_compared_as_numbers_and_all_else_as_text():
+def test_numbers_are_compared_as_numbers_and_other_answers_as_text():
     for said, answer, right in [
         ("70", "070", True),
         ("1,000", "1000.0", True),
@@ -59,11 +59,11 @@ def test_numbers_are_compared_as_numbers_and_all_else_as_text():
 
 
 @given(st.integers(), st.text("ab {}\\boxed1.,-", max_size=40))
-def test_a_box_at_the_end_counts_whatever_comes_before(number, text):
+def test_box_at_the_end_wins_over_any_text_before(number, text):
     assert same(final_answer(f"{text}\\boxed{{{number}}}") or "", f"{number}.0")
 
 
-def test_a_line_becomes_a_sample(folder):
+def test_line_becomes_a_sample(folder):
     (task,) = parse("questions", folder, 100)
     assert (task.num_samples, task.open_ended) == (3, True)
     first, second, third = (task.sample(words, 0, index) for index in range(3))
@@ -79,7 +79,7 @@ def test_a_line_becomes_a_sample(folder):
         task.sample(words, 0, 3)
 
 
-def test_a_bad_line_is_named_with_its_rule(tmp_path):
+def test_bad_line_is_named_with_its_rule(tmp_path):
     for line, said in [
         ('{"question": "a", "answer": 1', "is not JSON"),
         ('["a", 1]', "is '[\"a\", 1]': must be an object"),
@@ -96,7 +96,7 @@ def test_a_bad_line_is_named_with_its_rule(tmp_path):
             parse("questions", written(tmp_path, json.dumps(ROWS[0]), line))
 
 
-def test_files_that_hold_no_questions_are_refused(tmp_path):
+def test_files_without_questions_are_refused(tmp_path):
     with pytest.raises(ValueError, match="files=None: questions needs questions.jsonl"):
         parse("questions")
     with pytest.raises(ValueError, match="questions needs questions.jsonl .* which is not there"):

@@ -1,4 +1,4 @@
-"""Tests whole runs of questions of one's own."""
+"""Tests whole runs of questions from a user's file."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def params():
 
 
 def measured(params, folder, store=None, tasks=("questions",), **more):
-    """Runs the questions with room for 6 new tokens; returns the report."""
+    """Runs the questions with up to 6 new tokens each; returns the report."""
     asked = plan(
         [SINK], tasks, [4096], 20, **{"batch": 2, "files": folder, "max_new_tokens": 6, **more}
     )
@@ -43,7 +43,7 @@ def measured(params, folder, store=None, tasks=("questions",), **more):
     return store.finish({})
 
 
-def test_right_answers_lengths_and_cuts_are_counted(params, folder, monkeypatch):
+def test_correct_answers_lengths_and_truncations_are_counted(params, folder, monkeypatch):
     def made(text, tokens, reason):
         stats = GenerationStats(1, tokens, 0.0, None, 1.0, 1.0, "")
         return Generation(text, [0] * tokens, reason, stats)
@@ -61,7 +61,7 @@ def test_right_answers_lengths_and_cuts_are_counted(params, folder, monkeypatch)
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
-def test_a_template_is_used_where_there_is_one(params, folder, monkeypatch, template):
+def test_chat_template_is_used_if_there_is_one(params, folder, monkeypatch, template):
     tokenizer = Tokenizer(params.tokenizer._core, chat_template=template)
     prompts = []
 
@@ -80,7 +80,7 @@ def test_a_template_is_used_where_there_is_one(params, folder, monkeypatch, temp
         assert prompts[0] == tokenizer.encode(asked, add_special_tokens=False)
 
 
-def test_a_killed_run_asks_only_what_is_missing(params, folder, monkeypatch):
+def test_killed_run_asks_only_the_missing_questions(params, folder, monkeypatch):
     whole = measured(params, folder)
     settings, path = {"model": "tiny", "samples": 20}, folder / "killed.json"
     add, answer, asked = ResultStore.add, evaluators.GreedyAnswers.__call__, []

@@ -1,4 +1,4 @@
-"""Tests RULER's generators against NVIDIA's facts: templates, counts, forms and places."""
+"""Tests RULER's generators against NVIDIA's: templates, counts, forms and positions."""
 
 import hashlib
 import json
@@ -25,11 +25,11 @@ TEMPLATES = {
     "15017066bdc1a167": (ruler_files.QA, ruler_files.QA_PREFIX),
 }
 NEEDLE = re.compile(r"One of the special magic (numbers|uuids) for (.+?) is: (.+?)\.(?=[ \n])")
-# budget; times of common and other words; the same in the example, and how many different words it
-# has
+# budget; counts of common and other words; the same in the example, and its number of different
+# words
 CWE_COUNTS = [(4095, 6, 1, (3, 1, 20)), (4096, 30, 3, (10, 3, 40))]
 
-# the keys in the text, the values of each, and the answers that are asked for
+# keys in the text, values of each, and expected answers
 ESSAYS = {
     "niah_single_2": (1, 1, 1),
     "niah_single_3": (1, 1, 1),
@@ -121,7 +121,7 @@ def test_multikey_haystacks_are_needles(name, form):
 
 
 @given(st.integers(1, 50), st.data(), st.randoms(use_true_random=False))
-def test_items_stand_before_different_lines_in_order(count, data, rng):
+def test_items_precede_different_lines_in_order(count, data, rng):
     lines = [f"line {i}" for i in range(count)]
     items = [f"item {i}" for i in range(data.draw(st.integers(0, count)))]
     placed = niah.among_lines(rng, lines, items).split("\n")
@@ -133,7 +133,7 @@ def test_items_stand_before_different_lines_in_order(count, data, rng):
     )
 
 
-def test_essays_hold_the_needles(files):
+def test_essays_contain_the_needles(files):
     for name, (keys, values, wanted) in ESSAYS.items():
         sample = parse(name, files)[0].sample(smollm2, 1024, 1)
         assert 0.9 * 1024 < spent(smollm2, sample) <= 1024, name
@@ -149,7 +149,7 @@ def test_essays_hold_the_needles(files):
 
 
 @given(st.integers(1, 300), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_needles_stand_between_sentences_in_order(count, needles, rng):
+def test_needles_are_between_sentences_in_order(count, needles, rng):
     text = [f"{i}{'.' if i % 5 == 4 else ''}" for i in range(count)]
     items = [f"<{i}>" for i in range(needles)]
     placed = ruler_files.among_sentences(rng, text, items).split()
@@ -175,7 +175,7 @@ def test_vt_follows_one_chain_after_an_example():
 
 
 def counts_of(text):
-    """How often each word of a numbered list occurs."""
+    """Counts each word of a numbered list."""
     listed = re.search(r"\n1\. (.*)\nQuestion", text)
     assert listed, text
     return Counter(re.split(r" \d+\. ", listed[1]))
@@ -223,7 +223,7 @@ def assert_zipf(length):
         )
 
 
-def test_qa_1_shows_the_paragraph_then_its_article(files):
+def test_qa_1_has_the_paragraph_and_the_rest_of_its_article(files):
     (task,) = parse("qa_1", files)
     assert task.num_samples == 20
     for index in (0, 7, 19):
@@ -246,7 +246,7 @@ def test_qa_1_shows_the_paragraph_then_its_article(files):
         assert task.score("Oh yes!", sample) == 1
 
 
-def test_qa_2_shows_all_ten_paragraphs_and_repeats_what_there_is(files):
+def test_qa_2_has_all_ten_paragraphs_and_repeats_them_to_fill_the_length(files):
     (task,) = parse("qa_2", files)
     for length in (1024, 8192):
         sample = task.sample(words, length, 3)
@@ -259,7 +259,7 @@ def test_qa_2_shows_all_ten_paragraphs_and_repeats_what_there_is(files):
         task.sample(words, 1024, 6)
 
 
-def test_what_is_missing_is_named(tmp_path):
+def test_missing_files_are_named(tmp_path):
     for name in [*ESSAYS, "qa_1", "qa_2"]:
         file = {"qa_1": "squad.json", "qa_2": "hotpotqa.json"}.get(name, "PaulGrahamEssays.json")
         with pytest.raises(ValueError, match=f"files=None: {name} needs {file}"):

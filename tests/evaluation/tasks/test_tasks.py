@@ -1,4 +1,4 @@
-"""Tests what all generated tasks have in common, and their names."""
+"""Tests the properties that all generated tasks share, and their names."""
 
 import random
 import string
@@ -31,7 +31,7 @@ def one(name):
 
 
 @pytest.mark.parametrize(("encode", "length"), [(smollm2, 1024), (words, 8192)])
-def test_the_budget_is_used_and_kept(encode, length):
+def test_budget_is_filled_and_not_exceeded(encode, length):
     for task in map(one, GENERATED):
         sample = task.sample(encode, length, 1)
         assert 0.9 * length < spent(encode, sample) <= length
@@ -39,7 +39,7 @@ def test_the_budget_is_used_and_kept(encode, length):
         assert len(encode(sample.prompt + sample.prefix)) + sample.max_new_tokens <= length
 
 
-def test_a_length_too_small_says_which_works():
+def test_too_small_length_names_the_smallest():
     for task in map(one, GENERATED):
         with pytest.raises(ValueError, match=r"length=60: must be at least \d+ for s") as error:
             task.sample(words, 60, 3)
@@ -47,7 +47,7 @@ def test_a_length_too_small_says_which_works():
         assert spent(words, task.sample(words, min_size, 3)) <= min_size
 
 
-def test_samples_depend_on_their_number_alone():
+def test_samples_depend_only_on_their_number():
     for task in map(one, GENERATED):
         ordered = [task.sample(words, 1024, index) for index in range(4)]
         random.seed(7)
@@ -59,7 +59,7 @@ def test_samples_depend_on_their_number_alone():
         assert task.sample(words, 1056, 0).answers != ordered[0].answers, task.name
 
 
-def test_the_answers_score_and_the_question_does_not():
+def test_answers_score_and_the_question_does_not():
     for task in map(one, GENERATED):
         sample = task.sample(words, 1024, 1)
         said = f"They are {', '.join(sample.answers)}."
@@ -73,7 +73,7 @@ def test_the_answers_score_and_the_question_does_not():
             task.sample(words, 1024, -1)
 
 
-def test_scores_by_hand():
+def test_scores_match_hand_computed_ones():
     sample = Sample("", "", ("Red", "blue", "GREEN", "1234567"), 1, {})
     assert score_all("the red and the Green", sample) == 0.5
     assert score_all("12345678", sample) == 0.25
@@ -85,10 +85,10 @@ def test_scores_by_hand():
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=200), st.integers(0, 5), st.integers(0, 500)
 )
-def test_the_largest_size_fits_and_the_next_does_not(costs, min_size, spare):
-    """The costs are those of units, so that those of sizes grow unevenly.
+def test_largest_size_fits_and_the_next_does_not(costs, min_size, spare):
+    """The cost is a sum over units, so that it grows unevenly with the size.
 
-    Past the last unit they grow by one each.
+    Each unit past the last one costs one more.
     """
 
     def cost(size):
@@ -100,7 +100,7 @@ def test_the_largest_size_fits_and_the_next_does_not(costs, min_size, spare):
     assert largest(cost, budget, min_size, min_size + 3) == min(size, min_size + 3)
 
 
-def test_words_that_run_out_are_an_error():
+def test_running_out_of_words_is_an_error():
     def make(encode, rng, length, index, size):
         return Sample(" ".join(string.ascii_lowercase[:size]), "", ("a",), 4, {})
 
@@ -113,13 +113,13 @@ def test_words_that_run_out_are_an_error():
     )
 
 
-def test_unknown_names_list_the_known():
+def test_unknown_name_lists_the_known_ones():
     for name in ["kl", "", "VT", "longbench_dureader"]:
         with pytest.raises(ValueError, match=f"task {name!r} is unknown") as error:
             parse(f"vt,{name}")
         assert all(known in str(error.value) for known in TASKS), name
 
 
-def test_a_name_twice_is_refused():
+def test_duplicate_name_is_refused():
     with pytest.raises(ValueError, match="task 'vt' is given twice"):
         parse("vt,cwe,vt")

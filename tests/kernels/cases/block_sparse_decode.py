@@ -1,7 +1,7 @@
-"""Cases of `block_sparse_decode`, and of other ops that read a layer by a selection.
+"""Cases of `block_sparse_decode`, and of other ops that read a layer through a selection.
 
-A slot that no head attends to holds `JUNK`, so that reading too much shows. It is finite, as a
-cache always is: a weight of 0 times NaN would be NaN.
+Slots that no head attends to hold `JUNK`, so that reading too much is detected. It is finite, as
+cache contents always are: a weight of 0 times NaN would be NaN.
 """
 
 from collections import namedtuple
@@ -26,16 +26,16 @@ class Case(Named):
     """A call of a decode op.
 
     Attributes:
-        lengths: tokens that heads hold: "full", all M·P; "ragged", any number, with a full head, an
-            empty one and one of a single token among them; "one", a single token everywhere.
-        listed: ids of each head: "some" of what it holds; "none"; "all" ids, past its length too;
-            "first", which leaves the newest token to the rule; "newest" alone.
-        capacity: C; None is the number of ids that a head can list.
+        lengths: tokens per head: "full", all M·P; "ragged", any number, including a full head, an
+            empty one and one of a single token; "one", a single token everywhere.
+        listed: ids per head: "some" of those it holds; "none"; "all" ids, also past its length;
+            "first", which leaves the newest token to the rule; "newest" only.
+        capacity: C; None: the number of ids that a head can list.
         bits: whether pages carry token bits; some carry none.
         dense: heads that attend to everything.
-        table: where pages lie; "shared" lets heads have pages in common.
-        spread: standard deviation of the logits. From 100 on everything is a whole number, so that
-            logits are exact.
+        table: the block table; with "shared", heads have pages in common.
+        spread: standard deviation of the logits. From 100 on all numbers are whole, so that logits
+            are exact.
     """
 
     batch: int = 2
@@ -63,7 +63,7 @@ class Case(Named):
 
     @property
     def unit(self) -> int:
-        """The number of slots that one id stands for."""
+        """The number of slots per id."""
         return self.page_size if self.granularity == "page" else 1
 
     def inputs(self, rng: np.random.Generator) -> Inputs:
@@ -85,7 +85,7 @@ class Case(Named):
 
 
 def frame_around(case: Case, rng: np.random.Generator, mid: np.ndarray, theta: float) -> KeyFrame:
-    """Returns a frame of these means [K, H], for RoPE of this base."""
+    """A frame of these means [K, H], for RoPE of this base."""
     half = case.head_dim // 2
     frequencies = put(theta ** -(np.arange(half) / half), np.float32)
     first = np.arange(0, case.slots, SPAN, dtype=np.int32)
@@ -144,7 +144,7 @@ def _selection(case: Case, rng: np.random.Generator, lengths: np.ndarray) -> Sel
 def _unread(
     case: Case, lengths: np.ndarray, table: np.ndarray, pool_pages: int, selection: Selection
 ) -> np.ndarray:
-    """Marks the slots of the pool to which no head attends."""
+    """Marks the slots of the pool that no head attends to."""
     unread = np.ones((pool_pages, case.page_size), bool)
     ids, count = np.asarray(selection.ids), np.asarray(selection.count)
     for head in np.ndindex(*lengths.shape):

@@ -1,7 +1,7 @@
 """Cases of `centroid_scores`.
 
-Centroids and radii past a head's number, or in no chosen unit, are `JUNK`, so that reading them
-shows.
+Centroids and radii past a head's number, or in no chosen unit, are `JUNK`, so that reading them is
+detected.
 """
 
 from collections import namedtuple
@@ -23,9 +23,9 @@ class Case(Named):
     Attributes:
         group: G.
         clusters: L.
-        number: centroids of a head: "any" number, L and 0 among them; "all" L; or that many.
+        number: centroids per head: "any" number, including L and 0; "all" L; or this number.
         radii: whether centroids have radii.
-        units: U; 0 is none. A quarter of a head's units are chosen, none of the second head's.
+        units: U; 0: no units. A quarter of a head's units are chosen, none of the second head's.
         dtype: type of queries and centroids.
     """
 

@@ -1,4 +1,4 @@
-"""Cases of `centroid_update`. Groups of points that are not there are `JUNK`: using them shows."""
+"""Cases of `centroid_update`. Missing groups of points are `JUNK`, to detect their use."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ class Case(Named):
         new: n.
         groups: L; a third of them are empty.
         points: C.
-        joined: the number of groups among which the new points choose.
+        joined: the number of groups that the new points may join.
         radii: whether groups have radii.
-        own: whether the new points have radii as well.
+        own: whether the new points also have radii.
     """
 
     batch: int = 3

@@ -1,7 +1,7 @@
 """Cases of `compact_pages`.
 
-No two numbers of K and V are equal, so that a row that goes astray shows; slots that no head holds
-have numbers too.
+All numbers of K and V are distinct, also in slots that no head holds, so that a misplaced row is
+detected.
 """
 
 from collections import namedtuple
@@ -23,13 +23,13 @@ class Case(Named):
     """A call of `compact_pages`.
 
     Attributes:
-        lengths: tokens that heads hold: "full", all M·P; "ragged", any number, an empty head and a
-            full one among them.
+        lengths: tokens per head: "full", all M·P; "ragged", any number, including an empty head and
+            a full one.
         kept: tokens that each head keeps: "some", any number of them; "none"; "all"; "first", the
-            older half; "last", the newer half; "one", the newest; "but_first", all except the
-            oldest, so that every row moves by one.
-        capacity: C; None is all M·P.
-        rewrite: heads to rewrite: "all", by passing None; "mixed", every other one; "none".
+            older half; "last", the newer half; "one", the newest; "but_first", all but the oldest,
+            so that every row moves by one.
+        capacity: C; None: all M·P.
+        rewrite: heads to rewrite: "all" (None is passed); "mixed", every other one; "none".
         dense: whether every other head is marked dense.
         table: "identity", or "scrambled" with a free list.
         fields: whether the layer has bias and slot_positions.
@@ -84,7 +84,7 @@ class Case(Named):
 
 
 def _numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jnp.ndarray:
-    """Draws numbers, distinct where the type has enough values."""
+    """Draws numbers, distinct if the dtype has enough values."""
     if dtype in ("float32", "int32"):
         return put(rng.permutation(int(np.prod(shape))).reshape(shape), dtype)
     return put(rng.normal(size=shape), dtype)

@@ -1,4 +1,4 @@
-"""Cases of `gated_product`: those of `skinny_product`, with gates before them."""
+"""Cases of `gated_product`: those of `skinny_product`, with gates."""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
 """Cases of `group_means`.
 
-Points past a row's number are `JUNK`, and so are their groups, so that reading them shows.
+Points past a row's number and their groups are `JUNK`, so that reading them is detected.
 """
 
 from collections import namedtuple
@@ -22,8 +22,8 @@ class Case(Named):
     Attributes:
         points: C.
         max_groups: L.
-        used: how many points and groups rows have: "any", among them all and, of points, none;
-            "all"; or "three_quarters" of them.
+        used: points and groups per row: "any" number, including all and, for points, none; "all";
+            or "three_quarters" of them.
         like: "whole", small numbers whose sums are exact; "normal" ones; "spread" ones, of very
             different sizes.
     """

@@ -31,11 +31,11 @@ class NarrowCase(Case):
 
 @dataclass(frozen=True)
 class FrameCase(Case):
-    """A call whose 4-bit keys lie in a frame, or have channels of each head's own.
+    """A call with 4-bit keys in a frame, or with separate channels per head.
 
     Attributes:
         framed: whether there is a frame.
-        chosen: the number of channels that each row and head has chosen; None is all.
+        chosen: the number of channels that each row and head has chosen; None: all.
     """
 
     framed: bool = True
@@ -43,7 +43,7 @@ class FrameCase(Case):
 
 
 def options(case: Case, seed: int = 0) -> dict[str, Any]:
-    """Returns the keyword arguments `frame` and `channels` of int4_scores and int4_append."""
+    """The keyword arguments `frame` and `channels` of int4_scores and int4_append."""
     kept = case if isinstance(case, FrameCase) else FrameCase("", framed=False)
     return {
         "frame": frame_for(case, seed) if kept.framed else None,
@@ -52,7 +52,7 @@ def options(case: Case, seed: int = 0) -> dict[str, Any]:
 
 
 def frame_for(case: Case, seed: int = 0) -> KeyFrame:
-    """Returns a frame with three large constant channels per head, as keys of Qwen2 have them."""
+    """A frame with three large constant channels per head, as in keys of Qwen2."""
     rng, half = np.random.default_rng(seed), case.head_dim // 2
     mid = rng.normal(size=(case.kv_heads, case.head_dim))
     for at in (3 % half, half - 1, case.head_dim - 2):
@@ -63,15 +63,15 @@ def frame_for(case: Case, seed: int = 0) -> KeyFrame:
 def out_of_frame(
     k: Float[Array, "B K T H"], frame: KeyFrame, slots: Int32[Array, "B K T"]
 ) -> Float32[Array, "B K T H"]:
-    """Returns k · key_scale + R(span)·mid, keys of these slots that lie at k in the frame."""
+    """Returns k · key_scale + R(span)·mid: the keys of these slots that are k in the frame."""
     mid = rotated(frame.mid[:, None], frame.angles[slots // SPAN])
     return k.astype(jnp.float32) * jnp.tile(frame.key_scale, 2)[:, None] + mid
 
 
 def build(case: Case, seed: int = 0) -> Inputs:
-    """Builds the inputs; where all heads are dense, no selection is given: everything is scored.
+    """Builds the inputs. If all heads are dense, no selection is passed and every token is scored.
 
-    In a frame K lies around the rotated mean as it otherwise lies around 0.
+    With a frame, K varies around the rotated mean instead of around 0.
     """
     q, layer, selection = case.build(seed)
     given = None if case.dense == "all" else selection
@@ -101,7 +101,7 @@ def _channels(case: FrameCase, seed: int) -> Int32[Array, "B K r"]:
 
 @jax.jit
 def _moved(layer: LayerCache, frame: KeyFrame) -> LayerCache:
-    """Returns the layer with K out of the frame."""
+    """Returns the layer with K moved out of the frame."""
     k = out_of_frame(read_heads(layer.k, layer), frame, _every(layer, layer.capacity))
     pages = physical_pages(layer, _every(layer, layer.num_pages))
     rows = k.astype(layer.k.dtype).reshape(*pages.shape, layer.page_size, -1)
@@ -110,7 +110,7 @@ def _moved(layer: LayerCache, frame: KeyFrame) -> LayerCache:
 
 @partial(jax.jit, static_argnames="case")
 def _appended(case: FrameCase, layer: LayerCache, **kept: Any) -> Int4Keys:
-    """Returns the 4-bit copy of all slots; pages that no head has hold JUNK."""
+    """Returns the 4-bit copy of all slots; pages without an owner hold JUNK."""
     junk = jnp.full((*layer.k.shape[:2], case.chosen or case.head_dim), JUNK)
     return int4_append(
         Int4Keys(*quantise(junk)),
@@ -179,7 +179,7 @@ CASES = (
         bits=True,
         table="scrambled",
     ),
-    # neighbouring tokens in a row: as many as a page has, more than it has, other groups
+    # neighbouring tokens of a row: one page of them, more than a page, other groups
     FrameCase("in_frame_16_channels", chosen=16, page_size=4, num_pages=41, group=5, bits=True),
     _kept("whole_16_channels_pages_of_2", chosen=16, page_size=2, num_pages=41, group=3),
 )

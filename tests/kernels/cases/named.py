@@ -1,4 +1,4 @@
-"""Named cases of an op's inputs, each made from a seed: what the cases of all ops share.
+"""Named cases of an op's inputs, each built from a seed: the base of all ops' cases.
 
 Tests, benchmarks and compute-sanitizer use the same cases.
 """
@@ -38,7 +38,7 @@ def put(x: Any, dtype: Any = None) -> Any:
 def ragged(
     rng: np.random.Generator, shape: tuple[int, ...], most: int, *edges: int, least: int = 1
 ) -> np.ndarray:
-    """Draws lengths up to `most`; all but one may be edges: `most`, 0, 1 and those given."""
+    """Draws lengths up to `most`; all but one may be edges: `most`, 0, 1 and the given ones."""
     lengths = rng.integers(least, most + 1, shape)
     edges = (most, 0, 1, *edges)[: lengths.size - 1]
     lengths.flat[: len(edges)] = edges

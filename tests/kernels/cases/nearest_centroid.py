@@ -1,6 +1,7 @@
 """Cases of `nearest_centroid`.
 
-Points past a row's number and centroids past its groups are `JUNK`, so that reading them shows.
+Points past a row's number and centroids past its groups are `JUNK`, so that reading them is
+detected.
 """
 
 from collections import namedtuple
@@ -23,7 +24,7 @@ class Case(Named):
     Attributes:
         points: C.
         groups: L.
-        used: how many points and groups rows have: "any", among them all and none; "all"; or
+        used: points and groups per row: "any" number, including all and none; "all"; or
             "three_quarters" of them.
         like: "whole", small numbers whose products are exact and often equal; "directions", vectors
             of length 1.

@@ -14,7 +14,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class DeltaInParts(Case):
-    """A call whose delta is in parts."""
+    """A call with delta in parts."""
 
     parts: int = 3
 

@@ -19,11 +19,11 @@ Inputs = namedtuple("Inputs", "q layer bounds")
 
 @dataclass(frozen=True)
 class Codes(Case):
-    """A call with bounds in 8 bits."""
+    """A call with 8-bit bounds."""
 
 
 def frame_for(case: Case, seed: int = 0) -> KeyFrame:
-    """Returns a frame with a few large constant channels, as Qwen2's keys have them."""
+    """A frame with a few large constant channels, as in keys of Qwen2."""
     rng, half = np.random.default_rng(seed), case.head_dim // 2
     mid = rng.normal(size=(case.kv_heads, case.head_dim))
     mid[:, half - 2 : half] *= 100
@@ -31,14 +31,14 @@ def frame_for(case: Case, seed: int = 0) -> KeyFrame:
 
 
 def build(case: Case, seed: int = 0, *, frame: KeyFrame | None = None) -> Inputs:
-    """Builds the inputs; pages that hold nothing have bounds of ±JUNK."""
+    """Builds the inputs; empty pages have bounds of ±JUNK."""
     q, layer, _ = case.build(seed)
     return Inputs(q, layer, _bounds(case, layer, frame))
 
 
 @partial(jax.jit, static_argnames="case")
 def _bounds(case: Case, layer: LayerCache, frame: KeyFrame | None) -> Bounds:
-    """Returns the bounds of all that heads hold."""
+    """The bounds of all tokens of the heads."""
     junk = jnp.full((layer.k.shape[0], layer.k.shape[2]), JUNK, layer.k.dtype)
     form = PageBounds8 if isinstance(case, Codes) else PageBounds
     everything = jnp.full(case.batch, case.slots, jnp.int32)

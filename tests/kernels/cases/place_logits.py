@@ -17,13 +17,13 @@ class Case(Named):
     """A call of `place_logits`.
 
     Attributes:
-        lengths: tokens that heads hold: "full", all M·P; "ragged", any number, with a full head, an
-            empty one and one of a single token among them.
-        listed: pages of each head: "any" of all M, past its length too; "held", some of what it
-            holds; "first" and "newest", that one alone; "all" M; "none".
-        capacity: C; None is M.
+        lengths: tokens per head: "full", all M·P; "ragged", any number, including a full head, an
+            empty one and one of a single token.
+        listed: pages per head: "any" of all M, also past its length; "held", some of those it
+            holds; "first" and "newest", only that one; "all" M; "none".
+        capacity: C; None: M.
         dense: heads that read everything they hold.
-        spare: pages that the logits have room for beyond what any head reads.
+        spare: pages of room in the logits beyond the most that a head reads.
     """
 
     batch: int = 2
@@ -38,7 +38,7 @@ class Case(Named):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """M and P as the op takes them."""
+        """M and P as arguments of the op."""
         return {"num_pages": self.num_pages, "page_size": self.page_size}
 
     def inputs(self, rng: np.random.Generator) -> Inputs:

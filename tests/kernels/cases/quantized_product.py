@@ -14,9 +14,9 @@ class Case(Named):
     """A call of `quantized_product`.
 
     Attributes:
-        batch: the axes of x but for its last.
+        batch: the axes of x except the last.
         out, width: the sizes of the matrix.
-        size: how large numbers of x are.
+        size: the magnitude of x.
     """
 
     batch: tuple[int, ...] = (3,)
@@ -26,7 +26,7 @@ class Case(Named):
     dtype: str = "bfloat16"
 
     def inputs(self, rng: np.random.Generator) -> tuple[Float[Array, "*batch in"], Blocks]:
-        """Draws x and the matrix, of which some blocks are 0."""
+        """Draws x and the matrix; some of its blocks are 0."""
         blocks = self.width // BLOCK
         values = rng.integers(-128, 128, (self.out, blocks, BLOCK), np.int8)
         values *= rng.random((self.out, blocks, 1)) > 0.1
@@ -49,15 +49,15 @@ CASES = (
     Case("many_columns", batch=(2,), out=64, width=2048),
     Case("loud", size=1e6),
 )
-# those that the kernels of few rows do not take, or none does
+# shapes that the kernels of few rows do not support, or no kernel does
 OTHERS = (
     Case("columns_left_over", width=576),
     Case("one_block", width=32, out=64),
     Case("parts", batch=(2,), out=64, width=4160),
     Case("many_rows", batch=(7, 7)),
     Case("many_rows_left_over", batch=(100,), out=128, width=576),
-    Case("pairs_of_programs", batch=(200,), out=320, width=576),  # the last one lies past the end
-    Case("one_tile", batch=(200,), out=64),  # three more lie past the end
+    Case("pairs_of_programs", batch=(200,), out=320, width=576),  # the last one is past the end
+    Case("one_tile", batch=(200,), out=64),  # three more are past the end
     Case("one_chunk", batch=(40,), width=64),
     Case("no_rows", batch=(0,)),
     Case("float32", dtype="float32"),

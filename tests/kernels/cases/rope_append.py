@@ -20,12 +20,12 @@ class Case(Named):
     Attributes:
         rows, heads, kv_heads, head_dim: B, N, K and H.
         page_size, pages: P, and M, those of a head.
-        paged: whether a block table names pages in any order.
+        paged: whether a block table lists pages in any order.
         normed: whether heads of q and k are normalised.
-        beside: whether the cache keeps biases and positions of slots, too.
-        parts: of what is rotated; None where it is whole.
-        broken: whether heads of K and V have a NaN and infinities.
-        dtype: of the heads; the cache's is `kept`.
+        beside: whether the cache also keeps biases and positions of slots.
+        parts: number of parts of the input; None: it is whole.
+        broken: whether heads of K and V contain a NaN and infinities.
+        dtype: dtype of the heads; that of the cache is `kept`.
     """
 
     rows: int = 3
@@ -43,7 +43,7 @@ class Case(Named):
     kept: str = "float32"
 
     def inputs(self, rng: np.random.Generator) -> Inputs:
-        """Draws the inputs: one row takes no part, and one head's slot lies past its last."""
+        """Draws the inputs: one row is inactive, and one head's slot is past its last."""
         pairs, capacity = self.rows * self.kv_heads, self.pages * self.page_size
         count = self.heads + 2 * self.kv_heads
         parts = () if self.parts is None else (self.parts,)

@@ -18,9 +18,9 @@ class Case(Named):
     Attributes:
         rows: number of rows of the pool.
         width: shape of a row.
-        lists: shape of the lists; each names `capacity` rows, some of them twice.
-        count: wanted rows per list: "all" passes no count; "some", any number, 0 and C among them;
-            "zero".
+        lists: shape of the lists; each has `capacity` rows, some of them twice.
+        count: rows to gather per list: "all" passes no count; "some", any number, including 0 and
+            C; "zero".
         far: whether ids past the count are far out of range.
     """
 

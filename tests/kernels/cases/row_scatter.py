@@ -18,7 +18,7 @@ class Case(Named):
         rows: number of rows of the pool.
         width: shape of a row.
         lists: shape of the ids.
-        outside: the share of ids that name no row, half of them negative, half too large.
+        outside: the share of ids without a row, half of them negative, half too large.
     """
 
     rows: int = 50

@@ -1,4 +1,4 @@
-"""Cases of `runs_to_tokens`. Ids past a head's count are `JUNK`, so that reading them shows."""
+"""Cases of `runs_to_tokens`. Ids past a head's count are `JUNK`, to detect reads of them."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ class Case(Named):
     Attributes:
         runs: n.
         listed: R.
-        count: runs that heads choose: "any" number, R and 0 among them; "all" R.
-        like: lengths of the runs: "short", 8 to 16; "one_long", the same but for one of `long`;
+        count: chosen runs per head: "any" number, including R and 0; "all" R.
+        like: lengths of the runs: "short", 8 to 16; "one_long", the same except one of `long`;
             "mixed", from 0 to `long`, half of them 0.
         shared: whether all heads of a row have the same runs.
-        outside: whether heads have lengths. The first edge lies from 0 to 5, and heads hold up to
-            `long` slots past the last; the last head holds 2 slots.
-        capacity: C; None is the most that any head needs.
+        outside: whether heads have lengths. The first edge is from 0 to 5, and heads hold up to
+            `long` slots past the last edge; the last head holds 2 slots.
+        capacity: C; None: the most that any head needs.
     """
 
     batch: int = 2

@@ -15,10 +15,9 @@ class Case(Named):
 
     Attributes:
         kind: scores are "normal", "uniform", "shares" (positive, over many orders of magnitude,
-            each list on a scale of its own), "ties" (few values), "zeros" (mostly 0 and
-            -0) or "equal".
-        share: the part of all scores that the lists get together.
-        absent: the part of the scores that is -inf, NaN or +inf, a third each.
+            each list on its own scale), "ties" (few values), "zeros" (mostly 0 and -0) or "equal".
+        share: the fraction of all scores that the lists get in total.
+        absent: the fraction of scores that are -inf, NaN or +inf, a third each.
         empty: whether the first list of each row has no finite score.
     """
 
@@ -35,7 +34,7 @@ class Case(Named):
 
     @property
     def bounds(self) -> dict[str, int]:
-        """The floor and the cap as the op takes them."""
+        """The floor and the cap as arguments of the op."""
         return {"min_count": self.min_count, "max_count": self.max_count}
 
     def inputs(self, rng: np.random.Generator) -> tuple[Array, Array]:
@@ -77,7 +76,7 @@ CASES = (
     Case("odd_slots", lists=5, slots=333, kind="shares"),
     Case("low_tail", lists=8, slots=640, max_count=640, min_count=0, share=0.9),
 )
-# of a layer's heads as a compression finds them
+# the heads of a layer, as in a compression
 LARGE = (
     Case("llama", lists=8, slots=2176, kind="shares", min_count=476, max_count=2012),
     Case(

@@ -13,9 +13,9 @@ class Case(Named):
     """A call of `skinny_product`.
 
     Attributes:
-        batch: the axes of x but for its last.
+        batch: the axes of x except the last.
         width, out: the sizes of the matrix.
-        size: how large numbers of x are.
+        size: the magnitude of x.
         bias: whether one is added.
     """
 
@@ -34,7 +34,7 @@ class Case(Named):
         return put(x, self.dtype), put(matrix, self.dtype), put(bias, self.dtype)
 
 
-# one row of two bytes a number
+# one row of 2-byte numbers
 CASES = (
     Case("one_row"),
     Case("bias", width=640, bias=True),

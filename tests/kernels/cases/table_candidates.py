@@ -1,4 +1,4 @@
-"""Cases of `table_candidates`. Entries that must not be looked at are NaN."""
+"""Cases of `table_candidates`. Entries that the op must not read are NaN."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ class Case(Named):
         slots: S.
         number: the number of listed slots of a head, as a share of its length.
         a: the factor of the paper's rule, with bounds `number` (if `floor`, else 0) and 3 · number;
-            None is the rule of the best.
-        capacity: C; None is what the rule can ask for.
-        like: distribution of the entries: "past", most near 0 and few large ones, as attention
-            leaves them; "signed", normal; "ties", few different numbers; "constant"; "zeros";
-            "large", up to 2^12 times as large as "past"; "striped", 0 for 8 slots in turn with
-            "past" for 8, over slots alone; "inverted", likewise 1 for 8 and 0.5 to 1 for 8, so
-            that a sample may see the largest alone; "flat", all within a factor of two, as where
-            attention is nearly uniform; "gap", likewise, but nearly as many as are wanted lie 32
-            times as high, as what steps list again and again does.
-        ragged: whether heads hold different numbers of slots, 0, 1, sink and S among them.
+            None: the rule of the best.
+        capacity: C; None: the most that the rule can list.
+        like: distribution of the entries: "past", most near 0 and few large ones, like attention;
+            "signed", normal; "ties", few different numbers; "constant"; "zeros"; "large", up to
+            2^12 times as large as "past"; "striped", 0 for 8 slots in turn with "past" for 8, over
+            slots only; "inverted", likewise 1 for 8 and 0.5 to 1 for 8, so that a sample may see
+            only the largest; "flat", all within a factor of two, like nearly uniform attention;
+            "gap", likewise, but nearly C entries are 32 times as high, like tokens that many steps
+            list.
+        ragged: whether heads hold different numbers of slots, including 0, 1, sink and S.
     """
 
     batch: int = 2

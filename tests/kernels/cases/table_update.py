@@ -1,4 +1,4 @@
-"""Cases of `table_update`. Logits of sinks are large, so that a kernel that counts them shows."""
+"""Cases of `table_update`. Logits of sinks are large, so that counting them is detected."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ class Case(Named):
     Attributes:
         group: G.
         slots: S.
-        entries: entries per head, the newest token's among them.
-        listed: tokens of each head: "any", some of what it holds, the newest among them; "none",
-            none in every second head; "sinks", sinks and the newest; "all" that it holds.
+        entries: entries per head, including the newest token's.
+        listed: tokens per head: "any", some of those it holds, including the newest; "none", none
+            in every second head; "sinks", sinks and the newest; "all" that it holds.
         spread: standard deviation of the logits.
-        scale: the greatest factor of a row; rows have different ones from 1 on.
+        scale: the largest factor of a row; rows have different ones from 1 on.
         penalty, sink: the op's.
     """
 

@@ -1,4 +1,4 @@
-"""Cases of `threshold_select`. Scores past a head's length are `JUNK`: reading too much shows."""
+"""Cases of `threshold_select`. Scores past a head's length are `JUNK`, to detect reads."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -22,19 +22,19 @@ class Case(Named):
     Attributes:
         size: n.
         rule, value: the rule and its number.
-        per_head: whether every head has its own number, from half of `value` to `value`.
-        sizes: what units count under a budget: "some", 8 to 16, one in 50 of 150 to 400; "few", 0
-            or 1, as bytes; "shared", as "some", but the same for all heads.
-        capacity: C; None is the number of units.
+        per_head: whether each head has its own number, from half of `value` to `value`.
+        sizes: sizes of units under a budget: "some", 8 to 16, one in 50 of 150 to 400; "few", 0 or
+            1, as bytes; "shared", like "some", but the same for all heads.
+        capacity: C; None: the number of units.
         pool: the op's argument `group`.
-        like: distribution of the scores: "normal"; "sink", normal but for a few far above; "ties",
+        like: distribution of the scores: "normal"; "sink", normal except a few far above; "ties",
             few different numbers; "pairs", each twice; "constant"; "masked", three in four are
             -inf, some rows throughout; "nan", some are NaN.
         spread: standard deviation of the scores.
-        ragged: whether heads have their own lengths, 0, 1 and n among them.
-        span: number of neighbouring units that share a name; None passes no names.
-        always: `sink`, `recent` and `unit` of what comes before all others; heads hold up to
-            n · unit slots, 0, 1 and all of them among these numbers. None is nothing.
+        ragged: whether heads have different lengths, including 0, 1 and n.
+        span: number of neighbouring units with one name; None: no names are passed.
+        always: `sink`, `recent` and `unit` of the units that are always listed; heads hold up to n
+            · unit slots, including 0, 1 and all of them. None: no such units.
         dtype: type of the scores.
     """
 
@@ -187,7 +187,7 @@ CASES = (
     _top_k("always_nan", value=20, always=(4, 9, 1), like="nan"),
     _top_k("always_max", value=12, always=(5, 0, 3), group=4, pool="max", span=8),
     Case("top_p_max", group=4, pool="max", capacity=20),
-    # several programs share such rows
+    # several programs use such rows
     _top_k("top_k_long", value=700, size=33333, like="ties", ragged=True),
     _top_k(
         "always_long", value=700, size=40000, batch=1, kv_heads=3, always=(4, 64, 1), ragged=True

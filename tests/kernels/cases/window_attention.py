@@ -18,10 +18,11 @@ class Case(Named):
 
     Attributes:
         window: W.
-        lengths: slots held per head: "full", "ragged", or "short", fewer than there are queries.
+        lengths: slots per head: "full", "ragged", or "short", fewer than queries.
         table: the block table, "identity" or "scrambled".
         bias: whether slots have one.
-        first: the number of slots at the front that do not compete; as many as W at the end.
+        first: the number of slots at the front that do not compete; the last W do not compete
+            either.
     """
 
     batch: int = 2

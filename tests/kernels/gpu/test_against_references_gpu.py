@@ -1,6 +1,6 @@
-"""Tests that every kernel of these ops computes what its reference does, case by case.
+"""Tests every kernel of these ops against its reference, case by case.
 
-Attention, 4-bit keys, page bounds and products have files of their own beside this one.
+Attention, 4-bit keys, page bounds and products have their own files beside this one.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ KERNEL = "triton"
 
 
 def same(case, inputs, got, want):
-    """Checks that results agree bit for bit."""
+    """Checks that results are bitwise equal."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.dtype == b.dtype
@@ -61,7 +61,7 @@ def _wide(x):
 
 
 def near(rtol, atol):
-    """Checks that numbers are so near, and that -inf stands at the same places."""
+    """Checks that numbers are close, and that -inf is at the same positions."""
 
     def compare(case, inputs, got, want):
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -84,11 +84,11 @@ def compare_groups(case, inputs, got, want):
     np.testing.assert_array_equal(got.size, want.size)
     np.testing.assert_array_equal(got.of_point, want.of_point)
     one, other = (np.asarray(centroids_of(x)) for x in (got, want))
-    # a sum in another order may round to the neighbour
+    # another order of summation may round to the neighbour
     rtol, atol = (2**-7, 1e-6) if case.dtype == "bfloat16" else (1e-5, 1e-6)
     np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
     if want.radius is not None:
-        # radii differ by no more than the centroids from which they reach out
+        # radii differ by no more than their centroids do
         apart = np.linalg.norm(one - other, axis=-1)
         assert (np.abs(got.radius - want.radius) <= apart * (1 + 1e-4) + 1e-4).all()
 
@@ -131,7 +131,7 @@ def compare_nearest(case, inputs, got, want):
 
 
 def placed(case, i, by):
-    """Places logits, whose unread values are NaN, and sums them by page."""
+    """Places logits, with NaN for unread values, and sums them by page."""
     put = partial(place_logits, *i, **case.sizes, implementation=by)
     return put(stats="token_logits"), put(stats="page_mass")
 
@@ -169,13 +169,13 @@ def added(case, i, by):
 def compare_tables(case, inputs, got, want):
     for pair in zip(got, want, strict=True):
         table, wanted = (np.asarray(x.astype(jnp.float32)) for x in pair)
-        # one rounding may fall to the other side
+        # one rounding may differ
         np.testing.assert_allclose(table, wanted, rtol=2.0**-7, atol=1e-6)
         assert (table != wanted).mean() <= 0.01
 
 
 def attended(case, i, by):
-    """Takes the shares of every head and those of groups; the reference's are of float32."""
+    """The shares of every head and those of groups; the reference's are float32."""
     if by == "reference":
         layer = i.layer._replace(k=i.layer.k.astype(jnp.float32))
         i = i._replace(queries=i.queries.astype(jnp.float32), layer=layer)
@@ -188,10 +188,10 @@ class Kernel(NamedTuple):
 
     Attributes:
         run: calls the op on the inputs of a case, by an implementation.
-        cases: its cases, and large ones.
+        cases: its cases, including large ones.
         compare: checks the kernel's results against the reference's.
-        batch: a case whose inputs and results have an axis of rows first; None: they have none.
-        again: a case that is run many times; None: programs of this kernel never meet.
+        batch: a case with rows as the first axis of inputs and results; None: no such axis.
+        again: a case that is run many times; None: programs of this kernel never interact.
         tiles: names of the kernel module, and other values for them; None: they are not varied.
     """
 
@@ -292,15 +292,15 @@ KERNELS = {
             _table("large_past", batch=1, slots=131072),
             _table("large_ties", 2, slots=40001, number=0.3, like="ties", ragged=True),
             candidate_cases.Case("large_zeros", 1, 4, 20000, 0.1, like="zeros"),
-            # samples see zeros alone, half of the slots
+            # samples see only zeros, half of the slots
             _table("large_striped", batch=4, slots=65536, like="striped"),
-            # samples see the largest alone: too few are gathered
+            # samples see only the largest: too few are gathered
             _table("large_inverted", batch=4, slots=65536, number=0.7, like="inverted"),
             _table("large_few", batch=1, slots=65536, number=1.6e-4),  # 6 are ranked
             _table("large_constant", batch=8, slots=32768, like="constant"),
             _table("large_flat", batch=8, slots=32768, like="flat", ragged=True),
             _table("large_gap", batch=1, slots=131072, like="gap"),
-            # a program for every head
+            # one program per head
             _table("large_batch", batch=32, slots=9001, ragged=True),
         ),
         batch=_table("batch", batch=8, slots=32768, ragged=True),
@@ -342,14 +342,14 @@ def having(attribute):
 
 
 def results(kernel, case, inputs, by=KERNEL):
-    """Runs one program on the arrays of the inputs; all else that they have is static."""
+    """Runs one program on the input arrays; all other inputs are static."""
     leaves, tree = jax.tree.flatten(inputs)
     arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
 
     @jax.jit
     def run(arrays):
         given = [arrays.get(i, x) for i, x in enumerate(leaves)]
-        # products of float32 in the reference must not be rounded to TF32
+        # float32 products in the reference must not be rounded to TF32
         with jax.default_matmul_precision("highest"):
             return kernel.run(case, jax.tree.unflatten(tree, given), by)
 
@@ -357,7 +357,7 @@ def results(kernel, case, inputs, by=KERNEL):
 
 
 @pytest.mark.parametrize(("kernel", "case"), ALL)
-def test_does_what_the_reference_does(kernel, case):
+def test_matches_the_reference(kernel, case):
     for seed in range(2):
         inputs = case.build(seed)
         got, want = (results(kernel, case, inputs, by) for by in (KERNEL, "reference"))
@@ -369,7 +369,7 @@ def rows(tree, at):
 
 
 @having("batch")
-def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(name):
+def test_row_has_the_same_bits_alone_and_in_a_batch(name):
     kernel = KERNELS[name]
     inputs = kernel.batch.build()
     together = results(kernel, kernel.batch, inputs)
@@ -379,8 +379,8 @@ def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(name):
 
 
 @having("again")
-def test_the_same_call_gives_the_same_bits(name):
-    """Programs that did not wait for each other would show sooner or later."""
+def test_repeated_calls_give_the_same_bits(name):
+    """Missing synchronisation between programs would show sooner or later."""
     kernel = KERNELS[name]
     inputs = kernel.again.build()
     first = results(kernel, kernel.again, inputs)
@@ -389,7 +389,7 @@ def test_the_same_call_gives_the_same_bits(name):
 
 
 @having("tiles")
-def test_blocks_of_any_size_give_the_same(name, monkeypatch):
+def test_block_sizes_change_nothing(name, monkeypatch):
     kernel = KERNELS[name]
     module = import_module(f"jsparse.pallas_kernels.{name}.triton_gpu")
     for constant, value in (kernel.tiles or {}).items():
@@ -416,7 +416,7 @@ def test_donated_arrays_are_written_in_place():
 
 
 @pytest.mark.parametrize("kept", ["but_first", "last", "some"])
-def test_rows_that_overlap_their_goals_are_never_lost(kept):
+def test_overlapping_source_and_target_rows_are_never_lost(kept):
     """Fifty runs over many chunks, each written over rows just read, give the same bits."""
     sizes = {"kv_heads": 8, "num_pages": 512, "head_dim": 128, "dtype": "bfloat16"}
     layer, keep, _ = compact_cases.Case("", lengths="full", kept=kept, **sizes).build()
@@ -444,9 +444,9 @@ def test_pools_of_more_than_2_to_the_31_elements_are_compacted():
     assert int(jnp.count_nonzero(out.k)) == 2 * head_dim
 
 
-def test_heads_longer_than_their_room_read_nothing_else():
-    # after an overflow lengths exceed the capacity; results count for nothing, but no memory
-    # beyond may be read
+def test_lengths_beyond_capacity_read_no_other_memory():
+    # after an overflow lengths exceed the capacity; results are meaningless, but no memory past the
+    # end may be read
     kernel = KERNELS["place_logits"]
     for dense in ("none", "mixed", "all"):
         case = place_cases.Case(

@@ -1,6 +1,6 @@
 """Tests block_sparse_decode and merge_splits against the float32 references.
 
-On Hopper pages are attended to in mosaic, on other GPUs in triton, which is tested on all.
+On Hopper mosaic attends to pages, on other GPUs triton; triton is tested on all.
 """
 
 from dataclasses import replace
@@ -65,7 +65,7 @@ MANY = replace(
     BASE, name="many_heads", batch=64, kv_heads=8, num_pages=30, table="scrambled", bits=True
 )
 LONG = replace(BASE, name="long", num_pages=2500, batch=3, dense="mixed", table="scrambled")
-# pages and head dimensions that mosaic does not take
+# pages and head dimensions that mosaic does not support
 TAKEN = [case.page_size <= 64 and case.head_dim % 64 == 0 for case in CASES]
 WIDE = [case for case, taken in zip(CASES, TAKEN, strict=True) if not taken]
 WHOLE = [case for case, taken in zip(CASES, TAKEN, strict=True) if taken]
@@ -73,7 +73,7 @@ WHOLE = [case for case, taken in zip(CASES, TAKEN, strict=True) if taken]
 
 @partial(jax.jit, static_argnames=("implementation", "sm_scale", "stats"))
 def attend(inputs, implementation="mosaic", sm_scale=None, stats=None):
-    with jax.default_matmul_precision("highest"):  # else the reference's float32 is TF32
+    with jax.default_matmul_precision("highest"):  # otherwise the reference's float32 is TF32
         return block_sparse_decode(
             *inputs, sm_scale=sm_scale, stats=stats, implementation=implementation
         )
@@ -86,7 +86,7 @@ def cast(inputs: Inputs, dtype) -> Inputs:
 
 
 def build(case: Case, seed: int = 0) -> Inputs:
-    """Builds the inputs, those in float16 through bfloat16: float16 has no room for JUNK."""
+    """Builds the inputs, those in float16 through bfloat16: float16 cannot represent JUNK."""
     inputs = replace(case, dtype="bfloat16").build(seed)
     return cast(inputs, case.dtype) if case.dtype == "float16" else inputs
 
@@ -117,13 +117,13 @@ def test_matches_the_reference(case, implementation):
 
 
 @pytest.mark.parametrize("case", WIDE, ids=str)
-def test_triton_takes_what_mosaic_does_not(case):
+def test_triton_supports_the_shapes_that_mosaic_does_not(case):
     assert_matches_the_reference(case, "triton")
 
 
 @pytest.mark.parametrize("stats", [None, "page_mass"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_triton_takes_float32(case, stats):
+def test_triton_supports_float32(case, stats):
     if case.head_dim == 256 and case.group > (15 if stats else 16):
         pytest.skip("more queries than that kernel takes in float32")
     inputs = replace(case, dtype="float32").build()
@@ -134,7 +134,7 @@ def test_triton_takes_float32(case, stats):
 
 
 @on_both
-def test_pages_that_rows_have_in_common_are_read_once_for_all(implementation):
+def test_shared_pages_are_read_once_for_all_rows(implementation):
     case = replace(
         BASE,
         name="families",
@@ -154,19 +154,19 @@ def test_pages_that_rows_have_in_common_are_read_once_for_all(implementation):
 
 
 @on_both
-def test_o_comes_in_the_type_that_is_asked_for(implementation):
+def test_o_has_the_requested_dtype(implementation):
     assert_rounds_o(partial(block_sparse_decode, implementation=implementation), BASE)
 
 
 @on_both
-def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type(implementation):
+def test_reported_logits_are_of_the_mean_query_rounded_to_its_dtype(implementation):
     assert_reports_rounded_mean(
         partial(block_sparse_decode, implementation=implementation), "page", off=2e-4
     )
 
 
 @on_both
-def test_listed_logits_are_those_of_no_token_and_change_nothing(implementation):
+def test_listed_logits_reports_no_logits_and_changes_no_result(implementation):
     inputs = build(MANY)
     got, plain = (
         attend(inputs, implementation, stats="listed_logits"),
@@ -182,7 +182,7 @@ def test_listed_logits_are_those_of_no_token_and_change_nothing(implementation):
 
 @on_both
 @pytest.mark.parametrize("case", [MANY, LONG], ids=str)
-def test_the_same_call_gives_the_same_bits(case, implementation):
+def test_repeated_calls_give_the_same_bits(case, implementation):
     inputs = build(case)
     first = jax.device_get(attend(inputs, implementation))
     for _ in range(50):
@@ -191,7 +191,7 @@ def test_the_same_call_gives_the_same_bits(case, implementation):
 
 @on_both
 @pytest.mark.parametrize("case", [MANY, LONG], ids=str)
-def test_a_row_alone_is_bitwise_the_row_in_a_batch(case, implementation):
+def test_row_has_the_same_bits_alone_and_in_a_batch(case, implementation):
     q, layer, selection = build(case)
     whole = attend(Inputs(q, layer, selection), implementation)
     assert layer.block_table is not None
@@ -210,7 +210,7 @@ def test_a_row_alone_is_bitwise_the_row_in_a_batch(case, implementation):
 
 
 @on_both
-def test_a_pool_of_more_than_2_to_the_31_elements(implementation):
+def test_pool_of_more_than_2_to_the_31_elements(implementation):
     pages, size, head_dim = (1 << 31) // (16 * 128) + 64, 16, 128
     pool = jnp.zeros((pages, size, head_dim), jnp.bfloat16)
     rng = np.random.default_rng(0)

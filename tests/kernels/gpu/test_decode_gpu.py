@@ -1,4 +1,4 @@
-"""Tests whole decode steps: on a GPU, kernels give a model the logits that references give."""
+"""Tests whole decode steps on a GPU: kernels and references give a model the same logits."""
 
 import logging
 from functools import cache
@@ -17,9 +17,9 @@ from tests.support.tiny import VOCAB, assert_close, engine_logits, random_prompt
 
 pytestmark = pytest.mark.gpu
 LENGTHS, STEPS = (37, 150, 301), 6
-# The page size and the backend that each policy must use. A page of 64 tokens carries no bits, so
-# streaming lists tokens. Budgets and masses are such that no page is close to being chosen, since
-# one page more or less is a visible difference; one token of 192 is not.
+# The page size and the backend that each policy must use. A page of 64 tokens has no bits, so
+# streaming lists tokens. Budgets and masses are chosen so that no page is close to the threshold:
+# one page more or less is a visible difference, one token of 192 is not.
 RUNS: dict[str | Policy, tuple[int, str]] = {
     "dense()": (16, "block_sparse_decode: mosaic"),
     "streaming(sink=4, recent=60)": (16, "block_sparse_decode: mosaic"),
@@ -53,7 +53,7 @@ RUNS: dict[str | Policy, tuple[int, str]] = {
 
 @cache
 def model(heads: int = 6, kv_heads: int = 2) -> Params:
-    """Makes a model of three layers in bfloat16, with a head dimension that the kernels take."""
+    """A model of three layers in bfloat16, with a head dimension that the kernels support."""
     config = ModelConfig(
         family="llama",
         vocab_size=VOCAB,
@@ -79,7 +79,7 @@ def model(heads: int = 6, kv_heads: int = 2) -> Params:
 
 
 @pytest.mark.parametrize("policy", RUNS, ids=str)
-def test_logits_are_those_of_the_references(policy, caplog, monkeypatch):
+def test_logits_match_those_of_the_references(policy, caplog, monkeypatch):
     page_size, ran = RUNS[policy]
     prompts, forced = random_prompts(LENGTHS), random_tokens(len(LENGTHS), STEPS)
 

@@ -1,4 +1,4 @@
-"""Tests on a GPU what reads and writes K and V in host memory, against the device's."""
+"""Tests on a GPU the ops that read and write K and V in host memory, against device memory."""
 
 from dataclasses import replace
 from functools import partial
@@ -42,8 +42,8 @@ def test_rows_are_read_from_host_memory(case):
     np.testing.assert_array_equal(got, gather(pool, ids, count, implementation="reference"))
 
 
-def test_a_pool_in_host_memory_is_not_copied():
-    """The program takes less memory for itself than the pool does."""
+def test_pool_in_host_memory_is_not_copied():
+    """The program's temporary memory is smaller than the pool."""
     pool, ids = on_host(jnp.zeros((1 << 16, 256), jnp.bfloat16)), jnp.arange(64, dtype=jnp.int32)
     gather = jax.jit(partial(row_gather, implementation="triton"))
     memory = gather.lower(pool, ids).compile().memory_analysis()
@@ -52,7 +52,7 @@ def test_a_pool_in_host_memory_is_not_copied():
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 @pytest.mark.parametrize("case", [*CASES, MANY], ids=str)
-def test_rows_are_written_in_host_memory(case, implementation):
+def test_rows_are_written_to_host_memory(case, implementation):
     inputs = case.build()
     want = row_scatter(*inputs, implementation="reference")
     put = jax.jit(
@@ -133,7 +133,7 @@ def near(got, want):
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2)
 
 
-def test_bounds_take_in_what_the_tail_holds():
+def test_bounds_include_the_tokens_of_the_tail():
     _, layer, _ = PAGES("full", lengths="full").build()
     layer = layer._replace(lengths=layer.lengths - 5)
     tailed, _ = in_host_memory(layer, 4)
@@ -147,7 +147,7 @@ def test_bounds_take_in_what_the_tail_holds():
     assert float(jnp.abs(want.low).max()) > 0
 
 
-def test_attention_takes_no_copy_of_host_memory():
+def test_attention_makes_no_copy_of_host_memory():
     case = replace(TOKENS("long"), num_pages=4096, lengths="full", capacity=128)
     q, layer, selection = case.build()
     tailed, pages = in_host_memory(layer, 4)

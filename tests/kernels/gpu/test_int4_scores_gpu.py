@@ -1,6 +1,6 @@
 """Tests int4_scores in triton against the float32 reference, and int4_append against a CPU.
 
-The results of int4_append agree bit for bit, but in a frame.
+The results of int4_append are bitwise equal, except in a frame.
 """
 
 from dataclasses import replace
@@ -66,8 +66,8 @@ def both(inputs, kept=None, **kwargs):
 def assert_near(inputs, got, want, sm_scale, kept=None, *, of_terms=1e-3):
     """Checks scores and masks; each product may be off by 2^-12 of itself.
 
-    That is what 11 bits of the query leave. Terms of a frame may be off by `of_terms`. Masks agree
-    exactly.
+    That is the rounding of the query to 11 bits. Terms of a frame may be off by `of_terms`. Masks
+    are equal.
     """
     kept, slack = dict(kept or {}), 1e-30
     if (frame := kept.get("frame")) is not None:
@@ -105,7 +105,7 @@ def test_matches_the_reference(case):
     ids=["pages of 8", "pages of 64", "listed pages of 16", "listed pages of 128", "bits"],
 )
 def test_positions_to_128k_in_a_frame(page_size, lists, chosen):
-    """Terms of 1024 spans are as exact as float32 of logits in the hundreds."""
+    """Terms of 1024 spans are as exact as float32 logits in the hundreds."""
     case = FrameCase(
         "",
         batch=1,
@@ -128,7 +128,7 @@ def test_positions_to_128k_in_a_frame(page_size, lists, chosen):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e3])
-def test_queries_of_any_size(dtype, size):
+def test_queries_of_any_magnitude(dtype, size):
     inputs = build(by_name["whole_full"])
     inputs = inputs._replace(q=(inputs.q * (1.0 if dtype == "float16" else size)).astype(dtype))
     assert_near(inputs, *both(inputs, sm_scale=1.0), 1.0)
@@ -142,7 +142,7 @@ BOTH_LISTS = pytest.mark.parametrize(
 
 
 @BOTH_LISTS
-def test_neither_tiling_nor_batch_changes_a_bit(case):
+def test_tiling_and_batch_change_no_bit(case):
     from jsparse.pallas_kernels.int4_scores.triton_gpu import ScoresTiling
     from jsparse.pallas_kernels.int4_scores.triton_gpu import int4_scores as kernel
 
@@ -180,9 +180,9 @@ def test_fifty_runs_give_the_same_bits(case):
         np.testing.assert_array_equal(first, run(inputs, kept))
 
 
-def test_heads_longer_than_their_room_read_nothing_else():
-    # after an overflow lengths exceed the capacity; results count for nothing, but no memory
-    # beyond may be read
+def test_lengths_beyond_capacity_read_no_other_memory():
+    # after an overflow lengths exceed the capacity; results are meaningless, but no memory past the
+    # end may be read
     for name in ("whole_full", "whole_in_frame_pages_of_64"):
         inputs, kept = build(by_name[name]), options(by_name[name])
         longer = inputs._replace(layer=inputs.layer._replace(lengths=inputs.layer.lengths + 1000))
@@ -205,9 +205,9 @@ LONG = Case(
 
 
 def tokens_for(case, count, seed=0):
-    """Makes arguments of `int4_append`: `count` tokens per row, of which some do not count.
+    """Arguments of `int4_append`: `count` tokens per row, some of them not valid.
 
-    Some of their slots lie outside of the head.
+    Some of their slots are outside of the head.
     """
     q, layer, keys, _ = build(case)
     rng = np.random.default_rng(seed)
@@ -245,7 +245,7 @@ def assert_as_on_cpu(got, arguments, kept=None):
 
 @pytest.mark.parametrize("count", [1, 37])
 @pytest.mark.parametrize("case", OWN_PAGES, ids=str)
-def test_appends_what_the_reference_does(case, count):
+def test_append_matches_the_reference(case, count):
     arguments, kept = tokens_for(case, count), options(case)
     before = jax.tree.map(np.array, arguments[0])
     assert_as_on_cpu(jax.jit(ON_GPU)(*arguments, **kept), arguments, kept)
@@ -270,14 +270,14 @@ FRAMED_LONG = FrameCase(
     ids=["long", "narrow", "framed", "framed channels", "channels"],
 )
 @pytest.mark.parametrize("count", [2, 31, 1000])
-def test_appends_many_tokens(case, count):
+def test_append_of_many_tokens(case, count):
     arguments, kept = tokens_for(case, count), options(case)
     assert_as_on_cpu(jax.jit(ON_GPU)(*arguments, **kept), arguments, kept)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("size", [0.0, 1e-7, 1e-4, 1e3, 1e30])
-def test_appends_channels_of_any_size(dtype, size):
+def test_append_of_channels_of_any_magnitude(dtype, size):
     keys, layer, k, valid, first = tokens_for(LONG, 37)
     layer = layer._replace(k=layer.k.astype(dtype))
     k = jnp.clip(
@@ -291,8 +291,8 @@ def test_appends_channels_of_any_size(dtype, size):
         assert bool(jnp.isfinite(dequantise(*got)).all())
 
 
-def test_appends_in_place_again_and_again():
-    """Donated appends over the same slots copy nothing and leave nothing older behind."""
+def test_repeated_appends_in_place():
+    """Donated appends over the same slots copy nothing and leave no older values."""
     run = jax.jit(ON_GPU, donate_argnums=0)
     keys, layer, *_ = tokens_for(LONG, 1)
     memory = run.lower(*tokens_for(LONG, 1)).compile().memory_analysis()
@@ -307,7 +307,7 @@ def test_appends_in_place_again_and_again():
         assert_as_on_cpu(keys, (before, layer, k, valid, first))
 
 
-def test_appends_past_2_to_the_31_elements():
+def test_append_past_2_to_the_31_elements():
     size, head_dim, pages = 64, 256, 2**17 + 64
     rng = np.random.default_rng(0)
     k = jnp.asarray(rng.normal(size=(1, 2, 2, head_dim)), jnp.bfloat16)

@@ -1,6 +1,6 @@
 """Tests page_bounds and bounds_append in triton against the float32 references.
 
-Both exact and 8-bit bounds are tested.
+Covers exact and 8-bit bounds.
 """
 
 from functools import partial
@@ -38,7 +38,7 @@ def both(inputs, **kwargs):
 
 
 def size_of_sums(inputs, q, sm_scale=1.0):
-    """Sums what pages' products with q come to if every one has the same sign."""
+    """The largest possible sums of the pages' products with q: those of equal signs."""
     farthest = jnp.maximum(*(jnp.abs(x) for x in inputs.bounds.values()))
     bounds = PageBounds(farthest, farthest)
     return np.asarray(page_bounds(jnp.abs(q), inputs.layer, bounds, sm_scale=sm_scale))
@@ -47,7 +47,7 @@ def size_of_sums(inputs, q, sm_scale=1.0):
 def assert_near(inputs, got, want, sm_scale):
     """Checks scores to within float32 sums of exact products, and masks exactly.
 
-    To codes, 1024 is added and taken out again. No score is larger than a bound is.
+    1024 is added to codes and subtracted again. No score exceeds its bound.
     """
     size = size_of_sums(inputs, inputs.q, sm_scale)
     assert got.dtype == np.float32
@@ -73,7 +73,7 @@ def test_matches_the_reference(case, slack):
     [by_name["group_of_7"], by_name["bfloat16"], by_name["codes_group_of_7"], LARGE, LARGE_CODES],
     ids=lambda case: f"{type(case).__name__}-{case.name}",
 )
-def test_the_mean_query_matches_the_reference(case):
+def test_mean_query_matches_the_reference(case):
     inputs = build(case)
     assert_near(inputs, *both(inputs, slack=0.6, group="mean", sm_scale=1.0), 1.0)
 
@@ -97,13 +97,13 @@ def test_codes_in_a_frame_match_the_reference(case, slack, group):
 
 
 def largest(frame):
-    """The larger of each pair of the frame's middle, in the place of its half range."""
+    """The larger of each pair of the frame's middle, in place of its half range."""
     return jnp.max(jnp.abs(frame.mid.reshape(len(frame.mid), 2, -1)), axis=1)
 
 
 @pytest.mark.parametrize("slack", [1.0, 0.6])
 @large
-def test_neither_tiling_nor_batch_changes_a_bit(case, slack):
+def test_tiling_and_batch_change_no_bit(case, slack):
     from jsparse.pallas_kernels.page_bounds import codes_triton, triton_gpu
     from jsparse.pallas_kernels.page_bounds.triton_gpu import BoundsTiling
 
@@ -129,9 +129,9 @@ def test_neither_tiling_nor_batch_changes_a_bit(case, slack):
 
 
 @pytest.mark.parametrize("name", ["full", "codes_shared_pages"])
-def test_heads_longer_than_their_room_read_nothing_else(name):
-    # after an overflow lengths exceed the capacity; results count for nothing, but no memory
-    # beyond may be read
+def test_lengths_beyond_capacity_read_no_other_memory(name):
+    # after an overflow lengths exceed the capacity; results are meaningless, but no memory past the
+    # end may be read
     inputs = build(by_name[name])
     longer = inputs._replace(layer=inputs.layer._replace(lengths=inputs.layer.lengths + 1000))
     got = page_bounds(*longer, implementation="triton")
@@ -139,7 +139,7 @@ def test_heads_longer_than_their_room_read_nothing_else(name):
 
 
 @both_forms
-def test_bounds_behind_the_first_two_billion_values(form):
+def test_bounds_past_2_to_the_31_values(form):
     head_dim, used = 128, 40
     rng = np.random.default_rng(0)
     last = form.of(
@@ -178,10 +178,10 @@ APPENDED = (
 
 @both_forms
 @pytest.mark.parametrize("case", APPENDED, ids=str)
-def test_append_matches_the_reference_to_the_bit(case, form):
-    """Bounds agree after steps of one token and after chunks of many.
+def test_append_matches_the_reference_bit_for_bit(case, form):
+    """Bounds are equal after steps of one token and after chunks of many.
 
-    Some lie in front of the first slot or past the last, and some have no new token.
+    Some tokens are before the first slot or past the last, and some rows have no new token.
     """
     _, layer, _ = case.build()
     rng = np.random.default_rng(1)
@@ -209,7 +209,7 @@ def test_append_matches_the_reference_to_the_bit(case, form):
 
 @pytest.mark.parametrize("case", [case for case in APPENDED if case.head_dim % 2 == 0], ids=str)
 def test_append_into_a_frame_matches_the_reference(case):
-    """Bounds that lie halfway between two codes may get either."""
+    """Bounds halfway between two codes may round to either."""
     _, layer, _ = case.build()
     rng = np.random.default_rng(1)
     layer = layer._replace(k=jnp.asarray(rng.normal(size=layer.k.shape), layer.k.dtype))

@@ -1,4 +1,4 @@
-"""Tests the kernels of quantized_product on a GPU, next to a product in float64."""
+"""Tests the kernels of quantized_product on a GPU against a float64 product."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from jsparse.parts import total
 from tests.kernels.cases.quantized_product import CASES, OTHERS, Case
 
 pytestmark = pytest.mark.gpu
-# products of Llama 3.1 8B, SmolLM2 and of a 70B's half
+# products of Llama 3.1 8B, SmolLM2 and half of a 70B
 SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (960, 576), (576, 1536)]
 SHAPES += [(8192, 14336)]
 LARGE = [
@@ -42,17 +42,17 @@ product = jax.jit(quantized_product, static_argnames=("dtype", "in_parts", "impl
 
 
 @pytest.mark.parametrize(("case", "implementation"), GIVEN)
-def test_does_what_the_numbers_say(case, implementation):
+def test_matches_the_float64_product(case, implementation):
     if implementation == "mosaic" and (reason := no_mosaic()):
         pytest.skip(reason)
     x, matrix = case.build()
     got = product(x, matrix, dtype=jnp.float32, implementation=implementation)
     assert np.isfinite(np.asarray(got)).all()
-    # of large matrices some rows: those at the edges of programs, and others
+    # some rows of large matrices: those at the edges of programs, and others
     some = np.arange(0, case.out, max(case.out // 500, 1) | 1)
     scales = np.asarray(matrix["scales"], np.float64)[:, some]
     numbers = np.asarray(matrix["values"])[some] * np.repeat(scales, 32, axis=0).T
-    # the kernel for many rows rounds the matrix's numbers to bfloat16, the others x to fixed point
+    # the kernel for many rows rounds the matrix to bfloat16, the others round x to fixed point
     many = implementation == "mosaic" and not takes_few(x.reshape(-1, x.shape[-1]))
     if many:
         numbers = np.asarray(jnp.asarray(numbers, jnp.float32).astype(jnp.bfloat16), np.float64)
@@ -60,7 +60,7 @@ def test_does_what_the_numbers_say(case, implementation):
     terms = np.abs(x) @ np.abs(numbers).T
     off = np.abs(np.asarray(got, np.float64)[..., some] - x @ numbers.T)
     allowed = 2.0**-20 * terms
-    if many:  # tensor cores truncate sums: the more terms, the more is lost
+    if many:  # tensor cores truncate sums: the more terms, the larger the error
         allowed *= max(case.width / 2**13, 1)
     else:  # by half a unit of each block
         blocks = np.abs(x).reshape(*x.shape[:-1], -1, 32).max(-1)
@@ -76,7 +76,7 @@ def test_does_what_the_numbers_say(case, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "triton"])
-def test_what_is_not_a_number_is_not_lost(implementation):
+def test_nan_and_infinities_are_kept(implementation):
     if implementation == "mosaic" and (reason := no_mosaic()):
         pytest.skip(reason)
     x, matrix = Case("three", width=640).build()
@@ -96,16 +96,16 @@ SAME = [
     pytest.param(*parts, shape, id=f"{parts[0]}-{parts[1]}-{shape}")
     for parts in PARTS
     for shape in ((4096, 14336), (960, 576), (192, 96), (192, 640))
-    if parts[0] == "triton" or shape[1] % 128 == 0  # as few rows
+    if parts[0] == "triton" or shape[1] % 128 == 0  # with few rows
 ]
 
 
 @pytest.mark.parametrize(("implementation", "most", "parts", "shape"), SAME)
-def test_rows_have_the_same_bits_alone_and_among_others(implementation, most, parts, shape):
+def test_rows_have_the_same_bits_alone_and_in_a_batch(implementation, most, parts, shape):
     if implementation == "mosaic" and (reason := no_mosaic()):
         pytest.skip(reason)
     x, matrix = Case("many", (most,), *shape).build()
-    # blocks of nothing, of what is small, and of the largest numbers
+    # blocks of zeros, of small numbers, and of the largest ones
     x = x.at[:, :32].set(0).at[:, 32:64].multiply(2.0**-110).at[2, 70].set(255.0)
     together = product(x, matrix, implementation=implementation).astype(jnp.float32)
     assert np.isfinite(np.asarray(together)).all()
@@ -125,7 +125,7 @@ def test_parts_add_up_to_the_product(rows):
     np.testing.assert_array_equal(total(parts, 2, x.dtype), whole)
 
 
-def test_the_largest_number_is_a_number():
+def test_largest_finite_number_stays_finite():
     if reason := no_mosaic():
         pytest.skip(reason)
     x, matrix = Case("three", width=128).build()

@@ -1,4 +1,4 @@
-"""Tests what a decode step launches beside attention, in triton, next to references."""
+"""Tests the triton kernels that a decode step launches beside attention, against references."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ from tests.support.product_checks import (
 )
 
 pytestmark = pytest.mark.gpu
-# products of SmolLM2, of Llama 3.1 8B, and of a fourth of it
+# products of SmolLM2, of Llama 3.1 8B, and of a quarter of it
 SHAPES = [(576, 960), (576, 3072), (1536, 576), (4096, 4096), (4096, 1536), (3584, 4096)]
 PRODUCTS = [
     product_cases.Case(f"{width}x{out}", width=width, out=out, bias=out == 1536)
@@ -37,7 +37,7 @@ WIDE = norm_cases.Case("widest", rows=5, width=16384, dtype="bfloat16")
 
 
 def close(got, want, ulps=2):
-    """Roundings may differ by as many of the type's steps as are at the largest number."""
+    """Roundings may differ by `ulps` units of the largest number."""
     assert got.dtype == want.dtype
     got, want, step = (
         *(np.asarray(x, np.float64) for x in (got, want)),
@@ -48,7 +48,7 @@ def close(got, want, ulps=2):
 
 
 @pytest.mark.parametrize("case", [*norm_cases.CASES, WIDE], ids=str)
-def test_the_norm_does_what_the_reference_does(case):
+def test_norm_matches_the_reference(case):
     given = case.build()
     made = {
         name: jax.jit(partial(residual_norm, eps=case.eps, implementation=name))(*given)
@@ -64,7 +64,7 @@ def test_the_norm_does_what_the_reference_does(case):
 
 
 @pytest.mark.parametrize("case", rope_cases.CASES, ids=str)
-def test_rope_append_does_what_the_reference_does(case):
+def test_rope_append_matches_the_reference(case):
     heads, layer, positions, valid = case.build()
 
     def run(qkv, layer, implementation):
@@ -82,7 +82,7 @@ def test_rope_append_does_what_the_reference_does(case):
 
 
 @pytest.mark.parametrize("case", [*product_cases.CASES, *PRODUCTS], ids=str)
-def test_a_row_is_multiplied(case):
+def test_product_of_one_row(case):
     x, matrix, bias = case.build()
     multiply = jax.jit(partial(skinny_product, implementation="triton"))
     assert_is_the_product(multiply(x, matrix, bias), x, matrix, bias)
@@ -90,7 +90,7 @@ def test_a_row_is_multiplied(case):
 
 @pytest.mark.parametrize("rows", [1, 3, 32])
 @pytest.mark.parametrize(("width", "out"), [(4096, 6144), (1536, 576)])
-def test_rows_are_multiplied_in_parts(width, out, rows):
+def test_product_of_rows_in_parts(width, out, rows):
     x, matrix, _ = product_cases.Case("parts", (rows, 1), width, out).build()
     multiply = jax.jit(partial(skinny_product, in_parts=True, implementation="parts"))
     parts = multiply(x, matrix)
@@ -105,13 +105,13 @@ BLOCKED = [
 
 
 def in_blocks(matrix):
-    """Returns the matrix in blocks of 8 bits, and the numbers that these stand for."""
+    """Returns the matrix in 8-bit blocks, and the numbers that they represent."""
     blocks = to_blocks(matrix.T)
     return blocks, dequantized(blocks, jnp.float32).T
 
 
 @pytest.mark.parametrize("case", [*norm_product_cases.CASES, *PRODUCTS], ids=str)
-def test_a_norm_is_multiplied(case):
+def test_product_of_a_norm(case):
     given, eps = norm_product_cases.build(case), norm_product_cases.EPS
     multiply = jax.jit(partial(norm_product, eps=eps), static_argnames="implementation")
     made = multiply(*given, implementation="triton")
@@ -121,7 +121,7 @@ def test_a_norm_is_multiplied(case):
 
 
 @pytest.mark.parametrize("case", BLOCKED, ids=str)
-def test_a_norm_is_multiplied_with_blocks(case):
+def test_product_of_a_norm_with_blocks(case):
     (x, delta, scale, matrix, bias), eps = norm_product_cases.build(case), norm_product_cases.EPS
     blocks, numbers = in_blocks(matrix)
     multiply = jax.jit(partial(norm_product, eps=eps, implementation="triton"))
@@ -131,7 +131,7 @@ def test_a_norm_is_multiplied_with_blocks(case):
     assert_is_the_product_of_a_norm((total, y), given, eps, dtype=x.dtype)
 
 
-def test_an_infinite_number_is_not_lost():
+def test_infinity_is_kept():
     x, delta, scale, matrix, bias = norm_product_cases.build(norm_product_cases.CASES[0])
     x = jnp.asarray(x).at[..., 3].set(jnp.inf)
     for kept in (matrix, in_blocks(matrix)[0]):
@@ -141,7 +141,7 @@ def test_an_infinite_number_is_not_lost():
 
 
 @pytest.mark.parametrize("case", [*gated_cases.CASES, *PRODUCTS], ids=str)
-def test_a_gate_is_multiplied(case):
+def test_product_of_a_gate(case):
     gate_up, matrix = gated_cases.build(case)
     multiply = jax.jit(partial(gated_product, implementation="triton"))
     assert_is_the_product_of_a_gate(multiply(gate_up, matrix), gate_up, matrix)

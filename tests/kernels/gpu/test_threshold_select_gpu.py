@@ -93,14 +93,14 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize("case", [*CASES, *LONG], ids=str)
-def test_lists_what_the_reference_lists(case):
+def test_lists_match_the_reference(case):
     inputs = case.build()
     assert_same(call(inputs), call(inputs, "reference"))
 
 
 @pytest.mark.parametrize("case", HEAVY, ids=str)
-def test_the_smallest_set_of_a_long_row(case):
-    """The set has the likeliest entries and, within the rounding of sums, the mass asked for."""
+def test_smallest_set_of_a_long_row(case):
+    """The set has the likeliest entries and, to within the rounding of sums, the requested mass."""
     scores, rule, kwargs = case.build()
     got = call(case.build())
     for b, k in np.ndindex(case.batch, case.kv_heads):
@@ -115,7 +115,7 @@ def test_the_smallest_set_of_a_long_row(case):
         weights = row if case.weights == "raw" else np.exp(row - row.max())
         weights = weights / weights.sum()
         order = np.argsort(-row, kind="stable")
-        # logits that float32 cannot tell apart by their weights may change places
+        # logits with weights that are equal in float32 may be in either order
         np.testing.assert_allclose(
             np.sort(weights[ids]), np.sort(weights[order[:count]]), rtol=1e-6
         )
@@ -149,7 +149,7 @@ def test_tiles_of_any_shape(tiling):
         assert_same(run(), call(inputs, "reference"))
 
 
-def test_the_same_bits_every_time_and_in_any_batch():
+def test_repeated_calls_and_batches_give_the_same_bits():
     inputs = Case("", batch=8, kv_heads=8, size=7712, group=4, capacity=400).build()
     first = call(inputs)
     for _ in range(50):
@@ -158,7 +158,7 @@ def test_the_same_bits_every_time_and_in_any_batch():
     assert_same(jax.tree.map(lambda x: x[3:4], first), alone)
 
 
-def test_junk_beyond_the_length_is_not_seen():
+def test_junk_past_the_length_is_ignored():
     case = Case("", size=40000, ragged=True, group=2, capacity=3000)
     inputs = case.build()
     lengths = inputs.kwargs["lengths"]

@@ -30,21 +30,21 @@ LONG_LISTS = TokenCase("long_lists", head_dim=128, num_pages=1300, listed="all",
 
 @partial(jax.jit, static_argnames=("implementation", "sm_scale", "stats"))
 def attend(inputs, implementation="triton", sm_scale=None, stats=None):
-    with jax.default_matmul_precision("highest"):  # else the reference's float32 is TF32
+    with jax.default_matmul_precision("highest"):  # otherwise the reference's float32 is TF32
         return token_sparse_decode(
             *inputs, sm_scale=sm_scale, stats=stats, implementation=implementation
         )
 
 
 def cast(inputs: Inputs, dtype) -> Inputs:
-    """Converts the inputs to another type, clipping JUNK, for which float16 has no room."""
+    """Converts the inputs to another dtype, clipping JUNK, which float16 cannot represent."""
     top = float(jnp.finfo(dtype).max)
     k, v = (jnp.clip(pool, -top, top).astype(dtype) for pool in (inputs.layer.k, inputs.layer.v))
     return Inputs(inputs.q.astype(dtype), inputs.layer._replace(k=k, v=v), inputs.selection)
 
 
 def assert_near(got, want, dtype):
-    """Checks results to within the rounding of weights to the type of V.
+    """Checks results to within the rounding of weights to the dtype of V.
 
     It is 2^-9 in bfloat16 and 2^-12 in float16.
     """
@@ -78,7 +78,7 @@ def test_matches_the_reference(case, stats):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("group", [1, 4, 16])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
-def test_is_at_most_twice_as_far_off_as_plain_jnp(head_dim, group, dtype):
+def test_error_is_at_most_twice_that_of_plain_jnp(head_dim, group, dtype):
     case = TokenCase(
         "",
         head_dim=head_dim,
@@ -96,12 +96,12 @@ def test_is_at_most_twice_as_far_off_as_plain_jnp(head_dim, group, dtype):
 
 
 @gpu
-def test_o_comes_in_the_type_that_is_asked_for():
+def test_o_has_the_requested_dtype():
     assert_rounds_o(partial(token_sparse_decode, implementation="triton"), by_name["bfloat16"])
 
 
 @gpu
-def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type():
+def test_reported_logits_are_of_the_mean_query_rounded_to_its_dtype():
     assert_reports_rounded_mean(
         partial(token_sparse_decode, implementation="triton"), "token", off=2e-4
     )
@@ -109,8 +109,8 @@ def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type():
 
 @gpu
 @pytest.mark.parametrize("name", ["tokens", "dense_and_sparse", "scrambled", "long_lists_of_all"])
-def test_what_is_not_attended_to_is_not_read(name):
-    """NaN in tokens that are not attended to does no harm."""
+def test_tokens_outside_the_selection_are_not_read(name):
+    """They are NaN."""
     inputs = by_name[name].build()
     k, v = (
         jnp.where(jnp.abs(pool) == JUNK, jnp.nan, pool) for pool in (inputs.layer.k, inputs.layer.v)
@@ -122,7 +122,7 @@ def test_what_is_not_attended_to_is_not_read(name):
 @gpu
 @pytest.mark.parametrize("stats", ["token_logits", "listed_logits"])
 @pytest.mark.parametrize("case", [MANY_HEADS, LONG], ids=str)
-def test_a_row_alone_gives_the_same_bits(case, stats):
+def test_row_has_the_same_bits_alone_and_in_a_batch(case, stats):
     q, layer, chosen = case.build()
     whole = attend(Inputs(q, layer, chosen), stats=stats)
     for row in range(min(case.batch, 3)):
@@ -138,7 +138,7 @@ def test_a_row_alone_gives_the_same_bits(case, stats):
 @gpu
 @pytest.mark.parametrize("case", [LONG, LONG_LISTS], ids=str)
 @pytest.mark.parametrize("stats", ["token_logits", "listed_logits"])
-def test_the_same_call_gives_the_same_bits(stats, case):
+def test_repeated_calls_give_the_same_bits(stats, case):
     inputs = case.build()
     first = attend(inputs, stats=stats)
     for _ in range(50):

@@ -1,4 +1,6 @@
-"""Attacks by what requests hold: bodies that never end, texts far too long, names of others."""
+"""Attacks through request contents: bodies that never end, far too long texts, names of other
+hosts.
+"""
 
 import asyncio
 import threading
@@ -35,7 +37,7 @@ def is_answered(url):
     return got.status_code == 200
 
 
-def test_slow_bodies_keep_nobody_out(url, service):
+def test_slow_bodies_block_no_other_client(url, service):
     """More of them than may wait, each a byte short."""
     head = post(COMPLETIONS, BRIEF)[:-1]
     with crowd(url, 16) as peers:
@@ -48,7 +50,7 @@ def test_slow_bodies_keep_nobody_out(url, service):
     assert at_rest(service)
 
 
-def test_large_bodies_that_never_end_keep_small_ones_out_never(url, service, monkeypatch):
+def test_large_endless_bodies_never_block_small_ones(url, service, monkeypatch):
     monkeypatch.setattr(front, "MIN_BODY", 2**17)
     monkeypatch.setattr(front, "MAX_LARGE_BODIES", 2**17)
     maximum = 10**5
@@ -62,8 +64,8 @@ def test_large_bodies_that_never_end_keep_small_ones_out_never(url, service, mon
     assert at_rest(service)
 
 
-def test_who_sends_too_much_reads_why(url, service):
-    """The answer comes long before the body ends, and nothing of it is lost."""
+def test_client_that_sends_too_much_gets_the_reason(url, service):
+    """The response arrives long before the body ends, and none of it is lost."""
     for chunked in [False, True]:
         size = 2**26
         if chunked:
@@ -79,7 +81,7 @@ def test_who_sends_too_much_reads_why(url, service):
         assert at_rest(service), chunked
 
 
-def test_a_body_has_its_time(url, service, monkeypatch):
+def test_body_has_a_time_limit(url, service, monkeypatch):
     monkeypatch.setattr(front, "BODY_SECONDS", 0.2)
     with connected(url) as peer:
         peer.sendall(post(COMPLETIONS, BRIEF)[:-1])
@@ -87,7 +89,7 @@ def test_a_body_has_its_time(url, service, monkeypatch):
     assert at_rest(service)
 
 
-def test_what_is_far_too_long_is_not_tokenised(url, service, monkeypatch):
+def test_far_too_long_texts_are_not_tokenised(url, service, monkeypatch):
     for path, body, field in [
         (COMPLETIONS, {"prompt": MIB[:900_000]}, "prompt"),
         (COMPLETIONS, {"prompt": ["w1", MIB[:900_000]]}, "prompt"),
@@ -131,15 +133,15 @@ def test_short_texts_do_not_wait_for_long_ones(url, service, monkeypatch):
     assert at_rest(service)
 
 
-def test_nobody_fills_the_queue_alone(url):
-    """Of four slots and four that may wait, one request may have half."""
+def test_one_request_cannot_fill_the_queue(url):
+    """Of four slots and four places in the queue, one request may have half."""
     got = httpx.post(f"{url}{COMPLETIONS}", json=BRIEF | {"n": 5}, timeout=60)
     assert got.status_code == 400
     assert "asks for 5 completions: must be at most 4" in got.json()["error"]["message"]
 
 
-def test_pages_of_others_are_refused(url):
-    """Though their name has been bound to this machine."""
+def test_pages_of_other_origins_are_refused(url):
+    """Even if their name resolves to this machine."""
     for headers, status in [
         ({"host": "localhost"}, 200),
         ({"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:8000"}, 200),
@@ -158,7 +160,7 @@ def test_pages_of_others_are_refused(url):
                 assert (b"foreign_host" in body) == (status == 403), headers
 
 
-def test_which_names_a_server_has():
+def test_names_of_a_server():
     assert own_names("0.0.0.0", "0.0.0.0", ()) is None
     assert own_names("127.0.0.1", "127.0.0.1", ["*"]) is None
     own = own_names("127.0.0.1", "localhost", ["My.Box"])
@@ -166,7 +168,7 @@ def test_which_names_a_server_has():
     assert "evil" not in (own_names("0.0.0.0", "0.0.0.0", ["my.box"]) or ())
 
 
-def test_the_end_waits_for_nobody_for_ever():
+def test_shutdown_waits_for_no_client_forever():
     for inside, forced in [(0, False), (1, True)]:
         service = a_service(drain_seconds=0.1)
         server = Server(make_app(service), service)

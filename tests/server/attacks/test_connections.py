@@ -1,4 +1,4 @@
-"""Attacks by connections: what a peer can hold without a key, or by leaving without a word."""
+"""Attacks through connections: resources held without a key, or after a silent disconnect."""
 
 import json
 import socket
@@ -34,7 +34,7 @@ def url(service, tmp_path_factory):
 
 @pytest.fixture
 def unhurried(service, monkeypatch):
-    """The engine, each step of which takes a while, so that a hang-up comes in the middle."""
+    """The engine with slow steps, so that a hang-up comes in the middle."""
     engine = service.engine.engine
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.02), step())[1])
@@ -50,7 +50,7 @@ def hurry(monkeypatch, seconds=0.3):
     monkeypatch.setattr(connections, "SECONDS", seconds)
 
 
-def test_a_head_has_an_end(url):
+def test_head_has_a_size_limit(url):
     for lines in [
         [b"x: " + b"a" * connections.MAX_BYTES],
         [b"x%d: y" % nth for nth in range(20000)],
@@ -65,7 +65,7 @@ def test_a_head_has_an_end(url):
             assert told(peer).startswith(b"HTTP/1.1 400"), lines
 
 
-def test_trailers_have_an_end(url, monkeypatch):
+def test_trailers_have_a_size_limit(url, monkeypatch):
     hurry(monkeypatch)
     with connected(url) as peer:
         peer.sendall(b"POST /nothing HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -75,13 +75,13 @@ def test_trailers_have_an_end(url, monkeypatch):
             send_forever(peer, b"x: y\r\n" * 2**10)
 
 
-def test_what_is_no_http_is_refused_as_everything_is(url, monkeypatch):
+def test_non_http_bytes_are_refused(url, monkeypatch):
     for line in [b"GET / HTTP/1.1\r\nhost x\r\n\r\n", b"\x16\x03\x01\x02", b"GET"]:
         hurry(monkeypatch)
         with connected(url) as peer:
             peer.sendall(line)
             said = told(peer)
-        if line == b"GET":  # it may become a request, and has had its time
+        if line == b"GET":  # it may become a request, and its time is over
             assert said == b"", line
             continue
         head, _, body = said.partition(b"\r\n\r\n")
@@ -92,8 +92,8 @@ def test_what_is_no_http_is_refused_as_everything_is(url, monkeypatch):
 @pytest.mark.parametrize(
     ("second", "stream"), [(get("/health"), False), (post(COMPLETIONS, LONG), True)]
 )
-def test_what_follows_a_request_hides_no_hang_up(url, service, unhurried, second, stream):
-    """Six slots' worth of requests, each with something behind it that never gets its turn."""
+def test_pipelined_bytes_do_not_hide_a_hang_up(url, service, unhurried, second, stream):
+    """Six slots' worth of requests, each followed by one that is never served."""
     before = unhurried.counters.new_tokens
     with crowd(url, 6) as peers:
         for peer in peers:
@@ -105,8 +105,8 @@ def test_what_follows_a_request_hides_no_hang_up(url, service, unhurried, second
     assert unhurried.counters.new_tokens - before < 3 * LONG["max_tokens"]
 
 
-def test_what_comes_before_the_answer_is_not_taken(url, service, unhurried):
-    """The answer is whole, and the connection ends: the client may ask again."""
+def test_request_sent_before_the_response_is_ignored(url, service, unhurried):
+    """The response is complete, and the connection closes: the client may ask again."""
     for together in [True, False]:
         with connected(url) as peer:
             peer.sendall(post(COMPLETIONS, BRIEF) + get("/version") * together)
@@ -118,7 +118,7 @@ def test_what_comes_before_the_answer_is_not_taken(url, service, unhurried):
             assert told(peer) == b"", together
 
 
-def test_a_connection_without_a_request_ends(url, monkeypatch):
+def test_connection_without_a_request_is_closed(url, monkeypatch):
     for request_, status, rest in [
         (b"", None, b""),
         (b"", None, b"GET /health HTTP/1.1\r\nhost"),
@@ -136,7 +136,7 @@ def test_a_connection_without_a_request_ends(url, monkeypatch):
             assert told(peer) == b"", request_
 
 
-def test_the_connection_that_has_waited_longest_makes_room(monkeypatch, caplog):
+def test_longest_waiting_connection_makes_room(monkeypatch, caplog):
     monkeypatch.setattr(descriptors, "MAX_CONNECTIONS", 8)
     service, engine = a_service(), an_engine()
     step = engine.engine.step
@@ -155,7 +155,7 @@ def test_the_connection_that_has_waited_longest_makes_room(monkeypatch, caplog):
     assert "idle connections closed to make room for new ones: 1; at most 8 fit" in caplog.text
 
 
-def test_a_peer_that_reads_nothing_is_dropped(url, service, monkeypatch):
+def test_peer_that_reads_nothing_is_dropped(url, service, monkeypatch):
     hurry(monkeypatch)
     with connected(url, receive=4096) as peer:
         peer.sendall(get("/big.js"))
@@ -164,8 +164,8 @@ def test_a_peer_that_reads_nothing_is_dropped(url, service, monkeypatch):
     assert at_rest(service)
 
 
-def test_a_stream_that_nobody_reads_is_dropped(url, service, monkeypatch):
-    """While it is made: what it holds is freed, though the kernel takes little of it."""
+def test_stream_that_is_not_read_is_dropped(url, service, monkeypatch):
+    """During generation: its memory is freed although the kernel buffers little of it."""
     hurry(monkeypatch)
     begin = connections.BoundedConnection.connection_made
 
@@ -182,7 +182,7 @@ def test_a_stream_that_nobody_reads_is_dropped(url, service, monkeypatch):
         assert at_rest(service)
 
 
-def test_a_peer_that_reads_slowly_gets_all(url, monkeypatch):
+def test_slow_peer_gets_the_whole_response(url, monkeypatch):
     hurry(monkeypatch)
     size = 0
     with connected(url, receive=4096) as peer:
@@ -203,7 +203,7 @@ OFFER = {
 
 
 def in_chunks(body, size=10):
-    """A request in chunks that offers another protocol, in pieces as they may arrive."""
+    """A chunked request that offers another protocol, in pieces as they may arrive."""
     head = post(COMPLETIONS, b"", **OFFER, **{"transfer-encoding": "chunked"})
     yield head.replace(b"content-length: 0\r\n", b"")
     for at in range(0, len(body), size):
@@ -212,7 +212,7 @@ def in_chunks(body, size=10):
     yield b"0\r\n\r\n"
 
 
-def test_a_request_that_offers_another_protocol_keeps_its_body(url):
+def test_request_that_offers_an_upgrade_keeps_its_body(url):
     pieces = list(in_chunks(json.dumps(BRIEF).encode()))
     whole = [post(COMPLETIONS, BRIEF, **OFFER)], [post(COMPLETIONS, BRIEF)]
     with connected(url) as peer:
@@ -224,7 +224,7 @@ def test_a_request_that_offers_another_protocol_keeps_its_body(url):
             assert json.loads(body)["usage"]["completion_tokens"] == 2
 
 
-def test_an_offered_body_that_is_waited_for_is_asked_for(url):
+def test_expected_body_of_an_offer_gets_100_continue(url):
     request = post(COMPLETIONS, BRIEF, **OFFER, expect="100-continue")
     head, _, body = request.partition(b"\r\n\r\n")
     with connected(url) as peer:
@@ -235,7 +235,7 @@ def test_an_offered_body_that_is_waited_for_is_asked_for(url):
         assert answer(peer)[0] == 200
 
 
-def test_what_follows_an_offer_is_not_taken(url):
+def test_pipelined_request_after_an_offer_is_ignored(url):
     with connected(url) as peer:
         peer.sendall(post(COMPLETIONS, BRIEF, **OFFER) + get("/version", **OFFER))
         assert answer(peer)[0] == 200
