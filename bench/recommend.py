@@ -43,24 +43,33 @@ def draw(report: dict[str, Any], path: Path) -> None:
     """Plots the KL divergence over the speed-up, one labelled point per policy."""
     from matplotlib import pyplot, rc_context
 
+    points = sorted(
+        (row["kl"], row["over_dense"], row["policy"])
+        for row in report["rows"]
+        if row["policy"] != DENSE and row["kl"] is not None
+    )
+    middle = max(speed for _, speed, _ in points) / 2 + 0.5
     with rc_context({"font.size": 11, "svg.hashsalt": "jsparse"}):
         figure, axis = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-        for row in report["rows"]:
-            if row["policy"] != DENSE and row["kl"] is not None:
-                axis.plot(row["over_dense"], row["kl"], "o", color="tab:blue")
-                axis.annotate(
-                    row["policy"],
-                    (row["over_dense"], row["kl"]),
-                    textcoords="offset points",
-                    xytext=(7, 4),
-                )
+        above = float("inf")
+        for kl, speed, policy in reversed(points):
+            axis.plot(speed, kl, "o", color="tab:blue")
+            left, below = speed > 1.2 * middle, above < 1.15 * kl
+            axis.annotate(
+                policy,
+                (speed, kl),
+                textcoords="offset points",
+                xytext=(-7 if left else 7, -14 if below else 4),
+                ha="right" if left else "left",
+            )
+            above = kl
         axis.axvline(1, color="gray", linewidth=1)
         axis.set(
             xlabel="speed of a decode step, times dense attention",
             ylabel="KL from dense attention (nats)",
             yscale="log",
         )
-        axis.margins(x=0.15, y=0.12)
+        axis.margins(x=0.25, y=0.12)
         figure.savefig(path, dpi=150)
         pyplot.close(figure)
 
