@@ -74,7 +74,7 @@ UNCHECKED = {
     "policies.head_gates",
     "ranks",
     "runtime.admission",
-    "runtime.owners",
+    "runtime.state_axes",
     "runtime.request",
     "runtime.sampling",
     "runtime.session",

@@ -55,7 +55,7 @@ def test_user_policy_is_named_by_its_location(own):
             assert str(own.parent) not in sys.path
 
 
-def test_user_name_may_stand_for_policies(own):
+def test_user_name_may_resolve_to_several_policies(own):
     asked = resolve("own_policies.py:by_size(tokens=5)")
     assert asked.name == "own_policies.py:by_size(tokens=5)"
     assert as_policy(asked.name) is asked is resolve(asked.name)

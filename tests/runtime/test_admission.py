@@ -32,7 +32,7 @@ def test_nothing_is_allocated():
     assert {id(array) for array in jax.live_arrays()} <= before
 
 
-def test_name_that_stands_for_another_is_admitted_as_the_resolved_policy():
+def test_alias_is_admitted_as_the_resolved_policy():
     assert asked("auto").policy is dense()
 
 
