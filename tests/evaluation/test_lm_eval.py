@@ -156,7 +156,7 @@ def test_chats():
     assert said == "<user>hi<end><assistant> hi, it is"
     assert (lm.chat_template(True), lm.tokenizer_name) == (TEMPLATE, TINY.replace("/", "__"))
     lm.tokenizer.chat_template = "nothing"
-    with pytest.raises(ValueError, match="'hi, it is': must stand in the chat template's text"):
+    with pytest.raises(ValueError, match="'hi, it is': must occur in the chat template's text"):
         lm.apply_chat_template(begun, add_generation_prompt=False)
 
 
