@@ -164,8 +164,7 @@ class Programs(ProgramSet):
     def usable(self, wanted: ProgramKey) -> ProgramKey:
         """Returns the program to run; its sampling mode may be more general than requested.
 
-        Greedy rows gain little from their own program: they run in one that samples, if that is
-        compiled.
+        Greedy rows run in a program that samples, if only that one is compiled.
         """
         static = dict(wanted.static)
         if static.get("choice") != "greedy" or self.ready(wanted):

@@ -1,4 +1,4 @@
-"""Finds the owner of each array of a policy's state, rows or pages, and moves rows' arrays.
+"""Finds the axis of rows or pages in each array of a policy's state, and moves rows' arrays.
 
 A request that joins a running batch brings its row arrays; pages stay where they are, in a pool
 that all requests share. So every array must have an axis of rows or an axis of pages. The axis is
@@ -26,7 +26,7 @@ _BATCHES, _POOLS = (2, 3), (53, 59)
 
 
 class StateAxis(NamedTuple):
-    """The owner of an array, rows or pages, and their axis."""
+    """The axis of rows or of pages in an array; `kind` is "row" or "page"."""
 
     kind: str
     axis: int
@@ -34,7 +34,7 @@ class StateAxis(NamedTuple):
 
 @functools.cache
 def state_axes(policy: Policy, spec: CacheSpec) -> tuple[StateAxis, ...]:
-    """Returns the owner of each array of the policy's state, in the order of its leaves.
+    """Returns the axis of each array of the policy's state, in the order of its leaves.
 
     Raises:
         ValueError: an array has neither an axis of the batch nor one of the pool's pages, or has
