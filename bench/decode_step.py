@@ -10,11 +10,11 @@ step, fed back on the device, by the session's own loop. Contenders, each in its
 
 A policy's state is that after a prompt that filled the cache. path.py:function names one of your
 own. replayed(…) around an expression replays counts of bench/results/twilight_trace. --shape
-selects SmolLM2's shape or that of Llama 3.1 70B, for our steps. --weights q8_0 stores matrices as
-8-bit blocks. --ranks spreads the model over that number of GPUs; bytes are then per GPU. --profile
-adds a table of a step's kernels on the first GPU, from two programs under jax's profiler after all
-timings: name without its number, launches and microseconds per step, and the time during which any
-kernel ran.
+selects another model's shape for our steps: SmolLM2's, Qwen2.5 1.5B's or Llama 3.1 70B's. --weights
+q8_0 stores matrices as 8-bit blocks. --ranks spreads the model over that number of GPUs; bytes are
+then per GPU. --profile adds a table of a step's kernels on the first GPU, from two programs under
+jax's profiler after all timings: name without its number, launches and microseconds per step, and
+the time during which any kernel ran.
 
 With --drafts K a "step" is a round of `exact`: the policy drafts K tokens, and dense attention
 verifies them. With random weights few are accepted; the time of a round does not depend on that.
@@ -44,13 +44,13 @@ from bench.lib.llama_8b import (
     boundary_constants,
     huggingface_model,
 )
-from bench.lib.smollm2 import SMOLLM2
+from bench.lib.shapes import QWEN_1_5B, SMOLLM2
 from bench.lib.subprocesses import run_child, spread, write_report
 
 CONTENDERS = ("jsparse", "hf-eager", "hf-compile", "hf-cudagraphs")
 # programs without timing; steps per timing, in programs of any size; timings
 WARM_UP, STEPS, RUNS = 5, 104, 5
-SHAPES = {"8b": LLAMA_8B, "70b": LLAMA_70B, "135m": SMOLLM2}
+SHAPES = {"8b": LLAMA_8B, "70b": LLAMA_70B, "1.5b": QWEN_1_5B, "135m": SMOLLM2}
 PROFILED = 2  # programs under the profiler
 HF_STEPS = {"hf-eager": 4, "hf-compile": 20, "hf-cudagraphs": 20}
 
@@ -156,7 +156,7 @@ def shaped_model(shape: str, context: int, ranks: int, *, quantized: bool) -> An
 
     from jsparse.benchmark.random_model import random_model
 
-    config, given = SHAPES[shape], {} if shape == "135m" else boundary_constants()
+    config, given = SHAPES[shape], boundary_constants() if shape in ("8b", "70b") else {}
     config = replace(config, max_position_embeddings=max(context, config.max_position_embeddings))
     how: dict[str, Any] = {"quantized": quantized, "tensor_parallel_size": ranks}
     return replace(random_model(config, jnp.bfloat16, shape, **how), constants=given)

@@ -350,7 +350,7 @@ def small(bench: Bench, policy: str) -> Measurement:
 
 def small_bench() -> Bench:
     """Returns a bench for SmolLM2's shape, with undivided counts."""
-    from bench.lib.smollm2 import SMOLLM2
+    from bench.lib.shapes import SMOLLM2
 
     return Bench(random_model(SMOLLM2), 1, 64)
 

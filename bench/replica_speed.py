@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from bench.engine_speed import LLAMA_8B, NEW, PROMPT, random_model
 from bench.lib.arguments import report_parser
 from bench.lib.environment import REPOSITORY, describe
-from bench.lib.smollm2 import SMOLLM2
+from bench.lib.shapes import SMOLLM2
 from bench.lib.subprocesses import write_report
 from bench.server_speed import over_http, with_words
 

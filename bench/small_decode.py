@@ -76,7 +76,7 @@ def model_and_prompt(model: str, prompt_tokens: int) -> tuple[Any, list[int]]:
     import numpy as np
 
     import jsparse
-    from bench.lib.smollm2 import SMOLLM2
+    from bench.lib.shapes import SMOLLM2
     from bench.lib.text import text_tokens
     from jsparse.models.transformer import random_weights
 
@@ -95,7 +95,7 @@ def huggingface_decode(name: str, prompt_tokens: int, new_tokens: int, runs: int
     from transformers import StaticCache
 
     from bench.lib.llama_8b import huggingface_model
-    from bench.lib.smollm2 import SMOLLM2
+    from bench.lib.shapes import SMOLLM2
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = huggingface_model(SMOLLM2, device)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jsparse
-from bench.lib.smollm2 import SMOLLM2
+from bench.lib.shapes import SMOLLM2
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import random_weights
 from tests.support.serving import bits

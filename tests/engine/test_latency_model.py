@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.lib.smollm2 import SMOLLM2
+from bench.lib.shapes import SMOLLM2
 from jsparse.engine.latency_model import NEWEST, LatencyModel
 from jsparse.engine.step_plan import Chunk, DecodePlan, PrefillPlan
 from tests.support.planning import SIZES

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.lib.llama_8b import LLAMA_8B
-from bench.lib.smollm2 import SMOLLM2
+from bench.lib.shapes import SMOLLM2
 from jsparse.cache import CacheSpec
 from jsparse.engine import shared_prefixes, sizing
 from jsparse.engine.blocks import CacheBlock
