@@ -97,9 +97,9 @@ class MaintainFn(Protocol):
 class AfterPromptFn(Protocol):
     """Reworks state and cache once, after the prompt and before the first step.
 
-    It runs outside jit, except in an engine: its results may have other capacities or be in another
-    memory. It must leave room for `slots` slots per head, the maximum that `max_length` returns. In
-    an engine the state must have the shapes that `init` gives for `slots` slots.
+    It is a program of its own, so its results may have other capacities. It must leave room for
+    `slots` slots per head, the maximum that `max_length` returns. In an engine the state must have
+    the shapes that `init` gives for `slots` slots.
     """
 
     def __call__(self, state: State, view: StepView, slots: int, /) -> tuple[State, KVCache]: ...

@@ -12,9 +12,9 @@ from jsparse.engine.program_record import NewRequest, engine_program
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.sizes import MAX_PREFILLS, EngineSizes
 from jsparse.engine.slots import Slots, no_knobs
-from jsparse.runtime.compilation import note_trace
+from jsparse.runtime import room
+from jsparse.runtime.compilation import inlined, note_trace
 from jsparse.runtime.program_set import ProgramKey
-from jsparse.runtime.room import evict as evict_prompt
 from jsparse.runtime.shared_pages import scratch_group
 from jsparse.runtime.state_axes import put_rows
 
@@ -86,7 +86,7 @@ def evict(
     # heads are compressed into the kept groups; later groups are only read
     first = jnp.where(kept == scratch_group(spec.cache), read, kept)
     groups = jnp.concatenate([first, inputs.groups[:, pages:]], axis=1)
-    cache, state = evict_prompt(
+    cache, state = inlined(room.evict)(
         policy,
         memory.rows(groups, inputs.lengths).of_rows(),
         spec.memory.state_of_prompts(slots, inputs.slots, inputs.places),

@@ -1,31 +1,44 @@
 """Shares one prefill among several policies: prefill is dense for every policy.
 
-Each policy's `prefill` hooks run over that one pass. Each policy then decodes from its own copy of
+Each policy's `prefill` hooks run after each chunk. Each policy then decodes from its own copy of
 the cache, with its own state, exactly as it would alone: with the last W queries and the cache
 fields that it requested, whatever the others requested. While a policy decodes, one copy of the
 cache exists besides the shared one.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jsparse.builder import dense
-from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache, StepView
-from jsparse.hooks import PrefillView, State
+from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache, ReadOnly
+from jsparse.hooks import State
 from jsparse.models.checkpoint import Params
+from jsparse.models.transformer import Decoder
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy
-from jsparse.runtime import capacity, generate_options, turn
-from jsparse.runtime.admission import admit
-from jsparse.runtime.compilation import clock, keep_compilations, waited
+from jsparse.runtime import capacity, chunk_attention, generate_options, turn
+from jsparse.runtime.compilation import clock, keep_compilations, program, waited
 from jsparse.runtime.host_reader import Generation, OnChunk
+from jsparse.runtime.prefill import (
+    PrefillCarry,
+    PromptChunk,
+    chunks,
+    prefill_chunk,
+    replay_chunk,
+)
+from jsparse.runtime.prefill import start as prefill_start
 from jsparse.runtime.request import requests
 from jsparse.runtime.sampling_params import OFF
-from jsparse.runtime.session import PrefillResult, Session
+from jsparse.runtime.session import Session
+from jsparse.runtime.session_prefill import PrefillResult, first_logits, padded
+from jsparse.runtime.spread_programs import by_rank
+from jsparse.runtime.store import empty_rows_on
+from jsparse.shapes import Rows, Tokens
 from jsparse.text import prompts
 
 
@@ -84,46 +97,137 @@ def prime(
     report: OnChunk,
     *,
     drafts: int = 0,
+    expect: Callable[[int, Session], Any] = lambda *_: None,
 ) -> SharedPrefill:
     """Prefills the prompts once for all policies, with all rows in one batch.
 
-    `drafts`: the number of tokens that the policies will draft at a time.
+    `drafts` is the number of tokens that the policies will draft at a time. `expect` receives each
+    policy's index and a session of its own before prefill, to start compiling what it will run.
 
     Raises:
         ValueError: the cache and all states do not fit in memory.
     """
     keep_compilations()
     # one by one, since otherwise errors would name the bundle; memory must fit them all
-    running = tuple(
-        admit(params, policy, spec, allocates=False, drafts=drafts).policy for policy in policies
-    )
-    session = Session(params, bundle(running), spec)
+    sessions = [Session(params, policy, spec, adopts=True, drafts=drafts) for policy in policies]
+    running = tuple(session.deployment.policy for session in sessions)
+    capacity.require_fit(spec, bundle(running))
+    constants = [ReadOnly(session.deployment.constants(report)) for session in sessions]
+
+    def begun() -> None:
+        for index, session in enumerate(sessions):
+            expect(index, session)
+
     with capacity.exhaustion(spec):
-        session.prefill(rows, report)
-    return SharedPrefill(params, spec, tuple(map(str, policies)), running, session.prefilled)
+        prefilled = _prefilled(params, running, constants, rows, spec, report, begun)
+    return SharedPrefill(params, spec, tuple(map(str, policies)), running, prefilled)
 
 
-@functools.cache
-def bundle(policies: tuple[Policy, ...]) -> Policy:
-    """Builds a policy with the tuple of all policies' states, for prefill only."""
+def _prefilled(
+    params: Params,
+    policies: Sequence[Policy],
+    constants: Sequence[ReadOnly],
+    rows: list[list[int]],
+    spec: CacheSpec,
+    report: OnChunk,
+    begun: Callable[[], None],
+) -> PrefillResult:
+    """Prefills the prompts, and shows each chunk to every policy in a program of its own.
+
+    A policy's programs do not depend on the others, and all of them compile concurrently, before
+    those that `begun` starts to compile.
+    """
+    decoder, mesh, prompts = params.decoder, params.mesh, padded(rows, spec)
+    chunk, longest = chunk_attention.chunk_tokens(spec), prompts.tokens.shape[1]
+    # one size, so that prompts of all lengths run the same programs
+    size = chunk_attention.chunk_sizes(spec.capacity, chunk)[0]
+    parts = [*chunks(prompts.tokens, prompts.lengths, [size] * -(-longest // size))]
+    reader = _reader(policies)
+    run, observed = prefill_chunk.on(mesh), observe.on(mesh)
+    start = by_rank(prefill_start, mesh, sharded=("cache", "state"), static=("decoder", "policy"))
+    carry = start(decoder, reader, *empty_rows_on(mesh)(spec, reader))
+    states = [by_rank(first_state, mesh, static=("policy", "spec"))(p, spec) for p in policies]
+
+    def inputs(part: PromptChunk, nth: int) -> tuple[Any, ...]:
+        return decoder, policies[nth], part.tokens, part.valid, carry, states[nth], constants[nth]
+
+    watching = [nth for nth, policy in enumerate(policies) if policy.uses_last_chunk]
+    shapes = partial(jax.tree.map, _shape)
+    run.ahead(decoder, reader, params.weights, *shapes((*parts[0][:2], carry)), last=False)
+    for last in {False, True} if len(parts) > 1 else {True}:
+        for nth in watching:
+            static, arrays = inputs(parts[0], nth)[:2], inputs(parts[0], nth)[2:]
+            observed.ahead(*static, *shapes(arrays), last=last)
+    begun()
+    for part in parts:
+        carry = run(decoder, reader, params.weights, part.tokens, part.valid, carry, last=False)
+        for nth in watching:
+            states[nth] = observed(*inputs(part, nth), last=part is parts[-1])
+        report("prefill", min(part.end, longest), longest)
+    logits = first_logits.on(mesh)(decoder, params.weights, carry.last_hidden)
+    return PrefillResult(logits, carry.cache, tuple(states))
+
+
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+@partial(jax.jit, static_argnames=("policy", "spec"))
+def first_state(policy: Policy, spec: CacheSpec) -> State:
+    """Returns the policy's initial state."""
+    return policy.init(spec)
+
+
+@program(
+    static_argnames=("decoder", "policy", "last"),
+    donate_argnames=("state",),
+    sharded=("carry", "state"),
+)
+def observe(
+    decoder: Decoder,
+    policy: Policy,
+    tokens: Tokens,
+    valid: Rows,
+    carry: PrefillCarry,
+    state: State,
+    read_only: ReadOnly,
+    *,
+    last: bool,
+) -> State:
+    """Shows a policy a chunk that `carry` already holds, as if it were the only policy.
+
+    Arguments are those of `replay_chunk`; the carry may have more queries and cache fields than the
+    policy needs.
+    """
+    own = carry._replace(
+        state=state,
+        cache=_with_fields(carry.cache, policy.needs),
+        windows=tuple(window[:, window.shape[1] - policy.window :] for window in carry.windows)
+        if policy.window
+        else (),
+    )
+    return replay_chunk(decoder, policy, tokens, valid, own, read_only, last=last).state
+
+
+def bundle(policies: Sequence[Policy]) -> Policy:
+    """Builds a policy with the tuple of all policies' states, to compute the memory they need."""
 
     def init(spec: CacheSpec) -> State:
         return tuple(policy.init(spec) for policy in policies)
 
-    def prefill(state: State, layer: int, view: PrefillView) -> State:
-        return tuple(
-            p.prefill(s, layer, _view_of(p, view)) for p, s in zip(policies, state, strict=True)
-        )
-
-    def select(*_: Any):
-        raise ValueError(
-            f"policy={name}: a bundle only reads prompts, each of its policies must decode alone"
-        )
-
     name = f"bundle({', '.join(map(str, policies))})"
-    needs = tuple(sorted({name for policy in policies for name in policy.needs}))
-    window = max(policy.window for policy in policies)
-    return Policy(select, init=init, prefill=prefill, window=window, needs=needs, name=name)
+    return _reader(policies)._replace(init=init, name=name)
+
+
+def _reader(policies: Sequence[Policy]) -> Policy:
+    """Returns a policy that prefills whatever any of these needs, and keeps no state."""
+    fields = {name for policy in policies for name in policy.fields}
+    return _reading(max(policy.window for policy in policies), tuple(sorted(fields)))
+
+
+@functools.cache
+def _reading(window: int, fields: tuple[str, ...]) -> Policy:
+    return dense()._replace(window=window, needs=fields, name=f"reading({window}, {fields})")
 
 
 def generate(
@@ -169,7 +273,11 @@ def generate(
     # no option depends on a policy: the requests are the same for all
     asked = requests(params, rows, options, dense())
     began, waits = clock(), waited()
-    shared = prime(params, chosen, rows, spec, report, drafts=drafts)
+
+    def expect(index: int, session: Session) -> None:
+        turn.expect(session, asked, report, questions)
+
+    shared = prime(params, chosen, rows, spec, report, drafts=drafts, expect=expect)
     jax.block_until_ready(shared.prefilled)
     read, waits = clock() - began, waited() - waits
 
@@ -186,17 +294,6 @@ def generate(
         return made
 
     return [decode(index) for index in range(len(chosen))]
-
-
-def _view_of(policy: Policy, view: PrefillView) -> PrefillView:
-    """Returns the view that the policy would have alone."""
-    cache, constants = _with_fields(view.step.cache, policy.needs), view.step.constants or {}
-    own = {name: constants[name] for name in policy.constants} or None
-    return view._replace(
-        step=StepView(cache, own),
-        q_window=view.q_window[:, view.q_window.shape[1] - policy.window :],
-        window_valid=jnp.minimum(view.window_valid, policy.window),
-    )
 
 
 def _with_fields(cache: KVCache, fields: tuple[str, ...]) -> KVCache:

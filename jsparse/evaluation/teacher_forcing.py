@@ -8,6 +8,7 @@ only fed; each of the others is the target of one decode step.
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
@@ -115,7 +116,14 @@ def force(
             f"{memory.size(spec.nbytes)}: must fit in the {memory.size(there)} that are free"
         )
     report = on_progress or (lambda *_: None)
-    shared = prime(params, chosen, rows, spec, report)
+    table = jax.ShapeDtypeStruct((max_new_tokens + 1, len(rows)), jnp.int32)
+
+    def expect(index: int, session: Session) -> None:
+        choose = (greedy, ()) if index == 0 and given is None else (forced, table)
+        lengths, limits = list(map(len, rows)), [max_new_tokens + 1] * len(rows)
+        session.expect(*choose, prompts=lengths, limits=limits, keep_logits=True)
+
+    shared = prime(params, chosen, rows, spec, report, expect=expect)
     choose = (greedy, ()) if given is None else (forced, jnp.copy(given))
     with capacity.exhaustion(spec):
         reference = list(_decode(shared.session(0), *choose, max_new_tokens))

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -62,6 +62,8 @@ _compilers = ThreadPoolExecutor(
 )
 # one thread: tracing is Python
 _tracer = ThreadPoolExecutor(1, thread_name_prefix="jsparse-trace")
+# programs to trace, in order; those that a caller waits for come first
+_to_trace: deque[Callable[[], None]] = deque()
 
 
 # set at exit: queued programs are not compiled, finished ones are still stored
@@ -163,7 +165,7 @@ class Program:
         """Runs the program."""
         call = None if _store is None else self._call(args, kwargs)
         if call is not None and call.storable:
-            return when_made(self._begin(call))(*call.args, **call.kwargs)
+            return when_made(self._begin(call, urgent=True))(*call.args, **call.kwargs)
         known, began = self._cache_size(), time.perf_counter()
         results = self._jitted(*args, **kwargs)
         if self._cache_size() != known:
@@ -202,6 +204,10 @@ class Program:
         """Lowers the program; see `lower` of a jitted function."""
         return self._jitted.lower(*args, **kwargs)
 
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the shapes of the results; see `eval_shape` of a jitted function."""
+        return self._jitted.eval_shape(*args, **kwargs)
+
     def _cache_size(self) -> int:
         return self._jitted._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -235,22 +241,22 @@ class Program:
         meshes = (getattr(place, "mesh", None) for place in places if place is not None)
         return self._first and all(mesh == self._mesh for mesh in meshes)
 
-    def _begin(self, call: _Call) -> Future[Callable[..., Any]]:
+    def _begin(self, call: _Call, *, urgent: bool = False) -> Future[Callable[..., Any]]:
         made = self._made.get(call.key) if call.plain else None
         if made is not None and not made.cancelled():
             return made
         made = Future()
         if not call.plain:
-            self._make(call, made)
+            self._make(call, made, urgent)
             return made
-        _compilers.submit(self._make, call, made)
+        _compilers.submit(self._make, call, made, urgent)
         if _store is not None:
             self._made[call.key] = made
         return made
 
     @own_settings()
-    def _make(self, call: _Call, made: Future[Callable[..., Any]]) -> None:
-        """Loads a program from disk, or queues it for tracing."""
+    def _make(self, call: _Call, made: Future[Callable[..., Any]], urgent: bool) -> None:
+        """Loads a program from disk, or queues it for tracing, before others if it is urgent."""
         if _ending.is_set():
             made.cancel()
         if made.cancelled():
@@ -262,7 +268,9 @@ class Program:
                 if made.set_running_or_notify_cancel():
                     made.set_result(Sendable(*stored) if self._of_several else stored.program)
             elif call.plain:
-                _tracer.submit(self._trace, call, made, name)
+                trace = partial(self._trace, call, made, name)
+                _to_trace.appendleft(trace) if urgent else _to_trace.append(trace)
+                _tracer.submit(lambda: _to_trace.popleft()())
             else:
                 self._trace(call, made, name)
         except BaseException as error:

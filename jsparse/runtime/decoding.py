@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 from jsparse.cache import KVCache, ReadOnly
 from jsparse.hooks import State
 from jsparse.policy import Policy
+from jsparse.runtime import room
 from jsparse.runtime.admission import Deployment
 from jsparse.runtime.decode_step import StepStats
 from jsparse.runtime.draft_length import DraftLength
@@ -158,18 +159,25 @@ class Decoding:
         self.batch = self._store.committed(batch)
         return result
 
-    def expect(self, given: Any, knobs: dict[str, Array] | None) -> Future[Any] | None:
-        """Starts compiling the first program.
+    def expect(
+        self, given: Any, knobs: dict[str, Array] | None, prompts: Sequence[int]
+    ) -> Future[Any] | None:
+        """Starts compiling the first program, and the eviction of prompts of these lengths.
 
-        Nothing happens if its shapes are only known after prefill, because the policy reworks the
-        cache then or K and V move to host memory.
+        Nothing happens if K and V move to host memory, since shapes are only known then.
         """
-        if self.finished or self._policy.evicts or self._store.single_steps:
+        if self.finished or self._store.single_steps:
             return None
         mesh, spec = self._deployment.params.mesh, self._deployment.spec
         tokens = jax.ShapeDtypeStruct((spec.batch,), jnp.int32)
-        prefilled = empty_rows_on(mesh).eval_shape(spec, self._policy)
-        shapes = jax.eval_shape(self._begun, tokens, *prefilled, given, knobs)
+        cache, state = empty_rows_on(mesh).eval_shape(spec, self._policy)
+        if mesh is not None:
+            cache, state = placed((cache, state), mesh)
+        read_only = ReadOnly(self._constants, knobs)
+        evicted = room.expect_eviction(
+            self._policy, spec, cache, state, read_only, prompts, self._limits, mesh
+        )
+        shapes = jax.eval_shape(self._begun, tokens, *evicted, given, knobs)
         if mesh is not None:
             shapes = placed(shapes, mesh)
         return self._run.ahead(*self._arguments(), shapes)
@@ -177,11 +185,14 @@ class Decoding:
     def advance(self) -> StepResult:
         """Dispatches a program, and then the due services of the rows.
 
-        A program runs several steps, or one if fewer remain to a row's limit or to a service.
+        A program runs several steps, or one if fewer remain to a service. Results of steps after
+        the largest limit are dropped: they take less time than another program takes to compile.
         """
-        count = self._count
+        count, left = self._count, max(self._limits) - self.done
         self.batch, result = self._run(*self._arguments(), self.batch)
         self.done += count
+        if count > left:
+            return jax.tree.map(lambda x: x[:left], result)
         params, read_only = self._deployment.params, self._read_only
         for service in due(self._policy.services.every, self._age):
             model = params.decoder, self._policy, params.weights
@@ -199,10 +210,9 @@ class Decoding:
     @property
     def _count(self) -> int:
         """The number of steps of the next program."""
-        left = [limit - self.done for limit in self._limits if limit > self.done]
         periods = [*self._policy.services.every.values(), self._store.every]
         pauses = until_due(filter(None, periods), self._age)
-        return next_steps(self._deployment.max_steps, left + pauses)
+        return next_steps(self._deployment.max_steps, pauses)
 
     _program, _counts_by_row = decode_steps, False
 

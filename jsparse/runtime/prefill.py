@@ -5,7 +5,7 @@ by their logsumexps. Scores never exceed one chunk × one block, and one compila
 chunk of one size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -90,31 +90,53 @@ def prefill_prompts(
     """
     prefill_one = inlined(prefill_chunk) if within else prefill_chunk.on(mesh)
     longest = tokens.shape[1]
-    sizes = chunk_attention.chunk_sizes(longest, chunk)
-    array = np if isinstance(tokens, np.ndarray) else jnp
-    tokens = array.pad(tokens, ((0, 0), (0, sum(sizes) - longest)))
-    done = 0
     try:
-        for size in sizes:
-            valid = jnp.asarray(array.clip(lengths - done, 0, size), jnp.int32)
+        for part in chunks(tokens, lengths, chunk_attention.chunk_sizes(longest, chunk)):
             carry = prefill_one(
                 decoder,
                 policy,
                 weights,
-                jnp.asarray(tokens[:, done : done + size], jnp.int32),
-                valid,
+                part.tokens,
+                part.valid,
                 carry,
                 read_only if store is None else read_only._replace(host=store.pages),
-                last=policy.uses_last_chunk and done + size >= longest,
+                last=policy.uses_last_chunk and part.end >= longest,
             )
             if store is not None:
-                store.after_chunk(carry.cache, valid, size)
-            done += size
-            report("prefill", min(done, longest), longest)
+                store.after_chunk(carry.cache, part.valid, part.tokens.shape[1])
+            report("prefill", min(part.end, longest), longest)
     except BaseException:
         settle(carry, store and store.pages)
         raise
     return carry
+
+
+class PromptChunk(NamedTuple):
+    """A chunk of all rows' prompts.
+
+    Attributes:
+        tokens: T tokens per row, padded.
+        valid: the number of tokens of each row.
+        end: the end of the chunk in the longest prompt, including padding.
+    """
+
+    tokens: Tokens
+    valid: Rows
+    end: int
+
+
+def chunks(
+    tokens: Tokens | np.ndarray, lengths: Rows | np.ndarray, sizes: Sequence[int]
+) -> Iterator[PromptChunk]:
+    """Yields the first `lengths[b]` tokens of each row in chunks of these sizes."""
+    array = np if isinstance(tokens, np.ndarray) else jnp
+    tokens = array.pad(tokens, ((0, 0), (0, sum(sizes) - tokens.shape[1])))
+    done = 0
+    for size in sizes:
+        valid = jnp.asarray(array.clip(lengths - done, 0, size), jnp.int32)
+        part = jnp.asarray(tokens[:, done : done + size], jnp.int32)
+        done += size
+        yield PromptChunk(part, valid, done)
 
 
 def settle(*running: Any) -> None:
@@ -189,11 +211,13 @@ def replay_chunk(
     valid: Rows,
     carry: PrefillCarry,
     read_only: ReadOnly,
+    *,
+    last: bool = False,
 ) -> PrefillCarry:
     """Shows the policy a chunk of newest tokens, whose K and V are already in the cache.
 
-    `valid` is as in `prefill_chunk`. This is that program without the model: queries are unknown,
-    so those of the window must come with later chunks.
+    `valid` and `last` are as in `prefill_chunk`. This is that program without the model: the
+    carry's windows must already have the chunk's queries, or get them with later chunks.
     """
     config, after = decoder.config, carry.cache.positions
     first = after - valid
@@ -207,7 +231,7 @@ def replay_chunk(
         k, v = (read_slots(pool, kv, slots).swapaxes(1, 2) for pool in (kv.k, kv.v))
         window = carry.windows[layer] if carry.windows else none
         seen = jnp.minimum(after, policy.window)
-        part = PrefillView(tokens, positions, k, v, valid, view, window, seen, False)
+        part = PrefillView(tokens, positions, k, v, valid, view, window, seen, last)
         state = kept(policy, "prefill", state, policy.prefill(state, layer, part))
     return carry._replace(state=state)
 

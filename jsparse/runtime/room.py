@@ -6,6 +6,7 @@ the cache after the prompt, so that it need not hold more.
 
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -13,7 +14,8 @@ from jsparse.cache import CacheSpec, KVCache, ReadOnly, step_view
 from jsparse.hooks import State
 from jsparse.policy import Eviction, Policy
 from jsparse.runtime import capacity
-from jsparse.runtime.spread_programs import by_rank
+from jsparse.runtime.compilation import program
+from jsparse.runtime.spread_programs import SHARDED
 
 
 def require_pages(
@@ -53,13 +55,31 @@ def after_prompt(
     Raises:
         ValueError: it leaves heads less room than `max_length`.
     """
-    if policy.eviction is None or policy.eviction.after_prompt is None:
+    if not _evicts_prompts(policy):
         return cache, state
-    slots = capacity.slots_left(max(_wanted(policy, prompts, limits)), spec)
-    run = by_rank(evict, mesh, sharded=("cache", "state"), static=("policy", "slots"))
-    return run(policy, cache, state, read_only, slots)
+    run = evict.on(mesh)
+    return run(policy, cache, state, read_only, _slots(policy, spec, prompts, limits))
 
 
+def expect_eviction(
+    policy: Policy,
+    spec: CacheSpec,
+    cache: Any,
+    state: Any,
+    read_only: ReadOnly,
+    prompts: Sequence[int],
+    limits: Sequence[int],
+    mesh: Mesh | None = None,
+) -> tuple[Any, Any]:
+    """Starts compiling `after_prompt` for these arguments, or shapes, and returns its shapes."""
+    if not _evicts_prompts(policy):
+        return cache, state
+    run, slots = evict.on(mesh), _slots(policy, spec, prompts, limits)
+    run.ahead(policy, cache, state, read_only, slots)
+    return run.eval_shape(policy, cache, state, read_only, slots)
+
+
+@program(static_argnames=("policy", "slots"), sharded=("cache", "state"), out=SHARDED)
 def evict(
     policy: Policy, cache: KVCache, state: State, read_only: ReadOnly, slots: int
 ) -> tuple[KVCache, State]:
@@ -79,6 +99,15 @@ def evict(
             f"least {slots}, its `max_length`"
         )
     return cache, state
+
+
+def _evicts_prompts(policy: Policy) -> bool:
+    return policy.eviction is not None and policy.eviction.after_prompt is not None
+
+
+def _slots(policy: Policy, spec: CacheSpec, prompts: Sequence[int], limits: Sequence[int]) -> int:
+    """Returns the slots per head that the eviction must leave."""
+    return capacity.slots_left(max(_wanted(policy, prompts, limits)), spec)
 
 
 def _wanted(policy: Policy, prompts: Sequence[int], limits: Sequence[int]) -> list[int]:

@@ -33,7 +33,13 @@ from jsparse.runtime.decoding import (
 )
 from jsparse.runtime.prefill import OnChunk, settle
 from jsparse.runtime.sampling import ChooseFn, forced, forced_then_greedy
-from jsparse.runtime.session_prefill import PrefillResult, PromptEnd, SessionPrefill, TokenRows
+from jsparse.runtime.session_prefill import (
+    PrefillResult,
+    PromptEnd,
+    SessionPrefill,
+    TokenRows,
+    padded,
+)
 from jsparse.runtime.spread_programs import on_host
 
 
@@ -166,7 +172,7 @@ class Session:
         """
         end = self._last_end()
         kept = self._kept(start, end)
-        prompts = self._prefill.padded(rows, kept)
+        prompts = padded(rows, self.deployment.spec, kept)
         window, goes_on = self.deployment.policy.window, end is not None and (kept > end.positions)
         if np.any(goes_on & (prompts.lengths < window)):
             raise ValueError(
@@ -207,17 +213,20 @@ class Session:
         choose: ChooseFn,
         given: Any,
         *,
+        prompts: Sequence[int],
         limits: Sequence[int],
         knobs: dict[str, Array] | None = None,
+        keep_logits: bool = False,
         report: OnChunk = lambda *_: None,
     ) -> None:
-        """Starts compiling the program that `steps` will run with these arguments.
+        """Starts compiling the programs that `steps` will run with these arguments.
 
-        It compiles during prefill. Nothing happens if its shapes are only known after prefill,
-        because the policy reworks the cache then or K and V move to host memory.
+        They compile during prefill. `prompts` are the tokens in the cache after it, per row.
+        Nothing happens if K and V move to host memory, since shapes are only known then.
         """
         self.deployment.constants(report)
-        self._expected = self._decoding(choose, limits).expect(given, knobs)
+        decoding = self._decoding(choose, limits, keep_logits=keep_logits)
+        self._expected = decoding.expect(given, knobs, prompts)
 
     def adopt(self, prefilled: PrefillResult, pages: HostLayers | None = None) -> None:
         """Takes over prompts prefilled elsewhere for this policy, with K and V on the device.
@@ -243,8 +252,7 @@ class Session:
         """Decodes, and yields the results of each program once it is dispatched.
 
         The first result is the token that follows the prompt. A program runs several steps, or one
-        if fewer remain to a row's limit or to a due maintenance or correction. Stop iterating to
-        end early.
+        if fewer remain to a due maintenance or correction. Stop iterating to end early.
 
         Args:
             choose: the function that chooses tokens.

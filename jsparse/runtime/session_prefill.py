@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from jsparse import cache as kv_cache
-from jsparse.cache import KVCache, ReadOnly
+from jsparse.cache import CacheSpec, KVCache, ReadOnly
 from jsparse.hooks import State
 from jsparse.models.transformer import to_logits
 from jsparse.runtime import chunk_attention, prefill
@@ -64,28 +64,6 @@ class SessionPrefill:
         """Sets up prefill; nothing is allocated."""
         self._deployment, self.resumable = deployment, resumable
 
-    def padded(self, rows: TokenRows, start: np.ndarray) -> Prompts:
-        """Pads and checks prompts that follow the first `start[b]` tokens of each row.
-
-        Raises:
-            ValueError: there is not one list of tokens per row, or they do not fit in the cache.
-        """
-        lengths = np.array([len(ids) for ids in rows], np.int32)
-        spec = self._deployment.spec
-        if len(rows) != spec.batch:
-            raise ValueError(f"rows has {len(rows)} entries: must be {spec.batch}")
-        if not lengths.any():
-            raise ValueError(f"rows={[*map(list, rows)]}: must not all be empty")
-        total = start + lengths
-        if total.max() > spec.capacity:
-            raise ValueError(
-                f"rows of {total.tolist()} tokens: must fit in the {spec.capacity} of the cache"
-            )
-        tokens = np.zeros((len(rows), lengths.max()), np.int32)
-        for b, ids in enumerate(rows):
-            tokens[b, : len(ids)] = ids
-        return Prompts(tokens, lengths)
-
     def run(
         self,
         prompts: Prompts,
@@ -138,6 +116,28 @@ class SessionPrefill:
         if (start == end.positions).all():
             state = with_row_arrays(policy, spec, state, end.rows)
         return PrefillCarry(cache, state, end.last_hidden, end.windows)
+
+
+def padded(rows: TokenRows, spec: CacheSpec, start: np.ndarray | int = 0) -> Prompts:
+    """Pads and checks prompts that follow the first `start[b]` tokens of each row.
+
+    Raises:
+        ValueError: there is not one list of tokens per row, or they do not fit in the cache.
+    """
+    lengths = np.array([len(ids) for ids in rows], np.int32)
+    if len(rows) != spec.batch:
+        raise ValueError(f"rows has {len(rows)} entries: must be {spec.batch}")
+    if not lengths.any():
+        raise ValueError(f"rows={[*map(list, rows)]}: must not all be empty")
+    total = start + lengths
+    if total.max() > spec.capacity:
+        raise ValueError(
+            f"rows of {total.tolist()} tokens: must fit in the {spec.capacity} of the cache"
+        )
+    tokens = np.zeros((len(rows), lengths.max()), np.int32)
+    for b, ids in enumerate(rows):
+        tokens[b, : len(ids)] = ids
+    return Prompts(tokens, lengths)
 
 
 @partial(jax.jit, donate_argnames=("cache",))

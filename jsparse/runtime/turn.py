@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import closing
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,7 @@ from jsparse.runtime.host_reader import (
     TokenStreamer,
 )
 from jsparse.runtime.request import Request, knobs
-from jsparse.runtime.sampling import chooser, forced_then_greedy
+from jsparse.runtime.sampling import ChooseFn, chooser, forced_then_greedy
 from jsparse.runtime.session import Session
 
 
@@ -43,16 +44,27 @@ def run(
         if isinstance(streamer, TokenStreamer):
             streamer.put(np.array([request.ids]))
     with capacity.exhaustion(session.deployment.spec):
-        session.expect(
-            *chooser(requests, session.deployment.params.config.vocab_size),
-            limits=[request.sampling.max_tokens for request in requests],
-            knobs=knobs(requests),
-            report=report,
-        )
+        expect(session, requests, report)
         starts = [0] * len(requests) if start is None else start
         read = [request.ids[at:] for request, at in zip(requests, starts, strict=True)]
         session.prefill(read, report, start=start)
         return answers(session, requests, streamers, report, began, waits)
+
+
+def expect(
+    session: Session,
+    requests: Sequence[Request],
+    report: OnChunk,
+    questions: Sequence[Sequence[int]] | None = None,
+) -> None:
+    """Starts compiling the programs that `answers` will run with these arguments."""
+    session.expect(
+        *_choice(session, requests, questions),
+        prompts=[len(request.ids) for request in requests],
+        limits=_limits(requests, questions),
+        knobs=knobs(requests),
+        report=report,
+    )
 
 
 def answers(
@@ -77,16 +89,27 @@ def answers(
         for request, emit, turn in zip(requests, streamers, turns, strict=True)
     ]
     reader = Reader(rows, report, clock)
-    if questions is None:
-        choose, given = chooser(requests, session.deployment.params.config.vocab_size)
-    else:
-        choose, given = forced_then_greedy, _table(questions)
-    limits = [row.limit for row in rows]
-    steps = session.steps(choose, given, limits=limits, knobs=knobs(requests))
+    choose, given = _choice(session, requests, questions)
+    steps = session.steps(choose, given, limits=_limits(requests, questions), knobs=knobs(requests))
     # so that the session is idle even while an exception is being inspected
     with closing(steps):
         reader.read_all(steps)
     return reader.generations(began, waited() - waits, session.deployment.policy.name)
+
+
+def _choice(
+    session: Session, requests: Sequence[Request], questions: Sequence[Sequence[int]] | None
+) -> tuple[ChooseFn, Any]:
+    """Returns the function that chooses the tokens, and its initial carry."""
+    if questions is not None:
+        return forced_then_greedy, _table(questions)
+    return chooser(requests, session.deployment.params.config.vocab_size)
+
+
+def _limits(requests: Sequence[Request], questions: Sequence[Sequence[int]] | None) -> list[int]:
+    """Returns the maximum number of tokens of each row's steps, including its question."""
+    given = map(len, [()] * len(requests) if questions is None else questions)
+    return [n + request.sampling.max_tokens for n, request in zip(given, requests, strict=True)]
 
 
 def _table(questions: Sequence[Sequence[int]]) -> Int32[Array, "n B"]:

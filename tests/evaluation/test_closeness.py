@@ -3,15 +3,11 @@
 Policies that share a prefill are compared with each one alone.
 """
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jsparse
-from jsparse import cache as kv_cache
 from jsparse.builder import dense
-from jsparse.evaluation import shared_prefill
 from jsparse.evaluation.closeness import closeness, perplexity, windows
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.machine import memory
@@ -19,9 +15,8 @@ from jsparse.policies.expressions import as_policy
 from jsparse.policies.streaming import streaming
 from jsparse.policy import Services
 from jsparse.runtime import chunk_attention
-from jsparse.runtime.decode_step import decode_step
 from tests.support.programs import shared
-from tests.support.tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_params
+from tests.support.tiny import engine_logits, random_prompts, random_tokens, tiny_params
 from tests.support.toy_policies import bypass, even_ids, inherit, page_bound, shrink
 
 PAGE, CHUNK, STEPS = 8, 16, 10
@@ -138,17 +133,6 @@ def test_perplexity_of_a_text_matches_plain_passes():
     dense_ppl, sparse_ppl = perplexity(result.logprob)
     assert dense_ppl == pytest.approx(np.exp(-np.mean(logprob)), rel=1e-4)
     assert abs(sparse_ppl / dense_ppl - 1) > 0.01
-
-
-def test_bundle_cannot_decode():
-    p, policy = params(), shared_prefill.bundle((dense(), streaming(sink=1, recent=2)))
-
-    def step():
-        cache = kv_cache.init(spec_of(p, 1))
-        decode_step(p.decoder, policy, p.weights, jnp.zeros(1, jnp.int32), cache, ((), ()))
-
-    with pytest.raises(ValueError, match=r"policy=bundle\(dense\(\), streaming.*must decode alone"):
-        jax.eval_shape(step)
 
 
 def test_wrong_arguments_are_named():

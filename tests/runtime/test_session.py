@@ -55,38 +55,34 @@ def faded(state, view):
 SERVICED = as_policy("streaming(sink=1, recent=4)")._replace(
     services=Services(faded, period=11, correct_every=13), name="serviced"
 )
-# The numbers of steps are computed by hand: the steps left to a row's limit, and to the next
-# service.
+# The numbers of steps are computed by hand, from those left to the next service.
 LIMITS = (30, 30, 3)
 PROGRAMS = {
-    # 2 steps to the last row's limit, then 27
-    dense(): [1, 1, 8, 8, 8, 1, 1, 1],
+    # results past the last row's limit are dropped
+    dense(): [8, 8, 8, 5],
     # due after 11 and 22 steps
-    shrink(period=11): [1, 1, 8, 1, 8, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+    shrink(period=11): [8, 1, 1, 1, 8, 1, 1, 1, 7],
+    # due after 11, 13, 22 and 26
+    SERVICED: [8, *[1] * 5, 8, *[1] * 8],
     # due after 13 and 26
-    # both
-    SERVICED: [1, 1, 8, 1, 1, 1, 8, *[1] * 8],
     inherit()._replace(services=Services(correct_every=13), name="inherit"): [
-        1,
-        1,
         8,
-        1,
-        1,
-        1,
+        *[1] * 5,
         8,
-        *[1] * 8,
+        *[1] * 5,
+        3,
     ],
     # a service is always due soon
     dense()._replace(services=Services(period=9, correct_every=4), name="busy"): [1] * 29,
-    prompt_ends(): [1, 1, 8, 8, 8, 1, 1, 1],
+    prompt_ends(): [8, 8, 8, 5],
     **{
-        as_policy(expression): [1, 1, 8, 8, 8, 1, 1, 1]
+        as_policy(expression): [8, 8, 8, 5]
         for expression in (
             "twilight(quest(budget=24), p=0.8)",
             "lychee_decode(((1, 1), (0, 1)), value=16)",
         )
     },
-    **{toy: [1, 1, 8, 8, 8, 1, 1, 1] for toy in (bypass(), even_ids())},
+    **{toy: [8, 8, 8, 5] for toy in (bypass(), even_ids())},
 }
 
 
@@ -152,7 +148,7 @@ def test_steps_are_compiled_during_prefill():
         return *sampling.greedy((), nth, logits + given.sum())[:2], given
 
     began = compilation.waited()
-    run.expect(choose, given, limits=[4])
+    run.expect(choose, given, prompts=[3], limits=[4])
     run.prefill([[1, 2, 3]])
     assert run._expected is not None
     run._expected.result()
