@@ -1,4 +1,4 @@
-"""What do the policies cost in quality on SmolLM2?
+"""What do the policies cost in quality on a model?
 
 It runs `jsparse eval` with one of these sets of policies, with the set's own tasks and lengths by
 default:
@@ -12,6 +12,11 @@ default:
                    compressed
     every_method   every method at a quarter of the length, evicting or selecting, on the real texts
                    of `bench.real_text` (--files, --text)
+    real_model     every method without training at 6, 12.5 and 25 % of up to 30K tokens, by kind of
+                   text (--text); --groups 3 gives each budget its own process
+    real_model_tasks
+                   the same methods at 12.5 %: passkeys, needles, next lines of code, perplexity;
+                   --files has a folder per length
 
 Each length, and each group of policies, has its own process. Several run in parallel, since much of
 the time is compilation; they take turns on the GPUs. PATH gets the joint report without the
@@ -30,6 +35,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from bench.lib.arguments import report_parser
@@ -88,10 +94,11 @@ def measure(args: argparse.Namespace, part: ReportPart, free: Queue[str]) -> dic
         RuntimeError: its process failed.
         ValueError: the finished report has other policies, tasks or samples.
     """
+    files, text = args.files, args.text
+    if files and (files / str(part.length)).is_dir():
+        files = files / str(part.length)
     # the process runs in another folder
-    given = {
-        name: at and str(at.resolve()) for name in ("files", "text") for at in [getattr(args, name)]
-    }
+    given = {name: at and str(at.resolve()) for name, at in (("files", files), ("text", text))}
     path = args.json.with_stem(f"{args.json.stem}_{part.name}")
     if not (args.resume and path.exists()):
         command = [
@@ -147,7 +154,7 @@ def measure(args: argparse.Namespace, part: ReportPart, free: Queue[str]) -> dic
 
 
 def joined(reports: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Joins the reports by length, without the samples.
+    """Joins the reports by length.
 
     Dense attention, which every group measures, appears once per length.
     """
@@ -163,11 +170,35 @@ def joined(reports: Sequence[Mapping[str, Any]], environment: Mapping[str, Any])
         "timestamp": reports[-1]["timestamp"],
         "environment": {**environment, **reports[0]["environment"]},
         "settings": reports[0]["settings"] | of_all,
-        "cells": [
-            {name: value for name, value in cell.items() if name != "samples"}
-            for cell in cells.values()
-        ],
+        "cells": [*cells.values()],
         "averages": averages(list(cells.values())),
+    }
+
+
+def without_samples(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a report with means by text in place of the samples."""
+    cells = [
+        {name: value for name, value in cell.items() if name != "samples"}
+        | by_text(cell["samples"])
+        for cell in report["cells"]
+    ]
+    return {**report, "cells": cells}
+
+
+def by_text(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Returns the means of each text's samples; {} unless there are several texts."""
+    texts = sorted({sample["meta"].get("text", "") for sample in samples})
+    if texts in ([], [""]):
+        return {}
+    of = {
+        text: [sample["values"] for sample in samples if sample["meta"].get("text") == text]
+        for text in texts
+    }
+    return {
+        "texts": {
+            text: {name: fmean(each[name] for each in values) for name in values[0]}
+            for text, values in of.items()
+        }
     }
 
 
@@ -246,7 +277,7 @@ def run(args: argparse.Namespace) -> None:
         wanted = parts(policies, args.groups)
         reports = list(pool.map(lambda part: measure(args, part, free), wanted))
         report = joined(reports, environment)
-    write_report(args.json, report)
+    write_report(args.json, without_samples(report))
     show(report)
     write_page(report, args.json.with_suffix(".html"))
 

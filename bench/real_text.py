@@ -1,18 +1,19 @@
 """Makes long real texts, and tasks in the form of LongBench and RULER, from installed files.
 
 Nothing is downloaded. Modules of Python's standard library are the code, licences of installed
-packages the prose. The folder works with `jsparse eval --files` and `--text`:
+packages the prose, this repository's records the JSON, and a chat of many turns asks for topics of
+Python's reference. The folders work with `jsparse eval --files` and `--text`:
 
     N/lcc.jsonl               LongBench's task lcc, for prompts of N tokens: a module's next line.
                               Only lines that repeat a name from earlier text are used, and only if
                               it is not within the last FAR characters; no prompt is cut.
     N/PaulGrahamEssays.json   licences, under the file name of RULER's tasks: haystacks for
                               niah_single_2, niah_multikey_1 and others
-    code.txt, prose.txt       modules and licences one after the other, for kl, ppl and attention
+    texts/                    code.txt, prose.txt, json.txt and chat.txt, for kl, ppl and attention
 
     python -m bench.real_text --out build/real_text
     jsparse eval --files build/real_text/1984 --tasks longbench_lcc,niah_single_2 --lengths 2048 …
-    jsparse eval --text build/real_text/code.txt --tasks kl --lengths 4096 …
+    jsparse eval --text build/real_text/texts --tasks kl --lengths 4096 …
 """
 
 import argparse
@@ -25,7 +26,10 @@ import sysconfig
 from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
+from pydoc_data import topics
 from typing import Any, NamedTuple
+
+from bench.lib.environment import REPOSITORY
 
 LENGTHS = (1984, 4032)  # tokens of a prompt; with the answer below 2K and 4K
 CHARACTERS = 2.6  # per token of code, below that of every model here
@@ -34,6 +38,7 @@ SAMPLES = 100  # of each length
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{7,}")
 WANTED = range(20, 81)  # characters of a target line
 MIN_LICENCE = 5000  # characters
+RECORD, LONG_TURN = 20_000, 30_000  # maximum characters of a record, and of a turn
 
 
 class Line(NamedTuple):
@@ -67,6 +72,23 @@ def licences() -> list[str]:
         if path.is_file()
     }
     return sorted((text for text in found if len(text) >= MIN_LICENCE), key=lambda x: (-len(x), x))
+
+
+def records() -> str:
+    """Returns this repository's committed measurements, the first characters of each."""
+    found = sorted((REPOSITORY / "bench" / "results").glob("*/*.json"))
+    return "\n".join(path.read_text("utf-8")[:RECORD] for path in found)
+
+
+def chat() -> str:
+    """Returns a chat of many turns, in the format of ChatML."""
+    turns = [
+        f"<|im_start|>user\nExplain {name} in Python.<|im_end|>\n"
+        f"<|im_start|>assistant\n{text.strip()}<|im_end|>\n"
+        for name, text in sorted(topics.topics.items())
+        if len(text) <= LONG_TURN
+    ]
+    return "".join(random.Random(0).sample(turns, len(turns)))
 
 
 def repeating(text: str, before: int) -> Iterator[Line]:
@@ -114,8 +136,10 @@ def next_lines(length: int, count: int) -> list[dict[str, Any]]:
 def write(folder: Path, lengths: tuple[int, ...], samples: int) -> dict[str, Any]:
     """Writes the files, and returns their sources."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "texts").mkdir(exist_ok=True)
     prose, code = "\n\n".join(licences()), "\n\n".join(text for _, text in modules())
-    files = {"code.txt": code, "prose.txt": prose}
+    texts = {"code": code, "prose": prose, "json": records(), "chat": chat()}
+    files = {f"texts/{name}.txt": text for name, text in texts.items()}
     for length in lengths:
         rows = [json.dumps(row) for row in next_lines(length, samples)]
         (folder / str(length)).mkdir(exist_ok=True)

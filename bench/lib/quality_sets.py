@@ -27,6 +27,8 @@ TIDAL_DENSE = 4 / 30  # the resulting share of dense layers
 PAPERS_QUEST = "slack=1.0, group='max'"
 DUO_RETRIEVAL = 11 / 90  # the share of retrieval heads in direct.safetensors
 GATE_FILES = "hard_kuma.safetensors", "direct.safetensors"
+SHARES = (16, 8, 4)  # of the length
+MASSES_OF_TWILIGHT = (0.8, 0.9, 0.95)
 
 
 def hard_kv(budget: int, more: str = "") -> str:
@@ -116,6 +118,47 @@ def every_method(gates: Path, length: int) -> tuple[str, ...]:
     )
 
 
+def untrained(budget: int, length: int) -> tuple[str, ...]:
+    """Returns every method that needs neither training nor calibration, at one budget.
+
+    Twilight reads what p leaves of twice the budget.
+    """
+    return (
+        f"streaming(sink=4, recent={budget - 4})",
+        f"oracle_top_k(budget={budget})",
+        f"quest(budget={budget})",
+        f"quest(budget={budget}, {PAPERS_QUEST})",
+        f"quest_chunks(budget={budget}, {PAPERS_QUEST})",
+        f"double_sparsity(budget={budget})",
+        f"lfps(budget={budget / length:.5f})",
+        f"lfps(budget={budget / length:.5f}, exact=True)",
+        *(f"lychee_cluster(budget={budget}, rank={rank!r})" for rank in ("centroid", "bound")),
+        f"cluster_kv(budget={budget})",
+        *(f"arkvale(budget={budget}, volume={volume!r})" for volume in ("cuboid", "ball")),
+        *(f"{name}(budget={budget})" for name in ("snapkv", "ada_kv", "h2o", "r_kv")),
+        hard_kv(budget),
+        hard_kv(budget, ", window=8, metric='snapkv'"),
+        f"twilight(quest(budget={2 * budget}), p=0.95)",
+    )
+
+
+def at_shares(_gates: Path, length: int) -> tuple[str, ...]:
+    """Returns every untrained method at each of SHARES, with Twilight over all pages.
+
+    A method's budgets follow one another, so that groups of a run have one budget each.
+    """
+    by_method = zip(*(untrained(length // share, length) for share in SHARES), strict=True)
+    return (
+        *(policy for budgets in by_method for policy in budgets),
+        *(f"twilight(all_pages(), p={p})" for p in MASSES_OF_TWILIGHT),
+    )
+
+
+def at_an_eighth(_gates: Path, length: int) -> tuple[str, ...]:
+    """Returns every untrained method at an eighth of the length."""
+    return (*untrained(length // 8, length), "twilight(all_pages(), p=0.95)")
+
+
 class Set(NamedTuple):
     """A set of policies that are measured together.
 
@@ -134,6 +177,7 @@ class Set(NamedTuple):
 
 
 LONG = (4096, 8192)
+OF_A_REAL_MODEL = (8192, 16384, 30720)
 SETS = {
     "yardsticks": Set(lambda *_: YARDSTICKS, TASKS, (1024, 2048, *LONG)),
     "eviction": Set(eviction, ANSWERED_WHEN_LONG, LONG, steps=512),
@@ -141,6 +185,20 @@ SETS = {
         every_method,
         ("kl", "passkey", "niah_single_2", "niah_multikey_1"),
         (4096,),
+    ),
+    "real_model": Set(at_shares, ("kl",), OF_A_REAL_MODEL),
+    "real_model_tasks": Set(
+        at_an_eighth,
+        (
+            "passkey",
+            "niah_single_2",
+            "niah_multikey_1",
+            "niah_multivalue",
+            "vt",
+            "longbench_lcc",
+            "ppl",
+        ),
+        OF_A_REAL_MODEL,
     ),
     "second_turn": Set(at_a_quarter, ("passkey_turn2", "niah_single_1_turn2"), LONG),
 }

@@ -47,7 +47,8 @@ class EvaluateOptions:
     text: Annotated[
         Path | None,
         Option(
-            help="UTF-8 text file for kl, ppl, attention and drafts, instead of the built-in text."
+            help="UTF-8 text file for kl, ppl, attention and drafts, or a folder of .txt files "
+            "that take turns, instead of the built-in text."
         ),
     ] = None
     files: Annotated[

@@ -1,7 +1,7 @@
 """Measures batches of samples: policies' differences from dense attention, and their answers."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ MEASURES = (*COLUMNS, "attention", DRAFTS)
 DRAFTED = 4
 PAGE_SIZE = 16
 Values = tuple[dict[str, float], dict[str, Any]]
+Texts = Mapping[str, Sequence[int]]
+"""The tokens of texts by name; samples are taken from them in turn."""
 SampleValues = list[list[Values]]
 """[policy][sample] -> values and meta of an entry of one task."""
 
@@ -49,17 +51,20 @@ class Comparison:
         params: Params,
         name: str,
         length: int,
-        text: Sequence[int],
+        texts: Texts,
         steps: int,
         batch: int,
         yardstick: bool = False,
     ) -> None:
-        self._params, self._name, self.length, self._text = params, name, length, text
+        self._params, self._name, self.length, self._texts = params, name, length, texts
         self._steps, self._batch = steps, batch
         self.tasks = (name, YARDSTICK) if yardstick and name == "kl" else (name,)
-        _require_room(length, text, steps)
-        self._windows = windows(text, length, steps) if name == "ppl" else None
-        self.samples = None if self._windows is None else len(self._windows[0])
+        _require_room(length, texts, steps)
+        self._windows = None
+        if name == "ppl":
+            self._windows = [windows(text, length, steps) for text in texts.values()]
+        # texts take turns, so that none may end before the last turn
+        self.samples = self._windows and len(texts) * min(len(cut) for cut, _ in self._windows)
 
     def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> list[SampleValues]:
         """Returns the means over each sample's steps, for each task.
@@ -68,9 +73,12 @@ class Comparison:
         """
         filled, continuation = _filled(indices, self._batch), None
         if self._windows is None:
-            prompts = [excerpt(self._text, self.length, self._steps, index) for index in filled]
+            prompts = [excerpt(self._texts, self.length, self._steps, index) for index in filled]
         else:
-            prompts, continuation = ([part[index] for index in filled] for part in self._windows)
+            turns = [divmod(index, len(self._texts)) for index in filled]
+            prompts, continuation = (
+                [self._windows[text][part][nth] for nth, text in turns] for part in (0, 1)
+            )
         forcing = force(
             self._params,
             [measured(policy) for policy in policies] if self._name == "attention" else policies,
@@ -79,11 +87,11 @@ class Comparison:
             continuation=continuation,
             max_length=_capacity(self.length),
         )
-        rows = range(len(indices))
+        rows, sources = range(len(indices)), [source(self._texts, index) for index in indices]
         if self._name == "attention":
             return [
                 [
-                    [_of_heads(result.heads, row) for row in rows]
+                    [_of_heads(result.heads, row, sources[row]) for row in rows]
                     for result in attention_metrics(forcing)
                 ]
             ]
@@ -93,7 +101,7 @@ class Comparison:
             [
                 (
                     {name: float(mean[at, row]) for name, mean in means.items()},
-                    blocks(result, at, row),
+                    blocks(result, at, row) | sources[row],
                 )
                 for row in rows
             ]
@@ -114,11 +122,9 @@ class Drafting:
 
     tasks, samples = (DRAFTS,), None
 
-    def __init__(
-        self, params: Params, length: int, text: Sequence[int], steps: int, batch: int
-    ) -> None:
-        _require_room(length, text, steps)
-        self._params, self.length, self._text = params, length, text
+    def __init__(self, params: Params, length: int, texts: Texts, steps: int, batch: int) -> None:
+        _require_room(length, texts, steps)
+        self._params, self.length, self._texts = params, length, texts
         self._steps, self._batch = steps, batch
 
     def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> list[SampleValues]:
@@ -127,7 +133,7 @@ class Drafting:
             self._params,
             policies,
             [
-                excerpt(self._text, self.length, self._steps, index)
+                excerpt(self._texts, self.length, self._steps, index)
                 for index in _filled(indices, self._batch)
             ],
             max_new_tokens=self._steps + 1,
@@ -135,8 +141,13 @@ class Drafting:
             max_length=_capacity(self.length),
             drafts=DRAFTED,
         )
-        rows = range(len(indices))
-        return [[[(_of_drafts(row[nth].stats), {}) for nth in rows] for row in answers]]
+        sources = [source(self._texts, index) for index in indices]
+        return [
+            [
+                [(_of_drafts(out.stats), of) for out, of in zip(row, sources, strict=False)]
+                for row in answers
+            ]
+        ]
 
 
 def _of_drafts(stats: GenerationStats) -> dict[str, float]:
@@ -152,21 +163,28 @@ def _of_drafts(stats: GenerationStats) -> dict[str, float]:
     }
 
 
-def excerpt(text: Sequence[int], length: int, steps: int, index: int) -> list[int]:
-    """Returns the excerpt of a text that sample `index` continues by `steps` + 1 tokens."""
+def excerpt(texts: Texts, length: int, steps: int, index: int) -> list[int]:
+    """Returns the excerpt that sample `index` continues by `steps` + 1 tokens."""
+    text = [*texts.values()][index % len(texts)]
     start = random.Random(f"{SEED} {length} {index}").randint(0, len(text) - length)
     return list(text[start : start + length - steps - 1])
 
 
-def _require_room(length: int, text: Sequence[int], steps: int) -> None:
+def source(texts: Texts, index: int) -> dict[str, Any]:
+    """Returns the meta that names a sample's text, if there are several."""
+    return {"text": [*texts][index % len(texts)]} if len(texts) > 1 else {}
+
+
+def _require_room(length: int, texts: Texts, steps: int) -> None:
     """Raises ValueError if a text or a length is too short for its excerpts."""
     if length < steps + 2:
         raise ValueError(f"length={length}: must be at least steps + 2 = {steps + 2}")
-    if len(text) < length:
-        raise ValueError(
-            f"length={length}: must be at most {len(text)}, the tokens of the text: give a "
-            "longer one"
-        )
+    for name, text in texts.items():
+        if len(text) < length:
+            raise ValueError(
+                f"length={length}: must be at most {len(text)}, the tokens of the text {name}: "
+                "give a longer one"
+            )
 
 
 class GreedyAnswers:
@@ -277,15 +295,15 @@ def _yardstick_values(forcing: Forcing, result: Closeness) -> SampleValues:
     ]
 
 
-def _of_heads(heads: HeadMetrics, row: int) -> Values:
-    """Averages one sample over the layers and heads that selected; meta: tokens by head."""
+def _of_heads(heads: HeadMetrics, row: int, meta: dict[str, Any]) -> Values:
+    """Averages one sample over the layers and heads that selected; adds tokens by head to meta."""
     values = {}
     for name in ("recall", "mass", "output_error", "attended", "pages", "bytes_read"):
         of_row = getattr(heads, name)[:, row]
         if np.isfinite(of_row).any():
             values[name] = float(np.mean(of_row[np.isfinite(of_row)]))
     attended = heads.attended[:, row]
-    return values, {
+    return values, meta | {
         "attended_heads": [
             [float(x) if np.isfinite(x) else None for x in layer] for layer in attended
         ]

@@ -37,7 +37,8 @@ class Plan(NamedTuple):
         batch: the number of prompts per batch.
         steps: the number of decode steps per sample of a measure.
         chat: whether a task's prompt is sent as a user's message to a chat model.
-        text: the UTF-8 text of the measures; None: the included one.
+        text: the UTF-8 text of the measures, or a folder of several, from which samples are taken
+            in turn; None: the included one.
         files: the folder of the files that some tasks need; see `tasks.parse`.
         yardstick: whether "kl" is also compared with the oracle of `jsparse.evaluation.yardstick`.
         max_new_tokens: the maximum tokens per answer of open-ended tasks.
@@ -158,7 +159,9 @@ def _measures(params: Params, plan: Plan) -> Iterator[Comparison | Drafting | Gr
         for length in plan.lengths:
             if length > maximum:
                 raise ValueError(f"length={length}: must be at most {maximum}, the model's maximum")
-    text = tokenizer.encode(texts.read(plan.text)) if set(plan.tasks) & set(MEASURES) else []
+    text = {}
+    if set(plan.tasks) & set(MEASURES):
+        text = {name: tokenizer.encode(read) for name, read in texts.read(plan.text).items()}
     for name in plan.tasks:
         if name == DRAFTS:
             for length in plan.lengths:

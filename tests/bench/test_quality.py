@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from bench.lib.quality_sets import GATE_FILES, SETS
+from bench.quality import by_text
 from jsparse.evaluation.plan import plan
 from jsparse.policies.expressions import parse
 from jsparse.policies.head_gates import HeadGates, save
@@ -29,3 +30,12 @@ def test_tasks_and_lengths_of_a_set_can_be_measured():
         assert (made.tasks, made.lengths) == (tuple(SETS[name].tasks), tuple(SETS[name].lengths)), (
             name
         )
+
+
+def test_means_of_each_text():
+    samples = [
+        {"meta": {"text": text}, "values": {"kl": kl}}
+        for text, kl in (("a", 1), ("b", 4), ("a", 2))
+    ]
+    assert by_text(samples) == {"texts": {"a": {"kl": 1.5}, "b": {"kl": 4}}}
+    assert by_text([{"meta": {}, "values": {"kl": 1}}]) == by_text([]) == {}

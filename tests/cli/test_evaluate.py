@@ -51,6 +51,22 @@ def test_writes_every_sample_and_the_page(common, tmp_path):
     assert not list(tmp_path.glob("*.jsonl"))
 
 
+def test_texts_of_a_folder_take_turns(common, tmp_path):
+    folder, out = tmp_path / "texts", tmp_path / "out.json"
+    folder.mkdir()
+    for name, word in (("b", "house "), ("a", "dog ")):
+        (folder / f"{name}.txt").write_text(word * 200)
+    done = run(*common, "--tasks", "kl,ppl", "--text", folder, "--json", out)
+    assert done.exit_code == 0, done.output
+    for cell in json.loads(out.read_text())["cells"]:
+        assert [sample["meta"]["text"] for sample in cell["samples"]] == ["a", "b", "a"]
+    for path in folder.iterdir():
+        path.unlink()
+    refused = run(*common, "--text", folder)
+    assert refused.exit_code == 2
+    assert "must be a text file, or a folder with .txt files" in refused.stderr
+
+
 def test_only_report_needs_matplotlib(common, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(evaluate, "carry_out", lambda *_, **__: 1 / 0)

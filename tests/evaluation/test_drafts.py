@@ -7,7 +7,7 @@ from jsparse.evaluation.evaluators import DRAFTED, Drafting, _of_drafts, excerpt
 from jsparse.runtime.host_reader import GenerationStats
 from tests.support.tiny import random_tokens, tiny_params
 
-TEXT = random_tokens(1, 200)[0].tolist()
+TEXT = {"random": random_tokens(1, 200)[0].tolist()}
 LENGTH, STEPS = 60, 20
 QUEST = "quest(budget=32)"
 
