@@ -19,7 +19,7 @@ default:
                    --files has a folder per length
 
 Each length, and each group of policies, has its own process. Several run in parallel, since much of
-the time is compilation; they take turns on the GPUs. PATH gets the joint report without the
+the time is compilation; they take turns on the GPUs and share their memory equally. PATH gets the joint report without the
 samples; the reports of the processes, with every sample, are next to it.
 
     python -m bench.quality --json build/quality.json [--resume] [--lengths 1024 2048] [--groups 2]
@@ -125,8 +125,11 @@ def measure(args: argparse.Namespace, part: ReportPart, free: Queue[str]) -> dic
             *["--yardstick"] * args.yardstick,
         ]
         gpu = free.get()
+        on_each = -(-args.processes // args.gpus)
         environment = os.environ | {
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            # the rest is for CUDA graphs
+            "XLA_CLIENT_MEM_FRACTION": f"{0.9 / on_each:.3f}",
             "CUDA_VISIBLE_DEVICES": gpu,
         }
         done = subprocess.run(

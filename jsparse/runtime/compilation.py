@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
+from io import BytesIO
 from threading import Event, Lock, Thread, get_native_id, local
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -60,8 +61,20 @@ _compilers = ThreadPoolExecutor(
     thread_name_prefix="jsparse-compile",
     initializer=_yield_to_others,
 )
-# one thread: tracing is Python
-_tracer = ThreadPoolExecutor(1, thread_name_prefix="jsparse-trace")
+
+
+@cache
+def _tracers() -> ThreadPoolExecutor:
+    """Returns the threads that trace and lower programs.
+
+    That is Python, which threads do not speed up, except on a GPU, where half of it is Triton
+    compiling kernels in C++.
+    """
+    return ThreadPoolExecutor(
+        2 if jax.default_backend() == "gpu" else 1, thread_name_prefix="jsparse-trace"
+    )
+
+
 # programs to trace, in order; those that a caller waits for come first
 _to_trace: deque[Callable[[], None]] = deque()
 
@@ -186,7 +199,7 @@ class Program:
 
         The result is called with the non-static arguments. Calling the program itself with the same
         arguments then does not compile again. Several programs compile concurrently, identical ones
-        only once. Only one is traced at a time: tracing is Python, which threads do not speed up.
+        only once.
         """
         return self._begin(self._call(args, kwargs))
 
@@ -270,7 +283,7 @@ class Program:
             elif call.plain:
                 trace = partial(self._trace, call, made, name)
                 _to_trace.appendleft(trace) if urgent else _to_trace.append(trace)
-                _tracer.submit(lambda: _to_trace.popleft()())
+                _tracers().submit(lambda: _to_trace.popleft()())
             else:
                 self._trace(call, made, name)
         except BaseException as error:
@@ -321,8 +334,10 @@ def _compiled(lowered: Any, of: Any = None) -> "Future[_Compiled]":
     `of`: the other parts of their key. Different static arguments often give the same program, for
     example policies in a program that ignores the policy.
     """
-    text = lowered.as_text().encode()
-    form = of, hashlib.sha256(text).digest(), lowered.in_tree, lowered.out_tree
+    # as bytecode, which has equal kernels once: text of 10 MB takes a second
+    lowered.compiler_ir().operation.write_bytecode(module := BytesIO())
+    digest = hashlib.sha256(module.getbuffer()).digest()
+    form = of, digest, lowered.in_tree, lowered.out_tree
     with _changing:
         job = _compiling.get(form)
         if job is not None:
