@@ -31,11 +31,6 @@ SHARES = (16, 8, 4)  # of the length
 MASSES_OF_TWILIGHT = (0.8, 0.9, 0.95)
 
 
-def hard_kv(budget: int, more: str = "") -> str:
-    """Returns hard_kv with heads of half to twice the budget."""
-    return f"hard_kv(budget={budget}, floor={budget // 2}, cap={2 * budget}{more})"
-
-
 def at_budget(budget: int) -> tuple[str, ...]:
     """Returns the policies that keep `budget` slots per head, and those that read that number.
 
@@ -44,9 +39,9 @@ def at_budget(budget: int) -> tuple[str, ...]:
     of 8.
     """
     return (
-        hard_kv(budget),
-        hard_kv(budget, ", window=8, metric='snapkv'"),
-        hard_kv(budget, f", recent={budget // 2}"),
+        f"hard_kv(budget={budget})",
+        f"hard_kv(budget={budget}, window=8, metric='snapkv')",
+        f"hard_kv(budget={budget}, recent={budget // 2})",
         f"snapkv(budget={budget}, window=32)",
         *(f"{name}(budget={budget})" for name in ("snapkv", "ada_kv", "h2o", "r_kv")),
         f"streaming(sink=4, recent={budget - 4})",
@@ -110,8 +105,8 @@ def every_method(gates: Path, length: int) -> tuple[str, ...]:
         f"cluster_kv(budget={budget})",
         *(f"arkvale(budget={budget}, volume={volume!r})" for volume in ("cuboid", "ball")),
         *(f"{name}(budget={budget})" for name in ("snapkv", "ada_kv", "h2o", "r_kv")),
-        hard_kv(budget),
-        hard_kv(budget, ", window=8, metric='snapkv'"),
+        f"hard_kv(budget={budget})",
+        f"hard_kv(budget={budget}, window=8, metric='snapkv')",
         f"twilight(quest(budget={length // 2}), p=0.95)",
         "twilight(all_pages(), p=0.9)",
         "twilight(all_pages(), p=0.95)",
@@ -136,8 +131,8 @@ def untrained(budget: int, length: int) -> tuple[str, ...]:
         f"cluster_kv(budget={budget})",
         *(f"arkvale(budget={budget}, volume={volume!r})" for volume in ("cuboid", "ball")),
         *(f"{name}(budget={budget})" for name in ("snapkv", "ada_kv", "h2o", "r_kv")),
-        hard_kv(budget),
-        hard_kv(budget, ", window=8, metric='snapkv'"),
+        f"hard_kv(budget={budget})",
+        f"hard_kv(budget={budget}, window=8, metric='snapkv')",
         f"twilight(quest(budget={2 * budget}), p=0.95)",
     )
 

@@ -42,8 +42,8 @@ logger = logging.getLogger("jsparse.hard_kv")
 @builder
 def hard_kv(
     budget: int = 1024,
-    floor: int = 512,
-    cap: int = 2048,
+    floor: int | None = None,
+    cap: int | None = None,
     p: float = 0.9,
     period: int = 128,
     window: int = 32,
@@ -60,9 +60,9 @@ def hard_kv(
 
     Args:
         budget: the slots per KV head: the average over a layer's heads for budgets="joint", the
-            number of each head for "uniform"; unused otherwise.
-        floor: the minimum slots of a head, if heads differ.
-        cap: the maximum slots of a head, if heads differ.
+            number of each head for "uniform".
+        floor: the minimum slots of a head, if heads differ; None: half the budget.
+        cap: the maximum slots of a head, if heads differ; None: twice the budget.
         p: for "n_star" and "calibrated" the share of the window's attention that a head keeps, over
             all tokens that it holds or ever dropped; for "union" the share that each query of the
             window keeps of its attention to all tokens that the head holds.
@@ -107,6 +107,9 @@ def hard_kv(
         raise ValueError(f"recent={recent}: must be at least window={window}")
     if metric == "attention" and window > QUESTION:
         _log(window)
+    whole_number("budget", budget, 1)
+    floor = max(budget // 2, 1) if floor is None else floor
+    cap = 2 * budget if cap is None else cap
     room = _rooms(budget, floor, cap, newest, sink, merge, budgets)
     score: dict[str, ScoreFn] = {
         "attention": pooled_attention(1, POOLING, "competing"),

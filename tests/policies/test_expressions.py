@@ -102,10 +102,10 @@ ERRORS = [
     ("streaming(sink=b'4')", "sink=b'4': must be a number"),
     ("oracle_top_k(granularity='row')", "granularity='row': must be one of"),
     ("oracle_top_p(p=0)", "p=0: must be a number above 0 and at most 1"),
-    ("hard_kv(budget=36, floor=1)", "budget=36: must be at least 37: newest tokens \\+ "),
+    ("hard_kv(budget=36)", "budget=36: must be at least 37: newest tokens \\+ "),
     ("hard_kv(cap=36, floor=1, budgets='n_star')", "cap=36: must be at least 37: newest"),
     ("hard_kv(floor=2049)", "floor=2049: must be at most cap=2048"),
-    ("hard_kv(budget=2049)", "budget=2049: must be from floor=512 to cap=2048"),
+    ("hard_kv(budget=2049, cap=2048)", "budget=2049: must be from floor=1024 to cap=2048"),
     (
         "hard_kv(budgets='n_star', merge=False)",
         "merge=False: must be True with budgets='n_star'",
@@ -221,10 +221,10 @@ def test_hard_kv_warns_once_about_its_default(caplog):
     told = sys.modules[jsparse.hard_kv.__module__].__dict__["_log"]
     told.cache_clear()
     for budget in (700, 701):
-        parse(f"hard_kv(budget={budget}, floor=600)")
+        parse(f"hard_kv(budget={budget})")
     (line,) = caplog.messages
     assert "drops single facts" in line
     told.cache_clear()
-    parse("hard_kv(budget=702, floor=600, metric='snapkv', window=8)")
-    parse("hard_kv(budget=703, floor=600, window=8)")
+    parse("hard_kv(budget=702, metric='snapkv', window=8)")
+    parse("hard_kv(budget=703, window=8)")
     assert len(caplog.messages) == 1
