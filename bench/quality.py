@@ -19,8 +19,8 @@ default:
                    --files has a folder per length
 
 Each length, and each group of policies, has its own process. Several run in parallel, since much of
-the time is compilation; they take turns on the GPUs and share their memory equally. PATH gets the joint report without the
-samples; the reports of the processes, with every sample, are next to it.
+the time is compilation; they take turns on the GPUs and share their memory equally. PATH gets the
+joint report without the samples; the reports of the processes, with every sample, are next to it.
 
     python -m bench.quality --json build/quality.json [--resume] [--lengths 1024 2048] [--groups 2]
                            [--processes 4] [--gpus 2]

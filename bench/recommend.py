@@ -17,6 +17,7 @@ from bench.lib.environment import describe
 from bench.lib.subprocesses import write_report
 
 DENSE = "dense()"
+LONG = 30  # characters of a label
 
 
 def measured(options: Namespace) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         above = float("inf")
         for kl, speed, policy in reversed(points):
             axis.plot(speed, kl, "o", color="tab:blue")
-            left, below = speed > 1.2 * middle, above < 1.15 * kl
+            left, below = speed > (1 if len(policy) > LONG else 1.2) * middle, above < 1.15 * kl
             axis.annotate(
                 policy,
                 (speed, kl),
