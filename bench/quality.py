@@ -190,11 +190,11 @@ def without_samples(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def by_text(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
     """Returns the means of each text's samples; {} unless there are several texts."""
-    texts = sorted({sample["meta"].get("text", "") for sample in samples})
+    texts = sorted({sample["meta"].get("source", "") for sample in samples})
     if texts in ([], [""]):
         return {}
     of = {
-        text: [sample["values"] for sample in samples if sample["meta"].get("text") == text]
+        text: [sample["values"] for sample in samples if sample["meta"].get("source") == text]
         for text in texts
     }
     return {

@@ -172,7 +172,7 @@ def excerpt(texts: Texts, length: int, steps: int, index: int) -> list[int]:
 
 def source(texts: Texts, index: int) -> dict[str, Any]:
     """Returns the meta that names a sample's text, if there are several."""
-    return {"text": [*texts][index % len(texts)]} if len(texts) > 1 else {}
+    return {"source": [*texts][index % len(texts)]} if len(texts) > 1 else {}
 
 
 def _require_room(length: int, texts: Texts, steps: int) -> None:

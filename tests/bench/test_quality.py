@@ -34,7 +34,7 @@ def test_tasks_and_lengths_of_a_set_can_be_measured():
 
 def test_means_of_each_text():
     samples = [
-        {"meta": {"text": text}, "values": {"kl": kl}}
+        {"meta": {"source": text}, "values": {"kl": kl}}
         for text, kl in (("a", 1), ("b", 4), ("a", 2))
     ]
     assert by_text(samples) == {"texts": {"a": {"kl": 1.5}, "b": {"kl": 4}}}
