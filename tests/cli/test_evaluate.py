@@ -51,7 +51,8 @@ def test_writes_every_sample_and_the_page(common, tmp_path):
     assert not list(tmp_path.glob("*.jsonl"))
 
 
-def test_texts_of_a_folder_take_turns(common, tmp_path):
+@pytest.mark.slow
+def test_samples_name_the_text_of_a_folder(common, tmp_path):
     folder, out = tmp_path / "texts", tmp_path / "out.json"
     folder.mkdir()
     for name, word in (("b", "house "), ("a", "dog ")):
@@ -60,9 +61,20 @@ def test_texts_of_a_folder_take_turns(common, tmp_path):
     assert done.exit_code == 0, done.output
     for cell in json.loads(out.read_text())["cells"]:
         assert [sample["meta"]["source"] for sample in cell["samples"]] == ["a", "b", "a"]
-    for path in folder.iterdir():
-        path.unlink()
-    refused = run(*common, "--text", folder)
+
+
+def test_texts_take_turns():
+    texts = {"a": range(100), "b": range(200, 300)}
+    assert evaluators.source(texts, 3) == {"source": "b"}
+    assert evaluators.source({"a": range(100)}, 3) == {}
+    for index in range(6):
+        first, *_, last = evaluators.excerpt(texts, 20, 4, index)
+        assert last - first == 14
+        assert (first >= 200) == (index % 2 == 1)
+
+
+def test_folder_without_texts_is_refused(common, tmp_path):
+    refused = run(*common, "--tasks", "kl", "--text", tmp_path)
     assert refused.exit_code == 2
     assert "must be a text file, or a folder with .txt files" in refused.stderr
 
