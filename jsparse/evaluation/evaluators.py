@@ -60,11 +60,11 @@ class Comparison:
         self._steps, self._batch = steps, batch
         self.tasks = (name, YARDSTICK) if yardstick and name == "kl" else (name,)
         _require_room(length, texts, steps)
-        self._windows = None
+        self._windows, self.samples = None, None
         if name == "ppl":
             self._windows = [windows(text, length, steps) for text in texts.values()]
-        # texts take turns, so that none may end before the last turn
-        self.samples = self._windows and len(texts) * min(len(cut) for cut, _ in self._windows)
+            # texts take turns, so that none may end before the last turn
+            self.samples = len(texts) * min(len(cut) for cut, _ in self._windows)
 
     def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> list[SampleValues]:
         """Returns the means over each sample's steps, for each task.
@@ -182,8 +182,8 @@ def _require_room(length: int, texts: Texts, steps: int) -> None:
     for name, text in texts.items():
         if len(text) < length:
             raise ValueError(
-                f"length={length}: must be at most {len(text)}, the tokens of the text {name}: "
-                "give a longer one"
+                f"length={length}: must be at most {len(text)}, the tokens of the text"
+                f"{f' {name}' if name else ''}: give a longer one"
             )
 
 

@@ -161,7 +161,7 @@ def _measures(params: Params, plan: Plan) -> Iterator[Comparison | Drafting | Gr
                 raise ValueError(f"length={length}: must be at most {maximum}, the model's maximum")
     text = {}
     if set(plan.tasks) & set(MEASURES):
-        text = {name: tokenizer.encode(read) for name, read in texts.read(plan.text).items()}
+        text = {name: tokenizer.encode(read) for name, read in texts.read_all(plan.text).items()}
     for name in plan.tasks:
         if name == DRAFTS:
             for length in plan.lengths:
