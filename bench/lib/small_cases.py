@@ -433,7 +433,7 @@ OPS = {
     ),
     "residual_norm": Op(normed, named(norm_cases.CASES, "few one_row odd_width parts")),
     "rope_append": Op(
-        rotated, named(rope_cases.CASES, "plain paged normed odd_width broken parts")
+        rotated, named(rope_cases.CASES, "plain paged normed odd_width broken several parts")
     ),
     "row_gather": Op(gathered, named(gather_cases.CASES, "far_ids large_pages odd_width")),
     "row_scatter": Op(scattered, named(scatter_cases.CASES, "rows pages odd_width")),

@@ -10,19 +10,19 @@ from jsparse.cache import (
     NOTHING,
     KVCache,
     ReadOnly,
-    finite,
     replace_layer,
     step_view,
     without_host,
-    write,
 )
+from jsparse.heads import Heads
 from jsparse.hooks import State
 from jsparse.models.transformer import Decoder, Weights, hidden_states
+from jsparse.pallas_kernels.rope_append import rope_append
 from jsparse.policy import Policy, kept
 from jsparse.runtime.chunk_attention import attend_chunk
 from jsparse.runtime.compilation import note_trace, program
 from jsparse.selection.partials import ListedLogits, Stats
-from jsparse.shapes import ChunkQueries, Rows, Tokens
+from jsparse.shapes import ChunkKV, ChunkQueries, Rows, Tokens
 
 
 @program(static_argnames=("decoder", "policy"), donate_argnames=("cache", "state"))
@@ -88,18 +88,20 @@ def recomputed(
     cache = view.cache._replace(positions=first)
     positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)
 
-    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        nonlocal cache, state
-        kv = cache.layers[layer]
-        kv = write(kv, k, v, positions, valid, kv.lengths - valid[:, None])
+    def rotate(layer: int, heads: Heads) -> tuple[ChunkQueries, ChunkKV, ChunkKV]:
+        nonlocal cache
+        q, k, v, kv = rope_append(heads, cache.layers[layer], positions, valid)
         cache = replace_layer(cache, layer, kv)
-        o, stats = attend_new(q, k, v, kv, valid)
-        k, v = finite(k), finite(v)  # as the cache holds them
+        return q, k, v
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        nonlocal state
+        o, stats = attend_new(q, k, v, cache.layers[layer], valid)
         now = view._replace(cache=cache)
         state = policy.append(state, layer, k, v, tokens, positions, now)
         if stats is not None and checked is not None:
             state = kept(policy, "checked", state, checked(state, layer, stats, now))
         return o
 
-    hidden = hidden_states(decoder, weights, tokens, positions, attend)
+    hidden = hidden_states(decoder, weights, tokens, positions, attend, rotate)
     return hidden, without_host(cache)._replace(positions=after), state

@@ -8,7 +8,7 @@ from jsparse.shapes import ChunkKV, ChunkQueries, Rows
 
 
 def rope_append(
-    heads: Heads, layer: LayerCache, positions: Int32[Array, "B 1"], valid: Rows
+    heads: Heads, layer: LayerCache, positions: Int32[Array, "B T"], valid: Rows
 ) -> tuple[ChunkQueries, ChunkKV, ChunkKV, LayerCache]:
     """Implements `api.rope_append` in plain jnp."""
     q, k, v = heads.rotated()

@@ -1,4 +1,4 @@
-"""Implements `api.rope_append` with jax-triton, in one launch with a program per head.
+"""Implements `api.rope_append` with jax-triton, in one launch with a program per head of a token.
 
 Pages are written in place. A product of the rotation may be fused with its sum, so an element may
 be an ulp off.
@@ -23,7 +23,7 @@ class RopePlan:
     Attributes:
         parts: parts of q, k and v to add.
         part: elements per part; 0 if there is only one part.
-        heads, kv_heads, head_dim, page_size, pages: N, K, H, P and M.
+        tokens, heads, kv_heads, head_dim, page_size, pages: T, N, K, H, P and M.
         half: H / 2.
         columns: `half`, rounded up to a power of two.
         paged: whether the layer has a block table.
@@ -33,6 +33,7 @@ class RopePlan:
 
     parts: int
     part: int
+    tokens: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -46,17 +47,18 @@ class RopePlan:
 
 
 def rope_append(
-    heads: Heads, layer: LayerCache, positions: Int32[Array, "B 1"], valid: Rows
+    heads: Heads, layer: LayerCache, positions: Int32[Array, "B T"], valid: Rows
 ) -> tuple[ChunkQueries, ChunkKV, ChunkKV, LayerCache]:
     """Implements `api.rope_append` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
-    batch, _, count, head_dim = heads.qkv.shape[-4:]
+    batch, tokens, count, head_dim = heads.qkv.shape[-4:]
     table, kv_heads = layer.block_table, heads.num_kv_heads
     in_parts = heads.qkv.ndim > 4
     plan = RopePlan(
         parts=len(heads.qkv) if in_parts else 1,
         part=heads.qkv[0].size if in_parts else 0,
+        tokens=tokens,
         heads=heads.num_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -83,13 +85,13 @@ def rope_append(
         *pools,
         kernel=rope_kernel if layer.bias is None else rope_bias_kernel,
         out_shape=[
-            shape(batch, 1, heads.num_heads, head_dim),
-            shape(batch, 1, kv_heads, head_dim),
-            shape(batch, 1, kv_heads, head_dim),
+            shape(batch, tokens, heads.num_heads, head_dim),
+            shape(batch, tokens, kv_heads, head_dim),
+            shape(batch, tokens, kv_heads, head_dim),
             *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
         ],
         input_output_aliases={len(given) + nth: 3 + nth for nth in range(len(pools))},
-        grid=(count, batch),
+        grid=(count, batch * tokens),
         num_warps=1,
         plan=plan,
     )
@@ -100,9 +102,9 @@ def rope_append(
 
 @triton.jit
 def rope_kernel(
-    qkv,  # [parts, B, N + 2K, H]
-    cos,  # [B, H / 2]
-    sin,  # [B, H / 2]
+    qkv,  # [parts, B, T, N + 2K, H]
+    cos,  # [B, T, H / 2]
+    sin,  # [B, T, H / 2]
     q_scale,  # [H]
     k_scale,  # [H]
     lengths,  # [B, K]
@@ -110,14 +112,14 @@ def rope_kernel(
     table,  # [B, K, M]
     _k,  # aliases of the returned pools
     _v,
-    q_out,  # [B, N, H]
-    k_out,  # [B, K, H]
-    v_out,  # [B, K, H]
+    q_out,  # [B, T, N, H]
+    k_out,  # [B, T, K, H]
+    v_out,  # [B, T, K, H]
     k_pool,  # [pages, P, H]
     v_pool,  # [pages, P, H]
     plan: tl.constexpr,
 ):
-    """Processes one head of a row."""
+    """Processes one head of a token."""
     inputs = (qkv, cos, sin, q_scale, k_scale, lengths, valid, table)
     rotate(inputs, (q_out, k_out, v_out, k_pool, v_pool, None), plan)
 
@@ -143,22 +145,23 @@ def rope_bias_kernel(
     bias_pool,  # [pages, P]
     plan: tl.constexpr,
 ):
-    """Processes one head of a row in a cache with slot biases; new slots get 0."""
+    """Processes one head of a token in a cache with slot biases; new slots get 0."""
     inputs = (qkv, cos, sin, q_scale, k_scale, lengths, valid, table)
     rotate(inputs, (q_out, k_out, v_out, k_pool, v_pool, bias_pool), plan)
 
 
 @triton.jit
 def rotate(inputs, outputs, plan: tl.constexpr):
-    """Rotates one head of a row, and stores the result."""
+    """Rotates one head of a token, and stores the result."""
     qkv, cos, sin, q_scale, k_scale, lengths, valid, table = inputs
     q_out, k_out, v_out, k_pool, v_pool, bias_pool = outputs
-    head, row = tl.program_id(0), tl.program_id(1)
+    head, token = tl.program_id(0), tl.program_id(1)
+    row, nth = token // plan.tokens, token % plan.tokens
     parts: tl.constexpr = plan.parts
     count: tl.constexpr = plan.heads + 2 * plan.kv_heads
     column = tl.arange(0, plan.columns)
     inside = column < plan.half
-    start = qkv + (row * count + head) * plan.head_dim + column
+    start = qkv + (token * count + head) * plan.head_dim + column
     dtype = q_out.dtype.element_ty
     low = tl.load(start, mask=inside, other=0).to(tl.float32)
     high = tl.load(start + plan.half, mask=inside, other=0).to(tl.float32)
@@ -179,11 +182,11 @@ def rotate(inputs, outputs, plan: tl.constexpr):
             of_high = tl.load(scale + plan.half + column, mask=inside, other=0).to(tl.float32)
             x = ((x * rate).to(dtype).to(tl.float32) * of_low).to(dtype).to(tl.float32)
             y = ((y * rate).to(dtype).to(tl.float32) * of_high).to(dtype).to(tl.float32)
-        c = tl.load(cos + row * plan.half + column, mask=inside, other=0)
-        s = tl.load(sin + row * plan.half + column, mask=inside, other=0)
+        c = tl.load(cos + token * plan.half + column, mask=inside, other=0)
+        s = tl.load(sin + token * plan.half + column, mask=inside, other=0)
         low, high = (x * c - y * s).to(dtype), (y * c + x * s).to(dtype)
     if head < plan.heads:
-        put(q_out, row * plan.heads + head, low, high, column, inside, plan)
+        put(q_out, token * plan.heads + head, low, high, column, inside, plan)
     else:
         low, high = finite(low), finite(high)
         kv_head = head - plan.heads
@@ -191,17 +194,17 @@ def rotate(inputs, outputs, plan: tl.constexpr):
             kv_head -= plan.kv_heads
         pair = row * plan.kv_heads + kv_head
         new = tl.load(valid + row)
-        slot = tl.load(lengths + pair) - new
-        ok = (new > 0) & (slot >= 0) & (slot < plan.pages * plan.page_size)
+        slot = tl.load(lengths + pair) - new + nth
+        ok = (nth < new) & (slot >= 0) & (slot < plan.pages * plan.page_size)
         page = tl.where(ok, slot // plan.page_size, 0) + pair * plan.pages
         if plan.paged:
             page = tl.load(table + page)
         at = page.to(tl.int64) * plan.page_size + slot % plan.page_size
         if of_value:
-            put(v_out, pair, low, high, column, inside, plan)
+            put(v_out, token * plan.kv_heads + kv_head, low, high, column, inside, plan)
             put(v_pool, at, low, high, column, inside & ok, plan)
         else:
-            put(k_out, pair, low, high, column, inside, plan)
+            put(k_out, token * plan.kv_heads + kv_head, low, high, column, inside, plan)
             put(k_pool, at, low, high, column, inside & ok, plan)
             if bias_pool is not None:
                 tl.store(bias_pool + at, 0.0, mask=ok)

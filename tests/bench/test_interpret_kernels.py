@@ -49,7 +49,7 @@ CASES = {
     "page_bounds": "ragged",
     "place_logits": "any dense_and_listed",
     "residual_norm": "few",
-    "rope_append": "paged normed",
+    "rope_append": "normed several",
     "row_gather": "far_ids odd_width",
     "row_scatter": "odd_width",
     "runs_to_tokens": "outside one_slot",

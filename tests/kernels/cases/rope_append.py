@@ -18,7 +18,7 @@ class Case(Named):
     """A call of `rope_append`.
 
     Attributes:
-        rows, heads, kv_heads, head_dim: B, N, K and H.
+        rows, tokens, heads, kv_heads, head_dim: B, T, N, K and H.
         page_size, pages: P, and M, those of a head.
         paged: whether a block table lists pages in any order.
         normed: whether heads of q and k are normalised.
@@ -29,6 +29,7 @@ class Case(Named):
     """
 
     rows: int = 3
+    tokens: int = 1
     heads: int = 6
     kv_heads: int = 2
     head_dim: int = 32
@@ -43,15 +44,18 @@ class Case(Named):
     kept: str = "float32"
 
     def inputs(self, rng: np.random.Generator) -> Inputs:
-        """Draws the inputs: one row is inactive, and one head's slot is past its last."""
+        """Draws the inputs: one row is inactive, and one head's slots are past its last.
+
+        With several tokens, the first row lacks the last one.
+        """
         pairs, capacity = self.rows * self.kv_heads, self.pages * self.page_size
         count = self.heads + 2 * self.kv_heads
         parts = () if self.parts is None else (self.parts,)
-        qkv = rng.normal(size=(*parts, self.rows, 1, count, self.head_dim))
+        qkv = rng.normal(size=(*parts, self.rows, self.tokens, count, self.head_dim))
         if self.broken:
             for head, value in ((self.heads, np.nan), (self.heads + 1, np.inf), (-1, -np.inf)):
                 qkv[0, 0, head, head] = value
-        positions = rng.integers(0, 5000, (self.rows, 1))
+        positions = rng.integers(0, 5000, (self.rows, 1)) + np.arange(self.tokens)
         frequencies = 1e4 ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
         angles = positions.astype(np.float32)[..., None] * frequencies.astype(np.float32)
         table = put(1.1 * np.cos(angles)), put(1.1 * np.sin(angles))
@@ -69,8 +73,8 @@ class Case(Named):
         pool = rng.normal(size=(2, pairs * self.pages + spare, self.page_size, self.head_dim))
         k, v = (put(part, self.kept) for part in pool)
         table = rng.permutation(pool.shape[1])[: pairs * self.pages]
-        lengths = rng.integers(1, capacity + 1, (self.rows, self.kv_heads))
-        lengths[0, 0], lengths[-1, 0], lengths[-1, -1] = 1, capacity, capacity + 5
+        lengths = rng.integers(self.tokens, capacity + 1, (self.rows, self.kv_heads))
+        lengths[0, 0], lengths[-1, 0], lengths[-1, -1] = self.tokens, capacity, capacity + 5
         slots = pool.shape[1:3]
         layer = LayerCache(
             k,
@@ -80,7 +84,8 @@ class Case(Named):
             bias=put(np.ones(slots), np.float32) if self.beside else None,
             slot_positions=put(np.full(slots, -1), np.int32) if self.beside else None,
         )
-        valid = np.ones(self.rows, np.int32)
+        valid = np.full(self.rows, self.tokens, np.int32)
+        valid[0] = max(self.tokens - 1, 1)
         valid[self.rows // 2] = 0
         return Inputs(heads, layer, put(positions, np.int32), put(valid))
 
@@ -93,5 +98,6 @@ CASES = (
     Case("as_llama", heads=32, kv_heads=8, head_dim=128, dtype="bfloat16", kept="bfloat16"),
     Case("narrower_cache", dtype="float32", kept="bfloat16"),
     Case("broken", broken=True),
+    Case("several", tokens=5, paged=True, normed=True, beside=True),
     Case("parts", parts=3, normed=True, beside=True, dtype="bfloat16", kept="bfloat16"),
 )
