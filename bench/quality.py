@@ -117,7 +117,7 @@ def measure(args: argparse.Namespace, part: ReportPart, free: Queue[str]) -> dic
             "--samples",
             str(args.samples),
             "--batch",
-            str(args.batch),
+            str(args.batch or min(args.samples, max(1, SETS[args.set].tokens // part.length))),
             "--steps",
             str(args.steps),
             *(word for name, read in given.items() if read for word in (f"--{name}", read)),
@@ -228,7 +228,9 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="as in `jsparse eval`")
     parser.add_argument("--lengths", nargs="+", type=int, help="instead of the set's")
     parser.add_argument("--samples", type=int, default=100, help="samples per task (default 100)")
-    parser.add_argument("--batch", type=int, default=50, help="samples per batch (default 50)")
+    parser.add_argument(
+        "--batch", type=int, help="samples per batch, instead of those that fill the set's tokens"
+    )
     parser.add_argument(
         "--steps", type=int, help="decode steps of kl, ppl and attention, instead of the set's"
     )
@@ -248,7 +250,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     for name in ("samples", "batch", "groups", "processes", "gpus"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: must be at least 1")
     try:
         run(args)

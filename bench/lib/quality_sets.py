@@ -163,12 +163,14 @@ class Set(NamedTuple):
         tasks: the default tasks; SmolLM2 solves few of them at 4K and 8K.
         lengths: the default lengths.
         steps: the default number of decode steps of the tasks that compare with dense.
+        tokens: the default number of tokens per batch, all prompts together.
     """
 
     policies: Callable[[Path, int], Sequence[str]]
     tasks: Sequence[str]
     lengths: Sequence[int]
     steps: int = 64
+    tokens: int = 400_000
 
 
 LONG = (4096, 8192)
@@ -181,7 +183,7 @@ SETS = {
         ("kl", "passkey", "niah_single_2", "niah_multikey_1"),
         (4096,),
     ),
-    "real_model": Set(at_shares, ("kl",), OF_A_REAL_MODEL),
+    "real_model": Set(at_shares, ("kl",), OF_A_REAL_MODEL, tokens=2**18),
     "real_model_tasks": Set(
         at_an_eighth,
         (
@@ -194,6 +196,7 @@ SETS = {
             "ppl",
         ),
         OF_A_REAL_MODEL,
+        tokens=2**18,
     ),
     "second_turn": Set(at_a_quarter, ("passkey_turn2", "niah_single_1_turn2"), LONG),
 }

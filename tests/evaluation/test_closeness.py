@@ -3,20 +3,28 @@
 Policies that share a prefill are compared with each one alone.
 """
 
+import jax
 import numpy as np
 import pytest
 
 import jsparse
 from jsparse.builder import dense
 from jsparse.evaluation.closeness import closeness, perplexity, windows
+from jsparse.evaluation.shared_prefill import prime
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.machine import memory
 from jsparse.policies.expressions import as_policy
 from jsparse.policies.streaming import streaming
 from jsparse.policy import Services
-from jsparse.runtime import chunk_attention
+from jsparse.runtime import capacity, chunk_attention
+from jsparse.runtime.session import Session
 from tests.support.programs import shared
-from tests.support.tiny import engine_logits, random_prompts, random_tokens, tiny_params
+from tests.support.tiny import (
+    engine_logits,
+    random_prompts,
+    random_tokens,
+    tiny_params,
+)
 from tests.support.toy_policies import bypass, even_ids, inherit, page_bound, shrink
 
 PAGE, CHUNK, STEPS = 8, 16, 10
@@ -75,6 +83,18 @@ def assert_measured(result, index, exact, logits):
         [logits[i, b, result.tokens[b, i + 1]] for i in range(STEPS)] for b in range(len(PROMPTS))
     ]
     np.testing.assert_allclose(result.logprob[index], logprob, rtol=1e-3, atol=1e-4)
+
+
+def test_state_is_that_of_the_policy_alone():
+    policy, wider = as_policy("verified(budget=16, recent=8)"), dense()._replace(window=12)
+    spec = capacity.cache_spec(params(), PROMPTS, STEPS, None, PAGE)
+    made = prime(params(), (policy, wider), PROMPTS, spec, lambda *_: None).prefilled
+    alone = Session(params(), policy, spec)
+    alone.prefill(PROMPTS)
+    for ours, theirs in zip(
+        *map(jax.tree.leaves, (made.state[0], alone.prefilled.state)), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_policy_is_measured_as_if_alone():

@@ -97,6 +97,14 @@ def decoded(policy, steps_per_program, limits=LIMITS):
     return list(jax.device_get(list(made.steps(*chosen, limits=limits))))
 
 
+def test_results_end_at_the_largest_limit():
+    params = tiny_params(num_layers=1)
+    made = Session(params, dense(), spec_of(params, 2), steps_per_program=8)
+    made.prefill([[1, 2, 3], [4, 5]])
+    results = list(made.steps(sampling.greedy, (), limits=[4, 2]))
+    assert [result.tokens.shape for result in results] == [(1, 2), (3, 2)]
+
+
 @pytest.mark.parametrize("policy", slow_except(PROGRAMS, SERVICED), ids=str)
 def test_steps_of_one_program_equal_single_steps(policy):
     alone, together = decoded(policy, 1), decoded(policy, 8)
