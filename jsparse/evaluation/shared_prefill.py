@@ -30,6 +30,7 @@ from jsparse.runtime.prefill import (
     chunks,
     prefill_chunk,
     replay_chunk,
+    settle,
 )
 from jsparse.runtime.prefill import start as prefill_start
 from jsparse.runtime.request import requests
@@ -148,22 +149,26 @@ def _prefilled(
     carry = start(decoder, reader, *empty_rows_on(mesh)(spec, reader))
     states = [by_rank(first_state, mesh, static=("policy", "spec"))(p, spec) for p in policies]
 
-    def inputs(part: PromptChunk, nth: int) -> tuple[Any, ...]:
-        return decoder, policies[nth], part.tokens, part.valid, carry, states[nth], constants[nth]
+    def arrays(part: PromptChunk, nth: int) -> tuple[Any, ...]:
+        return part.tokens, part.valid, carry, states[nth], constants[nth]
 
     watching = [nth for nth, policy in enumerate(policies) if policy.uses_last_chunk]
-    shapes = partial(jax.tree.map, _shape)
-    run.ahead(decoder, reader, params.weights, *shapes((*parts[0][:2], carry)), last=False)
-    for last in {False, True} if len(parts) > 1 else {True}:
+    first, shapes = parts[0], partial(jax.tree.map, _shape)
+    run.ahead(decoder, reader, params.weights, *shapes((*first[:2], carry)), last=False)
+    for last in (False, True) if len(parts) > 1 else (True,):
         for nth in watching:
-            static, arrays = inputs(parts[0], nth)[:2], inputs(parts[0], nth)[2:]
-            observed.ahead(*static, *shapes(arrays), last=last)
+            observed.ahead(decoder, policies[nth], *shapes(arrays(first, nth)), last=last)
     begun()
-    for part in parts:
-        carry = run(decoder, reader, params.weights, part.tokens, part.valid, carry, last=False)
-        for nth in watching:
-            states[nth] = observed(*inputs(part, nth), last=part is parts[-1])
-        report("prefill", min(part.end, longest), longest)
+    try:
+        for part in parts:
+            carry = run(decoder, reader, params.weights, part.tokens, part.valid, carry, last=False)
+            for nth in watching:
+                last = part is parts[-1]
+                states[nth] = observed(decoder, policies[nth], *arrays(part, nth), last=last)
+            report("prefill", min(part.end, longest), longest)
+    except BaseException:
+        settle(carry, states)
+        raise
     logits = first_logits.on(mesh)(decoder, params.weights, carry.last_hidden)
     return PrefillResult(logits, carry.cache, tuple(states))
 
