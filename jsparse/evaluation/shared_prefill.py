@@ -174,7 +174,8 @@ def _prefilled(
 
 
 def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    place = x.sharding if x.committed else None
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
 
 @partial(jax.jit, static_argnames=("policy", "spec"))
