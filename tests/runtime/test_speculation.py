@@ -317,7 +317,7 @@ def waited(future):
 def test_rounds_without_drafts_have_a_separate_program(monkeypatch):
     """It verifies a single token, between rounds that draft; the text is the same."""
     monkeypatch.setattr(DraftLength, "idles", True)
-    monkeypatch.setattr(decoding, "WORTH_A_PROGRAM", 8)
+    monkeypatch.setattr(decoding, "MIN_PROGRAM_TOKENS", 8)
     ahead = speculate.ahead
     monkeypatch.setattr(speculate, "ahead", lambda *given: waited(ahead(*given)))
     numbers = iter([1, 0, 0] + [0, 0, 3] * 40)
