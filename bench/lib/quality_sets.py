@@ -75,44 +75,6 @@ def eviction(gates: Path, length: int) -> tuple[str, ...]:
     )
 
 
-def every_method(gates: Path, length: int) -> tuple[str, ...]:
-    """Returns every method, such that heads read a quarter of the length on average.
-
-    `tidal`, `lychee_decode` and `duo_attention` read everything in some layers or heads, and
-    therefore less in the others. Twilight's reads follow from p.
-    """
-    budget = length // 4
-    in_layers, in_heads = (
-        16 * round(length * (0.25 - dense) / (1 - dense) / 16)
-        for dense in (TIDAL_DENSE, DUO_RETRIEVAL)
-    )
-    return (
-        f"streaming(sink=4, recent={budget - 4})",
-        f"oracle_top_k(budget={budget})",
-        f"quest(budget={budget})",
-        f"quest(budget={budget}, {PAPERS_QUEST})",
-        f"quest_chunks(budget={budget}, {PAPERS_QUEST})",
-        f"double_sparsity(budget={budget})",
-        *(
-            f"tidal(budget={in_layers}, again={AGAIN}, heads={heads!r})"
-            for heads in ("all", "each")
-        ),
-        *(f"lychee_decode({str(gates / name)!r}, value={in_heads})" for name in GATE_FILES),
-        f"duo_attention({str(gates / GATE_FILES[1])!r}, sink=4, recent={in_heads - 4})",
-        f"lfps(budget={budget / length:.5f})",
-        f"lfps(budget={budget / length:.5f}, exact=True)",
-        *(f"lychee_cluster(budget={budget}, rank={rank!r})" for rank in ("centroid", "bound")),
-        f"cluster_kv(budget={budget})",
-        *(f"arkvale(budget={budget}, volume={volume!r})" for volume in ("cuboid", "ball")),
-        *(f"{name}(budget={budget})" for name in ("snapkv", "ada_kv", "h2o", "r_kv")),
-        f"hard_kv(budget={budget})",
-        f"hard_kv(budget={budget}, window=8, metric='snapkv')",
-        f"twilight(quest(budget={length // 2}), p=0.95)",
-        "twilight(all_pages(), p=0.9)",
-        "twilight(all_pages(), p=0.95)",
-    )
-
-
 def untrained(budget: int, length: int) -> tuple[str, ...]:
     """Returns every method that needs neither training nor calibration, at one budget.
 
@@ -134,6 +96,29 @@ def untrained(budget: int, length: int) -> tuple[str, ...]:
         f"hard_kv(budget={budget})",
         f"hard_kv(budget={budget}, window=8, metric='snapkv')",
         f"twilight(quest(budget={2 * budget}), p=0.95)",
+    )
+
+
+def every_method(gates: Path, length: int) -> tuple[str, ...]:
+    """Returns every method, such that heads read a quarter of the length on average.
+
+    `tidal`, `lychee_decode` and `duo_attention` read everything in some layers or heads, and
+    therefore less in the others. Twilight's reads follow from p.
+    """
+    in_layers, in_heads = (
+        16 * round(length * (0.25 - dense) / (1 - dense) / 16)
+        for dense in (TIDAL_DENSE, DUO_RETRIEVAL)
+    )
+    return (
+        *untrained(length // 4, length),
+        *(
+            f"tidal(budget={in_layers}, again={AGAIN}, heads={heads!r})"
+            for heads in ("all", "each")
+        ),
+        *(f"lychee_decode({str(gates / name)!r}, value={in_heads})" for name in GATE_FILES),
+        f"duo_attention({str(gates / GATE_FILES[1])!r}, sink=4, recent={in_heads - 4})",
+        "twilight(all_pages(), p=0.9)",
+        "twilight(all_pages(), p=0.95)",
     )
 
 
