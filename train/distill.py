@@ -8,8 +8,10 @@ with every KV head a mixture
 of its two possible roles. A head selects the best `keep` of a token's context, by the logits of its
 group's mean query, for the head with its index in the next layer. With "handed_on" sets, a head
 with a gate below one half passes on its inherited set instead, as a sparse head does in decoding.
-With "refreshed" sets, every head selects, as in the paper's training. Only these tokens' rows of
-attention are ever materialised, and the backward pass recomputes them.
+With "refreshed" sets, every head selects, as in the paper's training. With "streaming" sets,
+nothing is selected or inherited: sparse heads attend to the first and newest tokens, as those of
+DuoAttention (arXiv:2410.10819, section 2.2). Only these tokens' rows of attention are ever
+materialised, and the backward pass recomputes them.
 """
 
 from functools import partial
@@ -17,7 +19,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jsparse import cache as kv_cache
 from jsparse.builder import dense
@@ -29,8 +31,10 @@ from jsparse.shapes import Rows, Tokens
 from jsparse.train.data import TrainingBatch
 
 Match = Literal["logits", "hidden"]
-Sets = Literal["handed_on", "refreshed"]
+Sets = Literal["handed_on", "refreshed", "streaming"]
 KV = tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]
+# the first and newest tokens that sparse heads attend to with "streaming" sets
+SINK, RECENT = 64, 256
 
 
 class TeacherCache(NamedTuple):
@@ -94,7 +98,11 @@ def predictions(
 ) -> Float32[Array, "B T out"]:
     """Returns logits or hidden states of the lesson's tokens; gates None: the dense model."""
     steps = jnp.arange(lesson.tokens.shape[1], dtype=jnp.int32)
-    inherited = None
+    streams, inherited = sets == "streaming", None
+    if streams:
+        shape = lesson.context[0][0].shape
+        inherited = window(lesson.context_lengths, len(steps), shape[2] + len(steps))
+        inherited = jnp.broadcast_to(inherited[:, None], (*shape[:2], *inherited.shape[1:]))
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         nonlocal inherited
@@ -105,9 +113,11 @@ def predictions(
         if gates is None:
             return attention(q, *joined, lesson.context_lengths, None, None, None)[0]
         # the first layer inherits nothing, and no layer inherits from the last
-        picks = keep if layer + 1 < gates.shape[0] else None
+        picks = keep if layer + 1 < gates.shape[0] and not streams else None
         z = None if inherited is None else gates[layer]
         o, picked = attention(q, *joined, lesson.context_lengths, z, inherited, picks)
+        if streams:
+            return o
         if sets == "handed_on" and inherited is not None and picked is not None:
             picked = jnp.where(gates[layer][:, None, None] < 0.5, inherited, picked)
         inherited = picked
@@ -134,10 +144,8 @@ def attention(
     The last T slots are the tokens' own; of those before, `context_lengths` are valid.
     """
     batch, tokens, heads, head_dim = q.shape
-    slot = jnp.arange(k.shape[2], dtype=jnp.int32)
-    own = slot - (k.shape[2] - tokens)  # index of the token in a slot, negative in the context
-    step = jnp.arange(tokens, dtype=jnp.int32)[:, None]
-    seen = (slot < context_lengths[:, None, None]) & (own < 0) | (own >= 0) & (own <= step)
+    age = ages(context_lengths, tokens, k.shape[2])
+    seen, own = age >= 0, age == 0
     grouped = q.reshape(batch, tokens, k.shape[1], -1, head_dim)
     logits = (
         jnp.einsum("btkgh,bksh->bkgts", grouped, k, preferred_element_type=jnp.float32)
@@ -156,7 +164,27 @@ def attention(
         return o, None
     mean = jnp.where(seen[:, None], jax.lax.stop_gradient(jnp.mean(logits, axis=2)), -jnp.inf)
     count = jnp.ceil(keep * jnp.sum(seen, axis=-1)).astype(jnp.int32)
-    return o, top_k_mask(mean, count[:, None]) | (own == step)
+    return o, top_k_mask(mean, count[:, None]) | own[:, None]
+
+
+def ages(context_lengths: Rows, tokens: int, slots: int) -> Int32[Array, "B T slots"]:
+    """Returns how many tokens before each new token a slot's token is; negative: it is not seen.
+
+    The last `tokens` slots are the new tokens' own; of those before, `context_lengths` are valid.
+    """
+    slot = jnp.arange(slots, dtype=jnp.int32)
+    step = jnp.arange(tokens, dtype=jnp.int32)[:, None]
+    own = slot - (slots - tokens)  # index of the token in a slot, negative in the context
+    lengths = context_lengths[:, None, None]
+    in_context = jnp.where(slot < lengths, lengths + step - slot, -1)
+    return jnp.where(own < 0, in_context, step - own)
+
+
+def window(context_lengths: Rows, tokens: int, slots: int) -> Bool[Array, "B T slots"]:
+    """Marks the first SINK tokens and the newest RECENT, including the new token itself."""
+    age = ages(context_lengths, tokens, slots)
+    newest = context_lengths[:, None, None] + jnp.arange(tokens, dtype=jnp.int32)[:, None]
+    return (age >= 0) & ((age < RECENT) | (newest - age < SINK))
 
 
 def distance(outputs: Float32[Array, "B T out"], lesson: TeacherCache) -> Float32[Array, ""]:

@@ -28,7 +28,7 @@ class Settings:
             the penalty's default.
         rate: AdamW learning rate.
         keep: the fraction of the context that a sparse head inherits.
-        sets: "handed_on" or "refreshed"; see `distill`.
+        sets: "handed_on", "refreshed" or "streaming"; see `distill`.
         match: the outputs that are compared, "logits" or "hidden".
         seeds: the number of seeds trained side by side, on the same samples.
         held_out: the number of batches, after the training batches, on which the result is

@@ -103,8 +103,9 @@ class Trainer:
         )
 
     def _measured(self, weights: Any, gates: Array, lesson: distill.TeacherCache) -> Array:
-        """Returns the distances of several gates [n, L, K], with sets handed on as in decoding."""
-        return jax.lax.map(partial(self._distance, weights, lesson, "handed_on"), gates)
+        """Returns the distances of several gates [n, L, K], with the sets of decoding."""
+        sets = "streaming" if self.settings.sets == "streaming" else "handed_on"
+        return jax.lax.map(partial(self._distance, weights, lesson, sets), gates)
 
     def _distance(
         self, weights: Any, lesson: distill.TeacherCache, sets: distill.Sets, gates: Array

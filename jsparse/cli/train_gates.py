@@ -81,7 +81,8 @@ def train_gates(options: TrainGatesOptions) -> None:
     _show(record)
     seeds = range(options.seeds)
     best = min(seeds, key=lambda i: record["seeds"][i]["distance_of_hard_gates"])
-    print(f"lychee_decode({str(out / f'gates_{best}.safetensors')!r})")
+    policy = "duo_attention" if options.sets == "streaming" else "lychee_decode"
+    print(f"{policy}({str(out / f'gates_{best}.safetensors')!r})")
 
 
 def _settings(options: TrainGatesOptions, config: "ModelConfig") -> "Settings":

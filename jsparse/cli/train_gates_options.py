@@ -62,8 +62,9 @@ class TrainGatesOptions:
     sets: Annotated[
         str,
         Option(
-            help="Tokens of the sparse heads: handed_on (as in decoding, heads below one half pass "
-            "on their set) or refreshed (all heads select)."
+            help="Tokens of the sparse heads: handed_on (as lychee_decode, heads below one half "
+            "pass on their set), refreshed (all heads select), or streaming (the first 64 and the "
+            "newest 256, for duo_attention)."
         ),
     ] = "handed_on"
     match: Annotated[

@@ -4,8 +4,9 @@ Paper: "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and St
 et al.), arXiv:2410.10819.
 
 Where we differ: prefill is dense for all heads, and tokens that a streaming head does not attend to
-stay in the cache, unread. Gates come from the same files as LycheeDecode's; `jsparse train-gates`
-trains them for sparse heads that inherit a set, not for heads with a window.
+stay in the cache, unread. Gates come from files like LycheeDecode's; those of `jsparse train-gates
+--family direct --sets streaming --match hidden` are trained as the paper's, but all heads of layer 0
+are retrieval heads.
 """
 
 from jsparse.builder import builder

@@ -48,15 +48,20 @@ def made_up(*far):
 
 def test_gates_at_the_smallest_distance_are_named(tmp_path, text, monkeypatch):
     monkeypatch.setattr(command, "_draw", lambda folder: None)
-    for nth, far in enumerate([(0.2, 0.1), (0.1, 0.2)]):
+    for nth, (far, policy, sets) in enumerate(
+        [
+            ((0.2, 0.1), "lychee_decode", "handed_on"),
+            ((0.1, 0.2), "duo_attention", "streaming"),
+        ]
+    ):
         out = tmp_path / f"{nth}"
         monkeypatch.setattr(trainer.Trainer, "run", lambda *_, far=far, **__: made_up(*far))
-        ran = run("--out", out, *small(text))
+        ran = run("--out", out, *small(text), "--sets", sets)
         assert (ran.exit_code, ran.stderr) == (0, ""), far
         told = ran.stdout.splitlines()
         assert all(str(each) in ran.stdout for each in far), far
         assert "the distance is 0.7625." in told[-2]
-        assert told[-1] == f"lychee_decode({str(out / f'gates_{1 - nth}.safetensors')!r})"
+        assert told[-1] == f"{policy}({str(out / f'gates_{1 - nth}.safetensors')!r})"
 
 
 def test_gates_that_keep_half_of_the_distance_are_reported_as_undertrained(capsys):

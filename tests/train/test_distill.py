@@ -101,14 +101,23 @@ def test_heads_with_full_sets_have_distance_zero(given):
 
 
 @pytest.mark.parametrize(
-    ("gates", "ways"), [(GATES, "handed_on"), (np.round(GATES), "handed_on"), (GATES, "refreshed")]
+    ("gates", "ways"),
+    [
+        (GATES, "handed_on"),
+        (np.round(GATES), "handed_on"),
+        (GATES, "refreshed"),
+        (GATES, "streaming"),
+    ],
 )
-def test_predictions_match_the_slow_model(given, gates, ways):
+def test_predictions_match_the_slow_model(given, gates, ways, monkeypatch):
     """A head hands on its best slots for each token.
 
-    If sets are handed on, a head below one half hands on its inherited set.
+    If sets are handed on, a head below one half hands on its inherited set. Streaming heads attend
+    to the first and newest slots.
     """
     model, keep = SlowModel(PARAMS), 0.3
+    monkeypatch.setattr(distill, "SINK", 2)
+    monkeypatch.setattr(distill, "RECENT", 3)
     outputs = np.asarray(student(gates, given, keep, sets=ways))
     for at, sample in enumerate(SAMPLES):
         row, sets = SlowRow(model, sample.context[:-1].tolist()), []
@@ -116,6 +125,9 @@ def test_predictions_match_the_slow_model(given, gates, ways):
         def rule(layer, q, row=row, sets=sets):
             full = row.dense(layer, q)
             o = full
+            if ways == "streaming":
+                slots = range(len(row.k[layer][0]))
+                sets[:] = [[slot for slot in slots if slot < 2 or slot >= len(slots) - 3]] * 2
             if layer:
                 z = np.repeat(gates[layer], row.group)[:, None]
                 o = z * full + (1 - z) * np.stack(row.over(layer, q, sets))
@@ -123,6 +135,8 @@ def test_predictions_match_the_slow_model(given, gates, ways):
                 best(logits_of(row.mean_query(q, head), row.k[layer][head]), keep)
                 for head in range(len(row.k[layer]))
             ]
+            if ways == "streaming":
+                return list(o)
             passing = [bool(layer) and ways == "handed_on" and z < 0.5 for z in gates[layer]]
             sets[:] = [(sets if passes else picked)[head] for head, passes in enumerate(passing)]
             return list(o)
