@@ -4,9 +4,8 @@ Paper: "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and St
 et al.), arXiv:2410.10819.
 
 Where we differ: prefill is dense for all heads, and tokens that a streaming head does not attend to
-stay in the cache, unread. Gates come from files like LycheeDecode's; those of `jsparse train-gates
---family direct --sets streaming --match hidden` are trained as the paper's, but all heads of layer 0
-are retrieval heads.
+stay in the cache, unread. `jsparse train-gates --family direct --sets streaming --match hidden`
+trains gates as the paper does, except that all heads of layer 0 are retrieval heads.
 """
 
 from jsparse.builder import builder
