@@ -32,7 +32,7 @@ from jsparse.shapes import Rows
 
 # the verification rounds in flight when the oldest one's result helps to choose the draft length
 LAG = 2
-# the minimum remaining tokens for which a program without drafts is compiled
+# the minimum number of tokens for which a program without drafts is compiled before the first
 MIN_PROGRAM_TOKENS = 256
 
 
@@ -180,7 +180,11 @@ class Decoding:
         shapes = jax.eval_shape(self._begun, tokens, *evicted, given, knobs)
         if mesh is not None:
             shapes = placed(shapes, mesh)
-        return self._run.ahead(*self._arguments(), shapes)
+        return self._compile_ahead(shapes)
+
+    def _compile_ahead(self, batch: Batch[KVCache]) -> Future[Any]:
+        """Starts compiling the first program for a batch of these shapes."""
+        return self._run.ahead(*self._arguments(), batch)
 
     def advance(self) -> StepResult:
         """Dispatches a program, and then the due services of the rows.
@@ -238,9 +242,11 @@ class Speculating(Decoding):
     def __init__(self, deployment: Deployment, *others: Any) -> None:
         """Prepares to decode, as `Decoding` does; no draft is accepted yet."""
         super().__init__(deployment, *others)
-        self._length = DraftLength(adapts=deployment.adapts)
+        program = deployment.params.decoder, self._policy, deployment.spec, deployment.drafts
+        self._length = DraftLength.continuing(program, adapts=deployment.adapts)
+        self._idled = self._length.idles
         self._on_device = jnp.asarray(self._limits, jnp.int32)
-        self._narrow = None
+        self._narrow: Future[Callable[..., Any]] | None = None
         self._in_flight: deque[Drafts] = deque()
         self._looked = math.inf
 
@@ -257,15 +263,26 @@ class Speculating(Decoding):
         self.done += 1
         return result
 
+    def _compile_ahead(self, batch: Batch[KVCache]) -> Future[Any]:
+        """Also compiles a program of rounds without drafts if the number may become 0."""
+        made = super()._compile_ahead(batch)
+        if self._deployment.adapts and max(self._limits) >= MIN_PROGRAM_TOKENS:
+            self._compile_without_drafts(batch)
+        return made
+
+    def _compile_without_drafts(self, batch: Batch[KVCache]) -> None:
+        self._narrow = self._run.ahead(*self._static(0), *self._given(0), batch)
+        self._narrow.add_done_callback(_log_failure)
+
     def _without_drafts(self) -> Callable[..., Any] | None:
         """Returns a program that verifies only the newest token, in the time of a dense step.
 
-        Compiled in the background if enough tokens remain; None until ready.
+        Compiled in the background if enough tokens remain, here or in later generations; None until
+        ready.
         """
-        left = max(self._limits) - self.done
-        if self._narrow is None and self._length.idles and left >= MIN_PROGRAM_TOKENS:
-            self._narrow = self._run.ahead(*self._static(0), *self._given(0), self.batch)
-            self._narrow.add_done_callback(_log_failure)
+        enough = self._idled or max(self._limits) - self.done >= MIN_PROGRAM_TOKENS
+        if self._narrow is None and self._length.idles and enough:
+            self._compile_without_drafts(self.batch)
         if self._narrow is None or not self._narrow.done() or self._narrow.exception():
             return None
         return self._narrow.result()

@@ -5,10 +5,13 @@ draft after accepted ones is accepted with probability p (Leviathan et al., arXi
 1). The chosen number has the most tokens per second. This module uses neither jax nor a clock.
 """
 
+import copy
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
+from threading import Lock
+from typing import Self
 
 # The time of a number of drafts is the median of its newest NEWEST rounds, known from ENOUGH rounds
 # on: the first round may take much longer.
@@ -32,6 +35,11 @@ VERIFIED_GPU = 256
 # With the token before them and a report on all, MOST_GPU drafts of 8 query heads per KV head fit
 # in one call of the decode kernel, which takes 64 queries of a KV head.
 LEAST_GPU, MOST_GPU, MOST_CPU = 4, 6, 2
+# the number of keys whose newest estimates are kept
+KEPT = 64
+# the newest estimates by key, and the lock of all estimates
+_newest: "dict[Hashable, DraftLength]" = {}
+_sharing = Lock()
 
 
 def most_drafts(rows: int, *, on_gpu: bool) -> int:
@@ -49,6 +57,21 @@ class DraftLength:
         newest = partial(deque[float], maxlen=NEWEST)
         self._times: dict[int, dict[int, deque[float]]] = defaultdict(lambda: defaultdict(newest))
         self._rounds = self._without = 0
+
+    @classmethod
+    def continuing(cls, key: Hashable, *, adapts: bool) -> Self:
+        """Returns estimates that begin as the newest ones with this key, of an equal program.
+
+        Numbers need not be tried again for each text.
+        """
+        key = key, adapts
+        with _sharing:
+            before = _newest.pop(key, None)
+            estimates = copy.deepcopy(before) if before else cls(adapts=adapts)
+            _newest[key] = estimates
+            if len(_newest) > KEPT:
+                _newest.pop(next(iter(_newest)))
+        return estimates
 
     @property
     def idles(self) -> bool:
@@ -97,7 +120,8 @@ class DraftLength:
 
     def took(self, rows: int, drafts: int, seconds: float) -> None:
         """Records the time of a round in which rows drafted at most `drafts` tokens each."""
-        self._times[rows][drafts].append(seconds)
+        with _sharing:
+            self._times[rows][drafts].append(seconds)
 
     def _tokens_per_second(self, rows: int, drafts: int) -> float:
         tokens = sum(self.agreement**nth for nth in range(drafts + 1))

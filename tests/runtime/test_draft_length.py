@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jsparse.runtime import draft_length
 from jsparse.runtime.draft_length import DraftLength, most_drafts
 
 pytestmark = pytest.mark.pure
@@ -112,6 +113,33 @@ def test_rounds_without_drafts_do_not_count():
     for _ in range(50_000):
         length.observe([0, 0], [0, 0])
     assert length.agreement == before
+
+
+def test_estimates_begin_as_those_of_the_last_equal_program(monkeypatch):
+    """As a copy: what is observed later belongs to one of them."""
+    monkeypatch.setattr(draft_length, "_newest", {})
+    first = DraftLength.continuing("program", adapts=True)
+    for drafts in (4, 2) * 3:
+        first.observe([drafts], [drafts])
+        first.took(1, drafts, 1 + 0.1 * drafts)
+    second = DraftLength.continuing("program", adapts=True)
+    assert (first.choose(4), second.choose(4)) == (4, 4)
+    others = ("another", True), ("program", False)
+    others = [DraftLength.continuing(key, adapts=adapts) for key, adapts in others]
+    assert [other.choose(4) for other in others] == [2, 4]
+    assert others[1].agreement == draft_length.PRIOR_SHARE
+    before = first.agreement
+    second.observe([4], [0])
+    assert first.agreement == before > second.agreement
+    assert DraftLength.continuing("program", adapts=True).agreement == second.agreement
+
+
+def test_only_the_newest_estimates_are_kept(monkeypatch):
+    monkeypatch.setattr(draft_length, "_newest", {})
+    for key in (0, 1, 0, *range(2, draft_length.KEPT + 1)):
+        DraftLength.continuing(key, adapts=True)
+    assert len(draft_length._newest) == draft_length.KEPT
+    assert (0, True) in draft_length._newest and (1, True) not in draft_length._newest
 
 
 def test_fixed_number_is_always_returned():
