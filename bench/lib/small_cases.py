@@ -26,6 +26,7 @@ from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_scores import int4_scores
 from jsparse.pallas_kernels.merge_splits import merge_splits
 from jsparse.pallas_kernels.nearest_centroid import nearest_centroid
+from jsparse.pallas_kernels.new_token_attention import new_token_attention
 from jsparse.pallas_kernels.norm_product import norm_product
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from jsparse.pallas_kernels.place_logits import place_logits
@@ -51,6 +52,7 @@ from tests.kernels.cases import gated_product as gated_cases
 from tests.kernels.cases import group_means as means_cases
 from tests.kernels.cases import int4_scores as int4_cases
 from tests.kernels.cases import nearest_centroid as nearest_cases
+from tests.kernels.cases import new_token_attention as new_token_cases
 from tests.kernels.cases import norm_product as norm_product_cases
 from tests.kernels.cases import page_bounds as bounds_cases
 from tests.kernels.cases import place_logits as place_cases
@@ -238,6 +240,10 @@ def splits(number: int) -> Any:
     o = jnp.asarray(rng.normal(size=(3, number, 8, 96)), jnp.float32)
     lse = jnp.asarray(rng.normal(size=(3, number, 8)), jnp.float32)
     return o, lse, jnp.array([number, 0, 2])
+
+
+def joined(_: Any, inputs: Any) -> Any:
+    return jax.jit(partial(new_token_attention, implementation="triton"))(*inputs)
 
 
 def merged(_: Any, inputs: Any) -> Any:
@@ -445,6 +451,7 @@ OPS = {
     "group_means": Op(averaged, named(means_cases.CASES, "any float32 few_groups odd wide")),
     "centroid_update": Op(updated, named(update_cases.CASES, "any radii_of_points odd all_in_one")),
     "merge_splits": Op(merged, {"few": 5, "many": 33}, splits),
+    "new_token_attention": Op(joined, {case.name: case for case in new_token_cases.CASES}),
     "listed_products": Op(
         listed_products, named(token_sparse_cases.CASES, "scrambled bfloat16_96 bfloat16_256")
     ),

@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, Float32
 from jsparse.cache import CacheSpec, LayerCache, read_pages
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.api import MAX_QUERIES
+from jsparse.pallas_kernels.new_token_attention import new_token_attention
 from jsparse.selection import everything
-from jsparse.selection.partials import ListedLogits, Stats, StatsKind, merge, softmax_partial
+from jsparse.selection.partials import ListedLogits, Stats, StatsKind, merge
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows
 
 # Tokens per chunk, and per block of the cache that it attends to. Flash attention never stores
@@ -80,48 +81,28 @@ def attend_few(
         _attend_past(q[:, at : at + size], past, stats if at == 0 else None)
         for at in range(0, q.shape[1], size)
     ]
-    before_o, before_lse = (
-        jnp.concatenate([getattr(part, name) for part in parts], axis=1) for name in ("o", "lse")
+    o, lse = (
+        jnp.concatenate([getattr(part, name) for part in parts], axis=2) for name in ("o", "lse")
     )
-    o, _ = merge(before_o, before_lse, *_attend_new(q, k, v))
-    return o.astype(q.dtype), parts[0].stats
-
-
-def _attend_new(
-    q: ChunkQueries, k: ChunkKV, v: ChunkKV
-) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"]]:
-    """Computes `flash` with causal=True for few tokens; `flash` is made for more."""
-    batch, tokens, _, head_dim = q.shape
-    by_group = q.reshape(batch, tokens, k.shape[2], -1, head_dim)
-    logits = jnp.einsum("btkgh,bskh->btkgs", by_group, k, preferred_element_type=jnp.float32)
-    causal = jnp.tri(tokens, dtype=jnp.bool_)[:, None, None]
-    logits = jnp.where(causal, head_dim**-0.5 * logits, -jnp.inf)
-    weights, total, lse = softmax_partial(logits)
-    o = jnp.einsum("btkgs,bskh->btkgh", weights / total[..., None], v.astype(jnp.float32))
-    return o.reshape(q.shape), lse.reshape(q.shape[:3])
+    return new_token_attention(q, k, v, o, lse), parts[0].stats
 
 
 class _Past(NamedTuple):
-    """The attention of a few tokens to earlier tokens, with its report."""
+    """The attention of a few tokens to earlier tokens, by KV head, with its report."""
 
-    o: Float32[Array, "B T N H"]
-    lse: Float32[Array, "B T N"]
+    o: Float32[Array, "B K rows H"]
+    lse: Float32[Array, "B K rows"]
     stats: Stats | ListedLogits | None
 
 
 def _attend_past(q: ChunkQueries, past: LayerCache, stats: StatsKind | None) -> _Past:
     """Attends from all queries to everything in a layer."""
-    batch, tokens, heads, head_dim = q.shape
-    kv_heads = past.lengths.shape[1]
-    by_head = q.reshape(batch, tokens, kv_heads, -1, head_dim).swapaxes(1, 2)
+    batch, tokens, _, head_dim = q.shape
+    by_head = q.reshape(batch, tokens, past.lengths.shape[1], -1, head_dim).swapaxes(1, 2)
     flat = by_head.reshape(batch, -1, head_dim)
     out = block_sparse_decode(flat, past, everything(past.lengths), stats=stats)
-
-    def by_token(x: Float32[Array, "B heads *H"]) -> Float32[Array, "B T N *H"]:
-        x = x.reshape(batch, kv_heads, tokens, -1, *x.shape[2:]).swapaxes(1, 2)
-        return x.reshape(batch, tokens, heads, *x.shape[4:])
-
-    return _Past(by_token(out.o), by_token(out.lse), out.stats)
+    shape = (*past.lengths.shape, -1)
+    return _Past(out.o.reshape(*shape, head_dim), out.lse.reshape(shape), out.stats)
 
 
 def flash(

@@ -45,6 +45,7 @@ CASES = {
     "few_rows_product": "one_row float32",
     "group_means": "odd",
     "merge_splits": "few many",
+    "new_token_attention": "few many_queries",
     "norm_product": "bias one_row",
     "page_bounds": "ragged",
     "place_logits": "any dense_and_listed",

@@ -18,6 +18,7 @@ from jsparse.pallas_kernels.group_means import group_means
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_scores import int4_scores
 from jsparse.pallas_kernels.nearest_centroid import nearest_centroid
+from jsparse.pallas_kernels.new_token_attention import new_token_attention
 from jsparse.pallas_kernels.norm_product import norm_product
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from jsparse.pallas_kernels.place_logits import place_logits
@@ -66,6 +67,7 @@ def calls():
         int4_append: ((keys, layer, new, counts, slots), {}),
         int4_scores: ((q, layer, keys, None), {}),
         nearest_centroid: (first("nearest_centroid"), {}),
+        new_token_attention: (first("new_token_attention"), {}),
         norm_product: (first("norm_product", 1), {"eps": 1e-5}),
         page_bounds: (first("page_bounds"), {}),
         place_logits: (

@@ -9,6 +9,7 @@ import pytest
 
 from jsparse.models.quantized import to_blocks
 from jsparse.pallas_kernels.gated_product import gated_product
+from jsparse.pallas_kernels.new_token_attention import new_token_attention
 from jsparse.pallas_kernels.norm_product import norm_product
 from jsparse.pallas_kernels.residual_norm import residual_norm
 from jsparse.pallas_kernels.rope_append import rope_append
@@ -16,6 +17,7 @@ from jsparse.pallas_kernels.skinny_product import skinny_product
 from jsparse.pallas_kernels.weight_blocks import dequantized
 from jsparse.parts import total
 from tests.kernels.cases import gated_product as gated_cases
+from tests.kernels.cases import new_token_attention as new_token_cases
 from tests.kernels.cases import norm_product as norm_product_cases
 from tests.kernels.cases import residual_norm as norm_cases
 from tests.kernels.cases import rope_append as rope_cases
@@ -61,6 +63,18 @@ def test_norm_matches_the_reference(case):
     )
     for row, all_rows in zip(alone, made["triton"], strict=True):
         np.testing.assert_array_equal(row[0], all_rows[-1])
+
+
+@pytest.mark.parametrize("case", new_token_cases.CASES, ids=str)
+def test_new_token_attention_matches_the_reference(case):
+    given = case.build()
+    made = {
+        name: jax.jit(partial(new_token_attention, implementation=name))(*given)
+        for name in ("triton", "reference")
+    }
+    close(made["triton"], made["reference"], ulps=4)
+    alone = jax.jit(partial(new_token_attention, implementation="triton"))(*(x[-1:] for x in given))
+    np.testing.assert_array_equal(alone[0], made["triton"][-1])
 
 
 @pytest.mark.parametrize("case", rope_cases.CASES, ids=str)
