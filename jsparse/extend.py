@@ -32,6 +32,7 @@ from jsparse.hooks import (
     State,
     StatsFn,
     UpdateFn,
+    VerifiedFn,
 )
 from jsparse.hyper_parameters import below_one, flag, fraction, number_in, one_of, whole_number
 from jsparse.pallas_kernels.compact_pages import compact_pages
@@ -88,6 +89,7 @@ __all__ = [
     "TopK",
     "TopP",
     "UpdateFn",
+    "VerifiedFn",
     "WrappedState",
     "across",
     "at_layer",

@@ -1,5 +1,6 @@
 """The signatures of a policy's hooks; jsparse.policy describes when each is called."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jaxtyping import Array, Float
@@ -82,6 +83,12 @@ class UpdateFn(Protocol):
     def __call__(
         self, state: State, layer: int, stats: Stats | ListedLogits | None, view: StepView, /
     ) -> State: ...
+
+
+class VerifiedFn(Protocol):
+    """Updates the state with the report of each layer's attention in a verification round."""
+
+    def __call__(self, state: State, stats: Sequence[Stats], view: StepView, /) -> State: ...
 
 
 class MaintainFn(Protocol):

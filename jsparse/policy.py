@@ -49,6 +49,7 @@ from jsparse.hooks import (
     State,
     StatsFn,
     UpdateFn,
+    VerifiedFn,
 )
 from jsparse.selection import Selection
 from jsparse.selection.partials import StatsKind, Summary
@@ -72,15 +73,15 @@ class Services(NamedTuple):
         correct_every: new tokens of a row between corrections; 0: never. A correction recomputes K
             and V of this many newest tokens densely. Not for methods that evict: a correction
             requires all heads of a row to hold the same tokens.
-        checked: updates a layer's state after a verification round (`exact=True`). It receives the
-            "page_mass" of the mean of the verified tokens' queries over all tokens before them.
-            None: no report.
+        checked: updates the state after a verification round (`exact=True`). It receives each
+            layer's "page_mass" of the mean of the verified tokens' queries over all tokens before
+            them. None: no report.
     """
 
     maintain: MaintainFn = _no_maintenance
     period: int = 0
     correct_every: int = 0
-    checked: UpdateFn | None = None
+    checked: VerifiedFn | None = None
 
     @property
     def every(self) -> dict[ServiceKind, int]:

@@ -9,11 +9,13 @@ arXiv:2408.11049), and retrieving that part once for several drafts is TriForce'
 arXiv:2404.11912).
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float32, Int32
 
 from jsparse.builder import builder
 from jsparse.cache import CacheSpec, StepView
@@ -21,9 +23,10 @@ from jsparse.hooks import PrefillView, State
 from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
-from jsparse.policy import Policy, Services, at_layer
+from jsparse.policy import Policy, Services
 from jsparse.selection import Selection, everything
-from jsparse.shapes import Lengths, Queries
+from jsparse.selection.partials import Stats
+from jsparse.shapes import Queries
 
 # the number of last prompt queries; their mean chooses until the first verification round
 WINDOW = 8
@@ -46,7 +49,7 @@ class Settings(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The pages chosen by dense attention in a layer.
+    """The pages chosen by dense attention in each layer.
 
     Attributes:
         ids: the chosen pages, the first `number` of each head, ascending.
@@ -54,9 +57,9 @@ class Chosen(NamedTuple):
         end: the end of the pages that it chose among; all pages from there on are new.
     """
 
-    ids: Int32[Array, "B K C"]
-    number: Lengths
-    end: Lengths
+    ids: Int32[Array, "L B K C"]
+    number: Int32[Array, "L B K"]
+    end: Int32[Array, "L B K"]
 
 
 @builder
@@ -88,12 +91,10 @@ def verified(budget: int = 1024, recent: int = 64) -> Policy:
 
 
 def init(settings: Settings, spec: CacheSpec) -> State:
-    """Returns a state without chosen pages, one entry per layer."""
-    heads = spec.batch, spec.num_kv_heads
-    none = jnp.zeros(heads, jnp.int32)
+    """Returns a state without chosen pages."""
+    none = jnp.zeros((spec.num_layers, spec.batch, spec.num_kv_heads), jnp.int32)
     capacity = min(settings.pages(spec.page_size)[0], spec.capacity // spec.page_size)
-    ids = jnp.zeros((*heads, capacity), jnp.int32)
-    return tuple(Chosen(ids, none, none) for _ in range(spec.num_layers))
+    return Chosen(jnp.zeros((*none.shape, capacity), jnp.int32), none, none)
 
 
 def prefill(settings: Settings, state: State, layer: int, view: PrefillView) -> State:
@@ -104,16 +105,24 @@ def prefill(settings: Settings, state: State, layer: int, view: PrefillView) -> 
     query = jnp.sum(view.q_window.astype(jnp.float32), axis=1) / count[:, None, None]
     q = query.astype(view.q_window.dtype)
     out = block_sparse_decode(q, kv, everything(kv.lengths), stats="page_mass")
-    return choose(settings, state, layer, out.stats, view.step)
+    new = heaviest(settings, out.stats.scores, kv.page_size, state.ids.shape[-1])
+    return jax.tree.map(lambda all, own: all.at[layer].set(own), state, new)
 
 
-def choose(settings: Settings, state: State, layer: int, stats, view: StepView) -> State:
+def choose(settings: Settings, state: State, stats: Sequence[Stats], view: StepView) -> State:
+    """Chooses pages for all layers at once."""
+    scores = jnp.concatenate([of_layer.scores for of_layer in stats])
+    new = heaviest(settings, scores, view.layers[0].page_size, state.ids.shape[-1])
+    return jax.tree.map(lambda all, old: all.reshape(old.shape), new, state)
+
+
+def heaviest(
+    settings: Settings, scores: Float32[Array, "rows K M"], page_size: int, capacity: int
+) -> Chosen:
     """Chooses the pages with the highest mass; the newest are attended to anyway."""
-    kv, scores = view.layers[layer], stats.scores
     read = jnp.sum(scores > -jnp.inf, axis=-1, dtype=jnp.int32)
-    end = jnp.maximum(read - settings.pages(kv.page_size)[1], 0)
+    end = jnp.maximum(read - settings.pages(page_size)[1], 0)
     older = jnp.arange(scores.shape[-1], dtype=jnp.int32) < end[..., None]
-    capacity = state[layer].ids.shape[-1]
     chosen = threshold_select(
         jnp.where(older, scores, -jnp.inf)[:, :, None],
         TopK(capacity),
@@ -121,12 +130,12 @@ def choose(settings: Settings, state: State, layer: int, stats, view: StepView) 
         granularity="page",
         weights="raw",
     )
-    return at_layer(state, layer, Chosen(chosen.ids, chosen.count, end))
+    return Chosen(chosen.ids, chosen.count, end)
 
 
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
     """Lists the chosen pages and then the newest pages, up to the budget."""
-    kv, (ids, count, end) = view.layers[layer], state[layer]
+    kv, (ids, count, end) = view.layers[layer], (own[layer] for own in state)
     total = min(ids.shape[-1] + settings.pages(kv.page_size)[1], kv.num_pages)
     next_page = (kv.lengths - 1) // kv.page_size + 1  # the page after the newest one
     recent = jnp.maximum(jnp.minimum(next_page - end, total - count), 0)

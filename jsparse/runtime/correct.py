@@ -66,6 +66,8 @@ def recomputed(
 ) -> tuple[Float[Array, "B T D"], KVCache, State]:
     """Runs the newest tokens of each row through the model again, as one dense chunk.
 
+    To the model each token is a row of its own, so that it runs the kernels of a decode step.
+
     Args:
         decoder: the model's definition.
         policy: the method; its state appends the tokens again.
@@ -81,15 +83,20 @@ def recomputed(
     Returns:
         The hidden states of the tokens, the cache and the state.
     """
-    count, checked = tokens.shape[1], policy.services.checked
-    after, first = cache.positions, cache.positions - valid
+    chunk, checked, reports = tokens.shape, policy.services.checked, []
+    end, first = cache.positions, cache.positions - valid
     view = step_view(cache, read_only)._replace(valid=valid)
     # positions before the first of these tokens
     cache = view.cache._replace(positions=first)
-    positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)
+    positions = first[:, None] + jnp.arange(chunk[1], dtype=jnp.int32)
 
     def rotate(layer: int, heads: Heads) -> tuple[ChunkQueries, ChunkKV, ChunkKV]:
         nonlocal cache
+        *parts, _, _, number, head_dim = heads.qkv.shape
+        heads = heads._replace(
+            qkv=heads.qkv.reshape(*parts, *chunk, number, head_dim),
+            table=tuple(angles.reshape(*chunk, -1) for angles in heads.table),
+        )
         q, k, v, kv = rope_append(heads, cache.layers[layer], positions, valid)
         cache = replace_layer(cache, layer, kv)
         return q, k, v
@@ -97,11 +104,13 @@ def recomputed(
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         nonlocal state
         o, stats = attend_new(q, k, v, cache.layers[layer], valid)
-        now = view._replace(cache=cache)
-        state = policy.append(state, layer, k, v, tokens, positions, now)
-        if stats is not None and checked is not None:
-            state = kept(policy, "checked", state, checked(state, layer, stats, now))
-        return o
+        reports.append(stats)
+        state = policy.append(state, layer, k, v, tokens, positions, view._replace(cache=cache))
+        return o.reshape(-1, 1, *o.shape[2:])
 
-    hidden = hidden_states(decoder, weights, tokens, positions, attend, rotate)
-    return hidden, without_host(cache)._replace(positions=after), state
+    rows = tokens.reshape(-1, 1), positions.reshape(-1, 1)
+    hidden = hidden_states(decoder, weights, *rows, attend, rotate)
+    if checked is not None and None not in reports:
+        after = checked(state, tuple(reports), view._replace(cache=cache))
+        state = kept(policy, "checked", state, after)
+    return hidden.reshape(*chunk, -1), without_host(cache)._replace(positions=end), state

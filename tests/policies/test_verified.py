@@ -30,7 +30,7 @@ def selected(policy, spec, state, lengths):
 @partial(jax.jit, static_argnums=(0, 1))
 def checked(policy, spec, scores, lengths):
     stats = Stats(scores, jnp.zeros(scores.shape[:2]))
-    return policy.services.checked(policy.init(spec), 0, stats, view_of(spec, lengths))
+    return policy.services.checked(policy.init(spec), (stats,), view_of(spec, lengths))
 
 
 def listed(policy, state, spec, lengths):

@@ -2,6 +2,7 @@
 text.
 """
 
+from concurrent.futures import Future
 from functools import cache, partial
 from itertools import cycle
 
@@ -289,6 +290,7 @@ def test_rounds_may_draft_any_number(monkeypatch):
 def test_draft_length_is_chosen_by_default(monkeypatch):
     """Two and one are tried first, with results two rounds late; a given number is kept."""
     monkeypatch.setattr(draft_length, "MOST_CPU", DRAFTS)
+    monkeypatch.setattr(draft_length, "_newest", {})
     (expected, _), most = decoded("dense", 0, DRAWN), []
     for drafts in (None, DRAFTS):
         session = session_of(QUEST, drafts)
@@ -333,6 +335,18 @@ def test_rounds_without_drafts_have_a_separate_program(monkeypatch):
     assert made == [out.token_ids for out in expected]
     # the prompt's, one draft, then none, in its own program
     assert widths[:10] == [1, 4, 1, 1, 1, 1, 4, 1, 1, 4]
+
+
+def test_program_without_drafts_is_compiled_with_the_first(monkeypatch):
+    """If the number of drafts may become 0, and enough tokens follow."""
+    compiled, done = [], Future()
+    done.set_result(None)
+    monkeypatch.setattr(speculate, "ahead", lambda *given: compiled.append(given[3]) or done)
+    monkeypatch.setattr(decoding, "MIN_PROGRAM_TOKENS", 8)
+    for drafts, limit, wanted in ((None, 8, [2, 0]), (None, 7, [2]), (2, 8, [2])):
+        session, compiled[:] = session_of(QUEST, drafts), []
+        session.expect(*chosen(session, GREEDY), prompts=[3, 3, 3], limits=[4, limit, 4])
+        assert compiled == wanted, (drafts, limit)
 
 
 def test_dense_drafts_nothing():
@@ -388,15 +402,14 @@ def test_maintenance_must_not_change_the_cache():
 
 @pytest.mark.slow
 def test_update_sees_the_statistics_of_verification():
-    """Once per round that a row takes part in, in every layer."""
+    """Once per round that a row takes part in, with those of every layer."""
 
-    def counted(state, layer, stats, view):
-        assert stats.scores.shape == (
-            3,
-            *view.layers[layer].lengths.shape[1:],
-            view.layers[0].num_pages,
-        )
-        return (*state[:layer], state[layer] + 1, *state[layer + 1 :])
+    def counted(state, stats, view):
+        assert len(stats) == len(state) == 2
+        for of_layer in stats:
+            shape = 3, *view.layers[0].lengths.shape[1:], view.layers[0].num_pages
+            assert of_layer.scores.shape == shape
+        return tuple(rounds + 1 for rounds in state)
 
     quest = as_policy(QUEST)
     counting = quest._replace(
