@@ -105,6 +105,7 @@ def prefill(settings: Settings, state: State, layer: int, view: PrefillView) -> 
     query = jnp.sum(view.q_window.astype(jnp.float32), axis=1) / count[:, None, None]
     q = query.astype(view.q_window.dtype)
     out = block_sparse_decode(q, kv, everything(kv.lengths), stats="page_mass")
+    assert isinstance(out.stats, Stats)
     new = heaviest(settings, out.stats.scores, kv.page_size, state.ids.shape[-1])
     return jax.tree.map(lambda all, own: all.at[layer].set(own), state, new)
 

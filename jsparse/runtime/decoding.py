@@ -271,8 +271,9 @@ class Speculating(Decoding):
         return made
 
     def _compile_without_drafts(self, batch: Batch[KVCache]) -> None:
-        self._narrow = self._run.ahead(*self._static(0), *self._given(0), batch)
-        self._narrow.add_done_callback(_log_failure)
+        made = self._run.ahead(*self._static(0), *self._given(0), batch)
+        made.add_done_callback(_log_failure)
+        self._narrow = made
 
     def _without_drafts(self) -> Callable[..., Any] | None:
         """Returns a program that verifies only the newest token, in the time of a dense step.

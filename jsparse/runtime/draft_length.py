@@ -11,7 +11,6 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from functools import partial
 from threading import Lock
-from typing import Self
 
 # The time of a number of drafts is the median of its newest NEWEST rounds, known from ENOUGH rounds
 # on: the first round may take much longer.
@@ -59,7 +58,7 @@ class DraftLength:
         self._rounds = self._without = 0
 
     @classmethod
-    def continuing(cls, key: Hashable, *, adapts: bool) -> Self:
+    def continuing(cls, key: Hashable, *, adapts: bool) -> "DraftLength":
         """Returns estimates that begin as the newest ones with this key, of an equal program.
 
         Numbers need not be tried again for each text.
