@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bench.lib.quality_sets import GATE_FILES, SETS
-from bench.quality import by_text
+from bench.quality import by_text, draw
 from jsparse.evaluation.plan import plan
 from jsparse.policies.expressions import parse
 from jsparse.policies.head_gates import HeadGates, save
@@ -39,3 +39,24 @@ def test_means_of_each_text():
     ]
     assert by_text(samples) == {"texts": {"a": {"kl": 1.5}, "b": {"kl": 4}}}
     assert by_text([{"meta": {}, "values": {"kl": 1}}]) == by_text([]) == {}
+
+
+def test_finished_report_is_drawn(tmp_path):
+    """A method may be missing at a length; budgets are no part of its name."""
+    pytest.importorskip("matplotlib")
+
+    def cell(policy, length, attended, kl):
+        metrics = {"attended": {"mean": attended}, "kl": {"mean": kl}}
+        return {"policy": policy, "task": "kl", "length": length, "metrics": metrics}
+
+    cells = [
+        cell("dense()", 1024, 1, 0),
+        cell("quest(budget=128)", 1024, 0.125, 0.1),
+        cell("quest(budget=256)", 1024, 0.25, 0.01),
+        cell("twilight(all_pages(), p=0.9)", 1024, 0.2, 0.02),
+        cell("quest(budget=256)", 2048, 0.125, 0.1),
+    ]
+    draw({"cells": cells}, tmp_path / "drawn.svg")
+    drawn = (tmp_path / "drawn.svg").read_text(encoding="utf-8")
+    assert all(text in drawn for text in ("quest(budget)", "twilight(all_pages(), p)", "2,048"))
+    assert "quest(budget=128)" not in drawn
