@@ -57,8 +57,9 @@ def tidal(
         budget: the number of picked tokens.
         first: the first layer that picks; it and the layers before it are dense.
         again: the dense layer that picks again, for all layers after it; a model without this layer
-            picks once. The paper chooses it for each model, 13 for one of 32 layers; for
-            Qwen2.5-Coder-1.5B, of 28 layers, 19 has a fortieth of 13's KL (docs/results/quality.md).
+            picks once. The paper chooses it for each model, 13 for one of 32 layers. For
+            Qwen2.5-Coder-1.5B, of 28 layers, 19 has a fortieth of 13's KL
+            (docs/results/quality.md).
         sink: the number of first tokens that are always picked; they count in `budget`.
         recent: the same for the last tokens; if the two exceed the budget, the heaviest of these
             tokens fill it. The paper uses 0 and 0.
