@@ -154,7 +154,9 @@ def speculate[Memory: (KVCache, SharedPages)](
     logits = to_logits(decoder, weights, hidden.swapaxes(0, 1))
     at = logits, jnp.pad(guesses, [(0, 1), (0, 0)]), jnp.arange(drafts + 1, dtype=jnp.int32)
     nothing = _Verified(valid > 0, before.made, before.tokens, before.given)
-    checked, (chosen, logprobs) = lax.scan(check, nothing, at)
+    # unrolled, XLA copies no logits; a chooser with a carry is too large for that
+    unroll = not jax.tree.leaves(before.given)
+    checked, (chosen, logprobs) = lax.scan(check, nothing, at, unroll=unroll)
 
     counts = checked.made - before.made
     cache = _cut(cache, first + counts)
