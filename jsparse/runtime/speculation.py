@@ -154,7 +154,7 @@ def speculate[Memory: (KVCache, SharedPages)](
     logits = to_logits(decoder, weights, hidden.swapaxes(0, 1))
     at = logits, jnp.pad(guesses, [(0, 1), (0, 0)]), jnp.arange(drafts + 1, dtype=jnp.int32)
     nothing = _Verified(valid > 0, before.made, before.tokens, before.given)
-    # unrolled, XLA copies no logits; a chooser with a carry is too large for that
+    # unrolled, the round is one CUDA graph; a chooser with a carry takes too long to compile
     unroll = not jax.tree.leaves(before.given)
     checked, (chosen, logprobs) = lax.scan(check, nothing, at, unroll=unroll)
 
