@@ -89,7 +89,8 @@ class DraftLength:
         """
         if not self._adapts:
             return most
-        chosen = self._chosen(most, rows)
+        with _sharing:
+            chosen = self._chosen(most, rows)
         self._without = max(0, self._without + (1 if chosen == 0 else -1))
         return chosen
 
