@@ -33,10 +33,8 @@ line per method.
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -44,19 +42,15 @@ from queue import Queue
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from bench.lib.arguments import report_parser
 from bench.lib.environment import REPOSITORY, describe
 from bench.lib.quality_sets import SETS
 from bench.lib.subprocesses import write_report
 from jsparse.cli.evaluate import show, write_page
 from jsparse.evaluation.plan import plan
-from jsparse.evaluation.statistics import averages, is_dense
-from jsparse.text.short_names import short_name
-
-# arguments that set how much a policy reads
-AMOUNT = re.compile(r"\b(budget|recent)=(?:\d{3,}|0\.\d+)")
+from jsparse.evaluation.report.drawings import quality_curves
+from jsparse.evaluation.report.plots import methods_of, quality_points
+from jsparse.evaluation.statistics import averages
 
 
 class ReportPart(NamedTuple):
@@ -218,37 +212,15 @@ def by_text(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[st
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
-    """Plots KL over the share attended to, with a panel per length and a line per method.
-
-    Methods are in the order of their KL at the first length, those far from dense attention first.
-    """
+    """Plots KL over the share attended to, with a panel per length and a line per method."""
     from matplotlib import pyplot
 
-    lines: dict[int, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    for cell in report["cells"]:
-        if cell["task"] == "kl" and not is_dense(cell["policy"]):
-            method = AMOUNT.sub(r"\1", short_name(cell["policy"]))
-            if "all_pages()" in method:
-                method = "twilight(all_pages(), p)"
-            point = cell["metrics"]["attended"]["mean"], cell["metrics"]["kl"]["mean"]
-            lines[cell["length"]][method].append(point)
-    first = next(iter(lines.values()))
-    methods = sorted(first, key=lambda method: -fmean(kl for _, kl in first[method]))
-    figure, _ = pyplot.subplots(
-        1, len(lines), figsize=(5 * len(lines) + 4, 6), sharey=True, layout="constrained"
-    )
-    for axis, (length, of_length) in zip(figure.axes, lines.items(), strict=True):
-        for nth, method in enumerate(methods):
-            points = np.array(sorted(of_length[method])).reshape(-1, 2)
-            style = f"C{nth % 10}o" + ("-", "--", ":")[nth // 10]
-            axis.plot(*points.T, style, label=method)
-        axis.set(
-            title=f"{length:,} tokens", xlabel="tokens attended to", xscale="log", yscale="log"
-        )
-        axis.set_xticks([0.0625, 0.125, 0.25], labels=["6.25 %", "12.5 %", "25 %"], minor=False)
-        axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-        axis.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("KL from dense attention (nats)")
+    lengths = report["settings"]["lengths"]
+    width = 5 * len(lengths) + 4
+    figure, _ = pyplot.subplots(1, len(lengths), figsize=(width, 6), layout="constrained")
+    for axis, length in zip(figure.axes, lengths, strict=True):
+        quality_curves("kl", quality_points(report, "kl", length), methods_of(report))(axis)
+        axis.set_title(f"{length:,} tokens")
     handles, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right center", fontsize=8)
     figure.savefig(path, dpi=110)

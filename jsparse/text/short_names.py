@@ -2,9 +2,11 @@
 
 import ast
 import inspect
+from collections.abc import Collection
 from typing import Any, Protocol
 
 SHOWN = ("budget",)  # arguments that policies are compared by
+AMOUNTS = ("budget", "recent", "value", "p")  # arguments that set how much a policy attends to
 
 
 class HasName(Protocol):
@@ -20,14 +22,25 @@ def short_name(policy: HasName | str) -> str:
     The result is an expression of the same policy, and always has the budget. Stored results keep
     the full name, since a default may change. Names of the user's own code stay as they are.
     """
-    name = policy if isinstance(policy, str) else policy.name
+    return _shortened(policy if isinstance(policy, str) else policy.name)
+
+
+def method_name(policy: str) -> str:
+    """Returns a policy's short name without the arguments that set how much it attends to.
+
+    It is the same for one method at several budgets; without arguments it has no parentheses.
+    """
+    return _shortened(policy, AMOUNTS)
+
+
+def _shortened(name: str, left_out: Collection[str] = ()) -> str:
     try:
-        return _short(ast.parse(name, mode="eval").body, name)
+        return _short(ast.parse(name, mode="eval").body, name, left_out)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return name
 
 
-def _short(node: ast.expr, source: str) -> str:
+def _short(node: ast.expr, source: str, left_out: Collection[str]) -> str:
     from jsparse.policies import POLICIES  # imports jax, which not every command needs
 
     if not (
@@ -41,13 +54,15 @@ def _short(node: ast.expr, source: str) -> str:
     ]
     shown = []
     for name, value in arguments:
-        text = _short(value, source)
+        if name in left_out:
+            continue
+        text = _short(value, source, left_out)
         default = parameters[name].default if name in parameters else None
         if default is inspect.Parameter.empty:  # these come first and are positional
             shown.append(text)
         elif name in SHOWN or not _is(value, default):
             shown.append(f"{name}={text}")
-    return f"{node.func.id}({', '.join(shown)})"
+    return node.func.id if left_out and not shown else f"{node.func.id}({', '.join(shown)})"
 
 
 def _is(node: ast.expr, default: Any) -> bool:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from jsparse.policies.expressions import parse
-from jsparse.text.short_names import short_name
+from jsparse.text.short_names import method_name, short_name
 from tests.support.policy_table import TABLE
 
 
@@ -25,6 +25,19 @@ def test_short_name_leaves_defaults_out():
         ("snapkv(pool=5, pooling='max')", "snapkv(budget=1024, pooling='max')"),
     ]:
         assert short_name(parse(expression)) == short, expression
+
+
+def test_method_name_leaves_amounts_out():
+    for expression, method in [
+        ("quest(64)", "quest"),
+        ("quest(64, slack=1.0)", "quest(slack=1.0)"),
+        ("twilight(quest(64, slack=1.0), p=0.9)", "twilight(quest(slack=1.0))"),
+        ("streaming(sink=8, recent=60)", "streaming(sink=8)"),
+        ("lychee_decode('smollm2', 32)", "lychee_decode('smollm2')"),
+        ("dense", "dense"),
+    ]:
+        assert method_name(parse(expression).name) == method, expression
+    assert method_name("own.py:mine(budget=3)") == "own.py:mine(budget=3)"
 
 
 def test_other_names_are_unchanged():

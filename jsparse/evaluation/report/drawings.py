@@ -29,18 +29,18 @@ class Point(NamedTuple):
 
 
 def quality_curves(
-    metric: str, points: Mapping[str, list[Point]], families: Sequence[str]
+    metric: str, points: Mapping[str, list[Point]], methods: Sequence[str]
 ) -> DrawFn:
-    """Returns a function that draws a metric over the attended fraction, one line per family."""
+    """Returns a function that draws a metric over the attended fraction, one line per method."""
     label, factor, _ = LABELS[metric]
 
     def draw(axis: Any) -> None:
         for name, line in points.items():
-            color, marker = ("black", "*") if is_dense(name) else (f"C{families.index(name)}", "o")
+            marker = "*" if is_dense(name) else "o"
             values = [factor * point.value for point in line]
-            axis.plot(
-                [point.attended for point in line], values, label=name, color=color, marker=marker
-            )
+            style = _style(name, methods)
+            attended = [point.attended for point in line]
+            axis.plot(attended, values, label=name, marker=marker, **style)
             if is_dense(name) and metric != "kl":
                 axis.axhline(values[0], color="black", linewidth=0.8)
         if metric == RATIO:
@@ -60,22 +60,23 @@ def step_curves(metric: str, lines: Mapping[str, list[float]], policies: Sequenc
     def draw(axis: Any) -> None:
         for policy, values in lines.items():
             steps = [STEP_BLOCK * (block + 0.5) for block in range(len(values))]
-            nth = policies.index(policy)
-            style = ("-", "--", ":", "-.")[nth // 10 % 4]
-            color = "black" if is_dense(policy) else f"C{nth % 10}"
-            axis.plot(
-                steps,
-                values,
-                label=textwrap.fill(short_name(policy), 60),
-                color=color,
-                linestyle=style,
-            )
+            label = textwrap.fill(short_name(policy), 60)
+            axis.plot(steps, values, label=label, **_style(policy, policies))
         if metric == "kl":
             _log(axis.yaxis, [value for values in lines.values() for value in values])
         axis.grid(alpha=0.3)
         axis.set(xlabel="decode step", ylabel=LABELS[metric][0])
 
     return draw
+
+
+def _style(name: str, names: Sequence[str]) -> dict[str, str]:
+    """Returns the colour and dashes of a line, different for each of up to forty names."""
+    nth = names.index(name)
+    return {
+        "color": "black" if is_dense(name) else f"C{nth % 10}",
+        "linestyle": ("-", "--", ":", "-.")[nth // 10 % 4],
+    }
 
 
 def _log(

@@ -19,8 +19,8 @@ from jsparse.evaluation.report.drawings import (
 )
 from jsparse.evaluation.report.figures import DrawFn, svg
 from jsparse.evaluation.report.table import tokens
-from jsparse.evaluation.statistics import BY_STEP, YARDSTICK, family, is_dense
-from jsparse.text.short_names import short_name
+from jsparse.evaluation.statistics import BY_STEP, YARDSTICK, is_dense
+from jsparse.text.short_names import method_name, short_name
 
 QUALITY = ("kl", "agreement", "score")
 STEPPED = ("kl", "perplexity")
@@ -31,7 +31,7 @@ def pictures(report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Returns the plots of a report as SVGs, by plot and title of the panel.
 
     "quality": KL, agreement, score and KL over the yardstick's over the attended fraction, with a
-    line per family; "by_step": KL and perplexity over the decode step; "niah": the mean score of
+    line per method; "by_step": KL and perplexity over the decode step; "niah": the mean score of
     the needle grid over depth, in steps of 5 %, and length; "heads": the attended fraction by layer
     and KV head.
     """
@@ -49,14 +49,19 @@ def pictures(report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def _quality_panels(report: Mapping[str, Any]) -> dict[str, DrawFn]:
-    families = list(dict.fromkeys(family(cell["policy"]) for cell in report["cells"]))
+    methods = methods_of(report)
     lengths = sorted({cell["length"] for cell in report["cells"]})
     return {
-        f"{LABELS[metric][0]}, {tokens(length)} tokens": quality_curves(metric, points, families)
+        f"{LABELS[metric][0]}, {tokens(length)} tokens": quality_curves(metric, points, methods)
         for metric in (*QUALITY, RATIO)
         for length in lengths
         if (points := quality_points(report, metric, length))
     }
+
+
+def methods_of(report: Mapping[str, Any]) -> list[str]:
+    """Returns the methods of a report, whose policies differ only in how much they attend to."""
+    return list(dict.fromkeys(method_name(cell["policy"]) for cell in report["cells"]))
 
 
 def _niah_panels(report: Mapping[str, Any]) -> dict[str, DrawFn]:
@@ -94,7 +99,7 @@ def _by_step_panels(report: Mapping[str, Any]) -> dict[str, DrawFn]:
 
 
 def quality_points(report: Mapping[str, Any], metric: str, length: int) -> dict[str, list[Point]]:
-    """Returns each family's points, by attended fraction: means over the tasks with the metric.
+    """Returns each method's points, by attended fraction: means over the tasks with the metric.
 
     For score, the means are over the averaged tasks. The ratio's attended fraction is the policy's
     in the task kl.
@@ -117,7 +122,7 @@ def quality_points(report: Mapping[str, Any], metric: str, length: int) -> dict[
     points: dict[str, list[Point]] = {}
     for policy, pairs in measured.items():
         attended, value = np.mean(pairs, axis=0).tolist()
-        points.setdefault(family(policy), []).append(Point(policy, attended, value))
+        points.setdefault(method_name(policy), []).append(Point(policy, attended, value))
     return {name: sorted(line, key=lambda point: point.attended) for name, line in points.items()}
 
 

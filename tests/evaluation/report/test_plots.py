@@ -105,7 +105,6 @@ def test_pictures_are_svgs_for_light_and_dark(drawn):
     assert pictures(report() | {"cells": [], "averages": []}) == {}
 
 
-@pytest.mark.pure
 def test_quality_points_are_means_over_solved_tasks():
     values = {("a", DENSE): 1.0, ("a", TOP_K): 0.8, ("b", DENSE): 0.5, ("b", TOP_K): 0.4}
     values |= {("fails", DENSE): 0.0, ("fails", TOP_K): 1.0}
