@@ -17,8 +17,10 @@ itself, since it rounds differently at another batch size.
     python -m bench.acceptance --json build/acceptance.json
 """
 
+import gc
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -212,6 +214,33 @@ def accepted(rounds: Sequence[Sequence[tuple[int, int]]], new: int) -> dict[str,
     }
 
 
+def served(
+    params: Any, prompts: list[list[int]], new: int, policy: str, drafts: int | None
+) -> tuple[dict[str, Any], Run]:
+    """Serves the prompts with an engine; `drafts` of dense attention are 0, and None is to choose.
+
+    Returns a report's row and the outputs.
+    """
+    import jsparse
+
+    exact = {} if drafts == 0 else {"exact": True, "num_speculative_tokens": drafts}
+    rows, length = len(prompts), len(prompts[0]) + new
+    llm = jsparse.LLM(
+        params, policy, max_num_seqs=rows, max_model_len=length, decode_rows=[rows], **exact
+    )
+    wanted = jsparse.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+    seconds, counters = [], llm.engine.counters
+    for _ in range(3):
+        counters.draft_tokens = counters.accepted_tokens = 0
+        began = time.perf_counter()
+        outs = llm.generate(prompts, wanted, use_tqdm=False)
+        seconds.append(time.perf_counter() - began)
+    share = counters.accepted_tokens / max(counters.draft_tokens, 1)
+    row = {"engine": True, "policy": policy, "drafts": drafts or 0, "accepted_share": share}
+    run = Run([list(out.outputs[0].token_ids) for out in outs], [], max(seconds[1:]))
+    return row | {"first_seconds": seconds[0]}, run
+
+
 def main() -> None:
     """Runs every policy on every text and writes the report after each."""
     parser = report_parser("acceptance", (__doc__ or "").splitlines()[0])
@@ -227,6 +256,7 @@ def main() -> None:
     parser.add_argument(
         "--fewer-rows", type=int, help="also compare dense attention with itself, in fewer rows"
     )
+    parser.add_argument("--engine", action="store_true", help="also serve the prompts by engines")
     args = parser.parse_args()
     import jsparse
     from jsparse.evaluation.shared_prefill import as_policies, prime
@@ -276,6 +306,13 @@ def main() -> None:
         shared = prime(params, as_policies(["dense"]), fewer, spec, lambda *_: None)
         run = decoded(shared, 0, 0, args.new, args.temperature)
         tell({"policy": "dense", "rows": args.fewer_rows}, run)
+    if args.engine:
+        del shared
+        row, dense = served(params, rows, args.new, "dense", 0)
+        tell(row, dense)
+        for policy, drafts in product(args.policies, args.drafts):
+            tell(*served(params, rows, args.new, policy, drafts or None))
+            gc.collect()
 
 
 if __name__ == "__main__":
