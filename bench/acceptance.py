@@ -107,7 +107,10 @@ def decoded(
     runs = []
     for _ in range(2):
         session, asked = shared.session(index, drafts=drafts), choice(shared, index, temperature)
-        results = session.steps(*asked, limits=[new] * shared.spec.batch)
+        limits = [new] * shared.spec.batch
+        held = [int(length) for length in shared.prefilled.cache.positions]
+        session.expect(*asked, prompts=held, limits=limits)
+        results = session.steps(*asked, limits=limits)
         kept = [next(results)]
         kept[0].tokens.block_until_ready()
         began = time.perf_counter()
@@ -311,8 +314,8 @@ def main() -> None:
         row, dense = served(params, rows, args.new, "dense", 0)
         tell(row, dense)
         for policy, drafts in product(args.policies, args.drafts):
+            gc.collect()  # the engine before
             tell(*served(params, rows, args.new, policy, drafts or None))
-            gc.collect()
 
 
 if __name__ == "__main__":

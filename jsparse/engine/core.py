@@ -315,6 +315,7 @@ class Engine:
             count = builder.take(tokens)
             if isinstance(pending.work, DecodePlan) and self.sizes.drafts:
                 self.counters.count_drafts(tokens.drafted, len(tokens.ids))
+                seq.acceptance.observe([tokens.drafted], [len(tokens.ids) - 1])
                 drafted.append(tokens.drafted)
                 accepted.append(len(tokens.ids) - 1)
             state.metrics.token_times += [now] * count

@@ -8,7 +8,7 @@ from functools import partial
 from jsparse.engine.sizes import EngineSizes
 from jsparse.engine.step_plan import DecodePlan, PrefillPlan
 from jsparse.models.config import ModelConfig
-from jsparse.runtime.draft_length import DraftLength
+from jsparse.runtime.draft_length import DraftLength, Remaining
 
 # an estimate is the median of this number of programs of a size: the first may take much longer
 NEWEST = 5
@@ -46,9 +46,12 @@ class LatencyModel:
         if milliseconds is not None:
             self._length.took(rows, max(drafted, default=0), milliseconds / 1e3)
 
-    def drafts(self, rows: int) -> int:
-        """Returns how many tokens each of `rows` rows drafts next."""
-        return self._length.choose(self._sizes.drafts_for(rows) or 0, rows)
+    def drafts(self, rows: int, remaining: Sequence[Remaining] = ()) -> int:
+        """Returns how many tokens each row drafts next, in a program of `rows` rows.
+
+        `remaining`: what each row still wants; (): rows that end are replaced.
+        """
+        return self._length.choose(self._sizes.drafts_for(rows) or 0, rows, remaining)
 
     @property
     def idles(self) -> bool:

@@ -27,6 +27,7 @@ from jsparse.engine.step_plan import (
     SharedPrefix,
     StepPlan,
 )
+from jsparse.runtime.draft_length import Remaining
 from jsparse.runtime.pauses import until_due
 
 # The most steps of a program while requests wait: a sequence that finishes early keeps its slot
@@ -247,7 +248,7 @@ class Scheduler:
         rows, seqs = [], []
         most = steps = 1 if self.sizes.drafts else self._steps()
         if self.sizes.drafts:
-            most += self._latency.drafts(self._rows_for(len(wanting)))
+            most += self._latency.drafts(self._rows_for(len(wanting)), self._remaining(wanting))
         for seq in wanting:
             while seq.phase is Phase.DECODING and self.memory.lacks_pages(seq, self.begun):
                 if not self._preempt_for(seq, seqs):
@@ -272,6 +273,12 @@ class Scheduler:
                 drafts = 0
             return DecodePlan(num_rows, steps, rows, drafts=drafts)
         return DecodePlan(num_rows, steps, rows, self._prefixes(seqs, num_rows))
+
+    def _remaining(self, seqs: list[SequenceState]) -> list[Remaining]:
+        """Returns what sequences still want; [] if others wait to replace those that end."""
+        if self.waiting or self.prefilling or self.swapped:
+            return []
+        return [Remaining(seq.max_tokens - seq.planned, seq.acceptance) for seq in seqs]
 
     def _prefixes(self, seqs: list[SequenceState], num_rows: int) -> list[SharedPrefix]:
         """Returns the prefixes that rows read together."""

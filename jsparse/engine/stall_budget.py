@@ -6,6 +6,7 @@ from typing import Protocol
 
 from jsparse.engine.sizes import EngineSizes
 from jsparse.engine.step_plan import SequenceState
+from jsparse.runtime.draft_length import Remaining
 
 # The most milliseconds of a program of several steps if the stall is unlimited: the next program is
 # dispatched before its results arrive.
@@ -29,8 +30,8 @@ class Estimates(Protocol):
         """Whether rows often draft nothing."""
         ...
 
-    def drafts(self, rows: int) -> int:
-        """Returns how many tokens each of `rows` rows drafts next."""
+    def drafts(self, rows: int, remaining: Sequence[Remaining]) -> int:
+        """Returns how many tokens each row drafts next, in a program of `rows` rows."""
         ...
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jsparse.engine.blocks import CacheBlock
+from jsparse.runtime.draft_length import Acceptance
 
 # Each second of waiting makes a prompt count as this many tokens shorter, about what an 8B model
 # prefills in that time. So the shortest prompt goes first, and none waits forever.
@@ -43,6 +44,7 @@ class SequenceState:
         kept_groups: the groups for the compressed prompt, if the policy evicts.
         joined: its position in the order in which sequences started to decode.
         swapped: the number of its groups in host memory.
+        acceptance: that of its drafts.
     """
 
     number: int
@@ -66,6 +68,7 @@ class SequenceState:
     kept_groups: list[int] = field(default_factory=list)
     joined: int = 0
     swapped: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
     @property
     def groups(self) -> list[int]:

@@ -20,7 +20,7 @@ from jsparse.policy import Policy
 from jsparse.runtime import room
 from jsparse.runtime.admission import Deployment
 from jsparse.runtime.decode_step import StepStats
-from jsparse.runtime.draft_length import DraftLength
+from jsparse.runtime.draft_length import Acceptance, DraftLength, Remaining
 from jsparse.runtime.pauses import due, next_steps, until_due
 from jsparse.runtime.rows import Batch, Step, decode_steps, first_tokens, no_recent, services_on
 from jsparse.runtime.sampling import ChooseFn
@@ -32,7 +32,7 @@ from jsparse.shapes import Rows
 
 # the verification rounds in flight when the oldest one's result helps to choose the draft length
 LAG = 2
-# the minimum number of tokens for which a program without drafts is compiled before the first
+# the minimum number of tokens for which a program without drafts is worth compiling on a CPU
 MIN_PROGRAM_TOKENS = 256
 
 
@@ -249,11 +249,13 @@ class Speculating(Decoding):
         self._narrow: Future[Callable[..., Any]] | None = None
         self._in_flight: deque[Drafts] = deque()
         self._looked = math.inf
+        self._rows = [Remaining(limit - 1, Acceptance()) for limit in self._limits]
 
     def advance(self) -> StepResult:
         """Dispatches a verification round, with the due services of the rows."""
         self._look_back()
-        most = self._length.choose(self._deployment.drafts)
+        remaining = [row for row in self._rows if row.tokens > 0]
+        most = self._length.choose(self._deployment.drafts, remaining=remaining)
         narrow = self._without_drafts() if most == 0 else None
         if narrow is None:
             self.batch, result = self._run(*self._static(), *self._given(most), self.batch)
@@ -266,7 +268,8 @@ class Speculating(Decoding):
     def _compile_ahead(self, batch: Batch[KVCache]) -> Future[Any]:
         """Also compiles a program of rounds without drafts if the number may become 0."""
         made = super()._compile_ahead(batch)
-        if self._deployment.adapts and max(self._limits) >= MIN_PROGRAM_TOKENS:
+        enough = max(self._limits) >= MIN_PROGRAM_TOKENS or jax.default_backend() == "gpu"
+        if self._deployment.adapts and enough:
             self._compile_without_drafts(batch)
         return made
 
@@ -302,6 +305,9 @@ class Speculating(Decoding):
         if not took_part.any():
             return
         self._length.observe(drafted[took_part].tolist(), (counts[took_part] - 1).tolist())
+        for row, (wanted, acceptance) in enumerate(self._rows):
+            acceptance.observe([int(drafted[row])], [max(int(counts[row]) - 1, 0)])
+            self._rows[row] = Remaining(wanted - int(counts[row]), acceptance)
         if self._looked > before:
             self._length.took(1, int(drafted.max()), self._looked - before)
 

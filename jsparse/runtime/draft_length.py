@@ -1,8 +1,9 @@
 """Chooses how many tokens a policy drafts, from the acceptance rate and the time of rounds.
 
-A round of d drafts takes about `base` + d x `each`, and gives 1 + p + … + p^d tokens per row if a
+A round of d drafts takes about `base` + d x `each`, and gives 1 + p + … + p^d tokens to a row if a
 draft after accepted ones is accepted with probability p (Leviathan et al., arXiv:2211.17192, eq.
-1). The chosen number has the most tokens per second. This module uses neither jax nor a clock.
+1). With the chosen number, rows take the least time to their ends, above all the slowest: a batch
+ends with its last row. This module uses neither jax nor a clock.
 """
 
 import copy
@@ -11,6 +12,9 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from functools import partial
 from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
 
 # The time of a number of drafts is the median of its newest NEWEST rounds, known from ENOUGH rounds
 # on: the first round may take much longer.
@@ -18,8 +22,11 @@ NEWEST, ENOUGH = 5, 3
 # The weight of a round decays by this factor with each later one: about the last twenty rounds
 # determine the estimate.
 FADING = 0.95
-# Prior: this number of drafts verified, and this share of them accepted.
+# Prior: this number of drafts verified, and this share of them accepted; a row's is that of all.
 PRIOR_DRAFTS, PRIOR_SHARE = 8.0, 0.8
+# The exponent of the mean over rows of the time that they still take: 1 would be the mean, and a
+# large one the maximum, which a single row's unlucky rounds would decide.
+POWER = 4
 # The number of rounds between trials of another number, which keep the estimates current.
 TRY_EVERY = 32
 # If drafting gains less than this factor, the trial is a round without drafts.
@@ -46,13 +53,39 @@ def most_drafts(rows: int, *, on_gpu: bool) -> int:
     return min(max(VERIFIED_GPU // rows - 1, LEAST_GPU), MOST_GPU) if on_gpu else MOST_CPU
 
 
+class Acceptance:
+    """The share of a row's drafts that are accepted; recent rounds count most.
+
+    Attributes:
+        reached, kept: the drafts whose predecessors were all accepted, and the accepted ones.
+    """
+
+    def __init__(self, reached: float = 0.0, kept: float = 0.0) -> None:
+        """Begins with these numbers of drafts."""
+        self.reached, self.kept = reached, kept
+
+    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Records the drafted and the accepted tokens of a round, per row."""
+        reached = [min(kept + 1, number) for number, kept in zip(drafted, accepted, strict=True)]
+        if any(reached):  # otherwise the round has no information
+            self.reached = FADING * self.reached + sum(reached)
+            self.kept = FADING * self.kept + sum(accepted)
+
+
+class Remaining(NamedTuple):
+    """The tokens that a row still wants, and the acceptance of its drafts."""
+
+    tokens: int
+    acceptance: Acceptance
+
+
 class DraftLength:
     """The choice of how many tokens the rows of a round draft."""
 
     def __init__(self, *, adapts: bool) -> None:
         """Sets up the estimates; without `adapts`, `choose` always returns the maximum."""
         self._adapts = adapts
-        self._reached, self._kept = PRIOR_DRAFTS, PRIOR_DRAFTS * PRIOR_SHARE
+        self._all = Acceptance(PRIOR_DRAFTS, PRIOR_DRAFTS * PRIOR_SHARE)
         newest = partial(deque[float], maxlen=NEWEST)
         self._times: dict[int, dict[int, deque[float]]] = defaultdict(lambda: defaultdict(newest))
         self._rounds = self._without = 0
@@ -80,32 +113,40 @@ class DraftLength:
     @property
     def agreement(self) -> float:
         """The probability that a draft is accepted, given that all drafts before it are."""
-        return self._kept / self._reached
+        return self._all.kept / self._all.reached
 
-    def choose(self, most: int, rows: int = 1) -> int:
+    def choose(self, most: int, rows: int = 1, remaining: Sequence[Remaining] = ()) -> int:
         """Returns the number of drafts of the next round, in a program of `rows` rows.
 
-        It is at most `most`, and 0 if drafting does not pay.
+        Args:
+            most: the largest number.
+            rows: the rows of the program, whose times are kept apart.
+            remaining: what each row still wants; (): rows that end are replaced, and the most
+                tokens per second count.
+
+        Returns:
+            The number, 0 if drafting does not pay.
         """
         if not self._adapts:
             return most
         with _sharing:
-            chosen = self._chosen(most, rows)
+            chosen = self._chosen(most, rows, remaining)
         self._without = max(0, self._without + (1 if chosen == 0 else -1))
         return chosen
 
-    def _chosen(self, most: int, rows: int) -> int:
+    def _chosen(self, most: int, rows: int, remaining: Sequence[Remaining]) -> int:
         self._rounds += 1
-        if sum(len(times) >= ENOUGH for times in self._times[rows].values()) < 2:
-            # two numbers determine the time of a draft; small ones waste little if none is accepted
-            several, times = (most + 1) // 2, self._times[rows]
-            return min((several, several // 2), key=lambda number: len(times[number]))
-        rate = partial(self._tokens_per_second, rows)
-        best = max(range(most + 1), key=rate)
+        # two numbers determine the time of a draft; small ones waste little if none is accepted
+        several, times = (most + 1) // 2, self._times[rows]
+        first = min((several, several // 2, 0), key=lambda number: len(times[number]))
+        if len(times[first]) < ENOUGH:
+            return first
+        speeds = self._speeds(most, rows, remaining)
+        best = max(range(most + 1), key=speeds.__getitem__)
         if best == 0:
             return int(self._rounds % TRY_ONE_EVERY == 0)
         if self._rounds % TRY_EVERY == 0:
-            if rate(best) < DOUBTFUL * rate(0):
+            if speeds[best] < DOUBTFUL * speeds[0]:
                 return 0
             step = 1 if self._rounds // TRY_EVERY % 2 else -1
             return best + step if 0 <= best + step <= most else best - step
@@ -113,19 +154,28 @@ class DraftLength:
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Records the drafted and the accepted tokens of a round, per row."""
-        reached = [min(kept + 1, number) for number, kept in zip(drafted, accepted, strict=True)]
-        if any(reached):  # otherwise the round has no information
-            self._reached = FADING * self._reached + sum(reached)
-            self._kept = FADING * self._kept + sum(accepted)
+        self._all.observe(drafted, accepted)
 
     def took(self, rows: int, drafts: int, seconds: float) -> None:
         """Records the time of a round in which rows drafted at most `drafts` tokens each."""
         with _sharing:
             self._times[rows][drafts].append(seconds)
 
-    def _tokens_per_second(self, rows: int, drafts: int) -> float:
-        tokens = sum(self.agreement**nth for nth in range(drafts + 1))
-        return tokens / self._seconds(rows, drafts)
+    def _speeds(self, most: int, rows: int, remaining: Sequence[Remaining]) -> list[float]:
+        """Returns how fast rows near their ends, for each number of drafts up to `most`."""
+        # of each row; a row without drafts has the acceptance of all
+        prior = PRIOR_DRAFTS * self.agreement
+        wanted = np.array([row.tokens for row in remaining] or [1.0])
+        shares = np.array(
+            [
+                (row.acceptance.kept + prior) / (row.acceptance.reached + PRIOR_DRAFTS)
+                for row in remaining
+            ]
+            or [self.agreement]
+        )
+        tokens = np.cumsum(shares ** np.arange(most + 1)[:, None], axis=0)
+        rounds = np.mean((wanted / tokens) ** POWER, axis=1) ** (1 / POWER)
+        return [1 / (self._seconds(rows, drafts) * each) for drafts, each in enumerate(rounds)]
 
     def _seconds(self, rows: int, drafts: int) -> float:
         """Returns the time of a round: measured for no drafts, else by least squares."""

@@ -5,6 +5,7 @@ import pytest
 from jsparse.engine.scheduler import Scheduler
 from jsparse.engine.sizes import MAX_PREFILLS
 from jsparse.engine.stall_budget import MARGIN
+from jsparse.runtime.draft_length import Remaining
 from tests.support.planning import (
     LATENCY,
     PACKED,
@@ -97,6 +98,25 @@ def test_round_stalls_rows_no_longer_than_allowed():
             longest, decoded = max(longest, now - decoded), now
             scheduler.record_tokens(row, plan.decode.rows[0].steps, 1)
     assert 50 <= longest <= 100
+
+
+def test_rows_are_seen_unless_others_wait_for_their_slots():
+    """What they still want and the acceptance of their drafts determine the number of drafts."""
+    latency, seen = LatencyModel(), []
+    latency.drafts = lambda rows, remaining: seen.append(remaining) or 3
+    sizes = UNHURRIED._replace(num_slots=2, rows=(2,), prefill_rows=(1,), drafts=(3,))
+    scheduler = Scheduler(sizes, RULES._replace(periods=()), latency)
+    seqs = [seq(number, range(100 * number, 100 * number + 4), 5 + number) for number in range(3)]
+    for each in seqs:
+        scheduler.add(each)
+    while scheduler.waiting or scheduler.prefilling:
+        plan = scheduler.plan()
+        for row in plan.decode.rows if plan.decode else ():
+            scheduler.record_tokens(seqs[row.seq], row.steps, row.steps)
+            if seqs[row.seq].planned == seqs[row.seq].max_tokens:
+                scheduler.stop(seqs[row.seq])
+    of_all = [Remaining(1, seqs[1].acceptance), Remaining(6, seqs[2].acceptance)]
+    assert seen == [[], of_all]
 
 
 def test_programs_are_shorter_while_requests_wait_for_slots():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jsparse.runtime import draft_length
-from jsparse.runtime.draft_length import DraftLength, most_drafts
+from jsparse.runtime.draft_length import Acceptance, DraftLength, Remaining, most_drafts
 
 pytestmark = pytest.mark.pure
 
@@ -49,6 +49,81 @@ def decode(agreement, each, *, most=4, tokens=2000, rows=1, seed=0, slow=5.0):
     return took * rows / made
 
 
+def batch_seconds(agreements, each, *, most=4, tokens=160, seed=0, of_rows=True):
+    """Returns the seconds until all rows of a simulated batch have `tokens` tokens.
+
+    A round with drafts takes 0.4 of a step more than they do. A row that has ended takes no time of
+    its own, which is half of a round's. An earlier batch gave the first estimates. Without
+    `of_rows` the choice does not see the rows.
+    """
+    random, length = Random(seed), DraftLength(adapts=True)
+    for _ in range(2):
+        took, late = 0.0, deque()
+        rows = [Remaining(tokens, Acceptance()) for _ in agreements]
+        wanted = [tokens] * len(rows)
+        while max(wanted) > 0:
+            number = length.choose(
+                most, 1, [row for row in rows if row.tokens > 0] if of_rows else ()
+            )
+            drafted = [max(min(number, left - 1), 0) for left in wanted]
+            accepted = [
+                next((nth for nth in range(some) if random.random() >= p), some)
+                for some, p in zip(drafted, agreements, strict=True)
+            ]
+            active = sum(left > 0 for left in wanted) / len(rows)
+            seconds = 1 + 0.4 + each * number if number else 1.0
+            seconds *= (1 + active) / 2 * random.gauss(1, 0.02)
+            counts = [min(kept + 1, left) for kept, left in zip(accepted, wanted, strict=True)]
+            wanted = [left - count for left, count in zip(wanted, counts, strict=True)]
+            took += seconds
+            late.append((drafted, accepted, counts, seconds))
+            if len(late) > LAG:
+                drafted, accepted, counts, seconds = late.popleft()
+                length.observe(drafted, accepted)
+                length.took(1, max(drafted), seconds)
+                for b, (left, acceptance) in enumerate(rows):
+                    acceptance.observe([drafted[b]], [accepted[b]])
+                    rows[b] = Remaining(left - counts[b], acceptance)
+    return took
+
+
+@pytest.mark.parametrize(
+    ("agreements", "most_over_dense"),
+    [
+        # text that repeats itself, except in two rows
+        ([0.99] * 30 + [0.55] * 2, 1.0),
+        ([0.6, 0.7, 0.8, 0.9] * 8, 1.05),
+        ([0.95] * 32, 0.75),
+        ([0.3] * 32, 1.03),
+    ],
+)
+def test_batch_does_not_end_later_for_its_slowest_rows(agreements, most_over_dense):
+    """A draft takes 0.4 of a step, so that those of rows with 0.7 do not pay."""
+    seconds = [batch_seconds(agreements, 0.4, seed=seed) for seed in range(5)]
+    assert sum(seconds) / 5 < most_over_dense * 160
+
+
+def test_rows_that_are_not_seen_may_end_late():
+    """Of most tokens per second, which count if ended rows are replaced."""
+    agreements = [0.99] * 30 + [0.55] * 2
+    assert batch_seconds(agreements, 0.4, of_rows=False) > 1.05 * 160
+
+
+def test_row_begins_with_the_acceptance_of_all():
+    """A row of which nothing is known counts like the pool; one with many rejections does not."""
+    length, rejected = DraftLength(adapts=True), Acceptance()
+    for drafts in (2, 1, 0) * 3:
+        length.took(1, drafts, 1 + 0.3 * drafts)
+    for _ in range(100):
+        length.observe([4], [4])
+        rejected.observe([4], [0])
+    assert length.choose(4) == length.choose(4, 1, [Remaining(50, Acceptance())]) == 4
+    assert length.choose(4, 1, [Remaining(50, rejected)]) == 0
+    # it is nearly at its end, and others are not
+    others = [Remaining(50, Acceptance())] * 3
+    assert length.choose(4, 1, [Remaining(1, rejected), *others]) == 4
+
+
 def test_it_finds_the_fastest_number():
     for case in product((0.0, 0.5, 0.98), (0.2, 0.9), (1, 16)):
         agreement, each, rows = case
@@ -82,7 +157,7 @@ def test_drafts_after_a_rejected_one_do_not_count():
 
 
 @pytest.mark.parametrize("unused", [1, 2, 3])
-def test_both_first_numbers_are_tried(unused):
+def test_first_numbers_are_tried(unused):
     """Even if calls do not lead to a round, or are for a program of other rows."""
     length = DraftLength(adapts=True)
     for nth in range(40):
@@ -90,19 +165,22 @@ def test_both_first_numbers_are_tried(unused):
         if nth % unused == 0:
             length.took(8, said, 1 + 0.1 * said)
         length.choose(4, 1)
-    # two and one draft have been timed: now it is the best, four
+    # two, one and no draft have been timed: now it is the best, four
     assert length.choose(4, 8) == 4
 
 
 def test_one_slow_round_decides_nothing():
-    """The first round of two drafts was slow: both numbers are tried until each has three times."""
+    """The first round of two drafts was slow: each number is tried until it has three times."""
     length = DraftLength(adapts=True)
     length.took(1, 2, 10.0)
     for _ in range(2):
         length.took(1, 1, 1.1)
-        assert length.choose(4) in (1, 2)
+        assert length.choose(4) in (0, 1, 2)
         length.took(1, 2, 1.2)
+        length.took(1, 0, 1.0)
     length.took(1, 1, 1.1)
+    assert length.choose(4) == 0
+    length.took(1, 0, 1.0)
     assert length.choose(4) == 4
 
 
@@ -119,8 +197,8 @@ def test_estimates_begin_as_those_of_the_last_equal_program(monkeypatch):
     """As a copy: what is observed later belongs to one of them."""
     monkeypatch.setattr(draft_length, "_newest", {})
     first = DraftLength.continuing("program", adapts=True)
-    for drafts in (4, 2) * 3:
-        first.observe([drafts], [drafts])
+    for drafts in (2, 1, 0) * 3:
+        first.observe([4], [4])
         first.took(1, drafts, 1 + 0.1 * drafts)
     second = DraftLength.continuing("program", adapts=True)
     assert (first.choose(4), second.choose(4)) == (4, 4)
@@ -154,7 +232,7 @@ def test_programs_of_other_rows_are_timed_separately():
     """If drafting does not pay for eight rows, it still may for one."""
     length = DraftLength(adapts=True)
     for rows, each in ((1, 0.1), (8, 3.0)):
-        for drafts in (4, 2) * 3:
+        for drafts in (2, 1, 0) * 3:
             length.took(rows, drafts, 1 + each * drafts)
     for _ in range(50):
         length.observe([4], [3])

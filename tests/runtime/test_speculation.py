@@ -265,16 +265,23 @@ def test_end_token_within_a_round_ends_the_text(place):
 
 def test_rounds_may_draft_any_number(monkeypatch):
     """The chosen number, with feedback to later rounds; a round without drafts is a step."""
-    drafts, seen = cycle((3, 0, 1, 2)), []
-    monkeypatch.setattr(DraftLength, "choose", lambda self, most: next(drafts))
+    drafts, seen, chosen_for = cycle((3, 0, 1, 2)), [], []
+
+    def choose_next(self, most, remaining):
+        rows = [(row.tokens, row.acceptance.kept > 0) for row in remaining]
+        chosen_for.append((len(seen), rows))
+        return next(drafts)
+
+    monkeypatch.setattr(DraftLength, "choose", choose_next)
     monkeypatch.setattr(DraftLength, "observe", lambda self, *counts: seen.append(counts))
     (expected, _), session = decoded("dense", 0, DRAWN), session_of(QUEST, DRAFTS)
     choose, given = chosen(session, DRAWN)
-    made, rounds = [[] for _ in PROMPTS], []
+    made, rounds, by_row = [[] for _ in PROMPTS], [], []
     for result in session.steps(choose, given, limits=LIMITS):
         counts, tokens = np.ones(3, int), np.asarray(result.tokens)
         if result.drafts is not None:
             counts, drafted = map(np.asarray, result.drafts)
+            by_row.append((counts - 1).tolist())
             took_part = [b for b, own in enumerate(made) if len(own) < LIMITS[b]]
             if took_part:
                 rounds.append((drafted[took_part].tolist(), (counts[took_part] - 1).tolist()))
@@ -283,6 +290,11 @@ def test_rounds_may_draft_any_number(monkeypatch):
     assert made == [out.token_ids for out in expected]
     most = [max(drafted) for drafted, _ in rounds]
     assert most[:6] == [3, 0, 1, 2, 3, 0]
+    for observed, rows in chosen_for:  # each row's own rounds
+        kept = [[made[b] for made in by_row[:observed]] for b in range(3)]
+        wanted = [LIMITS[b] - 1 - sum(each + 1 for each in kept[b] if each >= 0) for b in range(3)]
+        own = zip(wanted, kept, strict=True)
+        assert rows == [(left, max([0, *each]) > 0) for left, each in own if left > 0]
     # all but those in flight at the end
     assert seen == rounds[: len(seen)] and len(seen) >= len(rounds) - 2
 
@@ -323,7 +335,7 @@ def test_rounds_without_drafts_have_a_separate_program(monkeypatch):
     ahead = speculate.ahead
     monkeypatch.setattr(speculate, "ahead", lambda *given: waited(ahead(*given)))
     numbers = iter([1, 0, 0] + [0, 0, 3] * 40)
-    monkeypatch.setattr(DraftLength, "choose", lambda self, most: next(numbers))
+    monkeypatch.setattr(DraftLength, "choose", lambda self, most, remaining: next(numbers))
     (expected, _), session = decoded("dense", 0, DRAWN), session_of(CLUSTERS, DRAFTS)
     widths, made = [], [[] for _ in PROMPTS]
     choose, given = chosen(session, DRAWN)
