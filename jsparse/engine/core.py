@@ -313,10 +313,11 @@ class Engine:
                 continue  # it ended while the program was in flight
             self.scheduler.record_tokens(seq, planned, len(tokens.ids))
             count = builder.take(tokens)
-            if isinstance(pending.work, DecodePlan) and self.sizes.drafts:
-                self.counters.count_drafts(tokens.drafted, len(tokens.ids))
-                seq.acceptance.observe([tokens.drafted], [len(tokens.ids) - 1])
-                drafted.append(tokens.drafted)
+            if isinstance(pending.work, DecodePlan) and pending.work.drafts is not None:
+                some = tokens.drafted if pending.work.drafts else 0
+                self.counters.count_drafts(some, len(tokens.ids))
+                seq.acceptance.observe([some], [len(tokens.ids) - 1])
+                drafted.append(some)
                 accepted.append(len(tokens.ids) - 1)
             state.metrics.token_times += [now] * count
             self.counters.new_tokens += count
@@ -330,7 +331,7 @@ class Engine:
                 if state.finished:
                     self._forget(state)
         if drafted and isinstance(pending.work, DecodePlan):
-            self._latency.observe_round(pending.work.num_rows, drafted, accepted, took)
+            self._latency.observe_round(pending.work, drafted, accepted, took)
         return updates
 
     @property

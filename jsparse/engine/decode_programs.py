@@ -21,7 +21,7 @@ from jsparse.runtime.compilation import inlined
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.rows import Batch, decode_steps, put, serviced, take
 from jsparse.runtime.shared_pages import SharedPages, scratch_group
-from jsparse.runtime.speculation import speculate
+from jsparse.runtime.speculation import speculate, verify_steps
 from jsparse.runtime.spread_programs import REPLICATED, SHARDED
 
 
@@ -69,10 +69,12 @@ def decode_key(choice: SamplingMode, *size: int, drafts: int | None = None) -> P
 
     The size is the number of rows. If rows read shared prefixes together, the most prefixes and the
     most rows of each follow. With `drafts`, the program is a verification round with room for that
-    number of drafts; otherwise it runs decode steps.
+    number of drafts, or several rounds without drafts if it is 0; otherwise it runs decode steps.
     """
     if drafts is None:
         return decode.key(*size, choice=choice)
+    if drafts == 0:
+        return verify.key(*size, choice=choice)
     return draft_and_verify.key(*size, choice=choice, drafts=drafts)
 
 
@@ -139,6 +141,26 @@ def draft_and_verify(
     def run(part: Batch[SharedPages]) -> tuple[Batch[SharedPages], Packed]:
         limits, most = part.made + inputs.counts, jnp.int32(drafts)
         return inlined(speculate)(*static, weights, read_only, limits, most, part)
+
+    return _decoded(spec, slots, inputs, run)
+
+
+@engine_program("choice", placeholders=_no_rows, out=(SHARDED, REPLICATED))
+def verify(
+    spec: EngineSpec,
+    slots: Slots,
+    inputs: DecodeRows,
+    *,
+    choice: SamplingMode,
+    weights: Weights,
+    read_only: ReadOnly,
+) -> tuple[Slots, Packed]:
+    """Runs verification rounds without drafts of some rows, as `decode` runs steps."""
+    keep = pack_for(spec, choice, pack_round)
+    static = spec.decoder, spec.policy, CHOICES[choice], spec.sizes.steps, keep
+
+    def run(part: Batch[SharedPages]) -> tuple[Batch[SharedPages], Packed]:
+        return inlined(verify_steps)(*static, weights, read_only, part.made + inputs.counts, part)
 
     return _decoded(spec, slots, inputs, run)
 

@@ -23,7 +23,7 @@ class LatencyModel:
 
     def __init__(self, config: ModelConfig, sizes: EngineSizes) -> None:
         """Creates a model without measurements, for a model and an engine's sizes."""
-        self._sizes, self._length = sizes, DraftLength(adapts=sizes.adapts)
+        self._sizes, self._length = sizes, DraftLength(adapts=sizes.adapts, steps=sizes.steps)
         # the position where attention to earlier tokens costs the same arithmetic as the matrices
         self._even = config.layer_weights / (2 * config.num_heads * config.head_dim)
         newest = partial(deque[float], maxlen=NEWEST)
@@ -39,19 +39,27 @@ class LatencyModel:
             self._per_work[work.num_rows, work.size].append(per_work)
 
     def observe_round(
-        self, rows: int, drafted: Sequence[int], accepted: Sequence[int], milliseconds: float | None
+        self,
+        work: DecodePlan,
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        milliseconds: float | None,
     ) -> None:
         """Records the drafts of a verification round, and its time if it was measured."""
         self._length.observe(drafted, accepted)
         if milliseconds is not None:
-            self._length.took(rows, max(drafted, default=0), milliseconds / 1e3)
+            took = milliseconds / 1e3 / work.steps
+            steps = work.drafts == 0
+            self._length.took(work.num_rows, max(drafted, default=0), took, steps=steps)
 
-    def drafts(self, rows: int, remaining: Sequence[Remaining] = ()) -> int:
+    def drafts(self, rows: int, remaining: Sequence[Remaining] = (), *, steps: bool = False) -> int:
         """Returns how many tokens each row drafts next, in a program of `rows` rows.
 
-        `remaining`: what each row still wants; (): rows that end are replaced.
+        `remaining`: what each row still wants; (): rows that end are replaced. `steps`: whether
+        rounds without drafts have a program of their own.
         """
-        return self._length.choose(self._sizes.drafts_for(rows) or 0, rows, remaining)
+        most = self._sizes.drafts_for(rows) or 0
+        return self._length.choose(most, rows, remaining, steps=steps)
 
     @property
     def idles(self) -> bool:

@@ -19,6 +19,7 @@ from jsparse.engine.decode_programs import (
     draft_and_verify,
     service,
     service_keys,
+    verify,
 )
 from jsparse.engine.evict_programs import evict
 from jsparse.engine.move_programs import swap_in, swap_out
@@ -39,7 +40,7 @@ logger = logging.getLogger("jsparse.engine")
 PROGRAMS = {
     each.name: each
     for each in (
-        *(start, prefill, replay, evict, refill, join, decode, draft_and_verify),
+        *(start, prefill, replay, evict, refill, join, decode, draft_and_verify, verify),
         *(leave, service, swap_out, swap_in),
     )
 }

@@ -245,17 +245,15 @@ class Scheduler:
         wanting = [seq for seq in self.decoding if seq.planned < seq.max_tokens]
         if not wanting:
             return None
-        rows, seqs = [], []
-        most = steps = 1 if self.sizes.drafts else self._steps()
-        if self.sizes.drafts:
-            most += self._latency.drafts(self._rows_for(len(wanting)), self._remaining(wanting))
+        rows, seqs, num_rows = [], [], self._rows_for(len(wanting))
+        steps, drafts, room = self._program(wanting, num_rows)
         for seq in wanting:
             while seq.phase is Phase.DECODING and self.memory.lacks_pages(seq, self.begun):
                 if not self._preempt_for(seq, seqs):
                     break
             if seq.phase is Phase.SWAPPED:
                 continue
-            count = min(most, seq.max_tokens - seq.planned)
+            count = min(steps + drafts, seq.max_tokens - seq.planned)
             first = self.memory.num_groups(seq)
             groups = self.memory.grow(seq, count, self.begun)
             count = self.memory.steps_left(seq, count)
@@ -266,13 +264,26 @@ class Scheduler:
                 seqs.append(seq)
         if not rows:
             return None
+        if room is not None:
+            return DecodePlan(num_rows, steps, rows, drafts=room)
         num_rows = self._rows_for(len(rows))
-        if self.sizes.drafts:
-            drafts, numbers = self.sizes.drafts_for(num_rows), [row.seq for row in rows]
-            if most == 1 and self._latency.idles and self._can_run(num_rows, numbers, 0):
-                drafts = 0
-            return DecodePlan(num_rows, steps, rows, drafts=drafts)
         return DecodePlan(num_rows, steps, rows, self._prefixes(seqs, num_rows))
+
+    def _program(self, seqs: list[SequenceState], num_rows: int) -> tuple[int, int, int | None]:
+        """Returns the steps and drafts of the next program, and the drafts that it has room for.
+
+        A verification round is one step. No room: several rounds without drafts; None: decode
+        steps.
+        """
+        if not self.sizes.drafts:
+            return self._steps(), 0, None
+        # its compilation starts where programs run several steps, or if rows often draft nothing
+        wanted = self.sizes.adapts and (self._latency.idles or self.sizes.steps > 1)
+        apart = wanted and self._can_run(num_rows, [seq.number for seq in seqs], 0)
+        drafts = self._latency.drafts(num_rows, self._remaining(seqs), steps=apart)
+        if apart and drafts == 0:
+            return self._steps(), 0, 0
+        return 1, drafts, self.sizes.drafts_for(num_rows)
 
     def _remaining(self, seqs: list[SequenceState]) -> list[Remaining]:
         """Returns what sequences still want; [] if others wait to replace those that end."""
@@ -303,6 +314,6 @@ class Scheduler:
         ends = [max(left)]
         if some_wait:
             ends += [steps for steps in left if steps > 0]
-        for seq in self.decoding:
+        for seq in self.decoding if not self.sizes.drafts else ():  # rounds include their services
             ends += until_due(self.rules.periods, seq.planned - 1)
         return min(self._stall.most_steps(steps), *ends)

@@ -30,8 +30,11 @@ class Estimates(Protocol):
         """Whether rows often draft nothing."""
         ...
 
-    def drafts(self, rows: int, remaining: Sequence[Remaining]) -> int:
-        """Returns how many tokens each row drafts next, in a program of `rows` rows."""
+    def drafts(self, rows: int, remaining: Sequence[Remaining], *, steps: bool) -> int:
+        """Returns how many tokens each row drafts next, in a program of `rows` rows.
+
+        `steps`: whether rounds without drafts have a program of their own.
+        """
         ...
 
 

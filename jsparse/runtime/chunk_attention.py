@@ -64,8 +64,12 @@ def attend_few(
 
     All of these queries attend to the row's earlier tokens at once: the decode kernel reads them
     once per call. The first call also makes the report that `stats` asks for, on the mean of its
-    queries.
+    queries. That of a single token includes the token itself, as in a decode step.
     """
+    if q.shape[1] == 1:  # as a decode step: a single token attends to all that its row holds
+        own = kv._replace(lengths=jnp.where(valid[:, None] > 0, kv.lengths, 0))
+        out = block_sparse_decode(q[:, 0], own, everything(own.lengths), stats=stats, dtype=q.dtype)
+        return out.o[:, None], out.stats
     # inactive rows read nothing
     past = kv._replace(lengths=jnp.where(valid[:, None] > 0, kv.lengths - valid[:, None], 0))
     # a report adds one query, the mean

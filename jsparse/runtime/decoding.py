@@ -25,7 +25,7 @@ from jsparse.runtime.pauses import due, next_steps, until_due
 from jsparse.runtime.rows import Batch, Step, decode_steps, first_tokens, no_recent, services_on
 from jsparse.runtime.sampling import ChooseFn
 from jsparse.runtime.session_prefill import PrefillResult
-from jsparse.runtime.speculation import VerificationRound, speculate
+from jsparse.runtime.speculation import VerificationRound, speculate, verify_steps
 from jsparse.runtime.spread_programs import by_rank, placed
 from jsparse.runtime.store import empty_rows_on
 from jsparse.shapes import Rows
@@ -235,6 +235,7 @@ class Speculating(Decoding):
     """Decoding in verification rounds: the policy drafts, dense attention verifies.
 
     Rows advance by different numbers of tokens, which only the device knows; `done` is the minimum.
+    If drafting does not pay, a program runs several rounds without drafts.
     """
 
     _program, _counts_by_row = speculate, True
@@ -243,26 +244,32 @@ class Speculating(Decoding):
         """Prepares to decode, as `Decoding` does; no draft is accepted yet."""
         super().__init__(deployment, *others)
         program = deployment.params.decoder, self._policy, deployment.spec, deployment.drafts
-        self._length = DraftLength.continuing(program, adapts=deployment.adapts)
+        self._length = DraftLength.continuing(
+            program, adapts=deployment.adapts, steps=deployment.max_steps
+        )
         self._idled = self._length.idles
         self._on_device = jnp.asarray(self._limits, jnp.int32)
         self._narrow: Future[Callable[..., Any]] | None = None
-        self._in_flight: deque[Drafts] = deque()
+        # each round's outcome, and whether the program of rounds without drafts ran it
+        self._in_flight: deque[tuple[Drafts, bool]] = deque()
         self._looked = math.inf
         self._rows = [Remaining(limit - 1, Acceptance()) for limit in self._limits]
 
     def advance(self) -> StepResult:
         """Dispatches a verification round, with the due services of the rows."""
         self._look_back()
-        remaining = [row for row in self._rows if row.tokens > 0]
-        most = self._length.choose(self._deployment.drafts, remaining=remaining)
-        narrow = self._without_drafts() if most == 0 else None
-        if narrow is None:
-            self.batch, result = self._run(*self._static(), *self._given(most), self.batch)
+        remaining, without = [row for row in self._rows if row.tokens > 0], self._without_drafts()
+        most = self._length.choose(
+            self._deployment.drafts, remaining=remaining, steps=without is not None
+        )
+        without = without if most == 0 else None
+        if without is None:
+            self.batch, result = self._run(*self._static, *self._given, _int32(most), self.batch)
+            self.done += 1
         else:
-            self.batch, result = narrow(*self._given(most), self.batch)
-        self._in_flight.append(result.drafts)
-        self.done += 1
+            self.batch, result = without(*self._given, self.batch)
+            self.done += len(result.tokens)
+        self._in_flight.append((result.drafts, without is not None))
         return result
 
     def _compile_ahead(self, batch: Batch[KVCache]) -> Future[Any]:
@@ -274,12 +281,15 @@ class Speculating(Decoding):
         return made
 
     def _compile_without_drafts(self, batch: Batch[KVCache]) -> None:
-        made = self._run.ahead(*self._static(0), *self._given(0), batch)
+        deployment = self._deployment
+        static = deployment.params.decoder, self._policy, self._choose, deployment.max_steps
+        run = verify_steps.on(deployment.params.mesh)
+        made = run.ahead(*static, of_round, *self._given, batch)
         made.add_done_callback(_log_failure)
         self._narrow = made
 
     def _without_drafts(self) -> Callable[..., Any] | None:
-        """Returns a program that verifies only the newest token, in the time of a dense step.
+        """Returns a program of rounds without drafts, each in the time of a dense step.
 
         Compiled in the background if enough tokens remain, here or in later generations; None until
         ready.
@@ -299,7 +309,8 @@ class Speculating(Decoding):
         """
         if len(self._in_flight) < LAG:
             return
-        counts, drafted = map(np.asarray, self._in_flight.popleft())
+        of_round, steps = self._in_flight.popleft()
+        counts, drafted = map(np.asarray, of_round)
         before, self._looked = self._looked, time.perf_counter()
         took_part = counts > 0
         if not took_part.any():
@@ -309,20 +320,27 @@ class Speculating(Decoding):
             acceptance.observe([int(drafted[row])], [max(int(counts[row]) - 1, 0)])
             self._rows[row] = Remaining(wanted - int(counts[row]), acceptance)
         if self._looked > before:
-            self._length.took(1, int(drafted.max()), self._looked - before)
+            rounds = int(counts.max()) if steps else 1
+            seconds = (self._looked - before) / rounds
+            self._length.took(1, int(drafted.max()), seconds, steps=steps)
 
     def _arguments(self) -> tuple[Any, ...]:
-        return *self._static(), *self._given(0)
+        return *self._static, *self._given, _int32(0)
 
-    def _static(self, drafts: int | None = None) -> tuple[Any, ...]:
-        """Returns the arguments that determine the program of a round with room for `drafts`."""
-        drafts = self._deployment.drafts if drafts is None else drafts
-        return self._deployment.params.decoder, self._policy, self._choose, drafts, of_round
+    @property
+    def _static(self) -> tuple[Any, ...]:
+        """The arguments that determine the program of a round with drafts."""
+        deployment = self._deployment
+        return deployment.params.decoder, self._policy, self._choose, deployment.drafts, of_round
 
-    def _given(self, most: int) -> tuple[Any, ...]:
-        """Returns the other arguments of a round of at most `most` drafts, before the batch."""
-        of_round = self._on_device, jnp.asarray(most, jnp.int32)
-        return self._deployment.params.weights, self._read_only, *of_round
+    @property
+    def _given(self) -> tuple[Any, ...]:
+        """The arguments of all programs before the batch or the number of drafts."""
+        return self._deployment.params.weights, self._read_only, self._on_device
+
+
+def _int32(value: int) -> Array:
+    return jnp.asarray(value, jnp.int32)
 
 
 def _log_failure(job: Future[Any]) -> None:

@@ -82,24 +82,28 @@ class Remaining(NamedTuple):
 class DraftLength:
     """The choice of how many tokens the rows of a round draft."""
 
-    def __init__(self, *, adapts: bool) -> None:
-        """Sets up the estimates; without `adapts`, `choose` always returns the maximum."""
-        self._adapts = adapts
+    def __init__(self, *, adapts: bool, steps: int = 1) -> None:
+        """Sets up the estimates; without `adapts`, `choose` always returns the maximum.
+
+        `steps`: the number of rounds that follow the choice of no drafts.
+        """
+        self._adapts, self._steps = adapts, steps
         self._all = Acceptance(PRIOR_DRAFTS, PRIOR_DRAFTS * PRIOR_SHARE)
         newest = partial(deque[float], maxlen=NEWEST)
         self._times: dict[int, dict[int, deque[float]]] = defaultdict(lambda: defaultdict(newest))
-        self._rounds = self._without = 0
+        self._of_steps: dict[int, deque[float]] = defaultdict(newest)
+        self._rounds = self._without = self._untried = 0
 
     @classmethod
-    def continuing(cls, key: Hashable, *, adapts: bool) -> "DraftLength":
+    def continuing(cls, key: Hashable, *, adapts: bool, steps: int = 1) -> "DraftLength":
         """Returns estimates that begin as the newest ones with this key, of an equal program.
 
         Numbers need not be tried again for each text.
         """
-        key = key, adapts
+        key = key, adapts, steps
         with _sharing:
             before = _newest.pop(key, None)
-            estimates = copy.deepcopy(before) if before else cls(adapts=adapts)
+            estimates = copy.deepcopy(before) if before else cls(adapts=adapts, steps=steps)
             _newest[key] = estimates
             if len(_newest) > KEPT:
                 _newest.pop(next(iter(_newest)))
@@ -115,7 +119,14 @@ class DraftLength:
         """The probability that a draft is accepted, given that all drafts before it are."""
         return self._all.kept / self._all.reached
 
-    def choose(self, most: int, rows: int = 1, remaining: Sequence[Remaining] = ()) -> int:
+    def choose(
+        self,
+        most: int,
+        rows: int = 1,
+        remaining: Sequence[Remaining] = (),
+        *,
+        steps: bool = False,
+    ) -> int:
         """Returns the number of drafts of the next round, in a program of `rows` rows.
 
         Args:
@@ -123,6 +134,7 @@ class DraftLength:
             rows: the rows of the program, whose times are kept apart.
             remaining: what each row still wants; (): rows that end are replaced, and the most
                 tokens per second count.
+            steps: whether rounds without drafts have a program of their own.
 
         Returns:
             The number, 0 if drafting does not pay.
@@ -130,21 +142,26 @@ class DraftLength:
         if not self._adapts:
             return most
         with _sharing:
-            chosen = self._chosen(most, rows, remaining)
+            chosen = self._chosen(most, rows, remaining, steps=steps)
         self._without = max(0, self._without + (1 if chosen == 0 else -1))
         return chosen
 
-    def _chosen(self, most: int, rows: int, remaining: Sequence[Remaining]) -> int:
+    def _chosen(self, most: int, rows: int, remaining: Sequence[Remaining], *, steps: bool) -> int:
         self._rounds += 1
-        # two numbers determine the time of a draft; small ones waste little if none is accepted
-        several, times = (most + 1) // 2, self._times[rows]
-        first = min((several, several // 2, 0), key=lambda number: len(times[number]))
-        if len(times[first]) < ENOUGH:
-            return first
+        if sum(len(times) >= ENOUGH for times in self._times[rows].values()) < 2:
+            # two numbers determine the time of a draft; small ones waste little if none is accepted
+            several, times = (most + 1) // 2, self._times[rows]
+            return min((several, several // 2), key=lambda number: len(times[number]))
+        if steps and len(self._of_steps[rows]) < ENOUGH:
+            return 0
         speeds = self._speeds(most, rows, remaining)
         best = max(range(most + 1), key=speeds.__getitem__)
         if best == 0:
-            return int(self._rounds % TRY_ONE_EVERY == 0)
+            self._untried += self._steps
+            if self._untried < TRY_ONE_EVERY:
+                return 0
+            self._untried = 0
+            return 1
         if self._rounds % TRY_EVERY == 0:
             if speeds[best] < DOUBTFUL * speeds[0]:
                 return 0
@@ -156,10 +173,13 @@ class DraftLength:
         """Records the drafted and the accepted tokens of a round, per row."""
         self._all.observe(drafted, accepted)
 
-    def took(self, rows: int, drafts: int, seconds: float) -> None:
-        """Records the time of a round in which rows drafted at most `drafts` tokens each."""
+    def took(self, rows: int, drafts: int, seconds: float, *, steps: bool = False) -> None:
+        """Records the time of a round in which rows drafted at most `drafts` tokens each.
+
+        `steps`: it had no drafts, and ran in the program of such rounds.
+        """
         with _sharing:
-            self._times[rows][drafts].append(seconds)
+            (self._of_steps[rows] if steps else self._times[rows][drafts]).append(seconds)
 
     def _speeds(self, most: int, rows: int, remaining: Sequence[Remaining]) -> list[float]:
         """Returns how fast rows near their ends, for each number of drafts up to `most`."""
@@ -178,13 +198,11 @@ class DraftLength:
         return [1 / (self._seconds(rows, drafts) * each) for drafts, each in enumerate(rounds)]
 
     def _seconds(self, rows: int, drafts: int) -> float:
-        """Returns the time of a round: measured for no drafts, else by least squares."""
+        """Returns the time of a round, by least squares; measured if it has its own program."""
+        if drafts == 0 and len(self._of_steps[rows]) >= ENOUGH:
+            return max(statistics.median(self._of_steps[rows]), 1e-9)
         known = {number: each for number, each in self._times[rows].items() if len(each) >= ENOUGH}
         times = {number: statistics.median(each) for number, each in known.items()}
-        if drafts == 0 and 0 in times:
-            return max(times[0], 1e-9)
-        if len(times) > 2:  # a round without drafts may be a separate program
-            times.pop(0, None)
         each = max(statistics.linear_regression([*times], [*times.values()]).slope, 0.0)
         base = statistics.mean(time - each * number for number, time in times.items())
         # a round takes some time, even if the fit gives less

@@ -25,7 +25,7 @@ from jsparse.hooks import State
 from jsparse.models.transformer import Decoder, Weights, to_logits
 from jsparse.policy import Policy, maintained
 from jsparse.runtime.chunk_attention import attend_few
-from jsparse.runtime.compilation import note_trace, program
+from jsparse.runtime.compilation import inlined, note_trace, program
 from jsparse.runtime.correct import recomputed
 from jsparse.runtime.decode_step import StepStats
 from jsparse.runtime.rows import Batch, Step, one_step
@@ -44,7 +44,7 @@ class VerificationRound(NamedTuple):
             decoding.
         counts: the number of valid tokens per row (a prefix).
         drafted: the number of drafted tokens per row; `counts - 1` of them were accepted.
-        stats: the shares that each draft attended and read in each layer, [n - 1, L, B]; valid for
+        stats: the shares that each draft attended and read in each layer, [drafts, L, B]; valid for
             the drafts that a row made.
         overflow: the rows that had run out of room; they choose nothing.
         logits: the logits that the tokens were chosen from.
@@ -65,7 +65,7 @@ class VerificationRound(NamedTuple):
         They are the means over the row's drafts; 1 without drafts, since verification attends to
         everything.
         """
-        nth = jnp.arange(len(self.tokens) - 1, dtype=jnp.int32)[:, None, None]
+        nth = jnp.arange(len(self.stats.attended), dtype=jnp.int32)[:, None, None]
 
         def over_drafts(shares: Float32[Array, "drafts L B"]) -> Float32[Array, "L B"]:
             total = jnp.sum(jnp.where(nth < self.drafted, shares, 0.0), axis=0)
@@ -167,6 +167,50 @@ def speculate[Memory: (KVCache, SharedPages)](
     made = VerificationRound(chosen, logprobs, counts, drafted, stats, cache.overflow, logits)
     after = batch._replace(tokens=checked.newest, cache=memory, state=state)
     return after._replace(given=checked.given, made=checked.made), keep(made)
+
+
+@program(
+    static_argnames=("decoder", "policy", "choose", "count", "keep"),
+    donate_argnames=("batch",),
+    sharded=("weights", "batch"),
+    out=(SHARDED, REPLICATED),
+)
+def verify_steps[Memory: (KVCache, SharedPages)](
+    decoder: Decoder,
+    policy: Policy,
+    choose: ChooseFn,
+    count: int,
+    keep: Callable[[VerificationRound], Any],
+    weights: Weights,
+    read_only: ReadOnly,
+    limits: Rows,
+    batch: Batch[Memory],
+) -> tuple[Batch[Memory], Any]:
+    """Runs up to `count` rounds without drafts, and the due services of the rows.
+
+    A round is a dense decode step that also updates the policy's state. Also returns the result of
+    `keep`, for one round of all tokens; limits are as in `speculate`.
+    """
+    static = decoder, policy, choose, 0, lambda made: made
+    of_one = partial(inlined(speculate), *static, weights, read_only, limits, jnp.int32(0))
+    # traced once, although its results' shapes are evaluated first
+    one_round = jax.jit(of_one, inline=True)
+
+    def nth_round(nth: Array, so_far: Any) -> Any:
+        batch, made = one_round(so_far[0])
+        return batch, jax.tree.map(lambda all, one: all.at[nth].set(one), so_far[1], made)
+
+    shapes = jax.eval_shape(one_round, batch)[1]
+    empty = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes)
+    rounds = jnp.minimum(jnp.max(limits - batch.made), count)
+    batch, each = lax.fori_loop(0, rounds, nth_round, (batch, empty))
+    by_token = {name: getattr(each, name)[:, 0] for name in ("tokens", "logprobs", "logits")}
+    counts, overflow = jnp.sum(each.counts, axis=0), jnp.any(each.overflow, axis=0)
+    no_drafts = jax.tree.map(lambda share: share[0], each.stats)
+    made = VerificationRound(
+        counts=counts, drafted=each.drafted[0], stats=no_drafts, overflow=overflow, **by_token
+    )
+    return batch, keep(made)
 
 
 class _Verified(NamedTuple):

@@ -1,5 +1,8 @@
 """Tests that an engine's rows draft under a policy and decode dense attention's text."""
 
+import time
+from itertools import cycle
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,6 +38,7 @@ OPTIONS = [
 QUEST = "quest(budget=16)"
 CLUSTERS = "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)"
 VERIFIED = "verified(budget=16, recent=3)"
+NEXT = (2, 0, 0, 3, 0)  # chosen numbers of drafts
 CAN = {"max_num_seqs": 3, "ladder": ((0, 16),), "batch_invariant": False}
 
 
@@ -86,6 +90,45 @@ def test_draft_length_is_chosen_by_default(monkeypatch):
     assert max(seen[0][1]) == 2
     for _, drafted, accepted, _ in seen:
         assert all(0 <= kept <= made for made, kept in zip(drafted, accepted, strict=True))
+
+
+@pytest.mark.parametrize("expression", slow_except([QUEST, CLUSTERS, VERIFIED], VERIFIED))
+def test_rounds_without_drafts_run_several_steps(expression, monkeypatch):
+    """Between rounds that draft; the text is the same, and such tokens are no drafts."""
+    monkeypatch.setattr(draft_length, "MOST_CPU", 3)
+    options = {"exact": True, "steps_per_program": 3, "max_stall_ms": None}
+    llm, plans, drafts = tiny_llm(expression, **CAN, **options), [], cycle(NEXT)
+    can_run, plan_next = llm.engine.programs.can_run, llm.engine.scheduler.plan
+
+    def wait_for(*asked, **given):
+        while not can_run(*asked, **given):
+            time.sleep(0.01)
+        return True
+
+    def plan():
+        plans.append(plan_next())
+        return plans[-1]
+
+    monkeypatch.setattr(llm.engine.programs, "can_run", wait_for)
+    monkeypatch.setattr(llm.engine.scheduler, "plan", plan)
+    monkeypatch.setattr(LatencyModel, "drafts", lambda self, *_, **__: next(drafts))
+    for out, its in zip(llm.generate(ASKED, OPTIONS), expected(), strict=True):
+        assert out.outputs[0].token_ids == its.outputs[0].token_ids
+    # alone, a request waits for nothing and its programs are as long as possible
+    plans.clear()
+    seen, observe = [], LatencyModel.observe_round
+    monkeypatch.setattr(
+        LatencyModel, "observe_round", lambda self, *its: seen.append(its) or observe(self, *its)
+    )
+    (out,), (its,) = (
+        each.generate([ASKED[2]], greedy(30, ignore_eos=True))
+        for each in (llm, engine("dense", exact=False))
+    )
+    assert out.outputs[0].token_ids == its.outputs[0].token_ids
+    rounds = {(plan.decode.drafts, plan.decode.steps) for plan in plans if plan.decode}
+    assert rounds >= {(3, 1), (0, 3)}
+    assert {drafted for plan, (drafted,), *_ in seen if plan.drafts == 0} == {0}
+    assert_at_rest(llm)
 
 
 def test_sequences_end_within_a_round():

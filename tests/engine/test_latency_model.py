@@ -28,10 +28,22 @@ def test_rounds_determine_the_draft_length():
     for _ in range(40):
         for rows, each in ((1, 1), (8, 200)):
             number = latency.drafts(rows)
-            latency.observe_round(rows, [number] * rows, [number] * rows, 10 + each * number)
+            of_all = [number] * rows
+            latency.observe_round(decoding(rows, 1), of_all, of_all, 10 + each * number)
     assert (latency.drafts(1), latency.drafts(8)) == (4, 0)
     fixed = LatencyModel(SMOLLM2, sizes._replace(adapts=False))
     assert (fixed.drafts(1), fixed.drafts(8)) == (4, 2)
+
+
+def test_rounds_without_drafts_are_timed_by_step():
+    """A program of four takes 40 ms, a round of one rejected draft 15: none should be drafted."""
+    latency = LatencyModel(SMOLLM2, SIZES._replace(rows=(2,), drafts=(4,), adapts=True))
+    for _ in range(20):
+        number = latency.drafts(2, steps=True)
+        plan = DecodePlan(2, 1 if number else 4, [], drafts=4 if number else 0)
+        milliseconds = 10 + 5 * number if number else 40
+        latency.observe_round(plan, [number] * 2, [0] * 2, milliseconds)
+    assert latency.drafts(2, steps=True) == 0
 
 
 def test_no_times_are_known_at_first():

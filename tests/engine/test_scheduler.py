@@ -103,7 +103,7 @@ def test_round_stalls_rows_no_longer_than_allowed():
 def test_rows_are_seen_unless_others_wait_for_their_slots():
     """What they still want and the acceptance of their drafts determine the number of drafts."""
     latency, seen = LatencyModel(), []
-    latency.drafts = lambda rows, remaining: seen.append(remaining) or 3
+    latency.drafts = lambda rows, remaining, *, steps: seen.append(remaining) or 3
     sizes = UNHURRIED._replace(num_slots=2, rows=(2,), prefill_rows=(1,), drafts=(3,))
     scheduler = Scheduler(sizes, RULES._replace(periods=()), latency)
     seqs = [seq(number, range(100 * number, 100 * number + 4), 5 + number) for number in range(3)]

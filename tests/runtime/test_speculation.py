@@ -24,7 +24,7 @@ from jsparse.runtime.generate_options import num_drafts
 from jsparse.runtime.request import requests
 from jsparse.runtime.sampling import chooser, forced, greedy
 from jsparse.runtime.session import Session
-from jsparse.runtime.speculation import speculate
+from jsparse.runtime.speculation import speculate, verify_steps
 from jsparse.runtime.turn import answers
 from tests.support.marks import slow_except
 from tests.support.policy_table import METHODS
@@ -267,7 +267,7 @@ def test_rounds_may_draft_any_number(monkeypatch):
     """The chosen number, with feedback to later rounds; a round without drafts is a step."""
     drafts, seen, chosen_for = cycle((3, 0, 1, 2)), [], []
 
-    def choose_next(self, most, remaining):
+    def choose_next(self, most, *, remaining, steps):
         rows = [(row.tokens, row.acceptance.kept > 0) for row in remaining]
         chosen_for.append((len(seen), rows))
         return next(drafts)
@@ -328,15 +328,17 @@ def waited(future):
 
 
 @pytest.mark.slow
-def test_rounds_without_drafts_have_a_separate_program(monkeypatch):
-    """It verifies a single token, between rounds that draft; the text is the same."""
+@pytest.mark.parametrize("steps", [1, 3])
+def test_rounds_without_drafts_have_a_separate_program(monkeypatch, steps):
+    """It runs one or several steps, between rounds that draft; the text is the same."""
     monkeypatch.setattr(DraftLength, "idles", True)
     monkeypatch.setattr(decoding, "MIN_PROGRAM_TOKENS", 8)
-    ahead = speculate.ahead
-    monkeypatch.setattr(speculate, "ahead", lambda *given: waited(ahead(*given)))
+    ahead = verify_steps.ahead
+    monkeypatch.setattr(verify_steps, "ahead", lambda *given: waited(ahead(*given)))
     numbers = iter([1, 0, 0] + [0, 0, 3] * 40)
-    monkeypatch.setattr(DraftLength, "choose", lambda self, most, remaining: next(numbers))
-    (expected, _), session = decoded("dense", 0, DRAWN), session_of(CLUSTERS, DRAFTS)
+    monkeypatch.setattr(DraftLength, "choose", lambda self, most, **_: next(numbers))
+    (expected, _) = decoded("dense", 0, DRAWN)
+    session = session_of(CLUSTERS, DRAFTS, steps_per_program=steps)
     widths, made = [], [[] for _ in PROMPTS]
     choose, given = chosen(session, DRAWN)
     for result in session.steps(choose, given, limits=LIMITS):
@@ -346,7 +348,7 @@ def test_rounds_without_drafts_have_a_separate_program(monkeypatch):
             made[b] += np.asarray(result.tokens)[:count, b].tolist()
     assert made == [out.token_ids for out in expected]
     # the prompt's, one draft, then none, in its own program
-    assert widths[:10] == [1, 4, 1, 1, 1, 1, 4, 1, 1, 4]
+    assert widths[:10] == [1, 4, *[steps] * 4, 4, steps, steps, 4]
 
 
 def test_program_without_drafts_is_compiled_with_the_first(monkeypatch):
@@ -354,8 +356,9 @@ def test_program_without_drafts_is_compiled_with_the_first(monkeypatch):
     compiled, done = [], Future()
     done.set_result(None)
     monkeypatch.setattr(speculate, "ahead", lambda *given: compiled.append(given[3]) or done)
+    monkeypatch.setattr(verify_steps, "ahead", lambda *given: compiled.append("steps") or done)
     monkeypatch.setattr(decoding, "MIN_PROGRAM_TOKENS", 8)
-    for drafts, limit, wanted in ((None, 8, [2, 0]), (None, 7, [2]), (2, 8, [2])):
+    for drafts, limit, wanted in ((None, 8, [2, "steps"]), (None, 7, [2]), (2, 8, [2])):
         session, compiled[:] = session_of(QUEST, drafts), []
         session.expect(*chosen(session, GREEDY), prompts=[3, 3, 3], limits=[4, limit, 4])
         assert compiled == wanted, (drafts, limit)
@@ -447,16 +450,16 @@ def test_update_sees_the_statistics_of_verification():
 # Attention of a few new tokens
 
 
-@pytest.mark.parametrize("pooled", [False, True])
-def test_attention_of_a_few_tokens(pooled):
+@pytest.mark.parametrize(("pooled", "tokens"), [(False, 5), (True, 5), (False, 1)])
+def test_attention_of_a_few_tokens(pooled, tokens):
     """Against a plain softmax over the visible tokens of each query, and `attend_chunk`."""
-    batch, tokens, heads, kv_heads, dim = 3, 5, 6, 2, 16
+    batch, heads, kv_heads, dim = 3, 6, 2, 16
     params = tiny_params(num_heads=heads, num_kv_heads=kv_heads)
     spec = spec_of(params, batch, num_pages=6)._replace(head_dim=dim, num_layers=1)
     if pooled:
         spec = spec._replace(pool_pages=40)
     rng = np.random.default_rng(0)
-    lengths, valid = np.array([33, 8, 0]), np.array([5, 3, 0])
+    lengths, valid = np.array([33, 8, 0]), np.minimum([5, 3, 0], tokens)
 
     @jax.jit
     def filled(cache, k, v, valid):
@@ -489,12 +492,14 @@ def test_attention_of_a_few_tokens(pooled):
                 np.testing.assert_allclose(got[b, t, head], expected, rtol=1e-4, atol=1e-5)
                 np.testing.assert_allclose(reported[b, t, head], expected, rtol=1e-4, atol=1e-5)
                 np.testing.assert_allclose(same[b, t, head], expected, rtol=1e-4, atol=1e-5)
-    # the report: the pages' weights under the mean of the row's own queries
+    # the report: the pages' weights under the mean of the row's own queries; a single token's are
+    # those of a decode step, with itself
+    reported_on = lengths + (valid if tokens == 1 else 0)
     mass = np.exp(np.asarray(stats.scores)[:2] - np.asarray(stats.lse)[:2, :, None])
     for b in range(2):
         for own in range(kv_heads):
             mean = q[b, : valid[b]].reshape(valid[b], kv_heads, -1, dim)[:, own].mean((0, 1))
-            weights = np.exp(keys[b, own, : lengths[b]] @ mean / np.sqrt(dim))
-            weights = np.pad(weights / weights.sum(), (0, spec.capacity - lengths[b]))
+            weights = np.exp(keys[b, own, : reported_on[b]] @ mean / np.sqrt(dim))
+            weights = np.pad(weights / weights.sum(), (0, spec.capacity - reported_on[b]))
             by_page = weights.reshape(spec.num_pages, -1).sum(1)
             np.testing.assert_allclose(mass[b, own], by_page, rtol=1e-4, atol=1e-6)
