@@ -272,8 +272,8 @@ class Scheduler:
     def _program(self, seqs: list[SequenceState], num_rows: int) -> tuple[int, int, int | None]:
         """Returns the steps and drafts of the next program, and the drafts that it has room for.
 
-        A verification round is one step. No room: several rounds without drafts; None: decode
-        steps.
+        A verification round is one step. Room for 0 drafts: several rounds without drafts; None:
+        decode steps.
         """
         if not self.sizes.drafts:
             return self._steps(), 0, None
